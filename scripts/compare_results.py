@@ -1,0 +1,8 @@
+"""A door to ``greenfast compare BASELINE CANDIDATE``."""
+
+import sys
+
+from greenfast.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["compare", *sys.argv[1:]]))

@@ -1,0 +1,1 @@
+"""Floor 3: the kernel families and the problems that they solve."""

@@ -1,0 +1,121 @@
+"""The staged attention ladder as a kernel family: toggles to CUDA source, shape to launch.
+
+The kernel itself is ``kernels/attention_ladder.cuh``; this module renders its configuration, refuses what its
+static_asserts refuse, and plans its shared memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from greenfast.kernels import KERNEL_DIR
+from greenfast.spec.errors import UsageError, unknown
+from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
+
+ENTRY = "fp8_sdpa"
+HEAD_DIMS = (64, 128)
+PHASES = ("Q load", "K/V prefetch", "dequantization", "QK^T", "softmax", "P*V", "store")
+
+_BLOCK_M = _BLOCK_N = 32
+_THREADS = 128
+# Shared memory lets no more than three or four blocks on a multiprocessor; without this the compiler aims for more and
+# spills.
+_MIN_BLOCKS = 3
+_FORMATS = {"e4m3": "kE4M3", "int8": "kInt8"}
+_MEMBERS = {  # toggle -> member of Cfg
+    "USE_CP_ASYNC": "kCpAsync",
+    "USE_WMMA_QK": "kWmmaQk",
+    "USE_WMMA_PV": "kWmmaPv",
+    "USE_FUSED_SOFTMAX_PV": "kFusedSoftmaxPv",
+    "USE_XOR_SWIZZLE": "kXorSwizzle",
+    "USE_KV_LUT": "kKvLut",
+    "DEBUG_PRINT": "kDebugPrint",
+}
+
+
+def _check(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> None:
+    """Raise UsageError for what the kernel's static_asserts would refuse, naming the rule."""
+    if fmt not in _FORMATS:
+        raise unknown("format", fmt, _FORMATS)
+    missing = [d for d in "BHSD" if d not in dims]
+    if missing or min(dims.values()) < 1:
+        raise UsageError(f"an attention shape needs B, H, S and D, each at least 1; got {dict(dims)}")
+    if dims["D"] not in HEAD_DIMS:
+        raise UsageError(f"head_dim D={dims['D']}: the ladder has kernels for {', '.join(map(str, HEAD_DIMS))}")
+    if toggles["USE_FUSED_SOFTMAX_PV"] and not toggles["USE_WMMA_PV"]:
+        raise UsageError("USE_FUSED_SOFTMAX_PV=1 needs USE_WMMA_PV=1: the score tile is reused for the P of WMMA P*V")
+    if toggles["USE_XOR_SWIZZLE"] and not (toggles["USE_WMMA_QK"] and toggles["USE_WMMA_PV"]):
+        raise UsageError(
+            "USE_XOR_SWIZZLE=1 needs USE_WMMA_QK=1 and USE_WMMA_PV=1: swizzled tiles are read by tensor-core loads"
+        )
+
+
+def _smem_bytes(toggles: Mapping[str, int], head_dim: int) -> int:
+    """The size of the kernel's SharedStorage; the kernel asserts that it is the same."""
+    q_stride = head_dim + 8
+    kv_stride = head_dim if toggles["USE_XOR_SWIZZLE"] else head_dim + 8
+    members = [  # (alignment, bytes) in the order of SharedStorage
+        (128, _BLOCK_M * q_stride * 2),
+        (128, 2 * _BLOCK_N * kv_stride * 2),
+        (128, _BLOCK_M * (_BLOCK_N + 4) * 4),
+        (16, 16 if toggles["USE_FUSED_SOFTMAX_PV"] else _BLOCK_M * (_BLOCK_N + 8) * 2),
+        (16, _BLOCK_M * 4),
+        (16, 2 * 2 * _BLOCK_N * head_dim if toggles["USE_CP_ASYNC"] else 16),
+        (16, 256 * 2 if toggles["USE_KV_LUT"] else 16),
+    ]
+    end = 0
+    for alignment, size in members:
+        end = math.ceil(end / alignment) * alignment + size
+    return math.ceil(end / 128) * 128
+
+
+def kernel(
+    toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
+) -> KernelSource:
+    """Render one rung for a head dim. Raises UsageError for toggles or dimensions without a legal kernel."""
+    _check(toggles, fmt, dims)
+    smem = _smem_bytes(toggles, dims["D"])
+    switches = {member: bool(toggles[name]) for name, member in _MEMBERS.items()} | {"kPhaseClocks": instrumented}
+    lines = [f"  static constexpr bool {member} = {str(value).lower()};" for member, value in switches.items()]
+    source = f"""#include "attention_ladder.cuh"
+
+struct Cfg {{
+  static constexpr int kHeadDim = {dims["D"]};
+  static constexpr greenfast::Format kFormat = greenfast::Format::{_FORMATS[fmt]};
+  static constexpr int kSmemBytes = {smem};
+{chr(10).join(lines)}
+}};
+
+extern "C" __global__ void __launch_bounds__({_THREADS}, {_MIN_BLOCKS})
+{ENTRY}(const unsigned char* q, const unsigned char* k, const unsigned char* v, const float* q_scale,
+         const float* k_scale, const float* v_scale, half* out, int seq_len, float softmax_scale,
+         long long* phase_cycles) {{
+  greenfast::attention_ladder<Cfg>(
+      {{q, k, v, q_scale, k_scale, v_scale, out, seq_len, softmax_scale, phase_cycles}});
+}}
+"""
+    return KernelSource(
+        entry=ENTRY,
+        source=source,
+        name=f"{ENTRY}.cu",
+        include_dirs=(KERNEL_DIR,),
+        block=(_THREADS, 1, 1),
+        dynamic_smem_bytes=smem,
+        phases=PHASES if instrumented else (),
+    )
+
+
+def launch(dims: Mapping[str, int]) -> Launch:
+    """One block per 32 query rows and head; the last argument is the phase counters' buffer."""
+    return Launch(
+        grid=(-(-dims["S"] // _BLOCK_M), dims["B"] * dims["H"], 1),
+        args=(
+            *("q", "k", "v", "q_scale", "k_scale", "v_scale", "out"),
+            np.int32(dims["S"]),
+            np.float32(1.0 / math.sqrt(dims["D"])),
+            PHASE_BUFFER,
+        ),
+    )

@@ -1,0 +1,37 @@
+"""The quantization problem: half tensors to 8-bit codes and a scale per head, bit for bit as the format defines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from greenfast.numerics.formats import dequantize, quantize
+from greenfast.numerics.inputs import standard_normal
+from greenfast.spec.problem import Case, OutputSpec, References
+
+
+def _tensor(dims: Mapping[str, int], seed: int) -> Tensor:
+    return standard_normal((dims["B"] * dims["H"], dims["S"], dims["D"]), 1, seed)[0]
+
+
+def make_case(dims: Mapping[str, int], seed: int, fmt: str) -> Case:
+    """Input x (float16, (B*H, S, D)); outputs codes (uint8, same shape) and scale (float32, (B*H,))."""
+    x = _tensor(dims, seed).numpy()
+    return Case({"x": x}, {"codes": OutputSpec(x.shape, "uint8"), "scale": OutputSpec(x.shape[:1], "float32")})
+
+
+def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
+    """The tensor itself, and its exact quantization: no rounding of the kernel's own is allowed (bound 0)."""
+    x = _tensor(dims, seed)
+    exact = dequantize(*quantize(x, fmt), fmt).numpy()
+    return References(full=x.double().numpy(), exact=exact, bound=np.zeros_like(exact))
+
+
+def decode(outputs: Mapping[str, NDArray[Any]], fmt: str) -> NDArray[np.float64]:
+    """The numbers that codes and scales stand for, (B*H, S, D)."""
+    return dequantize(torch.from_numpy(outputs["codes"]), torch.from_numpy(outputs["scale"]), fmt).numpy()

@@ -1,0 +1,49 @@
+"""The attention problem: scaled-dot-product attention on quantized Q, K and V with a scale per head, output in half."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from greenfast.numerics.attention import attention, attention_rounding_bound
+from greenfast.numerics.formats import dequantize, quantize
+from greenfast.numerics.inputs import standard_normal
+from greenfast.spec.problem import Case, OutputSpec, References
+
+
+def _tensors(dims: Mapping[str, int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Unquantized q, k, v: float16 (B * H, S, D)."""
+    q, k, v = standard_normal((dims["B"] * dims["H"], dims["S"], dims["D"]), 3, seed)
+    return q, k, v
+
+
+def make_case(dims: Mapping[str, int], seed: int, fmt: str) -> Case:
+    """Codes q, k, v (uint8, (B*H, S, D)) with q_scale, k_scale, v_scale (float32, (B*H,)); output out (float16)."""
+    inputs = {}
+    for name, x in zip("qkv", _tensors(dims, seed), strict=True):
+        codes, scale = quantize(x, fmt)
+        inputs[name] = codes.numpy()
+        inputs[f"{name}_scale"] = scale.numpy()
+    return Case(inputs, {"out": OutputSpec(inputs["q"].shape, "float16")})
+
+
+def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
+    """Attention on the unquantized and on the dequantized inputs, and what P kept in half can explain."""
+    scale = 1.0 / math.sqrt(dims["D"])
+    unquantized = _tensors(dims, seed)
+    q, k, v = (dequantize(*quantize(x, fmt), fmt) for x in unquantized)
+    return References(
+        full=attention(*unquantized, scale).numpy(),
+        exact=attention(q, k, v, scale).numpy(),
+        bound=attention_rounding_bound(q, k, v, scale).numpy(),
+    )
+
+
+def decode(outputs: Mapping[str, NDArray[Any]], fmt: str) -> NDArray[np.float64]:
+    """The output as float64, (B*H, S, D)."""
+    return outputs["out"].astype(np.float64)

@@ -1,0 +1,71 @@
+"""The build's cache on disk: what was compiled or disassembled once is read back in milliseconds.
+
+It lies in ``$GREENFAST_CACHE_DIR``, else ``$XDG_CACHE_HOME/greenfast``, else ``~/.cache/greenfast``. A folder that
+cannot be used is no error: everything is then built anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from cuda.core.utils import FileStreamProgramCache
+
+# Some 10,000 kernels; beyond it the least recently read entries go.
+_MAX_BYTES = 1 << 30
+
+
+def cache_dir() -> Path:
+    """The cache's folder by the environment; it need not exist. Raises RuntimeError where there is no home folder."""
+    if own := os.environ.get("GREENFAST_CACHE_DIR"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "greenfast"
+
+
+def load(key: bytes) -> list[bytes] | None:
+    """The parts stored under ``key``, or None where there is no whole entry."""
+    cache = _open_cache()
+    try:
+        entry: bytes | None = cache.get(key) if cache else None
+        if entry is None:
+            return None
+        header, _, body = entry.partition(b"\n")
+        lengths: list[int] = json.loads(header)
+    except (OSError, ValueError):
+        return None
+    parts = []
+    for length in lengths:
+        parts.append(body[:length])
+        body = body[length:]
+    return parts if [len(part) for part in parts] == lengths and not body else None
+
+
+def store(key: bytes, parts: Sequence[bytes]) -> None:
+    """Keep ``parts`` under ``key``, where the folder can be written.
+
+    They are one entry, so a log is never read back with another build's machine code.
+    """
+    cache = _open_cache()
+    if cache is None:
+        return
+    header = json.dumps([len(part) for part in parts]).encode()
+    # A read-only or full disk costs the next build's time, not this build.
+    with contextlib.suppress(OSError):
+        cache[key] = header + b"\n" + b"".join(parts)
+
+
+def _open_cache() -> FileStreamProgramCache | None:
+    try:
+        return _open_at(cache_dir())
+    except (OSError, RuntimeError):
+        return None
+
+
+@functools.cache
+def _open_at(folder: Path) -> FileStreamProgramCache:
+    # Writes go to a temporary file and are renamed, so several processes may share the folder.
+    return FileStreamProgramCache(folder, max_size_bytes=_MAX_BYTES)

@@ -1,0 +1,93 @@
+"""Where the compiler, its headers and the disassembler are on this machine, and what to install where they are not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from cuda.pathfinder import (
+    DynamicLibNotFoundError,
+    find_nvidia_binary_utility,
+    find_nvidia_header_directory,
+    get_cuda_path_or_home,
+    load_nvidia_dynamic_lib,
+)
+
+from greenfast.spec.errors import MachineError
+
+# A header of each package that kernels include from, and the pip package that brings it.
+_HEADERS = {
+    "cuda_fp8.h": "nvidia-cuda-runtime",
+    "crt/mma.h": "nvidia-cuda-crt",
+}
+_CCCL_HEADER = "cuda/std/version"
+_REMEDY = "install with pip: {} (version 13), or install a CUDA toolkit and set CUDA_PATH to its folder"
+
+
+def nvrtc_library() -> Path:
+    """The NVRTC library that compiles, loaded into this process. Raises MachineError where there is none."""
+    try:
+        path: str = load_nvidia_dynamic_lib("nvrtc").abs_path
+    except DynamicLibNotFoundError as e:
+        raise MachineError(f"NVRTC, the CUDA compiler, was not found; {_REMEDY.format('nvidia-cuda-nvrtc')}") from e
+    return Path(path)
+
+
+def cuda_include_dirs() -> tuple[Path, ...]:
+    """The folders of the CUDA and CCCL headers, in the compiler's order.
+
+    Packages in the Python environment come first, then CUDA_PATH or CUDA_HOME, then /usr/local/cuda; the first folder
+    that is complete is taken. Raises MachineError naming the missing headers and the packages that bring them.
+    """
+    missing = list(_HEADERS)
+    for folder in _header_folders():
+        lacking = [header for header in _HEADERS if not (folder / header).is_file()]
+        if not lacking:
+            return (folder, *_cccl_folder(folder))
+        if len(lacking) < len(missing):
+            missing = lacking
+    raise _missing_headers(missing, [_HEADERS[header] for header in missing])
+
+
+def nvdisasm() -> Path:
+    """The disassembler. Raises MachineError where there is none."""
+    path: str | None = find_nvidia_binary_utility("nvdisasm") or shutil.which("nvdisasm")
+    if path is None:
+        remedy = _REMEDY.format("nvidia-cuda-nvdisasm")
+        raise MachineError(f"nvdisasm, the CUDA disassembler, was not found; {remedy}")
+    return Path(path)
+
+
+def fingerprint() -> bytes:
+    """Changes with every update of the compiler or its headers, patch releases included. Raises MachineError."""
+    folders = cuda_include_dirs()
+    files = [nvrtc_library(), *(folders[0] / header for header in _HEADERS), folders[-1] / _CCCL_HEADER]
+    return ";".join(file_fingerprint(path) for path in files).encode()
+
+
+def file_fingerprint(path: Path) -> str:
+    """Name, size and time of a file, standing for its content; not its folder."""
+    stat = path.stat()
+    return f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}"
+
+
+def _header_folders() -> list[Path]:
+    found: list[str | None] = [find_nvidia_header_directory("cudart"), get_cuda_path_or_home()]
+    folders = [Path(found[0])] if found[0] else []
+    folders += [Path(found[1]) / "include"] if found[1] else []
+    return [*folders, Path("/usr/local/cuda/include")]
+
+
+def _cccl_folder(include: Path) -> list[Path]:
+    """CCCL lies in a folder of its own from CUDA 13 on, among the other headers before."""
+    if (include / _CCCL_HEADER).is_file():
+        return []
+    found: str | None = find_nvidia_header_directory("cccl")
+    for folder in [include / "cccl", *([Path(found)] if found else [])]:
+        if (folder / _CCCL_HEADER).is_file():
+            return [folder]
+    raise _missing_headers([_CCCL_HEADER], ["nvidia-cuda-cccl"])
+
+
+def _missing_headers(headers: list[str], packages: list[str]) -> MachineError:
+    return MachineError(f"CUDA headers were not found: {', '.join(headers)}; {_REMEDY.format(' '.join(packages))}")

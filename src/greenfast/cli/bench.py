@@ -1,0 +1,53 @@
+"""``greenfast bench``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+
+from greenfast.cli.console import GateConsole, exit_code, required_gates, show, table
+from greenfast.cli.request import request_of
+from greenfast.pipeline.bench import bench
+from greenfast.pipeline.store import to_json
+from greenfast.spec.errors import UsageError
+from greenfast.spec.task import TaskConfig
+from greenfast.spec.variant import Variant
+
+
+def variant_of_environment(config: TaskConfig, environment: Mapping[str, str]) -> Variant:
+    """The variant that the task's toggles in the environment make. Raises UsageError for what is no whole number."""
+    given = {}
+    for name in config.toggles:
+        if name in environment:
+            try:
+                given[name] = int(environment[name])
+            except ValueError:
+                raise UsageError(
+                    f"{name}={environment[name]!r}: allowed values are {config.toggles[name].values}"
+                ) from None
+    return config.toggle_variant(given)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check and time one variant; prints each gate, the timings and where the artifacts are."""
+    required = required_gates(args.require)
+    request = request_of(args)
+    config = request.task.config
+    if args.from_env:
+        variant = variant_of_environment(config, os.environ)
+    else:
+        variant = config.variant(args.variant or config.defaults.candidate)
+    with GateConsole(to_stderr=args.json) as console:
+        outcome = bench(request, variant, console)
+    if args.json:
+        print(to_json(outcome.record), end="")
+    else:
+        rows = [
+            (r.shape, str(r.seed), r.cache, f"{r.p50_us:.2f}", f"{r.p90_us:.2f}", f"{r.mean_us:.2f}", f"{r.std_us:.2f}")
+            for r in outcome.record.side.timing
+        ]
+        if rows:
+            show(table(("shape", "seed", "L2", "p50 µs", "p90 µs", "mean µs", "std µs"), rows, title=variant.name))
+        show(f"\n{outcome.folder}")
+    return exit_code(outcome.record.gates, required)

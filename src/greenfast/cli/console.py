@@ -1,0 +1,99 @@
+"""What a person sees while a run goes on, and the exit code in the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from greenfast.spec.errors import UsageError
+from greenfast.spec.record import GateResult
+
+_GATES = ("build", "resources", "correctness", "performance", "evidence")
+_STYLES = {"PASS": "green", "FAIL": "bold red", "PENDING": "yellow", "MERGE": "bold green", "DEFER": "bold red"}
+_MAX_REASONS = 8
+
+
+def status(text: str) -> Text:
+    """A status or decision in its colour."""
+    return Text(text, style=_STYLES.get(text, ""))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> Table:
+    """A plain table whose cells are shown as they are."""
+    shown = Table(title=title, box=None, pad_edge=False, header_style="bold")
+    for name in header:
+        shown.add_column(name, overflow="fold")
+    for row in rows:
+        shown.add_row(*(Text(cell) for cell in row))
+    return shown
+
+
+def show(what: Table | Text | str) -> None:
+    """Print to standard output; wide tables are not cut where the output is a file or a pipe."""
+    width = None if sys.stdout.isatty() else 200
+    Console(width=width, highlight=False).print(what)
+
+
+class GateConsole:
+    """An Observer that prints each gate as it ends, with a progress line while it runs, on standard error or output."""
+
+    def __init__(self, *, to_stderr: bool) -> None:
+        stream = sys.stderr if to_stderr else sys.stdout
+        width = None if stream.isatty() else 200
+        self._console = Console(stderr=to_stderr, width=width, highlight=False)
+        self._progress = Progress(
+            TextColumn("{task.description:11}"),
+            BarColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not stream.isatty(),
+        )
+        self._tasks: dict[str, object] = {}
+
+    def __enter__(self) -> GateConsole:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def progress(self, gate: str, share: float, text: str) -> None:
+        """Move the gate's progress line."""
+        task = self._tasks.get(gate)
+        if task is None:
+            task = self._tasks[gate] = self._progress.add_task(gate, total=1.0, text="")
+        self._progress.update(task, completed=share, text=text)  # type: ignore[arg-type]
+
+    def gate(self, result: GateResult) -> None:
+        """Print a gate's outcome and the reasons of a failure."""
+        task = self._tasks.pop(result.gate, None)
+        if task is not None:
+            self._progress.remove_task(task)  # type: ignore[arg-type]
+        line = Text.assemble(f"{result.gate:12}", status(f"{result.status:8}"), result.summary)
+        self._console.print(line)
+        for reason in result.reasons[:_MAX_REASONS]:
+            self._console.print(Text(f"{'':12}- {reason}"))
+        if len(result.reasons) > _MAX_REASONS:
+            self._console.print(f"{'':12}- and {len(result.reasons) - _MAX_REASONS} more")
+
+
+def required_gates(names: Sequence[str]) -> set[str]:
+    """The gates of ``--require``, in capitals. Raises UsageError for a name that is none."""
+    wanted = set(_GATES) if "all" in names else set(names)
+    unknown = wanted - set(_GATES)
+    if unknown:
+        raise UsageError(f"--require {', '.join(sorted(unknown))}: allowed are {', '.join(_GATES)} and all")
+    return {name.upper() for name in wanted}
+
+
+def exit_code(gates: Sequence[GateResult], required: set[str]) -> int:
+    """0 where no gate failed and none of the required ones is pending, else 1."""
+    short = any(g.status == "FAIL" or (g.status == "PENDING" and g.gate in required) for g in gates)
+    return int(short)

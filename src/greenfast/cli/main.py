@@ -1,0 +1,57 @@
+"""The entry point: parse, run one verb, and turn errors into messages and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+
+from greenfast import __version__
+from greenfast.cli.options import VERBS
+from greenfast.spec.errors import GreenfastError
+
+#: 0: all requested gates hold. 1: a gate fell short. 2: usage or configuration. 3: the machine. 130: interrupted.
+EXIT_INTERNAL = 3
+EXIT_INTERRUPTED = 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all verbs."""
+    top = argparse.ArgumentParser(
+        prog="greenfast",
+        description="Verdicts on GPU kernels: green (built, inside its budget, correct) before fast.",
+        epilog="exit codes: 0 all requested gates hold, 1 a gate fell short, 2 usage or configuration, 3 the machine",
+    )
+    top.add_argument("--version", action="version", version=f"greenfast {__version__}")
+    verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, (text, options) in VERBS.items():
+        options(verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."))
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (default: this process's); returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(arguments)
+    args.command = shlex.join(["greenfast", *arguments])
+    try:
+        # Only the verb's own module is loaded: the others' imports would cost every command their time.
+        verb = importlib.import_module(f"greenfast.cli.{args.verb}")
+        return int(verb.run(args))
+    except GreenfastError as e:
+        print(f"greenfast: {e}", file=sys.stderr)
+        return e.exit_code
+    except KeyboardInterrupt:
+        print("greenfast: interrupted; nothing half-written was kept", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone, as in `greenfast ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception:
+        traceback.print_exc()
+        print("greenfast: this is a bug in greenfast, or in a task's own module", file=sys.stderr)
+        return EXIT_INTERNAL

@@ -1,0 +1,162 @@
+"""Every verb's options. Imports nothing heavy, so that --help answers at once; what a verb does is in its own file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+
+def words(text: str) -> list[str]:
+    """A comma-separated list of names."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing; give names separated by commas")
+    return found
+
+
+def numbers(text: str) -> list[int]:
+    """A comma-separated list of whole numbers."""
+    try:
+        return [int(part) for part in words(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers separated by commas") from None
+
+
+def _speedup(text: str) -> float:
+    """A required speedup as a ratio, such as 1.15."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1.0 <= value < 1000.0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a ratio from 1 up, such as 1.15 for 15 % faster")
+    return value
+
+
+def _task(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", help="a task's name (see `greenfast tasks`), or the folder of a task of your own")
+
+
+def _what(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shapes", type=words, metavar="A,B", help="shapes of the task's config (default: its own)")
+    parser.add_argument("--seeds", type=numbers, metavar="0,1", help="seeds of the inputs (default: the task's)")
+    parser.add_argument("--format", metavar="FORMAT", help="number format: e4m3 or int8 (default: the task's)")
+    parser.add_argument("--arch", metavar="SM", help="target, such as sm_89 (default: the GPU's own, else the task's)")
+
+
+def _where(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", help="auto, none, or a GPU's number (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds that a GPU step may take")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="results folder (default: %(default)s)")
+
+
+def _how_long(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--iters", type=int, metavar="N", help="timed launches per shape, seed and cache state")
+    parser.add_argument("--warmup", type=int, metavar="N", help="untimed launches before them")
+    parser.add_argument("--processes", type=int, metavar="N", help="fresh processes to spread them over")
+
+
+def _outcome(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the record as JSON instead of text")
+    parser.add_argument(
+        "--require",
+        type=words,
+        default=[],
+        metavar="GATE,...",
+        help="gates that must not be PENDING: build, resources, correctness, performance, evidence, or all",
+    )
+
+
+def validate(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast validate``."""
+    _task(parser)
+    parser.add_argument("--baseline", metavar="VARIANT", help="a variant's name, or TOGGLE=VALUE,...")
+    parser.add_argument("--candidate", metavar="VARIANT", help="the variant that is judged")
+    _what(parser)
+    _how_long(parser)
+    _where(parser)
+    parser.add_argument("--no-profile", action="store_true", help="take no Nsight Compute profile")
+    _outcome(parser)
+
+
+def bench(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast bench``."""
+    _task(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--variant", metavar="VARIANT", help="a name, or TOGGLE=VALUE,... (default: the candidate)")
+    which.add_argument("--from-env", action="store_true", help="read the task's toggles from the environment")
+    _what(parser)
+    _how_long(parser)
+    _where(parser)
+    _outcome(parser)
+
+
+def build(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast build``."""
+    _task(parser)
+    parser.add_argument("--variants", type=words, metavar="A,B", help="variants (default: every rung)")
+    parser.add_argument("--arch", type=words, metavar="SM,...", help="targets (default: the task's)")
+    parser.add_argument("--formats", type=words, metavar="A,B", help="number formats (default: the task's own)")
+    parser.add_argument("--shapes", type=words, metavar="A,B", help="shapes to build for (default: the task's)")
+    parser.add_argument("--sass", type=Path, metavar="FOLDER", help="also write each kernel's machine code there")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
+
+
+def compare(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast compare``."""
+    parser.add_argument("baseline", type=Path, help="a run's folder, or its perf_baseline.json")
+    parser.add_argument("candidate", type=Path, help="another run's")
+    parser.add_argument("--required", type=_speedup, metavar="RATIO", help="the average speedup that is asked for")
+    parser.add_argument("--out", type=Path, default=Path("results/COMPARE.md"), help="default: %(default)s")
+
+
+def profile(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast profile``."""
+    _task(parser)
+    parser.add_argument("--variant", metavar="VARIANT", help="a name, or TOGGLE=VALUE,... (default: the candidate)")
+    parser.add_argument("--ncu", action="store_true", help="take a Nsight Compute profile only")
+    parser.add_argument("--phases", action="store_true", help="count the cycles of the kernel's phases only")
+    parser.add_argument("--launches", type=int, default=3, metavar="N", help="profile the last of N (default: 3)")
+    _what(parser)
+    _where(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+
+
+def report(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast report``."""
+    parser.add_argument("run", type=Path, nargs="+", help="a run's folder, or its record.json")
+    parser.add_argument("--short", action="store_true", help="the short form, to paste into a pull request")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the run's timings (.png or .svg)")
+    parser.add_argument("--table", action="store_true", help="one verdict table of all the runs given")
+
+
+def variants(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast variants``."""
+    parser.add_argument("task", nargs="?", default="fp8_sdpa", help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def tasks(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast tasks``."""
+    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of a task's config")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def doctor(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast doctor``."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+#: Verb -> (help, its options), in the order of --help.
+VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "validate": ("judge a candidate against a baseline through the five gates", validate),
+    "bench": ("check one variant and time it over shapes", bench),
+    "build": ("compile variants for targets: resources and machine code, without a GPU", build),
+    "compare": ("compare the timings of two saved runs", compare),
+    "profile": ("Nsight Compute profile, and the share of each phase of a kernel", profile),
+    "report": ("the report of a saved run again", report),
+    "variants": ("the variants of a task", variants),
+    "tasks": ("the tasks that are known", tasks),
+    "doctor": ("what this machine has, what is missing, and the remedy", doctor),
+}

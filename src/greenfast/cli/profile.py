@@ -1,0 +1,47 @@
+"""``greenfast profile``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from greenfast.cli.console import show, table
+from greenfast.cli.request import request_of
+from greenfast.pipeline.environment import now
+from greenfast.pipeline.profile import phase_cycles, take_profile
+from greenfast.pipeline.store import check_writable
+from greenfast.spec.errors import MachineError, UsageError
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profile one variant: phase shares by in-kernel clocks, and a Nsight Compute file per shape."""
+    request = request_of(args)
+    config = request.task.config
+    variant = config.variant(args.variant or config.defaults.candidate)
+    reason = request.cannot_run()
+    if reason:
+        raise MachineError(f"a profile needs a GPU; {reason}")
+    if args.launches < 1:
+        raise UsageError(f"--launches {args.launches}: give at least 1")
+    both = args.ncu == args.phases
+    result: dict[str, object] = {"variant": variant.name}
+    if args.phases or both:
+        result["phase_cycles"] = phases = phase_cycles(request, variant)
+        for shape, cycles in phases.items():
+            total = sum(cycles.values())
+            rows = [(name, f"{c:.0f}", f"{100 * c / total:.1f} %") for name, c in cycles.items()]
+            if not args.json:
+                show(table(("phase", "cycles per block", "share"), rows, title=f"{variant.name}, {shape}"))
+    if args.ncu or both:
+        check_writable(request.out / config.defaults.results)
+        stamp = now().strftime("%Y%m%d-%H%M%S")
+        files = [
+            str(take_profile(request, variant, shape, request.seeds[0], stamp, launches=args.launches))
+            for shape in request.shapes
+        ]
+        result["profiles"] = files
+        if not args.json:
+            show("\n".join(files))
+    if args.json:
+        print(json.dumps(result, indent=2))
+    return 0

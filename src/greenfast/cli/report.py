@@ -1,0 +1,41 @@
+"""``greenfast report``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from greenfast.pipeline.records import read_record, stale_records
+from greenfast.report.ladder import ladder_table
+from greenfast.report.markdown import bench_report, short_form, validation_report
+from greenfast.report.plots import save_plot
+from greenfast.spec.errors import UsageError
+from greenfast.spec.record import BenchRecord, Record
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the reports of saved runs, or one verdict table of them all."""
+    records = {path: read_record(path) for path in args.run}
+    if args.table or args.plot:
+        wrong = [str(p) for p, r in records.items() if not isinstance(r, Record)]
+        if wrong:
+            raise UsageError(f"{', '.join(wrong)}: a run of one variant; a table or plot needs a comparison's record")
+    if args.table:
+        pairs = [(str(p), r) for p, r in records.items() if isinstance(r, Record)]
+        print(ladder_table(pairs, stale=stale_records(pairs)))
+        return 0
+    if args.plot and len(records) > 1:
+        raise UsageError("--plot draws one run; give one")
+    for record in records.values():
+        print(_text(record, args.short, args.plot))
+    return 0
+
+
+def _text(record: Record | BenchRecord, short: bool, plot: Path | None) -> str:
+    if isinstance(record, BenchRecord):
+        return bench_report(record)
+    if plot:
+        if plot.suffix not in (".png", ".svg"):
+            raise UsageError(f"--plot {plot}: the name must end in .png or .svg")
+        save_plot(record, plot)
+    return short_form(record) if short else validation_report(record, plot=str(plot) if plot else None)

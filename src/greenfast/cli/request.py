@@ -1,0 +1,29 @@
+"""From a verb's options to a request."""
+
+from __future__ import annotations
+
+import argparse
+
+from greenfast.pipeline.request import Request, make_request
+from greenfast.pipeline.tasks import find_task, load
+from greenfast.spec.errors import UsageError
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    """Load the task and check the options that verbs share; raises UsageError or MachineError."""
+    if args.timeout <= 0:
+        raise UsageError(f"--timeout {args.timeout:g}: give a number of seconds above 0")
+    return make_request(
+        load(find_task(args.task)),
+        shapes=args.shapes,
+        seeds=args.seeds,
+        fmt=args.format,
+        arch=args.arch,
+        device=args.device,
+        warmup=getattr(args, "warmup", None),
+        iters=getattr(args, "iters", None),
+        processes=getattr(args, "processes", None),
+        timeout_s=args.timeout,
+        out=args.out,
+        command=args.command,
+    )

@@ -1,0 +1,37 @@
+"""``greenfast validate``."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.text import Text
+
+from greenfast.cli.console import GateConsole, exit_code, required_gates, show, status
+from greenfast.cli.request import request_of
+from greenfast.pipeline.store import to_json
+from greenfast.pipeline.validate import validate
+
+
+def run(args: argparse.Namespace) -> int:
+    """Judge the candidate; prints each gate as it ends, then the verdict and where the artifacts are."""
+    required = required_gates(args.require)
+    request = request_of(args)
+    config = request.task.config
+    candidate = config.variant(args.candidate or config.defaults.candidate)
+    rung = next((r for r in config.rungs if r.name == candidate.name), None)
+    # A candidate named alone is compared with the rung before it.
+    before = rung.after if rung is not None and args.candidate else None
+    baseline = config.variant(args.baseline or before or config.defaults.baseline)
+    with GateConsole(to_stderr=args.json) as console:
+        outcome = validate(request, baseline, candidate, console, profile=not args.no_profile)
+    record = outcome.record
+    if args.json:
+        print(to_json(record), end="")
+    else:
+        show(
+            Text.assemble("\n", status(record.decision), f"  {candidate.name} against {baseline.name}, {record.format}")
+        )
+        for reason in record.reasons:
+            show(Text(f"  - {reason}"))
+        show(f"\n{outcome.folder}")
+    return exit_code(record.gates, required)

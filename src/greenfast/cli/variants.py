@@ -1,0 +1,34 @@
+"""``greenfast variants``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from greenfast.cli.console import show, table
+from greenfast.pipeline.tasks import find_task
+
+
+def run(args: argparse.Namespace) -> int:
+    """List a task's rungs with their toggles and gates, and the toggles."""
+    config = find_task(args.task).config
+    rungs = [
+        {
+            "variant": rung.name,
+            "after": rung.after or "",
+            "toggles": " ".join(f"{n}={v}" for n, v in rung.toggles.items() if v) or "all off",
+            "required": f"{rung.required_speedup:g}x" if rung.required_speedup else "",
+            "budget": f"{rung.budget.registers} registers, {rung.budget.smem_bytes} B",
+            "title": rung.title,
+        }
+        for rung in config.rungs
+    ]
+    if args.json:
+        toggles = {n: {"default": t.default, "values": t.values, "help": t.help} for n, t in config.toggles.items()}
+        print(json.dumps({"task": config.name, "variants": rungs, "toggles": toggles}, indent=2))
+        return 0
+    show(table(tuple(rungs[0]), [tuple(r.values()) for r in rungs], title=f"variants of {config.name}"))
+    rows = [(n, str(t.default), ", ".join(map(str, t.values)), t.help) for n, t in config.toggles.items()]
+    show("")
+    show(table(("toggle", "default", "allowed", "meaning"), rows))
+    return 0

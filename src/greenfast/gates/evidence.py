@@ -1,0 +1,64 @@
+"""EVIDENCE: what the machine code contains against what the rung promises. Needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from greenfast.build.machine_code import count_instructions, disassemble
+from greenfast.gates.sides import BuiltSide
+from greenfast.spec.record import GateResult, Status
+from greenfast.spec.task import Rung
+
+
+def instruction_counts(side: BuiltSide) -> dict[str, dict[str, int]]:
+    """Instruction counts of each different kernel, by its hash."""
+    return {k.kernel_hash: count_instructions(disassemble(k.cubin, k.source.entry)) for _, k in side.distinct}
+
+
+def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None) -> GateResult:
+    """Compare the candidate's machine code with its rung's promises.
+
+    rung: None for toggles that are no rung and so promise nothing. predecessor: the rung's, built for the same shapes,
+    where a promise compares with it.
+    """
+    counts = instruction_counts(candidate)
+    checks: list[tuple[str, str, str, Status]] = []
+    reasons: list[str] = []
+    before = instruction_counts(predecessor) if predecessor else {}
+
+    def promise(shape: str, counter: str, target: str, actual: int, held: bool) -> None:
+        checks.append((f"{shape}: {counter}", target, str(actual), "PASS" if held else "FAIL"))
+        if not held:
+            reasons.append(f"{shape}: {counter} is {actual}, promised {target}")
+
+    for shape, kernel in candidate.distinct:
+        found = counts[kernel.kernel_hash]
+        if rung is None:
+            continue
+        for counter, least in rung.promises.at_least.items():
+            promise(shape, counter, f">= {least}", found[counter], found[counter] >= least)
+        for counter, most in rung.promises.at_most.items():
+            promise(shape, counter, f"<= {most}", found[counter], found[counter] <= most)
+        if predecessor is not None:
+            earlier = before[predecessor.kernels[shape].kernel_hash]
+            for counter in rung.promises.more_than_predecessor:
+                target = f"> {earlier[counter]} ({predecessor.variant.name})"
+                promise(shape, counter, target, found[counter], found[counter] > earlier[counter])
+    _, first = candidate.distinct[0]
+    shown = {name: n for name, n in counts[first.kernel_hash].items() if n and name != "total"}
+    summary = f"{candidate.variant.name}: " + (", ".join(f"{n} {name}" for name, n in shown.items()) or "none counted")
+    if rung is None:
+        summary += " (no rung, so nothing is promised)"
+    return GateResult(
+        gate="EVIDENCE", status="FAIL" if reasons else "PASS", summary=summary, reasons=reasons, checks=checks
+    )
+
+
+def profile_check(path: Sequence[str], note: str) -> tuple[str, str, str, Status]:
+    """The row that says whether a Nsight Compute profile was taken: its files, or why there is none."""
+    return (
+        "Nsight Compute profile",
+        "taken where ncu is there",
+        ", ".join(path) or note,
+        "PASS" if path else "PENDING",
+    )

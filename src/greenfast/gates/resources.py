@@ -1,0 +1,42 @@
+"""RESOURCES: registers, shared memory, stack and spills against each rung's budget. Needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from greenfast.gates.sides import BuiltSide
+from greenfast.spec.record import GateResult, Status
+from greenfast.spec.task import Rung, TaskConfig
+from greenfast.spec.variant import Variant
+
+
+def rung_of(config: TaskConfig, variant: Variant) -> Rung:
+    """The rung that a variant answers to: its own, or the task's default candidate for toggles that are no rung."""
+    names = {rung.name for rung in config.rungs}
+    return config.rung(variant.name if variant.name in names else config.defaults.candidate)
+
+
+def check(config: TaskConfig, sides: Sequence[BuiltSide]) -> GateResult:
+    """Compare every kernel's resources with the budget of its rung."""
+    checks: list[tuple[str, str, str, Status]] = []
+    reasons = []
+    used = []
+    for side in sides:
+        rung = rung_of(config, side.variant)
+        for shape, kernel in side.distinct:
+            r = kernel.resources
+            used.append(f"{side.variant.name} {r.registers} registers, {r.smem_bytes / 1024:.1f} KB")
+            for what, limit, actual in (
+                ("registers", rung.budget.registers, r.registers),
+                ("shared memory, bytes", rung.budget.smem_bytes, r.smem_bytes),
+                ("stack, bytes", rung.budget.stack_bytes, r.stack_bytes),
+                ("spills, bytes", rung.budget.spill_bytes, r.spill_bytes),
+            ):
+                held = actual <= limit
+                name = f"{side.role} {side.variant.name} ({shape}): {what}"
+                checks.append((name, f"<= {limit} ({rung.name})", str(actual), "PASS" if held else "FAIL"))
+                if not held:
+                    reasons.append(f"{name} is {actual}, the budget of {rung.name} allows {limit}")
+    return GateResult(
+        gate="RESOURCES", status="FAIL" if reasons else "PASS", summary="; ".join(used), reasons=reasons, checks=checks
+    )

@@ -1,0 +1,21 @@
+// Asynchronous copies from global to shared memory (PTX ISA, "cp.async"; sm_80 and up).
+#pragma once
+
+namespace greenfast::ptx {
+
+// Copies 16 bytes, of which the first `valid_bytes` (0 or 16) come from `src` and the rest are zero.
+// Both addresses must be 16-byte aligned; `src` is not read where valid_bytes is 0.
+__device__ __forceinline__ void cp_async_16(void* smem_dst, const void* src, int valid_bytes) {
+  const unsigned dst = static_cast<unsigned>(__cvta_generic_to_shared(smem_dst));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid_bytes) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `kPending` of this thread's newest groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace greenfast::ptx

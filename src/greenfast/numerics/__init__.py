@@ -1,0 +1,1 @@
+"""Floor 1: inputs, number formats, reference arithmetic and error measures."""

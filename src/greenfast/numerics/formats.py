@@ -1,0 +1,45 @@
+"""The two 8-bit number formats: one byte per element and one float32 scale per head.
+
+A code c with scale s stands for value(c) * s. ``e4m3`` codes are ``torch.float8_e4m3fn`` bits with scale amax / 448;
+``int8`` codes are symmetric two's-complement integers with scale amax / 127, zero exactly at zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from greenfast.spec.errors import UsageError, unknown
+
+#: Format -> the largest magnitude that a code stands for.
+CODE_MAX = {"e4m3": 448.0, "int8": 127.0}
+
+#: Below this a head's largest magnitude counts as zero, and its scale is 1.
+AMAX_FLOOR = 1e-12
+
+
+def quantize(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """Quantize each leading slice of ``x`` with a scale of its own.
+
+    x: (heads, ...) of any floating dtype. Returns uint8 codes of x's shape and float32 scales of shape (heads,).
+    The quotient x / scale is taken in float32 and rounded to nearest even, saturating.
+    Raises UsageError for an unknown format and for input that is not finite.
+    """
+    if fmt not in CODE_MAX:
+        raise unknown("format", fmt, CODE_MAX)
+    wide = x.float()
+    if not bool(torch.isfinite(wide).all()):
+        raise UsageError("quantize: the input holds NaN or infinity; a scale cannot be chosen for it")
+    amax = wide.abs().flatten(1).amax(dim=1)
+    scale = torch.where(amax > AMAX_FLOOR, amax / CODE_MAX[fmt], torch.ones_like(amax))
+    quotient = (wide / scale.view(-1, *[1] * (x.dim() - 1))).clamp(-CODE_MAX[fmt], CODE_MAX[fmt])
+    codes = quotient.to(torch.float8_e4m3fn) if fmt == "e4m3" else quotient.round().to(torch.int8)
+    return codes.view(torch.uint8), scale
+
+
+def dequantize(codes: Tensor, scale: Tensor, fmt: str) -> Tensor:
+    """The exact values (float64, shape of ``codes``) that uint8 codes and their per-head float32 scales stand for."""
+    if fmt not in CODE_MAX:
+        raise unknown("format", fmt, CODE_MAX)
+    values = codes.view(torch.float8_e4m3fn if fmt == "e4m3" else torch.int8).double()
+    return values * scale.double().view(-1, *[1] * (codes.dim() - 1))

@@ -1,0 +1,89 @@
+"""Where a run happens: source tree, packages, time, device."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+
+import greenfast
+from greenfast.runtime.device import device_count
+from greenfast.runtime.worker import Worker
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import MachineError, UsageError
+from greenfast.spec.record import DeviceInfo, GitState
+
+_PACKAGES = ("torch", "numpy", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
+
+
+def git_state() -> GitState:
+    """The checkout that this package runs from; "unknown" for an installed package or without git."""
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", *args], cwd=Path(greenfast.__file__).parent, capture_output=True, text=True, timeout=10
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    sha = git("rev-parse", "HEAD")
+    if sha is None:
+        return GitState(sha="unknown", branch="unknown", dirty=False)
+    return GitState(
+        sha=sha, branch=git("rev-parse", "--abbrev-ref", "HEAD") or "unknown", dirty=bool(git("status", "--porcelain"))
+    )
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that a result depends on."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def now() -> datetime:
+    """The current time, UTC."""
+    return datetime.now(timezone.utc)
+
+
+def choose_device(text: str) -> int | None:
+    """The ordinal for ``--device``: auto (the first GPU, if there is one), none, or a number.
+
+    Raises UsageError for anything else and MachineError for a GPU that is not there.
+    """
+    if text == "none":
+        return None
+    count = device_count()
+    if text == "auto":
+        return 0 if count else None
+    if not text.isdigit():
+        raise UsageError(f"device {text!r}: allowed are auto, none and a GPU's number")
+    if int(text) >= count:
+        raise MachineError(f"device {text}: the driver shows {count} GPU(s); use --device none to run without one")
+    return int(text)
+
+
+def device_info(ordinal: int | None, timeout_s: float) -> DeviceInfo | None:
+    """The chosen device as seen from a process of its own, so that this one never holds a CUDA context."""
+    if ordinal is None:
+        return None
+    with Worker(ordinal, timeout_s=timeout_s) as worker:
+        return worker.info()
+
+
+def choose_target(text: str | None, device: DeviceInfo | None, default: str) -> Target:
+    """The target for ``--arch``: what it says, or the device's own, or the task's default without a device."""
+    if text is not None:
+        return Target.parse(text)
+    if device is not None:
+        major, minor = device.compute_capability.split(".")
+        return Target.of_device((int(major), int(minor)))
+    return Target.parse(default)

@@ -1,0 +1,104 @@
+"""Nsight Compute profiles, and the share of each phase of a kernel by in-kernel clocks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from greenfast.gates.sides import BuiltSide, build_side
+from greenfast.pipeline.request import Request
+from greenfast.pipeline.store import new_run_folder
+from greenfast.runtime.worker import Worker
+from greenfast.spec.errors import MachineError
+from greenfast.spec.task import Shape
+from greenfast.spec.variant import Variant
+
+PROFILE_NAME = "profile.ncu-rep"
+_NCU_TIMEOUT_S = 300
+
+
+def ncu() -> str | None:
+    """The path of Nsight Compute's command line, or None."""
+    return shutil.which("ncu")
+
+
+def take_profile(request: Request, variant: Variant, shape: Shape, seed: int, stamp: str, *, launches: int = 3) -> Path:
+    """Profile the last of some launches; returns ``<results>/<stamp>-<shape>-ncu/profile.ncu-rep``.
+
+    The clocks are left as they are. Raises MachineError where there is no ncu, or it could not profile.
+    """
+    tool = ncu()
+    if tool is None:
+        raise MachineError("ncu is not on the PATH: install NVIDIA Nsight Compute, or add its folder to PATH")
+    entry = request.task.family.kernel(variant.values, request.format, shape.dims).entry
+    job = {
+        "task": str(request.task.folder),
+        "toggles": variant.values,
+        "shape": shape.name,
+        "seed": seed,
+        "format": request.format,
+        "arch": request.target.name,
+        "ordinal": request.ordinal or 0,
+        "launches": launches,
+    }
+    parent = request.out / request.task.config.defaults.results
+    with new_run_folder(parent, f"{stamp}-{shape.name}-ncu") as (work, publish):
+        command = [tool, "--set", "full", "--clock-control", "none", "--nvtx", "--import-source", "yes"]
+        command += [
+            "--kernel-name",
+            entry,
+            "--launch-skip",
+            str(launches - 1),
+            "--launch-count",
+            "1",
+            "--export",
+            str(work / PROFILE_NAME),
+        ]
+        command += [sys.executable, "-m", "greenfast.pipeline.launch_once", json.dumps(job)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_NCU_TIMEOUT_S)
+        except subprocess.TimeoutExpired as e:
+            raise MachineError(f"ncu did not end within {_NCU_TIMEOUT_S} s") from e
+        if done.returncode != 0 or not (work / PROFILE_NAME).is_file():
+            said = (done.stdout + done.stderr).strip().splitlines()
+            raise MachineError("ncu could not profile: " + " | ".join(said[-3:]))
+        return publish() / PROFILE_NAME
+
+
+def profile_candidate(request: Request, side: BuiltSide, stamp: str) -> tuple[list[str], str]:
+    """Profile a side on the first gated shape for the EVIDENCE gate: the files, or why there is none."""
+    gated = [s for s in request.shapes if s.name in request.task.config.timing.gate_shapes] or request.shapes
+    try:
+        path = take_profile(request, side.variant, gated[0], request.seeds[0], stamp)
+    except MachineError as e:
+        return [], str(e)
+    return [str(path.relative_to(request.out))], ""
+
+
+def phase_cycles(request: Request, variant: Variant, *, repeats: int = 5) -> dict[str, dict[str, float]]:
+    """Mean SM cycles per block and phase, by shape, of the instrumented build.
+
+    Thread 0 of each block counts; waiting at a barrier belongs to the phase before it. The counters cost some time and
+    keep the compiler from moving work across phases, so shares are what to read, not the sum.
+    Raises UsageError for a family without an instrumented build, MachineError or WorkerError where it cannot run.
+    """
+    reason = request.cannot_run()
+    if reason:
+        raise MachineError(f"phases are counted on a GPU; {reason}")
+    family, problem = request.task.family, request.task.problem
+    side = build_side(
+        "instrumented", family, variant, request.format, request.shapes, request.target, instrumented=True
+    )
+    with Worker(request.ordinal or 0, timeout_s=request.timeout_s) as worker:
+        return {
+            shape.name: worker.phases(
+                side.image(shape.name),
+                family.launch(shape.dims),
+                problem.make_case(shape.dims, request.seeds[0], request.format),
+                repeats,
+            )
+            for shape in request.shapes
+        }

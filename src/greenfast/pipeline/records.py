@@ -1,0 +1,47 @@
+"""Saved records: read them, and tell which measured kernels are no longer today's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from greenfast.build.compiler import kernel_hash
+from greenfast.pipeline.artifacts import RECORD
+from greenfast.pipeline.store import read_json
+from greenfast.pipeline.tasks import find_task, load_family
+from greenfast.spec.errors import UsageError
+from greenfast.spec.record import BenchRecord, Record, Side
+
+
+def read_record(run: Path) -> Record | BenchRecord:
+    """The record of a run: its folder, or its record's file. Raises UsageError for anything else."""
+    path = run / RECORD if run.is_dir() else run
+    try:
+        return read_json(path, Record)
+    except UsageError as first:
+        try:
+            return read_json(path, BenchRecord)
+        except UsageError:
+            raise first from None
+
+
+def stale_records(records: Sequence[tuple[str, Record]]) -> set[str]:
+    """The names of those records that measured a kernel which today's sources no longer render."""
+    return {name for name, record in records if is_stale(record)}
+
+
+def is_stale(record: Record | BenchRecord) -> bool:
+    """Whether any kernel of the record has another hash today, or can no longer be rendered."""
+    sides = [record.baseline, record.candidate] if isinstance(record, Record) else [record.side]
+    return any(_side_is_stale(record, side) for side in sides)
+
+
+def _side_is_stale(record: Record | BenchRecord, side: Side) -> bool:
+    try:
+        task = find_task(record.task)
+        family = load_family(task)
+        toggles = task.config.toggle_values(side.toggles)
+        hashes = {b.kernel_hash: kernel_hash(family.kernel(toggles, record.format, b.dims)) for b in side.builds}
+    except UsageError:  # the task, a toggle or the format is no more
+        return True
+    return not hashes or any(then != today for then, today in hashes.items())

@@ -1,0 +1,90 @@
+"""Write results whole or not at all, and read them back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from greenfast.spec.errors import MachineError, UsageError
+
+T = TypeVar("T")
+
+
+def to_json(value: object) -> str:
+    """Indented JSON of a record or of plain data."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
+
+
+def check_writable(folder: Path) -> None:
+    """Raise MachineError unless files can be made in ``folder`` (created where missing)."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise MachineError(
+            f"results folder {folder} cannot be written ({e.strerror}); choose another with --out"
+        ) from e
+
+
+@contextlib.contextmanager
+def new_run_folder(parent: Path, stamp: str) -> Iterator[tuple[Path, Callable[[], Path]]]:
+    """A folder to fill, and a function that publishes it as ``parent/<stamp>`` in one step.
+
+    A second run of the same second gets the suffix -2, and so on. Whatever is not published, because of an error or an
+    interrupt, is removed.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=parent))
+    work.chmod(0o755)
+
+    def publish() -> Path:
+        for attempt in range(1, 1000):
+            final = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
+            try:
+                os.rename(work, final)  # fails on a folder that holds anything, and every published one does
+            except OSError:
+                if not final.exists():
+                    raise
+                continue
+            return final
+        raise MachineError(f"{parent}: a thousand runs of the second {stamp}")
+
+    try:
+        yield work, publish
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file by new content in one step. Raises MachineError where that cannot be done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as e:
+        raise MachineError(f"{path} cannot be written ({e.strerror})") from e
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """Read a file of this kind of data. Raises UsageError that names the file and what is wrong with it."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as e:
+        raise UsageError(f"{path}: cannot be read ({e.strerror})") from e
+    except (msgspec.DecodeError, ValueError) as e:
+        raise UsageError(f"{path}: not a {kind.__name__} as greenfast writes it: {e}") from e

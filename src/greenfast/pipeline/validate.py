@@ -1,0 +1,138 @@
+"""The main job: candidate against baseline through the five gates, to a verdict and its artifacts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from greenfast.gates import evidence, performance, resources
+from greenfast.gates.performance import PerformanceOutcome
+from greenfast.gates.sides import BASELINE, CANDIDATE, BuiltSide, build_side
+from greenfast.pipeline.artifacts import RECORD, REPORT, side_files
+from greenfast.pipeline.profile import profile_candidate
+from greenfast.pipeline.request import Observer, Request
+from greenfast.pipeline.run import GateRun
+from greenfast.pipeline.store import check_writable, new_run_folder, to_json, write_whole
+from greenfast.report.compare import compare_markdown
+from greenfast.report.markdown import validation_report
+from greenfast.report.plots import save_plot
+from greenfast.spec.record import Decision, GateResult, Record
+from greenfast.spec.task import Rung
+from greenfast.spec.variant import Variant
+
+COMPARISON = "COMPARE.md"
+PLOT = "performance.png"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A record, and the folder that holds it with the other artifacts."""
+
+    record: Record
+    folder: Path
+
+
+def validate(
+    request: Request, baseline: Variant, candidate: Variant, observer: Observer, *, profile: bool = True
+) -> Outcome:
+    """Run the gates in order, decide, and write the artifacts.
+
+    profile: whether EVIDENCE takes a Nsight Compute profile where that can be had.
+    Raises MachineError for a folder that cannot be written, before anything is run.
+    """
+    parent = request.out / request.task.config.defaults.results
+    check_writable(parent)
+    run = GateRun(request, {BASELINE: baseline, CANDIDATE: candidate}, observer)
+    timed = PerformanceOutcome()
+    if run.until_correct():
+        timed = _performance(run)
+    if run.sides and len(run.sides) == len(run.variants):
+        _evidence(run, profile)
+    decision, reasons = decide(run.gates)
+    record = Record(
+        **run.facts(),
+        clocks=timed.clocks,
+        baseline=run.side(BASELINE, timed.rows.get(BASELINE, [])),
+        candidate=run.side(CANDIDATE, timed.rows.get(CANDIDATE, [])),
+        parity=run.correctness.parity,
+        speedups=timed.speedups,
+        decision=decision,
+        reasons=reasons,
+    )
+    folder = _write(record, parent, run.stamp)
+    if record.speedups:
+        required = record.speedups[0].required or None
+        text = compare_markdown(record.baseline.timing, record.candidate.timing, required=required)
+        write_whole(request.out / COMPARISON, text)
+    return Outcome(record, folder)
+
+
+def decide(gates: Sequence[GateResult]) -> tuple[Decision, list[str]]:
+    """MERGE where all gates pass, DEFER where one fails, else PENDING; with the reasons."""
+    failed = [r for r in gates if r.status == "FAIL"]
+    if failed:
+        return "DEFER", [f"{r.gate}: {reason}" for r in failed for reason in (r.reasons or [r.summary])]
+    waiting = [r for r in gates if r.status == "PENDING"]
+    if waiting:
+        return "PENDING", [f"{r.gate}: {r.summary}" for r in waiting]
+    return "MERGE", ["all five gates hold"]
+
+
+def _performance(run: GateRun) -> PerformanceOutcome:
+    request = run.request
+    result, outcome = performance.check(
+        run.sides,
+        request.task.family,
+        request.task.problem,
+        request.shapes,
+        request.seeds,
+        request.format,
+        request.timing,
+        resources.rung_of(request.task.config, run.variants[CANDIDATE]).required_speedup,
+        run.correctness.digests,
+        request.make_worker,
+        run.progress("PERFORMANCE"),
+    )
+    run.add(result)
+    return outcome
+
+
+def _evidence(run: GateRun, profile: bool) -> None:
+    request = run.request
+    candidate = run.built(CANDIDATE)
+    assert candidate is not None  # until_correct built every side
+    result = evidence.check(candidate, *_promising_rung(request, candidate))
+    note = request.cannot_run() if profile else "not asked for"
+    files: list[str] = []
+    if note is None:
+        run.progress("EVIDENCE")(0.5, "Nsight Compute")
+        files, note = profile_candidate(request, candidate, run.stamp)
+    result.checks.append(evidence.profile_check(files, note))
+    run.add(result)
+
+
+def _promising_rung(request: Request, candidate: BuiltSide) -> tuple[Rung | None, BuiltSide | None]:
+    """The candidate's rung, and its predecessor built for the same shapes; None for toggles that are no rung."""
+    config = request.task.config
+    rung = next((r for r in config.rungs if r.name == candidate.variant.name), None)
+    if rung is None or rung.after is None:
+        return rung, None
+    before = config.rung_variant(config.rung(rung.after))
+    family = request.task.family
+    return rung, build_side("predecessor", family, before, request.format, request.shapes, request.target)
+
+
+def _write(record: Record, parent: Path, stamp: str) -> Path:
+    """Write a record, its report and plot, and each side's files into a new run folder; returns the folder."""
+    with new_run_folder(parent, stamp) as (work, publish):
+        plot = PLOT if record.speedups else None
+        if plot:
+            save_plot(record, work / plot)
+        (work / RECORD).write_text(to_json(record), encoding="utf-8")
+        (work / REPORT).write_text(validation_report(record, plot=plot), encoding="utf-8")
+        for folder, side in ((work, record.candidate), (work / BASELINE, record.baseline)):
+            folder.mkdir(exist_ok=True)
+            for name, content in side_files(record, side).items():
+                (folder / name).write_text(to_json(content), encoding="utf-8")
+        return publish()

@@ -1,0 +1,76 @@
+"""How numbers, names and tables look in every report: the one home of formatting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+#: What stands where there is no value.
+NONE = "-"
+
+
+def micros(us: float) -> str:
+    """Microseconds without the unit, to about five digits: 1391.6, 24.31, 3.142."""
+    return f"{us:.1f}" if us >= 100 else f"{us:.2f}" if us >= 10 else f"{us:.3f}"
+
+
+def speedup(ratio: float) -> str:
+    """A measured speedup: 1.830x. Three decimals, so that what falls just short of a requirement shows it."""
+    return f"{ratio:.3f}x"
+
+
+def interval(low: float, high: float) -> str:
+    """A confidence interval of a speedup: [1.810, 1.850]."""
+    return f"[{low:.3f}, {high:.3f}]"
+
+
+def requirement(ratio: float) -> str:
+    """A required speedup as it was written: 1.15x; "none" for 0."""
+    return f"{ratio:g}x" if ratio else "none"
+
+
+def percent(fraction: float) -> str:
+    """A fraction as a percentage: 0.005 is 0.50 %."""
+    return f"{100 * fraction:.2f} %"
+
+
+def kilobytes(size: int) -> str:
+    """A size in bytes in units of 1024 bytes, as budgets state it: 37.1 KB."""
+    return f"{size / 1024:.1f} KB"
+
+
+def error(value: float | None) -> str:
+    """An error or a ratio to three digits: 0.0596, 1.2e-05."""
+    return NONE if value is None else f"{value:.3g}"
+
+
+def dims(sizes: Mapping[str, int]) -> str:
+    """A shape's dimensions: B=1 H=8 S=512 D=64; also toggles and their values."""
+    return " ".join(f"{name}={value}" for name, value in sizes.items()) or NONE
+
+
+def yes(flag: bool) -> str:
+    """A flag in words."""
+    return "yes" if flag else "no"
+
+
+def one_line(text: str) -> str:
+    """The text with every run of white space, line ends too, as one blank."""
+    return " ".join(text.split())
+
+
+def bullets(lines: Iterable[str]) -> str:
+    """A Markdown list, an entry per text."""
+    return "\n".join(f"- {one_line(line)}" for line in lines)
+
+
+def code(text: str) -> str:
+    """Text as inline code."""
+    return f"`{one_line(text)}`"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> str:
+    """A Markdown table; columns named in ``right`` are aligned to the right. Cells may hold any text."""
+    to_right = set(right)
+    rule = ["---:" if name in to_right else "---" for name in header]
+    lines = [list(header), rule, *([one_line(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

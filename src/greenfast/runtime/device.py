@@ -1,0 +1,265 @@
+"""A GPU through cuda.core: memory with guard bands, launches, event timing, clocks."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+from cuda.core import Device, EventOptions, LaunchConfig, ObjectCode, launch, system
+
+from greenfast.build.compiler import compile_kernel
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import MachineError
+from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
+from greenfast.spec.problem import Array, Case, OutputSpec
+from greenfast.spec.record import DeviceInfo
+
+#: Bytes in front of and behind every buffer. They and unwritten outputs hold 0xFF: NaN as float32, float16 and E4M3.
+GUARD_BYTES = 4096
+POISON = 0xFF
+
+# Longer than the host needs to queue one timed iteration, so that the device never waits for the host inside one.
+_SPIN_NS = 60_000
+_SPIN = KernelSource(
+    entry="spin",
+    source="""extern "C" __global__ void spin(long long nanoseconds) {
+  long long start, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - start < nanoseconds);
+}
+""",
+    name="spin.cu",
+    include_dirs=(),
+    block=(1, 1, 1),
+)
+
+
+@dataclass(frozen=True)
+class KernelImage:
+    """Machine code that can be loaded: a cubin, its kernel's name, block, dynamic shared memory and phase names."""
+
+    cubin: bytes
+    entry: str
+    block: tuple[int, int, int]
+    dynamic_smem_bytes: int
+    phases: tuple[str, ...] = ()
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """The value of a driver call; raises MachineError with the error's name where it failed."""
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, name = driver.cuGetErrorName(status)
+        raise MachineError(f"CUDA: {name.decode() if name else status}")
+    return values[0] if len(values) == 1 else values
+
+
+def device_count() -> int:
+    """How many CUDA devices there are; 0 where there is no driver."""
+    try:
+        if driver.cuInit(0)[0] != driver.CUresult.CUDA_SUCCESS:
+            return 0
+        return int(check(driver.cuDeviceGetCount()))
+    except RuntimeError:  # cuda.bindings cannot find the driver's library
+        return 0
+
+
+class GuardedBuffer:
+    """Device memory for one array, between two guard bands that must never change."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._base = int(check(driver.cuMemAlloc(nbytes + 2 * GUARD_BYTES)))
+        self.pointer = self._base + GUARD_BYTES
+        check(driver.cuMemsetD8(self._base, POISON, nbytes + 2 * GUARD_BYTES))
+
+    def upload(self, array: Array) -> None:
+        """Copy a contiguous host array in."""
+        if self.nbytes:
+            check(driver.cuMemcpyHtoD(self.pointer, array.ctypes.data, self.nbytes))
+
+    def download(self, shape: Sequence[int], dtype: str) -> Array:
+        """Copy the buffer out as an array of that shape and dtype."""
+        array = np.empty(shape, dtype)
+        if self.nbytes:
+            check(driver.cuMemcpyDtoH(array.ctypes.data, self.pointer, self.nbytes))
+        return array
+
+    def poison(self) -> None:
+        """Overwrite the buffer with NaN."""
+        if self.nbytes:
+            check(driver.cuMemsetD8(self.pointer, POISON, self.nbytes))
+
+    def guards_intact(self) -> bool:
+        """Whether nothing wrote to the bands in front of and behind the buffer."""
+        for start in (self._base, self.pointer + self.nbytes):
+            band = np.empty(GUARD_BYTES, np.uint8)
+            check(driver.cuMemcpyDtoH(band.ctypes.data, start, GUARD_BYTES))
+            if not (band == POISON).all():
+                return False
+        return True
+
+    def free(self) -> None:
+        """Give the memory back."""
+        check(driver.cuMemFree(self._base))
+
+
+class Bound:
+    """A kernel bound to one case in fresh device memory, ready to launch."""
+
+    def __init__(self, gpu: Gpu, image: KernelImage, plan: Launch, case: Case) -> None:
+        self._gpu = gpu
+        self._case = case
+        self._kernel = gpu.load(image)
+        self._config = LaunchConfig(grid=plan.grid, block=image.block, shmem_size=image.dynamic_smem_bytes)
+        self._inputs = {name: np.ascontiguousarray(a) for name, a in case.inputs.items()}
+        self._outputs = dict(case.outputs)
+        if image.phases:
+            blocks = plan.grid[0] * plan.grid[1] * plan.grid[2]
+            self._outputs[PHASE_BUFFER] = OutputSpec((blocks, len(image.phases)), "int64")
+        self._buffers: dict[str, GuardedBuffer] = {}
+        for name, array in self._inputs.items():
+            self._buffers[name] = GuardedBuffer(array.nbytes)
+            self._buffers[name].upload(array)
+        for name, spec in self._outputs.items():
+            self._buffers[name] = GuardedBuffer(int(np.prod(spec.shape)) * np.dtype(spec.dtype).itemsize)
+        self._args = [self._argument(a) for a in plan.args]
+
+    def _argument(self, argument: Any) -> Any:
+        if not isinstance(argument, str):
+            return argument
+        if argument == PHASE_BUFFER and argument not in self._buffers:
+            return 0
+        return self._buffers[argument].pointer
+
+    def launch(self) -> None:
+        """Queue one launch."""
+        launch(self._gpu.stream, self._config, self._kernel, *self._args)
+
+    def run(self) -> dict[str, Array]:
+        """Poison the outputs, launch once, wait, and return the outputs."""
+        for name in self._outputs:
+            self._buffers[name].poison()
+        self.launch()
+        self._gpu.stream.sync()
+        return self.outputs()
+
+    def outputs(self) -> dict[str, Array]:
+        """The outputs as they are now."""
+        return {name: self._buffers[name].download(spec.shape, spec.dtype) for name, spec in self._outputs.items()}
+
+    def violations(self) -> list[str]:
+        """What the kernel did to memory that is not its own: changed inputs, overwritten guard bands."""
+        found = []
+        for name, array in self._inputs.items():
+            if self._buffers[name].download(array.shape, array.dtype.str).tobytes() != array.tobytes():
+                found.append(f"input {name!r} was changed")
+        found += [f"memory around {name!r} was written" for name, b in self._buffers.items() if not b.guards_intact()]
+        return found
+
+    def free(self) -> None:
+        """Give back the device memory."""
+        for buffer in self._buffers.values():
+            buffer.free()
+        self._buffers.clear()
+
+
+class Gpu:
+    """One CUDA device, made current in this process.
+
+    Raises MachineError where there is no such device.
+    """
+
+    def __init__(self, ordinal: int = 0) -> None:
+        if not 0 <= ordinal < (count := device_count()):
+            raise MachineError(f"no CUDA device {ordinal}: the driver shows {count}")
+        self.device = Device(ordinal)
+        self.device.set_current()
+        self.stream = self.device.create_stream()
+        self._kernels: dict[KernelImage, Any] = {}
+        self._flush: GuardedBuffer | None = None
+
+    def info(self) -> DeviceInfo:
+        """Name, compute capability, driver and sizes of the device."""
+        properties = self.device.properties
+        capability = self.device.compute_capability
+        cuda = int(check(driver.cuDriverGetVersion()))
+        return DeviceInfo(
+            kind="gpu",
+            name=self.device.name,
+            compute_capability=f"{capability.major}.{capability.minor}",
+            cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}",
+            driver=".".join(map(str, system.get_kernel_mode_driver_version())),
+            sm_count=properties.multiprocessor_count,
+            sm_clock_mhz=properties.clock_rate // 1000,
+            memory_bytes=int(check(driver.cuDeviceTotalMem(self.device.device_id))),
+            l2_bytes=properties.l2_cache_size,
+        )
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """(major, minor) compute capability."""
+        return (self.device.compute_capability.major, self.device.compute_capability.minor)
+
+    def load(self, image: KernelImage) -> Any:
+        """The loaded kernel of an image (cuda.core Kernel); each image is loaded once."""
+        if image not in self._kernels:
+            kernel = ObjectCode.from_cubin(image.cubin).get_kernel(image.entry)
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            # Beyond 48 KB a launch is refused unless the kernel has been allowed its dynamic shared memory.
+            check(
+                driver.cuKernelSetAttribute(attribute, image.dynamic_smem_bytes, kernel.handle, self.device.device_id)
+            )
+            self._kernels[image] = kernel
+        return self._kernels[image]
+
+    def bind(self, image: KernelImage, plan: Launch, case: Case) -> Bound:
+        """Upload a case to fresh memory and bind a kernel to it."""
+        return Bound(self, image, plan, case)
+
+    def clocks(self) -> dict[str, float]:
+        """SM clock in MHz and temperature in degrees Celsius now; empty where the driver does not tell."""
+        try:
+            board = self.device.to_system_device()
+            return {
+                "sm_mhz": float(board.get_clock("sm").get_current_mhz()),
+                "temperature_c": float(board.temperature.get_sensor()),
+            }
+        except Exception:  # any NVML refusal; clocks are extra information that virtual machines often withhold
+            return {}
+
+    def time(self, bound: Bound, warmup: int, iters: int, *, cold: bool) -> list[float]:
+        """Device time in microseconds of each of ``iters`` launches, between two events around each.
+
+        Each iteration queues something else first - warm: a kernel that only spins; cold: a write over twice the L2
+        cache - so that events and launch are all queued before the device reaches them and no host time is measured.
+        """
+        spacer = self._flush_l2 if cold else self._spin
+        for _ in range(warmup):
+            bound.launch()
+        options = EventOptions(timing_enabled=True)
+        pairs = []
+        for _ in range(iters):
+            spacer()
+            start = self.stream.record(options=options)
+            bound.launch()
+            pairs.append((start, self.stream.record(options=options)))
+        self.stream.sync()
+        return [(end - start) * 1e3 for start, end in pairs]
+
+    def _spin(self) -> None:
+        target = Target.of_device(self.capability)
+        if not hasattr(self, "_spin_kernel"):
+            compiled = compile_kernel(_SPIN, target)
+            self._spin_kernel = self.load(KernelImage(compiled.cubin, _SPIN.entry, _SPIN.block, 0))
+            self._spin_config = LaunchConfig(grid=1, block=1)
+        launch(self.stream, self._spin_config, self._spin_kernel, ctypes.c_longlong(_SPIN_NS))
+
+    def _flush_l2(self) -> None:
+        if self._flush is None:
+            self._flush = GuardedBuffer(2 * self.device.properties.l2_cache_size)
+        check(driver.cuMemsetD8Async(self._flush.pointer, 0, self._flush.nbytes, self.stream.handle))

@@ -1,0 +1,110 @@
+"""What a worker process does for the pipeline: run kernels on cases, check them, time them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from greenfast.runtime.device import Bound, Gpu, KernelImage
+from greenfast.spec.kernel import PHASE_BUFFER, Launch
+from greenfast.spec.problem import Array, Case
+from greenfast.spec.record import DeviceInfo
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The outputs of one case, and what the kernel did wrong beyond wrong numbers (empty when nothing)."""
+
+    outputs: dict[str, Array]
+    violations: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive timed launches of one kernel: device times in microseconds and the clocks right after them."""
+
+    samples_us: list[float]
+    clocks: dict[str, float]
+
+
+class Session(Protocol):
+    """A device that runs kernels; every method can be called through a Worker."""
+
+    def info(self) -> DeviceInfo:
+        """The device."""
+
+    def run(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> RunResult:
+        """Run a case ``repeats`` times in fresh memory each; outputs that differ in any bit are a violation."""
+
+    def prepare(self, key: str, image: KernelImage, plan: Launch, case: Case, warmup: int) -> None:
+        """Bind a case under a key for timing, and warm up."""
+
+    def time(self, key: str, warmup: int, iters: int, cold: bool) -> Block:
+        """Time one block of launches of a prepared case."""
+
+    def finish(self, key: str) -> RunResult:
+        """The outputs that the last timed launch left, checked like those of a run; frees the case."""
+
+    def phases(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> dict[str, float]:
+        """Mean SM cycles per block and phase of an instrumented build, after one run to warm up."""
+
+
+def same_bits(a: dict[str, Array], b: dict[str, Array]) -> bool:
+    """Whether two sets of outputs are equal bit by bit (NaN included)."""
+    return all(a[name].tobytes() == b[name].tobytes() for name in a)
+
+
+class GpuSession:
+    """A Session on one GPU."""
+
+    def __init__(self, ordinal: int) -> None:
+        self._gpu = Gpu(ordinal)
+        self._bound: dict[str, Bound] = {}
+
+    def info(self) -> DeviceInfo:
+        """The device."""
+        return self._gpu.info()
+
+    def run(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> RunResult:
+        """Run a case ``repeats`` times in fresh memory each; outputs that differ in any bit are a violation."""
+        results = []
+        violations: list[str] = []
+        for _ in range(repeats):
+            bound = self._gpu.bind(image, plan, case)
+            results.append(bound.run())
+            violations += [v for v in bound.violations() if v not in violations]
+            bound.free()
+        if not all(same_bits(results[0], other) for other in results[1:]):
+            violations.append(f"{repeats} runs on the same input gave different bits (a race?)")
+        return RunResult(results[0], violations)
+
+    def prepare(self, key: str, image: KernelImage, plan: Launch, case: Case, warmup: int) -> None:
+        """Bind a case under a key for timing, and warm up."""
+        bound = self._gpu.bind(image, plan, case)
+        bound.run()
+        for _ in range(warmup):
+            bound.launch()
+        self._gpu.stream.sync()
+        self._bound[key] = bound
+
+    def time(self, key: str, warmup: int, iters: int, cold: bool) -> Block:
+        """Time one block of launches of a prepared case."""
+        samples = self._gpu.time(self._bound[key], warmup, iters, cold=cold)
+        return Block(samples, self._gpu.clocks())
+
+    def finish(self, key: str) -> RunResult:
+        """The outputs that the last timed launch left, checked like those of a run; frees the case."""
+        bound = self._bound.pop(key)
+        result = RunResult(bound.outputs(), bound.violations())
+        bound.free()
+        return result
+
+    def phases(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> dict[str, float]:
+        """Mean SM cycles per block and phase of an instrumented build, after one run to warm up."""
+        bound = self._gpu.bind(image, plan, case)
+        bound.run()
+        cycles = np.mean([bound.run()[PHASE_BUFFER].mean(axis=0) for _ in range(repeats)], axis=0)
+        bound.free()
+        return dict(zip(image.phases, map(float, cycles), strict=True))

@@ -1,0 +1,1 @@
+"""Floor 0: plain data. Tasks, variants, kernels, targets, records and errors."""

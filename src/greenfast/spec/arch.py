@@ -1,0 +1,70 @@
+"""Compilation targets: the GPU architectures that kernels are built for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from greenfast.spec.errors import UsageError, unknown
+
+# cp.async and WMMA on shared memory as used here start with sm_80; E4M3 conversions in hardware with sm_89.
+_TARGETS = {
+    "sm_80": "Ampere (A100)",
+    "sm_86": "Ampere (A10, RTX 30)",
+    "sm_89": "Ada (L4, L40S, RTX 40)",
+    "sm_90": "Hopper (H100, H200)",
+    "sm_90a": "Hopper, with wgmma and setmaxnreg",
+    "sm_100": "Blackwell (B200)",
+    "sm_120": "Blackwell (RTX 50)",
+}
+TARGETS: tuple[str, ...] = tuple(_TARGETS)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One architecture name as NVRTC takes it, such as ``sm_89`` or ``sm_90a``."""
+
+    name: str
+
+    @staticmethod
+    def parse(text: str) -> Target:
+        """Read a target's name; also accepts ``8.9`` and ``9.0a`` (the form of TORCH_CUDA_ARCH_LIST).
+
+        Raises UsageError for a target that the kernels are not built for.
+        """
+        dotted = re.fullmatch(r"(\d+)\.(\d)(a?)", text.strip())
+        name = f"sm_{dotted[1]}{dotted[2]}{dotted[3]}" if dotted else text.strip()
+        if name not in _TARGETS:
+            raise unknown("target", text, _TARGETS)
+        return Target(name)
+
+    @staticmethod
+    def of_device(compute_capability: tuple[int, int]) -> Target:
+        """The target whose code a device of this compute capability runs best."""
+        major, minor = compute_capability
+        specific = f"sm_{major}{minor}a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+        if specific in _TARGETS:
+            return Target(specific)
+        # Machine code runs on a higher minor version of the same major one.
+        older = [n for n in _TARGETS if not n.endswith("a") and Target(n).capability[0] == major]
+        runnable = [n for n in older if Target(n).capability[1] <= minor]
+        if not runnable:
+            raise UsageError(f"compute capability {major}.{minor} is not supported; targets: {', '.join(TARGETS)}")
+        return Target(runnable[-1])
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """(major, minor) compute capability."""
+        digits = self.name.removeprefix("sm_").rstrip("a")
+        return int(digits[:-1]), int(digits[-1])
+
+    @property
+    def description(self) -> str:
+        """The GPUs that this target stands for."""
+        return _TARGETS[self.name]
+
+    def runs_on(self, compute_capability: tuple[int, int]) -> bool:
+        """Whether machine code for this target loads on a device of that compute capability."""
+        if self.name.endswith("a"):
+            return compute_capability == self.capability
+        return self.capability[0] == compute_capability[0] and self.capability[1] <= compute_capability[1]

@@ -1,0 +1,64 @@
+"""What a kernel is before it is compiled, how it is launched, and what a kernel family offers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+#: A kernel argument: the name of a buffer of the case, or a typed scalar.
+Argument: TypeAlias = "str | np.int32 | np.int64 | np.float32"
+
+#: The argument that an instrumented build writes its cycle counts to, int64 (blocks, phases); null in other builds.
+PHASE_BUFFER = "@phase_cycles"
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """One rendered translation unit.
+
+    entry: the ``extern "C"`` name of the kernel.
+    source: CUDA C++ text; ``#include "..."`` lines resolve in ``include_dirs``, in order.
+    name: file name that the compiler's messages carry.
+    block: threads per block (x, y, z).
+    dynamic_smem_bytes: dynamic shared memory that each launch asks for.
+    phases: names of the phase counters of an instrumented build, in the kernel's order; else empty.
+    """
+
+    entry: str
+    source: str
+    name: str
+    include_dirs: tuple[Path, ...]
+    block: tuple[int, int, int]
+    dynamic_smem_bytes: int = 0
+    phases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: ``grid`` blocks of the kernel with ``args`` in the order of its parameters."""
+
+    grid: tuple[int, int, int]
+    args: tuple[Argument, ...]
+
+
+class Family(Protocol):
+    """A kernel family: a module with these two functions.
+
+    Toggles are the task's (0 or 1 as a rule), ``fmt`` is a number format of its config, ``dims`` a shape's dimensions.
+    """
+
+    def kernel(
+        self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
+    ) -> KernelSource:
+        """Render the kernel for a variant. Equal results for two shapes are compiled once.
+
+        instrumented: the build that counts cycles per phase; a family without one raises UsageError.
+        Raises UsageError, naming the rule, where the toggles or dimensions make no legal kernel.
+        """
+
+    def launch(self, dims: Mapping[str, int]) -> Launch:
+        """The grid and arguments for a shape; the buffers named are those of the problem's case."""

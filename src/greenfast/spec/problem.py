@@ -1,0 +1,66 @@
+"""What a kernel is asked to compute: inputs, outputs and references."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """Shape and NumPy dtype of one output buffer."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem instance: named input arrays and the outputs that the kernel must write whole."""
+
+    inputs: dict[str, Array]
+    outputs: dict[str, OutputSpec]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the names, dtypes, shapes and bytes of all inputs; equal digests mean equal inputs."""
+        h = hashlib.sha256()
+        for name in sorted(self.inputs):
+            a = np.ascontiguousarray(self.inputs[name])
+            h.update(f"{name}:{a.dtype}:{a.shape};".encode())
+            h.update(a.tobytes())
+        return h.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class References:
+    """What the decoded output of a case is compared with; float64 arrays of one shape.
+
+    full: exact arithmetic on the unquantized inputs.
+    exact: exact arithmetic on the inputs as the kernel sees them (dequantized).
+    bound: for each element the largest |kernel - exact| that the kernel's documented roundings can explain.
+    """
+
+    full: NDArray[np.float64]
+    exact: NDArray[np.float64]
+    bound: NDArray[np.float64]
+
+
+class Problem(Protocol):
+    """A problem: a module with these three functions. All of them are deterministic in their arguments."""
+
+    def make_case(self, dims: Mapping[str, int], seed: int, fmt: str) -> Case:
+        """The inputs of one (shape, seed) in a number format."""
+
+    def references(self, dims: Mapping[str, int], seed: int, fmt: str) -> References:
+        """The references for the same case."""
+
+    def decode(self, outputs: Mapping[str, Array], fmt: str) -> NDArray[np.float64]:
+        """The real numbers that raw output buffers stand for, in the shape of the references."""

@@ -1,0 +1,240 @@
+"""The record of a run: its result with everything that is needed to repeat it.
+
+Records are written as JSON and read back by ``greenfast report`` and ``greenfast compare``; units are in the names.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+Status = Literal["PASS", "FAIL", "PENDING"]
+Decision = Literal["MERGE", "DEFER", "PENDING"]
+#: FAST: the whole interval is at or above the required speedup. SHORT: faster beyond the noise, but the whole interval
+#: is below the requirement. NO EFFECT: the whole interval lies inside the noise floor. SLOWER: the whole interval lies
+#: below it. INCONCLUSIVE: the interval is too wide for any of these.
+SpeedVerdict = Literal["FAST", "SHORT", "NO EFFECT", "SLOWER", "INCONCLUSIVE"]
+
+
+class _Data(msgspec.Struct, frozen=True, kw_only=True):
+    pass
+
+
+class GitState(_Data, frozen=True, kw_only=True):
+    """The source tree that ran; ``sha`` is "unknown" outside a git checkout."""
+
+    sha: str
+    branch: str
+    dirty: bool
+
+
+class DeviceInfo(_Data, frozen=True, kw_only=True):
+    """The device that ran the kernels. ``kind`` is "gpu" or "emulated"."""
+
+    kind: str
+    name: str
+    compute_capability: str
+    cuda_version: str
+    driver: str
+    sm_count: int = 0
+    sm_clock_mhz: int = 0
+    memory_bytes: int = 0
+    l2_bytes: int = 0
+
+
+class Resources(_Data, frozen=True, kw_only=True):
+    """The compiler's report on one kernel."""
+
+    registers: int
+    static_smem_bytes: int
+    dynamic_smem_bytes: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+
+    @property
+    def smem_bytes(self) -> int:
+        """Static and dynamic shared memory per block."""
+        return self.static_smem_bytes + self.dynamic_smem_bytes
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes of spill stores and loads."""
+        return self.spill_store_bytes + self.spill_load_bytes
+
+
+class Build(_Data, frozen=True, kw_only=True):
+    """One compiled kernel. ``kernel_hash`` covers the rendered source and every project header that it includes."""
+
+    entry: str
+    source: str
+    dims: dict[str, int]
+    arch: str
+    options: list[str]
+    compiler: str
+    kernel_hash: str
+    compile_ms: float
+    from_cache: bool
+    resources: Resources
+    machine_code: dict[str, int] = {}
+
+
+class ErrorStats(_Data, frozen=True, kw_only=True):
+    """Error of one array against a reference; max_rel_err: over elements with |reference| above 1e-3 of its largest."""
+
+    max_abs_err: float
+    mean_abs_err: float
+    max_rel_err: float
+    relative_error: float
+    pct_bad: float
+
+
+class CorrectnessRow(_Data, frozen=True, kw_only=True):
+    """One side's correctness on one (shape, seed).
+
+    error: kernel output against the unquantized reference. format_error: exact arithmetic on dequantized inputs
+    against the same. kernel_error: kernel output against exact arithmetic. bound_ratio: the worst element's kernel
+    error over the largest that rounding explains. gates: name -> held.
+    """
+
+    shape: str
+    dims: dict[str, int]
+    seed: int
+    inputs_digest: str
+    error: ErrorStats | None
+    format_error: ErrorStats
+    kernel_error: ErrorStats | None
+    bound_ratio: float | None
+    gates: dict[str, bool]
+    notes: list[str] = []
+
+    @property
+    def passed(self) -> bool:
+        """Whether every gate held."""
+        return bool(self.gates) and all(self.gates.values())
+
+
+class ParityRow(_Data, frozen=True, kw_only=True):
+    """Baseline and candidate outputs compared bit by bit on one (shape, seed)."""
+
+    shape: str
+    seed: int
+    identical: bool
+    different_elements: int
+    max_abs_diff: float
+
+
+class TimingRow(_Data, frozen=True, kw_only=True):
+    """One side's timing on one (shape, seed); method and cache label what was timed."""
+
+    shape: str
+    dims: dict[str, int]
+    seed: int
+    method: str
+    cache: str
+    warmup_iters: int
+    timed_iters: int
+    discarded_iters: int
+    p50_us: float
+    p90_us: float
+    mean_us: float
+    std_us: float
+    iters_per_sec: float
+    block_medians_us: list[list[float]] = []  # [process][block]
+
+
+class SpeedupRow(_Data, frozen=True, kw_only=True):
+    """Baseline over candidate time on one shape: 1.10 means that the candidate is 10 % faster.
+
+    required is such a ratio too, 0 where nothing is required; noise_floor is a fraction.
+    """
+
+    shape: str
+    cache: str
+    speedup: float
+    ci_low: float
+    ci_high: float
+    confidence: float
+    noise_floor: float
+    required: float
+    gated: bool
+    verdict: SpeedVerdict
+    processes: int
+    blocks: int
+
+
+class Side(_Data, frozen=True, kw_only=True):
+    """One of the two variants of a comparison, with all that was found out about it."""
+
+    variant: str
+    toggles: dict[str, int]
+    builds: list[Build] = []
+    correctness: list[CorrectnessRow] = []
+    timing: list[TimingRow] = []
+
+
+class GateResult(_Data, frozen=True, kw_only=True):
+    """One gate's outcome: a status, a line that says why, and rows of (what, target, actual, held)."""
+
+    gate: str
+    status: Status
+    summary: str
+    reasons: list[str] = []
+    checks: list[tuple[str, str, str, Status]] = []
+
+
+class Run(_Data, frozen=True, kw_only=True):
+    """What every run of the gates records: what was asked, where, and how each gate ended."""
+
+    schema_version: int = SCHEMA_VERSION
+    created: str
+    task: str
+    format: str
+    arch: str
+    command: str
+    package_version: str
+    gates: list[GateResult]
+    git: GitState
+    device: DeviceInfo | None = None
+    environment: dict[str, str] = {}
+    clocks: dict[str, float] = {}
+
+    def gate_status(self, gate: str) -> Status:
+        """The status of a gate by name; PENDING where it did not run."""
+        for result in self.gates:
+            if result.gate == gate:
+                return result.status
+        return "PENDING"
+
+    def _require_correct(self, timed: bool) -> None:
+        if timed and self.gate_status("CORRECTNESS") != "PASS":
+            raise ValueError("a record cannot hold timings unless its CORRECTNESS gate passed")
+
+
+class BenchRecord(Run, frozen=True, kw_only=True):
+    """One variant, checked and timed. Raises ValueError as Record does."""
+
+    side: Side
+
+    def __post_init__(self) -> None:
+        self._require_correct(bool(self.side.timing))
+
+
+class Record(Run, frozen=True, kw_only=True):
+    """A whole comparison.
+
+    Raises ValueError where a timing stands beside a correctness that did not pass: no record is wrong but fast.
+    """
+
+    baseline: Side
+    candidate: Side
+    parity: list[ParityRow] = []
+    speedups: list[SpeedupRow] = []
+    decision: Decision
+    reasons: list[str]
+
+    def __post_init__(self) -> None:
+        self._require_correct(bool(self.speedups or self.baseline.timing or self.candidate.timing))

@@ -1,0 +1,31 @@
+"""The ladder's task, and its legal and illegal toggles as its documents state them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+from greenfast.spec.task import load_task
+
+CONFIG = load_task(Path(__file__).parents[2] / "tasks" / "fp8_sdpa_stage_c_wmma").config
+RUNGS = [rung.name for rung in CONFIG.rungs]
+SMALL = CONFIG.shape("small").dims
+
+
+def toggles(rung: str, **changes: int) -> dict[str, int]:
+    """A rung's complete toggles, some of them changed."""
+    return {**CONFIG.rung_variant(CONFIG.rung(rung)).values, **changes}
+
+
+def all_toggles() -> Iterator[dict[str, int]]:
+    """Every combination of values that the config allows."""
+    for values in itertools.product(*(toggle.values for toggle in CONFIG.toggles.values())):
+        yield dict(zip(CONFIG.toggles, values, strict=True))
+
+
+def is_legal(t: dict[str, int]) -> bool:
+    """Stage 3A reuses the score tile for the P of WMMA P*V; swizzled tiles are read by tensor-core loads only."""
+    if t["USE_FUSED_SOFTMAX_PV"] and not t["USE_WMMA_PV"]:
+        return False
+    return not t["USE_XOR_SWIZZLE"] or bool(t["USE_WMMA_QK"] and t["USE_WMMA_PV"])

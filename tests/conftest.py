@@ -1,0 +1,35 @@
+"""Tests marked ``gpu`` are skipped where there is no GPU; ``--require-gpu`` turns the skip into a failure."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from cuda.bindings import driver
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-gpu", action="store_true", help="fail, instead of skip, GPU tests that cannot run")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    reason = _why_no_gpu()
+    if reason is None:
+        return
+    if item.config.getoption("--require-gpu"):
+        pytest.fail(f"--require-gpu, but {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+@cache
+def _why_no_gpu() -> str | None:
+    """Why GPU tests cannot run here; None where they can."""
+    try:
+        (error,) = driver.cuInit(0)
+    except RuntimeError:  # its library was not found
+        return "no NVIDIA driver is installed"
+    if error != driver.CUresult.CUDA_SUCCESS:
+        return f"no usable NVIDIA GPU (cuInit: {error.name})"
+    return None

@@ -1,0 +1,108 @@
+"""The float64 reference: against PyTorch's own attention, and what must hold of attention whatever computes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from greenfast.numerics.attention import attention, attention_rounding_bound
+from greenfast.numerics.inputs import standard_normal
+
+SCALE = 64**-0.5
+
+
+def draw(seq_len: int = 40, heads: int = 2, head_dim: int = 64, seed: int = 0) -> list[Tensor]:
+    return [x.double() for x in standard_normal((heads, seq_len, head_dim), 3, seed)]
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-12) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance)
+
+
+@pytest.mark.parametrize(("seq_len", "head_dim"), [(1, 64), (2, 64), (32, 64), (77, 64), (130, 128), (512, 64)])
+@pytest.mark.parametrize("scale", [None, 1.0, 0.01])
+def test_agrees_with_pytorch(seq_len: int, head_dim: int, scale: float | None) -> None:
+    q, k, v = draw(seq_len, head_dim=head_dim)
+    expected = scaled_dot_product_attention(q[None], k[None], v[None], scale=scale)[0]
+    actual = attention(q, k, v, head_dim**-0.5 if scale is None else scale)
+    assert actual.dtype == torch.float64
+    assert close(actual, expected)
+
+
+def test_half_inputs_are_widened_first() -> None:
+    halves = standard_normal((2, 40, 64), 3, 0)
+    assert close(attention(*halves, SCALE), attention(*draw(), SCALE), 0.0)
+
+
+def test_by_hand() -> None:
+    q = torch.tensor([[[1.0, 0.0]]])
+    k = torch.tensor([[[0.0, 5.0], [2.0, -1.0]]])
+    v = torch.tensor([[[1.0, 10.0], [3.0, -10.0]]])
+    weight = 1 / (1 + torch.exp(torch.tensor(-1.0, dtype=torch.float64)))  # of the second key: scores 0 and 1
+    expected = torch.stack([1 + 2 * weight, 10 - 20 * weight])[None, None]
+    assert close(attention(q, k, v, 0.5), expected, 1e-15)
+
+
+def test_order_of_keys_does_not_matter() -> None:
+    q, k, v = draw()
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    out = attention(q, k, v, SCALE)
+    assert close(attention(q, k[:, order], v[:, order], SCALE), out)
+    assert not close(attention(q, k[:, order], v, SCALE), out, 0.1)
+
+
+def test_order_of_queries_is_that_of_the_output() -> None:
+    q, k, v = draw()
+    assert close(attention(q.flip(1), k, v, SCALE), attention(q, k, v, SCALE).flip(1))
+
+
+def test_a_shift_of_all_keys_does_not_matter() -> None:
+    q, k, v = draw()
+    shift = torch.linspace(-3, 3, 64, dtype=torch.float64)
+    assert close(attention(q, k + shift, v, SCALE), attention(q, k, v, SCALE))
+
+
+def test_output_is_linear_in_v_and_within_its_range() -> None:
+    q, k, v = draw()
+    out = attention(q, k, v, SCALE)
+    assert close(attention(q, k, 3 * v - 1, SCALE), 3 * out - 1)
+    assert bool((out <= v.amax(dim=1, keepdim=True)).all())
+    assert bool((out >= v.amin(dim=1, keepdim=True)).all())
+
+
+def test_limits_of_the_softmax() -> None:
+    q, k, v = draw()
+    assert close(attention(0 * q, k, v, SCALE), v.mean(dim=1, keepdim=True).expand_as(v))
+    assert close(attention(q[:, :1], k[:, :1], v[:, :1], SCALE), v[:, :1], 0.0)
+    best = (q @ k.transpose(1, 2)).argmax(dim=-1)
+    one_hot = torch.stack([v[head, best[head]] for head in range(2)])
+    assert close(attention(1e6 * q, k, v, SCALE), one_hot)
+
+
+def test_heads_do_not_see_each_other() -> None:
+    q, k, v = draw(heads=3)
+    apart = torch.cat([attention(q[h : h + 1], k[h : h + 1], v[h : h + 1], SCALE) for h in range(3)])
+    assert close(attention(q, k, v, SCALE), apart, 1e-15)
+    apart = torch.cat([attention_rounding_bound(q[h : h + 1], k[h : h + 1], v[h : h + 1], SCALE) for h in range(3)])
+    assert close(attention_rounding_bound(q, k, v, SCALE), apart, 1e-15)
+
+
+def test_bound_scales_with_v() -> None:
+    q, k, v = draw()
+    bound = attention_rounding_bound(q, k, v, SCALE)
+    scaled = attention_rounding_bound(q, k, -16 * v, SCALE)
+    assert bound.shape == q.shape
+    assert bool((bound > 0).all())
+    subnormal = 1.01 * 2.0**-25  # of the output, which does not scale
+    assert close((scaled - subnormal) / 16, bound - subnormal, 1e-15)
+
+
+def test_bound_is_never_less_than_the_rounding_of_the_output() -> None:
+    q, k, v = draw(300)
+    out = attention(q, k, v, SCALE)
+    bound = attention_rounding_bound(q, k, v, SCALE)
+    assert bool(((out.half().double() - out).abs() <= bound).all())
+    zero = attention_rounding_bound(q, k, 0 * v, SCALE)
+    assert 0 < float(zero.max()) < 2.0**-24

@@ -1,0 +1,124 @@
+"""The gate on the kernel error: it lets every right kernel through, and none of the wrong ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from greenfast.numerics.attention import attention, attention_rounding_bound
+from greenfast.numerics.errors import error_stats, worst_bound_ratio
+from greenfast.numerics.inputs import standard_normal
+from greenfast.spec.task import load_task
+from tests.numerics.simulated_kernel import FAULTS, Fault, QuantizedInputs, run_kernel
+
+CONFIG = load_task(Path(__file__).parents[2] / "tasks" / "fp8_sdpa_stage_c_wmma").config
+
+
+def kernel_error(inputs: QuantizedInputs, out: Tensor) -> tuple[float, float]:
+    """The worst element's error over its bound, and the relative error."""
+    exact = attention(*inputs.exact, inputs.softmax_scale).numpy()
+    bound = attention_rounding_bound(*inputs.exact, inputs.softmax_scale).numpy()
+    actual = out.double().numpy()
+    return worst_bound_ratio(actual, exact, bound), error_stats(actual, exact, 1.0).relative_error
+
+
+def passes(ratio: float, relative_error: float, fmt: str) -> bool:
+    gate = CONFIG.gates(fmt).kernel_error
+    return ratio <= gate.bound_factor and relative_error <= gate.relative_error
+
+
+def with_outliers(x: Tensor) -> Tensor:
+    """x + N(0, 100) * Bernoulli(0.001)."""
+    generator = torch.Generator().manual_seed(x.numel())
+    hit = torch.rand(x.shape, generator=generator) < 0.001
+    return x + 10 * torch.randn(x.shape, generator=generator) * hit
+
+
+Inputs = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+INPUTS: dict[str, Inputs] = {
+    "random": lambda q, k, v: (q, k, v),
+    "outliers": lambda q, k, v: (with_outliers(q), with_outliers(k), with_outliers(v)),
+    "constant V": lambda q, k, v: (q, k, torch.full_like(v, 0.7)),
+    "V far from zero": lambda q, k, v: (q, k, v + 100),
+    "tiny V": lambda q, k, v: (q, k, 1e-4 * v),
+    "peaky": lambda q, k, v: (8 * q, k, v),
+    "very peaky": lambda q, k, v: (30 * q, 30 * k, v),
+    "flat": lambda q, k, v: (0 * q, k, v),
+    # each tile's maximum is above the last one's, so that every tile rescales
+    "growing scores": lambda q, k, v: (q, k * torch.linspace(0, 8, k.shape[1]).view(1, -1, 1), v),
+}
+
+
+def draw(kind: str, seq_len: int, fmt: str, head_dim: int = 64, heads: int = 2, seed: int = 0) -> QuantizedInputs:
+    q, k, v = (x.float() for x in standard_normal((heads, seq_len, head_dim), 3, seed))
+    return QuantizedInputs(*INPUTS[kind](q, k, v), fmt)
+
+
+@pytest.mark.parametrize("fmt", sorted(CONFIG.formats))
+@pytest.mark.parametrize("kind", INPUTS)
+def test_a_right_kernel_passes(kind: str, fmt: str) -> None:
+    for seq_len, head_dim in [(1, 64), (31, 64), (33, 64), (100, 128), (320, 64)]:
+        inputs = draw(kind, seq_len, fmt, head_dim)
+        for truncate in (False, True):
+            ratio, relative_error = kernel_error(inputs, run_kernel(inputs, truncate=truncate))
+            assert passes(ratio, relative_error, fmt), (seq_len, head_dim, truncate, ratio, relative_error)
+
+
+@pytest.mark.parametrize("fmt", sorted(CONFIG.formats))
+@pytest.mark.parametrize("kind", ["random", "outliers", "peaky"])
+def test_the_bound_is_not_vacuous(kind: str, fmt: str) -> None:
+    inputs = draw(kind, 320, fmt)
+    assert kernel_error(inputs, run_kernel(inputs))[0] > 0.05
+
+
+@pytest.mark.parametrize("kind", ["random", "outliers"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_kernel_is_caught(fault: Fault, kind: str) -> None:
+    for fmt in CONFIG.formats:
+        inputs = draw(kind, 100, fmt, heads=4, seed=1)
+        assert passes(*kernel_error(inputs, run_kernel(inputs)), fmt)
+        ratio, relative_error = kernel_error(inputs, run_kernel(inputs, fault=fault))
+        assert not passes(ratio, relative_error, fmt), (fmt, ratio, relative_error)
+
+
+def _e4m3_terms(target: float) -> list[float]:
+    """E4M3 numbers a, b, c, d with a + b + (c + d) / 64 nearly equal to ``target``: E4M3 alone has steps of 2^-9."""
+    found: list[float] = []
+    for weight in (1.0, 1.0, 1 / 64, 1 / 64):
+        found.append(float(torch.tensor(target / weight).to(torch.float8_e4m3fn)))
+        target -= found[-1] * weight
+    return found
+
+
+def conspiring_weights(seq_len: int) -> QuantizedInputs:
+    """Inputs whose weights all round against the output.
+
+    One key has weight 1. A third of the others has a weight just below 1/2 + 2^-12, which a half cannot hold and
+    rounds down, and V = 1; the rest just above 1/4 + 2^-13, which rounds up, and V = -1. Each error moves the output
+    the same way, by nearly 2^-11 of its weight.
+    """
+    down, up = 0.5 * (1 + 2.0**-11) * (1 - 2.0**-16), 0.25 * (1 + 2.0**-11) * (1 + 2.0**-16)
+    q, k, v = torch.zeros(3, 1, seq_len, 64)
+    q[..., 0] = 448  # makes the scale 1; no key looks at it
+    q[..., 1:5] = torch.tensor(_e4m3_terms(-8 * math.log(down)))
+    q[..., 5:9] = torch.tensor(_e4m3_terms(-8 * math.log(up)))
+    third = 1 + (seq_len - 1) // 3
+    weights = torch.tensor([1, 1, 1 / 64, 1 / 64])
+    k[:, 1:third, 1:5] = -weights
+    k[:, third:, 5:9] = -weights
+    k[:, 0, 20] = 448  # the scale of K; q is zero there
+    v[:, 1:third] = 1
+    v[:, third:] = -1
+    return QuantizedInputs(q, k, v)
+
+
+@pytest.mark.parametrize("seq_len", [100, 640])
+def test_the_bound_is_nearly_reached_and_holds(seq_len: int) -> None:
+    inputs = conspiring_weights(seq_len)
+    ratio, _ = kernel_error(inputs, run_kernel(inputs))
+    assert 0.8 < ratio <= 1.0

@@ -1,0 +1,46 @@
+"""What the wheel holds: everything that an installed greenfast needs, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    subprocess.run([*command, str(folder), str(ROOT)], check=True)
+    (wheel,) = folder.glob("greenfast-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def _files(folder: str, *patterns: str) -> set[Path]:
+    return {path.relative_to(ROOT / folder) for pattern in patterns for path in (ROOT / folder).rglob(pattern)}
+
+
+def test_package_and_kernels_are_in_the_wheel(wheel_names: set[str]) -> None:
+    expected = {path.as_posix() for path in _files("src", "*.py", "*.cu", "*.cuh", "py.typed")}
+    assert any(name.endswith(".cuh") for name in expected)
+    assert "greenfast/py.typed" in expected
+    assert expected <= wheel_names
+
+
+def test_tasks_are_in_the_wheel_under_the_package(wheel_names: set[str]) -> None:
+    expected = {f"greenfast/tasks/{path.as_posix()}" for path in _files("tasks", "*.json")}
+    assert expected
+    assert expected <= wheel_names
+
+
+def test_nothing_else_is_in_the_wheel(wheel_names: set[str]) -> None:
+    outside = {name for name in wheel_names if name.split("/")[0] != "greenfast" and ".dist-info/" not in name}
+    assert outside == set()
+    unwanted = ("tests", "results", "evidence", "__pycache__")
+    assert {name for name in wheel_names if any(part in unwanted for part in name.split("/"))} == set()
