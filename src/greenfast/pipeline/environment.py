@@ -6,9 +6,8 @@ import importlib.metadata
 import platform
 import subprocess
 from datetime import datetime, timezone
-from pathlib import Path
 
-import greenfast
+from greenfast.kernels import KERNEL_DIR
 from greenfast.runtime.device import device_count
 from greenfast.runtime.worker import Worker
 from greenfast.spec.arch import Target
@@ -23,9 +22,7 @@ def git_state() -> GitState:
 
     def git(*args: str) -> str | None:
         try:
-            done = subprocess.run(
-                ["git", *args], cwd=Path(greenfast.__file__).parent, capture_output=True, text=True, timeout=10
-            )
+            done = subprocess.run(["git", *args], cwd=KERNEL_DIR, capture_output=True, text=True, timeout=10)
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import cast
 
-import greenfast
+from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import GreenfastError, UsageError, unknown
 from greenfast.spec.kernel import Family
 from greenfast.spec.problem import Problem
@@ -37,7 +37,7 @@ def _roots() -> Iterator[Path]:
     for entry in os.environ.get(TASKS_VARIABLE, "").split(os.pathsep):
         if entry:
             yield Path(entry)
-    package = Path(greenfast.__file__).parent
+    package = KERNEL_DIR.parent
     yield package / "tasks"  # an installed package
     yield package.parents[1] / "tasks"  # a source checkout
 
