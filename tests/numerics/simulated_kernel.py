@@ -37,7 +37,8 @@ class QuantizedInputs:
         # Without scales: every code is exact in half.
         self.values = [dequantize(codes, ones, fmt).float() for codes, _ in pairs]
         self.scales = [scale for _, scale in pairs]
-        self.exact = [dequantize(codes, scale, fmt) for codes, scale in pairs]
+        exact_q, exact_k, exact_v = (dequantize(codes, scale, fmt) for codes, scale in pairs)
+        self.exact = exact_q, exact_k, exact_v
         self.softmax_scale = 1.0 / math.sqrt(q.shape[-1])
 
 

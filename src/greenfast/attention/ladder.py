@@ -24,6 +24,7 @@ _THREADS = 128
 # Shared memory lets no more than three or four blocks on a multiprocessor; without this the compiler aims for more and
 # spills.
 _MIN_BLOCKS = 3
+_MAX_HEADS = 65535  # CUDA's limit on a grid's second dimension
 _FORMATS = {"e4m3": "kE4M3", "int8": "kInt8"}
 _MEMBERS = {  # toggle -> member of Cfg
     "USE_CP_ASYNC": "kCpAsync",
@@ -43,6 +44,9 @@ def _check(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Non
     missing = [d for d in "BHSD" if d not in dims]
     if missing or min(dims.values()) < 1:
         raise UsageError(f"an attention shape needs B, H, S and D, each at least 1; got {dict(dims)}")
+    if dims["B"] * dims["H"] > _MAX_HEADS:
+        heads = dims["B"] * dims["H"]
+        raise UsageError(f"B={dims['B']}, H={dims['H']}: {heads} heads; a grid holds {_MAX_HEADS}")
     if dims["D"] not in HEAD_DIMS:
         raise UsageError(f"head_dim D={dims['D']}: the ladder has kernels for {', '.join(map(str, HEAD_DIMS))}")
     if toggles["USE_FUSED_SOFTMAX_PV"] and not toggles["USE_WMMA_PV"]:

@@ -28,10 +28,18 @@ def make_case(dims: Mapping[str, int], seed: int, fmt: str) -> Case:
 def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
     """The tensor itself, and its exact quantization: no rounding of the kernel's own is allowed (bound 0)."""
     x = _tensor(dims, seed)
-    exact = dequantize(*quantize(x, fmt), fmt).numpy()
-    return References(full=x.double().numpy(), exact=exact, bound=np.zeros_like(exact))
+    codes, scale = quantize(x, fmt)
+    exact = _with_scale(dequantize(codes, scale, fmt), scale)
+    return References(full=_with_scale(x.double(), scale), exact=exact, bound=np.zeros_like(exact))
 
 
 def decode(outputs: Mapping[str, NDArray[Any]], fmt: str) -> NDArray[np.float64]:
-    """The numbers that codes and scales stand for, (B*H, S, D)."""
-    return dequantize(torch.from_numpy(outputs["codes"]), torch.from_numpy(outputs["scale"]), fmt).numpy()
+    """Per head the S * D numbers that the codes stand for, and the scale: (B*H, S*D + 1)."""
+    codes, scale = torch.from_numpy(outputs["codes"]), torch.from_numpy(outputs["scale"])
+    return _with_scale(dequantize(codes, scale, fmt), scale)
+
+
+def _with_scale(values: Tensor, scale: Tensor) -> NDArray[np.float64]:
+    # Codes twice as large with half the scale stand for the same numbers; only beside the scale are the codes unique.
+    joined: NDArray[np.float64] = torch.cat([values.flatten(1), scale.double().view(-1, 1)], dim=1).numpy()
+    return joined

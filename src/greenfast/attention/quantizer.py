@@ -23,6 +23,8 @@ def kernel(
         raise UsageError("the quantizer has no instrumented build; profile it with Nsight Compute")
     if fmt not in _FORMATS:
         raise unknown("format", fmt, _FORMATS)
+    if min(dims.get(d, 0) for d in "BHSD") < 1:
+        raise UsageError(f"a tensor to quantize needs B, H, S and D, each at least 1; got {dict(dims)}")
     vector = 8 if toggles["USE_VECTOR_LOADS"] else 1
     if dims["S"] * dims["D"] % vector:
         raise UsageError(f"USE_VECTOR_LOADS=1 needs S * D to be a multiple of 8, got {dims['S']} * {dims['D']}")

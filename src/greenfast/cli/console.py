@@ -34,9 +34,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | 
 
 
 def show(what: Table | Text | str) -> None:
-    """Print to standard output; wide tables are not cut where the output is a file or a pipe."""
+    """Print to standard output; text as it is, and wide tables are not cut where the output is a file or a pipe."""
     width = None if sys.stdout.isatty() else 200
-    Console(width=width, highlight=False).print(what)
+    Console(width=width, highlight=False).print(what, markup=False, soft_wrap=isinstance(what, str))
 
 
 class GateConsole:

@@ -76,6 +76,9 @@ def validate(parser: argparse.ArgumentParser) -> None:
     _what(parser)
     _how_long(parser)
     _where(parser)
+    parser.add_argument(
+        "--required", type=_speedup, metavar="RATIO", help="the speedup asked for (default: the candidate's rung's)"
+    )
     parser.add_argument("--no-profile", action="store_true", help="take no Nsight Compute profile")
     _outcome(parser)
 

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     before = rung.after if rung is not None and args.candidate else None
     baseline = config.variant(args.baseline or before or config.defaults.baseline)
     with GateConsole(to_stderr=args.json) as console:
-        outcome = validate(request, baseline, candidate, console, profile=not args.no_profile)
+        outcome = validate(request, baseline, candidate, console, required=args.required, profile=not args.no_profile)
     record = outcome.record
     if args.json:
         print(to_json(record), end="")

@@ -140,7 +140,7 @@ def check(
             timing = msgspec.structs.replace(
                 timing, processes=2 * timing.processes, blocks=2 * timing.blocks, timed_iters=2 * timing.timed_iters
             )
-    except (WorkerError, ValueError) as e:  # ValueError: nothing was left to compare
+    except (WorkerError, ValueError) as e:  # ValueError: too little was left to compare
         return GateResult(gate="PERFORMANCE", status="FAIL", summary=str(e), reasons=[str(e)]), PerformanceOutcome()
     return _result(outcome, required), outcome
 
@@ -160,6 +160,9 @@ def _speedup(
         return [process for process in pooled if process]  # a process may have lost all its blocks to a low clock
 
     baseline, candidate, again = blocks(BASELINE), blocks(CANDIDATE), blocks(_AGAIN)
+    if len(baseline) < MIN_PROCESSES:  # few iterations reach few processes; a low clock takes others
+        kept = f"{shape}, {cache} L2: only {len(baseline)} of {timing.processes} processes have timings"
+        raise ValueError(f"{kept}; a claim needs at least {MIN_PROCESSES}")
     interval = speedup_interval(baseline, candidate, confidence=timing.confidence)
     floor = noise_floor(baseline, again)
     return SpeedupRow(

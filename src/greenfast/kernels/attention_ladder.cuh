@@ -71,8 +71,8 @@ struct SharedStorage {
   }
 };
 
-// One row's running maximum (of scaled scores, base 2), equal in the four threads of the row, and the sum of the
-// weights that this thread has computed; the four sums are added once, at the end.
+// One row's running maximum of raw scores, equal in the four threads of the row, and the sum of the weights that this
+// thread has computed; the four sums are added once, at the end.
 struct RowState {
   float max = -CUDART_INF_F;
   float sum = 0.0f;
@@ -87,7 +87,8 @@ __device__ __forceinline__ float reduce_row(float x, Op op) {
 }
 
 // Turns the raw scores of this thread's row into P (half) and updates the row's state; writes the factor by which the
-// row's earlier output must be rescaled. Columns at or beyond `valid_cols` (>= 1) get weight 0.
+// row's earlier output must be rescaled. Columns at or beyond `valid_cols` (>= 1) get weight 0. `scale_log2` turns raw
+// scores into exponents of two and is positive, so that the largest raw score is the largest exponent.
 template <class Shape>
 __device__ __forceinline__ void softmax_tile(const float* scores, half* p, float* row_scale, RowState& state,
                                              float scale_log2, int valid_cols) {
@@ -100,11 +101,14 @@ __device__ __forceinline__ void softmax_tile(const float* scores, half* p, float
   float x[kCols] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
 
   float tile_max = -CUDART_INF_F;
+  if (valid_cols < Shape::kBlockN) {
 #pragma unroll
-  for (int i = 0; i < kCols; ++i) {
-    x[i] = col + i < valid_cols ? x[i] * scale_log2 : -CUDART_INF_F;
-    tile_max = fmaxf(tile_max, x[i]);
+    for (int i = 0; i < kCols; ++i) {
+      if (col + i >= valid_cols) x[i] = -CUDART_INF_F;
+    }
   }
+#pragma unroll
+  for (int i = 0; i < kCols; ++i) tile_max = fmaxf(tile_max, x[i]);
   const float new_max =
       fmaxf(state.max, reduce_row<Shape::kThreadsPerRow>(tile_max, [](float a, float b) { return fmaxf(a, b); }));
 
@@ -113,11 +117,11 @@ __device__ __forceinline__ void softmax_tile(const float* scores, half* p, float
   float tile_sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kCols; ++i) {
-    weights[i] = __float2half_rn(ptx::ex2(x[i] - new_max));
+    weights[i] = __float2half_rn(ptx::ex2(fmaf(x[i], scale_log2, -new_max * scale_log2)));
     tile_sum += __half2float(weights[i]);
   }
 
-  const float rescale = ptx::ex2(state.max - new_max);  // 0 on the first tile
+  const float rescale = ptx::ex2((state.max - new_max) * scale_log2);  // 0 on the first tile
   state.sum = state.sum * rescale + tile_sum;
   state.max = new_max;
   // P may lie in the score tile: every lane of the row has read its scores before any writes.
@@ -156,63 +160,81 @@ __device__ void attention_ladder(const AttentionParams& params) {
   const unsigned char* v = params.v + head_offset;
   const int tiles = (params.seq_len + Shape::kBlockN - 1) / Shape::kBlockN;
 
+  // cp.async: tiles are fetched two ahead, and a thread dequantizes only chunks that it copied itself. Tiles beyond the
+  // last are zero-filled without a read, so that the loop has no branch and the counts of the waits hold.
   const auto prefetch = [&](int tile) {
     const size_t offset = static_cast<size_t>(tile) * Shape::kBlockN * Shape::kHeadDim;
     const int valid = params.seq_len - tile * Shape::kBlockN;
     prefetch_tile<Map>(k + offset, Shape::kHeadDim, valid, shared.stage_of(tile, 0));
     prefetch_tile<Map>(v + offset, Shape::kHeadDim, valid, shared.stage_of(tile, 1));
+    ptx::cp_async_commit();
   };
   if constexpr (Cfg::kCpAsync) {
     prefetch(0);
-    ptx::cp_async_commit();
+    prefetch(1);
   }
+
+  // Read here, long before their use, so that no thread waits for them.
+  const float log2_e = 1.4426950408889634f;
+  const float scale_log2 = params.q_scale[head] * params.k_scale[head] * params.softmax_scale * log2_e;
+  const float v_scale = params.v_scale[head];
 
   if constexpr (Cfg::kKvLut) LutDequantizer<Cfg::kFormat>::fill(shared.lut);
   const Dequantizer dequantizer(shared.lut);
   load_tile_direct<ChunkMap<Shape::kBlockM, Shape::kHeadDim, Shape::kThreads>, typename Shape::QLayout>(
       Converter(nullptr), params.q + head_offset + static_cast<size_t>(first_row) * Shape::kHeadDim, Shape::kHeadDim,
       params.seq_len - first_row, shared.q);
-  const float log2_e = 1.4426950408889634f;
-  const float scale_log2 = params.q_scale[head] * params.k_scale[head] * params.softmax_scale * log2_e;
-
+  Output::prepare(shared.scores);
+  __syncthreads();
   Output output(shared.scores);
   RowState state;
-  __syncthreads();
   const Scores product(shared.q);
   clock.mark(kQLoad);
+  if constexpr (Cfg::kCpAsync) {
+    ptx::cp_async_wait<1>();
+    clock.mark(kKvPrefetch);
+    dequantize_tile<Map, typename Shape::KvLayout>(dequantizer, shared.stage_of(0, 0), shared.k());
+    __syncthreads();
+    clock.mark(kDequantize);
+  }
 
   for (int tile = 0; tile < tiles; ++tile) {
     const int valid = min(params.seq_len - tile * Shape::kBlockN, Shape::kBlockN);
-    if constexpr (Cfg::kCpAsync) {
-      if (tile + 1 < tiles) prefetch(tile + 1);
-      ptx::cp_async_commit();  // an empty group on the last tile keeps the count that the wait relies on
-      ptx::cp_async_wait<1>();
-      clock.mark(kKvPrefetch);
-      dequantize_tile<Map, typename Shape::KvLayout>(dequantizer, shared.stage_of(tile, 0), shared.k());
-    } else {
+    if constexpr (!Cfg::kCpAsync) {
       const size_t offset = static_cast<size_t>(tile) * Shape::kBlockN * Shape::kHeadDim;
       load_tile_direct<Map, typename Shape::KvLayout>(dequantizer, k + offset, Shape::kHeadDim, valid, shared.k());
       load_tile_direct<Map, typename Shape::KvLayout>(dequantizer, v + offset, Shape::kHeadDim, valid, shared.v());
+      __syncthreads();
+      clock.mark(kDequantize);
     }
-    __syncthreads();
-    clock.mark(kDequantize);
 
     product.compute(shared.k(), shared.scores);
     clock.mark(kQK);
     if constexpr (Cfg::kCpAsync) {
-      // V is not needed before P V: its dequantization fills the latency of the scores.
+      // V is first needed in P V, and the next K in the next tile: their dequantization fills the latency of the scores
+      // and of the softmax, and needs no barrier of its own.
       dequantize_tile<Map, typename Shape::KvLayout>(dequantizer, shared.stage_of(tile, 1), shared.v());
+      clock.mark(kDequantize);
+      prefetch(tile + 2);
+      clock.mark(kKvPrefetch);
+    }
+    __syncthreads();
+
+    if constexpr (Cfg::kCpAsync) {
+      ptx::cp_async_wait<1>();
+      clock.mark(kKvPrefetch);
+    }
+    softmax_tile<Shape>(shared.scores, shared.p(), shared.row_scale, state, scale_log2, valid);
+    clock.mark(kSoftmax);
+    if constexpr (Cfg::kCpAsync) {
+      dequantize_tile<Map, typename Shape::KvLayout>(dequantizer, shared.stage_of(tile + 1, 0), shared.k());
       clock.mark(kDequantize);
     }
     __syncthreads();
 
-    softmax_tile<Shape>(shared.scores, shared.p(), shared.row_scale, state, scale_log2, valid);
-    __syncthreads();
-    clock.mark(kSoftmax);
-
     if constexpr (Cfg::kDebugPrint) {
       if (blockIdx.x == 0 && head == 0 && threadIdx.x == 0) {
-        printf("tile %d: keys %d, row 0 max %.6f (log2), sum %.6f, rescale %.6f, p[0] %.6f\n", tile, valid, state.max,
+        printf("tile %d: keys %d, row 0 max %.6f (raw), sum of 8 columns %.6f, rescale %.6f, p[0] %.6f\n", tile, valid, state.max,
                state.sum, shared.row_scale[0], __half2float(shared.p()[0]));
       }
     }
@@ -226,7 +248,7 @@ __device__ void attention_ladder(const AttentionParams& params) {
   output.store(shared.o());
   const int row = threadIdx.x / Shape::kThreadsPerRow;
   const float sum = reduce_row<Shape::kThreadsPerRow>(state.sum, [](float a, float b) { return a + b; });
-  if (threadIdx.x % Shape::kThreadsPerRow == 0) shared.row_scale[row] = params.v_scale[head] / sum;
+  if (threadIdx.x % Shape::kThreadsPerRow == 0) shared.row_scale[row] = v_scale / sum;
   __syncthreads();
 
   half* out = params.out + head_offset + static_cast<size_t>(first_row) * Shape::kHeadDim;

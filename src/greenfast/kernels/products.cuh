@@ -2,7 +2,8 @@
 // scalar FMAs, WMMA fragments, and ldmatrix + mma.sync on swizzled tiles.
 //
 // A score policy is made from the Q tile and has compute(k, scores): raw scores of a whole tile into shared memory.
-// An output policy owns O in registers and has rescale(row_scale), accumulate(p, v) and store(tile).
+// An output policy owns O in registers and has rescale(row_scale), accumulate(p, v) and store(tile); prepare(tile) and
+// a barrier come before it is made.
 // All threads of the block call them together; the caller synchronizes before and after.
 #pragma once
 
@@ -45,7 +46,8 @@ struct ScalarOutput {
   static __device__ __forceinline__ int row() { return threadIdx.x / Shape::kThreadsPerRow; }
   static __device__ __forceinline__ int col() { return threadIdx.x % Shape::kThreadsPerRow * kCols; }
 
-  __device__ explicit ScalarOutput(float*) {}
+  static __device__ void prepare(float*) {}
+  __device__ explicit ScalarOutput(const float*) {}
 
   __device__ __forceinline__ void rescale(const float* row_scale) {
 #pragma unroll
@@ -129,14 +131,16 @@ struct WmmaOutput {
 
   // The layout of a WMMA accumulator is unspecified. Loading a tile whose elements are their own row numbers tells each
   // thread the rows that it holds, whatever the layout, and O can then be rescaled in registers.
-  // scratch: one score tile of shared memory; the caller synchronizes before it is used otherwise.
-  __device__ explicit WmmaOutput(float* scratch) {
+  // tile: the score tile, written by prepare; the caller synchronizes between the two, and before it is used otherwise.
+  static __device__ void prepare(float* tile) {
     for (int i = threadIdx.x; i < Shape::kBlockM * Shape::kBlockN; i += Shape::kThreads) {
-      scratch[i / Shape::kBlockN * Shape::kScoreStride + i % Shape::kBlockN] = static_cast<float>(i / Shape::kBlockN);
+      tile[i / Shape::kBlockN * Shape::kScoreStride + i % Shape::kBlockN] = static_cast<float>(i / Shape::kBlockN);
     }
-    __syncthreads();
+  }
+
+  __device__ explicit WmmaOutput(const float* tile) {
     Accumulator rows;
-    wmma::load_matrix_sync(rows, scratch + Warp::row() * Shape::kScoreStride, Shape::kScoreStride,
+    wmma::load_matrix_sync(rows, tile + Warp::row() * Shape::kScoreStride, Shape::kScoreStride,
                            wmma::mem_row_major);
 #pragma unroll
     for (int i = 0; i < Accumulator::num_elements; ++i) element_row[i] = static_cast<int>(rows.x[i]);
@@ -233,7 +237,8 @@ struct MmaOutput {
   using Lane = LdmatrixLane;
   float o[Warp::kOutputTiles][2][4] = {};
 
-  __device__ explicit MmaOutput(float*) {}
+  static __device__ void prepare(float*) {}
+  __device__ explicit MmaOutput(const float*) {}
 
   static __device__ __forceinline__ int row() { return Warp::row() + threadIdx.x % 32 / 4; }
 

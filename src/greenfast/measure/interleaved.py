@@ -85,10 +85,8 @@ def measure(
     """
     result = Measurement()
     shuffler = random.Random(order_seed)
-    share = [
-        timing.blocks // timing.processes + (p < timing.blocks % timing.processes) for p in range(timing.processes)
-    ]
-    iters = max(1, round(timing.timed_iters / timing.blocks))
+    launches = iter(_spread(timing.timed_iters, timing.blocks))
+    blocks = [[max(1, next(launches)) for _ in range(n)] for n in _spread(timing.blocks, timing.processes)]
     steps, step = timing.processes * len(cells), 0
     for process in range(timing.processes):
         with contextlib.ExitStack() as stack:
@@ -96,8 +94,13 @@ def measure(
             for cell in cells:
                 progress(step / steps, f"process {process + 1}/{timing.processes}: {cell.shape} seed {cell.seed}")
                 step += 1
-                _time_cell(result, workers, images, cell, timing, caches, share[process], iters, shuffler)
+                _time_cell(result, workers, images, cell, timing, caches, blocks[process], shuffler)
     return result
+
+
+def _spread(total: int, parts: int) -> list[int]:
+    """``total`` in ``parts`` whole numbers that differ by at most one."""
+    return [total // parts + (i < total % parts) for i in range(parts)]
 
 
 def _time_cell(
@@ -107,11 +110,13 @@ def _time_cell(
     cell: Cell,
     timing: Timing,
     caches: Sequence[str],
-    blocks: int,
-    iters: int,
+    blocks: Sequence[int],
     shuffler: random.Random,
 ) -> None:
-    """One cell in one set of processes: prepare every label, time the blocks, keep what the last launches left."""
+    """One cell in one set of processes: prepare every label, time the blocks, keep what the last launches left.
+
+    blocks: the launches of each block.
+    """
     key = f"{cell.shape}/{cell.seed}"
     labels = list(workers)
     for label in labels:
@@ -120,7 +125,7 @@ def _time_cell(
         kept = {label: result.timed.setdefault((label, cell.shape, cell.seed, cache), Timed()) for label in labels}
         for timed in kept.values():
             timed.blocks.append([])
-        for _ in range(blocks):
+        for iters in blocks:
             order = shuffler.sample(labels, len(labels))
             measured = {label: workers[label].time(key, _BLOCK_WARMUP, iters, cache == COLD) for label in order}
             slow = any(_too_slow(result.clocks, block.clocks) for block in measured.values())

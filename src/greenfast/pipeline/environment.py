@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 from datetime import datetime, timezone
@@ -14,11 +15,18 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.record import DeviceInfo, GitState
 
+#: Environment variable: the commit of a tree that was copied without its history.
+GIT_SHA_VARIABLE = "GREENFAST_GIT_SHA"
+
 _PACKAGES = ("torch", "numpy", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
 
 
 def git_state() -> GitState:
-    """The checkout that this package runs from; "unknown" for an installed package or without git."""
+    """The checkout that this package runs from; "unknown" for an installed package or without git.
+
+    A tree that was copied to a GPU machine without its history has no commit to show; GREENFAST_GIT_SHA names the one
+    that it was copied from (branch "copied").
+    """
 
     def git(*args: str) -> str | None:
         try:
@@ -27,6 +35,9 @@ def git_state() -> GitState:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
+    copied_from = os.environ.get(GIT_SHA_VARIABLE)
+    if copied_from:
+        return GitState(sha=copied_from, branch="copied", dirty=False)
     sha = git("rev-parse", "HEAD")
     if sha is None:
         return GitState(sha="unknown", branch="unknown", dirty=False)
@@ -61,7 +72,7 @@ def choose_device(text: str) -> int | None:
     count = device_count()
     if text == "auto":
         return 0 if count else None
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit()):
         raise UsageError(f"device {text!r}: allowed are auto, none and a GPU's number")
     if int(text) >= count:
         raise MachineError(f"device {text}: the driver shows {count} GPU(s); use --device none to run without one")

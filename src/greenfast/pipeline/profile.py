@@ -81,7 +81,7 @@ def profile_candidate(request: Request, side: BuiltSide, stamp: str) -> tuple[li
 def phase_cycles(request: Request, variant: Variant, *, repeats: int = 5) -> dict[str, dict[str, float]]:
     """Mean SM cycles per block and phase, by shape, of the instrumented build.
 
-    Thread 0 of each block counts; waiting at a barrier belongs to the phase before it. The counters cost some time and
+    Thread 0 of each block counts; waiting at a barrier belongs to the phase that ends next. The counters cost time and
     keep the compiler from moving work across phases, so shares are what to read, not the sum.
     Raises UsageError for a family without an instrumented build, MachineError or WorkerError where it cannot run.
     """

@@ -39,11 +39,13 @@ def new_run_folder(parent: Path, stamp: str) -> Iterator[tuple[Path, Callable[[]
     """A folder to fill, and a function that publishes it as ``parent/<stamp>`` in one step.
 
     A second run of the same second gets the suffix -2, and so on. Whatever is not published, because of an error or an
-    interrupt, is removed.
+    interrupt, is removed. Raises MachineError where the folder or a file in it cannot be written.
     """
-    parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=parent))
-    work.chmod(0o755)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=parent))
+    except OSError as e:
+        raise MachineError(f"results folder {parent} cannot be written ({e.strerror})") from e
 
     def publish() -> Path:
         for attempt in range(1, 1000):
@@ -58,7 +60,10 @@ def new_run_folder(parent: Path, stamp: str) -> Iterator[tuple[Path, Callable[[]
         raise MachineError(f"{parent}: a thousand runs of the second {stamp}")
 
     try:
+        work.chmod(0o755)
         yield work, publish
+    except OSError as e:
+        raise MachineError(f"the run could not be saved in {parent}: {e}") from e
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -34,10 +34,17 @@ class Outcome:
 
 
 def validate(
-    request: Request, baseline: Variant, candidate: Variant, observer: Observer, *, profile: bool = True
+    request: Request,
+    baseline: Variant,
+    candidate: Variant,
+    observer: Observer,
+    *,
+    required: float | None = None,
+    profile: bool = True,
 ) -> Outcome:
     """Run the gates in order, decide, and write the artifacts.
 
+    required: the speedup that PERFORMANCE asks for, in place of that of the candidate's rung.
     profile: whether EVIDENCE takes a Nsight Compute profile where that can be had.
     Raises MachineError for a folder that cannot be written, before anything is run.
     """
@@ -46,7 +53,8 @@ def validate(
     run = GateRun(request, {BASELINE: baseline, CANDIDATE: candidate}, observer)
     timed = PerformanceOutcome()
     if run.until_correct():
-        timed = _performance(run)
+        rung = resources.rung_of(request.task.config, candidate)
+        timed = _performance(run, required or rung.required_speedup)
     if run.sides and len(run.sides) == len(run.variants):
         _evidence(run, profile)
     decision, reasons = decide(run.gates)
@@ -79,7 +87,7 @@ def decide(gates: Sequence[GateResult]) -> tuple[Decision, list[str]]:
     return "MERGE", ["all five gates hold"]
 
 
-def _performance(run: GateRun) -> PerformanceOutcome:
+def _performance(run: GateRun, required: float | None) -> PerformanceOutcome:
     request = run.request
     result, outcome = performance.check(
         run.sides,
@@ -89,7 +97,7 @@ def _performance(run: GateRun) -> PerformanceOutcome:
         request.seeds,
         request.format,
         request.timing,
-        resources.rung_of(request.task.config, run.variants[CANDIDATE]).required_speedup,
+        required,
         run.correctness.digests,
         request.make_worker,
         run.progress("PERFORMANCE"),

@@ -1,15 +1,16 @@
-"""The ladder of rungs as one Markdown table, for the README."""
+"""The ladder of rungs as Markdown, for the README: verdict tables, and one run as the console showed it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from pathlib import PurePath
 
 from greenfast.report import facts, format
 from greenfast.spec.record import Record, SpeedupRow
 
 _HEADER = (
     "rung",
-    "format",
+    "against",
     "p50 µs",
     "speedup",
     "required",
@@ -23,18 +24,57 @@ _STALE = "stale"
 
 
 def ladder_table(records: Sequence[tuple[str, Record]], *, stale: Collection[str] = (), shape: str = "mission") -> str:
-    """A row per (path of the evidence file, record), in the order given; the path becomes the row's link.
+    """A row per (path of the evidence, record), in the order given; the path becomes the row's link.
 
-    stale: paths of records whose kernel is not today's; they are shown as stale, without a number. shape: whose times
-    and speedup are shown. Times are medians over seeds, baseline -> candidate.
+    Records of one task, format, target and device share a table, under a line that states these, the days and commits
+    of the runs, and the shape. stale: paths of records whose kernel is not today's; they are shown as stale, without a
+    number. shape: whose times and speedup are shown. Times are medians over seeds, baseline -> candidate.
     """
+    groups: dict[tuple[str, ...], list[tuple[str, Record]]] = {}
+    for path, record in records:
+        groups.setdefault((record.task, record.format, record.arch, _machine(record)), []).append((path, record))
+    return "\n\n".join(_group(members, stale, shape) for members in groups.values())
+
+
+def console_form(record: Record) -> str:
+    """The command of a run and what the console showed, without its colours and its last line, the folder."""
+    lines = [f"$ {record.command}"]
+    for gate in record.gates:
+        lines.append(f"{gate.gate:12}{gate.status:8}{gate.summary}")
+        lines += [f"{'':12}- {reason}" for reason in gate.reasons]
+    lines += ["", f"{record.decision}  {record.candidate.variant} against {record.baseline.variant}, {record.format}"]
+    return "\n".join([*lines, *(f"  - {reason}" for reason in record.reasons)])
+
+
+def _group(records: Sequence[tuple[str, Record]], stale: Collection[str], shape: str) -> str:
     rows = [_stale_row(path, record) if path in stale else _row(path, record, shape) for path, record in records]
-    return format.table(_HEADER, rows, right=("p50 µs", "speedup", "required"))
+    table = format.table(_HEADER, rows, right=("p50 µs", "speedup", "required"))
+    return f"{_caption([record for _, record in records], shape)}\n\n{table}"
+
+
+def _caption(records: Sequence[Record], shape: str) -> str:
+    first = records[0]
+    dims = next((row.dims for record in records for row in record.candidate.correctness if row.shape == shape), None)
+    where = f"shape {shape}{f' ({format.dims(dims)})' if dims else ''}"
+    days = sorted({record.created[:10] for record in records})
+    span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    commits = list(dict.fromkeys(facts.commit(record) for record in records))
+    return (
+        f"**{first.task}, {first.format}**, {first.arch} on {_machine(first)}; {span}; "
+        f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}. Times and speedups are those of {where}."
+    )
+
+
+def _machine(record: Record) -> str:
+    d = record.device
+    if d is None:
+        return facts.device(record)
+    return f"{facts.device(record)} (driver {d.driver}, CUDA {d.cuda_version})"
 
 
 def _stale_row(path: str, record: Record) -> list[str]:
     withheld = [format.NONE] * (len(_HEADER) - 5)
-    return [record.candidate.variant, record.format, *withheld, _STALE, _STALE, _link(path, record)]
+    return [record.candidate.variant, record.baseline.variant, *withheld, _STALE, _STALE, _link(path)]
 
 
 def _row(path: str, record: Record, shape: str) -> list[str]:
@@ -42,13 +82,13 @@ def _row(path: str, record: Record, shape: str) -> list[str]:
     resources = facts.worst_resources(record.candidate)
     return [
         record.candidate.variant,
-        record.format,
+        record.baseline.variant,
         *(_speedup_cells(record, speedup) if speedup else ["PENDING"] * 3),
         f"{resources.registers} / {format.kilobytes(resources.smem_bytes)}" if resources else "PENDING",
         _correctness_cell(record),
         speedup.verdict if speedup else "PENDING",
         record.decision,
-        _link(path, record),
+        _link(path),
     ]
 
 
@@ -76,5 +116,8 @@ def _correctness_cell(record: Record) -> str:
     return f"{counts} {record.gate_status('CORRECTNESS')}"
 
 
-def _link(path: str, record: Record) -> str:
-    return f"[{facts.commit(record)}, {facts.device(record)}]({path})"
+def _link(path: str) -> str:
+    """A link to the evidence under the name of its run: the folder's, also where the path is a file's."""
+    parts = PurePath(path)
+    name = parts.parent.name if parts.suffix == ".json" else parts.name
+    return f"[{name or path}]({path})"

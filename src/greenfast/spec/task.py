@@ -187,10 +187,13 @@ class TaskConfig(_Strict, frozen=True, kw_only=True):
             return self.rung_variant(self.rung(text))
         given: dict[str, int] = {}
         for part in text.split(","):
-            name, _, value = part.strip().partition("=")
-            if not value.strip().lstrip("-").isdigit():
-                raise UsageError(f"variant {text!r}: {part!r} is not TOGGLE=INTEGER")
-            given[name.strip()] = int(value)
+            name, _, value = (word.strip() for word in part.partition("="))
+            if name in given:
+                raise UsageError(f"variant {text!r}: {name} is given twice")
+            try:
+                given[name] = int(value)
+            except ValueError:
+                raise UsageError(f"variant {text!r}: {part!r} is not TOGGLE=INTEGER") from None
         return self.toggle_variant(given)
 
     def toggle_variant(self, given: dict[str, int]) -> Variant:

@@ -1,0 +1,36 @@
+"""``greenfast doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from greenfast.pipeline.doctor import examine, gpu_gates, static_gates
+
+EXIT_MACHINE = 3
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what is here and what is missing; 0 where validate can decide the static gates, else 3.
+
+    The table is plain text: rich may be what is missing.
+    """
+    findings = examine()
+    static = static_gates(findings)
+    if args.json:
+        rows = [dataclasses.asdict(finding) for finding in findings]
+        print(json.dumps({"static_gates": static, "gpu_gates": gpu_gates(findings), "findings": rows}, indent=2))
+        return 0 if static else EXIT_MACHINE
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        print(f"{finding.what:{width}}  {finding.status:8}  {finding.found}")
+        if finding.remedy:
+            print(f"{'':{width}}            -> {finding.remedy}")
+    if not static:
+        print("\nvalidate cannot run here until what is MISSING is there")
+    elif gpu_gates(findings):
+        print("\nvalidate can decide every gate here")
+    else:
+        print("\nvalidate can decide BUILD, RESOURCES and EVIDENCE here; CORRECTNESS and PERFORMANCE will be PENDING")
+    return 0 if static else EXIT_MACHINE
