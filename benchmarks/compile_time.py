@@ -1,65 +1,96 @@
-"""How long kernels take to compile cold, and to load from the cache: ``python benchmarks/compile_time.py [TARGET]``.
+"""How long the ladder's kernels take to compile cold, and to load from the cache. Needs no GPU.
 
-Needs no GPU. The cache is a temporary folder, so every first compile is a cold one.
+python benchmarks/compile_time.py [--targets sm_89,sm_90a] [--formats e4m3,int8] [--json FILE]
+
+The cache is a temporary folder, so every first compile is a cold one. The cached times are each kernel's first load in
+a fresh process, as in the next run of a command.
 """
 
 from __future__ import annotations
 
+import argparse
+import multiprocessing
 import os
-import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from greenfast.build.compiler import compile_kernel
 from greenfast.build.machine_code import disassemble
+from greenfast.cli.options import words
+from greenfast.pipeline.environment import git_state, package_versions
+from greenfast.pipeline.store import to_json, write_whole
+from greenfast.pipeline.tasks import find_task, load_family
 from greenfast.spec.arch import Target
-from greenfast.spec.kernel import KernelSource
+from greenfast.spec.errors import GreenfastError
 
-LOADS = 5
+AIM_COLD_MS, AIM_CACHED_MS = 2000.0, 50.0
 
-
-def example() -> KernelSource:
-    """A small WMMA kernel with the headers that the real ones include."""
-    text = """
-#include <cuda_fp8.h>
-#include <mma.h>
-using namespace nvcuda;
-extern "C" __global__ void example(const half* a, const half* b, float* c) {
-    wmma::fragment<wmma::matrix_a, 16, 16, 16, half, wmma::row_major> fa;
-    wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::col_major> fb;
-    wmma::fragment<wmma::accumulator, 16, 16, 16, float> fc;
-    wmma::fill_fragment(fc, 0.0f);
-    wmma::load_matrix_sync(fa, a, 16);
-    wmma::load_matrix_sync(fb, b, 16);
-    wmma::mma_sync(fc, fa, fb, fc);
-    wmma::store_matrix_sync(c, fc, 16, wmma::mem_row_major);
-}
-"""
-    return KernelSource("example", text, "example.cu", (), (32, 1, 1))
+Times = dict[tuple[str, str, str], tuple[float, float]]  # (rung, format, target) -> ms of compile and of disassembly
 
 
-KERNELS: list[Callable[[], KernelSource]] = [example]
+def pass_over_the_ladder(formats: list[str], targets: list[Target]) -> Times:
+    """Compile and disassemble every rung once, for the task's default shape."""
+    task = find_task("fp8_sdpa")
+    config, family = task.config, load_family(task)
+    dims = config.shape(config.defaults.shapes[-1]).dims
+    times: Times = {}
+    for target in targets:
+        for fmt in formats:
+            for rung in config.rungs:
+                kernel = compile_kernel(family.kernel(config.rung_variant(rung).values, fmt, dims), target)
+                start = time.perf_counter()
+                disassemble(kernel.cubin, kernel.source.entry)
+                times[rung.name, fmt, target.name] = kernel.compile_ms, (time.perf_counter() - start) * 1e3
+    return times
 
 
-def measure(kernels: Sequence[Callable[[], KernelSource]], target: Target) -> None:
-    """Print a row per kernel; the first cold time includes loading NVRTC."""
-    print(f"{'kernel':24} {'cold ms':>9} {'cached ms':>9} {'SASS ms':>9} {'cached ms':>9}   ({target.name})")
-    for render in kernels:
-        source = render()
-        cold = compile_kernel(source, target)
-        cached = statistics.median(compile_kernel(source, target).compile_ms for _ in range(LOADS))
-        times = []
-        for _ in range(1 + LOADS):
-            start = time.perf_counter()
-            disassemble(cold.cubin, source.entry)
-            times.append((time.perf_counter() - start) * 1e3)
-        sass_cold, sass_cached = times[0], statistics.median(times[1:])
-        print(f"{source.entry:24} {cold.compile_ms:9.1f} {cached:9.2f} {sass_cold:9.1f} {sass_cached:9.2f}")
+def in_fresh_process(formats: list[str], targets: list[Target]) -> Times:
+    """The same in a new process, so that nothing is in its memory yet."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(pass_over_the_ladder, (formats, targets))
+
+
+def main() -> None:
+    """Print a row per kernel and the slowest of each column against its aim."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--targets", type=words, default=["sm_89", "sm_90a"], help="default: sm_89,sm_90a")
+    parser.add_argument("--formats", type=words, default=["e4m3"], help="default: e4m3")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the times there")
+    args = parser.parse_args()
+    try:
+        targets = [Target.parse(name) for name in args.targets]
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["GREENFAST_CACHE_DIR"] = folder
+            cold = in_fresh_process(args.formats, targets)
+            cached = in_fresh_process(args.formats, targets)
+    except GreenfastError as e:
+        parser.exit(e.exit_code, f"compile_time: {e}\n")
+
+    print(f"{'rung':18} {'format':6} {'target':7} {'cold ms':>8} {'cached ms':>9} {'SASS ms':>8} {'cached ms':>9}")
+    for key in cold:
+        rung, fmt, target = key
+        print(f"{rung:18} {fmt:6} {target:7} ", end="")
+        print(f"{cold[key][0]:8.0f} {cached[key][0]:9.2f} {cold[key][1]:8.0f} {cached[key][1]:9.2f}")
+    slowest = {"cold": max(ms for ms, _ in cold.values()), "cached": max(ms for ms, _ in cached.values())}
+    for name, aim in (("cold", AIM_COLD_MS), ("cached", AIM_CACHED_MS)):
+        held = "within" if slowest[name] <= aim else "OVER"
+        print(f"slowest {name}: {slowest[name]:.1f} ms, {held} the aim of {aim:.0f} ms")
+    if args.json:
+        rows = [
+            {
+                **dict(zip(("variant", "format", "target"), key, strict=True)),
+                "cold_ms": round(cold[key][0], 1),
+                "cached_ms": round(cached[key][0], 2),
+                "disassembly_cold_ms": round(cold[key][1], 1),
+                "disassembly_cached_ms": round(cached[key][1], 2),
+            }
+            for key in cold
+        ]
+        facts = {"git": git_state(), "environment": package_versions(), "cpu_count": os.cpu_count()}
+        aims = {"cold_ms": AIM_COLD_MS, "cached_ms": AIM_CACHED_MS}
+        write_whole(args.json, to_json({"benchmark": "compile_time", **facts, "aims": aims, "results": rows}))
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["GREENFAST_CACHE_DIR"] = folder
-        measure(KERNELS, Target.parse(sys.argv[1] if len(sys.argv) > 1 else "sm_89"))
+    main()

@@ -181,7 +181,7 @@ def test_every_shared_memory_plan_is_the_kernels() -> None:
 @pytest.mark.parametrize(("B", "H"), [(1, 1), (2, 8)])
 def test_grid_covers_every_query_once(B: int, H: int) -> None:
     for S in range(1, 201):
-        x, y, z = ladder.launch({"B": B, "H": H, "S": S, "D": 64}).grid
+        x, y, z = ladder.launch({}, "e4m3", {"B": B, "H": H, "S": S, "D": 64}).grid
         assert 32 * (x - 1) < S <= 32 * x
         assert (y, z) == (B * H, 1)
 
@@ -193,7 +193,7 @@ def test_arguments_are_the_parameters_of_the_kernel(head_dim: int) -> None:
     declared = [re.sub(r"\s+", " ", parameter).strip().rpartition(" ") for parameter in parameters]
     case = sdpa_problem.make_case(dims, 0, "e4m3")
     dtypes = {name: str(a.dtype) for name, a in case.inputs.items()} | {n: o.dtype for n, o in case.outputs.items()}
-    args = ladder.launch(dims).args
+    args = ladder.launch({}, "e4m3", dims).args
     assert len(args) == len(declared)
     for arg, (kind, _, name) in zip(args, declared, strict=True):
         if arg == PHASE_BUFFER:

@@ -69,7 +69,7 @@ def test_no_instrumented_build() -> None:
 
 def test_one_block_per_head_with_the_buffers_of_the_case() -> None:
     dims = {"B": 2, "H": 3, "S": 40, "D": 64}
-    launch = quantizer.launch(dims)
+    launch = quantizer.launch({}, "e4m3", dims)
     assert launch.grid == (6, 1, 1)
     assert launch.args == ("x", "codes", "scale", np.int32(40 * 64))
     assert isinstance(launch.args[-1], np.int32)

@@ -1,24 +1,40 @@
-"""The ladder's table: a row per record with its numbers, and none from a stale one."""
+"""The ladder's tables: a row per record with its numbers, none from a stale one, and where they were measured above."""
 
 from __future__ import annotations
 
-from greenfast.report.ladder import ladder_table
-from greenfast.spec.record import Record, Side
+import msgspec
+import pytest
+
+from greenfast.report.ladder import console_form, ladder_table
+from greenfast.spec.record import GitState, Record, Side
 from tests.report.records import gates, pending_record, record, side, speedup_row, timing_row
 
+CAPTION = (
+    "**fp8_sdpa, int8**, sm_90a on NVIDIA H100 (driver 580.95, CUDA 13.0); 2030-01-02; commit 0123456789 (dirty). "
+    "Times and speedups are those of shape mission (B=1 H=8 S=512 D=64)."
+)
 
-def rows(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines()]
+
+def tables(text: str) -> list[tuple[str, list[list[str]]]]:
+    """(caption, rows without header and rule) of each table."""
+    parts = text.split("\n\n")
+    found = []
+    for caption, table in zip(parts[::2], parts[1::2], strict=True):
+        cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
+        assert all(len(row) == len(cells[0]) for row in cells)
+        found.append((caption, cells[2:]))
+    return found
 
 
 def row(one: Record, **options: object) -> list[str]:
-    return rows(ladder_table([("a.json", one)], **options))[2]  # type: ignore[arg-type]
+    ((_, rows),) = tables(ladder_table([("runs/a", one)], **options))  # type: ignore[arg-type]
+    return rows[0]
 
 
 def test_a_row_holds_the_records_numbers() -> None:
     assert row(record()) == [
         "stage2",
-        "int8",
+        "stage1",
         "1201.8 -> 657.4 (warm)",
         "1.829x [1.810, 1.851]",
         "1.15x",
@@ -26,27 +42,82 @@ def test_a_row_holds_the_records_numbers() -> None:
         "6/6 PASS",
         "FAST",
         "MERGE",
-        "[0123456789 (dirty), NVIDIA H100](a.json)",
+        "[a](runs/a)",
     ]
 
 
-def test_rows_stand_in_the_order_given() -> None:
-    records = [("z.json", record(format="e4m3")), ("a.json", record())]
-    found = rows(ladder_table(records))
-    assert [r[1] for r in found[2:]] == ["e4m3", "int8"]
-    assert len(found[0]) == len(found[2]) == 10
+def test_device_day_commit_and_shape_stand_above_the_table() -> None:
+    ((caption, _),) = tables(ladder_table([("a", record())]))
+    assert caption == CAPTION
+
+
+def test_days_and_commits_of_several_records() -> None:
+    clean = GitState(sha="fedcba9876543210", branch="main", dirty=False)
+    later = record(created="2030-02-03T00:00:00Z", git=clean)
+    ((caption, _),) = tables(ladder_table([("b", later), ("a", record()), ("c", later)]))
+    assert "; 2030-01-02 to 2030-02-03; commits fedcba9876, 0123456789 (dirty). " in caption
+
+
+def test_rows_stand_in_the_order_given_and_formats_and_devices_apart() -> None:
+    h100 = record().device
+    assert h100 is not None
+    other = record(device=msgspec.structs.replace(h100, name="NVIDIA L4"), arch="sm_89")
+    e4m3 = record(format="e4m3")
+    found = tables(ladder_table([("z", e4m3), ("b", record()), ("l4", other), ("a", record())]))
+    assert [[cells[-1] for cells in rows] for _, rows in found] == [["[z](z)"], ["[b](b)", "[a](a)"], ["[l4](l4)"]]
+    assert [caption.split(" (driver")[0] for caption, _ in found] == [
+        "**fp8_sdpa, e4m3**, sm_90a on NVIDIA H100",
+        "**fp8_sdpa, int8**, sm_90a on NVIDIA H100",
+        "**fp8_sdpa, int8**, sm_89 on NVIDIA L4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("evidence/h100/stage2-e4m3", "stage2-e4m3"),
+        ("results/20300102-030405/record.json", "20300102-030405"),
+        ("a.json", "a.json"),
+    ],
+)
+def test_the_link_bears_the_name_of_the_run(path: str, name: str) -> None:
+    assert ladder_table([(path, record())]).endswith(f"| [{name}]({path}) |")
+
+
+def test_no_records_make_no_table() -> None:
+    assert ladder_table([]) == ""
 
 
 def test_a_stale_record_shows_no_number() -> None:
-    found = rows(ladder_table([("a.json", record()), ("b.json", record())], stale={"a.json"}))
-    assert found[2] == ["stage2", "int8", *["-"] * 5, "stale", "stale", "[0123456789 (dirty), NVIDIA H100](a.json)"]
-    assert found[3][7] == "FAST"
+    ((_, rows),) = tables(ladder_table([("a", record()), ("b", record())], stale={"a"}))
+    assert rows[0] == ["stage2", "stage1", *["-"] * 5, "stale", "stale", "[a](a)"]
+    assert rows[1][7] == "FAST"
 
 
 def test_a_pending_record() -> None:
     found = row(pending_record())
-    assert found[2:] == [*["PENDING"] * 3, "84 / 37.1 KB", *["PENDING"] * 3, "[0123456789 (dirty), no device](a.json)"]
+    assert found[2:9] == [*["PENDING"] * 3, "84 / 37.1 KB", *["PENDING"] * 3]
     assert row(pending_record(candidate=Side(variant="stage2", toggles={})))[5] == "PENDING"
+    caption = ladder_table([("a", pending_record())]).splitlines()[0]
+    assert "sm_90a on no device; 2030-01-02;" in caption
+    assert caption.endswith("those of shape mission.")
+
+
+def test_the_console_form_is_the_command_the_gates_and_the_decision() -> None:
+    failed = gates(performance="FAIL")[1:3]
+    failed[1] = msgspec.structs.replace(failed[1], reasons=["mission: 1.01x", "long: 1.02x"])
+    assert console_form(
+        record(gates=failed, decision="DEFER", reasons=["PERFORMANCE: mission: 1.01x"])
+    ).splitlines() == [
+        "$ greenfast validate fp8_sdpa --candidate stage2",
+        "CORRECTNESS PASS    6 of 6 rows hold",
+        "PERFORMANCE FAIL    mission is fast enough",
+        "            - mission: 1.01x",
+        "            - long: 1.02x",
+        "",
+        "DEFER  stage2 against stage1, int8",
+        "  - PERFORMANCE: mission: 1.01x",
+    ]
 
 
 def test_unequal_correctness_names_both_counts() -> None:

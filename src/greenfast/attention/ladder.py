@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__({_THREADS}, {_MIN_BLOCKS})
     )
 
 
-def launch(dims: Mapping[str, int]) -> Launch:
+def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
     """One block per 32 query rows and head; the last argument is the phase counters' buffer."""
     return Launch(
         grid=(-(-dims["S"] // _BLOCK_M), dims["B"] * dims["H"], 1),

@@ -46,6 +46,6 @@ extern "C" __global__ void __launch_bounds__({_THREADS})
     )
 
 
-def launch(dims: Mapping[str, int]) -> Launch:
+def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
     """One block per head."""
     return Launch(grid=(dims["B"] * dims["H"], 1, 1), args=("x", "codes", "scale", np.int32(dims["S"] * dims["D"])))

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from cuda.bindings import nvrtc
 from cuda.core import Program, ProgramOptions
 from cuda.core.utils import make_program_cache_key
 
 from greenfast.build import cache, toolchain
 from greenfast.build.diagnostics import readable
-from greenfast.build.resources import parse_resources
+from greenfast.build.resources import device_variable_bytes, parse_resources
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError
 from greenfast.spec.kernel import KernelSource
@@ -75,7 +76,10 @@ def compile_kernel(source: KernelSource, target: Target, *, use_cache: bool = Tr
         target=target,
         cubin=output.cubin,
         log=output.log,
-        resources=parse_resources(output.log, source.entry, source.dynamic_smem_bytes),
+        resources=msgspec.structs.replace(
+            parse_resources(output.log, source.entry, source.dynamic_smem_bytes),
+            global_bytes=device_variable_bytes(output.ptx),
+        ),
         compiler=f"NVRTC {version[1]}" if version else "NVRTC",
         options=tuple(flag.decode() for flag in _options(source, target, ()).as_bytes("nvrtc", "cubin")),
         kernel_hash=kernel_hash(source),
@@ -154,6 +158,8 @@ def _options(source: KernelSource, target: Target, folders: tuple[Path, ...]) ->
         std="c++17",
         lineinfo=True,
         ptxas_options=["-v"],
+        # With a driver at hand NVRTC keeps a cache of its own, and what comes from there has no ptxas log.
+        no_cache=True,
         include_path=[str(folder) for folder in folders],
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 
 from greenfast.spec.errors import MachineError
 from greenfast.spec.record import Resources
@@ -16,7 +18,23 @@ _SECTION = re.compile(r"Compiling entry function '([^']+)'")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers(.*)")
 _SMEM = re.compile(r"(\d+) bytes smem")
+_GLOBAL = re.compile(r"^[\w. ]*\.global\s+(?:\.align\s+\d+\s+)?\.[a-z]+(\d+)\s+([\w$]+)((?:\[\d+\])*)", re.MULTILINE)
+_WORD = re.compile(r"[\w$]+")
 _CUMULATIVE_STACK = re.compile(r"(\d+) bytes cumulative stack size")
+
+
+def device_variable_bytes(ptx: str) -> int:
+    """Bytes of the module's variables in global memory that its code refers to.
+
+    What ptxas -v calls gmem also counts constants that only the compiler used, such as ``static constexpr`` members.
+    """
+    total = 0
+    words = Counter(_WORD.findall(ptx))
+    for declaration in _GLOBAL.finditer(ptx):
+        bits, name, dims = declaration.groups()
+        if words[name] > 1:
+            total += int(bits) // 8 * math.prod(int(n) for n in re.findall(r"\d+", dims))
+    return total
 
 
 def parse_resources(log: str, entry: str, dynamic_smem_bytes: int) -> Resources:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 from greenfast.cli.console import GateConsole, exit_code, required_gates, show, table
 from greenfast.cli.request import request_of
@@ -32,10 +33,15 @@ def variant_of_environment(config: TaskConfig, environment: Mapping[str, str]) -
 def run(args: argparse.Namespace) -> int:
     """Check and time one variant; prints each gate, the timings and where the artifacts are."""
     required = required_gates(args.require)
+    if "evidence" in args.require:
+        raise UsageError("--require evidence: bench does not look at the machine code; validate does")
     request = request_of(args)
     config = request.task.config
     if args.from_env:
         variant = variant_of_environment(config, os.environ)
+        # The command alone would not repeat the run.
+        toggles = [f"{name}={os.environ[name]}" for name in config.toggles if name in os.environ]
+        request = replace(request, command=" ".join([*toggles, request.command]))
     else:
         variant = config.variant(args.variant or config.defaults.candidate)
     with GateConsole(to_stderr=args.json) as console:

@@ -9,6 +9,7 @@ from typing import Any
 
 from greenfast.build.machine_code import count_instructions, disassemble
 from greenfast.cli.console import show, table
+from greenfast.cli.options import words
 from greenfast.gates.sides import BuiltSide, build_side
 from greenfast.pipeline.store import write_whole
 from greenfast.pipeline.tasks import find_task, load_family
@@ -21,7 +22,9 @@ def run(args: argparse.Namespace) -> int:
     """Compile variants for targets; one row per different kernel."""
     task = find_task(args.task)
     config, family = task.config, load_family(task)
-    names = args.variants or [rung.name for rung in config.rungs]
+    names = [rung.name for rung in config.rungs]
+    if args.variants:  # a list of names may also be given with commas; a TOGGLE=VALUE setting has commas of its own
+        names = [name for text in args.variants for name in ([text] if "=" in text else words(text))]
     formats = args.formats or [config.defaults.format]
     for fmt in formats:
         config.gates(fmt)

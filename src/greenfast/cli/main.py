@@ -41,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # Only the verb's own module is loaded: the others' imports would cost every command their time.
         verb = importlib.import_module(f"greenfast.cli.{args.verb}")
-        return int(verb.run(args))
+        code = int(verb.run(args))
+        sys.stdout.flush()  # here, where a reader that has gone is expected
+        return code
     except GreenfastError as e:
         print(f"greenfast: {e}", file=sys.stderr)
         return e.exit_code

@@ -41,7 +41,7 @@ def _task(parser: argparse.ArgumentParser) -> None:
 def _what(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", type=words, metavar="A,B", help="shapes of the task's config (default: its own)")
     parser.add_argument("--seeds", type=numbers, metavar="0,1", help="seeds of the inputs (default: the task's)")
-    parser.add_argument("--format", metavar="FORMAT", help="number format: e4m3 or int8 (default: the task's)")
+    parser.add_argument("--format", metavar="FORMAT", help="number format of the task's config (default: its own)")
     parser.add_argument("--arch", metavar="SM", help="target, such as sm_89 (default: the GPU's own, else the task's)")
 
 
@@ -98,7 +98,9 @@ def bench(parser: argparse.ArgumentParser) -> None:
 def build(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast build``."""
     _task(parser)
-    parser.add_argument("--variants", type=words, metavar="A,B", help="variants (default: every rung)")
+    parser.add_argument(
+        "--variants", nargs="+", metavar="VARIANT", help="names or TOGGLE=VALUE,... settings (default: every rung)"
+    )
     parser.add_argument("--arch", type=words, metavar="SM,...", help="targets (default: the task's)")
     parser.add_argument("--formats", type=words, metavar="A,B", help="number formats (default: the task's own)")
     parser.add_argument("--shapes", type=words, metavar="A,B", help="shapes to build for (default: the task's)")

@@ -9,7 +9,7 @@ from greenfast.pipeline.records import read_record, stale_records
 from greenfast.report.ladder import ladder_table
 from greenfast.report.markdown import bench_report, short_form, validation_report
 from greenfast.report.plots import save_plot
-from greenfast.spec.errors import UsageError
+from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.record import BenchRecord, Record
 
 
@@ -37,5 +37,8 @@ def _text(record: Record | BenchRecord, short: bool, plot: Path | None) -> str:
     if plot:
         if plot.suffix not in (".png", ".svg"):
             raise UsageError(f"--plot {plot}: the name must end in .png or .svg")
-        save_plot(record, plot)
+        try:
+            save_plot(record, plot)
+        except OSError as e:
+            raise MachineError(f"{plot} cannot be written ({e.strerror})") from e
     return short_form(record) if short else validation_report(record, plot=str(plot) if plot else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from greenfast.pipeline.request import Request, make_request
 from greenfast.pipeline.tasks import find_task, load
@@ -11,7 +12,7 @@ from greenfast.spec.errors import UsageError
 
 def request_of(args: argparse.Namespace) -> Request:
     """Load the task and check the options that verbs share; raises UsageError or MachineError."""
-    if args.timeout <= 0:
+    if not 0 < args.timeout < math.inf:
         raise UsageError(f"--timeout {args.timeout:g}: give a number of seconds above 0")
     return make_request(
         load(find_task(args.task)),

@@ -13,7 +13,7 @@ from greenfast.gates.sides import BuiltSide
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.runtime.session import RunResult
 from greenfast.runtime.worker import Worker, WorkerError
-from greenfast.spec.kernel import Family
+from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Array, Case, Problem, References
 from greenfast.spec.record import CorrectnessRow, ErrorStats, GateResult, ParityRow, Status
 from greenfast.spec.task import ErrorGate, FormatGates, Shape
@@ -41,7 +41,6 @@ def output_digest(outputs: dict[str, Array]) -> str:
 
 def check(
     sides: Sequence[BuiltSide],
-    family: Family,
     problem: Problem,
     shapes: Sequence[Shape],
     seeds: Sequence[int],
@@ -50,25 +49,34 @@ def check(
     make_worker: Callable[[], Worker],
     progress: Callable[[float, str], None],
 ) -> tuple[GateResult, CorrectnessOutcome]:
-    """Run every side on every (shape, seed), each in a process of its own; a side whose process fails is not run on."""
+    """Run every side on every (shape, seed), each in a process of its own; a side whose process fails is not run on.
+
+    Raises UsageError for a problem whose references are not finite or not of the shape that it decodes.
+    """
     outcome = CorrectnessOutcome({side.role: [] for side in sides})
     workers = {side.role: make_worker() for side in sides}
     broken: dict[str, str] = {}
     cells = [(shape, seed) for shape in shapes for seed in seeds]
     try:
         for done, (shape, seed) in enumerate(cells):
-            progress(done / len(cells), f"{shape.name} seed {seed}")
+            where = f"{shape.name} seed {seed}"
+            progress(done / len(cells), where)
             case = problem.make_case(shape.dims, seed, fmt)
             references = problem.references(shape.dims, seed, fmt)
+            if not (np.isfinite(references.full).all() and np.isfinite(references.exact).all()):
+                raise UsageError(f"{where}: the references hold NaN or infinity; the problem's inputs must not")
             decoded: dict[str, NDArray[np.float64]] = {}
             for side in sides:
                 result: RunResult | str
                 try:
                     if side.role in broken:
                         raise WorkerError(f"not run: {broken[side.role]}")
-                    plan = family.launch(shape.dims)
+                    plan = side.launches[shape.name]
                     result = workers[side.role].run(side.image(shape.name), plan, case, REPEATS)
-                    decoded[side.role] = problem.decode(result.outputs, fmt)
+                    decoded[side.role] = values = problem.decode(result.outputs, fmt)
+                    if values.shape != references.exact.shape:
+                        shapes_differ = f"{values.shape}, the references have {references.exact.shape}"
+                        raise UsageError(f"{where}: decode gives an array of shape {shapes_differ}")
                     outcome.digests[side.role, shape.name, seed] = output_digest(result.outputs)
                 except WorkerError as e:
                     broken.setdefault(side.role, str(e))
@@ -103,6 +111,9 @@ def _row(
         held["ran_pass"] = False
     else:
         held["memory_pass"] = not result.violations
+        held["repeat_pass"] = result.repeatable
+        if not result.repeatable:
+            notes.append(f"{REPEATS} runs on the same input gave different bits (a race?)")
         bad_elements = int((~np.isfinite(decoded)).sum())
         held["finite_pass"] = bad_elements == 0
         if bad_elements:

@@ -12,7 +12,6 @@ from greenfast.gates.sides import BASELINE, CANDIDATE, BuiltSide
 from greenfast.measure.interleaved import COLD, METHOD, WARM, Cell, Measurement, Timed, measure
 from greenfast.measure.statistics import noise_floor, pool_seeds, speedup_interval, summary, verdict
 from greenfast.runtime.worker import Worker, WorkerError
-from greenfast.spec.kernel import Family
 from greenfast.spec.problem import Problem
 from greenfast.spec.record import GateResult, SpeedupRow, Status, TimingRow
 from greenfast.spec.task import Shape, Timing
@@ -33,7 +32,6 @@ class PerformanceOutcome:
 
 def time_sides(
     sides: Sequence[BuiltSide],
-    family: Family,
     problem: Problem,
     shapes: Sequence[Shape],
     seeds: Sequence[int],
@@ -51,14 +49,10 @@ def time_sides(
     digests: the outputs that passed CORRECTNESS. Raises WorkerError where a timed launch left different bits, wrote out
     of its outputs, crashed or hung.
     """
-    cells = [
-        Cell(shape.name, seed, family.launch(shape.dims), problem.make_case(shape.dims, seed, fmt))
-        for shape in shapes
-        for seed in seeds
-    ]
+    cells = [Cell(shape.name, seed, problem.make_case(shape.dims, seed, fmt)) for shape in shapes for seed in seeds]
     labelled = [(side.role, side) for side in sides] + ([(_AGAIN, sides[0])] if again else [])
-    images = {label: {shape.name: side.image(shape.name) for shape in shapes} for label, side in labelled}
-    result = measure(images, cells, timing, make_worker, progress, order_seed=order_seed)
+    kernels = {label: {s.name: (side.image(s.name), side.launches[s.name]) for s in shapes} for label, side in labelled}
+    result = measure(kernels, cells, timing, make_worker, progress, order_seed=order_seed)
     roles = {label: side.role for label, side in labelled}
     for (label, shape, seed), finals in result.finals.items():
         for final in finals:
@@ -101,7 +95,6 @@ def timing_rows(measurement: Measurement, role: str, shapes: Sequence[Shape], ti
 
 def check(
     sides: Sequence[BuiltSide],
-    family: Family,
     problem: Problem,
     shapes: Sequence[Shape],
     seeds: Sequence[int],
@@ -125,7 +118,7 @@ def check(
     try:
         for attempt in range(2):
             measurement = time_sides(
-                sides, family, problem, shapes, seeds, fmt, timing, digests, make_worker, progress,
+                sides, problem, shapes, seeds, fmt, timing, digests, make_worker, progress,
                 again=True, order_seed=attempt,
             )  # fmt: skip
             outcome.clocks = measurement.clocks

@@ -17,20 +17,22 @@ def rung_of(config: TaskConfig, variant: Variant) -> Rung:
 
 
 def check(config: TaskConfig, sides: Sequence[BuiltSide]) -> GateResult:
-    """Compare every kernel's resources with the budget of its rung."""
+    """Compare every kernel's resources with the budget of its rung for the shape."""
     checks: list[tuple[str, str, str, Status]] = []
     reasons = []
     used = []
     for side in sides:
         rung = rung_of(config, side.variant)
         for shape, kernel in side.distinct:
-            r = kernel.resources
-            used.append(f"{side.variant.name} {r.registers} registers, {r.smem_bytes / 1024:.1f} KB")
+            r, budget = kernel.resources, rung.budget_for(config.shape(shape).dims)
+            only = f" ({shape})" if len(side.distinct) > 1 else ""
+            used.append(f"{side.variant.name}{only} {r.registers} registers, {r.smem_bytes / 1024:.1f} KB")
             for what, limit, actual in (
-                ("registers", rung.budget.registers, r.registers),
-                ("shared memory, bytes", rung.budget.smem_bytes, r.smem_bytes),
-                ("stack, bytes", rung.budget.stack_bytes, r.stack_bytes),
-                ("spills, bytes", rung.budget.spill_bytes, r.spill_bytes),
+                ("registers", budget.registers, r.registers),
+                ("shared memory, bytes", budget.smem_bytes, r.smem_bytes),
+                ("stack, bytes", budget.stack_bytes, r.stack_bytes),
+                ("spills, bytes", budget.spill_bytes, r.spill_bytes),
+                ("device variables, bytes", budget.global_bytes, r.global_bytes),
             ):
                 held = actual <= limit
                 name = f"{side.role} {side.variant.name} ({shape}): {what}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from greenfast.build.compiler import CompiledKernel, compile_kernel
 from greenfast.runtime.device import KernelImage
 from greenfast.spec.arch import Target
-from greenfast.spec.kernel import Family
+from greenfast.spec.kernel import Family, Launch
 from greenfast.spec.task import Shape
 from greenfast.spec.variant import Variant
 
@@ -21,7 +21,8 @@ class BuiltSide:
 
     role: str
     variant: Variant
-    kernels: dict[str, CompiledKernel]  # by shape name
+    kernels: dict[str, CompiledKernel]  # by shape name, as launches
+    launches: dict[str, Launch]
 
     @property
     def distinct(self) -> list[tuple[str, CompiledKernel]]:
@@ -49,8 +50,9 @@ def build_side(
     instrumented: bool = False,
 ) -> BuiltSide:
     """Compile a variant for every shape. Raises CompileError, or UsageError for an illegal variant."""
-    kernels = {}
+    kernels, launches = {}, {}
     for shape in shapes:
         source = family.kernel(variant.values, fmt, shape.dims, instrumented=instrumented)
         kernels[shape.name] = compile_kernel(source, target)
-    return BuiltSide(role, variant, kernels)
+        launches[shape.name] = family.launch(variant.values, fmt, shape.dims)
+    return BuiltSide(role, variant, kernels, launches)

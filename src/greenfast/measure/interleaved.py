@@ -10,6 +10,7 @@ import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -30,13 +31,16 @@ MIN_CLOCK_SHARE = 0.75
 _BLOCK_WARMUP = 5
 
 
+#: Shape name -> the kernel for it and how it is launched.
+Kernels: TypeAlias = Mapping[str, tuple[KernelImage, Launch]]
+
+
 @dataclass(frozen=True)
 class Cell:
     """One (shape, seed) to be timed."""
 
     shape: str
     seed: int
-    plan: Launch
     case: Case
 
 
@@ -68,7 +72,7 @@ class Measurement:
 
 
 def measure(
-    images: Mapping[str, Mapping[str, KernelImage]],
+    kernels: Mapping[str, Kernels],
     cells: Sequence[Cell],
     timing: Timing,
     make_worker: Callable[[], Worker],
@@ -79,8 +83,8 @@ def measure(
 ) -> Measurement:
     """Time every label's kernel on every cell.
 
-    images: label -> shape name -> kernel. Two labels may hold the same kernel (an A/A comparison). ``timing`` says how
-    many processes, blocks and launches; block b of one label is paired with block b of the others.
+    kernels: label -> shape name -> kernel and launch. Two labels may hold the same kernel (an A/A comparison).
+    timing: how many processes, blocks and launches; block b of one label is paired with block b of the others.
     Raises WorkerError where a kernel crashes, hangs or fails.
     """
     result = Measurement()
@@ -90,11 +94,11 @@ def measure(
     steps, step = timing.processes * len(cells), 0
     for process in range(timing.processes):
         with contextlib.ExitStack() as stack:
-            workers = {label: stack.enter_context(make_worker()) for label in images}
+            workers = {label: stack.enter_context(make_worker()) for label in kernels}
             for cell in cells:
                 progress(step / steps, f"process {process + 1}/{timing.processes}: {cell.shape} seed {cell.seed}")
                 step += 1
-                _time_cell(result, workers, images, cell, timing, caches, blocks[process], shuffler)
+                _time_cell(result, workers, kernels, cell, timing, caches, blocks[process], shuffler)
     return result
 
 
@@ -106,7 +110,7 @@ def _spread(total: int, parts: int) -> list[int]:
 def _time_cell(
     result: Measurement,
     workers: Mapping[str, Worker],
-    images: Mapping[str, Mapping[str, KernelImage]],
+    kernels: Mapping[str, Kernels],
     cell: Cell,
     timing: Timing,
     caches: Sequence[str],
@@ -120,7 +124,7 @@ def _time_cell(
     key = f"{cell.shape}/{cell.seed}"
     labels = list(workers)
     for label in labels:
-        workers[label].prepare(key, images[label][cell.shape], cell.plan, cell.case, timing.warmup_iters)
+        workers[label].prepare(key, *kernels[label][cell.shape], cell.case, timing.warmup_iters)
     for cache in caches:
         kept = {label: result.timed.setdefault((label, cell.shape, cell.seed, cache), Timed()) for label in labels}
         for timed in kept.values():

@@ -50,7 +50,6 @@ def _time(run: GateRun) -> tuple[list[TimingRow], dict[str, float]]:
     try:
         measurement = time_sides(
             run.sides,
-            request.task.family,
             request.task.problem,
             request.shapes,
             request.seeds,

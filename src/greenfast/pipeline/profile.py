@@ -96,7 +96,7 @@ def phase_cycles(request: Request, variant: Variant, *, repeats: int = 5) -> dic
         return {
             shape.name: worker.phases(
                 side.image(shape.name),
-                family.launch(shape.dims),
+                side.launches[shape.name],
                 problem.make_case(shape.dims, request.seeds[0], request.format),
                 repeats,
             )

@@ -11,7 +11,7 @@ from greenfast.gates.correctness import CorrectnessOutcome
 from greenfast.gates.sides import BuiltSide
 from greenfast.pipeline.environment import git_state, now, package_versions
 from greenfast.pipeline.request import Observer, Request
-from greenfast.spec.record import Build, GateResult, Side, TimingRow
+from greenfast.spec.record import Build, GateResult, Side, Status, TimingRow
 from greenfast.spec.variant import Variant
 
 GATES = ("BUILD", "RESOURCES", "CORRECTNESS", "PERFORMANCE", "EVIDENCE")
@@ -41,6 +41,10 @@ class GateRun:
         self._observer.gate(result)
         return result
 
+    def status(self, gate: str) -> Status:
+        """A gate's status so far; PENDING before it ended."""
+        return next((result.status for result in self.gates if result.gate == gate), "PENDING")
+
     def progress(self, gate: str) -> Callable[[float, str], None]:
         """The function through which a gate tells how far it is."""
         return lambda share, text: self._observer.progress(gate, share, text)
@@ -66,7 +70,6 @@ class GateRun:
             return False
         result, self.correctness = correctness.check(
             self.sides,
-            request.task.family,
             request.task.problem,
             request.shapes,
             request.seeds,

@@ -91,7 +91,6 @@ def _performance(run: GateRun, required: float | None) -> PerformanceOutcome:
     request = run.request
     result, outcome = performance.check(
         run.sides,
-        request.task.family,
         request.task.problem,
         request.shapes,
         request.seeds,
@@ -112,6 +111,8 @@ def _evidence(run: GateRun, profile: bool) -> None:
     assert candidate is not None  # until_correct built every side
     result = evidence.check(candidate, *_promising_rung(request, candidate))
     note = request.cannot_run() if profile else "not asked for"
+    if note is None and run.status("CORRECTNESS") != "PASS":
+        note = "not taken: CORRECTNESS did not pass"
     files: list[str] = []
     if note is None:
         run.progress("EVIDENCE")(0.5, "Nsight Compute")

@@ -13,7 +13,7 @@ from cuda.core import Device, EventOptions, LaunchConfig, ObjectCode, launch, sy
 
 from greenfast.build.compiler import compile_kernel
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import MachineError
+from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
 from greenfast.spec.problem import Array, Case, OutputSpec
 from greenfast.spec.record import DeviceInfo
@@ -89,10 +89,10 @@ class GuardedBuffer:
             check(driver.cuMemcpyDtoH(array.ctypes.data, self.pointer, self.nbytes))
         return array
 
-    def poison(self) -> None:
-        """Overwrite the buffer with NaN."""
+    def queue_poison(self, stream: Any) -> None:
+        """Queue overwriting the buffer with NaN."""
         if self.nbytes:
-            check(driver.cuMemsetD8(self.pointer, POISON, self.nbytes))
+            check(driver.cuMemsetD8Async(self.pointer, POISON, self.nbytes, stream.handle))
 
     def guards_intact(self) -> bool:
         """Whether nothing wrote to the bands in front of and behind the buffer."""
@@ -128,12 +128,18 @@ class Bound:
         for name, spec in self._outputs.items():
             self._buffers[name] = GuardedBuffer(int(np.prod(spec.shape)) * np.dtype(spec.dtype).itemsize)
         self._args = [self._argument(a) for a in plan.args]
+        if len(self._args) != self._kernel.num_arguments:
+            raise UsageError(
+                f"{image.entry} has {self._kernel.num_arguments} parameters, its launch gives {len(self._args)}"
+            )
 
     def _argument(self, argument: Any) -> Any:
         if not isinstance(argument, str):
             return argument
         if argument == PHASE_BUFFER and argument not in self._buffers:
             return 0
+        if argument not in self._buffers:
+            raise UsageError(f"launch argument {argument!r} is no buffer of the case: {', '.join(self._buffers)}")
         return self._buffers[argument].pointer
 
     def launch(self) -> None:
@@ -142,11 +148,15 @@ class Bound:
 
     def run(self) -> dict[str, Array]:
         """Poison the outputs, launch once, wait, and return the outputs."""
-        for name in self._outputs:
-            self._buffers[name].poison()
+        self.queue_poison()
         self.launch()
         self._gpu.stream.sync()
         return self.outputs()
+
+    def queue_poison(self) -> None:
+        """Queue overwriting all outputs with NaN."""
+        for name in self._outputs:
+            self._buffers[name].queue_poison(self._gpu.stream)
 
     def outputs(self) -> dict[str, Array]:
         """The outputs as they are now."""
@@ -175,13 +185,16 @@ class Gpu:
     """
 
     def __init__(self, ordinal: int = 0) -> None:
-        if not 0 <= ordinal < (count := device_count()):
+        count = device_count()
+        if not 0 <= ordinal < count:
             raise MachineError(f"no CUDA device {ordinal}: the driver shows {count}")
         self.device = Device(ordinal)
         self.device.set_current()
         self.stream = self.device.create_stream()
         self._kernels: dict[KernelImage, Any] = {}
         self._flush: GuardedBuffer | None = None
+        self._spin_kernel: Any = None
+        self._spin_config = LaunchConfig(grid=1, block=1)
 
     def info(self) -> DeviceInfo:
         """Name, compute capability, driver and sizes of the device."""
@@ -193,7 +206,7 @@ class Gpu:
             name=self.device.name,
             compute_capability=f"{capability.major}.{capability.minor}",
             cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}",
-            driver=".".join(map(str, system.get_kernel_mode_driver_version())),
+            driver=".".join(f"{part:02d}" for part in system.get_kernel_mode_driver_version()),
             sm_count=properties.multiprocessor_count,
             sm_clock_mhz=properties.clock_rate // 1000,
             memory_bytes=int(check(driver.cuDeviceTotalMem(self.device.device_id))),
@@ -208,6 +221,12 @@ class Gpu:
     def load(self, image: KernelImage) -> Any:
         """The loaded kernel of an image (cuda.core Kernel); each image is loaded once."""
         if image not in self._kernels:
+            limit = self.device.properties.max_shared_memory_per_block_optin
+            if image.dynamic_smem_bytes > limit:
+                raise MachineError(
+                    f"{image.entry} asks for {image.dynamic_smem_bytes} bytes of dynamic shared memory; a block of "
+                    f"{self.device.name} gets at most {limit}"
+                )
             kernel = ObjectCode.from_cubin(image.cubin).get_kernel(image.entry)
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             # Beyond 48 KB a launch is refused unless the kernel has been allowed its dynamic shared memory.
@@ -237,6 +256,7 @@ class Gpu:
 
         Each iteration queues something else first - warm: a kernel that only spins; cold: a write over twice the L2
         cache - so that events and launch are all queued before the device reaches them and no host time is measured.
+        The outputs are poisoned before each launch, so that what the last one leaves is its own.
         """
         spacer = self._flush_l2 if cold else self._spin
         for _ in range(warmup):
@@ -244,6 +264,7 @@ class Gpu:
         options = EventOptions(timing_enabled=True)
         pairs = []
         for _ in range(iters):
+            bound.queue_poison()
             spacer()
             start = self.stream.record(options=options)
             bound.launch()
@@ -252,11 +273,9 @@ class Gpu:
         return [(end - start) * 1e3 for start, end in pairs]
 
     def _spin(self) -> None:
-        target = Target.of_device(self.capability)
-        if not hasattr(self, "_spin_kernel"):
-            compiled = compile_kernel(_SPIN, target)
+        if self._spin_kernel is None:
+            compiled = compile_kernel(_SPIN, Target.of_device(self.capability))
             self._spin_kernel = self.load(KernelImage(compiled.cubin, _SPIN.entry, _SPIN.block, 0))
-            self._spin_config = LaunchConfig(grid=1, block=1)
         launch(self.stream, self._spin_config, self._spin_kernel, ctypes.c_longlong(_SPIN_NS))
 
     def _flush_l2(self) -> None:

@@ -15,10 +15,11 @@ from greenfast.spec.record import DeviceInfo
 
 @dataclass(frozen=True)
 class RunResult:
-    """The outputs of one case, and what the kernel did wrong beyond wrong numbers (empty when nothing)."""
+    """The outputs of one case, what the kernel did to others' memory, and whether repeats agreed in bits."""
 
     outputs: dict[str, Array]
     violations: list[str] = field(default_factory=list)
+    repeatable: bool = True
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Session(Protocol):
         """The device."""
 
     def run(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> RunResult:
-        """Run a case ``repeats`` times in fresh memory each; outputs that differ in any bit are a violation."""
+        """Run a case ``repeats`` times, each in memory of its own, and compare the outputs bit by bit."""
 
     def prepare(self, key: str, image: KernelImage, plan: Launch, case: Case, warmup: int) -> None:
         """Bind a case under a key for timing, and warm up."""
@@ -68,17 +69,14 @@ class GpuSession:
         return self._gpu.info()
 
     def run(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> RunResult:
-        """Run a case ``repeats`` times in fresh memory each; outputs that differ in any bit are a violation."""
-        results = []
-        violations: list[str] = []
-        for _ in range(repeats):
-            bound = self._gpu.bind(image, plan, case)
-            results.append(bound.run())
-            violations += [v for v in bound.violations() if v not in violations]
+        """Run a case ``repeats`` times, each in memory of its own, and compare the outputs bit by bit."""
+        # All are allocated before one is freed, or the second would get the first one's addresses.
+        bounds = [self._gpu.bind(image, plan, case) for _ in range(repeats)]
+        results = [bound.run() for bound in bounds]
+        violations = list(dict.fromkeys(v for bound in bounds for v in bound.violations()))
+        for bound in bounds:
             bound.free()
-        if not all(same_bits(results[0], other) for other in results[1:]):
-            violations.append(f"{repeats} runs on the same input gave different bits (a race?)")
-        return RunResult(results[0], violations)
+        return RunResult(results[0], violations, all(same_bits(results[0], other) for other in results[1:]))
 
     def prepare(self, key: str, image: KernelImage, plan: Launch, case: Case, warmup: int) -> None:
         """Bind a case under a key for timing, and warm up."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,26 +18,35 @@ from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import Case
 from greenfast.spec.record import DeviceInfo
 
+#: Seconds that a process may take to start, with Python and the driver, before any time-out of a kernel counts.
+START_S = 30.0
+
 
 class WorkerError(GreenfastError):
     """A kernel's process failed: it crashed, hung beyond its time-out, or its device reported an error."""
 
 
 def _serve(connection: Connection, make_session: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Child process: answer (method, args) with ("ok", result) or ("error", message) until the pipe closes."""
+    """Child process: say whether it started, then answer (method, args) until the pipe closes.
+
+    Every message is ("ok", result) or ("error", message).
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle; it closes the pipe
-    session: Any = None
-    while True:
+
+    def attempt(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
+        try:
+            return "ok", function(*arguments)
+        except Exception as e:
+            return "error", f"{e}" if isinstance(e, GreenfastError) else f"{type(e).__name__}: {e}"
+
+    status, session = attempt(make_session, args)
+    connection.send((status, session if status == "error" else None))
+    while status == "ok":
         try:
             method, arguments = connection.recv()
         except EOFError:
             return
-        try:
-            if session is None:
-                session = make_session(*args)
-            reply = ("ok", getattr(session, method)(*arguments))
-        except Exception as e:
-            reply = ("error", f"{e}" if isinstance(e, GreenfastError) else f"{type(e).__name__}: {e}")
+        reply = attempt(getattr(session, method), arguments)
         sys.stdout.flush()
         connection.send(reply)
 
@@ -51,9 +62,16 @@ class Worker:
         context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make_session, (ordinal,)), daemon=True)
-        self._process.start()
+        # A child that still imports would answer an interrupt with a traceback: it inherits the blocked signal.
+        resource_tracker.ensure_running()  # else start() does this, and unblocks the signal
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
         self._timeout_s = timeout_s
+        self._started = False
 
     def __enter__(self) -> Worker:
         return self
@@ -68,21 +86,33 @@ class Worker:
         self._process.join()
 
     def _call(self, method: str, *args: Any) -> Any:
-        try:
+        if not self._started:
+            self._answer("start", START_S)
+            self._started = True
+        with self._failures(method):
             self._connection.send((method, args))
-            if not self._connection.poll(self._timeout_s):
-                raise WorkerError(f"hang: {method} did not end within {self._timeout_s:g} s; its process was killed")
+        return self._answer(method, self._timeout_s)
+
+    def _answer(self, what: str, seconds: float) -> Any:
+        """The child's next answer. Raises WorkerError, the worker closed, where none comes in time, or an error."""
+        with self._failures(what):
+            if not self._connection.poll(seconds):
+                self.close()
+                raise WorkerError(f"hang: {what} did not end within {seconds:g} s; its process was killed")
             status, value = self._connection.recv()
-        except (EOFError, OSError) as e:
-            self._process.join(5)
-            raise WorkerError(f"crash: the process ended during {method} (exit {self._process.exitcode})") from e
-        except WorkerError:
-            self.close()
-            raise
         if status == "error":
             self.close()
-            raise WorkerError(f"{method}: {value}")
+            raise WorkerError(f"{what}: {value}")
         return value
+
+    @contextlib.contextmanager
+    def _failures(self, what: str) -> Iterator[None]:
+        """Turn a broken pipe into the crash that it means."""
+        try:
+            yield
+        except (EOFError, OSError) as e:
+            self._process.join(5)
+            raise WorkerError(f"crash: the process ended during {what} (exit {self._process.exitcode})") from e
 
     def info(self) -> DeviceInfo:
         """The device."""

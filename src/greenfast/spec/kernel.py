@@ -60,5 +60,5 @@ class Family(Protocol):
         Raises UsageError, naming the rule, where the toggles or dimensions make no legal kernel.
         """
 
-    def launch(self, dims: Mapping[str, int]) -> Launch:
-        """The grid and arguments for a shape; the buffers named are those of the problem's case."""
+    def launch(self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
+        """The grid and arguments of that kernel for a shape; the buffers named are those of the problem's case."""

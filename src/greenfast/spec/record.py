@@ -46,7 +46,7 @@ class DeviceInfo(_Data, frozen=True, kw_only=True):
 
 
 class Resources(_Data, frozen=True, kw_only=True):
-    """The compiler's report on one kernel."""
+    """The compiler's report on one kernel; global_bytes are those of the __device__ variables that it uses."""
 
     registers: int
     static_smem_bytes: int
@@ -54,6 +54,7 @@ class Resources(_Data, frozen=True, kw_only=True):
     stack_bytes: int
     spill_store_bytes: int
     spill_load_bytes: int
+    global_bytes: int = 0
 
     @property
     def smem_bytes(self) -> int:

@@ -7,7 +7,7 @@ The types below are the schema: msgspec checks every key, type and bound when a 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -41,12 +41,22 @@ class Shape(_Strict, frozen=True, kw_only=True):
 
 
 class Budget(_Strict, frozen=True, kw_only=True):
-    """Upper limits per kernel: registers per thread, shared memory (static + dynamic) per block, spills and stack."""
+    """Upper limits per kernel: registers per thread, shared memory (static + dynamic) per block, spills and stack.
+
+    global_bytes: of ``__device__`` variables, in which a kernel could keep results from one launch to the next.
+    """
 
     registers: Positive
     smem_bytes: NonNegative
     spill_bytes: NonNegative = 0
     stack_bytes: NonNegative = 0
+    global_bytes: NonNegative = 0
+
+
+class BudgetWhere(Budget, frozen=True, kw_only=True):
+    """A budget for shapes whose dimensions include those of ``when``, such as {"D": 128}."""
+
+    when: Annotated[dict[str, Positive], Meta(min_length=1)]
 
 
 class Promises(_Strict, frozen=True, kw_only=True):
@@ -69,7 +79,15 @@ class Rung(_Strict, frozen=True, kw_only=True):
     after: str | None = None
     required_speedup: Annotated[float, Meta(ge=1)] | None = None
     budget: Budget
+    budget_where: list[BudgetWhere] = []
     promises: Promises = Promises()
+
+    def budget_for(self, dims: dict[str, int]) -> Budget:
+        """The first budget of ``budget_where`` that these dimensions meet, else ``budget``."""
+        for budget in self.budget_where:
+            if budget.when.items() <= dims.items():
+                return budget
+        return self.budget
 
 
 class Toggle(_Strict, frozen=True, kw_only=True):
@@ -133,7 +151,8 @@ class TaskConfig(_Strict, frozen=True, kw_only=True):
     """The content of a task's ``config_forward.json``.
 
     family, problem: an importable module, or a Python file beside the config (``family.py``). The family renders
-    kernels (``greenfast.pipeline.tasks.Family``), the problem makes inputs and references (``...Problem``).
+    kernels (``greenfast.spec.kernel.Family``), the problem makes inputs and references
+    (``greenfast.spec.problem.Problem``).
     """
 
     name: Name
@@ -224,8 +243,10 @@ def load_task(folder: Path) -> Task:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); a task folder holds a {CONFIG_NAME}") from e
     try:
         config = msgspec.json.decode(raw, type=TaskConfig)
-    except msgspec.DecodeError as e:  # ValidationError is a DecodeError; its message names the key's path
-        raise UsageError(f"{path}: {e}") from e
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:  # a ValidationError's message names the key's path
+        # The counters are the one enumeration of the schema; msgspec does not say what it allows.
+        allowed = f"; allowed: {', '.join(get_args(Counter))}" if "Invalid enum value" in str(e) else ""
+        raise UsageError(f"{path}: {e}{allowed}") from e
     problems = list(_inconsistencies(config))
     if problems:
         raise UsageError(f"{path}: " + "; ".join(problems))

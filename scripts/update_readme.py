@@ -1,0 +1,119 @@
+"""Writes what is generated from the records under evidence/: README.md's tables and example, and each record's report.
+
+python scripts/update_readme.py [--check]    (--check changes nothing; exit 1 where something differs)
+
+A record lies at evidence/DEVICE/NAME/record.json, as a run of `greenfast validate` left it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from greenfast.pipeline.artifacts import RECORD, REPORT
+from greenfast.pipeline.records import read_record, stale_records
+from greenfast.pipeline.store import write_whole
+from greenfast.pipeline.tasks import find_task
+from greenfast.pipeline.validate import PLOT
+from greenfast.report.ladder import console_form, ladder_table
+from greenfast.report.markdown import bench_report, validation_report
+from greenfast.spec.errors import GreenfastError, UsageError
+from greenfast.spec.record import BenchRecord, Record
+
+ROOT = Path(__file__).parents[1]
+MAIN_TASK = "fp8_sdpa"
+
+Evidence = Sequence[tuple[str, Record | BenchRecord]]
+
+
+def evidence(root: Path) -> list[tuple[str, Record | BenchRecord]]:
+    """(folder relative to ``root``, record) of every record: by task, format and device, then in the order of rungs."""
+    files = sorted((root / "evidence").glob(f"*/*/{RECORD}"))
+    found = [(file.parent.relative_to(root).as_posix(), read_record(file)) for file in files]
+    return sorted(found, key=lambda pair: _order(*pair))
+
+
+def _order(folder: str, record: Record | BenchRecord) -> tuple[object, ...]:
+    side = record.candidate if isinstance(record, Record) else record.side
+    against = record.baseline.variant if isinstance(record, Record) else None
+    task = (record.task != MAIN_TASK, record.task)
+    device = folder.split("/")[1]
+    try:
+        config = find_task(record.task).config
+    except UsageError:  # the task is no more: its records are stale, and stand last
+        return (*task, 1, 0, record.format, device, 1, 0, True, folder)
+    formats, rungs = list(config.formats), [rung.name for rung in config.rungs]
+    fmt = formats.index(record.format) if record.format in formats else len(formats)
+    rung = rungs.index(side.variant) if side.variant in rungs else len(rungs)
+    before = config.rungs[rung].after if rung < len(rungs) else None
+    return (*task, 0, fmt, record.format, device, 0, rung, against != before, folder)
+
+
+def blocks(records: Evidence) -> dict[str, str]:
+    """Name of a marked block in README.md -> what must stand in it; empty where there is no record for it."""
+    comparisons = [(folder, record) for folder, record in records if isinstance(record, Record)]
+    stale = stale_records(comparisons)
+    example = next((r for folder, r in comparisons if folder not in stale and _is_default(r)), None)
+    return {
+        "verdicts": ladder_table(comparisons, stale=stale),
+        "example": f"```text\n{console_form(example)}\n```" if example else "",
+    }
+
+
+def _is_default(record: Record) -> bool:
+    """Whether this is a run of ``greenfast validate fp8_sdpa`` as it is without options."""
+    if record.task != MAIN_TASK:
+        return False
+    defaults = find_task(MAIN_TASK).config.defaults
+    sides = (record.baseline.variant, record.candidate.variant, record.format)
+    return sides == (defaults.baseline, defaults.candidate, defaults.format)
+
+
+def fill(text: str, name: str, content: str) -> str:
+    """The text with the block ``name`` replaced. Raises UsageError unless each of its markers stands there once."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise UsageError(f"README.md: {begin} and then {end} must stand in it once")
+    head, rest = text.split(begin)
+    body = f"\n\n{content}\n\n" if content else "\n"
+    return f"{head}{begin}{body}{end}{rest.split(end)[1]}"
+
+
+def generated(root: Path) -> dict[Path, str]:
+    """Path -> content of every generated file."""
+    records = evidence(root)
+    text = (root / "README.md").read_text(encoding="utf-8")
+    for name, content in blocks(records).items():
+        text = fill(text, name, content)
+    return {root / "README.md": text, **{root / f / REPORT: report(root / f, record) for f, record in records}}
+
+
+def report(folder: Path, record: Record | BenchRecord) -> str:
+    """The report of a record that lies in ``folder``; it shows the plot where that was kept."""
+    if isinstance(record, BenchRecord):
+        return bench_report(record)
+    return validation_report(record, plot=PLOT if (folder / PLOT).is_file() else None)
+
+
+def main() -> int:
+    """Write, or with --check compare; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where something differs")
+    args = parser.parse_args()
+    try:
+        files = generated(ROOT)
+        different = [p for p, text in files.items() if not p.is_file() or p.read_text(encoding="utf-8") != text]
+        for path in different:
+            if not args.check:
+                write_whole(path, files[path])
+            print(f"{path.relative_to(ROOT)}: {'differs from its records' if args.check else 'written'}")
+    except GreenfastError as e:
+        print(f"update_readme: {e}", file=sys.stderr)
+        return e.exit_code
+    return int(args.check and bool(different))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

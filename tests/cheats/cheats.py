@@ -1,0 +1,64 @@
+"""What is wrong with each kernel of the doubling task, and what must be said about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from greenfast.pipeline.tasks import LoadedTask, load
+from greenfast.spec.task import load_task
+
+TASK = Path(__file__).parent / "doubling"
+
+
+@cache
+def doubling() -> LoadedTask:
+    """The task whose rungs are the kernels of its folder."""
+    return load(load_task(TASK))
+
+
+@dataclass(frozen=True)
+class Cheat:
+    """A kernel that runs but is not right.
+
+    gate: the one that must fail. says: a pattern that one of its reasons must match.
+    shapes, seeds: as few as show it. fools: whether the evaluator of naive.py takes it for right.
+    """
+
+    name: str
+    gate: str
+    says: str
+    shapes: tuple[str, ...] = ("even",)
+    seeds: tuple[int, ...] = (0,)
+    fools: bool = True
+
+
+CHEATS = (
+    Cheat("unwritten", "CORRECTNESS", r"finite \(1024 of 1024 output elements are not finite or were never written\)"),
+    Cheat(
+        "tail_unwritten", "CORRECTNESS", r"finite \(232 of 1000 output elements .* never written\)", shapes=("tail",)
+    ),
+    Cheat("zeros", "CORRECTNESS", r"max_abs_err, .*kernel_relative_error, kernel_bound$", fools=False),
+    Cheat("nan", "CORRECTNESS", r"finite \(1 of 1024 output elements are not finite"),
+    Cheat("infinity", "CORRECTNESS", r"finite \(1 of 1024 output elements are not finite", fools=False),
+    Cheat("input_overwritten", "CORRECTNESS", r"memory \(input 'x' was changed\)"),
+    Cheat("writes_in_front", "CORRECTNESS", r"memory \(memory around 'y' was written\)"),
+    Cheat("writes_behind", "CORRECTNESS", r"memory \(memory around 'y' was written\)"),
+    Cheat("reads_behind", "CORRECTNESS", r"finite \(1 of 1024 output elements are not finite"),
+    Cheat("remembers", "CORRECTNESS", r"repeat \(2 runs on the same input gave different bits"),
+    Cheat("later_wrong", "PERFORMANCE", r"even seed 0: the timed launches left other bits than the checked ones"),
+    Cheat("later_idle", "PERFORMANCE", r"even seed 0: the timed launches left other bits than the checked ones"),
+    Cheat("one_shape", "CORRECTNESS", r"one_shape tail seed 0: max_abs_err", shapes=("even", "tail")),
+    Cheat("one_seed", "CORRECTNESS", r"one_seed even seed 1: max_abs_err", seeds=(0, 1)),
+    Cheat("cached_by_shape", "CORRECTNESS", r"cached_by_shape even seed 1: max_abs_err", seeds=(0, 1)),
+    Cheat("order_dependent", "CORRECTNESS", r"repeat \(2 runs on the same input gave different bits", shapes=("many",)),
+)
+
+#: Kernels that end their process or cannot be launched, and what their process reports.
+FAILURES = {
+    "wild_pointer": r"ran \(run: .*CUDA_ERROR_ILLEGAL_ADDRESS",
+    "trap": r"ran \(run: .*CUDA_ERROR_(LAUNCH_FAILED|ILLEGAL_INSTRUCTION|ASSERT)",
+    "too_much_smem": r"ran \(run: .* asks for \d+ bytes of dynamic shared memory",
+    "too_many_registers": r"ran \(run: .*CUDA_ERROR_(LAUNCH_OUT_OF_RESOURCES|INVALID_VALUE)",
+}

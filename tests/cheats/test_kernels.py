@@ -1,0 +1,99 @@
+"""The bad kernels without a GPU: each one compiles, and what can be seen in its build is seen there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from greenfast.build.compiler import compile_kernel
+from greenfast.cli.main import main
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import CompileError
+from greenfast.spec.kernel import KernelSource
+from greenfast.spec.record import Record
+from tests.cheats.cheats import CHEATS, FAILURES, TASK, doubling
+
+CONFIG = doubling().config
+RUNGS = {rung.name: rung for rung in CONFIG.rungs}
+
+
+def render(name: str) -> KernelSource:
+    return doubling().family.kernel(CONFIG.rung_variant(RUNGS[name]).values, "fp32", CONFIG.shape("even").dims)
+
+
+def static_gates(name: str, out: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, Record]:
+    """Validate a kernel against the good one without a device."""
+    argv = ["validate", str(TASK), "--baseline", "good", "--candidate", name, "--device", "none", "--out", str(out)]
+    code = main([*argv, "--json"])
+    return code, msgspec.json.decode(capsys.readouterr().out, type=Record)
+
+
+def reasons(record: Record, gate: str) -> str:
+    (result,) = [g for g in record.gates if g.gate == gate]
+    assert result.status == "FAIL"
+    return "\n".join(result.reasons)
+
+
+def test_each_rung_is_a_file_of_its_name_and_each_file_a_rung() -> None:
+    assert {name: render(name).source for name in RUNGS} == {name: f'#include "{name}.cu"\n' for name in RUNGS}
+    assert {path.stem for path in TASK.glob("*.cu")} == set(RUNGS)
+    assert {cheat.name for cheat in CHEATS} | set(FAILURES) <= set(RUNGS)
+
+
+@pytest.mark.parametrize("target", ["sm_89", "sm_90a"])
+def test_every_kernel_compiles(target: str) -> None:
+    for name in RUNGS:
+        assert compile_kernel(render(name), Target(target)).resources.registers > 0
+
+
+def test_one_seed_knows_the_first_element_of_seed_0() -> None:
+    def first(seed: int) -> int:
+        return int(doubling().problem.make_case(CONFIG.shape("even").dims, seed, "fp32").inputs["x"].view(np.uint32)[0])
+
+    assert f"kFirstOfSeed0 = {first(0):#x};" in (TASK / "one_seed.cu").read_text()
+    assert first(1) != first(0)
+
+
+def test_the_good_kernel_passes_what_needs_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, record = static_gates("good", tmp_path, capsys)
+    assert code == 0
+    assert [g.status for g in record.gates] == ["PASS", "PASS", "PENDING", "PENDING", "PASS"]
+
+
+@pytest.mark.parametrize(
+    ("name", "resources", "evidence"),
+    [
+        ("spills", "spills, bytes is ", "local_memory is "),
+        ("local_array", "stack, bytes is 128, the budget of local_array allows 0", "local_memory is "),
+        ("too_many_registers", "registers is ", None),
+        ("too_much_smem", "shared memory, bytes is 307200, the budget of too_much_smem allows 49152", None),
+        ("no_async_copy", None, "even: cp_async is 0, promised >= 1"),
+    ],
+)
+def test_what_the_build_shows_is_caught_without_a_gpu(
+    name: str, resources: str | None, evidence: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, record = static_gates(name, tmp_path, capsys)
+    assert code == 1
+    assert record.decision == "DEFER"
+    for gate, text in (("RESOURCES", resources), ("EVIDENCE", evidence)):
+        if text is None:
+            assert record.gate_status(gate) == "PASS"
+        else:
+            assert text in reasons(record, gate)
+
+
+def test_a_kernel_cannot_launch_another_one() -> None:
+    source = KernelSource(
+        entry="parent",
+        source='extern "C" __global__ void child(float* y) { y[0] = 1.0f; }\n'
+        'extern "C" __global__ void parent(float* y) { child<<<1, 1>>>(y); }\n',
+        name="parent.cu",
+        include_dirs=(),
+        block=(1, 1, 1),
+    )
+    with pytest.raises(CompileError, match=r"parent.cu\(2\): error: device-side kernel launch"):
+        compile_kernel(source, Target("sm_90a"))
