@@ -18,24 +18,24 @@ from greenfast.pipeline.store import write_whole
 from greenfast.pipeline.tasks import find_task
 from greenfast.pipeline.validate import PLOT
 from greenfast.report.ladder import console_form, ladder_table
-from greenfast.report.markdown import bench_report, validation_report
+from greenfast.report.markdown import report
 from greenfast.spec.errors import GreenfastError, UsageError
-from greenfast.spec.record import BenchRecord, Record
+from greenfast.spec.record import AnyRecord, Record
 
 ROOT = Path(__file__).parents[1]
 MAIN_TASK = "fp8_sdpa"
 
-Evidence = Sequence[tuple[str, Record | BenchRecord]]
+Evidence = Sequence[tuple[str, AnyRecord]]
 
 
-def evidence(root: Path) -> list[tuple[str, Record | BenchRecord]]:
+def evidence(root: Path) -> list[tuple[str, AnyRecord]]:
     """(folder relative to ``root``, record) of every record: by task, format and device, then in the order of rungs."""
     files = sorted((root / "evidence").glob(f"*/*/{RECORD}"))
     found = [(file.parent.relative_to(root).as_posix(), read_record(file)) for file in files]
     return sorted(found, key=lambda pair: _order(*pair))
 
 
-def _order(folder: str, record: Record | BenchRecord) -> tuple[object, ...]:
+def _order(folder: str, record: AnyRecord) -> tuple[object, ...]:
     side = record.candidate if isinstance(record, Record) else record.side
     against = record.baseline.variant if isinstance(record, Record) else None
     task = (record.task != MAIN_TASK, record.task)
@@ -87,14 +87,13 @@ def generated(root: Path) -> dict[Path, str]:
     text = (root / "README.md").read_text(encoding="utf-8")
     for name, content in blocks(records).items():
         text = fill(text, name, content)
-    return {root / "README.md": text, **{root / f / REPORT: report(root / f, record) for f, record in records}}
-
-
-def report(folder: Path, record: Record | BenchRecord) -> str:
-    """The report of a record that lies in ``folder``; it shows the plot where that was kept."""
-    if isinstance(record, BenchRecord):
-        return bench_report(record)
-    return validation_report(record, plot=PLOT if (folder / PLOT).is_file() else None)
+    return {
+        root / "README.md": text,
+        **{
+            root / f / REPORT: report(record, plot=PLOT if (root / f / PLOT).is_file() else None)
+            for f, record in records
+        },
+    }
 
 
 def main() -> int:

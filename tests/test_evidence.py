@@ -15,7 +15,7 @@ from greenfast.pipeline.store import to_json
 from greenfast.pipeline.tasks import find_task
 from greenfast.spec.arch import TARGETS
 from greenfast.spec.errors import UsageError
-from greenfast.spec.record import BenchRecord, Record
+from greenfast.spec.record import AnyRecord, Record
 from scripts import update_readme
 from scripts.update_readme import blocks, evidence, fill, generated
 from tests.report.records import record, side
@@ -129,7 +129,7 @@ def test_every_rung_has_a_section_in_the_ladder() -> None:
 # The script itself, on records made up here.
 
 
-def tree(root: Path, *records: tuple[str, Record | BenchRecord]) -> Path:
+def tree(root: Path, *records: tuple[str, AnyRecord]) -> Path:
     for folder, one in records:
         (root / "evidence" / folder).mkdir(parents=True)
         (root / "evidence" / folder / "record.json").write_text(to_json(one))

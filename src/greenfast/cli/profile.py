@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 
+import msgspec
+
 from greenfast.cli.console import show, table
 from greenfast.cli.request import request_of
 from greenfast.pipeline.environment import now
-from greenfast.pipeline.profile import phase_cycles, take_profile
+from greenfast.pipeline.profile import count_phases, take_profile
 from greenfast.pipeline.store import check_writable
 from greenfast.spec.errors import MachineError, UsageError
 
@@ -26,12 +28,15 @@ def run(args: argparse.Namespace) -> int:
     both = args.ncu == args.phases
     result: dict[str, object] = {"variant": variant.name}
     if args.phases or both:
-        result["phase_cycles"] = phases = phase_cycles(request, variant)
-        for shape, cycles in phases.items():
+        record, folder = count_phases(request, variant)
+        result["phases"] = msgspec.to_builtins(record)
+        for shape, cycles in record.phase_cycles.items():
             total = sum(cycles.values())
             rows = [(name, f"{c:.0f}", f"{100 * c / total:.1f} %") for name, c in cycles.items()]
             if not args.json:
                 show(table(("phase", "cycles per block", "share"), rows, title=f"{variant.name}, {shape}"))
+        if not args.json:
+            show(f"{folder}")
     if args.ncu or both:
         check_writable(request.out / config.defaults.results)
         stamp = now().strftime("%Y%m%d-%H%M%S")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from greenfast.pipeline.records import read_record, stale_records
 from greenfast.report.ladder import ladder_table
-from greenfast.report.markdown import bench_report, short_form, validation_report
+from greenfast.report.markdown import report, short_form
 from greenfast.report.plots import save_plot
 from greenfast.spec.errors import MachineError, UsageError
-from greenfast.spec.record import BenchRecord, Record
+from greenfast.spec.record import AnyRecord, Record
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _text(record: Record | BenchRecord, short: bool, plot: Path | None) -> str:
-    if isinstance(record, BenchRecord):
-        return bench_report(record)
+def _text(record: AnyRecord, short: bool, plot: Path | None) -> str:
+    if not isinstance(record, Record):
+        return report(record)
     if plot:
         if plot.suffix not in (".png", ".svg"):
             raise UsageError(f"--plot {plot}: the name must end in .png or .svg")
@@ -41,4 +41,4 @@ def _text(record: Record | BenchRecord, short: bool, plot: Path | None) -> str:
             save_plot(record, plot)
         except OSError as e:
             raise MachineError(f"{plot} cannot be written ({e.strerror})") from e
-    return short_form(record) if short else validation_report(record, plot=str(plot) if plot else None)
+    return short_form(record) if short else report(record, plot=str(plot) if plot else None)

@@ -16,7 +16,7 @@ def compare(baseline: Path, candidate: Path, *, required: float | None, out: Pat
     Raises UsageError for files without timings, of different tasks or formats, or timed by different methods.
     """
     files = [path / PERFORMANCE if path.is_dir() else path for path in (baseline, candidate)]
-    a, b = (read_json(path, PerformanceFile) for path in files)
+    a, b = (read_json(path, PerformanceFile, "perf_baseline.json") for path in files)
     for what, x, y in (("task", a.task, b.task), ("format", a.format, b.format)):
         if x and y and x != y:
             raise UsageError(f"the runs differ in {what}: {x} ({files[0]}) and {y} ({files[1]})")

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from greenfast.gates.sides import BuiltSide, build_side
-from greenfast.pipeline.request import Request
-from greenfast.pipeline.store import new_run_folder
+from greenfast.gates.sides import CANDIDATE, BuiltSide, build_side
+from greenfast.pipeline.artifacts import RECORD
+from greenfast.pipeline.request import Request, Unwatched
+from greenfast.pipeline.run import GateRun
+from greenfast.pipeline.store import check_writable, new_run_folder, to_json
 from greenfast.runtime.worker import Worker
 from greenfast.spec.errors import MachineError
+from greenfast.spec.record import PhaseRecord
 from greenfast.spec.task import Shape
 from greenfast.spec.variant import Variant
 
@@ -78,8 +81,8 @@ def profile_candidate(request: Request, side: BuiltSide, stamp: str) -> tuple[li
     return [str(path.relative_to(request.out))], ""
 
 
-def phase_cycles(request: Request, variant: Variant, *, repeats: int = 5) -> dict[str, dict[str, float]]:
-    """Mean SM cycles per block and phase, by shape, of the instrumented build.
+def count_phases(request: Request, variant: Variant, *, repeats: int = 5) -> tuple[PhaseRecord, Path]:
+    """Count the cycles of each phase of the instrumented build; returns the record and the folder that holds it.
 
     Thread 0 of each block counts; waiting at a barrier belongs to the phase that ends next. The counters cost time and
     keep the compiler from moving work across phases, so shares are what to read, not the sum.
@@ -88,12 +91,13 @@ def phase_cycles(request: Request, variant: Variant, *, repeats: int = 5) -> dic
     reason = request.cannot_run()
     if reason:
         raise MachineError(f"phases are counted on a GPU; {reason}")
+    parent = request.out / request.task.config.defaults.results
+    check_writable(parent)
     family, problem = request.task.family, request.task.problem
-    side = build_side(
-        "instrumented", family, variant, request.format, request.shapes, request.target, instrumented=True
-    )
+    run = GateRun(request, {CANDIDATE: variant}, Unwatched())
+    side = build_side(CANDIDATE, family, variant, request.format, request.shapes, request.target, instrumented=True)
     with Worker(request.ordinal or 0, timeout_s=request.timeout_s) as worker:
-        return {
+        cycles = {
             shape.name: worker.phases(
                 side.image(shape.name),
                 side.launches[shape.name],
@@ -102,3 +106,8 @@ def phase_cycles(request: Request, variant: Variant, *, repeats: int = 5) -> dic
             )
             for shape in request.shapes
         }
+    run.sides = [side]
+    record = PhaseRecord(**run.facts(), side=run.side(CANDIDATE, []), phase_cycles=cycles)
+    with new_run_folder(parent, f"{run.stamp}-phases") as (work, publish):
+        (work / RECORD).write_text(to_json(record), encoding="utf-8")
+        return record, publish()

@@ -10,19 +10,14 @@ from greenfast.pipeline.artifacts import RECORD
 from greenfast.pipeline.store import read_json
 from greenfast.pipeline.tasks import find_task, load_family
 from greenfast.spec.errors import UsageError
-from greenfast.spec.record import BenchRecord, Record, Side
+from greenfast.spec.record import AnyRecord, BenchRecord, PhaseRecord, Record, Side
 
 
-def read_record(run: Path) -> Record | BenchRecord:
+def read_record(run: Path) -> AnyRecord:
     """The record of a run: its folder, or its record's file. Raises UsageError for anything else."""
     path = run / RECORD if run.is_dir() else run
-    try:
-        return read_json(path, Record)
-    except UsageError as first:
-        try:
-            return read_json(path, BenchRecord)
-        except UsageError:
-            raise first from None
+    record: AnyRecord = read_json(path, Record | BenchRecord | PhaseRecord, "record")
+    return record
 
 
 def stale_records(records: Sequence[tuple[str, Record]]) -> set[str]:
@@ -30,18 +25,22 @@ def stale_records(records: Sequence[tuple[str, Record]]) -> set[str]:
     return {name for name, record in records if is_stale(record)}
 
 
-def is_stale(record: Record | BenchRecord) -> bool:
+def is_stale(record: AnyRecord) -> bool:
     """Whether any kernel of the record has another hash today, or can no longer be rendered."""
     sides = [record.baseline, record.candidate] if isinstance(record, Record) else [record.side]
     return any(_side_is_stale(record, side) for side in sides)
 
 
-def _side_is_stale(record: Record | BenchRecord, side: Side) -> bool:
+def _side_is_stale(record: AnyRecord, side: Side) -> bool:
     try:
         task = find_task(record.task)
         family = load_family(task)
         toggles = task.config.toggle_values(side.toggles)
-        hashes = {b.kernel_hash: kernel_hash(family.kernel(toggles, record.format, b.dims)) for b in side.builds}
+        instrumented = isinstance(record, PhaseRecord)
+        hashes = {
+            b.kernel_hash: kernel_hash(family.kernel(toggles, record.format, b.dims, instrumented=instrumented))
+            for b in side.builds
+        }
     except UsageError:  # the task, a toggle or the format is no more
         return True
     return not hashes or any(then != today for then, today in hashes.items())

@@ -28,6 +28,16 @@ class Observer(Protocol):
         """A gate is ``share`` (0 to 1) done and now at ``text``."""
 
 
+class Unwatched:
+    """An observer that does not look."""
+
+    def gate(self, result: GateResult) -> None:
+        """Do nothing."""
+
+    def progress(self, gate: str, share: float, text: str) -> None:
+        """Do nothing."""
+
+
 @dataclass(frozen=True)
 class Request:
     """The choices that every run shares; the variants are the verb's own."""

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
 from greenfast.spec.errors import MachineError, UsageError
 
-T = TypeVar("T")
+_NUMBERS = re.compile(r"\[([-+.\deE,\s]+)\]")
 
 
 def to_json(value: object) -> str:
-    """Indented JSON of a record or of plain data."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
+    """Indented JSON of a record or of plain data, lists of plain numbers on one line each."""
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+    return _NUMBERS.sub(lambda match: "[" + " ".join(match[1].split()) + "]", text) + "\n"
 
 
 def check_writable(folder: Path) -> None:
@@ -85,11 +87,11 @@ def write_whole(path: Path, text: str) -> None:
         raise MachineError(f"{path} cannot be written ({e.strerror})") from e
 
 
-def read_json(path: Path, kind: type[T]) -> T:
+def read_json(path: Path, kind: Any, name: str) -> Any:
     """Read a file of this kind of data. Raises UsageError that names the file and what is wrong with it."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror})") from e
     except (msgspec.DecodeError, ValueError) as e:
-        raise UsageError(f"{path}: not a {kind.__name__} as greenfast writes it: {e}") from e
+        raise UsageError(f"{path}: not a {name} as greenfast writes it: {e}") from e

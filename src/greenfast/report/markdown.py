@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from greenfast.report import facts, format
-from greenfast.spec.record import BenchRecord, Build, CorrectnessRow, Record, Resources, Run, Side
+from greenfast.spec.record import (
+    AnyRecord,
+    BenchRecord,
+    Build,
+    CorrectnessRow,
+    PhaseRecord,
+    Record,
+    Resources,
+    Run,
+    Side,
+)
 
 _SHORT_REASONS = 2
 
@@ -28,6 +38,31 @@ def validation_report(record: Record, *, plot: str | None = None) -> str:
     return "\n\n".join([title, format.bullets(_headline(record)), *body]) + "\n"
 
 
+def report(record: AnyRecord, *, plot: str | None = None) -> str:
+    """The whole report of any record; ``plot`` as validation_report takes it."""
+    if isinstance(record, Record):
+        return validation_report(record, plot=plot)
+    return bench_report(record) if isinstance(record, BenchRecord) else phase_report(record)
+
+
+def phase_report(record: PhaseRecord) -> str:
+    """The report of the phases of an instrumented build."""
+    rows = [
+        (shape, phase, f"{count:.0f}", format.percent(count / sum(cycles.values())))
+        for shape, cycles in record.phase_cycles.items()
+        for phase, count in cycles.items()
+    ]
+    table = format.table(("shape", "phase", "cycles per block", "share"), rows, right=("cycles per block", "share"))
+    return _document(
+        f"{record.task}: phases of {record.side.variant}",
+        [("Phases", table), ("How to reproduce", _reproduce(record)), ("Build metadata", _metadata(record))],
+    )
+
+
+def _document(title: str, sections: list[tuple[str, str]]) -> str:
+    return "\n\n".join([f"# {title}", *(f"## {name}\n\n{text}" for name, text in sections)]) + "\n"
+
+
 def bench_report(record: BenchRecord) -> str:
     """The report of one variant that was checked and timed alone."""
     sections = [
@@ -38,8 +73,7 @@ def bench_report(record: BenchRecord) -> str:
         ("How to reproduce", _reproduce(record)),
         ("Build metadata", _metadata(record)),
     ]
-    body = [f"## {name}\n\n{text}" for name, text in sections]
-    return "\n\n".join([f"# {record.task}: {record.side.variant}", *body]) + "\n"
+    return _document(f"{record.task}: {record.side.variant}", sections)
 
 
 def short_form(record: Record) -> str:
@@ -121,7 +155,7 @@ def _sides(record: Run) -> list[tuple[str, Side]]:
     """The role and side of each variant of a record."""
     if isinstance(record, Record):
         return [("baseline", record.baseline), ("candidate", record.candidate)]
-    return [(record.side.variant, record.side)] if isinstance(record, BenchRecord) else []
+    return [(record.side.variant, record.side)] if isinstance(record, BenchRecord | PhaseRecord) else []
 
 
 def _correctness(record: Run) -> str:

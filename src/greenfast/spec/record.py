@@ -5,7 +5,7 @@ Records are written as JSON and read back by ``greenfast report`` and ``greenfas
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -215,7 +215,14 @@ class Run(_Data, frozen=True, kw_only=True):
             raise ValueError("a record cannot hold timings unless its CORRECTNESS gate passed")
 
 
-class BenchRecord(Run, frozen=True, kw_only=True):
+class PhaseRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="phases"):
+    """Mean SM cycles per block and phase, by shape, of a variant's instrumented build."""
+
+    side: Side
+    phase_cycles: dict[str, dict[str, float]]
+
+
+class BenchRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="bench"):
     """One variant, checked and timed. Raises ValueError as Record does."""
 
     side: Side
@@ -224,7 +231,7 @@ class BenchRecord(Run, frozen=True, kw_only=True):
         self._require_correct(bool(self.side.timing))
 
 
-class Record(Run, frozen=True, kw_only=True):
+class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison"):
     """A whole comparison.
 
     Raises ValueError where a timing stands beside a correctness that did not pass: no record is wrong but fast.
@@ -239,3 +246,7 @@ class Record(Run, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._require_correct(bool(self.speedups or self.baseline.timing or self.candidate.timing))
+
+
+#: What a record.json may hold; its ``kind`` says which.
+AnyRecord: TypeAlias = "Record | BenchRecord | PhaseRecord"
