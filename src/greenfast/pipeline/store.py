@@ -15,7 +15,8 @@ import msgspec
 
 from greenfast.spec.errors import MachineError, UsageError
 
-_NUMBERS = re.compile(r"\[([-+.\deE,\s]+)\]")
+# A line end follows the bracket, which no JSON string holds: texts stay as they are.
+_NUMBERS = re.compile(r"\[\n([-+.\deE,\s]+)\]")
 
 
 def to_json(value: object) -> str:

@@ -1,0 +1,31 @@
+"""Tasks that keep ``greenfast validate`` busy at a certain place until they are interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.pipeline.small_task import FAMILY, PROBLEM, write_task
+
+_WAIT = """
+def _wait(*_, **__):
+    import time
+    print("busy", flush=True)
+    time.sleep(600)
+"""
+_WHILE_SAVING = """
+import greenfast.pipeline.validate
+greenfast.pipeline.validate.validation_report = _wait
+"""
+
+#: Where -> (family, problem) of a task that waits there.
+PLACES: dict[str, tuple[str, str]] = {
+    "import": (FAMILY, PROBLEM + _WAIT + "_wait()\n"),
+    "build": (_WAIT + FAMILY.replace("    source =", "    _wait()\n    source ="), PROBLEM),
+    "save": (_WAIT + FAMILY + _WHILE_SAVING, PROBLEM),
+}
+
+
+def busy_task(folder: Path, place: str) -> Path:
+    """Write the task that waits at that place."""
+    family, problem = PLACES[place]
+    return write_task(folder, family=family, problem=problem)

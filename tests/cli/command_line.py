@@ -1,0 +1,54 @@
+"""Run command lines: in this process, and as a person would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from greenfast.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+#: What a machine's environment may hold that changes what greenfast does.
+MACHINE_VARIABLES = ("GREENFAST_TASKS", "GREENFAST_GIT_SHA", "TORCH_CUDA_ARCH_LIST")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_here(capsys: pytest.CaptureFixture[str], *args: str | Path) -> Ran:
+    """Run ``greenfast ARGS`` in this process."""
+    capsys.readouterr()
+    try:
+        code = main([str(arg) for arg in args])
+    except SystemExit as e:  # argparse
+        code = int(e.code or 0)
+    captured = capsys.readouterr()
+    return Ran(code, captured.out, captured.err)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's environment, in which greenfast can be imported from the sources, with some variables more."""
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), **variables}
+
+
+def run_command(*command: str | Path, **variables: str) -> Ran:
+    """Run a command from the repository's root; "python" is this one."""
+    words = [sys.executable if word == "python" else str(word) for word in command]
+    done = subprocess.run(words, cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=120)
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def files_below(folder: Path) -> list[str]:
+    """All files, and hidden folders too."""
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() or p.name.startswith("."))

@@ -1,0 +1,260 @@
+"""What is wrong is said on standard error, in words, with what would be right; the exit code says whose fault it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.command_line import Ran, files_below, run_here
+from tests.fakes import FakeDevice, install, request
+from tests.pipeline.small_task import FAMILY, PROBLEM, loaded, write_task
+from tests.report.records import timing_row
+
+pytestmark = pytest.mark.usefixtures("machine")
+
+VALIDATE = ("validate", "fp8_sdpa")
+BENCH = ("bench", "fp8_sdpa")
+
+
+def assert_said(ran: Ran, code: int, said: str) -> None:
+    """The exit code, and one message that is on standard error only."""
+    assert ran.code == code, ran
+    assert said in ran.err
+    assert "Traceback" not in ran.err
+    assert ran.out == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        # names
+        (("validate", "fp9"), "greenfast: unknown task 'fp9'; allowed: fp8_quantize, fp8_sdpa, or a task's folder"),
+        (("variants", "fp9"), "unknown task 'fp9'; allowed: "),
+        (("build", "fp9"), "unknown task 'fp9'; allowed: "),
+        ((*VALIDATE, "--candidate", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),
+        ((*VALIDATE, "--baseline", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),
+        ((*BENCH, "--variant", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),
+        (("build", "fp8_sdpa", "--variants", "stage1,stage9"), "unknown variant of task fp8_sdpa 'stage9'"),
+        ((*VALIDATE, "--shapes", "small,big"), "unknown shape of task fp8_sdpa 'big'; allowed: long, mission, "),
+        (("build", "fp8_sdpa", "--shapes", "big"), "unknown shape of task fp8_sdpa 'big'"),
+        ((*VALIDATE, "--format", "fp4"), "unknown format of task fp8_sdpa 'fp4'; allowed: e4m3, int8"),
+        (("build", "fp8_sdpa", "--formats", "fp4"), "unknown format of task fp8_sdpa 'fp4'; allowed: e4m3, int8"),
+        ((*VALIDATE, "--arch", "sm_75"), "unknown target 'sm_75'; allowed: sm_100, sm_120, sm_80, "),
+        (("build", "fp8_sdpa", "--arch", "sm_89,9.9"), "unknown target '9.9'; allowed: "),
+        (
+            (*VALIDATE, "--require", "speed"),
+            "--require speed: allowed are build, resources, correctness, performance, ",
+        ),
+        ((*BENCH, "--require", "evidence"), "--require evidence: bench does not look at the machine code"),
+        (("judge", "fp8_sdpa"), "invalid choice: 'judge'"),
+        ((*VALIDATE, "--fast"), "unrecognized arguments: --fast"),
+        ((), "the following arguments are required: VERB"),
+        # toggles
+        ((*BENCH, "--variant", "USE_X=1"), "unknown toggle of task fp8_sdpa 'USE_X'; allowed: DEBUG_PRINT, "),
+        ((*BENCH, "--variant", "USE_KV_LUT=2"), "USE_KV_LUT=2: allowed values are [0, 1]"),
+        ((*BENCH, "--variant", "USE_KV_LUT=yes"), "'USE_KV_LUT=yes' is not TOGGLE=INTEGER"),
+        ((*BENCH, "--variant", "USE_KV_LUT=--1"), "'USE_KV_LUT=--1' is not TOGGLE=INTEGER"),
+        ((*BENCH, "--variant", "stage1", "--from-env"), "not allowed with argument"),
+        (
+            (*VALIDATE, "--candidate", "USE_FUSED_SOFTMAX_PV=1,USE_WMMA_PV=0"),
+            "USE_FUSED_SOFTMAX_PV=1 needs USE_WMMA_PV=1: ",
+        ),
+        (
+            ("build", "fp8_sdpa", "--variants", "USE_XOR_SWIZZLE=1,USE_WMMA_QK=0"),
+            "USE_XOR_SWIZZLE=1 needs USE_WMMA_QK=1",
+        ),
+        # numbers
+        ((*VALIDATE, "--shapes", "small,small"), "shapes small, small: one is named twice"),
+        ((*VALIDATE, "--shapes", ","), "argument --shapes: ',' names nothing"),
+        ((*VALIDATE, "--seeds", "0,1,0"), "seeds [0, 1, 0]: different whole numbers from 0 up are needed"),
+        ((*VALIDATE, "--seeds=-1"), "seeds [-1]: different whole numbers from 0 up are needed"),
+        ((*VALIDATE, "--seeds", "a"), "argument --seeds: 'a': give whole numbers separated by commas"),
+        ((*VALIDATE, "--seeds", "1.5"), "argument --seeds: '1.5': give whole numbers"),
+        ((*VALIDATE, "--iters=-5"), "timed_iters: -5 is not at least 1"),
+        ((*VALIDATE, "--iters", "0"), "timed_iters: 0 is not at least 1"),
+        ((*VALIDATE, "--iters", "many"), "argument --iters: invalid int value: 'many'"),
+        ((*VALIDATE, "--warmup", "0"), "warmup_iters: 0 is not at least 1"),
+        ((*VALIDATE, "--processes", "0"), "processes: 0 is not at least 1"),
+        ((*VALIDATE, "--timeout", "0"), "--timeout 0: give a number of seconds above 0"),
+        ((*VALIDATE, "--timeout", "nan"), "--timeout nan: give a number of seconds above 0"),
+        ((*VALIDATE, "--timeout", "inf"), "--timeout inf: give a number of seconds above 0"),
+        ((*VALIDATE, "--required", "0.15"), "argument --required: '0.15': give a ratio from 1 up, such as 1.15"),
+        ((*VALIDATE, "--device", "gpu"), "device 'gpu': allowed are auto, none and a GPU's number"),
+        ((*VALIDATE, "--device=-1"), "device '-1': allowed are auto, none and a GPU's number"),
+        ((*VALIDATE, "--device", "²"), "device '²': allowed are auto, none and a GPU's number"),
+    ],
+)
+def test_a_wrong_request_is_answered_with_what_is_allowed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, args: tuple[str, ...], said: str
+) -> None:
+    out = ("--out", str(tmp_path)) if args[:1] in (("validate",), ("bench",)) else ()
+    assert_said(run_here(capsys, *args, *out), 2, said)
+    assert files_below(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"USE_CP_ASYNC": "2"}, "USE_CP_ASYNC=2: allowed values are [0, 1]"),
+        ({"USE_CP_ASYNC": "on"}, "USE_CP_ASYNC='on': allowed values are [0, 1]"),
+        ({"USE_CP_ASYNC": ""}, "USE_CP_ASYNC='': allowed values are [0, 1]"),
+        ({"USE_FUSED_SOFTMAX_PV": "1", "USE_WMMA_PV": "0"}, "USE_FUSED_SOFTMAX_PV=1 needs USE_WMMA_PV=1"),
+    ],
+)
+def test_a_wrong_toggle_in_the_environment_is_named(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    environment: dict[str, str],
+    said: str,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert_said(run_here(capsys, *BENCH, "--from-env", "--out", tmp_path), 2, said)
+    assert files_below(tmp_path) == []
+
+
+@pytest.mark.parametrize("verb", ["validate", "bench", "profile"])
+def test_a_gpu_that_is_not_there_is_the_machines_fault(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+) -> None:
+    ran = run_here(capsys, verb, "fp8_sdpa", "--device", "99", "--out", tmp_path)
+    assert_said(ran, 3, "device 99: the driver shows 0 GPU(s); use --device none to run without one")
+
+
+def test_a_profile_without_a_gpu_is_the_machines_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    assert_said(run_here(capsys, "profile", "fp8_sdpa"), 3, "a profile needs a GPU; no GPU")
+
+
+@pytest.mark.parametrize("verb", ["validate", "bench"])
+def test_a_results_folder_that_cannot_be_made_is_the_machines_fault(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    ran = run_here(capsys, verb, "fp8_sdpa", "--out", tmp_path / "file" / "results")
+    assert_said(ran, 3, "file/results/fp8_wmma_baseline cannot be written (Not a directory); choose another with --out")
+
+
+def perf_file(folder: Path, **changes: Any) -> Path:
+    """A perf_baseline.json of 10 microseconds."""
+    row = json.loads(json.dumps({f: getattr(timing_row(), f) for f in timing_row().__struct_fields__}))
+    content = {"task": "fp8_sdpa", "format": "e4m3", "variant": "v", "results": [{**row, "p50_us": 10.0}], **changes}
+    folder.mkdir(exist_ok=True)
+    (folder / "perf_baseline.json").write_text(json.dumps(content))
+    return folder / "perf_baseline.json"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"results": [], "pending": "no GPU"}, "perf_baseline.json: holds no timings (no GPU)"),
+        ({"task": "fp8_quantize"}, "the runs differ in task: fp8_sdpa ("),
+        ({"format": "int8"}, "the runs differ in format: e4m3 ("),
+        ({"results": 5}, "perf_baseline.json: not a perf_baseline.json as greenfast writes it: "),
+    ],
+)
+def test_runs_that_cannot_be_compared_say_why(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    files = perf_file(tmp_path / "a"), perf_file(tmp_path / "b", **changes)
+    assert_said(run_here(capsys, "compare", *files, "--out", tmp_path / "COMPARE.md"), 2, said)
+    assert not (tmp_path / "COMPARE.md").exists()
+
+
+def test_a_comparison_that_cannot_be_written_is_the_machines_fault(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = perf_file(tmp_path / "a").parent
+    ran = run_here(capsys, "compare", run, run, "--out", run / "perf_baseline.json" / "sub" / "COMPARE.md")
+    assert_said(ran, 3, "COMPARE.md cannot be written (Not a directory)")
+
+
+def test_a_run_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert_said(run_here(capsys, "report", tmp_path / "none"), 2, "none: cannot be read (No such file or directory)")
+    assert_said(run_here(capsys, "compare", tmp_path, tmp_path), 2, "perf_baseline.json: cannot be read (No such file")
+    (tmp_path / "record.json").write_text("{}")
+    assert_said(
+        run_here(capsys, "report", tmp_path), 2, "record.json: not a record as greenfast writes it: Object miss"
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"text": "{"}, "config_forward.json: Input data was truncated"),
+        ({"seeds": "0"}, "config_forward.json: Expected `array`, got `str` - at `$.seeds`"),
+        ({"shapes": []}, "Expected `array` of length >= 1 - at `$.shapes`"),
+        ({"shapes": [{"name": "tiny", "dims": {"N": 1}}] * 2}, "shapes: 'tiny' appears more than once"),
+        ({"speed": 1}, "Object contains unknown field `speed`"),
+        ({"family": None}, "family.py: no such file"),
+        ({"problem": "raise ValueError('no luck')"}, "problem 'problem.py' cannot be imported: ValueError: no luck"),
+        ({"problem": PROBLEM.replace("def decode", "def undecode")}, "problem 'problem.py' has no function decode"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["validate", "bench"])
+def test_a_task_that_does_not_hold_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str, files: dict[str, Any], said: str
+) -> None:
+    folder = write_task(tmp_path / "mine", **files)
+    ran = run_here(capsys, verb, folder, "--out", tmp_path / "out")
+    assert_said(ran, 2, said)
+    assert str(folder) in ran.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_task_folder_without_a_config_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert_said(run_here(capsys, "validate", tmp_path), 2, "config_forward.json: cannot be read (No such file")
+
+
+def test_a_broken_task_is_listed_with_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_task(tmp_path / "mine", seeds=[])
+    monkeypatch.setenv("GREENFAST_TASKS", str(tmp_path))
+    ran = run_here(capsys, "tasks", "--json")
+    assert ran.code == 2
+    descriptions = {row["name"]: row["description"] for row in json.loads(ran.out)}
+    assert "Expected `array` of length >= 1 - at `$.seeds`" in descriptions["mine"]
+    assert "fp8_sdpa" in descriptions
+
+
+def test_a_kernel_that_does_not_compile_fails_build_with_file_and_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = write_task(tmp_path / "mine", family=FAMILY.replace("int i =", "int j ="))
+    ran = run_here(capsys, "validate", folder, "--out", tmp_path / "out")
+    assert ran.code == 1
+    assert ran.out.startswith("BUILD       FAIL")
+    assert 'twice.cu(3): error: identifier "i" is undefined' in ran.out
+    assert "DEFER" in ran.out
+    ran = run_here(capsys, "build", folder)
+    assert_said(ran, 1, 'twice.cu(3): error: identifier "i" is undefined')
+
+
+def test_a_task_module_that_fails_while_it_works_is_told_from_greenfast(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A bug of a task's author: the traceback is what he needs."""
+    folder = write_task(tmp_path / "mine", family=FAMILY.replace("    source =", "    1 / 0\n    source ="))
+    ran = run_here(capsys, "validate", folder, "--out", tmp_path / "out")
+    assert ran.code == 3
+    assert "family.py" in ran.err
+    assert ran.err.endswith("greenfast: this is a bug in greenfast, or in a task's own module\n")
+    assert files_below(tmp_path / "out") == []
+
+
+def test_an_input_with_nan_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    problem = PROBLEM.replace("return np.random.default_rng", "return np.nan * np.random.default_rng")
+    task = loaded(tmp_path / "mine", problem=problem)
+    asked = request(tmp_path / "out", task=task, shapes=("tiny",), fmt="float")
+    install(monkeypatch, FakeDevice(asked))
+    ran = run_here(capsys, "validate", tmp_path / "mine", "--out", tmp_path / "out")
+    assert ran.code == 2
+    assert "greenfast: tiny seed 0: the references hold NaN or infinity" in ran.err
+    assert "Traceback" not in ran.err
+    assert files_below(tmp_path / "out") == []

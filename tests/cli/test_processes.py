@@ -1,0 +1,124 @@
+"""The command as a process: interrupts, closed pipes, and how little --help loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from greenfast.cli.options import VERBS
+from greenfast.spec.record import Record
+from tests.cli.busy import PLACES, busy_task
+from tests.cli.command_line import ROOT, environment, files_below, run_command
+
+pytestmark = pytest.mark.usefixtures("machine")
+
+GREENFAST = (sys.executable, "-m", "greenfast")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_interrupt_leaves_nothing_half_written(tmp_path: Path, place: str) -> None:
+    """Ctrl-C, which the whole process group gets."""
+    task, out = busy_task(tmp_path / "mine", place), tmp_path / "out"
+    program = subprocess.Popen(
+        [*GREENFAST, "validate", str(task), "--out", str(out), "--json"],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert program.stdout is not None
+    assert program.stdout.readline() == "busy\n"
+    if place == "save":
+        assert any(name.endswith("record.json") for name in files_below(out))
+    os.killpg(program.pid, signal.SIGINT)
+    stdout, stderr = program.communicate(timeout=30)
+    assert program.returncode == 130
+    assert stderr.splitlines()[-1] == "greenfast: interrupted; nothing half-written was kept"
+    assert "Traceback" not in stderr
+    assert stdout == ""
+    assert files_below(out) == []
+
+
+def test_standard_output_is_json_and_nothing_else(tmp_path: Path) -> None:
+    ran = run_command(*GREENFAST, "validate", "fp8_sdpa", "--shapes", "small", "--json", "--out", tmp_path)
+    assert ran.code == 0
+    record = msgspec.json.decode(ran.out, type=Record)
+    assert record.decision == "PENDING"
+    assert [line.split()[0] for line in ran.err.splitlines()] == [g.gate for g in record.gates]
+
+
+def test_a_usage_error_is_2_for_the_shell_too(tmp_path: Path) -> None:
+    ran = run_command(*GREENFAST, "validate", "fp8_sdpa", "--format", "fp4", "--out", tmp_path)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == "greenfast: unknown format of task fp8_sdpa 'fp4'; allowed: e4m3, int8\n"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    """As in ``greenfast tasks --schema | true``."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [*GREENFAST, "tasks", "--schema"], cwd=ROOT, env=environment(), stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+HEAVY = ("torch", "cuda", "numpy", "rich", "matplotlib", "msgspec", "nvtx", "multiprocessing")
+LOADED_BY_HELP = f"""
+import json, sys
+from greenfast.cli.main import main
+loaded = {{}}
+for verb in sys.argv[1:]:
+    try:
+        main([*verb.split(), "--help"])
+    except SystemExit as e:
+        assert e.code == 0
+    loaded[verb] = [name for name in {HEAVY} if name in sys.modules]
+print(json.dumps(loaded), file=sys.stderr)
+"""
+
+
+def test_help_loads_nothing_heavy() -> None:
+    verbs = ["", *VERBS]
+    ran = run_command("python", "-c", LOADED_BY_HELP, *verbs)
+    assert ran.code == 0
+    assert json.loads(ran.err) == {verb: [] for verb in verbs}
+    for verb in VERBS:
+        assert f"usage: greenfast {verb} " in ran.out
+
+
+def test_help_answers_at_once() -> None:
+    """Asked for within 0.3 s; the limit here is ten times that, for a busy machine."""
+    start = time.perf_counter()
+    ran = run_command(*GREENFAST, "validate", "--help")
+    assert time.perf_counter() - start < 3.0
+    assert ran.code == 0
+    assert "--baseline VARIANT" in ran.out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_can_be_imported(verb: str) -> None:
+    module = __import__(f"greenfast.cli.{verb}", fromlist=["run"])
+    assert callable(module.run)
+
+
+def test_torch_is_not_loaded_by_verbs_that_need_no_inputs() -> None:
+    code = """
+import sys
+from greenfast.cli.main import main
+codes = [main(words.split()) for words in sys.argv[1:]]
+print(codes, "torch" in sys.modules, file=sys.stderr)
+"""
+    ran = run_command("python", "-c", code, "tasks", "variants", "tasks --schema")
+    assert ran.err == "[0, 0, 0] False\n"

@@ -1,0 +1,280 @@
+"""The verbs on a fake device and without one: exit codes, what is printed where, and what is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from greenfast.pipeline.records import read_record
+from greenfast.spec.record import BenchRecord, PhaseRecord, Record
+from tests.cli.command_line import Ran, run_here
+from tests.fakes import L4, Behaviour, FakeDevice, Script, install, request, right
+from tests.pipeline import behaviours
+
+pytestmark = pytest.mark.usefixtures("machine")
+
+SMALL = ("--shapes", "small", "--seeds", "0", "--processes", "3", "--iters", "60", "--warmup", "5")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
+    """An L4 on which Stage 2 takes half the time of Stage 1."""
+    asked = request(tmp_path, seeds=(0,))
+    return install(monkeypatch, FakeDevice(asked, {"stage1": Script(us=20.0), "stage2": Script(us=10.0)}))
+
+
+def last_line(ran: Ran) -> Path:
+    return Path(ran.out.splitlines()[-1])
+
+
+def test_a_merge_is_0_and_says_where_its_files_are(
+    capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
+) -> None:
+    out = tmp_path / "a [folder] of results"  # not markup
+    ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--out", out)
+    assert (ran.code, ran.err) == (0, "")
+    gates = [line.split()[:2] for line in ran.out.splitlines()[:5]]
+    assert gates == [[gate, "PASS"] for gate in ("BUILD", "RESOURCES", "CORRECTNESS", "PERFORMANCE", "EVIDENCE")]
+    assert "MERGE  stage2 against stage1, e4m3\n  - all five gates hold\n" in ran.out
+    record = read_record(last_line(ran))
+    assert isinstance(record, Record)
+    assert last_line(ran).parent == out / "fp8_wmma_baseline"
+    assert record.device == L4
+    assert record.arch == "sm_89"  # the device's own
+    assert record.command == f"greenfast validate fp8_sdpa {' '.join(SMALL)} --out '{out}'"
+    assert {t.timed_iters for t in record.candidate.timing} == {60}
+    assert {t.warmup_iters for t in record.candidate.timing} == {5}
+    assert {row.processes for row in record.speedups} == {3}
+
+
+@pytest.mark.parametrize(
+    ("behave", "us", "said"),
+    [(right, 20.0, "NO EFFECT"), (right, 40.0, "SLOWER"), (behaviours.one_nan, 10.0, "finite"),
+     (behaviours.crashes, 10.0, "crash")],
+)  # fmt: skip
+def test_a_defer_is_1_and_says_why(
+    capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path, behave: Behaviour, us: float, said: str
+) -> None:
+    device.scripts["stage2"] = Script(us=us, behave=behave)
+    ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--out", tmp_path)
+    assert ran.code == 1
+    assert "\nDEFER  stage2 against stage1, e4m3\n" in ran.out
+    assert said in ran.out.partition("DEFER")[2]
+    assert read_record(last_line(ran)).gates
+
+
+def test_a_required_speedup_takes_the_place_of_the_rungs(
+    capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
+) -> None:
+    device.scripts["stage2"] = Script(us=20 / 1.1)
+    for required, code in (("1.05", 0), ("1.12", 1)):
+        ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--required", required, "--out", tmp_path)
+        assert ran.code == code
+        assert f"required {required}x" in (last_line(ran) / "VALIDATION_REPORT.md").read_text()
+
+
+def test_a_candidate_named_alone_is_compared_with_the_rung_before_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def sides(*options: str) -> tuple[str, str]:
+        ran = run_here(capsys, "validate", "fp8_sdpa", "--shapes", "small", *options, "--json", "--out", tmp_path)
+        record = msgspec.json.decode(ran.out, type=Record)
+        return record.baseline.variant, record.candidate.variant
+
+    assert sides() == ("stage1", "stage2")
+    assert sides("--candidate", "stage1") == ("wmma_qk", "stage1")
+    assert sides("--candidate", "stage2", "--baseline", "scalar") == ("scalar", "stage2")
+
+
+@pytest.mark.parametrize(
+    ("verb", "required", "code"),
+    [
+        ("validate", (), 0),
+        ("validate", ("--require", "build,resources,evidence"), 0),
+        ("validate", ("--require", "performance"), 1),
+        ("validate", ("--require", "correctness"), 1),
+        ("validate", ("--require", "all"), 1),
+        ("bench", (), 0),
+        ("bench", ("--require", "build,resources"), 0),
+        ("bench", ("--require", "performance"), 1),
+    ],
+)
+def test_without_a_gpu_what_is_required_decides(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str, required: tuple[str, ...], code: int
+) -> None:
+    ran = run_here(capsys, verb, "fp8_sdpa", *SMALL, *required, "--out", tmp_path)
+    assert (ran.code, ran.err) == (code, "")
+    lines = [line for line in ran.out.splitlines() if line.startswith(("CORRECTNESS", "PERFORMANCE"))]
+    assert [line.split(maxsplit=2)[1:] for line in lines] == [
+        ["PENDING", "no GPU: nothing can run the kernel here"]
+    ] * 2
+    assert last_line(ran).is_dir()
+
+
+def test_a_target_that_the_gpu_does_not_run_is_pending(
+    capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
+) -> None:
+    ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--arch", "9.0a", "--out", tmp_path)
+    assert ran.code == 0
+    assert "PENDING  stage2 against stage1" in ran.out
+    assert "CORRECTNESS: sm_90a code does not run on NVIDIA L4 (8.9)" in ran.out
+    assert device.launches == 0
+
+
+def test_a_gpu_that_is_not_wanted_is_not_used(
+    capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
+) -> None:
+    ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--device", "none", "--out", tmp_path)
+    assert ran.code == 0
+    assert device.workers == []
+
+
+def test_bench_prints_the_timings(capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path) -> None:
+    ran = run_here(capsys, "bench", "fp8_sdpa", "--variant", "stage1", *SMALL, "--out", tmp_path)
+    assert (ran.code, ran.err) == (0, "")
+    rows = [line.split() for line in ran.out.splitlines() if line.startswith("small")]
+    assert [row[:3] for row in rows] == [["small", "0", "warm"], ["small", "0", "cold"]]
+    assert all(float(row[3]) == pytest.approx(20.0, rel=0.01) for row in rows)
+    assert isinstance(read_record(last_line(ran)), BenchRecord)
+
+
+def test_bench_of_what_is_wrong_is_1(capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path) -> None:
+    device.scripts["stage2"] = Script(behave=behaviours.races)
+    ran = run_here(capsys, "bench", "fp8_sdpa", *SMALL, "--out", tmp_path)
+    assert ran.code == 1
+    assert "a race?" in ran.out
+    assert "p50" not in ran.out
+
+
+def test_toggles_of_the_environment_make_the_variant(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("USE_CP_ASYNC", "0")
+    monkeypatch.setenv("USE_KV_LUT", " 1 ")
+    ran = run_here(capsys, "bench", "fp8_sdpa", "--from-env", *SMALL, "--out", tmp_path)
+    assert ran.code == 0
+    meta = json.loads((last_line(ran) / "build_meta.json").read_text())
+    on = {name for name in meta["build"] if name.isupper() and meta["build"][name]}
+    assert on == {"USE_WMMA_QK", "USE_WMMA_PV", "USE_KV_LUT"}  # the defaults but for these two
+    record = read_record(last_line(ran))
+    assert record.command.startswith("USE_CP_ASYNC=0 USE_KV_LUT=")  # or the command would not repeat the run
+    assert "greenfast bench fp8_sdpa --from-env --shapes small" in record.command
+
+
+def test_without_from_env_the_environment_changes_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("USE_CP_ASYNC", "0")
+    ran = run_here(capsys, "bench", "fp8_sdpa", *SMALL, "--out", tmp_path)
+    assert json.loads((last_line(ran) / "build_meta.json").read_text())["build"]["USE_CP_ASYNC"] == 1
+
+
+def test_profile_shows_the_share_of_each_phase(
+    capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
+) -> None:
+    ran = run_here(capsys, "profile", "fp8_sdpa", "--phases", "--shapes", "small", "--out", tmp_path)
+    assert (ran.code, ran.err) == (0, "")
+    assert "stage2, small" in ran.out
+    shares = {line.rsplit(maxsplit=3)[0]: line.rsplit(maxsplit=3)[1:] for line in ran.out.splitlines()[2:-1]}
+    assert shares["Q load"] == ["1", "3.6", "%"]
+    assert shares["store"] == ["7", "25.0", "%"]
+    assert len(shares) == 7
+    assert isinstance(read_record(last_line(ran)), PhaseRecord)
+
+
+def test_profile_without_ncu_is_the_machines_fault(
+    capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
+) -> None:
+    ran = run_here(capsys, "profile", "fp8_sdpa", "--ncu", "--shapes", "small", "--out", tmp_path)
+    assert ran.code == 3
+    assert "ncu is not on the PATH: install NVIDIA Nsight Compute" in ran.err
+
+
+def test_report_says_it_again(capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path) -> None:
+    folder = last_line(run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--out", tmp_path))
+    whole = run_here(capsys, "report", folder)
+    assert whole.code == 0
+    assert whole.out.startswith("# fp8_sdpa: stage1 -> stage2, MERGE\n")
+    short = run_here(capsys, "report", "--short", folder / "record.json")
+    assert short.out.startswith("**MERGE**: fp8_sdpa, `stage1` -> `stage2`, e4m3, sm_89\n")
+    plot = run_here(capsys, "report", folder, "--plot", tmp_path / "p.svg")
+    assert (plot.code, (tmp_path / "p.svg").read_text()[:5]) == (0, "<?xml")
+
+
+def test_a_plot_that_cannot_be_drawn_says_why(
+    capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
+) -> None:
+    folder = last_line(run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--out", tmp_path))
+    for path, code, said in (
+        (tmp_path / "p.gif", 2, "p.gif: the name must end in .png or .svg"),
+        (tmp_path / "none" / "p.svg", 3, "p.svg cannot be written (No such file or directory)"),
+    ):
+        ran = run_here(capsys, "report", folder, "--plot", path)
+        assert (ran.code, ran.out) == (code, "")
+        assert said in ran.err
+        assert "Traceback" not in ran.err
+    bench = last_line(run_here(capsys, "bench", "fp8_sdpa", *SMALL, "--out", tmp_path))
+    for option in (("--table",), ("--plot", str(tmp_path / "p.svg"))):
+        ran = run_here(capsys, "report", bench, *option)
+        assert ran.code == 2
+        assert "a run of one variant; a table or plot needs a comparison's record" in ran.err
+
+
+def test_compare_of_two_benches(capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path) -> None:
+    folders = [
+        last_line(run_here(capsys, "bench", "fp8_sdpa", "--variant", name, *SMALL, "--out", tmp_path))
+        for name in ("stage1", "stage2")
+    ]
+    ran = run_here(capsys, "compare", *folders, "--required", "1.15", "--out", tmp_path / "COMPARE.md")
+    assert (ran.code, ran.err) == (0, "")
+    assert "required 1.15x: PASS" in ran.out
+    assert (tmp_path / "COMPARE.md").read_text() == ran.out
+
+
+def test_json_is_all_that_is_on_standard_output(
+    capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
+) -> None:
+    ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--json", "--out", tmp_path)
+    record = msgspec.json.decode(ran.out, type=Record)
+    assert record.decision == "MERGE"
+    assert "CORRECTNESS PASS" in ran.err
+    ran = run_here(capsys, "bench", "fp8_sdpa", *SMALL, "--json", "--out", tmp_path)
+    assert msgspec.json.decode(ran.out, type=BenchRecord).side.variant == "stage2"
+    assert "PERFORMANCE PASS" in ran.err
+    ran = run_here(capsys, "profile", "fp8_sdpa", "--phases", "--json", "--shapes", "small", "--out", tmp_path)
+    assert list(json.loads(ran.out)["phases"]["phase_cycles"]) == ["small"]
+
+
+@pytest.mark.parametrize(
+    ("args", "key"),
+    [
+        (("build", "fp8_sdpa", "--variants", "scalar", "--shapes", "small"), "registers"),
+        (("variants",), "variants"),
+        (("tasks",), "description"),
+        (("tasks", "--schema"), "$defs"),
+    ],
+)
+def test_lists_are_json_too(capsys: pytest.CaptureFixture[str], args: tuple[str, ...], key: str) -> None:
+    ran = run_here(capsys, *args, *([] if "--schema" in args else ["--json"]))
+    content = json.loads(ran.out)
+    assert (ran.code, ran.err) == (0, "")
+    assert key in (content[0] if isinstance(content, list) else content)
+
+
+def test_build_is_a_table_of_every_variant_and_target(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    ran = run_here(
+        capsys, *("build", "fp8_sdpa", "--variants", "stage1", "stage2", "--arch", "sm_89,9.0a", "--shapes", "small"),
+        *("--sass", tmp_path),
+    )  # fmt: skip
+    assert (ran.code, ran.err) == (0, "")
+    rows = [line.split()[:4] for line in ran.out.splitlines()[1:]]
+    assert sorted(rows) == sorted(
+        [variant, "e4m3", target, "small"] for target in ("sm_89", "sm_90a") for variant in ("stage1", "stage2")
+    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        f"{variant}-e4m3-small-{target}.sass" for target in ("sm_89", "sm_90a") for variant in ("stage1", "stage2")
+    )
+    assert "LDGSTS" in (tmp_path / "stage2-e4m3-small-sm_89.sass").read_text()
