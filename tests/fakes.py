@@ -106,7 +106,8 @@ class Call:
     def write_all(self, outputs: Mapping[str, Array]) -> None:
         """Write these arrays to their buffers."""
         for name, array in outputs.items():
-            self.write(name, array.tobytes())
+            contiguous = np.ascontiguousarray(array)
+            ctypes.memmove(self.pointers[name], contiguous.ctypes.data, contiguous.nbytes)
 
 
 Behaviour: TypeAlias = Callable[[Call], None]

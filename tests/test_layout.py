@@ -16,7 +16,7 @@ FLOORS = {
     "build": 1,
     "report": 1,
     "runtime": 2,
-    "emulator": 2,
+    "emulator": 3,
     "measure": 3,
     "attention": 3,
     "gates": 4,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from greenfast.cli.console import exit_code
@@ -11,7 +12,7 @@ from greenfast.pipeline.bench import bench
 from greenfast.pipeline.run import GATES
 from greenfast.pipeline.validate import validate
 from greenfast.spec.record import DeviceInfo, Record
-from tests.fakes import L4, Watcher, request
+from tests.fakes import L4, FakeDevice, Script, Watcher, install, request
 
 H100 = DeviceInfo(kind="gpu", name="NVIDIA H100", compute_capability="9.0", cuda_version="13.0", driver="580.95")
 
@@ -50,6 +51,19 @@ def test_what_cannot_run_is_pending_with_its_reason(
     assert exit_code(record.gates, set()) == 0
     assert exit_code(record.gates, {"BUILD", "RESOURCES", "EVIDENCE"}) == 0
     assert exit_code(record.gates, {"PERFORMANCE"}) == exit_code(record.gates, set(GATES)) == 1
+
+
+def test_what_is_emulated_is_judged_but_never_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    emulated = msgspec.structs.replace(L4, kind="emulated", name="an emulator")
+    asked = request(tmp_path, device=emulated)
+    device = install(monkeypatch, FakeDevice(asked, {"stage1": Script(us=20.0), "stage2": Script(us=10.0)}))
+    config = asked.task.config
+    record = validate(asked, config.variant("stage1"), config.variant("stage2"), Watcher()).record
+    assert record.gate_status("CORRECTNESS") == "PASS"
+    assert record.gate_status("PERFORMANCE") == "PENDING"
+    assert record.decision == "PENDING"
+    assert [reason for reason in record.reasons if "an emulator says nothing about time" in reason] == record.reasons
+    assert (device.timed, record.candidate.timing, record.speedups) == ([], [], [])
 
 
 def test_a_bench_of_what_cannot_run_is_pending(tmp_path: Path) -> None:

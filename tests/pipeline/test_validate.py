@@ -67,7 +67,7 @@ def assert_deferred(outcome: Outcome, failed: str, reason: str) -> None:
 
 @pytest.mark.parametrize("shapes", [("small",), ("small", "mission")])
 def test_a_faster_candidate_merges(run: Callable[..., Outcome], shapes: tuple[str, ...]) -> None:
-    record = run(shapes=shapes).record
+    record = run(shapes=shapes, warmup_iters=10, timed_iters=100).record
     assert record.decision == "MERGE"
     assert record.reasons == ["all five gates hold"]
     assert statuses(record) == dict.fromkeys(GATES, "PASS")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from greenfast.runtime.worker import Worker, WorkerError
+from tests.runtime.processes import group_of, interrupt, is_alive, start, wait_until
 from tests.runtime.sessions import (
     DEAF,
     EXIT,
@@ -31,25 +30,6 @@ from tests.runtime.sessions import (
     UnstartableSession,
     case,
 )
-
-ROOT = Path(__file__).parents[2]
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process still runs; one that ended and waits to be reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def pid_of(worker: Worker) -> int:
@@ -118,10 +98,10 @@ def test_a_hang_is_an_error_and_its_process_is_gone(what: int) -> None:
 
 def test_a_hang_while_the_device_is_opened_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting has a time-out of its own, for it is no fault of a kernel."""
-    monkeypatch.setattr("greenfast.runtime.worker.START_S", 2.0)
+    monkeypatch.setattr("greenfast.runtime.worker.START_S", 1.0)
     with (
         Worker(timeout_s=600, make_session=HangingStart) as worker,
-        pytest.raises(WorkerError, match="hang: start did not end within 2 s; its process was killed"),
+        pytest.raises(WorkerError, match="hang: start did not end within 1 s; its process was killed"),
     ):
         worker.info()
 
@@ -169,14 +149,7 @@ def test_what_a_kernel_prints_is_seen_when_its_call_ends(capfd: pytest.CaptureFi
 @pytest.mark.parametrize("at", ["working", "starting"])
 def test_an_interrupt_is_the_parents_and_takes_the_worker_with_it(at: str) -> None:
     """Ctrl-C goes to both processes: the parent raises KeyboardInterrupt, the child says nothing and ends."""
-    program = subprocess.Popen(
-        [sys.executable, "-m", "tests.runtime.interrupted", at],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    program = start([sys.executable, "-m", "tests.runtime.interrupted", at])
     assert program.stdout is not None
     pid = 0
     for line in program.stdout:
@@ -187,21 +160,7 @@ def test_an_interrupt_is_the_parents_and_takes_the_worker_with_it(at: str) -> No
         # The program, Python's resource tracker and the worker, which is then busy importing.
         assert wait_until(lambda: len(group_of(program.pid)) == 3)
         time.sleep(0.05)
-    os.killpg(program.pid, signal.SIGINT)
-    out, err = program.communicate(timeout=30)
+    out, err = interrupt(program)
     assert (out, err, program.returncode) == ("interrupted\n", "", 130)
     assert at == "starting" or not is_alive(pid)
     assert wait_until(lambda: not group_of(program.pid))
-
-
-def group_of(group: int) -> list[int]:
-    """The live processes of a process group."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and is_alive(int(entry.name)):
-            try:
-                if os.getpgid(int(entry.name)) == group:
-                    found.append(int(entry.name))
-            except ProcessLookupError:
-                continue
-    return found

@@ -43,6 +43,7 @@ class CompiledKernel:
     source: KernelSource
     target: Target
     cubin: bytes
+    ptx: str
     log: str
     resources: Resources
     compiler: str
@@ -75,6 +76,7 @@ def compile_kernel(source: KernelSource, target: Target, *, use_cache: bool = Tr
         source=source,
         target=target,
         cubin=output.cubin,
+        ptx=output.ptx,
         log=output.log,
         resources=msgspec.structs.replace(
             parse_resources(output.log, source.entry, source.dynamic_smem_bytes),

@@ -46,7 +46,9 @@ def _what(parser: argparse.ArgumentParser) -> None:
 
 
 def _where(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help="auto, none, or a GPU's number (default: %(default)s)")
+    parser.add_argument(
+        "--device", default="auto", help="auto, none, emulator, or a GPU's number (default: %(default)s)"
+    )
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds that a GPU step may take")
     parser.add_argument("--out", type=Path, default=Path("results"), help="results folder (default: %(default)s)")
 

@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     request = request_of(args)
     config = request.task.config
     variant = config.variant(args.variant or config.defaults.candidate)
-    reason = request.cannot_run()
+    reason = request.cannot_time()
     if reason:
         raise MachineError(f"a profile needs a GPU; {reason}")
     if args.launches < 1:

@@ -36,7 +36,9 @@ class BuiltSide:
         """What a device loads to run the kernel of a shape."""
         kernel = self.kernels[shape]
         source = kernel.source
-        return KernelImage(kernel.cubin, source.entry, source.block, source.dynamic_smem_bytes, source.phases)
+        return KernelImage(
+            kernel.cubin, source.entry, source.block, source.dynamic_smem_bytes, source.phases, kernel.ptx
+        )
 
 
 def build_side(

@@ -8,6 +8,7 @@ import platform
 import subprocess
 from datetime import datetime, timezone
 
+from greenfast.emulator.session import EmulatorSession
 from greenfast.kernels import KERNEL_DIR
 from greenfast.runtime.device import device_count
 from greenfast.runtime.worker import Worker
@@ -62,27 +63,35 @@ def now() -> datetime:
     return datetime.now(timezone.utc)
 
 
-def choose_device(text: str) -> int | None:
-    """The ordinal for ``--device``: auto (the first GPU, if there is one), none, or a number.
+#: The name of the emulator as a device.
+EMULATOR = "emulator"
+
+
+def choose_device(text: str) -> int | str | None:
+    """What ``--device`` asks for: auto (the first GPU, if there is one), none, emulator, or a GPU's number.
 
     Raises UsageError for anything else and MachineError for a GPU that is not there.
     """
     if text == "none":
         return None
+    if text == EMULATOR:
+        return EMULATOR
     count = device_count()
     if text == "auto":
         return 0 if count else None
     if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"device {text!r}: allowed are auto, none and a GPU's number")
+        raise UsageError(f"device {text!r}: allowed are auto, none, emulator and a GPU's number")
     if int(text) >= count:
         raise MachineError(f"device {text}: the driver shows {count} GPU(s); use --device none to run without one")
     return int(text)
 
 
-def device_info(ordinal: int | None, timeout_s: float) -> DeviceInfo | None:
-    """The chosen device as seen from a process of its own, so that this one never holds a CUDA context."""
+def device_info(ordinal: int | str | None, timeout_s: float) -> DeviceInfo | None:
+    """The chosen device; a GPU as seen from a process of its own, so that this one never holds a CUDA context."""
     if ordinal is None:
         return None
+    if isinstance(ordinal, str):
+        return EmulatorSession().info()
     with Worker(ordinal, timeout_s=timeout_s) as worker:
         return worker.info()
 
@@ -91,7 +100,7 @@ def choose_target(text: str | None, device: DeviceInfo | None, default: str) -> 
     """The target for ``--arch``: what it says, or the device's own, or the task's default without a device."""
     if text is not None:
         return Target.parse(text)
-    if device is not None:
+    if device is not None and device.kind == "gpu":
         major, minor = device.compute_capability.split(".")
         return Target.of_device((int(major), int(minor)))
     return Target.parse(default)

@@ -44,7 +44,7 @@ def take_profile(request: Request, variant: Variant, shape: Shape, seed: int, st
         "seed": seed,
         "format": request.format,
         "arch": request.target.name,
-        "ordinal": request.ordinal or 0,
+        "ordinal": request.gpu,
         "launches": launches,
     }
     parent = request.out / request.task.config.defaults.results
@@ -88,15 +88,13 @@ def count_phases(request: Request, variant: Variant, *, repeats: int = 5) -> tup
     keep the compiler from moving work across phases, so shares are what to read, not the sum.
     Raises UsageError for a family without an instrumented build, MachineError or WorkerError where it cannot run.
     """
-    reason = request.cannot_run()
-    if reason:
-        raise MachineError(f"phases are counted on a GPU; {reason}")
+    ordinal = request.gpu
     parent = request.out / request.task.config.defaults.results
     check_writable(parent)
     family, problem = request.task.family, request.task.problem
     run = GateRun(request, {CANDIDATE: variant}, Unwatched())
     side = build_side(CANDIDATE, family, variant, request.format, request.shapes, request.target, instrumented=True)
-    with Worker(request.ordinal or 0, timeout_s=request.timeout_s) as worker:
+    with Worker(ordinal, timeout_s=request.timeout_s) as worker:
         cycles = {
             shape.name: worker.phases(
                 side.image(shape.name),

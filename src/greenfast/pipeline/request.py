@@ -9,11 +9,12 @@ from typing import Protocol
 
 import msgspec
 
+from greenfast.emulator.session import EmulatorSession
 from greenfast.pipeline.environment import choose_device, choose_target, device_info
 from greenfast.pipeline.tasks import LoadedTask
 from greenfast.runtime.worker import Worker
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import UsageError
+from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.record import DeviceInfo, GateResult
 from greenfast.spec.task import Shape, Timing
 
@@ -47,7 +48,7 @@ class Request:
     seeds: list[int]
     format: str
     target: Target
-    ordinal: int | None
+    ordinal: int | str | None
     device: DeviceInfo | None
     timing: Timing
     timeout_s: float
@@ -57,16 +58,39 @@ class Request:
     @property
     def make_worker(self) -> Callable[[], Worker]:
         """A function that starts a process on the chosen device."""
-        return lambda: Worker(self.ordinal or 0, timeout_s=self.timeout_s)
+        if isinstance(self.ordinal, str):
+            return lambda: Worker(timeout_s=max(self.timeout_s, _EMULATOR_TIMEOUT_S), make_session=EmulatorSession)
+        ordinal = self.ordinal or 0
+        return lambda: Worker(ordinal, timeout_s=self.timeout_s)
+
+    @property
+    def gpu(self) -> int:
+        """The number of the GPU that was chosen. Raises MachineError where none was."""
+        reason = self.cannot_time()
+        if reason or not isinstance(self.ordinal, int):
+            raise MachineError(f"this needs a GPU; {reason}")
+        return self.ordinal
 
     def cannot_run(self) -> str | None:
         """Why kernels cannot run here, or None where they can."""
         if self.device is None:
             return "no GPU: nothing can run the kernel here"
+        if self.device.kind != "gpu":
+            return None
         major, minor = self.device.compute_capability.split(".")
         if not self.target.runs_on((int(major), int(minor))):
             return f"{self.target.name} code does not run on {self.device.name} ({self.device.compute_capability})"
         return None
+
+    def cannot_time(self) -> str | None:
+        """Why kernels cannot be timed or profiled here, or None where they can."""
+        if self.device is not None and self.device.kind != "gpu":
+            return f"{self.device.kind}: {self.device.name} says nothing about time"
+        return self.cannot_run()
+
+
+#: Seconds that one case may take on the emulator: it is some thousand times slower than a GPU.
+_EMULATOR_TIMEOUT_S = 1200.0
 
 
 def make_request(

@@ -78,10 +78,11 @@ class GateRun:
             request.make_worker,
             self.progress("CORRECTNESS"),
         )
-        if self.add(result).status == "PASS":
-            return True
-        self.add(pending("PERFORMANCE", NOT_CORRECT))
-        return False
+        correct = self.add(result).status == "PASS"
+        reason = request.cannot_time() if correct else NOT_CORRECT
+        if reason:
+            self.add(pending("PERFORMANCE", reason))
+        return reason is None
 
     def built(self, role: str) -> BuiltSide | None:
         """A role's kernels, or None where they did not compile."""

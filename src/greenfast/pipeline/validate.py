@@ -110,7 +110,7 @@ def _evidence(run: GateRun, profile: bool) -> None:
     candidate = run.built(CANDIDATE)
     assert candidate is not None  # until_correct built every side
     result = evidence.check(candidate, *_promising_rung(request, candidate))
-    note = request.cannot_run() if profile else "not asked for"
+    note = request.cannot_time() if profile else "not asked for"
     if note is None and run.status("CORRECTNESS") != "PASS":
         note = "not taken: CORRECTNESS did not pass"
     files: list[str] = []

@@ -40,13 +40,14 @@ _SPIN = KernelSource(
 
 @dataclass(frozen=True)
 class KernelImage:
-    """Machine code that can be loaded: a cubin, its kernel's name, block, dynamic shared memory and phase names."""
+    """A compiled kernel: cubin, kernel's name, block, dynamic shared memory, phase names, and PTX for the emulator."""
 
     cubin: bytes
     entry: str
     block: tuple[int, int, int]
     dynamic_smem_bytes: int
     phases: tuple[str, ...] = ()
+    ptx: str = ""
 
 
 def check(result: tuple[Any, ...]) -> Any:

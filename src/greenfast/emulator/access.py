@@ -1,0 +1,286 @@
+"""Instructions that touch memory: ld, st, atom, red, cp.async (PTX ISA, "Data Movement")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.machine import WARP, Copy, Lanes, Machine, Operation, lane_count, lane_indices
+from greenfast.emulator.memory import (
+    GLOBAL_BASE,
+    IN_FLIGHT,
+    LOCAL_BASE,
+    SHARED_BASE,
+    WRITTEN,
+    Arena,
+    BadAccessError,
+    window,
+)
+from greenfast.emulator.operands import dtype_of, reader, type_of, unsupported, writer
+from greenfast.emulator.ptx import Address, Instruction, Operand, Register, Symbol, Vector
+
+Offsets = NDArray[np.int64]
+_BASES = {"global": GLOBAL_BASE, "shared": SHARED_BASE, "local": LOCAL_BASE}
+
+
+def space_of(i: Instruction) -> str:
+    """The state space of an access; "generic" where the opcode names none."""
+    for part in i.parts:
+        name = part.split(":")[0]
+        if name in ("global", "shared", "local", "param", "const"):
+            return name
+    return "generic"
+
+
+def addresses(operand: Operand, i: Instruction) -> Callable[[Machine, Lanes], Offsets]:
+    """A function that gives every thread's address, as written in the instruction."""
+    if not isinstance(operand, Address) or operand.base is None:
+        raise unsupported(i, "has an address that is not known")
+    base, offset = operand.base, operand.offset
+    width = "u64"
+    read = reader(base, width, i)
+    narrow = reader(base, "u32", i) if isinstance(base, Register) else read
+
+    def run(m: Machine, lanes: Lanes) -> Offsets:
+        wide = isinstance(base, Symbol) or m.register(base.name).dtype.itemsize == 8
+        values = np.asarray((read if wide else narrow)(m, lanes)).astype(np.int64) + offset
+        return np.ascontiguousarray(np.broadcast_to(values, lane_count(lanes)))
+
+    return run
+
+
+def locate(m: Machine, space: str, found: Offsets, lanes: Lanes) -> tuple[Arena, Offsets, str]:
+    """The arena of an access, the offsets into it, and the space that it turned out to be in."""
+    if space == "generic":
+        spaces = {window(int(a)) for a in np.unique(found >> 32) << 32}
+        if len(spaces) != 1 or "none" in spaces:
+            bad = next(n for n, a in enumerate(found) if window(int(a)) == "none" or len(spaces) > 1)
+            raise m.fault(f"generic address {int(found[bad]):#x} lies in no memory", int(lane_indices(lanes)[bad]))
+        space = spaces.pop()
+        found = found - _BASES[space]
+    elif space == "global":
+        found = found - GLOBAL_BASE
+    if space == "global":
+        return m.memory, found, space
+    mine = m.shared_start if space == "shared" else m.local_start
+    size = m.shared_bytes if space == "shared" else m.local_bytes
+    outside = (found < 0) | (found >= size)
+    if outside.any():  # beyond the block's own memory lies another block's
+        position = int(np.flatnonzero(outside)[0])
+        where = f"byte {int(found[position])} of {size} of {space} memory"
+        raise m.fault(f"access out of bounds: {where}", int(lane_indices(lanes)[position]))
+    return (m.shared if space == "shared" else m.local), found + mine[lanes], space
+
+
+def _count(m: Machine, space: str, store: bool, offsets: Offsets, lanes: Lanes, size: int) -> None:
+    m.counts.access(space, store, offsets, lane_indices(lanes) // WARP, size, m.current.source)
+
+
+def load(i: Instruction) -> Operation:
+    """ld: values come back only from bytes that something wrote."""
+    space = space_of(i)
+    if space == "param":
+        return _load_param(i)
+    kind = type_of(i)
+    destination = i.operands[0]
+    items = destination.items if isinstance(destination, Vector) else (destination,)
+    write = [writer(item, kind, i) for item in items]
+    size = dtype_of(kind).itemsize
+    total = size * len(items)
+    where = addresses(i.operands[1], i)
+    what = f"{total}-byte read"
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        arena, offsets, actual = locate(m, space, where(m, lanes), lanes)
+        try:
+            found = arena.read(offsets, total, what)
+        except BadAccessError as bad:
+            raise m.access_fault(bad, lane_indices(lanes), actual) from None
+        _count(m, actual, False, offsets, lanes, total)
+        values = found.view(dtype_of(kind))
+        for n, w in enumerate(write):
+            w(m, lanes, values[:, n])
+
+    return run
+
+
+def store(i: Instruction) -> Operation:
+    """st."""
+    space = space_of(i)
+    if space == "param":
+        return _store_param(i)
+    kind = type_of(i)
+    source = i.operands[1]
+    items = source.items if isinstance(source, Vector) else (source,)
+    read = [reader(item, kind, i) for item in items]
+    size = dtype_of(kind).itemsize
+    where = addresses(i.operands[0], i)
+    what = f"{size * len(items)}-byte write"
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        arena, offsets, actual = locate(m, space, where(m, lanes), lanes)
+        values = np.empty((len(offsets), len(read)), dtype_of(kind))
+        for n, r in enumerate(read):
+            values[:, n] = r(m, lanes)
+        try:
+            arena.write(offsets, values.view(np.uint8), what)
+        except BadAccessError as bad:
+            raise m.access_fault(bad, lane_indices(lanes), actual) from None
+        _count(m, actual, True, offsets, lanes, size * len(read))
+
+    return run
+
+
+def _load_param(i: Instruction) -> Operation:
+    kind = type_of(i)
+    destination, source = i.operands
+    items = destination.items if isinstance(destination, Vector) else (destination,)
+    write = [writer(item, kind, i) for item in items]
+    assert isinstance(source, Address)
+    assert isinstance(source.base, Symbol)
+    name, offset, dtype = source.base.name, source.offset, dtype_of(kind)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        for n, w in enumerate(write):
+            if name in m.params:
+                start = offset + n * dtype.itemsize
+                w(m, lanes, np.frombuffer(m.params[name][start : start + dtype.itemsize], dtype)[0])
+            else:
+                w(m, lanes, m.call_arguments[name].astype(dtype, copy=False))
+
+    return run
+
+
+def _store_param(i: Instruction) -> Operation:
+    """st.param: an argument of the call that follows."""
+    target, source = i.operands
+    assert isinstance(target, Address)
+    assert isinstance(target.base, Symbol)
+    name, read = target.base.name, reader(source, type_of(i), i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        m.call_arguments[name] = np.broadcast_to(np.asarray(read(m, lanes)), lane_count(lanes))
+
+    return run
+
+
+_ATOMIC: dict[str, Any] = {
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}  # fmt: skip
+
+
+def atomic(i: Instruction) -> Operation:
+    """atom and red: the threads of a warp take their turns in order."""
+    space = space_of(i)
+    kind = type_of(i)
+    dtype = dtype_of(kind)
+    operation = next((p for p in i.parts if p in (*_ATOMIC, "exch", "cas", "inc", "dec")), None)
+    if operation is None or kind in ("f16x2", "bf16x2", "f16", "bf16"):
+        raise unsupported(i)
+    returns = i.name == "atom"
+    target, *sources = i.operands[1:] if returns else i.operands
+    read = [reader(s, kind, i) for s in sources]
+    write = writer(i.operands[0], kind, i) if returns else None
+    where = addresses(target, i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        arena, offsets, actual = locate(m, space, where(m, lanes), lanes)
+        try:
+            arena.read(offsets, dtype.itemsize, f"{dtype.itemsize}-byte atomic access")
+        except BadAccessError as bad:
+            raise m.access_fault(bad, lane_indices(lanes), actual) from None
+        cells = arena.data.view(dtype)
+        rows = offsets // dtype.itemsize
+        arguments = [np.broadcast_to(np.asarray(r(m, lanes)), len(rows)) for r in read]
+        old = np.empty(len(rows), dtype)
+        for n, row in enumerate(rows):
+            old[n] = cells[row]
+            cells[row] = _after(operation, old[n], [a[n] for a in arguments])
+        if write is not None:
+            write(m, lanes, old)
+
+    return run
+
+
+def _after(operation: str, old: Any, arguments: list[Any]) -> Any:
+    """What an atomic operation leaves behind."""
+    if operation == "exch":
+        return arguments[0]
+    if operation == "cas":
+        return arguments[1] if old == arguments[0] else old
+    if operation == "inc":
+        return 0 if old >= arguments[0] else old + 1
+    if operation == "dec":
+        return arguments[0] if old == 0 or old > arguments[0] else old - 1
+    return _ATOMIC[operation](old, arguments[0])
+
+
+def asynchronous_copy(i: Instruction) -> Operation:
+    """cp.async: the data is read now and lands at the wait; until then reading it is a fault."""
+    if "commit_group" in i.parts:
+        return _commit
+    if "wait_group" in i.parts:
+        allowed = i.operands[0]
+        pending = getattr(allowed, "bits", None)
+        if pending is None:
+            raise unsupported(i)
+        return lambda m, lanes: deliver(m, lanes, pending)
+    if "wait_all" in i.parts:
+        return lambda m, lanes: deliver(m, lanes, 0)
+    if "bulk" in i.parts or "mbarrier" in i.parts:
+        raise unsupported(i)
+    size = int(getattr(i.operands[2], "bits", 0))
+    to, source = addresses(i.operands[0], i), addresses(i.operands[1], i)
+    valid = reader(i.operands[3], "u32", i) if len(i.operands) > 3 else None
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        indices = lane_indices(lanes)
+        count = len(indices)
+        present = np.full(count, size) if valid is None else np.broadcast_to(valid(m, lanes), count)
+        values = np.zeros((count, size), np.uint8)
+        arena, offsets, _ = locate(m, "shared", to(m, lanes), lanes)
+        whole, partly = present >= size, (present > 0) & (present < size)
+        if partly.any():
+            raise unsupported(i, "copies a part of its bytes")
+        try:
+            sources = source(m, lanes) - GLOBAL_BASE
+            values[whole] = m.memory.read(sources[whole], size, f"{size}-byte read")
+        except BadAccessError as bad:
+            raise m.access_fault(bad, indices[whole], "global") from None
+        try:
+            arena.mark(offsets, size, IN_FLIGHT, f"{size}-byte asynchronous write")
+        except BadAccessError as bad:
+            raise m.access_fault(bad, indices, "shared") from None
+        m.counts.access("global", False, sources[whole], indices[whole] // WARP, size, m.current.source)
+        m.copies.append(Copy(indices, offsets, values, m.copy_groups[indices].copy()))
+
+    return run
+
+
+def _commit(m: Machine, lanes: Lanes) -> None:
+    m.copy_groups[lanes] += 1
+
+
+def deliver(m: Machine, lanes: Lanes, pending: int) -> None:
+    """Land the copies of these threads in all groups but their newest ``pending`` ones."""
+    waiting = np.zeros(m.lanes, bool)
+    waiting[lanes] = True
+    kept = []
+    for copy in m.copies:
+        done = waiting[copy.lanes] & (copy.groups < m.copy_groups[copy.lanes] - pending)
+        if done.any():
+            size = copy.values.shape[1]
+            rows = copy.offsets[done] // size
+            m.shared.data.reshape(-1, size)[rows] = copy.values[done]
+            m.shared.state.reshape(-1, size)[rows] = WRITTEN
+        if not done.all():
+            left = ~done
+            kept.append(Copy(copy.lanes[left], copy.offsets[left], copy.values[left], copy.groups[left]))
+    m.copies = kept
+
+
+BUILDERS = {"ld": load, "ldu": load, "st": store, "atom": atomic, "red": atomic, "cp": asynchronous_copy}

@@ -1,0 +1,17 @@
+"""What the emulator finds wrong with a kernel."""
+
+from __future__ import annotations
+
+from greenfast.spec.errors import GreenfastError
+
+
+class KernelFaultError(GreenfastError):
+    """The kernel did something that no kernel may do; the message names kernel, source line, block and thread."""
+
+    exit_code = 1
+
+
+class UnsupportedError(GreenfastError):
+    """The kernel holds an instruction that the emulator does not know; the message names it and its source line."""
+
+    exit_code = 3

@@ -1,0 +1,142 @@
+"""Run a kernel of a PTX module on a whole grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from greenfast.emulator.counts import Counts
+from greenfast.emulator.machine import Geometry, Machine
+from greenfast.emulator.memory import UNWRITTEN, WRITTEN, GlobalMemory
+from greenfast.emulator.ptx import Function, Module, Variable, parse
+from greenfast.emulator.scheduler import Program, Scheduler
+from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import PHASE_BUFFER, Launch
+from greenfast.spec.problem import Array, OutputSpec
+
+#: Threads that run at once. More would need more memory (some hundred bytes of registers each) and gain little.
+MAX_LANES = 16_384
+
+
+@dataclass
+class GridResult:
+    """What a grid left: output arrays, how many of each output's bytes were never written, counts and printed lines."""
+
+    outputs: dict[str, Array]
+    unwritten: dict[str, int]
+    changed_inputs: list[str]
+    counts: Counts
+    printed: str = ""
+
+
+@lru_cache(maxsize=32)
+def program_of(ptx: str, entry: str) -> tuple[Module, Program]:
+    """The parsed module and the kernel's program. Raises UnsupportedError, or UsageError for an unknown kernel."""
+    module = parse(ptx)
+    return module, Program(module.entry(entry))
+
+
+def run_grid(
+    ptx: str,
+    entry: str,
+    block: tuple[int, int, int],
+    dynamic_smem_bytes: int,
+    plan: Launch,
+    inputs: Mapping[str, Array],
+    outputs: Mapping[str, OutputSpec],
+    *,
+    seed: int = 0,
+    poison: int = 0xFF,
+) -> GridResult:
+    """Run every block of the grid.
+
+    Output bytes that nothing wrote read as ``poison``. Raises KernelFaultError for what the kernel does wrong, and
+    UnsupportedError for an instruction that is not known.
+    """
+    module, program = program_of(ptx, entry)
+    function = program.function
+    arrays = {name: np.ascontiguousarray(a) for name, a in inputs.items()}
+    sizes = {name: a.nbytes for name, a in arrays.items()}
+    sizes |= {n: int(np.prod(o.shape)) * np.dtype(o.dtype).itemsize for n, o in outputs.items()}
+    variables = {f"{v.name}": v for v in module.variables.values() if v.space in ("global", "const") and v.size}
+    sizes |= {f"variable {name}": v.size for name, v in variables.items()}
+    memory = GlobalMemory(sizes)
+    for name, a in arrays.items():
+        memory.bytes_of(name)[:] = a.reshape(-1).view(np.uint8)
+        memory.states_of(name)[:] = WRITTEN
+    for name, v in variables.items():  # device variables begin as zero where they have no initial value
+        memory.bytes_of(f"variable {name}")[:] = np.frombuffer(v.data.ljust(v.size, b"\0"), np.uint8)[: v.size]
+        memory.states_of(f"variable {name}")[:] = WRITTEN
+    shared_layout, shared_bytes = _layout(module, function, dynamic_smem_bytes)
+    local_layout, local_bytes = _pack([v for v in function.variables.values() if v.space == "local"])
+    geometry = Geometry(plan.grid, block)
+    counts = Counts()
+    printed: list[str] = []
+    per_batch = max(1, MAX_LANES // (-(-geometry.threads // 32) * 32))
+    with np.errstate(all="ignore"):
+        for start in range(0, geometry.blocks, per_batch):
+            machine = Machine(
+                module=module,
+                function=function,
+                geometry=geometry,
+                blocks=np.arange(start, min(start + per_batch, geometry.blocks)),
+                shared_layout=shared_layout,
+                shared_bytes=shared_bytes,
+                local_layout=local_layout,
+                local_bytes=local_bytes,
+                memory=memory,
+                symbols={name: memory.address(f"variable {name}") for name in variables},
+                params=_parameters(function, plan, memory),
+                counts=counts,
+            )
+            Scheduler(machine, program, seed + start).run()
+            printed += machine.output
+    found, unwritten = {}, {}
+    for name, o in outputs.items():
+        data, states = memory.bytes_of(name), memory.states_of(name)
+        unwritten[name] = int((states == UNWRITTEN).sum())
+        data[states == UNWRITTEN] = poison
+        found[name] = data.copy().view(o.dtype).reshape(o.shape)
+    changed = [n for n, a in arrays.items() if memory.bytes_of(n).tobytes() != a.tobytes()]
+    return GridResult(found, unwritten, changed, counts, "".join(printed))
+
+
+def _pack(variables: Sequence[Variable], start: int = 0) -> tuple[dict[str, int], int]:
+    """Offsets of variables laid one behind the other, and where the last one ends."""
+    layout, end = {}, start
+    for v in variables:
+        end = -(-end // v.align) * v.align
+        layout[v.name] = end
+        end += v.size
+    return layout, end
+
+
+def _layout(module: Module, function: Function, dynamic_bytes: int) -> tuple[dict[str, int], int]:
+    """Shared variables: the static ones, then the dynamic array (of no size of its own)."""
+    shared = [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
+    layout, end = _pack([v for v in shared if v.size])
+    dynamic = [v for v in shared if not v.size]
+    if dynamic:
+        align = max(v.align for v in dynamic)
+        end = -(-end // align) * align
+        layout |= {v.name: end for v in dynamic}
+    return layout, end + dynamic_bytes
+
+
+def _parameters(function: Function, plan: Launch, memory: GlobalMemory) -> dict[str, bytes]:
+    if len(plan.args) != len(function.params):
+        raise UsageError(f"{function.name} has {len(function.params)} parameters, its launch gives {len(plan.args)}")
+    packed = {}
+    for parameter, argument in zip(function.params, plan.args, strict=True):
+        if isinstance(argument, str):
+            known = argument in memory.starts
+            if not known and argument != PHASE_BUFFER:
+                raise UsageError(f"launch argument {argument!r} is no buffer of the case")
+            value = np.uint64(memory.address(argument) if known else 0).tobytes()
+        else:
+            value = argument.tobytes()
+        packed[parameter.name] = value.ljust(parameter.size, b"\0")
+    return packed

@@ -1,0 +1,149 @@
+"""Global and shared memory that know which bytes exist and which were written.
+
+Both are byte arrays beside a state per byte, so that a read or write outside of an allocation, of a byte that nothing
+wrote, or of a byte that an asynchronous copy has not delivered is found where it happens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: State of a byte: outside of every allocation, allocated and never written, written, being copied to.
+OUTSIDE, UNWRITTEN, WRITTEN, IN_FLIGHT = 0, 1, 2, 3
+
+#: Where the address windows begin in the generic address space; each is larger than what it holds.
+GLOBAL_BASE = 0x7F00_0000_0000
+SHARED_BASE = 0x7E00_0000_0000
+LOCAL_BASE = 0x7D00_0000_0000
+_WINDOW = 0x0080_0000_0000
+
+#: Unallocated bytes between allocations; an index that is off by less than this hits none of another array.
+_GAP = 1 << 16
+
+Bytes = NDArray[np.uint8]
+Addresses = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class BadAccessError(Exception):
+    """An access that failed: why, and the position in the access's arrays of the first lane at fault."""
+
+    reason: str
+    position: int
+    address: int
+
+
+def window(address: int) -> str:
+    """The state space of a generic address: global, shared, local or none."""
+    for name, base in (("global", GLOBAL_BASE), ("shared", SHARED_BASE), ("local", LOCAL_BASE)):
+        if base <= address < base + _WINDOW:
+            return name
+    return "none"
+
+
+class Arena:
+    """A byte array with a state per byte. Addresses are offsets into it.
+
+    An access is ``count`` addresses of ``size`` bytes each (1, 2, 4, 8 or 16), aligned to their size.
+    """
+
+    def __init__(self, size: int, state: int) -> None:
+        padded = -(-size // 16) * 16
+        self.size = size
+        self.data = np.zeros(padded, np.uint8)
+        self.state = np.full(padded, state, np.uint8)
+        self.state[size:] = OUTSIDE
+
+    def _rows(self, offsets: Addresses, size: int, what: str) -> NDArray[np.int64]:
+        """Indices of elements of ``size`` bytes; raises BadAccessError for misaligned ones and such beyond the end."""
+        misaligned = offsets & (size - 1)
+        if misaligned.any():
+            i = int(np.flatnonzero(misaligned)[0])
+            raise BadAccessError(f"misaligned {what}", i, int(offsets[i]))
+        outside = (offsets < 0) | (offsets > self.size - size)
+        if outside.any():
+            i = int(np.flatnonzero(outside)[0])
+            raise BadAccessError(f"{what} out of bounds", i, int(offsets[i]))
+        return offsets // size
+
+    def _require(self, rows: NDArray[np.int64], offsets: Addresses, size: int, what: str) -> None:
+        """Raise BadAccessError unless every byte of a read is WRITTEN."""
+        states = self.state.reshape(-1, size)[rows]
+        good = (states == WRITTEN).all(axis=1)
+        if good.all():
+            return
+        i = int(np.flatnonzero(~good)[0])
+        worst = states[i]
+        if (worst == OUTSIDE).any():
+            reason = f"{what} out of bounds"
+        elif (worst == IN_FLIGHT).any():
+            reason = f"{what} of data that an asynchronous copy has not delivered (no wait for its group)"
+        else:
+            reason = f"{what} of an element that nothing has written"
+        raise BadAccessError(reason, i, int(offsets[i]))
+
+    def read(self, offsets: Addresses, size: int, what: str) -> Bytes:
+        """(count, size) bytes; every byte must have been written."""
+        rows = self._rows(offsets, size, what)
+        self._require(rows, offsets, size, what)
+        found: Bytes = self.data.reshape(-1, size)[rows]
+        return found
+
+    def write(self, offsets: Addresses, values: Bytes, what: str) -> None:
+        """Write (count, size) bytes; where two lanes write one place, the last one stays."""
+        size = values.shape[1]
+        rows = self._rows(offsets, size, what)
+        states = self.state.reshape(-1, size)
+        outside = (states[rows] == OUTSIDE).any(axis=1)
+        if outside.any():
+            i = int(np.flatnonzero(outside)[0])
+            raise BadAccessError(f"{what} out of bounds", i, int(offsets[i]))
+        self.data.reshape(-1, size)[rows] = values
+        states[rows] = WRITTEN
+
+    def mark(self, offsets: Addresses, size: int, state: int, what: str) -> None:
+        """Set the state of elements that must exist."""
+        rows = self._rows(offsets, size, what)
+        self.state.reshape(-1, size)[rows] = state
+
+
+class GlobalMemory(Arena):
+    """All allocations of a run in one arena, with gaps between them. Addresses are generic."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        starts, end = {}, _GAP
+        for name, size in sizes.items():
+            starts[name] = end
+            end = -(-(end + size + _GAP) // 512) * 512
+        super().__init__(end, OUTSIDE)
+        self.starts = starts
+        self.sizes = dict(sizes)
+        for name, start in starts.items():
+            self.state[start : start + sizes[name]] = UNWRITTEN
+
+    def address(self, name: str) -> int:
+        """The generic address of an allocation."""
+        return GLOBAL_BASE + self.starts[name]
+
+    def bytes_of(self, name: str) -> Bytes:
+        """An allocation's bytes, as a view."""
+        return self.data[self.starts[name] : self.starts[name] + self.sizes[name]]
+
+    def states_of(self, name: str) -> Bytes:
+        """The states of an allocation's bytes, as a view."""
+        return self.state[self.starts[name] : self.starts[name] + self.sizes[name]]
+
+    def describe(self, offset: int) -> str:
+        """Where an offset lies: in, before or behind which allocation."""
+        for name, start in self.starts.items():
+            size = self.sizes[name]
+            if start <= offset < start + size:
+                return f"byte {offset - start} of {name!r} ({size} bytes)"
+            if start + size <= offset < start + size + _GAP // 2:
+                return f"{offset - start - size} bytes behind the end of {name!r} ({size} bytes)"
+            if start - _GAP // 2 <= offset < start:
+                return f"{start - offset} bytes in front of {name!r}"
+        return "in no allocation"

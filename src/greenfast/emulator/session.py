@@ -1,0 +1,74 @@
+"""The emulator as a device: a Session whose kernels run on NumPy."""
+
+from __future__ import annotations
+
+from greenfast.emulator.grid import GridResult, run_grid
+from greenfast.runtime.device import KernelImage
+from greenfast.runtime.session import Block, RunResult, same_bits
+from greenfast.spec.errors import MachineError
+from greenfast.spec.kernel import Launch
+from greenfast.spec.problem import Case
+from greenfast.spec.record import DeviceInfo
+
+#: Up to this many threads a case is run once per repeat, each in another order of warps; larger ones once, for time.
+REPEAT_THREADS = 4096
+
+_NO_TIME = "the emulator executes a kernel's PTX; it says nothing about time"
+
+
+class EmulatorSession:
+    """A Session on the emulator; ``ordinal`` is there only to match a GPU's."""
+
+    def __init__(self, ordinal: int = 0) -> None:
+        self._ordinal = ordinal
+
+    def info(self) -> DeviceInfo:
+        """The emulator as a device."""
+        return DeviceInfo(
+            kind="emulated",
+            name="PTX emulator",
+            compute_capability="",
+            cuda_version="",
+            driver="",
+        )
+
+    def run(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> RunResult:
+        """Run a case; small ones ``repeats`` times with differently shuffled warps, whose bits must agree."""
+        threads = plan.grid[0] * plan.grid[1] * plan.grid[2] * image.block[0] * image.block[1] * image.block[2]
+        orders = range(repeats if threads <= REPEAT_THREADS else 1)
+        results = [_run(image, plan, case, seed) for seed in orders]
+        first = results[0]
+        violations = [f"input {name!r} was changed" for name in first.changed_inputs]
+        violations += [
+            f"{count} bytes of {name!r} were never written" for name, count in first.unwritten.items() if count
+        ]
+        return RunResult(first.outputs, violations, all(same_bits(first.outputs, r.outputs) for r in results[1:]))
+
+    def prepare(self, key: str, image: KernelImage, plan: Launch, case: Case, warmup: int) -> None:
+        """Refuse: nothing can be timed here."""
+        raise MachineError(_NO_TIME)
+
+    def time(self, key: str, warmup: int, iters: int, cold: bool) -> Block:
+        """Refuse: nothing can be timed here."""
+        raise MachineError(_NO_TIME)
+
+    def finish(self, key: str) -> RunResult:
+        """Refuse: nothing can be timed here."""
+        raise MachineError(_NO_TIME)
+
+    def phases(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> dict[str, float]:
+        """Refuse: nothing can be timed here."""
+        raise MachineError(_NO_TIME)
+
+
+def _run(image: KernelImage, plan: Launch, case: Case, seed: int) -> GridResult:
+    return run_grid(
+        image.ptx,
+        image.entry,
+        image.block,
+        image.dynamic_smem_bytes,
+        plan,
+        case.inputs,
+        case.outputs,
+        seed=seed,
+    )

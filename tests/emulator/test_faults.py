@@ -1,0 +1,158 @@
+"""Each thing that the emulator must find, shown by a kernel that does it, beside one that does not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from greenfast.emulator import scheduler
+from greenfast.emulator.faults import KernelFaultError, UnsupportedError
+from tests.emulator.kernels import run
+
+X = np.arange(64, dtype=np.float32)
+SIGNATURE = {"parameters": "const float* x, float* y", "args": ("x", "y")}
+HEADER = '#include "ptx/cp_async.cuh"\n'
+
+
+def output(body: str, *, threads: int = 64, before: str = "", seed: int = 0) -> np.ndarray:
+    """What 64 threads make of 64 floats."""
+    result = run(
+        body,
+        {"x": X},
+        {"y": (64, "float32")},
+        threads=threads,
+        before=before,
+        seed=seed,
+        **SIGNATURE,  # type: ignore[arg-type]
+    )
+    return result.outputs["y"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("y[threadIdx.x] = x[threadIdx.x + 1];", r"4-byte read out of bounds: 0 bytes behind the end of 'x' .*k\.cu:1"),
+        ("y[threadIdx.x] = x[(int)threadIdx.x - 1];", r"read out of bounds: 4 bytes in front of 'x'"),
+        ("y[threadIdx.x + 1] = x[threadIdx.x];", r"write out of bounds: 0 bytes behind the end of 'y'"),
+        (
+            "y[threadIdx.x] = *(const float*)((const char*)x + 2);",
+            r"misaligned 4-byte read: byte 2 of 'x' .*k\.cu:1, block \(0, 0, 0\), thread \(0, 0, 0\)",
+        ),
+        (
+            "*(float4*)(y + 1) = make_float4(x[0], x[1], x[2], x[3]);",
+            r"misaligned 16-byte write: byte 4 of 'y'",
+        ),
+        ("y[threadIdx.x] = *(const float*)0x1234;", r"generic address 0x1234 lies in no memory at k\.cu:1"),
+        (
+            "extern __shared__ float s[]; s[threadIdx.x] = x[threadIdx.x]; y[threadIdx.x] = s[threadIdx.x];",
+            r"byte 0 of 0 of shared memory",
+        ),
+        (
+            "__shared__ float s[64];\ny[threadIdx.x] = s[threadIdx.x] + x[0];",
+            r"read of an element that nothing has written: byte 0 of 256 of shared memory at k\.cu:2",
+        ),
+        ("y[threadIdx.x] = y[threadIdx.x] + x[0];", r"element that nothing has written: byte 0 of 'y'"),
+        (
+            "if (threadIdx.x < 48) __syncthreads(); y[threadIdx.x] = x[threadIdx.x];",
+            r"deadlock, a barrier that not all threads reach: .*16 threads of warp 1 have ended",
+        ),
+        (
+            'if (threadIdx.x < 32) asm volatile("bar.sync 1, 64;"); else asm volatile("bar.sync 2, 64;");'
+            "y[threadIdx.x] = x[threadIdx.x];",
+            r"deadlock.*32 threads of warp 0 wait at .*bar\.sync 1, 64.*32 threads of warp 1 wait",
+        ),
+        ('asm volatile("trap;");', r"trap was executed at k\.cu:1"),
+    ],
+)
+def test_a_fault_is_named_with_its_place(body: str, says: str) -> None:
+    with pytest.raises(KernelFaultError, match=says):
+        output(body)
+
+
+def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "INSTRUCTION_LIMIT", 2000)
+    with pytest.raises(KernelFaultError, match=r"no end after 2000 instructions .*k\.cu:"):
+        output('while (true) { asm volatile(""); y[0] = x[0]; }')
+
+
+REVERSE = """__shared__ float s[64];
+s[threadIdx.x] = x[threadIdx.x];
+{barrier}
+y[threadIdx.x] = s[63 - threadIdx.x];"""
+
+
+def test_a_missing_barrier_shows_in_some_order_of_the_warps() -> None:
+    found = 0
+    for seed in range(4):
+        assert (output(REVERSE.format(barrier="__syncthreads();"), seed=seed) == X[::-1]).all()
+        try:
+            output(REVERSE.format(barrier=""), seed=seed)
+        except KernelFaultError as e:
+            found += "nothing has written" in str(e)
+    assert found == 4  # whichever warp goes first reads what the other has not written yet
+
+
+COPY = """__shared__ __align__(16) float s[64];
+if (threadIdx.x < 16) greenfast::ptx::cp_async_16(s + 4 * threadIdx.x, x + 4 * threadIdx.x, 16);
+greenfast::ptx::cp_async_commit();
+{wait}
+__syncthreads();
+y[threadIdx.x] = s[threadIdx.x];"""
+
+
+def test_asynchronous_copies_land_at_the_wait() -> None:
+    waited = COPY.format(wait="greenfast::ptx::cp_async_wait<0>();")
+    assert (output(waited, before=HEADER) == X).all()
+    for wait in ("", "greenfast::ptx::cp_async_wait<1>();"):
+        with pytest.raises(KernelFaultError, match="asynchronous copy has not delivered"):
+            output(COPY.format(wait=wait), before=HEADER)
+
+
+def test_unwritten_outputs_are_counted_and_poisoned() -> None:
+    result = run(
+        "if (threadIdx.x < 60) y[threadIdx.x] = x[threadIdx.x];",
+        {"x": X},
+        {"y": (64, "float32")},
+        threads=64,
+        **SIGNATURE,  # type: ignore[arg-type]
+    )
+    assert result.unwritten == {"y": 16}
+    assert np.isnan(result.outputs["y"][60:]).all()
+
+
+def test_changed_inputs_are_named() -> None:
+    result = run(
+        "((float*)x)[threadIdx.x] = 0; y[threadIdx.x] = 1;",
+        {"x": X},
+        {"y": (64, "float32")},
+        threads=64,
+        **SIGNATURE,  # type: ignore[arg-type]
+    )
+    assert result.changed_inputs == ["x"]
+
+
+def test_an_unknown_instruction_is_named_with_its_line() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"PTX instruction dp4a\.s32\.s32 is not known to the emulator at k\.cu:1"
+    ):
+        output("y[threadIdx.x] = __dp4a(__float_as_int(x[0]), 2, 3);")
+
+
+def test_divergent_threads_join_again() -> None:
+    body = "float v = x[threadIdx.x]; for (int i = 0; i < threadIdx.x % 5; ++i) { if (v > 20) v -= 3; else v += 7; }"
+    expected = X.copy()
+    for lane in range(64):
+        for _ in range(lane % 5):
+            expected[lane] += -3 if expected[lane] > 20 else 7
+    shuffled = body + " y[threadIdx.x] = __shfl_xor_sync(0xffffffffu, v, 1);"
+    assert (output(shuffled) == expected.reshape(-1, 2)[:, ::-1].ravel()).all()
+
+
+def test_printf() -> None:
+    result = run(
+        'if (threadIdx.x == 3) printf("%d %5.2f %s|%u%%\\n", 7, x[3], "text", 9u); y[threadIdx.x] = 0;',
+        {"x": X},
+        {"y": (32, "float32")},
+        **SIGNATURE,  # type: ignore[arg-type]
+    )
+    assert result.printed == "7  3.00 text|9%\n"

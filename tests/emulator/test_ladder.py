@@ -1,0 +1,160 @@
+"""Every kernel in the tree on the emulator, for its real source, and the emulator as a device of the pipeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from greenfast.build.compiler import compile_kernel
+from greenfast.cli.main import main
+from greenfast.emulator.grid import run_grid
+from greenfast.numerics.errors import error_stats, worst_bound_ratio
+from greenfast.pipeline.records import read_record
+from greenfast.pipeline.tasks import find_task, load
+from greenfast.spec.arch import Target
+from greenfast.spec.record import Record
+
+TASKS = {name: load(find_task(name)) for name in ("fp8_sdpa", "fp8_quantize", "examples/row_softmax")}
+VARIANTS = [
+    pytest.param(name, rung.name, fmt, id=f"{task.config.name}-{rung.name}-{fmt}")
+    for name, task in TASKS.items()
+    for rung in task.config.rungs
+    for fmt in task.config.formats
+]
+
+
+@pytest.mark.parametrize("target", ["sm_89", "sm_90a"])
+@pytest.mark.parametrize(("task_name", "rung", "fmt"), VARIANTS)
+def test_every_variant_is_right(task_name: str, rung: str, fmt: str, target: str) -> None:
+    """A registry of its own is not needed: a variant with an instruction that is not known fails here, named."""
+    task = TASKS[task_name]
+    toggles = task.config.variant(rung).values
+    small = task.config.shape("small").dims
+    ragged = [{**small, "S": 45, "D": 128}] if task_name == "fp8_sdpa" and target == "sm_89" else []
+    for dims in (small, *ragged):
+        source = task.family.kernel(toggles, fmt, dims)
+        case = task.problem.make_case(dims, 1, fmt)
+        result = run_grid(
+            compile_kernel(source, Target(target)).ptx,
+            source.entry,
+            source.block,
+            source.dynamic_smem_bytes,
+            task.family.launch(toggles, fmt, dims),
+            case.inputs,
+            case.outputs,
+            seed=3,
+        )
+        assert not any(result.unwritten.values())
+        assert result.changed_inputs == []
+        references = task.problem.references(dims, 1, fmt)
+        out = task.problem.decode(result.outputs, fmt)
+        assert worst_bound_ratio(out, references.exact, references.bound) <= 1
+        limit = task.config.gates(fmt).kernel_error.relative_error
+        assert error_stats(out, references.exact, 1).relative_error <= limit
+
+
+def test_the_minimum_of_matrix_work_and_exponentials() -> None:
+    task = TASKS["fp8_sdpa"]
+    dims = task.config.shape("small").dims
+    toggles = task.config.variant("stage2").values
+    source = task.family.kernel(toggles, "e4m3", dims)
+    case = task.problem.make_case(dims, 0, "e4m3")
+    ptx = compile_kernel(source, Target("sm_89")).ptx
+    plan = task.family.launch(toggles, "e4m3", dims)
+    counts, again = (
+        run_grid(ptx, source.entry, source.block, source.dynamic_smem_bytes, plan, case.inputs, case.outputs).counts
+        for _ in range(2)
+    )
+    assert counts.matrix_flops == 4 * 32 * 32 * 64  # 4 B H S^2 D, both products
+    assert counts.exponentials == 32 * 32 + 128  # one per score, and one per thread and tile for the rescale
+    assert again == counts  # deterministic
+
+
+def test_debug_print_prints_from_the_kernel() -> None:
+    task = TASKS["fp8_sdpa"]
+    dims = {"B": 1, "H": 1, "S": 40, "D": 64}
+    toggles = task.config.variant("USE_CP_ASYNC=1,DEBUG_PRINT=1").values
+    source = task.family.kernel(toggles, "int8", dims)
+    case = task.problem.make_case(dims, 0, "int8")
+    result = run_grid(
+        compile_kernel(source, Target("sm_89")).ptx,
+        source.entry,
+        source.block,
+        source.dynamic_smem_bytes,
+        task.family.launch(toggles, "int8", dims),
+        case.inputs,
+        case.outputs,
+    )
+    lines = result.printed.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["tile 0: keys 32", "tile 1: keys 8"]
+
+
+def test_validate_decides_correctness_on_the_emulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [
+        "validate",
+        "fp8_sdpa",
+        "--shapes",
+        "small",
+        "--seeds",
+        "0,1",
+        "--device",
+        "emulator",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"]["kind"] == "emulated"
+    (folder,) = (tmp_path / "fp8_wmma_baseline").iterdir()
+    record = read_record(folder)
+    assert isinstance(record, Record)
+    statuses = {g.gate: g.status for g in record.gates}
+    assert statuses == {
+        "BUILD": "PASS", "RESOURCES": "PASS", "CORRECTNESS": "PASS", "PERFORMANCE": "PENDING", "EVIDENCE": "PASS",
+    }  # fmt: skip
+    assert record.decision == "PENDING"
+    assert "emulated" in next(g.summary for g in record.gates if g.gate == "PERFORMANCE")
+    assert main([*argv, "--require", "performance"]) == 1
+
+
+def test_a_wrong_kernel_fails_on_the_emulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = "tests/cheats/doubling"
+    argv = ["bench", task, "--shapes", "even", "--seeds", "0", "--device", "emulator", "--out", str(tmp_path)]
+    for variant, says in (
+        ("tail_unwritten", None),
+        ("reads_behind", "behind the end of 'x'"),
+        ("writes_behind", "behind the end of 'y'"),
+        ("unwritten", "never written"),
+        ("wild_pointer", "out of bounds"),
+    ):
+        code = main([*argv, "--variant", variant])
+        out = " ".join(capsys.readouterr().out.split())
+        assert code == (0 if says is None else 1), (variant, out)
+        assert says is None or says in out, variant
+
+
+def test_the_error_is_the_one_that_a_gpu_recorded() -> None:
+    """The error that an H100 recorded for small, seed 0: only the order of accumulation may change it."""
+    record = read_record(Path(__file__).parents[2] / "evidence/h100/fp8_sdpa-e4m3-stage2")
+    assert isinstance(record, Record)
+    (row,) = [r for r in record.candidate.correctness if (r.shape, r.seed) == ("small", 0)]
+    task = TASKS["fp8_sdpa"]
+    toggles = task.config.variant("stage2").values
+    source = task.family.kernel(toggles, "e4m3", row.dims)
+    case = task.problem.make_case(row.dims, 0, "e4m3")
+    result = run_grid(
+        compile_kernel(source, Target("sm_90a")).ptx,
+        source.entry,
+        source.block,
+        source.dynamic_smem_bytes,
+        task.family.launch(toggles, "e4m3", row.dims),
+        case.inputs,
+        case.outputs,
+    )
+    assert case.digest == row.inputs_digest
+    exact = task.problem.references(row.dims, 0, "e4m3").exact
+    found = error_stats(result.outputs["out"].astype(np.float64), exact, 1).relative_error
+    assert row.kernel_error is not None
+    assert found == pytest.approx(row.kernel_error.relative_error, rel=0.02)
