@@ -126,7 +126,8 @@ def test_a_gpu_that_is_not_there_is_the_machines_fault(
 
 
 def test_a_profile_without_a_gpu_is_the_machines_fault(capsys: pytest.CaptureFixture[str]) -> None:
-    assert_said(run_here(capsys, "profile", "fp8_sdpa"), 3, "a profile needs a GPU; no GPU")
+    assert_said(run_here(capsys, "profile", "fp8_sdpa"), 3, "a profile needs a GPU; emulated")
+    assert_said(run_here(capsys, "profile", "fp8_sdpa", "--device", "none"), 3, "a profile needs a GPU; no GPU")
 
 
 @pytest.mark.parametrize("verb", ["validate", "bench"])

@@ -105,13 +105,24 @@ def test_a_candidate_named_alone_is_compared_with_the_rung_before_it(
 def test_without_a_gpu_what_is_required_decides(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str, required: tuple[str, ...], code: int
 ) -> None:
-    ran = run_here(capsys, verb, "fp8_sdpa", *SMALL, *required, "--out", tmp_path)
+    ran = run_here(capsys, verb, "fp8_sdpa", *SMALL, *required, "--device", "none", "--out", tmp_path)
     assert (ran.code, ran.err) == (code, "")
     lines = [line for line in ran.out.splitlines() if line.startswith(("CORRECTNESS", "PERFORMANCE"))]
     assert [line.split(maxsplit=2)[1:] for line in lines] == [
         ["PENDING", "no GPU: nothing can run the kernel here"]
     ] * 2
     assert last_line(ran).is_dir()
+
+
+@pytest.mark.parametrize("verb", ["validate", "bench"])
+def test_without_a_gpu_the_emulator_decides_correctness(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+) -> None:
+    ran = run_here(capsys, verb, "fp8_sdpa", *SMALL, "--require", "correctness", "--out", tmp_path)
+    assert (ran.code, ran.err) == (0, "")
+    lines = [line for line in ran.out.splitlines() if line.startswith(("CORRECTNESS", "PERFORMANCE"))]
+    assert [line.split()[1] for line in lines] == ["PASS", "PENDING"]
+    assert "emulated" in lines[1]
 
 
 def test_a_target_that_the_gpu_does_not_run_is_pending(

@@ -68,7 +68,7 @@ EMULATOR = "emulator"
 
 
 def choose_device(text: str) -> int | str | None:
-    """What ``--device`` asks for: auto (the first GPU, if there is one), none, emulator, or a GPU's number.
+    """What ``--device`` asks for: auto (the first GPU, else the emulator), none, emulator, or a number.
 
     Raises UsageError for anything else and MachineError for a GPU that is not there.
     """
@@ -78,7 +78,7 @@ def choose_device(text: str) -> int | str | None:
         return EMULATOR
     count = device_count()
     if text == "auto":
-        return 0 if count else None
+        return 0 if count else EMULATOR
     if not (text.isascii() and text.isdigit()):
         raise UsageError(f"device {text!r}: allowed are auto, none, emulator and a GPU's number")
     if int(text) >= count:
