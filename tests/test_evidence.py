@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from functools import cache
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from greenfast.build.compiler import kernel_hash
 from greenfast.cli.options import VERBS
 from greenfast.pipeline.records import is_stale, read_record
 from greenfast.pipeline.store import to_json
-from greenfast.pipeline.tasks import find_task
+from greenfast.pipeline.tasks import find_task, load_family
 from greenfast.spec.arch import TARGETS
 from greenfast.spec.errors import UsageError
 from greenfast.spec.record import AnyRecord, Record
@@ -118,6 +120,17 @@ def test_every_link_to_a_file_leads_to_one(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+
+
+def test_the_comparison_of_emulator_and_gpu_is_of_todays_kernels() -> None:
+    rows = json.loads((ROOT / "evidence" / "emulator-h100.json").read_text())["rows"]
+    task = find_task("fp8_sdpa")
+    family = load_family(task)
+    assert {row["variant"] for row in rows} == {rung.name for rung in task.config.rungs}
+    for row in rows:
+        toggles = task.config.variant(row["variant"]).values
+        source = family.kernel(toggles, row["format"], task.config.shape(row["shape"]).dims)
+        assert kernel_hash(source) == row["kernel_hash"], "measure it again with benchmarks/emulator_against_gpu.py"
 
 
 def test_every_rung_has_a_section_in_the_ladder() -> None:

@@ -1,0 +1,118 @@
+"""The emulator beside a GPU: the same kernels in both places, outputs bit by bit, counts beside those of Nsight Compute.
+
+python benchmarks/emulator_against_gpu.py --json FILE [--shapes small,mission] [--variants stage2,...]
+
+Needs a GPU; counts need ncu. The emulator counts PTX instructions, the hardware machine instructions: only matrix work,
+memory sectors and bank conflicts mean the same in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from greenfast.cli.console import show, table
+from greenfast.cli.options import words
+from greenfast.emulator.grid import run_grid
+from greenfast.gates.sides import build_side
+from greenfast.pipeline.environment import git_state, now
+from greenfast.pipeline.profile import ncu, take_profile
+from greenfast.pipeline.request import make_request
+from greenfast.pipeline.store import to_json
+from greenfast.pipeline.tasks import find_task, load
+from greenfast.runtime.device import Gpu
+
+#: What is kept of a profile: names that hold one of these, in Nsight Compute's own words.
+_KEPT = ("inst_executed.sum", "bank_conflicts", "pipe_tensor", "t_sectors_pipe_lsu_mem_global", "lts__t_sectors_op")
+
+
+def hardware_counts(request: Any, variant: Any, shape: Any, folder: Path) -> dict[str, str]:
+    """The metrics of one profiled launch that can be compared; empty without ncu."""
+    if ncu() is None:
+        return {}
+    profile = take_profile(request, variant, shape, 0, f"{variant.name}-{shape.name}")
+    command = [str(ncu()), "--import", str(profile), "--page", "raw", "--csv"]
+    rows = list(csv.reader(io.StringIO(subprocess.run(command, capture_output=True, text=True, check=True).stdout)))
+    names, values = rows[0], rows[-1]
+    return {name: value for name, value in zip(names, values, strict=True) if any(k in name for k in _KEPT)}
+
+
+def main() -> None:
+    """Compare and write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shapes", type=words, default=["small", "mission"])
+    parser.add_argument("--variants", type=words, default=None)
+    parser.add_argument("--formats", type=words, default=["e4m3"])
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args()
+    task = load(find_task("fp8_sdpa"))
+    gpu = Gpu(0)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for fmt in args.formats:
+            request = make_request(
+                task, shapes=args.shapes, seeds=[0], fmt=fmt, arch=None, device="0", warmup=None, iters=None,
+                processes=None, timeout_s=60, out=Path(folder), command="emulator_against_gpu",
+            )  # fmt: skip
+            for name in args.variants or [rung.name for rung in task.config.rungs]:
+                variant = task.config.variant(name)
+                side = build_side("compared", task.family, variant, fmt, request.shapes, request.target)
+                for shape in request.shapes:
+                    case = task.problem.make_case(shape.dims, 0, fmt)
+                    image, plan = side.image(shape.name), side.launches[shape.name]
+                    bound = gpu.bind(image, plan, case)
+                    there = bound.run()["out"]
+                    bound.free()
+                    here = run_grid(
+                        image.ptx, image.entry, image.block, image.dynamic_smem_bytes, plan, case.inputs, case.outputs
+                    )
+                    difference = np.abs(there.astype(np.float64) - here.outputs["out"].astype(np.float64))
+                    c = here.counts
+                    row = {
+                        "variant": name,
+                        "shape": shape.name,
+                        "format": fmt,
+                        "kernel_hash": side.kernels[shape.name].kernel_hash,
+                        "elements": there.size,
+                        "different": int((there.view(np.uint16) != here.outputs["out"].view(np.uint16)).sum()),
+                        "max_abs_diff": float(difference.max()),
+                        "emulated": {
+                            "ptx_warp_instructions": sum(c.instructions.values()),
+                            "matrix_flops": c.matrix_flops,
+                            "exponentials": c.exponentials,
+                            "global_load_sectors": c.global_load_sectors,
+                            "global_store_sectors": c.global_store_sectors,
+                            "bank_conflicts": dict(c.bank_conflicts),
+                        },
+                        "hardware": hardware_counts(request, variant, shape, Path(folder))
+                        if shape.name == "mission"
+                        else {},
+                    }
+                    found.append(row)
+                    print(
+                        name, shape.name, fmt, row["different"], "of", row["elements"], row["max_abs_diff"], flush=True
+                    )
+    record = {"created": now().isoformat(), "device": gpu.info(), "git": git_state(), "rows": found}
+    args.json.write_text(to_json(record), encoding="utf-8")
+    cells = [
+        (
+            str(r["variant"]),
+            str(r["shape"]),
+            str(r["format"]),
+            f"{r['different']} of {r['elements']}",
+            f"{r['max_abs_diff']:.2g}",
+        )
+        for r in found
+    ]
+    show(table(("variant", "shape", "format", "different elements", "largest difference"), cells))
+
+
+if __name__ == "__main__":
+    main()
