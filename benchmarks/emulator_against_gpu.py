@@ -1,4 +1,4 @@
-"""The emulator beside a GPU: the same kernels in both places, outputs bit by bit, counts beside those of Nsight Compute.
+"""The emulator beside a GPU: the same kernels in both places, outputs bit by bit, counts beside Nsight Compute's.
 
 python benchmarks/emulator_against_gpu.py --json FILE [--shapes small,mission] [--variants stage2,...]
 
