@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from greenfast.cli.console import exit_code
+from greenfast.cli.main import main
 from greenfast.pipeline.bench import bench
 from greenfast.pipeline.run import GATES
 from greenfast.pipeline.validate import validate
@@ -73,3 +74,10 @@ def test_a_bench_of_what_cannot_run_is_pending(tmp_path: Path) -> None:
     assert statuses == {"BUILD": "PASS", "RESOURCES": "PASS", "CORRECTNESS": "PENDING", "PERFORMANCE": "PENDING"}
     assert outcome.record.side.timing == []
     assert exit_code(outcome.record.gates, {"CORRECTNESS"}) == 1
+
+
+def test_an_older_comparison_does_not_stay_beside_a_run_that_was_not_timed(tmp_path: Path) -> None:
+    (tmp_path / "COMPARE.md").write_text("of an older run")
+    argv = ["validate", "fp8_sdpa", "--shapes", "small", "--device", "none", "--out", str(tmp_path)]
+    assert main(argv) == 0
+    assert not (tmp_path / "COMPARE.md").exists()

@@ -83,7 +83,7 @@ def static_gates(findings: Sequence[Finding]) -> bool:
 
 
 def gpu_gates(findings: Sequence[Finding]) -> bool:
-    """Whether validate can decide CORRECTNESS and PERFORMANCE too."""
+    """Whether validate can decide PERFORMANCE too."""
     return static_gates(findings) and any(f.what.startswith("GPU") and f.status == "OK" for f in findings)
 
 
@@ -207,14 +207,14 @@ def gpus() -> list[tuple[Target | None, Finding]]:
     """Each GPU and the target picked for it (None where it cannot be used); one finding where there is none."""
     reason = _why_no_gpu()
     if reason:
-        remedy = "CORRECTNESS and PERFORMANCE need one: install the NVIDIA driver, and give a container its GPU"
+        remedy = "PERFORMANCE needs one: install the NVIDIA driver, and give a container its GPU"
         return [(None, Finding("GPU", "OPTIONAL", reason, remedy))]
     found: list[tuple[Target | None, Finding]] = []
     for ordinal in range(device_count()):
         try:
             info = device_info(ordinal, _GPU_TIMEOUT_S)
         except GreenfastError as e:
-            remedy = "CORRECTNESS and PERFORMANCE need it; see what nvidia-smi says of it"
+            remedy = "PERFORMANCE needs it; see what nvidia-smi says of it"
             found.append((None, Finding(f"GPU {ordinal}", "OPTIONAL", " ".join(str(e).split()), remedy)))
             continue
         assert info is not None  # an ordinal was given
@@ -228,7 +228,7 @@ def _gpu(ordinal: int, info: DeviceInfo) -> tuple[Target | None, Finding]:
     try:
         target = Target.of_device((major, minor))
     except UsageError as e:
-        return None, Finding(f"GPU {ordinal}", "OPTIONAL", f"{what}: {e}", "CORRECTNESS and PERFORMANCE need another")
+        return None, Finding(f"GPU {ordinal}", "OPTIONAL", f"{what}: {e}", "PERFORMANCE needs another")
     return target, Finding(f"GPU {ordinal}", "OK", f"{what}, target {target.name}")
 
 

@@ -73,6 +73,8 @@ def validate(
         required = record.speedups[0].required or None
         text = compare_markdown(record.baseline.timing, record.candidate.timing, required=required)
         write_whole(request.out / COMPARISON, text)
+    else:  # an older run's comparison must not pass for this one's
+        (request.out / COMPARISON).unlink(missing_ok=True)
     return Outcome(record, folder)
 
 
