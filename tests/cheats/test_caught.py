@@ -34,10 +34,10 @@ from greenfast.gates.sides import build_side
 from greenfast.measure.interleaved import WARM
 from greenfast.pipeline.bench import bench
 from greenfast.pipeline.records import read_record
-from greenfast.pipeline.request import Request, make_request
+from greenfast.pipeline.request import Request, Unwatched, make_request
 from greenfast.pipeline.validate import validate
 from greenfast.runtime.device import Gpu
-from greenfast.spec.record import BenchRecord, GateResult, Record
+from greenfast.spec.record import BenchRecord, Record
 from tests.cheats.cheats import CHEATS, FAILURES, TASK, Cheat, doubling
 from tests.cheats.naive import says_right
 
@@ -46,14 +46,6 @@ pytestmark = pytest.mark.gpu
 CONFIG = doubling().config
 #: Seconds; a kernel of this task takes microseconds, the start of its process a second or two.
 HANG_TIMEOUT = 5
-
-
-class Silent:
-    """An observer that does not look."""
-
-    def gate(self, result: GateResult) -> None: ...
-
-    def progress(self, gate: str, share: float, text: str) -> None: ...
 
 
 MakeRequest: TypeAlias = Callable[[Sequence[str], Sequence[int]], Request]
@@ -90,7 +82,7 @@ def gpu() -> Gpu:
 
 
 def run(name: str, request: Request) -> BenchRecord:
-    return bench(request, CONFIG.variant(name), Silent()).record
+    return bench(request, CONFIG.variant(name), Unwatched()).record
 
 
 def reasons(record: BenchRecord | Record, gate: str) -> list[str]:
@@ -147,7 +139,9 @@ def test_a_kernel_that_cannot_run_is_a_failed_gate(name: str, says: str, request
 
 def test_a_crash_leaves_the_other_side_running(request_for: MakeRequest) -> None:
     request = request_for(["even"], [0, 1])
-    record = validate(request, CONFIG.variant("good"), CONFIG.variant("wild_pointer"), Silent(), profile=False).record
+    record = validate(
+        request, CONFIG.variant("good"), CONFIG.variant("wild_pointer"), Unwatched(), profile=False
+    ).record
     assert [row.passed for row in record.baseline.correctness] == [True, True]
     first, second = reasons(record, "CORRECTNESS")
     assert re.search(FAILURES["wild_pointer"], first), first

@@ -16,7 +16,6 @@ from greenfast.emulator.memory import (
     SHARED_BASE,
     WRITTEN,
     Arena,
-    BadAccessError,
     window,
 )
 from greenfast.emulator.operands import dtype_of, reader, type_of, unsupported, writer
@@ -40,8 +39,7 @@ def addresses(operand: Operand, i: Instruction) -> Callable[[Machine, Lanes], Of
     if not isinstance(operand, Address) or operand.base is None:
         raise unsupported(i, "has an address that is not known")
     base, offset = operand.base, operand.offset
-    width = "u64"
-    read = reader(base, width, i)
+    read = reader(base, "u64", i)
     narrow = reader(base, "u32", i) if isinstance(base, Register) else read
 
     def run(m: Machine, lanes: Lanes) -> Offsets:
@@ -95,10 +93,8 @@ def load(i: Instruction) -> Operation:
 
     def run(m: Machine, lanes: Lanes) -> None:
         arena, offsets, actual = locate(m, space, where(m, lanes), lanes)
-        try:
+        with m.accessing(lanes, actual):
             found = arena.read(offsets, total, what)
-        except BadAccessError as bad:
-            raise m.access_fault(bad, lane_indices(lanes), actual) from None
         _count(m, actual, False, offsets, lanes, total)
         values = found.view(dtype_of(kind))
         for n, w in enumerate(write):
@@ -125,10 +121,8 @@ def store(i: Instruction) -> Operation:
         values = np.empty((len(offsets), len(read)), dtype_of(kind))
         for n, r in enumerate(read):
             values[:, n] = r(m, lanes)
-        try:
+        with m.accessing(lanes, actual):
             arena.write(offsets, values.view(np.uint8), what)
-        except BadAccessError as bad:
-            raise m.access_fault(bad, lane_indices(lanes), actual) from None
         _count(m, actual, True, offsets, lanes, size * len(read))
 
     return run
@@ -189,10 +183,8 @@ def atomic(i: Instruction) -> Operation:
 
     def run(m: Machine, lanes: Lanes) -> None:
         arena, offsets, actual = locate(m, space, where(m, lanes), lanes)
-        try:
+        with m.accessing(lanes, actual):
             arena.read(offsets, dtype.itemsize, f"{dtype.itemsize}-byte atomic access")
-        except BadAccessError as bad:
-            raise m.access_fault(bad, lane_indices(lanes), actual) from None
         cells = arena.data.view(dtype)
         rows = offsets // dtype.itemsize
         arguments = [np.broadcast_to(np.asarray(r(m, lanes)), len(rows)) for r in read]
@@ -246,15 +238,11 @@ def asynchronous_copy(i: Instruction) -> Operation:
         whole, partly = present >= size, (present > 0) & (present < size)
         if partly.any():
             raise unsupported(i, "copies a part of its bytes")
-        try:
+        with m.accessing(indices[whole], "global"):
             sources = source(m, lanes) - GLOBAL_BASE
             values[whole] = m.memory.read(sources[whole], size, f"{size}-byte read")
-        except BadAccessError as bad:
-            raise m.access_fault(bad, indices[whole], "global") from None
-        try:
+        with m.accessing(indices, "shared"):
             arena.mark(offsets, size, IN_FLIGHT, f"{size}-byte asynchronous write")
-        except BadAccessError as bad:
-            raise m.access_fault(bad, indices, "shared") from None
         m.counts.access("global", False, sources[whole], indices[whole] // WARP, size, m.current.source)
         m.copies.append(Copy(indices, offsets, values, m.copy_groups[indices].copy()))
 

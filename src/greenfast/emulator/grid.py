@@ -61,7 +61,7 @@ def run_grid(
     arrays = {name: np.ascontiguousarray(a) for name, a in inputs.items()}
     sizes = {name: a.nbytes for name, a in arrays.items()}
     sizes |= {n: int(np.prod(o.shape)) * np.dtype(o.dtype).itemsize for n, o in outputs.items()}
-    variables = {f"{v.name}": v for v in module.variables.values() if v.space in ("global", "const") and v.size}
+    variables = {v.name: v for v in module.variables.values() if v.space in ("global", "const") and v.size}
     sizes |= {f"variable {name}": v.size for name, v in variables.items()}
     memory = GlobalMemory(sizes)
     for name, a in arrays.items():
@@ -79,7 +79,6 @@ def run_grid(
     with np.errstate(all="ignore"):
         for start in range(0, geometry.blocks, per_batch):
             machine = Machine(
-                module=module,
                 function=function,
                 geometry=geometry,
                 blocks=np.arange(start, min(start + per_batch, geometry.blocks)),

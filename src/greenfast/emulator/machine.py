@@ -5,7 +5,8 @@ Threads are laid out [warp of its block][block][lane], so that one warp of every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from greenfast.emulator.counts import Counts
 from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.memory import UNWRITTEN, Arena, BadAccessError, GlobalMemory
-from greenfast.emulator.ptx import Function, Instruction, Module
+from greenfast.emulator.ptx import Function, Instruction
 
 #: Which threads an instruction runs for: a slice where a whole set runs together, else sorted indices.
 Lanes: TypeAlias = "slice | NDArray[np.intp]"
@@ -76,7 +77,6 @@ class Machine:
     blocks: their linear indices. shared_layout, local_layout: offsets of variables. params: the parameters' bytes.
     """
 
-    module: Module
     function: Function
     geometry: Geometry
     blocks: NDArray[np.int64]
@@ -152,8 +152,15 @@ class Machine:
         block = unflatten(int(self.blocks[self.block_of[lane]]), self.geometry.grid)
         return f"block {block}, thread {unflatten(int(self.thread_of[lane]), self.geometry.block)}"
 
-    def access_fault(self, bad: BadAccessError, lanes: NDArray[np.intp], space: str) -> KernelFaultError:
-        """The fault of a failed memory access; ``lanes`` are the threads of the access in order."""
+    @contextlib.contextmanager
+    def accessing(self, lanes: Lanes, space: str) -> Iterator[None]:
+        """Turn a failed memory access into the fault of its thread; ``lanes``: the threads of the access in order."""
+        try:
+            yield
+        except BadAccessError as bad:
+            raise self._access_fault(bad, lane_indices(lanes), space) from None
+
+    def _access_fault(self, bad: BadAccessError, lanes: NDArray[np.intp], space: str) -> KernelFaultError:
         if space == "global":
             where = self.memory.describe(bad.address)
         elif space == "shared":

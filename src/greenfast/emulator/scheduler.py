@@ -49,7 +49,7 @@ class Program:
 
     @staticmethod
     def _build(i: Instruction) -> Operation | None:
-        if i.name in _CONTROL or i.name in _ORDERING or (i.name == "bar" and "warp" in i.parts):
+        if i.name in _CONTROL or i.name in _ORDERING:
             return None
         builder = BUILDERS.get(i.name)
         if builder is None:
@@ -149,7 +149,7 @@ class Scheduler:
                 operation = operations[pc]
                 if operation is not None:
                     operation(m, active)
-                elif i.name in _CONTROL and not (i.name == "bar" and "warp" in i.parts):
+                elif i.name in _CONTROL and "warp" not in i.parts:  # bar.warp orders accesses, no more
                     if i.name == "bra":
                         pc = self._target(i)
                         continue

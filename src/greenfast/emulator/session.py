@@ -17,10 +17,10 @@ _NO_TIME = "the emulator executes a kernel's PTX; it says nothing about time"
 
 
 class EmulatorSession:
-    """A Session on the emulator; ``ordinal`` is there only to match a GPU's."""
+    """A Session on the emulator."""
 
     def __init__(self, ordinal: int = 0) -> None:
-        self._ordinal = ordinal
+        """Take a number as a GPU's session does; there is one emulator."""
 
     def info(self) -> DeviceInfo:
         """The emulator as a device."""

@@ -7,18 +7,20 @@ it is the one of mma.m16n8k16, with the second half of A and B fragments unused.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.access import addresses, locate, space_of
 from greenfast.emulator.machine import WARP, Lanes, Machine, Operation, Values, lane_indices
-from greenfast.emulator.memory import BadAccessError
 from greenfast.emulator.operands import reader, type_of, unsupported, writer
 from greenfast.emulator.ptx import Instruction, Vector
 
 _LANE = np.arange(WARP)
+
+#: The row and the column of what each lane holds in each register.
+Table: TypeAlias = tuple[NDArray[np.intp], NDArray[np.intp]]
 
 
 def whole_warps(m: Machine, lanes: Lanes, what: str) -> NDArray[np.intp]:
@@ -36,6 +38,11 @@ def whole_warps(m: Machine, lanes: Lanes, what: str) -> NDArray[np.intp]:
     return table
 
 
+def _by_warp(values: Values, table: NDArray[np.intp]) -> Values:
+    """(warps, 32) values of the threads of ``table``; a constant is everybody's."""
+    return np.broadcast_to(np.asarray(values), table.size).reshape(-1, WARP)
+
+
 def shuffle(i: Instruction) -> Operation:
     """shfl.sync: bfly, up, down and idx within segments."""
     mode = next(p for p in i.parts if p in ("bfly", "up", "down", "idx"))
@@ -45,9 +52,9 @@ def shuffle(i: Instruction) -> Operation:
 
     def run(m: Machine, lanes: Lanes) -> None:
         table = whole_warps(m, lanes, "a shuffle of all threads")
-        values = np.broadcast_to(np.asarray(read(m, lanes)), table.size).reshape(-1, WARP)
-        step = np.broadcast_to(np.asarray(by(m, lanes)), table.size).reshape(-1, WARP).astype(np.int64) & 31
-        control = np.broadcast_to(np.asarray(clamp(m, lanes)), table.size).reshape(-1, WARP).astype(np.int64)
+        values = _by_warp(read(m, lanes), table)
+        step = _by_warp(by(m, lanes), table).astype(np.int64) & 31
+        control = _by_warp(clamp(m, lanes), table).astype(np.int64)
         mask, limit = control >> 8 & 31, control & 31
         top = (_LANE & mask) | (limit & ~mask)
         if mode == "bfly":
@@ -75,7 +82,7 @@ def vote(i: Instruction) -> Operation:
 
     def run(m: Machine, lanes: Lanes) -> None:
         table = whole_warps(m, lanes, "a vote of all threads")
-        values = np.broadcast_to(np.asarray(read(m, lanes)), table.size).reshape(-1, WARP)
+        values = _by_warp(read(m, lanes), table)
         if mode == "ballot":
             result = (values.astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(axis=1).astype(np.uint32)
         elif mode == "uni":
@@ -97,7 +104,7 @@ def reduce(i: Instruction) -> Operation:
 
     def run(m: Machine, lanes: Lanes) -> None:
         table = whole_warps(m, lanes, "a reduction of all threads")
-        values = np.broadcast_to(np.asarray(read(m, lanes)), table.size).reshape(-1, WARP)
+        values = _by_warp(read(m, lanes), table)
         write(m, lanes, np.repeat(function.reduce(values, axis=1), WARP))
 
     return run
@@ -106,19 +113,19 @@ def reduce(i: Instruction) -> Operation:
 # ---- fragments: tables of the (row, column) that each lane holds in each register half ------------------------------
 
 
-def _a_table() -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _a_table() -> Table:
     """A of m16n8k16: (lane, register, half) -> row, column."""
     lane, register, half = np.meshgrid(_LANE, np.arange(4), np.arange(2), indexing="ij")
     return lane // 4 + register % 2 * 8, lane % 4 * 2 + half + register // 2 * 8
 
 
-def _b_table() -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _b_table() -> Table:
     """B of m16n8k16: (lane, register, half) -> k, column."""
     lane, register, half = np.meshgrid(_LANE, np.arange(2), np.arange(2), indexing="ij")
     return lane % 4 * 2 + half + register * 8, lane // 4
 
 
-def _c_table() -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _c_table() -> Table:
     """C of m16n8k16: (lane, register) -> row, column."""
     lane, register = np.meshgrid(_LANE, np.arange(4), indexing="ij")
     return lane // 4 + register // 2 * 8, lane % 4 * 2 + register % 2
@@ -136,7 +143,7 @@ def _halves(m: Machine, registers: list[Any], lanes: Lanes) -> Values:
     return np.stack(columns, axis=2).astype(np.float32)
 
 
-def _matrix(values: Values, table: tuple[Any, Any], rows: int, columns: int) -> Values:
+def _matrix(values: Values, table: Table, rows: int, columns: int) -> Values:
     """(warps, rows, columns) from what the lanes hold."""
     matrix = np.zeros((values.shape[0], rows, columns), values.dtype)
     matrix[:, table[0], table[1]] = values
@@ -154,19 +161,24 @@ def mma(i: Instruction) -> Operation:
     """mma.sync.m16n8k16 with half operands and float32 accumulation."""
     if list(i.parts[2:]) != ["m16n8k16", "row", "col", "f32", "f16", "f16", "f32"]:
         raise unsupported(i)
+    return _product(i, 8, _B, _C)
+
+
+def _product(i: Instruction, columns: int, b_table: Table, c_table: Table) -> Operation:
+    """d = a * b + c of 16 x 16 times 16 x ``columns``; b and c lie in the lanes as their tables say."""
     d, a, b, c = (o.items for o in i.operands if isinstance(o, Vector))
-    read_a, read_b = ([reader(r, "b32", i) for r in items] for items in (a, b))
-    read_c = [reader(r, "f32", i) for r in c]
-    write = [writer(r, "f32", i) for r in d]
+    # Of a WMMA fragment's eight registers the first four hold the operand.
+    read_a, read_b = ([reader(r, "b32", i) for r in items[:4]] for items in (a, b))
+    read_c, write = [reader(r, "f32", i) for r in c], [writer(r, "f32", i) for r in d]
 
     def run(m: Machine, lanes: Lanes) -> None:
         whole_warps(m, lanes, "a matrix instruction")
         left = _matrix(_halves(m, read_a, lanes), _A, 16, 16)
-        right = _matrix(_halves(m, read_b, lanes), _B, 16, 8)
-        total = _matrix(_floats(m, read_c, lanes), _C, 16, 8) + left @ right
-        m.counts.matrix_flops += len(left) * 2 * 16 * 8 * 16
+        right = _matrix(_halves(m, read_b, lanes), b_table, 16, columns)
+        total = _matrix(_floats(m, read_c, lanes), c_table, 16, columns) + left @ right
+        m.counts.matrix_flops += len(left) * 2 * 16 * columns * 16
         for n, w in enumerate(write):
-            w(m, lanes, total[:, _C[0][:, n], _C[1][:, n]].ravel())
+            w(m, lanes, total[:, c_table[0][:, n], c_table[1][:, n]].ravel())
 
     return run
 
@@ -187,10 +199,8 @@ def ldmatrix(i: Instruction) -> Operation:
         rows = table[:, : 8 * count].ravel()
         found = where(m, lanes).reshape(-1, WARP)[:, : 8 * count].ravel()
         arena, offsets, space = locate(m, "shared", found, rows)
-        try:
+        with m.accessing(rows, space):
             data = arena.read(offsets, 16, "16-byte matrix row read")
-        except BadAccessError as bad:
-            raise m.access_fault(bad, rows, space) from None
         m.counts.access("shared", False, offsets, rows // WARP, 16, m.current.source)
         tiles = data.view(np.uint16).reshape(-1, count, 8, 8)
         if transposed:
@@ -208,7 +218,9 @@ def wmma(i: Instruction) -> Operation:
         raise unsupported(i)
     action = i.parts[0]
     if action == "mma":
-        return _wmma_mma(i)
+        if list(i.parts[-2:]) != ["f32", "f32"]:
+            raise unsupported(i)
+        return _product(i, 16, _B16, _C16)
     return _wmma_load(i) if action == "load" else _wmma_store(i)
 
 
@@ -250,10 +262,8 @@ def _wmma_load(i: Instruction) -> Operation:
     def run(m: Machine, lanes: Lanes) -> None:
         arena, offsets, lead, space = tile(m, lanes)
         flat = offsets.reshape(-1)
-        try:
+        with m.accessing(np.repeat(lead, 256), space):
             data = arena.read(flat, size, "WMMA tile read")
-        except BadAccessError as bad:
-            raise m.access_fault(bad, np.repeat(lead, 256), space) from None
         if space == "shared":
             m.counts.shared_load_bytes += len(flat) * size
         values = data.view(np.uint16 if half else np.float32).reshape(-1, 16, 16)
@@ -281,31 +291,10 @@ def _wmma_store(i: Instruction) -> Operation:
         arena, offsets, lead, space = tile(m, lanes)
         matrix = _matrix(_floats(m, read, lanes), _C16, 16, 16)
         flat = offsets.reshape(-1)
-        try:
+        with m.accessing(np.repeat(lead, 256), space):
             arena.write(flat, np.ascontiguousarray(matrix.reshape(-1, 1)).view(np.uint8), "WMMA tile write")
-        except BadAccessError as bad:
-            raise m.access_fault(bad, np.repeat(lead, 256), space) from None
         if space == "shared":
             m.counts.shared_store_bytes += len(flat) * 4
-
-    return run
-
-
-def _wmma_mma(i: Instruction) -> Operation:
-    if not list(i.parts[-2:]) == ["f32", "f32"]:
-        raise unsupported(i)
-    d, a, b, c = (o.items for o in i.operands if isinstance(o, Vector))
-    read_a, read_b = [reader(r, "b32", i) for r in a[:4]], [reader(r, "b32", i) for r in b[:4]]
-    read_c, write = [reader(r, "f32", i) for r in c], [writer(r, "f32", i) for r in d]
-
-    def run(m: Machine, lanes: Lanes) -> None:
-        whole_warps(m, lanes, "a matrix instruction")
-        left = _matrix(_halves(m, read_a, lanes), _A, 16, 16)
-        right = _matrix(_halves(m, read_b, lanes), _B16, 16, 16)
-        total = _matrix(_floats(m, read_c, lanes), _C16, 16, 16) + left @ right
-        m.counts.matrix_flops += len(left) * 2 * 16 * 16 * 16
-        for n, w in enumerate(write):
-            w(m, lanes, total[:, _C16[0][:, n], _C16[1][:, n]].ravel())
 
     return run
 

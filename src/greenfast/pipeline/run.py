@@ -11,7 +11,7 @@ from greenfast.gates.correctness import CorrectnessOutcome
 from greenfast.gates.sides import BuiltSide
 from greenfast.pipeline.environment import git_state, now, package_versions
 from greenfast.pipeline.request import Observer, Request
-from greenfast.spec.record import Build, GateResult, Side, Status, TimingRow
+from greenfast.spec.record import Build, GateResult, Side, Status, TimingRow, status_of
 from greenfast.spec.variant import Variant
 
 GATES = ("BUILD", "RESOURCES", "CORRECTNESS", "PERFORMANCE", "EVIDENCE")
@@ -43,7 +43,7 @@ class GateRun:
 
     def status(self, gate: str) -> Status:
         """A gate's status so far; PENDING before it ended."""
-        return next((result.status for result in self.gates if result.gate == gate), "PENDING")
+        return status_of(self.gates, gate)
 
     def progress(self, gate: str) -> Callable[[float, str], None]:
         """The function through which a gate tells how far it is."""

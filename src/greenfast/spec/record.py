@@ -5,6 +5,7 @@ Records are written as JSON and read back by ``greenfast report`` and ``greenfas
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -187,6 +188,11 @@ class GateResult(_Data, frozen=True, kw_only=True):
     checks: list[tuple[str, str, str, Status]] = []
 
 
+def status_of(gates: Sequence[GateResult], gate: str) -> Status:
+    """The status of a gate by name; PENDING where it did not run."""
+    return next((result.status for result in gates if result.gate == gate), "PENDING")
+
+
 class Run(_Data, frozen=True, kw_only=True):
     """What every run of the gates records: what was asked, where, and how each gate ended."""
 
@@ -205,10 +211,7 @@ class Run(_Data, frozen=True, kw_only=True):
 
     def gate_status(self, gate: str) -> Status:
         """The status of a gate by name; PENDING where it did not run."""
-        for result in self.gates:
-            if result.gate == gate:
-                return result.status
-        return "PENDING"
+        return status_of(self.gates, gate)
 
     def _require_correct(self, timed: bool) -> None:
         if timed and self.gate_status("CORRECTNESS") != "PASS":
