@@ -14,7 +14,7 @@ from greenfast.emulator.memory import UNWRITTEN, WRITTEN, GlobalMemory
 from greenfast.emulator.ptx import Function, Module, Variable, parse
 from greenfast.emulator.scheduler import Program, Scheduler
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import PHASE_BUFFER, Launch
+from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap
 from greenfast.spec.problem import Array, OutputSpec
 
 #: Threads that run at once. More would need more memory (some hundred bytes of registers each) and gain little.
@@ -130,6 +130,8 @@ def _parameters(function: Function, plan: Launch, memory: GlobalMemory) -> dict[
         raise UsageError(f"{function.name} has {len(function.params)} parameters, its launch gives {len(plan.args)}")
     packed = {}
     for parameter, argument in zip(function.params, plan.args, strict=True):
+        if isinstance(argument, TensorMap):
+            raise UsageError(f"{function.name}: tensor maps are not known to the emulator")
         if isinstance(argument, str):
             known = argument in memory.starts
             if not known and argument != PHASE_BUFFER:

@@ -9,12 +9,23 @@ from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
-from cuda.core import Device, EventOptions, LaunchConfig, ObjectCode, launch, system
+from cuda.core import (
+    Device,
+    EventOptions,
+    LaunchConfig,
+    ObjectCode,
+    TensorMapDescriptor,
+    TensorMapDescriptorOptions,
+    launch,
+    system,
+)
+from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # in 1.2 no public module exports them
+from cuda.core.utils import StridedMemoryView
 
 from greenfast.build.compiler import compile_kernel
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError
-from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
+from greenfast.spec.kernel import PHASE_BUFFER, Argument, KernelSource, Launch, TensorMap
 from greenfast.spec.problem import Array, Case, OutputSpec
 from greenfast.spec.record import DeviceInfo
 
@@ -109,6 +120,35 @@ class GuardedBuffer:
         check(driver.cuMemFree(self._base))
 
 
+@dataclass(frozen=True)
+class _DeviceArray:
+    """Device memory as an array, in the protocol that cuda.core reads."""
+
+    pointer: int
+    layout: TensorMap
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.layout.shape,
+            "strides": self.layout.strides,
+            "typestr": np.dtype(self.layout.dtype).str,
+            "data": (self.pointer, False),
+            "version": 3,
+        }
+
+
+def tensor_map(layout: TensorMap, pointer: int) -> TensorMapDescriptor:
+    """The descriptor of device memory at ``pointer``, ready to be an argument of a launch."""
+    options = TensorMapDescriptorOptions(
+        box_dim=layout.box,
+        swizzle=TensorMapSwizzle[f"SWIZZLE_{layout.swizzle}B" if layout.swizzle else "NONE"],
+        l2_promotion=TensorMapL2Promotion.L2_128B,
+    )
+    view = StridedMemoryView.from_cuda_array_interface(_DeviceArray(pointer, layout), stream_ptr=-1)
+    return view.as_tensor_map(options=options)
+
+
 class Bound:
     """A kernel bound to one case in fresh device memory, ready to launch."""
 
@@ -134,14 +174,17 @@ class Bound:
                 f"{image.entry} has {self._kernel.num_arguments} parameters, its launch gives {len(self._args)}"
             )
 
-    def _argument(self, argument: Any) -> Any:
-        if not isinstance(argument, str):
-            return argument
+    def _argument(self, argument: Argument) -> Any:
         if argument == PHASE_BUFFER and argument not in self._buffers:
             return 0
-        if argument not in self._buffers:
-            raise UsageError(f"launch argument {argument!r} is no buffer of the case: {', '.join(self._buffers)}")
-        return self._buffers[argument].pointer
+        if isinstance(argument, TensorMap):
+            return tensor_map(argument, self._buffer(argument.buffer).pointer)
+        return self._buffer(argument).pointer if isinstance(argument, str) else argument
+
+    def _buffer(self, name: str) -> GuardedBuffer:
+        if name not in self._buffers:
+            raise UsageError(f"launch argument {name!r} is no buffer of the case: {', '.join(self._buffers)}")
+        return self._buffers[name]
 
     def launch(self) -> None:
         """Queue one launch."""

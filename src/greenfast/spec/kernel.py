@@ -9,8 +9,29 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-#: A kernel argument: the name of a buffer of the case, or a typed scalar.
-Argument: TypeAlias = "str | np.int32 | np.int64 | np.float32"
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor map (CUtensorMap) over a buffer of the case: what a TMA copy reads or writes, and in tiles of what box.
+
+    The kernel takes it by value, as a ``const __grid_constant__ CUtensorMap`` parameter. Reads outside give zeros.
+
+    buffer: name of the buffer. dtype: NumPy name of its elements. shape: elements per dimension, outermost first.
+    strides: bytes per dimension, outermost first, multiples of 16 but for the last, which is the element's size.
+    box: elements of a tile per dimension, at most 256. swizzle: 0 (none), 32, 64 or 128 bytes, at least the box's
+    innermost extent in bytes.
+    """
+
+    buffer: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+
+#: A kernel argument: the name of a buffer of the case, a typed scalar, or a tensor map over a buffer.
+Argument: TypeAlias = "str | np.int32 | np.int64 | np.float32 | TensorMap"
 
 #: The argument that an instrumented build writes its cycle counts to, int64 (blocks, phases); null in other builds.
 PHASE_BUFFER = "@phase_cycles"
