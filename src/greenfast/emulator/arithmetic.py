@@ -66,18 +66,29 @@ def fused(a: Values, b: Values, c: Values) -> Values:
     if dtype == np.float64:
         wide = np.asarray(a, np.longdouble) * b + c  # 64 bits of significand: nearly always the fused result
         return np.asarray(wide, np.float64)
-    # The product of two float32 is exact in float64. Their sum is rounded there to odd, which leaves enough of what was
-    # cut off for the second rounding to be the right one (Boldo and Melquiond, 2008).
+    # The product of two float32 is exact in float64, and rounding its sum there first changes the result only where that
+    # lands halfway between two float32, or where those lie closer together (below the normal numbers).
     product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
     addend = np.asarray(c, np.float64)
-    total = product + addend
+    total = np.asarray(product + addend)
+    doubtful = (total.view(np.int64) & 0x1FFF_FFFF == 0x1000_0000) | ((np.abs(total) < 2.0**-126) & (total != 0))
+    if doubtful.any():
+        product, addend = np.broadcast_arrays(product, addend)
+        total[doubtful] = _rounded_to_odd(product[doubtful], addend[doubtful], total[doubtful])
+    return total.astype(dtype)
+
+
+def _rounded_to_odd(product: Values, addend: Values, total: Values) -> Values:
+    """The float64 sum whose last bit says whether something was cut off, which leaves the second rounding right.
+
+    Boldo and Melquiond, 2008. total: the sum rounded to nearest.
+    """
     part = total - product
     error = (product - (total - part)) + (addend - part)
     inexact = (error != 0) & np.isfinite(total)
-    bits = total.view(np.int64) if total.shape else total.reshape(1).view(np.int64).reshape(())
+    bits = total.view(np.int64)
     away = np.where((error > 0) == (total > 0), 1, -1)
-    odd = np.where(inexact & ((bits & 1) == 0), bits + away, bits)
-    return np.asarray(odd).view(np.float64).astype(dtype)
+    return np.asarray(np.where(inexact & ((bits & 1) == 0), bits + away, bits)).view(np.float64)
 
 
 def add_like(function: Function) -> Callable[[Instruction], Operation]:
