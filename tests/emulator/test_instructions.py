@@ -151,21 +151,3 @@ def test_atomics_and_votes() -> None:
         args=("x", "y"),
     )
     assert (ballot.outputs["y"] == sum(1 << n for n in range(11, 32))).all()
-
-
-def test_bank_conflicts_and_sectors_are_counted() -> None:
-    def counts(stride: int) -> tuple[int, int]:
-        result = run(
-            f"__shared__ float s[32 * {stride}]; s[threadIdx.x * {stride}] = x[threadIdx.x]; __syncwarp();"
-            f"y[threadIdx.x * {stride}] = s[threadIdx.x * {stride}];",
-            {"x": np.arange(32, dtype=np.float32)},
-            {"y": (32 * stride, "float32")},
-            parameters="const float* x, float* y",
-            args=("x", "y"),
-        )
-        return sum(result.counts.bank_conflicts.values()), result.counts.global_store_sectors
-
-    assert counts(1) == (0, 4)
-    assert counts(2) == (2, 8)  # a store and a load, each in two passes
-    assert counts(32) == (62, 32)
-    assert counts(33)[0] == 0

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.machine import WARP, Copy, Lanes, Machine, Operation, lane_count, lane_indices
+from greenfast.emulator.machine import Copy, Lanes, Machine, Operation, lane_count, lane_indices
 from greenfast.emulator.memory import (
     GLOBAL_BASE,
     IN_FLIGHT,
@@ -73,8 +73,9 @@ def locate(m: Machine, space: str, found: Offsets, lanes: Lanes) -> tuple[Arena,
     return (m.shared if space == "shared" else m.local), found + mine[lanes], space
 
 
-def _count(m: Machine, space: str, store: bool, offsets: Offsets, lanes: Lanes, size: int) -> None:
-    m.counts.access(space, store, offsets, lane_indices(lanes) // WARP, size, m.current.source)
+def count_access(m: Machine, space: str, store: bool, offsets: Offsets, lanes: Lanes, size: int) -> None:
+    """Count an access of ``size`` bytes per thread by the current instruction."""
+    m.counts.access(space, store, offsets, lane_indices(lanes), size, m.current.source)
 
 
 def load(i: Instruction) -> Operation:
@@ -95,7 +96,7 @@ def load(i: Instruction) -> Operation:
         arena, offsets, actual = locate(m, space, where(m, lanes), lanes)
         with m.accessing(lanes, actual):
             found = arena.read(offsets, total, what)
-        _count(m, actual, False, offsets, lanes, total)
+        count_access(m, actual, False, offsets, lanes, total)
         values = found.view(dtype_of(kind))
         for n, w in enumerate(write):
             w(m, lanes, values[:, n])
@@ -123,7 +124,7 @@ def store(i: Instruction) -> Operation:
             values[:, n] = r(m, lanes)
         with m.accessing(lanes, actual):
             arena.write(offsets, values.view(np.uint8), what)
-        _count(m, actual, True, offsets, lanes, size * len(read))
+        count_access(m, actual, True, offsets, lanes, size * len(read))
 
     return run
 
@@ -243,7 +244,8 @@ def asynchronous_copy(i: Instruction) -> Operation:
             values[whole] = m.memory.read(sources[whole], size, f"{size}-byte read")
         with m.accessing(indices, "shared"):
             arena.mark(offsets, size, IN_FLIGHT, f"{size}-byte asynchronous write")
-        m.counts.access("global", False, sources[whole], indices[whole] // WARP, size, m.current.source)
+        count_access(m, "global", False, sources[whole], indices[whole], size)
+        count_access(m, "shared", True, offsets, indices, size)
         m.copies.append(Copy(indices, offsets, values, m.copy_groups[indices].copy()))
 
     return run

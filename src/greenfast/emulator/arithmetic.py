@@ -66,8 +66,8 @@ def fused(a: Values, b: Values, c: Values) -> Values:
     if dtype == np.float64:
         wide = np.asarray(a, np.longdouble) * b + c  # 64 bits of significand: nearly always the fused result
         return np.asarray(wide, np.float64)
-    # The product of two float32 is exact in float64, and rounding its sum there first changes the result only where that
-    # lands halfway between two float32, or where those lie closer together (below the normal numbers).
+    # The product of two float32 is exact in float64. That its sum is rounded there first changes the result only where
+    # the sum lands halfway between two float32, or where those lie closer together (below the normal numbers).
     product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
     addend = np.asarray(c, np.float64)
     total = np.asarray(product + addend)

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from greenfast.build.toolchain import cuda_include_dirs
 from greenfast.emulator.counts import Counts
 from greenfast.emulator.machine import Geometry, Machine
 from greenfast.emulator.memory import UNWRITTEN, WRITTEN, GlobalMemory
@@ -35,7 +36,7 @@ class GridResult:
 @lru_cache(maxsize=32)
 def program_of(ptx: str, entry: str) -> tuple[Module, Program]:
     """The parsed module and the kernel's program. Raises UnsupportedError, or UsageError for an unknown kernel."""
-    module = parse(ptx)
+    module = parse(ptx, tuple(f"{folder}/" for folder in cuda_include_dirs()))
     return module, Program(module.entry(entry))
 
 

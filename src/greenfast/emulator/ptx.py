@@ -143,7 +143,9 @@ _VARIABLE = re.compile(
     r"(?P<name>[\w$%]+)(?P<dims>(?:\[\d*\])*)(?:\s*=\s*(?P<init>.+))?$",
     re.DOTALL,
 )
-_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
+_LOC = re.compile(r"\.loc\s+(\d+ \d+)(?: \d+)?(?:.*?inlined_at (\d+ \d+))?")
+#: Up to so many calls lead from a library's line to the caller's own; beyond, as in a circle, any of them may stand.
+_INLINED = 16
 _LABEL = re.compile(r"([\w$]+)\s*:")
 _SPECIALS: tuple[str, ...] = (
     "%tid",
@@ -161,9 +163,37 @@ _SPECIALS += ("%clock", "%globaltimer", "%lanemask", "%dynamic_smem_size", "%tot
 _SPECIALS += ("%cluster", "%nclusterid", "%is_explicit_cluster", "%aggr_smem_size")
 
 
-def parse(text: str) -> Module:
-    """Read a whole PTX file. Raises UsageError with the statement that could not be read."""
-    files = {int(n): path.rsplit("/", 1)[-1] for n, path in _FILE.findall(text)}
+class _Lines:
+    """The source lines of a module's instructions.
+
+    library: folders of headers whose lines say nothing to a reader; an instruction from there stands at the call.
+    """
+
+    def __init__(self, text: str, library: tuple[str, ...]) -> None:
+        self._files = {int(n): path for n, path in _FILE.findall(text)}
+        self._library = {n for n, path in self._files.items() if path.startswith(library)}
+        self._callers: dict[str, str] = {}  # "file line" that was inlined -> the line that it was inlined at, if known
+
+    def source(self, loc: re.Match[str]) -> SourceLine:
+        """The line of a .loc directive; the directive of an inlined line follows that of its caller."""
+        place, caller = loc.groups()
+        if caller:
+            self._callers[place] = caller
+        where = place
+        for _ in range(_INLINED):
+            if int(where.split()[0]) not in self._library:
+                break
+            where = self._callers.get(where, place)
+        file, line = map(int, where.split())
+        return SourceLine(self._files.get(file, f"file {file}").rsplit("/", 1)[-1], line)
+
+
+def parse(text: str, library: tuple[str, ...] = ()) -> Module:
+    """Read a whole PTX file; lines in a folder of ``library`` stand for those that call them.
+
+    Raises UsageError with the statement that could not be read.
+    """
+    lines = _Lines(text, library)
     # Debug sections hold only data for debuggers; .loc lines need no symbol of theirs.
     text = _COMMENT.sub("", text.split("\n\t.section", 1)[0])
     module = Module()
@@ -176,7 +206,7 @@ def parse(text: str) -> Module:
             break
         header = _HEADER.match(text, position)
         if header:
-            position = _function(text, header, module, files)
+            position = _function(text, header, module, lines)
             continue
         if text.startswith((".version", ".target", ".address_size", ".file"), position):
             position = text.find("\n", position) + 1 or len(text)
@@ -199,7 +229,7 @@ def _skip_space(text: str, position: int) -> int:
     return position
 
 
-def _function(text: str, header: re.Match[str], module: Module, files: dict[int, str]) -> int:
+def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -> int:
     """Read one function from its header on; returns the position behind it."""
     function = Function(header["name"], header["kind"] == "entry")
     for into, listed in ((function.params, header["params"]), (function.results, header["results"])):
@@ -227,7 +257,7 @@ def _function(text: str, header: re.Match[str], module: Module, files: dict[int,
             continue
         loc = _LOC.match(text, position)
         if loc:
-            source = SourceLine(files.get(int(loc[1]), f"file {loc[1]}"), int(loc[2]))
+            source = lines.source(loc)
             position = text.find("\n", position) + 1
             continue
         label = _LABEL.match(text, position)

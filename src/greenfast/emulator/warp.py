@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.access import addresses, locate, space_of
+from greenfast.emulator.access import addresses, count_access, locate, space_of
 from greenfast.emulator.machine import WARP, Lanes, Machine, Operation, Values, lane_indices
 from greenfast.emulator.operands import reader, type_of, unsupported, writer
 from greenfast.emulator.ptx import Instruction, Vector
@@ -176,7 +176,7 @@ def _product(i: Instruction, columns: int, b_table: Table, c_table: Table) -> Op
         left = _matrix(_halves(m, read_a, lanes), _A, 16, 16)
         right = _matrix(_halves(m, read_b, lanes), b_table, 16, columns)
         total = _matrix(_floats(m, read_c, lanes), c_table, 16, columns) + left @ right
-        m.counts.matrix_flops += len(left) * 2 * 16 * columns * 16
+        m.counts.matrix(len(left), 2 * 16 * columns * 16)
         for n, w in enumerate(write):
             w(m, lanes, total[:, c_table[0][:, n], c_table[1][:, n]].ravel())
 
@@ -185,7 +185,7 @@ def _product(i: Instruction, columns: int, b_table: Table, c_table: Table) -> Op
 
 def ldmatrix(i: Instruction) -> Operation:
     """ldmatrix: 1, 2 or 4 tiles of 8x8 16-bit elements, transposed or not."""
-    count = int(next(p for p in i.parts if p in ("x1", "x2", "x4"))[1:])
+    matrices = int(next(p for p in i.parts if p in ("x1", "x2", "x4"))[1:])
     transposed = "trans" in i.parts
     if "m8n8" not in i.parts or type_of(i) != "b16":
         raise unsupported(i)
@@ -196,13 +196,13 @@ def ldmatrix(i: Instruction) -> Operation:
 
     def run(m: Machine, lanes: Lanes) -> None:
         table = whole_warps(m, lanes, "ldmatrix")
-        rows = table[:, : 8 * count].ravel()
-        found = where(m, lanes).reshape(-1, WARP)[:, : 8 * count].ravel()
+        rows = table[:, : 8 * matrices].ravel()
+        found = where(m, lanes).reshape(-1, WARP)[:, : 8 * matrices].ravel()
         arena, offsets, space = locate(m, "shared", found, rows)
         with m.accessing(rows, space):
             data = arena.read(offsets, 16, "16-byte matrix row read")
-        m.counts.access("shared", False, offsets, rows // WARP, 16, m.current.source)
-        tiles = data.view(np.uint16).reshape(-1, count, 8, 8)
+        count_access(m, "shared", False, offsets, rows, 16)
+        tiles = data.view(np.uint16).reshape(-1, matrices, 8, 8)
         if transposed:
             tiles = tiles.swapaxes(2, 3)
         for n, w in enumerate(write):
@@ -249,6 +249,29 @@ def _element_offsets(
     return run
 
 
+def _count_tile(
+    m: Machine, i: Instruction, space: str, store: bool, offsets: NDArray[np.int64], lead: NDArray[np.intp]
+) -> None:
+    """Count the access of a tile, by (warps, 16, 16) offsets of its elements, as the hardware's threads make it.
+
+    PTX leaves open which thread touches which element. What ptxas makes of it for sm_80 and up: halves are read by one
+    ldmatrix of four matrices (LDSM.16.M88.4, .MT88.4 where the tile is stored the other way), a thread per 16 bytes;
+    an accumulator has the layout of mma's, and goes in four accesses of 64 bits (two neighbours of a row) where the
+    tile is stored by rows, in eight of 32 bits where it is stored by columns. Tests hold this against the machine code.
+    """
+    threads = (lead[:, None] + _LANE).ravel()
+    by_rows = "row" in i.parts
+    if i.parts[1] in "ab":
+        lines = offsets if by_rows else offsets.swapaxes(1, 2)
+        accesses, size = [lines[:, :, ::8].swapaxes(1, 2)], 16
+    else:
+        held = offsets[:, _C16[0], _C16[1]]
+        step, size = (2, 8) if by_rows else (1, 4)
+        accesses = [held[:, :, n] for n in range(0, 8, step)]
+    for found in accesses:
+        count_access(m, space, store, np.ascontiguousarray(found).ravel(), threads, size)
+
+
 def _wmma_load(i: Instruction) -> Operation:
     which = i.parts[1]
     half = which in "ab"
@@ -264,8 +287,7 @@ def _wmma_load(i: Instruction) -> Operation:
         flat = offsets.reshape(-1)
         with m.accessing(np.repeat(lead, 256), space):
             data = arena.read(flat, size, "WMMA tile read")
-        if space == "shared":
-            m.counts.shared_load_bytes += len(flat) * size
+        _count_tile(m, i, space, False, offsets, lead)
         values = data.view(np.uint16 if half else np.float32).reshape(-1, 16, 16)
         held = values[:, table[0], table[1]]
         for n, w in enumerate(write):
@@ -293,8 +315,7 @@ def _wmma_store(i: Instruction) -> Operation:
         flat = offsets.reshape(-1)
         with m.accessing(np.repeat(lead, 256), space):
             arena.write(flat, np.ascontiguousarray(matrix.reshape(-1, 1)).view(np.uint8), "WMMA tile write")
-        if space == "shared":
-            m.counts.shared_store_bytes += len(flat) * 4
+        _count_tile(m, i, space, True, offsets, lead)
 
     return run
 

@@ -84,6 +84,42 @@ class Build(_Data, frozen=True, kw_only=True):
     machine_code: dict[str, int] = {}
 
 
+class KernelCounts(_Data, frozen=True, kw_only=True):
+    """What one launch executes, counted in its PTX by the emulator; over all blocks.
+
+    instructions: executions by a warp, by opcode. matrix_flops: of matrix instructions, multiply and add counted as
+    two. exponentials: by a thread. barriers: arrivals of warps. sectors: 32-byte pieces per warp access. shared_passes:
+    passes over shared memory; conflicts: those beyond the fewest that the access width needs; bank_conflicts: the same
+    by source line.
+    """
+
+    instructions: dict[str, int]
+    matrix_instructions: int
+    matrix_flops: int
+    exponentials: int
+    barriers: int
+    global_load_bytes: int
+    global_store_bytes: int
+    global_load_sectors: int
+    global_store_sectors: int
+    shared_load_bytes: int
+    shared_store_bytes: int
+    shared_passes: int
+    shared_load_conflicts: int
+    shared_store_conflicts: int
+    bank_conflicts: dict[str, int]
+
+    @property
+    def warp_instructions(self) -> int:
+        """Instructions executed by warps, of all kinds."""
+        return sum(self.instructions.values())
+
+    @property
+    def conflicts(self) -> int:
+        """Bank conflicts of loads and stores."""
+        return self.shared_load_conflicts + self.shared_store_conflicts
+
+
 class ErrorStats(_Data, frozen=True, kw_only=True):
     """Error of one array against a reference; max_rel_err: over elements with |reference| above 1e-3 of its largest."""
 
