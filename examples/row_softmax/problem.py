@@ -68,3 +68,8 @@ def rounding_bound(exact: NDArray[np.float64], below: NDArray[np.float64]) -> ND
 def decode(outputs: Mapping[str, NDArray[Any]], fmt: str) -> NDArray[np.float64]:
     """The output as float64."""
     return outputs["y"].astype(np.float64)
+
+
+def least_work(dims: Mapping[str, int]) -> dict[str, int]:
+    """A power per element."""
+    return {"exponentials": dims["R"] * dims["C"]}

@@ -12,6 +12,7 @@ from greenfast.build.compiler import compile_kernel
 from greenfast.cli.main import main
 from greenfast.emulator.grid import run_grid
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
+from greenfast.pipeline.artifacts import REPORT
 from greenfast.pipeline.records import read_record
 from greenfast.pipeline.tasks import find_task, load
 from greenfast.spec.arch import Target
@@ -115,6 +116,14 @@ def test_validate_decides_correctness_on_the_emulator(tmp_path: Path, capsys: py
         "BUILD": "PASS", "RESOURCES": "PASS", "CORRECTNESS": "PASS", "PERFORMANCE": "PENDING", "EVIDENCE": "PASS",
     }  # fmt: skip
     assert record.decision == "PENDING"
+    before, after = record.baseline.counts["small"], record.candidate.counts["small"]
+    assert record.least_work == {"small": {"matrix_flops": after.matrix_flops, "exponentials": 32 * 32}}
+    assert 2 * before.matrix_flops == after.matrix_flops  # stage1 does but one of the products on tensor cores
+    said = next(g.summary for g in record.gates if g.gate == "EVIDENCE")
+    assert f"emulated small: {after.warp_instructions} (baseline {before.warp_instructions}) instructions" in said
+    assert f"{after.conflicts} (baseline {before.conflicts}) bank conflicts" in said
+    assert said.endswith("matrix_flops 1.00x the least, exponentials 1.12x the least")
+    assert f"| small | exponentials | 1152 | {after.exponentials} | 1.00x | 1024 |" in (folder / REPORT).read_text()
     assert "emulated" in next(g.summary for g in record.gates if g.gate == "PERFORMANCE")
     assert main([*argv, "--require", "performance"]) == 1
 

@@ -44,6 +44,12 @@ def statuses(record: Record) -> dict[str, Status]:
     return {g.gate: g.status for g in record.gates}
 
 
+def test_on_a_gpu_counts_are_absent_and_not_zero(run: Callable[..., Outcome]) -> None:
+    record = run().record
+    assert (record.baseline.counts, record.candidate.counts, record.least_work) == ({}, {}, {})
+    assert "emulated" not in gate(record, "EVIDENCE").summary
+
+
 def gate(record: Record, name: str) -> GateResult:
     return next(g for g in record.gates if g.gate == name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from greenfast.spec.arch import TARGETS, Target
 from greenfast.spec.errors import CompileError, GreenfastError, MachineError, UsageError
-from greenfast.spec.problem import Case, OutputSpec
+from greenfast.spec.problem import Case, OutputSpec, least_work
 from greenfast.spec.record import CorrectnessRow, GateResult, Status
 from tests.report.records import correctness_row, gates, record, side
 
@@ -102,3 +103,13 @@ def test_no_record_is_wrong_but_fast(status: Status | None) -> None:
         fields = {"baseline": untimed, "candidate": untimed, "speedups": []} | changes
         with pytest.raises(ValueError, match="unless its CORRECTNESS gate passed"):
             record(gates=found, **fields)
+
+
+def test_a_problem_may_say_the_least_work_in_counts_that_there_are() -> None:
+    def problem(found: dict[str, int] | None) -> Any:
+        return SimpleNamespace(least_work=lambda dims: found) if found is not None else SimpleNamespace()
+
+    assert least_work(problem(None), {}) == {}
+    assert least_work(problem({"matrix_flops": 8}), {}) == {"matrix_flops": 8}
+    with pytest.raises(UsageError, match=r"unknown count of least_work 'flops'; allowed: .*exponentials.*matrix_flops"):
+        least_work(problem({"flops": 8}), {})

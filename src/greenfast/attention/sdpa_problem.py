@@ -47,3 +47,9 @@ def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
 def decode(outputs: Mapping[str, NDArray[Any]], fmt: str) -> NDArray[np.float64]:
     """The output as float64, (B*H, S, D)."""
     return outputs["out"].astype(np.float64)
+
+
+def least_work(dims: Mapping[str, int]) -> dict[str, int]:
+    """Two products of 2 S^2 D operations and a power per score, for every head."""
+    scores = dims["B"] * dims["H"] * dims["S"] ** 2
+    return {"matrix_flops": 4 * scores * dims["D"], "exponentials": scores}

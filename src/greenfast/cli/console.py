@@ -77,7 +77,7 @@ class GateConsole:
         if task is not None:
             self._progress.remove_task(task)  # type: ignore[arg-type]
         line = Text.assemble(f"{result.gate:12}", status(f"{result.status:8}"), result.summary)
-        self._console.print(line)
+        self._console.print(line, soft_wrap=not self._console.is_terminal)  # in a file a gate is a line
         for reason in result.reasons[:_MAX_REASONS]:
             self._console.print(Text(f"{'':12}- {reason}"))
         if len(result.reasons) > _MAX_REASONS:

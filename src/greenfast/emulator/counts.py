@@ -27,7 +27,8 @@ class Counts:
     instructions: warps that executed an instruction, by opcode (its first words). threads: threads that did.
     matrix_instructions: warps that executed a matrix product; matrix_flops: multiply and add counted as two.
     barriers: warps that arrived at one. sectors: 32-byte pieces of global memory touched, per warp access.
-    conflicts: passes over shared memory beyond the fewest that the access width needs; bank_conflicts: by source line.
+    conflicts: passes over shared memory beyond the fewest that the access width needs. shared_bytes, bank_conflicts:
+    of loads and stores by source line.
     """
 
     instructions: Counter[str] = field(default_factory=Counter)
@@ -45,6 +46,7 @@ class Counts:
     shared_passes: int = 0
     shared_load_conflicts: int = 0
     shared_store_conflicts: int = 0
+    shared_bytes: Counter[str] = field(default_factory=Counter)
     bank_conflicts: Counter[str] = field(default_factory=Counter)
 
     def matrix(self, products: int, flops: int) -> None:
@@ -76,6 +78,7 @@ class Counts:
         elif space == "shared":
             passes, conflicts = _shared(offsets >> 2, threads, size)
             self.shared_passes += passes
+            self.shared_bytes[str(source)] += total
             if store:
                 self.shared_store_bytes += total
                 self.shared_store_conflicts += conflicts

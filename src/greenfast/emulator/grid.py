@@ -14,6 +14,7 @@ from greenfast.emulator.machine import Geometry, Machine
 from greenfast.emulator.memory import UNWRITTEN, WRITTEN, GlobalMemory
 from greenfast.emulator.ptx import Function, Module, Variable, parse
 from greenfast.emulator.scheduler import Program, Scheduler
+from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap
 from greenfast.spec.problem import Array, OutputSpec
@@ -36,7 +37,8 @@ class GridResult:
 @lru_cache(maxsize=32)
 def program_of(ptx: str, entry: str) -> tuple[Module, Program]:
     """The parsed module and the kernel's program. Raises UnsupportedError, or UsageError for an unknown kernel."""
-    module = parse(ptx, tuple(f"{folder}/" for folder in cuda_include_dirs()))
+    # Wrappers of instructions, the toolkit's and this project's: what their callers do is what a reader asks for.
+    module = parse(ptx, tuple(f"{folder}/" for folder in (*cuda_include_dirs(), KERNEL_DIR / "ptx")))
     return module, Program(module.entry(entry))
 
 

@@ -42,7 +42,8 @@ class EmulatorSession:
         violations += [
             f"{count} bytes of {name!r} were never written" for name, count in first.unwritten.items() if count
         ]
-        return RunResult(first.outputs, violations, all(same_bits(first.outputs, r.outputs) for r in results[1:]))
+        repeatable = all(same_bits(first.outputs, r.outputs) for r in results[1:])
+        return RunResult(first.outputs, violations, repeatable, first.counts.record())
 
     def prepare(self, key: str, image: KernelImage, plan: Launch, case: Case, warmup: int) -> None:
         """Refuse: nothing can be timed here."""

@@ -15,7 +15,7 @@ from greenfast.runtime.session import RunResult
 from greenfast.runtime.worker import Worker, WorkerError
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Array, Case, Problem, References
-from greenfast.spec.record import CorrectnessRow, ErrorStats, GateResult, ParityRow, Status
+from greenfast.spec.record import CorrectnessRow, ErrorStats, GateResult, KernelCounts, ParityRow, Status
 from greenfast.spec.task import ErrorGate, FormatGates, Shape
 
 #: Each case runs this often on equal input in fresh memory; outputs that differ in a bit betray a race.
@@ -24,11 +24,15 @@ REPEATS = 2
 
 @dataclass
 class CorrectnessOutcome:
-    """What the gate found: rows by role, parity, and a digest of each output by (role, shape, seed)."""
+    """What the gate found: rows by role, parity, and a digest of each output by (role, shape, seed).
+
+    counts: by role and shape, those of the first seed; empty where nothing counts.
+    """
 
     rows: dict[str, list[CorrectnessRow]] = field(default_factory=dict)
     parity: list[ParityRow] = field(default_factory=list)
     digests: dict[tuple[str, str, int], str] = field(default_factory=dict)
+    counts: dict[str, dict[str, KernelCounts]] = field(default_factory=dict)
 
 
 def output_digest(outputs: dict[str, Array]) -> str:
@@ -78,6 +82,8 @@ def check(
                         shapes_differ = f"{values.shape}, the references have {references.exact.shape}"
                         raise UsageError(f"{where}: decode gives an array of shape {shapes_differ}")
                     outcome.digests[side.role, shape.name, seed] = output_digest(result.outputs)
+                    if result.counts is not None:
+                        outcome.counts.setdefault(side.role, {}).setdefault(shape.name, result.counts)
                 except WorkerError as e:
                     broken.setdefault(side.role, str(e))
                     result = str(e)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from greenfast.build.machine_code import count_instructions, disassemble
 from greenfast.gates.sides import BuiltSide
-from greenfast.spec.record import GateResult, Status
+from greenfast.spec.record import GateResult, KernelCounts, Status
 from greenfast.spec.task import Rung
 
 
@@ -15,11 +15,11 @@ def instruction_counts(side: BuiltSide) -> dict[str, dict[str, int]]:
     return {k.kernel_hash: count_instructions(disassemble(k.cubin, k.source.entry)) for _, k in side.distinct}
 
 
-def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None) -> GateResult:
+def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None, emulated: str = "") -> GateResult:
     """Compare the candidate's machine code with its rung's promises.
 
     rung: None for toggles that are no rung and so promise nothing. predecessor: the rung's, built for the same shapes,
-    where a promise compares with it.
+    where a promise compares with it. emulated: what was counted while the kernel ran, for the summary; no promise.
     """
     counts = instruction_counts(candidate)
     checks: list[tuple[str, str, str, Status]] = []
@@ -49,9 +49,33 @@ def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None
     summary = f"{candidate.variant.name}: " + (", ".join(f"{n} {name}" for name, n in shown.items()) or "none counted")
     if rung is None:
         summary += " (no rung, so nothing is promised)"
+    if emulated:
+        summary += f"; {emulated}"
     return GateResult(
         gate="EVIDENCE", status="FAIL" if reasons else "PASS", summary=summary, reasons=reasons, checks=checks
     )
+
+
+def emulated_counts(
+    baseline: Mapping[str, KernelCounts],
+    candidate: Mapping[str, KernelCounts],
+    least_work: Mapping[str, Mapping[str, int]],
+) -> str:
+    """The candidate's counts on the shape where it executes most, against the baseline's and what the problem needs.
+
+    By shape; empty where the kernels did not run in the emulator.
+    """
+    if not candidate:
+        return ""
+    shape = max(candidate, key=lambda name: candidate[name].warp_instructions)
+    found, before, least = candidate[shape], baseline.get(shape), least_work.get(shape, {})
+
+    def against(name: str) -> str:
+        return f"{getattr(found, name)}" + (f" (baseline {getattr(before, name)})" if before else "")
+
+    parts = [f"{against('warp_instructions')} instructions", f"{against('conflicts')} bank conflicts"]
+    parts += [f"{name} {getattr(found, name) / value:.2f}x the least" for name, value in least.items() if value]
+    return f"emulated {shape}: " + ", ".join(parts)
 
 
 def profile_check(path: Sequence[str], note: str) -> tuple[str, str, str, Status]:

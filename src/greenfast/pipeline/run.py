@@ -11,6 +11,7 @@ from greenfast.gates.correctness import CorrectnessOutcome
 from greenfast.gates.sides import BuiltSide
 from greenfast.pipeline.environment import git_state, now, package_versions
 from greenfast.pipeline.request import Observer, Request
+from greenfast.spec.problem import least_work
 from greenfast.spec.record import Build, GateResult, Side, Status, TimingRow, status_of
 from greenfast.spec.variant import Variant
 
@@ -97,6 +98,7 @@ class GateRun:
             builds=self._builds(built) if built else [],
             correctness=self.correctness.rows.get(role, []),
             timing=timing,
+            counts=self.correctness.counts.get(role, {}),
         )
 
     def facts(self) -> dict[str, Any]:
@@ -113,7 +115,15 @@ class GateRun:
             "git": git_state(),
             "device": request.device,
             "environment": package_versions(),
+            "least_work": self.least_work(),
         }
+
+    def least_work(self) -> dict[str, dict[str, int]]:
+        """By shape, what the problem says that every kernel must execute; empty where nothing was counted."""
+        request = self.request
+        counted = {shape for counts in self.correctness.counts.values() for shape in counts}
+        found = {s.name: least_work(request.task.problem, s.dims) for s in request.shapes if s.name in counted}
+        return {shape: least for shape, least in found.items() if least}
 
     @property
     def stamp(self) -> str:

@@ -111,7 +111,9 @@ def _evidence(run: GateRun, profile: bool) -> None:
     request = run.request
     candidate = run.built(CANDIDATE)
     assert candidate is not None  # until_correct built every side
-    result = evidence.check(candidate, *_promising_rung(request, candidate))
+    counts = run.correctness.counts
+    emulated = evidence.emulated_counts(counts.get(BASELINE, {}), counts.get(CANDIDATE, {}), run.least_work())
+    result = evidence.check(candidate, *_promising_rung(request, candidate), emulated)
     note = request.cannot_time() if profile else "not asked for"
     if note is None and run.status("CORRECTNESS") != "PASS":
         note = "not taken: CORRECTNESS did not pass"

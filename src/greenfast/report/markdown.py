@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from greenfast.report import facts, format
+from greenfast.report.counts import counts_section
 from greenfast.spec.record import (
     AnyRecord,
     BenchRecord,
@@ -65,11 +66,13 @@ def _document(title: str, sections: list[tuple[str, str]]) -> str:
 
 def bench_report(record: BenchRecord) -> str:
     """The report of one variant that was checked and timed alone."""
+    counted = counts_section(_sides(record), record.least_work)
     sections = [
         ("Gates", _gates(record)),
         ("Correctness", _correctness(record)),
         ("Timing", "\n\n".join(_timings(record)) or facts.gate_line(record, "PERFORMANCE")),
         ("Compiler resources", _resources(record)),
+        *([("Counts", counted)] if counted else []),
         ("How to reproduce", _reproduce(record)),
         ("Build metadata", _metadata(record)),
     ]
@@ -289,6 +292,8 @@ def _evidence(record: Record) -> str:
     builds = list(_builds(record))
     counters = sorted({counter for _, _, build in builds for counter in build.machine_code})
     lead = facts.gate_line(record, "EVIDENCE")
+    counted = counts_section(_sides(record), record.least_work)
+    lead = f"{lead}\n\n{counted}" if counted else lead
     if not counters:
         return lead
     rows = [

@@ -10,16 +10,20 @@ import numpy as np
 from greenfast.runtime.device import Bound, Gpu, KernelImage
 from greenfast.spec.kernel import PHASE_BUFFER, Launch
 from greenfast.spec.problem import Array, Case
-from greenfast.spec.record import DeviceInfo
+from greenfast.spec.record import DeviceInfo, KernelCounts
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """The outputs of one case, what the kernel did to others' memory, and whether repeats agreed in bits."""
+    """The outputs of one case, what the kernel did to others' memory, and whether repeats agreed in bits.
+
+    counts: what the kernel executed; None where nothing counts it, as on a GPU.
+    """
 
     outputs: dict[str, Array]
     violations: list[str] = field(default_factory=list)
     repeatable: bool = True
+    counts: KernelCounts | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from greenfast.spec.errors import unknown
+from greenfast.spec.record import KernelCounts
+
 Array = NDArray[Any]
 
 
@@ -54,7 +57,10 @@ class References:
 
 
 class Problem(Protocol):
-    """A problem: a module with these three functions. All of them are deterministic in their arguments."""
+    """A problem: a module with these three functions. All of them are deterministic in their arguments.
+
+    It may have a fourth, ``least_work(dims)``: what the problem needs of the counts of a launch (see least_work).
+    """
 
     def make_case(self, dims: Mapping[str, int], seed: int, fmt: str) -> Case:
         """The inputs of one (shape, seed) in a number format."""
@@ -64,3 +70,20 @@ class Problem(Protocol):
 
     def decode(self, outputs: Mapping[str, Array], fmt: str) -> NDArray[np.float64]:
         """The real numbers that raw output buffers stand for, in the shape of the references."""
+
+
+#: The counts that a problem may give a minimum for.
+LEAST_WORK = tuple(name for name, kind in KernelCounts.__annotations__.items() if kind == "int")
+
+
+def least_work(problem: Problem, dims: Mapping[str, int]) -> dict[str, int]:
+    """What the problem needs for these dimensions, by the name of the count; empty where it says nothing.
+
+    Raises UsageError for a name that is none of LEAST_WORK.
+    """
+    function = getattr(problem, "least_work", None)
+    found: dict[str, int] = dict(function(dims)) if function else {}
+    for name in found:
+        if name not in LEAST_WORK:
+            raise unknown("count of least_work", name, LEAST_WORK)
+    return found

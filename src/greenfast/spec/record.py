@@ -89,8 +89,8 @@ class KernelCounts(_Data, frozen=True, kw_only=True):
 
     instructions: executions by a warp, by opcode. matrix_flops: of matrix instructions, multiply and add counted as
     two. exponentials: by a thread. barriers: arrivals of warps. sectors: 32-byte pieces per warp access. shared_passes:
-    passes over shared memory; conflicts: those beyond the fewest that the access width needs; bank_conflicts: the same
-    by source line.
+    passes over shared memory; conflicts: those beyond the fewest that the access width needs. shared_bytes,
+    bank_conflicts: of loads and stores by source line.
     """
 
     instructions: dict[str, int]
@@ -107,6 +107,7 @@ class KernelCounts(_Data, frozen=True, kw_only=True):
     shared_passes: int
     shared_load_conflicts: int
     shared_store_conflicts: int
+    shared_bytes: dict[str, int]
     bank_conflicts: dict[str, int]
 
     @property
@@ -205,13 +206,17 @@ class SpeedupRow(_Data, frozen=True, kw_only=True):
 
 
 class Side(_Data, frozen=True, kw_only=True):
-    """One of the two variants of a comparison, with all that was found out about it."""
+    """One of the two variants of a comparison, with all that was found out about it.
+
+    counts: by shape; empty unless the kernels ran in the emulator.
+    """
 
     variant: str
     toggles: dict[str, int]
     builds: list[Build] = []
     correctness: list[CorrectnessRow] = []
     timing: list[TimingRow] = []
+    counts: dict[str, KernelCounts] = {}
 
 
 class GateResult(_Data, frozen=True, kw_only=True):
@@ -230,7 +235,11 @@ def status_of(gates: Sequence[GateResult], gate: str) -> Status:
 
 
 class Run(_Data, frozen=True, kw_only=True):
-    """What every run of the gates records: what was asked, where, and how each gate ended."""
+    """What every run of the gates records: what was asked, where, and how each gate ended.
+
+    least_work: what the problem needs by shape and by the count's name in KernelCounts, where it says so and kernels
+    were counted.
+    """
 
     schema_version: int = SCHEMA_VERSION
     created: str
@@ -244,6 +253,7 @@ class Run(_Data, frozen=True, kw_only=True):
     device: DeviceInfo | None = None
     environment: dict[str, str] = {}
     clocks: dict[str, float] = {}
+    least_work: dict[str, dict[str, int]] = {}
 
     def gate_status(self, gate: str) -> Status:
         """The status of a gate by name; PENDING where it did not run."""
