@@ -330,7 +330,7 @@ def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
         assert ordinal == 0
         return FakeWorker(device, timeout_s=timeout_s)
 
-    for module in ("request", "environment", "profile"):
+    for module in ("request", "environment"):
         monkeypatch.setattr(f"greenfast.pipeline.{module}.Worker", start)
     return device
 

@@ -123,7 +123,11 @@ def profile(parser: argparse.ArgumentParser) -> None:
     _task(parser)
     parser.add_argument("--variant", metavar="VARIANT", help="a name, or TOGGLE=VALUE,... (default: the candidate)")
     parser.add_argument("--ncu", action="store_true", help="take a Nsight Compute profile only")
-    parser.add_argument("--phases", action="store_true", help="count the cycles of the kernel's phases only")
+    parser.add_argument(
+        "--phases",
+        action="store_true",
+        help="count the cycles of the kernel's phases only; on the emulator what they execute",
+    )
     parser.add_argument("--launches", type=int, default=3, metavar="N", help="profile the last of N (default: 3)")
     _what(parser)
     _where(parser)

@@ -12,15 +12,20 @@ from greenfast.cli.request import request_of
 from greenfast.pipeline.environment import now
 from greenfast.pipeline.profile import count_phases, take_profile
 from greenfast.pipeline.store import check_writable
+from greenfast.report.counts import PHASE_HEADER, phase_rows
 from greenfast.spec.errors import MachineError, UsageError
 
 
 def run(args: argparse.Namespace) -> int:
-    """Profile one variant: phase shares by in-kernel clocks, and a Nsight Compute file per shape."""
+    """Profile one variant: phase shares by in-kernel clocks, and a Nsight Compute file per shape.
+
+    On the emulator the phases alone, in counts of what they execute.
+    """
     request = request_of(args)
     config = request.task.config
     variant = config.variant(args.variant or config.defaults.candidate)
-    reason = request.cannot_time()
+    only_phases = args.phases and not args.ncu
+    reason = request.cannot_run() if only_phases else request.cannot_time()
     if reason:
         raise MachineError(f"a profile needs a GPU; {reason}")
     if args.launches < 1:
@@ -35,6 +40,9 @@ def run(args: argparse.Namespace) -> int:
             rows = [(name, f"{c:.0f}", f"{100 * c / total:.1f} %") for name, c in cycles.items()]
             if not args.json:
                 show(table(("phase", "cycles per block", "share"), rows, title=f"{variant.name}, {shape}"))
+        for shape, counts in record.phase_counts.items():
+            if not args.json:
+                show(table(PHASE_HEADER, phase_rows(counts), title=f"{variant.name}, {shape}, emulated"))
         if not args.json:
             show(f"{folder}")
     if args.ncu or both:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -12,6 +13,7 @@ from greenfast.build.toolchain import cuda_include_dirs
 from greenfast.emulator.counts import Counts
 from greenfast.emulator.machine import Geometry, Machine
 from greenfast.emulator.memory import UNWRITTEN, WRITTEN, GlobalMemory
+from greenfast.emulator.phases import PhaseCounts
 from greenfast.emulator.ptx import Function, Module, Variable, parse
 from greenfast.emulator.scheduler import Program, Scheduler
 from greenfast.kernels import KERNEL_DIR
@@ -25,13 +27,17 @@ MAX_LANES = 16_384
 
 @dataclass
 class GridResult:
-    """What a grid left: output arrays, how many of each output's bytes were never written, counts and printed lines."""
+    """What a grid left: output arrays, how many of each output's bytes were never written, counts and printed lines.
+
+    phases: the counts by phase, where they were asked for; they add up to ``counts``.
+    """
 
     outputs: dict[str, Array]
     unwritten: dict[str, int]
     changed_inputs: list[str]
     counts: Counts
     printed: str = ""
+    phases: dict[str, Counts] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=32)
@@ -53,12 +59,17 @@ def run_grid(
     *,
     seed: int = 0,
     poison: int = 0xFF,
+    phases: Sequence[str] = (),
 ) -> GridResult:
     """Run every block of the grid.
 
-    Output bytes that nothing wrote read as ``poison``. Raises KernelFaultError for what the kernel does wrong, and
-    UnsupportedError for an instruction that is not known.
+    Output bytes that nothing wrote read as ``poison``. phases: those of an instrumented build, to count each.
+    Raises KernelFaultError for what the kernel does wrong, UnsupportedError for an instruction that is not known, and
+    UsageError where phases cannot be told apart.
     """
+    outputs = dict(outputs)
+    if phases:
+        outputs[PHASE_BUFFER] = OutputSpec((math.prod(plan.grid), len(phases)), "int64")
     module, program = program_of(ptx, entry)
     function = program.function
     arrays = {name: np.ascontiguousarray(a) for name, a in inputs.items()}
@@ -77,6 +88,7 @@ def run_grid(
     local_layout, local_bytes = _pack([v for v in function.variables.values() if v.space == "local"])
     geometry = Geometry(plan.grid, block)
     counts = Counts()
+    by_phase = PhaseCounts(function) if phases else None
     printed: list[str] = []
     per_batch = max(1, MAX_LANES // (-(-geometry.threads // 32) * 32))
     with np.errstate(all="ignore"):
@@ -93,8 +105,13 @@ def run_grid(
                 symbols={name: memory.address(f"variable {name}") for name in variables},
                 params=_parameters(function, plan, memory),
                 counts=counts,
+                phases=by_phase,
             )
+            if by_phase:
+                by_phase.begin(machine.lanes)
             Scheduler(machine, program, seed + start).run()
+            if by_phase:
+                by_phase.end()
             printed += machine.output
     found, unwritten = {}, {}
     for name, o in outputs.items():
@@ -103,7 +120,14 @@ def run_grid(
         data[states == UNWRITTEN] = poison
         found[name] = data.copy().view(o.dtype).reshape(o.shape)
     changed = [n for n, a in arrays.items() if memory.bytes_of(n).tobytes() != a.tobytes()]
-    return GridResult(found, unwritten, changed, counts, "".join(printed))
+    result = GridResult(found, unwritten, changed, counts, "".join(printed))
+    if by_phase:
+        if unwritten[PHASE_BUFFER]:
+            raise UsageError(f"{entry} left {unwritten[PHASE_BUFFER]} bytes of its phases' sums unwritten")
+        result.phases = by_phase.by_phase(phases, found[PHASE_BUFFER])
+        for part in result.phases.values():
+            counts.add(part)
+    return result
 
 
 def _pack(variables: Sequence[Variable], start: int = 0) -> tuple[dict[str, int], int]:

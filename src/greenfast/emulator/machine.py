@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from greenfast.emulator.counts import Counts
 from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.memory import UNWRITTEN, Arena, BadAccessError, GlobalMemory
 from greenfast.emulator.ptx import Function, Instruction
+
+if TYPE_CHECKING:
+    from greenfast.emulator.phases import PhaseCounts
 
 #: Which threads an instruction runs for: a slice where a whole set runs together, else sorted indices.
 Lanes: TypeAlias = "slice | NDArray[np.intp]"
@@ -75,6 +78,7 @@ class Machine:
     """Some blocks of a grid.
 
     blocks: their linear indices. shared_layout, local_layout: offsets of variables. params: the parameters' bytes.
+    counts: where what runs now is counted. phases: where it is counted by phase, in an instrumented build.
     """
 
     function: Function
@@ -89,6 +93,7 @@ class Machine:
     params: Mapping[str, bytes]
     counts: Counts
     output: list[str] = field(default_factory=list)
+    phases: PhaseCounts | None = None
 
     def __post_init__(self) -> None:
         self.warps = -(-self.geometry.threads // WARP)
@@ -109,6 +114,7 @@ class Machine:
         self.call_arguments: dict[str, Values] = {}
         self.copies: list[Copy] = []
         self.copy_groups = np.zeros(self.lanes, np.int64)
+        self.executed = 0
         self.current: Instruction = self.function.code[0]
         self.specials = self._specials()
 
@@ -139,6 +145,16 @@ class Machine:
         if kind is None:
             raise KernelFaultError(f"{self.function.name}: register {name} is not declared")
         return np.bool_ if kind == "pred" else _BITS[kind.lstrip("busf")]
+
+    def clock(self, instruction: Instruction, lanes: Lanes) -> Values:
+        """What these threads read from a clock: executed instructions, monotonic and repeatable, and no time.
+
+        While phases are counted, what tells them apart (see PhaseCounts).
+        """
+        if self.phases is None:
+            return np.asarray(self.executed)
+        values, self.counts = self.phases.read(instruction, lanes)
+        return values
 
     def fault(self, reason: str, lane: int) -> KernelFaultError:
         """The fault of a thread at the current instruction."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from greenfast.emulator.faults import UnsupportedError
 from greenfast.emulator.machine import Lanes, Machine, Values
-from greenfast.emulator.ptx import Immediate, Instruction, Operand, Register, Special, Symbol
+from greenfast.emulator.ptx import CLOCKS, Immediate, Instruction, Operand, Register, Special, Symbol
 
 Reader: TypeAlias = Callable[[Machine, Lanes], Values]
 Writer: TypeAlias = Callable[[Machine, Lanes, Values], None]
@@ -82,9 +82,8 @@ def _constant(operand: Immediate, dtype: Any) -> Values:
 
 
 def _special(name: str, dtype: Any, instruction: Instruction) -> Reader:
-    if name in ("%clock", "%clock64", "%globaltimer", "%globaltimer_lo"):
-        # A clock that counts executed instructions: monotonic and repeatable, and no time.
-        return lambda m, lanes: np.asarray(sum(m.counts.instructions.values())).astype(dtype)
+    if name in CLOCKS:
+        return lambda m, lanes: m.clock(instruction, lanes).astype(dtype)
 
     def read(m: Machine, lanes: Lanes) -> Values:
         found = m.specials.get(name)

@@ -132,6 +132,9 @@ class Module:
 SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4, "s32": 4}
 SIZES |= {"f32": 4, "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16, "pred": 1}
 
+#: Special registers that hold a clock.
+CLOCKS = ("%clock", "%clock64", "%globaltimer", "%globaltimer_lo")
+
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _FILE = re.compile(r"\.file\s+(\d+)\s+\"([^\"]*)\"")
 _HEADER = re.compile(

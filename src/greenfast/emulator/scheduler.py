@@ -81,7 +81,6 @@ class Scheduler:
         self.resume = np.zeros(machine.lanes, np.int32)
         self.expected = np.zeros(machine.lanes, np.int32)
         self.ended = ~machine.exists
-        self.executed = 0
 
     def run(self) -> None:
         """Run until all threads have ended. Raises KernelFaultError for what the kernel does wrong."""
@@ -97,6 +96,8 @@ class Scheduler:
                 self._run_set(n)
 
     def _run_set(self, n: int) -> None:
+        if self.m.phases is not None:
+            self.m.counts = self.m.phases.of_warp(n)
         fragments = self.fragments[n]
         while fragments:
             pc = min(fragments)
@@ -167,8 +168,8 @@ class Scheduler:
         self.m.counts.threads[key] += count
         if i.name == "ex2":
             self.m.counts.exponentials += count
-        self.executed += 1
-        if self.executed > INSTRUCTION_LIMIT:
+        self.m.executed += 1
+        if self.m.executed > INSTRUCTION_LIMIT:
             raise self.m.fault(
                 f"no end after {INSTRUCTION_LIMIT} instructions (an endless loop?)", int(lane_indices(lanes)[0])
             )

@@ -8,7 +8,7 @@ from greenfast.runtime.session import Block, RunResult, same_bits
 from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import Case
-from greenfast.spec.record import DeviceInfo
+from greenfast.spec.record import DeviceInfo, KernelCounts
 
 #: Up to this many threads a case is run once per repeat, each in another order of warps; larger ones once, for time.
 REPEAT_THREADS = 4096
@@ -61,8 +61,15 @@ class EmulatorSession:
         """Refuse: nothing can be timed here."""
         raise MachineError(_NO_TIME)
 
+    def phase_counts(self, image: KernelImage, plan: Launch, case: Case) -> dict[str, KernelCounts]:
+        """What each phase of an instrumented build executes; "outside": what lies before the first and after the last.
 
-def _run(image: KernelImage, plan: Launch, case: Case, seed: int) -> GridResult:
+        Raises UsageError where its phases cannot be told apart.
+        """
+        return {name: counts.record() for name, counts in _run(image, plan, case, 0, image.phases).phases.items()}
+
+
+def _run(image: KernelImage, plan: Launch, case: Case, seed: int, phases: tuple[str, ...] = ()) -> GridResult:
     return run_grid(
         image.ptx,
         image.entry,
@@ -72,4 +79,5 @@ def _run(image: KernelImage, plan: Launch, case: Case, seed: int) -> GridResult:
         case.inputs,
         case.outputs,
         seed=seed,
+        phases=phases,
     )

@@ -13,9 +13,8 @@ from greenfast.pipeline.artifacts import RECORD
 from greenfast.pipeline.request import Request, Unwatched
 from greenfast.pipeline.run import GateRun
 from greenfast.pipeline.store import check_writable, new_run_folder, to_json
-from greenfast.runtime.worker import Worker
 from greenfast.spec.errors import MachineError
-from greenfast.spec.record import PhaseRecord
+from greenfast.spec.record import KernelCounts, PhaseRecord
 from greenfast.spec.task import Shape
 from greenfast.spec.variant import Variant
 
@@ -85,27 +84,30 @@ def count_phases(request: Request, variant: Variant, *, repeats: int = 5) -> tup
     """Count the cycles of each phase of the instrumented build; returns the record and the folder that holds it.
 
     Thread 0 of each block counts; waiting at a barrier belongs to the phase that ends next. The counters cost time and
-    keep the compiler from moving work across phases, so shares are what to read, not the sum.
+    keep the compiler from moving work across phases, so shares are what to read, not the sum. On the emulator, which
+    has no cycles, what each phase executes is counted instead.
     Raises UsageError for a family without an instrumented build, MachineError or WorkerError where it cannot run.
     """
-    ordinal = request.gpu
+    reason = request.cannot_run()
+    if reason or request.device is None:
+        raise MachineError(f"phases cannot be counted; {reason}")
     parent = request.out / request.task.config.defaults.results
     check_writable(parent)
     family, problem = request.task.family, request.task.problem
     run = GateRun(request, {CANDIDATE: variant}, Unwatched())
     side = build_side(CANDIDATE, family, variant, request.format, request.shapes, request.target, instrumented=True)
-    with Worker(ordinal, timeout_s=request.timeout_s) as worker:
-        cycles = {
-            shape.name: worker.phases(
-                side.image(shape.name),
-                side.launches[shape.name],
-                problem.make_case(shape.dims, request.seeds[0], request.format),
-                repeats,
-            )
-            for shape in request.shapes
-        }
+    cycles: dict[str, dict[str, float]] = {}
+    counts: dict[str, dict[str, KernelCounts]] = {}
+    with request.make_worker() as worker:
+        for shape in request.shapes:
+            image, plan = side.image(shape.name), side.launches[shape.name]
+            case = problem.make_case(shape.dims, request.seeds[0], request.format)
+            if request.device.kind == "gpu":
+                cycles[shape.name] = worker.phases(image, plan, case, repeats)
+            else:
+                counts[shape.name] = worker.phase_counts(image, plan, case)
     run.sides = [side]
-    record = PhaseRecord(**run.facts(), side=run.side(CANDIDATE, []), phase_cycles=cycles)
+    record = PhaseRecord(**run.facts(), side=run.side(CANDIDATE, []), phase_cycles=cycles, phase_counts=counts)
     with new_run_folder(parent, f"{run.stamp}-phases") as (work, publish):
         (work / RECORD).write_text(to_json(record), encoding="utf-8")
         return record, publish()

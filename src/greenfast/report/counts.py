@@ -108,3 +108,29 @@ def _kinds(counts: Mapping[str, KernelCounts]) -> str:
         rest = [sum(n for kind, n in c.instructions.items() if kind not in shown) for c in counts.values()]
         rows.append((f"{len(total) - len(shown)} others", *map(str, rest)))
     return format.table(("kind", *counts), rows, right=tuple(counts))
+
+
+#: The columns of a table of phases.
+PHASE_HEADER = (
+    *("phase", "warp instructions", "share", "matrix FLOPs", "exponentials", "barriers"),
+    *("global sectors", "shared bytes", "bank conflicts"),
+)
+
+
+def phase_rows(counts: Mapping[str, KernelCounts]) -> list[tuple[str, ...]]:
+    """What each phase executes; global sectors and shared bytes of loads and stores together."""
+    total = sum(c.warp_instructions for c in counts.values()) or 1
+    return [
+        (
+            phase,
+            str(c.warp_instructions),
+            format.percent(c.warp_instructions / total),
+            str(c.matrix_flops),
+            str(c.exponentials),
+            str(c.barriers),
+            str(c.global_load_sectors + c.global_store_sectors),
+            str(c.shared_load_bytes + c.shared_store_bytes),
+            str(c.conflicts),
+        )
+        for phase, c in counts.items()
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from greenfast.report import facts, format
-from greenfast.report.counts import counts_section
+from greenfast.report.counts import PHASE_HEADER, counts_section, phase_rows
 from greenfast.spec.record import (
     AnyRecord,
     BenchRecord,
@@ -53,10 +53,20 @@ def phase_report(record: PhaseRecord) -> str:
         for shape, cycles in record.phase_cycles.items()
         for phase, count in cycles.items()
     ]
-    table = format.table(("shape", "phase", "cycles per block", "share"), rows, right=("cycles per block", "share"))
+    tables = [
+        f"{shape}, `emulated`:\n\n{format.table(PHASE_HEADER, phase_rows(counts), right=PHASE_HEADER[1:])}"
+        for shape, counts in record.phase_counts.items()
+    ]
+    if rows:
+        header = ("shape", "phase", "cycles per block", "share")
+        tables.append(format.table(header, rows, right=("cycles per block", "share")))
     return _document(
         f"{record.task}: phases of {record.side.variant}",
-        [("Phases", table), ("How to reproduce", _reproduce(record)), ("Build metadata", _metadata(record))],
+        [
+            ("Phases", "\n\n".join(tables)),
+            ("How to reproduce", _reproduce(record)),
+            ("Build metadata", _metadata(record)),
+        ],
     )
 
 

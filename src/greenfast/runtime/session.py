@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from greenfast.runtime.device import Bound, Gpu, KernelImage
+from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import PHASE_BUFFER, Launch
 from greenfast.spec.problem import Array, Case
 from greenfast.spec.record import DeviceInfo, KernelCounts
@@ -54,6 +55,9 @@ class Session(Protocol):
 
     def phases(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> dict[str, float]:
         """Mean SM cycles per block and phase of an instrumented build, after one run to warm up."""
+
+    def phase_counts(self, image: KernelImage, plan: Launch, case: Case) -> dict[str, KernelCounts]:
+        """What each phase of an instrumented build executes, where the device counts it; else MachineError."""
 
 
 def same_bits(a: dict[str, Array], b: dict[str, Array]) -> bool:
@@ -110,3 +114,7 @@ class GpuSession:
         cycles = np.mean([bound.run()[PHASE_BUFFER].mean(axis=0) for _ in range(repeats)], axis=0)
         bound.free()
         return dict(zip(image.phases, map(float, cycles), strict=True))
+
+    def phase_counts(self, image: KernelImage, plan: Launch, case: Case) -> dict[str, KernelCounts]:
+        """Refuse: a GPU counts the cycles of phases, and no instructions."""
+        raise MachineError("instructions are counted by phase in the emulator only")

@@ -16,7 +16,7 @@ from greenfast.runtime.session import Block, GpuSession, RunResult
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import Case
-from greenfast.spec.record import DeviceInfo
+from greenfast.spec.record import DeviceInfo, KernelCounts
 
 #: Seconds that a process may take to start, with Python and the driver, before any time-out of a kernel counts.
 START_S = 30.0
@@ -141,4 +141,9 @@ class Worker:
     def phases(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> dict[str, float]:
         """Mean SM cycles per block and phase of an instrumented build."""
         result: dict[str, float] = self._call("phases", image, plan, case, repeats)
+        return result
+
+    def phase_counts(self, image: KernelImage, plan: Launch, case: Case) -> dict[str, KernelCounts]:
+        """What each phase of an instrumented build executes."""
+        result: dict[str, KernelCounts] = self._call("phase_counts", image, plan, case)
         return result

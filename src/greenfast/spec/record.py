@@ -265,10 +265,14 @@ class Run(_Data, frozen=True, kw_only=True):
 
 
 class PhaseRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="phases"):
-    """Mean SM cycles per block and phase, by shape, of a variant's instrumented build."""
+    """Mean SM cycles per block and phase, by shape, of a variant's instrumented build.
+
+    phase_counts: by shape and phase, what was executed, where the emulator ran it and there are no cycles.
+    """
 
     side: Side
     phase_cycles: dict[str, dict[str, float]]
+    phase_counts: dict[str, dict[str, KernelCounts]] = {}
 
 
 class BenchRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="bench"):

@@ -1,0 +1,152 @@
+"""Counts per phase of instrumented builds: of known phases, of the ladder, and of what cannot be told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from greenfast.build.compiler import compile_kernel, to_ptx
+from greenfast.cli.main import main
+from greenfast.emulator.counts import Counts
+from greenfast.emulator.grid import GridResult, run_grid
+from greenfast.emulator.phases import OUTSIDE
+from greenfast.kernels import KERNEL_DIR
+from greenfast.pipeline.records import read_record
+from greenfast.pipeline.tasks import find_task, load
+from greenfast.report.markdown import report
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
+from greenfast.spec.problem import OutputSpec
+from greenfast.spec.record import PhaseRecord
+from tests.emulator.kernels import TARGET
+
+BEFORE = '#include "phase_clock.cuh"\n#include "ptx/math.cuh"\n'
+
+
+def phases(body: str, names: tuple[str, ...], *, threads: int = 64, blocks: int = 3) -> GridResult:
+    """Count the phases of a kernel with a clock of them: y[i] for thread i of each block."""
+    source = (
+        f'{BEFORE}extern "C" __global__ void k(float* y, long long* out) {{\n'
+        f"greenfast::PhaseClock<true, {len(names)}> clock(out);\n"
+        "const int i = blockIdx.x * blockDim.x + threadIdx.x;\n"
+        f"float v = threadIdx.x;\n{body}\ny[i] = v;\nclock.write();\n}}"
+    )
+    kernel = KernelSource("k", source, "k.cu", (KERNEL_DIR,), (threads, 1, 1))
+    outputs = {"y": OutputSpec((threads * blocks,), "float32")}
+    plan = Launch((blocks, 1, 1), ("y", PHASE_BUFFER))
+    return run_grid(to_ptx(kernel, TARGET), "k", kernel.block, 0, plan, {}, outputs, phases=names)
+
+
+def test_work_is_counted_in_the_phase_whose_mark_follows() -> None:
+    found = phases(
+        "#pragma unroll 1\nfor (int n = 0; n < 5; ++n) {\n"
+        "v = greenfast::ptx::ex2(v); v = greenfast::ptx::ex2(-v); clock.mark(1);\n"
+        "v = greenfast::ptx::ex2(v); clock.mark(0); __syncthreads(); clock.mark(0);\n}\n"
+        "v = greenfast::ptx::ex2(v); clock.mark(2);",
+        ("barrier", "two", "last"),
+    )
+    threads = 3 * 64
+    assert {name: c.exponentials for name, c in found.phases.items()} == {
+        "barrier": 5 * threads,
+        "two": 10 * threads,
+        "last": threads,
+        OUTSIDE: 0,
+    }
+    assert {name: c.barriers for name, c in found.phases.items() if c.barriers} == {"barrier": 5 * threads // 32}
+    assert found.phases[OUTSIDE].global_store_bytes == 4 * threads + 3 * 3 * 8  # y, and each block's sums
+
+
+def test_a_phase_that_no_thread_comes_to_counts_nothing() -> None:
+    found = phases("if (i < 0) { v = 1; clock.mark(0); }\nv = greenfast::ptx::ex2(v); clock.mark(1);", ("never", "all"))
+    assert sum(found.phases["never"].instructions.values()) == 0
+    assert found.phases["all"].exponentials == 3 * 64
+
+
+def test_phases_add_up_and_hold_what_they_are_named_for() -> None:
+    task = load(find_task("fp8_sdpa"))
+    for variant in ("scalar", "stage2", "stage3a_swizzle"):
+        for dims in ({"B": 1, "H": 1, "S": 32, "D": 64}, {"B": 1, "H": 2, "S": 100, "D": 64}):
+            toggles = task.config.variant(variant).values
+            source = task.family.kernel(toggles, "e4m3", dims, instrumented=True)
+            case = task.problem.make_case(dims, 0, "e4m3")
+            result = run_grid(
+                compile_kernel(source, Target("sm_90a")).ptx,
+                source.entry,
+                source.block,
+                source.dynamic_smem_bytes,
+                task.family.launch(toggles, "e4m3", dims),
+                case.inputs,
+                case.outputs,
+                phases=source.phases,
+            )
+            assert tuple(result.phases) == (*source.phases, OUTSIDE)
+            total = Counts()
+            for part in result.phases.values():
+                total.add(part)
+            assert total == result.counts
+            share = {name: c.matrix_flops for name, c in result.phases.items() if c.matrix_flops}
+            assert share == ({} if variant == "scalar" else dict.fromkeys(("QK^T", "P*V"), total.matrix_flops // 2))
+            assert result.phases["softmax"].exponentials == total.exponentials > 0
+            assert result.phases["store"].global_store_bytes == 2 * dims["B"] * dims["H"] * dims["S"] * dims["D"]
+            outside = result.phases[OUTSIDE]  # parameters, the first clock and the sums themselves
+            assert (outside.shared_passes, outside.exponentials, outside.barriers) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("const int p = i == 64; if (p) clock.mark(1); else clock.mark(0);", None),
+        ("long long now = clock64(); clock.cycles[i % 2] += now; clock.cycles[1] += now;", "ends several phases: a, b"),
+        ("clock.mark(0); if (threadIdx.x < 99) { y[i] = v; return; }", "16 bytes of its phases' sums unwritten"),
+    ],
+)
+def test_phases_that_cannot_be_told_apart_are_refused(body: str, says: str | None) -> None:
+    if says is None:
+        assert set(phases(body, ("a", "b")).phases) == {"a", "b", OUTSIDE}
+        return
+    with pytest.raises(UsageError, match=says):
+        phases(body, ("a", "b"), blocks=1)
+
+
+def test_a_kernel_without_a_clock_has_no_phases() -> None:
+    source = 'extern "C" __global__ void k(float* y, long long* out) { y[threadIdx.x] = 1; }'
+    kernel = KernelSource("k", source, "k.cu", (KERNEL_DIR,), (32, 1, 1))
+    plan, outputs = Launch((1, 1, 1), ("y", PHASE_BUFFER)), {"y": OutputSpec((32,), "float32")}
+    with pytest.raises(UsageError, match="reads the clock in 0 places"):
+        run_grid(to_ptx(kernel, TARGET), "k", (32, 1, 1), 0, plan, {}, outputs, phases=("a",))
+
+
+def test_a_clock_grows_where_no_phases_are_counted() -> None:
+    source = (
+        'extern "C" __global__ void k(long long* y) { long long a = clock64(); __syncthreads(); y[0] = clock64() - a; }'
+    )
+    kernel = KernelSource("k", source, "k.cu", (KERNEL_DIR,), (32, 1, 1))
+    outputs = {"y": OutputSpec((1,), "int64")}
+    result = run_grid(to_ptx(kernel, TARGET), "k", (32, 1, 1), 0, Launch((1, 1, 1), ("y",)), {}, outputs)
+    assert result.outputs["y"][0] > 0
+    assert result.phases == {}
+
+
+def test_profile_shows_what_each_phase_executes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["profile", "fp8_sdpa", "--phases", "--device", "emulator", "--shapes", "small", "--out", str(tmp_path)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "stage2, small, emulated" in out
+    (folder,) = (tmp_path / "fp8_wmma_baseline").iterdir()
+    record = read_record(folder)
+    assert isinstance(record, PhaseRecord)
+    assert record.phase_cycles == {}
+    counts = record.phase_counts["small"]
+    (line,) = [line for line in out.splitlines() if line.startswith("softmax")]
+    assert line.split()[1] == str(counts["softmax"].warp_instructions)
+    assert line.split()[5] == str(counts["softmax"].exponentials) == "1152"
+    text = report(record)
+    assert "small, `emulated`:" in text
+    assert f"| softmax | {counts['softmax'].warp_instructions} |" in text
+    assert "cycles" not in text.split("## How to reproduce")[0]
+    assert np.isclose(
+        sum(float(line.split(" | ")[2].split()[0]) for line in text.splitlines() if "%" in line), 100, 0.1
+    )
