@@ -3,7 +3,7 @@
 python benchmarks/emulator_against_gpu.py --json FILE [--shapes small,mission] [--variants stage2,...]
 
 Needs a GPU; counts need ncu. The emulator counts PTX instructions, the hardware machine instructions: only matrix work,
-memory sectors and bank conflicts mean the same in both.
+memory sectors and bank conflicts mean the same in both. scripts/update_readme.py makes a table of the record.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import json
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from greenfast.cli.console import show, table
@@ -27,6 +29,7 @@ from greenfast.pipeline.profile import ncu, take_profile
 from greenfast.pipeline.request import make_request
 from greenfast.pipeline.store import to_json
 from greenfast.pipeline.tasks import find_task, load
+from greenfast.report.beside_gpu import MATRIX_METRIC, counts_table
 from greenfast.runtime.device import Gpu
 
 #: What is kept of a profile: names that hold one of these, in Nsight Compute's own words.
@@ -37,7 +40,7 @@ def hardware_counts(request: Any, variant: Any, shape: Any, folder: Path) -> dic
     """The metrics of one profiled launch that can be compared; empty without ncu."""
     if ncu() is None:
         return {}
-    profile = take_profile(request, variant, shape, 0, f"{variant.name}-{shape.name}")
+    profile = take_profile(request, variant, shape, 0, f"{variant.name}-{shape.name}", metrics=[MATRIX_METRIC])
     command = [str(ncu()), "--import", str(profile), "--page", "raw", "--csv"]
     rows = list(csv.reader(io.StringIO(subprocess.run(command, capture_output=True, text=True, check=True).stdout)))
     names, values = rows[0], rows[-1]
@@ -74,7 +77,7 @@ def main() -> None:
                         image.ptx, image.entry, image.block, image.dynamic_smem_bytes, plan, case.inputs, case.outputs
                     )
                     difference = np.abs(there.astype(np.float64) - here.outputs["out"].astype(np.float64))
-                    c = here.counts
+                    c = here.counts.record()
                     row = {
                         "variant": name,
                         "shape": shape.name,
@@ -84,12 +87,9 @@ def main() -> None:
                         "different": int((there.view(np.uint16) != here.outputs["out"].view(np.uint16)).sum()),
                         "max_abs_diff": float(difference.max()),
                         "emulated": {
-                            "ptx_warp_instructions": sum(c.instructions.values()),
-                            "matrix_flops": c.matrix_flops,
-                            "exponentials": c.exponentials,
-                            "global_load_sectors": c.global_load_sectors,
-                            "global_store_sectors": c.global_store_sectors,
-                            "bank_conflicts": dict(c.bank_conflicts),
+                            "ptx_warp_instructions": c.warp_instructions,
+                            "conflicts": c.conflicts,
+                            **msgspec.to_builtins(c),
                         },
                         "hardware": hardware_counts(request, variant, shape, Path(folder))
                         if shape.name == "mission"
@@ -112,6 +112,7 @@ def main() -> None:
         for r in found
     ]
     show(table(("variant", "shape", "format", "different elements", "largest difference"), cells))
+    show(counts_table(json.loads(args.json.read_bytes())))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes what is generated from the records under evidence/: README.md's tables and example, and each record's report.
+"""Writes what is generated from the records under evidence/: tables of README.md and docs/emulator.md, and reports.
 
 python scripts/update_readme.py [--check]    (--check changes nothing; exit 1 where something differs)
 
@@ -8,6 +8,7 @@ A record lies at evidence/DEVICE/NAME/record.json, as a run of `greenfast valida
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from greenfast.pipeline.records import read_record, stale_records
 from greenfast.pipeline.store import write_whole
 from greenfast.pipeline.tasks import find_task
 from greenfast.pipeline.validate import PLOT
+from greenfast.report.beside_gpu import counts_table
 from greenfast.report.ladder import console_form, ladder_table
 from greenfast.report.markdown import report
 from greenfast.spec.errors import GreenfastError, UsageError
@@ -24,6 +26,7 @@ from greenfast.spec.record import AnyRecord, Record
 
 ROOT = Path(__file__).parents[1]
 MAIN_TASK = "fp8_sdpa"
+EMULATOR_PAGE, EMULATOR_RECORD = "docs/emulator.md", "evidence/emulator-h100.json"
 
 Evidence = Sequence[tuple[str, AnyRecord]]
 
@@ -71,11 +74,11 @@ def _is_default(record: Record) -> bool:
     return sides == (defaults.baseline, defaults.candidate, defaults.format)
 
 
-def fill(text: str, name: str, content: str) -> str:
-    """The text with the block ``name`` replaced. Raises UsageError unless each of its markers stands there once."""
+def fill(text: str, name: str, content: str, page: str = "README.md") -> str:
+    """The page's text with the block ``name`` replaced. Raises UsageError unless its markers stand there once."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise UsageError(f"README.md: {begin} and then {end} must stand in it once")
+        raise UsageError(f"{page}: {begin} and then {end} must stand in it once")
     head, rest = text.split(begin)
     body = f"\n\n{content}\n\n" if content else "\n"
     return f"{head}{begin}{body}{end}{rest.split(end)[1]}"
@@ -89,11 +92,21 @@ def generated(root: Path) -> dict[Path, str]:
         text = fill(text, name, content)
     return {
         root / "README.md": text,
+        **_emulator_page(root),
         **{
             root / f / REPORT: report(record, plot=PLOT if (root / f / PLOT).is_file() else None)
             for f, record in records
         },
     }
+
+
+def _emulator_page(root: Path) -> dict[Path, str]:
+    """docs/emulator.md with its table, where there is a record for it."""
+    page, record = root / EMULATOR_PAGE, root / EMULATOR_RECORD
+    if not record.is_file():
+        return {}
+    content = counts_table(json.loads(record.read_bytes()))
+    return {page: fill(page.read_text(encoding="utf-8"), "counts", content, EMULATOR_PAGE)}
 
 
 def main() -> int:

@@ -46,9 +46,9 @@ def expected() -> dict[Path, str]:
     return generated(ROOT)
 
 
-def test_readme_is_the_one_that_the_records_make() -> None:
-    readme = ROOT / "README.md"
-    assert readme.read_text(encoding="utf-8") == expected()[readme], "run python scripts/update_readme.py"
+def test_pages_are_those_that_the_records_make() -> None:
+    for page in (ROOT / "README.md", ROOT / update_readme.EMULATOR_PAGE):
+        assert page.read_text(encoding="utf-8") == expected()[page], "run python scripts/update_readme.py"
 
 
 def test_every_quoted_record_is_there() -> None:
@@ -188,6 +188,21 @@ def test_a_current_record_is_shown_quoted_and_an_example(tmp_path: Path, monkeyp
     assert "[stage2-e4m3](evidence/h100/stage2-e4m3)" in made["verdicts"]
     assert quoted(made["verdicts"]) == {"evidence/h100/stage2-e4m3"}
     assert made["example"].startswith("```text\n$ greenfast validate")
+
+
+def test_the_page_of_the_emulator_gets_the_table_of_its_record(tmp_path: Path) -> None:
+    root = tree(tmp_path)
+    (root / "docs").mkdir()
+    page, measured = root / update_readme.EMULATOR_PAGE, root / update_readme.EMULATOR_RECORD
+    page.write_text("before <!-- counts:begin --> <!-- counts:end --> after")
+    assert page not in generated(root)
+    measured.parent.mkdir()
+    row = {"variant": "v", "shape": "s", "emulated": {}, "hardware": {"smsp__inst_executed.sum": "7"}}
+    measured.write_text(json.dumps({"device": {"name": "GPU"}, "rows": [row]}))
+    assert "| v | s | warp instructions: PTX, machine code | - | 7 | - |" in generated(root)[page]
+    page.write_text("")
+    with pytest.raises(UsageError, match=r"docs/emulator\.md: .*must stand in it once"):
+        generated(root)
 
 
 def test_no_records_leave_the_blocks_empty(tmp_path: Path) -> None:

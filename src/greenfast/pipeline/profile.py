@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from greenfast.gates.sides import CANDIDATE, BuiltSide, build_side
@@ -27,10 +28,20 @@ def ncu() -> str | None:
     return shutil.which("ncu")
 
 
-def take_profile(request: Request, variant: Variant, shape: Shape, seed: int, stamp: str, *, launches: int = 3) -> Path:
+def take_profile(
+    request: Request,
+    variant: Variant,
+    shape: Shape,
+    seed: int,
+    stamp: str,
+    *,
+    launches: int = 3,
+    metrics: Sequence[str] = (),
+) -> Path:
     """Profile the last of some launches; returns ``<results>/<stamp>-<shape>-ncu/profile.ncu-rep``.
 
-    The clocks are left as they are. Raises MachineError where there is no ncu, or it could not profile.
+    metrics: those that are wanted beyond ncu's full set. The clocks are left as they are. Raises MachineError where
+    there is no ncu, or it could not profile.
     """
     tool = ncu()
     if tool is None:
@@ -49,6 +60,7 @@ def take_profile(request: Request, variant: Variant, shape: Shape, seed: int, st
     parent = request.out / request.task.config.defaults.results
     with new_run_folder(parent, f"{stamp}-{shape.name}-ncu") as (work, publish):
         command = [tool, "--set", "full", "--clock-control", "none", "--nvtx", "--import-source", "yes"]
+        command += ["--metrics", ",".join(metrics)] if metrics else []
         command += [
             "--kernel-name",
             entry,
