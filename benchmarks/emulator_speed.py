@@ -1,19 +1,113 @@
-"""How fast the emulator runs the ladder: seconds and emulated instructions per second, by rung.
+"""How fast the emulator runs the ladder, and where its time goes: by rung, by kind of instruction, by function.
 
-python benchmarks/emulator_speed.py [--shapes small,mission] [--variants stage2,...]
+python benchmarks/emulator_speed.py [--shapes small,mission] [--variants stage2,...] [--details stage2,...] [--md FILE]
+
+Each rung runs in a process of its own, whose peak memory is its own too. Kinds and functions are of the variants of
+--details on the last shape; taking the times costs time, so their sums are larger than the seconds of the first table.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import multiprocessing
+import pstats
+import resource
 import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from greenfast.build.compiler import compile_kernel
-from greenfast.cli.console import show, table
+from greenfast.cli.console import show
 from greenfast.cli.options import words
+from greenfast.emulator.counts import Counts
 from greenfast.emulator.grid import program_of, run_grid
+from greenfast.emulator.machine import Lanes, Machine, Operation
 from greenfast.pipeline.tasks import find_task, load
+from greenfast.report.format import table
 from greenfast.spec.arch import Target
+
+_SHOWN = 15
+SPEED = ("variant", "shape", "seconds", "warp instructions/s", "thread instructions/s", "peak GiB")
+KINDS = ("kind", "warp instructions", "seconds", "share", "warp instructions/s")
+FUNCTIONS = ("function", "calls", "seconds of its own", "share")
+
+
+class Launched:
+    """A rung of the ladder on a shape, ready to run any number of times."""
+
+    def __init__(self, name: str, shape: str) -> None:
+        task = load(find_task("fp8_sdpa"))
+        toggles, dims = task.config.variant(name).values, task.config.shape(shape).dims
+        source = task.family.kernel(toggles, "e4m3", dims)
+        ptx = compile_kernel(source, Target("sm_89")).ptx
+        _, self.program = program_of(ptx, source.entry)
+        case = task.problem.make_case(dims, 0, "e4m3")
+        plan = task.family.launch(toggles, "e4m3", dims)
+        self.run: Callable[[], Counts] = lambda: (
+            run_grid(ptx, source.entry, source.block, source.dynamic_smem_bytes, plan, case.inputs, case.outputs).counts
+        )
+
+
+def speed(job: tuple[str, str]) -> tuple[str, ...]:
+    """The first table's row: seconds, instructions per second, the process's peak memory."""
+    launched = Launched(*job)
+    start = time.perf_counter()
+    counts = launched.run()
+    seconds = time.perf_counter() - start
+    warps, threads = sum(counts.instructions.values()), sum(counts.threads.values())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+    return *job, f"{seconds:.2f}", f"{warps / seconds:.3g}", f"{threads / seconds:.3g}", f"{peak:.2f}"
+
+
+def kinds(job: tuple[str, str]) -> list[tuple[str, ...]]:
+    """By kind of instruction: its share of the time of all operations, and how many of them run per second."""
+    launched = Launched(*job)
+    spent: dict[str, float] = defaultdict(float)
+
+    def timed(operation: Operation, kind: str) -> Operation:
+        def run(m: Machine, lanes: Lanes) -> None:
+            start = time.perf_counter()
+            operation(m, lanes)
+            spent[kind] += time.perf_counter() - start
+
+        return run
+
+    program = launched.program
+    untimed = program.operations
+    program.operations = [o and timed(o, kind) for o, kind in zip(untimed, program.keys, strict=True)]
+    start = time.perf_counter()
+    counts = launched.run()
+    total = time.perf_counter() - start
+    program.operations = untimed  # a program is kept for the next run
+    rows = [
+        (
+            kind,
+            str(counts.instructions[kind]),
+            f"{s:.2f}",
+            f"{100 * s / total:.1f} %",
+            f"{counts.instructions[kind] / s:.3g}",
+        )
+        for kind, s in sorted(spent.items(), key=lambda item: -item[1])[:_SHOWN]
+    ]
+    rest = total - sum(spent.values())
+    return [*rows, ("scheduler and counts of executions", "", f"{rest:.2f}", f"{100 * rest / total:.1f} %", "")]
+
+
+def functions(job: tuple[str, str]) -> list[tuple[str, ...]]:
+    """The interpreter's functions that take most time themselves, by cProfile."""
+    launched = Launched(*job)
+    profile = cProfile.Profile()
+    profile.runcall(launched.run)
+    found: Any = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    total = sum(own for _, _, own, _, _ in found.values())
+    largest = sorted(found.items(), key=lambda item: -item[1][2])[:_SHOWN]
+    return [
+        (f"{Path(file).name}:{line} {name}" if line else name, str(calls), f"{own:.2f}", f"{100 * own / total:.1f} %")
+        for (file, line, name), (_, calls, own, _, _) in largest
+    ]
 
 
 def main() -> None:
@@ -21,25 +115,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", type=words, default=["small", "mission"])
     parser.add_argument("--variants", type=words, default=None)
+    parser.add_argument("--details", type=words, default=["stage1", "stage2"])
+    parser.add_argument("--md", type=Path, help="also write the tables to this file")
     args = parser.parse_args()
-    task = load(find_task("fp8_sdpa"))
-    rows = []
-    for name in args.variants or [rung.name for rung in task.config.rungs]:
-        for shape in (task.config.shape(s) for s in args.shapes):
-            toggles = task.config.variant(name).values
-            source = task.family.kernel(toggles, "e4m3", shape.dims)
-            ptx = compile_kernel(source, Target("sm_89")).ptx
-            program_of(ptx, source.entry)
-            case = task.problem.make_case(shape.dims, 0, "e4m3")
-            plan = task.family.launch(toggles, "e4m3", shape.dims)
-            start = time.perf_counter()
-            counts = run_grid(
-                ptx, source.entry, source.block, source.dynamic_smem_bytes, plan, case.inputs, case.outputs
-            ).counts
-            seconds = time.perf_counter() - start
-            warps, threads = sum(counts.instructions.values()), sum(counts.threads.values())
-            rows.append((name, shape.name, f"{seconds:.2f}", f"{warps / seconds:.3g}", f"{threads / seconds:.3g}"))
-    show(table(("variant", "shape", "seconds", "warp instructions/s", "thread instructions/s"), rows))
+    rungs = args.variants or [rung.name for rung in find_task("fp8_sdpa").config.rungs]
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as alone:
+        rows = alone.map(speed, [(name, shape) for name in rungs for shape in args.shapes], chunksize=1)
+        tables = [table(SPEED, rows, right=SPEED[2:])]
+        for name in args.details:
+            job = (name, args.shapes[-1])
+            tables.append(f"{name}, {job[1]}:\n\n{table(KINDS, alone.apply(kinds, (job,)), right=KINDS[1:])}")
+            tables.append(table(FUNCTIONS, alone.apply(functions, (job,)), right=FUNCTIONS[1:]))
+    text = "\n\n".join(tables)
+    show(text)
+    if args.md:
+        args.md.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

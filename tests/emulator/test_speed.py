@@ -1,0 +1,34 @@
+"""The benchmark of the emulator's speed: its three tables say what they are headed."""
+
+from __future__ import annotations
+
+from benchmarks.emulator_speed import FUNCTIONS, KINDS, SPEED, functions, kinds, speed
+
+JOB = ("stage2", "small")
+
+
+def share(cell: str) -> float:
+    return float(cell.removesuffix(" %"))
+
+
+def test_speed_and_memory_of_a_rung() -> None:
+    row = dict(zip(SPEED, speed(JOB), strict=True))
+    assert (row["variant"], row["shape"]) == JOB
+    per_second = float(row["thread instructions/s"]) / float(row["warp instructions/s"])
+    assert 25 < per_second <= 32.5  # nearly all warps are whole
+    assert 0.05 < float(row["peak GiB"]) < 4
+
+
+def test_time_by_kind_adds_up() -> None:
+    rows = [dict(zip(KINDS, row, strict=True)) for row in kinds(JOB)]
+    by_kind = {row["kind"]: row for row in rows}
+    assert int(by_kind["wmma.mma.sync"]["warp instructions"]) == 32
+    assert float(by_kind["wmma.mma.sync"]["warp instructions/s"]) > 0
+    assert 80 < sum(share(row["share"]) for row in rows) <= 100.5  # rare kinds are left out
+
+
+def test_time_by_function_is_largest_first() -> None:
+    rows = [dict(zip(FUNCTIONS, row, strict=True)) for row in functions(JOB)]
+    shares = [share(row["share"]) for row in rows]
+    assert shares == sorted(shares, reverse=True)
+    assert any("_run_fragment" in row["function"] for row in rows)
