@@ -9,20 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.machine import Copy, Lanes, Machine, Operation, lane_count, lane_indices
-from greenfast.emulator.memory import (
-    GLOBAL_BASE,
-    IN_FLIGHT,
-    LOCAL_BASE,
-    SHARED_BASE,
-    WRITTEN,
-    Arena,
-    window,
-)
+from greenfast.emulator.memory import BASES, CHUNK, GLOBAL_BASE, IN_FLIGHT, WRITTEN, Arena, window
 from greenfast.emulator.operands import dtype_of, reader, type_of, unsupported, writer
 from greenfast.emulator.ptx import Address, Instruction, Operand, Register, Symbol, Vector
 
 Offsets = NDArray[np.int64]
-_BASES = {"global": GLOBAL_BASE, "shared": SHARED_BASE, "local": LOCAL_BASE}
 
 
 def space_of(i: Instruction) -> str:
@@ -58,11 +49,13 @@ def locate(m: Machine, space: str, found: Offsets, lanes: Lanes) -> tuple[Arena,
             bad = next(n for n, a in enumerate(found) if window(int(a)) == "none" or len(spaces) > 1)
             raise m.fault(f"generic address {int(found[bad]):#x} lies in no memory", int(lane_indices(lanes)[bad]))
         space = spaces.pop()
-        found = found - _BASES[space]
+        found = found - BASES[space]
     elif space == "global":
         found = found - GLOBAL_BASE
     if space == "global":
         return m.memory, found, space
+    if space == "param":
+        return m.param_memory, found, space
     mine = m.shared_start if space == "shared" else m.local_start
     size = m.shared_bytes if space == "shared" else m.local_bytes
     outside = (found < 0) | (found >= size)
@@ -81,7 +74,7 @@ def count_access(m: Machine, space: str, store: bool, offsets: Offsets, lanes: L
 def load(i: Instruction) -> Operation:
     """ld: values come back only from bytes that something wrote."""
     space = space_of(i)
-    if space == "param":
+    if space == "param" and isinstance(getattr(i.operands[1], "base", None), Symbol):
         return _load_param(i)
     kind = type_of(i)
     destination = i.operands[0]
@@ -142,7 +135,10 @@ def _load_param(i: Instruction) -> Operation:
         for n, w in enumerate(write):
             if name in m.params:
                 start = offset + n * dtype.itemsize
-                w(m, lanes, np.frombuffer(m.params[name][start : start + dtype.itemsize], dtype)[0])
+                data = m.param_bytes.get(name)
+                if data is None:
+                    raise m.fault("read of a tensor map, whose bytes are opaque", int(lane_indices(lanes)[0]))
+                w(m, lanes, np.frombuffer(data[start : start + dtype.itemsize], dtype)[0])
             else:
                 w(m, lanes, m.call_arguments[name].astype(dtype, copy=False))
 
@@ -267,6 +263,8 @@ def deliver(m: Machine, lanes: Lanes, pending: int) -> None:
             rows = copy.offsets[done] // size
             m.shared.data.reshape(-1, size)[rows] = copy.values[done]
             m.shared.state.reshape(-1, size)[rows] = WRITTEN
+            if m.shared.unfenced is not None:
+                m.shared.unfenced[copy.offsets[done] // CHUNK] = True
         if not done.all():
             left = ~done
             kept.append(Copy(copy.lanes[left], copy.offsets[left], copy.values[left], copy.groups[left]))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from greenfast.emulator.machine import Lanes, Machine, Operation, Values
-from greenfast.emulator.memory import LOCAL_BASE, SHARED_BASE
+from greenfast.emulator.memory import LOCAL_BASE, PARAM_BASE, SHARED_BASE
 from greenfast.emulator.operands import dtype_of, reader, type_of, unsupported, writer
 from greenfast.emulator.ptx import Instruction, Vector
 
@@ -347,7 +347,7 @@ def cvta(i: Instruction) -> Operation:
     )
 
 
-_WINDOWS = {"shared": SHARED_BASE, "local": LOCAL_BASE}
+_WINDOWS = {"shared": SHARED_BASE, "local": LOCAL_BASE, "param": PARAM_BASE}
 
 BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     "add": add_like(lambda a, b: a + b),

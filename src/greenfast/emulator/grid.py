@@ -14,8 +14,10 @@ from greenfast.emulator.counts import Counts
 from greenfast.emulator.machine import Geometry, Machine
 from greenfast.emulator.memory import UNWRITTEN, WRITTEN, GlobalMemory
 from greenfast.emulator.phases import PhaseCounts
+from greenfast.emulator.program import Program
 from greenfast.emulator.ptx import Function, Module, Variable, parse
-from greenfast.emulator.scheduler import Program, Scheduler
+from greenfast.emulator.scheduler import Scheduler
+from greenfast.emulator.tensormap import MAP_BYTES, BoundMap, bind
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap
@@ -152,13 +154,16 @@ def _layout(module: Module, function: Function, dynamic_bytes: int) -> tuple[dic
     return layout, end + dynamic_bytes
 
 
-def _parameters(function: Function, plan: Launch, memory: GlobalMemory) -> dict[str, bytes]:
+def _parameters(function: Function, plan: Launch, memory: GlobalMemory) -> dict[str, bytes | BoundMap]:
     if len(plan.args) != len(function.params):
         raise UsageError(f"{function.name} has {len(function.params)} parameters, its launch gives {len(plan.args)}")
-    packed = {}
+    packed: dict[str, bytes | BoundMap] = {}
     for parameter, argument in zip(function.params, plan.args, strict=True):
         if isinstance(argument, TensorMap):
-            raise UsageError(f"{function.name}: tensor maps are not known to the emulator")
+            if parameter.size != MAP_BYTES:
+                raise UsageError(f"{function.name}: a tensor map for {parameter.name} of {parameter.size} bytes")
+            packed[parameter.name] = bind(argument, memory)
+            continue
         if isinstance(argument, str):
             known = argument in memory.starts
             if not known and argument != PHASE_BUFFER:

@@ -6,6 +6,7 @@ Threads are laid out [warp of its block][block][lane], so that one warp of every
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,20 +14,25 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from greenfast.emulator.arrivals import Mbarriers
 from greenfast.emulator.counts import Counts
 from greenfast.emulator.faults import KernelFaultError
-from greenfast.emulator.memory import UNWRITTEN, Arena, BadAccessError, GlobalMemory
-from greenfast.emulator.ptx import Function, Instruction
+from greenfast.emulator.memory import UNWRITTEN, WRITTEN, Arena, BadAccessError, GlobalMemory
+from greenfast.emulator.ptx import Function, Instruction, Register, Vector
+from greenfast.emulator.tensormap import MAP_BYTES, BoundMap
+from greenfast.emulator.underway import BulkLoad, BulkStore, Products
 
 if TYPE_CHECKING:
     from greenfast.emulator.phases import PhaseCounts
 
 #: Which threads an instruction runs for: a slice where a whole set runs together, else sorted indices.
 Lanes: TypeAlias = "slice | NDArray[np.intp]"
-Operation: TypeAlias = "Callable[[Machine, Lanes], None]"
+#: What an instruction does; it returns the threads that have to stay at it until something changes, if there are any.
+Operation: TypeAlias = "Callable[[Machine, Lanes], NDArray[np.intp] | None]"
 Values: TypeAlias = NDArray[Any]
 
 WARP = 32
+_FULL = np.uint64(0xFFFFFFFF)
 _BITS = {"8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64, "16x2": np.uint32}
 
 
@@ -77,7 +83,8 @@ def unflatten(index: Any, dims: tuple[int, int, int]) -> tuple[Any, Any, Any]:
 class Machine:
     """Some blocks of a grid.
 
-    blocks: their linear indices. shared_layout, local_layout: offsets of variables. params: the parameters' bytes.
+    blocks: their linear indices. shared_layout, local_layout: offsets of variables. params: each parameter's bytes, or
+    the tensor map that it is.
     counts: where what runs now is counted. phases: where it is counted by phase, in an instrumented build.
     """
 
@@ -90,7 +97,7 @@ class Machine:
     local_bytes: int
     memory: GlobalMemory
     symbols: Mapping[str, int]
-    params: Mapping[str, bytes]
+    params: Mapping[str, bytes | BoundMap]
     counts: Counts
     output: list[str] = field(default_factory=list)
     phases: PhaseCounts | None = None
@@ -114,18 +121,83 @@ class Machine:
         self.call_arguments: dict[str, Values] = {}
         self.copies: list[Copy] = []
         self.copy_groups = np.zeros(self.lanes, np.int64)
+        self.mbarriers = Mbarriers(len(self.shared.data) // 8)
+        #: Which mbarrier (8-byte word of shared memory) a thread that waits for one waits for.
+        self.awaited = np.full(self.lanes, -1, np.int64)
+        #: Threads that do not run any more, or that never were.
+        self.ended = ~self.exists
+        self.cluster_arrivals = np.zeros(self.lanes, np.int64)
+        self.cluster_waits = np.zeros(self.lanes, np.int64)
+        self.bulk_groups = np.zeros(self.lanes, np.int64)
+        self.stores: list[BulkStore] = []
+        #: Bulk copies that the scheduler has yet to deliver.
+        self.arriving: list[BulkLoad] = []
+        #: Threads at a wait for a group that have let others go first.
+        self.yielded = np.zeros(self.lanes, np.bool_)
+        products = [i for i in self.function.code if i.name == "wgmma" and i.parts[0] == "mma_async"]
+        fragments = [o for i in products for o in i.operands[:2] if isinstance(o, Vector)]
+        registers = {r.name for o in fragments for r in o.items if isinstance(r, Register)}
+        self.products = Products(self.lanes, registers) if products else None
+        if products or any(i.name == "cp" and "bulk" in i.parts for i in self.function.code):
+            self.shared.watch_asynchronous_reads()
+        #: Counts what may let a waiting thread go on.
+        self.events = 0
+        #: Threads whose next wait, if it may, gives up, as nothing else can go on.
+        self.impatient = np.zeros(self.lanes, np.bool_)
+        self.random = random.Random(0)
+        self._lay_parameters()
         self.executed = 0
         self.current: Instruction = self.function.code[0]
         self.specials = self._specials()
 
+    def _lay_parameters(self) -> None:
+        """Give the parameters addresses; a tensor map there is opaque, its bytes cannot be read."""
+        self.tensor_maps: dict[int, BoundMap] = {}
+        self.param_layout: dict[str, int] = {}
+        self.param_bytes: dict[str, bytes] = {}
+        end = 0
+        for name, value in self.params.items():
+            end = -(-end // MAP_BYTES) * MAP_BYTES
+            self.param_layout[name] = end
+            if isinstance(value, BoundMap):
+                self.tensor_maps[end] = value
+                end += MAP_BYTES
+            else:
+                self.param_bytes[name] = value
+                end += len(value)
+        self.param_memory = Arena(end, UNWRITTEN)
+        for name, data in self.param_bytes.items():
+            start = self.param_layout[name]
+            self.param_memory.data[start : start + len(data)] = np.frombuffer(data, np.uint8)
+            self.param_memory.state[start : start + len(data)] = WRITTEN
+
+    @property
+    def changes(self) -> int:
+        """Grows whenever a waiting thread may find that it can go on."""
+        return self.events + self.mbarriers.changes
+
     def _specials(self) -> dict[str, Values]:
         block = self.blocks[self.block_of]
         found: dict[str, Values] = {"%laneid": np.arange(self.lanes) % WARP, "%warpid": self.thread_of // WARP}
+        lane = np.arange(self.lanes, dtype=np.uint64) % np.uint64(WARP)
+        below, own = (np.uint64(1) << lane) - np.uint64(1), np.uint64(1) << lane
+        found |= {"%lanemask_eq": own, "%lanemask_lt": below, "%lanemask_le": below | own}
+        found |= {
+            "%lanemask_ge": ~below & np.uint64(0xFFFFFFFF),
+            "%lanemask_gt": ~(below | own) & np.uint64(0xFFFFFFFF),
+        }
+        found |= {"%cluster_ctarank": np.zeros(self.lanes), "%cluster_nctarank": np.ones(self.lanes)}
+        found["%nwarpid"] = np.full(self.lanes, self.warps)
         for name, values in (
             ("%tid", unflatten(self.thread_of, self.geometry.block)),
             ("%ctaid", unflatten(block, self.geometry.grid)),
             ("%ntid", self.geometry.block),
             ("%nctaid", self.geometry.grid),
+            # Every block is a cluster of its own.
+            ("%clusterid", unflatten(block, self.geometry.grid)),
+            ("%nclusterid", self.geometry.grid),
+            ("%cluster_ctaid", (0, 0, 0)),
+            ("%cluster_nctaid", (1, 1, 1)),
         ):
             for axis, value in zip("xyz", values, strict=True):
                 found[f"{name}.{axis}"] = np.broadcast_to(np.asarray(value), self.lanes)
@@ -168,6 +240,12 @@ class Machine:
         block = unflatten(int(self.blocks[self.block_of[lane]]), self.geometry.grid)
         return f"block {block}, thread {unflatten(int(self.thread_of[lane]), self.geometry.block)}"
 
+    def shared_place(self, offset: int) -> str:
+        """A byte of shared memory, by its offset in the block's, and by the variable that it belongs to."""
+        own = offset % self.shared_stride
+        below = [(start, name) for name, start in self.shared_layout.items() if start <= own]
+        return f"byte {own} of shared memory" + (f" ({max(below)[1]} + {own - max(below)[0]})" if below else "")
+
     @contextlib.contextmanager
     def accessing(self, lanes: Lanes, space: str) -> Iterator[None]:
         """Turn a failed memory access into the fault of its thread; ``lanes``: the threads of the access in order."""
@@ -179,6 +257,8 @@ class Machine:
     def _access_fault(self, bad: BadAccessError, lanes: NDArray[np.intp], space: str) -> KernelFaultError:
         if space == "global":
             where = self.memory.describe(bad.address)
+        elif space == "param":
+            where = f"byte {bad.address} of the kernel's parameters"
         elif space == "shared":
             where = f"byte {bad.address % self.shared_stride} of {self.shared_bytes} of shared memory"
         else:

@@ -13,13 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: State of a byte: outside of every allocation, allocated and never written, written, being copied to.
-OUTSIDE, UNWRITTEN, WRITTEN, IN_FLIGHT = 0, 1, 2, 3
+#: State of a byte: outside of every allocation, allocated and never written, written, being copied to, of an mbarrier.
+OUTSIDE, UNWRITTEN, WRITTEN, IN_FLIGHT, BARRIER = 0, 1, 2, 3, 4
+
+#: Bytes that asynchronous reads lock together.
+CHUNK = 16
 
 #: Where the address windows begin in the generic address space; each is larger than what it holds.
 GLOBAL_BASE = 0x7F00_0000_0000
 SHARED_BASE = 0x7E00_0000_0000
 LOCAL_BASE = 0x7D00_0000_0000
+PARAM_BASE = 0x7C00_0000_0000
+BASES = {"global": GLOBAL_BASE, "shared": SHARED_BASE, "local": LOCAL_BASE, "param": PARAM_BASE}
 _WINDOW = 0x0080_0000_0000
 
 #: Unallocated bytes between allocations; an index that is off by less than this hits none of another array.
@@ -39,8 +44,8 @@ class BadAccessError(Exception):
 
 
 def window(address: int) -> str:
-    """The state space of a generic address: global, shared, local or none."""
-    for name, base in (("global", GLOBAL_BASE), ("shared", SHARED_BASE), ("local", LOCAL_BASE)):
+    """The state space of a generic address: global, shared, local, param or none."""
+    for name, base in BASES.items():
         if base <= address < base + _WINDOW:
             return name
     return "none"
@@ -61,6 +66,8 @@ class Arena:
     """A byte array with a state per byte. Addresses are offsets into it.
 
     An access is ``count`` addresses of ``size`` bytes each (1, 2, 4, 8 or 16), aligned to their size.
+    ``readers``: for each 16 bytes, how many asynchronous operations still read them. ``unfenced``: which of them
+    ordinary stores wrote since the last proxy fence. Both only where a kernel has such operations.
     """
 
     def __init__(self, size: int, state: int) -> None:
@@ -69,6 +76,13 @@ class Arena:
         self.data = np.zeros(padded, np.uint8)
         self.state = np.full(padded, state, np.uint8)
         self.state[size:] = OUTSIDE
+        self.readers: NDArray[np.uint16] | None = None
+        self.unfenced: NDArray[np.bool_] | None = None
+
+    def watch_asynchronous_reads(self) -> None:
+        """Keep account of what asynchronous operations read, and of stores that no proxy fence followed."""
+        self.readers = np.zeros(len(self.data) // CHUNK, np.uint16)
+        self.unfenced = np.zeros(len(self.data) // CHUNK, np.bool_)
 
     def _rows(self, offsets: Addresses, size: int, what: str) -> NDArray[np.int64]:
         """Indices of elements of ``size`` bytes; raises BadAccessError for misaligned ones and such beyond the end."""
@@ -92,7 +106,9 @@ class Arena:
         if (worst == OUTSIDE).any():
             reason = f"{what} out of bounds"
         elif (worst == IN_FLIGHT).any():
-            reason = f"{what} of data that an asynchronous copy has not delivered (no wait for its group)"
+            reason = f"{what} of data that an asynchronous copy has not delivered (no wait for it)"
+        elif (worst == BARRIER).any():
+            reason = f"{what} of an mbarrier"
         else:
             reason = f"{what} of an element that nothing has written"
         raise BadAccessError(reason, i, int(offsets[i]))
@@ -106,16 +122,47 @@ class Arena:
     def write(self, offsets: Addresses, values: Bytes, what: str) -> None:
         """Write (count, size) bytes; where two lanes write one place, the last one stays."""
         size = values.shape[1]
-        rows = self._rows(offsets, size, what)
-        states = _elements(self.state, size)
-        before = states[rows]
-        if not ((before == _state(WRITTEN, size)) | (before == _state(UNWRITTEN, size))).all():
-            outside = (self.state.reshape(-1, size)[rows] == OUTSIDE).any(axis=1)
-            if outside.any():
-                i = int(np.flatnonzero(outside)[0])
-                raise BadAccessError(f"{what} out of bounds", i, int(offsets[i]))
+        rows = self.require_free(offsets, size, what)
         _elements(self.data, size)[rows] = _elements(np.ascontiguousarray(values).reshape(-1), size)
-        states[rows] = _state(WRITTEN, size)
+        _elements(self.state, size)[rows] = _state(WRITTEN, size)
+        if self.unfenced is not None:
+            self.unfenced[offsets // CHUNK] = True
+
+    def require_free(self, offsets: Addresses, size: int, what: str) -> NDArray[np.int64]:
+        """Rows of elements that may be overwritten now; raises BadAccessError for others."""
+        rows = self._rows(offsets, size, what)
+        before = _elements(self.state, size)[rows]
+        if not ((before == _state(WRITTEN, size)) | (before == _state(UNWRITTEN, size))).all():
+            self._refuse_write(rows, offsets, size, what)
+        if self.readers is not None:
+            read = self.readers[offsets // CHUNK] > 0
+            if read.any():
+                i = int(np.flatnonzero(read)[0])
+                raise BadAccessError(f"{what} to where an asynchronous operation still reads", i, int(offsets[i]))
+        return rows
+
+    def _refuse_write(self, rows: NDArray[np.int64], offsets: Addresses, size: int, what: str) -> None:
+        """Raise BadAccessError for the first element that may not be written, if there is one."""
+        states = self.state.reshape(-1, size)[rows]
+        bad = ((states == OUTSIDE) | (states > WRITTEN)).any(axis=1)
+        if not bad.any():
+            return
+        i = int(np.flatnonzero(bad)[0])
+        reason = f"{what} out of bounds"
+        if (states[i] == IN_FLIGHT).any():
+            reason = f"{what} to where an asynchronous copy has not delivered (no wait for it)"
+        elif (states[i] == BARRIER).any():
+            reason = f"{what} over an mbarrier (no mbarrier.inval)"
+        raise BadAccessError(reason, i, int(offsets[i]))
+
+    def require_fenced(self, offsets: Addresses, what: str) -> None:
+        """Raise BadAccessError where an ordinary store wrote and no proxy fence followed."""
+        if self.unfenced is None:
+            return
+        bad = self.unfenced[offsets // CHUNK]
+        if bad.any():
+            i = int(np.flatnonzero(bad)[0])
+            raise BadAccessError(f"{what} of what a store wrote with no fence.proxy.async since", i, int(offsets[i]))
 
     def mark(self, offsets: Addresses, size: int, state: int, what: str) -> None:
         """Set the state of elements that must exist."""

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from greenfast.emulator.faults import UnsupportedError
-from greenfast.emulator.machine import Lanes, Machine, Values
+from greenfast.emulator.machine import Lanes, Machine, Values, lane_indices
 from greenfast.emulator.ptx import CLOCKS, Immediate, Instruction, Operand, Register, Special, Symbol
 
 Reader: TypeAlias = Callable[[Machine, Lanes], Values]
@@ -59,7 +59,16 @@ def reader(operand: Operand, type_name: str, instruction: Instruction) -> Reader
     dtype = dtype_of(type_name)
     if isinstance(operand, Register):
         name = operand.name
-        return lambda m, lanes: cast(m.register(name)[lanes], dtype)
+
+        def read(m: Machine, lanes: Lanes) -> Values:
+            if m.products is not None:
+                bad = m.products.unreadable(name, lanes)
+                if len(bad):
+                    why = "read of a wgmma's accumulator before a wgmma.wait_group that covers it"
+                    raise m.fault(f"{why} ({name})", int(lane_indices(lanes)[bad[0]]))
+            return cast(m.register(name)[lanes], dtype)
+
+        return read
     if isinstance(operand, Immediate):
         constant = _constant(operand, dtype)
         return lambda m, lanes: constant
@@ -95,13 +104,15 @@ def _special(name: str, dtype: Any, instruction: Instruction) -> Reader:
 
 
 def address_of(m: Machine, symbol: str) -> int:
-    """A variable's address: an offset in its own space for shared, local and global variables of the kernel."""
+    """A variable's address: an offset in its own space, but for global variables, whose address is generic."""
     if symbol in m.shared_layout:
         return m.shared_layout[symbol]
     if symbol in m.local_layout:
         return m.local_layout[symbol]
     if symbol in m.symbols:
         return m.symbols[symbol]
+    if symbol in m.param_layout:
+        return m.param_layout[symbol]
     raise m.fault(f"{symbol} is no variable that is known", 0)
 
 
@@ -115,6 +126,8 @@ def writer(operand: Operand, type_name: str, instruction: Instruction) -> Writer
         return lambda m, lanes, values: None
 
     def write(m: Machine, lanes: Lanes, values: Values) -> None:
+        if m.products is not None and name in m.products.guards:
+            _guard_write(m, name, lanes)
         register = m.register(name)
         if register.dtype == np.bool_:
             register[lanes] = values
@@ -128,3 +141,13 @@ def writer(operand: Operand, type_name: str, instruction: Instruction) -> Writer
             register[lanes] = bits.astype(wide).view(np.uint64).astype(register.dtype)
 
     return write
+
+
+def _guard_write(m: Machine, name: str, lanes: Lanes) -> None:
+    """A register that matrix products use is written by another instruction."""
+    assert m.products is not None
+    bad = m.products.unwritable(name, lanes)
+    if len(bad):
+        why = "write to a register that a wgmma under way uses, before a wgmma.wait_group that covers it"
+        raise m.fault(f"{why} ({name})", int(lane_indices(lanes)[bad[0]]))
+    m.products.guards[name].touched[lanes] = m.products.fences[lanes] + 1

@@ -11,6 +11,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from greenfast.emulator.scopes import Scope
 from greenfast.spec.errors import UsageError
 
 
@@ -45,10 +46,14 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Address:
-    """[base + offset], the base a register or a symbol (or None for an absolute address)."""
+    """[base + offset], the base a register or a symbol (or None for an absolute address).
+
+    coordinates: those of [tensor map, {c0, c1, ...}], innermost first.
+    """
 
     base: Register | Symbol | None
     offset: int
+    coordinates: tuple[Operand, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,7 @@ class Function:
     variables: dict[str, Variable] = field(default_factory=dict)
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
+    directives: str = ""  # such as .maxntid 128 .reqnctapercluster 2
 
 
 @dataclass
@@ -245,17 +251,21 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
     position = header.end()
     while text[position] not in "{;":  # performance directives such as .maxntid
         position += 1
+    function.directives = text[header.end() : position]
     if text[position] == ";":  # a declaration only, such as that of vprintf
         module.functions.setdefault(function.name, function)
         return position + 1
-    depth, position, source = 1, position + 1, None
-    while depth:
+    scopes, position, source = [Scope(function)], position + 1, None
+    while scopes:
         position = _skip_space(text, position)
         if position >= len(text):
             raise UsageError(f"PTX: {function.name} has no end")
         char = text[position]
         if char in "{}":
-            depth += 1 if char == "{" else -1
+            if char == "{":
+                scopes.append(Scope(function, scopes[-1], f"@{position}"))
+            else:
+                scopes.pop().close()
             position += 1
             continue
         loc = _LOC.match(text, position)
@@ -265,28 +275,28 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
             continue
         label = _LABEL.match(text, position)
         if label:
-            function.labels[label[1]] = len(function.code)
+            scopes[-1].label(label[1])
             position = label.end()
             continue
         end = text.find(";", position)
-        _statement(" ".join(text[position:end].split()), function, source)
+        _statement(" ".join(text[position:end].split()), function, source, scopes[-1])
         position = end + 1
     module.functions[function.name] = function
     return position
 
 
-def _statement(statement: str, function: Function, source: SourceLine | None) -> None:
+def _statement(statement: str, function: Function, source: SourceLine | None, scope: Scope) -> None:
     """One statement of a body: a declaration, a directive to skip, or an instruction."""
     if statement.startswith(".reg"):
         kind, names = re.match(r"\.reg\s+\.(\w+)\s+(.*)", statement).groups()  # type: ignore[union-attr]
         for name in names.split(","):
-            function.registers[name.split("<")[0].strip()] = kind
+            scope.declare(name.split("<")[0].strip(), kind)
     elif statement.startswith("."):
         variable = _variable(statement)
         if variable is not None:
             function.variables[variable.name] = variable
     elif statement:
-        function.code.append(_instruction(statement, source, function.registers))
+        function.code.append(_instruction(statement, source, scope.registers))
 
 
 def _instruction(statement: str, source: SourceLine | None, registers: dict[str, str]) -> Instruction:
@@ -294,7 +304,8 @@ def _instruction(statement: str, source: SourceLine | None, registers: dict[str,
     rest = statement
     if rest.startswith("@"):
         predicate, rest = rest[1:].split(None, 1)
-        guard = (predicate.lstrip("!"), predicate.startswith("!"))
+        name = predicate.lstrip("!")
+        guard = (registers.get(name, name), predicate.startswith("!"))
     opcode, _, operands = rest.partition(" ")
     name, *parts = opcode.replace("::", ":").split(".")
     return Instruction(
@@ -309,10 +320,14 @@ def _instruction(statement: str, source: SourceLine | None, registers: dict[str,
 
 def _declared(operand: Operand, registers: dict[str, str]) -> Operand:
     """The operand, names that were declared as registers read as such: in inline assembly they may lack the %."""
-    if isinstance(operand, Symbol) and operand.name in registers:
-        return Register(operand.name)
+    if isinstance(operand, (Symbol, Register)) and operand.name in registers:
+        return Register(registers[operand.name])
     if isinstance(operand, Vector):
         return Vector(tuple(_declared(item, registers) for item in operand.items))
+    if isinstance(operand, Address) and operand.base is not None:
+        base = _declared(operand.base, registers)
+        assert isinstance(base, (Register, Symbol))
+        return Address(base, operand.offset, tuple(_declared(c, registers) for c in operand.coordinates))
     return operand
 
 
@@ -332,7 +347,7 @@ def _operand(text: str) -> Operand:
     if text[0] in "{(":
         return Vector(tuple(_operand(item) for item in _split(text[1:-1])))
     if text[0] == "[":
-        inner = text[1:-1].strip()
+        inner, *coordinates = _split(text[1:-1].strip())
         match = re.fullmatch(r"([%\w$.]+)\s*(?:\+\s*(-?\d+))?", inner)
         if match is None:
             raise UsageError(f"PTX: cannot read the address {text!r}")
@@ -340,12 +355,14 @@ def _operand(text: str) -> Operand:
         if isinstance(base, Immediate):
             return Address(None, base.bits)
         assert isinstance(base, (Register, Symbol))
-        return Address(base, int(match[2] or 0))
+        items = _operand(coordinates[0]) if coordinates else Vector(())
+        assert isinstance(items, Vector)
+        return Address(base, int(match[2] or 0), items.items)
     if "|" in text:
         return Vector(tuple(_operand(item) for item in text.split("|")))
     if text.startswith(_SPECIALS):
         return Special(text)
-    if text[0] == "%":
+    if text[0] == "%" or text == "_":  # _ takes a result that nobody wants
         return Register(text)
     if re.match(r"0[fF][0-9a-fA-F]{8}$", text):
         return Immediate(int(text[2:], 16), True)

@@ -1,67 +1,32 @@
 """Run the threads of some blocks: fragments, branches, barriers.
 
-A quantum runs one warp of every block until all of its threads wait at a barrier or have ended; the order of the warps
-is shuffled from a seed, so that a missing barrier shows in some order. Threads of a warp at different instructions run
-lowest first and join where they meet, which is how structured code reconverges.
+A quantum runs one warp of every block until all of its threads wait or have ended; the order of the warps is shuffled
+from a seed, so that a missing barrier shows in some order. Threads of a warp at different instructions run lowest first
+and join where they meet, which is how structured code reconverges. Instructions of a whole warp (shuffles, matrix
+fragments) wait for all of its threads, those of a warpgroup (wgmma) for its four warps.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator import access, arithmetic, bits, convert, warp
+from greenfast.emulator import mbarrier, tma
+from greenfast.emulator.barriers import NamedBarriers
 from greenfast.emulator.faults import KernelFaultError
-from greenfast.emulator.machine import WARP, Lanes, Machine, Operation, lane_count, lane_indices
+from greenfast.emulator.machine import WARP, Lanes, Machine, lane_count, lane_indices
 from greenfast.emulator.operands import unsupported
-from greenfast.emulator.printf import call
-from greenfast.emulator.ptx import Function, Immediate, Instruction, Register, Symbol
+from greenfast.emulator.program import CONTROL, Program
+from greenfast.emulator.ptx import Instruction, Symbol
 
-BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
-    **arithmetic.BUILDERS,
-    **bits.BUILDERS,
-    **convert.BUILDERS,
-    **access.BUILDERS,
-    **warp.BUILDERS,
-    "call": call,
-}
-#: Instructions that order memory accesses: every access here takes effect at once, so there is nothing to order.
-_ORDERING = ("membar", "fence", "griddepcontrol", "prefetch", "prefetchu", "nanosleep", "pragma")
-_CONTROL = ("bra", "ret", "exit", "bar", "barrier", "trap", "brkpt")
 #: Instructions per warp after which a kernel counts as endless.
 INSTRUCTION_LIMIT = 20_000_000
-_NOT_WAITING = -1
-
-
-class Program:
-    """A function's instructions as operations."""
-
-    def __init__(self, function: Function) -> None:
-        """Raises UnsupportedError for the first instruction that the emulator does not know."""
-        self.function = function
-        self.operations = [self._build(i) for i in function.code]
-        self.joins = set(function.labels.values())
-        self.keys = [_key(i) for i in function.code]
-
-    @staticmethod
-    def _build(i: Instruction) -> Operation | None:
-        if i.name in _CONTROL or i.name in _ORDERING:
-            return None
-        builder = BUILDERS.get(i.name)
-        if builder is None:
-            raise unsupported(i)
-        return builder(i)
-
-
-def _key(i: Instruction) -> str:
-    """The name under which an instruction is counted."""
-    if i.name in ("ld", "st", "wmma", "cp"):
-        return ".".join((i.name, *(p for p in i.parts[:2] if not p.startswith("v") and not p[1:].isdigit())))
-    return i.name
+#: How many rounds in which every wait gave up and nothing came of it make a deadlock.
+FRUITLESS_ROUNDS = 2
+#: How often a bulk copy under way is delivered although something else could run.
+EARLY_DELIVERY = 0.25
 
 
 class Scheduler:
@@ -70,47 +35,93 @@ class Scheduler:
     def __init__(self, machine: Machine, program: Program, seed: int) -> None:
         self.m, self.program = machine, program
         self.code = program.function.code
-        self.random = random.Random(seed)
+        self.random = machine.random = random.Random(seed)
+        # Of each warp: threads by the instruction that they are at, those that can run and those that have to stay.
         self.fragments: list[dict[int, Lanes]] = []
+        self.staying: list[dict[int, Lanes]] = [{} for _ in range(machine.warps)]
         for n in range(machine.warps):
             every = slice(n * machine.set_size, (n + 1) * machine.set_size)
             exists = machine.exists[every]
             lanes: Lanes = every if exists.all() else np.flatnonzero(exists) + every.start
             self.fragments.append({0: lanes})
-        self.waiting = np.full(machine.lanes, _NOT_WAITING, np.int16)
-        self.resume = np.zeros(machine.lanes, np.int32)
-        self.expected = np.zeros(machine.lanes, np.int32)
-        self.ended = ~machine.exists
+        self.barriers = NamedBarriers(machine, self.code)
+        # Threads at an instruction that needs others with them, by that instruction.
+        self.gathered: dict[int, NDArray[np.bool_]] = {}
+        self.ended = machine.ended
 
     def run(self) -> None:
         """Run until all threads have ended. Raises KernelFaultError for what the kernel does wrong."""
+        seen, fruitless = -1, 0
         while True:
-            ready = [n for n, fragments in enumerate(self.fragments) if fragments]
-            if not ready:
-                if self.ended.all():
-                    return
-                self._release()
+            for lanes in self.barriers.take_released():
+                self._go_on(lanes, self.barriers.at[lanes] + 1)
+            if self.m.changes != seen:
+                seen, fruitless = self.m.changes, 0
+                self._retry()
+            if any(self.fragments):
+                self._round()
+                if self.m.arriving and self.random.random() < EARLY_DELIVERY:
+                    self._deliver()
+            elif self.ended.all():
+                tma.finish(self.m)
+                return
+            elif self._meet_again():
                 continue
-            self.random.shuffle(ready)
-            for n in ready:
-                self._run_set(n)
+            elif self.m.arriving:
+                self._deliver()
+            elif any(self.staying) and fruitless < FRUITLESS_ROUNDS:
+                fruitless += 1
+                self.m.impatient[:] = True
+                self._retry()
+                self._round()
+                self.m.impatient[:] = False
+            else:
+                raise self._stuck()
 
-    def _run_set(self, n: int) -> None:
+    def _round(self) -> None:
+        """Run every warp that can run, in some order."""
+        ready = [n for n, fragments in enumerate(self.fragments) if fragments]
+        self.random.shuffle(ready)
+        for n in ready:
+            self._count_for(n)
+            fragments = self.fragments[n]
+            while fragments:
+                pc = min(fragments)
+                self._run_fragment(n, pc, fragments.pop(pc))
+
+    def _count_for(self, n: int) -> None:
+        """Count what runs now for a warp, where phases are counted."""
         if self.m.phases is not None:
             self.m.counts = self.m.phases.of_warp(n)
-        fragments = self.fragments[n]
-        while fragments:
-            pc = min(fragments)
-            self._run_fragment(n, pc, fragments.pop(pc))
+
+    def _retry(self) -> None:
+        """Let the threads that have to stay at an instruction try it again."""
+        for n, staying in enumerate(self.staying):
+            for pc, lanes in staying.items():
+                self._put(n, pc, lanes)
+            staying.clear()
+
+    def _deliver(self) -> None:
+        """Deliver one of the bulk copies under way."""
+        self.m.arriving.pop(self.random.randrange(len(self.m.arriving))).land()
 
     def _put(self, n: int, pc: int, lanes: Lanes) -> None:
         """Add threads at an instruction, joining those that are there already."""
-        fragments = self.fragments[n]
-        if pc in fragments:
-            lanes = np.union1d(lane_indices(fragments[pc]), lane_indices(lanes))
+        self._add(self.fragments[n], n, pc, lanes)
+
+    def _add(self, to: dict[int, Lanes], n: int, pc: int, lanes: Lanes) -> None:
+        if pc in to:
+            lanes = np.union1d(lane_indices(to[pc]), lane_indices(lanes))
         if not isinstance(lanes, slice) and len(lanes) == self.m.set_size:
             lanes = slice(n * self.m.set_size, (n + 1) * self.m.set_size)
-        fragments[pc] = lanes
+        to[pc] = lanes
+
+    def _go_on(self, lanes: NDArray[np.intp], at: NDArray[np.int64]) -> None:
+        """Put threads of any warps at the instructions ``at``."""
+        for pc in np.unique(at):
+            here = lanes[at == pc]
+            for n in np.unique(here // self.m.set_size):
+                self._put(int(n), int(pc), here[here // self.m.set_size == n])
 
     def _run_fragment(self, n: int, pc: int, lanes: Lanes) -> None:
         """Run threads from an instruction on, until they part, wait, end, or come to where others may join them."""
@@ -146,24 +157,44 @@ class Scheduler:
                 if not chosen.all():
                     active = lane_indices(lanes)[chosen]
             if lane_count(active):
-                self._count(i, keys[pc], active)
+                if pc in program.meetings:
+                    met = self._meet(pc, active)
+                    if met is not active:
+                        self._part(n, pc + 1, lanes, active)
+                        self._together(pc, lane_indices(met))
+                        return
                 operation = operations[pc]
                 if operation is not None:
-                    operation(m, active)
-                elif i.name in _CONTROL and "warp" not in i.parts:  # bar.warp orders accesses, no more
-                    if i.name == "bra":
-                        pc = self._target(i)
-                        continue
-                    self._control(i, pc, active)
-                    if active is not lanes:
-                        rest = np.setdiff1d(lane_indices(lanes), lane_indices(active))
-                        self._put(n, pc + 1, rest)
-                    return
+                    stay = operation(m, active)
+                    if stay is not None and len(stay):
+                        passed = np.setdiff1d(lane_indices(active), stay, assume_unique=True)
+                        if len(passed):
+                            self._count(i, keys[pc], passed)
+                        self._add(self.staying[n], n, pc, stay)
+                        self._part(n, pc + 1, lanes, stay)
+                        return
+                    self._count(i, keys[pc], active)
+                else:
+                    self._count(i, keys[pc], active)
+                    if i.name in CONTROL and pc not in program.meetings:
+                        if i.name == "bra":
+                            pc = self._target(i)
+                            continue
+                        if self._control(i, pc, active):
+                            self._part(n, pc + 1, lanes, active)
+                            return
             pc += 1
+
+    def _part(self, n: int, pc: int, lanes: Lanes, without: Lanes) -> None:
+        """Let those of ``lanes`` go on that are not in ``without``."""
+        if without is not lanes:
+            rest = np.setdiff1d(lane_indices(lanes), lane_indices(without), assume_unique=True)
+            if len(rest):
+                self._put(n, pc, rest)
 
     def _count(self, i: Instruction, key: str, lanes: Lanes) -> None:
         count = lane_count(lanes)
-        warps = count // WARP if isinstance(lanes, slice) else len(np.unique(lanes // WARP))
+        warps = count // WARP if isinstance(lanes, slice) else 1 + int(np.count_nonzero(np.diff(lanes // WARP)))
         self.m.counts.instructions[key] += warps
         self.m.counts.threads[key] += count
         if i.name == "ex2":
@@ -180,65 +211,120 @@ class Scheduler:
             raise unsupported(i)
         return self.program.function.labels[label.name]
 
-    def _control(self, i: Instruction, pc: int, lanes: Lanes) -> None:
+    def _control(self, i: Instruction, pc: int, lanes: Lanes) -> bool:
+        """Threads end or come to a barrier; returns whether they do not go on now."""
         if i.name in ("ret", "exit"):
             self.ended[lanes] = True
-            return
+            self.m.events += 1
+            return True
         if i.name not in ("bar", "barrier"):
             raise self.m.fault(f"{i.name} was executed", int(lane_indices(lanes)[0]))
-        if "sync" not in i.parts or i.parts[0] == "cta" or "red" in i.parts:
-            raise unsupported(i)
-        self.m.counts.barriers += lane_count(lanes) // WARP
-        self.waiting[lanes] = self._number(i.operands[0], i, lanes) if i.operands else 0
-        self.expected[lanes] = self._number(i.operands[1], i, lanes) if len(i.operands) > 1 else self.m.geometry.threads
-        self.resume[lanes] = pc + 1
+        return self.barriers.meet(i, pc, lanes)
 
-    def _number(self, operand: Any, i: Instruction, lanes: Lanes) -> Any:
-        if isinstance(operand, Immediate):
-            return operand.bits
-        if isinstance(operand, Register):
-            return self.m.register(operand.name)[lanes]
-        raise unsupported(i)
+    # ---- instructions of whole warps and warpgroups -----------------------------------------------------------------
 
-    def _release(self) -> None:
-        """Let the threads of complete barriers go on. Raises KernelFaultError where no barrier is complete."""
-        m = self.m
-        released = False
-        for barrier in np.unique(self.waiting[self.waiting != _NOT_WAITING]):
-            at = np.flatnonzero(self.waiting == barrier)
-            arrived = np.bincount(m.block_of[at], minlength=len(m.blocks))
-            wanted = np.zeros(len(m.blocks), np.int64)
-            np.maximum.at(wanted, m.block_of[at], self.expected[at])
-            complete = (arrived >= wanted) & (arrived > 0)
-            go = at[complete[m.block_of[at]]]
+    def _meet(self, pc: int, lanes: Lanes) -> Lanes:
+        """Threads come to an instruction that needs others with them; returns those that are complete now.
+
+        That is ``lanes`` itself where these are complete among themselves.
+        """
+        meeting = self.program.meetings[pc]
+        if meeting.warps == 1:
+            if isinstance(lanes, slice):
+                return lanes
+            if len(lanes) % WARP == 0 and (lanes[WARP - 1 :: WARP] - lanes[::WARP] == WARP - 1).all():
+                return lanes
+        gathered = self.gathered.setdefault(pc, np.zeros(self.m.lanes, np.bool_))
+        gathered[lanes] = True
+        return self._complete(pc)
+
+    def _complete(self, pc: int) -> NDArray[np.intp]:
+        """Take those of the threads gathered at an instruction that are complete."""
+        m, meeting, gathered = self.m, self.program.meetings[pc], self.gathered[pc]
+        if meeting.warps == 1:
+            here = gathered.reshape(-1, WARP)
+            needed = ~self.ended.reshape(-1, WARP)
+            if meeting.mask is not None:
+                indices = np.flatnonzero(gathered)
+                named = np.zeros(m.lanes // WARP, np.uint32)
+                named[indices // WARP] = meeting.mask(m, indices)
+                needed = needed & ((named[:, None] >> np.arange(WARP, dtype=np.uint32)) & np.uint32(1)).astype(np.bool_)
+            complete = np.any(here, axis=1) & ~np.any(needed & ~here, axis=1)
+            chosen = np.repeat(complete, WARP)
+        else:
+            groups = m.warps // meeting.warps
+            table = gathered[: groups * meeting.warps * m.set_size].reshape(groups, meeting.warps, -1, WARP)
+            complete = np.asarray(table.all(axis=(1, 3)))
+            chosen = np.zeros(m.lanes, np.bool_)
+            chosen[: table.size] = np.broadcast_to(complete[:, None, :, None], table.shape).ravel()
+        go = np.flatnonzero(gathered & chosen)
+        gathered[go] = False
+        return go
+
+    def _together(self, pc: int, lanes: NDArray[np.intp]) -> None:
+        """Run an instruction for complete warps or warpgroups."""
+        i, operation = self.code[pc], self.program.operations[pc]
+        self.m.current = i
+        width = self.program.meetings[pc].warps * self.m.set_size
+        for group in np.unique(lanes // width):
+            mine = lanes[lanes // width == group]
+            whole: Lanes = slice(int(mine[0]), int(mine[0]) + width) if len(mine) == width else mine
+            stay = operation(self.m, whole) if operation is not None else None
+            if stay is not None and len(stay):
+                for n in np.unique(stay // self.m.set_size):
+                    self._add(self.staying[n], int(n), pc, stay[stay // self.m.set_size == n])
+                mine = np.setdiff1d(mine, stay, assume_unique=True)
+            if len(mine):
+                self._count(i, self.program.keys[pc], mine)
+                self._go_on(mine, np.full(len(mine), pc + 1))
+
+    def _meet_again(self) -> bool:
+        """Look again at incomplete warps, some of whose threads may have ended; returns whether any can go on."""
+        found = False
+        for pc in list(self.gathered):
+            go = self._complete(pc)
             if len(go):
-                released = True
-                self._resume(go)
-        if not released:
-            raise self._stuck()
+                found = True
+                self._together(pc, go)
+        return found
 
-    def _resume(self, lanes: NDArray[np.intp]) -> None:
-        self.waiting[lanes] = _NOT_WAITING
-        for pc in np.unique(self.resume[lanes]):
-            here = lanes[self.resume[lanes] == pc]
-            for n in np.unique(here // self.m.set_size):
-                self._put(int(n), int(pc), here[here // self.m.set_size == n])
+    # ---- deadlock ---------------------------------------------------------------------------------------------------
 
     def _stuck(self) -> KernelFaultError:
-        """The fault of a block whose threads wait for others that never come."""
+        """The fault of a block whose threads wait for what never comes."""
         m = self.m
-        block = int(m.block_of[np.flatnonzero(self.waiting != _NOT_WAITING)[0]])
+        waiting = np.flatnonzero(~self.ended)
+        block = int(m.block_of[waiting[0]])
         mine = m.block_of == block
-        waits = []
+        waits, first = [], -1
         for n in range(m.warps):
             lanes = np.flatnonzero(mine & (np.arange(m.lanes) // m.set_size == n) & m.exists)
-            for pc in np.unique(self.resume[lanes[self.waiting[lanes] != _NOT_WAITING]]):
-                here = lanes[(self.waiting[lanes] != _NOT_WAITING) & (self.resume[lanes] == pc)]
-                i = self.code[pc - 1]
-                waits.append(f"{len(here)} threads of warp {n} wait at {i.source} ({i.text})")
+            found = {pc: f"{count} threads" for pc, count in self.barriers.waits(lanes).items()}
+            notes = dict.fromkeys(found, "")
+            for pc, gathered in self.gathered.items():
+                if gathered[lanes].any():
+                    found[pc] = f"{int(gathered[lanes].sum())} threads"
+                    group = self.program.meetings[pc].warps > 1
+                    notes[pc] = f" for the rest of the {'warpgroup' if group else 'warp'}"
+            for pc, staying in self.staying[n].items():
+                here = np.intersect1d(lane_indices(staying), lanes)
+                if len(here):
+                    found[pc] = f"{len(here)} threads"
+                    notes[pc] = self._awaited(pc, here)
+            for pc in sorted(found):
+                i = self.code[pc]
+                waits.append(f"{found[pc]} of warp {n} wait at {i.source} ({i.text}){notes[pc]}")
+                if first < 0:
+                    first, m.current = int(lanes[~self.ended[lanes]][0]), i
             gone = int(self.ended[lanes].sum())
             if gone:
                 waits.append(f"{gone} threads of warp {n} have ended")
-        first = int(np.flatnonzero(mine & (self.waiting != _NOT_WAITING))[0])
-        m.current = self.code[self.resume[first] - 1]
-        return m.fault("deadlock, a barrier that not all threads reach: " + "; ".join(waits), first)
+        barrier = self.barriers.arrived.any() and not any(self.staying)
+        why = "deadlock, a barrier that not all threads reach" if barrier else "deadlock, nothing can go on"
+        return m.fault(f"{why}: " + "; ".join(waits), max(first, 0))
+
+    def _awaited(self, pc: int, lanes: NDArray[np.intp]) -> str:
+        """What threads that have to stay at an instruction wait for."""
+        if self.code[pc].name != "mbarrier":
+            return ""
+        return f" for {mbarrier.describe(self.m, int(self.m.awaited[lanes[0]]))}"

@@ -1,7 +1,7 @@
 """Instructions in which the threads of a warp work together: shuffles, votes, matrix fragments.
 
-The layout of mma.sync and ldmatrix fragments is that of the PTX ISA. That of WMMA fragments is unspecified there; here
-it is the one of mma.m16n8k16, with the second half of A and B fragments unused.
+The layout of ldmatrix fragments is that of the PTX ISA. That of WMMA fragments is unspecified there; here it is the one
+of mma.m16n8k16 (fragments.py), with the second half of A and B fragments unused.
 """
 
 from __future__ import annotations
@@ -94,6 +94,20 @@ def vote(i: Instruction) -> Operation:
     return run
 
 
+def elect(i: Instruction) -> Operation:
+    """elect.sync: the lowest thread of a warp leads."""
+    first, *rest = i.operands[0].items if isinstance(i.operands[0], Vector) else (i.operands[0],)
+    write_lane, write_flag = writer(first, "b32", i), [writer(p, "pred", i) for p in rest]
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        table = whole_warps(m, lanes, "an election of all threads")
+        write_lane(m, lanes, np.zeros(table.size, np.uint32))
+        for w in write_flag:
+            w(m, lanes, table.ravel() % WARP == 0)
+
+    return run
+
+
 def reduce(i: Instruction) -> Operation:
     """redux.sync over all threads of a warp."""
     kind = type_of(i)
@@ -155,13 +169,6 @@ def _floats(m: Machine, registers: list[Any], lanes: Lanes) -> Values:
     return np.stack(
         [np.broadcast_to(np.asarray(r(m, lanes)), (len(lane_indices(lanes)),)) for r in registers], axis=1
     ).reshape(-1, WARP, len(registers))
-
-
-def mma(i: Instruction) -> Operation:
-    """mma.sync.m16n8k16 with half operands and float32 accumulation."""
-    if list(i.parts[2:]) != ["m16n8k16", "row", "col", "f32", "f16", "f16", "f32"]:
-        raise unsupported(i)
-    return _product(i, 8, _B, _C)
 
 
 def _product(i: Instruction, columns: int, b_table: Table, c_table: Table) -> Operation:
@@ -320,4 +327,4 @@ def _wmma_store(i: Instruction) -> Operation:
     return run
 
 
-BUILDERS = {"shfl": shuffle, "vote": vote, "redux": reduce, "mma": mma, "ldmatrix": ldmatrix, "wmma": wmma}
+BUILDERS = {"shfl": shuffle, "vote": vote, "elect": elect, "redux": reduce, "ldmatrix": ldmatrix, "wmma": wmma}

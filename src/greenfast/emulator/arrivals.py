@@ -1,0 +1,103 @@
+"""The mbarrier objects of some blocks: phase, pending arrivals and pending transaction bytes of each.
+
+Facts: PTX ISA, "mbarrier".
+A phase completes when no arrival and no byte is pending; the next one begins with the expected count of arrivals.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.int64]
+
+#: Arrivals are counted in 20 bits, and so are bytes of transactions to either side of zero.
+MOST_ARRIVALS = (1 << 20) - 1
+MOST_BYTES = (1 << 20) - 1
+
+
+class MbarrierError(Exception):
+    """What an operation did that no mbarrier allows, and the position of its row among the operation's rows."""
+
+    def __init__(self, reason: str, position: int) -> None:
+        super().__init__(reason)
+        self.reason, self.position = reason, position
+
+
+class Mbarriers:
+    """All 8-byte words of shared memory as mbarriers.
+
+    live: which of them are initialised. visible: which of these a fence has shown to bulk copies since.
+    ``changes`` counts what may let a waiting thread go on.
+    """
+
+    def __init__(self, words: int) -> None:
+        self.live = np.zeros(words, np.bool_)
+        self.visible = np.zeros(words, np.bool_)
+        self.expected = np.zeros(words, np.int64)
+        self.pending = np.zeros(words, np.int64)
+        self.bytes = np.zeros(words, np.int64)
+        self.phase = np.zeros(words, np.int64)
+        self.changes = 0
+
+    def init(self, rows: Rows, counts: NDArray[np.int64]) -> None:
+        """Begin phase 0 of new mbarriers."""
+        _first(~((counts >= 1) & (counts <= MOST_ARRIVALS)), f"an arrival count outside of 1 to {MOST_ARRIVALS}")
+        self.live[rows] = True
+        self.visible[rows] = False
+        self.expected[rows] = self.pending[rows] = counts
+        self.bytes[rows] = self.phase[rows] = 0
+        self.changes += 1
+
+    def require(self, rows: Rows) -> None:
+        """Raise MbarrierError unless all of them are initialised."""
+        _first(~self.live[rows], "no mbarrier is initialised here")
+
+    def expect(self, rows: Rows, count: NDArray[np.int64]) -> None:
+        """Add to the bytes that the phase waits for; a negative count are bytes that have come."""
+        np.add.at(self.bytes, rows, count)
+        _first(np.abs(self.bytes[rows]) > MOST_BYTES, f"more than {MOST_BYTES} bytes of transactions pending")
+        self._settle(rows)
+
+    def arrive(self, rows: Rows, counts: NDArray[np.int64], drop: bool = False) -> None:
+        """Arrivals; ``drop``: the following phases expect as many less."""
+        which, inverse = np.unique(rows, return_inverse=True)
+        left = np.bincount(inverse, weights=counts, minlength=len(which)).astype(np.int64)
+        if drop:
+            self.expected[which] -= left
+        while left.any():
+            taken = np.minimum(left, self.pending[which])
+            over = (left > 0) & (taken == 0)
+            _first(over[inverse], "more arrivals than the phase expects, while it waits for bytes of transactions")
+            self.pending[which] -= taken
+            left -= taken
+            self._settle(which)
+        self.changes += 1
+
+    def _settle(self, rows: Rows) -> None:
+        """Begin the next phase of those that have all they wait for."""
+        done = np.unique(rows[(self.pending[rows] == 0) & (self.bytes[rows] == 0)])
+        if len(done):
+            self.phase[done] += 1
+            self.pending[done] = self.expected[done]
+            self.changes += 1
+
+    def passed(self, rows: Rows, parity: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the last phase of that parity has completed."""
+        found: NDArray[np.bool_] = (self.phase[rows] & 1) != parity
+        return found
+
+    def describe(self, row: int) -> str:
+        """What an mbarrier waits for."""
+        if not self.live[row]:
+            return "not initialised"
+        left, missing = int(self.pending[row]), int(self.bytes[row])
+        waits = f"pending: {left} of {int(self.expected[row])} arrivals, {missing} bytes of transactions"
+        if missing < 0:
+            waits += " (more came than were expected)"
+        return f"in phase {int(self.phase[row])}, {waits}"
+
+
+def _first(bad: NDArray[np.bool_], reason: str) -> None:
+    if bad.any():
+        raise MbarrierError(reason, int(np.flatnonzero(bad)[0]))

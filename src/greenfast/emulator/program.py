@@ -1,0 +1,101 @@
+"""A function's instructions as operations, and which threads each of them needs together."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+from greenfast.emulator import (
+    access,
+    arithmetic,
+    bits,
+    cluster,
+    convert,
+    fragments,
+    mbarrier,
+    tiles,
+    tma,
+    warp,
+    wgmma,
+)
+from greenfast.emulator.faults import UnsupportedError
+from greenfast.emulator.machine import Operation
+from greenfast.emulator.operands import Reader, reader, unsupported
+from greenfast.emulator.printf import call
+from greenfast.emulator.ptx import Function, Instruction
+
+BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
+    **arithmetic.BUILDERS,
+    **bits.BUILDERS,
+    **convert.BUILDERS,
+    **access.BUILDERS,
+    **warp.BUILDERS,
+    **fragments.BUILDERS,
+    **tiles.BUILDERS,
+    **mbarrier.BUILDERS,
+    **tma.BUILDERS,
+    **wgmma.BUILDERS,
+    **cluster.BUILDERS,
+    "call": call,
+}
+#: Instructions that order memory accesses or advise: every access here takes effect at once, so nothing is to be done.
+_NOTHING = ("membar", "griddepcontrol", "prefetch", "prefetchu", "nanosleep", "pragma", "setmaxnreg")
+CONTROL = ("bra", "ret", "exit", "bar", "barrier", "trap", "brkpt")
+#: Instructions of a whole warp, and which of their operands names the threads that take part (None: all).
+_OF_WARPS = {"shfl": -1, "vote": -1, "redux": -1, "elect": -1, "match": -1, "mma": None, "wmma": None}
+_OF_WARPS |= {"ldmatrix": None, "stmatrix": None, "movmatrix": None}
+_WARPGROUP = 4
+
+
+class Program:
+    """A function's instructions as operations."""
+
+    def __init__(self, function: Function) -> None:
+        """Raises UnsupportedError for the first instruction that the emulator does not know."""
+        self.function = function
+        cluster_of = re.search(r"\.reqnctapercluster\s+([\d, ]+)", function.directives)
+        if cluster_of and math.prod(int(n) for n in cluster_of[1].split(",")) > 1:
+            raise UnsupportedError(f"{function.name} is launched in clusters of {cluster_of[1].strip()} blocks")
+        self.products = any(i.name == "wgmma" for i in function.code)
+        self.operations = [self._build(i) for i in function.code]
+        self.joins = set(function.labels.values())
+        self.keys = [_key(i) for i in function.code]
+        self.meetings = {pc: m for pc, i in enumerate(function.code) if (m := _meeting(i)) is not None}
+
+    def _build(self, i: Instruction) -> Operation | None:
+        if i.name == "barrier" and i.parts[0] == "cluster":
+            return cluster.barrier(i)
+        if i.name in CONTROL or i.name in _NOTHING:
+            return None
+        if i.name == "mov" and self.products and wgmma.is_plain(i):
+            return wgmma.move(i)
+        builder = BUILDERS.get(i.name)
+        if builder is None:
+            raise unsupported(i)
+        return builder(i)
+
+
+class Meeting:
+    """How many warps an instruction needs together, and which threads of a warp (None: all of them)."""
+
+    def __init__(self, warps: int, mask: Reader | None) -> None:
+        self.warps, self.mask = warps, mask
+
+
+def _meeting(i: Instruction) -> Meeting | None:
+    if i.name == "wgmma":
+        return Meeting(_WARPGROUP if i.parts[0] == "mma_async" else 1, None)
+    if i.name in ("bar", "barrier") and "warp" in i.parts:
+        return Meeting(1, reader(i.operands[0], "u32", i))
+    if i.name not in _OF_WARPS or (i.name != "wmma" and "sync" not in i.parts):
+        return None
+    operand = _OF_WARPS[i.name]
+    return Meeting(1, None if operand is None else reader(i.operands[operand], "u32", i))
+
+
+def _key(i: Instruction) -> str:
+    """The name under which an instruction is counted."""
+    if i.name in ("ld", "st", "wmma", "cp", "mbarrier", "wgmma"):
+        return ".".join((i.name, *(p for p in i.parts[:2] if not p.startswith("v") and not p[1:].isdigit())))
+    return i.name

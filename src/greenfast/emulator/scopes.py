@@ -1,0 +1,40 @@
+"""What the names in the blocks { } of PTX stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from greenfast.emulator.ptx import Function
+
+
+class Scope:
+    """A block { } of a body. What inline assembly declares in one is its own: copies of it have equal names."""
+
+    def __init__(self, function: Function, outer: Scope | None = None, suffix: str = "") -> None:
+        self.function, self.suffix = function, suffix
+        self.registers: dict[str, str] = dict(outer.registers) if outer else {}  # name here -> name in the function
+        self.labels: dict[str, str] = {}
+        self.start = len(function.code)
+
+    def declare(self, name: str, kind: str) -> None:
+        """Declare a register; one that the whole function sees keeps its name."""
+        self.registers[name] = name + self.suffix
+        self.function.registers[name + self.suffix] = kind
+
+    def label(self, name: str) -> None:
+        """Put a label at the next instruction."""
+        self.labels[name] = name + self.suffix
+        self.function.labels[name + self.suffix] = len(self.function.code)
+
+    def close(self) -> None:
+        """Point the branches of this block to its own labels, which may stand behind them."""
+        if not self.suffix or not self.labels:
+            return
+        code = self.function.code
+        for n, i in enumerate(code[self.start :], self.start):
+            if i.name == "bra":
+                target: Any = i.operands[0]
+                if target.name in self.labels:
+                    code[n] = replace(i, operands=(replace(target, name=self.labels[target.name]),))

@@ -1,0 +1,75 @@
+"""Tiles of 8x8 16-bit elements that a warp holds in registers: stmatrix and movmatrix (ldmatrix: warp.py).
+
+Lane l holds the elements 2 * (l % 4) and the next of row l // 4, of each tile in a register of its own (PTX ISA).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.access import addresses, count_access, locate
+from greenfast.emulator.machine import WARP, Lanes, Machine, Operation, Values
+from greenfast.emulator.operands import reader, type_of, unsupported, writer
+from greenfast.emulator.ptx import Instruction, Vector
+from greenfast.emulator.warp import whole_warps
+
+_ROW_BYTES = 16
+
+
+def _count(i: Instruction) -> int:
+    """How many tiles a load or store moves."""
+    count = next((p for p in i.parts if p in ("x1", "x2", "x4")), None)
+    if count is None or "m8n8" not in i.parts or type_of(i) != "b16":
+        raise unsupported(i)
+    return int(count[1:])
+
+
+def stmatrix(i: Instruction) -> Operation:
+    """stmatrix: 1, 2 or 4 tiles, transposed or not; the lanes 8n to 8n + 7 give the rows of tile n."""
+    count, transposed = _count(i), "trans" in i.parts
+    source = i.operands[1]
+    items = source.items if isinstance(source, Vector) else (source,)
+    read = [reader(r, "b32", i) for r in items]
+    where = addresses(i.operands[0], i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        table = whole_warps(m, lanes, "stmatrix")
+        rows = table[:, : 8 * count].ravel()
+        found = where(m, lanes).reshape(-1, WARP)[:, : 8 * count].ravel()
+        arena, offsets, space = locate(m, "shared", found, rows)
+        tiles = np.stack([_tile(np.broadcast_to(r(m, lanes), table.size)) for r in read], axis=1)
+        if transposed:
+            tiles = tiles.swapaxes(2, 3)
+        with m.accessing(rows, space):
+            data = np.ascontiguousarray(tiles).reshape(-1, 8).view(np.uint8)
+            arena.write(offsets, data, "16-byte matrix row write")
+        count_access(m, "shared", True, offsets, rows, _ROW_BYTES)
+
+    return run
+
+
+def movmatrix(i: Instruction) -> Operation:
+    """movmatrix.trans: transpose one tile between the registers of a warp."""
+    if "trans" not in i.parts or "m8n8" not in i.parts or type_of(i) != "b16":
+        raise unsupported(i)
+    read, write = reader(i.operands[1], "b32", i), writer(i.operands[0], "b32", i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        table = whole_warps(m, lanes, "movmatrix")
+        write(m, lanes, _words(_tile(np.broadcast_to(read(m, lanes), table.size)).swapaxes(1, 2)))
+
+    return run
+
+
+def _tile(words: Values) -> NDArray[np.uint16]:
+    """(warps, 8, 8) elements from the lanes' words."""
+    return np.ascontiguousarray(words).view(np.uint16).reshape(-1, 8, 8)
+
+
+def _words(tiles: NDArray[np.uint16]) -> Values:
+    """The inverse of _tile."""
+    return np.ascontiguousarray(tiles).reshape(-1, 2).view(np.uint32).ravel()
+
+
+BUILDERS = {"stmatrix": stmatrix, "movmatrix": movmatrix}

@@ -1,0 +1,325 @@
+"""Bulk copies: cp.async.bulk with and without tensor maps, their groups, and the fences of their proxy.
+
+Facts: PTX ISA, "cp.async.bulk" and "Async proxy".
+
+A load is delivered, and counted at its mbarrier, at a moment after its issue that the scheduler chooses; until then
+its destination can be neither read nor written. A store's source cannot be written until its thread waits for its
+group, and its destination not be read until a wait without .read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.access import addresses, asynchronous_copy, count_access
+from greenfast.emulator.machine import Lanes, Machine, Operation, lane_count, lane_indices
+from greenfast.emulator.mbarrier import rows_of
+from greenfast.emulator.memory import CHUNK, GLOBAL_BASE, IN_FLIGHT, PARAM_BASE, WRITTEN
+from greenfast.emulator.operands import reader, unsupported
+from greenfast.emulator.ptx import Address, Immediate, Instruction, Operand
+from greenfast.emulator.tensormap import BoundMap, swizzled
+from greenfast.emulator.underway import BulkLoad, BulkStore, hold, pieces_of
+
+Offsets = NDArray[np.int64]
+
+#: Alignment in shared memory of a tile and of other bulk copies.
+TILE_ALIGNMENT, BULK_ALIGNMENT = 128, 16
+
+
+def copy(i: Instruction) -> Operation:
+    """cp.async of any kind."""
+    if "bulk" not in i.parts:
+        return asynchronous_copy(i)
+    if i.parts[0] != "async":
+        raise unsupported(i)
+    if "commit_group" in i.parts:
+        return _commit
+    if "wait_group" in i.parts:
+        return _wait(i)
+    if "prefetch" in i.parts:
+        return _nothing
+    tensor = "tensor" in i.parts
+    if {"im2col", "im2col_no_offs", "tile:gather4", "tile:scatter4"} & set(i.parts):
+        raise unsupported(i)
+    spaces = [p for p in i.parts if p.split(":")[0] in ("shared", "global")]
+    if "bulk_group" in i.parts and spaces == ["global", "shared:cta"]:
+        return _store(i, tensor)
+    loads = spaces in (["shared:cluster", "global"], ["shared:cta", "global"])
+    if loads and "mbarrier:complete_tx:bytes" in i.parts:
+        return _load(i, tensor)
+    raise unsupported(i)
+
+
+def _nothing(m: Machine, lanes: Lanes) -> None:
+    """Nothing to be done."""
+
+
+# ---- where a copy reads and writes ----------------------------------------------------------------------------------
+
+
+class _Tile:
+    """What the copies of some threads move: (threads, units) offsets into both memories, ``unit`` bytes each.
+
+    shared: into the arena. outer: into global memory, -1 where a tile lies outside of its tensor.
+    """
+
+    def __init__(self, shared: Offsets, outer: Offsets, unit: int) -> None:
+        self.shared, self.outer, self.unit = shared, outer, unit
+
+
+def _shared_start(m: Machine, found: Offsets, lanes: Lanes, size: int, alignment: int) -> Offsets:
+    """The arena offsets of ``size`` bytes in each thread's block; a fault where they do not lie in it or misaligned."""
+    indices = lane_indices(lanes)
+    for at in np.flatnonzero(found % alignment):
+        what = f"a bulk copy at byte {found[at]} of shared memory, which must be a multiple of {alignment}"
+        raise m.fault(what, int(indices[at]))
+    for at in np.flatnonzero((found < 0) | (found + size > m.shared_bytes)):
+        what = f"a bulk copy of {size} bytes out of bounds at byte {found[at]} of {m.shared_bytes} of shared memory"
+        raise m.fault(what, int(indices[at]))
+    return found + m.shared_start[indices]
+
+
+def _map_of(m: Machine, found: Offsets, lanes: Lanes) -> BoundMap:
+    """The tensor map that a copy names; all its threads name one."""
+    indices = lane_indices(lanes)
+    chosen: BoundMap | None = None
+    for address in np.unique(found):
+        offset = int(address) - PARAM_BASE
+        known = m.tensor_maps.get(offset)
+        if known is None:
+            known = m.tensor_maps.get(int(address))  # the parameter's own address, not made generic
+        if known is None or (chosen is not None and known is not chosen):
+            at = int(indices[np.flatnonzero(found == address)[0]])
+            raise m.fault(f"no tensor map at address {int(address):#x} (it must be that of a parameter)", at)
+        chosen = known
+    assert chosen is not None
+    return chosen
+
+
+def _tensor_tile(m: Machine, tensor: BoundMap, start: Offsets, corner: Offsets) -> _Tile:
+    """The tiles of copies between shared memory at ``start`` and the boxes at ``corner`` (threads, dimensions)."""
+    copies = len(start)
+    item = tensor.item
+    aligned = not (corner[:, 0] * item % CHUNK).any() and tensor.shape[0] * item % CHUNK == 0
+    unit = CHUNK if aligned else item
+    per_row = tensor.box[0] * item // unit
+    first = corner[:, :1] * item + np.arange(per_row) * unit  # byte in the innermost dimension
+    inside = (first >= 0) & (first < tensor.shape[0] * item)
+    offsets = first
+    for n in range(1, len(tensor.box)):
+        at = corner[:, n : n + 1] + np.arange(tensor.box[n])
+        good = (at >= 0) & (at < tensor.shape[n])
+        offsets = (at * tensor.strides[n])[:, :, None] + offsets[:, None, :]
+        inside = good[:, :, None] & inside[:, None, :]
+        offsets, inside = offsets.reshape(copies, -1), inside.reshape(copies, -1)
+    outer = np.where(inside, offsets + tensor.start, -1)
+    linear = np.arange(outer.shape[1]) * unit
+    shared = start[:, None] + linear
+    if tensor.swizzle:
+        base = start // m.shared_stride * m.shared_stride
+        shared = base[:, None] + swizzled(shared - base[:, None], tensor.swizzle)
+    return _Tile(shared, outer, unit)
+
+
+def _tiles(i: Instruction, shared: Operand, outer: Operand, size: Operand | None) -> Callable[[Machine, Lanes], _Tile]:
+    """A function that gives what a copy moves; ``size``: of a copy without a tensor map."""
+    here, there = addresses(shared, i), addresses(outer, i)
+    if size is not None:
+        amount = reader(size, "u32", i)
+
+        def plain(m: Machine, lanes: Lanes) -> _Tile:
+            found = np.broadcast_to(np.asarray(amount(m, lanes)), lane_count(lanes)).astype(np.int64)
+            length = int(found[0])
+            indices = lane_indices(lanes)
+            if (found != length).any() or length % BULK_ALIGNMENT:
+                raise m.fault(f"a bulk copy of {length} bytes, which must be a multiple of 16", int(indices[0]))
+            start = _shared_start(m, here(m, lanes), lanes, length, BULK_ALIGNMENT)
+            outward = there(m, lanes) - GLOBAL_BASE
+            for at in np.flatnonzero(outward % BULK_ALIGNMENT):
+                where = m.memory.describe(int(outward[at]))
+                raise m.fault(f"a bulk copy at {where}, which must be a multiple of 16", int(indices[at]))
+            pieces = np.arange(0, length, CHUNK)
+            return _Tile(start[:, None] + pieces, outward[:, None] + pieces, CHUNK)
+
+        return plain
+    assert isinstance(outer, Address)
+    rank = int(next(p for p in i.parts if p in ("1d", "2d", "3d", "4d", "5d"))[0])
+    coordinates = [reader(c, "s32", i) for c in outer.coordinates]
+
+    def tile(m: Machine, lanes: Lanes) -> _Tile:
+        tensor = _map_of(m, there(m, lanes), lanes)
+        indices = lane_indices(lanes)
+        if len(tensor.box) != rank or len(coordinates) != rank:
+            what = f"a copy of {rank} dimensions with {len(coordinates)} coordinates"
+            raise m.fault(f"{what}, its tensor map has {len(tensor.box)}", int(indices[0]))
+        start = _shared_start(m, here(m, lanes), lanes, tensor.box_bytes, TILE_ALIGNMENT)
+        corner = np.stack([np.broadcast_to(c(m, lanes), len(indices)) for c in coordinates], axis=1)
+        return _tensor_tile(m, tensor, start, corner.astype(np.int64))
+
+    return tile
+
+
+# ---- loads ----------------------------------------------------------------------------------------------------------
+
+
+def _load(i: Instruction, tensor: bool) -> Operation:
+    to, source, *rest = i.operands
+    size = None if tensor else rest.pop(0)
+    tiles = _tiles(i, to, source, size)
+    barrier = rows_of(rest.pop(0), i, "shared")
+    mask = reader(rest[0], "u16", i) if "multicast:cluster" in i.parts else None
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        indices = lane_indices(lanes)
+        tile = tiles(m, lanes)
+        rows = barrier(m, lanes)
+        hidden = ~m.mbarriers.visible[rows]
+        if hidden.any():
+            what = "an mbarrier with no fence.mbarrier_init or fence.proxy.async since its init, used by a bulk copy"
+            raise m.fault(what, int(indices[np.flatnonzero(hidden)[0]]))
+        if mask is not None and (np.asarray(mask(m, lanes)) != 1).any():
+            raise m.fault("a multicast to other blocks than this one, in a cluster of one block", int(indices[0]))
+        inside = tile.outer >= 0
+        values = np.zeros((*tile.outer.shape, tile.unit), np.uint8)
+        owners = np.broadcast_to(indices[:, None], tile.outer.shape)
+        with m.accessing(owners[inside], "global"):
+            values[inside] = m.memory.read(tile.outer[inside], tile.unit, "bulk read")
+        place = tile.shared.ravel()
+        with m.accessing(owners.ravel(), "shared"):
+            m.shared.require_free(place, tile.unit, "bulk write")
+            m.shared.mark(place, tile.unit, IN_FLIGHT, "bulk write")
+        _count(m, False, tile, owners, inside)
+        total = tile.outer.shape[1] * tile.unit
+
+        def land() -> None:
+            m.shared.data.reshape(-1, tile.unit)[place // tile.unit] = values.reshape(-1, tile.unit)
+            m.shared.state.reshape(-1, tile.unit)[place // tile.unit] = WRITTEN
+            if m.shared.unfenced is not None:
+                m.shared.unfenced[place // CHUNK] = False
+            m.mbarriers.expect(rows, np.full(len(rows), -total))
+            m.mbarriers.changes += 1
+
+        m.arriving.append(BulkLoad(indices, m.current, land))
+
+    return run
+
+
+def _count(m: Machine, store: bool, tile: _Tile, owners: NDArray[np.intp], inside: NDArray[np.bool_]) -> None:
+    count_access(m, "global", store, tile.outer[inside], owners[inside], tile.unit)
+
+
+# ---- stores ---------------------------------------------------------------------------------------------------------
+
+
+def _store(i: Instruction, tensor: bool) -> Operation:
+    to, source, *rest = i.operands
+    tiles = _tiles(i, source, to, None if tensor else rest[0])
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        indices = lane_indices(lanes)
+        tile = tiles(m, lanes)
+        owners = np.broadcast_to(indices[:, None], tile.outer.shape)
+        place = tile.shared.ravel()
+        with m.accessing(owners.ravel(), "shared"):
+            values = m.shared.read(place, tile.unit, "bulk read")
+            m.shared.require_fenced(place, "bulk read")
+        inside = tile.outer >= 0
+        with m.accessing(owners[inside], "global"):
+            m.memory.require_free(tile.outer[inside], tile.unit, "bulk write")
+            m.memory.mark(tile.outer[inside], tile.unit, IN_FLIGHT, "bulk write")
+        _count(m, True, tile, owners, inside)
+        pieces = pieces_of(tile.shared)
+        hold(m.shared, pieces)
+        m.stores.append(
+            BulkStore(
+                lanes=indices,
+                groups=m.bulk_groups[indices],
+                pieces=pieces,
+                offsets=tile.outer,
+                values=values.reshape(*tile.outer.shape, tile.unit),
+                instruction=m.current,
+            )
+        )
+
+    return run
+
+
+def _commit(m: Machine, lanes: Lanes) -> None:
+    m.bulk_groups[lanes] += 1
+
+
+def _wait(i: Instruction) -> Operation:
+    """cp.async.bulk.wait_group: the first time, others go first, so that they may meet what is still under way."""
+    allowed = i.operands[0]
+    if not isinstance(allowed, Immediate):
+        raise unsupported(i)
+    only_read = "read" in i.parts
+
+    def run(m: Machine, lanes: Lanes) -> Any:
+        indices = lane_indices(lanes)
+        waiting = np.zeros(m.lanes, np.bool_)
+        waiting[lanes] = True
+        covered = [waiting[s.lanes] & (s.groups < m.bulk_groups[s.lanes] - allowed.bits) for s in m.stores]
+        first = np.zeros(m.lanes, np.bool_)
+        for s, which in zip(m.stores, covered, strict=True):
+            first[s.lanes[which & (s.reading | ~s.landed)]] = True
+        first &= ~m.yielded
+        stay = indices[first[indices]]
+        if len(stay):
+            m.yielded[stay] = True
+            m.events += 1
+            waiting[stay] = False
+        for s, which in zip(m.stores, covered, strict=True):
+            now = which & waiting[s.lanes]
+            s.release(m.shared, now)
+            if not only_read:
+                s.land(m.memory, now)
+        m.stores = [s for s in m.stores if s.reading.any() or not s.landed.all()]
+        m.yielded[waiting] = False
+        return stay
+
+    return run
+
+
+def finish(m: Machine) -> None:
+    """All threads have ended: their stores land. A fault where a copy may still use a block's shared memory."""
+    for load in m.arriving:
+        m.current = load.instruction
+        raise m.fault(
+            "ended before a bulk copy to shared memory was delivered, nothing waits for it", int(load.lanes[0])
+        )
+    for s in m.stores:
+        for at in np.flatnonzero(s.reading):
+            m.current = s.instruction
+            what = "ended while a bulk store may still read shared memory, no cp.async.bulk.wait_group covers it"
+            raise m.fault(what, int(s.lanes[at]))
+        s.land(m.memory, np.ones(len(s.lanes), np.bool_))
+
+
+# ---- fences ---------------------------------------------------------------------------------------------------------
+
+
+def fence(i: Instruction) -> Operation:
+    """fence: only fence.proxy.async and fence.mbarrier_init have something to do.
+
+    They make what their block stored, or its mbarriers, visible to bulk copies and matrix products; which thread stored
+    what is not kept.
+    """
+    proxy = i.parts[:2] == ("proxy", "async") and i.parts[2:3] != ("global",)
+    if not proxy and i.parts[0] != "mbarrier_init":
+        return _nothing
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        blocks = np.unique(m.block_of[lanes])
+        m.mbarriers.visible.reshape(len(m.blocks), -1)[blocks] = True
+        if proxy and m.shared.unfenced is not None:
+            m.shared.unfenced.reshape(len(m.blocks), -1)[blocks] = False
+
+    return run
+
+
+BUILDERS = {"cp": copy, "fence": fence}

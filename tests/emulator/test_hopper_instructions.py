@@ -1,0 +1,293 @@
+"""Single instructions of Hopper kernels against NumPy: fragments, barriers, elections, clusters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from greenfast.build.compiler import to_ptx
+from greenfast.emulator.convert import E4M3_VALUES
+from greenfast.emulator.faults import KernelFaultError, UnsupportedError
+from greenfast.emulator.grid import program_of
+from greenfast.spec.kernel import KernelSource
+from tests.emulator.hopper import HOPPER, PREAMBLE, run
+
+RNG = np.random.default_rng(8)
+
+
+def one(body: str, count: int = 32, dtype: str = "uint32", x: Any = None, threads: int = 32, **more: Any) -> np.ndarray:
+    """What some threads write to ``y``, of the bytes ``x``."""
+    kinds = {"uint32": "u32", "float32": "float", "int32": "int", "uint8": "u8"}
+    result = run(
+        body,
+        {"x": np.zeros(16, np.uint8) if x is None else x.view(np.uint8).ravel()},
+        {"y": ((count,), dtype)},
+        parameters=f"const u8* x, {kinds[dtype]}* y",
+        args=("x", "y"),
+        threads=threads,
+        **more,
+    )
+    return result.outputs["y"]
+
+
+def test_elect() -> None:
+    found = one("""u32 leader, leads;
+    asm volatile("{.reg .pred p; elect.sync %0|p, 0xffffffff; selp.u32 %1, 1, 0, p;}" : "=r"(leader), "=r"(leads));
+    y[threadIdx.x] = leads * 100 + leader;""")
+    assert found.tolist() == [100] + [0] * 31
+
+
+@pytest.mark.parametrize("turned", ["", ".trans"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_stmatrix_is_the_inverse_of_ldmatrix(count: int, turned: str) -> None:
+    items = ", ".join(f"%{n}" for n in range(count))
+    outputs, inputs = (", ".join(f'"{kind}"(r[{n}])' for n in range(count)) for kind in ("=r", "r"))
+    x = RNG.integers(0, 2**16, (count, 8, 8)).astype(np.uint16)
+    body = f"""
+    __shared__ __align__(16) u8 s[512], t[512];
+    for (int i = threadIdx.x; i < {count * 128}; i += 32) s[i] = x[i];
+    __syncwarp();
+    u32 r[4], from = at(s + threadIdx.x % {8 * count} * 16), to = at(t + threadIdx.x % {8 * count} * 16);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x{count}.shared.b16 {{{items}}}, [%{count}];" : {outputs} : "r"(from));
+    asm volatile("stmatrix.sync.aligned.m8n8.x{count}{turned}.shared.b16 [%{count}], {{{items}}};"
+      :: {inputs}, "r"(to) : "memory");
+    __syncwarp();
+    for (int i = threadIdx.x; i < {count * 128}; i += 32) y[i] = t[i];
+    """
+    found = one(body, count * 128, "uint8", x).view(np.uint16).reshape(x.shape)
+    assert np.array_equal(found, x.swapaxes(1, 2) if turned else x)
+
+
+def test_movmatrix() -> None:
+    x = RNG.integers(0, 2**16, (8, 8)).astype(np.uint16)
+    body = """
+    u32 r = ((const u32*)x)[threadIdx.x];
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(r));
+    y[threadIdx.x] = r;
+    """
+    assert np.array_equal(one(body, x=x).view(np.uint16).reshape(8, 8), x.T)
+
+
+MMA = """
+int group = threadIdx.x / 4, part = threadIdx.x % 4;
+const u8 *a = x, *b = x + 16 * ROW;
+u32 r[4] = {}, q[2] = {};
+for (int n = 0; n < ROW / 8; ++n) r[n] = *(const u32*)(a + (group + n % 2 * 8) * ROW + part * 4 + n / 2 * 16);
+for (int n = 0; n < ROW / 16; ++n) q[n] = *(const u32*)(b + group * ROW + part * 4 + n * 16);
+TYPE d[4], c[4] = {1, 2, 3, 4};
+ASM
+for (int n = 0; n < 4; ++n) y[(group + n / 2 * 8) * 8 + part * 2 + n % 2] = d[n];
+"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "types", "row"),
+    [
+        ("m16n8k32", "f32.e4m3.e4m3.f32", 32),
+        ("m16n8k32", "s32.s8.s8.s32", 32),
+        ("m16n8k16", "s32.u8.s8.s32", 16),
+        ("m16n8k16", "f32.f16.f16.f32", 32),
+        ("m16n8k16", "f32.bf16.bf16.f32", 32),
+        ("m16n8k8", "f32.f16.f16.f32", 16),
+    ],
+)
+def test_mma(shape: str, types: str, row: int) -> None:
+    out, a_kind, *_ = types.split(".")
+    data = RNG.integers(0, 256, (24, row)).astype(np.uint8)
+    if a_kind == "e4m3":
+        data[data & 127 == 127] = 0
+        numbers = E4M3_VALUES[data]
+    elif a_kind == "f16":
+        numbers = RNG.standard_normal((24, row // 2)).astype(np.float16)
+        data = numbers.view(np.uint8)
+    elif a_kind == "bf16":
+        numbers = (RNG.standard_normal((24, row // 2)).astype(np.float32).view(np.uint32) >> 16 << 16).view(np.float32)
+        data = (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    else:
+        numbers = data.view(np.int8)
+    left = data[:16] if a_kind == "u8" else numbers[:16]
+    numbers = numbers.astype(np.float64)
+    letter, kind = ("r", "int") if out == "s32" else ("f", "float")
+    reads, writes = (", ".join(f'"{how}"({what})' for what in names) for how, names in (
+        ("r", [*(f"r[{n}]" for n in range(row // 8)), *(f"q[{n}]" for n in range(row // 16))]),
+        (f"={letter}", [f"d[{n}]" for n in range(4)]),
+    ))  # fmt: skip
+    names = [f"%{n}" for n in range(4 + row // 8 + row // 16 + 4)]
+    groups = [names[:4], names[4 : 4 + row // 8], names[4 + row // 8 : -4], names[-4:]]
+    operands = ", ".join("{" + ", ".join(group) + "}" for group in groups)
+    addends = ", ".join(f'"{letter}"(c[{n}])' for n in range(4))
+    asm = f'asm volatile("mma.sync.aligned.{shape}.row.col.{types} {operands};" : {writes} : {reads}, {addends});'
+    body = MMA.replace("ROW", str(row)).replace("TYPE", kind).replace("ASM", asm)
+    found = one(body, 128, "int32" if out == "s32" else "float32", data).reshape(16, 8)
+    c = np.tile([[1, 2]] * 8 + [[3, 4]] * 8, (1, 4))
+    assert np.allclose(found, left.astype(np.float64) @ numbers[16:].T + c, rtol=1e-4, atol=1e-4)
+
+
+def test_barrier_reductions() -> None:
+    found = one(
+        "int p = threadIdx.x % 3 == 0;"
+        "y[threadIdx.x] = __syncthreads_count(p) * 4 + __syncthreads_or(p) * 2 + __syncthreads_and(p);",
+        64,
+        threads=64,
+    )
+    assert (found == 22 * 4 + 2).all()
+
+
+PING_PONG = """
+__shared__ int order[16], next;
+int group = threadIdx.x / 128;
+if (threadIdx.x == 0) next = 0;
+__syncthreads();
+if (group == 1) asm volatile("bar.arrive 1, 256;" ::: "memory");
+for (int i = 0; i < 4; ++i) {
+  if (group == 0) asm volatile("bar.sync 1, 256;" ::: "memory"); else asm volatile("barrier.sync 2, 256;" ::: "memory");
+  if (threadIdx.x % 128 == 0) order[next++] = group;
+  if (group == 0) asm volatile("bar.arrive 2, 256;" ::: "memory"); else if (i < 3) { LAST }
+}
+__syncthreads();
+if (threadIdx.x < 8) y[threadIdx.x] = order[threadIdx.x];
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_warpgroups_take_turns(seed: int) -> None:
+    body = PING_PONG.replace("LAST", 'asm volatile("barrier.arrive 1, 256;" ::: "memory");')
+    assert one(body, 8, threads=256, seed=seed).tolist() == [0, 1] * 4
+    with pytest.raises(KernelFaultError, match=r"deadlock.*32 threads of warp 0 wait at k\.cu:\d+ \(.*1, 256\)"):
+        one(PING_PONG.replace("LAST", ""), 8, threads=256, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ('asm volatile("bar.sync 1, %0;" :: "r"(x[0] + 48));', r"64 threads at barrier 1, which expects 48"),
+        (
+            'if (threadIdx.x < 64) asm volatile("bar.sync 1, 128;"); else asm volatile("bar.sync 1, 96;");',
+            r"barrier 1 with (96|128) threads, where others came with (96|128)",
+        ),
+        ('asm volatile("bar.sync %0;" :: "r"(16));', r"barrier 16, of 16"),
+        (
+            "if (threadIdx.x % 2) __shfl_xor_sync(~0u, 1, 1);",
+            r"a shuffle of all threads by only some threads",
+        ),
+    ],
+)
+def test_barrier_faults(body: str, says: str) -> None:
+    with pytest.raises(KernelFaultError, match=says):
+        one(body + "y[threadIdx.x] = 1;", 128, threads=128)
+
+
+def test_threads_of_a_warp_wait_for_each_other() -> None:
+    """A shuffle behind a wait of one thread needs no other thread to wait there."""
+    body = """
+    __shared__ u64 bar;
+    if (threadIdx.x == 0) { init(&bar, 1); init_fence(); }
+    __syncthreads();
+    u32 v = threadIdx.x;
+    if (threadIdx.x == 3) { wait(&bar, 0); v = 100; }
+    if (threadIdx.x == 32) arrive(&bar);
+    __syncwarp();
+    y[threadIdx.x] = __shfl_sync(~0u, v, 3);
+    """
+    for seed in range(3):
+        assert one(body, 64, threads=64, seed=seed).tolist() == [100] * 32 + [35] * 32
+
+
+def test_a_state_token_and_test_wait() -> None:
+    body = """
+    __shared__ u64 bar;
+    if (threadIdx.x == 0) init(&bar, 64);
+    __syncthreads();
+    u64 state; u32 done = 0, rounds = 0;
+    for (int phase = 0; phase < 3; ++phase) {
+      asm volatile("mbarrier.arrive.shared.b64 %0, [%1];" : "=l"(state) : "r"(at(&bar)) : "memory");
+      do asm volatile("{.reg .pred p; mbarrier.test_wait.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done) : "r"(at(&bar)), "l"(state) : "memory"); while (!done);
+      ++rounds;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) asm volatile("mbarrier.inval.shared.b64 [%0];" :: "r"(at(&bar)) : "memory");
+    __syncthreads();
+    bar = 5;
+    y[threadIdx.x] = rounds + bar;
+    """
+    assert (one(body, 64, threads=64) == 8).all()
+
+
+def test_a_wait_whose_result_is_ignored_is_found() -> None:
+    body = """
+    __shared__ u64 bar; __shared__ u32 v[32];
+    if (threadIdx.x == 0) init(&bar, 32);
+    __syncthreads();
+    if (threadIdx.x < 32) { v[threadIdx.x] = 1; arrive(&bar); }
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0;}" :: "r"(at(&bar)) : "memory");
+    y[threadIdx.x] = v[threadIdx.x % 32];
+    """
+    found = 0
+    for seed in range(16):
+        try:
+            one(body, 64, threads=64, seed=seed)
+        except KernelFaultError as e:
+            found += "nothing has written" in str(e)
+    assert found
+
+
+def test_a_cluster_of_one_block() -> None:
+    body = """
+    __shared__ u32 v;
+    u32 rank, blocks, remote, value;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(at(&v)), "r"(rank));
+    for (int i = 0; i < 3; ++i) {
+      if (threadIdx.x == 63) v = 7 + i;
+      asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+      asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+      asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(remote));
+      if (value != 7 + i) blocks = 99;
+      asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+    }
+    y[threadIdx.x] = value * 10 + blocks + rank;
+    """
+    for seed in range(3):
+        assert (one(body, 64, threads=64, seed=seed) == 91).all()
+    with pytest.raises(KernelFaultError, match=r"deadlock, nothing can go on: .*barrier\.cluster\.wait"):
+        one(
+            'if (threadIdx.x < 32) asm volatile("barrier.cluster.arrive; barrier.cluster.wait;");'
+            'else { asm volatile("bar.sync 3, 64;"); } y[threadIdx.x] = 1;',
+            64,
+            threads=64,
+        )
+
+
+def test_cache_hints_and_dependent_launches_change_nothing() -> None:
+    body = """
+    u64 policy; u32 v, w;
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(v) : "l"(x), "l"(policy));
+    asm volatile("ld.global.L1::evict_last.L2::128B.u32 %0, [%1];" : "=r"(w) : "l"(x + 4));
+    asm volatile("prefetch.global.L2 [%0];" :: "l"(x));
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" :: "l"(y + threadIdx.x), "r"(v + w), "l"(policy));
+    """
+    assert (one(body, x=np.array([5, 6, 0, 0], np.uint32)) == 11).all()
+
+
+@pytest.mark.parametrize(
+    ("which", "first", "last"), [("eq", 0, 1), ("lt", -32, 0), ("le", -32, 1), ("ge", 0, 32), ("gt", 1, 32)]
+)
+def test_masks_of_lanes(which: str, first: int, last: int) -> None:
+    """Lane n's mask holds the lanes n + first to n + last - 1."""
+    found = one(f'u32 v; asm volatile("mov.u32 %0, %%lanemask_{which};" : "=r"(v)); y[threadIdx.x] = v;')
+    for n in range(32):
+        assert found[n] == sum(1 << b for b in range(max(0, n + first), min(32, n + last)))
+
+
+def test_clusters_of_several_blocks_are_refused() -> None:
+    kernel = "__global__ void __cluster_dims__(2, 1, 1) k2(u32* y) { y[0] = 1; }"
+    ptx = to_ptx(KernelSource("k2", PREAMBLE + 'extern "C" ' + kernel, "k.cu", (), (32, 1, 1)), HOPPER)
+    with pytest.raises(UnsupportedError, match=r"k2 is launched in clusters of 2, 1, 1 blocks"):
+        program_of(ptx, "k2")

@@ -1,0 +1,143 @@
+"""mbarriers, tensor copies, wgmma and named barriers together: producers, consumers, ping-pong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from greenfast.emulator.convert import E4M3_VALUES
+from greenfast.emulator.faults import KernelFaultError
+from greenfast.emulator.grid import GridResult
+from tests.emulator.hopper import run, tensor_map, wgmma
+
+RNG = np.random.default_rng(4)
+N, TILES, STAGES = 32, 7, 2
+A = (RNG.integers(0, 2, (128 * 3, 64)) * 128 + RNG.integers(0, 80, (128 * 3, 64))).astype(np.uint8)
+B = (RNG.integers(0, 2, (N * TILES, 64)) * 128 + RNG.integers(0, 80, (N * TILES, 64))).astype(np.uint8)
+
+# One producer warpgroup, of which one thread loads; two consumer warpgroups with 64 rows each; sums over all tiles.
+PIPELINE = """
+extern __shared__ __align__(1024) u8 s[];
+__shared__ u64 full[STAGES], empty[STAGES], ready;
+u8 *sa = s, *sb = s + 128 * 64;
+if (threadIdx.x == 0) {
+  init(&ready, 1);
+  for (int i = 0; i < STAGES; ++i) { init(&full[i], 1); init(&empty[i], 2); }
+  init_fence();
+}
+__syncthreads();
+if (threadIdx.x >= 256) {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+  if (threadIdx.x == 256) {
+    expect(&ready, 128 * 64);
+    load(sa, &ma, &ready, 0, 128 * blockIdx.x);
+    for (int t = 0; t < TILES; ++t) {
+      int stage = t % STAGES;
+      wait(&empty[stage], t / STAGES % 2 ^ 1);
+      expect(&full[stage], N * 64 EXTRA);
+      load(sb + stage * N * 64, &mb, &full[stage], 0, t * N);
+    }
+  }
+} else {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  float d[N / 2], sum[N / 2];
+  for (int i = 0; i < N / 2; ++i) sum[i] = 0;
+  wait(&ready, 0);
+  const u8* mine = sa + threadIdx.x / 128 * 64 * 64;
+  for (int t = 0; t < TILES; ++t) {
+    int stage = t % STAGES;
+    FULL_WAIT
+    mma_fence();
+    for (int k = 0; k < 64; k += 32)
+      mma(d, descriptor(mine + k, 16, 512, 64), descriptor(sb + stage * N * 64 + k, 16, 512, 64), k > 0);
+    mma_commit();
+    EARLY
+    mma_wait<0>();
+    RELEASE
+    for (int i = 0; i < N / 2; ++i) sum[i] += d[i] * (t + 1);
+  }
+  for (int r = 0; r < N / 2; ++r) {
+    int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + r / 2 % 2 * 8;
+    int column = r / 4 * 8 + threadIdx.x % 4 * 2 + r % 2;
+    y[(128 * blockIdx.x + row) * N + column] = sum[r];
+  }
+}
+"""
+RELEASE = "if (threadIdx.x % 128 == 0) arrive(&empty[stage]);"
+
+
+def pipeline(seed: int, full_wait: str = "", release: str = RELEASE, early: str = "", extra: str = "") -> GridResult:
+    body = PIPELINE.replace("FULL_WAIT", full_wait or "wait(&full[stage], t / STAGES % 2);")
+    body = body.replace("RELEASE", release).replace("EARLY", early).replace("EXTRA", extra)
+    return run(
+        body,
+        {"a": A, "b": B},
+        {"y": ((len(A), N), "float32")},
+        parameters="const __grid_constant__ CUtensorMap ma, const __grid_constant__ CUtensorMap mb, float* y",
+        args=(tensor_map("a", A, (128, 64), 64), tensor_map("b", B, (N, 64), 64), "y"),
+        threads=384,
+        blocks=3,
+        before=f"constexpr int N = {N}, TILES = {TILES}, STAGES = {STAGES};\n"
+        + wgmma("mma", N, "k32", "f32.e4m3.e4m3"),
+        dynamic=128 * 64 + STAGES * N * 64,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_producer_and_two_consumers(seed: int) -> None:
+    weights = np.repeat(np.arange(1, TILES + 1), N)[:, None] * E4M3_VALUES[B]
+    expected = E4M3_VALUES[A] @ weights.reshape(TILES, N, 64).sum(axis=0).T
+    result = pipeline(seed)
+    assert np.allclose(result.outputs["y"], expected, rtol=1e-4, atol=1e-2)
+    assert result.counts.instructions["setmaxnreg"] == 3 * 12
+    assert result.counts.global_load_bytes == 3 * (128 * 64 + TILES * N * 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        pytest.param({"full_wait": ";"}, r"wgmma operand read of (data|an element)", id="no wait for the tile"),
+        pytest.param(
+            {"release": ""},
+            r"deadlock.*1 threads of warp 8 wait at hopper\.cuh:\d+ \(mbarrier\.try_wait.*for the mbarrier at byte \d+ "
+            r"of shared memory \(_ZZ1kE5empty \+ 0\), in phase 0, pending: 2 of 2 arrivals, 0 bytes",
+            id="no release",
+        ),
+        pytest.param(
+            {"full_wait": "wait(&full[stage], t / STAGES % 2 ^ 1);"},
+            r"wgmma operand read of (data|an element)|deadlock.*of warp 0 wait at.*_ZZ1kE4full",
+            id="wrong parity",
+        ),
+        pytest.param(
+            {"extra": "+ 16"},
+            r"deadlock.*32 threads of warp 0 wait.*for the mbarrier.*"
+            r"_ZZ1kE4full \+ 0\), in phase 0, pending: 0 of 1 arrivals, 16 bytes of transactions",
+            id="too many bytes expected",
+        ),
+        pytest.param(
+            {"extra": "- 16"},
+            r"deadlock.*pending: 0 of 1 arrivals, -16 bytes of transactions \(more came than were expected\)",
+            id="too few bytes expected",
+        ),
+        pytest.param(
+            {"early": RELEASE, "release": ""},
+            r"bulk write to where an asynchronous operation still reads.*cp\.async\.bulk\.tensor",
+            id="released before the product is done",
+        ),
+        pytest.param(
+            {"early": 'asm volatile("add.f32 %0, %1, %1;" : "=f"(sum[0]) : "f"(d[0]));'},
+            r"read of a wgmma's accumulator before a wgmma\.wait_group that covers it",
+            id="accumulator before its wait",
+        ),
+        pytest.param(
+            {"release": RELEASE.replace("% 128 == 0", "% 64 == 0")},
+            r"bulk write to where|deadlock|wgmma operand read of|more arrivals than the phase expects",
+            id="too many releases",
+        ),
+    ],
+)
+def test_a_broken_pipeline_is_found_in_every_order(change: dict[str, str], says: str) -> None:
+    for seed in range(3):
+        with pytest.raises(KernelFaultError, match=says):
+            pipeline(seed, **change)
