@@ -135,6 +135,18 @@ def test_barrier_reductions() -> None:
     assert (found == 22 * 4 + 2).all()
 
 
+def test_a_barrier_reduces_a_negated_predicate() -> None:
+    body = """
+    u32 any, all;
+    asm volatile("{.reg .pred p, q; setp.lt.u32 p, %1, 63; bar.red.or.pred q, 1, !p; selp.u32 %0, 1, 0, q;}"
+      : "=r"(any) : "r"(threadIdx.x));
+    asm volatile("{.reg .pred p, q; setp.lt.u32 p, %1, 63; barrier.cta.red.and.pred q, 2, 64, !p;"
+      "selp.u32 %0, 1, 0, q;}" : "=r"(all) : "r"(threadIdx.x));
+    y[threadIdx.x] = any * 2 + all;
+    """
+    assert (one(body, 64, threads=64) == 2).all()
+
+
 PING_PONG = """
 __shared__ int order[16], next;
 int group = threadIdx.x / 128;

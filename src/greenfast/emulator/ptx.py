@@ -322,6 +322,8 @@ def _declared(operand: Operand, registers: dict[str, str]) -> Operand:
     """The operand, names that were declared as registers read as such: in inline assembly they may lack the %."""
     if isinstance(operand, (Symbol, Register)) and operand.name in registers:
         return Register(registers[operand.name])
+    if isinstance(operand, Symbol) and operand.name[1:] in registers and operand.name[0] == "!":
+        return Symbol("!" + registers[operand.name[1:]])
     if isinstance(operand, Vector):
         return Vector(tuple(_declared(item, registers) for item in operand.items))
     if isinstance(operand, Address) and operand.base is not None:
