@@ -31,7 +31,10 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
     ("args", "said"),
     [
         # names
-        (("validate", "fp9"), "greenfast: unknown task 'fp9'; allowed: fp8_quantize, fp8_sdpa, or a task's folder"),
+        (
+            ("validate", "fp9"),
+            "greenfast: unknown task 'fp9'; allowed: fp8_attention, fp8_quantize, fp8_sdpa, or a task's folder",
+        ),
         (("variants", "fp9"), "unknown task 'fp9'; allowed: "),
         (("build", "fp9"), "unknown task 'fp9'; allowed: "),
         ((*VALIDATE, "--candidate", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),

@@ -35,6 +35,8 @@ _MEMBERS = {  # toggle -> member of Cfg
     "USE_KV_LUT": "kKvLut",
     "DEBUG_PRINT": "kDebugPrint",
 }
+#: The toggles that decide the kernel.
+TOGGLES: tuple[str, ...] = tuple(_MEMBERS)
 
 
 def _check(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> None:

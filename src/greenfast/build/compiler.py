@@ -19,7 +19,7 @@ from greenfast.build import cache, toolchain
 from greenfast.build.diagnostics import readable
 from greenfast.build.resources import device_variable_bytes, parse_resources
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import CompileError, MachineError
+from greenfast.spec.errors import CompileError, MachineError, UsageError
 from greenfast.spec.kernel import KernelSource
 from greenfast.spec.record import Resources
 
@@ -66,8 +66,14 @@ def compile_kernel(source: KernelSource, target: Target, *, use_cache: bool = Tr
     """Compile one kernel.
 
     Raises CompileError with the compiler's messages where it refuses the source or the source has no such kernel, and
-    MachineError where NVRTC or the CUDA headers are missing, or NVRTC does not know the target.
+    MachineError where NVRTC or the CUDA headers are missing, or NVRTC does not know the target. Raises UsageError for a
+    target that is not the one that the source requires.
     """
+    if source.requires and source.requires != target.name:
+        raise UsageError(
+            f"{source.name}: kernel {source.entry!r} is for {source.requires} alone and cannot be built for "
+            f"{target.name}; --arch {source.requires} builds it"
+        )
     start = time.perf_counter()
     output, from_cache = _build(source, target, use_cache)
     compile_ms = (time.perf_counter() - start) * 1e3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ from greenfast.runtime.worker import Worker, WorkerError
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Array, Case, Problem, References
 from greenfast.spec.record import CorrectnessRow, ErrorStats, GateResult, KernelCounts, ParityRow, Status
-from greenfast.spec.task import ErrorGate, FormatGates, Shape
+from greenfast.spec.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 
 #: Each case runs this often on equal input in fresh memory; outputs that differ in a bit betray a race.
 REPEATS = 2
@@ -50,10 +50,13 @@ def check(
     seeds: Sequence[int],
     fmt: str,
     gates: FormatGates,
+    own_gates: Mapping[str, KernelErrorGate],
     make_worker: Callable[[], Worker],
     progress: Callable[[float, str], None],
 ) -> tuple[GateResult, CorrectnessOutcome]:
     """Run every side on every (shape, seed), each in a process of its own; a side whose process fails is not run on.
+
+    own_gates: by role, the kernel-error gate of a side whose rung has one of its own.
 
     Raises UsageError for a problem whose references are not finite or not of the shape that it decodes.
     """
@@ -87,7 +90,8 @@ def check(
                 except WorkerError as e:
                     broken.setdefault(side.role, str(e))
                     result = str(e)
-                row = _row(shape, seed, case, references, gates, result, decoded.get(side.role))
+                kernel_gate = own_gates.get(side.role, gates.kernel_error)
+                row = _row(shape, seed, case, references, gates.error, kernel_gate, result, decoded.get(side.role))
                 outcome.rows[side.role].append(row)
             if len(decoded) == 2:
                 same_bits = len({outcome.digests[role, shape.name, seed] for role in decoded}) == 1
@@ -103,15 +107,16 @@ def _row(
     seed: int,
     case: Case,
     references: References,
-    gates: FormatGates,
+    gate: ErrorGate,
+    kernel_gate: KernelErrorGate,
     result: RunResult | str,
     decoded: NDArray[np.float64] | None,
 ) -> CorrectnessRow:
     """One side's row; a kernel that did not run, or wrote NaN, has no error statistics and fails."""
-    bad = gates.error.bad_abs_err
+    bad = gate.bad_abs_err
     format_error = error_stats(references.exact, references.full, bad)
     error = kernel_error = bound_ratio = None
-    held = {"format_error_pass": _within(format_error, gates.error)}
+    held = {"format_error_pass": _within(format_error, gate)}
     notes = [result] if isinstance(result, str) else list(result.violations)
     if isinstance(result, str) or decoded is None:
         held["ran_pass"] = False
@@ -127,12 +132,12 @@ def _row(
         else:
             error = error_stats(decoded, references.full, bad)
             kernel_error = error_stats(decoded, references.exact, bad)
-            bound_ratio = worst_bound_ratio(decoded, references.exact, references.bound)
-            held["max_abs_err_pass"] = error.max_abs_err <= gates.error.max_abs_err
-            held["mean_abs_err_pass"] = error.mean_abs_err <= gates.error.mean_abs_err
-            held["pct_bad_pass"] = error.pct_bad <= gates.error.pct_bad
-            held["kernel_relative_error_pass"] = kernel_error.relative_error <= gates.kernel_error.relative_error
-            held["kernel_bound_pass"] = bound_ratio <= gates.kernel_error.bound_factor
+            bound_ratio = worst_bound_ratio(decoded, references.exact, references.bound_of(kernel_gate.rounding))
+            held["max_abs_err_pass"] = error.max_abs_err <= gate.max_abs_err
+            held["mean_abs_err_pass"] = error.mean_abs_err <= gate.mean_abs_err
+            held["pct_bad_pass"] = error.pct_bad <= gate.pct_bad
+            held["kernel_relative_error_pass"] = kernel_error.relative_error <= kernel_gate.relative_error
+            held["kernel_bound_pass"] = bound_ratio <= kernel_gate.bound_factor
     return CorrectnessRow(
         shape=shape.name,
         dims=dict(shape.dims),

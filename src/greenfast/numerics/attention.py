@@ -2,48 +2,85 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-_HALF_ROUNDING = 2.0**-11  # half of the spacing of normal halves, relative
-_HALF_SUBNORMAL = 2.0**-25  # half of the spacing of subnormal halves, absolute
 _FLOAT_STEP = 2.0**-23  # one float32 spacing: tensor cores may truncate where FMAs round
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """softmax(scale * q k^T) v in float64. q, k, v: (heads, seq_len, head_dim); the result has the same shape."""
-    weights = torch.softmax(q.double() @ k.double().transpose(-1, -2) * scale, dim=-1)
-    return weights @ v.double()
+@dataclass(frozen=True)
+class Rounding:
+    """How a kernel rounds: relative and absolute error of a weight (the row's largest is 1), and of a sum of products.
+
+    A sum's error is relative to the sum of the products' magnitudes. second_order: a factor for products of errors.
+    """
+
+    weight: float
+    smallest_weight: float
+    sum: float
+    second_order: float
 
 
-def attention_rounding_bound(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Per element, the largest error of an attention kernel that keeps P in half and everything else in float32.
+#: P kept in half; its subnormals have a spacing of 2^-24. Sums in float32.
+HALF_WEIGHTS = Rounding(2.0**-11, 2.0**-25, _FLOAT_STEP, 1.01)
+#: P times 2^8 kept in E4M3, with 3 bits behind the leading one and subnormals 2^-9 apart; an exponential by a
+#: polynomial may add 2^-9. The tensor cores of Hopper keep about 14 bits of a sum of E4M3 products.
+E4M3_WEIGHTS = Rounding(2.0**-4 + 2.0**-9, 2.0**-18, 2.0**-13, 1.15)
 
-    q, k, v: (heads, seq_len, head_dim), the exact (dequantized) inputs. Returns float64 of that shape.
+_HALF_OUTPUT, _HALF_OUTPUT_SMALLEST = 2.0**-11, 2.0**-25
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """softmax(scale * q k^T) v in float64. q: (heads, q_len, head_dim), k and v: (heads, kv_len, head_dim).
+
+    mask: bool (q_len, kv_len), true where a query attends to a key; a query that attends to none gives 0. The result
+    has the shape of q.
+    """
+    return _weights(q.double() @ k.double().transpose(-1, -2) * scale, mask)[0] @ v.double()
+
+
+def _weights(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The softmax of scores, its numerators with the largest of a row at 1, and the maxima."""
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    top = scores.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)
+    p = torch.exp(scores - top)
+    return p / p.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny), p, top
+
+
+def attention_rounding_bound(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, rounding: Rounding = HALF_WEIGHTS
+) -> Tensor:
+    """Per element, the largest error of an attention kernel that rounds P and its sums so, and all else to float32.
+
+    q, k, v, mask: as in ``attention``, the exact (dequantized) inputs. Returns float64 of the shape of q.
 
     With weights p_j off by e_j, and the divisor summed over the same rounded weights, the output is off by exactly
-    sum_j e_j (v_j - o) / sum_j (p_j + e_j). Each e_j has a relative part (the rounding of p_j to half, ex2, and the
-    float32 error of its score) and an absolute one (a p_j among the subnormal halves, where the row's largest is 1).
-    On top come float32 accumulation over the keys, one rescale per tile of 32 keys, and the rounding of the output to
-    half.
+    sum_j e_j (v_j - o) / sum_j (p_j + e_j); a divisor summed before the rounding only drops the term of o. Each e_j has
+    a relative part (the rounding of p_j, ex2, and the error of its score) and an absolute one (a p_j among the
+    subnormals). On top come accumulation over the keys, one rescale per tile of at least 32 keys, and the rounding of
+    the output to half.
     """
     q, k, v = q.double(), k.double(), v.double()
-    head_dim, seq_len = q.shape[-1], k.shape[-2]
+    head_dim, kv_len = q.shape[-1], k.shape[-2]
     scores = q @ k.transpose(-1, -2) * scale
-    top = scores.amax(dim=-1, keepdim=True)
-    p = torch.exp(scores - top)
-    total = p.sum(dim=-1, keepdim=True)
+    _, p, top = _weights(scores, mask)
+    total = p.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     out = (p @ v) / total
 
-    # A float32 score: head_dim additions of exact products; scaling and the subtraction of the maximum round 4 times.
-    score_err = _FLOAT_STEP * (
-        head_dim * (q.abs() @ k.abs().transpose(-1, -2)) * scale + 4 * (scores.abs() + top.abs())
-    )
-    weight_err = p * (_HALF_ROUNDING + 2.0**-21 + score_err) + _HALF_SUBNORMAL
+    # A score: its sum of exact products; scaling and the subtraction of the maximum round 4 times.
+    products = q.abs() @ k.abs().transpose(-1, -2) * scale
+    sums = max(head_dim * _FLOAT_STEP, rounding.sum)
+    score_err = sums * products + 4 * _FLOAT_STEP * (scores.abs() + top.abs())
+    weight_err = p * (rounding.weight + 2.0**-21 + score_err) + rounding.smallest_weight * (p > 0)
     from_weights = (weight_err @ v.abs() + weight_err.sum(dim=-1, keepdim=True) * out.abs()) / total
 
-    tiles = -(-seq_len // 32)
-    from_accumulation = _FLOAT_STEP * (seq_len + 4 * tiles) * ((p @ v.abs()) / total + out.abs())
-    from_output = (_HALF_ROUNDING + 4 * _FLOAT_STEP) * out.abs() + _HALF_SUBNORMAL
+    tiles = -(-kv_len // 32)
+    accumulation = _FLOAT_STEP * (kv_len + 4 * tiles) + (rounding.sum if rounding.sum > _FLOAT_STEP else 0.0)
+    from_accumulation = accumulation * ((p @ v.abs()) / total + out.abs())
+    from_output = (_HALF_OUTPUT + 4 * _FLOAT_STEP) * out.abs() + _HALF_OUTPUT_SMALLEST
     # Second-order terms: an error e_j in the divisor as well, and the products of the parts above.
-    return 1.01 * (from_weights + from_accumulation + from_output)
+    return rounding.second_order * (from_weights + from_accumulation + from_output)

@@ -13,6 +13,7 @@ from greenfast.pipeline.environment import git_state, now, package_versions
 from greenfast.pipeline.request import Observer, Request
 from greenfast.spec.problem import least_work
 from greenfast.spec.record import Build, GateResult, Side, Status, TimingRow, status_of
+from greenfast.spec.task import KernelErrorGate
 from greenfast.spec.variant import Variant
 
 GATES = ("BUILD", "RESOURCES", "CORRECTNESS", "PERFORMANCE", "EVIDENCE")
@@ -76,6 +77,7 @@ class GateRun:
             request.seeds,
             request.format,
             request.task.config.gates(request.format),
+            self._own_gates(),
             request.make_worker,
             self.progress("CORRECTNESS"),
         )
@@ -84,6 +86,11 @@ class GateRun:
         if reason:
             self.add(pending("PERFORMANCE", reason))
         return reason is None
+
+    def _own_gates(self) -> dict[str, KernelErrorGate]:
+        """The kernel-error gates of the roles whose rungs have one of their own."""
+        rungs = {role: resources.rung_of(self.request.task.config, v) for role, v in self.variants.items()}
+        return {role: rung.kernel_error for role, rung in rungs.items() if rung.kernel_error is not None}
 
     def built(self, role: str) -> BuiltSide | None:
         """A role's kernels, or None where they did not compile."""

@@ -47,6 +47,7 @@ class KernelSource:
     block: threads per block (x, y, z).
     dynamic_smem_bytes: dynamic shared memory that each launch asks for.
     phases: names of the phase counters of an instrumented build, in the kernel's order; else empty.
+    requires: the one target that its instructions exist for, such as "sm_90a"; empty where there are several.
     """
 
     entry: str
@@ -56,6 +57,7 @@ class KernelSource:
     block: tuple[int, int, int]
     dynamic_smem_bytes: int = 0
     phases: tuple[str, ...] = ()
+    requires: str = ""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,11 +49,19 @@ class References:
     full: exact arithmetic on the unquantized inputs.
     exact: exact arithmetic on the inputs as the kernel sees them (dequantized).
     bound: for each element the largest |kernel - exact| that the kernel's documented roundings can explain.
+    bounds: by name, the same for kernels that round otherwise; a rung's ``kernel_error.rounding`` names its own.
     """
 
     full: NDArray[np.float64]
     exact: NDArray[np.float64]
     bound: NDArray[np.float64]
+    bounds: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+
+    def bound_of(self, rounding: str) -> NDArray[np.float64]:
+        """The bound of that name, ``bound`` for no name; raises UsageError naming the known ones."""
+        if rounding and rounding not in self.bounds:
+            raise unknown("rounding of the problem's bounds", rounding, self.bounds)
+        return self.bounds[rounding] if rounding else self.bound
 
 
 class Problem(Protocol):

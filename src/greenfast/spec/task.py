@@ -67,10 +67,24 @@ class Promises(_Strict, frozen=True, kw_only=True):
     more_than_predecessor: list[Counter] = []
 
 
+class KernelErrorGate(_Strict, frozen=True, kw_only=True):
+    """Limits on the error against exact arithmetic on the same dequantized inputs.
+
+    relative_error: Frobenius norm of the error over that of the exact result.
+    bound_factor: an element may err by at most this multiple of what the problem derives from its roundings.
+    rounding: which of the problem's bounds that is; empty for its first.
+    """
+
+    relative_error: Tolerance
+    bound_factor: Tolerance = 1.0
+    rounding: str = ""
+
+
 class Rung(_Strict, frozen=True, kw_only=True):
     """One step of the ladder: a named variant with its predecessor, its gate, its budget and its promises.
 
     required_speedup: predecessor's time over this one's that PERFORMANCE asks for, such as 1.15; None asks for nothing.
+    kernel_error: the rung's own gate in place of its format's, where it rounds more.
     """
 
     name: Name
@@ -81,6 +95,7 @@ class Rung(_Strict, frozen=True, kw_only=True):
     budget: Budget
     budget_where: list[BudgetWhere] = []
     promises: Promises = Promises()
+    kernel_error: KernelErrorGate | None = None
 
     def budget_for(self, dims: dict[str, int]) -> Budget:
         """The first budget of ``budget_where`` that these dimensions meet, else ``budget``."""
@@ -105,17 +120,6 @@ class ErrorGate(_Strict, frozen=True, kw_only=True):
     mean_abs_err: Tolerance
     pct_bad: Percent
     bad_abs_err: Tolerance
-
-
-class KernelErrorGate(_Strict, frozen=True, kw_only=True):
-    """Limits on the error against exact arithmetic on the same dequantized inputs.
-
-    relative_error: Frobenius norm of the error over that of the exact result.
-    bound_factor: an element may err by at most this multiple of what the problem derives from its roundings.
-    """
-
-    relative_error: Tolerance
-    bound_factor: Tolerance = 1.0
 
 
 class FormatGates(_Strict, frozen=True, kw_only=True):

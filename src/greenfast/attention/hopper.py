@@ -1,0 +1,227 @@
+"""The fast kernels as a kernel family: the Hopper kernel, and Stage 2 of the ladder as what it is compared with.
+
+The kernel is ``kernels/attention_hopper.cuh``; this module chooses its tiles by rules that were measured, renders its
+configuration, and plans its shared memory and the order of its work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from greenfast.attention import ladder
+from greenfast.attention.fast_problem import KEY_GROUP, Sizes, sizes_of
+from greenfast.kernels import KERNEL_DIR
+from greenfast.spec.errors import UsageError, unknown
+from greenfast.spec.kernel import KernelSource, Launch, TensorMap
+
+ENTRY = "fp8_attention"
+TARGET = "sm_90a"
+
+#: Multiprocessors of an H100 SXM or H200; on a smaller chip the surplus blocks run in a second wave.
+MULTIPROCESSORS = 132
+_ROWS = 64  # of a warpgroup
+_PANEL = 128  # bytes in a row of a tile in shared memory: the widest swizzle
+_STAGE2 = {"USE_CP_ASYNC": 1, "USE_WMMA_QK": 1, "USE_WMMA_PV": 1}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the Hopper kernel cuts its work.
+
+    block_n: keys of a tile. consumers: warpgroups of 64 query rows each that share it. stages: tiles on their way.
+    out_columns: columns of O that one product computes. turns: whether warpgroups take turns at the tensor cores.
+    polynomials: of 16 exponentials, how many are computed on the FMA pipe.
+    """
+
+    block_n: int
+    consumers: int
+    stages: int
+    out_columns: int
+    turns: bool
+    polynomials: int
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a block."""
+        return _ROWS * self.consumers
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers per thread of a computing and of the fetching warpgroup; 65536 in all."""
+        return {1: (240, 40), 2: (240, 24), 3: (160, 32)}[self.consumers]
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """The size of the kernel's FlashStorage; the kernel asserts that it is the same."""
+        tiles = self.consumers * _ROWS * head_dim + 2 * self.stages * self.block_n * head_dim
+        return -(-(tiles + 8 * (2 * self.consumers + 4 * self.stages)) // 1024) * 1024
+
+
+#: By head dim, tiles with one, two and three warpgroups that were fastest at that (docs/performance-log.md).
+_TILINGS = {
+    64: (Tiling(256, 1, 3, 64, False, 0), Tiling(256, 2, 3, 64, True, 0), Tiling(128, 3, 4, 64, True, 0)),
+    128: (Tiling(256, 1, 3, 128, False, 0), Tiling(256, 2, 3, 128, True, 2), Tiling(128, 3, 4, 64, False, 0)),
+    256: (Tiling(128, 1, 2, 128, False, 0), Tiling(128, 2, 2, 128, True, 2)),
+}
+#: How long a block with so many warpgroups takes for its rows, measured; one warpgroup is 1.
+_COST = {1: 1.0, 2: 1.46, 3: 2.05}
+#: From so many keys on, head dim 128 is faster with two warpgroups and tiles of 256 keys than with three.
+_LONG = 4096
+
+
+def tiling(dims: Mapping[str, int]) -> tuple[Tiling, str]:
+    """The tiles for a shape, and why. Raises UsageError for a shape that the kernel does not compute."""
+    sizes = sizes_of(dims)
+    if sizes.head_dim not in _TILINGS:
+        raise UsageError(
+            f"head_dim D={sizes.head_dim}: the Hopper kernel has tiles for {', '.join(map(str, _TILINGS))}"
+        )
+    candidates = _TILINGS[sizes.head_dim]
+    if sizes.head_dim == 128 and sizes.kv_len >= _LONG:
+        candidates = candidates[:2]
+
+    def cost(t: Tiling) -> float:
+        heads = sizes.batch * sizes.heads
+        waves = -(-sizes.q_len // t.block_m) * heads / MULTIPROCESSORS
+        # Few waves are as long as whole ones; of many, a last block of few rows costs little.
+        return _COST[t.consumers] * (
+            math.ceil(waves) if waves <= 4 else sizes.q_len / t.block_m * heads / MULTIPROCESSORS
+        )
+
+    chosen = min(candidates, key=cost)
+    return chosen, (
+        f"of {', '.join(str(t.consumers) for t in candidates)} warpgroups a block, {chosen.consumers} should take the "
+        f"least time for {sizes.batch * sizes.heads} heads of {sizes.q_len} queries on {MULTIPROCESSORS} "
+        "multiprocessors"
+    )
+
+
+@lru_cache(maxsize=1024)
+def heads_at_once(sizes: Sizes, block_m: int, block_n: int) -> int:
+    """How many heads the blocks work on at a time: the fewest that divide causal work almost as evenly as any do.
+
+    Few heads leave K and V in the L2 cache; without a mask all pieces are equal, and one head at a time will do.
+    """
+    if not sizes.causal:
+        return 1
+    row_blocks, heads = -(-sizes.q_len // block_m), sizes.batch * sizes.heads
+    ends = np.minimum(np.arange(row_blocks, 0, -1) * block_m, sizes.q_len) + sizes.shift
+    tiles = np.clip(-(-np.minimum(ends, sizes.kv_len) // block_n), 0, None) + 1.0  # and the way in and out of a piece
+    candidates = [2**n for n in range(heads.bit_length()) if 2**n < heads] + [heads]
+    evenness = [_evenness(tiles, heads, width) for width in candidates]
+    chosen: int = next(width for width, even in zip(candidates, evenness, strict=True) if even >= 0.95 * max(evenness))
+    return chosen
+
+
+def _evenness(tiles: np.ndarray, heads: int, width: int) -> float:
+    """The mean load of a block over the largest: pieces dealt to and fro, `width` heads at a time (see piece_of)."""
+    groups = [np.repeat(tiles, min(width, heads - first)) for first in range(0, heads, width)]
+    pieces = np.concatenate(groups)
+    rounds = np.zeros((-(-len(pieces) // MULTIPROCESSORS), MULTIPROCESSORS))
+    rounds.ravel()[: len(pieces)] = pieces
+    rounds[1::2] = rounds[1::2, ::-1]
+    loads = rounds.sum(axis=0)
+    return float(loads.mean() / loads.max())
+
+
+def kernel(
+    toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
+) -> KernelSource:
+    """Render the kernel of a shape. Raises UsageError for a format or shape that it does not compute."""
+    if not toggles["USE_WGMMA"]:
+        return ladder.kernel(_ladder_toggles(), fmt, _ladder_dims(dims), instrumented=instrumented)
+    if fmt != "e4m3":
+        raise unknown("format of the Hopper kernel", fmt, ("e4m3",))
+    if instrumented:
+        raise UsageError("the Hopper kernel has no phases to count: its warpgroups are in different ones at a time")
+    sizes, (tiles, _) = sizes_of(dims), tiling(dims)
+    smem, (registers, fetching) = tiles.smem_bytes(sizes.head_dim), tiles.registers
+    threads = 128 * (tiles.consumers + 1)
+    source = f"""#include "attention_hopper.cuh"
+
+struct Cfg {{
+  static constexpr int kHeadDim = {sizes.head_dim};
+  static constexpr int kBlockN = {tiles.block_n};
+  static constexpr int kConsumers = {tiles.consumers};
+  static constexpr int kStages = {tiles.stages};
+  static constexpr int kOutColumns = {tiles.out_columns};
+  static constexpr int kPolynomials = {tiles.polynomials};
+  static constexpr int kConsumerRegisters = {registers};
+  static constexpr int kProducerRegisters = {fetching};
+  static constexpr int kSmemBytes = {smem};
+  static constexpr bool kTurns = {str(tiles.turns).lower()};
+  static constexpr bool kCausal = {str(bool(sizes.causal)).lower()};
+}};
+
+using greenfast::ptx::TensorMap;
+
+extern "C" __global__ void __launch_bounds__({threads}, 1)
+{ENTRY}(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
+        const float* q_scale, const float* k_scale, const float* v_scale, half* out, float* lse, int heads,
+        int heads_per_kv, int q_len, int kv_len, int causal_shift, int heads_at_once, float softmax_scale) {{
+  greenfast::attention_hopper<Cfg>({{q_scale, k_scale, v_scale, out, lse, heads, heads_per_kv, q_len, kv_len,
+                                    causal_shift, heads_at_once, softmax_scale}},
+                                   q, k, v);
+}}
+"""
+    return KernelSource(
+        entry=ENTRY,
+        source=source,
+        name=f"{ENTRY}.cu",
+        include_dirs=(KERNEL_DIR,),
+        block=(threads, 1, 1),
+        dynamic_smem_bytes=smem,
+        requires=TARGET,
+    )
+
+
+def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
+    """A block per multiprocessor, or per piece of work where there are fewer."""
+    if not toggles["USE_WGMMA"]:
+        return ladder.launch(_ladder_toggles(), fmt, _ladder_dims(dims))
+    sizes, (tiles, _) = sizes_of(dims), tiling(dims)
+    heads, kv_heads, head_dim = sizes.batch * sizes.heads, sizes.batch * sizes.kv_heads, sizes.head_dim
+    panel = min(head_dim, _PANEL)
+    padded = -(-sizes.kv_len // KEY_GROUP) * KEY_GROUP
+    pieces = -(-sizes.q_len // tiles.block_m) * heads
+
+    def rows(name: str, count: int, length: int, box_rows: int) -> TensorMap:
+        strides = (length * head_dim, head_dim, 1)
+        return TensorMap(name, "uint8", (count, length, head_dim), strides, (1, box_rows, panel), panel)
+
+    return Launch(
+        grid=(min(MULTIPROCESSORS, pieces), 1, 1),
+        args=(
+            rows("q", heads, sizes.q_len, _ROWS),
+            rows("k", kv_heads, sizes.kv_len, tiles.block_n),
+            TensorMap(
+                "v_t", "uint8", (kv_heads, head_dim, padded), (head_dim * padded, padded, 1),
+                (1, head_dim, _PANEL), _PANEL,
+            ),
+            *("q_scale", "k_scale", "v_scale", "out"),
+            np.int64(0),
+            np.int32(heads),
+            np.int32(sizes.heads // sizes.kv_heads),
+            np.int32(sizes.q_len),
+            np.int32(sizes.kv_len),
+            np.int32(sizes.shift),
+            np.int32(heads_at_once(sizes, tiles.block_m, tiles.block_n)),
+            np.float32(1.0 / math.sqrt(head_dim)),
+        ),
+    )  # fmt: skip
+
+
+def _ladder_toggles() -> dict[str, int]:
+    return {name: _STAGE2.get(name, 0) for name in ladder.TOGGLES}
+
+
+def _ladder_dims(dims: Mapping[str, int]) -> dict[str, int]:
+    """The dimensions as the ladder takes them. Raises UsageError for what it does not compute."""
+    sizes = sizes_of(dims)
+    if sizes.causal or sizes.kv_heads != sizes.heads or sizes.kv_len != sizes.q_len:
+        raise UsageError(f"Stage 2 has no mask, grouped heads or lengths that differ; got {dict(dims)}")
+    return {d: dims[d] for d in "BHSD"}

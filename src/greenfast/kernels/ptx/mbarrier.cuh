@@ -1,0 +1,68 @@
+// Barriers in shared memory that count arrivals and bytes, and barriers among warps (PTX ISA, "mbarrier", "bar").
+#pragma once
+
+namespace greenfast::ptx {
+
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+// A phase of the barrier ends when `arrivals` threads have arrived and all announced bytes have landed. Phases are told
+// apart by their parity: the first has parity 0, and waiting for parity 1 on a fresh barrier returns at once.
+struct Mbarrier {
+  unsigned long long word;
+
+  __device__ void init(unsigned arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&word)), "r"(arrivals) : "memory");
+  }
+
+  __device__ __forceinline__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&word)) : "memory");
+  }
+
+  // Arrives, and announces `bytes` that asynchronous copies will add to this phase.
+  __device__ __forceinline__ void arrive_expect(unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&word)), "r"(bytes)
+                 : "memory");
+  }
+
+  // Waits until the phase of that parity is over.
+  __device__ __forceinline__ void wait(unsigned parity) {
+    unsigned done;
+    do {
+      asm volatile(
+          "{\n\t.reg .pred done;\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+          "selp.u32 %0, 1, 0, done;\n\t}"
+          : "=r"(done)
+          : "r"(shared_address(&word)), "r"(parity)
+          : "memory");
+    } while (!done);
+  }
+};
+
+// Makes initialized barriers visible to the asynchronous copies.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Waits at a named barrier until `threads` threads have come to it, by sync or by arrive.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// The registers of each thread of this warpgroup from here on; the sum over all warps must fit the multiprocessor.
+template <int kRegisters>
+__device__ __forceinline__ void raise_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void lower_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+}  // namespace greenfast::ptx

@@ -1,0 +1,103 @@
+"""The Hopper kernel's family: which tiles a shape gets, what is built, how work is dealt, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from greenfast.attention import hopper
+from greenfast.attention.fast_problem import sizes_of
+from greenfast.build.compiler import compile_kernel
+from greenfast.build.machine_code import count_instructions, disassemble
+from greenfast.pipeline.tasks import find_task
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import TensorMap
+
+CONFIG = find_task("fp8_attention").config
+HOPPER, STAGE2 = {"USE_WGMMA": 1}, {"USE_WGMMA": 0}
+BIG = {"B": 1, "H": 32, "S": 8192}
+
+
+@pytest.mark.parametrize("shape", CONFIG.shapes, ids=lambda s: s.name)
+def test_every_shape_builds_within_its_budget(shape: object) -> None:
+    dims = shape.dims  # type: ignore[attr-defined]
+    compiled = compile_kernel(hopper.kernel(HOPPER, "e4m3", dims), Target("sm_90a"))
+    budget = CONFIG.rung("hopper").budget_for(dims)
+    assert compiled.resources.smem_bytes <= budget.smem_bytes
+    assert compiled.resources.spill_bytes == compiled.resources.stack_bytes == 0
+    counts = count_instructions(disassemble(compiled.cubin, hopper.ENTRY))
+    assert counts["qgmma"] > 0
+    assert counts["hmma"] == counts["local_memory"] == 0
+    assert "C75" not in compiled.log, "the assembler serializes the products"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_big_grids_build_without_spills(head_dim: int, causal: int) -> None:
+    dims = {**BIG, "D": head_dim, "CAUSAL": causal}
+    compiled = compile_kernel(hopper.kernel(HOPPER, "e4m3", dims), Target("sm_90a"))
+    assert compiled.resources.spill_bytes == compiled.resources.stack_bytes == 0
+    assert "C75" not in compiled.log, "the assembler serializes the products"
+    assert compiled.resources.smem_bytes <= 232448
+
+
+def test_tiles_by_shape() -> None:
+    for head_dim in (64, 128, 256):
+        few, why = hopper.tiling({"B": 1, "H": 2, "S": 100, "D": head_dim})
+        assert few.consumers == 1
+        assert "1 should take the least time for 2 heads of 100 queries on 132" in why
+    two, _ = hopper.tiling({"B": 1, "H": 8, "S": 2048, "D": 64})
+    assert two.consumers == 2, "128 blocks in one wave, where one warpgroup a block needs two"
+    many = {d: hopper.tiling({"B": 16, "H": 2048 // d, "S": 1024, "D": d})[0] for d in (64, 128, 256)}
+    assert [many[d].consumers for d in (64, 128, 256)] == [3, 3, 2]
+    assert hopper.tiling({**BIG, "D": 128})[0].block_n == 256
+    with pytest.raises(UsageError, match=r"D=96.*64, 128, 256"):
+        hopper.tiling({**BIG, "D": 96})
+
+
+def test_what_it_is_not_built_for() -> None:
+    with pytest.raises(UsageError, match=r"sm_90a alone.*--arch sm_90a"):
+        compile_kernel(hopper.kernel(HOPPER, "e4m3", {**BIG, "D": 64}), Target("sm_89"))
+    with pytest.raises(UsageError, match="int8"):
+        hopper.kernel(HOPPER, "int8", {**BIG, "D": 64})
+    with pytest.raises(UsageError, match="no phases"):
+        hopper.kernel(HOPPER, "e4m3", {**BIG, "D": 64}, instrumented=True)
+    with pytest.raises(UsageError, match="Stage 2 has no mask"):
+        hopper.kernel(STAGE2, "e4m3", {**BIG, "D": 64, "CAUSAL": 1})
+
+
+def test_tensor_maps_describe_the_buffers() -> None:
+    dims = {"B": 2, "H": 4, "HK": 2, "S": 100, "KV": 333, "D": 256}
+    q, k, v = hopper.launch(HOPPER, "e4m3", dims).args[:3]
+    assert isinstance(q, TensorMap)
+    assert isinstance(k, TensorMap)
+    assert isinstance(v, TensorMap)
+    assert (q.buffer, q.shape, q.box, q.swizzle) == ("q", (8, 100, 256), (1, 64, 128), 128)
+    assert (k.buffer, k.shape, k.strides) == ("k", (4, 333, 256), (333 * 256, 256, 1))
+    assert (v.buffer, v.shape, v.strides) == ("v_t", (4, 256, 336), (256 * 336, 336, 1))
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "block_m", "block_n"),
+    [(8, 16384, 128, 128), (32, 16384, 192, 128), (32, 4096, 128, 128), (512, 1024, 192, 128), (16, 16384, 128, 256)],
+)
+def test_causal_work_is_dealt_evenly(heads: int, length: int, block_m: int, block_n: int) -> None:
+    """Counted as the kernel deals it (piece_of and Work in attention_hopper.cuh)."""
+    sizes = sizes_of({"B": 1, "H": heads, "S": length, "D": 64, "CAUSAL": 1})
+    width, blocks = hopper.heads_at_once(sizes, block_m, block_n), -(-length // block_m)
+    loads, seen = np.zeros(hopper.MULTIPROCESSORS), set()
+    for piece in range(blocks * heads):
+        group, within = divmod(piece, blocks * width)
+        at_once = min(width, heads - group * width)
+        head, block = group * width + within % at_once, blocks - 1 - within // at_once
+        seen.add((head, block))
+        number, place = divmod(piece, hopper.MULTIPROCESSORS)
+        tiles = -(-min(length, (block + 1) * block_m) // block_n)
+        loads[hopper.MULTIPROCESSORS - 1 - place if number % 2 else place] += tiles + 1
+    assert len(seen) == blocks * heads
+    assert loads.mean() / loads.max() >= 0.9
+
+
+def test_without_a_mask_one_head_at_a_time() -> None:
+    assert hopper.heads_at_once(sizes_of({**BIG, "D": 64}), 192, 128) == 1

@@ -1,0 +1,148 @@
+"""The Hopper kernel on a GPU: odd lengths, masks, grouped heads, hard inputs, all its tiles, and the log-sum-exp."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from greenfast.attention import fast_problem, hopper
+from greenfast.attention.fast_problem import mask_of, sizes_of, transposed_values
+from greenfast.build.compiler import compile_kernel
+from greenfast.numerics.attention import E4M3_WEIGHTS, attention, attention_rounding_bound
+from greenfast.numerics.errors import error_stats, worst_bound_ratio
+from greenfast.numerics.formats import dequantize, quantize
+from greenfast.runtime.device import Gpu, KernelImage
+from greenfast.spec.arch import Target
+from greenfast.spec.problem import Case, OutputSpec
+
+pytestmark = pytest.mark.gpu
+
+TOGGLES = {"USE_WGMMA": 1}
+LENGTHS = (1, 7, 63, 65, 127, 129, 1000)
+
+
+@cache
+def gpu() -> Gpu:
+    found = Gpu(0)
+    if found.capability != (9, 0):
+        pytest.skip(f"the Hopper kernel needs compute capability 9.0, this GPU has {found.capability}")
+    return found
+
+
+def run(dims: dict[str, int], case: Case, lse: bool = False) -> dict[str, NDArray[np.float16]]:
+    """The outputs of two runs that agree in every bit and leave all other memory as it was."""
+    source = hopper.kernel(TOGGLES, "e4m3", dims)
+    compiled = compile_kernel(source, Target("sm_90a"))
+    plan = hopper.launch(TOGGLES, "e4m3", dims)
+    if lse:
+        rows = case.outputs["out"].shape[:2]
+        case = dataclasses.replace(case, outputs={**case.outputs, "lse": OutputSpec(rows, "float32")})
+        plan = dataclasses.replace(plan, args=tuple("lse" if isinstance(a, np.int64) else a for a in plan.args))
+    image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
+    bound = gpu().bind(image, plan, case)
+    first, second = bound.run(), bound.run()
+    assert bound.violations() == []
+    bound.free()
+    assert all(first[name].tobytes() == second[name].tobytes() for name in first)
+    return first
+
+
+def check(dims: dict[str, int], case: Case) -> None:
+    """The kernel-error gates of the task."""
+    sizes = sizes_of(dims)
+    arrays = {name: torch.from_numpy(a) for name, a in case.inputs.items()}
+    share = sizes.heads // sizes.kv_heads
+    q, k, v = (dequantize(arrays[n], arrays[f"{n}_scale"], "e4m3") for n in "qkv")
+    k, v = k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
+    scale, mask = 1 / math.sqrt(sizes.head_dim), mask_of(sizes)
+    exact = attention(q, k, v, scale, mask).numpy()
+    bound = attention_rounding_bound(q, k, v, scale, mask, E4M3_WEIGHTS).numpy()
+    out = run(dims, case)["out"].astype(np.float64)
+    assert worst_bound_ratio(out, exact, bound) <= 1, dims
+    assert error_stats(out, exact, 1).relative_error <= 0.03, dims
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_any_length(head_dim: int, causal: int) -> None:
+    for length in LENGTHS:
+        dims = {"B": 1, "H": 2, "S": length, "D": head_dim, "CAUSAL": causal}
+        check(dims, fast_problem.make_case(dims, length, "e4m3"))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_grids_that_fill_the_chip(head_dim: int, causal: int) -> None:
+    dims = {"B": 3, "H": 16, "HK": 4, "S": 1000, "D": head_dim, "CAUSAL": causal}
+    check(dims, fast_problem.make_case(dims, 0, "e4m3"))
+
+
+@pytest.mark.parametrize("causal", [0, 1, 2])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 4097), (130, 333), (333, 130), (64, 128), (200, 70)])
+def test_lengths_that_differ(q_len: int, kv_len: int, causal: int) -> None:
+    dims = {"B": 2, "H": 8, "HK": 1, "S": q_len, "KV": kv_len, "D": 128, "CAUSAL": causal}
+    check(dims, fast_problem.make_case(dims, 0, "e4m3"))
+
+
+def test_long_tiles() -> None:
+    dims = {"B": 1, "H": 3, "S": 8200, "KV": 4097, "D": 128}
+    assert hopper.tiling(dims)[0] == hopper.tiling({"B": 1, "H": 16, "S": 16384, "D": 128})[0]
+    check(dims, fast_problem.make_case(dims, 0, "e4m3"))
+
+
+def hard_case(dims: dict[str, int], q: Tensor, k: Tensor, v: Tensor) -> Case:
+    inputs = {}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        codes, scale = quantize(x, "e4m3")
+        inputs[name], inputs[f"{name}_scale"] = codes.numpy(), scale.numpy()
+    inputs["v_t"] = transposed_values(inputs["v"])
+    return Case(inputs, {"out": OutputSpec(inputs["q"].shape, "float16")})
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["outliers", "constant V", "overflow", "all negative", "zero Q", "growing"])
+def test_hard_inputs(kind: str, head_dim: int) -> None:
+    dims = {"B": 1, "H": 2, "S": 700, "D": head_dim}
+    generator = torch.Generator().manual_seed(head_dim)
+    q, k, v = (torch.randn(2, 700, head_dim, generator=generator) for _ in range(3))
+    if kind == "outliers":  # N(0, 1) + N(0, 100) Bernoulli(0.001)
+        q, k, v = (
+            x + 10 * torch.randn(x.shape, generator=generator) * (torch.rand(x.shape, generator=generator) < 0.001)
+            for x in (q, k, v)
+        )
+    elif kind == "constant V":
+        v = torch.full_like(v, 0.7)
+    elif kind == "overflow":
+        q, k = 5 * q, 5 * k
+        assert (q @ k.transpose(-1, -2)).max() / math.sqrt(head_dim) > 89, "its exponential is infinite in float32"
+    elif kind == "all negative":
+        q, k = q.abs(), -k.abs()
+    elif kind == "zero Q":
+        q = 0 * q
+    else:
+        k = k * torch.linspace(0, 8, 700).view(1, -1, 1)
+    check(dims, hard_case(dims, q, k, v))
+
+
+@pytest.mark.parametrize("causal", [0, 2])
+def test_log_sum_exp(causal: int) -> None:
+    dims = {"B": 1, "H": 2, "S": 200, "KV": 130, "D": 64, "CAUSAL": causal}
+    sizes, case = sizes_of(dims), fast_problem.make_case(dims, 0, "e4m3")
+    arrays = {name: torch.from_numpy(a) for name, a in case.inputs.items()}
+    q, k = (dequantize(arrays[x], arrays[f"{x}_scale"], "e4m3") for x in "qk")
+    scores = q @ k.transpose(-1, -2) / math.sqrt(64)
+    mask = mask_of(sizes)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    wanted = torch.logsumexp(scores, -1).numpy()
+    found = run(dims, case, lse=True)["lse"]
+    assert (np.isinf(found) == np.isinf(wanted)).all()
+    finite = np.isfinite(wanted)
+    assert np.abs(found[finite] - wanted[finite]).max() <= 2e-3
