@@ -13,7 +13,7 @@ import pytest
 from cuda.pathfinder import DynamicLibNotFoundError
 
 from greenfast.build import cache, toolchain
-from greenfast.build.compiler import CompiledKernel, compile_kernel, kernel_hash, to_ptx
+from greenfast.build.compiler import CompiledKernel, compile_kernel, entries, kernel_hash, to_ptx
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError
 from greenfast.spec.kernel import KernelSource
@@ -297,6 +297,17 @@ def test_entry_that_is_not_there() -> None:
     message = compile_error(SIMPLE.replace('extern "C" ', ""))
     assert "ladder.cu: no kernel 'k', only: _Z1kPf" in message
     assert 'extern "C"' in message
+
+
+def test_a_cached_source_is_asked_for_its_kernel_too() -> None:
+    compile_kernel(source(SIMPLE), ADA)
+    with pytest.raises(CompileError, match="no kernel 'other', only: k"):
+        compile_kernel(dataclasses.replace(source(SIMPLE), entry="other"), ADA)
+
+
+def test_ptx_holds_every_kernel() -> None:
+    two = SIMPLE + SIMPLE.replace(" k(", " other(")
+    assert entries(to_ptx(dataclasses.replace(source(two), entry=""), ADA)) == ["k", "other"]
 
 
 def test_target_that_nvrtc_does_not_know() -> None:

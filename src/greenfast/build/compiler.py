@@ -77,6 +77,12 @@ def compile_kernel(source: KernelSource, target: Target, *, use_cache: bool = Tr
     start = time.perf_counter()
     output, from_cache = _build(source, target, use_cache)
     compile_ms = (time.perf_counter() - start) * 1e3
+    found = entries(output.ptx)
+    if source.entry not in found:
+        raise CompileError(
+            f"{source.name}: no kernel {source.entry!r}, only: {', '.join(found) or 'none'}; "
+            f'is it a __global__ function declared extern "C"?'
+        )
     version = _COMPILER.search(output.ptx)
     return CompiledKernel(
         source=source,
@@ -97,8 +103,16 @@ def compile_kernel(source: KernelSource, target: Target, *, use_cache: bool = Tr
 
 
 def to_ptx(source: KernelSource, target: Target, *, use_cache: bool = True) -> str:
-    """The PTX that the machine code of ``compile_kernel`` is assembled from, with ``.loc`` lines; raises the same."""
+    """The PTX that the machine code of ``compile_kernel`` is assembled from, with ``.loc`` lines; raises the same.
+
+    It holds every kernel of the source; ``source.entry`` need not be one of them and may be empty.
+    """
     return _build(source, target, use_cache)[0].ptx
+
+
+def entries(ptx: str) -> list[str]:
+    """The kernels of a PTX text, under the names that the compiler gave them."""
+    return _ENTRY.findall(ptx)
 
 
 def kernel_hash(source: KernelSource) -> str:
@@ -121,8 +135,8 @@ def _build(source: KernelSource, target: Target, use_cache: bool) -> tuple[_Outp
         options=_options(source, target, ()),
         target_type="cubin",
         # In place of the folders' names, which say nothing about the content; the key's own compiler version has no
-        # patch release. The entry is part of it because a source without that kernel is refused.
-        extra_digest=_sources_digest(source) + toolchain.fingerprint() + source.entry.encode(),
+        # patch release.
+        extra_digest=_sources_digest(source) + toolchain.fingerprint(),
     )
     parts = cache.load(key)
     if parts is not None and len(parts) == 3:
@@ -142,21 +156,15 @@ def _run_nvrtc(source: KernelSource, target: Target) -> _Output:
     except Exception as e:  # cuda.core exports no class for a compiler's error; its message names NVRTC's status
         if "NVRTC_ERROR_COMPILATION" in str(e):
             messages = readable(_log(program, source), _ptx(program, source))
-            what = f"{source.name}: kernel {source.entry!r} does not compile for {target.name}"
+            kernel = f": kernel {source.entry!r}" if source.entry else ""
+            what = f"{source.name}{kernel} does not compile for {target.name}"
             raise CompileError(f"{what}:\n{messages}") from None
         if "NVRTC_ERROR_INVALID_OPTION" in str(e):
             version = ".".join(str(number) for number in nvrtc.nvrtcVersion()[1:])
             what = f"NVRTC {version} does not take the options for {target.name}, a newer one may"
             raise MachineError(f"{what}: {_log(program, source).strip()}") from None
         raise
-    output = _Output(cubin, _ptx(program, source), _log(program, source))
-    entries = _ENTRY.findall(output.ptx)
-    if source.entry not in entries:
-        raise CompileError(
-            f"{source.name}: no kernel {source.entry!r}, only: {', '.join(entries) or 'none'}; "
-            f'is it a __global__ function declared extern "C"?'
-        )
-    return output
+    return _Output(cubin, _ptx(program, source), _log(program, source))
 
 
 def _options(source: KernelSource, target: Target, folders: tuple[Path, ...]) -> ProgramOptions:

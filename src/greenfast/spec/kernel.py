@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class TensorMap:
 
 
 #: A kernel argument: the name of a buffer of the case, a typed scalar, or a tensor map over a buffer.
-Argument: TypeAlias = "str | np.int32 | np.int64 | np.float32 | TensorMap"
+Argument: TypeAlias = "str | np.number[Any] | TensorMap"
 
 #: The argument that an instrumented build writes its cycle counts to, int64 (blocks, phases); null in other builds.
 PHASE_BUFFER = "@phase_cycles"
