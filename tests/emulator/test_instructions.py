@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from greenfast.emulator.arithmetic import fused
 from greenfast.emulator.convert import E4M3_VALUES, encode_e4m3
+from greenfast.emulator.rounding import fused
 from tests.emulator.kernels import run
 
 RNG = np.random.default_rng(5)
@@ -41,6 +41,48 @@ def test_fused_multiply_add_rounds_once() -> None:
             assert found[n] == nearest_float32(exact)
 
 
+@pytest.mark.parametrize("towards", [-np.inf, np.inf, 0.0])
+def test_fused_multiply_add_rounds_in_a_direction(towards: float) -> None:
+    """The result is on its side of the exact number, or that number, and the next one towards it is beyond."""
+    a, b, c = (RNG.standard_normal(3000).astype(np.float32) for _ in range(3))
+    c[::2] = -(a * b)[::2]
+    c[1::4] *= np.float32(2.0**-40)
+    found = fused(a, b, c, towards)
+    for n in range(3000):
+        exact = Fraction(float(a[n])) * Fraction(float(b[n])) + Fraction(float(c[n]))
+        up = exact < 0 if towards == 0 else towards > 0
+        got = Fraction(float(found[n]))
+        assert got >= exact if up else got <= exact
+        beyond = Fraction(float(np.nextafter(found[n], np.float32(-np.inf if up else np.inf))))
+        assert beyond < exact if up else beyond > exact
+
+
+def test_expf_as_it_is_without_fast_math() -> None:
+    """It adds a number of magic with fma.rm."""
+    x = np.linspace(-20, 20, 64, dtype=np.float32)
+    result = run(
+        "y[threadIdx.x] = expf(x[threadIdx.x]);",
+        {"x": x},
+        {"y": (64, "float32")},
+        parameters="const float* x, float* y",
+        args=("x", "y"),
+        threads=64,
+    )
+    assert np.allclose(result.outputs["y"], np.exp(x.astype(np.float64)), rtol=3e-7, atol=0)
+
+
+def test_constant_memory_holds_its_values() -> None:
+    result = run(
+        "y[threadIdx.x] = table[(int)x[threadIdx.x]];",
+        {"x": np.arange(32, dtype=np.float32) % 4},
+        {"y": (32, "float32")},
+        parameters="const float* x, float* y",
+        args=("x", "y"),
+        before="__constant__ float table[4] = {5, 6, 7, 8};",
+    )
+    assert result.outputs["y"].tolist() == [5, 6, 7, 8] * 8
+
+
 def test_e4m3_codes_are_those_of_torch() -> None:
     codes = np.arange(256, dtype=np.uint8)
     values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
@@ -58,6 +100,11 @@ def test_e4m3_codes_are_those_of_torch() -> None:
     [
         ("__float2int_rn(a)", lambda a, b: np.clip(np.rint(a.astype(np.float64)), -(2.0**31), 2.0**31 - 1)),
         ("__float2int_rz(a)", lambda a, b: np.clip(np.trunc(a.astype(np.float64)), -(2.0**31), 2.0**31 - 1)),
+        ("floorf(a) + ceilf(b)", lambda a, b: np.floor(a) + np.ceil(b)),
+        ("__fadd_rz(a, 0.0f) + __fsub_rz(b, 0.0f)", lambda a, b: a + b),
+        ("copysignf(a, b)", lambda a, b: np.copysign(a, b)),
+        ("roundf(a)", lambda a, b: np.copysign(np.floor(np.abs(a.astype(np.float64)) + 0.5), a)),
+        ("rintf(a) - truncf(b)", lambda a, b: np.rint(a) - np.trunc(b)),
         ("fmaxf(a, b)", lambda a, b: np.fmax(a, b)),
         ("fminf(a, b)", lambda a, b: np.fmin(a, b)),
         ("__fdiv_rn(a, b)", lambda a, b: a / b),

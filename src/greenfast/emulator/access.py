@@ -50,9 +50,9 @@ def locate(m: Machine, space: str, found: Offsets, lanes: Lanes) -> tuple[Arena,
             raise m.fault(f"generic address {int(found[bad]):#x} lies in no memory", int(lane_indices(lanes)[bad]))
         space = spaces.pop()
         found = found - BASES[space]
-    elif space == "global":
+    elif space in ("global", "const"):  # constant variables are allocations like those in global memory
         found = found - GLOBAL_BASE
-    if space == "global":
+    if space in ("global", "const"):
         return m.memory, found, space
     if space == "param":
         return m.param_memory, found, space

@@ -11,6 +11,7 @@ from greenfast.emulator.machine import Lanes, Machine, Operation, Values
 from greenfast.emulator.memory import LOCAL_BASE, PARAM_BASE, SHARED_BASE
 from greenfast.emulator.operands import dtype_of, reader, type_of, unsupported, writer
 from greenfast.emulator.ptx import Instruction, Vector
+from greenfast.emulator.rounding import fused
 
 Function: Any = Callable[..., Values]
 
@@ -60,42 +61,14 @@ def _float_function(instruction: Instruction, function: Function) -> Function:
     return _packed(function) if type_of(instruction) == "f16x2" else _ftz(instruction, function)
 
 
-def fused(a: Values, b: Values, c: Values) -> Values:
-    """a * b + c with one rounding, in the type of the operands."""
-    dtype = np.result_type(a, b, c)
-    if dtype == np.float64:
-        wide = np.asarray(a, np.longdouble) * b + c  # 64 bits of significand: nearly always the fused result
-        return np.asarray(wide, np.float64)
-    # The product of two float32 is exact in float64. That its sum is rounded there first changes the result only where
-    # the sum lands halfway between two float32, or where those lie closer together (below the normal numbers).
-    product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
-    addend = np.asarray(c, np.float64)
-    total = np.asarray(product + addend)
-    doubtful = (total.view(np.int64) & 0x1FFF_FFFF == 0x1000_0000) | ((np.abs(total) < 2.0**-126) & (total != 0))
-    if doubtful.any():
-        product, addend = np.broadcast_arrays(product, addend)
-        total[doubtful] = _rounded_to_odd(product[doubtful], addend[doubtful], total[doubtful])
-    return total.astype(dtype)
-
-
-def _rounded_to_odd(product: Values, addend: Values, total: Values) -> Values:
-    """The float64 sum whose last bit says whether something was cut off, which leaves the second rounding right.
-
-    Boldo and Melquiond, 2008. total: the sum rounded to nearest.
-    """
-    part = total - product
-    error = (product - (total - part)) + (addend - part)
-    inexact = (error != 0) & np.isfinite(total)
-    bits = total.view(np.int64)
-    away = np.where((error > 0) == (total > 0), 1, -1)
-    return np.asarray(np.where(inexact & ((bits & 1) == 0), bits + away, bits)).view(np.float64)
-
-
 def add_like(function: Function) -> Callable[[Instruction], Operation]:
-    """add and sub: integers wrap, .sat saturates s32, floats round to nearest even (other modes are refused)."""
+    """add and sub: integers wrap, .sat saturates s32, floats round once."""
 
     def build(i: Instruction) -> Operation:
-        _nearest_only(i)
+        towards = _direction(i)
+        if towards is not None:
+            directed = lambda a, b: fused(a, np.ones_like(a), function(np.zeros_like(b), b), towards)  # noqa: E731
+            return elementwise(i, _ftz(i, directed))
         if type_of(i) == "s32" and "sat" in i.parts:
             wide = lambda a, b: np.clip(function(np.int64(a), np.int64(b)), -(2**31), 2**31 - 1).astype(np.int32)  # noqa: E731
             return elementwise(i, wide)
@@ -108,8 +81,20 @@ def _is_float(i: Instruction) -> bool:
     return type_of(i) in ("f16", "f32", "f64", "f16x2")
 
 
+#: Rounding mode -> what it rounds towards.
+_TOWARDS = {"rz": 0.0, "rm": -np.inf, "rp": np.inf}
+
+
+def _direction(i: Instruction) -> float | None:
+    """What a float32 instruction rounds towards; None for the nearest."""
+    if type_of(i) != "f32":
+        _nearest_only(i)
+        return None
+    return next((_TOWARDS[p] for p in i.parts if p in _TOWARDS), None)
+
+
 def _nearest_only(i: Instruction) -> None:
-    if _is_float(i) and {"rz", "rm", "rp"} & set(i.parts):
+    if _is_float(i) and set(_TOWARDS) & set(i.parts):
         raise unsupported(i, "has a rounding mode that is not known to the emulator")
 
 
@@ -141,14 +126,13 @@ def mul(i: Instruction) -> Operation:
 
 def mad(i: Instruction) -> Operation:
     """mad (integers), fma and mad (floats)."""
-    _nearest_only(i)
-    kind = type_of(i)
+    kind, towards = type_of(i), _direction(i)
     if _is_float(i):
         if kind in ("f16", "f16x2"):
             # The product of two halves is exact in float32, and its sum with a third in float64.
             half = lambda a, b, c: (np.asarray(a, np.float64) * b + c).astype(np.float16)  # noqa: E731
             return elementwise(i, _float_function(i, half))
-        return elementwise(i, _ftz(i, fused))
+        return elementwise(i, _ftz(i, lambda a, b, c: fused(a, b, c, towards)))
     function, out = _product(i)
     return elementwise(i, lambda a, b, c: function(a, b) + c, types=[kind, kind, out], out=out)
 
@@ -361,6 +345,7 @@ BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     "max": extreme(False),
     "neg": negate,
     "abs": absolute,
+    "copysign": lambda i: elementwise(i, lambda sign, size: np.copysign(size, sign)),
     "and": bitwise(lambda a, b: a & b),
     "or": bitwise(lambda a, b: a | b),
     "xor": bitwise(lambda a, b: a ^ b),

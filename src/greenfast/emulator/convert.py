@@ -63,6 +63,10 @@ def convert(i: Instruction) -> Operation:
     return run
 
 
+#: Rounding to whole numbers: to the nearest even one, towards zero, down, up.
+_TO_WHOLE: dict[str, Any] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
 def _conversion(i: Instruction, to: str, source: str) -> Any:
     target, origin = dtype_of(to), dtype_of(source)
     if "bf16" in (to, source):
@@ -72,9 +76,8 @@ def _conversion(i: Instruction, to: str, source: str) -> Any:
             limits = np.iinfo(target)
             return lambda a: np.clip(a, limits.min, limits.max).astype(target)
         return lambda a: np.asarray(a).astype(target)
+    modes = [_TO_WHOLE[p] for p in i.parts if p in _TO_WHOLE]
     if target.kind in "iu":
-        rounding = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-        modes = [rounding[p] for p in i.parts if p in rounding]
         if not modes:
             raise unsupported(i)
         limits = np.iinfo(target)
@@ -86,7 +89,9 @@ def _conversion(i: Instruction, to: str, source: str) -> Any:
             return np.asarray(whole).astype(target)
 
         return to_integer
-    if origin.kind == "f" and {"rni", "rzi", "rmi", "rpi"} & set(i.parts):
+    if modes and to == source and not {"ftz", "sat"} & set(i.parts):
+        return modes[0]
+    if modes and origin.kind == "f":
         raise unsupported(i)
     if {"rz", "rm", "rp"} & set(i.parts):
         raise unsupported(i, "has a rounding mode that is not known to the emulator")

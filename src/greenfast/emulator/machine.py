@@ -255,7 +255,7 @@ class Machine:
             raise self._access_fault(bad, lane_indices(lanes), space) from None
 
     def _access_fault(self, bad: BadAccessError, lanes: NDArray[np.intp], space: str) -> KernelFaultError:
-        if space == "global":
+        if space in ("global", "const"):
             where = self.memory.describe(bad.address)
         elif space == "param":
             where = f"byte {bad.address} of the kernel's parameters"

@@ -94,13 +94,14 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of a module or function. ``space`` is global, const, shared, local or param."""
+    """A variable of a module or function. ``space`` is global, const, shared, local or param; ``type`` an element's."""
 
     name: str
     space: str
     align: int
     size: int
     data: bytes = b""
+    type: str = ""
 
 
 @dataclass
@@ -149,6 +150,7 @@ _HEADER = re.compile(
 )
 _VARIABLE = re.compile(
     r"\.(?P<space>global|const|shared|local|param)\s+(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+"
+    r"(?:\.ptr\s+(?:\.[a-z]+\s+)?(?:\.align\s+\d+\s+)?)?"  # of a parameter: what it points to
     r"(?P<name>[\w$%]+)(?P<dims>(?:\[\d*\])*)(?:\s*=\s*(?P<init>.+))?$",
     re.DOTALL,
 )
@@ -288,7 +290,7 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
 def _statement(statement: str, function: Function, source: SourceLine | None, scope: Scope) -> None:
     """One statement of a body: a declaration, a directive to skip, or an instruction."""
     if statement.startswith(".reg"):
-        kind, names = re.match(r"\.reg\s+\.(\w+)\s+(.*)", statement).groups()  # type: ignore[union-attr]
+        kind, names = re.match(r"\.reg\s*\.(\w+)\s+(.*)", statement).groups()  # type: ignore[union-attr]
         for name in names.split(","):
             scope.declare(name.split("<")[0].strip(), kind)
     elif statement.startswith("."):
@@ -394,4 +396,4 @@ def _variable(statement: str) -> Variable | None:
                 data += int(value[2:], 16).to_bytes(size, "little")
             else:
                 data += struct.pack("<Q", int(value, 0) & (2**64 - 1))[:size]
-    return Variable(match["name"], match["space"], int(match["align"] or size), size * count, data)
+    return Variable(match["name"], match["space"], int(match["align"] or size), size * count, data, match["type"])
