@@ -23,6 +23,41 @@ def numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers separated by commas") from None
 
 
+def _extent(text: str) -> tuple[int, int, int]:
+    """X, X,Y or X,Y,Z; what is left out is 1."""
+    sizes = numbers(text)
+    if len(sizes) > 3 or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give X, X,Y or X,Y,Z, whole numbers from 1 up")
+    x, y, z = (*sizes, 1, 1)[:3]
+    return x, y, z
+
+
+def _count(text: str) -> int:
+    """A whole number from 0 up."""
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 0 up")
+    return int(text)
+
+
+def _named_file(text: str) -> tuple[str, Path]:
+    """NAME=FILE."""
+    name, equals, file = text.partition("=")
+    if not (name and equals and file):
+        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=FILE.npy")
+    return name, Path(file)
+
+
+def _tolerance(text: str) -> float:
+    """A largest difference."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number from 0 up")
+    return value
+
+
 def _speedup(text: str) -> float:
     """A required speedup as a ratio, such as 1.15."""
     try:
@@ -154,6 +189,44 @@ def tasks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
+def emulate(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast emulate``."""
+    parser.add_argument("file", type=Path, help="a CUDA source, or a .ptx file")
+    parser.add_argument("--kernel", metavar="NAME", help="its kernel (default: the only one)")
+    parser.add_argument("--grid", type=_extent, required=True, metavar="X[,Y[,Z]]", help="blocks")
+    parser.add_argument("--block", type=_extent, required=True, metavar="X[,Y[,Z]]", help="threads per block")
+    parser.add_argument(
+        "--arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="the next parameter: i32:128, in:x=f16[8,64]:normal, in:x=FILE.npy, out:y=f32[1024], "
+        "inout:y=f32[1024]:zeros, or the name of a buffer given before; filled with zeros, ones, arange, normal, "
+        "uniform, uniform:LOW:HIGH or a number",
+    )
+    parser.add_argument("--smem", type=_count, default=0, metavar="BYTES", help="dynamic shared memory per block")
+    parser.add_argument("--arch", metavar="SM", help="target of a CUDA source (default: sm_90a)")
+    parser.add_argument("--define", action="append", default=[], metavar="NAME[=VALUE]", help="a macro of the source")
+    parser.add_argument("--include", action="append", default=[], type=Path, metavar="DIR", help="a folder of headers")
+    parser.add_argument("--seed", type=_count, default=0, metavar="N", help="of random elements and the warps' order")
+    parser.add_argument(
+        "--orders", type=_count, metavar="N", help="run in N orders of the warps (default: 3, or 1 above 4096 threads)"
+    )
+    parser.add_argument(
+        "--expect",
+        action="append",
+        default=[],
+        type=_named_file,
+        metavar="NAME=FILE.npy",
+        help="what an output must hold",
+    )
+    parser.add_argument(
+        "--tolerance", type=_tolerance, default=0.0, metavar="T", help="largest difference from it (default: 0)"
+    )
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write each output there as NAME.npy")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
+
+
 def doctor(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast doctor``."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -165,6 +238,7 @@ VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "bench": ("check one variant and time it over shapes", bench),
     "build": ("compile variants for targets: resources and machine code, without a GPU", build),
     "compare": ("compare the timings of two saved runs", compare),
+    "emulate": ("run a kernel of any CUDA or PTX file in the PTX emulator", emulate),
     "profile": ("Nsight Compute profile, and the share of each phase of a kernel", profile),
     "report": ("the report of a saved run again", report),
     "variants": ("the variants of a task", variants),

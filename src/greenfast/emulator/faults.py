@@ -6,9 +6,13 @@ from greenfast.spec.errors import GreenfastError
 
 
 class KernelFaultError(GreenfastError):
-    """The kernel did something that no kernel may do; the message names kernel, source line, block and thread."""
+    """The kernel did something that no kernel may do; the message names kernel, source line, block and thread.
+
+    printed: what the kernel had printed by then.
+    """
 
     exit_code = 1
+    printed = ""
 
 
 class UnsupportedError(GreenfastError):

@@ -11,6 +11,7 @@ import numpy as np
 
 from greenfast.build.toolchain import cuda_include_dirs
 from greenfast.emulator.counts import Counts
+from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.machine import Geometry, Machine
 from greenfast.emulator.memory import UNWRITTEN, WRITTEN, GlobalMemory
 from greenfast.emulator.phases import PhaseCounts
@@ -65,7 +66,8 @@ def run_grid(
 ) -> GridResult:
     """Run every block of the grid.
 
-    Output bytes that nothing wrote read as ``poison``. phases: those of an instrumented build, to count each.
+    Output bytes that nothing wrote read as ``poison``. A name among both the inputs and the outputs is one buffer,
+    which the kernel finds filled and may change. phases: those of an instrumented build, to count each.
     Raises KernelFaultError for what the kernel does wrong, UnsupportedError for an instruction that is not known, and
     UsageError where phases cannot be told apart.
     """
@@ -111,7 +113,11 @@ def run_grid(
             )
             if by_phase:
                 by_phase.begin(machine.lanes)
-            Scheduler(machine, program, seed + start).run()
+            try:
+                Scheduler(machine, program, seed + start).run()
+            except KernelFaultError as e:
+                e.printed = "".join([*printed, *machine.output])
+                raise
             if by_phase:
                 by_phase.end()
             printed += machine.output
@@ -121,7 +127,7 @@ def run_grid(
         unwritten[name] = int((states == UNWRITTEN).sum())
         data[states == UNWRITTEN] = poison
         found[name] = data.copy().view(o.dtype).reshape(o.shape)
-    changed = [n for n, a in arrays.items() if memory.bytes_of(n).tobytes() != a.tobytes()]
+    changed = [n for n, a in arrays.items() if n not in outputs and memory.bytes_of(n).tobytes() != a.tobytes()]
     result = GridResult(found, unwritten, changed, counts, "".join(printed))
     if by_phase:
         if unwritten[PHASE_BUFFER]:

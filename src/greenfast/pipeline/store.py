@@ -25,15 +25,15 @@ def to_json(value: object) -> str:
     return _NUMBERS.sub(lambda match: "[" + " ".join(match[1].split()) + "]", text) + "\n"
 
 
-def check_writable(folder: Path) -> None:
-    """Raise MachineError unless files can be made in ``folder`` (created where missing)."""
+def check_writable(folder: Path, option: str = "--out") -> None:
+    """Raise MachineError, which names the option, unless files can be made in ``folder`` (created where missing)."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as e:
         raise MachineError(
-            f"results folder {folder} cannot be written ({e.strerror}); choose another with --out"
+            f"results folder {folder} cannot be written ({e.strerror}); choose another with {option}"
         ) from e
 
 
@@ -71,14 +71,14 @@ def new_run_folder(parent: Path, stamp: str) -> Iterator[tuple[Path, Callable[[]
         shutil.rmtree(work, ignore_errors=True)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file by new content in one step. Raises MachineError where that cannot be done."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
             os.chmod(name, 0o644)
             os.replace(name, path)
         except BaseException:

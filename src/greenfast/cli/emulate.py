@@ -1,0 +1,88 @@
+"""``greenfast emulate``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from greenfast.cli.console import show, table
+from greenfast.emulator.faults import KernelFaultError
+from greenfast.pipeline.emulate import Emulate, Emulated, emulate
+from greenfast.pipeline.store import to_json
+from greenfast.report.counts import SHOWN
+from greenfast.spec.errors import UsageError
+from greenfast.spec.record import KernelCounts
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a kernel; 0 where nothing is known to be wrong with what it did, else 1."""
+    if args.orders == 0:
+        raise UsageError("--orders 0: give at least 1")
+    asked = Emulate(
+        file=args.file,
+        kernel=args.kernel,
+        grid=args.grid,
+        block=args.block,
+        args=args.arg,
+        smem=args.smem,
+        arch=args.arch,
+        seed=args.seed,
+        orders=args.orders,
+        defines=args.define,
+        includes=args.include,
+        expected=dict(args.expect),
+        tolerance=args.tolerance,
+        save=args.save,
+    )
+    try:
+        found = emulate(asked)
+    except KernelFaultError as e:
+        if e.printed:  # what a kernel printed before its fault is what its author looks for
+            print(e.printed, end="", file=sys.stderr if args.json else sys.stdout)
+        raise
+    if args.json:
+        print(to_json(found), end="")
+    else:
+        _show(found)
+    for failure in found.failures:
+        print(f"greenfast: {found.kernel}: {failure}", file=sys.stderr)
+    return int(bool(found.failures))
+
+
+def _show(found: Emulated) -> None:
+    extents = ", ".join(f"{what} {','.join(map(str, e))}" for what, e in (("grid", found.grid), ("block", found.block)))
+    runs = f"{found.orders} orders of the warps" if found.orders > 1 else "one order of the warps"
+    show(f"{found.kernel}, {found.target}: {extents}; {runs}, {found.seconds:.1f} s")
+    if found.resources:
+        r = found.resources
+        show(f"{r.registers} registers, {r.smem_bytes} bytes of shared memory, {r.spill_bytes} bytes spilled")
+    if found.printed:
+        show("\nprinted:")
+        print(found.printed, end="" if found.printed.endswith("\n") else "\n")
+    show("")
+    rows = [
+        (
+            o.name,
+            o.dtype,
+            ",".join(map(str, o.shape)),
+            *("-" if value is None else f"{value:.6g}" for value in (o.min, o.max, o.mean)),
+            str(o.nan),
+            "filled before" if o.unwritten_bytes is None else f"{o.unwritten_bytes} of {o.bytes} bytes",
+        )
+        for o in found.outputs
+    ]
+    if rows:
+        show(table(("output", "type", "shape", "min", "max", "mean", "NaN", "never written"), rows))
+        if any(o.unwritten_bytes for o in found.outputs):
+            show("(bytes that were never written read as 0xFF here: NaN, or -1)")
+        show("")
+    show(table(("count", "", ""), count_rows(found.counts)))
+    if found.saved:
+        show("\n" + "\n".join(found.saved))
+
+
+def count_rows(counts: KernelCounts) -> list[tuple[str, str, str]]:
+    """What a kernel executed, a row per count: name, number, and its kind or place."""
+    rows = [(title, str(getattr(counts, name)), "") for name, title in SHOWN.items()]
+    rows += [("warp instructions", str(n), kind) for kind, n in counts.instructions.items()]
+    return rows + [("bank conflicts", str(n), f"at {where}") for where, n in counts.bank_conflicts.items()]

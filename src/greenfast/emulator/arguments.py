@@ -1,0 +1,198 @@
+"""Kernel arguments in words, as ``greenfast emulate --arg`` takes them, in the order of the kernel's parameters.
+
+    i32:128                           a number; types as below
+    in:x=f16[8,64]:normal             a buffer with elements: zeros, ones, arange, normal, uniform (0 to 1)
+    in:x=i32[64]:uniform:0:9          whole numbers need the limits, both may come
+    in:x=f32[64]:0.5                  all the same number
+    in:x=x.npy                        a buffer from a file
+    out:y=f32[1024]                   a buffer that holds nothing before the kernel writes it
+    inout:y=f32[1024]:zeros           a buffer that the kernel reads and changes
+    x                                 a buffer named by an argument before this one, again
+
+Types are i8 to i64, u8 to u64, f16, f32, f64, or NumPy's names of these.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from greenfast.emulator.ptx import Function, Variable
+from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import Argument
+from greenfast.spec.problem import Array, OutputSpec
+
+TYPES: dict[str, str] = {f"i{bits}": f"int{bits}" for bits in (8, 16, 32, 64)}
+TYPES |= {f"u{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)}
+TYPES |= {f"f{bits}": f"float{bits}" for bits in (16, 32, 64)}
+_NAMES = {**TYPES, **{name: name for name in TYPES.values()}}
+_ROLES = ("in", "out", "inout")
+_FILLS = "zeros, ones, arange, normal, uniform, uniform:LOW:HIGH or a number"
+_FORMS = "allowed are TYPE:NUMBER, in:NAME=..., out:NAME=..., inout:NAME=..., or the NAME of a buffer given before"
+_NUMBER = re.compile(r"[-+.]*(\d|inf|nan)")
+_SPEC = re.compile(r"(\w+)\[([^\]]*)\](?::(.*))?")
+#: Larger buffers would take minutes to fill and hours to run through.
+_MAX_BYTES = 1 << 30
+
+
+@dataclass
+class Arguments:
+    """What a command line gives a kernel: its arguments, and the buffers that they name.
+
+    A buffer among both the inputs and the outputs is one that the kernel finds filled and may change.
+    """
+
+    launch: list[Argument] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    inputs: dict[str, Array] = field(default_factory=dict)
+    outputs: dict[str, OutputSpec] = field(default_factory=dict)
+
+
+def read_arguments(texts: Sequence[str], seed: int) -> Arguments:
+    """Read every ``--arg``. Raises UsageError that names the argument and what is allowed in its place.
+
+    Random elements depend on the seed and the buffer's name.
+    """
+    found = Arguments()
+    for text in texts:
+        kind, colon, rest = text.partition(":")
+        if colon and kind in _ROLES:
+            found.launch.append(_buffer(found, text, kind, rest, seed))
+        elif colon and kind in _NAMES:
+            found.launch.append(_number(text, rest, _NAMES[kind]))
+        elif text in found.inputs or text in found.outputs:
+            found.launch.append(text)
+        else:
+            raise UsageError(f"--arg {text!r}: {_FORMS}; types are {', '.join(TYPES)}")
+        found.texts.append(text)
+    return found
+
+
+def check_parameters(function: Function, given: Arguments, name: str) -> None:
+    """Raise UsageError unless the arguments fit the kernel's parameters in number, size and kind."""
+    listed = "; its parameters: " + (
+        ", ".join(f"{n} {_described(p)}" for n, p in enumerate(function.params, 1)) or "none"
+    )
+    if len(given.launch) != len(function.params):
+        raise UsageError(f"{name} takes {len(function.params)} arguments, --arg gave {len(given.launch)}{listed}")
+    for n, (parameter, argument, text) in enumerate(zip(function.params, given.launch, given.texts, strict=True), 1):
+        if not _fits(parameter, argument):
+            raise UsageError(f"--arg {text!r}: parameter {n} of {name} is {_described(parameter)}{listed}")
+
+
+def _described(parameter: Variable) -> str:
+    """A parameter's PTX type and what it may be in C++."""
+    if parameter.type == "b8" and parameter.size > 1:
+        meaning = "a half" if parameter.size == 2 else "a struct by value, which --arg cannot give"
+        return f".b8[{parameter.size}] ({meaning})"
+    if parameter.size == 8 and parameter.type[0] != "f":
+        return f".{parameter.type} (pointer or 64-bit integer)"
+    kind = "float" if parameter.type[0] == "f" else "integer"
+    return f".{parameter.type} ({8 * parameter.size}-bit {kind})"
+
+
+def _fits(parameter: Variable, argument: Argument) -> bool:
+    if isinstance(argument, str):
+        return parameter.size == 8 and parameter.type in ("u64", "b64", "s64")
+    assert isinstance(argument, np.number)
+    kind = {"f": "f", "u": "iu", "s": "iu", "b": "fiu"}[parameter.type[0]]
+    return argument.itemsize == parameter.size and argument.dtype.kind in kind
+
+
+def _number(text: str, number: str, dtype: str) -> np.number[Any]:
+    """One value of a type. Raises UsageError for what is no number, or none that the type holds."""
+    whole = np.dtype(dtype).kind in "iu"
+    try:
+        value: float = int(number, 0) if whole else float(number)
+    except ValueError:
+        what = "a whole number" if whole else "a number"
+        raise UsageError(f"--arg {text!r}: {number!r} is not {what}") from None
+    limits = np.iinfo(dtype) if whole else np.finfo(dtype)
+    low, high = (limit if whole else float(limit) for limit in (limits.min, limits.max))
+    if math.isfinite(value) and not low <= value <= high:
+        raise UsageError(f"--arg {text!r}: {dtype} holds {low} to {high}")
+    typed: np.number[Any] = np.dtype(dtype).type(value)
+    return typed
+
+
+def _buffer(found: Arguments, text: str, role: str, rest: str, seed: int) -> str:
+    """Add a buffer; returns its name."""
+    name, equals, spec = rest.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise UsageError(f"--arg {text!r}: give {role}:NAME=..., the name in letters, digits and _")
+    if name in found.inputs or name in found.outputs:
+        raise UsageError(f"--arg {text!r}: there is a buffer {name!r} already; give its name alone to pass it again")
+    if role != "out":
+        data = found.inputs[name] = _filled(text, name, spec, seed)
+        if role == "inout":
+            found.outputs[name] = OutputSpec(data.shape, data.dtype.name)
+        return name
+    dtype, shape, fill = _spec(text, spec)
+    if fill is not None:
+        raise UsageError(f"--arg {text!r}: out holds nothing at first; use inout:{spec} for a buffer that does")
+    found.outputs[name] = OutputSpec(shape, dtype)
+    return name
+
+
+def _spec(text: str, spec: str) -> tuple[str, tuple[int, ...], str | None]:
+    """TYPE[SHAPE] with or without :FILL."""
+    match = _SPEC.fullmatch(spec)
+    if match is None or match[1] not in _NAMES:
+        raise UsageError(f"--arg {text!r}: give TYPE[SHAPE], such as f32[8,64]; types are {', '.join(TYPES)}")
+    try:
+        shape = tuple(int(size) for size in match[2].split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise UsageError(f"--arg {text!r}: [{match[2]}] is no shape; give whole numbers from 1 up, such as [8,64]")
+    dtype = _NAMES[match[1]]
+    if math.prod(shape) * np.dtype(dtype).itemsize > _MAX_BYTES:
+        raise UsageError(f"--arg {text!r}: too large to emulate; a buffer may have up to 1 GiB")
+    return dtype, shape, match[3]
+
+
+def _filled(text: str, name: str, spec: str, seed: int) -> Array:
+    if spec.endswith(".npy"):
+        return read_array(Path(spec), f"--arg {text!r}")
+    dtype, shape, fill = _spec(text, spec)
+    whole = np.dtype(dtype).kind in "iu"
+    count = math.prod(shape)
+    random = np.random.default_rng([seed, *name.encode()])
+    kind, *limits = (fill or "").split(":")
+    if kind in ("zeros", "ones") and not limits:
+        return np.full(shape, kind == "ones", dtype)
+    if kind == "arange" and not limits:
+        _number(text, str(count - 1), dtype)  # the last element must be one that the type holds
+        return np.arange(count).astype(dtype).reshape(shape)
+    if kind == "normal" and not limits and not whole:
+        return random.standard_normal(shape).astype(dtype)
+    if kind == "uniform" and (len(limits) == 2 or (not limits and not whole)):
+        low, high = (_number(text, limit, dtype) for limit in limits or ("0", "1"))
+        if not low <= high:
+            raise UsageError(f"--arg {text!r}: {low} is above {high}")
+        if whole:
+            return random.integers(int(low), int(high), shape, endpoint=True).astype(dtype)
+        return random.uniform(float(low), float(high), shape).astype(dtype)
+    if _NUMBER.match(fill or ""):
+        return np.full(shape, _number(text, fill or "", dtype))
+    why = "; normal makes no whole numbers, and uniform needs its limits for them" if whole else ""
+    raise UsageError(f"--arg {text!r}: say how it is filled: {_FILLS}{why}")
+
+
+def read_array(path: Path, where: str) -> Array:
+    """The array of a .npy file. Raises UsageError, which begins with ``where``, unless it holds plain numbers."""
+    try:
+        data: Array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as e:
+        why = e.strerror if isinstance(e, OSError) and e.strerror else "not a .npy file of numbers"
+        raise UsageError(f"{where}: {path}: {why}") from e
+    if not isinstance(data, np.ndarray) or data.dtype.name not in TYPES.values() or not data.size:
+        held = f"{data.dtype} of shape {data.shape}" if isinstance(data, np.ndarray) else "no array"
+        raise UsageError(f"{where}: {path} holds {held}; allowed are {', '.join(TYPES.values())}")
+    return np.ascontiguousarray(data, dtype=data.dtype.newbyteorder("="))
