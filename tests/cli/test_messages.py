@@ -85,6 +85,12 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
         ((*VALIDATE, "--timeout", "nan"), "--timeout nan: give a number of seconds above 0"),
         ((*VALIDATE, "--timeout", "inf"), "--timeout inf: give a number of seconds above 0"),
         ((*VALIDATE, "--required", "0.15"), "argument --required: '0.15': give a ratio from 1 up, such as 1.15"),
+        ((*VALIDATE, "--quote", "none"), "greenfast: none: cannot be read (No such file or directory)"),
+        (
+            (*VALIDATE, "--quote", str(Path(__file__).parent)),
+            "tests/cli: no record.json there is that of a comparison measured on a GPU",
+        ),
+        ((*VALIDATE, "--quote", "a", "--no-quote"), "not allowed with argument"),
         ((*VALIDATE, "--device", "gpu"), "device 'gpu': allowed are auto, none"),
         ((*VALIDATE, "--device=-1"), "device '-1': allowed are auto, none"),
         ((*VALIDATE, "--device", "²"), "device '²': allowed are auto, none"),

@@ -8,9 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from greenfast.pipeline.records import read_record
+from greenfast.build.compiler import compile_kernel
+from greenfast.pipeline.records import is_stale, read_record
+from greenfast.pipeline.tasks import find_task, load_family
+from greenfast.spec.arch import Target
 from greenfast.spec.record import BenchRecord, PhaseRecord, Record
-from tests.cli.command_line import Ran, run_here
+from tests.cli.command_line import ROOT, Ran, run_here
 from tests.fakes import L4, Behaviour, FakeDevice, Script, install, request, right
 from tests.pipeline import behaviours
 
@@ -123,6 +126,32 @@ def test_without_a_gpu_the_emulator_decides_correctness(
     lines = [line for line in ran.out.splitlines() if line.startswith(("CORRECTNESS", "PERFORMANCE"))]
     assert [line.split()[1] for line in lines] == ["PASS", "PENDING"]
     assert "emulated" in lines[1]
+
+
+def test_without_a_gpu_performance_is_quoted_from_the_evidence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As far as this repository's evidence is of today's kernels and compiler."""
+    kept = "evidence/h100/fp8_quantize-e4m3-quantize_vector"
+    record = read_record(ROOT / kept)
+    assert isinstance(record, Record)
+    task = find_task("fp8_quantize").config
+    shape, variant = task.shape("mission"), task.variant(record.candidate.variant)
+    source = load_family(find_task("fp8_quantize")).kernel(variant.values, "e4m3", shape.dims)
+    today = compile_kernel(source, Target(record.arch)).compiler
+    fresh = not is_stale(record) and today == record.candidate.builds[0].compiler
+    asked = ("validate", "fp8_quantize", "--shapes", "mission", "--seeds", "0", "--out", tmp_path)
+    ran = run_here(capsys, *asked, "--arch", "sm_90a", "--require", "performance")
+    assert ran.code == (0 if fresh else 1)
+    line = next(line for line in ran.out.splitlines() if line.startswith("PERFORMANCE"))
+    assert line.split()[1] == ("PASS" if fresh else "PENDING")
+    assert ("quoted from NVIDIA H100 80GB HBM3, 2" in line) == fresh
+    assert ("\nMERGE  " in ran.out) == fresh
+    assert ("not measured in this run\n" in ran.out) == fresh
+    ran = run_here(capsys, *asked, "--arch", "sm_90a", "--require", "performance", "--no-quote")
+    assert (ran.code, "quoted" in ran.out) == (1, False)
+    ran = run_here(capsys, *asked, "--quote", ROOT / kept)
+    assert (ran.code, "is of sm_90a, not sm_89" in ran.out.replace("\n", "")) == (0, True)
 
 
 def test_a_target_that_the_gpu_does_not_run_is_pending(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from greenfast.spec.record import (
@@ -14,6 +15,7 @@ from greenfast.spec.record import (
     GateResult,
     GitState,
     ParityRow,
+    Quote,
     Record,
     Resources,
     Side,
@@ -186,6 +188,27 @@ def record(**changes: Any) -> Record:
         "clocks": {"sm_mhz_start": 1755.0},
     }
     return Record(**(fields | changes))
+
+
+def quoting_record(**changes: Any) -> Record:
+    """The same comparison on an emulator, which quotes what the H100 measured."""
+    measured = record()
+    assert measured.device is not None
+    quoted = Quote(
+        path="evidence/h100/stage2/record.json",
+        sha256="ab" * 32,
+        created=measured.created,
+        git=measured.git,
+        device=measured.device,
+        command=measured.command,
+        speedups=measured.speedups,
+    )
+    fields: dict[str, Any] = {
+        name: msgspec.structs.replace(getattr(measured, name), timing=[]) for name in ("baseline", "candidate")
+    }
+    emulator = DeviceInfo(kind="emulated", name="PTX emulator", compute_capability="", cuda_version="", driver="")
+    fields |= {"created": "2031-01-01T00:00:00Z", "device": emulator, "speedups": [], "clocks": {}, "quoted": quoted}
+    return record(**(fields | changes))
 
 
 def pending_record(**changes: Any) -> Record:

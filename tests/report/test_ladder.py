@@ -7,7 +7,7 @@ import pytest
 
 from greenfast.report.ladder import console_form, ladder_table
 from greenfast.spec.record import GitState, Record, Side
-from tests.report.records import gates, pending_record, record, side, speedup_row, timing_row
+from tests.report.records import gates, pending_record, quoting_record, record, side, speedup_row, timing_row
 
 CAPTION = (
     "**fp8_sdpa, int8**, sm_90a on NVIDIA H100 (driver 580.95, CUDA 13.0); 2030-01-02; commit 0123456789 (dirty). "
@@ -101,6 +101,13 @@ def test_a_pending_record() -> None:
     caption = ladder_table([("a", pending_record())]).splitlines()[0]
     assert "sm_90a on no device; 2030-01-02;" in caption
     assert caption.endswith("those of shape mission.")
+
+
+def test_a_quoted_speedup_is_told_from_a_measured_one() -> None:
+    ((caption, (cells,)),) = tables(ladder_table([("a", quoting_record())]))
+    assert "sm_90a on PTX emulator (emulated); 2031-01-01; " in caption
+    assert cells[2:5] == ["- -> - (warm)", "1.829x [1.810, 1.851]", "1.15x"]
+    assert cells[7:9] == ["FAST, quoted from NVIDIA H100, 2030-01-02, commit 0123456789 (dirty)", "MERGE"]
 
 
 def test_the_console_form_is_the_command_the_gates_and_the_decision() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from greenfast.report.markdown import short_form, validation_report
 from greenfast.spec.record import GateResult, ParityRow, Side
-from tests.report.records import correctness_row, gates, pending_record, record, side, speedup_row
+from tests.report.records import correctness_row, gates, pending_record, quoting_record, record, side, speedup_row
 
 SECTIONS = [
     "Gates",
@@ -242,3 +242,22 @@ def test_short_form_is_short_and_complete(reasons: list[str]) -> None:
     assert "`greenfast validate fp8_sdpa --candidate stage2`" in text
     if len(reasons) > 2:
         assert "a b; second; and 25 more" in text
+
+
+def test_a_quoted_performance_says_so_wherever_it_stands() -> None:
+    one = quoting_record()
+    report = validation_report(one, plot=None)
+    source = "quoted from NVIDIA H100, 2030-01-02, commit 0123456789 (dirty)"
+    assert headline(report)[1] == (
+        f"- **Performance**: not measured here, {source}: mission (warm) 1.829x [1.810, 1.851], required 1.15x: FAST"
+    )
+    text = section(report, "Performance")
+    assert f"### Not measured in this run: {source}\n\nNothing was timed here." in text
+    assert cells(text, "mission", "warm")[2:4] == ["1.829x", "[1.810, 1.851] at 95 %"]
+    assert cells(text, "record")[1] == "evidence/h100/stage2/record.json"
+    assert cells(text, "SHA-256 of the record")[1] == "ab" * 32
+    assert cells(text, "device")[1] == "NVIDIA H100, driver 580.95, CUDA 13.0"
+    assert cells(text, "command")[1] == "greenfast validate fp8_sdpa --candidate stage2"
+    assert "p50" not in text
+    assert f"**Performance**: not measured here, {source}" in short_form(one)
+    assert "PTX emulator (emulated)" in short_form(one)

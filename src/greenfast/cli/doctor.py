@@ -32,5 +32,8 @@ def run(args: argparse.Namespace) -> int:
     elif gpu_gates(findings):
         print("\nvalidate can decide every gate here")
     else:
-        print("\nvalidate can decide every gate but PERFORMANCE here; CORRECTNESS on the emulator")
+        print(
+            "\nvalidate can decide every gate but PERFORMANCE here, CORRECTNESS on the emulator; PERFORMANCE can be "
+            "quoted from a record of the same kernels"
+        )
     return 0 if static else EXIT_MACHINE

@@ -117,6 +117,15 @@ def validate(parser: argparse.ArgumentParser) -> None:
         "--required", type=_speedup, metavar="RATIO", help="the speedup asked for (default: the candidate's rung's)"
     )
     parser.add_argument("--no-profile", action="store_true", help="take no Nsight Compute profile")
+    quoting = parser.add_mutually_exclusive_group()
+    quoting.add_argument(
+        "--quote",
+        type=Path,
+        metavar="PATH",
+        help="without a GPU, quote PERFORMANCE from a record of the same kernels: a run's folder, its record.json, or "
+        "a folder of runs (default: the task's own evidence folder, and that beside its folder of tasks)",
+    )
+    quoting.add_argument("--no-quote", action="store_true", help="quote nothing: without a GPU, PERFORMANCE is PENDING")
     _outcome(parser)
 
 

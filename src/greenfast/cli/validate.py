@@ -8,6 +8,8 @@ from rich.text import Text
 
 from greenfast.cli.console import GateConsole, exit_code, required_gates, show, status
 from greenfast.cli.request import request_of
+from greenfast.pipeline.quote import Kept, evidence_folders, kept_at, kept_in
+from greenfast.pipeline.request import Request
 from greenfast.pipeline.store import to_json
 from greenfast.pipeline.validate import validate
 
@@ -22,8 +24,17 @@ def run(args: argparse.Namespace) -> int:
     # A candidate named alone is compared with the rung before it.
     before = rung.after if rung is not None and args.candidate else None
     baseline = config.variant(args.baseline or before or config.defaults.baseline)
+    kept = _kept(args, request)
     with GateConsole(to_stderr=args.json) as console:
-        outcome = validate(request, baseline, candidate, console, required=args.required, profile=not args.no_profile)
+        outcome = validate(
+            request,
+            baseline,
+            candidate,
+            console,
+            required=args.required,
+            profile=not args.no_profile,
+            kept=kept,
+        )
     record = outcome.record
     if args.json:
         print(to_json(record), end="")
@@ -35,3 +46,12 @@ def run(args: argparse.Namespace) -> int:
             show(Text(f"  - {reason}"))
         show(f"\n{outcome.folder}")
     return exit_code(record.gates, required)
+
+
+def _kept(args: argparse.Namespace, request: Request) -> list[Kept]:
+    """The records that PERFORMANCE may be quoted from; they are not looked for where it can be measured."""
+    if args.quote is not None:
+        return kept_at(args.quote)
+    if args.no_quote or request.cannot_time() is None:
+        return []
+    return [kept for folder in evidence_folders(request.task.folder) for kept in kept_in(folder)]

@@ -93,6 +93,11 @@ def timing_rows(measurement: Measurement, role: str, shapes: Sequence[Shape], ti
     return rows
 
 
+def gated_shapes(shapes: Sequence[Shape], timing: Timing) -> list[str]:
+    """The shapes that decide: those of ``timing.gate_shapes``, all where none of them is asked for."""
+    return [s.name for s in shapes if s.name in timing.gate_shapes] or [s.name for s in shapes]
+
+
 def check(
     sides: Sequence[BuiltSide],
     problem: Problem,
@@ -114,7 +119,7 @@ def check(
     if timing.processes < MIN_PROCESSES:
         reason = f"{timing.processes} process(es): a claim needs at least {MIN_PROCESSES}"
         return GateResult(gate="PERFORMANCE", status="FAIL", summary=reason, reasons=[reason]), outcome
-    gated = [s.name for s in shapes if s.name in timing.gate_shapes] or [s.name for s in shapes]
+    gated = gated_shapes(shapes, timing)
     try:
         for attempt in range(2):
             measurement = time_sides(
@@ -135,7 +140,7 @@ def check(
             )
     except (WorkerError, ValueError) as e:  # ValueError: too little was left to compare
         return GateResult(gate="PERFORMANCE", status="FAIL", summary=str(e), reasons=[str(e)]), PerformanceOutcome()
-    return _result(outcome, required), outcome
+    return judge(outcome.speedups, required), outcome
 
 
 def _speedup(
@@ -174,12 +179,13 @@ def _speedup(
     )
 
 
-def _result(outcome: PerformanceOutcome, required: float | None) -> GateResult:
+def judge(speedups: Sequence[SpeedupRow], required: float | None) -> GateResult:
+    """PASS where every gated row is FAST."""
     checks: list[tuple[str, str, str, Status]] = []
     reasons = []
     summaries = []
     target = f">= {required:g}x" if required else "faster than the noise"
-    for row in outcome.speedups:
+    for row in speedups:
         if not row.gated:
             continue
         text = f"{row.speedup:.3f}x [{row.ci_low:.3f}, {row.ci_high:.3f}], {row.verdict}"

@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 
+from greenfast.report.speedups import quoted_from
 from greenfast.spec.errors import UsageError
-from greenfast.spec.record import Run, Side, TimingRow
+from greenfast.spec.record import Record, Run, Side, TimingRow
 
 RECORD = "record.json"
 REPORT = "VALIDATION_REPORT.md"
@@ -112,7 +113,7 @@ def performance(run: Run, side: Side) -> dict[str, Any]:
         "variant": side.variant,
         "format": run.format,
         "results": [{**msgspec.structs.asdict(row), **row.dims} for row in side.timing],
-        "pending": _pending(run, "PERFORMANCE"),
+        "pending": _not_timed(run),
     }
 
 
@@ -123,6 +124,13 @@ def side_files(run: Run, side: Side) -> dict[str, Any]:
         CORRECTNESS: correctness_summary(run, side),
         PERFORMANCE: performance(run, side),
     }
+
+
+def _not_timed(run: Run) -> str | None:
+    """Why there are no timings of this run, or None where there are."""
+    if isinstance(run, Record) and run.quoted is not None:
+        return f"nothing was timed here; PERFORMANCE was {quoted_from(run.quoted)}"
+    return _pending(run, "PERFORMANCE")
 
 
 def _pending(run: Run, gate: str) -> str | None:

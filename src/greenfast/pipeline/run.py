@@ -51,10 +51,11 @@ class GateRun:
         """The function through which a gate tells how far it is."""
         return lambda share, text: self._observer.progress(gate, share, text)
 
-    def until_correct(self) -> bool:
+    def until_correct(self, untimed: Callable[[str], GateResult] | None = None) -> bool:
         """BUILD, RESOURCES and CORRECTNESS; says whether the sides may be timed.
 
         Where they may not, what follows is added as PENDING with its reason (EVIDENCE only where nothing was built).
+        untimed: makes PERFORMANCE of that reason where the sides are correct but nothing can be timed here.
         """
         request = self.request
         result, self.sides = build.check(
@@ -81,10 +82,12 @@ class GateRun:
             request.make_worker,
             self.progress("CORRECTNESS"),
         )
-        correct = self.add(result).status == "PASS"
-        reason = request.cannot_time() if correct else NOT_CORRECT
+        if self.add(result).status != "PASS":
+            self.add(pending("PERFORMANCE", NOT_CORRECT))
+            return False
+        reason = request.cannot_time()
         if reason:
-            self.add(pending("PERFORMANCE", reason))
+            self.add(untimed(reason) if untimed else pending("PERFORMANCE", reason))
         return reason is None
 
     def _own_gates(self) -> dict[str, KernelErrorGate]:
@@ -153,6 +156,7 @@ class GateRun:
                 from_cache=k.from_cache,
                 resources=k.resources,
                 machine_code=counts[k.kernel_hash],
+                shapes=[name for name, other in side.kernels.items() if other.kernel_hash == k.kernel_hash],
             )
             for shape, k in side.distinct
         ]

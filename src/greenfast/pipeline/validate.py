@@ -11,13 +11,15 @@ from greenfast.gates.performance import PerformanceOutcome
 from greenfast.gates.sides import BASELINE, CANDIDATE, BuiltSide, build_side
 from greenfast.pipeline.artifacts import RECORD, REPORT, side_files
 from greenfast.pipeline.profile import profile_candidate
+from greenfast.pipeline.quote import Kept, quote
 from greenfast.pipeline.request import Observer, Request
 from greenfast.pipeline.run import GateRun
 from greenfast.pipeline.store import check_writable, new_run_folder, to_json, write_whole
 from greenfast.report.compare import compare_markdown
 from greenfast.report.markdown import validation_report
 from greenfast.report.plots import save_plot
-from greenfast.spec.record import Decision, GateResult, Record
+from greenfast.report.speedups import quoted_from
+from greenfast.spec.record import Decision, GateResult, Quote, Record
 from greenfast.spec.task import Rung
 from greenfast.spec.variant import Variant
 
@@ -41,23 +43,34 @@ def validate(
     *,
     required: float | None = None,
     profile: bool = True,
+    kept: Sequence[Kept] = (),
 ) -> Outcome:
     """Run the gates in order, decide, and write the artifacts.
 
     required: the speedup that PERFORMANCE asks for, in place of that of the candidate's rung.
     profile: whether EVIDENCE takes a Nsight Compute profile where that can be had.
+    kept: records that PERFORMANCE may be quoted from where nothing can be timed.
     Raises MachineError for a folder that cannot be written, before anything is run.
     """
     parent = request.out / request.task.config.defaults.results
     check_writable(parent)
     run = GateRun(request, {BASELINE: baseline, CANDIDATE: candidate}, observer)
     timed = PerformanceOutcome()
-    if run.until_correct():
-        rung = resources.rung_of(request.task.config, candidate)
-        timed = _performance(run, required or rung.required_speedup)
+    required = required or resources.rung_of(request.task.config, candidate).required_speedup
+    quoted: Quote | None = None
+
+    def untimed(reason: str) -> GateResult:
+        nonlocal quoted
+        result, quoted = quote(run, kept, required, reason)
+        return result
+
+    if run.until_correct(untimed):
+        timed = _performance(run, required)
     if run.sides and len(run.sides) == len(run.variants):
         _evidence(run, profile)
     decision, reasons = decide(run.gates)
+    if quoted is not None:
+        reasons.append(f"PERFORMANCE {quoted_from(quoted)}: not measured in this run")
     record = Record(
         **run.facts(),
         clocks=timed.clocks,
@@ -67,6 +80,7 @@ def validate(
         speedups=timed.speedups,
         decision=decision,
         reasons=reasons,
+        quoted=quoted,
     )
     folder = _write(record, parent, run.stamp)
     if record.speedups:

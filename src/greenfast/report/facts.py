@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 
-from greenfast.spec.record import CorrectnessRow, Record, Resources, Run, Side, SpeedupRow, Status, TimingRow
+from greenfast.spec.record import CorrectnessRow, Resources, Run, Side, SpeedupRow, Status, TimingRow
 
 
 def row_status(row: CorrectnessRow) -> Status:
@@ -42,9 +42,9 @@ def worst_resources(side: Side) -> Resources | None:
     )
 
 
-def deciding_speedups(record: Record) -> list[SpeedupRow]:
+def deciding_speedups(speedups: Sequence[SpeedupRow]) -> list[SpeedupRow]:
     """The speedups that the decision rests on; all of them where none is gated."""
-    return [row for row in record.speedups if row.gated] or list(record.speedups)
+    return [row for row in speedups if row.gated] or list(speedups)
 
 
 def timing_of(side: Side, row: SpeedupRow) -> list[TimingRow]:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import PurePath
 
 from greenfast.report import facts, format
+from greenfast.report.speedups import quoted_from
 from greenfast.spec.record import Record, SpeedupRow
 
 _HEADER = (
@@ -67,7 +68,7 @@ def _caption(records: Sequence[Record], shape: str) -> str:
 
 def _machine(record: Record) -> str:
     d = record.device
-    if d is None:
+    if d is None or d.kind != "gpu":
         return facts.device(record)
     return f"{facts.device(record)} (driver {d.driver}, CUDA {d.cuda_version})"
 
@@ -86,16 +87,23 @@ def _row(path: str, record: Record, shape: str) -> list[str]:
         *(_speedup_cells(record, speedup) if speedup else ["PENDING"] * 3),
         f"{resources.registers} / {format.kilobytes(resources.smem_bytes)}" if resources else "PENDING",
         _correctness_cell(record),
-        speedup.verdict if speedup else "PENDING",
+        _verdict_cell(record, speedup),
         record.decision,
         _link(path),
     ]
 
 
 def _speedup_of(record: Record, shape: str) -> SpeedupRow | None:
-    """The shape's gated speedup, else its first."""
-    rows = [row for row in record.speedups if row.shape == shape]
+    """The shape's gated speedup, else its first; of a run that timed nothing, the one that it quotes."""
+    speedups = record.quoted.speedups if record.quoted else record.speedups
+    rows = [row for row in speedups if row.shape == shape]
     return next((row for row in rows if row.gated), rows[0] if rows else None)
+
+
+def _verdict_cell(record: Record, row: SpeedupRow | None) -> str:
+    if row is None:
+        return "PENDING"
+    return f"{row.verdict}, {quoted_from(record.quoted)}" if record.quoted else row.verdict
 
 
 def _speedup_cells(record: Record, row: SpeedupRow) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from greenfast.report import facts, format
 from greenfast.report.counts import PHASE_HEADER, counts_section, phase_rows
+from greenfast.report.speedups import quoted_from, quoted_section, speedup_line, speedup_table
 from greenfast.spec.record import (
     AnyRecord,
     BenchRecord,
@@ -128,14 +129,11 @@ def _correctness_line(record: Record) -> str:
 
 
 def _performance_line(record: Record) -> str:
-    rows = facts.deciding_speedups(record)
-    if not rows:
-        return facts.gate_line(record, "PERFORMANCE")
-    return "; ".join(
-        f"{row.shape} ({row.cache}) {format.speedup(row.speedup)} {format.interval(row.ci_low, row.ci_high)}, "
-        f"required {format.requirement(row.required)}: {row.verdict}"
-        for row in rows
-    )
+    if record.quoted is not None:
+        rows = facts.deciding_speedups(record.quoted.speedups)
+        return f"not measured here, {quoted_from(record.quoted)}: {speedup_line(rows)}"
+    rows = facts.deciding_speedups(record.speedups)
+    return speedup_line(rows) or facts.gate_line(record, "PERFORMANCE")
 
 
 def _resources_line(record: Record) -> str:
@@ -223,28 +221,15 @@ def _parity(record: Record) -> str:
 
 
 def _performance(record: Record, plot: str | None) -> str:
+    if record.quoted is not None:
+        return f"{facts.gate_line(record, 'PERFORMANCE')}\n\n{quoted_section(record.quoted)}"
     parts = [*([f"![block medians and speedups]({plot})"] if plot else []), *_speedups(record), *_timings(record)]
     return "\n\n".join(parts) if parts else facts.gate_line(record, "PERFORMANCE")
 
 
 def _speedups(record: Record) -> Iterator[str]:
-    rows = [
-        (
-            row.shape,
-            row.cache,
-            format.speedup(row.speedup),
-            f"{format.interval(row.ci_low, row.ci_high)} at {100 * row.confidence:g} %",
-            format.percent(row.noise_floor),
-            format.requirement(row.required),
-            row.verdict,
-            format.yes(row.gated),
-            f"{row.blocks} in {row.processes}",
-        )
-        for row in record.speedups
-    ]
-    if rows:
-        header = ("shape", "cache", "speedup", "interval", "noise floor", "required", "verdict", "gated")
-        yield format.table((*header, "blocks in processes"), rows, right=("speedup", "interval", "noise floor"))
+    if record.speedups:
+        yield speedup_table(record.speedups)
     elif record.baseline.timing or record.candidate.timing:
         yield f"Speedup: {facts.gate_line(record, 'PERFORMANCE')}"
 

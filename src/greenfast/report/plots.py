@@ -32,7 +32,7 @@ def save_plot(record: Record, path: Path) -> None:
     """
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"a plot is .png or .svg, got {path.name!r}")
-    panels = facts.deciding_speedups(record)[:_MAX_PANELS]
+    panels = facts.deciding_speedups(record.speedups)[:_MAX_PANELS]
     height = max(4.6, 1.2 + 2.1 * len(panels), 1.9 + 0.62 * len(record.speedups)) if panels else 2.5
     figure = Figure(figsize=(13, height), layout="constrained")
     FigureCanvasAgg(figure)

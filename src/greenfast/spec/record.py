@@ -69,7 +69,10 @@ class Resources(_Data, frozen=True, kw_only=True):
 
 
 class Build(_Data, frozen=True, kw_only=True):
-    """One compiled kernel. ``kernel_hash`` covers the rendered source and every project header that it includes."""
+    """One compiled kernel. ``kernel_hash`` covers the rendered source and every project header that it includes.
+
+    dims: of the first shape that it is for. shapes: all of them by name; empty in records of older versions.
+    """
 
     entry: str
     source: str
@@ -82,6 +85,7 @@ class Build(_Data, frozen=True, kw_only=True):
     from_cache: bool
     resources: Resources
     machine_code: dict[str, int] = {}
+    shapes: list[str] = []
 
 
 class KernelCounts(_Data, frozen=True, kw_only=True):
@@ -205,6 +209,22 @@ class SpeedupRow(_Data, frozen=True, kw_only=True):
     blocks: int
 
 
+class Quote(_Data, frozen=True, kw_only=True):
+    """The speedups of a kept record of the same kernels: what a run that could time nothing says of PERFORMANCE.
+
+    path, sha256: the record's file. created, git, device, command: its own. speedups: its rows for this run's shapes,
+    with the verdicts against what this run requires.
+    """
+
+    path: str
+    sha256: str
+    created: str
+    git: GitState
+    device: DeviceInfo
+    command: str
+    speedups: list[SpeedupRow]
+
+
 class Side(_Data, frozen=True, kw_only=True):
     """One of the two variants of a comparison, with all that was found out about it.
 
@@ -287,7 +307,9 @@ class BenchRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="bench")
 class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison"):
     """A whole comparison.
 
-    Raises ValueError where a timing stands beside a correctness that did not pass: no record is wrong but fast.
+    quoted: where nothing was timed, what PERFORMANCE was quoted from; such a record holds no timings or speedups of its
+    own. Raises ValueError where a timing stands beside a correctness that did not pass (no record is wrong but fast),
+    and for one that was both timed and quoted.
     """
 
     baseline: Side
@@ -296,9 +318,13 @@ class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison")
     speedups: list[SpeedupRow] = []
     decision: Decision
     reasons: list[str]
+    quoted: Quote | None = None
 
     def __post_init__(self) -> None:
-        self._require_correct(bool(self.speedups or self.baseline.timing or self.candidate.timing))
+        timed = bool(self.speedups or self.baseline.timing or self.candidate.timing)
+        self._require_correct(timed or self.quoted is not None)
+        if timed and self.quoted is not None:
+            raise ValueError("a record holds timings of its own or quotes another's, never both")
 
 
 #: What a record.json may hold; its ``kind`` says which.
