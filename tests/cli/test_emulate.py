@@ -186,6 +186,17 @@ def test_a_ptx_file_runs_too(capsys: pytest.CaptureFixture[str], files: Path) ->
     assert_said(ran, 2, "a PTX file is compiled already")
 
 
+def test_a_damaged_ptx_file_is_a_usage_error(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    """Wherever it was cut off."""
+    text = to_ptx(KernelSource("", SAXPY, "saxpy.cu", (), (32, 1, 1)), Target("sm_80"))
+    for place in range(0, text.rindex("}"), 71):
+        (files / "saxpy.ptx").write_text(text[:place])
+        assert_said(emulate(capsys, files / "saxpy.ptx", *SAXPY_ARGS), 2, "")
+    for wrong in (text.replace("ld.param.f32", "ld.param.f32 ,"), text.replace(".reg .f32", ".reg f32 .")):
+        (files / "saxpy.ptx").write_text(wrong)
+        assert_said(emulate(capsys, files / "saxpy.ptx", *SAXPY_ARGS), 2, "saxpyifPKfPf cannot be read as PTX; is the")
+
+
 def test_headers_and_macros_are_found(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     (files / "inc").mkdir()
     (files / "inc" / "far.cuh").write_text("#define FAR 2\n")

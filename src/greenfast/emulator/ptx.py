@@ -158,18 +158,8 @@ _LOC = re.compile(r"\.loc\s+(\d+ \d+)(?: \d+)?(?:.*?inlined_at (\d+ \d+))?")
 #: Up to so many calls lead from a library's line to the caller's own; beyond, as in a circle, any of them may stand.
 _INLINED = 16
 _LABEL = re.compile(r"([\w$]+)\s*:")
-_SPECIALS: tuple[str, ...] = (
-    "%tid",
-    "%ntid",
-    "%ctaid",
-    "%nctaid",
-    "%laneid",
-    "%warpid",
-    "%nwarpid",
-    "%smid",
-    "%nsmid",
-    "%gridid",
-)
+_SPECIALS: tuple[str, ...] = ("%tid", "%ntid", "%ctaid", "%nctaid", "%laneid", "%warpid", "%nwarpid")
+_SPECIALS += ("%smid", "%nsmid", "%gridid")
 _SPECIALS += ("%clock", "%globaltimer", "%lanemask", "%dynamic_smem_size", "%total_smem_size", "%envreg")
 _SPECIALS += ("%cluster", "%nclusterid", "%is_explicit_cluster", "%aggr_smem_size")
 
@@ -251,8 +241,10 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
                     raise UsageError(f"PTX: cannot read parameter {declaration.strip()!r} of {function.name}")
                 into.append(variable)
     position = header.end()
-    while text[position] not in "{;":  # performance directives such as .maxntid
+    while text[position : position + 1] not in ("{", ";", ""):  # performance directives such as .maxntid
         position += 1
+    if position == len(text):
+        raise UsageError(f"PTX: {function.name} has no end")
     function.directives = text[header.end() : position]
     if text[position] == ";":  # a declaration only, such as that of vprintf
         module.functions.setdefault(function.name, function)
@@ -273,7 +265,7 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
         loc = _LOC.match(text, position)
         if loc:
             source = lines.source(loc)
-            position = text.find("\n", position) + 1
+            position = text.find("\n", position) + 1 or len(text)
             continue
         label = _LABEL.match(text, position)
         if label:
@@ -281,6 +273,8 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
             position = label.end()
             continue
         end = text.find(";", position)
+        if end < 0:
+            raise UsageError(f"PTX: {function.name} has no end")
         _statement(" ".join(text[position:end].split()), function, source, scopes[-1])
         position = end + 1
     module.functions[function.name] = function

@@ -19,6 +19,8 @@ from greenfast.build.compiler import compile_kernel, entries, to_ptx
 from greenfast.emulator.arguments import Arguments, check_parameters, read_arguments, read_array
 from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.grid import GridResult, program_of, run_grid
+from greenfast.emulator.program import Program
+from greenfast.emulator.ptx import Module
 from greenfast.emulator.session import REPEAT_THREADS
 from greenfast.pipeline.store import check_writable, write_whole
 from greenfast.spec.arch import Target
@@ -116,7 +118,7 @@ def emulate(asked: Emulate) -> Emulated:
         check_writable(asked.save, "--save")
     ptx, entry, target, resources = _translate(asked)
     _check_bounds(asked, ptx, entry)
-    module, program = program_of(ptx, entry)
+    module, program = _program(asked, ptx, entry)
     check_parameters(program.function, arguments, asked.kernel or entry)
     threads = math.prod(asked.grid) * math.prod(asked.block)
     orders = asked.orders or (ORDERS if threads <= REPEAT_THREADS else 1)
@@ -205,6 +207,16 @@ def _translate(asked: Emulate) -> tuple[str, str, str, Resources | None]:
             f"the {most} bytes that a block of {target.name} can have"
         )
     return ptx, entry, target.name, resources
+
+
+def _program(asked: Emulate, ptx: str, entry: str) -> tuple[Module, Program]:
+    """The kernel's program. Raises UsageError for PTX that was cut off or edited into what no compiler writes."""
+    try:
+        return program_of(ptx, entry)
+    except (AssertionError, AttributeError, IndexError, KeyError, ValueError):
+        if asked.file.suffix != ".ptx":
+            raise
+        raise UsageError(f"{asked.file}: {entry} cannot be read as PTX; is the file whole?") from None
 
 
 def _define(text: str) -> str:
