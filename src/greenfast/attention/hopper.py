@@ -64,13 +64,11 @@ class Tiling:
 #: By head dim, tiles with one, two and three warpgroups that were fastest at that (docs/performance-log.md).
 _TILINGS = {
     64: (Tiling(256, 1, 3, 64, False, 0), Tiling(256, 2, 3, 64, True, 0), Tiling(128, 3, 4, 64, True, 0)),
-    128: (Tiling(256, 1, 3, 128, False, 0), Tiling(256, 2, 3, 128, True, 2), Tiling(128, 3, 4, 64, False, 0)),
+    128: (Tiling(256, 1, 3, 128, False, 0), Tiling(256, 2, 3, 128, True, 2), Tiling(128, 3, 4, 64, True, 0)),
     256: (Tiling(128, 1, 2, 128, False, 0), Tiling(128, 2, 2, 128, True, 2)),
 }
 #: How long a block with so many warpgroups takes for its rows, measured; one warpgroup is 1.
 _COST = {1: 1.0, 2: 1.46, 3: 2.05}
-#: From so many keys on, head dim 128 is faster with two warpgroups and tiles of 256 keys than with three.
-_LONG = 4096
 
 
 def tiling(dims: Mapping[str, int]) -> tuple[Tiling, str]:
@@ -81,8 +79,6 @@ def tiling(dims: Mapping[str, int]) -> tuple[Tiling, str]:
             f"head_dim D={sizes.head_dim}: the Hopper kernel has tiles for {', '.join(map(str, _TILINGS))}"
         )
     candidates = _TILINGS[sizes.head_dim]
-    if sizes.head_dim == 128 and sizes.kv_len >= _LONG:
-        candidates = candidates[:2]
 
     def cost(t: Tiling) -> float:
         heads = sizes.batch * sizes.heads
