@@ -203,3 +203,10 @@ def test_toggles_fill_in_the_defaults_and_find_their_rung(config: TaskConfig) ->
     own = config.variant("USE_CP_ASYNC=0")
     assert own.name == "USE_WMMA_QK=1+USE_WMMA_PV=1"
     assert own.values["USE_CP_ASYNC"] == 0
+
+
+def test_an_error_gate_of_its_own_for_some_shapes() -> None:
+    gates = load_task(SHIPPED[0].parents[1] / "fp8_attention").config.gates("e4m3")
+    assert gates.error_for({"S": 512, "CAUSAL": 1}).max_abs_err == 0.23
+    assert gates.error_for({"S": 1}).pct_bad == 12.0
+    assert gates.error_for({"S": 512}) == gates.error

@@ -91,7 +91,16 @@ def check(
                     broken.setdefault(side.role, str(e))
                     result = str(e)
                 kernel_gate = own_gates.get(side.role, gates.kernel_error)
-                row = _row(shape, seed, case, references, gates.error, kernel_gate, result, decoded.get(side.role))
+                row = _row(
+                    shape,
+                    seed,
+                    case,
+                    references,
+                    gates.error_for(shape.dims),
+                    kernel_gate,
+                    result,
+                    decoded.get(side.role),
+                )
                 outcome.rows[side.role].append(row)
             if len(decoded) == 2:
                 same_bits = len({outcome.digests[role, shape.name, seed] for role in decoded}) == 1

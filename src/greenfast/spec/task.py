@@ -122,11 +122,22 @@ class ErrorGate(_Strict, frozen=True, kw_only=True):
     bad_abs_err: Tolerance
 
 
+class ErrorWhere(ErrorGate, frozen=True, kw_only=True):
+    """An error gate for shapes whose dimensions include those of ``when``, such as {"CAUSAL": 1}."""
+
+    when: Annotated[dict[str, Positive], Meta(min_length=1)]
+
+
 class FormatGates(_Strict, frozen=True, kw_only=True):
     """The correctness gates of one number format."""
 
     error: ErrorGate
+    error_where: list[ErrorWhere] = []
     kernel_error: KernelErrorGate
+
+    def error_for(self, dims: dict[str, int]) -> ErrorGate:
+        """The first gate of ``error_where`` that these dimensions meet, else ``error``."""
+        return next((gate for gate in self.error_where if gate.when.items() <= dims.items()), self.error)
 
 
 class Timing(_Strict, frozen=True, kw_only=True):
