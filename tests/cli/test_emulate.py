@@ -302,9 +302,10 @@ def test_what_does_not_compile_is_1_with_file_and_line(capsys: pytest.CaptureFix
 
 
 def test_an_unknown_instruction_is_3_with_its_name_and_line(capsys: pytest.CaptureFixture[str], files: Path) -> None:
-    (files / "k.cu").write_text("__global__ void k(int* y) {\n  y[0] = __dp4a(y[1], y[2], y[3]);\n}\n")
+    add = 'asm("vadd.s32.s32.s32 %0, %1, %2;" : "=r"(y[0]) : "r"(y[1]), "r"(y[2]));'
+    (files / "k.cu").write_text(f"__global__ void k(int* y) {{\n  {add}\n}}\n")
     ran = emulate(capsys, files / "k.cu", "--arg", "inout:y=i32[4]:zeros")
-    assert_said(ran, 3, "PTX instruction dp4a.s32.s32 is not known to the emulator at k.cu:2")
+    assert_said(ran, 3, "PTX instruction vadd.s32.s32.s32 is not known to the emulator at k.cu:2")
 
 
 def test_a_folder_that_cannot_be_written_is_3(capsys: pytest.CaptureFixture[str], files: Path) -> None:

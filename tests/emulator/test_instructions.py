@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from greenfast.emulator.convert import E4M3_VALUES, encode_e4m3
-from greenfast.emulator.rounding import fused
+from greenfast.emulator.floats import fused
 from tests.emulator.kernels import run
 
 RNG = np.random.default_rng(5)
@@ -41,13 +41,22 @@ def test_fused_multiply_add_rounds_once() -> None:
             assert found[n] == nearest_float32(exact)
 
 
-@pytest.mark.parametrize("towards", [-np.inf, np.inf, 0.0])
-def test_fused_multiply_add_rounds_in_a_direction(towards: float) -> None:
+@pytest.mark.parametrize(("mode", "towards"), [("rd", -np.inf), ("ru", np.inf), ("rz", 0.0)])
+def test_fused_multiply_add_rounds_in_a_direction(mode: str, towards: float) -> None:
     """The result is on its side of the exact number, or that number, and the next one towards it is beyond."""
     a, b, c = (RNG.standard_normal(3000).astype(np.float32) for _ in range(3))
     c[::2] = -(a * b)[::2]
     c[1::4] *= np.float32(2.0**-40)
-    found = fused(a, b, c, towards)
+    result = run(
+        f"int i = blockIdx.x * 100 + threadIdx.x; y[i] = __fmaf_{mode}(a[i], b[i], c[i]);",
+        {"a": a, "b": b, "c": c},
+        {"y": (3000, "float32")},
+        parameters="const float* a, const float* b, const float* c, float* y",
+        args=("a", "b", "c", "y"),
+        threads=100,
+        blocks=30,
+    )
+    found = result.outputs["y"]
     for n in range(3000):
         exact = Fraction(float(a[n])) * Fraction(float(b[n])) + Fraction(float(c[n]))
         up = exact < 0 if towards == 0 else towards > 0

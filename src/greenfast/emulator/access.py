@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.machine import Copy, Lanes, Machine, Operation, lane_count, lane_indices
-from greenfast.emulator.memory import BASES, CHUNK, GLOBAL_BASE, IN_FLIGHT, WRITTEN, Arena, window
-from greenfast.emulator.operands import dtype_of, reader, type_of, unsupported, writer
+from greenfast.emulator import floats
+from greenfast.emulator.machine import Copy, Lanes, Machine, Operation, Values, lane_count, lane_indices
+from greenfast.emulator.memory import BASES, CHUNK, GLOBAL_BASE, IN_FLIGHT, WRITTEN, Arena, BadAccessError, window
+from greenfast.emulator.operands import dtype_of, only, reader, type_of, unsupported, writer
 from greenfast.emulator.ptx import Address, Instruction, Operand, Register, Symbol, Vector
 
 Offsets = NDArray[np.int64]
@@ -162,6 +163,8 @@ _ATOMIC: dict[str, Any] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor,
 }  # fmt: skip
+_SCOPES = ("relaxed", "acquire", "release", "acq_rel", "cta", "cluster", "gpu", "sys")
+_SPACES = ("global", "shared", "shared:cta")
 
 
 def atomic(i: Instruction) -> Operation:
@@ -169,8 +172,9 @@ def atomic(i: Instruction) -> Operation:
     space = space_of(i)
     kind = type_of(i)
     dtype = dtype_of(kind)
+    only(i, *_SCOPES, *_SPACES, *_ATOMIC, "exch", "cas", "inc", "dec", "noftz")
     operation = next((p for p in i.parts if p in (*_ATOMIC, "exch", "cas", "inc", "dec")), None)
-    if operation is None or kind in ("f16x2", "bf16x2", "f16", "bf16"):
+    if operation is None or (kind in ("f16", "bf16", "f16x2", "bf16x2") and operation != "add"):
         raise unsupported(i)
     returns = i.name == "atom"
     target, *sources = i.operands[1:] if returns else i.operands
@@ -185,27 +189,32 @@ def atomic(i: Instruction) -> Operation:
         cells = arena.data.view(dtype)
         rows = offsets // dtype.itemsize
         arguments = [np.broadcast_to(np.asarray(r(m, lanes)), len(rows)) for r in read]
+        after = _after(operation, kind, actual)
         old = np.empty(len(rows), dtype)
         for n, row in enumerate(rows):
             old[n] = cells[row]
-            cells[row] = _after(operation, old[n], [a[n] for a in arguments])
+            cells[row] = after(old[n], *(a[n] for a in arguments))
         if write is not None:
             write(m, lanes, old)
 
     return run
 
 
-def _after(operation: str, old: Any, arguments: list[Any]) -> Any:
-    """What an atomic operation leaves behind."""
+def _after(operation: str, kind: str, space: str) -> Callable[..., Any]:
+    """What an atomic operation leaves behind, of the old value and its arguments."""
     if operation == "exch":
-        return arguments[0]
+        return lambda old, new: new
     if operation == "cas":
-        return arguments[1] if old == arguments[0] else old
+        return lambda old, expected, new: new if old == expected else old
     if operation == "inc":
-        return 0 if old >= arguments[0] else old + 1
+        return lambda old, limit: 0 if old >= limit else old + 1
     if operation == "dec":
-        return arguments[0] if old == 0 or old > arguments[0] else old - 1
-    return _ATOMIC[operation](old, arguments[0])
+        return lambda old, limit: limit if old == 0 or old > limit else old - 1
+    if operation == "add" and kind in floats.KINDS:
+        # The ISA: on global memory atom.add.f32 flushes subnormal inputs and results.
+        return floats.sum_of(kind, ftz=kind == "f32" and space == "global")
+    function: Callable[..., Any] = _ATOMIC[operation]
+    return function
 
 
 def asynchronous_copy(i: Instruction) -> Operation:
@@ -224,27 +233,56 @@ def asynchronous_copy(i: Instruction) -> Operation:
         raise unsupported(i)
     size = int(getattr(i.operands[2], "bits", 0))
     to, source = addresses(i.operands[0], i), addresses(i.operands[1], i)
-    valid = reader(i.operands[3], "u32", i) if len(i.operands) > 3 else None
+    given = _source_size(i, size)
 
     def run(m: Machine, lanes: Lanes) -> None:
         indices = lane_indices(lanes)
-        count = len(indices)
-        present = np.full(count, size) if valid is None else np.broadcast_to(valid(m, lanes), count)
-        values = np.zeros((count, size), np.uint8)
+        present = np.broadcast_to(given(m, lanes), len(indices))
+        values = np.zeros((len(indices), size), np.uint8)
         arena, offsets, _ = locate(m, "shared", to(m, lanes), lanes)
-        whole, partly = present >= size, (present > 0) & (present < size)
-        if partly.any():
-            raise unsupported(i, "copies a part of its bytes")
-        with m.accessing(indices[whole], "global"):
-            sources = source(m, lanes) - GLOBAL_BASE
-            values[whole] = m.memory.read(sources[whole], size, f"{size}-byte read")
+        sources = source(m, lanes) - GLOBAL_BASE
+        if (present > size).any():
+            bad = int(indices[present > size][0])
+            raise m.fault(f"cp.async of {int(present.max())} source bytes to {size} bytes", bad)
+        for count in np.unique(present[present > 0]):
+            some = present == count
+            with m.accessing(indices[some], "global"):
+                values[some, :count] = _bytes(m, sources[some], size, int(count))
+            count_access(m, "global", False, sources[some], indices[some], int(count))
         with m.accessing(indices, "shared"):
             arena.mark(offsets, size, IN_FLIGHT, f"{size}-byte asynchronous write")
-        count_access(m, "global", False, sources[whole], indices[whole], size)
         count_access(m, "shared", True, offsets, indices, size)
         m.copies.append(Copy(indices, offsets, values, m.copy_groups[indices].copy()))
 
     return run
+
+
+def _source_size(i: Instruction, size: int) -> Callable[[Machine, Lanes], Values]:
+    """How many bytes each thread copies; the rest of its ``size`` bytes becomes zero."""
+    if len(i.operands) < 4 or "L2:cache_hint" in i.parts:
+        return lambda m, lanes: np.asarray(size)
+    last = i.operands[3]
+    if isinstance(last, Register):
+        read, ignore = reader(last, "u32", i), reader(last, "pred", i)
+
+        def count(m: Machine, lanes: Lanes) -> Values:
+            if m.register(last.name).dtype == np.bool_:  # the form with a predicate: whether to ignore the source
+                return np.where(ignore(m, lanes), 0, size)
+            return read(m, lanes)
+
+        return count
+    return reader(last, "u32", i)
+
+
+def _bytes(m: Machine, sources: Offsets, size: int, count: int) -> NDArray[np.uint8]:
+    """(threads, count) bytes of global memory, at addresses that are aligned to ``size``."""
+    what = f"{count}-byte read"
+    if count == size:
+        return m.memory.read(sources, size, what)
+    misaligned = np.flatnonzero(sources & (size - 1))
+    if len(misaligned):
+        raise BadAccessError(f"misaligned {what}", int(misaligned[0]), int(sources[misaligned[0]]))
+    return np.concatenate([m.memory.read(sources + n, 1, what) for n in range(count)], axis=1)
 
 
 def _commit(m: Machine, lanes: Lanes) -> None:

@@ -1,4 +1,4 @@
-"""Instructions that rearrange and count bits (PTX ISA: prmt, bfi, bfe, popc, clz, lop3)."""
+"""Instructions on bits: logic, shifts, bit fields, counts, byte permutation (PTX ISA, "Logic and Shift", "Integer")."""
 
 from __future__ import annotations
 
@@ -7,22 +7,81 @@ from typing import Any
 
 import numpy as np
 
-from greenfast.emulator.arithmetic import Function, elementwise
 from greenfast.emulator.machine import Operation, Values
-from greenfast.emulator.operands import dtype_of, type_of, unsupported
+from greenfast.emulator.operands import Function, dtype_of, elementwise, only, type_of, unsupported
 from greenfast.emulator.ptx import Instruction
 
 
+def bitwise(function: Function) -> Callable[[Instruction], Operation]:
+    """and, or, xor, not."""
+    return lambda i: elementwise(i, function)
+
+
+def logical_not(i: Instruction) -> Operation:
+    """cnot: 1 for 0, else 0."""
+    dtype = dtype_of(type_of(i))
+    return elementwise(i, lambda a: np.asarray(a == 0).astype(dtype))
+
+
+def shift(right: bool) -> Callable[[Instruction], Operation]:
+    """shl and shr: amounts beyond the width shift everything out."""
+
+    def build(i: Instruction) -> Operation:
+        kind = type_of(i)
+        bits = 8 * dtype_of(kind).itemsize
+        signed = dtype_of(kind).kind == "i"
+
+        def function(a: Values, b: Values) -> Values:
+            amount = np.minimum(b, bits - 1).astype(np.asarray(a).dtype)
+            if right and signed:
+                return np.asarray(a >> amount)
+            shifted = a >> amount if right else a << amount
+            return np.where(b >= bits, 0, shifted).astype(np.asarray(a).dtype)
+
+        return elementwise(i, function, types=[kind, "u32"])
+
+    return build
+
+
+def funnel_shift(i: Instruction) -> Operation:
+    """shf: the upper word of {b, a} shifted left, or the lower word of it shifted right."""
+    only(i, "l", "r", "clamp", "wrap")
+    left, clamps = "l" in i.parts, "clamp" in i.parts
+
+    def function(a: Values, b: Values, c: Values) -> Values:
+        both = np.asarray(a).astype(np.uint64) | (np.asarray(b).astype(np.uint64) << np.uint64(32))
+        amount = (np.minimum(c, 32) if clamps else np.asarray(c) & 31).astype(np.uint64)
+        shifted = both << amount >> np.uint64(32) if left else both >> amount
+        return np.asarray(shifted).astype(np.uint32)
+
+    return elementwise(i, function)
+
+
+#: The four digits of prmt's special modes for the selectors 0 to 3, the lowest byte's digit first.
+_PERMUTE_MODES = {
+    "f4e": ("0123", "1234", "2345", "3456"),
+    "b4e": ("0765", "1076", "2107", "3210"),
+    "rc8": ("0000", "1111", "2222", "3333"),
+    "ecl": ("0123", "1123", "2223", "3333"),
+    "ecr": ("0000", "0111", "0122", "0123"),
+    "rc16": ("0101", "2323", "0101", "2323"),
+}
+
+
 def permute_bytes(i: Instruction) -> Operation:
-    """prmt in its generic mode: each selector digit picks a byte, its top bit replicates that byte's sign."""
-    if len(i.parts) > 1:
-        raise unsupported(i)
+    """prmt: each selector digit picks a byte, its top bit replicates that byte's sign; a mode has its own digits."""
+    only(i, *_PERMUTE_MODES)
+    mode = next((p for p in i.parts if p in _PERMUTE_MODES), None)
+    table = None
+    if mode is not None:
+        table = np.array([int(digits[::-1], 16) for digits in _PERMUTE_MODES[mode]], np.uint64)
 
     def function(a: Values, b: Values, selector: Values) -> Values:
         both = np.asarray(a).astype(np.uint64) | (np.asarray(b).astype(np.uint64) << np.uint64(32))
+        digits = np.asarray(selector).astype(np.uint64) if table is None else table[np.asarray(selector) & 3]
         result: Any = np.uint64(0)
         for n in range(4):
-            digit = (np.asarray(selector).astype(np.uint64) >> np.uint64(4 * n)) & np.uint64(15)
+            digit = (digits >> np.uint64(4 * n)) & np.uint64(15)
             byte = (both >> ((digit & np.uint64(7)) * np.uint64(8))) & np.uint64(255)
             sign = np.where(byte & np.uint64(128), np.uint64(255), np.uint64(0))
             result = result | (np.where(digit & np.uint64(8), sign, byte) << np.uint64(8 * n))
@@ -31,44 +90,49 @@ def permute_bytes(i: Instruction) -> Operation:
     return elementwise(i, function)
 
 
+def _low_bits(count: Values) -> Values:
+    """Words of 64 bits whose lowest ``count`` (0 to 64) bits are set."""
+    full = ~np.uint64(0)
+    return np.where(count >= 64, full, ~(full << np.minimum(count, 63).astype(np.uint64)))
+
+
 def insert_bits(i: Instruction) -> Operation:
-    """bfi: ``length`` bits of a into b at ``position``."""
+    """bfi: ``length`` bits of a into b at ``position``; what reaches beyond the width is left out."""
     kind = type_of(i)
-    dtype = dtype_of(kind)
+    bits = 8 * dtype_of(kind).itemsize
 
     def function(a: Values, b: Values, position: Values, length: Values) -> Values:
-        p, n = np.uint64(position) & np.uint64(255), np.uint64(length) & np.uint64(255)
-        mask = ((np.uint64(1) << np.minimum(n, np.uint64(63))) - np.uint64(1)) << np.minimum(p, np.uint64(63))
+        p = np.minimum(np.asarray(position) & 255, bits)
+        p, outside = np.minimum(p, bits - 1).astype(np.uint64), p == bits
+        mask = np.where(outside, np.uint64(0), _low_bits(np.asarray(length) & 255) << p)
         wide_a, wide_b = np.asarray(a).astype(np.uint64), np.asarray(b).astype(np.uint64)
-        return np.asarray((wide_b & ~mask) | ((wide_a << p) & mask)).astype(dtype, copy=False)
+        return np.asarray((wide_b & ~mask) | ((wide_a << p) & mask)).astype(dtype_of(kind))
 
     return elementwise(i, function, types=[kind, kind, "u32", "u32"])
 
 
 def extract_bits(i: Instruction) -> Operation:
-    """bfe: ``length`` bits of a from ``position`` on, sign-extended for signed types."""
+    """bfe: ``length`` bits of a from ``position`` on; a signed one is filled with its sign, beyond a with that of a."""
     kind = type_of(i)
     dtype = dtype_of(kind)
     bits = 8 * dtype.itemsize
+    wide = np.int64 if dtype.kind == "i" else np.uint64
 
     def function(a: Values, position: Values, length: Values) -> Values:
-        p = np.minimum(np.asarray(position) & 255, 63).astype(np.int64)
-        n = np.minimum(np.asarray(length) & 255, bits).astype(np.int64)
-        wide = np.asarray(a).astype(np.int64 if dtype.kind == "i" else np.uint64)
-        shifted = wide >> p.astype(wide.dtype)
-        mask = np.where(n >= 64, -1, (np.int64(1) << np.minimum(n, 62)) - 1)
-        value = shifted.astype(np.int64) & mask
-        if dtype.kind == "i":
-            sign = (value >> np.maximum(n - 1, 0)) & 1
-            value = np.where((n > 0) & (sign == 1), value | ~mask, value)
-        return np.asarray(value).astype(dtype, copy=False)
+        p, n = np.asarray(position) & 255, np.asarray(length) & 255
+        value = np.asarray(a).astype(wide) >> np.minimum(p, bits - 1).astype(wide)
+        if dtype.kind == "u":
+            value = np.where(p < bits, value, 0)
+        unused = np.maximum(64 - n.astype(np.int64), 0).astype(wide)
+        shifted = value << np.minimum(unused, 63).astype(wide) >> np.minimum(unused, 63).astype(wide)
+        return np.where(n == 0, 0, shifted).astype(dtype)
 
     return elementwise(i, function, types=[kind, "u32", "u32"])
 
 
 def count_bits(function: Function) -> Callable[[Instruction], Operation]:
-    """popc, clz and brev."""
-    return lambda i: elementwise(i, function, out="u32" if i.name != "brev" else type_of(i))
+    """popc and clz."""
+    return lambda i: elementwise(i, function, out="u32")
 
 
 def _leading_zeros(a: Values) -> Values:
@@ -80,8 +144,66 @@ def _leading_zeros(a: Values) -> Values:
     return found.astype(np.uint32)
 
 
+def find_bit(i: Instruction) -> Operation:
+    """bfind: the position of the highest bit that is not the sign's, or with .shiftamt its distance to the top."""
+    only(i, "shiftamt")
+    dtype = dtype_of(type_of(i))
+    bits = 8 * dtype.itemsize
+
+    def function(a: Values) -> Values:
+        a = np.asarray(a)
+        zeros = _leading_zeros((a ^ (a >> dtype.type(bits - 1)) if dtype.kind == "i" else a).view(f"u{bits // 8}"))
+        found = zeros if "shiftamt" in i.parts else np.uint32(bits - 1) - zeros
+        return np.where(zeros == bits, ~np.uint32(0), found)
+
+    return elementwise(i, function, out="u32")
+
+
+def reverse_bits(i: Instruction) -> Operation:
+    """brev."""
+    bits = 8 * dtype_of(type_of(i)).itemsize
+
+    def function(a: Values) -> Values:
+        a = np.asarray(a)
+        one = a.dtype.type(1)
+        found = np.zeros_like(a)
+        for n in range(bits):
+            found |= ((a >> a.dtype.type(n)) & one) << a.dtype.type(bits - 1 - n)
+        return found
+
+    return elementwise(i, function)
+
+
+def bit_mask(i: Instruction) -> Operation:
+    """bmsk: b set bits from position a on."""
+    only(i, "clamp", "wrap")
+    clamps = "clamp" in i.parts
+
+    def function(a: Values, b: Values) -> Values:
+        start, count = (np.asarray(x) if clamps else np.asarray(x) & 31 for x in (a, b))
+        mask = _low_bits(np.minimum(count, 32)) << np.minimum(start, 32).astype(np.uint64)
+        return np.asarray(mask & np.uint64(2**32 - 1)).astype(np.uint32)
+
+    return elementwise(i, function)
+
+
+def extend(i: Instruction) -> Operation:
+    """szext: the lowest b bits of a, extended by their sign or by zeros."""
+    only(i, "clamp", "wrap")
+    clamps, dtype = "clamp" in i.parts, dtype_of(type_of(i))
+
+    def function(a: Values, b: Values) -> Values:
+        count = np.minimum(b, 32) if clamps else np.asarray(b) & 31
+        unused = np.minimum(32 - count.astype(np.int64), 31).astype(dtype)
+        return np.where(count == 0, 0, (a << unused) >> unused).astype(dtype)
+
+    return elementwise(i, function, types=[type_of(i), "u32"])
+
+
 def lop3(i: Instruction) -> Operation:
     """lop3: any function of three bits, by its truth table."""
+    if "BoolOp" in i.parts or len(i.operands) != 5:
+        raise unsupported(i)
 
     def function(a: Values, b: Values, c: Values, lut: Values) -> Values:
         result: Any = np.uint32(0)
@@ -94,9 +216,21 @@ def lop3(i: Instruction) -> Operation:
 
 
 BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
+    "and": bitwise(lambda a, b: a & b),
+    "or": bitwise(lambda a, b: a | b),
+    "xor": bitwise(lambda a, b: a ^ b),
+    "not": bitwise(lambda a: ~a),
+    "cnot": logical_not,
+    "shl": shift(False),
+    "shr": shift(True),
+    "shf": funnel_shift,
     "prmt": permute_bytes,
     "bfi": insert_bits,
     "bfe": extract_bits,
+    "bfind": find_bit,
+    "bmsk": bit_mask,
+    "brev": reverse_bits,
+    "szext": extend,
     "popc": count_bits(lambda a: np.bitwise_count(a).astype(np.uint32)),
     "clz": count_bits(_leading_zeros),
     "lop3": lop3,

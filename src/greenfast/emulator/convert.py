@@ -2,60 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from greenfast.emulator.floats import KINDS, element_of, rounding
 from greenfast.emulator.machine import Lanes, Machine, Operation, Values
-from greenfast.emulator.operands import TYPES, dtype_of, reader, unsupported, writer
+from greenfast.emulator.operands import TYPES, Function, dtype_of, only, reader, unsupported, writer
 from greenfast.emulator.ptx import Instruction
+from greenfast.emulator.rounding import (
+    FORMATS,
+    MODES,
+    NAN_BITS,
+    double_of,
+    flush,
+    integer_to_odd,
+    narrow,
+    round_to,
+    widen,
+)
 
-_E4M3_MAX, _E4M3_STEP, _E4M3_TINY = 448.0, 3, -6  # largest value, mantissa bits, smallest normal exponent
+_EIGHT_BITS = ("e4m3x2", "e5m2x2")
+_TO_INTEGER: dict[str, Function] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
-def _table_of_e4m3() -> Values:
-    codes = np.arange(256)
-    exponent, mantissa = codes >> 3 & 15, codes & 7
-    value = np.where(
-        exponent == 0, mantissa * 2.0 ** (_E4M3_TINY - 3), (8 + mantissa) * 2.0 ** (exponent.astype(float) - 10)
-    )
-    value = np.where(codes & 127 == 127, np.nan, value)
+def _table_of(name: str) -> Values:
+    """The numbers that an 8-bit format's codes stand for, as float32."""
+    form = FORMATS[name]
+    codes, fraction_bits = np.arange(256), form.precision - 1
+    exponent, fraction = codes >> fraction_bits & (1 << (7 - fraction_bits)) - 1, codes & (1 << fraction_bits) - 1
+    significand = np.where(exponent == 0, fraction, fraction + (1 << fraction_bits))
+    value = np.ldexp(significand.astype(np.float32), np.maximum(exponent, 1) - 1 + form.lowest)
+    if name == "e5m2":
+        value = np.where(value > form.largest, np.where(fraction == 0, np.inf, np.nan), value)
+    else:
+        value = np.where(codes & 127 == 127, np.nan, value)
     return np.where(codes & 128, -value, value).astype(np.float32)
 
 
-E4M3_VALUES = _table_of_e4m3()
+_TABLES = {name: _table_of(name) for name in ("e4m3", "e5m2")}
+E4M3_VALUES, E5M2_VALUES = _TABLES["e4m3"], _TABLES["e5m2"]
+
+
+def encode(values: Values, name: str) -> Values:
+    """Codes of an 8-bit format, rounded to nearest even and saturated (.satfinite); NaN becomes the code 0x7F."""
+    x = np.asarray(values, np.float64)
+    form, table = FORMATS[name], _TABLES[name]
+    size = np.minimum(np.abs(round_to(x, form, "rn")), form.largest)
+    fine = np.where(np.isnan(x), 0.0, size).astype(np.float32)
+    # Codes of growing magnitude stand for growing values, so a value's code is its position among them.
+    codes = np.searchsorted(table[: int(np.argmax(table == form.largest)) + 1], fine).astype(np.uint8)
+    return np.asarray(np.where(np.isnan(x), np.uint8(0x7F), codes | (np.signbit(x).astype(np.uint8) << 7)), np.uint8)
 
 
 def encode_e4m3(values: Values) -> Values:
-    """Round to nearest even and saturate at 448 (.satfinite); NaN becomes the code 0x7F."""
-    x = np.asarray(values, np.float64)
-    size = np.minimum(np.abs(x), _E4M3_MAX)
-    exponent = np.maximum(np.floor(np.log2(np.where(size > 0, size, 1.0))), _E4M3_TINY)
-    step = np.exp2(exponent - _E4M3_STEP)
-    rounded = np.rint(size / step) * step
-    fine = np.where(np.isnan(rounded), 0.0, rounded)
-    # Codes of growing magnitude stand for growing values, so a value's code is its position among them.
-    codes = np.searchsorted(E4M3_VALUES[:127], fine.astype(np.float32)).astype(np.uint8)
-    codes = np.where(np.isnan(x), np.uint8(0x7F), codes | (np.signbit(x).astype(np.uint8) << 7))
-    return np.asarray(codes, np.uint8)
+    """Codes of E4M3 (see encode)."""
+    return encode(values, "e4m3")
 
 
 def convert(i: Instruction) -> Operation:
     """cvt.<rounding>.<to>.<from>."""
-    kinds = [p for p in i.parts if p in TYPES or p in ("e4m3x2", "e5m2x2", "tf32")]
+    only(i, *MODES, *_TO_INTEGER, "ftz", "sat", "relu", "satfinite", "tf32", *_EIGHT_BITS)
+    kinds = [p for p in i.parts if p in TYPES or p in ("tf32", *_EIGHT_BITS)]
     if len(kinds) != 2:
         raise unsupported(i)
     to, source = kinds
-    if to == "e4m3x2":
-        return _to_e4m3(i, source)
-    if source == "e4m3x2" and to == "f16x2":
-        return _from_e4m3(i)
-    if to == "f16x2" and source == "f32":
-        return _to_half2(i)
-    if to not in TYPES or source not in TYPES:
-        raise unsupported(i)
+    if to in _EIGHT_BITS:
+        return _to_eight_bits(i, to, source)
+    if source in _EIGHT_BITS:
+        return _from_eight_bits(i, to, source)
+    if to in ("f16x2", "bf16x2"):
+        return _to_pair(i, to, source)
     function = _conversion(i, to, source)
-    read, write = reader(i.operands[1], source, i), writer(i.operands[0], to, i)
+    read, write = reader(i.operands[1], source, i), writer(i.operands[0], "b32" if to == "tf32" else to, i)
 
     def run(m: Machine, lanes: Lanes) -> None:
         write(m, lanes, function(read(m, lanes)))
@@ -63,58 +83,78 @@ def convert(i: Instruction) -> Operation:
     return run
 
 
-#: Rounding to whole numbers: to the nearest even one, towards zero, down, up.
-_TO_WHOLE: dict[str, Any] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-
-
-def _conversion(i: Instruction, to: str, source: str) -> Any:
-    target, origin = dtype_of(to), dtype_of(source)
-    if "bf16" in (to, source):
-        return _bfloat(i, to)
-    if target.kind in "iu" and origin.kind in "iu":
-        if "sat" in i.parts:
-            limits = np.iinfo(target)
-            return lambda a: np.clip(a, limits.min, limits.max).astype(target)
-        return lambda a: np.asarray(a).astype(target)
-    modes = [_TO_WHOLE[p] for p in i.parts if p in _TO_WHOLE]
-    if target.kind in "iu":
-        if not modes:
-            raise unsupported(i)
-        limits = np.iinfo(target)
-        mode: Any = modes[0]
-
-        def to_integer(a: Values) -> Values:
-            whole = mode(np.asarray(a, np.longdouble))
-            whole = np.where(np.isnan(whole), 0, np.clip(whole, limits.min, limits.max))
-            return np.asarray(whole).astype(target)
-
-        return to_integer
-    if modes and to == source and not {"ftz", "sat"} & set(i.parts):
-        return modes[0]
-    if modes and origin.kind == "f":
+def _conversion(i: Instruction, to: str, source: str) -> Function:
+    if source not in TYPES or source.endswith("x2") or to.endswith("x2"):
         raise unsupported(i)
-    if {"rz", "rm", "rp"} & set(i.parts):
-        raise unsupported(i, "has a rounding mode that is not known to the emulator")
-    if "sat" in i.parts:
-        return lambda a: np.clip(np.nan_to_num(np.asarray(a)), 0, 1).astype(target)
-    return lambda a: np.asarray(a).astype(target)
+    if to == "tf32":
+        function = _to_float(i, to, source)
+        return lambda a: function(a).view(np.uint32)
+    if to in KINDS:
+        return _to_float(i, to, source)
+    if source in KINDS:
+        return _float_to_integer(i, to, source)
+    target = dtype_of(to)
+    if "sat" not in i.parts:
+        return lambda a: np.asarray(a).astype(target)
+    limits, own = np.iinfo(target), np.iinfo(dtype_of(source))
+    low, high = max(limits.min, own.min), min(limits.max, own.max)
+    return lambda a: np.clip(a, low, high).astype(target)
 
 
-def _bfloat(i: Instruction, to: str) -> Any:
-    if to == "bf16":
+def _float_to_integer(i: Instruction, to: str, source: str) -> Function:
+    """Clamped to the target's range. NaN gives 0, or the top bit alone from f64 and to 64 bits."""
+    mode: Any = next((_TO_INTEGER[p] for p in i.parts if p in _TO_INTEGER), None)
+    if mode is None:
+        raise unsupported(i)
+    target = dtype_of(to)
+    limits, bits = np.iinfo(target), 8 * target.itemsize
+    nan = dtype_of(f"u{bits}").type(1 << (bits - 1) if source == "f64" or bits == 64 else 0).astype(target)
 
-        def narrow(a: Values) -> Values:
-            bits = np.asarray(a, np.float32).view(np.uint32).astype(np.uint64)
-            rounded = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)
-            return np.where(np.isnan(a), 0x7FFF, rounded).astype(np.uint16)
+    def function(a: Values) -> Values:
+        whole = mode(widen(flush(a, "f32") if "ftz" in i.parts else a, source))
+        above, below = whole >= 2.0 ** (bits - (target.kind == "i")), whole < limits.min
+        inside = np.where(above | below | np.isnan(whole), 0, whole).astype(target)
+        found = np.where(above, target.type(limits.max), np.where(below, target.type(limits.min), inside))
+        return np.where(np.isnan(whole), nan, found)
 
-        return narrow
-    if to == "f32":
-        return lambda a: (np.asarray(a).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    raise unsupported(i)
+    return function
 
 
-def _pair(i: Instruction, source: str) -> Any:
+def _to_float(i: Instruction, to: str, source: str) -> Function:
+    """From integers and floats; .rni and the like leave an integral number, .ftz flushes float32 only."""
+    mode = rounding(i)
+    whole: Any = next((_TO_INTEGER[p] for p in i.parts if p in _TO_INTEGER), None)
+    flushes, saturates, clamps = ("ftz" in i.parts, "sat" in i.parts, "relu" in i.parts)
+    largest = FORMATS[to].largest if "satfinite" in i.parts else None
+
+    def function(a: Values) -> Values:
+        if source not in KINDS:
+            return _integer_to_float(np.asarray(a), to, mode)
+        x = widen(flush(a, "f32") if flushes and source == "f32" else a, source)
+        if whole is not None:
+            x = whole(x)
+        if saturates:  # NaN becomes +0, and so does -0
+            x = np.where(x > 0, np.minimum(x, 1), 0.0)
+        if clamps:
+            x = np.where(x > 0, x, np.where(np.isnan(x), x, 0.0))
+        if largest is not None:
+            x = np.clip(x, -largest, largest)
+        found = narrow(x, to, mode)
+        return flush(found, "f32") if flushes and to == "f32" else found
+
+    return function
+
+
+def _integer_to_float(a: Values, to: str, mode: str) -> Values:
+    if to != "f64":
+        return narrow(integer_to_odd(a), to, mode)
+    if mode == "rn":
+        return a.astype(np.float64)
+    flat = [double_of(int(n), mode) for n in a.reshape(-1)]  # at most 64 bits: Python's integers round them right
+    return np.array(flat, np.float64).reshape(a.shape)
+
+
+def _pair(i: Instruction, source: str) -> Callable[[Machine, Lanes], tuple[Values, Values]]:
     """The two numbers of a two-operand or packed source: (upper, lower)."""
     if source == "f32":
         upper, lower = (reader(o, "f32", i) for o in i.operands[1:3])
@@ -133,21 +173,32 @@ def _pair(i: Instruction, source: str) -> Any:
     raise unsupported(i)
 
 
-def _to_e4m3(i: Instruction, source: str) -> Operation:
+def _to_eight_bits(i: Instruction, to: str, source: str) -> Operation:
     if "satfinite" not in i.parts:
         raise unsupported(i)
     read, write = _pair(i, source), writer(i.operands[0], "b16", i)
+    name, clamps = element_of(to), "relu" in i.parts
+
+    def code(values: Values) -> Values:
+        if clamps:
+            values = np.where(values < 0, np.zeros_like(values), np.where(values == 0, np.abs(values), values))
+        return encode(values, name).astype(np.uint16)
 
     def run(m: Machine, lanes: Lanes) -> None:
         upper, lower = read(m, lanes)
-        write(m, lanes, encode_e4m3(upper).astype(np.uint16) << np.uint16(8) | encode_e4m3(lower))
+        write(m, lanes, code(upper) << np.uint16(8) | code(lower))
 
     return run
 
 
-def _from_e4m3(i: Instruction) -> Operation:
+def _from_eight_bits(i: Instruction, to: str, source: str) -> Operation:
+    if to != "f16x2":
+        raise unsupported(i)
     read, write = reader(i.operands[1], "b16", i), writer(i.operands[0], "b32", i)
-    halves = E4M3_VALUES.astype(np.float16).view(np.uint16).astype(np.uint32)
+    values = _TABLES[element_of(source)]
+    if "relu" in i.parts:
+        values = np.where(values <= 0, np.float32(0), values)
+    halves = np.where(np.isnan(values), NAN_BITS["f16"], values.astype(np.float16).view(np.uint16)).astype(np.uint32)
 
     def run(m: Machine, lanes: Lanes) -> None:
         codes = np.asarray(read(m, lanes))
@@ -156,11 +207,15 @@ def _from_e4m3(i: Instruction) -> Operation:
     return run
 
 
-def _to_half2(i: Instruction) -> Operation:
-    read, write = _pair(i, "f32"), writer(i.operands[0], "b32", i)
+def _to_pair(i: Instruction, to: str, source: str) -> Operation:
+    """Two float32 into a register of halves, the first of them into its upper half."""
+    if source != "f32":
+        raise unsupported(i)
+    read, write = _pair(i, source), writer(i.operands[0], "b32", i)
+    function = _to_float(i, element_of(to), source)
 
     def run(m: Machine, lanes: Lanes) -> None:
-        upper, lower = (np.asarray(x).astype(np.float16).view(np.uint16).astype(np.uint32) for x in read(m, lanes))
+        upper, lower = (np.asarray(function(x)).view(np.uint16).astype(np.uint32) for x in read(m, lanes))
         write(m, lanes, upper << np.uint32(16) | lower)
 
     return run

@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.convert import E4M3_VALUES
+from greenfast.emulator.convert import E4M3_VALUES, E5M2_VALUES
 from greenfast.emulator.machine import Values
-
-#: E5M2 is the upper byte of a half.
-E5M2_VALUES = (np.arange(256, dtype=np.uint16) << np.uint16(8)).view(np.float16).astype(np.float32)
 
 FORMATS = ("e4m3", "e5m2", "s8", "u8", "f16", "bf16")
 

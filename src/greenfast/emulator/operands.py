@@ -8,18 +8,19 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from greenfast.emulator.faults import UnsupportedError
-from greenfast.emulator.machine import Lanes, Machine, Values, lane_indices
+from greenfast.emulator.machine import Lanes, Machine, Operation, Values, lane_indices
 from greenfast.emulator.ptx import CLOCKS, Immediate, Instruction, Operand, Register, Special, Symbol
 
 Reader: TypeAlias = Callable[[Machine, Lanes], Values]
 Writer: TypeAlias = Callable[[Machine, Lanes, Values], None]
+Function: TypeAlias = Callable[..., Any]
 
 #: PTX type -> NumPy type. Bit types are unsigned; packed halves are kept as their 32 bits.
 TYPES: dict[str, Any] = {
     "pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16,
     "s16": np.int16, "f16": np.float16, "bf16": np.uint16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32,
     "f32": np.float32, "f16x2": np.uint32, "bf16x2": np.uint32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64,
-    "f64": np.float64,
+    "f64": np.float64, "u16x2": np.uint32, "s16x2": np.uint32,
 }  # fmt: skip
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -43,6 +44,13 @@ def unsupported(instruction: Instruction, why: str = "is not known to the emulat
     return UnsupportedError(
         f"PTX instruction {opcode} {why} at {instruction.source or 'unknown line'}: {instruction.text}"
     )
+
+
+def only(instruction: Instruction, *allowed: str) -> None:
+    """Refuse an instruction that has a modifier besides its types and the allowed ones; raises UnsupportedError."""
+    unknown = [part for part in instruction.parts if part not in TYPES and part not in allowed]
+    if unknown:
+        raise unsupported(instruction, f"has the modifier .{unknown[0]}, which is not known to the emulator,")
 
 
 def cast(values: Values, dtype: Any) -> Values:
@@ -76,6 +84,9 @@ def reader(operand: Operand, type_name: str, instruction: Instruction) -> Reader
         return _special(operand.name, dtype, instruction)
     if isinstance(operand, Symbol):
         symbol = operand.name
+        if symbol.startswith("!"):
+            negated = symbol[1:]
+            return lambda m, lanes: ~m.register(negated)[lanes]
         return lambda m, lanes: np.asarray(address_of(m, symbol), dtype=np.uint64).astype(dtype)
     raise unsupported(instruction, "has an operand that is not known")
 
@@ -151,3 +162,21 @@ def _guard_write(m: Machine, name: str, lanes: Lanes) -> None:
         why = "write to a register that a wgmma under way uses, before a wgmma.wait_group that covers it"
         raise m.fault(f"{why} ({name})", int(lane_indices(lanes)[bad[0]]))
     m.products.guards[name].touched[lanes] = m.products.fences[lanes] + 1
+
+
+def elementwise(
+    instruction: Instruction, function: Function, types: list[str] | None = None, out: str = ""
+) -> Operation:
+    """An operation that writes function(sources) to its first operand; ``types``: of the sources, ``out``: its own."""
+    kind = type_of(instruction)
+    destination, *sources = instruction.operands
+    types = types or [kind] * len(sources)
+    if len(types) != len(sources):
+        raise unsupported(instruction)
+    read = [reader(s, t, instruction) for s, t in zip(sources, types, strict=True)]
+    write = writer(destination, out or kind, instruction)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        write(m, lanes, function(*(r(m, lanes) for r in read)))
+
+    return run

@@ -124,6 +124,39 @@ def reduce(i: Instruction) -> Operation:
     return run
 
 
+def match(i: Instruction) -> Operation:
+    """match.sync: which threads hold the same value (any), or all of them if all do (all)."""
+    kind = type_of(i)
+    targets = i.operands[0].items if isinstance(i.operands[0], Vector) else (i.operands[0],)
+    write = [writer(targets[0], "b32", i), *(writer(t, "pred", i) for t in targets[1:])]
+    read, every = reader(i.operands[1], kind, i), "all" in i.parts
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        values = _by_warp(read(m, lanes), whole_warps(m, lanes, "a match of all threads"))
+        same = values[:, :, None] == values[:, None, :]
+        if every:
+            same &= same.all(axis=(1, 2), keepdims=True)
+        mask = (same.astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(axis=2).astype(np.uint32)
+        write[0](m, lanes, mask.ravel())
+        for w in write[1:]:
+            w(m, lanes, mask.ravel() != 0)
+
+    return run
+
+
+def active_mask(i: Instruction) -> Operation:
+    """activemask: the threads of the warp that run this together."""
+    write = writer(i.operands[0], "b32", i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        indices = lane_indices(lanes)
+        masks = np.zeros(m.lanes // WARP, np.uint32)
+        np.bitwise_or.at(masks, indices // WARP, np.uint32(1) << (indices % WARP).astype(np.uint32))
+        write(m, lanes, masks[indices // WARP])
+
+    return run
+
+
 # ---- fragments: tables of the (row, column) that each lane holds in each register half ------------------------------
 
 
@@ -327,4 +360,13 @@ def _wmma_store(i: Instruction) -> Operation:
     return run
 
 
-BUILDERS = {"shfl": shuffle, "vote": vote, "elect": elect, "redux": reduce, "ldmatrix": ldmatrix, "wmma": wmma}
+BUILDERS = {
+    "shfl": shuffle,
+    "vote": vote,
+    "elect": elect,
+    "redux": reduce,
+    "match": match,
+    "activemask": active_mask,
+    "ldmatrix": ldmatrix,
+    "wmma": wmma,
+}
