@@ -147,6 +147,17 @@ def test_a_barrier_reduces_a_negated_predicate() -> None:
     assert (one(body, 64, threads=64) == 2).all()
 
 
+def test_a_block_declares_registers_by_their_number() -> None:
+    body = """
+    u32 v = threadIdx.x, w;
+    asm volatile("{.reg .b32 %%q<2>, a<2>; add.u32 %%q0, %0, 1; add.u32 a1, %%q0, 1; mov.u32 %0, a1;}" : "+r"(v));
+    asm volatile("{.reg .b64 a<2>; .reg .b32 %%q<1>; cvt.u64.u32 a1, %1; shl.b64 a1, a1, 33; shr.u64 a1, a1, 32;"
+      "cvt.u32.u64 %%q0, a1; mov.u32 %0, %%q0;}" : "=r"(w) : "r"(v));
+    y[threadIdx.x] = w;
+    """
+    assert one(body).tolist() == [2 * (n + 2) for n in range(32)]
+
+
 PING_PONG = """
 __shared__ int order[16], next;
 int group = threadIdx.x / 128;

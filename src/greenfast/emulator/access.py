@@ -228,7 +228,7 @@ def asynchronous_copy(i: Instruction) -> Operation:
             raise unsupported(i)
         return lambda m, lanes: deliver(m, lanes, pending)
     if "wait_all" in i.parts:
-        return lambda m, lanes: deliver(m, lanes, 0)
+        return _deliver_all
     if "bulk" in i.parts or "mbarrier" in i.parts:
         raise unsupported(i)
     size = int(getattr(i.operands[2], "bits", 0))
@@ -287,6 +287,12 @@ def _bytes(m: Machine, sources: Offsets, size: int, count: int) -> NDArray[np.ui
 
 def _commit(m: Machine, lanes: Lanes) -> None:
     m.copy_groups[lanes] += 1
+
+
+def _deliver_all(m: Machine, lanes: Lanes) -> None:
+    """wait_all: copies that no commit has put into a group count as well."""
+    _commit(m, lanes)
+    deliver(m, lanes, 0)
 
 
 def deliver(m: Machine, lanes: Lanes, pending: int) -> None:

@@ -125,7 +125,13 @@ def fused(a: Values, b: Values, c: Values) -> Values:
 
 
 def _fused(mode: str, a: Any, b: Any, c: Any) -> Any:
-    return sum_to_odd(np.asarray(a * b), c, mode)  # a product of two numbers of 24 bits is exact in float64
+    product = np.asarray(a * b)  # exact for numbers of 24 bits
+    beyond: Any = np.isinf(product)
+    if beyond.any():  # only a product of float64 overflows; with an infinite addend it must not count as infinite
+        product = np.where(
+            beyond & np.isfinite(a) & np.isfinite(b), np.copysign(FORMATS["f64"].largest, product), product
+        )
+    return sum_to_odd(product, c, mode)
 
 
 def _root(a: Fraction) -> Fraction:
@@ -139,13 +145,25 @@ add = arithmetic(lambda a, b: a + b, lambda mode, a, b: sum_to_odd(a, b, mode), 
 subtract = arithmetic(lambda a, b: a - b, lambda mode, a, b: sum_to_odd(a, -b, mode), lambda a, b: a - b)
 multiply = arithmetic(lambda a, b: a * b, lambda mode, a, b: a * b, lambda a, b: a * b)
 multiply_add = arithmetic(fused, _fused, lambda a, b, c: a * b + c)
-divide = arithmetic(
-    lambda a, b: a / b, lambda mode, a, b: quotient_to_odd(a, b), lambda a, b: a / b, extra="approx full"
+_rounded_quotient = arithmetic(
+    lambda a, b: a / b, lambda mode, a, b: quotient_to_odd(a, b), lambda a, b: a / b, extra="full"
 )
 sqrt = arithmetic(np.sqrt, lambda mode, a: root_to_odd(a), _root, extra="approx")
 _rounded_reciprocal = arithmetic(
     lambda a: a.dtype.type(1) / a, lambda mode, a: quotient_to_odd(np.ones_like(a), a), lambda a: 1 / a, extra="approx"
 )
+
+
+def divide(i: Instruction) -> Operation:
+    """div; .approx is a * (1 / b), where 1 / b of |b| > 2^126 is taken for zero."""
+    if "approx" not in i.parts:
+        return _rounded_quotient(i)
+    only(i, "approx", "ftz")
+
+    def quotient(a: Values, b: Values) -> Values:
+        return np.where(np.abs(b) > np.float32(2.0**126), a * (np.float32(0) * np.sign(b)), a / b)
+
+    return elementwise(i, _finished(i, "f32", quotient))
 
 
 def sum_of(kind: str, ftz: bool) -> Function:

@@ -286,7 +286,7 @@ def _statement(statement: str, function: Function, source: SourceLine | None, sc
     if statement.startswith(".reg"):
         kind, names = re.match(r"\.reg\s*\.(\w+)\s+(.*)", statement).groups()  # type: ignore[union-attr]
         for name in names.split(","):
-            scope.declare(name.split("<")[0].strip(), kind)
+            scope.declare(name.strip(), kind)
     elif statement.startswith("."):
         variable = _variable(statement)
         if variable is not None:

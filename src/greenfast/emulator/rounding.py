@@ -181,7 +181,7 @@ def double_of(exact: Fraction | int, mode: str) -> float:
     try:
         near = exact.numerator / exact.denominator  # Python rounds this to the nearest, ties to even
     except OverflowError:
-        near = math.copysign(math.inf, exact)
+        near = math.inf if exact > 0 else -math.inf
     if mode == "rn" or (not math.isinf(near) and Fraction(near) == exact):
         return near
     down = mode == "rm" or (mode == "rz" and exact > 0)

@@ -18,10 +18,15 @@ class Scope:
         self.labels: dict[str, str] = {}
         self.start = len(function.code)
 
-    def declare(self, name: str, kind: str) -> None:
-        """Declare a register; one that the whole function sees keeps its name."""
-        self.registers[name] = name + self.suffix
-        self.function.registers[name + self.suffix] = kind
+    def declare(self, declared: str, kind: str) -> None:
+        """Declare a register, or several as name<count>; one that the whole function sees keeps its name."""
+        name, _, count = declared.rstrip(">").partition("<")
+        names = [name]
+        if count and (self.suffix or not name.startswith("%")):  # %name0, ... of the function are known by their prefix
+            names += [f"{name}{n}" for n in range(int(count))]
+        for each in names:
+            self.registers[each] = each + self.suffix
+            self.function.registers[each + self.suffix] = kind
 
     def label(self, name: str) -> None:
         """Put a label at the next instruction."""

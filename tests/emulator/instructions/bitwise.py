@@ -1,0 +1,131 @@
+"""Instructions on bits, defined bit by bit."""
+
+from __future__ import annotations
+
+import itertools
+
+from tests.emulator.instructions.case import Case, assembly, instruction, predicate
+from tests.emulator.instructions.integers import value
+
+
+def _logic() -> list[Case]:
+    found = []
+    for bits in (16, 32, 64):
+        kind = f"b{bits}"
+        for op, two in (("and", lambda a, b: a & b), ("or", lambda a, b: a | b), ("xor", lambda a, b: a ^ b)):
+            found.append(instruction(f"{op}.{kind}", f"{kind} {kind}", kind, two))
+        found.append(instruction(f"not.{kind}", kind, kind, lambda a: ~a))
+        found.append(instruction(f"cnot.{kind}", kind, kind, lambda a: int(a == 0)))
+        found.append(instruction(f"shl.{kind}", f"{kind} amount", kind, lambda a, n, w=bits: a << min(n, w)))
+        found.append(instruction(f"shr.u{bits}", f"{kind} amount", kind, lambda a, n: a >> n))
+        found.append(instruction(f"shr.s{bits}", f"{kind} amount", kind, lambda a, n, k=f"s{bits}": value(a, k) >> n))
+    for op, two in (("and", lambda a, b: a & b), ("or", lambda a, b: a | b), ("xor", lambda a, b: a ^ b)):
+        text = f".reg .pred q; setp.ne.u32 p, %1, 0; setp.ne.u32 q, %2, 0; {op}.pred p, p, q;"
+        found.append(predicate(f"{op}.pred", "bit bit", two, text))
+    found.append(predicate("not.pred", "bit", lambda a: 1 - a, "setp.ne.u32 p, %1, 0; not.pred p, p;"))
+    for lut in (0x00, 0x1B, 0x80, 0x96, 0xCA, 0xE8, 0xFE, 0xFF):
+
+        def looked_up(a: int, b: int, c: int, lut: int = lut) -> int:
+            return sum((lut >> ((a >> n & 1) << 2 | (b >> n & 1) << 1 | c >> n & 1) & 1) << n for n in range(32))
+
+        ins = ("b32",) * 3
+        text = f"lop3.b32 %0, %1, %2, %3, {lut};"
+        found.append(Case(f"lop3.b32 {lut:#04x}", assembly(text, ins, ("b32",)), ins, ("b32",), looked_up))
+    for side, mode in itertools.product("lr", ("clamp", "wrap")):
+
+        def funnel(a: int, b: int, c: int, side: str = side, mode: str = mode) -> int:
+            n = min(c, 32) if mode == "clamp" else c % 32
+            return (b << 32 | a) << n >> 32 if side == "l" else (b << 32 | a) >> n
+
+        found.append(instruction(f"shf.{side}.{mode}.b32", "b32 b32 amount", "b32", funnel))
+    return found
+
+
+# The byte that each mode of prmt puts in each place, as the ISA's table writes it: b3 b2 b1 b0 for selectors 0 to 3.
+_PERMUTE = {
+    "f4e": ("3210", "4321", "5432", "6543"), "b4e": ("5670", "6701", "7012", "0123"),
+    "rc8": ("0000", "1111", "2222", "3333"), "ecl": ("3210", "3211", "3222", "3333"),
+    "ecr": ("0000", "1110", "2210", "3210"), "rc16": ("1010", "3232", "1010", "3232"),
+}  # fmt: skip
+
+
+def _permuted(a: int, b: int, digits: list[int]) -> int:
+    data = a.to_bytes(4, "little") + b.to_bytes(4, "little")
+    picked = [data[d & 7] if d < 8 else 255 * (data[d & 7] >> 7) for d in digits]
+    return int.from_bytes(bytes(picked), "little")
+
+
+def _fields() -> list[Case]:
+    found = [
+        instruction(
+            "prmt.b32", "b32 b32 nibbles", "b32", lambda a, b, c: _permuted(a, b, [c >> 4 * n & 15 for n in range(4)])
+        )
+    ]
+    for mode, rows in _PERMUTE.items():
+        found.append(
+            instruction(
+                f"prmt.b32.{mode}",
+                "b32 b32 b32",
+                "b32",
+                lambda a, b, c, rows=rows: _permuted(a, b, [int(d) for d in reversed(rows[c & 3])]),
+            )
+        )
+    for bits in (32, 64):
+
+        def insert(a: int, b: int, c: int, d: int, bits: int = bits) -> int:
+            position, length = c & 255, d & 255
+            for n in range(length):
+                if position + n < bits:
+                    b = b & ~(1 << position + n) | (a >> n & 1) << position + n
+            return b
+
+        found.append(instruction(f"bfi.b{bits}", f"b{bits} b{bits} amount amount", f"b{bits}", insert))
+        for kind in (f"u{bits}", f"s{bits}"):
+
+            def extract(a: int, b: int, c: int, bits: int = bits, kind: str = kind) -> int:
+                position, length = b & 255, c & 255
+                sign = 0
+                if kind[0] == "s" and length:
+                    sign = a >> min(position + length - 1, bits - 1) & 1
+                return sum(
+                    (a >> position + n & 1 if n < length and position + n < bits else sign) << n for n in range(bits)
+                )
+
+            found.append(instruction(f"bfe.{kind}", f"{kind} amount amount", kind, extract))
+
+            def highest(a: int, bits: int = bits, kind: str = kind) -> int:
+                size = ~value(a, kind) if value(a, kind) < 0 else value(a, kind)
+                return size.bit_length() - 1
+
+            found.append(instruction(f"bfind.{kind}", kind, "u32", highest))
+            found.append(
+                instruction(
+                    f"bfind.shiftamt.{kind}",
+                    kind,
+                    "u32",
+                    lambda a, f=highest, n=bits: n - 1 - f(a) if f(a) >= 0 else -1,
+                )
+            )
+        found.append(instruction(f"popc.b{bits}", f"b{bits}", "u32", lambda a: bin(a).count("1")))
+        found.append(instruction(f"clz.b{bits}", f"b{bits}", "u32", lambda a, n=bits: n - a.bit_length()))
+        found.append(instruction(f"brev.b{bits}", f"b{bits}", f"b{bits}", lambda a, n=bits: int(f"{a:0{n}b}"[::-1], 2)))
+    for mode in ("clamp", "wrap"):
+
+        def mask(a: int, b: int, mode: str = mode) -> int:
+            start, count = (a, min(b, 32)) if mode == "clamp" else (a % 32, b % 32)
+            return sum(1 << n for n in range(32) if start <= n < start + count)
+
+        found.append(instruction(f"bmsk.{mode}.b32", "amount amount", "b32", mask))
+        for kind in ("u32", "s32"):
+
+            def extended(a: int, b: int, kind: str = kind, mode: str = mode) -> int:
+                count = min(b, 32) if mode == "clamp" else b % 32
+                return value(a, f"{kind[0]}{count}") if count else 0
+
+            found.append(instruction(f"szext.{mode}.{kind}", f"{kind} amount", kind, extended))
+    return found
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    return [*_logic(), *_fields()]

@@ -1,0 +1,187 @@
+"""Floating point from its definition: bit patterns to rational numbers and back, with Python's integers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+#: Exponent bits, fraction bits, canonical NaN. tf32 is kept in float32's pattern, with the last 13 bits zero.
+FORMATS = {
+    "f16": (5, 10, 0x7FFF),
+    "bf16": (8, 7, 0x7FFF),
+    "tf32": (8, 10, 0x3FFFF),
+    "f32": (8, 23, 0x7FFF_FFFF),
+    "f64": (11, 52, 0x7FF8_0000_0000_0000),
+    "e5m2": (5, 2, 0x7F),
+    "e4m3": (4, 3, 0x7F),
+}
+
+
+@dataclass(frozen=True)
+class Number:
+    """A value that a pattern stands for. kind: nan, inf or real; negative: its sign, that of zero too."""
+
+    kind: str
+    negative: bool
+    value: Fraction = Fraction(0)
+
+
+NAN = Number("nan", False)
+
+
+def real(value: Fraction, negative_zero: bool = False) -> Number:
+    """A rational number as a Number; zero has the sign that is given."""
+    return Number("real", value < 0 or (value == 0 and negative_zero), Fraction(value))
+
+
+def infinity(negative: bool) -> Number:
+    return Number("inf", negative)
+
+
+def decode(bits: int, form: str) -> Number:
+    """What a pattern stands for."""
+    exponent_bits, fraction, _ = FORMATS[form]
+    negative = bool(bits >> (exponent_bits + fraction) & 1)
+    exponent, low = bits >> fraction & (1 << exponent_bits) - 1, bits & (1 << fraction) - 1
+    if form == "e4m3":
+        if exponent == 15 and low == 7:
+            return NAN
+    elif exponent == (1 << exponent_bits) - 1:
+        return NAN if low else infinity(negative)
+    significand = low + (1 << fraction if exponent else 0)
+    scale = max(exponent, 1) - (1 << exponent_bits - 1) + 1 - fraction
+    value = significand * Fraction(2) ** scale
+    return real(-value if negative else value, negative)
+
+
+def smallest_normal(form: str) -> Fraction:
+    """The smallest number that is not subnormal."""
+    return Fraction(2) ** (2 - (1 << FORMATS[form][0] - 1))
+
+
+def largest_pattern(form: str) -> int:
+    """The pattern of the largest number."""
+    exponent_bits, fraction, _ = FORMATS[form]
+    return 0x7E if form == "e4m3" else (((1 << exponent_bits) - 1) << fraction) - 1
+
+
+def round_away(whole: int, rest: Fraction, negative: bool, mode: str) -> bool:
+    """Whether a magnitude of ``whole`` and a rest in [0, 1) is rounded up."""
+    if mode in ("rn", "rni"):
+        return rest > Fraction(1, 2) or (rest == Fraction(1, 2) and whole % 2 == 1)
+    if mode == "rna":
+        return rest >= Fraction(1, 2)
+    return rest > 0 and {"z": False, "m": negative, "p": not negative}[mode[1]]
+
+
+def encode(number: Number, form: str, mode: str = "rn", saturate: bool = False) -> int:
+    """The pattern that a number rounds to; ``saturate``: to the largest number instead of infinity."""
+    exponent_bits, fraction, nan = FORMATS[form]
+    if number.kind == "nan":
+        return nan
+    sign = int(number.negative) << (exponent_bits + fraction)
+    largest = largest_pattern(form)
+    if number.kind == "inf":
+        return sign | (largest if saturate else largest + 1)
+    size = abs(number.value)
+    if size == 0:
+        return sign
+    smallest = 2 - (1 << exponent_bits - 1)
+    exponent = max(size.numerator.bit_length() - size.denominator.bit_length() - 1, smallest)
+    while size >= Fraction(2) ** (exponent + 1):
+        exponent += 1
+    scaled = size / Fraction(2) ** (exponent - fraction)
+    whole = math.floor(scaled)
+    whole += round_away(whole, scaled - whole, number.negative, mode)
+    pattern = whole + (exponent - smallest << fraction)
+    if pattern > largest:
+        stays = saturate or mode == "rz" or (mode == "rm" and not number.negative) or (mode == "rp" and number.negative)
+        pattern = largest if stays else largest + 1
+    return sign | pattern
+
+
+def flush(number: Number, form: str) -> Number:
+    """A subnormal number as zero of its sign."""
+    if number.kind == "real" and 0 < abs(number.value) < smallest_normal(form):
+        return real(Fraction(0), number.negative)
+    return number
+
+
+# ---- operations, exact ----------------------------------------------------------------------------------------------
+
+
+def negated(a: Number) -> Number:
+    return a if a.kind == "nan" else Number(a.kind, not a.negative, -a.value)
+
+
+def add(a: Number, b: Number, mode: str = "rn") -> Number:
+    """The sum; an exact zero of unlike terms is negative only when rounding down."""
+    if "nan" in (a.kind, b.kind) or (a.kind == b.kind == "inf" and a.negative != b.negative):
+        return NAN
+    if "inf" in (a.kind, b.kind):
+        return a if a.kind == "inf" else b
+    total = a.value + b.value
+    if total == 0:
+        return real(total, a.negative and b.negative if a.negative == b.negative else mode == "rm")
+    return real(total)
+
+
+def multiply(a: Number, b: Number) -> Number:
+    """The product."""
+    negative = a.negative != b.negative
+    if "nan" in (a.kind, b.kind):
+        return NAN
+    if "inf" in (a.kind, b.kind):
+        other = b if a.kind == "inf" else a
+        return NAN if other.kind == "real" and other.value == 0 else infinity(negative)
+    return real(a.value * b.value, negative)
+
+
+def divide(a: Number, b: Number) -> Number:
+    """The quotient."""
+    negative = a.negative != b.negative
+    if "nan" in (a.kind, b.kind) or a.kind == b.kind == "inf":
+        return NAN
+    if a.kind == "inf":
+        return infinity(negative)
+    if b.kind == "inf":
+        return real(Fraction(0), negative)
+    if b.value == 0:
+        return NAN if a.value == 0 else infinity(negative)
+    return real(a.value / b.value, negative)
+
+
+def root(a: Number) -> Number:
+    """The square root; where it is irrational, a number so near that it rounds alike in every mode."""
+    if a.kind == "nan" or (a.negative and not (a.kind == "real" and a.value == 0)):
+        return NAN
+    if a.kind == "inf" or a.value == 0:
+        return a
+    shift = 4**700
+    scaled = a.value * shift
+    whole = math.isqrt(math.floor(scaled))
+    inexact = Fraction(whole) * whole != scaled
+    return real((whole + (Fraction(1, 2) if inexact else 0)) / Fraction(2**700))
+
+
+def clamp(number: Number) -> Number:
+    """.sat: to [0, 1], NaN to +0."""
+    if number.kind == "nan" or number.negative:
+        return real(Fraction(0))
+    return real(Fraction(1)) if number.kind == "inf" or number.value > 1 else number
+
+
+def rectified(number: Number) -> Number:
+    """.relu: negative numbers to +0."""
+    return real(Fraction(0)) if number.kind != "nan" and number.negative else number
+
+
+def on_halves(function: Callable[..., int]) -> Callable[..., int]:
+    """A function of 16-bit patterns, for each half of 32-bit ones."""
+
+    def both(*operands: int) -> int:
+        return function(*(o & 0xFFFF for o in operands)) | function(*(o >> 16 for o in operands)) << 16
+
+    return both
