@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.access import addresses, count_access, locate, space_of
 from greenfast.emulator.machine import WARP, Lanes, Machine, Operation, Values, lane_indices
-from greenfast.emulator.operands import reader, type_of, unsupported, writer
+from greenfast.emulator.operands import only, reader, type_of, unsupported, writer
 from greenfast.emulator.ptx import Instruction, Vector
 
 _LANE = np.arange(WARP)
@@ -113,6 +113,7 @@ def reduce(i: Instruction) -> Operation:
     kind = type_of(i)
     table_of: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and}
     table_of |= {"or": np.bitwise_or, "xor": np.bitwise_xor}
+    only(i, "sync", *table_of)
     function = table_of[next(p for p in i.parts if p in table_of)]
     read, write = reader(i.operands[1], kind, i), writer(i.operands[0], kind, i)
 
