@@ -256,18 +256,26 @@ def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
     return build
 
 
-def negate(i: Instruction) -> Operation:
-    """neg: the other sign."""
-    only(i, "ftz")
-    sign, _ = _layout(element_of(type_of(i)))
-    return _bit_function(i, lambda a: a ^ sign)
+def _signed(function: Callable[[Values, Any], Values]) -> Callable[[Instruction], Operation]:
+    """neg and abs. The ISA leaves their NaN open: ptxas makes additions of them, and narrow ones give canonical NaN."""
+
+    def build(i: Instruction) -> Operation:
+        only(i, "ftz")
+        kind = element_of(type_of(i))
+        sign, infinity = _layout(kind)
+        nan = _unsigned(kind).type(NAN_BITS[kind])
+
+        def run(a: Values) -> Values:
+            found = function(a, sign)
+            return found if kind == "f64" else np.where((a & ~sign) > infinity, nan, found)
+
+        return _bit_function(i, run)
+
+    return build
 
 
-def absolute(i: Instruction) -> Operation:
-    """abs: without the sign."""
-    only(i, "ftz")
-    sign, _ = _layout(element_of(type_of(i)))
-    return _bit_function(i, lambda a: a & ~sign)
+negate = _signed(lambda a, sign: a ^ sign)
+absolute = _signed(lambda a, sign: a & ~sign)
 
 
 def copysign(i: Instruction) -> Operation:

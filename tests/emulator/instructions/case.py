@@ -84,11 +84,15 @@ class Case:
         lines.append("  " + self.body)
         at = 0
         for n, kind in enumerate(self.outputs):
-            lines.append(f"  y[{at}] = (unsigned)d{n};")
-            at += 1
-            if width(kind) == 64:
-                lines.append(f"  y[{at}] = (unsigned)(d{n} >> 32);")
+            if width(kind) < 64:
+                lines.append(f"  y[{at}] = d{n};")
                 at += 1
+                continue
+            # A plain (unsigned)d becomes st.u32 of a 64-bit register, which ptxas takes for a conversion where the
+            # register holds the result of a float64 instruction.
+            halves = f'"=r"(y[{at}]), "=r"(y[{at + 1}])'
+            lines.append(f'  asm volatile("mov.b64 {{%0, %1}}, %2;" : {halves} : "l"(d{n}));')
+            at += 2
         return "\n".join([*lines, "}"])
 
     def operands(self, count: int, seed: int = 0) -> list[NDArray[np.uint64]]:

@@ -135,8 +135,9 @@ def _signs() -> list[Case]:
             def meaning(a: int, form: str = form, op: str = op, ftz: str = ftz) -> int:
                 number = flush(decode(a, form), form) if ftz else decode(a, form)
                 top = 1 << sum(FORMATS[form][:2])
-                bits = a if number.kind == "nan" else encode(number, form)
-                return bits ^ top if op == "neg" else bits & ~top
+                if number.kind == "nan":
+                    return FORMATS[form][2]
+                return encode(number, form) ^ top if op == "neg" else encode(number, form) & ~top
 
             function = on_halves(meaning) if kind.endswith("x2") else meaning
             found.append(instruction(f"{op}{ftz}.{kind}", kind, kind, function, any_nan=True))
