@@ -2,7 +2,7 @@
 
 python scripts/update_readme.py [--check]    (--check changes nothing; exit 1 where something differs)
 
-A record lies at evidence/DEVICE/NAME/record.json, as a run of `greenfast validate` left it.
+A record lies at evidence/DEVICE/NAME/record.json, as a run of `greenfast validate` or `greenfast bench` left it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from greenfast.pipeline.artifacts import RECORD, REPORT
-from greenfast.pipeline.records import read_record, stale_records
+from greenfast.pipeline.records import is_stale, read_record, stale_records
 from greenfast.pipeline.store import write_whole
 from greenfast.pipeline.tasks import find_task
 from greenfast.pipeline.validate import PLOT
 from greenfast.report.beside_gpu import counts_table
 from greenfast.report.ladder import console_form, ladder_table
 from greenfast.report.markdown import report
+from greenfast.report.peers import readme_section
 from greenfast.spec.errors import GreenfastError, UsageError
-from greenfast.spec.record import AnyRecord, Record
+from greenfast.spec.record import AnyRecord, PeersRecord, Record
 
 ROOT = Path(__file__).parents[1]
 MAIN_TASK = "fp8_sdpa"
@@ -59,8 +60,10 @@ def blocks(records: Evidence) -> dict[str, str]:
     comparisons = [(folder, record) for folder, record in records if isinstance(record, Record)]
     stale = stale_records(comparisons)
     example = next((r for folder, r in comparisons if folder not in stale and _is_default(r)), None)
+    beside_peers = next(((folder, record) for folder, record in records if isinstance(record, PeersRecord)), None)
     return {
         "verdicts": ladder_table(comparisons, stale=stale),
+        "peers": readme_section(*beside_peers, stale=is_stale(beside_peers[1])) if beside_peers else "",
         "example": f"```text\n{console_form(example)}\n```" if example else "",
     }
 

@@ -15,11 +15,14 @@ from greenfast.cli.options import VERBS
 from greenfast.pipeline.records import is_stale, read_record
 from greenfast.pipeline.store import to_json
 from greenfast.pipeline.tasks import find_task, load_family
+from greenfast.report.markdown import report
+from greenfast.report.peers import readme_section
 from greenfast.spec.arch import TARGETS
 from greenfast.spec.errors import UsageError
 from greenfast.spec.record import AnyRecord, Record
 from scripts import update_readme
 from scripts.update_readme import blocks, evidence, fill, generated
+from tests.report.peer_records import peers_record
 from tests.report.records import record, side
 
 ROOT = Path(__file__).parents[1]
@@ -146,7 +149,9 @@ def tree(root: Path, *records: tuple[str, AnyRecord]) -> Path:
     for folder, one in records:
         (root / "evidence" / folder).mkdir(parents=True)
         (root / "evidence" / folder / "record.json").write_text(to_json(one))
-    readme = "".join(f"{name}\n<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in ("verdicts", "example"))
+    readme = "".join(
+        f"{name}\n<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in ("verdicts", "peers", "example")
+    )
     (root / "README.md").write_text(readme)
     return root
 
@@ -188,6 +193,22 @@ def test_a_current_record_is_shown_quoted_and_an_example(tmp_path: Path, monkeyp
     assert "[stage2-e4m3](evidence/h100/stage2-e4m3)" in made["verdicts"]
     assert quoted(made["verdicts"]) == {"evidence/h100/stage2-e4m3"}
     assert made["example"].startswith("```text\n$ greenfast validate")
+
+
+def test_the_comparison_with_peers_is_a_section_once_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tree(tmp_path, ("h100/peers", peers_record()))
+    assert "stale" in blocks(evidence(root))["peers"]  # its kernel never was
+    assert quoted(blocks(evidence(root))["peers"]) == set()
+    monkeypatch.setattr(update_readme, "is_stale", lambda record: False)
+    made = blocks(evidence(root))
+    assert made["peers"] == readme_section("evidence/h100/peers", peers_record(), stale=False)
+    assert quoted(made["peers"]) == {"evidence/h100/peers"}
+    assert (made["verdicts"], made["example"]) == ("", "")
+    files = generated(root)
+    assert made["peers"] in files[root / "README.md"]
+    assert files[root / "evidence/h100/peers/VALIDATION_REPORT.md"] == report(peers_record())
 
 
 def test_the_page_of_the_emulator_gets_the_table_of_its_record(tmp_path: Path) -> None:

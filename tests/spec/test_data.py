@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from greenfast.spec.arch import TARGETS, Target
-from greenfast.spec.errors import CompileError, GreenfastError, MachineError, UsageError
+from greenfast.spec.errors import CompileError, GreenfastError, MachineError, UsageError, WrongResultError
 from greenfast.spec.problem import Case, OutputSpec, least_work
 from greenfast.spec.record import CorrectnessRow, GateResult, Status
 from tests.report.records import correctness_row, gates, record, side
@@ -62,8 +62,11 @@ def test_machine_code_runs_within_its_generation_only() -> None:
 
 
 def test_every_error_has_its_exit_code() -> None:
-    codes = {error: error("x").exit_code for error in (UsageError, MachineError, CompileError, GreenfastError)}
-    assert list(codes.values()) == [2, 3, 1, 3]
+    codes = {
+        error: error("x").exit_code
+        for error in (UsageError, MachineError, CompileError, WrongResultError, GreenfastError)
+    }
+    assert list(codes.values()) == [2, 3, 1, 1, 3]
 
 
 def test_equal_digests_mean_equal_inputs() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from greenfast.cli.console import GateConsole, exit_code, required_gates, show, table
+from greenfast.cli.peers import beside_peers
 from greenfast.cli.request import request_of
 from greenfast.pipeline.bench import bench
 from greenfast.pipeline.store import to_json
@@ -32,6 +33,10 @@ def variant_of_environment(config: TaskConfig, environment: Mapping[str, str]) -
 
 def run(args: argparse.Namespace) -> int:
     """Check and time one variant; prints each gate, the timings and where the artifacts are."""
+    if args.peers:
+        return beside_peers(args)
+    if args.grid or args.rounds is not None:
+        raise UsageError("--grid and --rounds are for --peers")
     required = required_gates(args.require)
     if "evidence" in args.require:
         raise UsageError("--require evidence: bench does not look at the machine code; validate does")

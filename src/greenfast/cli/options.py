@@ -39,6 +39,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _rounds(text: str) -> int:
+    """A whole number from 2 up."""
+    if not (text.isascii() and text.isdigit() and int(text) >= 2):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 2 up")
+    return int(text)
+
+
 def _named_file(text: str) -> tuple[str, Path]:
     """NAME=FILE."""
     name, equals, file = text.partition("=")
@@ -135,6 +142,14 @@ def bench(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--variant", metavar="VARIANT", help="a name, or TOGGLE=VALUE,... (default: the candidate)")
     which.add_argument("--from-env", action="store_true", help="read the task's toggles from the environment")
+    which.add_argument(
+        "--peers",
+        action="store_true",
+        help="time the task's default candidate in turns with libraries that compute the same; --shapes then takes the "
+        "shapes of that comparison, and without --shapes or --grid errors are compared too",
+    )
+    parser.add_argument("--grid", action="store_true", help="with --peers: the shapes that fill the GPU alone")
+    parser.add_argument("--rounds", type=_rounds, metavar="N", help="with --peers: rounds per shape (default: by time)")
     _what(parser)
     _how_long(parser)
     _where(parser)

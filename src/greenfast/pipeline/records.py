@@ -10,13 +10,13 @@ from greenfast.pipeline.artifacts import RECORD
 from greenfast.pipeline.store import read_json
 from greenfast.pipeline.tasks import find_task, load_family
 from greenfast.spec.errors import UsageError
-from greenfast.spec.record import AnyRecord, BenchRecord, PhaseRecord, Record, Side
+from greenfast.spec.record import AnyRecord, BenchRecord, PeersRecord, PhaseRecord, Record, Side
 
 
 def read_record(run: Path) -> AnyRecord:
     """The record of a run: its folder, or its record's file. Raises UsageError for anything else."""
     path = run / RECORD if run.is_dir() else run
-    record: AnyRecord = read_json(path, Record | BenchRecord | PhaseRecord, "record")
+    record: AnyRecord = read_json(path, Record | BenchRecord | PhaseRecord | PeersRecord, "record")
     return record
 
 

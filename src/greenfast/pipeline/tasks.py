@@ -15,6 +15,7 @@ from typing import cast
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import GreenfastError, UsageError, unknown
 from greenfast.spec.kernel import Family
+from greenfast.spec.peers import Peers
 from greenfast.spec.problem import Problem
 from greenfast.spec.task import CONFIG_NAME, Task, TaskConfig, load_task
 
@@ -87,6 +88,13 @@ def load(task: Task) -> LoadedTask:
 def load_family(task: Task) -> Family:
     """Import the task's kernel family alone, for work that needs no inputs or references."""
     return cast(Family, _module(task, "family", task.config.family, ("kernel", "launch")))
+
+
+def load_peers(task: LoadedTask) -> Peers:
+    """Import the module of the task's peers. Raises UsageError where it has none, or one that lacks something."""
+    if not task.config.peers:
+        raise UsageError(f"task {task.config.name} names no peers to be measured beside; fp8_attention does")
+    return cast(Peers, _module(Task(task.config, task.folder), "peers", task.config.peers, ("PeerSession", "flops")))
 
 
 def _module(task: Task, key: str, name: str, functions: tuple[str, ...]) -> ModuleType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from greenfast.report import facts, format
+from greenfast.report import facts, format, peers
 from greenfast.report.counts import PHASE_HEADER, counts_section, phase_rows
 from greenfast.report.speedups import quoted_from, quoted_section, speedup_line, speedup_table
 from greenfast.spec.record import (
@@ -12,6 +12,7 @@ from greenfast.spec.record import (
     BenchRecord,
     Build,
     CorrectnessRow,
+    PeersRecord,
     PhaseRecord,
     Record,
     Resources,
@@ -44,6 +45,8 @@ def report(record: AnyRecord, *, plot: str | None = None) -> str:
     """The whole report of any record; ``plot`` as validation_report takes it."""
     if isinstance(record, Record):
         return validation_report(record, plot=plot)
+    if isinstance(record, PeersRecord):
+        return peers_report(record)
     return bench_report(record) if isinstance(record, BenchRecord) else phase_report(record)
 
 
@@ -69,6 +72,19 @@ def phase_report(record: PhaseRecord) -> str:
             ("Build metadata", _metadata(record)),
         ],
     )
+
+
+def peers_report(record: PeersRecord) -> str:
+    """The report of a kernel beside its peers."""
+    sections = [
+        ("Summary", peers.summary(record)),
+        ("Gates", _gates(record)),
+        ("Times", peers.samples_table(record)),
+        ("Compiler resources", _resources(record)),
+        ("How to reproduce", _reproduce(record)),
+        ("Build metadata", _metadata(record)),
+    ]
+    return _document(f"{record.task}: {record.side.variant} beside its peers", sections)
 
 
 def _document(title: str, sections: list[tuple[str, str]]) -> str:
@@ -166,7 +182,7 @@ def _sides(record: Run) -> list[tuple[str, Side]]:
     """The role and side of each variant of a record."""
     if isinstance(record, Record):
         return [("baseline", record.baseline), ("candidate", record.candidate)]
-    return [(record.side.variant, record.side)] if isinstance(record, BenchRecord | PhaseRecord) else []
+    return [(record.side.variant, record.side)] if isinstance(record, BenchRecord | PhaseRecord | PeersRecord) else []
 
 
 def _correctness(record: Run) -> str:

@@ -29,6 +29,12 @@ class CompileError(GreenfastError):
     exit_code = 1
 
 
+class WrongResultError(GreenfastError):
+    """A kernel computed something wrong, so that nothing about its speed may be said."""
+
+    exit_code = 1
+
+
 def unknown(what: str, got: str, allowed: Iterable[str]) -> UsageError:
     """The error for a name that is none of the known ones."""
     return UsageError(f"unknown {what} {got!r}; allowed: {', '.join(sorted(allowed))}")

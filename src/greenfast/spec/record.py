@@ -10,6 +10,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from greenfast.spec.peers import OWN, PeerAccuracyRow, PeerContender, PeerRow
+
 SCHEMA_VERSION = 1
 
 Status = Literal["PASS", "FAIL", "PENDING"]
@@ -327,5 +329,24 @@ class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison")
             raise ValueError("a record holds timings of its own or quotes another's, never both")
 
 
+class PeersRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="peers"):
+    """The task's own kernel beside its peers, all timed in one run on one GPU; ``side`` holds the kernel's builds.
+
+    Raises ValueError as Record does, and for a time of the own kernel without its error on that shape.
+    """
+
+    side: Side
+    contenders: list[PeerContender]
+    rows: list[PeerRow]
+    accuracy: list[PeerAccuracyRow] = []
+
+    def __post_init__(self) -> None:
+        timed = [row for row in self.rows if row.median_us is not None]
+        self._require_correct(bool(timed or self.side.timing))
+        unchecked = [row.shape for row in timed if row.contender == OWN and row.kernel_error is None]
+        if unchecked:
+            raise ValueError(f"{', '.join(unchecked)}: a time of {OWN} without its error")
+
+
 #: What a record.json may hold; its ``kind`` says which.
-AnyRecord: TypeAlias = "Record | BenchRecord | PhaseRecord"
+AnyRecord: TypeAlias = "Record | BenchRecord | PhaseRecord | PeersRecord"

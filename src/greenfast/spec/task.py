@@ -167,13 +167,15 @@ class TaskConfig(_Strict, frozen=True, kw_only=True):
 
     family, problem: an importable module, or a Python file beside the config (``family.py``). The family renders
     kernels (``greenfast.spec.kernel.Family``), the problem makes inputs and references
-    (``greenfast.spec.problem.Problem``).
+    (``greenfast.spec.problem.Problem``). peers: an importable module with the kernel's peers
+    (``greenfast.spec.peers.Peers``); empty where the task has none.
     """
 
     name: Name
     description: str
     family: str
     problem: str
+    peers: str = ""
     shapes: Annotated[list[Shape], Meta(min_length=1)]
     seeds: Annotated[list[NonNegative], Meta(min_length=1)]
     formats: Annotated[dict[str, FormatGates], Meta(min_length=1)]
