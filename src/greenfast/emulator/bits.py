@@ -96,15 +96,24 @@ def _low_bits(count: Values) -> Values:
     return np.where(count >= 64, full, ~(full << np.minimum(count, 63).astype(np.uint64)))
 
 
+def _amount(values: Values, bits: int) -> Values:
+    """A position or length of bfi and bfe on registers of ``bits`` bits.
+
+    The PTX ISA takes the low 8 bits of both. So does the hardware for 32 bits; for 64 bits ptxas makes shifts of the
+    instruction, by amounts of which all 32 bits count (SASS; seen on H100, 2026-11-21: a length of 2^31 is a full one).
+    """
+    return np.asarray(values) & 255 if bits == 32 else np.minimum(values, bits)
+
+
 def insert_bits(i: Instruction) -> Operation:
     """bfi: ``length`` bits of a into b at ``position``; what reaches beyond the width is left out."""
     kind = type_of(i)
     bits = 8 * dtype_of(kind).itemsize
 
     def function(a: Values, b: Values, position: Values, length: Values) -> Values:
-        p = np.minimum(np.asarray(position) & 255, bits)
+        p = np.minimum(_amount(position, bits), bits)
         p, outside = np.minimum(p, bits - 1).astype(np.uint64), p == bits
-        mask = np.where(outside, np.uint64(0), _low_bits(np.asarray(length) & 255) << p)
+        mask = np.where(outside, np.uint64(0), _low_bits(_amount(length, bits)) << p)
         wide_a, wide_b = np.asarray(a).astype(np.uint64), np.asarray(b).astype(np.uint64)
         return np.asarray((wide_b & ~mask) | ((wide_a << p) & mask)).astype(dtype_of(kind))
 
@@ -119,7 +128,7 @@ def extract_bits(i: Instruction) -> Operation:
     wide = np.int64 if dtype.kind == "i" else np.uint64
 
     def function(a: Values, position: Values, length: Values) -> Values:
-        p, n = np.asarray(position) & 255, np.asarray(length) & 255
+        p, n = _amount(position, bits), _amount(length, bits)
         value = np.asarray(a).astype(wide) >> np.minimum(p, bits - 1).astype(wide)
         if dtype.kind == "u":
             value = np.where(p < bits, value, 0)

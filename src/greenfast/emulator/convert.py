@@ -15,8 +15,10 @@ from greenfast.emulator.rounding import (
     FORMATS,
     MODES,
     NAN_BITS,
+    canonical,
     double_of,
     flush,
+    flush_rounded,
     integer_to_odd,
     narrow,
     round_to,
@@ -132,7 +134,8 @@ def _to_float(i: Instruction, to: str, source: str) -> Function:
     def function(a: Values) -> Values:
         if source not in KINDS:
             return _integer_to_float(np.asarray(a), to, mode)
-        x = widen(flush(a, "f32") if flushes and source == "f32" else a, source)
+        a = flush(a, "f32") if flushes and source == "f32" else a
+        x = widen(a, source)
         if whole is not None:
             x = whole(x)
         if saturates:  # NaN becomes +0, and so does -0
@@ -142,9 +145,36 @@ def _to_float(i: Instruction, to: str, source: str) -> Function:
         if largest is not None:
             x = np.clip(x, -largest, largest)
         found = narrow(x, to, mode)
-        return flush(found, "f32") if flushes and to == "f32" else found
+        if flushes and to == "f32":
+            found = flush_rounded(found, to, mode, lambda mask: x[mask])
+        return _with_nan(found, x, a, i, to, source) if np.isnan(x).any() else found
 
     return function
+
+
+def _with_nan(found: Values, x: Values, a: Values, i: Instruction, to: str, source: str) -> Values:
+    """Results of a conversion with its NaN in the place of canonical ones, which the PTX ISA leaves open.
+
+    As seen on H100, 2026-11-21: to and from float64 a NaN keeps its sign and what its payload has room for, and becomes
+    quiet (F2F); .ftz on a float32 is a multiplication, whose NaN is canonical, before it. cvt.rna to TF32 is integer
+    arithmetic in SASS, which cuts a NaN to TF32's bits; .satfinite takes one off them, as it does from infinity.
+    """
+    bits, unsigned = 8 * found.dtype.itemsize, np.dtype(f"u{found.dtype.itemsize}")
+    if to == "tf32" and "rna" in i.parts:
+        kept = a.view(unsigned) & unsigned.type(0xFFFF_E000)
+        nan = kept - unsigned.type(0x2000) if "satfinite" in i.parts else kept
+    elif "f64" in (to, source):
+        if source == "f32" and "ftz" in i.parts:
+            a = canonical(a, source)
+        own = 8 * a.dtype.itemsize
+        old = a.view(f"u{a.dtype.itemsize}").astype(np.uint64)
+        sign, payload = old >> np.uint64(own - 1), old << np.uint64(64 - FORMATS[source].precision + 1)
+        fraction = FORMATS[to].precision - 1
+        quiet = (1 << (bits - 1)) - (1 << (fraction - 1))
+        nan = (sign << np.uint64(bits - 1) | np.uint64(quiet) | payload >> np.uint64(64 - fraction)).astype(unsigned)
+    else:
+        return found
+    return np.where(np.isnan(x), nan, found.view(unsigned)).view(found.dtype)
 
 
 def _integer_to_float(a: Values, to: str, mode: str) -> Values:

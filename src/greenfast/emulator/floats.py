@@ -22,6 +22,7 @@ from greenfast.emulator.rounding import (
     canonical,
     doubles,
     flush,
+    flush_rounded,
     narrow,
     quotient_to_odd,
     root_to_odd,
@@ -66,15 +67,21 @@ def rounding(i: Instruction) -> str:
     return next((p for p in i.parts if p in MODES), "rn")
 
 
-def _finished(i: Instruction, kind: str, function: Function) -> Function:
-    """The function with .ftz, .sat and .relu applied as the instruction has them, and canonical NaN."""
+def _finished(i: Instruction, kind: str, function: Function, exact: Function | None = None) -> Function:
+    """The function with .ftz, .sat and .relu applied as the instruction has them, and canonical NaN.
+
+    exact: the function before its result is rounded, or rounded to odd; float64.
+    """
     ftz, saturates, clamps = ("ftz" in i.parts, "sat" in i.parts, "relu" in i.parts)
 
     def run(*sources: Values) -> Values:
         if ftz:
             sources = tuple(flush(s, kind) for s in sources)
         result = np.asarray(function(*sources))
-        if ftz:
+        if ftz and exact is not None:
+            arrays = np.broadcast_arrays(*sources)
+            result = flush_rounded(result, kind, rounding(i), lambda mask: exact(*(a[mask] for a in arrays)))
+        elif ftz:
             result = flush(result, kind)
         if saturates:  # NaN becomes +0, and so does -0
             result = np.where(result > 0, np.minimum(result, result.dtype.type(1)), result.dtype.type(0))
@@ -99,13 +106,14 @@ def arithmetic(
     def build(i: Instruction) -> Operation:
         only(i, "rn", "rz", "rm", "rp", "ftz", "sat", "relu", *extra.split())
         kind, mode = element_of(type_of(i)), rounding(i)
+        wide: Function = lambda *sources: odd(mode, *(widen(s, kind) for s in sources))  # noqa: E731
         if mode == "rn" and (kind == "f32" or (kind == "f64" and usual is not fused)):
             function = usual
         elif kind == "f64":
             function = doubles(lambda *sources: odd(mode, *sources), exact, mode)
         else:
-            function = lambda *sources: narrow(odd(mode, *(widen(s, kind) for s in sources)), kind, mode)  # noqa: E731
-        return per_number(i, _finished(i, kind, function))
+            function = lambda *sources: narrow(wide(*sources), kind, mode)  # noqa: E731
+        return per_number(i, _finished(i, kind, function, wide))
 
     return build
 

@@ -46,11 +46,13 @@ FORMATS: dict[str, Format] = {
     "e5m2": Format(3, -16, 57344.0),
 }
 
-#: The bits of the NaN that an instruction makes. The PTX ISA calls it canonical; Hopper's is all ones but the sign.
-NAN_BITS = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFF_FFFF, "tf32": 0x7FFF_FFFF, "f64": 0x7FF8_0000_0000_0000}
+#: The bits of the NaN that an instruction makes. The PTX ISA calls it canonical; Hopper's is all ones but the sign,
+#: and TF32's has zeros, too, where the format has no bits (H100, 2026-11-21).
+NAN_BITS = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFF_FFFF, "tf32": 0x7FFF_E000, "f64": 0x7FF8_0000_0000_0000}
 _NAN: dict[str, Values] = {
     "f16": np.array(NAN_BITS["f16"], np.uint16).view(np.float16),
     "f32": np.array(NAN_BITS["f32"], np.uint32).view(np.float32),
+    "tf32": np.array(NAN_BITS["tf32"], np.uint32).view(np.float32),
     "f64": np.array(NAN_BITS["f64"], np.uint64).view(np.float64),
 }
 
@@ -97,7 +99,7 @@ def narrow(x: Values, kind: str, mode: str = "rn") -> Values:
     rounded = round_to(x, FORMATS[kind], mode)
     if kind == "f16":
         return canonical(rounded.astype(np.float16), kind)
-    single = canonical(rounded.astype(np.float32), "f32")
+    single = canonical(rounded.astype(np.float32), "tf32" if kind == "tf32" else "f32")
     if kind == "bf16":
         return np.asarray(single.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     return single
@@ -115,6 +117,25 @@ def flush(x: Values, kind: str) -> Values:
     x = np.asarray(x)
     tiny = np.abs(x) < x.dtype.type(FORMATS[kind].smallest_normal)
     return np.where(tiny, np.copysign(x.dtype.type(0), x), x) if tiny.any() else x
+
+
+def flush_rounded(rounded: Values, kind: str, mode: str, exact: Callable[[NDArray[np.bool_]], Wide]) -> Values:
+    """Rounded numbers of a kind as .ftz leaves them; ``exact``: those of a mask, before rounding or rounded to odd.
+
+    The PTX ISA only says that subnormal results are flushed. The hardware takes for subnormal what lies below the
+    normal numbers when rounded to the kind's significand without a bound on the exponent: 2^-126 (1 - 2^-24) becomes 0
+    in every mode, 2^-126 (1 - 2^-26) to the nearest does not (mul, fma and div on H100, 2026-11-21).
+    """
+    rounded, form = np.asarray(rounded), FORMATS[kind]
+    # Only what was rounded up to the smallest normal number can have been subnormal and not look it.
+    doubtful = np.abs(rounded) == form.smallest_normal
+    flushed = flush(rounded, kind)
+    if not doubtful.any():
+        return flushed
+    unbounded = Format(form.precision, -1000, form.largest)
+    tiny = doubtful.copy()
+    tiny[doubtful] = np.abs(round_to(exact(doubtful), unbounded, mode)) < form.smallest_normal
+    return np.where(tiny, np.copysign(rounded.dtype.type(0), rounded), flushed)
 
 
 # ---- one operation on float64 numbers that hold narrower ones, rounded to odd ---------------------------------------

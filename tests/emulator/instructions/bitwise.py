@@ -71,10 +71,13 @@ def _fields() -> list[Case]:
             )
         )
     for bits in (32, 64):
+        # The ISA takes the low 8 bits of positions and lengths. H100 does so for 32 bits (2026-11-21); for 64 bits
+        # ptxas makes shifts of these instructions, by all of the amount.
+        amounts = 0xFF if bits == 32 else 0xFFFF_FFFF
 
-        def insert(a: int, b: int, c: int, d: int, bits: int = bits) -> int:
-            position, length = c & 255, d & 255
-            for n in range(length):
+        def insert(a: int, b: int, c: int, d: int, bits: int = bits, amounts: int = amounts) -> int:
+            position, length = c & amounts, d & amounts
+            for n in range(min(length, bits)):
                 if position + n < bits:
                     b = b & ~(1 << position + n) | (a >> n & 1) << position + n
             return b
@@ -82,8 +85,8 @@ def _fields() -> list[Case]:
         found.append(instruction(f"bfi.b{bits}", f"b{bits} b{bits} amount amount", f"b{bits}", insert))
         for kind in (f"u{bits}", f"s{bits}"):
 
-            def extract(a: int, b: int, c: int, bits: int = bits, kind: str = kind) -> int:
-                position, length = b & 255, c & 255
+            def extract(a: int, b: int, c: int, bits: int = bits, kind: str = kind, amounts: int = amounts) -> int:
+                position, length = b & amounts, c & amounts
                 sign = 0
                 if kind[0] == "s" and length:
                     sign = a >> min(position + length - 1, bits - 1) & 1

@@ -91,6 +91,15 @@ def _integer_to_float() -> list[Case]:
     return found
 
 
+def _kept_nan(a: int, to: str, source: str) -> int:
+    """A NaN made quiet in another format, with its sign and the top of its fraction (F2F on H100, 2026-11-21)."""
+    (exponent, fraction, _), (new_exponent, new, _) = FORMATS[source], FORMATS[to]
+    payload = a % (1 << fraction)
+    payload = payload << new - fraction if new > fraction else payload >> fraction - new
+    top = (a >> exponent + fraction) << new_exponent | (1 << new_exponent) - 1
+    return top << new | 1 << new - 1 | payload
+
+
 def converted(to: str, source: str, name: str) -> Callable[[int], int]:
     """The meaning of a float-to-float conversion with the modifiers in its name."""
     parts = name.split(".")
@@ -107,12 +116,14 @@ def converted(to: str, source: str, name: str) -> Callable[[int], int]:
             number = exact.clamp(number)
         if "relu" in parts:
             number = exact.rectified(number)
-        bits = encode(number, to, mode, saturate="satfinite" in parts)
         if "ftz" in parts and to == "f32":
-            bits = encode(flush(decode(bits, to), to), to)
-        if to == "tf32":
-            return FORMATS["f32"][2] if number.kind == "nan" else bits << 13
-        return bits
+            number = exact.flush_rounded(number, to, mode)
+        if number.kind == "nan" and "f64" in (to, source):
+            return _kept_nan(FORMATS["f32"][2] if "ftz" in parts and source == "f32" else a, to, source)
+        if number.kind == "nan" and "rna" in parts:
+            return (a >> 13 << 13) - (0x2000 if "satfinite" in parts else 0)
+        bits = encode(number, to, mode, saturate="satfinite" in parts)
+        return bits << 13 if to == "tf32" else bits
 
     return meaning
 
@@ -162,7 +173,7 @@ def _floats() -> list[Case]:
     for modifiers in ("rn", "rz", "rn.relu", "rz.relu"):
         put(f"cvt.{modifiers}.tf32.f32", "tf32", "f32")
     for modifiers in ("rna", "rna.satfinite"):
-        # ptxas forms it with integers, which cut a NaN like any number, and so make infinity or a number of some.
+        # ptxas forms it with integers, which cut a NaN like any number, and so make infinity of some.
         put(f"cvt.{modifiers}.tf32.f32", "tf32", "f32", undefined=lambda a: decode(a, "f32").kind == "nan")
     return found
 

@@ -109,6 +109,19 @@ def flush(number: Number, form: str) -> Number:
     return number
 
 
+def flush_rounded(number: Number, form: str, mode: str) -> Number:
+    """A result that is subnormal when rounded to all bits of the significand, whatever its exponent, as zero (.ftz).
+
+    The ISA only says that subnormal results are flushed; it is after rounding that H100 decides (2026-11-21).
+    """
+    smallest = smallest_normal(form)
+    if number.kind == "real" and 0 < abs(number.value) < smallest:
+        up = Fraction(2) ** (1 << FORMATS[form][0] - 2)  # to where exponents have no bound that matters
+        if abs(decode(encode(real(number.value * up), form, mode), form).value) < smallest * up:
+            return real(Fraction(0), number.negative)
+    return number
+
+
 # ---- operations, exact ----------------------------------------------------------------------------------------------
 
 

@@ -41,9 +41,9 @@ def rounded(operation: Operation, form: str, name: str) -> Callable[..., int]:
         if ftz:
             numbers = [flush(n, form) for n in numbers]
         result = operation(*numbers, mode)
-        bits = encode(result, form, mode)
         if ftz:
-            bits = encode(flush(decode(bits, form), form), form)
+            result = exact.flush_rounded(result, form, mode)
+        bits = encode(result, form, mode)
         if "sat" in parts:
             bits = encode(exact.clamp(decode(bits, form)), form)
         if "relu" in parts:

@@ -146,7 +146,8 @@ _LIMITS = [
 ]  # fmt: skip
 _WIDE_LIMITS = [
     0.5, 1.5, 2.5, 127.5, 2.0**31 - 0.5, 2.0**31, 2.0**32 - 0.5, 2.0**32, 2.0**53 + 2, 2.0**63, 2.0**63 - 1024, 2.0**64,
-    2.0**64 - 2048, 1e300, 2.0**-127, 2.0**-149, 2.0**-150, 2.0**128 - 2.0**103,
+    2.0**64 - 2048, 1e300, 2.0**-127, 2.0**-149, 2.0**-150, 2.0**128 - 2.0**103, 2.0**-126 - 2.0**-150,
+    2.0**-126 - 2.0**-151, 2.0**-126 - 2.0**-152,  # where rounding leaves the subnormal numbers of float32
 ]  # fmt: skip
 # Around the smallest and the largest numbers of E4M3 and E5M2, and ties between their numbers.
 _EIGHT = [
