@@ -92,17 +92,28 @@ def test_swizzle_of_shared_memory() -> None:
     assert result.counts.global_load_bytes == 14 * 112
 
 
-def test_elements_that_start_between_pieces_of_16_bytes() -> None:
+@pytest.mark.parametrize("start", [8, 16])
+def test_rows_that_end_between_pieces_of_16_bytes(start: int) -> None:
     x = RNG.integers(0, 2**16, (16, 24)).astype(np.uint16)
-    maps = (tensor_map("x", x, (8, 8)), TensorMap("y", "uint16", x.shape, x.strides, (8, 8), 0))
-    body = (
-        ROUND_TRIP.replace("BYTES", "128").replace("32, 8", "3, 5").replace("64, 0", "1, 0").replace("0, 16", "20, 8")
-    )
-    found = round_trip(body, x, maps)
+    maps = tuple(TensorMap(name, "uint16", (16, 20), x.strides, (8, 8), 0) for name in "xy")
+    body = ROUND_TRIP.replace("BYTES", "128").replace("32, 8", f"{start}, 5").replace("64, 0", "8, 0")
+    found = round_trip(body.replace("0, 16", "16, 8"), x, (maps[0], maps[1]))
+    tile = np.zeros((8, 8), np.uint16)
+    tile[:, : 20 - start] = x[5:13, start : min(start + 8, 20)]
     expected = np.full((16, 24), 0xFFFF, np.uint16)
-    expected[:8, 1:9] = x[5:13, 3:11]
-    expected[8:, 20:] = x[5:13, 3:7]
+    expected[:8, 8:16] = tile
+    expected[8:, 16:20] = tile[:, :4]
     assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize(("old", "new"), [("&bar, 32, 8", "&bar, 3, 8"), ("s, 64, 0", "s, 1, 0")])
+def test_tiles_that_begin_between_pieces_of_16_bytes_are_refused(old: str, new: str) -> None:
+    x = RNG.integers(0, 2**16, (32, 128)).astype(np.uint16)
+    maps = (tensor_map("x", x, (8, 8)), TensorMap("y", "uint16", x.shape, x.strides, (8, 8), 0))
+    body = ROUND_TRIP.replace("BYTES", "128")
+    assert np.array_equal(round_trip(body, x, maps)[:8, 64:72], x[8:16, 32:40])
+    with pytest.raises(KernelFaultError, match=r"a tensor copy at [13] of the innermost dimension, .* of 16 bytes"):
+        round_trip(body.replace(old, new), x, maps)
 
 
 BULK = (

@@ -235,6 +235,8 @@ def test_a_register_of_a_may_be_read_but_not_written_under_way() -> None:
 
 def test_a_wait_that_leaves_a_group_under_way() -> None:
     a, b = codes(64, 32), codes(8, 32)
+    # The second product differs from the first: of two alike, ptxas 13.0 leaves out the second, and what is read of its
+    # accumulators then is what lies in some other registers.
     body = (
         PLAIN
         + """
@@ -242,7 +244,7 @@ def test_a_wait_that_leaves_a_group_under_way() -> None:
     mma_fence();
     mma(e, descriptor(sa, 128, 256, 0), descriptor(sb, 128, 256, 0), 0);
     mma_commit();
-    mma(d, descriptor(sa, 128, 256, 0), descriptor(sb, 128, 256, 0), 0);
+    mma_negated(d, descriptor(sa, 128, 256, 0), descriptor(sb, 128, 256, 0), 0);
     mma_commit();
     mma_wait<1>();
     for (int i = 0; i < N / 2; ++i) asm volatile("add.f32 %0, %0, %0;" : "+f"(e[i]));
@@ -251,7 +253,8 @@ def test_a_wait_that_leaves_a_group_under_way() -> None:
     """
     )
     before = wgmma("mma", 8, "k32", "f32.e4m3.e4m3")
-    expected = 3 * (E4M3_VALUES[a] @ E4M3_VALUES[b].T)
+    before += wgmma("mma_negated", 8, "k32", "f32.e4m3.e4m3", tail=", 1, -1")
+    expected = (2 - 1) * (E4M3_VALUES[a] @ E4M3_VALUES[b].T)
     assert np.allclose(direct(body, 8, a, b, before), expected, rtol=1e-5, atol=1e-3)
     early = body.replace("mma_wait<1>();", "").replace("mma_commit();", "mma_commit(); mma_wait<1>();")
     with pytest.raises(KernelFaultError, match=r"before a wgmma\.wait_group that covers it"):

@@ -104,8 +104,7 @@ def _tensor_tile(m: Machine, tensor: BoundMap, start: Offsets, corner: Offsets) 
     """The tiles of copies between shared memory at ``start`` and the boxes at ``corner`` (threads, dimensions)."""
     copies = len(start)
     item = tensor.item
-    aligned = not (corner[:, 0] * item % CHUNK).any() and tensor.shape[0] * item % CHUNK == 0
-    unit = CHUNK if aligned else item
+    unit = CHUNK if tensor.shape[0] * item % CHUNK == 0 else item
     per_row = tensor.box[0] * item // unit
     first = corner[:, :1] * item + np.arange(per_row) * unit  # byte in the innermost dimension
     inside = (first >= 0) & (first < tensor.shape[0] * item)
@@ -157,8 +156,14 @@ def _tiles(i: Instruction, shared: Operand, outer: Operand, size: Operand | None
             what = f"a copy of {rank} dimensions with {len(coordinates)} coordinates"
             raise m.fault(f"{what}, its tensor map has {len(tensor.box)}", int(indices[0]))
         start = _shared_start(m, here(m, lanes), lanes, tensor.box_bytes, TILE_ALIGNMENT)
-        corner = np.stack([np.broadcast_to(c(m, lanes), len(indices)) for c in coordinates], axis=1)
-        return _tensor_tile(m, tensor, start, corner.astype(np.int64))
+        corner = np.stack([np.broadcast_to(c(m, lanes), len(indices)) for c in coordinates], axis=1).astype(np.int64)
+        for at in np.flatnonzero(corner[:, 0] * tensor.item % BULK_ALIGNMENT):
+            # The PTX ISA and the driver's manual ask it of the tensor's address and strides only; Hopper answers such
+            # coordinates with an illegal instruction (H100, 2026-11-21; triton-lang/triton issue 7385 of a load,
+            # tile-ai/tilelang pull request 2681 of a store).
+            what = f"a tensor copy at {corner[at, 0]} of the innermost dimension, elements of {tensor.item} bytes"
+            raise m.fault(f"{what}; a tile must begin at a multiple of 16 bytes there", int(indices[at]))
+        return _tensor_tile(m, tensor, start, corner)
 
     return tile
 
