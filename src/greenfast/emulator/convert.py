@@ -153,7 +153,7 @@ def _to_float(i: Instruction, to: str, source: str) -> Function:
 
 
 def _with_nan(found: Values, x: Values, a: Values, i: Instruction, to: str, source: str) -> Values:
-    """Results of a conversion with its NaN in the place of canonical ones, which the PTX ISA leaves open.
+    """Results of a conversion with the NaN that the hardware forms in the place of canonical ones.
 
     As seen on H100, 2026-11-21: to and from float64 a NaN keeps its sign and what its payload has room for, and becomes
     quiet (F2F); .ftz on a float32 is a multiplication, whose NaN is canonical, before it. cvt.rna to TF32 is integer

@@ -124,7 +124,7 @@ def flush_rounded(rounded: Values, kind: str, mode: str, exact: Callable[[NDArra
 
     The PTX ISA only says that subnormal results are flushed. The hardware takes for subnormal what lies below the
     normal numbers when rounded to the kind's significand without a bound on the exponent: 2^-126 (1 - 2^-24) becomes 0
-    in every mode, 2^-126 (1 - 2^-26) to the nearest does not (mul, fma and div on H100, 2026-11-21).
+    in every mode, 2^-126 (1 - 2^-125) to the nearest does not (mul, fma and div on H100, 2026-11-21).
     """
     rounded, form = np.asarray(rounded), FORMATS[kind]
     # Only what was rounded up to the smallest normal number can have been subnormal and not look it.
