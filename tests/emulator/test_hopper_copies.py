@@ -95,15 +95,25 @@ def test_swizzle_of_shared_memory() -> None:
 @pytest.mark.parametrize("start", [8, 16])
 def test_rows_that_end_between_pieces_of_16_bytes(start: int) -> None:
     x = RNG.integers(0, 2**16, (16, 24)).astype(np.uint16)
-    maps = tuple(TensorMap(name, "uint16", (16, 20), x.strides, (8, 8), 0) for name in "xy")
+    short = TensorMap("x", "uint16", (16, 20), x.strides, (8, 8), 0)
+    maps = (short, TensorMap("y", "uint16", x.shape, x.strides, (8, 8), 0))
     body = ROUND_TRIP.replace("BYTES", "128").replace("32, 8", f"{start}, 5").replace("64, 0", "8, 0")
-    found = round_trip(body.replace("0, 16", "16, 8"), x, (maps[0], maps[1]))
+    found = round_trip(body.replace("0, 16", "16, 8"), x, maps)
     tile = np.zeros((8, 8), np.uint16)
     tile[:, : 20 - start] = x[5:13, start : min(start + 8, 20)]
     expected = np.full((16, 24), 0xFFFF, np.uint16)
     expected[:8, 8:16] = tile
-    expected[8:, 16:20] = tile[:, :4]
+    expected[8:, 16:] = tile
     assert np.array_equal(found, expected)
+
+
+def test_a_store_to_a_row_that_ends_between_pieces_is_refused() -> None:
+    x = RNG.integers(0, 2**16, (16, 24)).astype(np.uint16)
+    maps = (tensor_map("x", x, (8, 8)), TensorMap("y", "uint16", (16, 20), x.strides, (8, 8), 0))
+    body = ROUND_TRIP.replace("BYTES", "128").replace("32, 8", "8, 5").replace("64, 0", "8, 0")
+    assert (round_trip(body.replace("0, 16", "8, 8"), x, maps)[:8, 8:16] == x[5:13, 8:16]).all()
+    with pytest.raises(KernelFaultError, match=r"a tensor store to a row that ends within 16 bytes"):
+        round_trip(body.replace("0, 16", "16, 8"), x, maps)
 
 
 @pytest.mark.parametrize(("old", "new"), [("&bar, 32, 8", "&bar, 3, 8"), ("s, 64, 0", "s, 1, 0")])

@@ -233,6 +233,8 @@ def _store(i: Instruction, tensor: bool) -> Operation:
             values = m.shared.read(place, tile.unit, "bulk read")
             m.shared.require_fenced(place, "bulk read")
         inside = tile.outer >= 0
+        if tensor:
+            _require_whole_pieces(m, tile, owners)
         with m.accessing(owners[inside], "global"):
             m.memory.require_free(tile.outer[inside], tile.unit, "bulk write")
             m.memory.mark(tile.outer[inside], tile.unit, IN_FLIGHT, "bulk write")
@@ -251,6 +253,19 @@ def _store(i: Instruction, tensor: bool) -> Operation:
         )
 
     return run
+
+
+def _require_whole_pieces(m: Machine, tile: _Tile, owners: NDArray[np.intp]) -> None:
+    """A fault where a row of the tensor ends within 16 bytes that a store writes a part of.
+
+    An H100 writes the whole piece (seen 2026-11-21, tests/gpu/test_hopper_kernels.py), so bytes that are not the
+    tensor's; what it writes there is not known.
+    """
+    pieces = tile.outer.reshape(-1, CHUNK // tile.unit) >= 0
+    cut = np.flatnonzero(pieces.any(axis=1) & ~pieces.all(axis=1))
+    if len(cut):
+        lane = int(owners.reshape(-1, CHUNK // tile.unit)[cut[0], 0])
+        raise m.fault("a tensor store to a row that ends within 16 bytes: a GPU writes those beyond it as well", lane)
 
 
 def _commit(m: Machine, lanes: Lanes) -> None:
