@@ -1,7 +1,7 @@
-"""The fast kernels as a kernel family: the Hopper kernel, and Stage 2 of the ladder as what it is compared with.
+"""The fast kernels as a kernel family: Hopper's, Ada's, and Stage 2 of the ladder as what they are compared with.
 
-The kernel is ``kernels/attention_hopper.cuh``; this module chooses its tiles by rules that were measured, renders its
-configuration, and plans its shared memory and the order of its work.
+The Hopper kernel is ``kernels/attention_hopper.cuh``; this module chooses its tiles by rules that were measured,
+renders its configuration, and plans its shared memory and the order of its work.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from greenfast.attention import ladder
+from greenfast.attention import ada, ladder
 from greenfast.attention.fast_problem import KEY_GROUP, Sizes, sizes_of
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError, unknown
@@ -128,6 +128,12 @@ def kernel(
     toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
 ) -> KernelSource:
     """Render the kernel of a shape. Raises UsageError for a format or shape that it does not compute."""
+    if toggles.get("USE_QMMA"):
+        if toggles["USE_WGMMA"]:
+            raise UsageError("USE_WGMMA=1 and USE_QMMA=1 are two kernels; one of them is 0")
+        if instrumented:
+            raise UsageError("the Ada kernel has no phase counters")
+        return ada.kernel(fmt, dims)
     if not toggles["USE_WGMMA"]:
         return ladder.kernel(_ladder_toggles(), fmt, _ladder_dims(dims), instrumented=instrumented)
     if fmt != "e4m3":
@@ -177,6 +183,8 @@ extern "C" __global__ void __launch_bounds__({threads}, 1)
 
 def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
     """A block per multiprocessor, or per piece of work where there are fewer."""
+    if toggles.get("USE_QMMA"):
+        return ada.launch(dims)
     if not toggles["USE_WGMMA"]:
         return ladder.launch(_ladder_toggles(), fmt, _ladder_dims(dims))
     sizes, (tiles, _) = sizes_of(dims), tiling(dims)

@@ -1,0 +1,71 @@
+"""The Ada kernel: toggles and shape to CUDA source and launch (``kernels/attention_ada.cuh``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from greenfast.attention.fast_problem import KEY_GROUP, sizes_of
+from greenfast.kernels import KERNEL_DIR
+from greenfast.spec.errors import UsageError, unknown
+from greenfast.spec.kernel import KernelSource, Launch
+
+ENTRY = "fp8_attention_ada"
+HEAD_DIMS = (64, 128)
+_BLOCK = 64  # queries of a block, and keys of a tile
+_STAGES = 2
+
+
+def kernel(fmt: str, dims: Mapping[str, int]) -> KernelSource:
+    """Render the kernel of a shape. Raises UsageError for a format or head dim that it does not compute."""
+    sizes = sizes_of(dims)
+    if fmt != "e4m3":
+        raise unknown("format of the Ada kernel", fmt, ("e4m3",))
+    if sizes.head_dim not in HEAD_DIMS:
+        raise UsageError(f"head_dim D={sizes.head_dim}: the Ada kernel is for {', '.join(map(str, HEAD_DIMS))}")
+    smem = _BLOCK * sizes.head_dim * (1 + 2 * _STAGES)
+    blocks = 3 if sizes.head_dim == 64 else 2  # on a multiprocessor at least: a limit on registers
+    source = f"""#include "attention_ada.cuh"
+
+struct Cfg {{
+  static constexpr int kHeadDim = {sizes.head_dim};
+  static constexpr int kSmemBytes = {smem};
+  static constexpr bool kCausal = {str(bool(sizes.causal)).lower()};
+}};
+
+extern "C" __global__ void __launch_bounds__(128, {blocks})
+{ENTRY}(const unsigned char* q, const unsigned char* k, const unsigned char* v_t, const float* q_scale,
+        const float* k_scale, const float* v_scale, half* out, int heads_per_kv, int q_len, int kv_len, int kv_padded,
+        int causal_shift, float softmax_scale) {{
+  greenfast::attention_ada<Cfg>({{q, k, v_t, q_scale, k_scale, v_scale, out, heads_per_kv, q_len, kv_len, kv_padded,
+                                 causal_shift, softmax_scale}});
+}}
+"""
+    return KernelSource(
+        entry=ENTRY,
+        source=source,
+        name=f"{ENTRY}.cu",
+        include_dirs=(KERNEL_DIR,),
+        block=(128, 1, 1),
+        dynamic_smem_bytes=smem,
+    )
+
+
+def launch(dims: Mapping[str, int]) -> Launch:
+    """One block per 64 query rows and head."""
+    sizes = sizes_of(dims)
+    padded = -(-sizes.kv_len // KEY_GROUP) * KEY_GROUP
+    return Launch(
+        grid=(-(-sizes.q_len // _BLOCK), sizes.batch * sizes.heads, 1),
+        args=(
+            *("q", "k", "v_t", "q_scale", "k_scale", "v_scale", "out"),
+            np.int32(sizes.heads // sizes.kv_heads),
+            np.int32(sizes.q_len),
+            np.int32(sizes.kv_len),
+            np.int32(padded),
+            np.int32(sizes.shift),
+            np.float32(1.0 / math.sqrt(sizes.head_dim)),
+        ),
+    )

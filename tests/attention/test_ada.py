@@ -1,0 +1,74 @@
+"""The Ada kernel: native FP8 instructions for sm_89 within its budget, right on the emulator, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from greenfast.attention import ada, fast_problem, hopper
+from greenfast.build.compiler import compile_kernel
+from greenfast.build.machine_code import count_instructions, disassemble
+from greenfast.emulator.grid import run_grid
+from greenfast.numerics.errors import error_stats, worst_bound_ratio
+from greenfast.pipeline.tasks import find_task
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError
+
+CONFIG = find_task("fp8_attention").config
+DIMS = {"B": 1, "H": 2, "S": 100, "D": 64}
+
+
+@pytest.mark.parametrize("head_dim", ada.HEAD_DIMS)
+@pytest.mark.parametrize("causal", [0, 1])
+def test_native_products_within_the_budget(head_dim: int, causal: int) -> None:
+    dims = {**DIMS, "D": head_dim, "CAUSAL": causal}
+    compiled = compile_kernel(ada.kernel("e4m3", dims), Target("sm_89"))
+    budget = CONFIG.rung("ada").budget_for(dims)
+    assert compiled.resources.registers <= budget.registers
+    assert compiled.resources.smem_bytes <= budget.smem_bytes
+    assert compiled.resources.spill_bytes == 0
+    counts = count_instructions(disassemble(compiled.cubin, ada.ENTRY))
+    # Of a tile of 64 keys: 4 x D / 32 pairs of products for the scores, 2 x D / 16 for P V.
+    assert counts["qmma"] == 2 * (4 * head_dim // 32 + 2 * head_dim // 16)
+    assert counts["hmma"] == counts["local_memory"] == 0
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        {"B": 1, "H": 2, "S": 1, "D": 64},
+        {"B": 1, "H": 2, "S": 200, "D": 64, "CAUSAL": 1},
+        {"B": 1, "H": 4, "HK": 2, "S": 33, "KV": 333, "D": 128, "CAUSAL": 2},
+        {"B": 1, "H": 4, "HK": 1, "S": 200, "KV": 70, "D": 64, "CAUSAL": 2},
+        {"B": 2, "H": 1, "S": 65, "KV": 127, "D": 128},
+    ],
+    ids=str,
+)
+def test_it_is_right(dims: dict[str, int]) -> None:
+    source = ada.kernel("e4m3", dims)
+    case = fast_problem.make_case(dims, 0, "e4m3")
+    result = run_grid(
+        compile_kernel(source, Target("sm_89")).ptx,
+        source.entry,
+        source.block,
+        source.dynamic_smem_bytes,
+        ada.launch(dims),
+        case.inputs,
+        case.outputs,
+    )
+    assert not any(result.unwritten.values())
+    references = fast_problem.references(dims, 0, "e4m3")
+    out = fast_problem.decode(result.outputs, "e4m3")
+    assert worst_bound_ratio(out, references.exact, references.bounds["e4m3"]) <= 1
+    assert error_stats(out, references.exact, 1).relative_error <= 0.03
+    assert sum(result.counts.bank_conflicts.values()) == 0, "the shuffle of pieces is there to avoid them"
+
+
+def test_what_it_refuses() -> None:
+    with pytest.raises(UsageError, match=r"D=256: the Ada kernel is for 64, 128"):
+        ada.kernel("e4m3", {**DIMS, "D": 256})
+    with pytest.raises(UsageError, match="int8"):
+        ada.kernel("int8", DIMS)
+    with pytest.raises(UsageError, match="two kernels"):
+        hopper.kernel({"USE_WGMMA": 1, "USE_QMMA": 1}, "e4m3", DIMS)
+    with pytest.raises(UsageError, match="no phase counters"):
+        hopper.kernel({"USE_WGMMA": 0, "USE_QMMA": 1}, "e4m3", DIMS, instrumented=True)
