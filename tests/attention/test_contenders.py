@@ -7,12 +7,13 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from greenfast.attention import contenders, fast_problem
-from greenfast.attention.contenders import CONTENDERS, FP8, Contender, Inputs, Ready, make_inputs, transposed_values
+from greenfast.attention.contenders import CONTENDERS, FP8, Contender, Inputs, Ready, make_inputs
 from greenfast.attention.peers import sample
 from greenfast.spec.errors import UsageError
 from greenfast.spec.peers import OWN
@@ -58,7 +59,11 @@ def test_greenfast_comes_first_and_is_the_one_without_a_library() -> None:
 @pytest.mark.parametrize("length", [1, 16, 33])
 def test_values_are_transposed_as_the_problem_does_it(length: int) -> None:
     codes = torch.randint(0, 256, (2, length, 64), dtype=torch.uint8)
-    assert (transposed_values(codes).numpy() == fast_problem.transposed_values(codes.numpy())).all()
+    padded = -(-length // 16) * 16
+    whole = np.zeros((2, padded, 64), np.uint8)
+    whole[:, :length] = codes.numpy()
+    keys = [position // 16 * 16 + fast_problem.KEY_ORDER[position % 16] for position in range(padded)]
+    assert (fast_problem.transposed_values(codes).numpy() == whole[:, keys].transpose(0, 2, 1)).all()
 
 
 def test_inputs_are_drawn_once_and_have_outliers_where_asked() -> None:

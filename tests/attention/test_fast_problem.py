@@ -27,7 +27,7 @@ def test_without_extras_it_is_the_ladders_problem() -> None:
 @pytest.mark.parametrize("keys", [1, 15, 16, 17, 40])
 def test_transposed_values(keys: int) -> None:
     v = np.random.default_rng(0).integers(1, 255, (3, keys, 64), np.uint8)
-    t = transposed_values(v)
+    t = transposed_values(torch.from_numpy(v)).numpy()
     assert t.shape == (3, 64, -(-keys // 16) * 16)
     for position in range(t.shape[2]):
         key = position // 16 * 16 + KEY_ORDER[position % 16]

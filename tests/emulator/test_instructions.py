@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from greenfast.emulator.convert import E4M3_VALUES, encode_e4m3
+from greenfast.emulator.convert import E4M3_VALUES, encode
 from greenfast.emulator.floats import fused
 from tests.emulator.kernels import run
 
@@ -99,9 +99,9 @@ def test_e4m3_codes_are_those_of_torch() -> None:
     finite = FLOATS[np.isfinite(FLOATS)]
     inside = np.concatenate([finite[np.abs(finite) <= 448], RNG.uniform(-448, 448, 5000).astype(np.float32)])
     expected = torch.from_numpy(inside).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    assert np.array_equal(encode_e4m3(inside), expected)
+    assert np.array_equal(encode(inside, "e4m3"), expected)
     beyond = np.array([449, 1e30, np.inf, -np.inf, np.nan], np.float32)
-    assert encode_e4m3(beyond).tolist() == [0x7E, 0x7E, 0x7E, 0xFE, 0x7F]
+    assert encode(beyond, "e4m3").tolist() == [0x7E, 0x7E, 0x7E, 0xFE, 0x7F]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from greenfast.attention.fast_problem import KEY_GROUP, sizes_of
+from greenfast.attention.fast_problem import padded_keys, sizes_of
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import KernelSource, Launch
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(128, {blocks})
 def launch(dims: Mapping[str, int]) -> Launch:
     """One block per 64 query rows and head."""
     sizes = sizes_of(dims)
-    padded = -(-sizes.kv_len // KEY_GROUP) * KEY_GROUP
+    padded = padded_keys(sizes.kv_len)
     return Launch(
         grid=(-(-sizes.q_len // _BLOCK), sizes.batch * sizes.heads, 1),
         args=(

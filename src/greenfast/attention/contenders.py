@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from greenfast.attention.fast_problem import KEY_GROUP, KEY_ORDER, Sizes, sizes_of
+from greenfast.attention.fast_problem import Sizes, sizes_of
 from greenfast.numerics.formats import quantize
 from greenfast.spec.errors import UsageError
 from greenfast.spec.peers import OWN, PeerContender
@@ -66,15 +66,6 @@ def make_inputs(dims: Mapping[str, int], seed: int, kind: str, device: str) -> I
         values[name] = x
         codes[name], scales[name] = quantize(x, "e4m3")
     return Inputs(sizes, values, codes, scales)
-
-
-def transposed_values(codes: Tensor) -> Tensor:
-    """fast_problem.transposed_values on the device of ``codes``, uint8 (heads, kv_len, head_dim)."""
-    heads, kv_len, head_dim = codes.shape
-    groups = -(-kv_len // KEY_GROUP)
-    whole = torch.nn.functional.pad(codes, (0, 0, 0, groups * KEY_GROUP - kv_len))
-    grouped = whole.view(heads, groups, KEY_GROUP, head_dim)[:, :, list(KEY_ORDER)]
-    return grouped.reshape(heads, groups * KEY_GROUP, head_dim).transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True)

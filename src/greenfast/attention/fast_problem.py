@@ -59,17 +59,21 @@ def sizes_of(dims: Mapping[str, int]) -> Sizes:
     return Sizes(dims["B"], dims["H"], kv_heads, dims["S"], dims.get("KV", dims["S"]), dims["D"], causal)
 
 
-def transposed_values(codes: Array) -> Array:
-    """V as the fast kernels read it: (heads, kv_len, head_dim) codes to (heads, head_dim, padded), keys reordered.
+def padded_keys(kv_len: int) -> int:
+    """The keys of V^T: kv_len rounded up to KEY_GROUP."""
+    return -(-kv_len // KEY_GROUP) * KEY_GROUP
 
-    padded: kv_len rounded up to KEY_GROUP; the keys beyond the last are zeros.
+
+def transposed_values(codes: Tensor) -> Tensor:
+    """V as the fast kernels read it: uint8 (heads, kv_len, head_dim) to (heads, head_dim, padded_keys), reordered.
+
+    The keys beyond the last are zeros. The result is on the device of ``codes``.
     """
     heads, kv_len, head_dim = codes.shape
-    padded = -(-kv_len // KEY_GROUP) * KEY_GROUP
-    whole = np.zeros((heads, padded, head_dim), codes.dtype)
-    whole[:, :kv_len] = codes
-    grouped = whole.reshape(heads, padded // KEY_GROUP, KEY_GROUP, head_dim)[:, :, KEY_ORDER]
-    return np.ascontiguousarray(grouped.reshape(heads, padded, head_dim).transpose(0, 2, 1))
+    padded = padded_keys(kv_len)
+    whole = torch.nn.functional.pad(codes, (0, 0, 0, padded - kv_len))
+    grouped = whole.view(heads, padded // KEY_GROUP, KEY_GROUP, head_dim)[:, :, list(KEY_ORDER)]
+    return grouped.reshape(heads, padded, head_dim).transpose(1, 2).contiguous()
 
 
 def _tensors(sizes: Sizes, seed: int) -> list[Tensor]:
@@ -95,7 +99,8 @@ def make_case(dims: Mapping[str, int], seed: int, fmt: str) -> Case:
         codes, scale = quantize(x, fmt)
         inputs[name] = codes.numpy()
         inputs[f"{name}_scale"] = scale.numpy()
-    inputs["v_t"] = transposed_values(inputs["v"])
+        if name == "v":
+            inputs["v_t"] = transposed_values(codes).numpy()
     return Case(inputs, {"out": OutputSpec(inputs["q"].shape, "float16")})
 
 

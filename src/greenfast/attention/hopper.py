@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from greenfast.attention import ada, ladder
-from greenfast.attention.fast_problem import KEY_GROUP, Sizes, sizes_of
+from greenfast.attention.fast_problem import Sizes, padded_keys, sizes_of
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import KernelSource, Launch, TensorMap
@@ -190,7 +190,7 @@ def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Lau
     sizes, (tiles, _) = sizes_of(dims), tiling(dims)
     heads, kv_heads, head_dim = sizes.batch * sizes.heads, sizes.batch * sizes.kv_heads, sizes.head_dim
     panel = min(head_dim, _PANEL)
-    padded = -(-sizes.kv_len // KEY_GROUP) * KEY_GROUP
+    padded = padded_keys(sizes.kv_len)
     pieces = -(-sizes.q_len // tiles.block_m) * heads
 
     def rows(name: str, count: int, length: int, box_rows: int) -> TensorMap:

@@ -58,11 +58,6 @@ def encode(values: Values, name: str) -> Values:
     return np.asarray(np.where(np.isnan(x), np.uint8(0x7F), codes | (np.signbit(x).astype(np.uint8) << 7)), np.uint8)
 
 
-def encode_e4m3(values: Values) -> Values:
-    """Codes of E4M3 (see encode)."""
-    return encode(values, "e4m3")
-
-
 def convert(i: Instruction) -> Operation:
     """cvt.<rounding>.<to>.<from>."""
     only(i, *MODES, *_TO_INTEGER, "ftz", "sat", "relu", "satfinite", "tf32", *_EIGHT_BITS)

@@ -1,17 +1,20 @@
-"""Tiles of 8x8 16-bit elements that a warp holds in registers: stmatrix and movmatrix (ldmatrix: warp.py).
+"""Tiles of 8x8 16-bit elements that a warp holds in registers: ldmatrix, stmatrix and movmatrix.
 
 Lane l holds the elements 2 * (l % 4) and the next of row l // 4, of each tile in a register of its own (PTX ISA).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.access import addresses, count_access, locate
-from greenfast.emulator.machine import WARP, Lanes, Machine, Operation, Values
+from greenfast.emulator.access import Offsets, addresses, count_access, locate
+from greenfast.emulator.machine import WARP, Lanes, Machine, Operation, Values, lane_count
+from greenfast.emulator.memory import Arena
 from greenfast.emulator.operands import reader, type_of, unsupported, writer
-from greenfast.emulator.ptx import Instruction, Vector
+from greenfast.emulator.ptx import Instruction, Operand, Vector
 from greenfast.emulator.warp import whole_warps
 
 _ROW_BYTES = 16
@@ -25,20 +28,53 @@ def _count(i: Instruction) -> int:
     return int(count[1:])
 
 
-def stmatrix(i: Instruction) -> Operation:
-    """stmatrix: 1, 2 or 4 tiles, transposed or not; the lanes 8n to 8n + 7 give the rows of tile n."""
+def _registers(operand: Operand) -> tuple[Operand, ...]:
+    return operand.items if isinstance(operand, Vector) else (operand,)
+
+
+def _rows_of(
+    i: Instruction, operand: Operand, count: int
+) -> Callable[[Machine, Lanes], tuple[NDArray[np.intp], Arena, Offsets, str]]:
+    """A function that gives the lanes that name rows (8n to 8n + 7 those of tile n), and where these rows lie."""
+    where = addresses(operand, i)
+
+    def run(m: Machine, lanes: Lanes) -> tuple[NDArray[np.intp], Arena, Offsets, str]:
+        rows = whole_warps(m, lanes, i.name)[:, : 8 * count].ravel()
+        found = where(m, lanes).reshape(-1, WARP)[:, : 8 * count].ravel()
+        return rows, *locate(m, "shared", found, rows)
+
+    return run
+
+
+def ldmatrix(i: Instruction) -> Operation:
+    """ldmatrix: 1, 2 or 4 tiles, transposed or not."""
     count, transposed = _count(i), "trans" in i.parts
-    source = i.operands[1]
-    items = source.items if isinstance(source, Vector) else (source,)
-    read = [reader(r, "b32", i) for r in items]
-    where = addresses(i.operands[0], i)
+    write = [writer(r, "b32", i) for r in _registers(i.operands[0])]
+    where = _rows_of(i, i.operands[1], count)
 
     def run(m: Machine, lanes: Lanes) -> None:
-        table = whole_warps(m, lanes, "stmatrix")
-        rows = table[:, : 8 * count].ravel()
-        found = where(m, lanes).reshape(-1, WARP)[:, : 8 * count].ravel()
-        arena, offsets, space = locate(m, "shared", found, rows)
-        tiles = np.stack([_tile(np.broadcast_to(r(m, lanes), table.size)) for r in read], axis=1)
+        rows, arena, offsets, space = where(m, lanes)
+        with m.accessing(rows, space):
+            data = arena.read(offsets, _ROW_BYTES, "16-byte matrix row read")
+        count_access(m, "shared", False, offsets, rows, _ROW_BYTES)
+        tiles = data.view(np.uint16).reshape(-1, count, 8, 8)
+        if transposed:
+            tiles = tiles.swapaxes(2, 3)
+        for n, w in enumerate(write):
+            w(m, lanes, _words(tiles[:, n]))
+
+    return run
+
+
+def stmatrix(i: Instruction) -> Operation:
+    """stmatrix: 1, 2 or 4 tiles, transposed or not."""
+    count, transposed = _count(i), "trans" in i.parts
+    read = [reader(r, "b32", i) for r in _registers(i.operands[1])]
+    where = _rows_of(i, i.operands[0], count)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        rows, arena, offsets, space = where(m, lanes)
+        tiles = np.stack([_tile(np.broadcast_to(r(m, lanes), lane_count(lanes))) for r in read], axis=1)
         if transposed:
             tiles = tiles.swapaxes(2, 3)
         with m.accessing(rows, space):
@@ -72,4 +108,4 @@ def _words(tiles: NDArray[np.uint16]) -> Values:
     return np.ascontiguousarray(tiles).reshape(-1, 2).view(np.uint32).ravel()
 
 
-BUILDERS = {"stmatrix": stmatrix, "movmatrix": movmatrix}
+BUILDERS = {"ldmatrix": ldmatrix, "stmatrix": stmatrix, "movmatrix": movmatrix}

@@ -1,7 +1,7 @@
 """Instructions in which the threads of a warp work together: shuffles, votes, matrix fragments.
 
-The layout of ldmatrix fragments is that of the PTX ISA. That of WMMA fragments is unspecified there; here it is the one
-of mma.m16n8k16 (fragments.py), with the second half of A and B fragments unused.
+The layout of WMMA fragments is unspecified in the PTX ISA; here it is the one of mma.m16n8k16 (fragments.py), with the
+second half of A and B fragments unused.
 """
 
 from __future__ import annotations
@@ -224,35 +224,6 @@ def _product(i: Instruction, columns: int, b_table: Table, c_table: Table) -> Op
     return run
 
 
-def ldmatrix(i: Instruction) -> Operation:
-    """ldmatrix: 1, 2 or 4 tiles of 8x8 16-bit elements, transposed or not."""
-    matrices = int(next(p for p in i.parts if p in ("x1", "x2", "x4"))[1:])
-    transposed = "trans" in i.parts
-    if "m8n8" not in i.parts or type_of(i) != "b16":
-        raise unsupported(i)
-    destination = i.operands[0]
-    items = destination.items if isinstance(destination, Vector) else (destination,)
-    write = [writer(r, "b32", i) for r in items]
-    where = addresses(i.operands[1], i)
-
-    def run(m: Machine, lanes: Lanes) -> None:
-        table = whole_warps(m, lanes, "ldmatrix")
-        rows = table[:, : 8 * matrices].ravel()
-        found = where(m, lanes).reshape(-1, WARP)[:, : 8 * matrices].ravel()
-        arena, offsets, space = locate(m, "shared", found, rows)
-        with m.accessing(rows, space):
-            data = arena.read(offsets, 16, "16-byte matrix row read")
-        count_access(m, "shared", False, offsets, rows, 16)
-        tiles = data.view(np.uint16).reshape(-1, matrices, 8, 8)
-        if transposed:
-            tiles = tiles.swapaxes(2, 3)
-        for n, w in enumerate(write):
-            pairs = np.ascontiguousarray(tiles[:, n].reshape(-1, WARP, 2)).view(np.uint32)
-            w(m, lanes, pairs.ravel())
-
-    return run
-
-
 def wmma(i: Instruction) -> Operation:
     """wmma.load, wmma.mma and wmma.store of m16n16k16, half operands, float32 accumulators."""
     if "m16n16k16" not in i.parts:
@@ -368,6 +339,5 @@ BUILDERS = {
     "redux": reduce,
     "match": match,
     "activemask": active_mask,
-    "ldmatrix": ldmatrix,
     "wmma": wmma,
 }
