@@ -19,16 +19,19 @@ DIMS = {"B": 1, "H": 2, "S": 100, "D": 64}
 
 @pytest.mark.parametrize("head_dim", ada.HEAD_DIMS)
 @pytest.mark.parametrize("causal", [0, 1])
-def test_native_products_within_the_budget(head_dim: int, causal: int) -> None:
+@pytest.mark.parametrize("fmt", ada.FORMATS)
+def test_native_products_within_the_budget(fmt: str, head_dim: int, causal: int) -> None:
     dims = {**DIMS, "D": head_dim, "CAUSAL": causal}
-    compiled = compile_kernel(ada.kernel("e4m3", dims), Target("sm_89"))
+    compiled = compile_kernel(ada.kernel(fmt, dims), Target("sm_89"))
     budget = CONFIG.rung("ada").budget_for(dims)
     assert compiled.resources.registers <= budget.registers
     assert compiled.resources.smem_bytes <= budget.smem_bytes
     assert compiled.resources.spill_bytes == 0
     counts = count_instructions(disassemble(compiled.cubin, ada.ENTRY))
     # Of a tile of 64 keys: 4 x D / 32 pairs of products for the scores, 2 x D / 16 for P V.
-    assert counts["qmma"] == 2 * (4 * head_dim // 32 + 2 * head_dim // 16)
+    scores, output = 2 * 4 * head_dim // 32, 2 * 2 * head_dim // 16
+    assert counts["qmma"] == (output if fmt == "int8" else scores + output)
+    assert counts["imma"] == (scores if fmt == "int8" else 0)
     assert counts["hmma"] == counts["local_memory"] == 0
 
 
@@ -43,9 +46,10 @@ def test_native_products_within_the_budget(head_dim: int, causal: int) -> None:
     ],
     ids=str,
 )
-def test_it_is_right(dims: dict[str, int]) -> None:
-    source = ada.kernel("e4m3", dims)
-    case = fast_problem.make_case(dims, 0, "e4m3")
+@pytest.mark.parametrize("fmt", ada.FORMATS)
+def test_it_is_right(fmt: str, dims: dict[str, int]) -> None:
+    source = ada.kernel(fmt, dims)
+    case = fast_problem.make_case(dims, 0, fmt)
     result = run_grid(
         compile_kernel(source, Target("sm_89")).ptx,
         source.entry,
@@ -56,8 +60,8 @@ def test_it_is_right(dims: dict[str, int]) -> None:
         case.outputs,
     )
     assert not any(result.unwritten.values())
-    references = fast_problem.references(dims, 0, "e4m3")
-    out = fast_problem.decode(result.outputs, "e4m3")
+    references = fast_problem.references(dims, 0, fmt)
+    out = fast_problem.decode(result.outputs, fmt)
     assert worst_bound_ratio(out, references.exact, references.bounds["e4m3"]) <= 1
     assert error_stats(out, references.exact, 1).relative_error <= 0.03
     assert sum(result.counts.bank_conflicts.values()) == 0, "the shuffle of pieces is there to avoid them"
@@ -66,8 +70,10 @@ def test_it_is_right(dims: dict[str, int]) -> None:
 def test_what_it_refuses() -> None:
     with pytest.raises(UsageError, match=r"D=256: the Ada kernel is for 64, 128"):
         ada.kernel("e4m3", {**DIMS, "D": 256})
-    with pytest.raises(UsageError, match="int8"):
-        ada.kernel("int8", DIMS)
+    with pytest.raises(UsageError, match="fp4"):
+        ada.kernel("fp4", DIMS)
+    with pytest.raises(UsageError, match=r"no log-sum-exp.*'LSE': 1"):
+        ada.kernel("e4m3", {**DIMS, "LSE": 1})
     with pytest.raises(UsageError, match="two kernels"):
         hopper.kernel({"USE_WGMMA": 1, "USE_QMMA": 1}, "e4m3", DIMS)
     with pytest.raises(UsageError, match="no phase counters"):

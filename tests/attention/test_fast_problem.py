@@ -70,9 +70,11 @@ def test_least_work_counts_what_the_mask_leaves() -> None:
     ("dims", "says"),
     [
         ({"B": 1, "H": 2, "S": 4}, "needs B, H, S, D"),
-        ({**PLAIN, "X": 1}, "may have HK, KV, CAUSAL"),
+        ({**PLAIN, "X": 1}, "may have HK, KV, CAUSAL, LSE, BF16, KBLOCK, VCHANNEL"),
         ({**PLAIN, "HK": 3}, "H=2 query heads cannot share HK=3"),
         ({**PLAIN, "CAUSAL": 3}, "CAUSAL=3"),
+        ({**PLAIN, "KBLOCK": 64}, "KBLOCK=64: allowed are 0, 128"),
+        ({**PLAIN, "LSE": 2}, "LSE=2: allowed are 0, 1"),
     ],
 )
 def test_dimensions_that_do_not_fit(dims: dict[str, int], says: str) -> None:
@@ -82,3 +84,43 @@ def test_dimensions_that_do_not_fit(dims: dict[str, int], says: str) -> None:
 
 def test_no_mask_is_no_tensor() -> None:
     assert mask_of(sizes_of(PLAIN)) is None
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "int8"])
+def test_scales_of_blocks_and_channels(fmt: str) -> None:
+    dims = {"B": 1, "H": 2, "S": 5, "KV": 300, "D": 64, "KBLOCK": 128, "VCHANNEL": 1}
+    case = fast_problem.make_case(dims, 0, fmt)
+    assert case.inputs["k_scale"].shape == (2, 3), "of 128, 128 and 44 keys"
+    assert case.inputs["v_scale"].shape == (2, 64)
+    k, v = (torch.from_numpy(case.inputs[name]) for name in "kv")
+    top = {"e4m3": 0x7E, "int8": 127}[fmt]
+    for block in range(3):
+        magnitude = k[:, 128 * block : 128 * (block + 1)].view(torch.int8).to(torch.int16)
+        magnitude = magnitude.abs() if fmt == "int8" else magnitude & 0x7F
+        assert (magnitude.flatten(1).amax(1) == top).all(), "each block uses the whole range"
+    assert ((v & 0x7F).amax(1) == 0x7E).all(), "each channel of V, which is E4M3 in both, uses the whole range"
+
+
+def test_the_error_of_finer_scales_and_int8_is_smaller() -> None:
+    base = {"B": 1, "H": 2, "S": 256, "D": 64}
+
+    def error(fmt: str, extras: dict[str, int]) -> float:
+        found = fast_problem.references({**base, **extras}, 0, fmt)
+        return float(np.linalg.norm(found.exact - found.full) / np.linalg.norm(found.full))
+
+    assert error("int8", {}) < 0.8 * error("e4m3", {})
+    assert error("int8", {"KBLOCK": 128}) < error("int8", {})
+
+
+def test_bfloat16_is_decoded() -> None:
+    dims = {**PLAIN, "BF16": 1}
+    assert fast_problem.make_case(dims, 0, "e4m3").outputs["out"].dtype == "uint16"
+    wanted = torch.randn(2, 40, 64).to(torch.bfloat16)
+    found = fast_problem.decode({"out": wanted.view(torch.int16).numpy().view(np.uint16)}, "e4m3")
+    assert (found == wanted.double().numpy()).all()
+
+
+def test_log_sum_exp_of_a_row_without_a_key() -> None:
+    found = fast_problem.log_sum_exp({"B": 1, "H": 1, "S": 3, "KV": 1, "D": 64, "CAUSAL": 2}, 0, "e4m3")
+    assert np.isinf(found[0, :2]).all()
+    assert np.isfinite(found[0, 2])

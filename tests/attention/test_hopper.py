@@ -32,11 +32,17 @@ def test_every_shape_builds_within_its_budget(shape: object) -> None:
     assert "C75" not in compiled.log, "the assembler serializes the products"
 
 
+EXTRAS: tuple[dict[str, int], ...] = ({}, {"LSE": 1, "BF16": 1, "KBLOCK": 128, "VCHANNEL": 1})
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [0, 1])
-def test_big_grids_build_without_spills(head_dim: int, causal: int) -> None:
-    dims = {**BIG, "D": head_dim, "CAUSAL": causal}
-    compiled = compile_kernel(hopper.kernel(HOPPER, "e4m3", dims), Target("sm_90a"))
+@pytest.mark.parametrize("fmt", hopper.FORMATS)
+@pytest.mark.parametrize("extras", EXTRAS, ids=str)
+@pytest.mark.parametrize("grid", [{"B": 1, "H": 32, "S": 8192}, {"B": 1, "H": 8, "S": 100}], ids=["big", "small"])
+def test_no_spills(grid: dict[str, int], extras: dict[str, int], fmt: str, head_dim: int, causal: int) -> None:
+    dims = {**grid, "D": head_dim, "CAUSAL": causal, **extras}
+    compiled = compile_kernel(hopper.kernel(HOPPER, fmt, dims), Target("sm_90a"))
     assert compiled.resources.spill_bytes == compiled.resources.stack_bytes == 0
     assert "C75" not in compiled.log, "the assembler serializes the products"
     assert compiled.resources.smem_bytes <= 232448
@@ -50,7 +56,9 @@ def test_tiles_by_shape() -> None:
     two, _ = hopper.tiling({"B": 1, "H": 8, "S": 2048, "D": 64})
     assert two.consumers == 2, "128 blocks in one wave, where one warpgroup a block needs two"
     many = {d: hopper.tiling({"B": 16, "H": 2048 // d, "S": 1024, "D": d})[0] for d in (64, 128, 256)}
-    assert [many[d].consumers for d in (64, 128, 256)] == [3, 3, 2]
+    assert [many[d].consumers for d in (64, 128, 256)] == [4, 2, 2]
+    assert [many[d].two_levels for d in (64, 128, 256)] == [True, True, False]
+    assert hopper.tiling({"B": 1, "H": 8, "S": 100, "KV": hopper.ONE_LEVEL_KEYS + 1, "D": 256})[0].two_levels
     with pytest.raises(UsageError, match=r"D=96.*64, 128, 256"):
         hopper.tiling({**BIG, "D": 96})
 
@@ -58,8 +66,10 @@ def test_tiles_by_shape() -> None:
 def test_what_it_is_not_built_for() -> None:
     with pytest.raises(UsageError, match=r"sm_90a alone.*--arch sm_90a"):
         compile_kernel(hopper.kernel(HOPPER, "e4m3", {**BIG, "D": 64}), Target("sm_89"))
-    with pytest.raises(UsageError, match="int8"):
-        hopper.kernel(HOPPER, "int8", {**BIG, "D": 64})
+    with pytest.raises(UsageError, match=r"fp4.*e4m3, int8"):
+        hopper.kernel(HOPPER, "fp4", {**BIG, "D": 64})
+    with pytest.raises(UsageError, match="with int8 V is E4M3: compare with ada"):
+        hopper.kernel(STAGE2, "int8", {**BIG, "D": 64})
     with pytest.raises(UsageError, match="no phases"):
         hopper.kernel(HOPPER, "e4m3", {**BIG, "D": 64}, instrumented=True)
     with pytest.raises(UsageError, match="Stage 2 has no mask"):
@@ -79,7 +89,7 @@ def test_tensor_maps_describe_the_buffers() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "length", "block_m", "block_n"),
-    [(8, 16384, 128, 128), (32, 16384, 192, 128), (32, 4096, 128, 128), (512, 1024, 192, 128), (16, 16384, 128, 256)],
+    [(8, 16384, 128, 128), (32, 16384, 256, 128), (32, 4096, 128, 128), (512, 1024, 256, 128), (16, 16384, 128, 256)],
 )
 def test_causal_work_is_dealt_evenly(heads: int, length: int, block_m: int, block_n: int) -> None:
     """Counted as the kernel deals it (piece_of and Work in attention_hopper.cuh)."""
@@ -99,4 +109,4 @@ def test_causal_work_is_dealt_evenly(heads: int, length: int, block_m: int, bloc
 
 
 def test_without_a_mask_one_head_at_a_time() -> None:
-    assert hopper.heads_at_once(sizes_of({**BIG, "D": 64}), 192, 128) == 1
+    assert hopper.heads_at_once(sizes_of({**BIG, "D": 64}), 256, 128) == 1

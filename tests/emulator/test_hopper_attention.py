@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from greenfast.attention import fast_problem, hopper
 from greenfast.build.compiler import compile_kernel
@@ -11,39 +15,72 @@ from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.spec.arch import Target
 
 TOGGLES = {"USE_WGMMA": 1}
-#: A shape, and of how many multiprocessors: few make several warpgroups a block, and blocks that do several pieces.
+SMALL = {"B": 1, "H": 2, "S": 150, "D": 64}
+#: A shape, of how many multiprocessors, and warpgroups a block: few multiprocessors make blocks of several warpgroups,
+#: and blocks that do several pieces.
 CASES = {
-    "one query": ({"B": 1, "H": 2, "S": 1, "D": 64}, 132),
-    "grouped heads, last query": ({"B": 1, "H": 8, "HK": 2, "S": 33, "KV": 333, "D": 128, "CAUSAL": 2}, 132),
-    "queries without a key": ({"B": 1, "H": 4, "HK": 1, "S": 200, "KV": 70, "D": 64, "CAUSAL": 2}, 132),
-    "three warpgroups, turns": ({"B": 1, "H": 2, "S": 450, "D": 64}, 1),
-    "three warpgroups, causal": ({"B": 1, "H": 2, "S": 450, "D": 64, "CAUSAL": 1}, 1),
-    "three warpgroups, head dim 128": ({"B": 1, "H": 3, "S": 380, "D": 128, "CAUSAL": 1}, 1),
-    "two warpgroups, head dim 256": ({"B": 1, "H": 2, "S": 300, "D": 256, "CAUSAL": 1}, 2),
+    "one query": ({"B": 1, "H": 2, "S": 1, "D": 64}, 132, 1),
+    "grouped heads, last query": ({"B": 1, "H": 8, "HK": 2, "S": 33, "KV": 333, "D": 128, "CAUSAL": 2}, 132, 1),
+    "queries without a key": ({"B": 1, "H": 4, "HK": 1, "S": 200, "KV": 70, "D": 64, "CAUSAL": 2}, 132, 1),
+    "wide tiles, turns": ({"B": 1, "H": 2, "S": 330, "D": 64}, 1, 2),
+    "causal": ({"B": 1, "H": 2, "S": 500, "D": 64, "CAUSAL": 1}, 1, 4),
+    "causal, log-sum-exp": ({"B": 1, "H": 2, "S": 380, "D": 64, "CAUSAL": 1, "LSE": 1}, 1, 3),
+    "head dim 128, turns": ({"B": 1, "H": 2, "S": 300, "D": 128}, 1, 2),
+    "head dim 128, causal": ({"B": 1, "H": 3, "S": 300, "D": 128, "CAUSAL": 1}, 2, 2),
+    "head dim 256, one level": ({"B": 1, "H": 2, "S": 300, "D": 256, "CAUSAL": 1}, 2, 2),
+    "bfloat16": ({**SMALL, "BF16": 1}, 132, 1),
+    "scales of blocks": ({**SMALL, "KV": 290, "KBLOCK": 128}, 132, 1),
+    "scales of blocks, wide tiles": ({"B": 1, "H": 1, "S": 250, "KV": 530, "D": 64, "KBLOCK": 128}, 1, 2),
+    "scales of channels": ({**SMALL, "HK": 1, "VCHANNEL": 1}, 132, 1),
+    "scales, head dim 128": ({"B": 1, "H": 1, "S": 250, "D": 128, "KBLOCK": 128, "VCHANNEL": 1}, 1, 2),
+    "scales, head dim 256": ({**SMALL, "D": 256, "KBLOCK": 128, "VCHANNEL": 1, "BF16": 1, "LSE": 1}, 132, 1),
 }
+INT8 = (
+    *("causal", "queries without a key", "scales of blocks, wide tiles", "head dim 128, turns"),
+    "scales, head dim 256",
+)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_it_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    dims, multiprocessors = CASES[name]
-    monkeypatch.setattr(hopper, "MULTIPROCESSORS", multiprocessors)
-    tiles, _ = hopper.tiling(dims)
-    words = ("one", "two", "three")
-    assert name.startswith(words[tiles.consumers - 1]) or multiprocessors == 132
-    source = hopper.kernel(TOGGLES, "e4m3", dims)
-    case = fast_problem.make_case(dims, 0, "e4m3")
+def emulate(dims: dict[str, int], fmt: str) -> dict[str, NDArray[Any]]:
+    source = hopper.kernel(TOGGLES, fmt, dims)
+    case = fast_problem.make_case(dims, 0, fmt)
     result = run_grid(
         compile_kernel(source, Target("sm_90a")).ptx,
         source.entry,
         source.block,
         source.dynamic_smem_bytes,
-        hopper.launch(TOGGLES, "e4m3", dims),
+        hopper.launch(TOGGLES, fmt, dims),
         case.inputs,
         case.outputs,
         seed=5,
     )
     assert not any(result.unwritten.values())
-    references = fast_problem.references(dims, 0, "e4m3")
-    out = fast_problem.decode(result.outputs, "e4m3")
-    assert worst_bound_ratio(out, references.exact, references.bounds["e4m3"]) <= 1
+    return result.outputs
+
+
+def check(outputs: dict[str, NDArray[Any]], dims: dict[str, int], fmt: str) -> None:
+    references = fast_problem.references(dims, 0, fmt)
+    out = fast_problem.decode(outputs, fmt)
+    assert worst_bound_ratio(out, references.exact, references.bounds["e4m3_polynomial"]) <= 1
     assert error_stats(out, references.exact, 1).relative_error <= 0.03
+    if dims.get("LSE"):
+        wanted = fast_problem.log_sum_exp(dims, 0, fmt)
+        assert (np.isinf(outputs["lse"]) == np.isinf(wanted)).all()
+        finite = np.isfinite(wanted)
+        assert np.abs(outputs["lse"] - wanted)[finite].max() <= 1e-4
+
+
+@pytest.mark.parametrize(("name", "fmt"), [*((n, "e4m3") for n in CASES), *((n, "int8") for n in INT8)])
+def test_it_is_right(name: str, fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dims, multiprocessors, consumers = CASES[name]
+    monkeypatch.setattr(hopper, "MULTIPROCESSORS", multiprocessors)
+    assert hopper.tiling(dims)[0].consumers == consumers
+    check(emulate(dims, fmt), dims, fmt)
+
+
+def test_two_levels_at_head_dim_256(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(hopper, "ONE_LEVEL_KEYS", 128)
+    dims = {"B": 1, "H": 2, "S": 300, "D": 256}
+    assert hopper.tiling(dims)[0].two_levels
+    check(emulate(dims, "e4m3"), dims, "e4m3")

@@ -13,23 +13,24 @@ from greenfast.spec.arch import Target
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("fmt", ada.FORMATS)
 @pytest.mark.parametrize("head_dim", ada.HEAD_DIMS)
 @pytest.mark.parametrize("causal", [0, 1, 2])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (63, 65), (129, 1000), (512, 512), (200, 70)])
-def test_it_is_right(head_dim: int, causal: int, q_len: int, kv_len: int) -> None:
+def test_it_is_right(fmt: str, head_dim: int, causal: int, q_len: int, kv_len: int) -> None:
     gpu = Gpu(0)
     if gpu.capability < (8, 9):
         pytest.skip(f"E4M3 products need compute capability 8.9, this GPU has {gpu.capability}")
     dims = {"B": 2, "H": 4, "HK": 2, "S": q_len, "KV": kv_len, "D": head_dim, "CAUSAL": causal}
-    source = ada.kernel("e4m3", dims)
+    source = ada.kernel(fmt, dims)
     compiled = compile_kernel(source, Target.of_device(gpu.capability))
     image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
-    bound = gpu.bind(image, ada.launch(dims), fast_problem.make_case(dims, 0, "e4m3"))
+    bound = gpu.bind(image, ada.launch(dims), fast_problem.make_case(dims, 0, fmt))
     first, second = bound.run(), bound.run()
     assert bound.violations() == []
     bound.free()
     assert first["out"].tobytes() == second["out"].tobytes()
-    references = fast_problem.references(dims, 0, "e4m3")
-    out = fast_problem.decode(first, "e4m3")
+    references = fast_problem.references(dims, 0, fmt)
+    out = fast_problem.decode(first, fmt)
     assert worst_bound_ratio(out, references.exact, references.bounds["e4m3"]) <= 1
     assert error_stats(out, references.exact, 1).relative_error <= 0.03

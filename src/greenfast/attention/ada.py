@@ -7,13 +7,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from greenfast.attention.fast_problem import padded_keys, sizes_of
+from greenfast.attention.fast_problem import padded_keys, plain, sizes_of
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import KernelSource, Launch
 
 ENTRY = "fp8_attention_ada"
 HEAD_DIMS = (64, 128)
+FORMATS = ("e4m3", "int8")
 _BLOCK = 64  # queries of a block, and keys of a tile
 _STAGES = 2
 
@@ -21,8 +22,12 @@ _STAGES = 2
 def kernel(fmt: str, dims: Mapping[str, int]) -> KernelSource:
     """Render the kernel of a shape. Raises UsageError for a format or head dim that it does not compute."""
     sizes = sizes_of(dims)
-    if fmt != "e4m3":
-        raise unknown("format of the Ada kernel", fmt, ("e4m3",))
+    if fmt not in FORMATS:
+        raise unknown("format of the Ada kernel", fmt, FORMATS)
+    if not plain(sizes):
+        raise UsageError(
+            f"the Ada kernel has no log-sum-exp, bfloat16, or scales of blocks and channels; got {dict(dims)}"
+        )
     if sizes.head_dim not in HEAD_DIMS:
         raise UsageError(f"head_dim D={sizes.head_dim}: the Ada kernel is for {', '.join(map(str, HEAD_DIMS))}")
     smem = _BLOCK * sizes.head_dim * (1 + 2 * _STAGES)
@@ -33,6 +38,7 @@ struct Cfg {{
   static constexpr int kHeadDim = {sizes.head_dim};
   static constexpr int kSmemBytes = {smem};
   static constexpr bool kCausal = {str(bool(sizes.causal)).lower()};
+  using Score = {"int" if fmt == "int8" else "float"};
 }};
 
 extern "C" __global__ void __launch_bounds__(128, {blocks})

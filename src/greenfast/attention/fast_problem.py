@@ -2,6 +2,10 @@
 
 Dimensions: B, H, S and D as there; HK heads of K and V (default H), KV keys (default S), and CAUSAL: 1 lets query i
 attend to keys 0 .. i, 2 to keys 0 .. i + KV - S, so that the last query sees all of them (default: no mask).
+LSE=1 asks for the log-sum-exp of each row, BF16=1 for an output in bfloat16. KBLOCK=128 gives each 128 keys of K a
+scale of their own, and VCHANNEL=1 each channel of V.
+
+Format "int8" is that of Q and K; V is E4M3 in both, as the weights are.
 """
 
 from __future__ import annotations
@@ -16,7 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from greenfast.numerics.attention import E4M3_WEIGHTS, attention, attention_rounding_bound
+from greenfast.numerics.attention import (
+    E4M3_POLYNOMIAL_WEIGHTS,
+    E4M3_WEIGHTS,
+    attention,
+    attention_rounding_bound,
+)
 from greenfast.numerics.formats import dequantize, quantize
 from greenfast.numerics.inputs import standard_normal
 from greenfast.spec.errors import UsageError
@@ -25,6 +34,10 @@ from greenfast.spec.problem import Array, Case, OutputSpec, References
 #: Keys of V^T come in groups of 16, in the order in which a tensor core's accumulators hold 16 columns.
 KEY_GROUP = 16
 KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+
+#: Keys that share a scale of K with KBLOCK, and the format of V.
+KEY_BLOCK = 128
+VALUE_FORMAT = "e4m3"
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,10 @@ class Sizes:
     kv_len: int
     head_dim: int
     causal: int
+    lse: bool = False
+    bfloat16: bool = False
+    key_blocks: bool = False
+    channels: bool = False
 
     @property
     def shift(self) -> int:
@@ -45,18 +62,36 @@ class Sizes:
         return self.kv_len - self.q_len if self.causal == 2 else 0
 
 
+#: Dimension -> the values that it may have; the first is its default.
+_CHOICES = {"CAUSAL": (0, 1, 2), "LSE": (0, 1), "BF16": (0, 1), "KBLOCK": (0, KEY_BLOCK), "VCHANNEL": (0, 1)}
+
+
 def sizes_of(dims: Mapping[str, int]) -> Sizes:
     """Read dimensions. Raises UsageError for missing and unknown ones and for such that do not fit together."""
-    known = ("B", "H", "S", "D", "HK", "KV", "CAUSAL")
+    known = ("B", "H", "S", "D", "HK", "KV", *_CHOICES)
     missing, unknown = [d for d in "BHSD" if d not in dims], [d for d in dims if d not in known]
     if missing or unknown or min(dims.values()) < 0 or min(dims[d] for d in "BHSD") < 1:
-        raise UsageError(f"an attention shape needs B, H, S, D >= 1 and may have HK, KV, CAUSAL; got {dict(dims)}")
-    kv_heads, causal = dims.get("HK", dims["H"]), dims.get("CAUSAL", 0)
+        raise UsageError(
+            f"an attention shape needs B, H, S, D >= 1 and may have {', '.join(known[4:])}; got {dict(dims)}"
+        )
+    kv_heads = dims.get("HK", dims["H"])
     if kv_heads < 1 or dims["H"] % kv_heads:
         raise UsageError(f"H={dims['H']} query heads cannot share HK={kv_heads} heads of K and V evenly")
-    if causal > 2:
-        raise UsageError(f"CAUSAL={causal}: 0 is no mask, 1 aligns it at the first key, 2 at the last")
-    return Sizes(dims["B"], dims["H"], kv_heads, dims["S"], dims.get("KV", dims["S"]), dims["D"], causal)
+    chosen = {name: dims.get(name, values[0]) for name, values in _CHOICES.items()}
+    if chosen["CAUSAL"] not in _CHOICES["CAUSAL"]:
+        raise UsageError(f"CAUSAL={chosen['CAUSAL']}: 0 is no mask, 1 aligns it at the first key, 2 at the last")
+    for name, values in _CHOICES.items():
+        if chosen[name] not in values:
+            raise UsageError(f"{name}={chosen[name]}: allowed are {', '.join(map(str, values))}")
+    return Sizes(
+        *(dims["B"], dims["H"], kv_heads, dims["S"], dims.get("KV", dims["S"]), dims["D"], chosen["CAUSAL"]),
+        *(bool(chosen[name]) for name in ("LSE", "BF16", "KBLOCK", "VCHANNEL")),
+    )
+
+
+def plain(sizes: Sizes) -> bool:
+    """Whether the log-sum-exp, bfloat16 and scales other than one per head are all left out."""
+    return not (sizes.lse or sizes.bfloat16 or sizes.key_blocks or sizes.channels)
 
 
 def padded_keys(kv_len: int) -> int:
@@ -92,41 +127,112 @@ def mask_of(sizes: Sizes) -> Tensor | None:
     return torch.arange(sizes.kv_len) <= torch.arange(sizes.q_len).unsqueeze(1) + sizes.shift
 
 
+def quantize_keys(k: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of k (heads, kv_len, head_dim) with a scale per KEY_BLOCK keys: scales (heads, blocks)."""
+    parts = [quantize(block, fmt) for block in torch.split(k, KEY_BLOCK, dim=1)]
+    return torch.cat([codes for codes, _ in parts], dim=1), torch.stack([scale for _, scale in parts], dim=1)
+
+
+def quantize_values(v: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of v (heads, kv_len, head_dim) with a scale per channel: scales (heads, head_dim)."""
+    heads, kv_len, head_dim = v.shape
+    codes, scale = quantize(v.transpose(1, 2).reshape(heads * head_dim, kv_len), fmt)
+    return codes.view(heads, head_dim, kv_len).transpose(1, 2).contiguous(), scale.view(heads, head_dim)
+
+
+def quantized(tensors: list[Tensor], sizes: Sizes, fmt: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Codes and scales of q, k and v, with the scales that the sizes ask for."""
+    q, k, v = tensors
+    return {
+        "q": quantize(q, fmt),
+        "k": quantize_keys(k, fmt) if sizes.key_blocks else quantize(k, fmt),
+        "v": quantize_values(v, VALUE_FORMAT) if sizes.channels else quantize(v, VALUE_FORMAT),
+    }
+
+
+def dequantized(codes: Mapping[str, tuple[Tensor, Tensor]], sizes: Sizes, fmt: str) -> list[Tensor]:
+    """What the codes and scales of q, k and v stand for, in float64."""
+    found = []
+    for name, (code, scale) in codes.items():
+        unit = dequantize(code, torch.ones(len(code)), VALUE_FORMAT if name == "v" else fmt)
+        if name == "k" and sizes.key_blocks:
+            each = scale.double().repeat_interleave(KEY_BLOCK, 1)[:, : code.shape[1], None]
+        elif name == "v" and sizes.channels:
+            each = scale.double()[:, None, :]
+        else:
+            each = scale.double()[:, None, None]
+        found.append(unit * each)
+    return found
+
+
 def make_case(dims: Mapping[str, int], seed: int, fmt: str) -> Case:
-    """Codes q, k, v (uint8), v_t (V transposed, see transposed_values), a float32 scale per head; output out (half)."""
+    """Codes q, k, v (uint8), v_t (V transposed, see transposed_values) and float32 scales; output out, and perhaps lse.
+
+    out is float16, or with BF16 the bits of bfloat16 as uint16; lse is float32.
+    """
     inputs: dict[str, Array] = {}
-    for name, x in zip("qkv", _tensors(sizes_of(dims), seed), strict=True):
-        codes, scale = quantize(x, fmt)
+    sizes = sizes_of(dims)
+    for name, (codes, scale) in quantized(_tensors(sizes, seed), sizes, fmt).items():
         inputs[name] = codes.numpy()
         inputs[f"{name}_scale"] = scale.numpy()
         if name == "v":
             inputs["v_t"] = transposed_values(codes).numpy()
-    return Case(inputs, {"out": OutputSpec(inputs["q"].shape, "float16")})
+    return Case(inputs, output_specs(dims))
+
+
+def output_specs(dims: Mapping[str, int]) -> dict[str, OutputSpec]:
+    """The outputs of a shape."""
+    sizes = sizes_of(dims)
+    rows = (sizes.batch * sizes.heads, sizes.q_len)
+    specs = {"out": OutputSpec((*rows, sizes.head_dim), "uint16" if sizes.bfloat16 else "float16")}
+    return specs | {"lse": OutputSpec(rows, "float32")} if sizes.lse else specs
 
 
 def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
     """Attention on the unquantized and the dequantized inputs, and what P kept in half or in E4M3 can explain."""
     sizes = sizes_of(dims)
     scale, mask = 1.0 / math.sqrt(sizes.head_dim), mask_of(sizes)
-    unquantized = _tensors(sizes, seed)
-    share = sizes.heads // sizes.kv_heads
-
-    def per_query_head(tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = tensors
-        return q, k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
-
-    exact = per_query_head([dequantize(*quantize(x, fmt), fmt) for x in unquantized])
+    unquantized = _per_query_head(_tensors(sizes, seed), sizes)
+    exact = _dequantized_per_query_head(sizes, seed, fmt)
+    roundings = {"e4m3": E4M3_WEIGHTS, "e4m3_polynomial": E4M3_POLYNOMIAL_WEIGHTS}
     return References(
-        full=attention(*per_query_head(unquantized), scale, mask).numpy(),
+        full=attention(*unquantized, scale, mask).numpy(),
         exact=attention(*exact, scale, mask).numpy(),
         bound=attention_rounding_bound(*exact, scale, mask).numpy(),
-        bounds={"e4m3": attention_rounding_bound(*exact, scale, mask, E4M3_WEIGHTS).numpy()},
+        bounds={
+            name: attention_rounding_bound(*exact, scale, mask, rounding).numpy()
+            for name, rounding in roundings.items()
+        },
     )
+
+
+def _per_query_head(tensors: list[Tensor], sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = tensors
+    share = sizes.heads // sizes.kv_heads
+    return q, k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
+
+
+def _dequantized_per_query_head(sizes: Sizes, seed: int, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
+    return _per_query_head(dequantized(quantized(_tensors(sizes, seed), sizes, fmt), sizes, fmt), sizes)
+
+
+def log_sum_exp(dims: Mapping[str, int], seed: int, fmt: str) -> NDArray[np.float64]:
+    """What ``lse`` must hold, (batch * heads, q_len): the natural logarithm, -inf for a row that attends to no key."""
+    sizes = sizes_of(dims)
+    q, k, _ = _dequantized_per_query_head(sizes, seed, fmt)
+    scores, mask = q @ k.transpose(-1, -2) / math.sqrt(sizes.head_dim), mask_of(sizes)
+    found: NDArray[np.float64] = torch.logsumexp(
+        scores if mask is None else scores.masked_fill(~mask, -math.inf), -1
+    ).numpy()
+    return found
 
 
 def decode(outputs: Mapping[str, NDArray[Any]], fmt: str) -> NDArray[np.float64]:
     """The output as float64, (batch * heads, q_len, head_dim)."""
-    return outputs["out"].astype(np.float64)
+    out = outputs["out"]
+    if out.dtype == np.uint16:  # bfloat16
+        out = (out.astype(np.uint32) << 16).view(np.float32)
+    return out.astype(np.float64)
 
 
 def least_work(dims: Mapping[str, int]) -> dict[str, int]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from greenfast.attention import ada, ladder
-from greenfast.attention.fast_problem import Sizes, padded_keys, sizes_of
+from greenfast.attention.fast_problem import Sizes, padded_keys, plain, sizes_of
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import KernelSource, Launch, TensorMap
@@ -26,6 +26,9 @@ TARGET = "sm_90a"
 MULTIPROCESSORS = 132
 _ROWS = 64  # of a warpgroup
 _PANEL = 128  # bytes in a row of a tile in shared memory: the widest swizzle
+_WIDEST = 256  # columns of a product
+HEAD_DIMS = (64, 128, 256)
+FORMATS = ("e4m3", "int8")
 _STAGE2 = {"USE_CP_ASYNC": 1, "USE_WMMA_QK": 1, "USE_WMMA_PV": 1}
 
 
@@ -35,15 +38,18 @@ class Tiling:
 
     block_n: keys of a tile. consumers: warpgroups of 64 query rows each that share it. stages: tiles on their way.
     out_columns: columns of O that one product computes. turns: whether warpgroups take turns at the tensor cores.
-    polynomials: of 16 exponentials, how many are computed on the FMA pipe.
+    polynomials: of 16 exponentials, how many are computed on the FMA pipe. overlap: whether P V of a tile runs beside
+    the softmax of the next. two_levels: whether the sums over tiles are float32, not the tensor cores' own.
     """
 
     block_n: int
     consumers: int
     stages: int
     out_columns: int
-    turns: bool
-    polynomials: int
+    turns: bool = False
+    polynomials: int = 0
+    overlap: bool = False
+    two_levels: bool = True
 
     @property
     def block_m(self) -> int:
@@ -52,33 +58,52 @@ class Tiling:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread of a computing and of the fetching warpgroup; 65536 in all."""
-        return {1: (240, 40), 2: (240, 24), 3: (160, 32)}[self.consumers]
+        """Registers per thread of a computing and of the fetching warpgroup; no more than a block starts with."""
+        return {1: (240, 40), 2: (240, 24), 3: (160, 32), 4: (112, 32)}[self.consumers]
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, *, lse: bool) -> int:
         """The size of the kernel's FlashStorage; the kernel asserts that it is the same."""
-        tiles = self.consumers * _ROWS * head_dim + 2 * self.stages * self.block_n * head_dim
+        ones = 0 if lse or self.out_columns == _WIDEST else 8  # rows behind V^T
+        tiles = self.consumers * _ROWS * head_dim + self.stages * self.block_n * (2 * head_dim + ones)
         return -(-(tiles + 8 * (2 * self.consumers + 4 * self.stages)) // 1024) * 1024
 
 
-#: By head dim, tiles with one, two and three warpgroups that were fastest at that (docs/performance-log.md).
-_TILINGS = {
-    64: (Tiling(256, 1, 3, 64, False, 0), Tiling(256, 2, 3, 64, True, 0), Tiling(128, 3, 4, 64, True, 0)),
-    128: (Tiling(256, 1, 3, 128, False, 0), Tiling(256, 2, 3, 128, True, 2), Tiling(128, 3, 4, 64, True, 0)),
-    256: (Tiling(128, 1, 2, 128, False, 0), Tiling(128, 2, 2, 128, True, 2)),
-}
+#: Up to so many keys one level of accumulation has the error of two (docs/performance-log.md). Two levels cost nothing
+#: at head dims 64 and 128; at 256 their registers are what P V beside the next softmax needs.
+ONE_LEVEL_KEYS = 16384
+
 #: How long a block with so many warpgroups takes for its rows, measured; one warpgroup is 1.
-_COST = {1: 1.0, 2: 1.46, 3: 2.05}
+_COST = {1: 1.0, 2: 1.42, 3: 2.1, 4: 2.75}
 
 
-def tiling(dims: Mapping[str, int]) -> tuple[Tiling, str]:
-    """The tiles for a shape, and why. Raises UsageError for a shape that the kernel does not compute."""
-    sizes = sizes_of(dims)
-    if sizes.head_dim not in _TILINGS:
-        raise UsageError(
-            f"head_dim D={sizes.head_dim}: the Hopper kernel has tiles for {', '.join(map(str, _TILINGS))}"
+def _candidates(sizes: Sizes, fmt: str) -> tuple[Tiling, ...]:
+    """Tiles with one and more warpgroups that were fastest (docs/performance-log.md) and do not spill."""
+    causal, int8 = bool(sizes.causal), fmt == "int8"
+    if sizes.head_dim == 64:
+        most = Tiling(128, 4 if plain(sizes) and not int8 else 3, 4, 64, not causal, 8 if causal else 4)
+        found: tuple[Tiling, ...] = (
+            Tiling(128, 1, 4, 64, polynomials=12, overlap=True),
+            Tiling(256, 2, 3, 64, True, 12),
+            most,
         )
-    candidates = _TILINGS[sizes.head_dim]
+    elif sizes.head_dim == 128:
+        found = tuple(Tiling(128, n, 4, 128, n > 1 and not causal, 8, overlap=not int8) for n in (1, 2))
+    elif sizes.kv_len <= ONE_LEVEL_KEYS:
+        found = tuple(Tiling(128, n, 3, 256, overlap=True, two_levels=False) for n in (1, 2))
+    else:
+        found = (Tiling(128, 1, 2, 128), Tiling(128, 2, 2, 128, True))
+    if sizes.lse:  # sums that a polynomial in half would spoil
+        found = tuple(replace(t, polynomials=0) for t in found)
+    return found
+
+
+def tiling(dims: Mapping[str, int], fmt: str = "e4m3") -> tuple[Tiling, str]:
+    """The tiles for a shape and format, and why. Raises UsageError for a shape that the kernel does not compute."""
+    sizes = sizes_of(dims)
+    if sizes.head_dim not in HEAD_DIMS:
+        allowed = ", ".join(map(str, HEAD_DIMS))
+        raise UsageError(f"head_dim D={sizes.head_dim}: the Hopper kernel has tiles for {allowed}")
+    candidates = _candidates(sizes, fmt)
 
     def cost(t: Tiling) -> float:
         heads = sizes.batch * sizes.heads
@@ -135,14 +160,27 @@ def kernel(
             raise UsageError("the Ada kernel has no phase counters")
         return ada.kernel(fmt, dims)
     if not toggles["USE_WGMMA"]:
+        if fmt != "e4m3":
+            raise UsageError(f"Stage 2 takes Q, K and V in one format, and with {fmt} V is E4M3: compare with ada")
         return ladder.kernel(_ladder_toggles(), fmt, _ladder_dims(dims), instrumented=instrumented)
-    if fmt != "e4m3":
-        raise unknown("format of the Hopper kernel", fmt, ("e4m3",))
+    if fmt not in FORMATS:
+        raise unknown("format of the Hopper kernel", fmt, FORMATS)
     if instrumented:
         raise UsageError("the Hopper kernel has no phases to count: its warpgroups are in different ones at a time")
-    sizes, (tiles, _) = sizes_of(dims), tiling(dims)
-    smem, (registers, fetching) = tiles.smem_bytes(sizes.head_dim), tiles.registers
+    sizes, (tiles, _) = sizes_of(dims), tiling(dims, fmt)
+    smem, (registers, fetching) = tiles.smem_bytes(sizes.head_dim, lse=sizes.lse), tiles.registers
     threads = 128 * (tiles.consumers + 1)
+    flags = {
+        "Turns": tiles.turns,
+        "Overlap": tiles.overlap,
+        "TwoLevels": tiles.two_levels,
+        "Causal": bool(sizes.causal),
+        "Lse": sizes.lse,
+        "Int8": fmt == "int8",
+        "KeyBlockScales": sizes.key_blocks,
+        "ChannelScales": sizes.channels,
+    }
+    constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
     source = f"""#include "attention_hopper.cuh"
 
 struct Cfg {{
@@ -155,15 +193,15 @@ struct Cfg {{
   static constexpr int kConsumerRegisters = {registers};
   static constexpr int kProducerRegisters = {fetching};
   static constexpr int kSmemBytes = {smem};
-  static constexpr bool kTurns = {str(tiles.turns).lower()};
-  static constexpr bool kCausal = {str(bool(sizes.causal)).lower()};
+{constants}
+  using Out = {"__nv_bfloat16" if sizes.bfloat16 else "half"};
 }};
 
 using greenfast::ptx::TensorMap;
 
 extern "C" __global__ void __launch_bounds__({threads}, 1)
 {ENTRY}(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
-        const float* q_scale, const float* k_scale, const float* v_scale, half* out, float* lse, int heads,
+        const float* q_scale, const float* k_scale, const float* v_scale, void* out, float* lse, int heads,
         int heads_per_kv, int q_len, int kv_len, int causal_shift, int heads_at_once, float softmax_scale) {{
   greenfast::attention_hopper<Cfg>({{q_scale, k_scale, v_scale, out, lse, heads, heads_per_kv, q_len, kv_len,
                                     causal_shift, heads_at_once, softmax_scale}},
@@ -187,7 +225,7 @@ def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Lau
         return ada.launch(dims)
     if not toggles["USE_WGMMA"]:
         return ladder.launch(_ladder_toggles(), fmt, _ladder_dims(dims))
-    sizes, (tiles, _) = sizes_of(dims), tiling(dims)
+    sizes, (tiles, _) = sizes_of(dims), tiling(dims, fmt)
     heads, kv_heads, head_dim = sizes.batch * sizes.heads, sizes.batch * sizes.kv_heads, sizes.head_dim
     panel = min(head_dim, _PANEL)
     padded = padded_keys(sizes.kv_len)
@@ -207,7 +245,7 @@ def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Lau
                 (1, head_dim, _PANEL), _PANEL,
             ),
             *("q_scale", "k_scale", "v_scale", "out"),
-            np.int64(0),
+            "lse" if sizes.lse else np.int64(0),
             np.int32(heads),
             np.int32(sizes.heads // sizes.kv_heads),
             np.int32(sizes.q_len),
@@ -226,6 +264,9 @@ def _ladder_toggles() -> dict[str, int]:
 def _ladder_dims(dims: Mapping[str, int]) -> dict[str, int]:
     """The dimensions as the ladder takes them. Raises UsageError for what it does not compute."""
     sizes = sizes_of(dims)
-    if sizes.causal or sizes.kv_heads != sizes.heads or sizes.kv_len != sizes.q_len:
-        raise UsageError(f"Stage 2 has no mask, grouped heads or lengths that differ; got {dict(dims)}")
+    if sizes.causal or sizes.kv_heads != sizes.heads or sizes.kv_len != sizes.q_len or not plain(sizes):
+        raise UsageError(
+            "Stage 2 has no mask, grouped heads, lengths that differ, log-sum-exp, bfloat16, or scales of blocks and "
+            f"channels; got {dict(dims)}"
+        )
     return {d: dims[d] for d in "BHSD"}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from greenfast.attention.contenders import CONTENDERS, Inputs, Ready, first_line, make_inputs
 from greenfast.attention.fast_problem import sizes_of, transposed_values
-from greenfast.numerics.attention import E4M3_WEIGHTS, attention, attention_rounding_bound
+from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS, attention, attention_rounding_bound
 from greenfast.numerics.formats import dequantize
 from greenfast.runtime.device import Gpu, KernelImage, tensor_map
 from greenfast.spec.errors import MachineError
@@ -133,7 +133,7 @@ def sample(inputs: Inputs, count: int) -> Sample:
         one = slice(head, head + 1)
         q, k, v = (dequantize(inputs.codes[name][one], inputs.scales[name][one], "e4m3") for name in "qkv")
         exact.append(attention(q[:, chosen], k, v, scale, mask))
-        bound.append(attention_rounding_bound(q[:, chosen], k, v, scale, mask, E4M3_WEIGHTS))
+        bound.append(attention_rounding_bound(q[:, chosen], k, v, scale, mask, E4M3_POLYNOMIAL_WEIGHTS))
         rows.append(chosen)
     return Sample(torch.stack(rows), torch.cat(full), torch.cat(exact), torch.cat(bound))
 

@@ -1,4 +1,5 @@
-// Attention forward with the FP8 tensor cores of Ada: E4M3 codes straight into mma.m16n8k32, scores and P in registers.
+// Attention forward with the FP8 tensor cores of Ada: codes straight into mma.m16n8k32, scores and P in registers. Q
+// and K are E4M3 or int8; V and P are E4M3.
 //
 // A block of four warps computes 64 query rows of one head, 16 each, and walks over the keys in tiles of 64 that
 // cp.async fetches one ahead, as in FlashAttention-2 (Dao, 2023). V comes transposed with its keys in the order in
@@ -80,6 +81,7 @@ struct AdaStorage {
 template <class Cfg>
 __device__ __forceinline__ void attention_ada(const AdaParams& p) {
   constexpr int kHeadDim = Cfg::kHeadDim, kBlock = 64, kSteps = kHeadDim / 32;
+  using Score = typename Cfg::Score;  // float of E4M3 codes, int of int8
   constexpr float kOffset = 8.0f;  // weights are stored times 2^8, of at most 448, so that small ones keep their bits
   static_assert(sizeof(AdaStorage<Cfg>) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
   extern __shared__ __align__(128) unsigned char smem[];
@@ -125,25 +127,26 @@ __device__ __forceinline__ void attention_ada(const AdaParams& p) {
       for (int i = 0; i < kSteps; ++i) shared.q.operand_a(q_operand[i], warp_row, i);
     }
 
-    float scores[kBlock / 8][4] = {};
+    Score raw[kBlock / 8][4] = {};
 #pragma unroll
     for (int n = 0; n < kBlock / 16; ++n) {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         unsigned b[4];
         shared.k[s].operand_b(b, 16 * n, i);
-        ptx::mma_m16n8k32(scores[2 * n], q_operand[i], b[0], b[1]);
-        ptx::mma_m16n8k32(scores[2 * n + 1], q_operand[i], b[2], b[3]);
+        ptx::mma_m16n8k32(raw[2 * n], q_operand[i], b[0], b[1]);
+        ptx::mma_m16n8k32(raw[2 * n + 1], q_operand[i], b[2], b[3]);
       }
     }
 
     const int first_key = tile * kBlock + lane % 4 * 2;
+    float scores[kBlock / 8][4];
     float top[2] = {max_score[0], max_score[1]}, bias[2], rescale[2];
 #pragma unroll
     for (int n = 0; n < kBlock / 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (first_key + 8 * n + i % 2 >= end[i / 2]) scores[n][i] = -CUDART_INF_F;
+        scores[n][i] = first_key + 8 * n + i % 2 >= end[i / 2] ? -CUDART_INF_F : static_cast<float>(raw[n][i]);
         top[i / 2] = fmaxf(top[i / 2], scores[n][i]);
       }
     }

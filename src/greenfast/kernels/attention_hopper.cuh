@@ -2,8 +2,9 @@
 //
 // One warp fetches, and each of kConsumers warpgroups computes 64 query rows: S = Q K^T into registers, online softmax
 // in base 2, P packed to E4M3 where it lies, O_tile = P V from zero, O = O * rescale + O_tile. The last step is fp32
-// accumulation over the tiles, where the tensor cores' own keeps about 14 bits. The division into a fetching warp and
-// computing warpgroups with turns is that of FlashAttention-3 (Shah et al., 2024).
+// accumulation over the tiles (kTwoLevels), where the tensor cores' own keeps about 14 bits. The division into a
+// fetching warp and computing warpgroups with turns, and P V beside the next softmax (kOverlap), are those of
+// FlashAttention-3 (Shah et al., 2024).
 //
 // V comes transposed, (heads, head_dim, keys), its keys in the order in which the accumulators of S are the A operand
 // of P V as they lie: of each 16 keys 0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15.
@@ -43,7 +44,7 @@ __device__ __forceinline__ void produce(const FlashParams& p, FlashStorage<Cfg>&
         ptx::tma_load_3d(shared.k[s][i], k_map, shared.k_full[s], i * Shape::kDimPanel, key, kv_head);
       }
       shared.v_empty[s].wait(ring.parity ^ 1);
-      shared.v_full[s].arrive_expect(sizeof(shared.v[s]));
+      shared.v_full[s].arrive_expect(Shape::kHeadDim * Shape::kBlockN);
       for (int i = 0; i < Shape::kKeyPanels; ++i) {
         ptx::tma_load_3d(shared.v[s][i], v_map, shared.v_full[s], key + i * Shape::kKeyPanel, 0, kv_head);
       }
@@ -74,16 +75,10 @@ __device__ __forceinline__ void consume(const FlashParams& p, FlashStorage<Cfg>&
       end[r] = (Cfg::kCausal ? min(p.kv_len, row + 8 * r + 1 + p.causal_shift) : p.kv_len) - whole * Shape::kBlockN;
     }
 
-    self.start(p.q_scale[work.head] * p.k_scale[kv_head] * p.softmax_scale * log2_e);
+    self.start(p, kv_head, p.q_scale[work.head] * p.softmax_scale * log2_e);
     shared.q_full[warpgroup].wait(q_parity);
     q_parity ^= 1;
-    self.take_turn();
-    for (int left = whole; left > 0; --left) self.template step<false>(end);
-    for (int left = mine - whole; left > 0; --left) {
-      self.template step<true>(end);
-      for (int r = 0; r < 2; ++r) end[r] -= Shape::kBlockN;
-    }
-    self.pass_turn();
+    self.run(whole, mine - whole, end);
     self.arrive(shared.q_empty[warpgroup]);
     for (int tile = mine; tile < work.tiles; ++tile) {  // tiles that only later rows of the block need
       self.take_turn();
@@ -95,7 +90,7 @@ __device__ __forceinline__ void consume(const FlashParams& p, FlashStorage<Cfg>&
       self.arrive(shared.v_empty[self.v_ring.stage]);
       self.v_ring.advance();
     }
-    if (first_row < p.q_len) self.store(p, work.head, first_row, p.v_scale[kv_head]);
+    if (first_row < p.q_len) self.store(p, work.head, first_row, kv_head);
   }
   if (warpgroup == 0) self.take_turn();  // no turn stays untaken
 }
@@ -124,6 +119,14 @@ __device__ __forceinline__ void attention_hopper(const FlashParams& p, const ptx
       shared.v_empty[s].init(kWarps * Shape::kConsumers);
     }
     ptx::fence_mbarrier_init();
+  }
+  if constexpr (Shape::kSumColumns > 0) {
+    constexpr int kEnd = Shape::kHeadDim * Shape::kKeyPanel, kWords = Shape::kSumColumns * Shape::kKeyPanel / 4;
+    for (int i = threadIdx.x; i < Shape::kStages * Shape::kKeyPanels * kWords; i += Shape::kThreads) {
+      unsigned char* panel = shared.v[0][0] + i / kWords * sizeof(shared.v[0][0]);
+      reinterpret_cast<unsigned*>(panel + kEnd)[i % kWords] = 0x38383838;  // 1 in E4M3
+    }
+    ptx::fence_proxy_async();
   }
   __syncthreads();
   if (warpgroup == Shape::kConsumers) {

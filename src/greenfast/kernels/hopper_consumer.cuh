@@ -1,6 +1,7 @@
 // What a computing warpgroup of the Hopper attention kernel does with its 64 query rows.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <math_constants.h>
 
@@ -26,38 +27,60 @@ __device__ __forceinline__ void transpose_quad(unsigned (&x)[4]) {
   }
 }
 
-// 2^x to 1.7e-3, on the FMA pipe: the special-function unit is the narrow one, and E4M3 rounds to 2^-4.
-__device__ __forceinline__ float ex2_polynomial(float x) {
-  const float magic = 12582912.0f;  // 1.5 * 2^23: its sum with a number ends in that number's integer
-  const float clamped = fmaxf(x, -100.0f);
-  const float shifted = clamped + magic;
-  const float fraction = clamped - (shifted - magic);
-  const float power = fmaf(fmaf(fraction, 0.23842889f, 0.70344818f), fraction, 1.0004432f);
-  return __int_as_float(__float_as_int(power) + (__float_as_int(shifted) << 23));
+// Two neighbouring values of O as 32 bits.
+__device__ __forceinline__ unsigned pack_out(float low, float high, half*) {
+  const half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const unsigned&>(pair);
 }
+__device__ __forceinline__ unsigned pack_out(float low, float high, __nv_bfloat16*) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const unsigned&>(pair);
+}
+
+// A raw score: of E4M3 codes, which the tensor cores accumulate in float, and of int8 codes, exact. `masked` is that of
+// a key which a row does not attend to.
+template <bool kInt8>
+struct RawScore {
+  using Type = float;
+  __device__ __forceinline__ static float masked() { return -CUDART_INF_F; }
+};
+template <>
+struct RawScore<true> {
+  using Type = int;
+  static constexpr int kMasked = -2147483647 - 1;  // so small that its power is 0
+  __device__ __forceinline__ static int masked() { return kMasked; }
+  __device__ __forceinline__ static float value(int x) { return x == kMasked ? -CUDART_INF_F : static_cast<float>(x); }
+};
 
 // The rows of one warpgroup: a thread holds, of rows t / 4 and t / 4 + 8 of its warp's 16 (t: its lane), columns
 // 8 j + 2 (t % 4) and the next one, for all j. Register i of scores and of O belongs to row i / 2 % 2 of the two.
 template <class Cfg>
 struct Consumer {
   using Shape = FlashShape<Cfg>;
+  using Raw = RawScore<Cfg::kInt8>;
+  using Score = typename Raw::Type;
   static constexpr int kScores = Shape::kBlockN / 2;  // per thread
   static constexpr int kSteps = Shape::kBlockN / 32;  // of P V
   static constexpr int kOut = Shape::kHeadDim / 2;
   static constexpr int kPartial = Shape::kOutColumns / 2;
+  static constexpr int kSums = Shape::kSumColumns / 2;  // behind the last part of O
   static constexpr int kParts = Shape::kHeadDim / Shape::kOutColumns;
-  // Weights are stored times 2^8, of at most 448, so that small ones keep their bits.
-  static constexpr float kOffset = 8.0f;
+  static constexpr int kScales = Cfg::kKeyBlockScales ? Shape::kBlockN / Shape::kKeyBlock : 1;  // of K, in a tile
+  // A row's largest weight is stored as 448 = 2^kOffset, E4M3's largest number, so that small ones keep their bits.
+  static constexpr float kOffset = 8.807355f;
 
   FlashStorage<Cfg>& shared;
   const int warpgroup;
   const ptx::Operand<Shape::kDimPanel> q_tile, k_tiles;
   const ptx::Operand<Shape::kKeyPanel> v_tiles;
   Ring<Shape::kStages> k_ring, v_ring;
-  float scale_log2;
-  float o[kOut];
-  float max[2];  // of raw scores so far; -inf before the first key
-  float sum[2];  // of weights, of this thread's columns
+  const float* k_scale;   // of this head's blocks of keys
+  int key_block, last_block;
+  float q_scale_log2;     // what a score in units of K's scale is multiplied by
+  float scale_log2[kScales];
+  float o[kOut + kSums];
+  float max[2];  // of scores so far, in base 2; -inf before the first key
+  float sum[2];  // of weights, of this thread's columns; where the tensor cores do not sum
 
   __device__ __forceinline__ Consumer(FlashStorage<Cfg>& shared, int warpgroup)
       : shared(shared), warpgroup(warpgroup), q_tile(shared.q[warpgroup]), k_tiles(shared.k), v_tiles(shared.v) {}
@@ -66,10 +89,17 @@ struct Consumer {
     if (threadIdx.x % 32 == 0) barrier.arrive();
   }
 
-  __device__ __forceinline__ void start(float scale) {
-    scale_log2 = scale;
+  __device__ __forceinline__ void start(const FlashParams& p, int kv_head, float q_scale) {
+    if constexpr (Cfg::kKeyBlockScales) {
+      last_block = (p.kv_len - 1) / Shape::kKeyBlock;
+      k_scale = p.k_scale + static_cast<size_t>(kv_head) * (last_block + 1);
+      key_block = 0;
+      q_scale_log2 = q_scale;
+    } else {
+      scale_log2[0] = q_scale * p.k_scale[kv_head];
+    }
 #pragma unroll
-    for (int i = 0; i < kOut; ++i) o[i] = 0.0f;
+    for (float& x : o) x = 0.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       max[r] = -CUDART_INF_F;
@@ -77,8 +107,17 @@ struct Consumer {
     }
   }
 
+  // The scales of the next tile.
+  __device__ __forceinline__ void next_scales() {
+    if constexpr (Cfg::kKeyBlockScales) {
+#pragma unroll
+      for (int h = 0; h < kScales; ++h) scale_log2[h] = q_scale_log2 * __ldg(k_scale + min(key_block + h, last_block));
+      key_block += kScales;
+    }
+  }
+
   // Starts s = q k^T, raw.
-  __device__ __forceinline__ void start_scores(float (&s)[kScores]) {
+  __device__ __forceinline__ void start_scores(Score (&s)[kScores]) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Shape::kHeadDim / 32; ++i) {
@@ -89,31 +128,34 @@ struct Consumer {
       i == 0 ? ptx::wgmma_set(s, q, k) : ptx::wgmma_add(s, q, k);
     }
     ptx::wgmma_commit();
+    next_scales();
   }
 
-  // Ends it: the scores may be read, and K overwritten.
-  __device__ __forceinline__ void end_scores(float (&s)[kScores]) {
-    ptx::wgmma_wait<0>();
+  // Ends it, while kPending later products are under way: the scores may be read, and K overwritten.
+  template <int kPending>
+  __device__ __forceinline__ void end_scores(Score (&s)[kScores]) {
+    ptx::wgmma_wait<kPending>();
     ptx::pin(s);
     arrive(shared.k_empty[k_ring.stage]);
     k_ring.advance();
   }
 
   // Rows keep the scores of columns before their `end`.
-  __device__ __forceinline__ void mask(float (&s)[kScores], const int (&end)[2]) {
+  __device__ __forceinline__ void mask(Score (&s)[kScores], const int (&end)[2]) {
     const int column = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      if (i / 4 * 8 + column + i % 2 >= end[i / 2 % 2]) s[i] = -CUDART_INF_F;
+      if (i / 4 * 8 + column + i % 2 >= end[i / 2 % 2]) s[i] = Raw::masked();
     }
   }
 
-  // The largest raw scores of this thread's two rows. As integers, three at a time and beside 0, positive floats
-  // compare as they should; where 0 comes out, the floats themselves decide.
-  __device__ __forceinline__ void row_maxima(const float (&s)[kScores], float (&top)[2]) {
+  // The largest raw scores of a thread's two rows among those of a scale of K. As integers, three at a time and beside
+  // 0, positive floats compare as they should; where 0 comes out, the floats themselves decide.
+  __device__ __forceinline__ void thread_maxima(const float (&s)[kScores], int scale, float (&top)[2]) {
+    constexpr int kCount = kScores / kScales;
     int whole[2] = {0, 0};
 #pragma unroll
-    for (int i = 0; i < kScores; i += 2) {
+    for (int i = scale * kCount; i < (scale + 1) * kCount; i += 2) {
       int& m = whole[i / 2 % 2];
       m = __vimax3_s32(m, __float_as_int(s[i]), __float_as_int(s[i + 1]));
     }
@@ -122,48 +164,88 @@ struct Consumer {
     if (__any_sync(0xffffffffu, top[0] == 0.0f || top[1] == 0.0f)) {
       top[0] = top[1] = -CUDART_INF_F;
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+      for (int i = scale * kCount; i < (scale + 1) * kCount; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+    }
+  }
+  __device__ __forceinline__ void thread_maxima(const int (&s)[kScores], int scale, float (&top)[2]) {
+    constexpr int kCount = kScores / kScales;
+    int whole[2] = {Raw::masked(), Raw::masked()};
+#pragma unroll
+    for (int i = scale * kCount; i < (scale + 1) * kCount; i += 2) {
+      int& m = whole[i / 2 % 2];
+      m = __vimax3_s32(m, s[i], s[i + 1]);
+    }
+    top[0] = Raw::value(whole[0]);
+    top[1] = Raw::value(whole[1]);
+  }
+
+  // Turns raw scores into weights, of which `pack` makes operands; gives the factors for what came before.
+  //
+  // Of each 16 weights the first kPolynomials come from the FMA pipe, as pairs of halves (ptx::exp2_halves), the
+  // others from the special-function unit, which is the narrow one: 16 powers per multiprocessor and clock.
+  __device__ __forceinline__ void softmax(const Score (&s)[kScores], float (&w)[kScores], float (&rescale)[2]) {
+    float top[2] = {-CUDART_INF_F, -CUDART_INF_F}, bias[2], half_bias[2];
+#pragma unroll
+    for (int h = 0; h < kScales; ++h) {
+      float raw[2];
+      thread_maxima(s, h, raw);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) top[r] = h == 0 ? raw[r] * scale_log2[h] : fmaxf(top[r], raw[r] * scale_log2[h]);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 1));
       top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 2));
-    }
-  }
-
-  // Turns raw scores into packed weights and adds these to the sums; gives the factors for what came before.
-  __device__ __forceinline__ void softmax(const float (&s)[kScores], unsigned (&weights)[kSteps][4],
-                                          float (&rescale)[2]) {
-    float top[2], bias[2];
-    row_maxima(s, top);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
       top[r] = fmaxf(top[r], max[r]);
       const float base = top[r] == -CUDART_INF_F ? 0.0f : top[r];  // no key so far: any base gives weights 0
-      rescale[r] = ptx::ex2((max[r] - base) * scale_log2);
-      bias[r] = fmaf(-base, scale_log2, kOffset);
+      rescale[r] = ptx::ex2(max[r] - base);
+      bias[r] = kOffset - base;
+      half_bias[r] = fmaf(bias[r], ptx::kExp2HalfScale, ptx::kExp2HalfBias);
       max[r] = top[r];
       sum[r] *= rescale[r];
     }
 #pragma unroll
-    for (int t = 0; t < kSteps; ++t) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // registers of the A operand: row i % 2, columns 16 (i / 2) on
-        float w[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const int r = i % 2, j = 4 * t + i / 2 * 2 + n / 2;
-          const float x = fmaf(s[4 * j + 2 * r + n % 2], scale_log2, bias[r]);
-          w[n] = 4 * i + n >= 16 - Cfg::kPolynomials ? ex2_polynomial(x) : ptx::ex2(x);
-          sum[r] += w[n];
-        }
-        weights[t][i] = ptx::pack_e4m3(w);
+    for (int i = 0; i < kScores; i += 2) {
+      const int r = i / 2 % 2;
+      const float scale = scale_log2[i / (kScores / kScales)];
+      const float low = static_cast<float>(s[i]), high = static_cast<float>(s[i + 1]);
+      if (by_polynomial(i)) {
+        const float half_scale = scale * ptx::kExp2HalfScale;
+        w[i] = __uint_as_float(
+            ptx::exp2_halves(fmaf(low, half_scale, half_bias[r]), fmaf(high, half_scale, half_bias[r])));
+      } else {
+        w[i] = ptx::ex2(fmaf(low, scale, bias[r]));
+        w[i + 1] = ptx::ex2(fmaf(high, scale, bias[r]));
+        if (kSums == 0) sum[r] += w[i] + w[i + 1];
       }
     }
   }
 
-  // Starts partial = P V, of the columns of a part of O.
-  __device__ __forceinline__ void start_output(float (&partial)[kPartial], const unsigned (&weights)[kSteps][4],
+  // Weights come in groups of 16 that make the four registers of an A operand: registers 0, 1 and 4, 5 the first, of
+  // row 0, 2, 3 and 6, 7 the second, of row 1, and so on.
+  __device__ static constexpr bool by_polynomial(int i) {
+    return 8 * (i / 8 % 2) + 4 * (i / 2 % 2) < Cfg::kPolynomials;
+  }
+
+  __device__ __forceinline__ void pack(const float (&w)[kScores], unsigned (&weights)[kSteps][4]) {
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // row i % 2, columns 16 (i / 2) on
+        const int first = 16 * t + 8 * (i / 2) + 2 * (i % 2), second = first + 4;
+        if (by_polynomial(first)) {
+          weights[t][i] = ptx::pack_e4m3(__float_as_uint(w[first]), __float_as_uint(w[second]));
+        } else {
+          const float four[4] = {w[first], w[first + 1], w[second], w[second + 1]};
+          weights[t][i] = ptx::pack_e4m3(four);
+        }
+      }
+    }
+  }
+
+  // Starts partial = P V or += P V, of the columns of a part of O, and behind the last part the sums of P.
+  template <bool kAdd, int kCount>
+  __device__ __forceinline__ void start_output(float (&partial)[kCount], const unsigned (&weights)[kSteps][4],
                                                int part) {
     ptx::wgmma_fence();
 #pragma unroll
@@ -171,18 +253,24 @@ struct Consumer {
       const int panel = t * 32 / Shape::kKeyPanel, within = t * 32 % Shape::kKeyPanel;
       const unsigned long long v = v_tiles.at(v_ring.stage * sizeof(shared.v[0]) + panel * sizeof(shared.v[0][0]) +
                                               part * Shape::kOutColumns * Shape::kKeyPanel + within);
-      t == 0 ? ptx::wgmma_set(partial, weights[t], v) : ptx::wgmma_add(partial, weights[t], v);
+      t == 0 && !kAdd ? ptx::wgmma_set(partial, weights[t], v) : ptx::wgmma_add(partial, weights[t], v);
     }
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void end_output(float (&partial)[kPartial], int part, const float (&rescale)[2]) {
-    ptx::pin(partial);
+  // Adds a part to what came before, which it rescales.
+  template <int kCount>
+  __device__ __forceinline__ void add_output(const float (&partial)[kCount], int part, const float (&rescale)[2]) {
 #pragma unroll
-    for (int i = 0; i < kPartial; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       float& x = o[part * kPartial + i];
       x = fmaf(x, rescale[i / 2 % 2], partial[i]);
     }
+  }
+
+  __device__ __forceinline__ void release_values() {
+    arrive(shared.v_empty[v_ring.stage]);
+    v_ring.advance();
   }
 
   // With turns, warpgroups start their products one after the other: P V of a tile and Q K^T of the next. Left alone
@@ -197,38 +285,126 @@ struct Consumer {
   // One tile of keys, from this warpgroup's turn to its next one.
   template <bool kMasked>
   __device__ __forceinline__ void step(const int (&end)[2]) {
-    float s[kScores];
+    Score s[kScores];
     unsigned weights[kSteps][4];
-    float rescale[2];
+    float w[kScores], rescale[2];
     shared.k_full[k_ring.stage].wait(k_ring.parity);
     start_scores(s);
     pass_turn();
-    end_scores(s);
+    end_scores<0>(s);
     if constexpr (kMasked) mask(s, end);
-    softmax(s, weights, rescale);
+    softmax(s, w, rescale);
+    pack(w, weights);
     shared.v_full[v_ring.stage].wait(v_ring.parity);
     take_turn();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int part = 0; part < kParts - 1; ++part) {
       float partial[kPartial];
-      start_output(partial, weights, part);
+      start_output<false>(partial, weights, part);
       ptx::wgmma_wait<0>();
-      end_output(partial, part, rescale);
+      ptx::pin(partial);
+      add_output(partial, part, rescale);
     }
-    arrive(shared.v_empty[v_ring.stage]);
-    v_ring.advance();
+    float last[kPartial + kSums];
+    start_output<false>(last, weights, kParts - 1);
+    ptx::wgmma_wait<0>();
+    ptx::pin(last);
+    add_output(last, kParts - 1, rescale);
+    release_values();
+  }
+
+  // The same where P V of a tile runs beside the softmax of the next one: a tile leaves its weights and factors, and
+  // P V begins in the turn of the next tile.
+  template <bool kMasked, bool kFirst>
+  __device__ __forceinline__ void overlapped_step(unsigned (&weights)[kSteps][4], float (&rescale)[2],
+                                                  const int (&end)[2]) {
+    Score s[kScores];
+    float w[kScores], partial[kOut + kSums], next[2];
+    shared.k_full[k_ring.stage].wait(k_ring.parity);
+    if constexpr (!kFirst) take_turn();
+    start_scores(s);
+    if constexpr (!kFirst) start_last_output(partial, weights);
+    pass_turn();
+    end_scores<kFirst ? 0 : 1>(s);
+    if constexpr (kMasked) mask(s, end);
+    softmax(s, w, next);
+    if constexpr (!kFirst) end_last_output(partial, rescale, next);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) rescale[r] = next[r];
+    pack(w, weights);  // not before: P V was reading them
+  }
+
+  __device__ __forceinline__ void start_last_output(float (&partial)[kOut + kSums],
+                                                    const unsigned (&weights)[kSteps][4]) {
+    shared.v_full[v_ring.stage].wait(v_ring.parity);
+    if constexpr (Cfg::kTwoLevels) {
+      start_output<false>(partial, weights, 0);
+    } else {
+      start_output<true>(o, weights, 0);
+    }
+  }
+
+  // With one level of accumulation, O is rescaled by the factors of the next tile before that is added.
+  __device__ __forceinline__ void end_last_output(float (&partial)[kOut + kSums], const float (&rescale)[2],
+                                                  const float (&next)[2]) {
+    ptx::wgmma_wait<0>();
+    if constexpr (Cfg::kTwoLevels) {
+      ptx::pin(partial);
+      add_output(partial, 0, rescale);
+    } else {
+      ptx::pin(o);
+      if (__any_sync(0xffffffffu, next[0] != 1.0f || next[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < kOut + kSums; ++i) o[i] *= next[i / 2 % 2];
+      }
+    }
+    release_values();
+  }
+
+  // All tiles of a piece of work: `whole` of which these rows attend to all keys, and `masked` more.
+  __device__ __forceinline__ void run(int whole, int masked, int (&end)[2]) {
+    const auto next_masked = [&] {
+      for (int r = 0; r < 2; ++r) end[r] -= Shape::kBlockN;
+    };
+    take_turn();
+    if constexpr (!Cfg::kOverlap) {
+      for (; whole > 0; --whole) step<false>(end);
+      for (; masked > 0; --masked, next_masked()) step<true>(end);
+    } else if (whole + masked > 0) {
+      unsigned weights[kSteps][4];
+      float rescale[2], partial[kOut + kSums];
+      if (whole > 0) {
+        overlapped_step<false, true>(weights, rescale, end);
+        --whole;
+      } else {
+        overlapped_step<true, true>(weights, rescale, end);
+        --masked;
+        next_masked();
+      }
+      for (; whole > 0; --whole) overlapped_step<false, false>(weights, rescale, end);
+      for (; masked > 0; --masked, next_masked()) overlapped_step<true, false>(weights, rescale, end);
+      take_turn();
+      start_last_output(partial, weights);
+      const float one[2] = {1.0f, 1.0f};
+      end_last_output(partial, rescale, one);
+    }
+    pass_turn();
   }
 
   // Writes the rows before q_len: O / sum, and the log-sum-exp.
-  __device__ __forceinline__ void store(const FlashParams& p, int head, int first_row, float v_scale) {
+  __device__ __forceinline__ void store(const FlashParams& p, int head, int first_row, int kv_head) {
+    using Out = typename Cfg::Out;
     const int quad = threadIdx.x % 4;
+    const float* v_scale = p.v_scale + (Cfg::kChannelScales ? kv_head * Shape::kHeadDim : kv_head);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float total = sum[r];
-      total += __shfl_xor_sync(0xffffffffu, total, 1);
-      total += __shfl_xor_sync(0xffffffffu, total, 2);
-      const bool any = total >= 1.0f;  // a row's largest weight is 2^kOffset
-      const float factor = any ? v_scale / total : 0.0f;
+      float total = kSums > 0 ? o[kOut + 2 * r] : sum[r];
+      if (kSums == 0) {
+        total += __shfl_xor_sync(0xffffffffu, total, 1);
+        total += __shfl_xor_sync(0xffffffffu, total, 2);
+      }
+      const bool any = total >= 1.0f;  // a row with a key has a weight of 448
+      const float factor = any ? (Cfg::kChannelScales ? 1.0f : v_scale[0]) / total : 0.0f;
       const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
       const size_t line = static_cast<size_t>(head) * p.q_len + row;
 #pragma unroll
@@ -236,18 +412,23 @@ struct Consumer {
         unsigned x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const half2 pair = __floats2half2_rn(o[4 * (j + i) + 2 * r] * factor, o[4 * (j + i) + 2 * r + 1] * factor);
-          x[i] = reinterpret_cast<const unsigned&>(pair);
+          float low = o[4 * (j + i) + 2 * r] * factor, high = o[4 * (j + i) + 2 * r + 1] * factor;
+          if constexpr (Cfg::kChannelScales) {
+            const float2 scales = __ldg(reinterpret_cast<const float2*>(v_scale + 8 * (j + i) + 2 * quad));
+            low *= scales.x;
+            high *= scales.y;
+          }
+          x[i] = pack_out(low, high, static_cast<Out*>(nullptr));
         }
         transpose_quad(x);
         if (row < p.q_len) {
-          half* out = p.out + line * Shape::kHeadDim + 8 * (j + quad);
+          Out* out = static_cast<Out*>(p.out) + line * Shape::kHeadDim + 8 * (j + quad);
           *reinterpret_cast<uint4*>(out) = make_uint4(x[0], x[1], x[2], x[3]);
         }
       }
-      if (p.lse != nullptr && quad == 0 && row < p.q_len) {
+      if (Cfg::kLse && quad == 0 && row < p.q_len) {
         const float ln2 = 0.6931471805599453f;
-        p.lse[line] = any ? (log2f(total) - kOffset + max[r] * scale_log2) * ln2 : -CUDART_INF_F;
+        p.lse[line] = any ? (log2f(total) - kOffset + max[r]) * ln2 : -CUDART_INF_F;
       }
     }
   }

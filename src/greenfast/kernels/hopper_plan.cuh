@@ -9,10 +9,10 @@ namespace greenfast {
 
 struct FlashParams {
   const float* q_scale;  // (batch x heads)
-  const float* k_scale;  // (batch x kv_heads), as v_scale
-  const float* v_scale;
-  half* out;         // (batch x heads, q_len, head_dim)
-  float* lse;        // (batch x heads, q_len), natural logarithm; null where nobody asks
+  const float* k_scale;  // (batch x kv_heads), or (batch x kv_heads, blocks of kKeyBlock keys) with kKeyBlockScales
+  const float* v_scale;  // (batch x kv_heads), or (batch x kv_heads, head_dim) with kChannelScales
+  void* out;             // (batch x heads, q_len, head_dim) of Cfg::Out
+  float* lse;            // (batch x heads, q_len), natural logarithm; unused without kLse
   int heads;         // batch x heads
   int heads_per_kv;  // query heads that share a head of K and V
   int q_len;
@@ -36,8 +36,15 @@ struct FlashShape {
   static constexpr int kDimPanels = kHeadDim / kDimPanel;
   static constexpr int kKeyPanel = 128;
   static constexpr int kKeyPanels = kBlockN / kKeyPanel;
+  static constexpr int kKeyBlock = 128;  // keys that share a scale, where they do
   static constexpr int kOutColumns = Cfg::kOutColumns;  // of O that one product computes
+  // The tensor cores sum the weights of a row too: behind V lie columns of ones. Not where the log-sum-exp is asked
+  // for, which rounded weights would spoil, nor where a product is as wide as it can be.
+  static constexpr int kSumColumns = Cfg::kLse || kOutColumns == 256 ? 0 : 8;
+  static constexpr int kValueRows = kHeadDim + kSumColumns;  // of V^T in shared memory
   static_assert(kHeadDim % kDimPanel == 0 && kBlockN % kKeyPanel == 0 && kHeadDim % kOutColumns == 0, "whole panels");
+  static_assert(Cfg::kOverlap ? kOutColumns == kHeadDim : Cfg::kTwoLevels, "one level of accumulation is overlapped");
+  static_assert(Cfg::kPolynomials == 0 || kSumColumns > 0, "halves are not summed");
 };
 
 template <class Cfg>
@@ -45,7 +52,7 @@ struct FlashStorage {
   using Shape = FlashShape<Cfg>;
   alignas(1024) unsigned char q[Shape::kConsumers][Shape::kDimPanels][Shape::kRows * Shape::kDimPanel];
   alignas(1024) unsigned char k[Shape::kStages][Shape::kDimPanels][Shape::kBlockN * Shape::kDimPanel];
-  alignas(1024) unsigned char v[Shape::kStages][Shape::kKeyPanels][Shape::kHeadDim * Shape::kKeyPanel];
+  alignas(1024) unsigned char v[Shape::kStages][Shape::kKeyPanels][Shape::kValueRows * Shape::kKeyPanel];
   ptx::Mbarrier q_full[Shape::kConsumers], q_empty[Shape::kConsumers];
   ptx::Mbarrier k_full[Shape::kStages], k_empty[Shape::kStages], v_full[Shape::kStages], v_empty[Shape::kStages];
 };

@@ -13,4 +13,38 @@ __device__ __forceinline__ unsigned pack_e4m3(const float (&x)[4]) {
   return packed;
 }
 
+// 2^x of two numbers as halves, on the FMA pipe and as near as E4M3 needs it: relative error 0.37 % on average, 0.9 %
+// at most. low and high are x * kExp2HalfScale + kExp2HalfBias, of x at most 8.81; below -14 the result is 2^-14.
+//
+// As an integer, a half is 1024 (x + 15) where its mantissa is linear in x (Schraudolph, 1999). Halves below 2^-13 are
+// integers in units of 2^-24, so the conversion to half rounds 64 (x + 14) to an integer t, and what is negative to 0.
+// What 16 t lacks is 1024 and the bend from the chord to 2^f, f = t / 64 mod 1, which is 1024 c ((f - 1/2)^2 - 1/4)
+// with c = 0.34375: in the same units u^2 + 936, with u = 32 sqrt(c) (f - 1/2).
+constexpr float kExp2HalfScale = 64.0f / 16777216.0f;
+constexpr float kExp2HalfBias = 14.0f * kExp2HalfScale;
+
+__device__ __forceinline__ unsigned exp2_halves(float low, float high) {
+  unsigned halves;
+  asm("{\n\t.reg .b32 t, u;\n\t"
+      "cvt.rn.relu.f16x2.f32 t, %2, %1;\n\t"
+      "and.b32 u, t, 0x003f003f;\n\t"
+      "fma.rn.f16x2 u, u, %3, %4;\n\t"
+      "fma.rn.f16x2 u, u, u, %5;\n\t"
+      "mad.lo.u32 %0, t, 16, u;\n\t}"
+      : "=r"(halves)
+      // 2^11 sqrt(c), -2^-8 sqrt(c) and 936 in units of 2^-24, twice each.
+      : "f"(low), "f"(high), "r"(0x64b164b1u), "r"(0x98b198b1u), "r"(0x03a803a8u));
+  return halves;
+}
+
+// Two pairs of halves as E4M3.
+__device__ __forceinline__ unsigned pack_e4m3(unsigned first, unsigned second) {
+  unsigned packed;
+  asm("{\n\t.reg .b16 low, high;\n\tcvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n\t"
+      "cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\n\tmov.b32 %0, {low, high};\n\t}"
+      : "=r"(packed)
+      : "r"(first), "r"(second));
+  return packed;
+}
+
 }  // namespace greenfast::ptx

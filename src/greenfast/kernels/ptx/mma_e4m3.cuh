@@ -1,5 +1,5 @@
-// Warp-level matrix product on E4M3 (PTX ISA, "mma.m16n8k32"; sm_89 and up). Native on Ada, where it is QMMA; on Hopper
-// the compiler unpacks to half.
+// Warp-level matrix products on E4M3 and on int8 (PTX ISA, "mma.m16n8k32"; sm_89 and up). Those on E4M3 are native on
+// Ada, where they are QMMA; on Hopper the compiler unpacks to half.
 #pragma once
 
 namespace greenfast::ptx {
@@ -12,6 +12,15 @@ __device__ __forceinline__ void mma_m16n8k32(float (&c)[4], const unsigned (&a)[
       "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same on int8, exact.
+__device__ __forceinline__ void mma_m16n8k32(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
