@@ -36,6 +36,8 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
             "greenfast: unknown task 'fp9'; allowed: fp8_attention, fp8_quantize, fp8_sdpa, or a task's folder",
         ),
         (("variants", "fp9"), "unknown task 'fp9'; allowed: "),
+        (("variants", "fp8_sdpa", "--choose", "sm_89"), "task fp8_sdpa are chosen by name: scalar"),
+        (("variants", "fp8_attention", "--shapes", "small"), "--format and --shapes are for --choose"),
         (("build", "fp9"), "unknown task 'fp9'; allowed: "),
         ((*VALIDATE, "--candidate", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),
         ((*VALIDATE, "--baseline", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),

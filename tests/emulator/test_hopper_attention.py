@@ -14,7 +14,6 @@ from greenfast.emulator.grid import run_grid
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.spec.arch import Target
 
-TOGGLES = {"USE_WGMMA": 1}
 SMALL = {"B": 1, "H": 2, "S": 150, "D": 64}
 #: A shape, of how many multiprocessors, and warpgroups a block: few multiprocessors make blocks of several warpgroups,
 #: and blocks that do several pieces.
@@ -42,14 +41,14 @@ INT8 = (
 
 
 def emulate(dims: dict[str, int], fmt: str) -> dict[str, NDArray[Any]]:
-    source = hopper.kernel(TOGGLES, fmt, dims)
+    source = hopper.kernel(fmt, dims)
     case = fast_problem.make_case(dims, 0, fmt)
     result = run_grid(
         compile_kernel(source, Target("sm_90a")).ptx,
         source.entry,
         source.block,
         source.dynamic_smem_bytes,
-        hopper.launch(TOGGLES, fmt, dims),
+        hopper.launch(fmt, dims),
         case.inputs,
         case.outputs,
         seed=5,

@@ -24,7 +24,6 @@ from greenfast.spec.problem import Case, OutputSpec
 
 pytestmark = pytest.mark.gpu
 
-TOGGLES = {"USE_WGMMA": 1}
 LENGTHS = (1, 7, 63, 65, 127, 129, 1000)
 
 
@@ -38,10 +37,10 @@ def gpu() -> Gpu:
 
 def run(dims: dict[str, int], case: Case, fmt: str = "e4m3") -> dict[str, NDArray[Any]]:
     """The outputs of two runs that agree in every bit and leave all other memory as it was."""
-    source = hopper.kernel(TOGGLES, fmt, dims)
+    source = hopper.kernel(fmt, dims)
     compiled = compile_kernel(source, Target("sm_90a"))
     image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
-    bound = gpu().bind(image, hopper.launch(TOGGLES, fmt, dims), case)
+    bound = gpu().bind(image, hopper.launch(fmt, dims), case)
     first, second = bound.run(), bound.run()
     assert bound.violations() == []
     bound.free()

@@ -24,8 +24,6 @@ from tests.cli.command_line import run_here
 
 pytestmark = pytest.mark.gpu
 
-TOGGLES = {"USE_WGMMA": 1}
-
 
 @pytest.fixture(autouse=True)
 def hopper_gpu() -> None:
@@ -53,10 +51,10 @@ def test_a_run_has_times_of_everyone_installed(capsys: pytest.CaptureFixture[str
 
 
 def image_of(dims: dict[str, int]) -> tuple[KernelImage, Launch]:
-    source = hopper.kernel(TOGGLES, "e4m3", dims)
+    source = hopper.kernel("e4m3", dims)
     cubin = compile_kernel(source, Target("sm_90a")).cubin
     image = KernelImage(cubin, source.entry, source.block, source.dynamic_smem_bytes)
-    return image, hopper.launch(TOGGLES, "e4m3", dims)
+    return image, hopper.launch("e4m3", dims)
 
 
 @pytest.fixture

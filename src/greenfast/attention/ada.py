@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from greenfast.attention.fast_problem import padded_keys, plain, sizes_of
+from greenfast.attention.fast_problem import Sizes, padded_keys, plain, sizes_of
 from greenfast.kernels import KERNEL_DIR
-from greenfast.spec.errors import UsageError, unknown
+from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import KernelSource, Launch
 
 ENTRY = "fp8_attention_ada"
@@ -19,17 +19,23 @@ _BLOCK = 64  # queries of a block, and keys of a tile
 _STAGES = 2
 
 
+def refuses(fmt: str, sizes: Sizes) -> str | None:
+    """What of a shape and format the kernel does not compute; None where it computes them."""
+    if fmt not in FORMATS:
+        return f"the Ada kernel is for formats {', '.join(FORMATS)}"
+    if sizes.head_dim not in HEAD_DIMS:
+        return f"the Ada kernel is for head dims {', '.join(map(str, HEAD_DIMS))}"
+    if not plain(sizes):
+        return "the Ada kernel has no log-sum-exp, bfloat16, or scales of blocks and channels"
+    return None
+
+
 def kernel(fmt: str, dims: Mapping[str, int]) -> KernelSource:
     """Render the kernel of a shape. Raises UsageError for a format or head dim that it does not compute."""
     sizes = sizes_of(dims)
-    if fmt not in FORMATS:
-        raise unknown("format of the Ada kernel", fmt, FORMATS)
-    if not plain(sizes):
-        raise UsageError(
-            f"the Ada kernel has no log-sum-exp, bfloat16, or scales of blocks and channels; got {dict(dims)}"
-        )
-    if sizes.head_dim not in HEAD_DIMS:
-        raise UsageError(f"head_dim D={sizes.head_dim}: the Ada kernel is for {', '.join(map(str, HEAD_DIMS))}")
+    refused = refuses(fmt, sizes)
+    if refused is not None:
+        raise UsageError(f"{refused}; got {dict(dims)}, {fmt}")
     smem = _BLOCK * sizes.head_dim * (1 + 2 * _STAGES)
     blocks = 3 if sizes.head_dim == 64 else 2  # on a multiprocessor at least: a limit on registers
     source = f"""#include "attention_ada.cuh"

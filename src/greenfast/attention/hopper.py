@@ -1,7 +1,6 @@
-"""The fast kernels as a kernel family: Hopper's, Ada's, and Stage 2 of the ladder as what they are compared with.
+"""The Hopper kernel, ``kernels/attention_hopper.cuh``: which tiles a shape gets, by rules that were measured.
 
-The Hopper kernel is ``kernels/attention_hopper.cuh``; this module chooses its tiles by rules that were measured,
-renders its configuration, and plans its shared memory and the order of its work.
+This module also renders its configuration, and plans its shared memory and the order of its work.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from greenfast.attention import ada, ladder
 from greenfast.attention.fast_problem import Sizes, padded_keys, plain, sizes_of
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError, unknown
@@ -29,7 +27,6 @@ _PANEL = 128  # bytes in a row of a tile in shared memory: the widest swizzle
 _WIDEST = 256  # columns of a product
 HEAD_DIMS = (64, 128, 256)
 FORMATS = ("e4m3", "int8")
-_STAGE2 = {"USE_CP_ASYNC": 1, "USE_WMMA_QK": 1, "USE_WMMA_PV": 1}
 
 
 @dataclass(frozen=True)
@@ -149,24 +146,10 @@ def _evenness(tiles: np.ndarray, heads: int, width: int) -> float:
     return float(loads.mean() / loads.max())
 
 
-def kernel(
-    toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
-) -> KernelSource:
+def kernel(fmt: str, dims: Mapping[str, int]) -> KernelSource:
     """Render the kernel of a shape. Raises UsageError for a format or shape that it does not compute."""
-    if toggles.get("USE_QMMA"):
-        if toggles["USE_WGMMA"]:
-            raise UsageError("USE_WGMMA=1 and USE_QMMA=1 are two kernels; one of them is 0")
-        if instrumented:
-            raise UsageError("the Ada kernel has no phase counters")
-        return ada.kernel(fmt, dims)
-    if not toggles["USE_WGMMA"]:
-        if fmt != "e4m3":
-            raise UsageError(f"Stage 2 takes Q, K and V in one format, and with {fmt} V is E4M3: compare with ada")
-        return ladder.kernel(_ladder_toggles(), fmt, _ladder_dims(dims), instrumented=instrumented)
     if fmt not in FORMATS:
         raise unknown("format of the Hopper kernel", fmt, FORMATS)
-    if instrumented:
-        raise UsageError("the Hopper kernel has no phases to count: its warpgroups are in different ones at a time")
     sizes, (tiles, _) = sizes_of(dims), tiling(dims, fmt)
     smem, (registers, fetching) = tiles.smem_bytes(sizes.head_dim, lse=sizes.lse), tiles.registers
     threads = 128 * (tiles.consumers + 1)
@@ -219,12 +202,8 @@ extern "C" __global__ void __launch_bounds__({threads}, 1)
     )
 
 
-def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
+def launch(fmt: str, dims: Mapping[str, int]) -> Launch:
     """A block per multiprocessor, or per piece of work where there are fewer."""
-    if toggles.get("USE_QMMA"):
-        return ada.launch(dims)
-    if not toggles["USE_WGMMA"]:
-        return ladder.launch(_ladder_toggles(), fmt, _ladder_dims(dims))
     sizes, (tiles, _) = sizes_of(dims), tiling(dims, fmt)
     heads, kv_heads, head_dim = sizes.batch * sizes.heads, sizes.batch * sizes.kv_heads, sizes.head_dim
     panel = min(head_dim, _PANEL)
@@ -255,18 +234,3 @@ def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Lau
             np.float32(1.0 / math.sqrt(head_dim)),
         ),
     )  # fmt: skip
-
-
-def _ladder_toggles() -> dict[str, int]:
-    return {name: _STAGE2.get(name, 0) for name in ladder.TOGGLES}
-
-
-def _ladder_dims(dims: Mapping[str, int]) -> dict[str, int]:
-    """The dimensions as the ladder takes them. Raises UsageError for what it does not compute."""
-    sizes = sizes_of(dims)
-    if sizes.causal or sizes.kv_heads != sizes.heads or sizes.kv_len != sizes.q_len or not plain(sizes):
-        raise UsageError(
-            "Stage 2 has no mask, grouped heads, lengths that differ, log-sum-exp, bfloat16, or scales of blocks and "
-            f"channels; got {dict(dims)}"
-        )
-    return {d: dims[d] for d in "BHSD"}

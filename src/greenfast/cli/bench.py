@@ -11,6 +11,7 @@ from greenfast.cli.console import GateConsole, exit_code, required_gates, show, 
 from greenfast.cli.peers import beside_peers
 from greenfast.cli.request import request_of
 from greenfast.pipeline.bench import bench
+from greenfast.pipeline.choose import chosen_rung
 from greenfast.pipeline.store import to_json
 from greenfast.spec.errors import UsageError
 from greenfast.spec.task import TaskConfig
@@ -47,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         # The command alone would not repeat the run.
         toggles = [f"{name}={os.environ[name]}" for name in config.toggles if name in os.environ]
         request = replace(request, command=" ".join([*toggles, request.command]))
+    elif args.variant == "auto":
+        variant = config.variant(chosen_rung(request.task, request.target, request.format, request.shapes))
     else:
         variant = config.variant(args.variant or config.defaults.candidate)
     with GateConsole(to_stderr=args.json) as console:

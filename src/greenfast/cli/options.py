@@ -140,7 +140,11 @@ def bench(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast bench``."""
     _task(parser)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--variant", metavar="VARIANT", help="a name, or TOGGLE=VALUE,... (default: the candidate)")
+    which.add_argument(
+        "--variant",
+        metavar="VARIANT",
+        help="a name, TOGGLE=VALUE,..., or auto for what the shapes should take (default: the candidate)",
+    )
     which.add_argument("--from-env", action="store_true", help="read the task's toggles from the environment")
     which.add_argument(
         "--peers",
@@ -205,6 +209,11 @@ def variants(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast variants``."""
     parser.add_argument("task", nargs="?", default="fp8_sdpa", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--choose", metavar="SM", help="which variant each shape should take on that target, and why (such as sm_90a)"
+    )
+    parser.add_argument("--format", metavar="FORMAT", help="with --choose: the number format (default: the task's own)")
+    parser.add_argument("--shapes", type=words, metavar="A,B", help="with --choose: shapes (default: all of the task)")
 
 
 def tasks(parser: argparse.ArgumentParser) -> None:

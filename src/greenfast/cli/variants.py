@@ -6,11 +6,18 @@ import argparse
 import json
 
 from greenfast.cli.console import show, table
-from greenfast.pipeline.tasks import find_task
+from greenfast.pipeline.choose import choices
+from greenfast.pipeline.tasks import find_task, load
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError
 
 
 def run(args: argparse.Namespace) -> int:
     """List a task's rungs with their toggles and gates, and the toggles."""
+    if args.choose is not None:
+        return _choose(args)
+    if args.format is not None or args.shapes is not None:
+        raise UsageError("--format and --shapes are for --choose")
     config = find_task(args.task).config
     rungs = [
         {
@@ -31,4 +38,21 @@ def run(args: argparse.Namespace) -> int:
     rows = [(n, str(t.default), ", ".join(map(str, t.values)), t.help) for n, t in config.toggles.items()]
     show("")
     show(table(("toggle", "default", "allowed", "meaning"), rows))
+    return 0
+
+
+def _choose(args: argparse.Namespace) -> int:
+    """Say which variant each shape should take, and why."""
+    task, target = load(find_task(args.task)), Target.parse(args.choose)
+    config = task.config
+    shapes = [config.shape(name) for name in args.shapes] if args.shapes else config.shapes
+    fmt = args.format or config.defaults.format
+    rows = [
+        (shape.name, "-", choice) if isinstance(choice, str) else (shape.name, choice.rung, choice.reason)
+        for shape, choice in choices(task, target, fmt, shapes)
+    ]
+    if args.json:
+        print(json.dumps([dict(zip(("shape", "variant", "why"), row, strict=True)) for row in rows], indent=2))
+        return 0
+    show(table(("shape", "variant", "why"), rows, title=f"{config.name}, {fmt}, on {target.name}"))
     return 0

@@ -19,6 +19,7 @@ from greenfast.report.compare import compare_markdown
 from greenfast.report.markdown import validation_report
 from greenfast.report.plots import save_plot
 from greenfast.report.speedups import quoted_from
+from greenfast.spec.errors import UsageError
 from greenfast.spec.record import Decision, GateResult, Quote, Record
 from greenfast.spec.task import Rung
 from greenfast.spec.variant import Variant
@@ -140,14 +141,20 @@ def _evidence(run: GateRun, profile: bool) -> None:
 
 
 def _promising_rung(request: Request, candidate: BuiltSide) -> tuple[Rung | None, BuiltSide | None]:
-    """The candidate's rung, and its predecessor built for the same shapes; None for toggles that are no rung."""
+    """The candidate's rung, and its predecessor built for the same shapes and format, where it has them.
+
+    No rung for toggles that are none.
+    """
     config = request.task.config
     rung = next((r for r in config.rungs if r.name == candidate.variant.name), None)
     if rung is None or rung.after is None:
         return rung, None
     before = config.rung_variant(config.rung(rung.after))
     family = request.task.family
-    return rung, build_side("predecessor", family, before, request.format, request.shapes, request.target)
+    try:
+        return rung, build_side("predecessor", family, before, request.format, request.shapes, request.target)
+    except UsageError:  # the rung does what no rung before it did
+        return rung, None
 
 
 def _write(record: Record, parent: Path, stamp: str) -> Path:

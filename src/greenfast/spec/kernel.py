@@ -68,8 +68,16 @@ class Launch:
     args: tuple[Argument, ...]
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The rung that a call should take, and why."""
+
+    rung: str
+    reason: str
+
+
 class Family(Protocol):
-    """A kernel family: a module with these two functions.
+    """A kernel family: a module with these two functions, and perhaps ``choose(target, fmt, dims)``, a Choice.
 
     Toggles are the task's (0 or 1 as a rule), ``fmt`` is a number format of its config, ``dims`` a shape's dimensions.
     """
