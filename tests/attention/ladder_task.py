@@ -25,7 +25,18 @@ def all_toggles() -> Iterator[dict[str, int]]:
 
 
 def is_legal(t: dict[str, int]) -> bool:
-    """Stage 3A reuses the score tile for the P of WMMA P*V; swizzled tiles are read by tensor-core loads only."""
-    if t["USE_FUSED_SOFTMAX_PV"] and not t["USE_WMMA_PV"]:
+    """Stage 3A reuses the score tile for the P of WMMA P*V; swizzled tiles are read by tensor-core loads only.
+
+    Stage 3B multiplies on tensor cores what cp.async fetched, has no half tiles, and alone has a third stage.
+    """
+    tensor_cores = bool(t["USE_WMMA_QK"] and t["USE_WMMA_PV"])
+    if is_full_fusion(t):
+        return tensor_cores and bool(t["USE_CP_ASYNC"]) and not (t["USE_XOR_SWIZZLE"] or t["USE_KV_LUT"])
+    if t["USE_THREE_STAGE_PIPE"] or (t["USE_FUSED_SOFTMAX_PV"] and not t["USE_WMMA_PV"]):
         return False
-    return not t["USE_XOR_SWIZZLE"] or bool(t["USE_WMMA_QK"] and t["USE_WMMA_PV"])
+    return not t["USE_XOR_SWIZZLE"] or tensor_cores
+
+
+def is_full_fusion(t: dict[str, int]) -> bool:
+    """Whether these toggles are for the kernel of Stage 3B."""
+    return t["USE_FUSED_SOFTMAX_PV"] == 2

@@ -14,7 +14,7 @@ from greenfast.build.compiler import CompiledKernel, compile_kernel, to_ptx
 from greenfast.build.machine_code import count_instructions, disassemble
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
-from tests.attention.ladder_task import CONFIG, RUNGS, SMALL, toggles
+from tests.attention.ladder_task import CONFIG, RUNGS, SMALL, is_full_fusion, toggles
 
 ARCHS = ("sm_89", "sm_90a")
 LARGEST_SMEM = 99 * 1024  # that a block of sm_89 may have
@@ -102,12 +102,17 @@ def test_instructions_follow_the_toggles(builds: dict[Variant, Built], variant: 
     """Whatever the config promises: a toggle that is off leaves nothing, one that is on at least one tile's work."""
     rung, head_dim, *_ = variant
     t, counts = toggles(rung), builds[variant].counts
-    copies = 2 * 32 * head_dim // 16 // 128  # by one thread, 16 codes of K or V each
+    fused = is_full_fusion(t)
+    # by one thread, 16 codes of K or V each: of a tile, and in full fusion of 2 KB for each stage and in the loop
+    copies = 2 * 2048 // 16 // 64 * (3 + t["USE_THREE_STAGE_PIPE"]) if fused else 2 * 32 * head_dim // 16 // 128
     assert counts["cp_async"] >= copies if t["USE_CP_ASYNC"] else counts["cp_async"] == 0
-    # by one warp, each 16 x 8 x 16 multiply-adds: one of the four 16 x 16 tiles of scores, a quarter of the output
+    # by one warp, each 16 x 8 x 16 multiply-adds: one of the four 16 x 16 tiles of scores, a quarter of the output; in
+    # full fusion both products of 16 queries and a tile, and its sum
     hmma = (2 * head_dim // 16) * t["USE_WMMA_QK"] + (2 * 2 * head_dim // 32) * t["USE_WMMA_PV"]
-    assert counts["hmma"] >= hmma
-    assert (counts["hmma"] > 0) == (counts["ldsm"] > 0) == bool(t["USE_WMMA_QK"] or t["USE_WMMA_PV"])
+    assert counts["hmma"] == 2 * 16 + 2048 // head_dim // 16 if fused else counts["hmma"] >= hmma
+    assert (counts["hmma"] > 0) == bool(t["USE_WMMA_QK"] or t["USE_WMMA_PV"])
+    # operands that are made from codes in registers need no half tiles to load
+    assert (counts["ldsm"] > 0) == (counts["hmma"] > 0 and not fused)
     assert counts["mufu_ex2"] >= 8 + 1, "eight weights and one rescale per thread"
 
 
@@ -135,10 +140,24 @@ def test_stage_3a_saves_the_tile_of_p_and_the_swizzle_its_padding(builds: dict[V
     assert smem["kv_lut"] - smem["stage2"] >= 256 * 2 - 128
 
 
+def test_a_third_stage_takes_its_memory_and_full_fusion_fewer_barriers(builds: dict[Variant, Built]) -> None:
+    for arch in ARCHS:
+        for head_dim in ladder.HEAD_DIMS:
+            fmt = "int8" if (head_dim, arch) == (128, "sm_89") else "e4m3"
+            two, three, stage2 = (builds[(r, head_dim, fmt, arch)] for r in ("stage3b", "stage3b_pipe3", "stage2"))
+            stages = 4 * 2 * 2048  # one for each of four groups of keys: a tile of K and one of V
+            assert three.kernel.resources.smem_bytes == 3 * stages
+            # with two stages the partial results are larger: 16 rows of 64 columns, bias and sum of eight warps
+            assert two.kernel.resources.smem_bytes == 8 * 16 * (64 + 2) * 4 > 2 * stages
+            # one of two warps per tile; of the whole block one before and one after each 64 columns of partial results
+            assert two.counts["bar_sync"] == three.counts["bar_sync"] == 1 + 2 * head_dim // 64
+            assert stage2.counts["bar_sync"] >= 5
+
+
 # The debug build
 
 
-@pytest.mark.parametrize("rung", ["scalar", "stage2"])
+@pytest.mark.parametrize("rung", ["scalar", "stage2", "stage3b"])
 def test_debug_print_prints(builds: dict[Variant, Built], rung: str) -> None:
     variant: Variant = (rung, 64, "e4m3", "sm_90a")
     source, arch = render(variant, DEBUG_PRINT=1)
@@ -148,8 +167,8 @@ def test_debug_print_prints(builds: dict[Variant, Built], rung: str) -> None:
     assert debug.kernel.cubin != plain.cubin
     assert re.search(r"call\S* \(\w+\),\s*vprintf", to_ptx(source, Target(arch)))
     assert "vprintf" not in to_ptx(plain.source, Target(arch))
-    assert b"row 0 max" in debug.kernel.cubin
-    assert b"row 0 max" not in plain.cubin
+    assert b"row 0 " in debug.kernel.cubin
+    assert b"row 0 " not in plain.cubin
     assert debug.kernel.resources.spill_bytes == 0
 
 
@@ -157,12 +176,14 @@ def test_debug_print_prints(builds: dict[Variant, Built], rung: str) -> None:
 
 
 def test_instrumented_builds_read_the_clock_and_stay_in_registers(builds: dict[Variant, Built]) -> None:
-    variants: list[Variant] = [(rung, 64, "e4m3", "sm_90a") for rung in ("scalar", "stage2", "stage3a_swizzle")]
+    variants: list[Variant] = [
+        (rung, 64, "e4m3", "sm_90a") for rung in ("scalar", "stage2", "stage3a_swizzle", "stage3b")
+    ]
     for variant, built in zip(variants, build_all(render(v, instrumented=True) for v in variants), strict=True):
         plain = builds[variant]
         prefetches = toggles(variant[0])["USE_CP_ASYNC"]
         # the start, and the end of each phase that the rung has
-        assert built.sass.count("CLOCKLO") >= 1 + len(ladder.PHASES) - (1 - prefetches)
+        assert built.sass.count("CLOCKLO") >= 1 + len(built.kernel.source.phases) - (1 - prefetches)
         assert "CLOCKLO" not in plain.sass
         assert built.kernel.kernel_hash != plain.kernel.kernel_hash
         assert built.counts["local_memory"] == 0

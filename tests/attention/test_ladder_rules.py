@@ -14,12 +14,14 @@ from greenfast.build.compiler import compile_kernel
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, UsageError
 from greenfast.spec.kernel import PHASE_BUFFER, KernelSource
-from tests.attention.ladder_task import CONFIG, RUNGS, SMALL, all_toggles, is_legal, toggles
+from tests.attention.ladder_task import CONFIG, RUNGS, SMALL, all_toggles, is_full_fusion, is_legal, toggles
 
 ADA = Target("sm_89")
 POINTERS = {"uint8": "const unsigned char*", "float32": "const float*", "float16": "half*"}
 FUSED_RULE = r"USE_FUSED_SOFTMAX_PV=1 needs USE_WMMA_PV=1"
 SWIZZLE_RULE = r"USE_XOR_SWIZZLE=1 needs USE_WMMA_QK=1 and USE_WMMA_PV=1"
+FULL_FUSION_RULE = r"USE_FUSED_SOFTMAX_PV=2 (needs|excludes) USE_\w+=1"
+PIPE_RULE = r"USE_THREE_STAGE_PIPE=1 needs USE_FUSED_SOFTMAX_PV=2"
 
 
 def render(rung: str = "stage2", fmt: str = "e4m3", head_dim: int = 64) -> KernelSource:
@@ -40,7 +42,7 @@ def test_exactly_the_illegal_combinations_are_refused() -> None:
         if is_legal(t):
             legal += bool(ladder.kernel(t, "e4m3", SMALL).source)
             continue
-        with pytest.raises(UsageError, match=f"{FUSED_RULE}|{SWIZZLE_RULE}"):
+        with pytest.raises(UsageError, match="|".join((FUSED_RULE, SWIZZLE_RULE, FULL_FUSION_RULE, PIPE_RULE))):
             ladder.kernel(t, "e4m3", SMALL)
         refused += 1
     assert legal + refused == math.prod(len(toggle.values) for toggle in CONFIG.toggles.values())
@@ -54,6 +56,13 @@ def test_exactly_the_illegal_combinations_are_refused() -> None:
         ("stage1", {"USE_XOR_SWIZZLE": 1}, SWIZZLE_RULE),
         ("stage2", {"USE_XOR_SWIZZLE": 1, "USE_WMMA_QK": 0}, SWIZZLE_RULE),
         ("scalar", {"USE_XOR_SWIZZLE": 1}, SWIZZLE_RULE),
+        ("stage3b", {"USE_CP_ASYNC": 0}, "USE_FUSED_SOFTMAX_PV=2 needs USE_CP_ASYNC=1"),
+        ("stage3b", {"USE_WMMA_QK": 0}, "USE_FUSED_SOFTMAX_PV=2 needs USE_WMMA_QK=1"),
+        ("stage3b", {"USE_WMMA_PV": 0}, "USE_FUSED_SOFTMAX_PV=2 needs USE_WMMA_PV=1"),
+        ("stage3b", {"USE_XOR_SWIZZLE": 1}, "USE_FUSED_SOFTMAX_PV=2 excludes USE_XOR_SWIZZLE=1"),
+        ("stage3b_pipe3", {"USE_KV_LUT": 1}, "USE_FUSED_SOFTMAX_PV=2 excludes USE_KV_LUT=1"),
+        ("stage2", {"USE_THREE_STAGE_PIPE": 1}, PIPE_RULE),
+        ("stage3a", {"USE_THREE_STAGE_PIPE": 1}, PIPE_RULE),
     ],
 )
 def test_the_refusal_names_the_rule(rung: str, changes: dict[str, int], rule: str) -> None:
@@ -98,6 +107,13 @@ def test_more_heads_than_a_grid_holds() -> None:
             ("kSmemBytes = ", "kSmemBytes = 128 + "),
             "the plan of shared memory in Python differs from the map",
         ),
+        ("stage3b", ("kHeadDim = 64", "kHeadDim = 192"), "head_dim is 64 or 128"),
+        ("stage3b", ("kStages = 2", "kStages = 1"), "two stages or three"),
+        (
+            "stage3b_pipe3",
+            ("kSmemBytes = ", "kSmemBytes = 128 + "),
+            "the plan of shared memory in Python differs from the map",
+        ),
     ],
 )
 def test_the_kernel_refuses_it_too(rung: str, edit: tuple[str, str], message: str) -> None:
@@ -107,7 +123,8 @@ def test_the_kernel_refuses_it_too(rung: str, edit: tuple[str, str], message: st
     with pytest.raises(CompileError) as caught:
         compile_kernel(dataclasses.replace(source, source=source.source.replace(*edit)), ADA)
     assert f'static assertion failed with "{message}"' in str(caught.value)
-    assert "attention_ladder.cuh(" in str(caught.value)
+    header = "attention_registers.cuh" if is_full_fusion(toggles(rung)) else "attention_ladder.cuh"
+    assert f"{header}(" in str(caught.value)
 
 
 # What is rendered
@@ -117,26 +134,33 @@ def test_the_kernel_refuses_it_too(rung: str, edit: tuple[str, str], message: st
 @pytest.mark.parametrize("rung", RUNGS)
 def test_cfg_says_what_the_toggles_say(rung: str, fmt: str) -> None:
     source, t = render(rung, fmt), toggles(rung)
-    assert cfg(source) == {
+    always = {
         "kHeadDim": "64",
         "kFormat": {"e4m3": "greenfast::Format::kE4M3", "int8": "greenfast::Format::kInt8"}[fmt],
         "kSmemBytes": str(source.dynamic_smem_bytes),
+        "kDebugPrint": "false",
+        "kPhaseClocks": "false",
+    }
+    assert source.phases == ()
+    if is_full_fusion(t):
+        assert cfg(source) == always | {"kStages": "3" if t["USE_THREE_STAGE_PIPE"] else "2"}
+        assert source.block == (256, 1, 1)
+        return
+    assert cfg(source) == always | {
         "kCpAsync": "true" if t["USE_CP_ASYNC"] else "false",
         "kWmmaQk": "true" if t["USE_WMMA_QK"] else "false",
         "kWmmaPv": "true" if t["USE_WMMA_PV"] else "false",
         "kFusedSoftmaxPv": "true" if t["USE_FUSED_SOFTMAX_PV"] else "false",
         "kXorSwizzle": "true" if t["USE_XOR_SWIZZLE"] else "false",
         "kKvLut": "true" if t["USE_KV_LUT"] else "false",
-        "kDebugPrint": "false",
-        "kPhaseClocks": "false",
     }
     assert source.block == (128, 1, 1)
-    assert source.phases == ()
 
 
 def test_every_toggle_that_can_be_switched_changes_the_kernel() -> None:
     for name, toggle in CONFIG.toggles.items():
-        sources = {ladder.kernel(toggles("stage2", **{name: v}), "e4m3", SMALL).source for v in toggle.values}
+        rung = "stage3b" if name == "USE_THREE_STAGE_PIPE" else "stage2"
+        sources = {ladder.kernel(toggles(rung, **{name: v}), "e4m3", SMALL).source for v in toggle.values}
         assert len(sources) == len(toggle.values), name
 
 
@@ -159,9 +183,9 @@ def plans(correction: int = 0) -> KernelSource:
         if is_legal(t)
     ]
     structs = sorted({re.findall(r"struct Cfg (\{.*?\n\});", source, re.DOTALL)[0] for source in sources})
-    text = ['#include "attention_ladder.cuh"']
+    text = ['#include "attention_ladder.cuh"', '#include "attention_registers.cuh"']
     for i, struct in enumerate(structs):
-        size = f"sizeof(greenfast::SharedStorage<Cfg{i}>)"
+        size = f"sizeof(greenfast::{'RegistersStorage' if 'kStages' in struct else 'SharedStorage'}<Cfg{i}>)"
         text.append(f"struct Cfg{i} {struct};")
         text.append(f'static_assert({size} == Cfg{i}::kSmemBytes + {correction}, "plan {i}");')
     text.append('extern "C" __global__ void plans() {}')
@@ -210,9 +234,16 @@ def test_arguments_are_the_parameters_of_the_kernel(head_dim: int) -> None:
 # The instrumented build
 
 
-def test_phases_are_those_of_the_kernel() -> None:
-    source = ladder.kernel(toggles("stage2"), "e4m3", SMALL, instrumented=True)
-    assert source.phases == ladder.PHASES
+@pytest.mark.parametrize(
+    ("rung", "phases", "scope"),
+    [
+        ("stage2", ladder.PHASES, "greenfast::"),
+        ("stage3b", ladder.REGISTER_PHASES, "greenfast::RegistersPhase::"),
+    ],
+)
+def test_phases_are_those_of_the_kernel(rung: str, phases: tuple[str, ...], scope: str) -> None:
+    source = ladder.kernel(toggles(rung), "e4m3", SMALL, instrumented=True)
+    assert source.phases == phases
     assert cfg(source)["kPhaseClocks"] == "true"
     enumerators = {
         "Q load": "kQLoad",
@@ -221,11 +252,12 @@ def test_phases_are_those_of_the_kernel() -> None:
         "QK^T": "kQK",
         "softmax": "kSoftmax",
         "P*V": "kPV",
+        "combine": "kCombine",
         "store": "kStore",
     }
-    checks = [f"static_assert(greenfast::{enumerators[p]} == {i});" for i, p in enumerate(source.phases)]
-    checks.append(f"static_assert(greenfast::kPhaseCount == {len(checks)});")
-    text = ['#include "attention_ladder.cuh"', *checks, 'extern "C" __global__ void phases() {}']
+    checks = [f"static_assert({scope}{enumerators[p]} == {i});" for i, p in enumerate(source.phases)]
+    checks.append(f"static_assert({scope}{'kCount' if rung == 'stage3b' else 'kPhaseCount'} == {len(checks)});")
+    text = [source.source.splitlines()[0], *checks, 'extern "C" __global__ void phases() {}']
     order = dataclasses.replace(source, entry="phases", source="\n".join(text))
     assert compile_kernel(order, ADA).resources.stack_bytes == 0
 

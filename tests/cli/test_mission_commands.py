@@ -75,7 +75,7 @@ def test_the_target_is_read_from_the_environment(
     ("variables", "said"),
     [
         ({"USE_CP_ASYNC": "yes"}, "USE_CP_ASYNC='yes': allowed values are [0, 1]"),
-        ({"USE_FUSED_SOFTMAX_PV": "2"}, "USE_FUSED_SOFTMAX_PV=2: allowed values are [0, 1]"),
+        ({"USE_FUSED_SOFTMAX_PV": "3"}, "USE_FUSED_SOFTMAX_PV=3: allowed values are [0, 1, 2]"),
         ({"TORCH_CUDA_ARCH_LIST": "7.5"}, "unknown target '7.5'; allowed: sm_100, "),
     ],
 )

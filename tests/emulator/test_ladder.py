@@ -7,21 +7,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from greenfast.build.compiler import compile_kernel
 from greenfast.cli.main import main
-from greenfast.emulator.grid import run_grid
+from greenfast.emulator.grid import GridResult, run_grid
+from greenfast.numerics.attention import attention, attention_rounding_bound
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
+from greenfast.numerics.formats import dequantize, quantize
 from greenfast.pipeline.artifacts import REPORT
 from greenfast.pipeline.records import read_record
 from greenfast.pipeline.tasks import find_task, load, task_folders
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
+from greenfast.spec.problem import Case, OutputSpec
 from greenfast.spec.record import Record
 from greenfast.spec.task import load_task
 
 SHIPPED = [load_task(folder).config.name for folder in task_folders()]
 TASKS = {name: load(find_task(name)) for name in (*SHIPPED, "examples/row_softmax")}
+FULL_FUSION = ["stage3b", "stage3b_pipe3"]
 VARIANTS = [
     pytest.param(name, rung.name, fmt, id=f"{task.config.name}-{rung.name}-{fmt}")
     for name, task in TASKS.items()
@@ -66,6 +71,82 @@ def test_every_variant_is_right(task_name: str, rung: str, fmt: str, target: str
         assert error_stats(out, references.exact, 1).relative_error <= gate.relative_error
 
 
+def run_rung(
+    rung: str, fmt: str, dims: dict[str, int], case: Case, seed: int = 0, target: str = "sm_90a"
+) -> GridResult:
+    task = TASKS["fp8_sdpa"]
+    toggles = task.config.variant(rung).values
+    source = task.family.kernel(toggles, fmt, dims)
+    return run_grid(
+        compile_kernel(source, Target(target)).ptx,
+        source.entry,
+        source.block,
+        source.dynamic_smem_bytes,
+        task.family.launch(toggles, fmt, dims),
+        case.inputs,
+        case.outputs,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "int8"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rung", FULL_FUSION)
+def test_full_fusion_at_any_length(rung: str, head_dim: int, fmt: str) -> None:
+    """Groups without a key, tails of a tile and of a block, stages used again; in other orders of the warps too."""
+    problem = TASKS["fp8_sdpa"].problem
+    for length in (1, 7, 33, 65, 100, 300):
+        dims = {"B": 1, "H": 2, "S": length, "D": head_dim}
+        case = problem.make_case(dims, 5, fmt)
+        results = [run_rung(rung, fmt, dims, case, seed) for seed in ((0, 1) if length in (33, 300) else (length,))]
+        references = problem.references(dims, 5, fmt)
+        for result in results:
+            assert not any(result.unwritten.values())
+            assert result.outputs["out"].tobytes() == results[0].outputs["out"].tobytes()
+            out = problem.decode(result.outputs, fmt)
+            assert worst_bound_ratio(out, references.exact, references.bound) <= 1, dims
+            assert error_stats(out, references.exact, 1).relative_error <= 2e-3, dims
+            assert result.counts.bank_conflicts == {}, dims
+
+
+@pytest.mark.parametrize("target", ["sm_89", "sm_90a"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rung", FULL_FUSION)
+def test_bases_that_move_with_rising_scores(rung: str, head_dim: int, target: str) -> None:
+    """Normal inputs outgrow the base of the first tile by no factor of 2^8; these do on every tile."""
+    length, heads = 300, 2
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(3, heads, length, head_dim, generator=generator)
+    ramp = torch.linspace(0, 20, length)[:, None]
+    codes = [quantize(t, "e4m3") for t in (x[0].abs(), x[1].abs() * ramp, x[2])]
+    inputs = {name: c.numpy() for name, (c, _) in zip("qkv", codes, strict=True)}
+    inputs |= {f"{name}_scale": s.numpy() for name, (_, s) in zip("qkv", codes, strict=True)}
+    dims = {"B": 1, "H": heads, "S": length, "D": head_dim}
+    case = Case(inputs, {"out": OutputSpec((heads, length, head_dim), "float16")})
+    result = run_rung(rung, "e4m3", dims, case, target=target)
+    q, k, v = (dequantize(c, s, "e4m3") for c, s in codes)
+    scale = head_dim**-0.5
+    bound = attention_rounding_bound(q, k, v, scale).numpy()
+    out = result.outputs["out"].astype(np.float64)
+    assert worst_bound_ratio(out, attention(q, k, v, scale).numpy(), bound) <= 1
+    normal = run_rung(rung, "e4m3", dims, TASKS["fp8_sdpa"].problem.make_case(dims, 0, "e4m3"), target=target)
+    assert result.counts.exponentials > 1.05 * normal.counts.exponentials  # two for each base that a thread moves
+
+
+def test_full_fusion_beside_stage_2() -> None:
+    """What it is for: scores, P and half tiles are not in shared memory, and no barrier of the block is in the loop."""
+    dims = TASKS["fp8_sdpa"].config.shape("mission").dims
+    case = TASKS["fp8_sdpa"].problem.make_case(dims, 0, "e4m3")
+    before, after = (run_rung(rung, "e4m3", dims, case).counts for rung in ("stage2", "stage3b"))
+    tiles, products = 16, before.matrix_flops
+    assert after.matrix_flops == products * 34 // 32  # the sums of the weights as products with ones
+    assert after.exponentials < before.exponentials
+    assert after.bank_conflicts == {}
+    assert 3 * after.shared_passes < before.shared_passes
+    assert after.barriers == 128 * (2 * tiles + 2 * 8)
+    assert after.global_store_sectors == dims["H"] * dims["S"] * dims["D"] * 2 // 32  # each once
+
+
 def test_the_minimum_of_matrix_work_and_exponentials() -> None:
     task = TASKS["fp8_sdpa"]
     dims = task.config.shape("small").dims
@@ -83,10 +164,11 @@ def test_the_minimum_of_matrix_work_and_exponentials() -> None:
     assert again == counts  # deterministic
 
 
-def test_debug_print_prints_from_the_kernel() -> None:
+@pytest.mark.parametrize("variant", ["USE_CP_ASYNC=1,DEBUG_PRINT=1", "USE_FUSED_SOFTMAX_PV=2,DEBUG_PRINT=1"])
+def test_debug_print_prints_from_the_kernel(variant: str) -> None:
     task = TASKS["fp8_sdpa"]
     dims = {"B": 1, "H": 1, "S": 40, "D": 64}
-    toggles = task.config.variant("USE_CP_ASYNC=1,DEBUG_PRINT=1").values
+    toggles = task.config.variant(variant).values
     source = task.family.kernel(toggles, "int8", dims)
     case = task.problem.make_case(dims, 0, "int8")
     result = run_grid(
@@ -98,7 +180,7 @@ def test_debug_print_prints_from_the_kernel() -> None:
         case.inputs,
         case.outputs,
     )
-    lines = result.printed.splitlines()
+    lines = sorted(result.printed.splitlines())  # the groups of keys of full fusion come in any order
     assert [line.split(",")[0] for line in lines] == ["tile 0: keys 32", "tile 1: keys 8"]
 
 

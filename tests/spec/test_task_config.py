@@ -172,7 +172,7 @@ def config() -> TaskConfig:
         (lambda c: c.variant("stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: kv_lut"),
         (lambda c: c.variant("USE_X=1"), "unknown toggle of task fp8_sdpa 'USE_X'; allowed: DEBUG_PRINT, USE_CP"),
         (lambda c: c.variant("USE_KV_LUT=2"), r"USE_KV_LUT=2: allowed values are \[0, 1\]"),
-        (lambda c: c.variant("USE_FUSED_SOFTMAX_PV=2"), r"USE_FUSED_SOFTMAX_PV=2: allowed values are \[0, 1\]"),
+        (lambda c: c.variant("USE_FUSED_SOFTMAX_PV=3"), r"USE_FUSED_SOFTMAX_PV=3: allowed values are \[0, 1, 2\]"),
         (lambda c: c.variant("USE_KV_LUT=-1"), r"USE_KV_LUT=-1: allowed values are \[0, 1\]"),
         (lambda c: c.variant("USE_KV_LUT=on"), "'USE_KV_LUT=on' is not TOGGLE=INTEGER"),
         (lambda c: c.variant("USE_KV_LUT=--1"), "'USE_KV_LUT=--1' is not TOGGLE=INTEGER"),

@@ -1,13 +1,14 @@
 """The staged attention ladder as a kernel family: toggles to CUDA source, shape to launch.
 
-The kernel itself is ``kernels/attention_ladder.cuh``; this module renders its configuration, refuses what its
-static_asserts refuse, and plans its shared memory.
+The kernels themselves are ``kernels/attention_ladder.cuh`` and, for full fusion, ``kernels/attention_registers.cuh``;
+this module renders their configuration, refuses what their static_asserts refuse, and plans their shared memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,12 +19,11 @@ from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
 ENTRY = "fp8_sdpa"
 HEAD_DIMS = (64, 128)
 PHASES = ("Q load", "K/V prefetch", "dequantization", "QK^T", "softmax", "P*V", "store")
+#: Of full fusion, where codes are dequantized inside the products.
+REGISTER_PHASES = ("Q load", "K/V prefetch", "QK^T", "softmax", "P*V", "combine", "store")
+FULL_FUSION = 2  # of USE_FUSED_SOFTMAX_PV
 
 _BLOCK_M = _BLOCK_N = 32
-_THREADS = 128
-# Shared memory lets no more than three or four blocks on a multiprocessor; without this the compiler aims for more and
-# spills.
-_MIN_BLOCKS = 3
 _MAX_HEADS = 65535  # CUDA's limit on a grid's second dimension
 _FORMATS = {"e4m3": "kE4M3", "int8": "kInt8"}
 _MEMBERS = {  # toggle -> member of Cfg
@@ -36,7 +36,19 @@ _MEMBERS = {  # toggle -> member of Cfg
     "DEBUG_PRINT": "kDebugPrint",
 }
 #: The toggles that decide the kernel.
-TOGGLES: tuple[str, ...] = tuple(_MEMBERS)
+TOGGLES: tuple[str, ...] = (*_MEMBERS, "USE_THREE_STAGE_PIPE")
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """One of the ladder's kernels: its function (and header), the members of its Cfg that are its own, its launch."""
+
+    function: str
+    members: Mapping[str, bool | int]
+    smem_bytes: int
+    threads: int
+    min_blocks: int
+    phases: tuple[str, ...]
 
 
 def _check(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> None:
@@ -51,6 +63,16 @@ def _check(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Non
         raise UsageError(f"B={dims['B']}, H={dims['H']}: {heads} heads; a grid holds {_MAX_HEADS}")
     if dims["D"] not in HEAD_DIMS:
         raise UsageError(f"head_dim D={dims['D']}: the ladder has kernels for {', '.join(map(str, HEAD_DIMS))}")
+    if toggles["USE_FUSED_SOFTMAX_PV"] == FULL_FUSION:
+        if missing := [name for name in ("USE_CP_ASYNC", "USE_WMMA_QK", "USE_WMMA_PV") if not toggles[name]]:
+            raise UsageError(
+                f"USE_FUSED_SOFTMAX_PV=2 needs {missing[0]}=1: it multiplies prefetched codes on tensor cores"
+            )
+        if given := [name for name in ("USE_XOR_SWIZZLE", "USE_KV_LUT") if toggles[name]]:
+            raise UsageError(f"USE_FUSED_SOFTMAX_PV=2 excludes {given[0]}=1: it has no half tiles of K and V")
+        return
+    if toggles["USE_THREE_STAGE_PIPE"]:
+        raise UsageError("USE_THREE_STAGE_PIPE=1 needs USE_FUSED_SOFTMAX_PV=2: the other rungs have two stages")
     if toggles["USE_FUSED_SOFTMAX_PV"] and not toggles["USE_WMMA_PV"]:
         raise UsageError("USE_FUSED_SOFTMAX_PV=1 needs USE_WMMA_PV=1: the score tile is reused for the P of WMMA P*V")
     if toggles["USE_XOR_SWIZZLE"] and not (toggles["USE_WMMA_QK"] and toggles["USE_WMMA_PV"]):
@@ -78,28 +100,52 @@ def _smem_bytes(toggles: Mapping[str, int], head_dim: int) -> int:
     return math.ceil(end / 128) * 128
 
 
+def _staged(toggles: Mapping[str, int], head_dim: int) -> _Kernel:
+    """Scores and P in shared memory: attention_ladder.cuh."""
+    members = {member: bool(toggles[name]) for name, member in _MEMBERS.items()}
+    # Shared memory lets no more than three or four blocks on a multiprocessor; without this the compiler aims for more
+    # and spills.
+    return _Kernel(
+        "attention_ladder", members, _smem_bytes(toggles, head_dim), threads=128, min_blocks=3, phases=PHASES
+    )
+
+
+def _fused(toggles: Mapping[str, int], head_dim: int) -> _Kernel:
+    """Scores and P in registers: attention_registers.cuh."""
+    stages = 3 if toggles["USE_THREE_STAGE_PIPE"] else 2
+    members = {"kStages": stages, "kDebugPrint": bool(toggles["DEBUG_PRINT"])}
+    # Tiles of K and V of 2 KB each for four groups of keys; then eight warps' partial results, each 16 rows of 64
+    # columns, a bias and a sum.
+    smem = max(stages * 4 * 2 * 2048, 8 * 16 * (64 + 2) * 4)
+    # A head of 128 columns takes more registers than two such blocks may have.
+    min_blocks = 2 if head_dim == 64 else 1
+    return _Kernel("attention_registers", members, smem, threads=256, min_blocks=min_blocks, phases=REGISTER_PHASES)
+
+
 def kernel(
     toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
 ) -> KernelSource:
     """Render one rung for a head dim. Raises UsageError for toggles or dimensions without a legal kernel."""
     _check(toggles, fmt, dims)
-    smem = _smem_bytes(toggles, dims["D"])
-    switches = {member: bool(toggles[name]) for name, member in _MEMBERS.items()} | {"kPhaseClocks": instrumented}
-    lines = [f"  static constexpr bool {member} = {str(value).lower()};" for member, value in switches.items()]
-    source = f"""#include "attention_ladder.cuh"
+    chosen = (_fused if toggles["USE_FUSED_SOFTMAX_PV"] == FULL_FUSION else _staged)(toggles, dims["D"])
+    lines = [
+        f"  static constexpr {type(value).__name__} {member} = {str(value).lower()};"
+        for member, value in {**chosen.members, "kPhaseClocks": instrumented}.items()
+    ]
+    source = f"""#include "{chosen.function}.cuh"
 
 struct Cfg {{
   static constexpr int kHeadDim = {dims["D"]};
   static constexpr greenfast::Format kFormat = greenfast::Format::{_FORMATS[fmt]};
-  static constexpr int kSmemBytes = {smem};
+  static constexpr int kSmemBytes = {chosen.smem_bytes};
 {chr(10).join(lines)}
 }};
 
-extern "C" __global__ void __launch_bounds__({_THREADS}, {_MIN_BLOCKS})
+extern "C" __global__ void __launch_bounds__({chosen.threads}, {chosen.min_blocks})
 {ENTRY}(const unsigned char* q, const unsigned char* k, const unsigned char* v, const float* q_scale,
          const float* k_scale, const float* v_scale, half* out, int seq_len, float softmax_scale,
          long long* phase_cycles) {{
-  greenfast::attention_ladder<Cfg>(
+  greenfast::{chosen.function}<Cfg>(
       {{q, k, v, q_scale, k_scale, v_scale, out, seq_len, softmax_scale, phase_cycles}});
 }}
 """
@@ -108,9 +154,9 @@ extern "C" __global__ void __launch_bounds__({_THREADS}, {_MIN_BLOCKS})
         source=source,
         name=f"{ENTRY}.cu",
         include_dirs=(KERNEL_DIR,),
-        block=(_THREADS, 1, 1),
-        dynamic_smem_bytes=smem,
-        phases=PHASES if instrumented else (),
+        block=(chosen.threads, 1, 1),
+        dynamic_smem_bytes=chosen.smem_bytes,
+        phases=chosen.phases if instrumented else (),
     )
 
 
