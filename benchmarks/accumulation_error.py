@@ -1,0 +1,111 @@
+"""The kernel error against the number of keys, with one and with two levels of accumulation. Needs a Hopper GPU.
+
+python benchmarks/accumulation_error.py [--device 0] [--json FILE]
+
+One head of 512 queries, inputs N(0, 1) as E4M3 codes; the error is relative (Frobenius), against attention in float64 on
+the codes. With one level the tensor cores sum P V over all tiles, in which they keep about 14 bits; with two they sum a
+tile, and float32 the tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+
+from greenfast.attention import fast_problem, hopper
+from greenfast.attention.fast_problem import Sizes
+from greenfast.attention.hopper import Tiling
+from greenfast.build.compiler import compile_kernel
+from greenfast.numerics.attention import attention
+from greenfast.pipeline.environment import git_state, package_versions
+from greenfast.pipeline.store import to_json, write_whole
+from greenfast.runtime.device import Gpu, KernelImage
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import GreenfastError
+
+QUERIES = 512
+LENGTHS = (512, 2048, 8192, 16384, 32768, 131072)
+#: By head dim, the kernel with two levels; with one it is the same at 128, and the overlapped one at 256.
+TWO_LEVELS = {128: Tiling(128, 2, 4, 128, True, 8, overlap=True), 256: Tiling(128, 2, 2, 128, True)}
+ONE_LEVEL = {
+    128: replace(TWO_LEVELS[128], two_levels=False),
+    256: Tiling(128, 2, 3, 256, overlap=True, two_levels=False),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The errors of both at one number of keys."""
+
+    head_dim: int
+    keys: int
+    one_level: float
+    two_levels: float
+
+
+def exact(dims: Mapping[str, int]) -> torch.Tensor:
+    """Attention in float64 on the codes of the case."""
+    sizes = fast_problem.sizes_of(dims)
+    case = fast_problem.make_case(dims, 0, "e4m3")
+    codes = {
+        name: (torch.from_numpy(case.inputs[name]), torch.from_numpy(case.inputs[f"{name}_scale"])) for name in "qkv"
+    }
+    q, k, v = (x.cuda() for x in fast_problem.dequantized(codes, sizes, "e4m3"))
+    return attention(q, k, v, sizes.head_dim**-0.5).cpu()
+
+
+def error(gpu: Gpu, dims: Mapping[str, int], tiles: Tiling, wanted: torch.Tensor) -> float:
+    """The relative error of the kernel with these tiles."""
+
+    def only(sizes: Sizes, fmt: str) -> tuple[Tiling, ...]:
+        return (tiles,)
+
+    with mock.patch.object(hopper, "_candidates", only):
+        source, plan = hopper.kernel("e4m3", dims), hopper.launch("e4m3", dims)
+    compiled = compile_kernel(source, Target(hopper.TARGET))
+    image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
+    bound = gpu.bind(image, plan, fast_problem.make_case(dims, 0, "e4m3"))
+    out = torch.from_numpy(bound.run()["out"].astype(np.float64))
+    bound.free()
+    return float((out - wanted).norm() / wanted.norm())
+
+
+def main() -> None:
+    """Measure, print a table and perhaps write a record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    try:
+        gpu = Gpu(args.device)
+    except GreenfastError as e:
+        parser.exit(e.exit_code, f"accumulation_error runs the Hopper kernel on a GPU: {e}\n")
+    rows = []
+    print(f"{'head dim':>8} {'keys':>7} {'one level':>10} {'two levels':>10}")
+    for head_dim in TWO_LEVELS:
+        for keys in LENGTHS:
+            dims = {"B": 1, "H": 1, "S": QUERIES, "KV": keys, "D": head_dim}
+            wanted = exact(dims)
+            one, two = (error(gpu, dims, tiles[head_dim], wanted) for tiles in (ONE_LEVEL, TWO_LEVELS))
+            rows.append(Row(head_dim, keys, one, two))
+            print(f"{head_dim:8d} {keys:7d} {one:10.5f} {two:10.5f}", flush=True)
+    if args.json:
+        result = {
+            "benchmark": "accumulation_error",
+            "git": git_state(),
+            "device": gpu.info(),
+            "environment": package_versions(),
+            "queries": QUERIES,
+            "rows": rows,
+        }
+        write_whole(args.json, to_json(result))
+
+
+if __name__ == "__main__":
+    main()
