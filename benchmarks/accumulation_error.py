@@ -3,8 +3,9 @@
 python benchmarks/accumulation_error.py [--device 0] [--json FILE]
 
 One head of 512 queries, inputs N(0, 1) as E4M3 codes; the error is relative (Frobenius), against attention in float64
-on the codes. With one level the tensor cores sum P V over all tiles, in which they keep about 14 bits; with two they sum
-a tile, and float32 the tiles. At head dim 128 the tensor cores sum the weights too, at 256 with one level float32 does.
+on the codes. With one level the tensor cores sum P V over all tiles, in which they keep about 14 bits; with two they
+sum a tile, and float32 the tiles. At head dim 128 the tensor cores sum the weights too; at 256 with one level float32
+does.
 """
 
 from __future__ import annotations
