@@ -31,7 +31,11 @@ def test_every_shape_builds_within_its_budget(shape: object) -> None:
     assert "C75" not in compiled.log, "the assembler serializes the products"
 
 
-EXTRAS: tuple[dict[str, int], ...] = ({}, {"LSE": 1, "BF16": 1, "KBLOCK": 128, "VCHANNEL": 1})
+EXTRAS: tuple[dict[str, int], ...] = (
+    {},
+    {"LSE": 1, "BF16": 1, "KBLOCK": 128, "VCHANNEL": 1},
+    {"VROWS": 1},
+)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

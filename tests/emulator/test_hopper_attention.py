@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from greenfast.attention import fast_problem, hopper
 from greenfast.build.compiler import compile_kernel
-from greenfast.emulator.grid import run_grid
+from greenfast.emulator.grid import GridResult, run_grid
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.spec.arch import Target
 
@@ -34,13 +34,22 @@ CASES = {
     "scales, head dim 128": ({"B": 1, "H": 1, "S": 250, "D": 128, "KBLOCK": 128, "VCHANNEL": 1}, 1, 2),
     "scales, head dim 256": ({**SMALL, "D": 256, "KBLOCK": 128, "VCHANNEL": 1, "BF16": 1, "LSE": 1}, 132, 1),
 }
+ROW_MAJOR = {
+    "row-major V": ({"B": 1, "H": 4, "HK": 2, "S": 130, "KV": 333, "D": 64, "CAUSAL": 2, "VROWS": 1}, 132, 1),
+    "row-major V, one key": ({"B": 1, "H": 2, "S": 1, "D": 128, "VROWS": 1}, 132, 1),
+    "row-major V, turns": ({"B": 1, "H": 1, "S": 250, "D": 64, "VROWS": 1}, 1, 2),
+    "row-major V, head dim 128": ({"B": 1, "H": 2, "S": 256, "KV": 700, "D": 128, "VROWS": 1}, 2, 2),
+    "row-major V, head dim 256": ({"B": 1, "H": 1, "S": 250, "KV": 300, "D": 256, "VROWS": 1, "LSE": 1}, 1, 2),
+    "row-major V, head dim 256, causal": ({"B": 1, "H": 1, "S": 150, "D": 256, "VROWS": 1, "CAUSAL": 1}, 132, 1),
+}
+CASES |= ROW_MAJOR
 INT8 = (
     *("causal", "queries without a key", "scales of blocks, wide tiles", "head dim 128, turns"),
     "scales, head dim 256",
 )
 
 
-def emulate(dims: dict[str, int], fmt: str) -> dict[str, NDArray[Any]]:
+def emulate(dims: dict[str, int], fmt: str) -> GridResult:
     source = hopper.kernel(fmt, dims)
     case = fast_problem.make_case(dims, 0, fmt)
     result = run_grid(
@@ -54,7 +63,7 @@ def emulate(dims: dict[str, int], fmt: str) -> dict[str, NDArray[Any]]:
         seed=5,
     )
     assert not any(result.unwritten.values())
-    return result.outputs
+    return result
 
 
 def check(outputs: dict[str, NDArray[Any]], dims: dict[str, int], fmt: str) -> None:
@@ -74,7 +83,10 @@ def test_it_is_right(name: str, fmt: str, monkeypatch: pytest.MonkeyPatch) -> No
     dims, multiprocessors, consumers = CASES[name]
     monkeypatch.setattr(hopper, "MULTIPROCESSORS", multiprocessors)
     assert hopper.tiling(dims)[0].consumers == consumers
-    check(emulate(dims, fmt), dims, fmt)
+    result = emulate(dims, fmt)
+    check(result.outputs, dims, fmt)
+    if name in ROW_MAJOR and dims["D"] > 64:
+        assert sum(result.counts.bank_conflicts.values()) == 0, "the orders of keys and words are there to avoid them"
 
 
 def test_two_levels_at_head_dim_256(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,4 +94,4 @@ def test_two_levels_at_head_dim_256(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "ONE_LEVEL_KEYS", 128)
     dims = {"B": 1, "H": 2, "S": 300, "D": 256}
     assert hopper.tiling(dims)[0].two_levels
-    check(emulate(dims, "e4m3"), dims, "e4m3")
+    check(emulate(dims, "e4m3").outputs, dims, "e4m3")

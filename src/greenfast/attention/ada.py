@@ -26,7 +26,7 @@ def refuses(fmt: str, sizes: Sizes) -> str | None:
     if sizes.head_dim not in HEAD_DIMS:
         return f"the Ada kernel is for head dims {', '.join(map(str, HEAD_DIMS))}"
     if not plain(sizes):
-        return "the Ada kernel has no log-sum-exp, bfloat16, or scales of blocks and channels"
+        return "the Ada kernel has no log-sum-exp, bfloat16, scales of blocks and channels, or row-major V"
     return None
 
 

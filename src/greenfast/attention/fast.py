@@ -71,8 +71,8 @@ def _stage2_refuses(fmt: str, sizes: Sizes) -> str | None:
         return f"Stage 2 is for head dims {', '.join(map(str, ladder.HEAD_DIMS))}"
     if sizes.causal or sizes.kv_heads != sizes.heads or sizes.kv_len != sizes.q_len or not plain(sizes):
         return (
-            "Stage 2 has no mask, grouped heads, lengths that differ, log-sum-exp, bfloat16, or scales of blocks and "
-            "channels"
+            "Stage 2 has no mask, grouped heads, lengths that differ, log-sum-exp, bfloat16, scales of blocks and "
+            "channels, or a choice of V's layout"
         )
     return None
 

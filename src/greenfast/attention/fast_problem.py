@@ -3,7 +3,7 @@
 Dimensions: B, H, S and D as there; HK heads of K and V (default H), KV keys (default S), and CAUSAL: 1 lets query i
 attend to keys 0 .. i, 2 to keys 0 .. i + KV - S, so that the last query sees all of them (default: no mask).
 LSE=1 asks for the log-sum-exp of each row, BF16=1 for an output in bfloat16. KBLOCK=128 gives each 128 keys of K a
-scale of their own, and VCHANNEL=1 each channel of V.
+scale of their own, and VCHANNEL=1 each channel of V. With VROWS=1 a kernel reads V as its rows lie, not transposed.
 
 Format "int8" is that of Q and K; V is E4M3 in both, as the weights are.
 """
@@ -55,6 +55,7 @@ class Sizes:
     bfloat16: bool = False
     key_blocks: bool = False
     channels: bool = False
+    row_major: bool = False
 
     @property
     def shift(self) -> int:
@@ -63,7 +64,14 @@ class Sizes:
 
 
 #: Dimension -> the values that it may have; the first is its default.
-_CHOICES = {"CAUSAL": (0, 1, 2), "LSE": (0, 1), "BF16": (0, 1), "KBLOCK": (0, KEY_BLOCK), "VCHANNEL": (0, 1)}
+_CHOICES = {
+    "CAUSAL": (0, 1, 2),
+    "LSE": (0, 1),
+    "BF16": (0, 1),
+    "KBLOCK": (0, KEY_BLOCK),
+    "VCHANNEL": (0, 1),
+    "VROWS": (0, 1),
+}
 
 
 def sizes_of(dims: Mapping[str, int]) -> Sizes:
@@ -85,13 +93,13 @@ def sizes_of(dims: Mapping[str, int]) -> Sizes:
             raise UsageError(f"{name}={chosen[name]}: allowed are {', '.join(map(str, values))}")
     return Sizes(
         *(dims["B"], dims["H"], kv_heads, dims["S"], dims.get("KV", dims["S"]), dims["D"], chosen["CAUSAL"]),
-        *(bool(chosen[name]) for name in ("LSE", "BF16", "KBLOCK", "VCHANNEL")),
+        *(bool(chosen[name]) for name in ("LSE", "BF16", "KBLOCK", "VCHANNEL", "VROWS")),
     )
 
 
 def plain(sizes: Sizes) -> bool:
-    """Whether the log-sum-exp, bfloat16 and scales other than one per head are all left out."""
-    return not (sizes.lse or sizes.bfloat16 or sizes.key_blocks or sizes.channels)
+    """Whether the log-sum-exp, bfloat16, scales other than one per head and a row-major V are all left out."""
+    return not (sizes.lse or sizes.bfloat16 or sizes.key_blocks or sizes.channels or sizes.row_major)
 
 
 def padded_keys(kv_len: int) -> int:

@@ -36,7 +36,8 @@ class Tiling:
     block_n: keys of a tile. consumers: warpgroups of 64 query rows each that share it. stages: tiles on their way.
     out_columns: columns of O that one product computes. turns: whether warpgroups take turns at the tensor cores.
     polynomials: of 16 exponentials, how many are computed on the FMA pipe. overlap: whether P V of a tile runs beside
-    the softmax of the next. two_levels: whether the sums over tiles are float32, not the tensor cores' own.
+    the softmax of the next. two_levels: whether the sums over tiles are float32, not the tensor cores' own. row_stages:
+    tiles of a row-major V on their way, which the fetching warpgroup transposes; 0 where V comes transposed.
     """
 
     block_n: int
@@ -47,6 +48,7 @@ class Tiling:
     polynomials: int = 0
     overlap: bool = False
     two_levels: bool = True
+    row_stages: int = 0
 
     @property
     def block_m(self) -> int:
@@ -56,13 +58,21 @@ class Tiling:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers per thread of a computing and of the fetching warpgroup; no more than a block starts with."""
+        if self.row_stages:
+            return {1: (240, 96), 2: (224, 56)}[self.consumers]
         return {1: (240, 40), 2: (240, 24), 3: (160, 32), 4: (112, 32)}[self.consumers]
 
     def smem_bytes(self, head_dim: int, *, lse: bool) -> int:
-        """The size of the kernel's FlashStorage; the kernel asserts that it is the same."""
+        """The size of the kernel's FlashStorage or RowMajorStorage; the kernel asserts that it is the same."""
         ones = 0 if lse or self.out_columns == _WIDEST else 8  # rows behind V^T
         tiles = self.consumers * _ROWS * head_dim + self.stages * self.block_n * (2 * head_dim + ones)
-        return -(-(tiles + 8 * (2 * self.consumers + 4 * self.stages)) // 1024) * 1024
+        flash = _whole_kilobytes(tiles + 8 * (2 * self.consumers + 4 * self.stages))
+        rows = self.row_stages * (self.block_n * head_dim + 16)
+        return _whole_kilobytes(flash + rows) if rows else flash
+
+
+def _whole_kilobytes(size: int) -> int:
+    return -(-size // 1024) * 1024
 
 
 #: Up to so many keys one level of accumulation has the error of two (docs/performance-log.md). Two levels cost nothing
@@ -76,9 +86,14 @@ _COST = {1: 1.0, 2: 1.42, 3: 2.1, 4: 2.75}
 def _candidates(sizes: Sizes, fmt: str) -> tuple[Tiling, ...]:
     """Tiles with one and more warpgroups that were fastest (docs/performance-log.md) and do not spill."""
     causal, int8 = bool(sizes.causal), fmt == "int8"
-    if sizes.head_dim == 64:
+    if sizes.row_major:  # by what fits without spills, not measured yet
+        stages, polynomials, row_stages = {64: (4, 8, 2), 128: (3, 8, 2), 256: (2, 0, 1)}[sizes.head_dim]
+        common = Tiling(128, 1, stages, min(sizes.head_dim, 128), False, polynomials, row_stages=row_stages)
+        two = replace(common, consumers=2, turns=sizes.head_dim > 64, overlap=sizes.head_dim == 64)
+        found: tuple[Tiling, ...] = (common,) if causal and sizes.head_dim == 256 else (common, two)
+    elif sizes.head_dim == 64:
         most = Tiling(128, 4 if plain(sizes) and not int8 else 3, 4, 64, not causal, 8 if causal else 4)
-        found: tuple[Tiling, ...] = (
+        found = (
             Tiling(128, 1, 4, 64, polynomials=12, overlap=True),
             Tiling(256, 2, 3, 64, True, 12),
             most,
@@ -164,7 +179,10 @@ def kernel(fmt: str, dims: Mapping[str, int]) -> KernelSource:
         "ChannelScales": sizes.channels,
     }
     constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
-    source = f"""#include "attention_hopper.cuh"
+    if tiles.row_stages:
+        constants = f"  static constexpr int kRowStages = {tiles.row_stages};\n{constants}"
+    function = "attention_hopper_row_major" if tiles.row_stages else "attention_hopper"
+    source = f"""#include "{function}.cuh"
 
 struct Cfg {{
   static constexpr int kHeadDim = {sizes.head_dim};
@@ -186,7 +204,7 @@ extern "C" __global__ void __launch_bounds__({threads}, 1)
 {ENTRY}(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
         const float* q_scale, const float* k_scale, const float* v_scale, void* out, float* lse, int heads,
         int heads_per_kv, int q_len, int kv_len, int causal_shift, int heads_at_once, float softmax_scale) {{
-  greenfast::attention_hopper<Cfg>({{q_scale, k_scale, v_scale, out, lse, heads, heads_per_kv, q_len, kv_len,
+  greenfast::{function}<Cfg>({{q_scale, k_scale, v_scale, out, lse, heads, heads_per_kv, q_len, kv_len,
                                     causal_shift, heads_at_once, softmax_scale}},
                                    q, k, v);
 }}
@@ -219,7 +237,7 @@ def launch(fmt: str, dims: Mapping[str, int]) -> Launch:
         args=(
             rows("q", heads, sizes.q_len, _ROWS),
             rows("k", kv_heads, sizes.kv_len, tiles.block_n),
-            TensorMap(
+            rows("v", kv_heads, sizes.kv_len, tiles.block_n) if sizes.row_major else TensorMap(
                 "v_t", "uint8", (kv_heads, head_dim, padded), (head_dim * padded, padded, 1),
                 (1, head_dim, _PANEL), _PANEL,
             ),
