@@ -13,11 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from greenfast.pipeline.artifacts import RECORD, REPORT
+from greenfast.pipeline.artifacts import PLOT, RECORD, REPORT
 from greenfast.pipeline.records import is_stale, read_record, stale_records
 from greenfast.pipeline.store import write_whole
 from greenfast.pipeline.tasks import find_task
-from greenfast.pipeline.validate import PLOT
 from greenfast.report.beside_gpu import counts_table
 from greenfast.report.ladder import console_form, ladder_table
 from greenfast.report.markdown import report

@@ -145,9 +145,9 @@ def test_a_row_holds_median_quartiles_and_tflops(session: Session, compare: Comp
 def test_the_record_and_its_report_are_kept(session: Session, compare: Compare) -> None:
     outcome = compare(["small", "d64_s1024_causal"])
     record = outcome.record
-    assert kept(outcome.folder) == ["VALIDATION_REPORT.md", "record.json"]
+    assert kept(outcome.folder) == ["VALIDATION_REPORT.md", "performance.png", "record.json"]
     assert read_record(outcome.folder) == record
-    assert (outcome.folder / "VALIDATION_REPORT.md").read_text() == report(record)
+    assert (outcome.folder / "VALIDATION_REPORT.md").read_text() == report(record, plot="performance.png")
     assert {row.shape: (row.grid, row.cache) for row in record.rows} == {
         "small": (False, "warm"), "d64_s1024_causal": (True, "beyond L2")
     }  # fmt: skip

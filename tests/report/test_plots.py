@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from greenfast.report.plots import save_plot
 from greenfast.spec.record import Record
+from tests.report.figures import drawn_by
 from tests.report.records import pending_record, record, speedup_row
 
 
@@ -21,16 +22,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Figure:
 
 
 def figure_of(one: Record, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Figure:
-    figures: list[Figure] = []
-    save = Figure.savefig
-
-    def keep(self: Figure, *args: object, **kwargs: object) -> None:
-        figures.append(self)
-        save(self, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    save_plot(one, folder / "plot.png")
-    return figures[0]
+    return drawn_by(lambda: save_plot(one, folder / "plot.png"), monkeypatch)
 
 
 def test_left_every_block_median_of_both_sides(drawn: Figure) -> None:

@@ -8,16 +8,18 @@ from pathlib import Path
 from greenfast.pipeline.records import read_record, stale_records
 from greenfast.report.ladder import ladder_table
 from greenfast.report.markdown import report, short_form
+from greenfast.report.peers_plot import save_peers_plot
 from greenfast.report.plots import save_plot
 from greenfast.spec.errors import MachineError, UsageError
-from greenfast.spec.record import AnyRecord, Record
+from greenfast.spec.record import AnyRecord, PeersRecord, Record
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the reports of saved runs, or one verdict table of them all."""
     records = {path: read_record(path) for path in args.run}
+    drawn = (Record,) if args.table else (Record, PeersRecord)
     if args.table or args.plot:
-        wrong = [str(p) for p, r in records.items() if not isinstance(r, Record)]
+        wrong = [str(p) for p, r in records.items() if not isinstance(r, drawn)]
         if wrong:
             raise UsageError(f"{', '.join(wrong)}: a run of one variant; a table or plot needs a comparison's record")
     if args.table:
@@ -32,13 +34,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(record: AnyRecord, short: bool, plot: Path | None) -> str:
-    if not isinstance(record, Record):
-        return report(record)
     if plot:
         if plot.suffix not in (".png", ".svg"):
             raise UsageError(f"--plot {plot}: the name must end in .png or .svg")
         try:
-            save_plot(record, plot)
+            if isinstance(record, PeersRecord):
+                save_peers_plot(record, plot)
+            elif isinstance(record, Record):
+                save_plot(record, plot)
         except OSError as e:
             raise MachineError(f"{plot} cannot be written ({e.strerror})") from e
-    return short_form(record) if short else report(record, plot=str(plot) if plot else None)
+    if short and isinstance(record, Record):
+        return short_form(record)
+    return report(record, plot=str(plot) if plot else None)

@@ -12,6 +12,7 @@ from greenfast.spec.record import Record, Run, Side, TimingRow
 
 RECORD = "record.json"
 REPORT = "VALIDATION_REPORT.md"
+PLOT = "performance.png"
 BUILD_META = "build_meta.json"
 CORRECTNESS = "correctness_summary.json"
 PERFORMANCE = "perf_baseline.json"

@@ -13,13 +13,14 @@ import numpy as np
 from greenfast.gates import build
 from greenfast.gates.resources import rung_of
 from greenfast.gates.sides import CANDIDATE, BuiltSide
-from greenfast.pipeline.artifacts import RECORD, REPORT
+from greenfast.pipeline.artifacts import PLOT, RECORD, REPORT
 from greenfast.pipeline.request import Observer, Request
 from greenfast.pipeline.run import GateRun
 from greenfast.pipeline.store import check_writable, new_run_folder, to_json
 from greenfast.pipeline.tasks import load_peers
 from greenfast.report.markdown import report
 from greenfast.report.peers import headline
+from greenfast.report.peers_plot import save_peers_plot
 from greenfast.runtime.device import KernelImage
 from greenfast.runtime.worker import Worker, WorkerError
 from greenfast.spec.errors import CompileError, MachineError, UsageError, WrongResultError, unknown
@@ -214,7 +215,10 @@ def compare_with_peers(
     )
     with new_run_folder(parent, run.stamp) as (work, publish):
         (work / RECORD).write_text(to_json(record), encoding="utf-8")
-        (work / REPORT).write_text(report(record), encoding="utf-8")
+        plot = PLOT if any(row.median_us is not None for row in rows) else None
+        if plot:
+            save_peers_plot(record, work / plot)
+        (work / REPORT).write_text(report(record, plot=plot), encoding="utf-8")
         return PeersOutcome(record, publish())
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from greenfast.gates import evidence, performance, resources
 from greenfast.gates.performance import PerformanceOutcome
 from greenfast.gates.sides import BASELINE, CANDIDATE, BuiltSide, build_side
-from greenfast.pipeline.artifacts import RECORD, REPORT, side_files
+from greenfast.pipeline.artifacts import PLOT, RECORD, REPORT, side_files
 from greenfast.pipeline.profile import profile_candidate
 from greenfast.pipeline.quote import Kept, quote
 from greenfast.pipeline.request import Observer, Request
@@ -25,7 +25,6 @@ from greenfast.spec.task import Rung
 from greenfast.spec.variant import Variant
 
 COMPARISON = "COMPARE.md"
-PLOT = "performance.png"
 
 
 @dataclass(frozen=True)

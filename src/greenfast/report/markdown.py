@@ -46,7 +46,7 @@ def report(record: AnyRecord, *, plot: str | None = None) -> str:
     if isinstance(record, Record):
         return validation_report(record, plot=plot)
     if isinstance(record, PeersRecord):
-        return peers_report(record)
+        return peers_report(record, plot=plot)
     return bench_report(record) if isinstance(record, BenchRecord) else phase_report(record)
 
 
@@ -74,10 +74,11 @@ def phase_report(record: PhaseRecord) -> str:
     )
 
 
-def peers_report(record: PeersRecord) -> str:
-    """The report of a kernel beside its peers."""
+def peers_report(record: PeersRecord, *, plot: str | None = None) -> str:
+    """The report of a kernel beside its peers; ``plot`` as validation_report takes it."""
+    picture = f"![throughput and times beside the peers]({plot})\n\n" if plot else ""
     sections = [
-        ("Summary", peers.summary(record)),
+        ("Summary", picture + peers.summary(record)),
         ("Gates", _gates(record)),
         ("Times", peers.samples_table(record)),
         ("Compiler resources", _resources(record)),

@@ -91,7 +91,7 @@ def _draw_blocks(axes: Axes, record: Record, row: SpeedupRow, *, last: bool) -> 
     axes.set_ylabel("block median (µs)", fontsize=10)
     if last:
         axes.set_xlabel("interleaved blocks, by seed; thin lines part processes", fontsize=10)
-    _clean(axes)
+    clean(axes)
 
 
 def _runs(side: Side, row: SpeedupRow) -> Iterator[tuple[int, int, Sequence[float]]]:
@@ -126,10 +126,11 @@ def _draw_forest(axes: Axes, rows: Sequence[SpeedupRow]) -> None:
     axes.margins(x=0.1)
     axes.set_title(f"speedup with {100 * rows[0].confidence:g} % interval", fontsize=11, loc="left")
     axes.set_xlabel("baseline time / candidate time", fontsize=10)
-    _clean(axes)
+    clean(axes)
 
 
-def _clean(axes: Axes) -> None:
+def clean(axes: Axes) -> None:
+    """Axes without a box, on a faint grid."""
     axes.tick_params(labelsize=10)
     axes.grid(axis="both", color="0.93")
     axes.set_axisbelow(True)
