@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +14,11 @@ from numpy.typing import NDArray
 from greenfast.attention import fast_problem, hopper
 from greenfast.build.compiler import compile_kernel
 from greenfast.emulator.grid import GridResult, run_grid
+from greenfast.kernels import KERNEL_DIR
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.spec.arch import Target
+from greenfast.spec.errors import GreenfastError
+from greenfast.spec.kernel import KernelSource
 
 SMALL = {"B": 1, "H": 2, "S": 150, "D": 64}
 #: A shape, of how many multiprocessors, and warpgroups a block: few multiprocessors make blocks of several warpgroups,
@@ -49,8 +55,8 @@ INT8 = (
 )
 
 
-def emulate(dims: dict[str, int], fmt: str) -> GridResult:
-    source = hopper.kernel(fmt, dims)
+def emulate(dims: dict[str, int], fmt: str, source: KernelSource | None = None) -> GridResult:
+    source = source or hopper.kernel(fmt, dims)
     case = fast_problem.make_case(dims, 0, fmt)
     result = run_grid(
         compile_kernel(source, Target("sm_90a")).ptx,
@@ -95,3 +101,52 @@ def test_two_levels_at_head_dim_256(monkeypatch: pytest.MonkeyPatch) -> None:
     dims = {"B": 1, "H": 2, "S": 300, "D": 256}
     assert hopper.tiling(dims)[0].two_levels
     check(emulate(dims, "e4m3").outputs, dims, "e4m3")
+
+
+#: What is taken out of a header, how often it stands there, and the fault that must follow.
+MUTANTS = {
+    "transposed V without a fence of its proxy": (
+        "attention_hopper_row_major.cuh",
+        "      ptx::fence_proxy_async();\n      __syncwarp();\n",
+        "      __syncwarp();\n",
+        "no fence.proxy.async since",
+    ),
+    "transposed V before its stage is free": (
+        "attention_hopper_row_major.cuh",
+        "      shared.flash.v_empty[s].wait(ring.parity ^ 1);\n",
+        "",
+        "to where an asynchronous operation still reads",
+    ),
+    "ones behind V without a fence": (
+        "attention_hopper.cuh",
+        "    ptx::fence_proxy_async();\n  }\n  __syncthreads();\n",
+        "  }\n  __syncthreads();\n",
+        "no fence.proxy.async since",
+    ),
+    "O before its product has ended": (
+        "hopper_consumer.cuh",
+        "    ptx::wgmma_wait<0>();\n    if constexpr (Cfg::kTwoLevels) {\n",
+        "    if constexpr (Cfg::kTwoLevels) {\n",
+        "accumulator before a wgmma.wait_group",
+    ),
+    "rows of V before they have come": (
+        "attention_hopper_row_major.cuh",
+        "      shared.rows_full[r].wait(row_ring.parity);\n",
+        "",
+        "has not delivered",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_kernel_that_lacks_a_step_is_caught(name: str, tmp_path: Path) -> None:
+    header, old, new, says = MUTANTS[name]
+    shutil.copytree(KERNEL_DIR, tmp_path / "kernels")
+    file = tmp_path / "kernels" / header
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+    dims = {"B": 1, "H": 1, "S": 64, "KV": 900, "D": 128, "VROWS": int("row_major" in header)}
+    source = dataclasses.replace(hopper.kernel("e4m3", dims), include_dirs=(tmp_path / "kernels",))
+    with pytest.raises(GreenfastError, match=says):
+        emulate(dims, "e4m3", source)
