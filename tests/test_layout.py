@@ -19,12 +19,13 @@ FLOORS = {
     "emulator": 3,
     "measure": 3,
     "attention": 3,
+    "operator": 4,
     "gates": 4,
     "pipeline": 5,
     "cli": 7,
 }
 TOP = {"__init__", "__main__"}
-TORCH_FLOORS = {"numerics", "attention"}
+TORCH_FLOORS = {"numerics", "attention", "operator"}
 MAX_LINES = 400
 
 

@@ -1,3 +1,28 @@
 """FP8 attention kernels for NVIDIA GPUs, and the pipeline that proves them: green before fast."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from greenfast.operator.quantized import QuantizedQKV as QuantizedQKV
+    from greenfast.operator.quantized import quantize as quantize
+
 __version__ = "0.1.0"
+
+#: Public names -> their modules, loaded when they are asked for: the command line needs no PyTorch to say its version.
+_PUBLIC = {
+    "QuantizedQKV": "greenfast.operator.quantized",
+    "quantize": "greenfast.operator.quantized",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

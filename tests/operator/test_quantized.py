@@ -1,0 +1,128 @@
+"""Quantized inputs: the codes are the kernels' own, options change no score, and what does not fit is named."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import greenfast
+from greenfast.attention import fast_problem
+from greenfast.operator.quantized import dequantized_keys, dequantized_queries, hadamard, quantize
+from greenfast.spec.errors import UsageError
+
+
+def tensors(
+    batch: int = 1, heads: int = 4, kv_heads: int = 2, length: int = 40, keys: int = 300, head_dim: int = 64
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(batch, heads, length, head_dim), *[(batch, kv_heads, keys, head_dim)] * 2]
+    return [torch.randn(shape, generator=generator).half() for shape in shapes]
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "int8"])
+@pytest.mark.parametrize("extras", [{}, {"KBLOCK": 128, "VCHANNEL": 1}], ids=str)
+def test_the_codes_are_those_of_the_kernels_problem(extras: dict[str, int], fmt: str) -> None:
+    dims = {"B": 2, "H": 4, "HK": 2, "S": 40, "KV": 300, "D": 64, **extras}
+    case = fast_problem.make_case(dims, 3, fmt)
+    q, k, v = fast_problem._tensors(fast_problem.sizes_of(dims), 3)
+    found = quantize(
+        *(x.view(2, -1, *x.shape[1:]) for x in (q, k, v)),
+        precision="int8" if fmt == "int8" else "fp8",
+        key_scales="block" if extras else "head",
+        value_scales="channel" if extras else "head",
+    )
+    for name, tensor in (
+        ("q", found.query), ("k", found.key), ("v_t", found.value),
+        ("q_scale", found.query_scale), ("k_scale", found.key_scale), ("v_scale", found.value_scale),
+    ):  # fmt: skip
+        assert np.array_equal(tensor.flatten(0, 1).numpy(), case.inputs[name]), name
+
+
+def test_it_is_public_and_loaded_when_asked_for() -> None:
+    assert greenfast.quantize is quantize
+    assert {"quantize", "QuantizedQKV"} <= set(dir(greenfast))
+    with pytest.raises(AttributeError, match="nothing"):
+        greenfast.nothing  # noqa: B018
+
+
+def test_strides_do_not_matter() -> None:
+    q, k, v = tensors()
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert not strided[0].is_contiguous()
+    assert torch.equal(quantize(q, k, v).value, quantize(*strided).value)
+
+
+def test_a_head_dim_is_padded() -> None:
+    q, k, v = tensors(head_dim=40)
+    found = quantize(q, k, v)
+    assert found.query.shape[-1] == 64
+    assert found.head_dim == 40
+    assert (found.query[..., 40:] == 0).all()
+    assert (found.value[:, :, 40:] == 0).all()
+
+
+def test_hadamard_is_orthogonal() -> None:
+    for size in (64, 128, 256):
+        matrix = hadamard(size)
+        assert torch.allclose(matrix @ matrix.T, torch.eye(size), atol=1e-6)
+
+
+def test_rotation_spreads_outliers_of_int8() -> None:
+    q, k, v = tensors(length=256, keys=256, head_dim=128)
+    spikes = torch.rand(k.shape, generator=torch.Generator().manual_seed(1)) < 0.001
+    q, k = q.float(), k.float() + 30 * spikes
+    exact = q @ k.repeat_interleave(2, 1).transpose(-1, -2)
+
+    def error(rotate: bool) -> float:
+        found = quantize(q, k, v.float(), precision="int8", rotate=rotate)
+        scores = dequantized_queries(found) @ dequantized_keys(found).repeat_interleave(2, 1).transpose(-1, -2)
+        return float((scores - exact).norm() / exact.norm())
+
+    assert error(True) < 0.5 * error(False)
+
+
+def test_the_mean_of_biased_keys() -> None:
+    q, k, v = tensors()
+    biased = k.float() + 8 * torch.randn(1, 1, 1, 64, generator=torch.Generator().manual_seed(2))
+    found = quantize(q.float(), biased, v.float(), subtract_key_mean=True)
+    assert found.key_mean is not None
+    assert torch.allclose(found.key_mean, biased.mean(2))
+    whole = dequantized_keys(found) + found.key_mean.unsqueeze(2)
+    plain = dequantized_keys(quantize(q.float(), biased, v.float()))
+    assert (whole - biased).norm() < 0.3 * (plain - biased).norm()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"query": 3}, TypeError, "query: a torch.Tensor is needed, got int"),
+        ({"key": torch.zeros(1, 2, 300, 64, dtype=torch.int8)}, TypeError, "key: its dtype is torch.int8; allowed"),
+        (
+            {"key": torch.zeros(1, 2, 300, 64)},
+            TypeError,
+            "key: its dtype is torch.float32, that of query torch.float16",
+        ),
+        ({"query": torch.zeros(4, 40, 64).half()}, ValueError, r"query: its shape is \(4, 40, 64\); \(batch, heads"),
+        ({"value": torch.zeros(1, 2, 299, 64).half()}, ValueError, "value: its shape is .*299.*that of key"),
+        ({"query": torch.zeros(2, 4, 40, 64).half()}, ValueError, "batch and head_dim must agree"),
+        ({"query": torch.zeros(1, 3, 40, 64).half()}, ValueError, "key: it has 2 heads, query 3"),
+        ({"precision": "fp4"}, ValueError, "precision: 'fp4'; allowed are 'fp8', 'int8'"),
+        ({"key_scales": "token"}, ValueError, "key_scales: 'token'"),
+        ({"value_scales": "block"}, ValueError, "value_scales: 'block'"),
+        ({"key": torch.full((1, 2, 300, 64), math.inf).half()}, UsageError, "NaN or infinity"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, object], error: type[Exception], says: str) -> None:
+    q, k, v = tensors()
+    with pytest.raises(error, match=says):
+        quantize(**{"query": q, "key": k, "value": v, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("head_dim", [4, 60, 264])
+def test_head_dims_that_no_kernel_has(head_dim: int) -> None:
+    with pytest.raises(NotImplementedError, match=f"head_dim is {head_dim}; .*scaled_dot_product_attention takes any"):
+        quantize(*tensors(head_dim=head_dim))
