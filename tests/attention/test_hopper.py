@@ -42,9 +42,8 @@ EXTRAS: tuple[dict[str, int], ...] = (
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("fmt", hopper.FORMATS)
 @pytest.mark.parametrize("extras", EXTRAS, ids=str)
-@pytest.mark.parametrize("grid", [{"B": 1, "H": 32, "S": 8192}, {"B": 1, "H": 8, "S": 100}], ids=["big", "small"])
-def test_no_spills(grid: dict[str, int], extras: dict[str, int], fmt: str, head_dim: int, causal: int) -> None:
-    dims = {**grid, "D": head_dim, "CAUSAL": causal, **extras}
+def test_no_spills(extras: dict[str, int], fmt: str, head_dim: int, causal: int) -> None:
+    dims = {**BIG, "D": head_dim, "CAUSAL": causal, **extras}
     compiled = compile_kernel(hopper.kernel(fmt, dims), Target("sm_90a"))
     assert compiled.resources.spill_bytes == compiled.resources.stack_bytes == 0
     assert "C75" not in compiled.log, "the assembler serializes the products"
