@@ -14,14 +14,14 @@ from greenfast.build.compiler import compile_kernel
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, UsageError
 from greenfast.spec.kernel import PHASE_BUFFER, KernelSource
-from tests.attention.ladder_task import CONFIG, RUNGS, SMALL, all_toggles, is_full_fusion, is_legal, toggles
+from tests.attention.ladder_task import CONFIG, FORMS, RUNGS, SMALL, all_toggles, is_full_fusion, is_legal, toggles
 
 ADA = Target("sm_89")
 POINTERS = {"uint8": "const unsigned char*", "float32": "const float*", "float16": "half*"}
 FUSED_RULE = r"USE_FUSED_SOFTMAX_PV=1 needs USE_WMMA_PV=1"
 SWIZZLE_RULE = r"USE_XOR_SWIZZLE=1 needs USE_WMMA_QK=1 and USE_WMMA_PV=1"
 FULL_FUSION_RULE = r"USE_FUSED_SOFTMAX_PV=2 (needs|excludes) USE_\w+=1"
-PIPE_RULE = r"USE_THREE_STAGE_PIPE=1 needs USE_FUSED_SOFTMAX_PV=2"
+FORM_RULE = rf"({'|'.join(FORMS)})=1 (needs USE_FUSED_SOFTMAX_PV=2|excludes USE_\w+=1)"
 
 
 def render(rung: str = "stage2", fmt: str = "e4m3", head_dim: int = 64) -> KernelSource:
@@ -42,7 +42,7 @@ def test_exactly_the_illegal_combinations_are_refused() -> None:
         if is_legal(t):
             legal += bool(ladder.kernel(t, "e4m3", SMALL).source)
             continue
-        with pytest.raises(UsageError, match="|".join((FUSED_RULE, SWIZZLE_RULE, FULL_FUSION_RULE, PIPE_RULE))):
+        with pytest.raises(UsageError, match="|".join((FUSED_RULE, SWIZZLE_RULE, FULL_FUSION_RULE, FORM_RULE))):
             ladder.kernel(t, "e4m3", SMALL)
         refused += 1
     assert legal + refused == math.prod(len(toggle.values) for toggle in CONFIG.toggles.values())
@@ -61,8 +61,14 @@ def test_exactly_the_illegal_combinations_are_refused() -> None:
         ("stage3b", {"USE_WMMA_PV": 0}, "USE_FUSED_SOFTMAX_PV=2 needs USE_WMMA_PV=1"),
         ("stage3b", {"USE_XOR_SWIZZLE": 1}, "USE_FUSED_SOFTMAX_PV=2 excludes USE_XOR_SWIZZLE=1"),
         ("stage3b_pipe3", {"USE_KV_LUT": 1}, "USE_FUSED_SOFTMAX_PV=2 excludes USE_KV_LUT=1"),
-        ("stage2", {"USE_THREE_STAGE_PIPE": 1}, PIPE_RULE),
-        ("stage3a", {"USE_THREE_STAGE_PIPE": 1}, PIPE_RULE),
+        ("stage2", {"USE_THREE_STAGE_PIPE": 1}, "USE_THREE_STAGE_PIPE=1 needs USE_FUSED_SOFTMAX_PV=2"),
+        ("stage3a", {"USE_THREE_STAGE_PIPE": 1}, "USE_THREE_STAGE_PIPE=1 needs USE_FUSED_SOFTMAX_PV=2"),
+        ("stage2", {"USE_WARP_SPECIALIZATION": 1}, "USE_WARP_SPECIALIZATION=1 needs USE_FUSED_SOFTMAX_PV=2"),
+        (
+            "stage3b_pipe3",
+            {"USE_WARP_SPECIALIZATION": 1},
+            "USE_THREE_STAGE_PIPE=1 excludes USE_WARP_SPECIALIZATION=1",
+        ),
     ],
 )
 def test_the_refusal_names_the_rule(rung: str, changes: dict[str, int], rule: str) -> None:
@@ -114,6 +120,13 @@ def test_more_heads_than_a_grid_holds() -> None:
             ("kSmemBytes = ", "kSmemBytes = 128 + "),
             "the plan of shared memory in Python differs from the map",
         ),
+        ("stage3b_specialized", ("kHeadDim = 64", "kHeadDim = 192"), "head_dim is 64 or 128"),
+        ("stage3b_specialized", ("kStages = 2", "kStages = 3"), "two stages"),
+        (
+            "stage3b_specialized",
+            ("kSmemBytes = ", "kSmemBytes = 128 + "),
+            "the plan of shared memory in Python differs from the map",
+        ),
     ],
 )
 def test_the_kernel_refuses_it_too(rung: str, edit: tuple[str, str], message: str) -> None:
@@ -123,7 +136,7 @@ def test_the_kernel_refuses_it_too(rung: str, edit: tuple[str, str], message: st
     with pytest.raises(CompileError) as caught:
         compile_kernel(dataclasses.replace(source, source=source.source.replace(*edit)), ADA)
     assert f'static assertion failed with "{message}"' in str(caught.value)
-    header = "attention_registers.cuh" if is_full_fusion(toggles(rung)) else "attention_ladder.cuh"
+    header = re.findall(r'#include "(\w+\.cuh)"', source.source)[0]
     assert f"{header}(" in str(caught.value)
 
 
@@ -144,7 +157,7 @@ def test_cfg_says_what_the_toggles_say(rung: str, fmt: str) -> None:
     assert source.phases == ()
     if is_full_fusion(t):
         assert cfg(source) == always | {"kStages": "3" if t["USE_THREE_STAGE_PIPE"] else "2"}
-        assert source.block == (256, 1, 1)
+        assert source.block == (256 + 32 * t["USE_WARP_SPECIALIZATION"], 1, 1)
         return
     assert cfg(source) == always | {
         "kCpAsync": "true" if t["USE_CP_ASYNC"] else "false",
@@ -159,7 +172,7 @@ def test_cfg_says_what_the_toggles_say(rung: str, fmt: str) -> None:
 
 def test_every_toggle_that_can_be_switched_changes_the_kernel() -> None:
     for name, toggle in CONFIG.toggles.items():
-        rung = "stage3b" if name == "USE_THREE_STAGE_PIPE" else "stage2"
+        rung = "stage3b" if name in FORMS else "stage2"
         sources = {ladder.kernel(toggles(rung, **{name: v}), "e4m3", SMALL).source for v in toggle.values}
         assert len(sources) == len(toggle.values), name
 
@@ -182,14 +195,19 @@ def plans(correction: int = 0) -> KernelSource:
         for head_dim in ladder.HEAD_DIMS
         if is_legal(t)
     ]
-    structs = sorted({re.findall(r"struct Cfg (\{.*?\n\});", source, re.DOTALL)[0] for source in sources})
-    text = ['#include "attention_ladder.cuh"', '#include "attention_registers.cuh"']
-    for i, struct in enumerate(structs):
-        size = f"sizeof(greenfast::{'RegistersStorage' if 'kStages' in struct else 'SharedStorage'}<Cfg{i}>)"
+    found = sorted({re.findall(r'"(\w+)\.cuh".*struct Cfg (\{.*?\n\});', source, re.DOTALL)[0] for source in sources})
+    storages = {
+        "attention_ladder": "SharedStorage",
+        "attention_registers": "RegistersStorage",
+        "attention_specialized": "SpecializedStorage",
+    }
+    text = [f'#include "{header}.cuh"' for header in storages]
+    for i, (header, struct) in enumerate(found):
+        size = f"sizeof(greenfast::{storages[header]}<Cfg{i}>)"
         text.append(f"struct Cfg{i} {struct};")
         text.append(f'static_assert({size} == Cfg{i}::kSmemBytes + {correction}, "plan {i}");')
     text.append('extern "C" __global__ void plans() {}')
-    assert len(structs) == 2 * sum(map(is_legal, all_toggles()))
+    assert len(found) == 2 * sum(map(is_legal, all_toggles()))
     return dataclasses.replace(render(), entry="plans", source="\n".join(text))
 
 

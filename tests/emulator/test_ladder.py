@@ -26,7 +26,7 @@ from greenfast.spec.task import load_task
 
 SHIPPED = [load_task(folder).config.name for folder in task_folders()]
 TASKS = {name: load(find_task(name)) for name in (*SHIPPED, "examples/row_softmax")}
-FULL_FUSION = ["stage3b", "stage3b_pipe3"]
+FULL_FUSION = ["stage3b", "stage3b_pipe3", "stage3b_specialized"]
 VARIANTS = [
     pytest.param(name, rung.name, fmt, id=f"{task.config.name}-{rung.name}-{fmt}")
     for name, task in TASKS.items()
@@ -147,6 +147,23 @@ def test_full_fusion_beside_stage_2() -> None:
     assert after.global_store_sectors == dims["H"] * dims["S"] * dims["D"] * 2 // 32  # each once
 
 
+def test_a_warp_that_copies_beside_stage_3b() -> None:
+    """The same work to the bit; warps that multiply meet no named barrier between the block's first and its last."""
+    dims = TASKS["fp8_sdpa"].config.shape("mission").dims
+    case = TASKS["fp8_sdpa"].problem.make_case(dims, 0, "e4m3")
+    before, after = (run_rung(rung, "e4m3", dims, case) for rung in ("stage3b", "stage3b_specialized"))
+    assert after.outputs["out"].tobytes() == before.outputs["out"].tobytes()
+    for same in ("matrix_flops", "exponentials", "global_load_sectors", "global_store_sectors", "bank_conflicts"):
+        assert getattr(after.counts, same) == getattr(before.counts, same), same
+    assert after.counts.barriers == 128 * (9 + 2 * 8)
+    arrivals = {
+        k: n for k, n in after.counts.instructions.items() if k.startswith(("mbarrier.arrive", "cp.async.mbarrier"))
+    }
+    assert sum(arrivals.values()) == 128 * 16 * (
+        1 + 2
+    )  # for each tile one of its copies, two of those that have read it
+
+
 def test_the_minimum_of_matrix_work_and_exponentials() -> None:
     task = TASKS["fp8_sdpa"]
     dims = task.config.shape("small").dims
@@ -164,7 +181,14 @@ def test_the_minimum_of_matrix_work_and_exponentials() -> None:
     assert again == counts  # deterministic
 
 
-@pytest.mark.parametrize("variant", ["USE_CP_ASYNC=1,DEBUG_PRINT=1", "USE_FUSED_SOFTMAX_PV=2,DEBUG_PRINT=1"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "USE_CP_ASYNC=1,DEBUG_PRINT=1",
+        "USE_FUSED_SOFTMAX_PV=2,DEBUG_PRINT=1",
+        "USE_FUSED_SOFTMAX_PV=2,USE_WARP_SPECIALIZATION=1,DEBUG_PRINT=1",
+    ],
+)
 def test_debug_print_prints_from_the_kernel(variant: str) -> None:
     task = TASKS["fp8_sdpa"]
     dims = {"B": 1, "H": 1, "S": 40, "D": 64}

@@ -1,7 +1,8 @@
 """The staged attention ladder as a kernel family: toggles to CUDA source, shape to launch.
 
-The kernels themselves are ``kernels/attention_ladder.cuh`` and, for full fusion, ``kernels/attention_registers.cuh``;
-this module renders their configuration, refuses what their static_asserts refuse, and plans their shared memory.
+The kernels themselves are ``kernels/attention_ladder.cuh`` and, for full fusion, ``kernels/attention_registers.cuh``
+and ``attention_specialized.cuh``; this module renders their configuration, refuses what their static_asserts refuse,
+and plans their shared memory.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _MEMBERS = {  # toggle -> member of Cfg
     "DEBUG_PRINT": "kDebugPrint",
 }
 #: The toggles that decide the kernel.
-TOGGLES: tuple[str, ...] = (*_MEMBERS, "USE_THREE_STAGE_PIPE")
+TOGGLES: tuple[str, ...] = (*_MEMBERS, "USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION")
+#: Those that change full fusion, one at a time.
+_OF_FULL_FUSION = ("USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION")
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,11 @@ def _check(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Non
             )
         if given := [name for name in ("USE_XOR_SWIZZLE", "USE_KV_LUT") if toggles[name]]:
             raise UsageError(f"USE_FUSED_SOFTMAX_PV=2 excludes {given[0]}=1: it has no half tiles of K and V")
+        if len(given := [name for name in _OF_FULL_FUSION if toggles[name]]) > 1:
+            raise UsageError(f"{given[0]}=1 excludes {given[1]}=1: each is measured against Stage 3B as it is")
         return
-    if toggles["USE_THREE_STAGE_PIPE"]:
-        raise UsageError("USE_THREE_STAGE_PIPE=1 needs USE_FUSED_SOFTMAX_PV=2: the other rungs have two stages")
+    if given := [name for name in _OF_FULL_FUSION if toggles[name]]:
+        raise UsageError(f"{given[0]}=1 needs USE_FUSED_SOFTMAX_PV=2: the other rungs have no such form")
     if toggles["USE_FUSED_SOFTMAX_PV"] and not toggles["USE_WMMA_PV"]:
         raise UsageError("USE_FUSED_SOFTMAX_PV=1 needs USE_WMMA_PV=1: the score tile is reused for the P of WMMA P*V")
     if toggles["USE_XOR_SWIZZLE"] and not (toggles["USE_WMMA_QK"] and toggles["USE_WMMA_PV"]):
@@ -111,15 +116,19 @@ def _staged(toggles: Mapping[str, int], head_dim: int) -> _Kernel:
 
 
 def _fused(toggles: Mapping[str, int], head_dim: int) -> _Kernel:
-    """Scores and P in registers: attention_registers.cuh."""
+    """Scores and P in registers: attention_registers.cuh, or one of the headers that divide its work otherwise."""
     stages = 3 if toggles["USE_THREE_STAGE_PIPE"] else 2
     members = {"kStages": stages, "kDebugPrint": bool(toggles["DEBUG_PRINT"])}
     # Tiles of K and V of 2 KB each for four groups of keys; then eight warps' partial results, each 16 rows of 64
     # columns, a bias and a sum.
-    smem = max(stages * 4 * 2 * 2048, 8 * 16 * (64 + 2) * 4)
+    tiles, partial = stages * 4 * 2 * 2048, 8 * 16 * (64 + 2) * 4
     # A head of 128 columns takes more registers than two such blocks may have.
     min_blocks = 2 if head_dim == 64 else 1
-    return _Kernel("attention_registers", members, smem, threads=256, min_blocks=min_blocks, phases=REGISTER_PHASES)
+    function, smem, threads = "attention_registers", max(tiles, partial), 256
+    if toggles["USE_WARP_SPECIALIZATION"]:
+        # Two mbarriers for each stage; one more warp.
+        function, smem, threads = "attention_specialized", smem + stages * 4 * 2 * 8, 256 + 32
+    return _Kernel(function, members, smem, threads, min_blocks, REGISTER_PHASES)
 
 
 def kernel(
