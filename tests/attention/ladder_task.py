@@ -11,7 +11,7 @@ from greenfast.spec.task import load_task
 CONFIG = load_task(Path(__file__).parents[2] / "tasks" / "fp8_sdpa_stage_c_wmma").config
 RUNGS = [rung.name for rung in CONFIG.rungs]
 #: The toggles of Stage 3B's further forms.
-FORMS = ("USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION")
+FORMS = ("USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION", "USE_PERSISTENT_CTAS")
 SMALL = CONFIG.shape("small").dims
 
 

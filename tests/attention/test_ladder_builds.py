@@ -173,10 +173,22 @@ def test_a_warp_that_copies_takes_no_registers_from_those_that_multiply_but_fits
         assert "ARRIVES.LDGSTSBAR" in one.sass
 
 
+def test_persistent_blocks_keep_the_next_tiles_apart_from_the_partial_results(builds: dict[Variant, Built]) -> None:
+    for arch in ARCHS:
+        one, before = (builds[(rung, 64, "e4m3", arch)] for rung in ("stage3b_persistent", "stage3b"))
+        first = 4 * 2 * 2048  # of each group of keys a tile of K and one of V
+        smem = one.kernel.resources.smem_bytes
+        assert smem == before.kernel.resources.smem_bytes + first
+        assert 2 * (smem + 1024) <= 100 * 1024, "two blocks, as Ada's multiprocessors have it too"
+        assert one.kernel.resources.registers <= 65536 // (2 * 256)
+        # where the partial results have been read
+        assert one.counts["bar_sync"] == before.counts["bar_sync"] + 1
+
+
 # The debug build
 
 
-@pytest.mark.parametrize("rung", ["scalar", "stage2", "stage3b", "stage3b_specialized"])
+@pytest.mark.parametrize("rung", ["scalar", "stage2", "stage3b", "stage3b_specialized", "stage3b_persistent"])
 def test_debug_print_prints(builds: dict[Variant, Built], rung: str) -> None:
     variant: Variant = (rung, 64, "e4m3", "sm_90a")
     source, arch = render(variant, DEBUG_PRINT=1)

@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from greenfast.attention import ladder, sdpa_problem
+from greenfast.attention import hopper, ladder, sdpa_problem
 from greenfast.build.compiler import compile_kernel
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, UsageError
@@ -69,6 +69,12 @@ def test_exactly_the_illegal_combinations_are_refused() -> None:
             {"USE_WARP_SPECIALIZATION": 1},
             "USE_THREE_STAGE_PIPE=1 excludes USE_WARP_SPECIALIZATION=1",
         ),
+        ("stage2", {"USE_PERSISTENT_CTAS": 1}, "USE_PERSISTENT_CTAS=1 needs USE_FUSED_SOFTMAX_PV=2"),
+        (
+            "stage3b_specialized",
+            {"USE_PERSISTENT_CTAS": 1},
+            "USE_WARP_SPECIALIZATION=1 excludes USE_PERSISTENT_CTAS=1",
+        ),
     ],
 )
 def test_the_refusal_names_the_rule(rung: str, changes: dict[str, int], rule: str) -> None:
@@ -122,6 +128,13 @@ def test_more_heads_than_a_grid_holds() -> None:
         ),
         ("stage3b_specialized", ("kHeadDim = 64", "kHeadDim = 192"), "head_dim is 64 or 128"),
         ("stage3b_specialized", ("kStages = 2", "kStages = 3"), "two stages"),
+        ("stage3b_persistent", ("kHeadDim = 64", "kHeadDim = 192"), "head_dim is 64 or 128"),
+        ("stage3b_persistent", ("kStages = 2", "kStages = 3"), "two stages"),
+        (
+            "stage3b_persistent",
+            ("kSmemBytes = ", "kSmemBytes = 128 + "),
+            "the plan of shared memory in Python differs from the map",
+        ),
         (
             "stage3b_specialized",
             ("kSmemBytes = ", "kSmemBytes = 128 + "),
@@ -200,6 +213,7 @@ def plans(correction: int = 0) -> KernelSource:
         "attention_ladder": "SharedStorage",
         "attention_registers": "RegistersStorage",
         "attention_specialized": "SpecializedStorage",
+        "attention_persistent": "PersistentStorage",
     }
     text = [f'#include "{header}.cuh"' for header in storages]
     for i, (header, struct) in enumerate(found):
@@ -228,14 +242,29 @@ def test_grid_covers_every_query_once(B: int, H: int) -> None:
         assert (y, z) == (B * H, 1)
 
 
+@pytest.mark.parametrize(("head_dim", "blocks"), [(64, 2), (128, 1)])
+def test_persistent_blocks_are_what_the_multiprocessors_hold(
+    head_dim: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"__launch_bounds__(256, {blocks})" in render("stage3b_persistent", head_dim=head_dim).source
+    for multiprocessors in (1, 58, 132):
+        monkeypatch.setattr(hopper, "MULTIPROCESSORS", multiprocessors)
+        for S, works in ((32, 6), (33, 12), (2048, 384)):
+            dims = {"B": 2, "H": 3, "S": S, "D": head_dim}
+            found = ladder.launch(toggles("stage3b_persistent"), "e4m3", dims)
+            assert found.grid == (min(works, blocks * multiprocessors), 1, 1)
+            assert found.args[-1] == np.int32(6)
+
+
+@pytest.mark.parametrize("rung", ["stage2", "stage3b_persistent"])
 @pytest.mark.parametrize("head_dim", ladder.HEAD_DIMS)
-def test_arguments_are_the_parameters_of_the_kernel(head_dim: int) -> None:
+def test_arguments_are_the_parameters_of_the_kernel(head_dim: int, rung: str) -> None:
     dims = {"B": 2, "H": 3, "S": 40, "D": head_dim}
-    parameters = re.findall(r"fp8_sdpa\(([^)]*)\)", render(head_dim=head_dim).source)[0].split(",")
+    parameters = re.findall(r"fp8_sdpa\(([^)]*)\)", render(rung, head_dim=head_dim).source)[0].split(",")
     declared = [re.sub(r"\s+", " ", parameter).strip().rpartition(" ") for parameter in parameters]
     case = sdpa_problem.make_case(dims, 0, "e4m3")
     dtypes = {name: str(a.dtype) for name, a in case.inputs.items()} | {n: o.dtype for n, o in case.outputs.items()}
-    args = ladder.launch({}, "e4m3", dims).args
+    args = ladder.launch(toggles(rung), "e4m3", dims).args
     assert len(args) == len(declared)
     for arg, (kind, _, name) in zip(args, declared, strict=True):
         if arg == PHASE_BUFFER:
@@ -246,7 +275,8 @@ def test_arguments_are_the_parameters_of_the_kernel(head_dim: int) -> None:
             assert (type(arg), kind) in [(np.int32, "int"), (np.float32, "float")]
     assert dtypes == {}, "every buffer of the case is passed"
     values = {name: arg for arg, (_, _, name) in zip(args, declared, strict=True) if not isinstance(arg, str)}
-    assert values == {"seq_len": np.int32(40), "softmax_scale": np.float32(1 / math.sqrt(head_dim))}
+    heads = {"heads": np.int32(6)} if rung == "stage3b_persistent" else {}
+    assert values == {"seq_len": np.int32(40), "softmax_scale": np.float32(1 / math.sqrt(head_dim))} | heads
 
 
 # The instrumented build

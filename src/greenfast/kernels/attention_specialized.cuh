@@ -98,7 +98,8 @@ __device__ __forceinline__ void attention_specialized(const RegistersParams& par
   const float scale_log2 = params.q_scale[head] * params.k_scale[head] * params.softmax_scale * log2_e;
   const float v_scale = params.v_scale[head];
   Rows rows;
-  rows.begin(Rows::load(params.q + head_offset, first_row + warp % Shape::kRowGroups * 16 + g, params.seq_len, t));
+  rows.begin(Rows::load(params.q + head_offset, first_row + warp % Shape::kRowGroups * 16 + g, params.seq_len, t),
+             blockIdx.x == 0 && head == 0);
   clock.mark(Phase::kQLoad);
   ptx::barrier_sync(SpecializedBarrier::kBlock, kThreads);  // the mbarriers are initialized
 

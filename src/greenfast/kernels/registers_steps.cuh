@@ -17,7 +17,7 @@ struct RegistersRows {
   static constexpr int kHeadDim = Shape::kHeadDim, kKeys = Shape::kKeys;
   static constexpr int kSteps = kHeadDim / 16;    // of Q K^T, of 16 columns
   static constexpr int kKeySteps = kKeys / 16;    // of P V, of 16 keys
-  static constexpr int kOwn = kHeadDim / 8;       // columns of O whose codes of V a thread loads, and 8-column tiles of O
+  static constexpr int kOwn = kHeadDim / 8;       // columns whose codes of V a thread loads, and 8-column tiles of O
   static constexpr int kPasses = kHeadDim / 64;   // in which the partial results are combined
   static constexpr float kSlack = 8.0f;           // a weight may be up to 2^8: half rounds it as it rounds one below 1
   static constexpr unsigned kOnes = 0x3c003c00u;  // two halves
@@ -31,8 +31,10 @@ struct RegistersRows {
   float o[kOwn][4];
   float sum[4];   // of the weights as rounded: a column of O for a V of ones
   float bias[2];  // minus the base of a row's weights, as an exponent of two
+  bool prints;    // in a debug build, for the group
 
-  // Where a thread's codes lie in a tile. Of K, key g of eight; of V, columns kOwn * g on of keys 2t and 2t + 1 of eight.
+  // Where a thread's codes lie in a tile: of K, key g of eight; of V, columns kOwn * g on of keys 2t and 2t + 1 of
+  // eight.
   static __device__ __forceinline__ int k_place(int g, int t) { return Tile::place(g, t); }
   static __device__ __forceinline__ int v_place(int g, int t) {
     return Tile::place(2 * t, kOwn * g / 16) + kOwn * g % 16;
@@ -54,7 +56,8 @@ struct RegistersRows {
     return codes;
   }
 
-  __device__ __forceinline__ void begin(const QCodes& codes) {
+  __device__ __forceinline__ void begin(const QCodes& codes, bool is_first) {
+    prints = Cfg::kDebugPrint && is_first && threadIdx.x % Shape::kGroupThreads == 0;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
@@ -69,8 +72,8 @@ struct RegistersRows {
     bias[0] = bias[1] = CUDART_INF_F;
   }
 
-  // One tile of keys, of which this thread's codes lie at bytes `k_at` and `v_at` of shared memory. Calls `release` once
-  // they are all in registers, when most of the work with them is still to come.
+  // One tile of keys, of which this thread's codes lie at bytes `k_at` and `v_at` of shared memory. Calls `release` when
+  // it has loaded them all: K's at once and V's before the softmax, or, for fewer registers, as `kLate` as it can.
   template <bool kLate, class Clock, class Release>
   __device__ __forceinline__ void attend(const unsigned char* smem, int k_at, int v_at, int tile, int seq_len,
                                          float scale_log2, Clock& clock, Release release) {
@@ -184,7 +187,7 @@ struct RegistersRows {
     }
     clock.mark(Phase::kPV);
     if constexpr (Cfg::kDebugPrint) {
-      if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x % Shape::kGroupThreads == 0) {
+      if (prints) {
         printf("tile %d: keys %d, row 0 base %.6f (exponent), sum %.6f, p[0] %.6f\n", tile,
                min(seq_len - tile * kKeys, kKeys), -bias[0], sum[0],
                __low2float(reinterpret_cast<const half2&>(weights[0][0])));
@@ -193,8 +196,8 @@ struct RegistersRows {
   }
 
   // Adds up the groups' partial results and writes rows `first_row` on of a head. Called by the kThreads threads that
-  // have rows, when nothing else uses `partial` any more; `meet` is a barrier among them. When the last thread returns
-  // all have read, and not before.
+  // have rows, when nothing else uses `partial` any more; `meet` is a barrier among them. Others may still read when one
+  // of them returns.
   template <class Clock, class Meet>
   __device__ __forceinline__ void combine(Partial& partial, half* head, int first_row, int seq_len, float v_scale,
                                           Clock& clock, Meet meet) const {
