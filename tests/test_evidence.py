@@ -130,7 +130,8 @@ def test_the_comparison_of_emulator_and_gpu_is_of_todays_kernels() -> None:
     task = find_task("fp8_sdpa")
     family = load_family(task)
     rungs = {rung.name for rung in task.config.rungs}
-    assert {row["variant"] for row in rows} == rungs - {"stage3b", "stage3b_pipe3"}, "these two are not measured yet"
+    later = {"stage3b", "stage3b_pipe3", "stage3b_specialized", "stage3b_persistent"}
+    assert {row["variant"] for row in rows} == rungs - later, "these are not measured so yet"
     for row in rows:
         toggles = task.config.variant(row["variant"]).values
         source = family.kernel(toggles, row["format"], task.config.shape(row["shape"]).dims)

@@ -10,6 +10,8 @@ from greenfast.spec.task import load_task
 
 CONFIG = load_task(Path(__file__).parents[2] / "tasks" / "fp8_sdpa_stage_c_wmma").config
 RUNGS = [rung.name for rung in CONFIG.rungs]
+#: The toggles of Stage 3B's further forms.
+FORMS = ("USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION", "USE_PERSISTENT_CTAS")
 SMALL = CONFIG.shape("small").dims
 
 
@@ -27,12 +29,14 @@ def all_toggles() -> Iterator[dict[str, int]]:
 def is_legal(t: dict[str, int]) -> bool:
     """Stage 3A reuses the score tile for the P of WMMA P*V; swizzled tiles are read by tensor-core loads only.
 
-    Stage 3B multiplies on tensor cores what cp.async fetched, has no half tiles, and alone has a third stage.
+    Stage 3B multiplies on tensor cores what cp.async fetched, has no half tiles, and alone has further forms, one at a
+    time.
     """
+    forms = sum(t[name] for name in FORMS)
     tensor_cores = bool(t["USE_WMMA_QK"] and t["USE_WMMA_PV"])
     if is_full_fusion(t):
-        return tensor_cores and bool(t["USE_CP_ASYNC"]) and not (t["USE_XOR_SWIZZLE"] or t["USE_KV_LUT"])
-    if t["USE_THREE_STAGE_PIPE"] or (t["USE_FUSED_SOFTMAX_PV"] and not t["USE_WMMA_PV"]):
+        return tensor_cores and bool(t["USE_CP_ASYNC"]) and forms <= 1 and not (t["USE_XOR_SWIZZLE"] or t["USE_KV_LUT"])
+    if forms or (t["USE_FUSED_SOFTMAX_PV"] and not t["USE_WMMA_PV"]):
         return False
     return not t["USE_XOR_SWIZZLE"] or tensor_cores
 

@@ -103,8 +103,11 @@ def test_instructions_follow_the_toggles(builds: dict[Variant, Built], variant: 
     rung, head_dim, *_ = variant
     t, counts = toggles(rung), builds[variant].counts
     fused = is_full_fusion(t)
-    # by one thread, 16 codes of K or V each: of a tile, and in full fusion of 2 KB for each stage and in the loop
+    # by one thread, 16 codes of K or V each: of a tile, and in full fusion of 2 KB for each stage and in the loop; one
+    # warp for all copies them in two places, and does not set the stages apart
     copies = 2 * 2048 // 16 // 64 * (3 + t["USE_THREE_STAGE_PIPE"]) if fused else 2 * 32 * head_dim // 16 // 128
+    if t["USE_WARP_SPECIALIZATION"]:
+        copies = 2 * 2 * 2048 // 16 // 32
     assert counts["cp_async"] >= copies if t["USE_CP_ASYNC"] else counts["cp_async"] == 0
     # by one warp, each 16 x 8 x 16 multiply-adds: one of the four 16 x 16 tiles of scores, a quarter of the output; in
     # full fusion both products of 16 queries and a tile, and its sum
@@ -154,10 +157,38 @@ def test_a_third_stage_takes_its_memory_and_full_fusion_fewer_barriers(builds: d
             assert stage2.counts["bar_sync"] >= 5
 
 
+def test_a_warp_that_copies_takes_no_registers_from_those_that_multiply_but_fits_beside_them(
+    builds: dict[Variant, Built],
+) -> None:
+    for arch in ARCHS:
+        one, before = (builds[(rung, 64, "e4m3", arch)] for rung in ("stage3b_specialized", "stage3b"))
+        # Two blocks of nine warps: five on one of the four schedulers, each with a quarter of 65536 registers.
+        assert one.kernel.resources.registers <= 65536 // 4 // 5 // 32 // 8 * 8 == 96
+        assert one.kernel.resources.smem_bytes == before.kernel.resources.smem_bytes + 2 * 8 * 8  # mbarriers
+        # of the block at the start, once for either kind of warp, of those that multiply twice at the end, none per
+        # tile; and no groups of copies to wait for
+        assert one.counts["bar_sync"] == 4 == before.counts["bar_sync"] + 1
+        assert "LDGDEPBAR" in before.sass
+        assert "LDGDEPBAR" not in one.sass
+        assert "ARRIVES.LDGSTSBAR" in one.sass
+
+
+def test_persistent_blocks_keep_the_next_tiles_apart_from_the_partial_results(builds: dict[Variant, Built]) -> None:
+    for arch in ARCHS:
+        one, before = (builds[(rung, 64, "e4m3", arch)] for rung in ("stage3b_persistent", "stage3b"))
+        first = 4 * 2 * 2048  # of each group of keys a tile of K and one of V
+        smem = one.kernel.resources.smem_bytes
+        assert smem == before.kernel.resources.smem_bytes + first
+        assert 2 * (smem + 1024) <= 100 * 1024, "two blocks, as Ada's multiprocessors have it too"
+        assert one.kernel.resources.registers <= 65536 // (2 * 256)
+        # where the partial results have been read
+        assert one.counts["bar_sync"] == before.counts["bar_sync"] + 1
+
+
 # The debug build
 
 
-@pytest.mark.parametrize("rung", ["scalar", "stage2", "stage3b"])
+@pytest.mark.parametrize("rung", ["scalar", "stage2", "stage3b", "stage3b_specialized", "stage3b_persistent"])
 def test_debug_print_prints(builds: dict[Variant, Built], rung: str) -> None:
     variant: Variant = (rung, 64, "e4m3", "sm_90a")
     source, arch = render(variant, DEBUG_PRINT=1)

@@ -9,19 +9,19 @@ import re
 import numpy as np
 import pytest
 
-from greenfast.attention import ladder, sdpa_problem
+from greenfast.attention import hopper, ladder, sdpa_problem
 from greenfast.build.compiler import compile_kernel
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, UsageError
 from greenfast.spec.kernel import PHASE_BUFFER, KernelSource
-from tests.attention.ladder_task import CONFIG, RUNGS, SMALL, all_toggles, is_full_fusion, is_legal, toggles
+from tests.attention.ladder_task import CONFIG, FORMS, RUNGS, SMALL, all_toggles, is_full_fusion, is_legal, toggles
 
 ADA = Target("sm_89")
 POINTERS = {"uint8": "const unsigned char*", "float32": "const float*", "float16": "half*"}
 FUSED_RULE = r"USE_FUSED_SOFTMAX_PV=1 needs USE_WMMA_PV=1"
 SWIZZLE_RULE = r"USE_XOR_SWIZZLE=1 needs USE_WMMA_QK=1 and USE_WMMA_PV=1"
 FULL_FUSION_RULE = r"USE_FUSED_SOFTMAX_PV=2 (needs|excludes) USE_\w+=1"
-PIPE_RULE = r"USE_THREE_STAGE_PIPE=1 needs USE_FUSED_SOFTMAX_PV=2"
+FORM_RULE = rf"({'|'.join(FORMS)})=1 (needs USE_FUSED_SOFTMAX_PV=2|excludes USE_\w+=1)"
 
 
 def render(rung: str = "stage2", fmt: str = "e4m3", head_dim: int = 64) -> KernelSource:
@@ -42,7 +42,7 @@ def test_exactly_the_illegal_combinations_are_refused() -> None:
         if is_legal(t):
             legal += bool(ladder.kernel(t, "e4m3", SMALL).source)
             continue
-        with pytest.raises(UsageError, match="|".join((FUSED_RULE, SWIZZLE_RULE, FULL_FUSION_RULE, PIPE_RULE))):
+        with pytest.raises(UsageError, match="|".join((FUSED_RULE, SWIZZLE_RULE, FULL_FUSION_RULE, FORM_RULE))):
             ladder.kernel(t, "e4m3", SMALL)
         refused += 1
     assert legal + refused == math.prod(len(toggle.values) for toggle in CONFIG.toggles.values())
@@ -61,8 +61,20 @@ def test_exactly_the_illegal_combinations_are_refused() -> None:
         ("stage3b", {"USE_WMMA_PV": 0}, "USE_FUSED_SOFTMAX_PV=2 needs USE_WMMA_PV=1"),
         ("stage3b", {"USE_XOR_SWIZZLE": 1}, "USE_FUSED_SOFTMAX_PV=2 excludes USE_XOR_SWIZZLE=1"),
         ("stage3b_pipe3", {"USE_KV_LUT": 1}, "USE_FUSED_SOFTMAX_PV=2 excludes USE_KV_LUT=1"),
-        ("stage2", {"USE_THREE_STAGE_PIPE": 1}, PIPE_RULE),
-        ("stage3a", {"USE_THREE_STAGE_PIPE": 1}, PIPE_RULE),
+        ("stage2", {"USE_THREE_STAGE_PIPE": 1}, "USE_THREE_STAGE_PIPE=1 needs USE_FUSED_SOFTMAX_PV=2"),
+        ("stage3a", {"USE_THREE_STAGE_PIPE": 1}, "USE_THREE_STAGE_PIPE=1 needs USE_FUSED_SOFTMAX_PV=2"),
+        ("stage2", {"USE_WARP_SPECIALIZATION": 1}, "USE_WARP_SPECIALIZATION=1 needs USE_FUSED_SOFTMAX_PV=2"),
+        (
+            "stage3b_pipe3",
+            {"USE_WARP_SPECIALIZATION": 1},
+            "USE_THREE_STAGE_PIPE=1 excludes USE_WARP_SPECIALIZATION=1",
+        ),
+        ("stage2", {"USE_PERSISTENT_CTAS": 1}, "USE_PERSISTENT_CTAS=1 needs USE_FUSED_SOFTMAX_PV=2"),
+        (
+            "stage3b_specialized",
+            {"USE_PERSISTENT_CTAS": 1},
+            "USE_WARP_SPECIALIZATION=1 excludes USE_PERSISTENT_CTAS=1",
+        ),
     ],
 )
 def test_the_refusal_names_the_rule(rung: str, changes: dict[str, int], rule: str) -> None:
@@ -114,6 +126,20 @@ def test_more_heads_than_a_grid_holds() -> None:
             ("kSmemBytes = ", "kSmemBytes = 128 + "),
             "the plan of shared memory in Python differs from the map",
         ),
+        ("stage3b_specialized", ("kHeadDim = 64", "kHeadDim = 192"), "head_dim is 64 or 128"),
+        ("stage3b_specialized", ("kStages = 2", "kStages = 3"), "two stages"),
+        ("stage3b_persistent", ("kHeadDim = 64", "kHeadDim = 192"), "head_dim is 64 or 128"),
+        ("stage3b_persistent", ("kStages = 2", "kStages = 3"), "two stages"),
+        (
+            "stage3b_persistent",
+            ("kSmemBytes = ", "kSmemBytes = 128 + "),
+            "the plan of shared memory in Python differs from the map",
+        ),
+        (
+            "stage3b_specialized",
+            ("kSmemBytes = ", "kSmemBytes = 128 + "),
+            "the plan of shared memory in Python differs from the map",
+        ),
     ],
 )
 def test_the_kernel_refuses_it_too(rung: str, edit: tuple[str, str], message: str) -> None:
@@ -123,7 +149,7 @@ def test_the_kernel_refuses_it_too(rung: str, edit: tuple[str, str], message: st
     with pytest.raises(CompileError) as caught:
         compile_kernel(dataclasses.replace(source, source=source.source.replace(*edit)), ADA)
     assert f'static assertion failed with "{message}"' in str(caught.value)
-    header = "attention_registers.cuh" if is_full_fusion(toggles(rung)) else "attention_ladder.cuh"
+    header = re.findall(r'#include "(\w+\.cuh)"', source.source)[0]
     assert f"{header}(" in str(caught.value)
 
 
@@ -144,7 +170,7 @@ def test_cfg_says_what_the_toggles_say(rung: str, fmt: str) -> None:
     assert source.phases == ()
     if is_full_fusion(t):
         assert cfg(source) == always | {"kStages": "3" if t["USE_THREE_STAGE_PIPE"] else "2"}
-        assert source.block == (256, 1, 1)
+        assert source.block == (256 + 32 * t["USE_WARP_SPECIALIZATION"], 1, 1)
         return
     assert cfg(source) == always | {
         "kCpAsync": "true" if t["USE_CP_ASYNC"] else "false",
@@ -159,7 +185,7 @@ def test_cfg_says_what_the_toggles_say(rung: str, fmt: str) -> None:
 
 def test_every_toggle_that_can_be_switched_changes_the_kernel() -> None:
     for name, toggle in CONFIG.toggles.items():
-        rung = "stage3b" if name == "USE_THREE_STAGE_PIPE" else "stage2"
+        rung = "stage3b" if name in FORMS else "stage2"
         sources = {ladder.kernel(toggles(rung, **{name: v}), "e4m3", SMALL).source for v in toggle.values}
         assert len(sources) == len(toggle.values), name
 
@@ -182,14 +208,20 @@ def plans(correction: int = 0) -> KernelSource:
         for head_dim in ladder.HEAD_DIMS
         if is_legal(t)
     ]
-    structs = sorted({re.findall(r"struct Cfg (\{.*?\n\});", source, re.DOTALL)[0] for source in sources})
-    text = ['#include "attention_ladder.cuh"', '#include "attention_registers.cuh"']
-    for i, struct in enumerate(structs):
-        size = f"sizeof(greenfast::{'RegistersStorage' if 'kStages' in struct else 'SharedStorage'}<Cfg{i}>)"
+    found = sorted({re.findall(r'"(\w+)\.cuh".*struct Cfg (\{.*?\n\});', source, re.DOTALL)[0] for source in sources})
+    storages = {
+        "attention_ladder": "SharedStorage",
+        "attention_registers": "RegistersStorage",
+        "attention_specialized": "SpecializedStorage",
+        "attention_persistent": "PersistentStorage",
+    }
+    text = [f'#include "{header}.cuh"' for header in storages]
+    for i, (header, struct) in enumerate(found):
+        size = f"sizeof(greenfast::{storages[header]}<Cfg{i}>)"
         text.append(f"struct Cfg{i} {struct};")
         text.append(f'static_assert({size} == Cfg{i}::kSmemBytes + {correction}, "plan {i}");')
     text.append('extern "C" __global__ void plans() {}')
-    assert len(structs) == 2 * sum(map(is_legal, all_toggles()))
+    assert len(found) == 2 * sum(map(is_legal, all_toggles()))
     return dataclasses.replace(render(), entry="plans", source="\n".join(text))
 
 
@@ -210,14 +242,29 @@ def test_grid_covers_every_query_once(B: int, H: int) -> None:
         assert (y, z) == (B * H, 1)
 
 
+@pytest.mark.parametrize(("head_dim", "blocks"), [(64, 2), (128, 1)])
+def test_persistent_blocks_are_what_the_multiprocessors_hold(
+    head_dim: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"__launch_bounds__(256, {blocks})" in render("stage3b_persistent", head_dim=head_dim).source
+    for multiprocessors in (1, 58, 132):
+        monkeypatch.setattr(hopper, "MULTIPROCESSORS", multiprocessors)
+        for S, works in ((32, 6), (33, 12), (2048, 384)):
+            dims = {"B": 2, "H": 3, "S": S, "D": head_dim}
+            found = ladder.launch(toggles("stage3b_persistent"), "e4m3", dims)
+            assert found.grid == (min(works, blocks * multiprocessors), 1, 1)
+            assert found.args[-1] == np.int32(6)
+
+
+@pytest.mark.parametrize("rung", ["stage2", "stage3b_persistent"])
 @pytest.mark.parametrize("head_dim", ladder.HEAD_DIMS)
-def test_arguments_are_the_parameters_of_the_kernel(head_dim: int) -> None:
+def test_arguments_are_the_parameters_of_the_kernel(head_dim: int, rung: str) -> None:
     dims = {"B": 2, "H": 3, "S": 40, "D": head_dim}
-    parameters = re.findall(r"fp8_sdpa\(([^)]*)\)", render(head_dim=head_dim).source)[0].split(",")
+    parameters = re.findall(r"fp8_sdpa\(([^)]*)\)", render(rung, head_dim=head_dim).source)[0].split(",")
     declared = [re.sub(r"\s+", " ", parameter).strip().rpartition(" ") for parameter in parameters]
     case = sdpa_problem.make_case(dims, 0, "e4m3")
     dtypes = {name: str(a.dtype) for name, a in case.inputs.items()} | {n: o.dtype for n, o in case.outputs.items()}
-    args = ladder.launch({}, "e4m3", dims).args
+    args = ladder.launch(toggles(rung), "e4m3", dims).args
     assert len(args) == len(declared)
     for arg, (kind, _, name) in zip(args, declared, strict=True):
         if arg == PHASE_BUFFER:
@@ -228,7 +275,8 @@ def test_arguments_are_the_parameters_of_the_kernel(head_dim: int) -> None:
             assert (type(arg), kind) in [(np.int32, "int"), (np.float32, "float")]
     assert dtypes == {}, "every buffer of the case is passed"
     values = {name: arg for arg, (_, _, name) in zip(args, declared, strict=True) if not isinstance(arg, str)}
-    assert values == {"seq_len": np.int32(40), "softmax_scale": np.float32(1 / math.sqrt(head_dim))}
+    heads = {"heads": np.int32(6)} if rung == "stage3b_persistent" else {}
+    assert values == {"seq_len": np.int32(40), "softmax_scale": np.float32(1 / math.sqrt(head_dim))} | heads
 
 
 # The instrumented build

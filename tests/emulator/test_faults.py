@@ -108,6 +108,35 @@ def test_asynchronous_copies_land_at_the_wait() -> None:
             output(COPY.format(wait=wait), before=HEADER)
 
 
+ARRIVE = """__shared__ __align__(16) float s[64];
+__shared__ greenfast::ptx::Mbarrier landed;
+if (threadIdx.x == 0) landed.init(32);
+__syncthreads();
+if (threadIdx.x < 32) {{
+  if (threadIdx.x < 16) greenfast::ptx::cp_async_16(s + 4 * threadIdx.x, x + 4 * threadIdx.x, 16);
+  {arrive}
+}} else {{
+  {wait}
+  y[threadIdx.x] = s[threadIdx.x];
+  y[threadIdx.x - 32] = s[threadIdx.x - 32];
+}}"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_asynchronous_copies_arrive_at_an_mbarrier_when_they_have_landed(seed: int) -> None:
+    header = '#include "ptx/cp_async.cuh"\n#include "ptx/cp_async_mbarrier.cuh"\n'
+    arrive, wait = "greenfast::ptx::cp_async_arrive(landed);", "greenfast::ptx::mbarrier_wait(landed, 0);"
+    assert (output(ARRIVE.format(arrive=arrive, wait=wait), before=header, seed=seed) == X).all()
+    with pytest.raises(KernelFaultError, match=r"asynchronous copy has not delivered|nothing has written"):
+        output(ARRIVE.format(arrive=arrive, wait=""), before=header, seed=seed)
+    with pytest.raises(
+        KernelFaultError, match=r"asynchronous copy has not delivered"
+    ):  # they have arrived, the data not
+        output(ARRIVE.format(arrive="landed.arrive();", wait=wait), before=header, seed=seed)
+    with pytest.raises(KernelFaultError, match=r"deadlock.*mbarrier.*32 of 32 arrivals"):
+        output(ARRIVE.format(arrive="", wait=wait), before=header, seed=seed)
+
+
 def test_unwritten_outputs_are_counted_and_poisoned() -> None:
     result = run(
         "if (threadIdx.x < 60) y[threadIdx.x] = x[threadIdx.x];",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from greenfast.attention import hopper
 from greenfast.build.compiler import compile_kernel
 from greenfast.cli.main import main
 from greenfast.emulator.grid import GridResult, run_grid
@@ -26,7 +27,7 @@ from greenfast.spec.task import load_task
 
 SHIPPED = [load_task(folder).config.name for folder in task_folders()]
 TASKS = {name: load(find_task(name)) for name in (*SHIPPED, "examples/row_softmax")}
-FULL_FUSION = ["stage3b", "stage3b_pipe3"]
+FULL_FUSION = ["stage3b", "stage3b_pipe3", "stage3b_specialized", "stage3b_persistent"]
 VARIANTS = [
     pytest.param(name, rung.name, fmt, id=f"{task.config.name}-{rung.name}-{fmt}")
     for name, task in TASKS.items()
@@ -147,6 +148,44 @@ def test_full_fusion_beside_stage_2() -> None:
     assert after.global_store_sectors == dims["H"] * dims["S"] * dims["D"] * 2 // 32  # each once
 
 
+def test_a_warp_that_copies_beside_stage_3b() -> None:
+    """The same work to the bit; warps that multiply meet no named barrier between the block's first and its last."""
+    dims = TASKS["fp8_sdpa"].config.shape("mission").dims
+    case = TASKS["fp8_sdpa"].problem.make_case(dims, 0, "e4m3")
+    before, after = (run_rung(rung, "e4m3", dims, case) for rung in ("stage3b", "stage3b_specialized"))
+    assert after.outputs["out"].tobytes() == before.outputs["out"].tobytes()
+    for same in ("matrix_flops", "exponentials", "global_load_sectors", "global_store_sectors", "bank_conflicts"):
+        assert getattr(after.counts, same) == getattr(before.counts, same), same
+    assert after.counts.barriers == 128 * (9 + 2 * 8)
+    arrivals = {
+        k: n for k, n in after.counts.instructions.items() if k.startswith(("mbarrier.arrive", "cp.async.mbarrier"))
+    }
+    assert sum(arrivals.values()) == 128 * 16 * (
+        1 + 2
+    )  # for each tile one of its copies, two of those that have read it
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "int8"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_any_number_of_persistent_blocks_gives_the_bits_of_stage_3b(
+    head_dim: int, fmt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks with several works, whose heads change on the way, as many for each block or not."""
+    problem = TASKS["fp8_sdpa"].problem
+    for length, multiprocessors in ((1, 1), (33, 1), (100, 1), (300, 4)):
+        monkeypatch.setattr(hopper, "MULTIPROCESSORS", multiprocessors)
+        dims = {"B": 1, "H": 3, "S": length, "D": head_dim}
+        case = problem.make_case(dims, 6, fmt)
+        expected = run_rung("stage3b", fmt, dims, case)
+        for seed in (0, 1) if length == 33 else (length,):
+            found = run_rung("stage3b_persistent", fmt, dims, case, seed)
+            assert not any(found.unwritten.values())
+            assert found.outputs["out"].tobytes() == expected.outputs["out"].tobytes(), (dims, multiprocessors)
+            assert found.counts.bank_conflicts == {}
+            for same in ("matrix_flops", "exponentials", "global_load_sectors", "global_store_sectors"):
+                assert getattr(found.counts, same) == getattr(expected.counts, same), same
+
+
 def test_the_minimum_of_matrix_work_and_exponentials() -> None:
     task = TASKS["fp8_sdpa"]
     dims = task.config.shape("small").dims
@@ -164,7 +203,15 @@ def test_the_minimum_of_matrix_work_and_exponentials() -> None:
     assert again == counts  # deterministic
 
 
-@pytest.mark.parametrize("variant", ["USE_CP_ASYNC=1,DEBUG_PRINT=1", "USE_FUSED_SOFTMAX_PV=2,DEBUG_PRINT=1"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "USE_CP_ASYNC=1,DEBUG_PRINT=1",
+        "USE_FUSED_SOFTMAX_PV=2,DEBUG_PRINT=1",
+        "USE_FUSED_SOFTMAX_PV=2,USE_WARP_SPECIALIZATION=1,DEBUG_PRINT=1",
+        "USE_FUSED_SOFTMAX_PV=2,USE_PERSISTENT_CTAS=1,DEBUG_PRINT=1",
+    ],
+)
 def test_debug_print_prints_from_the_kernel(variant: str) -> None:
     task = TASKS["fp8_sdpa"]
     dims = {"B": 1, "H": 1, "S": 40, "D": 64}

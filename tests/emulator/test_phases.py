@@ -67,7 +67,7 @@ def test_a_phase_that_no_thread_comes_to_counts_nothing() -> None:
 
 def test_phases_add_up_and_hold_what_they_are_named_for() -> None:
     task = load(find_task("fp8_sdpa"))
-    for variant in ("scalar", "stage2", "stage3a_swizzle", "stage3b"):
+    for variant in ("scalar", "stage2", "stage3a_swizzle", "stage3b", "stage3b_specialized", "stage3b_persistent"):
         for dims in ({"B": 1, "H": 1, "S": 32, "D": 64}, {"B": 1, "H": 2, "S": 100, "D": 64}):
             toggles = task.config.variant(variant).values
             source = task.family.kernel(toggles, "e4m3", dims, instrumented=True)
@@ -88,7 +88,7 @@ def test_phases_add_up_and_hold_what_they_are_named_for() -> None:
                 total.add(part)
             assert total == result.counts
             share = {name: c.matrix_flops for name, c in result.phases.items() if c.matrix_flops}
-            if variant == "stage3b":  # which multiplies the weights with ones too, and weighs its partial results
+            if "stage3b" in variant:  # which multiplies the weights with ones too, and weighs its partial results
                 assert share["QK^T"] * 9 == share["P*V"] * 8
                 assert set(share) == {"QK^T", "P*V"}
                 assert result.phases["softmax"].exponentials + result.phases["store"].exponentials == total.exponentials
@@ -97,7 +97,11 @@ def test_phases_add_up_and_hold_what_they_are_named_for() -> None:
                 assert result.phases["softmax"].exponentials == total.exponentials > 0
             assert result.phases["store"].global_store_bytes == 2 * dims["B"] * dims["H"] * dims["S"] * dims["D"]
             outside = result.phases[OUTSIDE]  # parameters, the first clock and the sums themselves
-            assert (outside.shared_passes, outside.exponentials, outside.barriers) == (0, 0, 0)
+            alone = variant == "stage3b_specialized"  # a warp of its own copies, in no phase
+            blocks, tiles = -(-dims["S"] // 32) * dims["H"], -(-dims["S"] // 32)
+            copies = 2 * 2048 // 128 * tiles * blocks
+            assert (outside.shared_passes, outside.barriers) == ((copies, blocks) if alone else (0, 0))
+            assert outside.exponentials == 0
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def config() -> TaskConfig:
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda c: c.shape("big"), "unknown shape of task fp8_sdpa 'big'; allowed: long, mission, mission_b2, "),
+        (lambda c: c.shape("big"), "unknown shape of task fp8_sdpa 'big'; allowed: large_batch, long, mission, "),
         (lambda c: c.rung("stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: kv_lut, scalar, stage1"),
         (lambda c: c.gates("fp4"), "unknown format of task fp8_sdpa 'fp4'; allowed: e4m3, int8"),
         (lambda c: c.variant("stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: kv_lut"),

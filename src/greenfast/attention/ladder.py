@@ -1,7 +1,8 @@
 """The staged attention ladder as a kernel family: toggles to CUDA source, shape to launch.
 
-The kernels themselves are ``kernels/attention_ladder.cuh`` and, for full fusion, ``kernels/attention_registers.cuh``;
-this module renders their configuration, refuses what their static_asserts refuse, and plans their shared memory.
+The kernels themselves are ``kernels/attention_ladder.cuh`` and, for full fusion, ``kernels/attention_registers.cuh``
+with ``attention_specialized.cuh`` and ``attention_persistent.cuh``; this module renders their configuration, refuses
+what their static_asserts refuse, and plans their shared memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from greenfast.attention import hopper
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
@@ -36,7 +38,9 @@ _MEMBERS = {  # toggle -> member of Cfg
     "DEBUG_PRINT": "kDebugPrint",
 }
 #: The toggles that decide the kernel.
-TOGGLES: tuple[str, ...] = (*_MEMBERS, "USE_THREE_STAGE_PIPE")
+TOGGLES: tuple[str, ...] = (*_MEMBERS, "USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION", "USE_PERSISTENT_CTAS")
+#: Those that change full fusion, one at a time.
+_OF_FULL_FUSION = ("USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION", "USE_PERSISTENT_CTAS")
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,11 @@ def _check(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Non
             )
         if given := [name for name in ("USE_XOR_SWIZZLE", "USE_KV_LUT") if toggles[name]]:
             raise UsageError(f"USE_FUSED_SOFTMAX_PV=2 excludes {given[0]}=1: it has no half tiles of K and V")
+        if len(given := [name for name in _OF_FULL_FUSION if toggles[name]]) > 1:
+            raise UsageError(f"{given[0]}=1 excludes {given[1]}=1: each is measured against Stage 3B as it is")
         return
-    if toggles["USE_THREE_STAGE_PIPE"]:
-        raise UsageError("USE_THREE_STAGE_PIPE=1 needs USE_FUSED_SOFTMAX_PV=2: the other rungs have two stages")
+    if given := [name for name in _OF_FULL_FUSION if toggles[name]]:
+        raise UsageError(f"{given[0]}=1 needs USE_FUSED_SOFTMAX_PV=2: the other rungs have no such form")
     if toggles["USE_FUSED_SOFTMAX_PV"] and not toggles["USE_WMMA_PV"]:
         raise UsageError("USE_FUSED_SOFTMAX_PV=1 needs USE_WMMA_PV=1: the score tile is reused for the P of WMMA P*V")
     if toggles["USE_XOR_SWIZZLE"] and not (toggles["USE_WMMA_QK"] and toggles["USE_WMMA_PV"]):
@@ -111,15 +117,25 @@ def _staged(toggles: Mapping[str, int], head_dim: int) -> _Kernel:
 
 
 def _fused(toggles: Mapping[str, int], head_dim: int) -> _Kernel:
-    """Scores and P in registers: attention_registers.cuh."""
+    """Scores and P in registers: attention_registers.cuh, or one of the headers that divide its work otherwise."""
     stages = 3 if toggles["USE_THREE_STAGE_PIPE"] else 2
     members = {"kStages": stages, "kDebugPrint": bool(toggles["DEBUG_PRINT"])}
     # Tiles of K and V of 2 KB each for four groups of keys; then eight warps' partial results, each 16 rows of 64
     # columns, a bias and a sum.
-    smem = max(stages * 4 * 2 * 2048, 8 * 16 * (64 + 2) * 4)
-    # A head of 128 columns takes more registers than two such blocks may have.
-    min_blocks = 2 if head_dim == 64 else 1
-    return _Kernel("attention_registers", members, smem, threads=256, min_blocks=min_blocks, phases=REGISTER_PHASES)
+    tiles, partial = stages * 4 * 2 * 2048, 8 * 16 * (64 + 2) * 4
+    function, smem, threads = "attention_registers", max(tiles, partial), 256
+    if toggles["USE_WARP_SPECIALIZATION"]:
+        # Two mbarriers for each stage; one more warp.
+        function, smem, threads = "attention_specialized", smem + stages * 4 * 2 * 8, 256 + 32
+    if toggles["USE_PERSISTENT_CTAS"]:
+        # The partial results take the place of the second stages alone.
+        function, smem = "attention_persistent", tiles // 2 + max(tiles // 2, partial)
+    return _Kernel(function, members, smem, threads, _fused_blocks(head_dim), REGISTER_PHASES)
+
+
+def _fused_blocks(head_dim: int) -> int:
+    """Blocks of full fusion on a multiprocessor: 128 columns take more registers than two of them may have."""
+    return 2 if head_dim == 64 else 1
 
 
 def kernel(
@@ -132,6 +148,8 @@ def kernel(
         f"  static constexpr {type(value).__name__} {member} = {str(value).lower()};"
         for member, value in {**chosen.members, "kPhaseClocks": instrumented}.items()
     ]
+    # Persistent blocks cannot read the number of heads off their grid.
+    parameter, argument = (", int heads", ", heads") if toggles["USE_PERSISTENT_CTAS"] else ("", "")
     source = f"""#include "{chosen.function}.cuh"
 
 struct Cfg {{
@@ -144,9 +162,9 @@ struct Cfg {{
 extern "C" __global__ void __launch_bounds__({chosen.threads}, {chosen.min_blocks})
 {ENTRY}(const unsigned char* q, const unsigned char* k, const unsigned char* v, const float* q_scale,
          const float* k_scale, const float* v_scale, half* out, int seq_len, float softmax_scale,
-         long long* phase_cycles) {{
+         long long* phase_cycles{parameter}) {{
   greenfast::{chosen.function}<Cfg>(
-      {{q, k, v, q_scale, k_scale, v_scale, out, seq_len, softmax_scale, phase_cycles}});
+      {{q, k, v, q_scale, k_scale, v_scale, out, seq_len, softmax_scale, phase_cycles}}{argument});
 }}
 """
     return KernelSource(
@@ -161,13 +179,15 @@ extern "C" __global__ void __launch_bounds__({chosen.threads}, {chosen.min_block
 
 
 def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
-    """One block per 32 query rows and head; the last argument is the phase counters' buffer."""
-    return Launch(
-        grid=(-(-dims["S"] // _BLOCK_M), dims["B"] * dims["H"], 1),
-        args=(
-            *("q", "k", "v", "q_scale", "k_scale", "v_scale", "out"),
-            np.int32(dims["S"]),
-            np.float32(1.0 / math.sqrt(dims["D"])),
-            PHASE_BUFFER,
-        ),
+    """One block per 32 query rows and head, or as many as the multiprocessors hold; then the phase counters' buffer."""
+    heads, row_blocks = dims["B"] * dims["H"], -(-dims["S"] // _BLOCK_M)
+    args = (
+        *("q", "k", "v", "q_scale", "k_scale", "v_scale", "out"),
+        np.int32(dims["S"]),
+        np.float32(1.0 / math.sqrt(dims["D"])),
+        PHASE_BUFFER,
     )
+    if toggles.get("USE_PERSISTENT_CTAS"):
+        blocks = min(hopper.MULTIPROCESSORS * _fused_blocks(dims["D"]), row_blocks * heads)
+        return Launch(grid=(blocks, 1, 1), args=(*args, np.int32(heads)))
+    return Launch(grid=(row_blocks, heads, 1), args=args)

@@ -252,7 +252,8 @@ def asynchronous_copy(i: Instruction) -> Operation:
         with m.accessing(indices, "shared"):
             arena.mark(offsets, size, IN_FLIGHT, f"{size}-byte asynchronous write")
         count_access(m, "shared", True, offsets, indices, size)
-        m.copies.append(Copy(indices, offsets, values, m.copy_groups[indices].copy()))
+        m.copies.append(Copy(indices, offsets, values, m.copy_groups[indices].copy(), m.copies_issued))
+        m.copies_issued += 1
 
     return run
 
@@ -297,11 +298,16 @@ def _deliver_all(m: Machine, lanes: Lanes) -> None:
 
 def deliver(m: Machine, lanes: Lanes, pending: int) -> None:
     """Land the copies of these threads in all groups but their newest ``pending`` ones."""
+    land(m, lanes, lambda copy: copy.groups < m.copy_groups[copy.lanes] - pending)
+
+
+def land(m: Machine, lanes: Lanes, which: Callable[[Copy], Any]) -> None:
+    """Land the copies of these threads that ``which`` names."""
     waiting = np.zeros(m.lanes, bool)
     waiting[lanes] = True
     kept = []
     for copy in m.copies:
-        done = waiting[copy.lanes] & (copy.groups < m.copy_groups[copy.lanes] - pending)
+        done = waiting[copy.lanes] & which(copy)
         if done.any():
             size = copy.values.shape[1]
             rows = copy.offsets[done] // size
@@ -311,7 +317,7 @@ def deliver(m: Machine, lanes: Lanes, pending: int) -> None:
                 m.shared.unfenced[copy.offsets[done] // CHUNK] = True
         if not done.all():
             left = ~done
-            kept.append(Copy(copy.lanes[left], copy.offsets[left], copy.values[left], copy.groups[left]))
+            kept.append(Copy(copy.lanes[left], copy.offsets[left], copy.values[left], copy.groups[left], copy.number))
     m.copies = kept
 
 

@@ -48,12 +48,16 @@ def lane_count(lanes: Lanes) -> int:
 
 @dataclass
 class Copy:
-    """A cp.async under way: which threads, where to, what, and the group that it belongs to, per thread."""
+    """A cp.async under way: which threads, where to, what, and the group that it belongs to, per thread.
+
+    number: how many were issued before it.
+    """
 
     lanes: NDArray[np.intp]
     offsets: NDArray[np.int64]
     values: NDArray[np.uint8]
     groups: NDArray[np.int64]
+    number: int
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ class Machine:
         self.registers: dict[str, Values] = {}
         self.call_arguments: dict[str, Values] = {}
         self.copies: list[Copy] = []
+        self.copies_issued = 0
         self.copy_groups = np.zeros(self.lanes, np.int64)
         self.mbarriers = Mbarriers(len(self.shared.data) // 8)
         #: Which mbarrier (8-byte word of shared memory) a thread that waits for one waits for.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.access import addresses, asynchronous_copy, count_access
+from greenfast.emulator.access import addresses, asynchronous_copy, count_access, land, space_of
 from greenfast.emulator.machine import Lanes, Machine, Operation, lane_count, lane_indices
 from greenfast.emulator.mbarrier import rows_of
 from greenfast.emulator.memory import CHUNK, GLOBAL_BASE, IN_FLIGHT, PARAM_BASE, WRITTEN
@@ -32,6 +32,8 @@ TILE_ALIGNMENT, BULK_ALIGNMENT = 128, 16
 
 def copy(i: Instruction) -> Operation:
     """cp.async of any kind."""
+    if i.parts[:2] == ("async", "mbarrier"):
+        return _arrive_when_landed(i)
     if "bulk" not in i.parts:
         return asynchronous_copy(i)
     if i.parts[0] != "async":
@@ -52,6 +54,24 @@ def copy(i: Instruction) -> Operation:
     if loads and "mbarrier:complete_tx:bytes" in i.parts:
         return _load(i, tensor)
     raise unsupported(i)
+
+
+def _arrive_when_landed(i: Instruction) -> Operation:
+    """cp.async.mbarrier.arrive: the threads' earlier cp.async land, and arrive, when the scheduler chooses."""
+    if "noinc" not in i.parts:  # the form that expects one arrival more
+        raise unsupported(i)
+    barrier = rows_of(i.operands[0], i, space_of(i))
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        indices, rows, issued = lane_indices(lanes), barrier(m, lanes), m.copies_issued
+
+        def deliver() -> None:
+            land(m, indices, lambda copy: copy.number < issued)
+            m.mbarriers.arrive(rows, np.ones(len(rows), np.int64))
+
+        m.arriving.append(BulkLoad(indices, m.current, deliver))
+
+    return run
 
 
 def _nothing(m: Machine, lanes: Lanes) -> None:

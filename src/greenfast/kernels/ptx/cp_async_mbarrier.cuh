@@ -1,0 +1,31 @@
+// Barriers that cp.async arrives at (PTX ISA, "cp.async.mbarrier.arrive", "mbarrier.test_wait"; sm_80 and up).
+#pragma once
+
+#include "mbarrier.cuh"
+
+namespace greenfast::ptx {
+
+// Arrives, as one of those that the barrier was told to expect, when all of this thread's cp.async so far have landed.
+__device__ __forceinline__ void cp_async_arrive(Mbarrier& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier.word)) : "memory");
+}
+
+// As Mbarrier::wait, which puts threads to sleep until the phase ends but is for sm_90 and up; before, they ask again
+// and again.
+__device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, unsigned parity) {
+#if __CUDA_ARCH__ >= 900
+  barrier.wait(parity);
+#else
+  unsigned done;
+  do {
+    asm volatile(
+        "{\n\t.reg .pred done;\n\tmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, done;\n\t}"
+        : "=r"(done)
+        : "r"(shared_address(&barrier.word)), "r"(parity)
+        : "memory");
+  } while (!done);
+#endif
+}
+
+}  // namespace greenfast::ptx
