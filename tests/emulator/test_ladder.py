@@ -96,10 +96,10 @@ def run_rung(
 def test_full_fusion_at_any_length(rung: str, head_dim: int, fmt: str) -> None:
     """Groups without a key, tails of a tile and of a block, stages used again; in other orders of the warps too."""
     problem = TASKS["fp8_sdpa"].problem
-    for length in (1, 7, 33, 65, 100, 300):
+    for length in (1, 7, 33, 65, 100, 300) if fmt == "e4m3" else (1, 100):  # the formats differ in conversions alone
         dims = {"B": 1, "H": 2, "S": length, "D": head_dim}
         case = problem.make_case(dims, 5, fmt)
-        results = [run_rung(rung, fmt, dims, case, seed) for seed in ((0, 1) if length in (33, 300) else (length,))]
+        results = [run_rung(rung, fmt, dims, case, seed) for seed in ((0, 1) if length in (33, 100) else (length,))]
         references = problem.references(dims, 5, fmt)
         for result in results:
             assert not any(result.unwritten.values())
