@@ -43,7 +43,7 @@ def test_every_variant_is_right(task_name: str, rung: str, fmt: str, target: str
     task = TASKS[task_name]
     toggles = task.config.variant(rung).values
     small = task.config.shape("small").dims
-    ragged = [{**small, "S": 45, "D": 128}] if task_name == "fp8_sdpa" and target == "sm_89" else []
+    ragged = [{**small, "S": 45, "D": 128}] if (task_name, fmt, target) == ("fp8_sdpa", "e4m3", "sm_89") else []
     if (task_name, rung, fmt) == ("fp8_attention", "stage2", "int8"):
         with pytest.raises(UsageError, match="V is E4M3"):
             task.family.kernel(toggles, fmt, small)
@@ -96,10 +96,10 @@ def run_rung(
 def test_full_fusion_at_any_length(rung: str, head_dim: int, fmt: str) -> None:
     """Groups without a key, tails of a tile and of a block, stages used again; in other orders of the warps too."""
     problem = TASKS["fp8_sdpa"].problem
-    for length in (1, 7, 33, 65, 100, 300) if fmt == "e4m3" else (1, 100):  # the formats differ in conversions alone
+    for length in (1, 33, 65, 300) if fmt == "e4m3" else (7, 100):  # the formats differ in conversions alone
         dims = {"B": 1, "H": 2, "S": length, "D": head_dim}
         case = problem.make_case(dims, 5, fmt)
-        results = [run_rung(rung, fmt, dims, case, seed) for seed in ((0, 1) if length in (33, 100) else (length,))]
+        results = [run_rung(rung, fmt, dims, case, seed) for seed in ((0, 1) if length == 33 else (length,))]
         references = problem.references(dims, 5, fmt)
         for result in results:
             assert not any(result.unwritten.values())
