@@ -7,11 +7,11 @@ import pytest
 from greenfast.attention import ada, fast_problem
 from greenfast.build.compiler import compile_kernel
 from greenfast.build.machine_code import count_instructions, disassemble
-from greenfast.emulator.grid import run_grid
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.pipeline.tasks import find_task
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
+from tests.emulator.kernels import run_source
 
 CONFIG = find_task("fp8_attention").config
 DIMS = {"B": 1, "H": 2, "S": 100, "D": 64}
@@ -50,15 +50,7 @@ def test_native_products_within_the_budget(fmt: str, head_dim: int, causal: int)
 def test_it_is_right(fmt: str, dims: dict[str, int]) -> None:
     source = ada.kernel(fmt, dims)
     case = fast_problem.make_case(dims, 0, fmt)
-    result = run_grid(
-        compile_kernel(source, Target("sm_89")).ptx,
-        source.entry,
-        source.block,
-        source.dynamic_smem_bytes,
-        ada.launch(dims),
-        case.inputs,
-        case.outputs,
-    )
+    result = run_source(source, ada.launch(dims), case, "sm_89")
     assert not any(result.unwritten.values())
     references = fast_problem.references(dims, 0, fmt)
     out = fast_problem.decode(result.outputs, fmt)

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from greenfast.build.compiler import to_ptx
+from greenfast.build.compiler import compile_kernel, to_ptx
 from greenfast.emulator.grid import GridResult, run_grid
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import Argument, KernelSource, Launch
-from greenfast.spec.problem import OutputSpec
+from greenfast.spec.problem import Case, OutputSpec
 
 TARGET = Target("sm_89")
 
@@ -35,3 +35,10 @@ def run(
     plan = Launch((blocks, 1, 1), args)
     arrays = {name: np.asarray(value) for name, value in inputs.items()}
     return run_grid(to_ptx(kernel, TARGET), "k", kernel.block, 0, plan, arrays, specs, seed=seed)
+
+
+def run_source(source: KernelSource, plan: Launch, case: Case, target: str = "sm_90a", seed: int = 0) -> GridResult:
+    """Compile a family's kernel for a target and run it on a case."""
+    ptx = compile_kernel(source, Target(target)).ptx
+    smem = source.dynamic_smem_bytes
+    return run_grid(ptx, source.entry, source.block, smem, plan, case.inputs, case.outputs, seed=seed)

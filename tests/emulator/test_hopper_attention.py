@@ -12,13 +12,12 @@ import pytest
 from numpy.typing import NDArray
 
 from greenfast.attention import fast_problem, hopper
-from greenfast.build.compiler import compile_kernel
-from greenfast.emulator.grid import GridResult, run_grid
+from greenfast.emulator.grid import GridResult
 from greenfast.kernels import KERNEL_DIR
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
-from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.kernel import KernelSource
+from tests.emulator.kernels import run_source
 
 SMALL = {"B": 1, "H": 2, "S": 150, "D": 64}
 #: A shape, of how many multiprocessors, and warpgroups a block: few multiprocessors make blocks of several warpgroups,
@@ -58,16 +57,7 @@ INT8 = (
 def emulate(dims: dict[str, int], fmt: str, source: KernelSource | None = None) -> GridResult:
     source = source or hopper.kernel(fmt, dims)
     case = fast_problem.make_case(dims, 0, fmt)
-    result = run_grid(
-        compile_kernel(source, Target("sm_90a")).ptx,
-        source.entry,
-        source.block,
-        source.dynamic_smem_bytes,
-        hopper.launch(fmt, dims),
-        case.inputs,
-        case.outputs,
-        seed=5,
-    )
+    result = run_source(source, hopper.launch(fmt, dims), case, seed=5)
     assert not any(result.unwritten.values())
     return result
 

@@ -24,6 +24,7 @@ from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Case, OutputSpec
 from greenfast.spec.record import Record
 from greenfast.spec.task import load_task
+from tests.emulator.kernels import run_source
 
 SHIPPED = [load_task(folder).config.name for folder in task_folders()]
 TASKS = {name: load(find_task(name)) for name in (*SHIPPED, "examples/row_softmax")}
@@ -53,16 +54,7 @@ def test_every_variant_is_right(task_name: str, rung: str, fmt: str, target: str
         if source.requires not in ("", target):
             pytest.skip(f"{rung} is for {source.requires} alone")
         case = task.problem.make_case(dims, 1, fmt)
-        result = run_grid(
-            compile_kernel(source, Target(target)).ptx,
-            source.entry,
-            source.block,
-            source.dynamic_smem_bytes,
-            task.family.launch(toggles, fmt, dims),
-            case.inputs,
-            case.outputs,
-            seed=3,
-        )
+        result = run_source(source, task.family.launch(toggles, fmt, dims), case, target, seed=3)
         assert not any(result.unwritten.values())
         assert result.changed_inputs == []
         references = task.problem.references(dims, 1, fmt)
@@ -77,17 +69,8 @@ def run_rung(
 ) -> GridResult:
     task = TASKS["fp8_sdpa"]
     toggles = task.config.variant(rung).values
-    source = task.family.kernel(toggles, fmt, dims)
-    return run_grid(
-        compile_kernel(source, Target(target)).ptx,
-        source.entry,
-        source.block,
-        source.dynamic_smem_bytes,
-        task.family.launch(toggles, fmt, dims),
-        case.inputs,
-        case.outputs,
-        seed=seed,
-    )
+    source, plan = task.family.kernel(toggles, fmt, dims), task.family.launch(toggles, fmt, dims)
+    return run_source(source, plan, case, target, seed)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "int8"])

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from greenfast.attention import fast_problem, hopper
-from greenfast.build.compiler import compile_kernel
-from greenfast.emulator.grid import run_grid
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.operator.attention import attention
 from greenfast.operator.quantized import quantize
-from greenfast.spec.arch import Target
+from tests.emulator.kernels import run_source
 
 CASES = (
     {"B": 1, "H": 2, "S": 70, "D": 64},
@@ -51,16 +49,8 @@ def test_within_the_kernels_error(dims: dict[str, int], precision: str) -> None:
 @pytest.mark.parametrize("dims", CASES, ids=str)
 def test_beside_the_hopper_kernel(dims: dict[str, int]) -> None:
     """On the same codes the two differ by what rounding the weights here and there explains."""
-    case, source = fast_problem.make_case(dims, 0, "e4m3"), hopper.kernel("e4m3", dims)
-    result = run_grid(
-        compile_kernel(source, Target("sm_90a")).ptx,
-        source.entry,
-        source.block,
-        source.dynamic_smem_bytes,
-        hopper.launch("e4m3", dims),
-        case.inputs,
-        case.outputs,
-    )
+    case = fast_problem.make_case(dims, 0, "e4m3")
+    result = run_source(hopper.kernel("e4m3", dims), hopper.launch("e4m3", dims), case)
     theirs = fast_problem.decode(result.outputs, "e4m3")
     mine = attention(quantize(*inputs(dims)), **options(dims))
     assert isinstance(mine, Tensor)

@@ -200,8 +200,8 @@ def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
     """Attention on the unquantized and the dequantized inputs, and what P kept in half or in E4M3 can explain."""
     sizes = sizes_of(dims)
     scale, mask = 1.0 / math.sqrt(sizes.head_dim), mask_of(sizes)
-    unquantized = _per_query_head(_tensors(sizes, seed), sizes)
-    exact = _dequantized_per_query_head(sizes, seed, fmt)
+    tensors = _tensors(sizes, seed)
+    unquantized, exact = _per_query_head(tensors, sizes), _dequantized_per_query_head(tensors, sizes, fmt)
     roundings = {"e4m3": E4M3_WEIGHTS, "e4m3_polynomial": E4M3_POLYNOMIAL_WEIGHTS}
     return References(
         full=attention(*unquantized, scale, mask).numpy(),
@@ -220,14 +220,14 @@ def _per_query_head(tensors: list[Tensor], sizes: Sizes) -> tuple[Tensor, Tensor
     return q, k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
 
 
-def _dequantized_per_query_head(sizes: Sizes, seed: int, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
-    return _per_query_head(dequantized(quantized(_tensors(sizes, seed), sizes, fmt), sizes, fmt), sizes)
+def _dequantized_per_query_head(tensors: list[Tensor], sizes: Sizes, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
+    return _per_query_head(dequantized(quantized(tensors, sizes, fmt), sizes, fmt), sizes)
 
 
 def log_sum_exp(dims: Mapping[str, int], seed: int, fmt: str) -> NDArray[np.float64]:
     """What ``lse`` must hold, (batch * heads, q_len): the natural logarithm, -inf for a row that attends to no key."""
     sizes = sizes_of(dims)
-    q, k, _ = _dequantized_per_query_head(sizes, seed, fmt)
+    q, k, _ = _dequantized_per_query_head(_tensors(sizes, seed), sizes, fmt)
     scores, mask = q @ k.transpose(-1, -2) / math.sqrt(sizes.head_dim), mask_of(sizes)
     found: NDArray[np.float64] = torch.logsumexp(
         scores if mask is None else scores.masked_fill(~mask, -math.inf), -1

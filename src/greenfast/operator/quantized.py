@@ -80,7 +80,7 @@ def quantize(
     changes no score and spreads outliers over all channels (QuaRot, Ashkboos et al. 2024).
 
     Raises TypeError for what is no floating tensor of these dtypes, ValueError for shapes, devices and choices that do
-    not fit, NotImplementedError for a head dim that no kernel has, UsageError (a ValueError) for infinite values.
+    not fit, NotImplementedError for a head dim that no kernel has, UsageError for values that are not finite.
     """
     check_tensors(query, key, value)
     _check_choice("precision", precision, tuple(PRECISIONS))
