@@ -9,8 +9,8 @@ validate: $(READY)
 	$(BIN)/greenfast validate fp8_sdpa
 
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not gpu"
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not gpu"
 
 lint: $(READY)
 	$(BIN)/ruff check
