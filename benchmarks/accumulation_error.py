@@ -19,10 +19,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from greenfast.attention import fast_problem, hopper
-from greenfast.attention.fast_problem import Sizes
-from greenfast.attention.hopper import Tiling
 from greenfast.build.compiler import compile_kernel
+from greenfast.families import fast_problem, hopper
+from greenfast.families.fast_problem import Sizes
+from greenfast.families.hopper import Tiling
 from greenfast.numerics.attention import attention
 from greenfast.pipeline.environment import git_state, package_versions
 from greenfast.pipeline.store import to_json, write_whole

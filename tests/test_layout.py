@@ -18,14 +18,14 @@ FLOORS = {
     "runtime": 2,
     "emulator": 3,
     "measure": 3,
-    "attention": 3,
+    "families": 3,
     "operator": 4,
     "gates": 4,
     "pipeline": 5,
     "cli": 7,
 }
 TOP = {"__init__", "__main__"}
-TORCH_FLOORS = {"numerics", "attention", "operator"}
+TORCH_FLOORS = {"numerics", "families", "operator"}
 MAX_LINES = 400
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from greenfast.attention import fast_problem, hopper
 from greenfast.emulator.grid import GridResult
+from greenfast.families import fast_problem, hopper
 from greenfast.kernels import KERNEL_DIR
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.spec.errors import GreenfastError

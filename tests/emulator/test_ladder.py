@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from greenfast.attention import hopper
 from greenfast.build.compiler import compile_kernel
 from greenfast.cli.main import main
 from greenfast.emulator.grid import GridResult, run_grid
+from greenfast.families import hopper
 from greenfast.numerics.attention import attention, attention_rounding_bound
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.numerics.formats import dequantize, quantize

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from greenfast.attention import ada, fast_problem
 from greenfast.build.compiler import compile_kernel
+from greenfast.families import ada, fast_problem
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.runtime.device import Gpu, KernelImage
 from greenfast.spec.arch import Target

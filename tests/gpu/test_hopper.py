@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from greenfast.attention import fast_problem, hopper
-from greenfast.attention.fast_problem import mask_of, sizes_of, transposed_values
 from greenfast.build.compiler import compile_kernel
+from greenfast.families import fast_problem, hopper
+from greenfast.families.fast_problem import mask_of, sizes_of, transposed_values
 from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS, attention, attention_rounding_bound
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.numerics.formats import dequantize, quantize

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from greenfast.attention import ladder, quantize_problem, quantizer, sdpa_problem
 from greenfast.build.compiler import compile_kernel
+from greenfast.families import ladder, quantize_problem, quantizer, sdpa_problem
 from greenfast.numerics.attention import attention, attention_rounding_bound
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.numerics.formats import dequantize, quantize

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from greenfast.attention import hopper
-from greenfast.attention.peers import SMALL, PeerSession
 from greenfast.build.compiler import compile_kernel
+from greenfast.families import hopper
+from greenfast.families.peers import SMALL, PeerSession
 from greenfast.pipeline.records import read_record
 from greenfast.runtime.device import KernelImage
 from greenfast.spec.arch import Target

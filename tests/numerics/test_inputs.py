@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from greenfast.attention import sdpa_problem
+from greenfast.families import sdpa_problem
 from greenfast.numerics.inputs import INPUT_RECIPE, standard_normal
 
 SMALL = {"B": 1, "H": 1, "S": 32, "D": 64}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from greenfast.attention import fast_problem, hopper
+from greenfast.families import fast_problem, hopper
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.operator.attention import attention
 from greenfast.operator.quantized import quantize

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import greenfast
-from greenfast.attention import fast_problem
+from greenfast.families import fast_problem
 from greenfast.operator.quantized import dequantized_keys, dequantized_queries, hadamard, quantize
 from greenfast.spec.errors import UsageError
 

@@ -229,8 +229,8 @@ def test_a_promise_against_the_predecessor_that_does_not_hold_defers(
 
 
 BROKEN_FAMILY = """from dataclasses import replace
-from greenfast.attention import ladder
-from greenfast.attention.ladder import launch
+from greenfast.families import ladder
+from greenfast.families.ladder import launch
 
 def kernel(toggles, fmt, dims, *, instrumented=False):
     source = ladder.kernel(toggles, fmt, dims, instrumented=instrumented)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from greenfast.attention.fast_problem import KEY_GROUP, KEY_ORDER
+from greenfast.families.fast_problem import KEY_GROUP, KEY_ORDER
 from greenfast.operator.quantized import QuantizedQKV, dequantized_keys, dequantized_queries
 
 #: A row's largest weight is kept as E4M3's largest number.

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from greenfast.attention.fast_problem import (
+from greenfast.families.fast_problem import (
     KEY_BLOCK,
     VALUE_FORMAT,
     quantize_keys,

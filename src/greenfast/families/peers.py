@@ -18,8 +18,8 @@ import torch
 from cuda.core import LaunchConfig, Stream, launch
 from torch import Tensor
 
-from greenfast.attention.contenders import CONTENDERS, Inputs, Ready, first_line, make_inputs
-from greenfast.attention.fast_problem import sizes_of, transposed_values
+from greenfast.families.contenders import CONTENDERS, Inputs, Ready, first_line, make_inputs
+from greenfast.families.fast_problem import sizes_of, transposed_values
 from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS, attention, attention_rounding_bound
 from greenfast.numerics.formats import dequantize
 from greenfast.runtime.device import Gpu, KernelImage, tensor_map

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from greenfast.attention import contenders, fast_problem
-from greenfast.attention.contenders import CONTENDERS, FP8, Contender, Inputs, Ready, make_inputs
-from greenfast.attention.peers import sample
+from greenfast.families import contenders, fast_problem
+from greenfast.families.contenders import CONTENDERS, FP8, Contender, Inputs, Ready, make_inputs
+from greenfast.families.peers import sample
 from greenfast.spec.errors import UsageError
 from greenfast.spec.peers import OWN
 

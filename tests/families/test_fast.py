@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from greenfast.attention import ada, fast, hopper, ladder
+from greenfast.families import ada, fast, hopper, ladder
 from greenfast.pipeline.choose import choices, chosen_rung
 from greenfast.pipeline.tasks import find_task, load
 from greenfast.spec.arch import TARGETS, Target

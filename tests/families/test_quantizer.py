@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from greenfast.attention import quantize_problem, quantizer
 from greenfast.build.compiler import CompiledKernel, compile_kernel, to_ptx
 from greenfast.build.machine_code import count_instructions, disassemble
+from greenfast.families import quantize_problem, quantizer
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import KernelSource

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from greenfast.attention.fast_problem import Sizes, sizes_of
+from greenfast.families.fast_problem import Sizes, sizes_of
 from greenfast.numerics.formats import quantize
 from greenfast.spec.errors import UsageError
 from greenfast.spec.peers import OWN, PeerContender

@@ -9,12 +9,12 @@ import re
 import numpy as np
 import pytest
 
-from greenfast.attention import hopper, ladder, sdpa_problem
 from greenfast.build.compiler import compile_kernel
+from greenfast.families import hopper, ladder, sdpa_problem
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, UsageError
 from greenfast.spec.kernel import PHASE_BUFFER, KernelSource
-from tests.attention.ladder_task import CONFIG, FORMS, RUNGS, SMALL, all_toggles, is_full_fusion, is_legal, toggles
+from tests.families.ladder_task import CONFIG, FORMS, RUNGS, SMALL, all_toggles, is_full_fusion, is_legal, toggles
 
 ADA = Target("sm_89")
 POINTERS = {"uint8": "const unsigned char*", "float32": "const float*", "float16": "half*"}

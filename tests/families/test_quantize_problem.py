@@ -10,8 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from greenfast.attention import quantize_problem
-from greenfast.attention.quantize_problem import decode, make_case, references
+from greenfast.families import quantize_problem
+from greenfast.families.quantize_problem import decode, make_case, references
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.numerics.formats import quantize
 from greenfast.spec.task import load_task

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from greenfast.attention import fast_problem, sdpa_problem
-from greenfast.attention.fast_problem import KEY_ORDER, mask_of, sizes_of, transposed_values
+from greenfast.families import fast_problem, sdpa_problem
+from greenfast.families.fast_problem import KEY_ORDER, mask_of, sizes_of, transposed_values
 from greenfast.numerics.formats import dequantize
 from greenfast.spec.errors import UsageError
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from greenfast.attention.fast_problem import Sizes, padded_keys, plain, sizes_of
+from greenfast.families.fast_problem import Sizes, padded_keys, plain, sizes_of
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import KernelSource, Launch, TensorMap

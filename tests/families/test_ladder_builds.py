@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from greenfast.attention import ladder
 from greenfast.build.compiler import CompiledKernel, compile_kernel, to_ptx
 from greenfast.build.machine_code import count_instructions, disassemble
+from greenfast.families import ladder
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
-from tests.attention.ladder_task import CONFIG, RUNGS, SMALL, is_full_fusion, toggles
+from tests.families.ladder_task import CONFIG, RUNGS, SMALL, is_full_fusion, toggles
 
 ARCHS = ("sm_89", "sm_90a")
 LARGEST_SMEM = 99 * 1024  # that a block of sm_89 may have

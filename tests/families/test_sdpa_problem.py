@@ -10,14 +10,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from greenfast.attention import sdpa_problem
+from greenfast.families import sdpa_problem
 from greenfast.numerics.attention import attention, attention_rounding_bound
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.numerics.formats import dequantize, quantize
 from greenfast.numerics.inputs import standard_normal
 from greenfast.spec.record import ErrorStats
 from greenfast.spec.task import ErrorGate
-from tests.attention.ladder_task import CONFIG, SMALL
+from tests.families.ladder_task import CONFIG, SMALL
 
 SCALE = 64**-0.5
 

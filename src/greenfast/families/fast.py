@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from greenfast.attention import ada, hopper, ladder
-from greenfast.attention.fast_problem import VALUE_FORMAT, Sizes, plain, sizes_of
+from greenfast.families import ada, hopper, ladder
+from greenfast.families.fast_problem import VALUE_FORMAT, Sizes, plain, sizes_of
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Choice, KernelSource, Launch

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from greenfast.attention import ada, fast_problem
 from greenfast.build.compiler import compile_kernel
 from greenfast.build.machine_code import count_instructions, disassemble
+from greenfast.families import ada, fast_problem
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.pipeline.tasks import find_task
 from greenfast.spec.arch import Target

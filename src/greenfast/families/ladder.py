@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from greenfast.attention import hopper
+from greenfast.families import hopper
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch

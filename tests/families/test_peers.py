@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from greenfast.attention import peers
-from greenfast.attention.contenders import CONTENDERS, Contender, Inputs, Ready, make_inputs
-from greenfast.attention.hopper import tiling
-from greenfast.attention.peers import ACCURACY, GRID, SMALL, PeerSession, calls_for, flops, order, rounds_for, sample
+from greenfast.families import peers
+from greenfast.families.contenders import CONTENDERS, Contender, Inputs, Ready, make_inputs
+from greenfast.families.hopper import tiling
+from greenfast.families.peers import ACCURACY, GRID, SMALL, PeerSession, calls_for, flops, order, rounds_for, sample
 from greenfast.pipeline.peers import PeersWorker
 from greenfast.pipeline.tasks import load_peers
 from greenfast.runtime.worker import WorkerError

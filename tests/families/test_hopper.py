@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenfast.attention import hopper
-from greenfast.attention.fast_problem import sizes_of
 from greenfast.build.compiler import compile_kernel
 from greenfast.build.machine_code import count_instructions, disassemble
+from greenfast.families import hopper
+from greenfast.families.fast_problem import sizes_of
 from greenfast.pipeline.tasks import find_task
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError

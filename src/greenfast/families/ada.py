@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from greenfast.attention.fast_problem import Sizes, padded_keys, plain, sizes_of
+from greenfast.families.fast_problem import Sizes, padded_keys, plain, sizes_of
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import KernelSource, Launch
