@@ -50,7 +50,7 @@ def test_native_products_within_the_budget(fmt: str, head_dim: int, causal: int)
 def test_it_is_right(fmt: str, dims: dict[str, int]) -> None:
     source = ada.kernel(fmt, dims)
     case = fast_problem.make_case(dims, 0, fmt)
-    result = run_source(source, ada.launch(dims), case, "sm_89")
+    result = run_source(source, ada.launch(fmt, dims), case, "sm_89")
     assert not any(result.unwritten.values())
     references = fast_problem.references(dims, 0, fmt)
     out = fast_problem.decode(result.outputs, fmt)

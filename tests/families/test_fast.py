@@ -19,7 +19,7 @@ def test_toggles_name_a_kernel() -> None:
     assert fast.kernel(HOPPER, "e4m3", DIMS) == hopper.kernel("e4m3", DIMS)
     assert fast.launch(HOPPER, "e4m3", DIMS) == hopper.launch("e4m3", DIMS)
     assert fast.kernel(ADA, "int8", DIMS) == ada.kernel("int8", DIMS)
-    assert fast.launch(ADA, "int8", DIMS) == ada.launch(DIMS)
+    assert fast.launch(ADA, "int8", DIMS) == ada.launch("int8", DIMS)
     assert fast.kernel(STAGE2, "e4m3", DIMS).entry == ladder.ENTRY
 
 

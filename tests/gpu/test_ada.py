@@ -25,7 +25,7 @@ def test_it_is_right(fmt: str, head_dim: int, causal: int, q_len: int, kv_len: i
     source = ada.kernel(fmt, dims)
     compiled = compile_kernel(source, Target.of_device(gpu.capability))
     image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
-    bound = gpu.bind(image, ada.launch(dims), fast_problem.make_case(dims, 0, fmt))
+    bound = gpu.bind(image, ada.launch(fmt, dims), fast_problem.make_case(dims, 0, fmt))
     first, second = bound.run(), bound.run()
     assert bound.violations() == []
     bound.free()

@@ -65,8 +65,8 @@ extern "C" __global__ void __launch_bounds__(128, {blocks})
     )
 
 
-def launch(dims: Mapping[str, int]) -> Launch:
-    """One block per 64 query rows and head."""
+def launch(fmt: str, dims: Mapping[str, int], scale: float | None = None) -> Launch:
+    """One block per 64 query rows and head; scale: of the scores, > 0."""
     sizes = sizes_of(dims)
     padded = padded_keys(sizes.kv_len)
     return Launch(
@@ -78,6 +78,6 @@ def launch(dims: Mapping[str, int]) -> Launch:
             np.int32(sizes.kv_len),
             np.int32(padded),
             np.int32(sizes.shift),
-            np.float32(1.0 / math.sqrt(sizes.head_dim)),
+            np.float32(1.0 / math.sqrt(sizes.head_dim) if scale is None else scale),
         ),
     )

@@ -33,7 +33,7 @@ def kernel(
 def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
     """The grid and arguments of that kernel."""
     if toggles.get("USE_QMMA"):
-        return ada.launch(dims)
+        return ada.launch(fmt, dims)
     if not toggles["USE_WGMMA"]:
         return ladder.launch(_ladder_toggles(), fmt, _ladder_dims(fmt, dims))
     return hopper.launch(fmt, dims)

@@ -2,8 +2,9 @@
 
 Dimensions: B, H, S and D as there; HK heads of K and V (default H), KV keys (default S), and CAUSAL: 1 lets query i
 attend to keys 0 .. i, 2 to keys 0 .. i + KV - S, so that the last query sees all of them (default: no mask).
-LSE=1 asks for the log-sum-exp of each row, BF16=1 for an output in bfloat16. KBLOCK=128 gives each 128 keys of K a
-scale of their own, and VCHANNEL=1 each channel of V. With VROWS=1 a kernel reads V as its rows lie, not transposed.
+LSE=1 asks for the log-sum-exp of each row, BF16=1 for an output in bfloat16. QBLOCK=128 gives each 128 rows of Q a
+scale of their own, KBLOCK=128 those of K, and VCHANNEL=1 each channel of V. With VROWS=1 a kernel reads V as its rows
+lie, not transposed.
 
 Format "int8" is that of Q and K; V is E4M3 in both, as the weights are.
 """
@@ -26,7 +27,7 @@ from greenfast.numerics.attention import (
     attention,
     attention_rounding_bound,
 )
-from greenfast.numerics.formats import dequantize, quantize
+from greenfast.numerics.formats import dequantize, encode, quantize
 from greenfast.numerics.inputs import standard_normal
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Array, Case, OutputSpec, References
@@ -35,8 +36,8 @@ from greenfast.spec.problem import Array, Case, OutputSpec, References
 KEY_GROUP = 16
 KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 
-#: Keys that share a scale of K with KBLOCK, and the format of V.
-KEY_BLOCK = 128
+#: Rows that share a scale of Q with QBLOCK or of K with KBLOCK, and the format of V.
+ROW_BLOCK = 128
 VALUE_FORMAT = "e4m3"
 
 
@@ -53,6 +54,7 @@ class Sizes:
     causal: int
     lse: bool = False
     bfloat16: bool = False
+    query_blocks: bool = False
     key_blocks: bool = False
     channels: bool = False
     row_major: bool = False
@@ -68,7 +70,8 @@ _CHOICES = {
     "CAUSAL": (0, 1, 2),
     "LSE": (0, 1),
     "BF16": (0, 1),
-    "KBLOCK": (0, KEY_BLOCK),
+    "QBLOCK": (0, ROW_BLOCK),
+    "KBLOCK": (0, ROW_BLOCK),
     "VCHANNEL": (0, 1),
     "VROWS": (0, 1),
 }
@@ -93,13 +96,14 @@ def sizes_of(dims: Mapping[str, int]) -> Sizes:
             raise UsageError(f"{name}={chosen[name]}: allowed are {', '.join(map(str, values))}")
     return Sizes(
         *(dims["B"], dims["H"], kv_heads, dims["S"], dims.get("KV", dims["S"]), dims["D"], chosen["CAUSAL"]),
-        *(bool(chosen[name]) for name in ("LSE", "BF16", "KBLOCK", "VCHANNEL", "VROWS")),
+        *(bool(chosen[name]) for name in ("LSE", "BF16", "QBLOCK", "KBLOCK", "VCHANNEL", "VROWS")),
     )
 
 
 def plain(sizes: Sizes) -> bool:
     """Whether the log-sum-exp, bfloat16, scales other than one per head and a row-major V are all left out."""
-    return not (sizes.lse or sizes.bfloat16 or sizes.key_blocks or sizes.channels or sizes.row_major)
+    blocks = sizes.query_blocks or sizes.key_blocks
+    return not (sizes.lse or sizes.bfloat16 or blocks or sizes.channels or sizes.row_major)
 
 
 def padded_keys(kv_len: int) -> int:
@@ -135,16 +139,16 @@ def mask_of(sizes: Sizes) -> Tensor | None:
     return torch.arange(sizes.kv_len) <= torch.arange(sizes.q_len).unsqueeze(1) + sizes.shift
 
 
-def quantize_keys(k: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales of k (heads, kv_len, head_dim) with a scale per KEY_BLOCK keys: scales (heads, blocks)."""
-    parts = [quantize(block, fmt) for block in torch.split(k, KEY_BLOCK, dim=1)]
+def quantize_blocks(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of x (heads, length, head_dim) with a scale per ROW_BLOCK rows: scales (heads, blocks)."""
+    parts = [encode(block, fmt) for block in torch.split(x, ROW_BLOCK, dim=1)]
     return torch.cat([codes for codes, _ in parts], dim=1), torch.stack([scale for _, scale in parts], dim=1)
 
 
 def quantize_values(v: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     """Codes and scales of v (heads, kv_len, head_dim) with a scale per channel: scales (heads, head_dim)."""
     heads, kv_len, head_dim = v.shape
-    codes, scale = quantize(v.transpose(1, 2).reshape(heads * head_dim, kv_len), fmt)
+    codes, scale = encode(v.transpose(1, 2).reshape(heads * head_dim, kv_len), fmt)
     return codes.view(heads, head_dim, kv_len).transpose(1, 2).contiguous(), scale.view(heads, head_dim)
 
 
@@ -152,8 +156,8 @@ def quantized(tensors: list[Tensor], sizes: Sizes, fmt: str) -> dict[str, tuple[
     """Codes and scales of q, k and v, with the scales that the sizes ask for."""
     q, k, v = tensors
     return {
-        "q": quantize(q, fmt),
-        "k": quantize_keys(k, fmt) if sizes.key_blocks else quantize(k, fmt),
+        "q": quantize_blocks(q, fmt) if sizes.query_blocks else quantize(q, fmt),
+        "k": quantize_blocks(k, fmt) if sizes.key_blocks else quantize(k, fmt),
         "v": quantize_values(v, VALUE_FORMAT) if sizes.channels else quantize(v, VALUE_FORMAT),
     }
 
@@ -163,8 +167,8 @@ def dequantized(codes: Mapping[str, tuple[Tensor, Tensor]], sizes: Sizes, fmt: s
     found = []
     for name, (code, scale) in codes.items():
         unit = dequantize(code, torch.ones(len(code)), VALUE_FORMAT if name == "v" else fmt)
-        if name == "k" and sizes.key_blocks:
-            each = scale.double().repeat_interleave(KEY_BLOCK, 1)[:, : code.shape[1], None]
+        if (name == "k" and sizes.key_blocks) or (name == "q" and sizes.query_blocks):
+            each = scale.double().repeat_interleave(ROW_BLOCK, 1)[:, : code.shape[1], None]
         elif name == "v" and sizes.channels:
             each = scale.double()[:, None, :]
         else:

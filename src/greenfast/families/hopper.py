@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from greenfast.families.fast_problem import Sizes, padded_keys, plain, sizes_of
+from greenfast.families.fast_problem import Sizes, padded_keys, sizes_of
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import KernelSource, Launch, TensorMap
@@ -92,7 +92,8 @@ def _candidates(sizes: Sizes, fmt: str) -> tuple[Tiling, ...]:
         two = replace(common, consumers=2, turns=sizes.head_dim > 64, overlap=sizes.head_dim == 64)
         found: tuple[Tiling, ...] = (common,) if causal and sizes.head_dim == 256 else (common, two)
     elif sizes.head_dim == 64:
-        most = Tiling(128, 4 if plain(sizes) and not int8 else 3, 4, 64, not causal, 8 if causal else 4)
+        spilling = int8 or sizes.lse or sizes.channels or (causal and sizes.key_blocks)  # with four
+        most = Tiling(128, 3 if spilling else 4, 4, 64, not causal, 8 if causal else 4)
         found = (
             Tiling(128, 1, 4, 64, polynomials=12, overlap=True),
             Tiling(256, 2, 3, 64, True, 12),
@@ -182,6 +183,10 @@ def kernel(fmt: str, dims: Mapping[str, int]) -> KernelSource:
     if tiles.row_stages:
         constants = f"  static constexpr int kRowStages = {tiles.row_stages};\n{constants}"
     function = "attention_hopper_row_major" if tiles.row_stages else "attention_hopper"
+    if sizes.query_blocks:
+        if sizes.row_major or not sizes.key_blocks:
+            raise UsageError("QBLOCK: the Hopper kernel has scales for blocks of Q with KBLOCK, and not with VROWS")
+        function = "attention_hopper_blocks"
     source = f"""#include "{function}.cuh"
 
 struct Cfg {{
@@ -220,8 +225,8 @@ extern "C" __global__ void __launch_bounds__({threads}, 1)
     )
 
 
-def launch(fmt: str, dims: Mapping[str, int]) -> Launch:
-    """A block per multiprocessor, or per piece of work where there are fewer."""
+def launch(fmt: str, dims: Mapping[str, int], scale: float | None = None) -> Launch:
+    """A block per multiprocessor, or per piece of work where there are fewer; scale: of the scores, > 0."""
     sizes, (tiles, _) = sizes_of(dims), tiling(dims, fmt)
     heads, kv_heads, head_dim = sizes.batch * sizes.heads, sizes.batch * sizes.kv_heads, sizes.head_dim
     panel = min(head_dim, _PANEL)
@@ -249,6 +254,6 @@ def launch(fmt: str, dims: Mapping[str, int]) -> Launch:
             np.int32(sizes.kv_len),
             np.int32(sizes.shift),
             np.int32(heads_at_once(sizes, tiles.block_m, tiles.block_n)),
-            np.float32(1.0 / math.sqrt(head_dim)),
+            np.float32(1.0 / math.sqrt(head_dim) if scale is None else scale),
         ),
     )  # fmt: skip

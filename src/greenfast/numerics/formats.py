@@ -25,15 +25,20 @@ def quantize(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     The quotient x / scale is taken in float32 and rounded to nearest even, saturating.
     Raises UsageError for an unknown format and for input that is not finite.
     """
+    if not bool(torch.isfinite(x).all()):
+        raise UsageError("quantize: the input holds NaN or infinity; a scale cannot be chosen for it")
+    return encode(x, fmt)
+
+
+def encode(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """``quantize`` of input that need not be finite: NaN and infinity in a slice show in its codes or its scale."""
     if fmt not in CODE_MAX:
         raise unknown("format", fmt, CODE_MAX)
     wide = x.float()
-    if not bool(torch.isfinite(wide).all()):
-        raise UsageError("quantize: the input holds NaN or infinity; a scale cannot be chosen for it")
     amax = wide.abs().flatten(1).amax(dim=1)
-    scale = torch.where(amax > AMAX_FLOOR, amax / CODE_MAX[fmt], torch.ones_like(amax))
+    scale = torch.where(amax <= AMAX_FLOOR, torch.ones_like(amax), amax / CODE_MAX[fmt])
     quotient = (wide / scale.view(-1, *[1] * (x.dim() - 1))).clamp(-CODE_MAX[fmt], CODE_MAX[fmt])
-    codes = quotient.to(torch.float8_e4m3fn) if fmt == "e4m3" else quotient.round().to(torch.int8)
+    codes = quotient.to(torch.float8_e4m3fn) if fmt == "e4m3" else quotient.nan_to_num(0.0).round().to(torch.int8)
     return codes.view(torch.uint8), scale
 
 
