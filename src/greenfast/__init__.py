@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from greenfast.operator.quantized import QuantizedQKV as QuantizedQKV
-    from greenfast.operator.quantized import quantize as quantize
+    from greenfast.operator.sdpa import attention as attention
+    from greenfast.operator.sdpa import quantize as quantize
+    from greenfast.operator.sdpa import sdpa as sdpa
 
 __version__ = "0.1.0"
 
 #: Public names -> their modules, loaded when they are asked for: the command line needs no PyTorch to say its version.
 _PUBLIC = {
     "QuantizedQKV": "greenfast.operator.quantized",
-    "quantize": "greenfast.operator.quantized",
+    "attention": "greenfast.operator.sdpa",
+    "quantize": "greenfast.operator.sdpa",
+    "sdpa": "greenfast.operator.sdpa",
 }
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from greenfast.families import fast_problem, hopper
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
-from greenfast.operator.attention import attention
-from greenfast.operator.quantized import quantize
+from greenfast.operator.sdpa import Precision, attention, quantize
 from tests.emulator.kernels import run_source
 
 CASES = (
@@ -21,6 +20,10 @@ CASES = (
     {"B": 1, "H": 4, "HK": 1, "S": 90, "KV": 40, "D": 64, "CAUSAL": 2},
     {"B": 1, "H": 2, "S": 40, "KV": 70, "D": 256, "CAUSAL": 1},
 )
+
+
+#: What the scales of ``quantize`` are by default.
+BLOCKS = {"QBLOCK": 128, "KBLOCK": 128}
 
 
 def inputs(dims: dict[str, int], seed: int = 0) -> list[Tensor]:
@@ -35,10 +38,11 @@ def options(dims: dict[str, int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize("dims", CASES, ids=str)
-def test_within_the_kernels_error(dims: dict[str, int], precision: str) -> None:
+def test_within_the_kernels_error(dims: dict[str, int], precision: Precision) -> None:
     fmt = "int8" if precision == "int8" else "e4m3"
-    references = fast_problem.references(dims, 0, fmt)
-    found = attention(quantize(*inputs(dims), precision=precision), **options(dims))  # type: ignore[arg-type]
+    references = fast_problem.references({**dims, **BLOCKS}, 0, fmt)
+    quantized = quantize(*inputs(dims), precision=precision, subtract_key_mean=False, rotate=False)
+    found = attention(quantized, **options(dims))
     assert isinstance(found, Tensor)
     assert found.dtype == torch.float16
     out = found.flatten(0, 1).double().numpy()
@@ -49,10 +53,11 @@ def test_within_the_kernels_error(dims: dict[str, int], precision: str) -> None:
 @pytest.mark.parametrize("dims", CASES, ids=str)
 def test_beside_the_hopper_kernel(dims: dict[str, int]) -> None:
     """On the same codes the two differ by what rounding the weights here and there explains."""
-    case = fast_problem.make_case(dims, 0, "e4m3")
-    result = run_source(hopper.kernel("e4m3", dims), hopper.launch("e4m3", dims), case)
+    whole = {**dims, **BLOCKS}
+    case = fast_problem.make_case(whole, 0, "e4m3")
+    result = run_source(hopper.kernel("e4m3", whole), hopper.launch("e4m3", whole), case)
     theirs = fast_problem.decode(result.outputs, "e4m3")
-    mine = attention(quantize(*inputs(dims)), **options(dims))
+    mine = attention(quantize(*inputs(dims), subtract_key_mean=False, rotate=False), **options(dims))
     assert isinstance(mine, Tensor)
     assert error_stats(mine.flatten(0, 1).double().numpy(), theirs, 1).relative_error <= 0.03
 
@@ -61,13 +66,13 @@ def test_beside_the_hopper_kernel(dims: dict[str, int]) -> None:
 @pytest.mark.parametrize("rotate", [False, True])
 def test_log_sum_exp(mean: bool, rotate: bool) -> None:
     dims = {"B": 1, "H": 4, "HK": 2, "S": 50, "KV": 60, "D": 64, "CAUSAL": 2}
-    q, k, v = (x.float() for x in inputs(dims))
-    k = k + torch.randn(64, generator=torch.Generator().manual_seed(1))
+    q, k, v = inputs(dims)
+    k = k + torch.randn(64, generator=torch.Generator().manual_seed(1)).half()
     found = attention(
         quantize(q, k, v, precision="int8", subtract_key_mean=mean, rotate=rotate), return_lse=True, **options(dims)
     )
     assert isinstance(found, tuple)
-    scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) / 8
+    scores = q.float() @ k.float().repeat_interleave(2, 1).transpose(-1, -2) / 8
     scores = scores.masked_fill(torch.arange(60) > torch.arange(50).unsqueeze(1) + 10, -math.inf)
     assert (found[1] - torch.logsumexp(scores, -1)).abs().max() < 0.08, "what int8 codes of Q and K explain"
 
@@ -95,9 +100,9 @@ def test_nothing_to_compute(shape: tuple[int, ...]) -> None:
 def test_many_rows_are_those_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
     quantized = quantize(*inputs({"B": 1, "H": 2, "S": 70, "D": 64}))
     whole = attention(quantized, is_causal=True)
-    monkeypatch.setattr("greenfast.operator.attention._ROWS", 16)
+    monkeypatch.setattr("greenfast.operator.reference._ROWS", 16)
     assert isinstance(whole, Tensor)
-    assert torch.allclose(whole, attention(quantized, is_causal=True), atol=2e-3)  # type: ignore[arg-type]
+    assert torch.allclose(whole, attention(quantized, is_causal=True), atol=2e-3)
 
 
 def test_a_padded_head_dim_keeps_its_scale() -> None:
@@ -120,19 +125,19 @@ def test_an_unknown_alignment() -> None:
         attention(
             quantize(*inputs({"B": 1, "H": 1, "S": 4, "D": 64})),
             is_causal=True,
-            causal_alignment="middle",  # type: ignore[arg-type]
+            causal_alignment="middle",  # type: ignore[call-overload]
         )
 
 
 def test_finer_choices_err_less() -> None:
-    q, k, v = (x.float() for x in inputs({"B": 1, "H": 2, "S": 256, "D": 64}))
-    v = v * torch.logspace(-2, 2, 64)
-    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    q, k, v = inputs({"B": 1, "H": 2, "S": 256, "D": 64})
+    v = v * torch.logspace(-2, 2, 64).half()
+    wanted = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float())
 
     def error(**choices: Any) -> float:
         found = attention(quantize(q, k, v, **choices))
         assert isinstance(found, Tensor)
-        relative = (found - wanted).flatten(0, 2).norm(dim=0) / wanted.flatten(0, 2).norm(dim=0)
+        relative = (found.float() - wanted).flatten(0, 2).norm(dim=0) / wanted.flatten(0, 2).norm(dim=0)
         return float(relative.square().mean().sqrt())
 
     assert error(precision="int8") < error()

@@ -80,6 +80,24 @@ def device_count() -> int:
         return 0
 
 
+def load_kernel(image: KernelImage, device: Device) -> Any:
+    """The kernel of an image on a device (cuda.core Kernel), whose context is the current one.
+
+    Raises MachineError where it asks for more shared memory than a block can have there.
+    """
+    limit = device.properties.max_shared_memory_per_block_optin
+    if image.dynamic_smem_bytes > limit:
+        raise MachineError(
+            f"{image.entry} asks for {image.dynamic_smem_bytes} bytes of dynamic shared memory; a block of "
+            f"{device.name} gets at most {limit}"
+        )
+    kernel = ObjectCode.from_cubin(image.cubin).get_kernel(image.entry)
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    # Beyond 48 KB a launch is refused unless the kernel has been allowed its dynamic shared memory.
+    check(driver.cuKernelSetAttribute(attribute, image.dynamic_smem_bytes, kernel.handle, device.device_id))
+    return kernel
+
+
 class GuardedBuffer:
     """Device memory for one array, between two guard bands that must never change."""
 
@@ -265,19 +283,7 @@ class Gpu:
     def load(self, image: KernelImage) -> Any:
         """The loaded kernel of an image (cuda.core Kernel); each image is loaded once."""
         if image not in self._kernels:
-            limit = self.device.properties.max_shared_memory_per_block_optin
-            if image.dynamic_smem_bytes > limit:
-                raise MachineError(
-                    f"{image.entry} asks for {image.dynamic_smem_bytes} bytes of dynamic shared memory; a block of "
-                    f"{self.device.name} gets at most {limit}"
-                )
-            kernel = ObjectCode.from_cubin(image.cubin).get_kernel(image.entry)
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            # Beyond 48 KB a launch is refused unless the kernel has been allowed its dynamic shared memory.
-            check(
-                driver.cuKernelSetAttribute(attribute, image.dynamic_smem_bytes, kernel.handle, self.device.device_id)
-            )
-            self._kernels[image] = kernel
+            self._kernels[image] = load_kernel(image, self.device)
         return self._kernels[image]
 
     def bind(self, image: KernelImage, plan: Launch, case: Case) -> Bound:

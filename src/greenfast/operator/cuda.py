@@ -1,0 +1,355 @@
+"""The operators on a GPU: which kernels a call takes, their memory, and launches that are prepared once per shape.
+
+A call costs the host what PyTorch's dispatcher, two allocations and two launches cost; all else is looked up. What is
+looked up is decided by shapes, strides and dtypes, and checked when it is first met.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from cuda.core import Device
+from torch import Tensor
+
+from greenfast.build.compiler import compile_kernel
+from greenfast.families import ada, fast, hopper, qkv_quantizer
+from greenfast.families.fast_problem import ROW_BLOCK, padded_keys
+from greenfast.families.qkv_quantizer import Tensors
+from greenfast.operator import reference
+from greenfast.operator.quantized import PRECISIONS, Recipe, check_tensors, padded_head_dim
+from greenfast.runtime.device import KernelImage, load_kernel
+from greenfast.runtime.prepared import Prepared
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import Choice, KernelSource, Launch
+
+_KERNELS = {"hopper": hopper, "ada": ada}
+_ALIGNMENT = 256  # bytes, of buffers in the workspace
+_ROW_ALIGNMENT = 16  # bytes, of the rows that the quantizer reads
+_MOST_PLANS = 4096
+_MOST_LAUNCHES = 256  # of a plan: sets of addresses
+_COMPILING = threading.Lock()
+_PLANS: dict[tuple[Any, ...], _Plan] = {}
+_ATTENTION_LAUNCHES: dict[tuple[Any, ...], tuple[Prepared, ...]] = {}
+_QUANTIZED = ("q_codes", "k_codes", "v_codes", "q_scale", "k_scale", "v_scale", "out", "lse")
+
+Shape = tuple[int, ...]
+
+
+def kernel_for(target: Target, dims: Mapping[str, int], fmt: str) -> Choice:
+    """The attention kernel for dims as ``fast_problem`` has them. Raises NotImplementedError where there is none."""
+    try:
+        choice = fast.choose(target, fmt, dims)
+    except UsageError as e:
+        raise NotImplementedError(str(e)) from None
+    if choice.rung not in _KERNELS:
+        raise NotImplementedError(
+            f"greenfast's operator has kernels for compute capability 8.9 and up, this is {target.name}; "
+            "torch.nn.functional.scaled_dot_product_attention runs there"
+        )
+    return choice
+
+
+def dims_of(query: Shape, key: Shape, dtype: torch.dtype, recipe: Recipe, causal: int, lse: bool) -> dict[str, int]:
+    """The dimensions of a call as ``fast_problem`` has them."""
+    dims = {"B": query[0], "H": query[1], "HK": key[1], "S": query[2], "KV": key[2], "D": padded_head_dim(query[3])}
+    more = {
+        "CAUSAL": causal,
+        "LSE": int(lse),
+        "BF16": int(dtype == torch.bfloat16),
+        "QBLOCK": ROW_BLOCK if recipe.blocks else 0,
+        "KBLOCK": ROW_BLOCK if recipe.blocks else 0,
+        "VCHANNEL": int(recipe.channels),
+    }
+    return dims | {name: value for name, value in more.items() if value}
+
+
+@cache
+def target_of(device: int) -> Target:
+    """The target of a CUDA device. Raises NotImplementedError for one that is too old."""
+    try:
+        return Target.of_device(torch.cuda.get_device_capability(device))
+    except UsageError as e:
+        raise NotImplementedError(str(e)) from None
+
+
+@cache
+def _loaded(source: KernelSource, device: int) -> Any:
+    compiled = compile_kernel(source, target_of(device))
+    image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
+    return load_kernel(image, Device(device))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One launch of a plan; ``names``: buffers of the kernel -> buffers of the plan, where they differ."""
+
+    source: KernelSource
+    launch: Launch
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def prepared(self, device: int, pointers: Mapping[str, int], stream: int) -> Prepared:
+        with _COMPILING:
+            kernel = _loaded(self.source, device)
+        renamed = {**pointers, **{name: pointers[buffer] for name, buffer in self.names.items()}}
+        return Prepared(kernel, self.source.block, self.source.dynamic_smem_bytes, self.launch, renamed, stream)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """Launches for calls of one kind: ``work`` names buffers in one allocation by their offsets, in bytes."""
+
+    device: int
+    steps: tuple[_Step, ...]
+    work: Mapping[str, int] = field(default_factory=dict)
+    work_elements: int = 0  # of the inputs' dtype
+    head_dim: int = 0  # of the codes and the output
+    launches: dict[tuple[int, ...], tuple[Prepared, ...]] = field(default_factory=dict)
+
+    def prepare(self, names: tuple[str, ...], addresses: tuple[int, ...]) -> tuple[Prepared, ...]:
+        """The launches on a stream, a workspace and buffers of these names: ``addresses`` in this order."""
+        stream, workspace, *others = addresses
+        pointers = dict(zip(names, others, strict=True)) | {n: workspace + at for n, at in self.work.items()}
+        with torch.cuda.device(self.device):
+            launches = tuple(step.prepared(self.device, pointers, stream) for step in self.steps)
+        if len(self.launches) >= _MOST_LAUNCHES:
+            self.launches.clear()
+        self.launches[addresses] = launches
+        return launches
+
+
+def _remember(at: tuple[Any, ...], plan: _Plan) -> _Plan:
+    if len(_PLANS) >= _MOST_PLANS:
+        _PLANS.clear()
+    _PLANS[at] = plan
+    return plan
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x, or a copy of it where the kernel could not read its rows: they begin at multiples of 16 bytes."""
+    fits = x.stride(3) == 1 and all(s % 8 == 0 for s, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1)
+    return x if fits and x.data_ptr() % _ROW_ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def quantize_step(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, target: Target) -> _Step:
+    """The launch that quantizes tensors like these."""
+    strides = tuple(s for x in (query, key, value) for s in x.stride()[:3])
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = query.shape, key.shape
+    sizes = Tensors(batch, heads, kv_heads, q_len, kv_len, strides)
+    wanted = recipe.kernel_for(head_dim, query.dtype)
+    divided = qkv_quantizer.division(sizes, clusters=target.capability >= (9, 0))
+    return _Step(qkv_quantizer.kernel(wanted, divided), qkv_quantizer.launch(wanted, sizes, divided))
+
+
+def attention_step(dims: Mapping[str, int], fmt: str, scale: float, target: Target) -> _Step:
+    """The launch that computes attention on codes."""
+    kernels = _KERNELS[kernel_for(target, dims, fmt).rung]
+    names = {"q": "q_codes", "k": "k_codes", "v_t": "v_codes"}
+    return _Step(kernels.kernel(fmt, dims), kernels.launch(fmt, dims, scale), names)
+
+
+def quantized_sizes(query: Shape, key: Shape, recipe: Recipe) -> dict[str, Shape]:
+    """Shapes of the codes (uint8) and scales and mean (float32) of tensors of these shapes."""
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = query, key
+    padded = padded_head_dim(head_dim)
+    return {
+        "q_codes": (batch, heads, q_len, padded),
+        "k_codes": (batch, kv_heads, kv_len, padded),
+        "v_codes": (batch, kv_heads, padded, padded_keys(kv_len)),
+        "q_scale": (batch, heads, *([-(-q_len // ROW_BLOCK)] if recipe.blocks else [])),
+        "k_scale": (batch, kv_heads, *([-(-kv_len // ROW_BLOCK)] if recipe.blocks else [])),
+        "v_scale": (batch, kv_heads, *([padded] if recipe.channels else [])),
+        "k_mean": (batch, kv_heads, padded) if recipe.key_mean else (0,),
+    }
+
+
+def buffer_dtype(name: str) -> torch.dtype:
+    """The dtype of a buffer of ``quantized_sizes``."""
+    return torch.uint8 if name.endswith("codes") else torch.float32
+
+
+def _stream(device: int) -> int:
+    """The current stream; torch.cuda.current_stream() makes an object first, for forty times the cost."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def quantize(
+    query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, channels: bool, key_mean: bool,
+    rotate: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """``torch.ops.greenfast.quantize`` of CUDA tensors."""
+    check_tensors(query, key, value)
+    recipe = Recipe(precision, blocks, channels, key_mean, rotate)
+    if query.numel() == 0 or key.numel() == 0 or not recipe.blocks:
+        return reference.quantize(query, key, value, recipe).tensors()
+    device = query.get_device()
+    query, key, value = _readable(query), _readable(key), _readable(value)
+    shapes = quantized_sizes(query.shape, key.shape, recipe)
+    found = {name: query.new_empty(shape, dtype=buffer_dtype(name)) for name, shape in shapes.items()}
+    given = (query, key, value)
+    at = (recipe, query.dtype, device, *(x.shape for x in given), *(x.stride() for x in given))
+    plan = _PLANS.get(at)
+    if plan is None:
+        plan = _remember(at, _Plan(device, (quantize_step(query, key, value, recipe, target_of(device)),)))
+    names, buffers = ("q", "k", "v", *found), (*given, *found.values())
+    addresses = (_stream(device), 0, *(x.data_ptr() for x in buffers))
+    _launch(device, plan.launches.get(addresses) or plan.prepare(names, addresses))
+    return tuple(found.values())
+
+
+def attention(query: Tensor, *rest: Any) -> Tensor:
+    """``torch.ops.greenfast.attention`` of CUDA tensors."""
+    return _attention(False, query, *rest)[0]
+
+
+def attention_lse(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """``torch.ops.greenfast.attention_lse`` of CUDA tensors; keys are without their mean."""
+    return _attention(True, query, *rest)
+
+
+def _attention(
+    lse: bool, query: Tensor, key: Tensor, value: Tensor, query_scale: Tensor, key_scale: Tensor, value_scale: Tensor,
+    precision: str, head_dim: int, key_length: int, dtype: torch.dtype, causal: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    device, shape = query.get_device(), query.shape
+    out = query.new_empty(shape, dtype=dtype)
+    sums = query.new_empty(shape[:3], dtype=torch.float32) if lse else query_scale
+    addresses = (
+        _stream(device), 0, query.data_ptr(), key.data_ptr(), value.data_ptr(), query_scale.data_ptr(),
+        key_scale.data_ptr(), value_scale.data_ptr(), out.data_ptr(), sums.data_ptr(),
+    )  # fmt: skip
+    at = (addresses, shape, key.shape, key_length, precision, dtype, causal, scale, lse, device)
+    launches = _ATTENTION_LAUNCHES.get(at)
+    if launches is None:
+        if out.numel() == 0 or key_length == 0:
+            return _nothing(out, sums, head_dim)
+        plan = _attention_plan(lse, query, key, query_scale, value_scale, precision, key_length, dtype, causal, scale)
+        if len(_ATTENTION_LAUNCHES) >= _MOST_PLANS:
+            _ATTENTION_LAUNCHES.clear()
+        launches = _ATTENTION_LAUNCHES[at] = plan.prepare(_QUANTIZED, addresses)
+    _launch(device, launches)
+    return (out if head_dim == shape[3] else out[..., :head_dim]), sums
+
+
+def _attention_plan(
+    lse: bool, query: Tensor, key: Tensor, query_scale: Tensor, value_scale: Tensor, precision: str, key_length: int,
+    dtype: torch.dtype, causal: int, scale: float,
+) -> _Plan:  # fmt: skip
+    device = query.get_device()
+    recipe = Recipe(precision, blocks=query_scale.dim() == 3, channels=value_scale.dim() == 3)
+    dims = dims_of(query.shape, (*key.shape[:2], key_length, key.shape[3]), dtype, recipe, causal, lse)
+    return _Plan(device, (attention_step(dims, PRECISIONS[precision], scale, target_of(device)),))
+
+
+def _launch(device: int, launches: tuple[Prepared, ...]) -> None:
+    """Queue launches, on the device that they were prepared for."""
+    if torch._C._cuda_getDevice() != device:
+        with torch.cuda.device(device):
+            _launch(device, launches)
+        return
+    for launch in launches:
+        launch()
+
+
+def _nothing(out: Tensor, sums: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Of no keys: zeros, and the logarithm of nothing."""
+    return out.zero_()[..., :head_dim], torch.full_like(sums, -float("inf"))
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
+    """``torch.ops.greenfast.sdpa`` of CUDA tensors."""
+    return _sdpa(False, query, key, value, precision, causal, scale)[0]
+
+
+def sdpa_lse(
+    query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``torch.ops.greenfast.sdpa_lse`` of CUDA tensors."""
+    out, more = _sdpa(True, query, key, value, precision, causal, scale)
+    if len(more) == 1:
+        return out, more[0]
+    lse, mean = more  # of scores that lack what the mean of the keys adds; the kernel has rotated it
+    whole = mean @ reference.hadamard(mean.shape[-1]).to(mean.device)
+    whole = whole[..., : query.shape[3]].repeat_interleave(query.shape[1] // key.shape[1], 1)
+    return out, lse.add_((query.float() @ whole.unsqueeze(-1)).squeeze(-1), alpha=scale)
+
+
+def _sdpa(
+    lse: bool, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output, and with ``lse`` the log-sum-exp and mean of the keys as the kernels give them."""
+    device, shape = query.get_device(), query.shape
+    at = (
+        lse, precision, causal, scale, device, key.get_device(), value.get_device(), query.dtype, key.dtype,
+        value.dtype, shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+    )  # fmt: skip
+    plan = _PLANS.get(at)
+    if plan is None:
+        check_tensors(query, key, value)
+        if query.numel() == 0 or key.numel() == 0:
+            return query.new_zeros(shape), (query.new_full(shape[:3], -float("inf"), dtype=torch.float32),)
+        readable = (_readable(query), _readable(key), _readable(value))
+        if readable[0] is not query or readable[1] is not key or readable[2] is not value:
+            return _sdpa(lse, *readable, precision, causal, scale)
+        plan = _remember(at, _sdpa_plan(lse, query, key, value, Recipe(precision), causal, scale))
+    head_dim, padded = shape[3], plan.head_dim
+    out = query.new_empty(shape if head_dim == padded else (*shape[:3], padded))
+    workspace = query.new_empty(plan.work_elements)
+    more: tuple[Tensor, ...] = ()
+    if lse:
+        sums = query.new_empty(shape[:3], dtype=torch.float32)
+        more = (sums, query.new_empty((*key.shape[:2], padded), dtype=torch.float32))
+    addresses = (
+        _stream(device), workspace.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+        *[x.data_ptr() for x in more],
+    )  # fmt: skip
+    launches = plan.launches.get(addresses)
+    if launches is None:
+        if (addresses[2] | addresses[3] | addresses[4]) % _ROW_ALIGNMENT:
+            return _sdpa(lse, _readable(query), _readable(key), _readable(value), precision, causal, scale)
+        launches = plan.prepare(("q", "k", "v", "out", "lse", "k_mean")[: len(addresses) - 2], addresses)
+    _launch(device, launches)
+    return (out if head_dim == padded else out[..., :head_dim]), more
+
+
+def _sdpa_plan(
+    lse: bool, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, causal: int, scale: float
+) -> _Plan:
+    """Quantization and attention, with the codes between them in a workspace."""
+    device = query.get_device()
+    target = target_of(device)
+    dims = dims_of(query.shape, key.shape, query.dtype, recipe, causal, lse)
+    attending = attention_step(dims, recipe.format, scale, target)
+    work, size = {}, 0
+    for name, shape in quantized_sizes(query.shape, key.shape, recipe).items():
+        if lse and name == "k_mean":
+            continue  # it is the caller's
+        work[name] = size
+        size += -(-torch.Size(shape).numel() * buffer_dtype(name).itemsize // _ALIGNMENT) * _ALIGNMENT
+    steps = (quantize_step(query, key, value, recipe, target), attending)
+    return _Plan(device, steps, work, size // query.itemsize, padded_head_dim(query.shape[3]))
+
+
+def sdpa_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by PyTorch's FlashAttention backward where it has the case, else by ``reference.gradients``."""
+    lengths_agree = query.shape[2] == key.shape[2]
+    if query.numel() == 0 or key.numel() == 0 or (causal and not lengths_agree) or query.shape[3] % 8:
+        return tuple(x.contiguous() for x in reference.gradients(grad, query, key, value, out, lse, causal, scale))  # type: ignore[return-value]
+    share = query.shape[1] // key.shape[1]
+    k, v = (x if share == 1 else x.repeat_interleave(share, 1) for x in (key, value))
+    empty = torch.empty(0, dtype=torch.int64, device=query.device)
+    found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad.contiguous(), query, k, v, out, lse, None, None, query.shape[2], key.shape[2], 0.0, bool(causal), empty,
+        empty, scale=scale,
+    )  # fmt: skip
+    by_query, by_key, by_value = found
+    if share > 1:
+        by_key, by_value = (x.unflatten(1, (key.shape[1], share)).sum(2) for x in (by_key, by_value))
+    return by_query, by_key, by_value

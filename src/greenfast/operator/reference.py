@@ -1,0 +1,193 @@
+"""What the kernels compute, in PyTorch on any device: quantization, attention on codes, and the gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from greenfast.families.fast_problem import (
+    KEY_GROUP,
+    KEY_ORDER,
+    ROW_BLOCK,
+    VALUE_FORMAT,
+    quantize_blocks,
+    quantize_values,
+    transposed_values,
+)
+from greenfast.families.qkv_quantizer import MEAN_KEYS
+from greenfast.numerics import formats
+from greenfast.operator.quantized import QuantizedQKV, Recipe, padded_head_dim
+
+#: A row's largest weight is kept as E4M3's largest number.
+_LARGEST = 448.0
+_ROWS = 1024  # query rows at a time, so that their scores stay small
+
+Scales = tuple[Tensor, Tensor]
+
+
+def quantize(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe) -> QuantizedQKV:
+    """Codes and scales, of tensors that ``check_tensors`` accepts."""
+    head_dim = query.shape[-1]
+    padding = padded_head_dim(head_dim) - head_dim
+    q, k, v = (torch.nn.functional.pad(x.float(), (0, padding)) for x in (query, key, value))
+    mean = None
+    if recipe.key_mean:
+        mean = _mean_of_some(k)
+        k = k - mean.unsqueeze(2)
+    if recipe.rotate:
+        matrix = hadamard(q.shape[-1]).to(q.device)
+        q, k = q @ matrix, k @ matrix
+        mean = None if mean is None else mean @ matrix
+    fmt = recipe.format
+    by_rows = quantize_blocks if recipe.blocks else formats.encode
+    k_codes, k_scale = _per_head(k, by_rows, fmt)
+    v_codes, v_scale = _per_head(v, quantize_values if recipe.channels else formats.encode, VALUE_FORMAT)
+    q_codes, q_scale = _per_head(q, by_rows, fmt)
+    v_t = transposed_values(v_codes.flatten(0, 1))
+    return QuantizedQKV(
+        query=q_codes,
+        key=k_codes,
+        value=v_t.view(*v.shape[:2], *v_t.shape[1:]),
+        query_scale=q_scale,
+        key_scale=k_scale,
+        value_scale=v_scale,
+        key_mean=mean,
+        precision=recipe.precision,
+        head_dim=head_dim,
+        key_length=key.shape[2],
+        dtype=query.dtype,
+    )
+
+
+def _mean_of_some(k: Tensor) -> Tensor:
+    """The mean (B, HK, D) of MEAN_KEYS keys spread evenly over k (B, HK, KV, D): it serves as that of all would."""
+    count = min(MEAN_KEYS, k.shape[2])
+    places = torch.arange(count, device=k.device) * k.shape[2] // max(1, count)
+    return k[:, :, places].sum(dim=2) / max(1, count)
+
+
+def _per_head(x: Tensor, quantizer: Callable[[Tensor, str], Scales], fmt: str) -> Scales:
+    """Codes (B, H, length, D) and scales (B, H, ...) of x (B, H, length, D)."""
+    blocks = [-(-x.shape[2] // ROW_BLOCK)] if quantizer is quantize_blocks else []
+    blocks = [x.shape[3]] if quantizer is quantize_values else blocks
+    if x.numel() == 0:
+        return torch.zeros_like(x, dtype=torch.uint8), torch.ones(*x.shape[:2], *blocks, device=x.device)
+    codes, scale = quantizer(x.flatten(0, 1), fmt)
+    return codes.view(x.shape), scale.view(*x.shape[:2], *scale.shape[1:])
+
+
+def hadamard(size: int) -> Tensor:
+    """The orthogonal Hadamard matrix of Sylvester's construction, float32 (size, size); size is a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / math.sqrt(size)
+
+
+def dequantized_keys(quantized: QuantizedQKV) -> Tensor:
+    """What the codes of K stand for, float32 (B, HK, KV, D), without the mean."""
+    return _numbers(quantized.key, quantized.format) * _by_row(quantized.key_scale, quantized.key_length)
+
+
+def dequantized_queries(quantized: QuantizedQKV) -> Tensor:
+    """What the codes of Q stand for, float32 (B, H, S, D)."""
+    return _numbers(quantized.query, quantized.format) * _by_row(quantized.query_scale, quantized.query.shape[2])
+
+
+def _by_row(scale: Tensor, length: int) -> Tensor:
+    """Scales of heads, (B, H), or of their blocks as one for each row: (B, H, 1 or length, 1)."""
+    each = scale.unsqueeze(-1) if scale.dim() == 2 else scale.repeat_interleave(ROW_BLOCK, -1)[..., :length]
+    return each.unsqueeze(-1)
+
+
+def dequantized_values(quantized: QuantizedQKV) -> Tensor:
+    """What the codes of V stand for, float32 (B, HK, KV, D), its keys in their own order again."""
+    codes = quantized.value
+    places = torch.empty(KEY_GROUP, dtype=torch.long, device=codes.device)
+    places[list(KEY_ORDER)] = torch.arange(KEY_GROUP, device=codes.device)
+    grouped = codes.view(*codes.shape[:-1], codes.shape[-1] // KEY_GROUP, KEY_GROUP)[..., places]
+    rows = grouped.flatten(-2)[..., : quantized.key_length].transpose(-1, -2).contiguous()
+    scale = quantized.value_scale
+    return _numbers(rows, VALUE_FORMAT) * (scale[..., None, None] if scale.dim() == 2 else scale.unsqueeze(-2))
+
+
+def _numbers(codes: Tensor, fmt: str) -> Tensor:
+    return codes.view(torch.float8_e4m3fn if fmt == "e4m3" else torch.int8).float()
+
+
+def attention(quantized: QuantizedQKV, causal: int, scale: float, *, exact_sums: bool) -> tuple[Tensor, Tensor]:
+    """softmax(scale * Q K^T) V with weights rounded to E4M3, as the kernels round them.
+
+    causal: 0, 1 or 2, as CAUSAL of ``fast_problem``. Returns (B, H, S, head_dim) of the caller's dtype and the natural
+    log-sum-exp of each row's scores, float32 (B, H, S), of keys without their mean. exact_sums: divides by the sums of
+    the weights before they are rounded, as the kernels do that give a log-sum-exp.
+    """
+    q, k, v = dequantized_queries(quantized), dequantized_keys(quantized), dequantized_values(quantized)
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    out = torch.empty(q.shape, dtype=quantized.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    for rows in _blocks_of_rows(q.shape[2]):
+        scores = _masked(q[:, :, rows] @ k.transpose(-1, -2) * scale, rows, q.shape[2], causal)
+        out[:, :, rows], lse[:, :, rows] = _weighted(scores, v, exact_sums=exact_sums)
+    return out[..., : quantized.head_dim], lse
+
+
+def _blocks_of_rows(count: int) -> list[slice]:
+    return [slice(first, min(first + _ROWS, count)) for first in range(0, count, _ROWS)]
+
+
+def _masked(scores: Tensor, rows: slice, q_len: int, causal: int) -> Tensor:
+    """Scores (..., rows, KV) with -inf where a query does not attend to a key."""
+    if not causal:
+        return scores
+    keys = torch.arange(scores.shape[-1], device=scores.device)
+    last = torch.arange(rows.start, rows.stop, device=scores.device)
+    if causal == 2:
+        last = last + scores.shape[-1] - q_len
+    return scores.masked_fill(keys > last.unsqueeze(1), -math.inf)
+
+
+def _weighted(scores: Tensor, v: Tensor, *, exact_sums: bool) -> tuple[Tensor, Tensor]:
+    """The rows of O and their log-sum-exp, of scores (B, H, rows, KV)."""
+    if scores.shape[-1] == 0:
+        nothing = scores.new_zeros(*scores.shape[:-1], v.shape[-1])
+        return nothing, scores.new_full(scores.shape[:-1], -math.inf)
+    top = scores.amax(dim=-1, keepdim=True)
+    base = torch.where(top == -math.inf, torch.zeros_like(top), top)
+    exact = torch.exp(scores - base) * _LARGEST
+    weights = exact.clamp(max=_LARGEST).to(torch.float8_e4m3fn).float()
+    total = (exact if exact_sums else weights).sum(dim=-1, keepdim=True)
+    out = weights @ v / total.clamp(min=torch.finfo(torch.float32).tiny)
+    return out, (torch.log(exact.sum(dim=-1, keepdim=True) / _LARGEST) + base).squeeze(-1)
+
+
+def gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of attention by ``grad`` of its output, with the weights of the saved log-sum-exp, computed in float32.
+
+    query, out, grad: (B, H, S, D); key, value: (B, HK, KV, D); lse: (B, H, S). A row that attends to nothing has none.
+    """
+    share = query.shape[1] // key.shape[1]
+    k, v = (x.float().repeat_interleave(share, 1) for x in (key, value))
+    found_q = torch.empty_like(query)
+    found_k, found_v = torch.zeros_like(k), torch.zeros_like(v)
+    for rows in _blocks_of_rows(query.shape[2]):
+        q, g = query[:, :, rows].float(), grad[:, :, rows].float()
+        scores = _masked(q @ k.transpose(-1, -2) * scale, rows, query.shape[2], causal)
+        base = lse[:, :, rows].unsqueeze(-1)
+        weights = torch.exp(scores - torch.where(base == -math.inf, torch.zeros_like(base), base))
+        found_v += weights.transpose(-1, -2) @ g
+        moved = (g * out[:, :, rows].float()).sum(-1, keepdim=True)
+        by_scores = weights * (g @ v.transpose(-1, -2) - moved) * scale
+        found_q[:, :, rows] = (by_scores @ k).to(query.dtype)
+        found_k += by_scores.transpose(-1, -2) @ q
+
+    def of_group(x: Tensor) -> Tensor:
+        return x.view(key.shape[0], key.shape[1], share, *key.shape[2:]).sum(2).to(key.dtype)
+
+    return found_q, of_group(found_k), of_group(found_v)

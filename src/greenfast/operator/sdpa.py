@@ -1,0 +1,192 @@
+"""Attention as PyTorch users call it: on their tensors, or on codes that they keep."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from greenfast.operator import cuda, ops
+from greenfast.operator.quantized import PRECISIONS, QuantizedQKV, check_tensors
+
+Precision = Literal["fp8", "int8"]
+Alignment = Literal["upper_left", "lower_right"]
+
+_CAUSAL = {"upper_left": 1, "lower_right": 2}
+_ALTERNATIVE = "torch.nn.functional.scaled_dot_product_attention has it"
+
+
+@overload
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, precision: Precision = ...,
+    causal_alignment: Alignment = ..., return_lse: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, precision: Precision = ...,
+    causal_alignment: Alignment = ..., return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    precision: Precision = "fp8",
+    causal_alignment: Alignment = "upper_left",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """FP8 attention with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
+
+    query: (B, H, S, D); key and value: (B, HK, KV, D), where HK divides H with ``enable_gqa`` and is H without; float16
+    or bfloat16, of any strides, D a multiple of 8 up to 256. is_causal: query i attends to keys 0 .. i; with
+    ``causal_alignment="lower_right"`` to keys 0 .. i + KV - S. scale: positive, 1 / sqrt(D) by default.
+    precision: "fp8" computes both products in E4M3, "int8" Q K^T in int8 and P V in E4M3. Q and K are rotated by a
+    Hadamard matrix, and the mean of K is subtracted, before they are quantized: neither changes the result.
+
+    Returns (B, H, S, D) of the inputs' dtype; with ``return_lse`` also the natural log-sum-exp of each row's scores,
+    float32 (B, H, S). A row that attends to nothing is 0, its log-sum-exp -inf. NaN and infinity in a head make all of
+    that head NaN. Gradients are those of attention on the unquantized tensors with this log-sum-exp; none flows through
+    the log-sum-exp itself.
+
+    Raises TypeError for dtypes, ValueError for shapes, devices and choices that do not fit, and NotImplementedError for
+    ``attn_mask``, ``dropout_p``, head dims and GPUs that no kernel is for; each names the argument and what is allowed.
+    """
+    if attn_mask is not None or dropout_p or precision not in PRECISIONS:
+        raise _refused(attn_mask, dropout_p, precision)
+    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or query.dim() != 4 or key.dim() != 4:
+        check_tensors(query, key, value)
+    shape = query.shape
+    if not enable_gqa and shape[1] != key.shape[1]:
+        raise ValueError(
+            f"key: it has {key.shape[1]} heads, query {shape[1]}; enable_gqa=True lets query heads share them"
+        )
+    if torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) if x.is_floating_point() else x for x in (query, key, value))
+    factor = _factor(scale, shape[3])
+    causal = _causal(is_causal, causal_alignment)
+    differentiable = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if not (return_lse or differentiable):
+        op = cuda.sdpa if ops.undisturbed(query) else ops.SDPA
+        return op(query, key, value, precision, causal, factor)
+    out, lse = ops.SDPA_LSE(query, key, value, precision, causal, factor)
+    return (out, lse) if return_lse else out
+
+
+def quantize(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    precision: Precision = "fp8",
+    scales: Literal["block", "head"] = "block",
+    value_scales: Literal["head", "channel"] = "head",
+    subtract_key_mean: bool = True,
+    rotate: bool = True,
+) -> QuantizedQKV:
+    """Quantize attention inputs, for callers who keep them.
+
+    query: (B, H, S, D); key and value: (B, HK, KV, D) with HK a divisor of H; float16 or bfloat16, of any strides, D a
+    multiple of 8 up to 256. precision: "fp8" is E4M3 for Q, K and V, "int8" int8 for Q and K. scales: of Q and K, one
+    for each 128 rows, or one per head, which PyTorch computes and not one kernel. value_scales: one per head, or one
+    per channel.
+    subtract_key_mean: takes from every key the mean of 32 of them, which changes no weight; it helps where channels are
+    biased (SageAttention, Zhang et al. 2024, with the mean of all). rotate: multiplies Q and K by a Hadamard matrix,
+    which changes no score and spreads outliers over all channels (QuaRot, Ashkboos et al. 2024).
+
+    Raises TypeError for what is no floating tensor of these dtypes, ValueError for shapes, devices and choices that do
+    not fit, NotImplementedError for a head dim that no kernel has.
+    """
+    _check_choice("precision", precision, tuple(PRECISIONS))
+    _check_choice("scales", scales, ("block", "head"))
+    _check_choice("value_scales", value_scales, ("head", "channel"))
+    check_tensors(query, key, value)
+    q, k, v, q_scale, k_scale, v_scale, mean = ops.QUANTIZE(
+        query, key, value, precision, scales == "block", value_scales == "channel", subtract_key_mean, rotate
+    )
+    return QuantizedQKV(
+        query=q,
+        key=k,
+        value=v,
+        query_scale=q_scale,
+        key_scale=k_scale,
+        value_scale=v_scale,
+        key_mean=mean if subtract_key_mean else None,
+        precision=precision,
+        head_dim=query.shape[3],
+        key_length=key.shape[2],
+        dtype=query.dtype,
+    )
+
+
+@overload
+def attention(
+    quantized: QuantizedQKV, *, is_causal: bool = ..., causal_alignment: Alignment = ..., scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    quantized: QuantizedQKV, *, is_causal: bool = ..., causal_alignment: Alignment = ..., scale: float | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def attention(
+    quantized: QuantizedQKV,
+    *,
+    is_causal: bool = False,
+    causal_alignment: Alignment = "upper_left",
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * Q K^T) V of quantized inputs; arguments, results and errors are those of ``sdpa``.
+
+    No gradient flows to the codes.
+    """
+    factor = _factor(scale, quantized.head_dim)
+    causal = _causal(is_causal, causal_alignment)
+    args = (
+        quantized.query, quantized.key, quantized.value, quantized.query_scale, quantized.key_scale,
+        quantized.value_scale, quantized.precision, quantized.head_dim, quantized.key_length, quantized.dtype, causal,
+        factor,
+    )  # fmt: skip
+    if not return_lse:
+        op = cuda.attention if ops.undisturbed(quantized.query) else ops.ATTENTION
+        return op(*args)
+    out, lse = ops.ATTENTION_LSE(*args)
+    return out, lse + ops.mean_scores(quantized, factor)
+
+
+def _refused(attn_mask: Tensor | None, dropout_p: float, precision: str) -> Exception:
+    if attn_mask is not None:
+        return NotImplementedError(f"attn_mask: the FP8 kernels know causal masks alone; {_ALTERNATIVE}")
+    if dropout_p:
+        return NotImplementedError(f"dropout_p: {dropout_p}; the FP8 kernels have no dropout; {_ALTERNATIVE}")
+    return ValueError(f"precision: {precision!r}; allowed are {', '.join(map(repr, PRECISIONS))}")
+
+
+def _factor(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    factor = float(scale)
+    if not 0.0 < factor < math.inf:
+        raise ValueError(f"scale: {scale}; a positive, finite number is needed")
+    return factor
+
+
+def _causal(is_causal: bool, alignment: str) -> int:
+    if alignment not in _CAUSAL:
+        raise ValueError(f"causal_alignment: {alignment!r}; allowed are {', '.join(map(repr, _CAUSAL))}")
+    return _CAUSAL[alignment] if is_causal else 0
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: {value!r}; allowed are {', '.join(map(repr, allowed))}")

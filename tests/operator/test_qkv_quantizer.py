@@ -1,0 +1,85 @@
+"""The quantizing kernel on the emulator: the codes and scales are those of the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from greenfast.families import qkv_quantizer
+from greenfast.families.qkv_quantizer import Division, Quantization, Tensors, division
+from greenfast.operator import reference
+from greenfast.operator.quantized import QuantizedQKV, Recipe
+from greenfast.spec.problem import Array, Case, OutputSpec
+from tests.emulator.kernels import run_source
+
+
+def inputs(kv_len: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(kv_len)
+    shapes = [(1, 2, 40, head_dim), *[(1, 1, kv_len, head_dim)] * 2]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, wanted: Quantization, expected: QuantizedQKV) -> dict[str, Array]:
+    strides = tuple(s for x in (q, k, v) for s in x.stride()[:3])
+    sizes = Tensors(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], strides)
+    outputs = {
+        "q_codes": expected.query, "k_codes": expected.key, "v_codes": expected.value,
+        "q_scale": expected.query_scale, "k_scale": expected.key_scale, "v_scale": expected.value_scale,
+    }  # fmt: skip
+    if expected.key_mean is not None:
+        outputs["k_mean"] = expected.key_mean
+    divided = Division(cluster=1, key_tiles=2)  # the emulator has no clusters
+    case = Case(
+        {name: x.view(torch.uint16).numpy() for name, x in (("q", q), ("k", k), ("v", v))},
+        {name: OutputSpec(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in outputs.items()},
+    )
+    return run_source(qkv_quantizer.kernel(wanted, divided), qkv_quantizer.launch(wanted, sizes, divided), case).outputs
+
+
+def recipe(**choices: bool | str) -> Recipe:
+    return Recipe(**{"key_mean": False, "rotate": False, **choices})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_len", "dtype", "choices"),
+    [
+        (64, 300, torch.float16, recipe()),
+        (128, 129, torch.bfloat16, recipe(precision="int8", channels=True)),
+        (40, 17, torch.bfloat16, recipe(rotate=True, channels=True)),
+        (64, 200, torch.float16, recipe(key_mean=True)),
+        (256, 33, torch.float16, recipe(precision="int8", rotate=True, key_mean=True)),
+        (128, 150, torch.bfloat16, recipe(rotate=True, key_mean=True)),
+    ],
+    ids=str,
+)
+def test_the_codes_of_the_cpu(head_dim: int, kv_len: int, dtype: torch.dtype, choices: Recipe) -> None:
+    q, k, v = inputs(kv_len, head_dim, dtype)
+    expected = reference.quantize(q, k, v, choices)
+    wanted = choices.kernel_for(head_dim, dtype)
+    found = run(q, k, v, wanted, expected)
+    exact = not (wanted.rotate or wanted.key_mean)  # sums in another order
+    for name, codes, scale in (
+        ("q", expected.query, expected.query_scale),
+        ("k", expected.key, expected.key_scale),
+        ("v", expected.value, expected.value_scale),
+    ):
+        if exact or name == "v":
+            assert np.array_equal(found[f"{name}_codes"], codes.numpy()), name
+            assert np.array_equal(found[f"{name}_scale"], scale.numpy()), name
+        else:
+            assert np.allclose(found[f"{name}_scale"], scale.numpy(), rtol=1e-5), name
+            assert np.mean(found[f"{name}_codes"] != codes.numpy()) < 1e-3, name
+    if expected.key_mean is not None:
+        assert np.allclose(found["k_mean"], expected.key_mean.numpy(), atol=1e-5)
+
+
+def test_how_the_work_is_divided() -> None:
+    def divided(length: int, heads: int = 1, *, clusters: bool = True) -> tuple[int, int]:
+        found = division(Tensors(1, heads, heads, 1, length, (0,) * 9), clusters=clusters)
+        return found.cluster, found.key_tiles
+
+    assert [divided(n)[0] for n in (1, 384, 385, 512, 1024, 2048, 100_000)] == [1, 1, 2, 2, 4, 8, 8]
+    assert divided(100_000, clusters=False)[0] == 1
+    assert [divided(4096, heads)[1] for heads in (1, 63, 64)] == [1, 1, 4]
