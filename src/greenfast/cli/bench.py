@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from greenfast.cli.console import GateConsole, exit_code, required_gates, show, table
+from greenfast.cli.operator import bench_operator
 from greenfast.cli.peers import beside_peers
 from greenfast.cli.request import request_of
 from greenfast.pipeline.bench import bench
@@ -34,6 +35,10 @@ def variant_of_environment(config: TaskConfig, environment: Mapping[str, str]) -
 
 def run(args: argparse.Namespace) -> int:
     """Check and time one variant; prints each gate, the timings and where the artifacts are."""
+    if args.operator:
+        return bench_operator(args)
+    if args.task is None:
+        raise UsageError("bench needs a task (see `greenfast tasks`), or --operator")
     if args.peers:
         return beside_peers(args)
     if args.grid or args.rounds is not None:

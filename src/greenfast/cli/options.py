@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def words(text: str) -> list[str]:
@@ -76,8 +77,11 @@ def _speedup(text: str) -> float:
     return value
 
 
-def _task(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("task", help="a task's name (see `greenfast tasks`), or the folder of a task of your own")
+def _task(parser: argparse.ArgumentParser, *, needed: bool = True) -> None:
+    count: dict[str, Any] = {} if needed else {"nargs": "?"}
+    parser.add_argument(
+        "task", help="a task's name (see `greenfast tasks`), or the folder of a task of your own", **count
+    )
 
 
 def _what(parser: argparse.ArgumentParser) -> None:
@@ -138,8 +142,14 @@ def validate(parser: argparse.ArgumentParser) -> None:
 
 def bench(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast bench``."""
-    _task(parser)
+    _task(parser, needed=False)
     which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--operator",
+        action="store_true",
+        help="in place of a task: time greenfast.sdpa, quantization included, in turns with PyTorch's own backends; "
+        "its host time and its errors",
+    )
     which.add_argument(
         "--variant",
         metavar="VARIANT",

@@ -26,6 +26,9 @@ from greenfast.spec.peers import OWN, PeerContender
 FP8 = torch.float8_e4m3fn
 #: Outliers as in the FlashAttention-3 paper: N(0, 1) + N(0, 100) * Bernoulli(0.001).
 _OUTLIER_SIGMA, _OUTLIER_SHARE = 10.0, 0.001
+#: Realistic inputs: their rank, and what signal, noise and the bias of a share of channels are multiplied by.
+_RANK, _SIGNAL, _NOISE = 16, 0.8, 0.3
+_BIASED_SHARE, _BIAS = 0.05, {"qk": 8.0, "v": 2.0}
 #: cuDNN multiplies the softmax's weights, at most 1, by this before it rounds them to E4M3, whose largest is 448.
 _CUDNN_WEIGHT_SCALE = 256.0
 
@@ -48,9 +51,11 @@ class Inputs:
 
 
 def make_inputs(dims: Mapping[str, int], seed: int, kind: str, device: str) -> Inputs:
-    """Draw on the device from N(0, 1), "normal", or with "outliers". Raises UsageError for grouped or unequal lengths.
+    """Draw on the device from N(0, 1), "normal", with "outliers", or "realistic".
 
-    The draw is that of a torch.Generator of the device with the seed: q, k and v in turn.
+    Raises UsageError for grouped heads and unequal lengths. Realistic tensors are what activations look like: of low
+    rank, with noise, and a few channels with a bias. The draw is that of a torch.Generator of the device with the seed:
+    q, k and v in turn.
     """
     sizes = sizes_of(dims)
     if sizes.kv_heads != sizes.heads or sizes.kv_len != sizes.q_len or sizes.causal == 2:
@@ -63,9 +68,22 @@ def make_inputs(dims: Mapping[str, int], seed: int, kind: str, device: str) -> I
         if kind == "outliers":
             large = _OUTLIER_SIGMA * torch.randn(shape, generator=generator, device=device)
             x += large * (torch.rand(shape, generator=generator, device=device) < _OUTLIER_SHARE)
+        elif kind == "realistic":
+            x = _NOISE * x + _low_rank_and_bias(shape, name, generator)
         values[name] = x
         codes[name], scales[name] = quantize(x, "e4m3")
     return Inputs(sizes, values, codes, scales)
+
+
+def _low_rank_and_bias(shape: tuple[int, int, int], name: str, generator: torch.Generator) -> Tensor:
+    device, (heads, length, head_dim) = generator.device, shape
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    whole = normal(heads, length, _RANK) @ normal(heads, _RANK, head_dim) * (_SIGNAL / math.sqrt(_RANK))
+    biased = torch.rand(heads, 1, head_dim, generator=generator, device=device) < _BIASED_SHARE
+    return whole + _BIAS["v" if name == "v" else "qk"] * normal(heads, 1, head_dim) * biased
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,251 @@
+"""The operator measured on a GPU: device time beside PyTorch's own backends, host time, and errors."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from greenfast.build.compiler import kernel_hash
+from greenfast.families.contenders import CONTENDERS, first_line, make_inputs
+from greenfast.families.peers import calls_for, order, rounds_for
+from greenfast.numerics.attention import attention as exact_attention
+from greenfast.operator import cuda
+from greenfast.operator.quantized import Recipe
+from greenfast.operator.sdpa import attention, quantize, sdpa
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import MachineError, WrongResultError
+from greenfast.spec.operator import ErrorRow, HostRow, SpeedRow
+
+#: 16,384 tokens and a hidden size of 2048, as the FlashAttention papers measure.
+_TOKENS, _HIDDEN = 16384, 2048
+HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 16384)
+MISSION = {"B": 1, "H": 8, "S": 512, "D": 64}
+INPUTS = ("normal", "outliers", "realistic")
+_ERROR_DIMS = tuple({"B": 1, "H": 8, "S": 2048, "D": d} for d in (64, 128))
+#: An output that is further from exact attention is wrong, not rounded: no times of it are recorded.
+_WRONG = 0.2
+_BATCHES, _BATCH = 60, 50
+_COPY_BYTES = 256 << 20
+
+Call = Callable[[], Any]
+
+
+def shapes() -> Iterator[dict[str, int]]:
+    """Dimensions of every shape that is timed; CAUSAL=1 with a mask."""
+    for head_dim in HEAD_DIMS:
+        for length in LENGTHS:
+            dims = {"B": _TOKENS // length, "H": _HIDDEN // head_dim, "S": length, "D": head_dim}
+            yield from (dims, {**dims, "CAUSAL": 1})
+
+
+def require_gpu() -> None:
+    """Raise MachineError unless PyTorch shows a GPU that the operator has kernels for."""
+    if not torch.cuda.is_available():
+        raise MachineError(f"torch {torch.__version__} shows no GPU, which timing the operator needs")
+    if cuda.target_of(torch.cuda.current_device()).name != "sm_90a":
+        raise MachineError(f"{torch.cuda.get_device_name()}: the operator is timed on Hopper GPUs alone")
+
+
+def environment() -> dict[str, str]:
+    """What times depend on beside the packages that every record names."""
+    backend: Any = torch.backends.cudnn
+    return {"torch CUDA": str(torch.version.cuda), "cuDNN": str(backend.version())}
+
+
+def kernel_hashes() -> dict[str, str]:
+    """The hash of every kernel that ``speed`` times, by its step and shape. Needs no GPU."""
+    target = Target("sm_90a")
+    found: dict[str, str] = {}
+    for dims in shapes():
+        x = torch.empty(dims["B"], dims["H"], dims["S"], dims["D"], dtype=torch.bfloat16, device="meta")
+        name = ", ".join(f"{key}={value}" for key, value in dims.items())
+        for precision in ("fp8", "int8"):
+            recipe = Recipe(precision)
+            whole = cuda.dims_of(x.shape, x.shape, x.dtype, recipe, dims.get("CAUSAL", 0), False)
+            steps = {
+                "quantize": cuda.quantize_step(x, x, x, recipe, target),
+                "attention": cuda.attention_step(whole, recipe.format, 1.0, target),
+            }
+            found |= {f"{step} {precision}, {name}": kernel_hash(s.source) for step, s in steps.items()}
+    return found
+
+
+def _tensors(dims: Mapping[str, int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shape = (dims["B"], dims["H"], dims["S"], dims["D"])
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in "qkv")
+    return q, k, v
+
+
+def _torch_call(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+    def call() -> Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return call
+
+
+@dataclass
+class _Captured:
+    graph: Any
+    calls: int
+    replay_us: float
+
+
+def _event() -> Any:
+    event: Any = torch.cuda.Event
+    return event(enable_timing=True)
+
+
+def _capture(call: Call, calls: int) -> _Captured:
+    graph: Any = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    start, end = _event(), _event()
+    graph.replay()
+    graph.replay()
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return _Captured(graph, calls, 1e3 * start.elapsed_time(end))
+
+
+def speed(dims: Mapping[str, int]) -> list[SpeedRow]:
+    """Everyone on one shape, in turns. Raises WrongResultError where greenfast's output is not right."""
+    q, k, v = _tensors(dims)
+    causal = bool(dims.get("CAUSAL", 0))
+    codes = quantize(q, k, v)
+    calls: dict[str, Call] = {
+        "sdpa fp8": lambda: sdpa(q, k, v, is_causal=causal),
+        "sdpa int8": lambda: sdpa(q, k, v, is_causal=causal, precision="int8"),
+        "attention fp8": lambda: attention(codes, is_causal=causal),
+        "quantize fp8": lambda: quantize(q, k, v),
+        "torch flash": _torch_call(SDPBackend.FLASH_ATTENTION, q, k, v, causal),
+        "torch cudnn": _torch_call(SDPBackend.CUDNN_ATTENTION, q, k, v, causal),
+    }
+    wanted = calls["torch flash"]().float()
+    for name in ("sdpa fp8", "sdpa int8", "attention fp8"):
+        error = float((calls[name]().float() - wanted).norm() / wanted.norm())
+        if not error < _WRONG:
+            raise WrongResultError(
+                f"{name} on {dict(dims)}: error {error:.3g} beside torch's bfloat16; nothing is timed"
+            )
+    captured = {}
+    for name, call in calls.items():
+        call()
+        torch.cuda.synchronize()
+        once = _capture(call, 1)
+        count = calls_for(once.replay_us)
+        captured[name] = _capture(call, count) if count > 1 else once
+    rounds = rounds_for([c.replay_us for c in captured.values()])
+    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in captured}
+    for turn in range(-2, rounds):
+        for name in order(list(captured), turn % rounds):
+            start, end = _event(), _event()
+            start.record()
+            captured[name].graph.replay()
+            end.record()
+            if turn >= 0:
+                marks[name].append((start, end))
+    torch.cuda.synchronize()
+    rows = []
+    for name, pairs in marks.items():
+        per_call = [1e3 * a.elapsed_time(b) / captured[name].calls for a, b in pairs]
+        p25, p50, p75 = statistics.quantiles(per_call, n=4)
+        rows.append(
+            SpeedRow(
+                call=name, dims=dict(dims), median_us=p50, p25_us=p25, p75_us=p75, rounds=len(per_call),
+                calls=captured[name].calls,
+            )
+        )  # fmt: skip
+    del captured
+    torch.cuda.empty_cache()
+    return rows
+
+
+def copy_tb_s() -> float:
+    """TB/s, read and written, of copies on the device."""
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    replay = _capture(lambda: target.copy_(source), 10)
+    return 2 * 10 * _COPY_BYTES / replay.replay_us / 1e6
+
+
+def host() -> list[HostRow]:
+    """Eager calls on mission, one kind after the other in each round; the GPU is waited for between batches."""
+    q, k, v = _tensors(MISSION)
+    codes = quantize(q, k, v)
+    calls: dict[str, Call] = {
+        "sdpa fp8": lambda: sdpa(q, k, v),
+        "attention fp8": lambda: attention(codes),
+        "torch": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(-5, _BATCHES):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(_BATCH):
+                call()
+            taken = (time.perf_counter() - start) / _BATCH * 1e6
+            torch.cuda.synchronize()
+            if turn >= 0:
+                times[name].append(taken)
+    return [
+        HostRow(
+            call=name, dims=MISSION, median_us=statistics.median(t), least_us=min(t), batches=_BATCHES, calls=_BATCH
+        )
+        for name, t in times.items()
+    ]  # fmt: skip
+
+
+def errors(kind: str) -> list[ErrorRow]:
+    """Everyone's error on inputs of a kind: greenfast's precisions, with what they do against outliers and without."""
+    return [row for dims in _ERROR_DIMS for row in _errors_on(dims, kind)]
+
+
+def _errors_on(dims: Mapping[str, int], kind: str) -> Iterator[ErrorRow]:
+    inputs = make_inputs(dims, 1, kind, "cuda")
+    values = [inputs.values[name].double() for name in "qkv"]
+    exact = inputs.by_batch(exact_attention(values[0], values[1], values[2], 1.0 / math.sqrt(dims["D"]), None))
+    q, k, v = (inputs.by_batch(inputs.values[name].bfloat16()) for name in "qkv")
+    plain = {"subtract_key_mean": False, "rotate": False}
+
+    def on_codes(**choices: Any) -> Call:
+        return lambda: attention(quantize(q, k, v, **choices))
+
+    own: dict[str, Call] = {
+        "sdpa fp8": lambda: sdpa(q, k, v),
+        "sdpa int8": lambda: sdpa(q, k, v, precision="int8"),
+        "fp8, a scale for each channel of V": on_codes(value_scales="channel"),
+        "fp8, not rotated, no mean": on_codes(**plain),
+        "int8, not rotated, no mean": on_codes(precision="int8", **plain),
+    }
+    others = {c.label: _contender_call(c, inputs) for c in CONTENDERS.values() if c.prepare is not None}
+    for name, call in (own | others).items():
+        error, reason = None, ""
+        try:
+            error = float((call().double() - exact).norm() / exact.norm())
+        except Exception as e:  # whatever a library raises that is not installed or does not take the shape
+            if name in own:
+                raise
+            reason = first_line(e)
+        yield ErrorRow(call=name, inputs=kind, dims=dict(dims), error=error, reason=reason)
+
+
+def _contender_call(contender: Any, inputs: Any) -> Call:
+    def call() -> Tensor:
+        ready = contender.prepare(inputs)
+        found: Tensor = ready.call().float() * ready.unit
+        return found
+
+    return call

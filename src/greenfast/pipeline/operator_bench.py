@@ -1,0 +1,76 @@
+"""The operator beside PyTorch's own attention on one GPU: device time, host time, errors; a record and a report."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from greenfast import __version__
+from greenfast.pipeline.artifacts import RECORD, REPORT
+from greenfast.pipeline.environment import git_state, now, package_versions
+from greenfast.pipeline.store import check_writable, new_run_folder, read_json, to_json
+from greenfast.report.operator import report
+from greenfast.runtime.device import Gpu
+from greenfast.spec.operator import OperatorRecord, SpeedRow
+
+#: The folder of runs below ``out``.
+RESULTS = "operator"
+
+
+@dataclass(frozen=True)
+class OperatorOutcome:
+    """A record, and the folder that holds it with its report."""
+
+    record: OperatorRecord
+    folder: Path
+
+
+def measure_operator(out: Path, command: str, watch: Callable[[list[SpeedRow]], None]) -> OperatorOutcome:
+    """Measure, and write record and report below ``out``; ``watch`` is told the rows of each shape as it is done.
+
+    Raises MachineError without a Hopper GPU that PyTorch can use, and WrongResultError for a result that is not right.
+    """
+    # By its name, as kernel families are loaded: what only reads records needs no PyTorch.
+    measure: Any = importlib.import_module("greenfast.operator.measure")
+    measure.require_gpu()
+    parent = out / RESULTS
+    check_writable(parent)
+    speed = []
+    for dims in measure.shapes():
+        rows = measure.speed(dims)
+        watch(rows)
+        speed += rows
+    started = now()
+    record = OperatorRecord(
+        created=started.isoformat(),
+        command=command,
+        package_version=__version__,
+        git=git_state(),
+        device=Gpu(0).info(),
+        environment=package_versions() | measure.environment(),
+        copy_tb_s=measure.copy_tb_s(),
+        kernels=measure.kernel_hashes(),
+        speed=speed,
+        host=measure.host(),
+        errors=[row for kind in measure.INPUTS for row in measure.errors(kind)],
+    )
+    with new_run_folder(parent, started.strftime("%Y%m%d-%H%M%S")) as (work, publish):
+        (work / RECORD).write_text(to_json(record), encoding="utf-8")
+        (work / REPORT).write_text(report(record), encoding="utf-8")
+        return OperatorOutcome(record, publish())
+
+
+def read_operator_record(path: Path) -> OperatorRecord:
+    """The record of such a run. Raises UsageError for anything else."""
+    record: OperatorRecord = read_json(path, OperatorRecord, "record of the operator")
+    return record
+
+
+def is_stale(record: OperatorRecord) -> bool:
+    """Whether a kernel that was timed has another hash today."""
+    measure: Any = importlib.import_module("greenfast.operator.measure")
+    hashes: dict[str, str] = measure.kernel_hashes()
+    return hashes != record.kernels
