@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from greenfast.operator.quantized import QuantizedQKV as QuantizedQKV
+    from greenfast.operator.routing import Explanation as Explanation
+    from greenfast.operator.routing import explain as explain
+    from greenfast.operator.routing import use as use
     from greenfast.operator.sdpa import attention as attention
     from greenfast.operator.sdpa import quantize as quantize
     from greenfast.operator.sdpa import sdpa as sdpa
@@ -15,17 +18,21 @@ __version__ = "0.1.0"
 
 #: Public names -> their modules, loaded when they are asked for: the command line needs no PyTorch to say its version.
 _PUBLIC = {
+    "Explanation": "greenfast.operator.routing",
     "QuantizedQKV": "greenfast.operator.quantized",
     "attention": "greenfast.operator.sdpa",
+    "explain": "greenfast.operator.routing",
     "quantize": "greenfast.operator.sdpa",
     "sdpa": "greenfast.operator.sdpa",
+    "use": "greenfast.operator.routing",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    found = globals()[name] = getattr(importlib.import_module(_PUBLIC[name]), name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,295 @@
+"""Which calls of PyTorch's attention the FP8 kernels take: the rules, and the switch that routes by them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from contextlib import ContextDecorator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from greenfast.operator import cuda
+from greenfast.operator.quantized import DTYPES, HEAD_DIMS, PRECISIONS, Recipe
+from greenfast.operator.sdpa import Alignment, Precision, sdpa
+
+TORCH = "torch"  # the kernel of an Explanation where PyTorch's own attention is left to it
+#: Keys and queries below which quantization costs more than the FP8 products save. Benchmarks decide this number.
+MIN_LENGTH = 2048
+
+_ALIGNMENTS = {"upper_left": 1, "lower_right": 2}
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # every other subclass says itself what attention is
+_AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)  # what PyTorch's attention casts; float64 stays
+_TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
+_TORCH_MHA = torch.nn.functional.multi_head_attention_forward
+_REDISPATCH: Any = getattr(torch.overrides, "redispatch_function", None)  # PyTorch 2.13 and later
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What computes a call of attention, and why.
+
+    kernel: "hopper" or "ada"; "reference" for CPU tensors, "meta" for meta tensors; "torch" where no kernel computes
+    the call, so that PyTorch's own attention has to.
+    """
+
+    kernel: str
+    reason: str
+
+    @property
+    def taken(self) -> bool:
+        """Whether ``greenfast.sdpa`` computes the call."""
+        return self.kernel != TORCH
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.reason}"
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    precision: Precision = "fp8",
+    causal_alignment: Alignment = "upper_left",
+    min_length: int = 0,
+) -> Explanation:
+    """What ``greenfast.sdpa`` with these arguments would run; of a call that it refuses, why. Launches nothing.
+
+    These are the rules of ``greenfast.use`` and of ``greenfast.register_with_transformers``. PyTorch keeps calls
+      - with ``attn_mask`` or ``dropout_p``, and with a ``scale`` that is not positive and finite;
+      - on tensors that are nested, sparse, empty, not 4-D, or of a subclass;
+      - of dtypes other than float16 and bfloat16, after autocast; of head dims that are no multiple of 8 up to 256;
+      - where batch, heads, lengths or head dims would have to be broadcast, or differ between key and value;
+      - on devices that no kernel is for;
+      - where query or key are shorter than ``min_length``. A call quantizes all of Q, K and V. What FP8 saves grows
+        with queries x keys, what quantization costs with queries + keys, so both have to be long: one query over a
+        long cache, as in decoding, would have all of K and V quantized again for each token.
+
+    Raises ValueError for a ``precision`` or ``causal_alignment`` that there is not: no call has these.
+    """
+    check_precision(precision)
+    if causal_alignment not in _ALIGNMENTS:
+        raise ValueError(f"causal_alignment: {causal_alignment!r}; allowed are {', '.join(map(repr, _ALIGNMENTS))}")
+    if attn_mask is not None:
+        return Explanation(TORCH, "attn_mask: the kernels know causal masks alone")
+    if dropout_p:
+        return Explanation(TORCH, "dropout_p: the kernels have no dropout")
+    if scale is not None and not 0.0 < scale < math.inf:
+        return Explanation(TORCH, "scale: the kernels take positive, finite ones")
+    refused = _refused_tensors(query, key, value, enable_gqa)
+    if refused is not None:
+        return Explanation(TORCH, refused)
+    for name, x in (("query", query), ("key", key)):
+        if x.size(2) < min_length:
+            return Explanation(TORCH, f"{name}: shorter than min_length={min_length}, where quantization does not pay")
+    return _kernel(query, key, value, precision, _ALIGNMENTS[causal_alignment] if is_causal else 0)
+
+
+def check_precision(precision: str) -> None:
+    """Raises ValueError for a precision that there is not."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: {precision!r}; allowed are {', '.join(map(repr, PRECISIONS))}")
+
+
+def _refused_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
+    """Why the kernels cannot take these, without their lengths: they may be symbols of a graph that is being traced."""
+    named = (("query", query), ("key", key), ("value", value))
+    for name, x in named:
+        if type(x) not in _PLAIN:
+            return f"{name}: a {type(x).__name__}; the kernels take plain tensors"
+    device, dtype = query.device, _dtype(query)
+    for name, x in named:
+        if x.is_nested or x.layout is not torch.strided:
+            return f"{name}: nested or sparse; the kernels take strided tensors"
+        if x.dim() != 4:
+            return f"{name}: {x.dim()}-D; the kernels take (batch, heads, length, head_dim)"
+        if x.device != device:
+            return f"{name}: on another device than query"
+        if x.dtype != query.dtype and _dtype(x) != dtype:
+            return f"{name}: another dtype than query"
+    if dtype not in DTYPES:
+        return f"query: {dtype}; the kernels take {' and '.join(map(str, DTYPES))}"
+    batch, heads, q_len, head_dim = query.shape
+    kv_batch, kv_heads, kv_len, kv_dim = key.shape
+    if key.shape != value.shape:
+        same = "batch, heads or length" if value.size(3) == kv_dim else "head_dim"
+        return f"value: another {same} than key"
+    if batch != kv_batch or head_dim != kv_dim:
+        return f"key: another {'batch' if head_dim == kv_dim else 'head_dim'} than query"
+    if batch == 0 or heads == 0 or q_len == 0 or kv_heads == 0 or kv_len == 0 or head_dim == 0:
+        return "query or key: empty"
+    if heads != kv_heads and not (enable_gqa and heads % kv_heads == 0):
+        return "key: its heads are not those of query, nor shared by them with enable_gqa"
+    if head_dim % 8 or head_dim > HEAD_DIMS[-1]:
+        return f"query: head_dim {head_dim}; the kernels take multiples of 8 up to {HEAD_DIMS[-1]}"
+    return None
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """That which autocast leaves to attention."""
+    dtype, device = x.dtype, x.device.type
+    if dtype in _AUTOCAST and device != "meta" and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return dtype
+
+
+def _kernel(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int) -> Explanation:
+    device = query.device
+    if device.type == "cpu":
+        return Explanation("reference", "the kernels' arithmetic in PyTorch, for CPU tensors; slow")
+    if device.type == "meta":
+        return Explanation("meta", "a shape and a dtype: meta tensors hold no numbers")
+    if device.type != "cuda":
+        return Explanation(TORCH, f"query: on {device.type}, for which there are no kernels")
+    lse = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    dtype, head_dim = _dtype(query), query.size(3)
+    if torch.compiler.is_compiling():  # lengths are symbols there, and no kernel is for some of them only
+        name, reason = _traced_kernel(query.get_device(), head_dim, dtype, precision, causal, lse)
+        return Explanation(name, reason)
+    shapes = (tuple(query.shape), tuple(key.shape))
+    return _cuda_kernel(query.get_device(), *shapes, dtype, precision, causal, lse)
+
+
+@lru_cache(maxsize=4096)
+def _cuda_kernel(
+    device: int, query: cuda.Shape, key: cuda.Shape, dtype: torch.dtype, precision: str, causal: int, lse: bool
+) -> Explanation:
+    recipe = Recipe(precision)
+    try:
+        choice = cuda.kernel_for(
+            cuda.target_of(device), cuda.dims_of(query, key, dtype, recipe, causal, lse), recipe.format
+        )
+    except NotImplementedError as e:
+        return Explanation(TORCH, str(e))
+    return Explanation(choice.rung, choice.reason)
+
+
+def _traced_kernel(
+    device: int, head_dim: int, dtype: torch.dtype, precision: str, causal: int, lse: bool
+) -> tuple[str, str]:
+    """The kernel's name and the reason, as torch.compile takes them: constants, found while it traces."""
+    shape = (1, 1, MIN_LENGTH, head_dim)
+    found = _cuda_kernel(device, shape, shape, dtype, precision, causal, lse)
+    return found.kernel, found.reason
+
+
+# What torch.compiler.assume_constant_result does, for which it first loads all of torch._dynamo: two seconds.
+_traced_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class Routed:
+    """What became of the calls: how many greenfast has ``taken``, and the others by the reason, ``fallen_back``."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self._left: dict[str, int] = {}  # torch.compile, which may trace this, can make no Counter
+
+    @property
+    def fallen_back(self) -> Counter[str]:
+        """How many calls PyTorch has computed, by the reason."""
+        return Counter(self._left)
+
+    def count(self, explanation: Explanation) -> None:
+        """Count a call. A graph that torch.compile made runs without this, and its calls are not counted."""
+        if torch.compiler.is_compiling():
+            return
+        if explanation.taken:
+            self.taken += 1
+        else:
+            self._left[explanation.reason] = self._left.get(explanation.reason, 0) + 1
+
+    def __repr__(self) -> str:
+        return f"Routed(taken={self.taken}, fallen_back={self._left})"
+
+
+class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use()
+    """Routes ``torch.nn.functional.scaled_dot_product_attention`` to ``greenfast.sdpa`` where ``explain`` says so.
+
+    A context manager and a decorator; what it gives, ``routed``, counts the calls:
+
+        with greenfast.use() as routed:
+            model(x)
+        print(routed.taken, routed.fallen_back)
+
+    It takes PyTorch's function under any name it was imported by, also in ``torch.nn.MultiheadAttention`` (which needs
+    PyTorch 2.13) and under torch.compile, where ``with greenfast.use():`` may be around the compiled call or inside.
+    It can be entered again; of nested ones the innermost decides. min_length: see ``explain``.
+
+    It holds in the thread that entered it, and there alone. Activation checkpointing recomputes in the backward pass,
+    outside of it: decorate the function that is checkpointed, not the step around it.
+    """
+
+    def __init__(self, precision: Precision = "fp8", min_length: int = MIN_LENGTH) -> None:
+        """Raises ValueError for a precision that there is not."""
+        check_precision(precision)
+        self.precision: Precision = precision
+        self.min_length = min_length
+        self.routed = Routed()
+
+    def __enter__(self) -> Routed:
+        stack = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
+        outer = next((mode for mode in stack if isinstance(mode, _Routing) and mode.decides), None)
+        if outer is not None:
+            outer.decides = False
+        torch._C._push_on_torch_function_stack(_Routing(self, outer))
+        return self.routed
+
+    def __exit__(self, *raised: object) -> None:
+        mode = torch._C._pop_torch_function_stack()
+        if mode.outer is not None:
+            mode.outer.decides = True
+
+    def _recreate_cm(self) -> use:
+        """What a call of a decorated function enters: torch.compile enters only what it has seen being made."""
+        again = use(self.precision, self.min_length)
+        again.routed = self.routed
+        return again
+
+
+class _Routing(TorchFunctionMode):
+    """One entry of ``use`` on this thread's stack of modes; ``outer`` is that which decided before."""
+
+    def __init__(self, settings: use, outer: _Routing | None) -> None:
+        super().__init__()
+        self.settings = settings
+        self.outer = outer
+        self.decides = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.decides:
+            return func(*args, **kwargs)
+        if func is _TORCH_SDPA:
+            return self._attend(*args, **kwargs)
+        if func is _TORCH_MHA and _REDISPATCH is not None and not torch.compiler.is_compiling():
+            with self:  # this function calls attention, for which the mode has to be on the stack again
+                return _REDISPATCH(func, types, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        settings = self.settings
+        found = explain(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=settings.precision,
+            min_length=settings.min_length,
+        )  # fmt: skip
+        settings.routed.count(found)
+        if found.taken:
+            return sdpa(
+                query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+                precision=settings.precision,
+            )  # fmt: skip
+        return _TORCH_SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

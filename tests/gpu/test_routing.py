@@ -1,0 +1,96 @@
+"""Routing on a GPU: PyTorch's calls reach the kernel that ``explain`` names, eager and compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import greenfast
+from greenfast.operator import routing
+
+pytestmark = pytest.mark.gpu
+attention = torch.nn.functional.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def hopper_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("this torch cannot use the GPU")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these are tests of the Hopper kernel, which needs compute capability 9.0")
+
+
+def inputs(length: int = 2048, kv_heads: int = 4, dtype: torch.dtype = torch.bfloat16) -> Any:
+    generator = torch.Generator().manual_seed(length)
+    shapes = ((1, 4, length, 128), (1, kv_heads, length, 128), (1, kv_heads, length, 128))
+    return [torch.randn(shape, generator=generator).to(dtype).cuda() for shape in shapes]
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def test_the_kernel_that_is_named_runs() -> None:
+    q, k, v = inputs(kv_heads=2)
+    launches_nothing = torch.cuda.memory_stats()["allocation.all.allocated"]
+    found = greenfast.explain(q, k, v, is_causal=True, enable_gqa=True)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == launches_nothing
+    assert found.kernel == "hopper"
+    with greenfast.use() as routed:
+        out = attention(q, k, v, is_causal=True, enable_gqa=True)
+        attention(q[:, :, :1], k, v, enable_gqa=True)
+    assert torch.equal(out, greenfast.sdpa(q, k, v, is_causal=True, enable_gqa=True))
+    assert routed.taken == 1
+    assert routed.fallen_back == {
+        f"query: shorter than min_length={routing.MIN_LENGTH}, where quantization does not pay": 1
+    }
+
+
+def test_autocast() -> None:
+    q, k, v = (x.float() for x in inputs(512))
+    with torch.autocast("cuda", torch.float16), greenfast.use(min_length=0) as routed:
+        assert attention(q, k, v).dtype == torch.float16
+    assert routed.taken == 1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic: bool) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, is_causal=True) + q
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    for length in (256, 512, 2048):
+        q, k, v = inputs(length)
+        for _ in range(2):
+            with greenfast.use(min_length=512):
+                found = compiled(q, k, v)
+            own = length < 512
+            wanted = model(q, k, v) if own else greenfast.sdpa(q, k, v, is_causal=True) + q
+            other = greenfast.sdpa(q, k, v, is_causal=True) + q if own else model(q, k, v)
+            assert error(found, wanted) < 5e-3 < error(found, other), length
+
+
+def test_compiled_with_gradients() -> None:
+    torch._dynamo.reset()
+    q, k, v = (x.requires_grad_() for x in inputs(512))
+    with greenfast.use(min_length=0):
+        out = torch.compile(lambda *x: attention(*x).sum(), fullgraph=True)(q, k, v)
+    found = torch.autograd.grad(out, (q, k, v))
+    wanted = torch.autograd.grad(greenfast.sdpa(q, k, v).sum(), (q, k, v))
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert error(mine, theirs) < 2e-2
+
+
+def test_multi_head_attention() -> None:
+    layer = nn.MultiheadAttention(512, 4, batch_first=True, dtype=torch.float16, device="cuda").eval()
+    x = torch.randn(1, 600, 512, dtype=torch.float16, device="cuda")
+    with torch.no_grad():
+        wanted = layer(x, x, x, need_weights=False)[0]
+        with greenfast.use(min_length=0) as routed:
+            found = layer(x, x, x, need_weights=False)[0]
+    assert routed.taken == 1
+    assert error(found, wanted) < 0.08
