@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from greenfast.operator.sdpa import attention as attention
     from greenfast.operator.sdpa import quantize as quantize
     from greenfast.operator.sdpa import sdpa as sdpa
+    from greenfast.operator.transformers import register_with_transformers as register_with_transformers
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ _PUBLIC = {
     "attention": "greenfast.operator.sdpa",
     "explain": "greenfast.operator.routing",
     "quantize": "greenfast.operator.sdpa",
+    "register_with_transformers": "greenfast.operator.transformers",
     "sdpa": "greenfast.operator.sdpa",
     "use": "greenfast.operator.routing",
 }

@@ -1,7 +1,8 @@
-"""Routing on a GPU: PyTorch's calls reach the kernel that ``explain`` names, eager and compiled."""
+"""Routing on a GPU: PyTorch's calls reach the kernel that ``explain`` names, eager, compiled and in transformers."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -94,3 +95,23 @@ def test_multi_head_attention() -> None:
             found = layer(x, x, x, need_weights=False)[0]
     assert routed.taken == 1
     assert error(found, wanted) < 0.08
+
+
+def test_a_llama() -> None:
+    transformers: Any = importlib.import_module("transformers")
+    routed = greenfast.register_with_transformers(min_length=256)
+    config = transformers.LlamaConfig(
+        hidden_size=512, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    tokens = torch.randint(1, 256, (2, 300), device="cuda")
+    with torch.no_grad():
+        wanted = model(tokens).logits
+        model.set_attn_implementation("greenfast")
+        assert error(model(tokens).logits, wanted) < 0.053
+    assert (routed.taken, routed.fallen_back) == (2, {})
+    model.generate(tokens, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert routed.taken == 4
+    assert routed.fallen_back.total() == 6

@@ -464,7 +464,7 @@ def test_compiled_multi_head_attention_is_left_to_pytorch() -> None:
 
 
 def test_public_names_are_looked_up_once() -> None:
-    for name in ("explain", "use", "Explanation", "sdpa"):
+    for name in ("explain", "use", "register_with_transformers", "Explanation", "sdpa"):
         vars(greenfast).pop(name, None)
         assert name in dir(greenfast)
         assert vars(greenfast).get(name) is None
