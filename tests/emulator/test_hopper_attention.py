@@ -17,6 +17,7 @@ from greenfast.kernels import KERNEL_DIR
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.kernel import KernelSource
+from greenfast.spec.problem import Case
 from tests.emulator.kernels import run_source
 
 SMALL = {"B": 1, "H": 2, "S": 150, "D": 64}
@@ -34,10 +35,16 @@ CASES = {
     "head dim 256, one level": ({"B": 1, "H": 2, "S": 300, "D": 256, "CAUSAL": 1}, 2, 2),
     "bfloat16": ({**SMALL, "BF16": 1}, 132, 1),
     "scales of blocks": ({**SMALL, "KV": 290, "KBLOCK": 128}, 132, 1),
-    "scales of blocks, wide tiles": ({"B": 1, "H": 1, "S": 250, "KV": 530, "D": 64, "KBLOCK": 128}, 1, 2),
+    "scales of blocks, wide tiles": ({"B": 1, "H": 1, "S": 120, "KV": 530, "D": 64, "KBLOCK": 128}, 1, 2),
     "scales of channels": ({**SMALL, "HK": 1, "VCHANNEL": 1}, 132, 1),
     "scales, head dim 128": ({"B": 1, "H": 1, "S": 250, "D": 128, "KBLOCK": 128, "VCHANNEL": 1}, 1, 2),
     "scales, head dim 256": ({**SMALL, "D": 256, "KBLOCK": 128, "VCHANNEL": 1, "BF16": 1, "LSE": 1}, 132, 1),
+    "scales of Q's blocks": ({"B": 1, "H": 2, "S": 250, "D": 64, "QBLOCK": 128, "KBLOCK": 128}, 1, 4),
+    "scales of Q's blocks, causal": (
+        {"B": 1, "H": 2, "HK": 1, "S": 300, "D": 128, "CAUSAL": 1, "QBLOCK": 128, "KBLOCK": 128, "BF16": 1},
+        2,
+        2,
+    ),
 }
 ROW_MAJOR = {
     "row-major V": ({"B": 1, "H": 4, "HK": 2, "S": 130, "KV": 333, "D": 64, "CAUSAL": 2, "VROWS": 1}, 132, 1),
@@ -60,6 +67,21 @@ def emulate(dims: dict[str, int], fmt: str, source: KernelSource | None = None) 
     result = run_source(source, hopper.launch(fmt, dims), case, seed=5)
     assert not any(result.unwritten.values())
     return result
+
+
+@pytest.mark.parametrize(("name", "head", "first"), [("q_scale", 1, 128), ("k_scale", 0, 128)])
+def test_what_is_not_a_number_shows_in_the_rows_that_see_it(name: str, head: int, first: int) -> None:
+    """The scale of a block is NaN, as the quantizer leaves it where an input is: of 256 rows the second 128."""
+    dims = {"B": 1, "H": 2, "S": 256, "D": 64, "CAUSAL": 1, "QBLOCK": 128, "KBLOCK": 128}
+    case = fast_problem.make_case(dims, 0, "e4m3")
+    scales = case.inputs[name].copy()
+    scales[head, 1] = np.nan
+    hurt = Case({**case.inputs, name: scales}, case.outputs)
+    source, plan = hopper.kernel("e4m3", dims), hopper.launch("e4m3", dims)
+    found = fast_problem.decode(run_source(source, plan, hurt).outputs, "e4m3")
+    assert np.isnan(found[head, first:]).all()
+    assert not np.isnan(found[head, :first]).any()
+    assert not np.isnan(found[1 - head]).any()
 
 
 def check(outputs: dict[str, NDArray[Any]], dims: dict[str, int], fmt: str) -> None:

@@ -222,6 +222,9 @@ def test_of_a_gpu_the_kernel_that_would_run(target: Callable[[str], None]) -> No
     choice = cuda.kernel_for(Target("sm_90a"), cuda.dims_of(q.shape, k.shape, q.dtype, Recipe(), 1, False), "e4m3")
     assert greenfast.explain(q, k, v, is_causal=True) == greenfast.Explanation(choice.rung, choice.reason)
     assert choice.rung == "hopper"
+    target("sm_89")
+    assert greenfast.explain(q.half(), k.half(), v.half()).kernel == "ada"
+    assert "bfloat16" in greenfast.explain(q.bfloat16(), k.bfloat16(), v.bfloat16()).reason
     target("sm_80")
     old = greenfast.explain(q, k, v)
     assert old.kernel == "torch"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from greenfast.cli.console import show
 from greenfast.pipeline.operator_bench import measure_operator
 from greenfast.pipeline.store import to_json
-from greenfast.report.operator import error_table, headline, host_table, quantize_table, speed_table
+from greenfast.report.operator import clocks_line, error_table, headline, host_table, quantize_table, speed_table
 from greenfast.spec.errors import UsageError
 from greenfast.spec.operator import SpeedRow
 
@@ -38,5 +38,5 @@ def bench_operator(args: argparse.Namespace) -> int:
     record = outcome.record
     for table in (speed_table(record), quantize_table(record), host_table(record), error_table(record)):
         show(f"\n{table}")
-    show(f"\n{headline(record)}\n\n{outcome.folder}")
+    show(f"\n{headline(record)} {clocks_line(record)}\n\n{outcome.folder}")
     return 0

@@ -55,6 +55,11 @@ def kernel_for(target: Target, dims: Mapping[str, int], fmt: str) -> Choice:
     return choice
 
 
+def recipe_for(target: Target, precision: str) -> Recipe:
+    """How ``sdpa`` quantizes on a target: with scales of blocks where its kernel reads them."""
+    return Recipe(precision, blocks=target.name == hopper.TARGET)
+
+
 def dims_of(query: Shape, key: Shape, dtype: torch.dtype, recipe: Recipe, causal: int, lse: bool) -> dict[str, int]:
     """The dimensions of a call as ``fast_problem`` has them."""
     dims = {"B": query[0], "H": query[1], "HK": key[1], "S": query[2], "KV": key[2], "D": padded_head_dim(query[3])}
@@ -296,7 +301,10 @@ def _sdpa(
         readable = (_readable(query), _readable(key), _readable(value))
         if readable[0] is not query or readable[1] is not key or readable[2] is not value:
             return _sdpa(lse, *readable, precision, causal, scale)
-        plan = _remember(at, _sdpa_plan(lse, query, key, value, Recipe(precision), causal, scale))
+        recipe = recipe_for(target_of(device), precision)
+        if not recipe.blocks:
+            return _sdpa_unfused(lse, query, key, value, recipe, causal, scale)
+        plan = _remember(at, _sdpa_plan(lse, query, key, value, recipe, causal, scale))
     head_dim, padded = shape[3], plan.head_dim
     out = query.new_empty(shape if head_dim == padded else (*shape[:3], padded))
     workspace = query.new_empty(plan.work_elements)
@@ -315,6 +323,20 @@ def _sdpa(
         launches = plan.prepare(("q", "k", "v", "out", "lse", "k_mean")[: len(addresses) - 2], addresses)
     _launch(device, launches)
     return (out if head_dim == padded else out[..., :head_dim]), more
+
+
+def _sdpa_unfused(
+    lse: bool, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, causal: int, scale: float
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """``_sdpa`` where the attention kernel takes one scale a head, which PyTorch computes in several passes."""
+    dims = dims_of(query.shape, key.shape, query.dtype, recipe, causal, lse)
+    kernel_for(target_of(query.get_device()), dims, recipe.format)  # before any work is done
+    codes = reference.quantize(query, key, value, recipe)
+    out, sums = _attention(
+        lse, codes.query, codes.key, codes.value, codes.query_scale, codes.key_scale, codes.value_scale,
+        recipe.precision, query.shape[3], key.shape[2], query.dtype, causal, scale,
+    )  # fmt: skip
+    return out, (sums, codes.tensors()[-1]) if lse else ()
 
 
 def _sdpa_plan(

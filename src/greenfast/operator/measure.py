@@ -33,7 +33,6 @@ _ERROR_DIMS = tuple({"B": 1, "H": 8, "S": 2048, "D": d} for d in (64, 128))
 #: An output that is further from exact attention is wrong, not rounded: no times of it are recorded.
 _WRONG = 0.2
 _BATCHES, _BATCH = 60, 50
-_COPY_BYTES = 256 << 20
 
 Call = Callable[[], Any]
 
@@ -125,11 +124,14 @@ def speed(dims: Mapping[str, int]) -> list[SpeedRow]:
     q, k, v = _tensors(dims)
     causal = bool(dims.get("CAUSAL", 0))
     codes = quantize(q, k, v)
+    moved = torch.empty(3 * 3 * q.numel(), dtype=torch.uint8, device="cuda")
+    half, other_half = moved[: len(moved) // 2], moved[len(moved) - len(moved) // 2 :]
     calls: dict[str, Call] = {
         "sdpa fp8": lambda: sdpa(q, k, v, is_causal=causal),
         "sdpa int8": lambda: sdpa(q, k, v, is_causal=causal, precision="int8"),
         "attention fp8": lambda: attention(codes, is_causal=causal),
         "quantize fp8": lambda: quantize(q, k, v),
+        "copy": lambda: half.copy_(other_half),
         "torch flash": _torch_call(SDPBackend.FLASH_ATTENTION, q, k, v, causal),
         "torch cudnn": _torch_call(SDPBackend.CUDNN_ATTENTION, q, k, v, causal),
     }
@@ -171,14 +173,6 @@ def speed(dims: Mapping[str, int]) -> list[SpeedRow]:
     del captured
     torch.cuda.empty_cache()
     return rows
-
-
-def copy_tb_s() -> float:
-    """TB/s, read and written, of copies on the device."""
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    replay = _capture(lambda: target.copy_(source), 10)
-    return 2 * 10 * _COPY_BYTES / replay.replay_us / 1e6
 
 
 def host() -> list[HostRow]:

@@ -15,12 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from greenfast.operator import cuda
-from greenfast.operator.quantized import DTYPES, HEAD_DIMS, PRECISIONS, Recipe
+from greenfast.operator.quantized import DTYPES, HEAD_DIMS, PRECISIONS
 from greenfast.operator.sdpa import Alignment, Precision, sdpa
 
 TORCH = "torch"  # the kernel of an Explanation where PyTorch's own attention is left to it
-#: Keys and queries below which quantization costs more than the FP8 products save. Benchmarks decide this number.
-MIN_LENGTH = 2048
+#: Keys and queries below which quantization costs more than the FP8 products save, as measured with a causal mask, the
+#: worse case (docs/operator.md).
+MIN_LENGTH = 4096
 
 _ALIGNMENTS = {"upper_left": 1, "lower_right": 2}
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # every other subclass says itself what attention is
@@ -165,11 +166,10 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: i
 def _cuda_kernel(
     device: int, query: cuda.Shape, key: cuda.Shape, dtype: torch.dtype, precision: str, causal: int, lse: bool
 ) -> Explanation:
-    recipe = Recipe(precision)
     try:
-        choice = cuda.kernel_for(
-            cuda.target_of(device), cuda.dims_of(query, key, dtype, recipe, causal, lse), recipe.format
-        )
+        target = cuda.target_of(device)
+        recipe = cuda.recipe_for(target, precision)
+        choice = cuda.kernel_for(target, cuda.dims_of(query, key, dtype, recipe, causal, lse), recipe.format)
     except NotImplementedError as e:
         return Explanation(TORCH, str(e))
     return Explanation(choice.rung, choice.reason)

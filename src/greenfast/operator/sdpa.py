@@ -69,8 +69,9 @@ def sdpa(
         raise ValueError(
             f"key: it has {key.shape[1]} heads, query {shape[1]}; enable_gqa=True lets query heads share them"
         )
-    if torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
-        dtype = torch.get_autocast_dtype(query.device.type)
+    device = "cuda" if query.is_cuda else "cpu"
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
         query, key, value = (x.to(dtype) if x.is_floating_point() else x for x in (query, key, value))
     factor = _factor(scale, shape[3])
     causal = _causal(is_causal, causal_alignment)

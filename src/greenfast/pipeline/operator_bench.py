@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from greenfast import __version__
 from greenfast.pipeline.artifacts import RECORD, REPORT
 from greenfast.pipeline.environment import git_state, now, package_versions
@@ -38,9 +40,11 @@ def measure_operator(out: Path, command: str, watch: Callable[[list[SpeedRow]], 
     measure.require_gpu()
     parent = out / RESULTS
     check_writable(parent)
-    speed = []
+    gpu, speed = Gpu(0), []
     for dims in measure.shapes():
-        rows = measure.speed(dims)
+        found = measure.speed(dims)
+        clocks = gpu.clocks()
+        rows = [msgspec.structs.replace(row, clocks=clocks) for row in found]
         watch(rows)
         speed += rows
     started = now()
@@ -49,9 +53,8 @@ def measure_operator(out: Path, command: str, watch: Callable[[list[SpeedRow]], 
         command=command,
         package_version=__version__,
         git=git_state(),
-        device=Gpu(0).info(),
+        device=gpu.info(),
         environment=package_versions() | measure.environment(),
-        copy_tb_s=measure.copy_tb_s(),
         kernels=measure.kernel_hashes(),
         speed=speed,
         host=measure.host(),

@@ -55,16 +55,15 @@ def speed_table(record: OperatorRecord) -> str:
 
 
 def quantize_table(record: OperatorRecord) -> str:
-    """Bandwidth of the quantization, its three bytes for each element counted, by head dim and length."""
+    """Bandwidth of the quantization, its three bytes for each element counted, beside a copy of as many bytes."""
     rows = []
     for dims, calls in _shapes(record):
         if dims.get("CAUSAL"):
             continue
-        us = calls["quantize fp8"].median_us
+        us, copy = calls["quantize fp8"].median_us, calls["copy"].median_us
         rate = _BYTES * _elements(dims) / us / 1e6
-        share = f"{100 * rate / record.copy_tb_s:.0f} %"
-        rows.append((", ".join(str(dims[d]) for d in "BHSD"), f"{us:.0f}", f"{rate:.2f}", share))
-    return _table(("B, H, S, D", "µs", "TB/s", f"of a copy's {record.copy_tb_s:.2f} TB/s"), rows, 1)
+        rows.append((", ".join(str(dims[d]) for d in "BHSD"), f"{us:.0f}", f"{rate:.2f}", f"{100 * copy / us:.0f} %"))
+    return _table(("B, H, S, D", "µs", "TB/s", "of a copy's bandwidth"), rows, 1)
 
 
 def host_table(record: OperatorRecord) -> str:
@@ -83,6 +82,15 @@ def error_table(record: OperatorRecord) -> str:
         values = [cells.get((call, *column)) for column in columns]
         rows.append((call, *("-" if value is None else f"{value:.4f}" for value in values)))
     return _table(("", *(f"{kind}, D={d}" for kind, d in columns)), rows, 1)
+
+
+def clocks_line(record: OperatorRecord) -> str:
+    """The range of clocks and temperatures, where the driver tells them: a hot board is a slow one."""
+    found = [row.clocks for row in record.speed if row.clocks]
+    if not found:
+        return ""
+    mhz, degrees = ([c[name] for c in found if name in c] for name in ("sm_mhz", "temperature_c"))
+    return f"SM clock {min(mhz):.0f} to {max(mhz):.0f} MHz at {min(degrees):.0f} to {max(degrees):.0f} °C."
 
 
 def headline(record: OperatorRecord) -> str:
@@ -108,9 +116,10 @@ def tables(record: OperatorRecord) -> str:
         (
             f"Measured on {record.device.name}, {day}, commit {commit}, torch {record.environment.get('torch', '?')}. "
             + headline(record),
+            *([clocks_line(record)] if clocks_line(record) else []),
             "Device time of a call, median over replayed graphs, everyone in turns:",
             speed_table(record),
-            "Quantization alone, counting the three bytes that each element must move:",
+            "Quantization alone, counting the three bytes that each element must move, and a copy of as many:",
             quantize_table(record),
             "Host time:",
             host_table(record),

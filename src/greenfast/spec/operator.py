@@ -15,7 +15,8 @@ class SpeedRow(_Data, frozen=True, kw_only=True):
     """One call on one shape, in a replayed graph.
 
     call: "sdpa fp8" and "sdpa int8", quantization included; "attention fp8", on codes; "quantize fp8", the codes
-    alone; "torch flash" and "torch cudnn", PyTorch's bfloat16 backends. median_us, p25_us, p75_us: per call, over
+    alone; "copy", of as many bytes; "torch flash" and "torch cudnn", PyTorch's bfloat16 backends. clocks: right after,
+    those of ``runtime.device.Gpu.clocks``. median_us, p25_us, p75_us: per call, over
     ``rounds`` replays of graphs of ``calls`` calls, everyone in turns.
     """
 
@@ -26,6 +27,7 @@ class SpeedRow(_Data, frozen=True, kw_only=True):
     p75_us: float
     rounds: int
     calls: int
+    clocks: dict[str, float] = {}
 
 
 class HostRow(_Data, frozen=True, kw_only=True):
@@ -54,7 +56,7 @@ class ErrorRow(_Data, frozen=True, kw_only=True):
 
 
 class OperatorRecord(_Data, frozen=True, kw_only=True):
-    """A run on one GPU. copy_tb_s: TB/s, read and written, of a device-to-device copy of 256 MiB.
+    """A run on one GPU.
 
     kernels: hash of each kernel that was timed, by what it is for; see ``operator.measure.kernel_hashes``.
     """
@@ -65,7 +67,6 @@ class OperatorRecord(_Data, frozen=True, kw_only=True):
     git: GitState
     device: DeviceInfo
     environment: dict[str, str]
-    copy_tb_s: float
     kernels: dict[str, str]
     speed: list[SpeedRow]
     host: list[HostRow]

@@ -1,0 +1,230 @@
+"""greenfast.sdpa on the CPU: the semantics of PyTorch's own function, what is refused, and how it behaves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import greenfast
+from greenfast.operator import cuda, ops, reference
+
+sdpa_of_torch = torch.nn.functional.scaled_dot_product_attention
+
+
+def inputs(
+    q_len: int = 60, kv_len: int | None = None, heads: int = 4, kv_heads: int | None = None, head_dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:  # fmt: skip
+    generator = torch.Generator().manual_seed(q_len)
+    kv = (2, kv_heads or heads, q_len if kv_len is None else kv_len, head_dim)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in ((2, heads, q_len, head_dim), kv, kv)]
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({}, {}),
+        ({"dtype": torch.float16}, {"is_causal": True}),
+        ({"kv_len": 90}, {"is_causal": True}),
+        ({"head_dim": 72}, {"scale": 0.3}),
+        ({"heads": 6, "kv_heads": 2}, {"enable_gqa": True}),
+    ],
+    ids=str,
+)
+def test_what_pytorch_computes(sizes: dict[str, Any], options: dict[str, Any], precision: Any) -> None:
+    q, k, v = inputs(**sizes)
+    found = greenfast.sdpa(q, k, v, precision=precision, **options)
+    wanted = sdpa_of_torch(q.float(), k.float(), v.float(), **options)
+    assert found.shape == wanted.shape
+    assert found.dtype == q.dtype
+    assert error(found, wanted) < (0.07 if precision == "fp8" else 0.06), "what the formats explain"
+
+
+def test_the_lower_right_alignment_and_the_log_sum_exp() -> None:
+    q, k, v = inputs(20, 50)
+    out, lse = greenfast.sdpa(q, k, v, is_causal=True, causal_alignment="lower_right", return_lse=True)
+    mask = torch.arange(50) <= torch.arange(20).unsqueeze(1) + 30
+    assert error(out, sdpa_of_torch(q.float(), k.float(), v.float(), attn_mask=mask)) < 0.07
+    scores = (q.float() @ k.float().transpose(-1, -2) / 8).masked_fill(~mask, -math.inf)
+    assert (lse - torch.logsumexp(scores, -1)).abs().max() < 0.15
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": True, "enable_gqa": True}], ids=str)
+def test_gradients_are_those_of_bfloat16(options: dict[str, Any]) -> None:
+    """Straight through the quantization: what is off is the output's own error in the weights, some percent."""
+    tensors = [x.requires_grad_() for x in inputs(heads=4, kv_heads=2 if "enable_gqa" in options else 4)]
+    grad = torch.randn(2, 4, 60, 64).bfloat16()
+    found = torch.autograd.grad(greenfast.sdpa(*tensors, **options), tensors, grad)
+    wanted = torch.autograd.grad(sdpa_of_torch(*tensors, **options), tensors, grad)
+    for name, mine, theirs in zip("qkv", found, wanted, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert error(mine, theirs) < 0.08, name
+
+
+def test_the_reference_gradients_are_exact_with_an_exact_log_sum_exp() -> None:
+    q, k, v = (x.double().requires_grad_() for x in inputs(30, 40, dtype=torch.float32))
+    mask = torch.arange(40) <= torch.arange(30).unsqueeze(1) + 10
+    scores = (q @ k.transpose(-1, -2) / 8).masked_fill(~mask, -math.inf)
+    out = torch.softmax(scores, -1) @ v
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).double()
+    wanted = torch.autograd.grad(out, (q, k, v), grad)
+    lse = torch.logsumexp(scores, -1)
+    plain: Any = [x.detach().float() for x in (grad, q, k, v, out, lse)]
+    arguments: Any = [*plain, 2, 1 / 8]
+    found = reference.gradients(*arguments)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.allclose(mine.double(), theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", ["sdpa", "sdpa_lse"])
+@pytest.mark.parametrize("head_dim", [64, 72])
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_registration(op: str, head_dim: int, grad: bool) -> None:
+    tensors = [x.requires_grad_(grad and op == "sdpa_lse") for x in inputs(head_dim=head_dim)]
+    torch.library.opcheck(getattr(torch.ops.greenfast, op).default, (*tensors, "fp8", 1, 0.125))
+
+
+def test_the_registration_of_quantized_inputs() -> None:
+    q, k, v = inputs(150)
+    for flags in ((True, True, True, True), (False, False, False, False)):
+        codes = ops.QUANTIZE(q, k, v, "int8", *flags)
+        torch.library.opcheck(ops.QUANTIZE, (q, k, v, "int8", *flags))
+        rest = ("int8", 64, 150, torch.bfloat16, 0, 0.125)
+        torch.library.opcheck(ops.ATTENTION, (*codes[:6], *rest))
+        torch.library.opcheck(ops.ATTENTION_LSE, (*codes[:6], *rest))
+
+
+def test_compiled_without_a_break() -> None:
+    q, k, v = inputs()
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return greenfast.sdpa(q * 2, k, v, is_causal=True) + 1
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), model(q, k, v))
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    found = torch.autograd.grad(compiled(*tensors).sum(), tensors)
+    for mine, theirs in zip(found, torch.autograd.grad(model(*tensors).sum(), tensors), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_kept_codes_compiled_without_a_break() -> None:
+    q, k, v = inputs()
+    compiled = torch.compile(
+        lambda q, k, v: greenfast.attention(greenfast.quantize(q, k, v)), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(q, k, v), greenfast.attention(greenfast.quantize(q, k, v)))
+
+
+def test_vmap() -> None:
+    q, k, v = inputs()
+    batch: Any = [torch.stack([x, x.flip(2)]) for x in (q, k, v)]
+    found = torch.vmap(greenfast.sdpa)(*batch)
+    assert torch.equal(found[0], greenfast.sdpa(q, k, v))
+    shared = torch.vmap(greenfast.sdpa, in_dims=(0, None, None))(batch[0], k, v)
+    assert torch.equal(shared[0], found[0])
+
+
+def test_autocast_takes_its_dtype() -> None:
+    q, k, v = (x.float() for x in inputs())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert greenfast.sdpa(q, k, v).dtype == torch.bfloat16
+
+
+def test_what_is_not_a_number_shows() -> None:
+    for precision in ("fp8", "int8"):
+        q, k, v = inputs()
+        k[0, 1, 3, 5] = math.nan
+        v[1, 2, 0, 0] = math.inf
+        out = greenfast.sdpa(q, k, v, precision=precision)
+        assert out[0, 1].isnan().all()
+        assert out[1, 2].isnan().any()
+        assert not out[0, 0].isnan().any()
+
+
+def test_nothing_to_compute() -> None:
+    empty = torch.zeros(0, 2, 5, 64, dtype=torch.float16)
+    assert greenfast.sdpa(empty, empty, empty).shape == empty.shape
+    q, k, _ = inputs(5, 0)
+    out, lse = greenfast.sdpa(q, k, k, return_lse=True)
+    assert (out == 0).all()
+    assert torch.isneginf(lse).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "kind", "says"),
+    [
+        (
+            {},
+            {"attn_mask": torch.ones(60, 60)},
+            NotImplementedError,
+            r"attn_mask: .*scaled_dot_product_attention has it",
+        ),
+        ({}, {"dropout_p": 0.1}, NotImplementedError, r"dropout_p: 0\.1; .*scaled_dot_product_attention has it"),
+        ({}, {"precision": "fp4"}, ValueError, "precision: 'fp4'; allowed are 'fp8', 'int8'"),
+        ({}, {"scale": math.nan}, ValueError, "scale: nan; a positive, finite number"),
+        ({}, {"causal_alignment": "middle"}, ValueError, "causal_alignment: 'middle'; allowed are 'upper_left'"),
+        ({"kv_heads": 2}, {}, ValueError, "key: it has 2 heads, query 4; enable_gqa=True"),
+        ({"kv_heads": 3}, {"enable_gqa": True}, ValueError, r"key: it has 3 heads, query 4; .* multiple"),
+        ({"head_dim": 60}, {}, NotImplementedError, "query: its head_dim is 60"),
+        ({"dtype": torch.float32}, {}, TypeError, r"query: its dtype is torch\.float32; allowed are torch\.float16"),
+    ],
+)
+def test_what_is_refused_is_named(
+    change: dict[str, Any], options: dict[str, Any], kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=says):
+        greenfast.sdpa(*inputs(**change), **options)
+
+
+def test_an_argument_that_is_no_tensor() -> None:
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match=r"key: a torch\.Tensor is needed, got list"):
+        greenfast.sdpa(q, k.tolist(), v)
+    with pytest.raises(ValueError, match=r"query: its shape is \(4, 60, 64\)"):
+        greenfast.sdpa(q[0], k, v)
+
+
+def test_codes_that_are_not_contiguous_are_refused() -> None:
+    quantized = greenfast.quantize(*inputs())
+    fields = {name: getattr(quantized, name) for name in quantized.__dataclass_fields__}
+    with pytest.raises(ValueError, match="key: it is not contiguous"):
+        greenfast.QuantizedQKV(**{**fields, "key": quantized.key.transpose(1, 2)})
+
+
+def test_the_dispatcher_is_skipped_for_plain_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    assert ops.undisturbed(x)
+    assert not ops.undisturbed(torch.nn.Parameter(x))
+    with torch._subclasses.FakeTensorMode():
+        assert not ops.undisturbed(x)
+    with torch.autograd.profiler.profile():
+        assert not ops.undisturbed(x)
+
+    def transformed(y: Tensor) -> Tensor:
+        assert not ops.undisturbed(x)
+        return y
+
+    torch.vmap(transformed)(x)
+    monkeypatch.undo()
+    assert not ops.undisturbed(x), "nor on the CPU"
+
+
+def test_rows_that_kernels_cannot_read_are_copied() -> None:
+    x = torch.zeros(2, 3, 10, 64, dtype=torch.float16)
+    assert cuda._readable(x) is x
+    assert cuda._readable(x.transpose(1, 2)).data_ptr() == x.data_ptr()
+    assert cuda._readable(x[:, :1].expand(2, 3, 10, 64)).data_ptr() == x.data_ptr()
+    odd = torch.zeros(2, 3, 10, 65, dtype=torch.float16)[..., 1:]
+    assert cuda._readable(odd).is_contiguous()
+    assert cuda._readable(x.transpose(2, 3)).is_contiguous()
