@@ -1,4 +1,4 @@
-"""Writes what is generated from the records under evidence/: tables of README.md and docs/emulator.md, and reports.
+"""Writes what is generated from the records under evidence/: tables of README.md and of docs/, and reports.
 
 python scripts/update_readme.py [--check]    (--check changes nothing; exit 1 where something differs)
 
@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from greenfast.pipeline.artifacts import PLOT, RECORD, REPORT
+from greenfast.pipeline.operator_bench import is_stale as operator_is_stale
+from greenfast.pipeline.operator_bench import read_operator_record
 from greenfast.pipeline.records import is_stale, read_record, stale_records
 from greenfast.pipeline.store import write_whole
 from greenfast.pipeline.tasks import find_task
 from greenfast.report.beside_gpu import counts_table
 from greenfast.report.ladder import console_form, ladder_table
 from greenfast.report.markdown import report
+from greenfast.report.operator import tables
 from greenfast.report.peers import readme_section
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.record import AnyRecord, PeersRecord, Record
@@ -27,6 +30,7 @@ from greenfast.spec.record import AnyRecord, PeersRecord, Record
 ROOT = Path(__file__).parents[1]
 MAIN_TASK = "fp8_sdpa"
 EMULATOR_PAGE, EMULATOR_RECORD = "docs/emulator.md", "evidence/emulator-h100.json"
+OPERATOR_PAGE, OPERATOR_RECORD = "docs/operator.md", "evidence/operator-h100.json"
 
 Evidence = Sequence[tuple[str, AnyRecord]]
 
@@ -95,6 +99,7 @@ def generated(root: Path) -> dict[Path, str]:
     return {
         root / "README.md": text,
         **_emulator_page(root),
+        **_operator_page(root),
         **{
             root / f / REPORT: report(record, plot=PLOT if (root / f / PLOT).is_file() else None)
             for f, record in records
@@ -109,6 +114,16 @@ def _emulator_page(root: Path) -> dict[Path, str]:
         return {}
     content = counts_table(json.loads(record.read_bytes()))
     return {page: fill(page.read_text(encoding="utf-8"), "counts", content, EMULATOR_PAGE)}
+
+
+def _operator_page(root: Path) -> dict[Path, str]:
+    """docs/operator.md with its tables, where there is a record for them."""
+    page, path = root / OPERATOR_PAGE, root / OPERATOR_RECORD
+    if not path.is_file():
+        return {}
+    record = read_operator_record(path)
+    content = tables(record, stale=operator_is_stale(record))
+    return {page: fill(page.read_text(encoding="utf-8"), "operator", content, OPERATOR_PAGE)}
 
 
 def main() -> int:

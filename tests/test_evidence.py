@@ -50,7 +50,7 @@ def expected() -> dict[Path, str]:
 
 
 def test_pages_are_those_that_the_records_make() -> None:
-    for page in (ROOT / "README.md", ROOT / update_readme.EMULATOR_PAGE):
+    for page in (ROOT / "README.md", ROOT / update_readme.EMULATOR_PAGE, ROOT / update_readme.OPERATOR_PAGE):
         assert page.read_text(encoding="utf-8") == expected()[page], "run python scripts/update_readme.py"
 
 

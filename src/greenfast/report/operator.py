@@ -60,9 +60,10 @@ def quantize_table(record: OperatorRecord) -> str:
     for dims, calls in _shapes(record):
         if dims.get("CAUSAL"):
             continue
-        us, copy = calls["quantize fp8"].median_us, calls["copy"].median_us
+        us = calls["quantize fp8"].median_us
         rate = _BYTES * _elements(dims) / us / 1e6
-        rows.append((", ".join(str(dims[d]) for d in "BHSD"), f"{us:.0f}", f"{rate:.2f}", f"{100 * copy / us:.0f} %"))
+        share = f"{100 * calls['copy'].median_us / us:.0f} %" if "copy" in calls else "-"
+        rows.append((", ".join(str(dims[d]) for d in "BHSD"), f"{us:.0f}", f"{rate:.2f}", share))
     return _table(("B, H, S, D", "µs", "TB/s", "of a copy's bandwidth"), rows, 1)
 
 
@@ -109,13 +110,13 @@ def headline(record: OperatorRecord) -> str:
     )
 
 
-def tables(record: OperatorRecord) -> str:
-    """All tables with a line of provenance."""
-    commit, day = record.git.sha[:10], record.created[:10]
+def tables(record: OperatorRecord, *, stale: bool = False) -> str:
+    """All tables with a line of provenance, and whether the kernels have changed since."""
+    commit, day, torch = record.git.sha[:10], record.created[:10], record.environment.get("torch", "?")
+    measured = "Stale, as kernels have changed since: measured" if stale else "Measured"
     return "\n\n".join(
         (
-            f"Measured on {record.device.name}, {day}, commit {commit}, torch {record.environment.get('torch', '?')}. "
-            + headline(record),
+            f"{measured} on {record.device.name}, {day}, commit {commit}, torch {torch}. {headline(record)}",
             *([clocks_line(record)] if clocks_line(record) else []),
             "Device time of a call, median over replayed graphs, everyone in turns:",
             speed_table(record),
