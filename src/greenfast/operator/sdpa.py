@@ -53,9 +53,9 @@ def sdpa(
     Hadamard matrix, and the mean of K is subtracted, before they are quantized: neither changes the result.
 
     Returns (B, H, S, D) of the inputs' dtype; with ``return_lse`` also the natural log-sum-exp of each row's scores,
-    float32 (B, H, S). A row that attends to nothing is 0, its log-sum-exp -inf. NaN or infinity in a query makes its block
-    of 128 rows NaN, in a key the rows that attend to its block, in a value its head. Gradients are those of attention on the unquantized tensors with this log-sum-exp; none flows through
-    the log-sum-exp itself.
+    float32 (B, H, S). A row that attends to nothing is 0, its log-sum-exp -inf. NaN or infinity in a query makes its
+    block of 128 rows NaN, in a key the rows that attend to its block, in a value its head. Gradients are those of
+    attention on the unquantized tensors with this log-sum-exp; none flows through the log-sum-exp itself.
 
     Raises TypeError for dtypes, ValueError for shapes, devices and choices that do not fit, and NotImplementedError for
     ``attn_mask``, ``dropout_p``, head dims and GPUs that no kernel is for; each names the argument and what is allowed.
