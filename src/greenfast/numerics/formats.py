@@ -25,7 +25,7 @@ def quantize(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     The quotient x / scale is taken in float32 and rounded to nearest even, saturating.
     Raises UsageError for an unknown format and for input that is not finite.
     """
-    if not bool(torch.isfinite(x).all()):
+    if not bool(torch.isfinite(x.float()).all()):
         raise UsageError("quantize: the input holds NaN or infinity; a scale cannot be chosen for it")
     return encode(x, fmt)
 
