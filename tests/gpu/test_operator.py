@@ -214,6 +214,16 @@ def test_from_several_threads() -> None:
     assert wrong == []
 
 
+def test_from_a_thread_that_has_done_nothing_else() -> None:
+    q, k, v = inputs(100)
+    wanted = greenfast.sdpa(q, k, v)
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(greenfast.sdpa(q, k, v)))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], wanted)
+
+
 def test_on_the_current_stream() -> None:
     q, k, v = inputs(2048, heads=16)
     wanted = greenfast.sdpa(q, k, v)

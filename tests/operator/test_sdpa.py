@@ -11,6 +11,7 @@ from torch import Tensor
 
 import greenfast
 from greenfast.operator import cuda, ops, reference
+from greenfast.runtime.prepared import NoContextError
 
 sdpa_of_torch = torch.nn.functional.scaled_dot_product_attention
 
@@ -218,6 +219,31 @@ def test_the_dispatcher_is_skipped_for_plain_calls_alone(monkeypatch: pytest.Mon
     torch.vmap(transformed)(x)
     monkeypatch.undo()
     assert not ops.undisturbed(x), "nor on the CPU"
+
+
+def test_the_first_launch_of_a_thread_gets_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[int] = []
+    launched = []
+
+    class Launch:
+        def __call__(self) -> None:
+            if not current:
+                raise NoContextError
+            launched.append(self)
+
+    class FakeDevice:
+        def __init__(self, ordinal: int) -> None:
+            self.ordinal = ordinal
+
+        def set_current(self) -> None:
+            current.append(self.ordinal)
+
+    monkeypatch.setattr(cuda, "Device", FakeDevice)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
+    one, two = Launch(), Launch()
+    cuda._launch(3, (one, two))  # type: ignore[arg-type]
+    assert launched == [one, two]
+    assert current == [3]
 
 
 def test_rows_that_kernels_cannot_read_are_copied() -> None:

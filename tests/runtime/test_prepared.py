@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from greenfast.runtime import prepared
-from greenfast.runtime.prepared import Prepared
+from greenfast.runtime.prepared import NoContextError, Prepared
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.kernel import Launch, TensorMap
 
@@ -68,6 +68,12 @@ def test_arguments_lie_where_the_parameters_point(driver: Driver) -> None:
 def test_a_launch_of_another_kernel_is_refused(driver: Driver) -> None:
     with pytest.raises(UsageError, match="a kernel of 4 parameters, and its launch gives 5"):
         Prepared(Kernel(4), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)
+
+
+def test_a_thread_without_a_context_is_told(driver: Driver) -> None:
+    driver.status = vars(prepared)["_NO_CONTEXT"]
+    with pytest.raises(NoContextError, match="no context"):
+        Prepared(Kernel(5), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)()
 
 
 def test_what_the_driver_refuses_is_raised(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from greenfast.families.qkv_quantizer import Tensors
 from greenfast.operator import reference
 from greenfast.operator.quantized import PRECISIONS, Recipe, check_tensors, padded_head_dim
 from greenfast.runtime.device import KernelImage, load_kernel
-from greenfast.runtime.prepared import Prepared
+from greenfast.runtime.prepared import NoContextError, Prepared
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Choice, KernelSource, Launch
@@ -121,6 +121,7 @@ class _Plan:
         stream, workspace, *others = addresses
         pointers = dict(zip(names, others, strict=True)) | {n: workspace + at for n, at in self.work.items()}
         with torch.cuda.device(self.device):
+            Device(self.device).set_current()  # in a thread of its own PyTorch may have had no need to
             launches = tuple(step.prepared(self.device, pointers, stream) for step in self.steps)
         if len(self.launches) >= _MOST_LAUNCHES:
             self.launches.clear()
@@ -257,8 +258,13 @@ def _launch(device: int, launches: tuple[Prepared, ...]) -> None:
         with torch.cuda.device(device):
             _launch(device, launches)
         return
-    for launch in launches:
-        launch()
+    try:
+        for launch in launches:
+            launch()
+    except NoContextError:  # the first launch of a thread: none was queued
+        Device(device).set_current()
+        for launch in launches:
+            launch()
 
 
 def _nothing(out: Tensor, sums: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

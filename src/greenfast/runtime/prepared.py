@@ -10,9 +10,10 @@ import numpy as np
 from cuda.bindings import driver
 
 from greenfast.runtime.device import check
-from greenfast.spec.errors import UsageError
+from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.kernel import Argument, Launch, TensorMap
 
+_NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 _SLOT = 64  # bytes that an argument's place is a multiple of: what a tensor map asks for
 _TYPES = {"uint8": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8}
 _SWIZZLES = {
@@ -42,6 +43,10 @@ def encoded(layout: TensorMap, pointer: int) -> bytes:
         )
     )
     return ctypes.string_at(found.getPtr(), 128)
+
+
+class NoContextError(MachineError):
+    """The thread has no CUDA context yet: PyTorch makes one current only where it has to."""
 
 
 class Prepared:
@@ -83,9 +88,11 @@ class Prepared:
         self._config = config
 
     def __call__(self) -> None:
-        """Queue the launch. Raises MachineError where the driver refuses it."""
+        """Queue the launch. Raises MachineError where the driver refuses it, NoContextError without a context."""
         status = driver.cuLaunchKernelEx(self._config, self._function, self._parameters, 0)[0]
         if status:
+            if status == _NO_CONTEXT:
+                raise NoContextError("CUDA: this thread has no context; Device(n).set_current() gives it one")
             check((status,))
 
 
