@@ -7,12 +7,15 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cuda.pathfinder import DynamicLibNotFoundError
 
-from greenfast.build import cache, toolchain
+from greenfast.build import cache, compiler, toolchain
 from greenfast.build.compiler import CompiledKernel, compile_kernel, entries, kernel_hash, to_ptx
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError
@@ -321,6 +324,38 @@ def test_missing_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(toolchain, "load_nvidia_dynamic_lib", absent)
     with pytest.raises(MachineError, match="pip: nvidia-cuda-nvrtc"):
+        compile_kernel(source(SIMPLE), ADA)
+
+
+def test_nvrtc_is_loaded_with_its_builtins_before_a_thread_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in cuda.pathfinder, whose second caller is content with the library alone."""
+    loaded: list[str] = []
+
+    def load(name: str) -> SimpleNamespace:
+        if not loaded:
+            loaded.append(name)
+            time.sleep(0.1)
+            loaded.append("builtins")
+        return SimpleNamespace(abs_path=name)
+
+    def load_and_look(_: int) -> list[str]:
+        toolchain.nvrtc_library()
+        return list(loaded)
+
+    monkeypatch.setattr(toolchain, "load_nvidia_dynamic_lib", load)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(load_and_look, range(2))) == [["nvrtc", "builtins"]] * 2
+
+
+def test_nothing_asks_nvrtc_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of the cache holds NVRTC's version."""
+
+    def absent() -> None:
+        raise MachineError("no NVRTC")
+
+    monkeypatch.setattr(toolchain, "nvrtc_library", absent)
+    monkeypatch.setattr(compiler, "make_program_cache_key", lambda **_: pytest.fail("NVRTC is asked"))
+    with pytest.raises(MachineError, match="no NVRTC"):
         compile_kernel(source(SIMPLE), ADA)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 from cuda.pathfinder import (
@@ -21,13 +22,19 @@ _HEADERS = {
     "crt/mma.h": "nvidia-cuda-crt",
 }
 _CCCL_HEADER = "cuda/std/version"
+_LOADING = threading.Lock()
 _REMEDY = "install with pip: {} (version 13), or install a CUDA toolkit and set CUDA_PATH to its folder"
 
 
 def nvrtc_library() -> Path:
-    """The NVRTC library that compiles, loaded into this process. Raises MachineError where there is none."""
+    """The NVRTC library that compiles, loaded into this process. Raises MachineError where there is none.
+
+    To be called before NVRTC is: the finder loads the library and then its builtins, and a thread that comes in between
+    finds the one and compiles without the other, which fails.
+    """
     try:
-        path: str = load_nvidia_dynamic_lib("nvrtc").abs_path
+        with _LOADING:
+            path: str = load_nvidia_dynamic_lib("nvrtc").abs_path
     except DynamicLibNotFoundError as e:
         raise MachineError(f"NVRTC, the CUDA compiler, was not found; {_REMEDY.format('nvidia-cuda-nvrtc')}") from e
     return Path(path)
