@@ -359,6 +359,18 @@ def test_nothing_asks_nvrtc_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch)
         compile_kernel(source(SIMPLE), ADA)
 
 
+def test_a_file_is_the_same_in_a_layer_of_an_image(tmp_path: Path) -> None:
+    """There its time is in whole seconds."""
+    file = tmp_path / "libnvrtc.so"
+    file.write_bytes(b"1234")
+    os.utime(file, ns=(0, 7_000_000_123))
+    before = toolchain.file_fingerprint(file)
+    os.utime(file, ns=(0, 7_000_000_000))
+    assert toolchain.file_fingerprint(file) == before
+    os.utime(file, ns=(0, 8_000_000_000))
+    assert toolchain.file_fingerprint(file) != before
+
+
 def cuda_headers(folder: Path, *names: str) -> Path:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

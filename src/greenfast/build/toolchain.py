@@ -73,9 +73,13 @@ def fingerprint() -> bytes:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Name, size and time of a file, standing for its content; not its folder."""
+    """Name, size and time of a file, standing for its content; not its folder.
+
+    The time is in whole seconds, which is what layers of container images keep: a cache that was filled while an image
+    was made is then of use in the image.
+    """
     stat = path.stat()
-    return f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}"
+    return f"{path.name}:{stat.st_size}:{int(stat.st_mtime)}"
 
 
 def _header_folders() -> list[Path]:
