@@ -217,6 +217,15 @@ def test_damaged_entry_is_compiled_anew(cache_folder: Path) -> None:
         assert again.cubin == first.cubin
 
 
+def test_what_the_cache_holds(cache_folder: Path) -> None:
+    assert cache.usage() == (0, 0)
+    for key in (b"one", b"two"):
+        cache.store(key, [bytes(1000)])
+    count, size = cache.usage()
+    assert count == 2
+    assert size == sum(file.stat().st_size for file in cache_folder.glob("entries/*/*")) > 2000
+
+
 def test_cache_folder_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.cache_dir() == Path(os.environ["GREENFAST_CACHE_DIR"])
     monkeypatch.delenv("GREENFAST_CACHE_DIR")

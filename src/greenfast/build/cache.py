@@ -26,6 +26,16 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "greenfast"
 
 
+def usage() -> tuple[int, int]:
+    """How many files the folder holds, and their bytes. Raises as ``cache_dir`` does, and OSError."""
+    sizes = []
+    for file in cache_dir().rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process has taken it away meanwhile
+            if file.is_file():
+                sizes.append(file.stat().st_size)
+    return len(sizes), sum(sizes)
+
+
 def load(key: bytes) -> list[bytes] | None:
     """The parts stored under ``key``, or None where there is no whole entry."""
     cache = _open_cache()

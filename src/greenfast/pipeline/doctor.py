@@ -197,10 +197,10 @@ def compile_cache() -> Finding:
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
-        sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
+        entries, size = cache.usage()
     except OSError as e:
         return Finding("compile cache", "OPTIONAL", f"{folder} cannot be written ({e.strerror})", remedy)
-    return Finding("compile cache", "OK", f"{folder}, {len(sizes)} entries, {sum(sizes) / 2**20:.1f} MiB")
+    return Finding("compile cache", "OK", f"{folder}, {entries} entries, {size / 2**20:.1f} MiB")
 
 
 def gpus() -> list[tuple[Target | None, Finding]]:
