@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 
 VALIDATE = ("validate", "fp8_sdpa")
 BENCH = ("bench", "fp8_sdpa")
+WARMUP = ("warmup", "--arch", "sm_90a")
 
 
 def assert_said(ran: Ran, code: int, said: str) -> None:
@@ -99,6 +100,15 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
             "tests/cli: no record.json there is that of a comparison measured on a GPU",
         ),
         ((*VALIDATE, "--quote", "a", "--no-quote"), "not allowed with argument"),
+        (("warmup", "--arch", "sm_75"), "unknown target 'sm_75'; allowed: sm_100, sm_120, sm_80, "),
+        ((*WARMUP, "--head-dims", "100"), "greenfast: head dim 100: the kernels take multiples of 8 up to 256"),
+        ((*WARMUP, "--head-dims", "d64"), "argument --head-dims: 'd64': give whole numbers separated by commas"),
+        ((*WARMUP, "--dtypes", "float32"), "unknown dtype 'float32'; allowed: bfloat16, float16"),
+        ((*WARMUP, "--precisions", "fp4"), "unknown precision 'fp4'; allowed: fp8, int8"),
+        ((*WARMUP, "--causal", "maybe"), "argument --causal: invalid choice: 'maybe'"),
+        ((*WARMUP, "--lengths", "128,0"), "length 0: tensors have lengths from 1 up"),
+        ((*WARMUP, "--lengths", ","), "argument --lengths: ',' names nothing"),
+        (("warmup", "--arch", "sm_80"), "compute capability 8.9 and up, this is sm_80; "),
         ((*VALIDATE, "--device", "gpu"), "device 'gpu': allowed are auto, none"),
         ((*VALIDATE, "--device=-1"), "device '-1': allowed are auto, none"),
         ((*VALIDATE, "--device", "²"), "device '²': allowed are auto, none"),

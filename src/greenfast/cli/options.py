@@ -183,6 +183,34 @@ def build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
 
 
+def warmup(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast warmup``."""
+    parser.add_argument(
+        "--head-dims",
+        type=numbers,
+        default=[64, 128, 256],
+        metavar="D,...",
+        help="of the tensors (default: 64,128,256)",
+    )
+    parser.add_argument(
+        "--dtypes", type=words, default=["float16", "bfloat16"], metavar="A,B", help="default: float16,bfloat16"
+    )
+    parser.add_argument("--precisions", type=words, default=["fp8", "int8"], metavar="A,B", help="default: fp8,int8")
+    parser.add_argument(
+        "--causal", choices=("both", "yes", "no"), default="both", help="with a causal mask (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--grad", action="store_true", help="also the kernels that training takes: those that return the log-sum-exp"
+    )
+    parser.add_argument(
+        "--lengths",
+        type=numbers,
+        metavar="N,...",
+        help="lengths that queries and keys will have, in any pair (default: such that reach every kernel)",
+    )
+    parser.add_argument("--arch", metavar="SM", help="target, such as sm_90a (default: the GPU's own, else sm_90a)")
+
+
 def compare(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast compare``."""
     parser.add_argument("baseline", type=Path, help="a run's folder, or its perf_baseline.json")
@@ -280,6 +308,7 @@ VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "validate": ("judge a candidate against a baseline through the five gates", validate),
     "bench": ("check one variant and time it over shapes", bench),
     "build": ("compile variants for targets: resources and machine code, without a GPU", build),
+    "warmup": ("fill the kernel cache ahead, so that the first calls in PyTorch compile nothing", warmup),
     "compare": ("compare the timings of two saved runs", compare),
     "emulate": ("run a kernel of any CUDA or PTX file in the PTX emulator", emulate),
     "profile": ("Nsight Compute profile, and the share of each phase of a kernel", profile),

@@ -1,0 +1,152 @@
+"""Compiling ahead: which kernels calls will take, and how they come into the cache before the first of them.
+
+The shapes of a call decide its kernels, so none of this needs a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from greenfast.build import cache
+from greenfast.build.compiler import CompiledKernel, compile_kernel
+from greenfast.operator.cuda import attention_step, dims_of, quantize_step, recipe_for
+from greenfast.operator.quantized import DTYPES, HEAD_DIMS, PRECISIONS
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import MachineError, UsageError, unknown
+from greenfast.spec.kernel import KernelSource
+
+#: Lengths that reach, in all pairs, every kernel that shapes of any length take; a test compares the two.
+LENGTHS = (128, 512, 1024, 32768)
+#: Heads of all batches together that reach every kernel of a length: what counts is how they fill the GPU.
+_HEADS = tuple(2**n for n in range(12))
+#: Rows of all queries above which the attention kernel is always the same.
+_MOST_ROWS = 1 << 17
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+_MOST_WORKERS = 16  # each holds some 50 MiB
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """What filling the cache came to: kernels compiled, kernels that were there already, wall time."""
+
+    compiled: int
+    cached: int
+    seconds: float
+
+
+def kernels_for(
+    target: Target,
+    *,
+    head_dims: Sequence[int] = HEAD_DIMS,
+    dtypes: Sequence[str] = tuple(_DTYPES),
+    precisions: Sequence[str] = tuple(PRECISIONS),
+    causal: Sequence[bool] = (False, True),
+    log_sum_exp: bool = False,
+    lengths: Sequence[int] = LENGTHS,
+    left_out: Callable[[str], None] = lambda combination: None,
+) -> list[KernelSource]:
+    """The kernels, each once, of calls of ``greenfast.sdpa``, and of ``quantize`` and ``attention`` by default.
+
+    They are those for tensors of any batch and heads, with each pair of ``lengths`` as those of queries and keys.
+    log_sum_exp: also the kernels that return it, which ``return_lse`` and gradients take. left_out: called with each
+    combination that the target has no kernel for, and calls refuse.
+
+    Raises UsageError for what no call can have, and where the target has no kernel for any of the combinations.
+    """
+    _check(head_dims, dtypes, precisions, lengths)
+    found: dict[KernelSource, None] = {}
+    refusal = ""
+    for head_dim, dtype, precision, lse in product(head_dims, dtypes, precisions, (False, True)[: 1 + log_sum_exp]):
+        combination = f"head dim {head_dim}, {dtype}, {precision}{', log-sum-exp' if lse else ''}"
+        try:
+            for query, key in _tensors(head_dim, _DTYPES[dtype], lengths):
+                found.update(dict.fromkeys(_kernels_of(query, key, precision, causal, lse, target)))
+        except NotImplementedError as e:
+            left_out(combination)
+            refusal = refusal or f"{combination}: {e}"
+    if not found:
+        raise UsageError(f"{refusal}; nothing that was asked for can be compiled for {target.name}")
+    return list(found)
+
+
+def _tensors(head_dim: int, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Queries and keys, without memory, of all pairs of lengths and of few heads to many."""
+    for heads, q_len, kv_len in product(_HEADS, lengths, lengths):
+        shapes = ((1, heads, length, head_dim) for length in (q_len, kv_len))
+        query, key = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+        yield query, key
+
+
+def _kernels_of(
+    query: Tensor, key: Tensor, precision: str, causal: Sequence[bool], lse: bool, target: Target
+) -> Iterator[KernelSource]:
+    """What ``sdpa`` and ``quantize`` compile for such tensors. Raises NotImplementedError where sdpa has no kernel."""
+    heads, q_len = query.shape[1:3]
+    recipe = recipe_for(target, precision)
+    if heads == 1 or heads * q_len <= _MOST_ROWS:
+        for masked in causal:
+            dims = dims_of(query.shape, key.shape, query.dtype, recipe, int(masked), lse)
+            yield attention_step(dims, recipe.format, 1.0, target).source
+    yield quantize_step(query, key, key, recipe, target).source
+
+
+def warm(
+    sources: Iterable[KernelSource],
+    target: Target,
+    progress: Callable[[CompiledKernel], None] = lambda kernel: None,
+    *,
+    workers: int | None = None,
+) -> Warmed:
+    """Compile what the cache lacks, in threads: NVRTC runs without Python's lock. Several processes may do so at once.
+
+    progress: called in this thread with each kernel as it is done. workers: threads; one per processor by default.
+    Raises as ``compile_kernel`` does, and MachineError where the cache does not keep a kernel. What was compiled by
+    then, or before an interrupt, stays in the cache.
+    """
+    start = time.perf_counter()
+    compiled = cached = 0
+    pool = ThreadPoolExecutor(workers or min(len(os.sched_getaffinity(0)), _MOST_WORKERS))
+    try:
+        for job in as_completed([pool.submit(_kept, source, target) for source in sources]):
+            kernel = job.result()
+            compiled, cached = compiled + (not kernel.from_cache), cached + kernel.from_cache
+            progress(kernel)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return Warmed(compiled, cached, time.perf_counter() - start)
+
+
+def _kept(source: KernelSource, target: Target) -> CompiledKernel:
+    """Compile through the cache, and see that the next one who asks finds it there."""
+    kernel = compile_kernel(source, target)
+    if not kernel.from_cache and not compile_kernel(source, target).from_cache:
+        try:
+            where = f"the kernel cache {cache.cache_dir()}"
+        except RuntimeError as e:
+            where = f"the kernel cache ({e})"
+        raise MachineError(
+            f"{where} does not keep what is compiled; set GREENFAST_CACHE_DIR to a folder that can be written, on a "
+            "disk that is not full"
+        )
+    return kernel
+
+
+def _check(head_dims: Sequence[int], dtypes: Sequence[str], precisions: Sequence[str], lengths: Sequence[int]) -> None:
+    for head_dim in head_dims:
+        if head_dim % 8 or not 8 <= head_dim <= HEAD_DIMS[-1]:
+            raise UsageError(f"head dim {head_dim}: the kernels take multiples of 8 up to {HEAD_DIMS[-1]}")
+    for what, given, allowed in (("dtype", dtypes, _DTYPES), ("precision", precisions, PRECISIONS)):
+        for name in given:
+            if name not in allowed:
+                raise unknown(what, name, allowed)
+    for length in lengths:
+        if length < 1:
+            raise UsageError(f"length {length}: tensors have lengths from 1 up")

@@ -1,0 +1,113 @@
+"""``greenfast warmup``: what is compiled for which options and target, and what a person sees of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from greenfast.operator import warmup
+from greenfast.operator.warmup import Warmed, kernels_for
+from greenfast.spec.arch import Target
+from greenfast.spec.kernel import KernelSource
+from tests.cli.command_line import run_here
+from tests.fakes import FakeDevice, install, request
+
+pytestmark = pytest.mark.usefixtures("machine")
+
+NO_GPU = "no GPU here: compiling for sm_90a, Hopper, with wgmma and setmaxnreg; --arch names another target"
+ONE = ("--head-dims", "64", "--dtypes", "float16", "--precisions", "fp8", "--causal", "no", "--lengths", "128")
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own, and of each length one kernel for one head."""
+    monkeypatch.setenv("GREENFAST_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(warmup, "_HEADS", (1,))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[set[KernelSource], str]]:
+    """Instead of compiling: the kernels and the target's name of each call."""
+    calls: list[tuple[set[KernelSource], str]] = []
+
+    def warm(sources: list[KernelSource], target: Target, progress: object) -> Warmed:
+        calls.append((set(sources), target.name))
+        return Warmed(len(sources), 0, 1.0)
+
+    monkeypatch.setattr(warmup, "warm", warm)
+    return calls
+
+
+def test_the_first_run_compiles_and_the_second_finds_it(capsys: pytest.CaptureFixture[str], cache_folder: Path) -> None:
+    ran = run_here(capsys, "warmup", *ONE)
+    assert (ran.code, ran.err) == (0, "")
+    first, *steps, counts, folder = ran.out.splitlines()
+    assert first == NO_GPU
+    assert sorted(line.split()[1] for line in steps) == ["fp8_attention", "quantize_qkv"]
+    assert [line.split()[0] for line in steps] == ["1/2", "2/2"]
+    assert all(line.endswith(" ms") for line in steps)
+    assert counts.startswith("sm_90a: 2 kernels compiled, 0 already cached, ")
+    assert folder.startswith(f"{cache_folder}: 2 entries, ")
+    assert folder.endswith(" MiB")
+    again = run_here(capsys, "warmup", *ONE, "--arch", "9.0a")
+    assert again.out.startswith("sm_90a: 0 kernels compiled, 2 already cached, "), "no line for what was there"
+    assert again.out.splitlines()[1:] == [folder]
+
+
+@pytest.mark.usefixtures("cache_folder")
+def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    ran = run_here(capsys, "warmup", *ONE)
+    assert "compiling" in ran.out
+    assert "2/2" in ran.out
+    assert "quantize_qkv" not in ran.out
+
+
+def test_the_options_reach_the_kernels(
+    capsys: pytest.CaptureFixture[str], asked: list[tuple[set[KernelSource], str]]
+) -> None:
+    hopper = Target("sm_90a")
+    assert run_here(capsys, "warmup").code == 0
+    assert asked.pop() == (set(kernels_for(hopper)), "sm_90a")
+    run_here(capsys, "warmup", "--grad", "--lengths", "128,300")
+    assert asked.pop()[0] == set(kernels_for(hopper, log_sum_exp=True, lengths=[128, 300]))
+    run_here(capsys, "warmup", "--causal", "yes", "--head-dims", "72,128", "--dtypes", "bfloat16", "--lengths", "64")
+    assert asked.pop()[0] == set(
+        kernels_for(hopper, causal=[True], head_dims=[72, 128], dtypes=["bfloat16"], lengths=[64])
+    )
+    run_here(capsys, "warmup", "--causal", "no", "--precisions", "int8", "--lengths", "64")
+    assert asked.pop()[0] == set(kernels_for(hopper, causal=[False], precisions=["int8"], lengths=[64]))
+
+
+def test_what_calls_refuse_is_said(
+    capsys: pytest.CaptureFixture[str], asked: list[tuple[set[KernelSource], str]]
+) -> None:
+    ran = run_here(capsys, "warmup", "--arch", "sm_89", "--dtypes", "float16", "--precisions", "int8")
+    assert ran.code == 0
+    assert (
+        ran.out.splitlines()[0] == "without a kernel on sm_89, so that calls refuse them: head dim 256, float16, int8"
+    )
+    assert asked[0][0] == set(
+        kernels_for(Target("sm_89"), dtypes=["float16"], precisions=["int8"], head_dims=[64, 128])
+    )
+
+
+def test_a_gpu_chooses_the_target_unless_it_is_named(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    asked: list[tuple[set[KernelSource], str]],
+) -> None:
+    device = install(monkeypatch, FakeDevice(request(tmp_path)))
+    monkeypatch.setattr(warmup, "kernels_for", lambda target, **_: [])
+    ran = run_here(capsys, "warmup")
+    assert (ran.code, asked.pop()[1]) == (0, "sm_89")
+    assert "no GPU" not in ran.out
+    device.workers.clear()
+    run_here(capsys, "warmup", "--arch", "sm_90a")
+    assert asked.pop()[1] == "sm_90a"
+    assert device.workers == [], "a GPU is not asked, it may be out of order"
