@@ -12,6 +12,7 @@ from torch import Tensor
 import greenfast
 from greenfast.operator import cuda, ops, reference
 from greenfast.operator.quantized import Recipe
+from greenfast.spec.kernel import Choice
 
 pytestmark = pytest.mark.gpu
 sdpa_of_torch = torch.nn.functional.scaled_dot_product_attention
@@ -99,6 +100,19 @@ def test_quantized_inputs_are_kept() -> None:
             assert error(out, exact) < (0.06 if precision == "fp8" else 0.05)
             assert torch.isfinite(lse).all()
             assert error(greenfast.attention(quantized, is_causal=True), exact) < 0.06
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_the_way_of_ada(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes by PyTorch with a scale a head, and the Ada kernel, which a Hopper GPU can run."""
+    monkeypatch.setattr(cuda, "kernel_for", lambda target, dims, fmt: Choice("ada", "wanted"))
+    monkeypatch.setattr(cuda, "recipe_for", lambda target, precision: Recipe(precision, blocks=False))
+    monkeypatch.setattr(cuda, "_PLANS", {})
+    monkeypatch.setattr(cuda, "_ATTENTION_LAUNCHES", {})
+    q, k, v = inputs(300, heads=4, kv_heads=2, head_dim=128, dtype=torch.float16)
+    found = greenfast.sdpa(q, k, v, is_causal=True, enable_gqa=True, precision=precision)
+    wanted = sdpa_of_torch(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)
+    assert error(found, wanted) < 0.07
 
 
 def test_strides_make_no_copies() -> None:
