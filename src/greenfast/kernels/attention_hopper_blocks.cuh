@@ -7,25 +7,25 @@
 
 namespace greenfast {
 
-// Of the rows of a warpgroup: the scale of their block of Q, and whether that or one of the keys they attend to is NaN.
-// Scales show a NaN of the input; the scores do not always, as the powers of two from the bits of halves lose it.
-struct BlockScales {
-  static constexpr int kRows = 128;  // that share a scale
-  float of_queries;
-  bool not_a_number;
+constexpr int kScaleRows = 128;  // of Q or K, that share a scale
 
-  // keys: how many the rows attend to at most.
-  __device__ __forceinline__ BlockScales(const FlashParams& p, int head, int kv_head, int first_row, int keys) {
-    const int q_blocks = (p.q_len + kRows - 1) / kRows, k_blocks = (p.kv_len + kRows - 1) / kRows;
-    of_queries = p.q_scale[static_cast<size_t>(head) * q_blocks + min(first_row / kRows, q_blocks - 1)];
-    bool found = of_queries != of_queries;
-    for (int block = threadIdx.x % 32; block < min(k_blocks, (keys + kRows - 1) / kRows); block += 32) {
-      const float scale = p.k_scale[static_cast<size_t>(kv_head) * k_blocks + block];
-      found |= scale != scale;
-    }
-    not_a_number = __any_sync(0xffffffffu, found);
+// The scale of the rows of a warpgroup. Those behind the last row have that row's.
+__device__ __forceinline__ float q_scale_of(const FlashParams& p, int head, int first_row) {
+  const int blocks = (p.q_len + kScaleRows - 1) / kScaleRows;
+  return p.q_scale[static_cast<size_t>(head) * blocks + min(first_row / kScaleRows, blocks - 1)];
+}
+
+// Whether one of the scales of the first `keys` keys of a head is NaN. Scales show a NaN of the input; the scores do not
+// always, as the powers of two from the bits of halves lose it.
+__device__ __forceinline__ bool any_nan(const FlashParams& p, int kv_head, int keys) {
+  const int blocks = (p.kv_len + kScaleRows - 1) / kScaleRows, seen = min(blocks, (keys + kScaleRows - 1) / kScaleRows);
+  bool found = false;
+  for (int block = threadIdx.x % 32; block < seen; block += 32) {
+    const float scale = p.k_scale[static_cast<size_t>(kv_head) * blocks + block];
+    found |= scale != scale;
   }
-};
+  return __any_sync(0xffffffffu, found);
+}
 
 template <class Cfg>
 __device__ __forceinline__ void consume_blocks(const FlashParams& p, FlashStorage<Cfg>& shared, int warpgroup,
@@ -51,15 +51,16 @@ __device__ __forceinline__ void consume_blocks(const FlashParams& p, FlashStorag
       end[r] = (Cfg::kCausal ? min(p.kv_len, row + 8 * r + 1 + p.causal_shift) : p.kv_len) - whole * Shape::kBlockN;
     }
 
-    const BlockScales scales(p, work.head, kv_head, first_row, mine * Shape::kBlockN);
-    self.start(p, kv_head, scales.of_queries * p.softmax_scale * log2_e);
+    const float q_scale = q_scale_of(p, work.head, first_row);
+    self.start(p, kv_head, q_scale * p.softmax_scale * log2_e);
     shared.q_full[warpgroup].wait(q_parity);
     q_parity ^= 1;
     self.run(whole, mine - whole, end);
-    if (scales.not_a_number) {
+    self.arrive(shared.q_empty[warpgroup]);
+    const int seen = Cfg::kCausal ? min(p.kv_len, first_row + Shape::kRows + p.causal_shift) : p.kv_len;
+    if (q_scale != q_scale || any_nan(p, kv_head, seen)) {  // looked for here, while Q of the next piece comes
       for (float& x : self.o) x = CUDART_NAN_F;
     }
-    self.arrive(shared.q_empty[warpgroup]);
     for (int tile = mine; tile < work.tiles; ++tile) {  // tiles that only later rows of the block need
       self.take_turn();
       self.pass_turn();
