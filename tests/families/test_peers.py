@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from greenfast.families import peers
+from greenfast.families import graphs, peers
 from greenfast.families.contenders import CONTENDERS, Contender, Inputs, Ready, make_inputs
+from greenfast.families.graphs import calls_for, order, rounds_for
 from greenfast.families.hopper import tiling
-from greenfast.families.peers import ACCURACY, GRID, SMALL, PeerSession, calls_for, flops, order, rounds_for, sample
+from greenfast.families.peers import ACCURACY, GRID, SMALL, PeerSession, flops, sample
 from greenfast.pipeline.peers import PeersWorker
 from greenfast.pipeline.tasks import load_peers
 from greenfast.runtime.worker import WorkerError
@@ -150,7 +151,7 @@ class Graph:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(peers, "_event", made.event)
+    monkeypatch.setattr(graphs, "event", made.event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return made
 
@@ -215,12 +216,12 @@ def test_a_graph_holds_enough_calls_and_keeps_what_they_read(
     right = session._sample.exact.half().view(1, 2, 48, 64)
     captured: list[int] = []
 
-    def graph(ready: Ready, calls: int) -> tuple[Graph, Tensor]:
+    def graph(call: Callable[[], Tensor], calls: int) -> tuple[Graph, Tensor]:
         captured.append(calls)
-        out = ready.call().clone()
+        out = call().clone()
         return Graph(clock, 100.0 * calls, out, right, [], "x"), out
 
-    monkeypatch.setattr(peers, "_graph", graph)
+    monkeypatch.setattr(graphs, "graph_of", graph)
     ready = Ready(lambda: right)
     contend(monkeypatch, lambda _: ready)
     assert session.add("x", None, None, True).reason == ""  # type: ignore[arg-type]

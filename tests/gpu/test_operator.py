@@ -14,16 +14,8 @@ from greenfast.operator import cuda, ops, reference
 from greenfast.operator.quantized import Recipe
 from greenfast.spec.kernel import Choice
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 sdpa_of_torch = torch.nn.functional.scaled_dot_product_attention
-
-
-@pytest.fixture(autouse=True)
-def hopper_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("this torch cannot use the GPU")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("these are tests of the Hopper kernel, which needs compute capability 9.0")
 
 
 def inputs(

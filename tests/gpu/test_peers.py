@@ -22,15 +22,7 @@ from greenfast.spec.peers import OWN
 from greenfast.spec.record import PeersRecord
 from tests.cli.command_line import run_here
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def hopper_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("this torch cannot use the GPU")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the Hopper kernel needs compute capability 9.0")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 
 def test_a_run_has_times_of_everyone_installed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -12,16 +12,8 @@ from torch import Tensor, nn
 import greenfast
 from greenfast.operator import routing
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 attention = torch.nn.functional.scaled_dot_product_attention
-
-
-@pytest.fixture(autouse=True)
-def hopper_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("this torch cannot use the GPU")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("these are tests of the Hopper kernel, which needs compute capability 9.0")
 
 
 def inputs(length: int = 2048, kv_heads: int = 4, dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -39,7 +39,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_bench, "Gpu", Board)
     for name, value in (
         ("require_gpu", lambda: None), ("shapes", lambda: iter(shapes)), ("speed", speed), ("host", lambda: made.host),
-        ("errors", lambda kind: made.errors), ("environment", lambda: {"torch": "2"}),
+        ("errors", lambda kind: made.errors), ("library_versions", lambda: {"torch": "2"}),
     ):  # fmt: skip
         monkeypatch.setattr(measure, name, value)
 

@@ -232,18 +232,22 @@ def _cudnn_fp8(inputs: Inputs) -> Ready:
     return Ready(call, unit)
 
 
+def torch_call(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
+    """torch's scaled_dot_product_attention by that backend alone."""
+
+    def call() -> Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return call
+
+
 def _torch(backend: SDPBackend) -> Callable[[Inputs], Ready]:
-    """torch's scaled_dot_product_attention in bfloat16 by that backend alone."""
+    """The same in bfloat16, of inputs."""
 
     def prepare(inputs: Inputs) -> Ready:
         q, k, v = (inputs.by_batch(inputs.values[name].bfloat16()) for name in "qkv")
-        causal = bool(inputs.sizes.causal)
-
-        def call() -> Tensor:
-            with sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-        return Ready(call)
+        return Ready(torch_call(backend, q, k, v, bool(inputs.sizes.causal)))
 
     return prepare
 

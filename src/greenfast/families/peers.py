@@ -9,9 +9,8 @@ from __future__ import annotations
 import gc
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from greenfast.families.contenders import CONTENDERS, Inputs, Ready, first_line, make_inputs
 from greenfast.families.fast_problem import sizes_of, transposed_values
+from greenfast.families.graphs import call_us, capture, queue_in_turns, rounds_for
 from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS, attention, attention_rounding_bound
 from greenfast.numerics.formats import dequantize
 from greenfast.runtime.device import Gpu, KernelImage, tensor_map
@@ -29,17 +29,14 @@ from greenfast.spec.peers import OWN, AccuracyCell, Checked, PeerContender, Time
 from greenfast.spec.task import Shape
 
 _TOKENS, _HIDDEN = 16384, 2048
-#: A replay of a graph should take so long, with so many calls at most.
-_REPLAY_US, _MOST_CALLS = 2000.0, 50
-#: A contender is timed for about so long, in so many rounds at least and at most.
-_TIMED_US, _LEAST_ROUNDS, _MOST_ROUNDS = 60_000.0, 7, 200
 #: A peer's output that is further off than this is not attention in FP8 but a call that went wrong.
 _WRONG = 0.25
 #: How far the output of a peer's timed launches may be from what was checked, relative; greenfast's must be the same.
 _CHANGED = 1e-3
 
 
-def _grid_shape(head_dim: int, length: int, causal: bool) -> Shape:
+def grid_shape(head_dim: int, length: int, causal: bool) -> Shape:
+    """16,384 tokens and a hidden size of 2048, as the FlashAttention papers measure."""
     dims = {"B": _TOKENS // length, "H": _HIDDEN // head_dim, "S": length, "D": head_dim}
     name = f"d{head_dim}_s{length}{'_causal' if causal else ''}"
     return Shape(name=name, dims={**dims, "CAUSAL": 1} if causal else dims)
@@ -49,8 +46,8 @@ def _shape(name: str, b: int, h: int, s: int, d: int) -> Shape:
     return Shape(name=name, dims={"B": b, "H": h, "S": s, "D": d})
 
 
-#: 16,384 tokens and a hidden size of 2048, as the FlashAttention papers measure.
-GRID = tuple(_grid_shape(d, s, c) for d in (64, 128, 256) for s in (1024, 4096, 16384) for c in (False, True))
+#: The shapes that count for the mean.
+GRID = tuple(grid_shape(d, s, c) for d in (64, 128, 256) for s in (1024, 4096, 16384) for c in (False, True))
 SMALL = (
     _shape("small", 1, 1, 32, 64),
     _shape("mission", 1, 8, 512, 64),
@@ -138,26 +135,6 @@ def sample(inputs: Inputs, count: int) -> Sample:
     return Sample(torch.stack(rows), torch.cat(full), torch.cat(exact), torch.cat(bound))
 
 
-def order(names: Sequence[str], turn: int) -> list[str]:
-    """The order of a round: every contender is first in its turn, and every other round runs the other way around.
-
-    A plain rotation would leave each contender behind the same one throughout, in its caches and its heat.
-    """
-    start = turn // 2 % len(names)
-    rotated = [*names[start:], *names[:start]]
-    return rotated[::-1] if turn % 2 else rotated
-
-
-def rounds_for(replay_us: Sequence[float]) -> int:
-    """How many rounds give a contender about its time, where their replays take so long."""
-    return max(_LEAST_ROUNDS, min(_MOST_ROUNDS, math.ceil(_TIMED_US / median(replay_us))))
-
-
-def calls_for(one_us: float) -> int:
-    """How many calls of that duration a graph holds."""
-    return max(1, min(_MOST_CALLS, round(_REPLAY_US / one_us)))
-
-
 @dataclass
 class _Entry:
     """A contender that passed its check: its graph, what the graph writes, and what the check saw.
@@ -171,6 +148,12 @@ class _Entry:
     checked: Tensor
     calls: int
     replay_us: float
+
+
+def library_versions() -> dict[str, str]:
+    """What the times of torch's attention depend on beside torch's own version."""
+    backend: Any = torch.backends.cudnn
+    return {"torch CUDA": str(torch.version.cuda), "cuDNN": str(backend.version())}
 
 
 class PeerSession:
@@ -200,8 +183,7 @@ class PeerSession:
 
     def versions(self) -> dict[str, str]:
         """What else the peers' times depend on."""
-        backend: Any = torch.backends.cudnn
-        return {"torch CUDA": str(torch.version.cuda), "cuDNN": str(backend.version())}
+        return library_versions()
 
     def open(self, dims: Mapping[str, int], seed: int, kind: str, sampled: int) -> None:
         """Draw the inputs of a shape (contenders.make_inputs), and compute ``sampled`` reference rows of each head."""
@@ -241,28 +223,15 @@ class PeerSession:
 
     def time(self, rounds: int | None) -> Timed:
         """Replay everyone's graph once per round; None takes as many rounds as the replays' durations ask for."""
-        names = list(self._entries)
         count = rounds or rounds_for([e.replay_us for e in self._entries.values()])
         for entry in self._entries.values():
             _poison(entry.out)
-        for turn in range(max(2, count // 4)):  # warm up
-            for name in order(names, turn):
-                self._entries[name].graph.replay()
-        marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
-        # All of it is queued before the GPU gets there, so that no time of the host lies between the events.
-        for turn in range(count):
-            for name in order(names, turn):
-                start, end = _event(), _event()
-                start.record()
-                self._entries[name].graph.replay()
-                end.record()
-                marks[name].append((start, end))
+        marks = queue_in_turns({name: entry.graph for name, entry in self._entries.items()}, count)
         clocks = self._clocks()  # while the GPU is still at it
         torch.cuda.synchronize()
-        calls = {name: self._entries[name].calls for name in names}
-        samples = {name: [1e3 * a.elapsed_time(b) / calls[name] for a, b in pairs] for name, pairs in marks.items()}
-        changed = [name for name in names if not self._unchanged(name)]
-        return Timed(samples, calls, changed, clocks)
+        calls = {name: entry.calls for name, entry in self._entries.items()}
+        changed = [name for name in self._entries if not self._unchanged(name)]
+        return Timed(call_us(marks, calls), calls, changed, clocks)
 
     def _own(self, image: KernelImage, plan: Launch) -> Ready:
         """greenfast's kernel on torch's memory and stream."""
@@ -297,12 +266,8 @@ class PeerSession:
         return out.to(torch.float32, copy=copy).flatten(0, 1)
 
     def _capture(self, ready: Ready, checked: Tensor) -> _Entry:
-        graph, out = _graph(ready, 1)
-        one_us = _replay_us(graph)
-        calls = calls_for(one_us)
-        if calls > 1:
-            graph, out = _graph(ready, calls)
-        return _Entry(ready, graph, out, checked, calls, _replay_us(graph))
+        found = capture(ready.call)
+        return _Entry(ready, found.graph, found.out, checked, found.calls, found.replay_us)
 
     def _unchanged(self, name: str) -> bool:
         """Whether the timed launches left what was checked; the outputs were poisoned before them."""
@@ -324,11 +289,6 @@ class PeerSession:
         return found
 
 
-def _event() -> Any:
-    event: Any = torch.cuda.Event
-    return event(enable_timing=True)
-
-
 def _how_wrong(found: Checked) -> str:
     return "not every element is finite" if not found.finite else f"relative error {found.error:.3g}"
 
@@ -336,24 +296,3 @@ def _how_wrong(found: Checked) -> str:
 def _poison(out: Tensor) -> None:
     """Overwrite an output with 0xFF: NaN in half, bfloat16 and E4M3."""
     out.view(torch.uint8).fill_(255)
-
-
-def _graph(ready: Ready, calls: int) -> tuple[Any, Tensor]:
-    """A graph of so many calls, and the output of its last one."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            out = ready.call()
-    return graph, out
-
-
-def _replay_us(graph: Any) -> float:
-    """Microseconds of one replay, the third."""
-    start, end = _event(), _event()
-    graph.replay()
-    graph.replay()
-    start.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return float(1e3 * start.elapsed_time(end))

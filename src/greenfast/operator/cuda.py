@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from cuda.core import Device
@@ -39,6 +39,7 @@ _ATTENTION_LAUNCHES: dict[tuple[Any, ...], tuple[Prepared, ...]] = {}
 _QUANTIZED = ("q_codes", "k_codes", "v_codes", "q_scale", "k_scale", "v_scale", "out", "lse")
 
 Shape = tuple[int, ...]
+Value = TypeVar("Value")
 
 
 def kernel_for(target: Target, dims: Mapping[str, int], fmt: str) -> Choice:
@@ -90,6 +91,14 @@ def _loaded(source: KernelSource, device: int) -> Any:
     return load_kernel(image, Device(device))
 
 
+def _remember(cache: dict[tuple[Any, ...], Value], at: tuple[Any, ...], value: Value, most: int) -> Value:
+    """Keep a value, of so many at the most: a full cache starts again."""
+    if len(cache) >= most:
+        cache.clear()
+    cache[at] = value
+    return value
+
+
 @dataclass(frozen=True)
 class _Step:
     """One launch of a plan; ``names``: buffers of the kernel -> buffers of the plan, where they differ."""
@@ -114,7 +123,7 @@ class _Plan:
     work: Mapping[str, int] = field(default_factory=dict)
     work_elements: int = 0  # of the inputs' dtype
     head_dim: int = 0  # of the codes and the output
-    launches: dict[tuple[int, ...], tuple[Prepared, ...]] = field(default_factory=dict)
+    launches: dict[tuple[Any, ...], tuple[Prepared, ...]] = field(default_factory=dict)
 
     def prepare(self, names: tuple[str, ...], addresses: tuple[int, ...]) -> tuple[Prepared, ...]:
         """The launches on a stream, a workspace and buffers of these names: ``addresses`` in this order."""
@@ -123,17 +132,7 @@ class _Plan:
         with torch.cuda.device(self.device):
             Device(self.device).set_current()  # in a thread of its own PyTorch may have had no need to
             launches = tuple(step.prepared(self.device, pointers, stream) for step in self.steps)
-        if len(self.launches) >= _MOST_LAUNCHES:
-            self.launches.clear()
-        self.launches[addresses] = launches
-        return launches
-
-
-def _remember(at: tuple[Any, ...], plan: _Plan) -> _Plan:
-    if len(_PLANS) >= _MOST_PLANS:
-        _PLANS.clear()
-    _PLANS[at] = plan
-    return plan
+        return _remember(self.launches, addresses, launches, _MOST_LAUNCHES)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -201,7 +200,8 @@ def quantize(
     at = (recipe, query.dtype, device, *(x.shape for x in given), *(x.stride() for x in given))
     plan = _PLANS.get(at)
     if plan is None:
-        plan = _remember(at, _Plan(device, (quantize_step(query, key, value, recipe, target_of(device)),)))
+        step = quantize_step(query, key, value, recipe, target_of(device))
+        plan = _remember(_PLANS, at, _Plan(device, (step,)), _MOST_PLANS)
     names, buffers = ("q", "k", "v", *found), (*given, *found.values())
     addresses = (_stream(device), 0, *(x.data_ptr() for x in buffers))
     _launch(device, plan.launches.get(addresses) or plan.prepare(names, addresses))
@@ -235,9 +235,7 @@ def _attention(
         if out.numel() == 0 or key_length == 0:
             return _nothing(out, sums, head_dim)
         plan = _attention_plan(lse, query, key, query_scale, value_scale, precision, key_length, dtype, causal, scale)
-        if len(_ATTENTION_LAUNCHES) >= _MOST_PLANS:
-            _ATTENTION_LAUNCHES.clear()
-        launches = _ATTENTION_LAUNCHES[at] = plan.prepare(_QUANTIZED, addresses)
+        launches = _remember(_ATTENTION_LAUNCHES, at, plan.prepare(_QUANTIZED, addresses), _MOST_PLANS)
     _launch(device, launches)
     return (out if head_dim == shape[3] else out[..., :head_dim]), sums
 
@@ -310,7 +308,7 @@ def _sdpa(
         recipe = recipe_for(target_of(device), precision)
         if not recipe.blocks:
             return _sdpa_unfused(lse, query, key, value, recipe, causal, scale)
-        plan = _remember(at, _sdpa_plan(lse, query, key, value, recipe, causal, scale))
+        plan = _remember(_PLANS, at, _sdpa_plan(lse, query, key, value, recipe, causal, scale), _MOST_PLANS)
     head_dim, padded = shape[3], plan.head_dim
     out = query.new_empty(shape if head_dim == padded else (*shape[:3], padded))
     workspace = query.new_empty(plan.work_elements)

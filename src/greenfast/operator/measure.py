@@ -6,16 +6,17 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from greenfast.build.compiler import kernel_hash
-from greenfast.families.contenders import CONTENDERS, first_line, make_inputs
-from greenfast.families.peers import calls_for, order, rounds_for
+from greenfast.families.contenders import CONTENDERS, first_line, make_inputs, torch_call
+from greenfast.families.graphs import call_us, capture, queue_in_turns, rounds_for
+from greenfast.families.peers import SMALL, grid_shape
+from greenfast.families.peers import library_versions as library_versions
 from greenfast.numerics.attention import attention as exact_attention
 from greenfast.operator import cuda
 from greenfast.operator.quantized import Recipe
@@ -24,10 +25,8 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, WrongResultError
 from greenfast.spec.operator import ErrorRow, HostRow, SpeedRow
 
-#: 16,384 tokens and a hidden size of 2048, as the FlashAttention papers measure.
-_TOKENS, _HIDDEN = 16384, 2048
 HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 16384)
-MISSION = {"B": 1, "H": 8, "S": 512, "D": 64}
+MISSION = next(dict(shape.dims) for shape in SMALL if shape.name == "mission")
 INPUTS = ("normal", "outliers", "realistic")
 _ERROR_DIMS = tuple({"B": 1, "H": 8, "S": 2048, "D": d} for d in (64, 128))
 #: An output that is further from exact attention is wrong, not rounded: no times of it are recorded.
@@ -41,8 +40,7 @@ def shapes() -> Iterator[dict[str, int]]:
     """Dimensions of every shape that is timed; CAUSAL=1 with a mask."""
     for head_dim in HEAD_DIMS:
         for length in LENGTHS:
-            dims = {"B": _TOKENS // length, "H": _HIDDEN // head_dim, "S": length, "D": head_dim}
-            yield from (dims, {**dims, "CAUSAL": 1})
+            yield from (dict(grid_shape(head_dim, length, causal).dims) for causal in (False, True))
 
 
 def require_gpu() -> None:
@@ -51,12 +49,6 @@ def require_gpu() -> None:
         raise MachineError(f"torch {torch.__version__} shows no GPU, which timing the operator needs")
     if cuda.target_of(torch.cuda.current_device()).name != "sm_90a":
         raise MachineError(f"{torch.cuda.get_device_name()}: the operator is timed on Hopper GPUs alone")
-
-
-def environment() -> dict[str, str]:
-    """What times depend on beside the packages that every record names."""
-    backend: Any = torch.backends.cudnn
-    return {"torch CUDA": str(torch.version.cuda), "cuDNN": str(backend.version())}
 
 
 def kernel_hashes() -> dict[str, str]:
@@ -84,41 +76,6 @@ def _tensors(dims: Mapping[str, int], seed: int = 0) -> tuple[Tensor, Tensor, Te
     return q, k, v
 
 
-def _torch_call(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-    def call() -> Tensor:
-        with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return call
-
-
-@dataclass
-class _Captured:
-    graph: Any
-    calls: int
-    replay_us: float
-
-
-def _event() -> Any:
-    event: Any = torch.cuda.Event
-    return event(enable_timing=True)
-
-
-def _capture(call: Call, calls: int) -> _Captured:
-    graph: Any = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    start, end = _event(), _event()
-    graph.replay()
-    graph.replay()
-    start.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return _Captured(graph, calls, 1e3 * start.elapsed_time(end))
-
-
 def speed(dims: Mapping[str, int]) -> list[SpeedRow]:
     """Everyone on one shape, in turns. Raises WrongResultError where greenfast's output is not right."""
     q, k, v = _tensors(dims)
@@ -132,8 +89,8 @@ def speed(dims: Mapping[str, int]) -> list[SpeedRow]:
         "attention fp8": lambda: attention(codes, is_causal=causal),
         "quantize fp8": lambda: quantize(q, k, v),
         "copy": lambda: half.copy_(other_half),
-        "torch flash": _torch_call(SDPBackend.FLASH_ATTENTION, q, k, v, causal),
-        "torch cudnn": _torch_call(SDPBackend.CUDNN_ATTENTION, q, k, v, causal),
+        "torch flash": torch_call(SDPBackend.FLASH_ATTENTION, q, k, v, causal),
+        "torch cudnn": torch_call(SDPBackend.CUDNN_ATTENTION, q, k, v, causal),
     }
     wanted = calls["torch flash"]().float()
     for name in ("sdpa fp8", "sdpa int8", "attention fp8"):
@@ -146,23 +103,12 @@ def speed(dims: Mapping[str, int]) -> list[SpeedRow]:
     for name, call in calls.items():
         call()
         torch.cuda.synchronize()
-        once = _capture(call, 1)
-        count = calls_for(once.replay_us)
-        captured[name] = _capture(call, count) if count > 1 else once
+        captured[name] = capture(call)
     rounds = rounds_for([c.replay_us for c in captured.values()])
-    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in captured}
-    for turn in range(-2, rounds):
-        for name in order(list(captured), turn % rounds):
-            start, end = _event(), _event()
-            start.record()
-            captured[name].graph.replay()
-            end.record()
-            if turn >= 0:
-                marks[name].append((start, end))
+    marks = queue_in_turns({name: c.graph for name, c in captured.items()}, rounds)
     torch.cuda.synchronize()
     rows = []
-    for name, pairs in marks.items():
-        per_call = [1e3 * a.elapsed_time(b) / captured[name].calls for a, b in pairs]
+    for name, per_call in call_us(marks, {name: c.calls for name, c in captured.items()}).items():
         p25, p50, p75 = statistics.quantiles(per_call, n=4)
         rows.append(
             SpeedRow(

@@ -1,7 +1,7 @@
 """The operators as PyTorch knows them, ``torch.ops.greenfast``: schemas, implementations, shapes, gradients, vmap.
 
-They are registered with ``torch.library.Library``, whose calls cost a third of those of ``torch.library.custom_op``
-(benchmarks/operator_host.py). The functions that users call are in ``greenfast.operator.sdpa``.
+They are registered with ``torch.library.Library``, whose calls cost the host less than those of
+``torch.library.custom_op``. The functions that users call are in ``greenfast.operator.sdpa``.
 """
 
 from __future__ import annotations
@@ -52,22 +52,19 @@ def _quantize_shapes(
     return tuple(query.new_empty(shape, dtype=cuda.buffer_dtype(name)) for name, shape in sizes.items())  # type: ignore[return-value]
 
 
-def _attention_cpu(
-    query: Tensor, key: Tensor, value: Tensor, query_scale: Tensor, key_scale: Tensor, value_scale: Tensor,
-    precision: str, head_dim: int, key_length: int, dtype: torch.dtype, causal: int, scale: float,
-) -> Tensor:  # fmt: skip
-    codes = (query, key, value, query_scale, key_scale, value_scale)
-    quantized = QuantizedQKV(*codes, None, precision, head_dim, key_length, dtype)
-    return reference.attention(quantized, causal, scale, exact_sums=False)[0]
+def _attention_cpu(*args: Any) -> Tensor:
+    return _of_codes(args, exact_sums=False)[0]
 
 
-def _attention_lse_cpu(
-    query: Tensor, key: Tensor, value: Tensor, query_scale: Tensor, key_scale: Tensor, value_scale: Tensor,
-    precision: str, head_dim: int, key_length: int, dtype: torch.dtype, causal: int, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    codes = (query, key, value, query_scale, key_scale, value_scale)
-    quantized = QuantizedQKV(*codes, None, precision, head_dim, key_length, dtype)
-    return reference.attention(quantized, causal, scale, exact_sums=True)
+def _attention_lse_cpu(*args: Any) -> tuple[Tensor, Tensor]:
+    return _of_codes(args, exact_sums=True)
+
+
+def _of_codes(args: tuple[Any, ...], *, exact_sums: bool) -> tuple[Tensor, Tensor]:
+    fields: tuple[Any, ...] = (*args[:6], None, *args[6:10])
+    causal, scale = args[10:]
+    quantized = QuantizedQKV(*fields)
+    return reference.attention(quantized, causal, scale, exact_sums=exact_sums)
 
 
 def _attention_shape(query: Tensor, *rest: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -126,6 +127,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, allowed: Collection[str]) -> None:
+    """Raises ValueError unless ``value`` is one of those that an argument may have."""
     if value not in allowed:
         raise ValueError(f"{name}: {value!r}; allowed are {', '.join(map(repr, allowed))}")

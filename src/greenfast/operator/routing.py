@@ -15,15 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from greenfast.operator import cuda
-from greenfast.operator.quantized import DTYPES, HEAD_DIMS, PRECISIONS
-from greenfast.operator.sdpa import Alignment, Precision, sdpa
+from greenfast.operator.quantized import DTYPES, HEAD_DIMS, PRECISIONS, check_choice
+from greenfast.operator.sdpa import Alignment, Precision, causal_of, sdpa
 
 TORCH = "torch"  # the kernel of an Explanation where PyTorch's own attention is left to it
 #: Keys and queries below which quantization costs more than the FP8 products save, as measured with a causal mask, the
 #: worse case (docs/operator.md).
 MIN_LENGTH = 4096
 
-_ALIGNMENTS = {"upper_left": 1, "lower_right": 2}
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # every other subclass says itself what attention is
 _AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)  # what PyTorch's attention casts; float64 stays
 _TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -79,9 +78,8 @@ def explain(
 
     Raises ValueError for a ``precision`` or ``causal_alignment`` that there is not: no call has these.
     """
-    check_precision(precision)
-    if causal_alignment not in _ALIGNMENTS:
-        raise ValueError(f"causal_alignment: {causal_alignment!r}; allowed are {', '.join(map(repr, _ALIGNMENTS))}")
+    check_choice("precision", precision, PRECISIONS)
+    causal = causal_of(is_causal, causal_alignment)
     if attn_mask is not None:
         return Explanation(TORCH, "attn_mask: the kernels know causal masks alone")
     if dropout_p:
@@ -94,13 +92,7 @@ def explain(
     for name, x in (("query", query), ("key", key)):
         if x.size(2) < min_length:
             return Explanation(TORCH, f"{name}: shorter than min_length={min_length}, where quantization does not pay")
-    return _kernel(query, key, value, precision, _ALIGNMENTS[causal_alignment] if is_causal else 0)
-
-
-def check_precision(precision: str) -> None:
-    """Raises ValueError for a precision that there is not."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision: {precision!r}; allowed are {', '.join(map(repr, PRECISIONS))}")
+    return _kernel(query, key, value, precision, causal)
 
 
 def _refused_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
@@ -232,7 +224,7 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
 
     def __init__(self, precision: Precision = "fp8", min_length: int = MIN_LENGTH) -> None:
         """Raises ValueError for a precision that there is not."""
-        check_precision(precision)
+        check_choice("precision", precision, PRECISIONS)
         self.precision: Precision = precision
         self.min_length = min_length
         self.routed = Routed()

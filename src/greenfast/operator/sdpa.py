@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from greenfast.operator import cuda, ops
-from greenfast.operator.quantized import PRECISIONS, QuantizedQKV, check_tensors
+from greenfast.operator.quantized import PRECISIONS, QuantizedQKV, check_choice, check_tensors
 
 Precision = Literal["fp8", "int8"]
 Alignment = Literal["upper_left", "lower_right"]
@@ -61,7 +61,7 @@ def sdpa(
     ``attn_mask``, ``dropout_p``, head dims and GPUs that no kernel is for; each names the argument and what is allowed.
     """
     if attn_mask is not None or dropout_p or precision not in PRECISIONS:
-        raise _refused(attn_mask, dropout_p, precision)
+        _refuse(attn_mask, dropout_p, precision)
     if not isinstance(query, Tensor) or not isinstance(key, Tensor) or query.dim() != 4 or key.dim() != 4:
         check_tensors(query, key, value)
     shape = query.shape
@@ -74,7 +74,7 @@ def sdpa(
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (x.to(dtype) if x.is_floating_point() else x for x in (query, key, value))
     factor = _factor(scale, shape[3])
-    causal = _causal(is_causal, causal_alignment)
+    causal = causal_of(is_causal, causal_alignment)
     differentiable = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if not (return_lse or differentiable):
         op = cuda.sdpa if ops.undisturbed(query) else ops.SDPA
@@ -107,9 +107,9 @@ def quantize(
     Raises TypeError for what is no floating tensor of these dtypes, ValueError for shapes, devices and choices that do
     not fit, NotImplementedError for a head dim that no kernel has.
     """
-    _check_choice("precision", precision, tuple(PRECISIONS))
-    _check_choice("scales", scales, ("block", "head"))
-    _check_choice("value_scales", value_scales, ("head", "channel"))
+    check_choice("precision", precision, PRECISIONS)
+    check_choice("scales", scales, ("block", "head"))
+    check_choice("value_scales", value_scales, ("head", "channel"))
     check_tensors(query, key, value)
     q, k, v, q_scale, k_scale, v_scale, mean = ops.QUANTIZE(
         query, key, value, precision, scales == "block", value_scales == "channel", subtract_key_mean, rotate
@@ -152,7 +152,7 @@ def attention(
     No gradient flows to the codes.
     """
     factor = _factor(scale, quantized.head_dim)
-    causal = _causal(is_causal, causal_alignment)
+    causal = causal_of(is_causal, causal_alignment)
     args = (
         quantized.query, quantized.key, quantized.value, quantized.query_scale, quantized.key_scale,
         quantized.value_scale, quantized.precision, quantized.head_dim, quantized.key_length, quantized.dtype, causal,
@@ -165,12 +165,12 @@ def attention(
     return out, lse + ops.mean_scores(quantized, factor)
 
 
-def _refused(attn_mask: Tensor | None, dropout_p: float, precision: str) -> Exception:
+def _refuse(attn_mask: Tensor | None, dropout_p: float, precision: str) -> None:
     if attn_mask is not None:
-        return NotImplementedError(f"attn_mask: the FP8 kernels know causal masks alone; {_ALTERNATIVE}")
+        raise NotImplementedError(f"attn_mask: the FP8 kernels know causal masks alone; {_ALTERNATIVE}")
     if dropout_p:
-        return NotImplementedError(f"dropout_p: {dropout_p}; the FP8 kernels have no dropout; {_ALTERNATIVE}")
-    return ValueError(f"precision: {precision!r}; allowed are {', '.join(map(repr, PRECISIONS))}")
+        raise NotImplementedError(f"dropout_p: {dropout_p}; the FP8 kernels have no dropout; {_ALTERNATIVE}")
+    check_choice("precision", precision, PRECISIONS)
 
 
 def _factor(scale: float | None, head_dim: int) -> float:
@@ -182,12 +182,7 @@ def _factor(scale: float | None, head_dim: int) -> float:
     return factor
 
 
-def _causal(is_causal: bool, alignment: str) -> int:
-    if alignment not in _CAUSAL:
-        raise ValueError(f"causal_alignment: {alignment!r}; allowed are {', '.join(map(repr, _CAUSAL))}")
+def causal_of(is_causal: bool, alignment: str) -> int:
+    """The mask as CAUSAL of ``fast_problem``. Raises ValueError for an alignment that there is not."""
+    check_choice("causal_alignment", alignment, _CAUSAL)
     return _CAUSAL[alignment] if is_causal else 0
-
-
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}: {value!r}; allowed are {', '.join(map(repr, allowed))}")

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from greenfast.operator.routing import MIN_LENGTH, TORCH, Explanation, Routed, check_precision, explain
+from greenfast.operator.quantized import PRECISIONS, check_choice
+from greenfast.operator.routing import MIN_LENGTH, TORCH, Explanation, Routed, explain
 from greenfast.operator.sdpa import Precision, sdpa
 
 NAME = "greenfast"
@@ -35,7 +36,7 @@ def register_with_transformers(precision: Precision = "fp8", *, min_length: int 
     model whose attention has more than scaled products (soft caps, sinks, selected keys) raises ValueError when it
     runs, as does one that transformers trims queries of by the name of its attention.
     """
-    check_precision(precision)
+    check_choice("precision", precision, PRECISIONS)
     try:
         library = importlib.import_module("transformers")
         attentions, masks = library.AttentionInterface, library.AttentionMaskInterface
