@@ -70,10 +70,11 @@ def test_least_work_counts_what_the_mask_leaves() -> None:
     ("dims", "says"),
     [
         ({"B": 1, "H": 2, "S": 4}, "needs B, H, S, D"),
-        ({**PLAIN, "X": 1}, "may have HK, KV, CAUSAL, LSE, BF16, QBLOCK, KBLOCK, VCHANNEL"),
+        ({**PLAIN, "X": 1}, "may have HK, KV, CAUSAL, LSE, BF16, QBLOCK, KBLOCK, VBLOCK, VCHANNEL"),
         ({**PLAIN, "HK": 3}, "H=2 query heads cannot share HK=3"),
         ({**PLAIN, "CAUSAL": 3}, "CAUSAL=3"),
         ({**PLAIN, "KBLOCK": 64}, "KBLOCK=64: allowed are 0, 128"),
+        ({**PLAIN, "VBLOCK": 128, "VCHANNEL": 1}, "VBLOCK and VCHANNEL: "),
         ({**PLAIN, "LSE": 2}, "LSE=2: allowed are 0, 1"),
     ],
 )

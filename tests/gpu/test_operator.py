@@ -62,20 +62,22 @@ def test_as_on_the_cpu(sizes: dict[str, int], options: dict[str, Any], dtype: to
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 @pytest.mark.parametrize(
     "recipe",
-    [Recipe(key_mean=False, rotate=False), Recipe("int8"), Recipe("int8", channels=True),
-     Recipe(channels=True, key_mean=False, rotate=False), Recipe(blocks=False)],
+    [Recipe(key_mean=False, rotate=False), Recipe("int8"), Recipe("int8", values="channel"),
+     Recipe(values="head", key_mean=False, rotate=False), Recipe(blocks=False, values="head")],
     ids=str,
 )  # fmt: skip
 def test_the_codes_of_the_reference(recipe: Recipe, head_dim: int, length: int) -> None:
     q, k, v = inputs(length, head_dim=head_dim, heads=3, kv_heads=1)
-    choices = (recipe.precision, recipe.blocks, recipe.channels, recipe.key_mean, recipe.rotate)
+    choices = (recipe.precision, recipe.blocks, recipe.values, recipe.key_mean, recipe.rotate)
     found = ops.QUANTIZE(q, k, v, *choices)
     wanted = reference.quantize(q.cpu(), k.cpu(), v.cpu(), recipe)
     codes = (wanted.query, wanted.key, wanted.value)
     scales = (wanted.query_scale, wanted.key_scale, wanted.value_scale)
-    exact = not (recipe.key_mean or recipe.rotate)  # else sums are taken in another order
+    # Else sums are taken in another order, or PyTorch divides by 448 as it does on a GPU, by a product.
+    exact = recipe.values == "block" and not (recipe.key_mean or recipe.rotate)
+    few = 0 if exact else 2e-3 if recipe.values == "block" else 1e-2
     for mine, theirs in zip(found[:3], codes, strict=True):
-        assert float((mine.cpu() != theirs).float().mean()) <= (0 if exact else 2e-3)
+        assert float((mine.cpu() != theirs).float().mean()) <= few
     for mine, theirs in zip(found[3:6], scales, strict=True):
         assert torch.allclose(mine.cpu(), theirs, rtol=0 if exact else 1e-5, atol=0)
     if wanted.key_mean is not None:
@@ -98,7 +100,7 @@ def test_quantized_inputs_are_kept() -> None:
 def test_the_way_of_ada(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes by PyTorch with a scale a head, and the Ada kernel, which a Hopper GPU can run."""
     monkeypatch.setattr(cuda, "kernel_for", lambda target, dims, fmt: Choice("ada", "wanted"))
-    monkeypatch.setattr(cuda, "recipe_for", lambda target, precision: Recipe(precision, blocks=False))
+    monkeypatch.setattr(cuda, "recipe_for", lambda target, precision: Recipe(precision, False, "head"))
     monkeypatch.setattr(cuda, "_PLANS", {})
     monkeypatch.setattr(cuda, "_ATTENTION_LAUNCHES", {})
     q, k, v = inputs(300, heads=4, kv_heads=2, head_dim=128, dtype=torch.float16)
@@ -193,8 +195,8 @@ def test_opcheck(op: str) -> None:
 
 def test_opcheck_of_quantized() -> None:
     q, k, v = inputs(100, heads=2)
-    codes = ops.QUANTIZE(q, k, v, "fp8", True, True, True, True)
-    torch.library.opcheck(ops.QUANTIZE, (q, k, v, "fp8", True, True, True, True))
+    codes = ops.QUANTIZE(q, k, v, "fp8", True, "block", True, True)
+    torch.library.opcheck(ops.QUANTIZE, (q, k, v, "fp8", True, "block", True, True))
     torch.library.opcheck(ops.ATTENTION, (*codes[:6], "fp8", 64, 100, torch.bfloat16, 0, 0.125))
 
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 attention = torch.nn.functional.scaled_dot_product_attention
 
 
-def inputs(length: int = 2048, kv_heads: int = 4, dtype: torch.dtype = torch.bfloat16) -> Any:
+def inputs(length: int = routing.MIN_LENGTH, kv_heads: int = 4, dtype: torch.dtype = torch.bfloat16) -> Any:
     generator = torch.Generator().manual_seed(length)
     shapes = ((1, 4, length, 128), (1, kv_heads, length, 128), (1, kv_heads, length, 128))
     return [torch.randn(shape, generator=generator).to(dtype).cuda() for shape in shapes]
@@ -52,7 +52,7 @@ def test_autocast() -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic: bool) -> None:
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, is_causal=True) + q
+        return -attention(q, k, v, is_causal=True)
 
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
@@ -62,8 +62,8 @@ def test_compiled(dynamic: bool) -> None:
             with greenfast.use(min_length=512):
                 found = compiled(q, k, v)
             own = length < 512
-            wanted = model(q, k, v) if own else greenfast.sdpa(q, k, v, is_causal=True) + q
-            other = greenfast.sdpa(q, k, v, is_causal=True) + q if own else model(q, k, v)
+            mine = -greenfast.sdpa(q, k, v, is_causal=True)
+            wanted, other = (model(q, k, v), mine) if own else (mine, model(q, k, v))
             assert error(found, wanted) < 5e-3 < error(found, other), length
 
 
@@ -78,6 +78,7 @@ def test_compiled_with_gradients() -> None:
         assert error(mine, theirs) < 2e-2
 
 
+@pytest.mark.skipif(routing._REDISPATCH is None, reason="this PyTorch has no redispatch_function (2.13 and later)")
 def test_multi_head_attention() -> None:
     layer = nn.MultiheadAttention(512, 4, batch_first=True, dtype=torch.float16, device="cuda").eval()
     x = torch.randn(1, 600, 512, dtype=torch.float16, device="cuda")

@@ -23,7 +23,7 @@ CASES = (
 
 
 #: What the scales of ``quantize`` are by default.
-BLOCKS = {"QBLOCK": 128, "KBLOCK": 128}
+BLOCKS = {"QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128}
 
 
 def inputs(dims: dict[str, int], seed: int = 0) -> list[Tensor]:

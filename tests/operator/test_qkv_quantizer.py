@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from greenfast.families import qkv_quantizer
-from greenfast.families.qkv_quantizer import Division, Quantization, Tensors, division
+from greenfast.families.qkv_quantizer import Quantization, Tensors, key_tiles
 from greenfast.operator import reference
 from greenfast.operator.quantized import QuantizedQKV, Recipe
 from greenfast.spec.problem import Array, Case, OutputSpec
@@ -30,12 +30,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, wanted: Quantization, expected: Quantiz
     }  # fmt: skip
     if expected.key_mean is not None:
         outputs["k_mean"] = expected.key_mean
-    divided = Division(cluster=1, key_tiles=2)  # the emulator has no clusters
     case = Case(
         {name: x.view(torch.uint16).numpy() for name, x in (("q", q), ("k", k), ("v", v))},
         {name: OutputSpec(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in outputs.items()},
     )
-    return run_source(qkv_quantizer.kernel(wanted, divided), qkv_quantizer.launch(wanted, sizes, divided), case).outputs
+    return run_source(qkv_quantizer.kernel(wanted, sizes), qkv_quantizer.launch(wanted, sizes), case).outputs
 
 
 def recipe(**choices: bool | str) -> Recipe:
@@ -46,8 +45,8 @@ def recipe(**choices: bool | str) -> Recipe:
     ("head_dim", "kv_len", "dtype", "choices"),
     [
         (64, 300, torch.float16, recipe()),
-        (128, 129, torch.bfloat16, recipe(precision="int8", channels=True)),
-        (40, 17, torch.bfloat16, recipe(rotate=True, channels=True)),
+        (128, 129, torch.bfloat16, recipe(precision="int8")),
+        (40, 17, torch.bfloat16, recipe(rotate=True)),
         (64, 200, torch.float16, recipe(key_mean=True)),
         (256, 33, torch.float16, recipe(precision="int8", rotate=True, key_mean=True)),
         (128, 150, torch.bfloat16, recipe(rotate=True, key_mean=True)),
@@ -75,11 +74,5 @@ def test_the_codes_of_the_cpu(head_dim: int, kv_len: int, dtype: torch.dtype, ch
         assert np.allclose(found["k_mean"], expected.key_mean.numpy(), atol=1e-5)
 
 
-def test_how_the_work_is_divided() -> None:
-    def divided(length: int, heads: int = 1, *, clusters: bool = True) -> tuple[int, int]:
-        found = division(Tensors(1, heads, heads, 1, length, (0,) * 9), clusters=clusters)
-        return found.cluster, found.key_tiles
-
-    assert [divided(n)[0] for n in (1, 384, 385, 512, 1024, 2048, 100_000)] == [1, 1, 2, 2, 4, 8, 8]
-    assert divided(100_000, clusters=False)[0] == 1
-    assert [divided(4096, heads)[1] for heads in (1, 63, 64)] == [1, 1, 4]
+def test_blocks_take_several_tiles_of_many() -> None:
+    assert [key_tiles(Tensors(1, heads, heads, 1, 4096, (0,) * 9)) for heads in (1, 31, 32)] == [1, 1, 4]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -22,8 +24,15 @@ def tensors(
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "int8"])
-@pytest.mark.parametrize("extras", [{}, {"QBLOCK": 128, "KBLOCK": 128, "VCHANNEL": 1}], ids=str)
-def test_the_codes_are_those_of_the_kernels_problem(extras: dict[str, int], fmt: str) -> None:
+@pytest.mark.parametrize(
+    ("values", "extras"),
+    [
+        ("head", {}),
+        ("channel", {"QBLOCK": 16, "KBLOCK": 128, "VCHANNEL": 1}),
+        ("block", {"QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128}),
+    ],
+)
+def test_the_codes_are_those_of_the_kernels_problem(values: Any, extras: dict[str, int], fmt: str) -> None:
     dims = {"B": 2, "H": 4, "HK": 2, "S": 40, "KV": 300, "D": 64, **extras}
     case = fast_problem.make_case(dims, 3, fmt)
     q, k, v = fast_problem._tensors(fast_problem.sizes_of(dims), 3)
@@ -31,7 +40,7 @@ def test_the_codes_are_those_of_the_kernels_problem(extras: dict[str, int], fmt:
         *(x.view(2, -1, *x.shape[1:]) for x in (q, k, v)),
         precision="int8" if fmt == "int8" else "fp8",
         scales="block" if extras else "head",
-        value_scales="channel" if extras else "head",
+        value_scales=values,
         subtract_key_mean=False,
         rotate=False,
     )
@@ -39,7 +48,8 @@ def test_the_codes_are_those_of_the_kernels_problem(extras: dict[str, int], fmt:
         ("q", found.query), ("k", found.key), ("v_t", found.value),
         ("q_scale", found.query_scale), ("k_scale", found.key_scale), ("v_scale", found.value_scale),
     ):  # fmt: skip
-        assert np.array_equal(tensor.flatten(0, 1).numpy(), case.inputs[name]), name
+        wanted = case.inputs[name]
+        assert np.array_equal(tensor.flatten(0, 1).numpy().reshape(wanted.shape), wanted), name
 
 
 def test_it_is_public_and_loaded_when_asked_for() -> None:
@@ -112,7 +122,8 @@ def test_the_mean_of_biased_keys() -> None:
         ({"query": torch.zeros(1, 3, 40, 64).half()}, ValueError, "key: it has 2 heads, query 3"),
         ({"precision": "fp4"}, ValueError, "precision: 'fp4'; allowed are 'fp8', 'int8'"),
         ({"scales": "token"}, ValueError, "scales: 'token'"),
-        ({"value_scales": "block"}, ValueError, "value_scales: 'block'"),
+        ({"value_scales": "token"}, ValueError, "value_scales: 'token'"),
+        ({"value_scales": "block", "scales": "head"}, ValueError, "value_scales: 'block' goes with scales='block'"),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, object], error: type[Exception], says: str) -> None:

@@ -96,7 +96,7 @@ def test_the_registration(op: str, head_dim: int, grad: bool) -> None:
 
 def test_the_registration_of_quantized_inputs() -> None:
     q, k, v = inputs(150)
-    for flags in ((True, True, True, True), (False, False, False, False)):
+    for flags in ((True, "block", True, True), (True, "channel", True, True), (False, "head", False, False)):
         codes = ops.QUANTIZE(q, k, v, "int8", *flags)
         torch.library.opcheck(ops.QUANTIZE, (q, k, v, "int8", *flags))
         rest = ("int8", 64, 150, torch.bfloat16, 0, 0.125)

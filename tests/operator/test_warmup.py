@@ -19,7 +19,7 @@ import torch
 from greenfast.build import cache
 from greenfast.build.compiler import CompiledKernel, compile_kernel
 from greenfast.operator import warmup
-from greenfast.operator.cuda import attention_step, dims_of, quantize_step, recipe_for
+from greenfast.operator.cuda import attention_step, dims_of, recipe_for, sdpa_steps
 from greenfast.operator.warmup import kernels_for, warm
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError, UsageError
@@ -42,11 +42,11 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def kernels_of_a_call(
     query: Shape, key: Shape, dtype: str = "float16", precision: str = "fp8", causal: int = 0, lse: bool = False
 ) -> list[KernelSource]:
-    """What ``sdpa`` compiles for tensors of these shapes, as the operator plans it."""
+    """What ``sdpa`` and ``attention`` compile for tensors of these shapes, as the operator plans it."""
     q, k = (torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape in (query, key))
     recipe = recipe_for(HOPPER, precision)
-    dims = dims_of(q.shape, k.shape, q.dtype, recipe, causal, lse)
-    steps = (quantize_step(q, k, k, recipe, HOPPER), attention_step(dims, recipe.format, 0.1, HOPPER))
+    on_codes = attention_step(dims_of(q.shape, k.shape, q.dtype, recipe, causal, lse), recipe.format, 0.1, HOPPER)
+    steps = (*sdpa_steps(q, k, k, recipe, causal, 0.1, HOPPER, lse=lse), on_codes)
     return [step.source for step in steps]
 
 

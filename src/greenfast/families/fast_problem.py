@@ -2,9 +2,9 @@
 
 Dimensions: B, H, S and D as there; HK heads of K and V (default H), KV keys (default S), and CAUSAL: 1 lets query i
 attend to keys 0 .. i, 2 to keys 0 .. i + KV - S, so that the last query sees all of them (default: no mask).
-LSE=1 asks for the log-sum-exp of each row, BF16=1 for an output in bfloat16. QBLOCK=128 gives each 128 rows of Q a
-scale of their own, KBLOCK=128 those of K, and VCHANNEL=1 each channel of V. With VROWS=1 a kernel reads V as its rows
-lie, not transposed.
+LSE=1 asks for the log-sum-exp of each row, BF16=1 for an output in bfloat16. QBLOCK=16 gives each 16 rows of Q a
+scale of their own, KBLOCK=128 each 128 of K and VBLOCK=128 of V, or VCHANNEL=1 each channel of V. With VROWS=1 a kernel
+reads V as its rows lie, not transposed.
 
 Format "int8" is that of Q and K; V is E4M3 in both, as the weights are.
 """
@@ -36,8 +36,8 @@ from greenfast.spec.problem import Array, Case, OutputSpec, References
 KEY_GROUP = 16
 KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 
-#: Rows that share a scale of Q with QBLOCK or of K with KBLOCK, and the format of V.
-ROW_BLOCK = 128
+#: Rows that share a scale of Q with QBLOCK, and of K with KBLOCK or of V with VBLOCK; the format of V.
+QUERY_BLOCK, ROW_BLOCK = 16, 128
 VALUE_FORMAT = "e4m3"
 
 
@@ -56,6 +56,7 @@ class Sizes:
     bfloat16: bool = False
     query_blocks: bool = False
     key_blocks: bool = False
+    value_blocks: bool = False
     channels: bool = False
     row_major: bool = False
 
@@ -70,8 +71,9 @@ _CHOICES = {
     "CAUSAL": (0, 1, 2),
     "LSE": (0, 1),
     "BF16": (0, 1),
-    "QBLOCK": (0, ROW_BLOCK),
+    "QBLOCK": (0, QUERY_BLOCK),
     "KBLOCK": (0, ROW_BLOCK),
+    "VBLOCK": (0, ROW_BLOCK),
     "VCHANNEL": (0, 1),
     "VROWS": (0, 1),
 }
@@ -94,15 +96,17 @@ def sizes_of(dims: Mapping[str, int]) -> Sizes:
     for name, values in _CHOICES.items():
         if chosen[name] not in values:
             raise UsageError(f"{name}={chosen[name]}: allowed are {', '.join(map(str, values))}")
+    if chosen["VBLOCK"] and chosen["VCHANNEL"]:
+        raise UsageError("VBLOCK and VCHANNEL: V has scales of blocks or of channels, not both")
     return Sizes(
         *(dims["B"], dims["H"], kv_heads, dims["S"], dims.get("KV", dims["S"]), dims["D"], chosen["CAUSAL"]),
-        *(bool(chosen[name]) for name in ("LSE", "BF16", "QBLOCK", "KBLOCK", "VCHANNEL", "VROWS")),
+        *(bool(chosen[name]) for name in ("LSE", "BF16", "QBLOCK", "KBLOCK", "VBLOCK", "VCHANNEL", "VROWS")),
     )
 
 
 def plain(sizes: Sizes) -> bool:
     """Whether the log-sum-exp, bfloat16, scales other than one per head and a row-major V are all left out."""
-    blocks = sizes.query_blocks or sizes.key_blocks
+    blocks = sizes.query_blocks or sizes.key_blocks or sizes.value_blocks
     return not (sizes.lse or sizes.bfloat16 or blocks or sizes.channels or sizes.row_major)
 
 
@@ -139,10 +143,13 @@ def mask_of(sizes: Sizes) -> Tensor | None:
     return torch.arange(sizes.kv_len) <= torch.arange(sizes.q_len).unsqueeze(1) + sizes.shift
 
 
-def quantize_blocks(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales of x (heads, length, head_dim) with a scale per ROW_BLOCK rows: scales (heads, blocks)."""
-    parts = [encode(block, fmt) for block in torch.split(x, ROW_BLOCK, dim=1)]
-    return torch.cat([codes for codes, _ in parts], dim=1), torch.stack([scale for _, scale in parts], dim=1)
+def quantize_blocks(x: Tensor, fmt: str, rows: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of x (heads, length, head_dim) with a scale per so many rows: scales (heads, blocks)."""
+    heads, length, head_dim = x.shape
+    blocks = -(-length // rows)
+    whole = torch.nn.functional.pad(x, (0, 0, 0, blocks * rows - length)).reshape(heads * blocks, rows, head_dim)
+    codes, scale = encode(whole, fmt)
+    return codes.view(heads, blocks * rows, head_dim)[:, :length].contiguous(), scale.view(heads, blocks)
 
 
 def quantize_values(v: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
@@ -156,19 +163,26 @@ def quantized(tensors: list[Tensor], sizes: Sizes, fmt: str) -> dict[str, tuple[
     """Codes and scales of q, k and v, with the scales that the sizes ask for."""
     q, k, v = tensors
     return {
-        "q": quantize_blocks(q, fmt) if sizes.query_blocks else quantize(q, fmt),
-        "k": quantize_blocks(k, fmt) if sizes.key_blocks else quantize(k, fmt),
-        "v": quantize_values(v, VALUE_FORMAT) if sizes.channels else quantize(v, VALUE_FORMAT),
+        "q": quantize_blocks(q, fmt, QUERY_BLOCK) if sizes.query_blocks else quantize(q, fmt),
+        "k": quantize_blocks(k, fmt, ROW_BLOCK) if sizes.key_blocks else quantize(k, fmt),
+        "v": quantize_blocks(v, VALUE_FORMAT, ROW_BLOCK)
+        if sizes.value_blocks
+        else (quantize_values if sizes.channels else quantize)(v, VALUE_FORMAT),
     }
 
 
 def dequantized(codes: Mapping[str, tuple[Tensor, Tensor]], sizes: Sizes, fmt: str) -> list[Tensor]:
     """What the codes and scales of q, k and v stand for, in float64."""
+    blocks = {
+        "q": QUERY_BLOCK if sizes.query_blocks else 0,
+        "k": ROW_BLOCK if sizes.key_blocks else 0,
+        "v": ROW_BLOCK if sizes.value_blocks else 0,
+    }
     found = []
     for name, (code, scale) in codes.items():
         unit = dequantize(code, torch.ones(len(code)), VALUE_FORMAT if name == "v" else fmt)
-        if (name == "k" and sizes.key_blocks) or (name == "q" and sizes.query_blocks):
-            each = scale.double().repeat_interleave(ROW_BLOCK, 1)[:, : code.shape[1], None]
+        if blocks[name]:
+            each = scale.double().repeat_interleave(blocks[name], 1)[:, : code.shape[1], None]
         elif name == "v" and sizes.channels:
             each = scale.double()[:, None, :]
         else:

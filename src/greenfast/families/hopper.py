@@ -13,9 +13,9 @@ from functools import lru_cache
 import numpy as np
 
 from greenfast.families.fast_problem import Sizes, padded_keys, sizes_of
-from greenfast.kernels import KERNEL_DIR
+from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
 from greenfast.spec.errors import UsageError, unknown
-from greenfast.spec.kernel import KernelSource, Launch, TensorMap
+from greenfast.spec.kernel import Argument, KernelSource, Launch, TensorMap
 
 ENTRY = "fp8_attention"
 TARGET = "sm_90a"
@@ -60,7 +60,7 @@ class Tiling:
         """Registers per thread of a computing and of the fetching warpgroup; no more than a block starts with."""
         if self.row_stages:
             return {1: (240, 96), 2: (224, 56)}[self.consumers]
-        return {1: (240, 40), 2: (240, 24), 3: (160, 32), 4: (112, 32)}[self.consumers]
+        return {1: (240, 40), 2: (240, 24), 4: (112, 32)}[self.consumers]
 
     def smem_bytes(self, head_dim: int, *, lse: bool) -> int:
         """The size of the kernel's FlashStorage or RowMajorStorage; the kernel asserts that it is the same."""
@@ -80,11 +80,11 @@ def _whole_kilobytes(size: int) -> int:
 ONE_LEVEL_KEYS = 16384
 
 #: How long a block with so many warpgroups takes for its rows, measured; one warpgroup is 1.
-_COST = {1: 1.0, 2: 1.42, 3: 2.1, 4: 2.75}
+_COST = {1: 1.0, 2: 1.42, 4: 2.75}
 
 
 def _candidates(sizes: Sizes, fmt: str) -> tuple[Tiling, ...]:
-    """Tiles with one and more warpgroups that were fastest (docs/performance-log.md) and do not spill."""
+    """Tiles with one and more warpgroups that were fastest (docs/performance-log.md)."""
     causal, int8 = bool(sizes.causal), fmt == "int8"
     if sizes.row_major:  # by what fits without spills, not measured yet
         stages, polynomials, row_stages = {64: (4, 8, 2), 128: (3, 8, 2), 256: (2, 0, 1)}[sizes.head_dim]
@@ -92,13 +92,11 @@ def _candidates(sizes: Sizes, fmt: str) -> tuple[Tiling, ...]:
         two = replace(common, consumers=2, turns=sizes.head_dim > 64, overlap=sizes.head_dim == 64)
         found: tuple[Tiling, ...] = (common,) if causal and sizes.head_dim == 256 else (common, two)
     elif sizes.head_dim == 64:
-        spilling = int8 or sizes.lse or sizes.channels or (causal and sizes.key_blocks)  # with four
-        most = Tiling(128, 3 if spilling else 4, 4, 64, not causal, 8 if causal else 4)
-        found = (
-            Tiling(128, 1, 4, 64, polynomials=12, overlap=True),
-            Tiling(256, 2, 3, 64, True, 12),
-            most,
-        )
+        # With a scale for each block of V, a tile is a block. With a mask and scales of blocks or the log-sum-exp four
+        # warpgroups spill up to seven registers: they take 0.87 of the time of three, which do not.
+        wide = Tiling(128, 2, 4, 64, True, 12, overlap=True) if sizes.value_blocks else Tiling(256, 2, 3, 64, True, 12)
+        most = Tiling(128, 4, 4, 64, not causal, 8 if causal else 4)
+        found = (Tiling(128, 1, 4, 64, polynomials=12, overlap=True), wide, most)
     elif sizes.head_dim == 128:
         found = tuple(Tiling(128, n, 4, 128, n > 1 and not causal, 8, overlap=not int8) for n in (1, 2))
     elif sizes.kv_len <= ONE_LEVEL_KEYS:
@@ -162,12 +160,36 @@ def _evenness(tiles: np.ndarray, heads: int, width: int) -> float:
     return float(loads.mean() / loads.max())
 
 
-def kernel(fmt: str, dims: Mapping[str, int]) -> KernelSource:
-    """Render the kernel of a shape. Raises UsageError for a format or shape that it does not compute."""
+@dataclass(frozen=True)
+class Query:
+    """Q as its caller has it, where the kernel quantizes it itself: (batch, heads, q_len, head_dim).
+
+    head_dim: that of the input, up to that of the kernel. dtype: "float16" or "bfloat16". strides: in elements, those
+    of batch, head and row; columns are neighbours, and rows begin at multiples of 16 bytes. It is rotated, and each
+    QUERY_BLOCK rows get a scale.
+    """
+
+    head_dim: int
+    dtype: str
+    strides: tuple[int, ...]
+
+
+def quantizes_queries(head_dim: int) -> bool:
+    """Whether the kernel can quantize Q: at head dim 256 the tiles leave no shared memory for its rows."""
+    return head_dim <= 128
+
+
+def kernel(fmt: str, dims: Mapping[str, int], query: Query | None = None) -> KernelSource:
+    """Render the kernel of a shape, which reads codes of Q, or ``query``.
+
+    Raises UsageError for a format or shape that it does not compute.
+    """
     if fmt not in FORMATS:
         raise unknown("format of the Hopper kernel", fmt, FORMATS)
     sizes, (tiles, _) = sizes_of(dims), tiling(dims, fmt)
     smem, (registers, fetching) = tiles.smem_bytes(sizes.head_dim, lse=sizes.lse), tiles.registers
+    if query is not None:
+        smem += tiles.block_m * sizes.head_dim * 2
     threads = 128 * (tiles.consumers + 1)
     flags = {
         "Turns": tiles.turns,
@@ -176,17 +198,28 @@ def kernel(fmt: str, dims: Mapping[str, int]) -> KernelSource:
         "Causal": bool(sizes.causal),
         "Lse": sizes.lse,
         "Int8": fmt == "int8",
+        "QueryBlockScales": sizes.query_blocks,
         "KeyBlockScales": sizes.key_blocks,
+        "ValueBlockScales": sizes.value_blocks,
         "ChannelScales": sizes.channels,
     }
     constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
     if tiles.row_stages:
         constants = f"  static constexpr int kRowStages = {tiles.row_stages};\n{constants}"
-    function = "attention_hopper_row_major" if tiles.row_stages else "attention_hopper"
-    if sizes.query_blocks:
-        if sizes.row_major or not sizes.key_blocks:
-            raise UsageError("QBLOCK: the Hopper kernel has scales for blocks of Q with KBLOCK, and not with VROWS")
-        function = "attention_hopper_blocks"
+    if (sizes.query_blocks or sizes.value_blocks) and not sizes.key_blocks:
+        raise UsageError("QBLOCK or VBLOCK without KBLOCK: the Hopper kernel has scales of blocks for all, or K alone")
+    function, q_parameters, q_argument = "attention_hopper", "const __grid_constant__ TensorMap q", "q"
+    if sizes.row_major:
+        function = "attention_hopper_row_major"
+    if query is not None:
+        if sizes.row_major or sizes.query_blocks or not sizes.key_blocks or not quantizes_queries(sizes.head_dim):
+            raise UsageError(
+                "a Q that the Hopper kernel quantizes: head dims are 64 and 128, with KBLOCK, without QBLOCK and VROWS"
+            )
+        function = "attention_hopper_input"
+        q_parameters, q_argument = f"{q_parameters}, int q_heads", "{q, q_heads}"
+        constants += f"\n  static constexpr int kQueryColumns = {query.head_dim};"
+        constants += f"\n  using In = {CUDA_TYPES[query.dtype]};"
     source = f"""#include "{function}.cuh"
 
 struct Cfg {{
@@ -200,18 +233,18 @@ struct Cfg {{
   static constexpr int kProducerRegisters = {fetching};
   static constexpr int kSmemBytes = {smem};
 {constants}
-  using Out = {"__nv_bfloat16" if sizes.bfloat16 else "half"};
+  using Out = {CUDA_TYPES["bfloat16" if sizes.bfloat16 else "float16"]};
 }};
 
 using greenfast::ptx::TensorMap;
 
 extern "C" __global__ void __launch_bounds__({threads}, 1)
-{ENTRY}(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
+{ENTRY}({q_parameters}, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
         const float* q_scale, const float* k_scale, const float* v_scale, void* out, float* lse, int heads,
         int heads_per_kv, int q_len, int kv_len, int causal_shift, int heads_at_once, float softmax_scale) {{
   greenfast::{function}<Cfg>({{q_scale, k_scale, v_scale, out, lse, heads, heads_per_kv, q_len, kv_len,
                                     causal_shift, heads_at_once, softmax_scale}},
-                                   q, k, v);
+                                   {q_argument}, k, v);
 }}
 """
     return KernelSource(
@@ -225,7 +258,7 @@ extern "C" __global__ void __launch_bounds__({threads}, 1)
     )
 
 
-def launch(fmt: str, dims: Mapping[str, int], scale: float | None = None) -> Launch:
+def launch(fmt: str, dims: Mapping[str, int], scale: float | None = None, query: Query | None = None) -> Launch:
     """A block per multiprocessor, or per piece of work where there are fewer; scale: of the scores, > 0."""
     sizes, (tiles, _) = sizes_of(dims), tiling(dims, fmt)
     heads, kv_heads, head_dim = sizes.batch * sizes.heads, sizes.batch * sizes.kv_heads, sizes.head_dim
@@ -237,16 +270,24 @@ def launch(fmt: str, dims: Mapping[str, int], scale: float | None = None) -> Lau
         strides = (length * head_dim, head_dim, 1)
         return TensorMap(name, "uint8", (count, length, head_dim), strides, (1, box_rows, panel), panel)
 
+    codes: tuple[Argument, ...] = (rows("q", heads, sizes.q_len, _ROWS),)
+    raw: tuple[Argument, ...] = ()
+    if query is not None:
+        shape = (sizes.batch, sizes.heads, sizes.q_len, query.head_dim)
+        # No one reads along a dimension of 1, whose stride may be any.
+        strides = [16 if n == 1 else 2 * stride for n, stride in zip(shape, query.strides, strict=False)]
+        raw = (TensorMap("q", "uint16", shape, (*strides, 2), (1, 1, _ROWS, head_dim), 0), np.int32(sizes.heads))
     return Launch(
         grid=(min(MULTIPROCESSORS, pieces), 1, 1),
         args=(
-            rows("q", heads, sizes.q_len, _ROWS),
+            *(raw or codes),
             rows("k", kv_heads, sizes.kv_len, tiles.block_n),
             rows("v", kv_heads, sizes.kv_len, tiles.block_n) if sizes.row_major else TensorMap(
                 "v_t", "uint8", (kv_heads, head_dim, padded), (head_dim * padded, padded, 1),
                 (1, head_dim, _PANEL), _PANEL,
             ),
-            *("q_scale", "k_scale", "v_scale", "out"),
+            "q_scale" if query is None else np.int64(0),
+            *("k_scale", "v_scale", "out"),
             "lse" if sizes.lse else np.int64(0),
             np.int32(heads),
             np.int32(sizes.heads // sizes.kv_heads),
@@ -256,4 +297,5 @@ def launch(fmt: str, dims: Mapping[str, int], scale: float | None = None) -> Lau
             np.int32(heads_at_once(sizes, tiles.block_m, tiles.block_n)),
             np.float32(1.0 / math.sqrt(head_dim) if scale is None else scale),
         ),
+        early=query is not None,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from greenfast.families.fast_problem import ROW_BLOCK
-from greenfast.kernels import KERNEL_DIR
+from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
 from greenfast.spec.kernel import KernelSource, Launch
 
 ENTRY = "quantize_qkv"
@@ -15,12 +15,9 @@ ENTRY = "quantize_qkv"
 MEAN_KEYS = 32
 _THREADS = 256  # a warp for each 16 rows of a tile
 #: Blocks that a multiprocessor holds, by head dim of the codes: a limit on registers.
-_BLOCKS = {64: 4, 128: 3, 256: 2}
-#: Blocks of a cluster that any GPU with clusters can hold (CUDA C++ Programming Guide, "Thread Block Clusters").
-_MOST_BLOCKS = 8
+_BLOCKS = {64: 3, 128: 2, 256: 1}
 #: Tiles of K that are many times what a GPU works on at once.
-_MANY_TILES = 2048
-_INPUTS = {"float16": "half", "bfloat16": "__nv_bfloat16"}
+_MANY_TILES = 1024
 
 
 @dataclass(frozen=True)
@@ -28,15 +25,14 @@ class Quantization:
     """What is computed, for one kernel.
 
     head_dim: that of the input, a multiple of 8. padded_dim: that of the codes. dtype: that of the input, "float16" or
-    "bfloat16". fmt: format of Q and K, "e4m3" or "int8", which have a scale for each ROW_BLOCK rows. channels: whether
-    each channel of V has a scale, or each head. key_mean: whether a mean of K is subtracted. rotate: that of Q and K.
+    "bfloat16". fmt: format of Q and K, "e4m3" or "int8". key_mean: whether a mean of K is subtracted. rotate: that of Q
+    and K. Each ROW_BLOCK rows have a scale.
     """
 
     head_dim: int
     padded_dim: int
     dtype: str
     fmt: str
-    channels: bool = False
     key_mean: bool = False
     rotate: bool = False
 
@@ -45,6 +41,7 @@ class Quantization:
 class Tensors:
     """Shapes of one call: q (batch, heads, q_len, head_dim), k and v (batch, kv_heads, kv_len, head_dim).
 
+    q_len: 0 where Q is not to be quantized.
     strides: in elements, those of batch, head and row of q, then of k and of v; columns are neighbours, and rows begin
     at multiples of 16 bytes.
     """
@@ -57,50 +54,36 @@ class Tensors:
     strides: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Division:
-    """How the work is divided: cluster: blocks that share a head of V; key_tiles: tiles of K that a block takes."""
-
-    cluster: int
-    key_tiles: int
+def key_tiles(tensors: Tensors) -> int:
+    """How many tiles of K a block takes: it finds the mean of some keys first, where there are many for several."""
+    tiles = tensors.batch * tensors.kv_heads * _tiles(tensors.kv_len)
+    return 4 if tiles >= _MANY_TILES else 1
 
 
-def division(tensors: Tensors, *, clusters: bool) -> Division:
-    """Clusters that leave each block two tiles of V or more; one block a head where the GPU has no clusters.
-
-    Blocks of K find the mean of some keys first; where there are many tiles, a block takes several for it.
-    """
-    cluster, tiles = 1, -(-tensors.kv_len // ROW_BLOCK)
-    while clusters and cluster < _MOST_BLOCKS and 4 * cluster <= tiles:
-        cluster *= 2
-    many = tensors.batch * tensors.kv_heads * tiles >= _MANY_TILES
-    return Division(cluster, 4 if many else 1)
+def _tiles(length: int) -> int:
+    return -(-length // ROW_BLOCK)
 
 
-def kernel(wanted: Quantization, divided: Division) -> KernelSource:
+def kernel(wanted: Quantization, tensors: Tensors) -> KernelSource:
     """Render the quantizer."""
-    cluster = divided.cluster
     flags = {
         "Int8": wanted.fmt == "int8",
-        "Channels": wanted.channels,
         "KeyMean": wanted.key_mean,
         "Rotate": wanted.rotate,
     }
     constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
-    attribute = f"__cluster_dims__({cluster}, 1, 1) " if cluster > 1 else ""
     source = f"""#include "quantize_qkv.cuh"
 
 struct Cfg {{
   static constexpr int kHeadDim = {wanted.padded_dim};
   static constexpr int kColumns = {wanted.head_dim};
-  static constexpr int kCluster = {cluster};
-  static constexpr int kKeyTiles = {divided.key_tiles};
+  static constexpr int kKeyTiles = {key_tiles(tensors)};
   static constexpr int kThreads = {_THREADS};
 {constants}
-  using In = {_INPUTS[wanted.dtype]};
+  using In = {CUDA_TYPES[wanted.dtype]};
 }};
 
-extern "C" __global__ void {attribute}__launch_bounds__({_THREADS}, {_BLOCKS[wanted.padded_dim]})
+extern "C" __global__ void __launch_bounds__({_THREADS}, {_BLOCKS[wanted.padded_dim]})
 {ENTRY}(const void* q, const void* k, const void* v, long long q_batch, long long q_head, long long q_row,
         long long k_batch, long long k_head, long long k_row, long long v_batch, long long v_head, long long v_row,
         unsigned char* q_codes, unsigned char* k_codes, unsigned char* v_codes, float* q_scale, float* k_scale,
@@ -115,18 +98,20 @@ extern "C" __global__ void {attribute}__launch_bounds__({_THREADS}, {_BLOCKS[wan
     )
 
 
-def launch(wanted: Quantization, tensors: Tensors, divided: Division) -> Launch:
-    """A cluster for each head of V, and as many for K and Q; buffers are named as in ``fast_problem``, and k_mean."""
-    cluster, kv_heads = divided.cluster, tensors.batch * tensors.kv_heads
-    of_keys = kv_heads * -(-tensors.kv_len // (ROW_BLOCK * divided.key_tiles))
-    of_queries = tensors.batch * tensors.heads * -(-tensors.q_len // ROW_BLOCK)
-    tile_clusters = -(-(of_keys + of_queries) // cluster)
+def launch(wanted: Quantization, tensors: Tensors) -> Launch:
+    """A block for each piece of work; buffers are named as in ``fast_problem``, and k_mean."""
+    kv_heads, runs = tensors.batch * tensors.kv_heads, -(-_tiles(tensors.kv_len) // key_tiles(tensors))
+    blocks = kv_heads * (runs + _tiles(tensors.kv_len)) + tensors.batch * tensors.heads * _tiles(tensors.q_len)
+    no_queries = tensors.q_len == 0
     return Launch(
-        grid=((kv_heads + max(kv_heads, tile_clusters)) * cluster, 1, 1),
+        grid=(blocks, 1, 1),
         args=(
             *("q", "k", "v"),
             *(np.int64(stride) for stride in tensors.strides),
-            *("q_codes", "k_codes", "v_codes", "q_scale", "k_scale", "v_scale"),
+            np.int64(0) if no_queries else "q_codes",
+            *("k_codes", "v_codes"),
+            np.int64(0) if no_queries else "q_scale",
+            *("k_scale", "v_scale"),
             "k_mean" if wanted.key_mean else np.int64(0),
             *(np.int32(n) for n in (tensors.batch, tensors.heads, tensors.kv_heads, tensors.q_len, tensors.kv_len)),
         ),

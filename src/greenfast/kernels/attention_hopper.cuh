@@ -11,52 +11,28 @@
 #pragma once
 
 #include "hopper_consumer.cuh"
-#include "hopper_plan.cuh"
-#include "ptx/tma.cuh"
+#include "hopper_producer.cuh"
+#include "hopper_queries.cuh"
 
 namespace greenfast {
 
-template <class Cfg>
-__device__ __forceinline__ void produce(const FlashParams& p, FlashStorage<Cfg>& shared, const ptx::TensorMap& q_map,
-                                        const ptx::TensorMap& k_map, const ptx::TensorMap& v_map, int pieces) {
-  using Shape = FlashShape<Cfg>;
-  Ring<Shape::kStages> ring;
-  unsigned q_parity = 0;
-  for (int round = 0; round * static_cast<int>(gridDim.x) < pieces; ++round) {
-    const int piece = piece_of(round);
-    if (piece >= pieces) continue;
-    const Work<Cfg> work(p, piece);
-    const int kv_head = work.head / p.heads_per_kv;
-    for (int w = 0; w < Shape::kConsumers; ++w) {
-      shared.q_empty[w].wait(q_parity ^ 1);
-      shared.q_full[w].arrive_expect(sizeof(shared.q[w]));
-      for (int i = 0; i < Shape::kDimPanels; ++i) {
-        ptx::tma_load_3d(shared.q[w][i], q_map, shared.q_full[w], i * Shape::kDimPanel,
-                         work.first_row + w * Shape::kRows, work.head);
-      }
-    }
-    q_parity ^= 1;
-    for (int tile = 0; tile < work.tiles; ++tile, ring.advance()) {
-      const int s = ring.stage, key = tile * Shape::kBlockN;
-      shared.k_empty[s].wait(ring.parity ^ 1);
-      shared.k_full[s].arrive_expect(sizeof(shared.k[s]));
-      for (int i = 0; i < Shape::kDimPanels; ++i) {
-        ptx::tma_load_3d(shared.k[s][i], k_map, shared.k_full[s], i * Shape::kDimPanel, key, kv_head);
-      }
-      shared.v_empty[s].wait(ring.parity ^ 1);
-      shared.v_full[s].arrive_expect(Shape::kHeadDim * Shape::kBlockN);
-      for (int i = 0; i < Shape::kKeyPanels; ++i) {
-        ptx::tma_load_3d(shared.v[s][i], v_map, shared.v_full[s], key + i * Shape::kKeyPanel, 0, kv_head);
-      }
-    }
+// Whether one of the scales of the first `keys` keys of a head is NaN. Scales show a NaN of the input; the scores do not
+// always, as the powers of two from the bits of halves lose it.
+__device__ __forceinline__ bool any_nan(const FlashParams& p, int kv_head, int keys) {
+  const int blocks = (p.kv_len + kRowBlock - 1) / kRowBlock, seen = min(blocks, (keys + kRowBlock - 1) / kRowBlock);
+  bool found = false;
+  for (int block = threadIdx.x % 32; block < seen; block += 32) {
+    const float scale = p.k_scale[static_cast<size_t>(kv_head) * blocks + block];
+    found |= scale != scale;
   }
+  return __any_sync(0xffffffffu, found);
 }
 
-template <class Cfg>
-__device__ __forceinline__ void consume(const FlashParams& p, FlashStorage<Cfg>& shared, int warpgroup, int pieces) {
+template <class Cfg, class Storage, class Queries>
+__device__ __forceinline__ void consume(const FlashParams& p, Storage& shared, Queries& queries,
+                                        int warpgroup, int pieces) {
   using Shape = FlashShape<Cfg>;
-  unsigned q_parity = 0;
-  Consumer<Cfg> self(shared, warpgroup);
+  Consumer<Cfg> self(p, shared, warpgroup);
   if (warpgroup == Shape::kConsumers - 1) self.pass_turn();  // the first warpgroup begins
   for (int round = 0; round * static_cast<int>(gridDim.x) < pieces; ++round) {
     const int piece = piece_of(round);
@@ -75,11 +51,17 @@ __device__ __forceinline__ void consume(const FlashParams& p, FlashStorage<Cfg>&
       end[r] = (Cfg::kCausal ? min(p.kv_len, row + 8 * r + 1 + p.causal_shift) : p.kv_len) - whole * Shape::kBlockN;
     }
 
-    self.start(p, kv_head, p.q_scale[work.head] * p.softmax_scale * log2_e);
-    shared.q_full[warpgroup].wait(q_parity);
-    q_parity ^= 1;
+    const float q_scale = queries.prepare(p, shared, warpgroup, work.head, first_row);
+    self.start(kv_head, q_scale * p.softmax_scale * log2_e);
+    queries.wait(shared, warpgroup);
     self.run(whole, mine - whole, end);
-    self.arrive(shared.q_empty[warpgroup]);
+    queries.release(shared, warpgroup);
+    if constexpr (Cfg::kKeyBlockScales) {  // a quantizer's, which leaves NaN where an input is
+      const int seen = Cfg::kCausal ? min(p.kv_len, first_row + Shape::kRows + p.causal_shift) : p.kv_len;
+      if (self.q_scale_log2 != self.q_scale_log2 || any_nan(p, kv_head, seen)) {
+        for (float& x : self.o) x = CUDART_NAN_F;
+      }
+    }
     for (int tile = mine; tile < work.tiles; ++tile) {  // tiles that only later rows of the block need
       self.take_turn();
       self.pass_turn();
@@ -90,22 +72,23 @@ __device__ __forceinline__ void consume(const FlashParams& p, FlashStorage<Cfg>&
       self.arrive(shared.v_empty[self.v_ring.stage]);
       self.v_ring.advance();
     }
-    if (first_row < p.q_len) self.store(p, work.head, first_row, kv_head);
+    if (first_row < p.q_len) self.store(work.head, first_row, kv_head);
   }
   if (warpgroup == 0) self.take_turn();  // no turn stays untaken
 }
 
-// Grid: at most one block per multiprocessor. Block: 128 threads per consumer and 128 for the copies. Dynamic shared
-// memory: sizeof(FlashStorage<Cfg>) and up to 1024 bytes of alignment.
-template <class Cfg>
-__device__ __forceinline__ void attention_hopper(const FlashParams& p, const ptx::TensorMap& q_map,
+// Q comes from `q`: a tensor map of its codes, or what else Queries reads. Grid: at most one block per multiprocessor. Block: 128 threads per consumer and 128 for the copies. Dynamic shared
+// memory: sizeof(Storage) and up to 1024 bytes of alignment.
+template <class Cfg, class Queries = CodedQueries<Cfg>, class Values = TransposedValues<Cfg>>
+__device__ __forceinline__ void attention_hopper(const FlashParams& p, const typename Queries::Source& q,
                                                  const ptx::TensorMap& k_map, const ptx::TensorMap& v_map) {
   using Shape = FlashShape<Cfg>;
+  using Storage = typename Queries::template Storage<typename Values::Storage>;
   extern __shared__ __align__(1024) unsigned char smem[];
-  FlashStorage<Cfg>& shared = *reinterpret_cast<FlashStorage<Cfg>*>(smem);
+  Storage& shared = *reinterpret_cast<Storage*>(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be uniform
   const int pieces = (p.q_len + Shape::kBlockM - 1) / Shape::kBlockM * p.heads;
-  static_assert(sizeof(FlashStorage<Cfg>) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
+  static_assert(sizeof(Storage) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4;
     for (int w = 0; w < Shape::kConsumers; ++w) {
@@ -114,10 +97,11 @@ __device__ __forceinline__ void attention_hopper(const FlashParams& p, const ptx
     }
     for (int s = 0; s < Shape::kStages; ++s) {
       shared.k_full[s].init(1);
-      shared.v_full[s].init(1);
+      shared.v_full[s].init(Values::kArrivals);
       shared.k_empty[s].init(kWarps * Shape::kConsumers);
       shared.v_empty[s].init(kWarps * Shape::kConsumers);
     }
+    Values::init(shared);
     ptx::fence_mbarrier_init();
   }
   if constexpr (Shape::kSumColumns > 0) {
@@ -129,17 +113,22 @@ __device__ __forceinline__ void attention_hopper(const FlashParams& p, const ptx
     ptx::fence_proxy_async();
   }
   __syncthreads();
+  Queries queries(q);
   if (warpgroup == Shape::kConsumers) {
     ptx::lower_registers<Cfg::kProducerRegisters>();
-    if (threadIdx.x % 128 == 0) {
-      ptx::prefetch_map(q_map);
+    const int warp = threadIdx.x / 32 % 4;
+    Values values;
+    if (warp > 0) {
+      values.transpose(p, shared, warp - 1, pieces);
+    } else if (threadIdx.x % 32 == 0) {
+      queries.begin();
       ptx::prefetch_map(k_map);
       ptx::prefetch_map(v_map);
-      produce<Cfg>(p, shared, q_map, k_map, v_map, pieces);
+      produce<Cfg>(p, shared, queries, values, k_map, v_map, pieces);
     }
   } else {
     ptx::raise_registers<Cfg::kConsumerRegisters>();
-    consume<Cfg>(p, shared, warpgroup, pieces);
+    consume<Cfg>(p, shared, queries, warpgroup, pieces);
   }
 }
 

@@ -9,10 +9,9 @@
 namespace greenfast {
 
 template <class Cfg>
-struct RowMajorStorage {
+struct RowMajorStorage : FlashStorage<Cfg> {
   using Shape = FlashShape<Cfg>;
   static constexpr int kTile = Shape::kBlockN * Shape::kDimPanel;
-  FlashStorage<Cfg> flash;
   alignas(1024) unsigned char rows[Cfg::kRowStages][Shape::kDimPanels][kTile];  // of V
   ptx::Mbarrier rows_full[Cfg::kRowStages], rows_empty[Cfg::kRowStages];
 };
@@ -84,122 +83,59 @@ __device__ __forceinline__ void transpose_tile(const unsigned char (&rows)[Flash
   }
 }
 
+// How V reaches its stages here; TransposedValues says what the members are for.
 template <class Cfg>
-__device__ __forceinline__ void fetch_rows(const FlashParams& p, RowMajorStorage<Cfg>& shared,
-                                           const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
-                                           const ptx::TensorMap& v_map, int pieces) {
+struct RowMajorValues {
   using Shape = FlashShape<Cfg>;
-  FlashStorage<Cfg>& flash = shared.flash;
-  Ring<Shape::kStages> ring;
+  using Storage = RowMajorStorage<Cfg>;
+  static constexpr int kArrivals = kTransposers;
   Ring<Cfg::kRowStages> row_ring;
-  unsigned q_parity = 0;
-  for (int round = 0; round * static_cast<int>(gridDim.x) < pieces; ++round) {
-    const int piece = piece_of(round);
-    if (piece >= pieces) continue;
-    const Work<Cfg> work(p, piece);
-    const int kv_head = work.head / p.heads_per_kv;
-    for (int w = 0; w < Shape::kConsumers; ++w) {
-      flash.q_empty[w].wait(q_parity ^ 1);
-      flash.q_full[w].arrive_expect(sizeof(flash.q[w]));
-      for (int i = 0; i < Shape::kDimPanels; ++i) {
-        ptx::tma_load_3d(flash.q[w][i], q_map, flash.q_full[w], i * Shape::kDimPanel,
-                         work.first_row + w * Shape::kRows, work.head);
-      }
-    }
-    q_parity ^= 1;
-    for (int tile = 0; tile < work.tiles; ++tile, ring.advance(), row_ring.advance()) {
-      const int s = ring.stage, r = row_ring.stage, key = tile * Shape::kBlockN;
-      flash.k_empty[s].wait(ring.parity ^ 1);
-      flash.k_full[s].arrive_expect(sizeof(flash.k[s]));
-      shared.rows_empty[r].wait(row_ring.parity ^ 1);
-      shared.rows_full[r].arrive_expect(sizeof(shared.rows[r]));
-      for (int i = 0; i < Shape::kDimPanels; ++i) {
-        ptx::tma_load_3d(flash.k[s][i], k_map, flash.k_full[s], i * Shape::kDimPanel, key, kv_head);
-        ptx::tma_load_3d(shared.rows[r][i], v_map, shared.rows_full[r], i * Shape::kDimPanel, key, kv_head);
-      }
-    }
-  }
-}
 
-template <class Cfg>
-__device__ __forceinline__ void transpose_rows(const FlashParams& p, RowMajorStorage<Cfg>& shared, int transposer,
-                                               int pieces) {
-  using Shape = FlashShape<Cfg>;
-  Ring<Shape::kStages> ring;
-  Ring<Cfg::kRowStages> row_ring;
-  for (int round = 0; round * static_cast<int>(gridDim.x) < pieces; ++round) {
-    const int piece = piece_of(round);
-    if (piece >= pieces) continue;
-    const Work<Cfg> work(p, piece);
-    for (int tile = 0; tile < work.tiles; ++tile, ring.advance(), row_ring.advance()) {
-      const int s = ring.stage, r = row_ring.stage;
-      shared.rows_full[r].wait(row_ring.parity);
-      shared.flash.v_empty[s].wait(ring.parity ^ 1);
-      transpose_tile<Cfg>(shared.rows[r], shared.flash.v[s], transposer);
-      ptx::fence_proxy_async();
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) {
-        shared.flash.v_full[s].arrive();
-        shared.rows_empty[r].arrive();
-      }
-    }
-  }
-}
-
-// Grid and block as for attention_hopper. Dynamic shared memory: sizeof(RowMajorStorage<Cfg>) and up to 1024 bytes of
-// alignment.
-template <class Cfg>
-__device__ __forceinline__ void attention_hopper_row_major(const FlashParams& p, const ptx::TensorMap& q_map,
-                                                           const ptx::TensorMap& k_map, const ptx::TensorMap& v_map) {
-  using Shape = FlashShape<Cfg>;
-  extern __shared__ __align__(1024) unsigned char smem[];
-  RowMajorStorage<Cfg>& shared = *reinterpret_cast<RowMajorStorage<Cfg>*>(smem);
-  FlashStorage<Cfg>& flash = shared.flash;
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be uniform
-  const int pieces = (p.q_len + Shape::kBlockM - 1) / Shape::kBlockM * p.heads;
-  static_assert(sizeof(RowMajorStorage<Cfg>) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
-  if (threadIdx.x == 0) {
-    constexpr int kWarps = 4;
-    for (int w = 0; w < Shape::kConsumers; ++w) {
-      flash.q_full[w].init(1);
-      flash.q_empty[w].init(kWarps);
-    }
-    for (int s = 0; s < Shape::kStages; ++s) {
-      flash.k_full[s].init(1);
-      flash.v_full[s].init(kTransposers);
-      flash.k_empty[s].init(kWarps * Shape::kConsumers);
-      flash.v_empty[s].init(kWarps * Shape::kConsumers);
-    }
+  static __device__ __forceinline__ void init(Storage& shared) {
     for (int r = 0; r < Cfg::kRowStages; ++r) {
       shared.rows_full[r].init(1);
       shared.rows_empty[r].init(kTransposers);
     }
-    ptx::fence_mbarrier_init();
   }
-  if constexpr (Shape::kSumColumns > 0) {
-    constexpr int kEnd = Shape::kHeadDim * Shape::kKeyPanel, kWords = Shape::kSumColumns * Shape::kKeyPanel / 4;
-    for (int i = threadIdx.x; i < Shape::kStages * Shape::kKeyPanels * kWords; i += Shape::kThreads) {
-      unsigned char* panel = flash.v[0][0] + i / kWords * sizeof(flash.v[0][0]);
-      reinterpret_cast<unsigned*>(panel + kEnd)[i % kWords] = 0x38383838;  // 1 in E4M3
+
+  __device__ __forceinline__ void fetch(Storage& shared, const ptx::TensorMap& v_map, const Ring<Shape::kStages>&,
+                                        int key, int kv_head) {
+    const int r = row_ring.stage;
+    shared.rows_empty[r].wait(row_ring.parity ^ 1);
+    shared.rows_full[r].arrive_expect(sizeof(shared.rows[r]));
+    for (int i = 0; i < Shape::kDimPanels; ++i) {
+      ptx::tma_load_3d(shared.rows[r][i], v_map, shared.rows_full[r], i * Shape::kDimPanel, key, kv_head);
     }
-    ptx::fence_proxy_async();
+    row_ring.advance();
   }
-  __syncthreads();
-  if (warpgroup == Shape::kConsumers) {
-    ptx::lower_registers<Cfg::kProducerRegisters>();
-    const int warp = threadIdx.x / 32 % 4;
-    if (warp > 0) {
-      transpose_rows<Cfg>(p, shared, warp - 1, pieces);
-    } else if (threadIdx.x % 32 == 0) {
-      ptx::prefetch_map(q_map);
-      ptx::prefetch_map(k_map);
-      ptx::prefetch_map(v_map);
-      fetch_rows<Cfg>(p, shared, q_map, k_map, v_map, pieces);
+
+  __device__ __forceinline__ void transpose(const FlashParams& p, Storage& shared, int transposer, int pieces) {
+    Ring<Shape::kStages> ring;
+    for (int round = 0; round * static_cast<int>(gridDim.x) < pieces; ++round) {
+      const int piece = piece_of(round);
+      if (piece >= pieces) continue;
+      const Work<Cfg> work(p, piece);
+      for (int tile = 0; tile < work.tiles; ++tile, ring.advance(), row_ring.advance()) {
+        const int s = ring.stage, r = row_ring.stage;
+        shared.rows_full[r].wait(row_ring.parity);
+        shared.v_empty[s].wait(ring.parity ^ 1);
+        transpose_tile<Cfg>(shared.rows[r], shared.v[s], transposer);
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+          shared.v_full[s].arrive();
+          shared.rows_empty[r].arrive();
+        }
+      }
     }
-  } else {
-    ptx::raise_registers<Cfg::kConsumerRegisters>();
-    consume<Cfg>(p, flash, warpgroup, pieces);
   }
+};
+
+// Grid, block and dynamic shared memory: as for attention_hopper.
+template <class Cfg>
+__device__ __forceinline__ void attention_hopper_row_major(const FlashParams& p, const ptx::TensorMap& q_map,
+                                                           const ptx::TensorMap& k_map, const ptx::TensorMap& v_map) {
+  attention_hopper<Cfg, CodedQueries<Cfg>, RowMajorValues<Cfg>>(p, q_map, k_map, v_map);
 }
 
 }  // namespace greenfast

@@ -30,13 +30,12 @@ __device__ __forceinline__ void attention_specialized(const RegistersParams& par
   static_assert(Cfg::kStages == 2, "two stages");
 
   using Shape = RegistersShape<Cfg>;
-  using Rows = RegistersRows<Cfg>;
   using Storage = SpecializedStorage<Cfg>;
-  using Tile = typename Rows::Tile;
+  using Tile = typename RegistersStorage<Cfg>::Tile;
   using Phase = RegistersPhase;
   constexpr int kHeadDim = Shape::kHeadDim, kKeys = Shape::kKeys, kGroups = Shape::kKeyGroups;
   constexpr int kThreads = Shape::kThreads + 32;
-  constexpr int kStageBytes = sizeof(typename Rows::Storage::Stage);
+  constexpr int kStageBytes = sizeof(typename RegistersStorage<Cfg>::Stage);
   static_assert(sizeof(Storage) == Cfg::kSmemBytes, "the plan of shared memory in Python differs from the map");
 
   extern __shared__ __align__(128) unsigned char smem[];
@@ -44,10 +43,7 @@ __device__ __forceinline__ void attention_specialized(const RegistersParams& par
   PhaseClock<Cfg::kPhaseClocks, Phase::kCount> clock(params.phase_cycles);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int head = blockIdx.y;
-  const int first_row = blockIdx.x * Shape::kBlockM;
-  const size_t head_offset = static_cast<size_t>(head) * params.seq_len * kHeadDim;
-  const int tiles = (params.seq_len + kKeys - 1) / kKeys;
+  RegistersWork<Cfg> work(params, blockIdx.y, blockIdx.x * Shape::kBlockM);
 
   if (warp == Shape::kWarps) {
     if (lane == 0) {
@@ -61,7 +57,7 @@ __device__ __forceinline__ void attention_specialized(const RegistersParams& par
     // Each lane copies one piece of every kRowsPerCopy-th row. Rows beyond the end become zero and are not read.
     constexpr int kRowsPerCopy = 32 / Tile::kPieces;
     const int copy_row = lane / Tile::kPieces, piece = lane % Tile::kPieces;
-    const size_t copy_offset = head_offset + static_cast<size_t>(copy_row) * kHeadDim + piece * 16;
+    const size_t copy_offset = work.head_offset + static_cast<size_t>(copy_row) * kHeadDim + piece * 16;
     const unsigned char* k_next = params.k + copy_offset;
     const unsigned char* v_next = params.v + copy_offset;
     int rows_left = params.seq_len - copy_row;
@@ -80,12 +76,12 @@ __device__ __forceinline__ void attention_specialized(const RegistersParams& par
       rows_left -= kKeys;
     };
     // The stages are empty at first, and the consumers load Q meanwhile.
-    const int first = min(tiles, Storage::kAllStages);
+    const int first = min(work.tiles, Storage::kAllStages);
 #pragma unroll 1
     for (int tile = 0; tile < first; ++tile) fetch(tile % kGroups, tile / kGroups);
     ptx::barrier_sync(SpecializedBarrier::kBlock, kThreads);
 #pragma unroll 1
-    for (int tile = first; tile < tiles; ++tile) {
+    for (int tile = first; tile < work.tiles; ++tile) {
       const int group = tile % kGroups, round = tile / kGroups, stage = round % Cfg::kStages;
       ptx::mbarrier_wait(shared.empty[group * Cfg::kStages + stage], (round / Cfg::kStages - 1) % 2);
       fetch(group, stage);
@@ -93,36 +89,29 @@ __device__ __forceinline__ void attention_specialized(const RegistersParams& par
     return;
   }
 
-  const int g = lane / 4, t = lane % 4, group = warp / Shape::kRowGroups;
-  const float log2_e = 1.4426950408889634f;
-  const float scale_log2 = params.q_scale[head] * params.k_scale[head] * params.softmax_scale * log2_e;
-  const float v_scale = params.v_scale[head];
-  Rows rows;
-  rows.begin(Rows::load(params.q + head_offset, first_row + warp % Shape::kRowGroups * 16 + g, params.seq_len, t),
-             blockIdx.x == 0 && head == 0);
-  clock.mark(Phase::kQLoad);
+  const RegistersThread<Cfg> thread;
+  work.read_scales(params);
+  RegistersQueries<Cfg> queries;
+  queries.load(params, work, thread);
   ptx::barrier_sync(SpecializedBarrier::kBlock, kThreads);  // the mbarriers are initialized
 
   // Both places change to the other stage by one bit.
   static_assert((kStageBytes & (kStageBytes - 1)) == 0, "stages of a power of two");
-  const int group_begin = group * Cfg::kStages * kStageBytes;
-  int k_at = group_begin + Rows::k_place(g, t);
-  int v_at = group_begin + sizeof(Tile) + Rows::v_place(g, t);
-#pragma unroll 1
-  for (int tile = group; tile < tiles; tile += kGroups) {
-    const int round = tile / kGroups, at = group * Cfg::kStages + round % Cfg::kStages;
+  int at = 0;
+  const auto ready = [&](int tile, int group, int&, int&) {
+    const int round = tile / kGroups;
+    at = group * Cfg::kStages + round % Cfg::kStages;
     ptx::mbarrier_wait(shared.full[at], round / Cfg::kStages % 2);
-    clock.mark(Phase::kKvPrefetch);
-    rows.template attend<kHeadDim == 64>(smem, k_at, v_at, tile, params.seq_len, scale_log2, clock, [&] {
-      __syncwarp();
-      if (lane == 0) shared.empty[at].arrive();
-    });
+  };
+  const auto release = [&](int& k_at, int& v_at) {
+    __syncwarp();
+    if (thread.lane == 0) shared.empty[at].arrive();
     k_at ^= kStageBytes;
     v_at ^= kStageBytes;
-  }
+  };
   const auto meet = [] { ptx::barrier_sync(SpecializedBarrier::kConsumers, Shape::kThreads); };
-  meet();  // every tile that was copied has been read: the partial results take the place of the stages
-  rows.combine(shared.codes.partial, params.out + head_offset, first_row, params.seq_len, v_scale, clock, meet);
+  attend<Cfg, kHeadDim == 64>(params, work, thread, queries, smem, thread.group * Cfg::kStages * kStageBytes,
+                              shared.codes.partial, clock, ready, release, meet, meet);
   clock.write();
 }
 

@@ -65,39 +65,41 @@ struct Consumer {
   static constexpr int kPartial = Shape::kOutColumns / 2;
   static constexpr int kSums = Shape::kSumColumns / 2;  // behind the last part of O
   static constexpr int kParts = Shape::kHeadDim / Shape::kOutColumns;
-  static constexpr int kScales = Cfg::kKeyBlockScales ? Shape::kBlockN / Shape::kKeyBlock : 1;  // of K, in a tile
+  static constexpr int kScales = Cfg::kKeyBlockScales ? Shape::kBlockN / kRowBlock : 1;  // of K, in a tile
   // A row's largest weight is stored as 448 = 2^kOffset, E4M3's largest number, so that small ones keep their bits.
   static constexpr float kOffset = 8.807355f;
 
+  const FlashParams& p;
   FlashStorage<Cfg>& shared;
   const int warpgroup;
   const ptx::Operand<Shape::kDimPanel> q_tile, k_tiles;
   const ptx::Operand<Shape::kKeyPanel> v_tiles;
   Ring<Shape::kStages> k_ring, v_ring;
-  const float* k_scale;   // of this head's blocks of keys
-  int key_block, last_block;
-  float q_scale_log2;     // what a score in units of K's scale is multiplied by
+  int scale_at, last_scale;  // of blocks of keys: the next tile's, and the head's last
+  float q_scale_log2;        // what a score in units of K's scale is multiplied by
   float scale_log2[kScales];
+  float v_unit, v_ratio;     // of O, and by which it is to be multiplied for its units to be those of the next tile
   float o[kOut + kSums];
   float max[2];  // of scores so far, in base 2; -inf before the first key
   float sum[2];  // of weights, of this thread's columns; where the tensor cores do not sum
 
-  __device__ __forceinline__ Consumer(FlashStorage<Cfg>& shared, int warpgroup)
-      : shared(shared), warpgroup(warpgroup), q_tile(shared.q[warpgroup]), k_tiles(shared.k), v_tiles(shared.v) {}
+  __device__ __forceinline__ Consumer(const FlashParams& p, FlashStorage<Cfg>& shared, int warpgroup)
+      : p(p), shared(shared), warpgroup(warpgroup), q_tile(shared.q[warpgroup]), k_tiles(shared.k), v_tiles(shared.v) {}
 
   __device__ __forceinline__ static void arrive(ptx::Mbarrier& barrier) {
     if (threadIdx.x % 32 == 0) barrier.arrive();
   }
 
-  __device__ __forceinline__ void start(const FlashParams& p, int kv_head, float q_scale) {
+  __device__ __forceinline__ void start(int kv_head, float q_scale) {
     if constexpr (Cfg::kKeyBlockScales) {
-      last_block = (p.kv_len - 1) / Shape::kKeyBlock;
-      k_scale = p.k_scale + static_cast<size_t>(kv_head) * (last_block + 1);
-      key_block = 0;
+      const int blocks = (p.kv_len + kRowBlock - 1) / kRowBlock;
+      scale_at = kv_head * blocks;
+      last_scale = scale_at + blocks - 1;
       q_scale_log2 = q_scale;
     } else {
       scale_log2[0] = q_scale * p.k_scale[kv_head];
     }
+    if constexpr (Cfg::kValueBlockScales) v_unit = __ldg(p.v_scale + scale_at);
 #pragma unroll
     for (float& x : o) x = 0.0f;
 #pragma unroll
@@ -111,8 +113,11 @@ struct Consumer {
   __device__ __forceinline__ void next_scales() {
     if constexpr (Cfg::kKeyBlockScales) {
 #pragma unroll
-      for (int h = 0; h < kScales; ++h) scale_log2[h] = q_scale_log2 * __ldg(k_scale + min(key_block + h, last_block));
-      key_block += kScales;
+      for (int h = 0; h < kScales; ++h) {
+        const int at = kScales == 1 ? scale_at : min(scale_at + h, last_scale);
+        scale_log2[h] = q_scale_log2 * __ldg(p.k_scale + at);
+      }
+      scale_at += kScales;
     }
   }
 
@@ -261,11 +266,21 @@ struct Consumer {
   // Adds a part to what came before, which it rescales.
   template <int kCount>
   __device__ __forceinline__ void add_output(const float (&partial)[kCount], int part, const float (&rescale)[2]) {
+    const float ratio = Cfg::kValueBlockScales ? v_ratio : 1.0f;  // not of the sums, which have no units
+    const float of_output[2] = {rescale[0] * ratio, rescale[1] * ratio};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       float& x = o[part * kPartial + i];
-      x = fmaf(x, rescale[i / 2 % 2], partial[i]);
+      x = fmaf(x, i < kPartial ? of_output[i / 2 % 2] : rescale[i / 2 % 2], partial[i]);
     }
+  }
+
+  // The ratio for the tile whose weights have been found.
+  __device__ __forceinline__ float next_ratio() {
+    if constexpr (!Cfg::kValueBlockScales) return 1.0f;
+    const float before = v_unit;
+    v_unit = __ldg(p.v_scale + scale_at - 1);
+    return __fdividef(before, v_unit);
   }
 
   __device__ __forceinline__ void release_values() {
@@ -295,6 +310,7 @@ struct Consumer {
     if constexpr (kMasked) mask(s, end);
     softmax(s, w, rescale);
     pack(w, weights);
+    v_ratio = next_ratio();
     shared.v_full[v_ring.stage].wait(v_ring.parity);
     take_turn();
 #pragma unroll
@@ -328,7 +344,9 @@ struct Consumer {
     end_scores<kFirst ? 0 : 1>(s);
     if constexpr (kMasked) mask(s, end);
     softmax(s, w, next);
-    if constexpr (!kFirst) end_last_output(partial, rescale, next);
+    const float ratio = next_ratio();
+    if constexpr (!kFirst) end_last_output(partial, rescale, {next[0] * ratio, next[1] * ratio});
+    v_ratio = ratio;
 #pragma unroll
     for (int r = 0; r < 2; ++r) rescale[r] = next[r];
     pack(w, weights);  // not before: P V was reading them
@@ -392,10 +410,16 @@ struct Consumer {
   }
 
   // Writes the rows before q_len: O / sum, and the log-sum-exp.
-  __device__ __forceinline__ void store(const FlashParams& p, int head, int first_row, int kv_head) {
+  __device__ __forceinline__ void store(int head, int first_row, int kv_head) {
     using Out = typename Cfg::Out;
     const int quad = threadIdx.x % 4;
-    const float* v_scale = p.v_scale + (Cfg::kChannelScales ? kv_head * Shape::kHeadDim : kv_head);
+    const float* channels = p.v_scale + (Cfg::kChannelScales ? kv_head * Shape::kHeadDim : 0);
+    float unit = 1.0f;  // of O
+    if constexpr (Cfg::kValueBlockScales) {
+      unit = v_unit;
+    } else if constexpr (!Cfg::kChannelScales) {
+      unit = p.v_scale[kv_head];
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float total = kSums > 0 ? o[kOut + 2 * r] : sum[r];
@@ -404,7 +428,7 @@ struct Consumer {
         total += __shfl_xor_sync(0xffffffffu, total, 2);
       }
       const bool any = total >= 1.0f;  // a row with a key has a weight of 448
-      const float factor = any ? (Cfg::kChannelScales ? 1.0f : v_scale[0]) / total : 0.0f;
+      const float factor = any ? unit / total : 0.0f;
       const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
       const size_t line = static_cast<size_t>(head) * p.q_len + row;
 #pragma unroll
@@ -414,7 +438,7 @@ struct Consumer {
         for (int i = 0; i < 4; ++i) {
           float low = o[4 * (j + i) + 2 * r] * factor, high = o[4 * (j + i) + 2 * r + 1] * factor;
           if constexpr (Cfg::kChannelScales) {
-            const float2 scales = __ldg(reinterpret_cast<const float2*>(v_scale + 8 * (j + i) + 2 * quad));
+            const float2 scales = __ldg(reinterpret_cast<const float2*>(channels + 8 * (j + i) + 2 * quad));
             low *= scales.x;
             high *= scales.y;
           }

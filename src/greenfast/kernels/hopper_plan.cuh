@@ -4,13 +4,14 @@
 #include <cuda_fp16.h>
 
 #include "ptx/mbarrier.cuh"
+#include "row_block.cuh"
 
 namespace greenfast {
 
 struct FlashParams {
-  const float* q_scale;  // (batch x heads)
-  const float* k_scale;  // (batch x kv_heads), or (batch x kv_heads, blocks of kKeyBlock keys) with kKeyBlockScales
-  const float* v_scale;  // (batch x kv_heads), or (batch x kv_heads, head_dim) with kChannelScales
+  const float* q_scale;  // (batch x heads), or (batch x heads, blocks of kQueryBlock rows) with kQueryBlockScales
+  const float* k_scale;  // (batch x kv_heads), or (batch x kv_heads, blocks of kRowBlock keys) with kKeyBlockScales
+  const float* v_scale;  // the same with kValueBlockScales, or (batch x kv_heads, head_dim) with kChannelScales
   void* out;             // (batch x heads, q_len, head_dim) of Cfg::Out
   float* lse;            // (batch x heads, q_len), natural logarithm; unused without kLse
   int heads;         // batch x heads
@@ -36,7 +37,6 @@ struct FlashShape {
   static constexpr int kDimPanels = kHeadDim / kDimPanel;
   static constexpr int kKeyPanel = 128;
   static constexpr int kKeyPanels = kBlockN / kKeyPanel;
-  static constexpr int kKeyBlock = 128;  // keys that share a scale, where they do
   static constexpr int kOutColumns = Cfg::kOutColumns;  // of O that one product computes
   // The tensor cores sum the weights of a row too: behind V lie columns of ones. Not where the log-sum-exp is asked
   // for, which rounded weights would spoil, nor where a product is as wide as it can be.
@@ -44,6 +44,7 @@ struct FlashShape {
   static constexpr int kValueRows = kHeadDim + kSumColumns;  // of V^T in shared memory
   static_assert(kHeadDim % kDimPanel == 0 && kBlockN % kKeyPanel == 0 && kHeadDim % kOutColumns == 0, "whole panels");
   static_assert(Cfg::kOverlap ? kOutColumns == kHeadDim : Cfg::kTwoLevels, "one level of accumulation is overlapped");
+  static_assert(!Cfg::kValueBlockScales || (Cfg::kKeyBlockScales && kBlockN == kRowBlock), "a tile has one unit of V");
   static_assert(Cfg::kPolynomials == 0 || kSumColumns > 0, "halves are not summed");
 };
 

@@ -6,6 +6,7 @@
 
 #include "ptx/max_nan.cuh"
 #include "quantize.cuh"
+#include "row_block.cuh"
 
 namespace greenfast {
 
@@ -14,7 +15,6 @@ struct QuantizeInput {
   long long batch_stride, head_stride, row_stride;  // in elements; columns are neighbours
 };
 
-constexpr int kTileRows = 128;  // that share a scale of Q or K, and of a tile of V
 constexpr int kVector = 8;      // columns that a thread reads at once
 
 // One head of a tensor.

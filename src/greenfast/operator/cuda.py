@@ -18,7 +18,7 @@ from torch import Tensor
 
 from greenfast.build.compiler import compile_kernel
 from greenfast.families import ada, fast, hopper, qkv_quantizer
-from greenfast.families.fast_problem import ROW_BLOCK, padded_keys
+from greenfast.families.fast_problem import QUERY_BLOCK, ROW_BLOCK, padded_keys
 from greenfast.families.qkv_quantizer import Tensors
 from greenfast.operator import reference
 from greenfast.operator.quantized import PRECISIONS, Recipe, check_tensors, padded_head_dim
@@ -26,7 +26,7 @@ from greenfast.runtime.device import KernelImage, load_kernel
 from greenfast.runtime.prepared import NoContextError, Prepared
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import Choice, KernelSource, Launch
+from greenfast.spec.kernel import Choice, KernelSource, Launch, TensorMap
 
 _KERNELS = {"hopper": hopper, "ada": ada}
 _ALIGNMENT = 256  # bytes, of buffers in the workspace
@@ -58,19 +58,21 @@ def kernel_for(target: Target, dims: Mapping[str, int], fmt: str) -> Choice:
 
 def recipe_for(target: Target, precision: str) -> Recipe:
     """How ``sdpa`` quantizes on a target: with scales of blocks where its kernel reads them."""
-    return Recipe(precision, blocks=target.name == hopper.TARGET)
+    blocks = target.name == hopper.TARGET
+    return Recipe(precision, blocks, "block" if blocks else "head")
 
 
 def dims_of(query: Shape, key: Shape, dtype: torch.dtype, recipe: Recipe, causal: int, lse: bool) -> dict[str, int]:
-    """The dimensions of a call as ``fast_problem`` has them."""
+    """The dimensions of a call on codes as ``fast_problem`` has them."""
     dims = {"B": query[0], "H": query[1], "HK": key[1], "S": query[2], "KV": key[2], "D": padded_head_dim(query[3])}
     more = {
         "CAUSAL": causal,
         "LSE": int(lse),
         "BF16": int(dtype == torch.bfloat16),
-        "QBLOCK": ROW_BLOCK if recipe.blocks else 0,
+        "QBLOCK": QUERY_BLOCK if recipe.blocks else 0,
         "KBLOCK": ROW_BLOCK if recipe.blocks else 0,
-        "VCHANNEL": int(recipe.channels),
+        "VBLOCK": ROW_BLOCK if recipe.values == "block" else 0,
+        "VCHANNEL": int(recipe.values == "channel"),
     }
     return dims | {name: value for name, value in more.items() if value}
 
@@ -107,6 +109,11 @@ class _Step:
     launch: Launch
     names: Mapping[str, str] = field(default_factory=dict)
 
+    def buffers(self) -> set[str]:
+        """The plan's buffers that the launch reads or writes."""
+        named = (x.buffer if isinstance(x, TensorMap) else x for x in self.launch.args)
+        return {self.names.get(x, x) for x in named if isinstance(x, str)}
+
     def prepared(self, device: int, pointers: Mapping[str, int], stream: int) -> Prepared:
         with _COMPILING:
             kernel = _loaded(self.source, device)
@@ -136,39 +143,58 @@ class _Plan:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x, or a copy of it where the kernel could not read its rows: they begin at multiples of 16 bytes."""
-    fits = x.stride(3) == 1 and all(s % 8 == 0 for s, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1)
+    """x, or a copy of it where a kernel could not read its rows: each begins at its own multiple of 16 bytes."""
+    fits = x.stride(3) == 1 and all(
+        stride % 8 == 0 and stride for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1
+    )
     return x if fits and x.data_ptr() % _ROW_ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-def quantize_step(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, target: Target) -> _Step:
-    """The launch that quantizes tensors like these."""
+def quantize_step(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, queries: bool) -> _Step:
+    """The launch that quantizes tensors like these; ``queries``: whether Q too."""
     strides = tuple(s for x in (query, key, value) for s in x.stride()[:3])
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = query.shape, key.shape
-    sizes = Tensors(batch, heads, kv_heads, q_len, kv_len, strides)
+    sizes = Tensors(batch, heads, kv_heads, q_len if queries else 0, kv_len, strides)
     wanted = recipe.kernel_for(head_dim, query.dtype)
-    divided = qkv_quantizer.division(sizes, clusters=target.capability >= (9, 0))
-    return _Step(qkv_quantizer.kernel(wanted, divided), qkv_quantizer.launch(wanted, sizes, divided))
+    return _Step(qkv_quantizer.kernel(wanted, sizes), qkv_quantizer.launch(wanted, sizes))
 
 
-def attention_step(dims: Mapping[str, int], fmt: str, scale: float, target: Target) -> _Step:
-    """The launch that computes attention on codes."""
+def attention_step(
+    dims: Mapping[str, int], fmt: str, scale: float, target: Target, query: hopper.Query | None = None
+) -> _Step:
+    """The launch that computes attention on codes, or on codes of K and V and ``query``."""
     kernels = _KERNELS[kernel_for(target, dims, fmt).rung]
-    names = {"q": "q_codes", "k": "k_codes", "v_t": "v_codes"}
-    return _Step(kernels.kernel(fmt, dims), kernels.launch(fmt, dims, scale), names)
+    names = {"k": "k_codes", "v_t": "v_codes"}
+    if query is None:
+        return _Step(kernels.kernel(fmt, dims), kernels.launch(fmt, dims, scale), {"q": "q_codes", **names})
+    dims = {name: n for name, n in dims.items() if name != "QBLOCK"}
+    return _Step(hopper.kernel(fmt, dims, query), hopper.launch(fmt, dims, scale, query), names)
+
+
+def sdpa_steps(
+    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, causal: int, scale: float, target: Target, *, lse: bool
+) -> tuple[_Step, _Step]:
+    """The launches of ``sdpa`` on tensors like these: K and V are quantized, and Q by attention where it can."""
+    dims = dims_of(query.shape, key.shape, query.dtype, recipe, causal, lse)
+    own = None
+    if hopper.quantizes_queries(dims["D"]):
+        own = hopper.Query(query.shape[3], str(query.dtype).removeprefix("torch."), query.stride()[:3])
+    attending = attention_step(dims, recipe.format, scale, target, own)
+    return quantize_step(query, key, value, recipe, queries=own is None), attending
 
 
 def quantized_sizes(query: Shape, key: Shape, recipe: Recipe) -> dict[str, Shape]:
     """Shapes of the codes (uint8) and scales and mean (float32) of tensors of these shapes."""
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = query, key
-    padded = padded_head_dim(head_dim)
+    padded, blocks = padded_head_dim(head_dim), -(-kv_len // ROW_BLOCK)
+    of_values: dict[str, Shape] = {"block": (blocks,), "head": (), "channel": (1, padded)}
     return {
         "q_codes": (batch, heads, q_len, padded),
         "k_codes": (batch, kv_heads, kv_len, padded),
         "v_codes": (batch, kv_heads, padded, padded_keys(kv_len)),
-        "q_scale": (batch, heads, *([-(-q_len // ROW_BLOCK)] if recipe.blocks else [])),
-        "k_scale": (batch, kv_heads, *([-(-kv_len // ROW_BLOCK)] if recipe.blocks else [])),
-        "v_scale": (batch, kv_heads, *([padded] if recipe.channels else [])),
+        "q_scale": (batch, heads, *([-(-q_len // QUERY_BLOCK)] if recipe.blocks else [])),
+        "k_scale": (batch, kv_heads, *([blocks] if recipe.blocks else [])),
+        "v_scale": (batch, kv_heads, *of_values[recipe.values]),
         "k_mean": (batch, kv_heads, padded) if recipe.key_mean else (0,),
     }
 
@@ -184,13 +210,12 @@ def _stream(device: int) -> int:
 
 
 def quantize(
-    query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, channels: bool, key_mean: bool,
-    rotate: bool,
+    query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, values: str, key_mean: bool, rotate: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """``torch.ops.greenfast.quantize`` of CUDA tensors."""
     check_tensors(query, key, value)
-    recipe = Recipe(precision, blocks, channels, key_mean, rotate)
-    if query.numel() == 0 or key.numel() == 0 or not recipe.blocks:
+    recipe = Recipe(precision, blocks, values, key_mean, rotate)
+    if query.numel() == 0 or key.numel() == 0 or values != "block":
         return reference.quantize(query, key, value, recipe).tensors()
     device = query.get_device()
     query, key, value = _readable(query), _readable(key), _readable(value)
@@ -200,7 +225,7 @@ def quantize(
     at = (recipe, query.dtype, device, *(x.shape for x in given), *(x.stride() for x in given))
     plan = _PLANS.get(at)
     if plan is None:
-        step = quantize_step(query, key, value, recipe, target_of(device))
+        step = quantize_step(query, key, value, recipe, queries=True)
         plan = _remember(_PLANS, at, _Plan(device, (step,)), _MOST_PLANS)
     names, buffers = ("q", "k", "v", *found), (*given, *found.values())
     addresses = (_stream(device), 0, *(x.data_ptr() for x in buffers))
@@ -245,7 +270,7 @@ def _attention_plan(
     dtype: torch.dtype, causal: int, scale: float,
 ) -> _Plan:  # fmt: skip
     device = query.get_device()
-    recipe = Recipe(precision, blocks=query_scale.dim() == 3, channels=value_scale.dim() == 3)
+    recipe = Recipe(precision, query_scale.dim() == 3, {2: "head", 3: "block", 4: "channel"}[value_scale.dim()])
     dims = dims_of(query.shape, (*key.shape[:2], key_length, key.shape[3]), dtype, recipe, causal, lse)
     return _Plan(device, (attention_step(dims, PRECISIONS[precision], scale, target_of(device)),))
 
@@ -346,18 +371,17 @@ def _sdpa_unfused(
 def _sdpa_plan(
     lse: bool, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, causal: int, scale: float
 ) -> _Plan:
-    """Quantization and attention, with the codes between them in a workspace."""
+    """Quantization of K and V, and attention, with the codes between them in a workspace."""
     device = query.get_device()
     target = target_of(device)
-    dims = dims_of(query.shape, key.shape, query.dtype, recipe, causal, lse)
-    attending = attention_step(dims, recipe.format, scale, target)
+    steps = sdpa_steps(query, key, value, recipe, causal, scale, target, lse=lse)
+    used = set().union(*(step.buffers() for step in steps))
     work, size = {}, 0
     for name, shape in quantized_sizes(query.shape, key.shape, recipe).items():
-        if lse and name == "k_mean":
-            continue  # it is the caller's
+        if name not in used or (lse and name == "k_mean"):
+            continue  # the attention kernel quantizes Q, or the mean is the caller's
         work[name] = size
         size += -(-torch.Size(shape).numel() * buffer_dtype(name).itemsize // _ALIGNMENT) * _ALIGNMENT
-    steps = (quantize_step(query, key, value, recipe, target), attending)
     return _Plan(device, steps, work, size // query.itemsize, padded_head_dim(query.shape[3]))
 
 

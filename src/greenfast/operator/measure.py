@@ -60,10 +60,12 @@ def kernel_hashes() -> dict[str, str]:
         name = ", ".join(f"{key}={value}" for key, value in dims.items())
         for precision in ("fp8", "int8"):
             recipe = Recipe(precision)
-            whole = cuda.dims_of(x.shape, x.shape, x.dtype, recipe, dims.get("CAUSAL", 0), False)
+            causal = dims.get("CAUSAL", 0)
+            whole = cuda.dims_of(x.shape, x.shape, x.dtype, recipe, causal, False)
             steps = {
-                "quantize": cuda.quantize_step(x, x, x, recipe, target),
+                "quantize": cuda.quantize_step(x, x, x, recipe, queries=True),
                 "attention": cuda.attention_step(whole, recipe.format, 1.0, target),
+                "sdpa": cuda.sdpa_steps(x, x, x, recipe, causal, 1.0, target, lse=False)[1],
             }
             found |= {f"{step} {precision}, {name}": kernel_hash(s.source) for step, s in steps.items()}
     return found

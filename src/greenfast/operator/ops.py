@@ -17,7 +17,7 @@ from greenfast.operator.quantized import QuantizedQKV, Recipe, check_tensors, pa
 
 LIBRARY: Any = torch.library.Library("greenfast", "DEF")  # type: ignore[no-untyped-call]
 _INPUTS = "Tensor query, Tensor key, Tensor value"
-_RECIPE = "str precision, bool blocks, bool channels, bool key_mean, bool rotate"
+_RECIPE = "str precision, bool blocks, str values, bool key_mean, bool rotate"
 _QUANTIZED = (
     f"{_INPUTS}, Tensor query_scale, Tensor key_scale, Tensor value_scale, str precision, int head_dim, "
     "int key_length, ScalarType dtype, int causal, float scale"
@@ -36,19 +36,19 @@ Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _quantize_cpu(
-    query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, channels: bool, key_mean: bool,
+    query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, values: str, key_mean: bool,
     rotate: bool,
 ) -> Seven:  # fmt: skip
     check_tensors(query, key, value)
-    return reference.quantize(query, key, value, Recipe(precision, blocks, channels, key_mean, rotate)).tensors()
+    return reference.quantize(query, key, value, Recipe(precision, blocks, values, key_mean, rotate)).tensors()
 
 
 def _quantize_shapes(
-    query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, channels: bool, key_mean: bool,
+    query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, values: str, key_mean: bool,
     rotate: bool,
 ) -> Seven:  # fmt: skip
     check_tensors(query, key, value)
-    sizes = cuda.quantized_sizes(query.shape, key.shape, Recipe(precision, blocks, channels, key_mean, rotate))
+    sizes = cuda.quantized_sizes(query.shape, key.shape, Recipe(precision, blocks, values, key_mean, rotate))
     return tuple(query.new_empty(shape, dtype=cuda.buffer_dtype(name)) for name, shape in sizes.items())  # type: ignore[return-value]
 
 

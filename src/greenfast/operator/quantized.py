@@ -12,6 +12,8 @@ from greenfast.families.qkv_quantizer import Quantization
 
 #: Precision -> the format of Q and K; V is E4M3 in each.
 PRECISIONS = {"fp8": "e4m3", "int8": "int8"}
+#: What has a scale of V: each 128 keys, each head, or each channel of a head.
+VALUE_SCALES = ("block", "head", "channel")
 #: Head dims of the kernels; others are padded with zeros to the next of them.
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -21,12 +23,13 @@ DTYPES = (torch.float16, torch.bfloat16)
 class Recipe:
     """How tensors are quantized: precision, and what is chosen beside it (see ``greenfast.quantize``).
 
-    blocks: whether Q and K have a scale for each 128 rows. channels: whether V has one for each channel.
+    blocks: whether each 16 rows of Q and each 128 of K have a scale, or each head. values: what has one of V, a choice
+    of VALUE_SCALES; "block" goes with blocks.
     """
 
     precision: str = "fp8"
     blocks: bool = True
-    channels: bool = False
+    values: str = "block"
     key_mean: bool = True
     rotate: bool = True
 
@@ -42,7 +45,6 @@ class Recipe:
             padded_dim=padded_head_dim(head_dim),
             dtype=str(dtype).removeprefix("torch."),
             fmt=self.format,
-            channels=self.channels,
             key_mean=self.key_mean,
             rotate=self.rotate,
         )
@@ -59,8 +61,9 @@ class QuantizedQKV:
 
     query: uint8 (B, H, S, D). key: uint8 (B, HK, KV, D). value: uint8 (B, HK, D, KV rounded up to 16), transposed with
     its keys in the kernels' order. D is one of HEAD_DIMS; ``head_dim`` is the caller's, without the padding.
-    query_scale: float32 (B, H, blocks) with a scale for each 128 rows, or (B, H). key_scale: the same with HK.
-    value_scale: (B, HK), or (B, HK, D) with a scale for each channel.
+    query_scale: float32 (B, H, blocks) with a scale for each 16 rows, or (B, H). key_scale: (B, HK, blocks) with one
+    for each 128 rows, or (B, HK).
+    value_scale: the same as key_scale, or (B, HK, 1, D) with a scale for each channel.
     key_mean: float32 (B, HK, D), what was subtracted from every key, or None. It changes no weight: a query's scores
     all move by the same amount, which the log-sum-exp takes back.
     dtype: that of the caller's tensors and of the output.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,10 +10,10 @@ from torch import Tensor
 from greenfast.families.fast_problem import (
     KEY_GROUP,
     KEY_ORDER,
+    QUERY_BLOCK,
     ROW_BLOCK,
     VALUE_FORMAT,
     quantize_blocks,
-    quantize_values,
     transposed_values,
 )
 from greenfast.families.qkv_quantizer import MEAN_KEYS
@@ -24,8 +23,6 @@ from greenfast.operator.quantized import QuantizedQKV, Recipe, padded_head_dim
 #: A row's largest weight is kept as E4M3's largest number.
 _LARGEST = 448.0
 _ROWS = 1024  # query rows at a time, so that their scores stay small
-
-Scales = tuple[Tensor, Tensor]
 
 
 def quantize(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe) -> QuantizedQKV:
@@ -42,10 +39,13 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe) -> Quant
         q, k = q @ matrix, k @ matrix
         mean = None if mean is None else mean @ matrix
     fmt = recipe.format
-    by_rows = quantize_blocks if recipe.blocks else formats.encode
-    k_codes, k_scale = _per_head(k, by_rows, fmt)
-    v_codes, v_scale = _per_head(v, quantize_values if recipe.channels else formats.encode, VALUE_FORMAT)
-    q_codes, q_scale = _per_head(q, by_rows, fmt)
+    q_codes, q_scale = _per_head(q, fmt, QUERY_BLOCK if recipe.blocks else 0)
+    k_codes, k_scale = _per_head(k, fmt, ROW_BLOCK if recipe.blocks else 0)
+    if recipe.values == "channel":
+        v_codes, v_scale = _per_head(v.transpose(2, 3), VALUE_FORMAT, 1)
+        v_codes, v_scale = v_codes.transpose(2, 3), v_scale.unsqueeze(2)
+    else:
+        v_codes, v_scale = _per_head(v, VALUE_FORMAT, ROW_BLOCK if recipe.values == "block" else 0)
     v_t = transposed_values(v_codes.flatten(0, 1))
     return QuantizedQKV(
         query=q_codes,
@@ -69,14 +69,14 @@ def _mean_of_some(k: Tensor) -> Tensor:
     return k[:, :, places].sum(dim=2) / max(1, count)
 
 
-def _per_head(x: Tensor, quantizer: Callable[[Tensor, str], Scales], fmt: str) -> Scales:
-    """Codes (B, H, length, D) and scales (B, H, ...) of x (B, H, length, D)."""
-    blocks = [-(-x.shape[2] // ROW_BLOCK)] if quantizer is quantize_blocks else []
-    blocks = [x.shape[3]] if quantizer is quantize_values else blocks
+def _per_head(x: Tensor, fmt: str, rows: int) -> tuple[Tensor, Tensor]:
+    """Codes of x (B, H, length, D) and scales: of each so many rows, (B, H, blocks), or with 0 of each head, (B, H)."""
+    blocks = [-(-x.shape[2] // rows)] if rows else []
     if x.numel() == 0:
         return torch.zeros_like(x, dtype=torch.uint8), torch.ones(*x.shape[:2], *blocks, device=x.device)
-    codes, scale = quantizer(x.flatten(0, 1), fmt)
-    return codes.view(x.shape), scale.view(*x.shape[:2], *scale.shape[1:])
+    flat = x.flatten(0, 1)
+    codes, scale = quantize_blocks(flat, fmt, rows) if rows else formats.encode(flat, fmt)
+    return codes.view(x.shape), scale.view(*x.shape[:2], *blocks)
 
 
 def hadamard(size: int) -> Tensor:
@@ -89,17 +89,18 @@ def hadamard(size: int) -> Tensor:
 
 def dequantized_keys(quantized: QuantizedQKV) -> Tensor:
     """What the codes of K stand for, float32 (B, HK, KV, D), without the mean."""
-    return _numbers(quantized.key, quantized.format) * _by_row(quantized.key_scale, quantized.key_length)
+    return _numbers(quantized.key, quantized.format) * _by_row(quantized.key_scale, quantized.key_length, ROW_BLOCK)
 
 
 def dequantized_queries(quantized: QuantizedQKV) -> Tensor:
     """What the codes of Q stand for, float32 (B, H, S, D)."""
-    return _numbers(quantized.query, quantized.format) * _by_row(quantized.query_scale, quantized.query.shape[2])
+    each = _by_row(quantized.query_scale, quantized.query.shape[2], QUERY_BLOCK)
+    return _numbers(quantized.query, quantized.format) * each
 
 
-def _by_row(scale: Tensor, length: int) -> Tensor:
-    """Scales of heads, (B, H), or of their blocks as one for each row: (B, H, 1 or length, 1)."""
-    each = scale.unsqueeze(-1) if scale.dim() == 2 else scale.repeat_interleave(ROW_BLOCK, -1)[..., :length]
+def _by_row(scale: Tensor, length: int, rows: int) -> Tensor:
+    """Scales of heads, (B, H), or of each so many rows as one for each row: (B, H, 1 or length, 1)."""
+    each = scale.unsqueeze(-1) if scale.dim() == 2 else scale.repeat_interleave(rows, -1)[..., :length]
     return each.unsqueeze(-1)
 
 
@@ -111,7 +112,8 @@ def dequantized_values(quantized: QuantizedQKV) -> Tensor:
     grouped = codes.view(*codes.shape[:-1], codes.shape[-1] // KEY_GROUP, KEY_GROUP)[..., places]
     rows = grouped.flatten(-2)[..., : quantized.key_length].transpose(-1, -2).contiguous()
     scale = quantized.value_scale
-    return _numbers(rows, VALUE_FORMAT) * (scale[..., None, None] if scale.dim() == 2 else scale.unsqueeze(-2))
+    of_channels = scale.dim() == 4
+    return _numbers(rows, VALUE_FORMAT) * (scale if of_channels else _by_row(scale, quantized.key_length, ROW_BLOCK))
 
 
 def _numbers(codes: Tensor, fmt: str) -> Tensor:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from greenfast.operator import cuda
-from greenfast.operator.quantized import DTYPES, HEAD_DIMS, PRECISIONS, check_choice
+from greenfast.operator.quantized import DTYPES, HEAD_DIMS, PRECISIONS, check_choice, padded_head_dim
 from greenfast.operator.sdpa import Alignment, Precision, causal_of, sdpa
 
 TORCH = "torch"  # the kernel of an Explanation where PyTorch's own attention is left to it
@@ -147,8 +147,8 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: i
         return Explanation(TORCH, f"query: on {device.type}, for which there are no kernels")
     lse = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     dtype, head_dim = _dtype(query), query.size(3)
-    if torch.compiler.is_compiling():  # lengths are symbols there, and no kernel is for some of them only
-        name, reason = _traced_kernel(query.get_device(), head_dim, dtype, precision, causal, lse)
+    if torch.compiler.is_compiling():  # lengths may be symbols there, and head_dim, of which the padded one is none
+        name, reason = _traced_kernel(query.get_device(), padded_head_dim(head_dim), dtype, precision, causal, lse)
         return Explanation(name, reason)
     shapes = (tuple(query.shape), tuple(key.shape))
     return _cuda_kernel(query.get_device(), *shapes, dtype, precision, causal, lse)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from greenfast.operator import cuda, ops
-from greenfast.operator.quantized import PRECISIONS, QuantizedQKV, check_choice, check_tensors
+from greenfast.operator.quantized import PRECISIONS, VALUE_SCALES, QuantizedQKV, check_choice, check_tensors
 
 Precision = Literal["fp8", "int8"]
 Alignment = Literal["upper_left", "lower_right"]
@@ -54,8 +54,8 @@ def sdpa(
 
     Returns (B, H, S, D) of the inputs' dtype; with ``return_lse`` also the natural log-sum-exp of each row's scores,
     float32 (B, H, S). A row that attends to nothing is 0, its log-sum-exp -inf. NaN or infinity in a query makes its
-    block of 128 rows NaN, in a key the rows that attend to its block, in a value its head. Gradients are those of
-    attention on the unquantized tensors with this log-sum-exp; none flows through the log-sum-exp itself.
+    block of 16 rows NaN, in a key or value the rows that attend to its block of 128, and some beside them. Gradients
+    are those of attention on the unquantized tensors with this log-sum-exp; none flows through the log-sum-exp itself.
 
     Raises TypeError for dtypes, ValueError for shapes, devices and choices that do not fit, and NotImplementedError for
     ``attn_mask``, ``dropout_p``, head dims and GPUs that no kernel is for; each names the argument and what is allowed.
@@ -90,16 +90,17 @@ def quantize(
     *,
     precision: Precision = "fp8",
     scales: Literal["block", "head"] = "block",
-    value_scales: Literal["head", "channel"] = "head",
+    value_scales: Literal["block", "head", "channel"] | None = None,
     subtract_key_mean: bool = True,
     rotate: bool = True,
 ) -> QuantizedQKV:
     """Quantize attention inputs, for callers who keep them.
 
     query: (B, H, S, D); key and value: (B, HK, KV, D) with HK a divisor of H; float16 or bfloat16, of any strides, D a
-    multiple of 8 up to 256. precision: "fp8" is E4M3 for Q, K and V, "int8" int8 for Q and K. scales: of Q and K, one
-    for each 128 rows, or one per head, which PyTorch computes and not one kernel. value_scales: one per head, or one
-    per channel.
+    multiple of 8 up to 256. precision: "fp8" is E4M3 for Q, K and V, "int8" int8 for Q and K. scales: "block"
+    gives each 16 rows of Q and each 128 of K one, "head" each head. value_scales: of V, "block" for each 128 keys,
+    "head", or "channel" for each channel of a head; by default as ``scales``. One kernel quantizes where all scales are
+    of blocks, else PyTorch in several passes.
     subtract_key_mean: takes from every key the mean of 32 of them, which changes no weight; it helps where channels are
     biased (SageAttention, Zhang et al. 2024, with the mean of all). rotate: multiplies Q and K by a Hadamard matrix,
     which changes no score and spreads outliers over all channels (QuaRot, Ashkboos et al. 2024).
@@ -109,10 +110,13 @@ def quantize(
     """
     check_choice("precision", precision, PRECISIONS)
     check_choice("scales", scales, ("block", "head"))
-    check_choice("value_scales", value_scales, ("head", "channel"))
+    values = scales if value_scales is None else value_scales
+    check_choice("value_scales", values, VALUE_SCALES)
+    if values == "block" and scales != "block":
+        raise ValueError(f"value_scales: 'block' goes with scales='block', not {scales!r}")
     check_tensors(query, key, value)
     q, k, v, q_scale, k_scale, v_scale, mean = ops.QUANTIZE(
-        query, key, value, precision, scales == "block", value_scales == "channel", subtract_key_mean, rotate
+        query, key, value, precision, scales == "block", values, subtract_key_mean, rotate
     )
     return QuantizedQKV(
         query=q,

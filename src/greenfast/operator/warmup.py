@@ -17,7 +17,7 @@ from torch import Tensor
 
 from greenfast.build import cache
 from greenfast.build.compiler import CompiledKernel, compile_kernel
-from greenfast.operator.cuda import attention_step, dims_of, quantize_step, recipe_for
+from greenfast.operator.cuda import attention_step, dims_of, quantize_step, recipe_for, sdpa_steps
 from greenfast.operator.quantized import DTYPES, HEAD_DIMS, PRECISIONS
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError, unknown
@@ -88,14 +88,16 @@ def _tensors(head_dim: int, dtype: torch.dtype, lengths: Sequence[int]) -> Itera
 def _kernels_of(
     query: Tensor, key: Tensor, precision: str, causal: Sequence[bool], lse: bool, target: Target
 ) -> Iterator[KernelSource]:
-    """What ``sdpa`` and ``quantize`` compile for such tensors. Raises NotImplementedError where sdpa has no kernel."""
+    """What the operators compile for such tensors. Raises NotImplementedError where sdpa has no kernel."""
     heads, q_len = query.shape[1:3]
     recipe = recipe_for(target, precision)
     if heads == 1 or heads * q_len <= _MOST_ROWS:
         for masked in causal:
             dims = dims_of(query.shape, key.shape, query.dtype, recipe, int(masked), lse)
             yield attention_step(dims, recipe.format, 1.0, target).source
-    yield quantize_step(query, key, key, recipe, target).source
+            if recipe.blocks:
+                yield from (s.source for s in sdpa_steps(query, key, key, recipe, int(masked), 1.0, target, lse=lse))
+    yield quantize_step(query, key, key, recipe, queries=True).source
 
 
 def warm(

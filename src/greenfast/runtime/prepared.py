@@ -15,7 +15,10 @@ from greenfast.spec.kernel import Argument, Launch, TensorMap
 
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 _SLOT = 64  # bytes that an argument's place is a multiple of: what a tensor map asks for
-_TYPES = {"uint8": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8}
+_TYPES = {
+    "uint8": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    "uint16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+}
 _SWIZZLES = {
     0: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
     32: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_32B,
@@ -83,7 +86,11 @@ class Prepared:
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = plan.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
-        config.sharedMemBytes, config.numAttrs = dynamic_smem_bytes, 0
+        early = driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [early] if plan.early else []
+        config.sharedMemBytes, config.numAttrs = dynamic_smem_bytes, int(plan.early)
         config.hStream = driver.CUstream(stream)
         self._config = config
 

@@ -62,10 +62,14 @@ class KernelSource:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: ``grid`` blocks of the kernel with ``args`` in the order of its parameters."""
+    """One launch: ``grid`` blocks of the kernel with ``args`` in the order of its parameters.
+
+    early: whether it may begin while the launch before it in the stream ends; the kernel waits where it has to.
+    """
 
     grid: tuple[int, int, int]
     args: tuple[Argument, ...]
+    early: bool = False
 
 
 @dataclass(frozen=True)
