@@ -13,7 +13,8 @@ from greenfast.spec.kernel import KernelSource, Launch
 ENTRY = "quantize_qkv"
 #: Keys, evenly spread, whose mean is subtracted from all.
 MEAN_KEYS = 32
-_THREADS = 256  # a warp for each 16 rows of a tile
+#: Threads of a block, by head dim of the codes: a warp, or two, for each 16 rows of a tile.
+_THREADS = {64: 256, 128: 256, 256: 512}
 #: Blocks that a multiprocessor holds, by head dim of the codes: a limit on registers.
 _BLOCKS = {64: 3, 128: 2, 256: 1}
 #: Tiles of K that are many times what a GPU works on at once.
@@ -66,6 +67,7 @@ def _tiles(length: int) -> int:
 
 def kernel(wanted: Quantization, tensors: Tensors) -> KernelSource:
     """Render the quantizer."""
+    threads = _THREADS[wanted.padded_dim]
     flags = {
         "Int8": wanted.fmt == "int8",
         "KeyMean": wanted.key_mean,
@@ -78,12 +80,12 @@ struct Cfg {{
   static constexpr int kHeadDim = {wanted.padded_dim};
   static constexpr int kColumns = {wanted.head_dim};
   static constexpr int kKeyTiles = {key_tiles(tensors)};
-  static constexpr int kThreads = {_THREADS};
+  static constexpr int kThreads = {threads};
 {constants}
   using In = {CUDA_TYPES[wanted.dtype]};
 }};
 
-extern "C" __global__ void __launch_bounds__({_THREADS}, {_BLOCKS[wanted.padded_dim]})
+extern "C" __global__ void __launch_bounds__({threads}, {_BLOCKS[wanted.padded_dim]})
 {ENTRY}(const void* q, const void* k, const void* v, long long q_batch, long long q_head, long long q_row,
         long long k_batch, long long k_head, long long k_row, long long v_batch, long long v_head, long long v_row,
         unsigned char* q_codes, unsigned char* k_codes, unsigned char* v_codes, float* q_scale, float* k_scale,
@@ -94,7 +96,7 @@ extern "C" __global__ void __launch_bounds__({_THREADS}, {_BLOCKS[wanted.padded_
 }}
 """
     return KernelSource(
-        entry=ENTRY, source=source, name=f"{ENTRY}.cu", include_dirs=(KERNEL_DIR,), block=(_THREADS, 1, 1)
+        entry=ENTRY, source=source, name=f"{ENTRY}.cu", include_dirs=(KERNEL_DIR,), block=(threads, 1, 1)
     )
 
 

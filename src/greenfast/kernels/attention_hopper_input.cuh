@@ -59,22 +59,24 @@ struct InputQueries {
 
   __device__ __forceinline__ float prepare(const FlashParams&, Shared& shared, int warpgroup, int, int) {
     const int within = threadIdx.x / 32 % 4 * kQueryBlock + Rows::row_of_warp(), row[2] = {within, within + 8};
-    typename Rows::Input x;
+    const auto load = [&](int r, int column) {
+      return *reinterpret_cast<const typename Rows::Loaded*>(shared.input[warpgroup] + row[r] * Shape::kHeadDim + column);
+    };
+    const Rows rows;
+    typename Rows::Values x;
     shared.q_full[warpgroup].wait(parity);
     parity ^= 1;
-    Rows::read(x, [&](int r, int column) {
-      return *reinterpret_cast<const typename Rows::Loaded*>(shared.input[warpgroup] + row[r] * Shape::kHeadDim + column);
-    });
+    rows.transform(load, x);
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.q_empty[warpgroup].arrive();
-    const auto place = [&](int r, int column, const typename Rows::Codes& codes) {
+    const float scale = Rows::scale_for(over_warp(Rows::largest(x)));
+    meet(warpgroup);  // all have read the codes before
+    rows.cast(x, scale, [&](int r, int column, const typename Rows::Codes& codes) {
       const int byte = row[r] * Shape::kDimPanel + column % Shape::kDimPanel;
       constexpr int kChunks = Shape::kDimPanel / 16;  // of a row, which the swizzle exchanges
       unsigned char* panel = shared.q[warpgroup][column / Shape::kDimPanel];
       *reinterpret_cast<typename Rows::Codes*>(panel + (byte ^ byte / 128 % kChunks * 16)) = codes;
-    };
-    const auto not_before = [&] { meet(warpgroup); };  // all have read the codes before
-    const float scale = Rows().quantize(x, not_before, place);
+    });
     ptx::fence_proxy_async();
     ptx::wait_for_grid_before();  // what follows reads scales of K and V
     return __shfl_sync(0xffffffffu, scale, 0);  // known to be uniform: saves a register

@@ -57,11 +57,17 @@ __device__ __forceinline__ float divide(float x, float scale, float inverse) {
   return __fmaf_rn(__fmaf_rn(-quotient, scale, x), inverse, quotient);
 }
 
+// The largest of the warp's values.
+__device__ __forceinline__ float over_warp(float amax) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) amax = ptx::max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, lanes));
+  return amax;
+}
+
 // The largest of the block's values; `shared` has a place for each warp.
 template <int kThreads>
 __device__ __forceinline__ float over_block(float* shared, float amax) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) amax = ptx::max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, lanes));
+  amax = over_warp(amax);
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = amax;
   __syncthreads();
   amax = shared[0];

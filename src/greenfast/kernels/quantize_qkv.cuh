@@ -26,7 +26,7 @@ struct QuantizeParams {
 template <class Cfg>
 __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
   __shared__ union Storage {
-    KeysStorage<Cfg> keys;
+    RowsStorage<Cfg> rows;
     ValuesStorage<Cfg> values;
   } shared;
   ptx::let_next_grid_begin();
@@ -35,8 +35,8 @@ __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
   int item = blockIdx.x;
   if (item < p.batch * p.kv_heads * key_runs) {
     const int line = item / key_runs, tile = item % key_runs * Cfg::kKeyTiles;
-    const KeysQuantizer<Cfg> keys(shared.keys, HeadRows<Cfg>(p.k, line / p.kv_heads, line % p.kv_heads, p.kv_len));
-    keys.run(tile, min(tile + Cfg::kKeyTiles, kv_tiles),
+    const RowsQuantizer<Cfg> rows(shared.rows, HeadRows<Cfg>(p.k, line / p.kv_heads, line % p.kv_heads, p.kv_len));
+    rows.keys(tile, min(tile + Cfg::kKeyTiles, kv_tiles),
              p.k_codes + static_cast<long long>(line) * p.kv_len * Cfg::kHeadDim, p.k_scale + line * kv_tiles,
              p.k_mean + line * Cfg::kHeadDim);
     return;
@@ -52,8 +52,8 @@ __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
   }
   item -= p.batch * p.kv_heads * kv_tiles;
   const int line = item / q_tiles, q_blocks = (p.q_len + kQueryBlock - 1) / kQueryBlock;
-  quantize_queries<Cfg>(HeadRows<Cfg>(p.q, line / p.heads, line % p.heads, p.q_len), item % q_tiles,
-                        p.q_codes + static_cast<long long>(line) * p.q_len * Cfg::kHeadDim, p.q_scale + line * q_blocks);
+  const RowsQuantizer<Cfg> rows(shared.rows, HeadRows<Cfg>(p.q, line / p.heads, line % p.heads, p.q_len));
+  rows.queries(item % q_tiles, p.q_codes + static_cast<long long>(line) * p.q_len * Cfg::kHeadDim, p.q_scale + line * q_blocks);
 }
 
 }  // namespace greenfast

@@ -8,62 +8,64 @@ namespace greenfast {
 constexpr int kMeanKeys = 32;  // at most, evenly spread, whose mean is taken from all
 
 template <class Cfg>
-struct KeysStorage {
-  float sum[kMeanKeys / 16][Cfg::kHeadDim];  // of 16 keys each
+struct RowsStorage {
+  float sum[kMeanKeys / kQueryBlock][Cfg::kHeadDim];  // of 16 keys each
   float mean[Cfg::kHeadDim];
   float amax[Cfg::kThreads / 32];
 };
 
 template <class Cfg>
-struct KeysQuantizer {
-  static_assert(Cfg::kThreads / 32 * 16 == kRowBlock, "a warp takes 16 rows");
+struct RowsQuantizer {
   using Rows = RowsTransform<Cfg>;
-  using Input = typename Rows::Input;
   using Values = typename Rows::Values;
+  static_assert(Cfg::kThreads / 32 * kQueryBlock == kRowBlock * Rows::kSplit, "a tile of rows for the warps");
 
-  KeysStorage<Cfg>& shared;
+  RowsStorage<Cfg>& shared;
   const HeadRows<Cfg> head;
   const Rows rows;
-  const int length;
+  const int group;  // of the tile's 16 rows, which this warp has
 
-  __device__ __forceinline__ KeysQuantizer(KeysStorage<Cfg>& shared, const HeadRows<Cfg>& head)
-      : shared(shared), head(head), length(head.length) {}
+  __device__ __forceinline__ RowsQuantizer(RowsStorage<Cfg>& shared, const HeadRows<Cfg>& head)
+      : shared(shared), head(head), group(threadIdx.x / 32 / Rows::kSplit) {}
 
-  // A thread's columns of two rows, which may be any.
-  __device__ __forceinline__ void read(const int (&row)[2], Input& x) const {
-    Rows::read(x, [&](int r, int column) { return head.load(row[r], column); });
+  __device__ __forceinline__ void read(const int (&row)[2], Values& x) const {
+    rows.transform([&](int r, int column) { return head.load(row[r], column); }, x);
+  }
+
+  __device__ __forceinline__ void write(const Values& x, float scale, const int (&row)[2], unsigned char* codes) const {
+    rows.cast(x, scale, [&](int r, int column, const typename Rows::Codes& out) {
+      if (row[r] < head.length) {
+        *reinterpret_cast<typename Rows::Codes*>(codes + static_cast<long long>(row[r]) * Cfg::kHeadDim + column) = out;
+      }
+    });
   }
 
   // The mean of a few keys of the head, transformed as they will be: all blocks of a head get the same, one stores it.
   __device__ __forceinline__ void find_mean(float* k_mean) const {
-    const int warp = threadIdx.x / 32, count = min(kMeanKeys, length);
-    if (warp < kMeanKeys / 16) {
+    const int length = head.length, count = min(kMeanKeys, length);
+    if (group < kMeanKeys / kQueryBlock) {
       int row[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int i = warp * 16 + Rows::row_of_warp() + 8 * r;
+        const int i = group * kQueryBlock + Rows::row_of_warp() + 8 * r;
         row[r] = i < count ? static_cast<int>(static_cast<long long>(i) * length / count) : length;
       }
-      Input input;
-      read(row, input);
+      Values x;
+      read(row, x);
 #pragma unroll
-      for (int part = 0; part < Rows::kParts; ++part) {
-        Values x;
-        rows.transform(input, part, x);
+      for (int i = 0; i < Rows::kOwnParts * Rows::kGroups * 4; ++i) {
+        const int part = i / 16, m = i / 4 % 4, e = i % 4;
+        float sum = x[part][0][m][e] + x[part][1][m][e];
 #pragma unroll
-        for (int i = 0; i < Rows::kGroups * 4; ++i) {
-          float sum = x[0][i / 4][i % 4] + x[1][i / 4][i % 4];
-#pragma unroll
-          for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-          if (threadIdx.x % 32 < 4) shared.sum[warp][Rows::column_of(part, i / 4) + i % 4] = sum;
-        }
+        for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+        if (threadIdx.x % 32 < 4) shared.sum[group][rows.column_of(part, m) + e] = sum;
       }
     }
     __syncthreads();
     if (threadIdx.x < Cfg::kHeadDim) {
       float sum = 0.0f;
 #pragma unroll
-      for (int w = 0; w < kMeanKeys / 16; ++w) sum += shared.sum[w][threadIdx.x];
+      for (int w = 0; w < kMeanKeys / kQueryBlock; ++w) sum += shared.sum[w][threadIdx.x];
       const float mean = __fdiv_rn(sum, count);
       shared.mean[threadIdx.x] = mean;
       if (k_mean != nullptr) k_mean[threadIdx.x] = mean * Rows::kFactor;
@@ -71,77 +73,60 @@ struct KeysQuantizer {
     __syncthreads();
   }
 
-  // A part of two rows, as it is to be cast: without the mean, and zeros where there is no row.
-  __device__ __forceinline__ void prepare(const Input& input, const int (&row)[2], int part, Values& x) const {
-    rows.transform(input, part, x);
+  // Tiles `tile` .. `stop` - 1 of K; k_mean: where the mean is stored, if it is subtracted.
+  __device__ __forceinline__ void keys(int tile, int stop, unsigned char* codes, float* scales, float* k_mean) const {
     if constexpr (Cfg::kKeyMean) {
-#pragma unroll
-      for (int m = 0; m < Rows::kGroups; ++m) {
-        const float4 mean = *reinterpret_cast<const float4*>(shared.mean + Rows::column_of(part, m));
-        const float four[4] = {mean.x, mean.y, mean.z, mean.w};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          float& value = x[i / 4][m][i % 4];
-          value = row[i / 4] < length ? value - four[i % 4] : 0.0f;
-        }
+      constexpr int kLine = 64, kLines = Cfg::kHeadDim / kLine;  // columns, and how many times so many in a row
+      for (int i = threadIdx.x; i < kRowBlock * kLines; i += Cfg::kThreads) {
+        head.prefetch(tile * kRowBlock + i / kLines, i % kLines * kLine);
       }
-    }
-  }
-
-  // Tiles `tile` .. `stop` - 1; k_mean: where the mean is stored, if it is subtracted.
-  __device__ __forceinline__ void run(int tile, int stop, unsigned char* codes, float* scales, float* k_mean) const {
-    if constexpr (Cfg::kKeyMean) {
-      const int first = tile * kRowBlock + threadIdx.x / 2;
-      head.prefetch(first, threadIdx.x % 2 * 64);
-      if (Cfg::kHeadDim > 128) head.prefetch(first, threadIdx.x % 2 * 64 + 128);
       find_mean(tile == 0 ? k_mean : nullptr);
     }
     for (; tile < stop; ++tile) {
-      cast_tile(tile, codes, scales);
+      key_tile(tile, codes, scales);
       if (tile + 1 < stop) __syncthreads();  // all have read what the next tile overwrites
     }
   }
 
-  __device__ __forceinline__ void cast_tile(int tile, unsigned char* codes, float* scales) const {
-    const int first = tile * kRowBlock + threadIdx.x / 32 * 16 + Rows::row_of_warp(), row[2] = {first, first + 8};
-    Input input;
-    read(row, input);
-    float amax = 0.0f;
-    Values x[Rows::kParts];
+  __device__ __forceinline__ void key_tile(int tile, unsigned char* codes, float* scales) const {
+    const int first = tile * kRowBlock + group * kQueryBlock + Rows::row_of_warp(), row[2] = {first, first + 8};
+    Values x;
+    read(row, x);
+    if constexpr (Cfg::kKeyMean) {
 #pragma unroll
-    for (int part = 0; part < Rows::kParts; ++part) {
-      prepare(input, row, part, x[part]);
-      amax = Rows::largest(x[part], amax);
-    }
-    const float scale = scale_of(over_block<Cfg::kThreads>(shared.amax, amax) * Rows::kFactor, Rows::kCodeMax);
-    if (threadIdx.x == 0) scales[tile] = scale;
-    const float unit = scale * Rows::kInverse;
+      for (int i = 0; i < Rows::kOwnParts * Rows::kGroups; ++i) {
+        const int part = i / 4, m = i % 4;
+        const float4 mean = *reinterpret_cast<const float4*>(shared.mean + rows.column_of(part, m));
+        const float four[4] = {mean.x, mean.y, mean.z, mean.w};
 #pragma unroll
-    for (int part = 0; part < Rows::kParts; ++part) {
-      Rows::cast(x[part], part, unit, [&](int r, int column, const typename Rows::Codes& out) {
-        if (row[r] < length) {
-          *reinterpret_cast<typename Rows::Codes*>(codes + static_cast<long long>(row[r]) * Cfg::kHeadDim + column) = out;
+        for (int e = 0; e < 8; ++e) {
+          float& value = x[part][e / 4][m][e % 4];
+          value = row[e / 4] < head.length ? value - four[e % 4] : 0.0f;
         }
-      });
+      }
     }
+    const float scale = Rows::scale_for(over_block<Cfg::kThreads>(shared.amax, Rows::largest(x)));
+    if (threadIdx.x == 0) scales[tile] = scale;
+    write(x, scale, row, codes);
+  }
+
+  // A tile of Q.
+  __device__ __forceinline__ void queries(int tile, unsigned char* codes, float* scales) const {
+    const int block = tile * (kRowBlock / kQueryBlock) + group;
+    const int first = block * kQueryBlock + Rows::row_of_warp(), row[2] = {first, first + 8};
+    Values x;
+    read(row, x);
+    float amax = over_warp(Rows::largest(x));
+    if constexpr (Rows::kSplit > 1) {
+      const int warp = threadIdx.x / 32;
+      shared.amax[warp] = amax;
+      __syncthreads();
+      amax = ptx::max_nan(amax, shared.amax[warp ^ 1]);
+    }
+    const float scale = Rows::scale_for(amax);
+    if (threadIdx.x % (32 * Rows::kSplit) == 0 && block * kQueryBlock < head.length) scales[block] = scale;
+    write(x, scale, row, codes);
   }
 };
-
-// Rows of Q: each warp takes its own.
-template <class Cfg>
-__device__ __forceinline__ void quantize_queries(const HeadRows<Cfg>& head, int tile, unsigned char* codes,
-                                                 float* scales) {
-  using Rows = RowsTransform<Cfg>;
-  const int block = tile * (kRowBlock / kQueryBlock) + threadIdx.x / 32;
-  const int first = block * kQueryBlock + Rows::row_of_warp(), row[2] = {first, first + 8};
-  typename Rows::Input input;
-  Rows::read(input, [&](int r, int column) { return head.load(row[r], column); });
-  const float scale = Rows().quantize(input, [] {}, [&](int r, int column, const typename Rows::Codes& out) {
-    if (row[r] < head.length) {
-      *reinterpret_cast<typename Rows::Codes*>(codes + static_cast<long long>(row[r]) * Cfg::kHeadDim + column) = out;
-    }
-  });
-  if (threadIdx.x % 32 == 0 && block * kQueryBlock < head.length) scales[block] = scale;
-}
 
 }  // namespace greenfast
