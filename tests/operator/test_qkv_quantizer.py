@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from greenfast.families import qkv_quantizer
-from greenfast.families.qkv_quantizer import Quantization, Tensors, key_tiles
+from greenfast.families.qkv_quantizer import Quantization, Tensors, tiles_of_a_block
 from greenfast.operator import reference
 from greenfast.operator.quantized import QuantizedQKV, Recipe
 from greenfast.spec.problem import Array, Case, OutputSpec
@@ -50,10 +50,15 @@ def recipe(**choices: bool | str) -> Recipe:
         (64, 200, torch.float16, recipe(key_mean=True)),
         (256, 33, torch.float16, recipe(precision="int8", rotate=True, key_mean=True)),
         (128, 150, torch.bfloat16, recipe(rotate=True, key_mean=True)),
+        (256, 700, torch.bfloat16, recipe(rotate=True, key_mean=True)),
     ],
     ids=str,
 )
-def test_the_codes_of_the_cpu(head_dim: int, kv_len: int, dtype: torch.dtype, choices: Recipe) -> None:
+def test_the_codes_of_the_cpu(
+    head_dim: int, kv_len: int, dtype: torch.dtype, choices: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kv_len >= 200:
+        monkeypatch.setattr(qkv_quantizer, "_MANY_TILES", 1)  # blocks take several tiles
     q, k, v = inputs(kv_len, head_dim, dtype)
     expected = reference.quantize(q, k, v, choices)
     wanted = choices.kernel_for(head_dim, dtype)
@@ -75,4 +80,4 @@ def test_the_codes_of_the_cpu(head_dim: int, kv_len: int, dtype: torch.dtype, ch
 
 
 def test_blocks_take_several_tiles_of_many() -> None:
-    assert [key_tiles(Tensors(1, heads, heads, 1, 4096, (0,) * 9)) for heads in (1, 31, 32)] == [1, 1, 4]
+    assert [tiles_of_a_block(Tensors(1, heads, heads, 1, 4096, (0,) * 9)) for heads in (1, 31, 32)] == [1, 1, 4]
