@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from greenfast.families import qkv_quantizer
-from greenfast.families.qkv_quantizer import Quantization, Tensors, tiles_of_a_block
+from greenfast.families.qkv_quantizer import Quantization, Tensors, key_tiles
 from greenfast.operator import reference
 from greenfast.operator.quantized import QuantizedQKV, Recipe
 from greenfast.spec.problem import Array, Case, OutputSpec
@@ -80,4 +80,4 @@ def test_the_codes_of_the_cpu(
 
 
 def test_blocks_take_several_tiles_of_many() -> None:
-    assert [tiles_of_a_block(Tensors(1, heads, heads, 1, 4096, (0,) * 9)) for heads in (1, 31, 32)] == [1, 1, 4]
+    assert [key_tiles(Tensors(1, heads, heads, 1, 4096, (0,) * 9)) for heads in (1, 31, 32)] == [1, 1, 4]

@@ -55,8 +55,8 @@ class Tensors:
     strides: tuple[int, ...]
 
 
-def tiles_of_a_block(tensors: Tensors) -> int:
-    """How many tiles of K or V a block takes: of many several, as it finds the mean of some keys first."""
+def key_tiles(tensors: Tensors) -> int:
+    """How many tiles of K a block takes: it finds the mean of some keys first, where there are many for several."""
     tiles = tensors.batch * tensors.kv_heads * _tiles(tensors.kv_len)
     return 4 if tiles >= _MANY_TILES else 1
 
@@ -79,7 +79,7 @@ def kernel(wanted: Quantization, tensors: Tensors) -> KernelSource:
 struct Cfg {{
   static constexpr int kHeadDim = {wanted.padded_dim};
   static constexpr int kColumns = {wanted.head_dim};
-  static constexpr int kRun = {tiles_of_a_block(tensors)};
+  static constexpr int kKeyTiles = {key_tiles(tensors)};
   static constexpr int kThreads = {threads};
 {constants}
   using In = {CUDA_TYPES[wanted.dtype]};
@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__({threads}, {_BLOCKS[wanted.padded_d
 
 def launch(wanted: Quantization, tensors: Tensors) -> Launch:
     """A block for each piece of work; buffers are named as in ``fast_problem``, and k_mean."""
-    kv_heads, runs = tensors.batch * tensors.kv_heads, -(-_tiles(tensors.kv_len) // tiles_of_a_block(tensors))
-    blocks = 2 * kv_heads * runs + tensors.batch * tensors.heads * _tiles(tensors.q_len)
+    kv_heads, runs = tensors.batch * tensors.kv_heads, -(-_tiles(tensors.kv_len) // key_tiles(tensors))
+    blocks = kv_heads * (runs + _tiles(tensors.kv_len)) + tensors.batch * tensors.heads * _tiles(tensors.q_len)
     no_queries = tensors.q_len == 0
     return Launch(
         grid=(blocks, 1, 1),

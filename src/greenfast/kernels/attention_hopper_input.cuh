@@ -1,5 +1,5 @@
-// The Hopper attention kernel on Q as its caller has it: TMA brings a piece's rows while the piece before is computed,
-// and a computing warpgroup rotates them and leaves their codes where TMA would. A warp's 16 rows share a scale.
+// The Hopper attention kernel on Q as its caller has it: TMA brings a piece's rows while the piece before is computed, and
+// a computing warpgroup rotates them and leaves their codes where TMA would. A warp's 16 rows share a scale.
 //
 // Q is read once, so a pass of its own would only move it to memory and back. The rows of the first piece are read and
 // cast while the quantizer of K and V ends: the launch may begin early.
@@ -32,7 +32,7 @@ struct InputQueries {
 
   template <class Tiles>
   struct Storage : Tiles {
-    alignas(1024) typename Cfg::In input[Shape::kConsumers][Shape::kRows * Shape::kHeadDim];  // zeros behind the last
+    alignas(1024) typename Cfg::In input[Shape::kConsumers][Shape::kRows * Shape::kHeadDim];  // zeros where there is none
   };
   using Shared = Storage<FlashStorage<Cfg>>;
 
@@ -60,8 +60,7 @@ struct InputQueries {
   __device__ __forceinline__ float prepare(const FlashParams&, Shared& shared, int warpgroup, int, int) {
     const int within = threadIdx.x / 32 % 4 * kQueryBlock + Rows::row_of_warp(), row[2] = {within, within + 8};
     const auto load = [&](int r, int column) {
-      const typename Cfg::In* at = shared.input[warpgroup] + row[r] * Shape::kHeadDim + column;
-      return *reinterpret_cast<const typename Rows::Loaded*>(at);
+      return *reinterpret_cast<const typename Rows::Loaded*>(shared.input[warpgroup] + row[r] * Shape::kHeadDim + column);
     };
     const Rows rows;
     typename Rows::Values x;

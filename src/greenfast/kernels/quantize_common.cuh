@@ -37,12 +37,10 @@ struct HeadRows {
     return x;
   }
 
-  // Has a tile brought to the L2 cache, by all threads of the block.
-  __device__ __forceinline__ void prefetch(int tile) const {
-    constexpr int kLine = 64, kLines = (Cfg::kColumns + kLine - 1) / kLine;  // columns, and how many times so many
-    for (int i = threadIdx.x; i < kRowBlock * kLines; i += Cfg::kThreads) {
-      const int row = tile * kRowBlock + i / kLines;
-      if (row < length) asm volatile("prefetch.global.L2 [%0];" ::"l"(rows + row * row_stride + i % kLines * kLine));
+  // Has the 64 columns from `column` on brought to the L2 cache.
+  __device__ __forceinline__ void prefetch(int row, int column) const {
+    if (row < length && column < Cfg::kColumns) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(rows + row * row_stride + column));
     }
   }
 };

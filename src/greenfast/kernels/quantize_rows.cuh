@@ -76,11 +76,13 @@ struct RowsQuantizer {
   // Tiles `tile` .. `stop` - 1 of K; k_mean: where the mean is stored, if it is subtracted.
   __device__ __forceinline__ void keys(int tile, int stop, unsigned char* codes, float* scales, float* k_mean) const {
     if constexpr (Cfg::kKeyMean) {
-      head.prefetch(tile);
+      constexpr int kLine = 64, kLines = Cfg::kHeadDim / kLine;  // columns, and how many times so many in a row
+      for (int i = threadIdx.x; i < kRowBlock * kLines; i += Cfg::kThreads) {
+        head.prefetch(tile * kRowBlock + i / kLines, i % kLines * kLine);
+      }
       find_mean(tile == 0 ? k_mean : nullptr);
     }
     for (; tile < stop; ++tile) {
-      if (tile + 1 < stop) head.prefetch(tile + 1);
       key_tile(tile, codes, scales);
       if (tile + 1 < stop) __syncthreads();  // all have read what the next tile overwrites
     }

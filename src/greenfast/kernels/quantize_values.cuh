@@ -29,18 +29,9 @@ struct ValuesQuantizer {
     return key * Cfg::kHeadDim / 4 + (word ^ 4 * (key / 16 % kTurns));
   }
 
-  // Tiles `tile` .. `stop` - 1; codes: (kHeadDim, padded) of the head; scales: of its tiles.
-  __device__ __forceinline__ static void run(ValuesStorage<Cfg>& shared, const HeadRows<Cfg>& head, int tile, int stop,
+  // codes: (kHeadDim, padded) of the head; scales: of its tiles.
+  __device__ __forceinline__ static void run(ValuesStorage<Cfg>& shared, const HeadRows<Cfg>& head, int tile,
                                              unsigned char* codes, float* scales) {
-    for (; tile < stop; ++tile) {
-      if (tile + 1 < stop) head.prefetch(tile + 1);
-      value_tile(shared, head, tile, codes, scales);
-      if (tile + 1 < stop) __syncthreads();  // all have read what the next tile overwrites
-    }
-  }
-
-  __device__ __forceinline__ static void value_tile(ValuesStorage<Cfg>& shared, const HeadRows<Cfg>& head, int tile,
-                                                    unsigned char* codes, float* scales) {
     const int row = threadIdx.x / kRowThreads, column = threadIdx.x % kRowThreads * kVector;
     typename HeadRows<Cfg>::Loaded x[kSteps];
 #pragma unroll
