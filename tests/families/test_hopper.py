@@ -114,3 +114,20 @@ def test_causal_work_is_dealt_evenly(heads: int, length: int, block_m: int, bloc
 
 def test_without_a_mask_one_head_at_a_time() -> None:
     assert hopper.heads_at_once(sizes_of({**BIG, "D": 64}), 256, 128) == 1
+
+
+def test_queries_as_they_come() -> None:
+    """Any strides, those of a dimension of 1 too; what the kernel does not quantize is refused."""
+    dims = {"B": 2, "H": 3, "S": 40, "D": 64, "KBLOCK": 128, "VBLOCK": 128}
+    plan = hopper.launch("e4m3", dims, query=hopper.Query(40, "float16", (4800, 40, 120)))
+    q = plan.args[0]
+    assert isinstance(q, TensorMap)
+    assert (q.dtype, q.shape, q.strides, q.box) == ("uint16", (2, 3, 40, 40), (9600, 80, 240, 2), (1, 1, 64, 64))
+    assert plan.early, "it begins while K and V are quantized"
+    assert not hopper.launch("e4m3", {**dims, "QBLOCK": 16}).early
+    alone = hopper.launch("e4m3", {**dims, "B": 1}, query=hopper.Query(40, "float16", (7, 40, 120))).args[0]
+    assert isinstance(alone, TensorMap)
+    assert alone.strides[0] % 16 == 0
+    for wrong in ({"QBLOCK": 16}, {"D": 256}, {"KBLOCK": 0}, {"VROWS": 1}):
+        with pytest.raises(UsageError, match="QBLOCK|VBLOCK"):
+            hopper.kernel("e4m3", {**dims, **wrong}, hopper.Query(64, "float16", (1, 1, 1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake, real = Driver(), vars(prepared)["driver"]
-    for name in ("CUfunction", "CUlaunchConfig", "CUstream"):
+    for name in ("CUfunction", "CUlaunchAttribute", "CUlaunchAttributeID", "CUlaunchConfig", "CUstream"):
         setattr(fake, name, getattr(real, name))
     monkeypatch.setattr(prepared, "driver", fake)
     monkeypatch.setattr(prepared, "encoded", lambda layout, pointer: bytes([pointer]) * 128)
@@ -63,6 +64,16 @@ def test_arguments_lie_where_the_parameters_point(driver: Driver) -> None:
     assert ctypes.c_int64.from_address(addresses[3] or 0).value == 2**40
     assert ctypes.string_at(addresses[4] or 0, 128) == bytes([9]) * 128
     assert all((address or 0) % 64 == 0 for address in addresses), "as tensor maps ask for"
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_only_a_launch_that_may_begin_early_does(driver: Driver, early: bool) -> None:
+    Prepared(Kernel(5), (1, 1, 1), 0, dataclasses.replace(PLAN, early=early), {"a": 1, "b": 2}, 0)()
+    config = driver.launched[0][0]
+    assert config.numAttrs == early
+    if early:
+        assert config.attrs[0].id.name == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
+        assert config.attrs[0].value.programmaticStreamSerializationAllowed == 1
 
 
 def test_a_launch_of_another_kernel_is_refused(driver: Driver) -> None:

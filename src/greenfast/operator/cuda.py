@@ -142,11 +142,14 @@ class _Plan:
         return _remember(self.launches, addresses, launches, _MOST_LAUNCHES)
 
 
-def _readable(x: Tensor) -> Tensor:
-    """x, or a copy of it where a kernel could not read its rows: each begins at its own multiple of 16 bytes."""
-    fits = x.stride(3) == 1 and all(
-        stride % 8 == 0 and stride for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1
-    )
+def _readable(x: Tensor, *, by_tma: bool = False) -> Tensor:
+    """x, or a copy of it where a kernel could not read its rows.
+
+    They begin at multiples of 16 bytes; those that TMA reads, which is Q in ``sdpa``, do not lie on each other, as those
+    of ``expand`` do.
+    """
+    strides = [stride for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
+    fits = x.stride(3) == 1 and all(stride % 8 == 0 for stride in strides) and not (by_tma and 0 in strides)
     return x if fits and x.data_ptr() % _ROW_ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -327,7 +330,7 @@ def _sdpa(
         check_tensors(query, key, value)
         if query.numel() == 0 or key.numel() == 0:
             return query.new_zeros(shape), (query.new_full(shape[:3], -float("inf"), dtype=torch.float32),)
-        readable = (_readable(query), _readable(key), _readable(value))
+        readable = (_readable(query, by_tma=True), _readable(key), _readable(value))
         if readable[0] is not query or readable[1] is not key or readable[2] is not value:
             return _sdpa(lse, *readable, precision, causal, scale)
         recipe = recipe_for(target_of(device), precision)
