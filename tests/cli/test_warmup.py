@@ -46,14 +46,14 @@ def test_the_first_run_compiles_and_the_second_finds_it(capsys: pytest.CaptureFi
     assert (ran.code, ran.err) == (0, "")
     first, *steps, counts, folder = ran.out.splitlines()
     assert first == NO_GPU
-    assert sorted(line.split()[1] for line in steps) == ["fp8_attention", "quantize_qkv"]
-    assert [line.split()[0] for line in steps] == ["1/2", "2/2"]
+    assert sorted(line.split()[1] for line in steps) == ["fp8_attention", "fp8_attention", "quantize_qkv"]
+    assert [line.split()[0] for line in steps] == ["1/3", "2/3", "3/3"]
     assert all(line.endswith(" ms") for line in steps)
-    assert counts.startswith("sm_90a: 2 kernels compiled, 0 already cached, ")
-    assert folder.startswith(f"{cache_folder}: 2 entries, ")
+    assert counts.startswith("sm_90a: 3 kernels compiled, 0 already cached, ")
+    assert folder.startswith(f"{cache_folder}: 3 entries, ")
     assert folder.endswith(" MiB")
     again = run_here(capsys, "warmup", *ONE, "--arch", "9.0a")
-    assert again.out.startswith("sm_90a: 0 kernels compiled, 2 already cached, "), "no line for what was there"
+    assert again.out.startswith("sm_90a: 0 kernels compiled, 3 already cached, "), "no line for what was there"
     assert again.out.splitlines()[1:] == [folder]
 
 
@@ -63,7 +63,7 @@ def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setenv("TERM", "xterm")
     ran = run_here(capsys, "warmup", *ONE)
     assert "compiling" in ran.out
-    assert "2/2" in ran.out
+    assert "3/3" in ran.out
     assert "quantize_qkv" not in ran.out
 
 

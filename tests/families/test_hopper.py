@@ -129,5 +129,5 @@ def test_queries_as_they_come() -> None:
     assert isinstance(alone, TensorMap)
     assert alone.strides[0] % 16 == 0
     for wrong in ({"QBLOCK": 16}, {"D": 256}, {"KBLOCK": 0}, {"VROWS": 1}):
-        with pytest.raises(UsageError, match="QBLOCK|VBLOCK"):
+        with pytest.raises(UsageError, match=r"QBLOCK|VBLOCK"):
             hopper.kernel("e4m3", {**dims, **wrong}, hopper.Query(64, "float16", (1, 1, 1)))

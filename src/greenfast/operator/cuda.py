@@ -145,8 +145,8 @@ class _Plan:
 def _readable(x: Tensor, *, by_tma: bool = False) -> Tensor:
     """x, or a copy of it where a kernel could not read its rows.
 
-    They begin at multiples of 16 bytes; those that TMA reads, which is Q in ``sdpa``, do not lie on each other, as those
-    of ``expand`` do.
+    They begin at multiples of 16 bytes; those that TMA reads, which are Q's in ``sdpa``, do not lie on each other, as
+    those of ``expand`` do.
     """
     strides = [stride for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
     fits = x.stride(3) == 1 and all(stride % 8 == 0 for stride in strides) and not (by_tma and 0 in strides)
@@ -386,23 +386,3 @@ def _sdpa_plan(
         work[name] = size
         size += -(-torch.Size(shape).numel() * buffer_dtype(name).itemsize // _ALIGNMENT) * _ALIGNMENT
     return _Plan(device, steps, work, size // query.itemsize, padded_head_dim(query.shape[3]))
-
-
-def sdpa_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by PyTorch's FlashAttention backward where it has the case, else by ``reference.gradients``."""
-    lengths_agree = query.shape[2] == key.shape[2]
-    if query.numel() == 0 or key.numel() == 0 or (causal and not lengths_agree) or query.shape[3] % 8:
-        return tuple(x.contiguous() for x in reference.gradients(grad, query, key, value, out, lse, causal, scale))  # type: ignore[return-value]
-    share = query.shape[1] // key.shape[1]
-    k, v = (x if share == 1 else x.repeat_interleave(share, 1) for x in (key, value))
-    empty = torch.empty(0, dtype=torch.int64, device=query.device)
-    found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad.contiguous(), query, k, v, out, lse, None, None, query.shape[2], key.shape[2], 0.0, bool(causal), empty,
-        empty, scale=scale,
-    )  # fmt: skip
-    by_query, by_key, by_value = found
-    if share > 1:
-        by_key, by_value = (x.unflatten(1, (key.shape[1], share)).sum(2) for x in (by_key, by_value))
-    return by_query, by_key, by_value

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from greenfast.operator import cuda, reference
+from greenfast.operator.backward import sdpa_backward
 from greenfast.operator.quantized import QuantizedQKV, Recipe, check_tensors, padded_head_dim
 
 LIBRARY: Any = torch.library.Library("greenfast", "DEF")  # type: ignore[no-untyped-call]
@@ -164,7 +165,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callab
     "attention_lse": (_attention_lse_cpu, cuda.attention_lse, _attention_lse_shapes),
     "sdpa": (_sdpa_cpu, cuda.sdpa, _sdpa_shape),
     "sdpa_lse": (_sdpa_lse_cpu, cuda.sdpa_lse, _sdpa_lse_shapes),
-    "sdpa_backward": (_backward_cpu, cuda.sdpa_backward, _backward_shapes),
+    "sdpa_backward": (_backward_cpu, sdpa_backward, _backward_shapes),
 }
 
 for _name, (_cpu, _cuda, _shapes) in _IMPLEMENTATIONS.items():
