@@ -48,7 +48,7 @@ def speed_table(record: OperatorRecord) -> str:
             )
         )
     header = (
-        "B, H, S, D", "mask", "sdpa fp8, µs", "sdpa int8, µs", "of it to quantize, µs", "on kept codes, µs",
+        "B, H, S, D", "mask", "sdpa fp8, µs", "sdpa int8, µs", "quantizing Q, K, V alone, µs", "on kept codes, µs",
         "torch bf16, µs", "fp8 / torch", "int8 / torch",
     )  # fmt: skip
     return _table(header, rows, 2)
