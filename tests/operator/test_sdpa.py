@@ -257,3 +257,12 @@ def test_rows_that_kernels_cannot_read_are_copied() -> None:
     odd = torch.zeros(2, 3, 10, 65, dtype=torch.float16)[..., 1:]
     assert cuda._readable(odd).is_contiguous()
     assert cuda._readable(x.transpose(2, 3)).is_contiguous()
+
+
+def test_a_value_that_is_not_a_number_shows_in_the_rows_that_attend_to_it() -> None:
+    q, k, v = inputs(300)
+    v[0, 1, 200, 5] = math.nan
+    out = greenfast.sdpa(q, k, v, is_causal=True)
+    assert out[0, 1, 128:].isnan().all(), "its block of keys has no scale"
+    assert not out[0, 1, :128].isnan().any()
+    assert not out[0, 0].isnan().any()

@@ -163,7 +163,10 @@ def _weighted(scores: Tensor, v: Tensor, *, exact_sums: bool) -> tuple[Tensor, T
     exact = torch.exp(scores - base) * _LARGEST
     weights = exact.clamp(max=_LARGEST).to(torch.float8_e4m3fn).float()
     total = (exact if exact_sums else weights).sum(dim=-1, keepdim=True)
-    out = weights @ v / total.clamp(min=torch.finfo(torch.float32).tiny)
+    out = weights @ v.nan_to_num(0.0) / total.clamp(min=torch.finfo(torch.float32).tiny)
+    unknown = v.isnan().any(dim=-1).unsqueeze(-2)  # keys; a weight of 0 times such a value would be NaN too
+    if unknown.any():
+        out = out.masked_fill((unknown & (scores > -math.inf)).any(dim=-1, keepdim=True), math.nan)
     return out, (torch.log(exact.sum(dim=-1, keepdim=True) / _LARGEST) + base).squeeze(-1)
 
 
