@@ -32,7 +32,7 @@ CASES = {
     "queries without a key": ({"B": 1, "H": 4, "HK": 1, "S": 200, "KV": 70, "D": 64, "CAUSAL": 2}, 132, 1),
     "wide tiles, turns": ({"B": 1, "H": 2, "S": 330, "D": 64}, 1, 2),
     "causal": ({"B": 1, "H": 2, "S": 500, "D": 64, "CAUSAL": 1}, 1, 4),
-    "causal, log-sum-exp": ({"B": 1, "H": 2, "S": 500, "D": 64, "CAUSAL": 1, "LSE": 1}, 1, 4),
+    "causal, log-sum-exp": ({"B": 1, "H": 1, "S": 500, "D": 64, "CAUSAL": 1, "LSE": 1}, 1, 4),
     "head dim 128, turns": ({"B": 1, "H": 2, "S": 300, "D": 128}, 1, 2),
     "head dim 128, causal": ({"B": 1, "H": 3, "S": 300, "D": 128, "CAUSAL": 1}, 2, 2),
     "head dim 256, one level": ({"B": 1, "H": 2, "S": 300, "D": 256, "CAUSAL": 1}, 2, 2),
@@ -94,21 +94,23 @@ def test_what_is_not_a_number_shows_in_the_rows_that_see_it(name: str, head: int
 
 @pytest.mark.parametrize("fmt", ["e4m3", "int8"])
 @pytest.mark.parametrize(
-    ("dims", "head_dim", "dtype", "multiprocessors"),
+    ("dims", "head_dim", "dtype", "consumers"),
     [
-        ({"B": 2, "H": 2, "HK": 1, "S": 200, "KV": 150, "D": 64}, 64, torch.float16, 1),
-        ({"B": 1, "H": 2, "S": 300, "D": 128, "CAUSAL": 1, "BF16": 1}, 72, torch.bfloat16, 2),
-        ({"B": 1, "H": 2, "S": 70, "KV": 130, "D": 128, "BF16": 1}, 128, torch.bfloat16, 132),
+        ({"B": 2, "H": 2, "HK": 1, "S": 90, "KV": 140, "D": 64}, 64, torch.float16, 2),
+        ({"B": 1, "H": 2, "S": 130, "D": 128, "CAUSAL": 1, "BF16": 1}, 72, torch.bfloat16, 2),
+        ({"B": 1, "H": 1, "S": 70, "KV": 130, "D": 128, "BF16": 1}, 128, torch.bfloat16, 1),
     ],
     ids=str,
 )
 def test_queries_that_the_kernel_quantizes(
-    dims: dict[str, int], head_dim: int, dtype: torch.dtype, multiprocessors: int, fmt: str,
+    dims: dict[str, int], head_dim: int, dtype: torch.dtype, consumers: int, fmt: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """They come as (B, S, H, D), and the output is that of their codes."""
-    monkeypatch.setattr(hopper, "MULTIPROCESSORS", multiprocessors)
+    monkeypatch.setattr(hopper, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(hopper, "_COST", {n: 1.0 if n == consumers else 100.0 for n in (1, 2, 4)})
     dims = {**dims, "KBLOCK": 128, "VBLOCK": 128}
+    assert hopper.tiling(dims, fmt)[0].consumers == consumers
     case = fast_problem.make_case(dims, 0, fmt)
     shape = (dims["B"], dims["S"], dims["H"], head_dim)
     q = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype).transpose(1, 2)
@@ -196,17 +198,44 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_kernel_that_lacks_a_step_is_caught(name: str, tmp_path: Path) -> None:
     header, old, new, says = MUTANTS[name]
-    shutil.copytree(KERNEL_DIR, tmp_path / "kernels")
-    file = tmp_path / "kernels" / header
-    text = file.read_text()
-    assert text.count(old) == 1
-    file.write_text(text.replace(old, new))
     dims = {"B": 1, "H": 1, "S": 64, "KV": 900, "D": 128, "VROWS": int("row_major" in header)}
-    source = dataclasses.replace(hopper.kernel("e4m3", dims), include_dirs=(tmp_path / "kernels",))
+    source = without(hopper.kernel("e4m3", dims), header, old, new, tmp_path)
 
     def in_several_orders() -> None:  # of the warps: not in every one does a missing wait show
         for seed in range(6):
             emulate(dims, "e4m3", source, seed)
+
+    with pytest.raises(GreenfastError, match=says):
+        in_several_orders()
+
+
+def without(source: KernelSource, header: str, old: str, new: str, folder: Path) -> KernelSource:
+    """The kernel with a text that stands once in a header replaced by another."""
+    shutil.copytree(KERNEL_DIR, folder / "kernels")
+    file = folder / "kernels" / header
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+    return dataclasses.replace(source, include_dirs=(folder / "kernels",))
+
+
+@pytest.mark.parametrize(
+    ("old", "says"),
+    [
+        ("    ptx::fence_proxy_async();\n", "no fence.proxy.async since"),
+        ("    shared.q_full[warpgroup].wait(parity);\n", "that nothing has written"),
+    ],
+)
+def test_queries_that_lack_a_step_are_caught(old: str, says: str, tmp_path: Path) -> None:
+    dims = {"B": 1, "H": 1, "S": 130, "KV": 130, "D": 64, "KBLOCK": 128, "VBLOCK": 128}
+    case = fast_problem.make_case(dims, 0, "e4m3")
+    query = hopper.Query(64, "float16", (8320, 8320, 64))
+    own = Case(case.inputs | {"q": np.full((1, 1, 130, 64), 0x3C00, np.uint16)}, case.outputs)
+    source = without(hopper.kernel("e4m3", dims, query), "attention_hopper_input.cuh", old, "", tmp_path)
+
+    def in_several_orders() -> None:
+        for seed in range(6):
+            run_source(source, hopper.launch("e4m3", dims, query=query), own, seed=seed)
 
     with pytest.raises(GreenfastError, match=says):
         in_several_orders()

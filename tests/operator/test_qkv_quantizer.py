@@ -50,7 +50,7 @@ def recipe(**choices: bool | str) -> Recipe:
         (64, 200, torch.float16, recipe(key_mean=True)),
         (256, 33, torch.float16, recipe(precision="int8", rotate=True, key_mean=True)),
         (128, 150, torch.bfloat16, recipe(rotate=True, key_mean=True)),
-        (256, 700, torch.bfloat16, recipe(rotate=True, key_mean=True)),
+        (256, 270, torch.bfloat16, recipe(rotate=True, key_mean=True)),
     ],
     ids=str,
 )
