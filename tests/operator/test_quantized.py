@@ -136,3 +136,10 @@ def test_what_does_not_fit_is_named(change: dict[str, object], error: type[Excep
 def test_head_dims_that_no_kernel_has(head_dim: int) -> None:
     with pytest.raises(NotImplementedError, match=f"head_dim is {head_dim}; .*scaled_dot_product_attention takes any"):
         quantize(*tensors(head_dim=head_dim))
+
+
+@pytest.mark.parametrize(("blocks", "values", "says"), [(False, "block", "goes with scales"), (True, "row", "'row'")])
+def test_the_operator_itself_refuses_scales_that_no_kernel_writes(blocks: bool, values: str, says: str) -> None:
+    """Else a GPU's quantizer would write scales of blocks into a buffer for those of heads."""
+    with pytest.raises(ValueError, match=says):
+        torch.ops.greenfast.quantize(*tensors(), "fp8", blocks, values, True, True)

@@ -154,35 +154,39 @@ def quantize_blocks(x: Tensor, fmt: str, rows: int) -> tuple[Tensor, Tensor]:
 
 def quantize_values(v: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     """Codes and scales of v (heads, kv_len, head_dim) with a scale per channel: scales (heads, head_dim)."""
-    heads, kv_len, head_dim = v.shape
-    codes, scale = encode(v.transpose(1, 2).reshape(heads * head_dim, kv_len), fmt)
-    return codes.view(heads, head_dim, kv_len).transpose(1, 2).contiguous(), scale.view(heads, head_dim)
+    codes, scale = quantize_blocks(v.transpose(1, 2), fmt, 1)
+    return codes.transpose(1, 2).contiguous(), scale
 
 
-def quantized(tensors: list[Tensor], sizes: Sizes, fmt: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Codes and scales of q, k and v, with the scales that the sizes ask for."""
-    q, k, v = tensors
+def _rows_of_a_scale(sizes: Sizes) -> dict[str, int]:
+    """How many rows of q, k and v share a scale; 0: all of a head, or for v those of a channel."""
     return {
-        "q": quantize_blocks(q, fmt, QUERY_BLOCK) if sizes.query_blocks else quantize(q, fmt),
-        "k": quantize_blocks(k, fmt, ROW_BLOCK) if sizes.key_blocks else quantize(k, fmt),
-        "v": quantize_blocks(v, VALUE_FORMAT, ROW_BLOCK)
-        if sizes.value_blocks
-        else (quantize_values if sizes.channels else quantize)(v, VALUE_FORMAT),
-    }
-
-
-def dequantized(codes: Mapping[str, tuple[Tensor, Tensor]], sizes: Sizes, fmt: str) -> list[Tensor]:
-    """What the codes and scales of q, k and v stand for, in float64."""
-    blocks = {
         "q": QUERY_BLOCK if sizes.query_blocks else 0,
         "k": ROW_BLOCK if sizes.key_blocks else 0,
         "v": ROW_BLOCK if sizes.value_blocks else 0,
     }
+
+
+def quantized(tensors: list[Tensor], sizes: Sizes, fmt: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Codes and scales of q, k and v, with the scales that the sizes ask for."""
+    found = {}
+    for (name, rows), x in zip(_rows_of_a_scale(sizes).items(), tensors, strict=True):
+        of = VALUE_FORMAT if name == "v" else fmt
+        if name == "v" and sizes.channels:
+            found[name] = quantize_values(x, of)
+        else:
+            found[name] = quantize_blocks(x, of, rows) if rows else quantize(x, of)
+    return found
+
+
+def dequantized(codes: Mapping[str, tuple[Tensor, Tensor]], sizes: Sizes, fmt: str) -> list[Tensor]:
+    """What the codes and scales of q, k and v stand for, in float64."""
+    rows = _rows_of_a_scale(sizes)
     found = []
     for name, (code, scale) in codes.items():
         unit = dequantize(code, torch.ones(len(code)), VALUE_FORMAT if name == "v" else fmt)
-        if blocks[name]:
-            each = scale.double().repeat_interleave(blocks[name], 1)[:, : code.shape[1], None]
+        if rows[name]:
+            each = scale.double().repeat_interleave(rows[name], 1)[:, : code.shape[1], None]
         elif name == "v" and sizes.channels:
             each = scale.double()[:, None, :]
         else:

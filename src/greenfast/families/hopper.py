@@ -270,17 +270,17 @@ def launch(fmt: str, dims: Mapping[str, int], scale: float | None = None, query:
         strides = (length * head_dim, head_dim, 1)
         return TensorMap(name, "uint8", (count, length, head_dim), strides, (1, box_rows, panel), panel)
 
-    codes: tuple[Argument, ...] = (rows("q", heads, sizes.q_len, _ROWS),)
-    raw: tuple[Argument, ...] = ()
-    if query is not None:
+    if query is None:
+        q: tuple[Argument, ...] = (rows("q", heads, sizes.q_len, _ROWS),)
+    else:
         shape = (sizes.batch, sizes.heads, sizes.q_len, query.head_dim)
         # No one reads along a dimension of 1, whose stride may be any.
         strides = [16 if n == 1 else 2 * stride for n, stride in zip(shape, query.strides, strict=False)]
-        raw = (TensorMap("q", "uint16", shape, (*strides, 2), (1, 1, _ROWS, head_dim), 0), np.int32(sizes.heads))
+        q = (TensorMap("q", "uint16", shape, (*strides, 2), (1, 1, _ROWS, head_dim), 0), np.int32(sizes.heads))
     return Launch(
         grid=(min(MULTIPROCESSORS, pieces), 1, 1),
         args=(
-            *(raw or codes),
+            *q,
             rows("k", kv_heads, sizes.kv_len, tiles.block_n),
             rows("v", kv_heads, sizes.kv_len, tiles.block_n) if sizes.row_major else TensorMap(
                 "v_t", "uint8", (kv_heads, head_dim, padded), (head_dim * padded, padded, 1),

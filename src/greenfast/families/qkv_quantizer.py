@@ -27,7 +27,7 @@ class Quantization:
 
     head_dim: that of the input, a multiple of 8. padded_dim: that of the codes. dtype: that of the input, "float16" or
     "bfloat16". fmt: format of Q and K, "e4m3" or "int8". key_mean: whether a mean of K is subtracted. rotate: that of Q
-    and K. Each ROW_BLOCK rows have a scale.
+    and K. Each QUERY_BLOCK rows of Q and each ROW_BLOCK of K and V have a scale.
     """
 
     head_dim: int

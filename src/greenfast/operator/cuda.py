@@ -170,7 +170,7 @@ def attention_step(
     names = {"k": "k_codes", "v_t": "v_codes"}
     if query is None:
         return _Step(kernels.kernel(fmt, dims), kernels.launch(fmt, dims, scale), {"q": "q_codes", **names})
-    dims = {name: n for name, n in dims.items() if name != "QBLOCK"}
+    dims = {**dims, "QBLOCK": 0}
     return _Step(hopper.kernel(fmt, dims, query), hopper.launch(fmt, dims, scale, query), names)
 
 

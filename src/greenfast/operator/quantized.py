@@ -33,6 +33,12 @@ class Recipe:
     key_mean: bool = True
     rotate: bool = True
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for scales of V that there are not, or that do not go with those of Q and K."""
+        check_choice("value_scales", self.values, VALUE_SCALES)
+        if self.values == "block" and not self.blocks:
+            raise ValueError("value_scales: 'block' goes with scales='block', not 'head'")
+
     @property
     def format(self) -> str:
         """The number format of Q and K."""

@@ -130,11 +130,16 @@ def attention(quantized: QuantizedQKV, causal: int, scale: float, *, exact_sums:
     q, k, v = dequantized_queries(quantized), dequantized_keys(quantized), dequantized_values(quantized)
     share = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    unknown = v.isnan().any(dim=-1).unsqueeze(-2)  # keys; a weight of 0 times such a value would be NaN too
+    v = v.nan_to_num(0.0)
     out = torch.empty(q.shape, dtype=quantized.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for rows in _blocks_of_rows(q.shape[2]):
         scores = _masked(q[:, :, rows] @ k.transpose(-1, -2) * scale, rows, q.shape[2], causal)
         out[:, :, rows], lse[:, :, rows] = _weighted(scores, v, exact_sums=exact_sums)
+        if unknown.any():
+            seen = (unknown & (scores > -math.inf)).any(dim=-1, keepdim=True)
+            out[:, :, rows] = out[:, :, rows].masked_fill(seen, math.nan)
     return out[..., : quantized.head_dim], lse
 
 
@@ -163,10 +168,7 @@ def _weighted(scores: Tensor, v: Tensor, *, exact_sums: bool) -> tuple[Tensor, T
     exact = torch.exp(scores - base) * _LARGEST
     weights = exact.clamp(max=_LARGEST).to(torch.float8_e4m3fn).float()
     total = (exact if exact_sums else weights).sum(dim=-1, keepdim=True)
-    out = weights @ v.nan_to_num(0.0) / total.clamp(min=torch.finfo(torch.float32).tiny)
-    unknown = v.isnan().any(dim=-1).unsqueeze(-2)  # keys; a weight of 0 times such a value would be NaN too
-    if unknown.any():
-        out = out.masked_fill((unknown & (scores > -math.inf)).any(dim=-1, keepdim=True), math.nan)
+    out = weights @ v / total.clamp(min=torch.finfo(torch.float32).tiny)
     return out, (torch.log(exact.sum(dim=-1, keepdim=True) / _LARGEST) + base).squeeze(-1)
 
 

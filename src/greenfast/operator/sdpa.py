@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from greenfast.operator import cuda, ops
-from greenfast.operator.quantized import PRECISIONS, VALUE_SCALES, QuantizedQKV, check_choice, check_tensors
+from greenfast.operator.quantized import PRECISIONS, QuantizedQKV, check_choice, check_tensors
 
 Precision = Literal["fp8", "int8"]
 Alignment = Literal["upper_left", "lower_right"]
@@ -111,9 +111,6 @@ def quantize(
     check_choice("precision", precision, PRECISIONS)
     check_choice("scales", scales, ("block", "head"))
     values = scales if value_scales is None else value_scales
-    check_choice("value_scales", values, VALUE_SCALES)
-    if values == "block" and scales != "block":
-        raise ValueError(f"value_scales: 'block' goes with scales='block', not {scales!r}")
     check_tensors(query, key, value)
     q, k, v, q_scale, k_scale, v_scale, mean = ops.QUANTIZE(
         query, key, value, precision, scales == "block", values, subtract_key_mean, rotate
