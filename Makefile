@@ -3,14 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: validate test lint clean
+.PHONY: validate test test-slow lint clean
 
 validate: $(READY)
 	$(BIN)/greenfast validate fp8_sdpa
 
 test: $(READY)
 	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not gpu"
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not gpu and not slow"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check
