@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from greenfast.numerics.formats import AMAX_FLOOR, CODE_MAX, dequantize, quantize
+from greenfast.numerics.formats import CODE_MAX, LEAST_SCALE, dequantize, encode, quantize
 from greenfast.spec.errors import UsageError
 
 FORMATS = sorted(CODE_MAX)
@@ -142,15 +142,31 @@ def test_scale_is_amax_over_the_largest_code(fmt: str, code_max: int) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_almost_zero_head_has_scale_one(fmt: str) -> None:
-    floor = torch.tensor(AMAX_FLOOR)
-    above = torch.nextafter(floor, torch.ones(()))
-    x = torch.stack([torch.zeros(3), torch.tensor([0.0, -0.0, 0.0]), floor.expand(3), above.expand(3)])
+def test_a_head_of_zeros_has_scale_one(fmt: str) -> None:
+    codes, scale = quantize(torch.tensor([[0.0, 0.0], [0.0, -0.0]]), fmt)
+    assert scale.tolist() == [1.0, 1.0]
+    assert not dequantize(codes, scale, fmt).any()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("size", [1e-38, 3e-35, 1e-30, 1e-13, 1e13, 3e38])
+def test_tiny_and_huge_heads_keep_their_digits(fmt: str, size: float) -> None:
+    if fmt == "int8" and size < 127 * LEAST_SCALE:
+        pytest.skip("int8 has no small numbers to make up for the least scale")
+    x = torch.tensor([[1.0, -0.5, 0.25]]) * size
     codes, scale = quantize(x, fmt)
-    assert scale[:3].tolist() == [1.0, 1.0, 1.0]
-    assert not dequantize(codes, scale, fmt)[:3].any()
-    assert scale[3] == above / CODE_MAX[fmt]
-    assert dequantize(codes, scale, fmt)[3].min() > 0.99 * AMAX_FLOOR
+    assert torch.isfinite(1 / scale).all()
+    assert scale >= LEAST_SCALE
+    assert (dequantize(codes, scale, fmt) - x).abs().max() <= 0.04 * size
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_shows_in_its_scale_alone(fmt: str, bad: float) -> None:
+    codes, scale = encode(torch.tensor([[1.0, bad], [1.0, 2.0]]), fmt)
+    assert scale.isnan().tolist() == [True, False]
+    assert codes[0].tolist() == [0, 0]
+    assert dequantize(codes, scale, fmt)[1].tolist() == pytest.approx([1.0, 2.0], rel=0.01)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

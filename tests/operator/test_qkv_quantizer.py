@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,9 @@ from greenfast.operator import reference
 from greenfast.operator.quantized import QuantizedQKV, Recipe
 from greenfast.spec.problem import Array, Case, OutputSpec
 from tests.emulator.kernels import run_source
+
+SCALES = {"q": "query_scale", "k": "key_scale", "v": "value_scale"}
+CODES = {"q": "query", "k": "key", "v": "value"}
 
 
 def inputs(kv_len: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
@@ -77,6 +82,33 @@ def test_the_codes_of_the_cpu(
             assert np.mean(found[f"{name}_codes"] != codes.numpy()) < 1e-3, name
     if expected.key_mean is not None:
         assert np.allclose(found["k_mean"], expected.key_mean.numpy(), atol=1e-5)
+
+
+EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {
+    "tiny": lambda x: x * 1e-37,
+    "huge": lambda x: x.clamp(-3, 3) * 1e38,
+    "not a number": lambda x: x.index_fill(2, torch.tensor([5]), torch.nan),
+    "infinite": lambda x: x.index_fill(2, torch.tensor([20]), -torch.inf),
+    "outlying": lambda x: torch.cat([x[:, :, :1] * 1e6, x[:, :, 1:]], 2),
+    "equal channels": lambda x: x + 10,
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+@pytest.mark.parametrize("rotate", [True, False])
+def test_extremes_are_as_on_the_cpu(name: str, rotate: bool) -> None:
+    q, k, v = (EXTREMES[name](x.float()).bfloat16() for x in inputs(140, 64, torch.bfloat16))
+    choices = recipe(rotate=rotate, key_mean=True)
+    expected = reference.quantize(q, k, v, choices)
+    found = run(q, k, v, choices.kernel_for(64, q.dtype), expected)
+    for of in "qkv":
+        scale, code = getattr(expected, SCALES[of]).numpy(), getattr(expected, CODES[of]).numpy()
+        assert np.allclose(found[f"{of}_scale"], scale, rtol=1e-5, atol=0, equal_nan=True), of
+        assert np.mean(found[f"{of}_codes"] != code) < 2e-3, of
+    unknown = name in ("not a number", "infinite")
+    assert np.isnan(found["k_scale"]).tolist() == [[[unknown, False]]]
+    assert np.isnan(found["v_scale"]).tolist() == [[[unknown, False]]]
+    assert np.isnan(found["q_scale"]).sum() == 2 * unknown, "one block of 16 rows of each head"
 
 
 def test_blocks_take_several_tiles_of_many() -> None:

@@ -143,12 +143,15 @@ def mask_of(sizes: Sizes) -> Tensor | None:
     return torch.arange(sizes.kv_len) <= torch.arange(sizes.q_len).unsqueeze(1) + sizes.shift
 
 
-def quantize_blocks(x: Tensor, fmt: str, rows: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of x (heads, length, head_dim) with a scale per so many rows: scales (heads, blocks)."""
+def quantize_blocks(x: Tensor, fmt: str, rows: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Codes and scales of x * factor, x (heads, length, head_dim), with a scale for each ``rows`` rows.
+
+    Scales are (heads, blocks).
+    """
     heads, length, head_dim = x.shape
     blocks = -(-length // rows)
     whole = torch.nn.functional.pad(x, (0, 0, 0, blocks * rows - length)).reshape(heads * blocks, rows, head_dim)
-    codes, scale = encode(whole, fmt)
+    codes, scale = encode(whole, fmt, factor)
     return codes.view(heads, blocks * rows, head_dim)[:, :length].contiguous(), scale.view(heads, blocks)
 
 

@@ -11,8 +11,8 @@ from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
 from greenfast.spec.kernel import KernelSource, Launch
 
 ENTRY = "quantize_qkv"
-#: Keys, evenly spread, whose mean is subtracted from all.
-MEAN_KEYS = 32
+#: Keys, spread over a head, by which its mean is estimated, as the median of the means of groups of so many.
+MEAN_KEYS, MEAN_GROUP = 32, 4
 #: Threads of a block, by head dim of the codes: a warp, or two, for each 16 rows of a tile.
 _THREADS = {64: 256, 128: 256, 256: 512}
 #: Blocks that a multiprocessor holds, by head dim of the codes: a limit on registers.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from greenfast.build.early_launch import early_launch_faults
 from greenfast.build.machine_code import count_instructions, disassemble
 from greenfast.gates.sides import BuiltSide
 from greenfast.spec.record import GateResult, KernelCounts, Status
@@ -16,7 +17,7 @@ def instruction_counts(side: BuiltSide) -> dict[str, dict[str, int]]:
 
 
 def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None, emulated: str = "") -> GateResult:
-    """Compare the candidate's machine code with its rung's promises.
+    """Compare the candidate's machine code with its rung's promises, and with what an early launch allows.
 
     rung: None for toggles that are no rung and so promise nothing. predecessor: the rung's, built for the same shapes,
     where a promise compares with it. emulated: what was counted while the kernel ran, for the summary; no promise.
@@ -44,6 +45,12 @@ def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None
             for counter in rung.promises.more_than_predecessor:
                 target = f"> {earlier[counter]} ({predecessor.variant.name})"
                 promise(shape, counter, target, found[counter], found[counter] > earlier[counter])
+    for shape, plan in candidate.launches.items():
+        if plan.early:
+            kernel = candidate.kernels[shape]
+            faults = early_launch_faults(disassemble(kernel.cubin, kernel.source.entry))
+            checks.append((f"{shape}: accesses before the wait", "0", str(len(faults)), "FAIL" if faults else "PASS"))
+            reasons += [f"{shape}: it begins early, with {fault}" for fault in faults]
     _, first = candidate.distinct[0]
     shown = {name: n for name, n in counts[first.kernel_hash].items() if n and name != "total"}
     summary = f"{candidate.variant.name}: " + (", ".join(f"{n} {name}" for name, n in shown.items()) or "none counted")

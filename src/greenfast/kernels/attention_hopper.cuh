@@ -16,16 +16,41 @@
 
 namespace greenfast {
 
-// Whether one of the scales of the first `keys` keys of a head is NaN. Scales show a NaN of the input; the scores do not
-// always, as the powers of two from the bits of halves lose it.
-__device__ __forceinline__ bool any_nan(const FlashParams& p, int kv_head, int keys) {
-  const int blocks = (p.kv_len + kRowBlock - 1) / kRowBlock, seen = min(blocks, (keys + kRowBlock - 1) / kRowBlock);
-  bool found = false;
-  for (int block = threadIdx.x % 32; block < seen; block += 32) {
-    const float scale = p.k_scale[static_cast<size_t>(kv_head) * blocks + block];
-    found |= scale != scale;
+// Makes rows NaN that attend to a block of keys or values whose scale is NaN: a quantizer leaves that, and codes of 0, where
+// a number of the block is not finite, so that nothing of it reaches other rows. A NaN in scores would not do: the powers
+// of two from the bits of halves lose it. `row` is the first of this thread's two, `last` the last of its warpgroup.
+template <class Cfg>
+__device__ __forceinline__ void mark_unknown(Consumer<Cfg>& self, const FlashParams& p, int kv_head, int row, int last) {
+  const auto end = [&](int of) { return max(0, Cfg::kCausal ? min(p.kv_len, of + 1 + p.causal_shift) : p.kv_len); };
+  const int seen = end(last);
+  int keys = seen, values = seen;  // up to which all is known
+  float scale;                     // of scores
+  if constexpr (Cfg::kKeyBlockScales) {
+    scale = self.q_scale_log2;
+    const size_t first = static_cast<size_t>(kv_head) * ((p.kv_len + kRowBlock - 1) / kRowBlock);
+    for (int block = threadIdx.x % 32; block * kRowBlock < seen; block += 32) {
+      const float of_keys = ptx::load_written(p.k_scale + first + block);
+      const float of_values = Cfg::kValueBlockScales ? ptx::load_written(p.v_scale + first + block) : 0.0f;
+      if (of_keys != of_keys) keys = min(keys, block * kRowBlock);
+      if (of_values != of_values) values = min(values, block * kRowBlock);
+    }
+    keys = __reduce_min_sync(0xffffffffu, keys);
+    values = __reduce_min_sync(0xffffffffu, values);
+  } else {
+    scale = self.scale_log2[0];
   }
-  return __any_sync(0xffffffffu, found);
+  if (scale != scale) keys = 0;
+  if (min(keys, values) == seen) return;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (end(row + 8 * r) > keys) self.sum[r] = CUDART_NAN_F;
+    if (end(row + 8 * r) > min(keys, values)) {
+#pragma unroll
+      for (int i = 0; i < FlashShape<Cfg>::kHeadDim / 2; i += 4) {
+        self.o[i + 2 * r] = self.o[i + 2 * r + 1] = CUDART_NAN_F;
+      }
+    }
+  }
 }
 
 template <class Cfg, class Storage, class Queries>
@@ -56,12 +81,7 @@ __device__ __forceinline__ void consume(const FlashParams& p, Storage& shared, Q
     queries.wait(shared, warpgroup);
     self.run(whole, mine - whole, end);
     queries.release(shared, warpgroup);
-    if constexpr (Cfg::kKeyBlockScales) {  // a quantizer's, which leaves NaN where an input is
-      const int seen = Cfg::kCausal ? min(p.kv_len, first_row + Shape::kRows + p.causal_shift) : p.kv_len;
-      if (self.q_scale_log2 != self.q_scale_log2 || any_nan(p, kv_head, seen)) {
-        for (float& x : self.o) x = CUDART_NAN_F;
-      }
-    }
+    mark_unknown(self, p, kv_head, row, first_row + Shape::kRows - 1);
     for (int tile = mine; tile < work.tiles; ++tile) {  // tiles that only later rows of the block need
       self.take_turn();
       self.pass_turn();
@@ -77,8 +97,9 @@ __device__ __forceinline__ void consume(const FlashParams& p, Storage& shared, Q
   if (warpgroup == 0) self.take_turn();  // no turn stays untaken
 }
 
-// Q comes from `q`: a tensor map of its codes, or what else Queries reads. Grid: at most one block per multiprocessor. Block: 128 threads per consumer and 128 for the copies. Dynamic shared
-// memory: sizeof(Storage) and up to 1024 bytes of alignment.
+// Q comes from `q`: a tensor map of its codes, or what else Queries reads. Grid: at most one block per multiprocessor.
+// Block: 128 threads per consumer and 128 for the copies. Dynamic shared memory: sizeof(Storage) and up to 1024 bytes of
+// alignment.
 template <class Cfg, class Queries = CodedQueries<Cfg>, class Values = TransposedValues<Cfg>>
 __device__ __forceinline__ void attention_hopper(const FlashParams& p, const typename Queries::Source& q,
                                                  const ptx::TensorMap& k_map, const ptx::TensorMap& v_map) {

@@ -7,6 +7,7 @@
 
 #include "hopper_plan.cuh"
 #include "ptx/e4m3.cuh"
+#include "ptx/grid_order.cuh"
 #include "ptx/math.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -37,19 +38,15 @@ __device__ __forceinline__ unsigned pack_out(float low, float high, __nv_bfloat1
   return reinterpret_cast<const unsigned&>(pair);
 }
 
-// A raw score: of E4M3 codes, which the tensor cores accumulate in float, and of int8 codes, exact. `masked` is that of
-// a key which a row does not attend to.
+// A raw score: of E4M3 codes, which the tensor cores accumulate in float, and of int8 codes, exact. Of a masked tile they
+// are floats in both: -inf for a key that a row does not attend to, whatever the scale.
 template <bool kInt8>
 struct RawScore {
   using Type = float;
-  __device__ __forceinline__ static float masked() { return -CUDART_INF_F; }
 };
 template <>
 struct RawScore<true> {
   using Type = int;
-  static constexpr int kMasked = -2147483647 - 1;  // so small that its power is 0
-  __device__ __forceinline__ static int masked() { return kMasked; }
-  __device__ __forceinline__ static float value(int x) { return x == kMasked ? -CUDART_INF_F : static_cast<float>(x); }
 };
 
 // The rows of one warpgroup: a thread holds, of rows t / 4 and t / 4 + 8 of its warp's 16 (t: its lane), columns
@@ -57,8 +54,7 @@ struct RawScore<true> {
 template <class Cfg>
 struct Consumer {
   using Shape = FlashShape<Cfg>;
-  using Raw = RawScore<Cfg::kInt8>;
-  using Score = typename Raw::Type;
+  using Score = typename RawScore<Cfg::kInt8>::Type;
   static constexpr int kScores = Shape::kBlockN / 2;  // per thread
   static constexpr int kSteps = Shape::kBlockN / 32;  // of P V
   static constexpr int kOut = Shape::kHeadDim / 2;
@@ -68,6 +64,10 @@ struct Consumer {
   static constexpr int kScales = Cfg::kKeyBlockScales ? Shape::kBlockN / kRowBlock : 1;  // of K, in a tile
   // A row's largest weight is stored as 448 = 2^kOffset, E4M3's largest number, so that small ones keep their bits.
   static constexpr float kOffset = 8.807355f;
+  static constexpr float kLeastScale = 1.17549435e-38f;  // of scores: 0 times the -inf of a masked one would be NaN
+  // O is kept in units of the last tile's V, but not in units below 2^-84 of the largest, in which sums of more than
+  // 2^26 keys of 448 times 448 could overflow.
+  static constexpr float kLeastUnit = 5.16987883e-26f;
 
   const FlashParams& p;
   FlashStorage<Cfg>& shared;
@@ -79,6 +79,7 @@ struct Consumer {
   float q_scale_log2;        // what a score in units of K's scale is multiplied by
   float scale_log2[kScales];
   float v_unit, v_ratio;     // of O, and by which it is to be multiplied for its units to be those of the next tile
+  float v_largest, v_share;  // unit of a tile so far; unit of the tile whose weights have been found, in those of O
   float o[kOut + kSums];
   float max[2];  // of scores so far, in base 2; -inf before the first key
   float sum[2];  // of weights, of this thread's columns; where the tensor cores do not sum
@@ -97,9 +98,13 @@ struct Consumer {
       last_scale = scale_at + blocks - 1;
       q_scale_log2 = q_scale;
     } else {
-      scale_log2[0] = q_scale * p.k_scale[kv_head];
+      const float scale = q_scale * p.k_scale[kv_head];
+      scale_log2[0] = scale < kLeastScale ? kLeastScale : scale;  // NaN stays
     }
-    if constexpr (Cfg::kValueBlockScales) v_unit = __ldg(p.v_scale + scale_at);
+    if constexpr (Cfg::kValueBlockScales) {
+      v_unit = 1.0f;  // O is 0, in any units
+      v_largest = 0.0f;
+    }
 #pragma unroll
     for (float& x : o) x = 0.0f;
 #pragma unroll
@@ -115,7 +120,7 @@ struct Consumer {
 #pragma unroll
       for (int h = 0; h < kScales; ++h) {
         const int at = kScales == 1 ? scale_at : min(scale_at + h, last_scale);
-        scale_log2[h] = q_scale_log2 * __ldg(p.k_scale + at);
+        scale_log2[h] = fmaxf(q_scale_log2 * ptx::load_written(p.k_scale + at), kLeastScale);  // not NaN either
       }
       scale_at += kScales;
     }
@@ -145,17 +150,20 @@ struct Consumer {
     k_ring.advance();
   }
 
-  // Rows keep the scores of columns before their `end`.
-  __device__ __forceinline__ void mask(Score (&s)[kScores], const int (&end)[2]) {
+  // Rows keep the scores of columns before their `end`, as floats.
+  __device__ __forceinline__ static float (&mask(Score (&s)[kScores], const int (&end)[2]))[kScores] {
+    float(&masked)[kScores] = reinterpret_cast<float(&)[kScores]>(s);
     const int column = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      if (i / 4 * 8 + column + i % 2 >= end[i / 2 % 2]) s[i] = Raw::masked();
+      masked[i] = i / 4 * 8 + column + i % 2 >= end[i / 2 % 2] ? -CUDART_INF_F : static_cast<float>(s[i]);
     }
+    return masked;
   }
 
-  // The largest raw scores of a thread's two rows among those of a scale of K. As integers, three at a time and beside
-  // 0, positive floats compare as they should; where 0 comes out, the floats themselves decide.
+  // The largest raw scores of a thread's two rows among those of a scale of K, if above the row's largest so far. As
+  // integers, three at a time and starting from 0, positive floats compare as they should. Where 0 comes out and the
+  // row had nothing above 0 before, all are negative: of these the largest has the smallest bits.
   __device__ __forceinline__ void thread_maxima(const float (&s)[kScores], int scale, float (&top)[2]) {
     constexpr int kCount = kScores / kScales;
     int whole[2] = {0, 0};
@@ -166,29 +174,37 @@ struct Consumer {
     }
     top[0] = __int_as_float(whole[0]);
     top[1] = __int_as_float(whole[1]);
-    if (__any_sync(0xffffffffu, top[0] == 0.0f || top[1] == 0.0f)) {
-      top[0] = top[1] = -CUDART_INF_F;
+    if (__any_sync(0xffffffffu, (whole[0] == 0 && max[0] < 0.0f) || (whole[1] == 0 && max[1] < 0.0f))) {
+      unsigned least[2] = {0xff800000u, 0xff800000u};  // of -inf
 #pragma unroll
-      for (int i = scale * kCount; i < (scale + 1) * kCount; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+      for (int i = scale * kCount; i < (scale + 1) * kCount; i += 2) {
+        unsigned& m = least[i / 2 % 2];
+        m = __vimin3_u32(m, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (whole[r] == 0) top[r] = __uint_as_float(least[r]);
+      }
     }
   }
   __device__ __forceinline__ void thread_maxima(const int (&s)[kScores], int scale, float (&top)[2]) {
     constexpr int kCount = kScores / kScales;
-    int whole[2] = {Raw::masked(), Raw::masked()};
+    int whole[2] = {-2147483647 - 1, -2147483647 - 1};
 #pragma unroll
     for (int i = scale * kCount; i < (scale + 1) * kCount; i += 2) {
       int& m = whole[i / 2 % 2];
       m = __vimax3_s32(m, s[i], s[i + 1]);
     }
-    top[0] = Raw::value(whole[0]);
-    top[1] = Raw::value(whole[1]);
+    top[0] = static_cast<float>(whole[0]);
+    top[1] = static_cast<float>(whole[1]);
   }
 
   // Turns raw scores into weights, of which `pack` makes operands; gives the factors for what came before.
   //
   // Of each 16 weights the first kPolynomials come from the FMA pipe, as pairs of halves (ptx::exp2_halves), the
   // others from the special-function unit, which is the narrow one: 16 powers per multiprocessor and clock.
-  __device__ __forceinline__ void softmax(const Score (&s)[kScores], float (&w)[kScores], float (&rescale)[2]) {
+  template <class Any>
+  __device__ __forceinline__ void softmax(const Any (&s)[kScores], float (&w)[kScores], float (&rescale)[2]) {
     float top[2] = {-CUDART_INF_F, -CUDART_INF_F}, bias[2], half_bias[2];
 #pragma unroll
     for (int h = 0; h < kScales; ++h) {
@@ -223,6 +239,16 @@ struct Consumer {
         w[i + 1] = ptx::ex2(fmaf(high, scale, bias[r]));
         if (kSums == 0) sum[r] += w[i] + w[i + 1];
       }
+    }
+  }
+
+  template <bool kMasked>
+  __device__ __forceinline__ void softmax_of(Score (&s)[kScores], const int (&end)[2], float (&w)[kScores],
+                                             float (&rescale)[2]) {
+    if constexpr (kMasked) {
+      softmax(mask(s, end), w, rescale);
+    } else {
+      softmax(s, w, rescale);
     }
   }
 
@@ -265,8 +291,12 @@ struct Consumer {
 
   // Adds a part to what came before, which it rescales.
   template <int kCount>
-  __device__ __forceinline__ void add_output(const float (&partial)[kCount], int part, const float (&rescale)[2]) {
+  __device__ __forceinline__ void add_output(float (&partial)[kCount], int part, const float (&rescale)[2]) {
     const float ratio = Cfg::kValueBlockScales ? v_ratio : 1.0f;  // not of the sums, which have no units
+    if (Cfg::kValueBlockScales && v_share != 1.0f) {
+#pragma unroll
+      for (int i = 0; i < kPartial; ++i) partial[i] *= v_share;
+    }
     const float of_output[2] = {rescale[0] * ratio, rescale[1] * ratio};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -275,11 +305,16 @@ struct Consumer {
     }
   }
 
-  // The ratio for the tile whose weights have been found.
-  __device__ __forceinline__ float next_ratio() {
+  // The ratio for the tile whose weights have been found, and its share. A scale of NaN, whose codes are 0, changes
+  // nothing: `consume` looks for those.
+  __device__ __forceinline__ float next_ratio(float& share) {
+    share = 1.0f;
     if constexpr (!Cfg::kValueBlockScales) return 1.0f;
-    const float before = v_unit;
-    v_unit = __ldg(p.v_scale + scale_at - 1);
+    const float before = v_unit, unit = ptx::load_written(p.v_scale + scale_at - 1);
+    if (unit != unit) return 1.0f;
+    v_largest = fmaxf(v_largest, unit);
+    v_unit = fmaxf(unit, v_largest * kLeastUnit);
+    if (unit < v_unit) share = __fdividef(unit, v_unit);
     return __fdividef(before, v_unit);
   }
 
@@ -307,10 +342,9 @@ struct Consumer {
     start_scores(s);
     pass_turn();
     end_scores<0>(s);
-    if constexpr (kMasked) mask(s, end);
-    softmax(s, w, rescale);
+    softmax_of<kMasked>(s, end, w, rescale);
     pack(w, weights);
-    v_ratio = next_ratio();
+    v_ratio = next_ratio(v_share);
     shared.v_full[v_ring.stage].wait(v_ring.parity);
     take_turn();
 #pragma unroll
@@ -335,18 +369,22 @@ struct Consumer {
   __device__ __forceinline__ void overlapped_step(unsigned (&weights)[kSteps][4], float (&rescale)[2],
                                                   const int (&end)[2]) {
     Score s[kScores];
-    float w[kScores], partial[kOut + kSums], next[2];
+    float w[kScores], partial[kOut + kSums], next[2], share;
     shared.k_full[k_ring.stage].wait(k_ring.parity);
     if constexpr (!kFirst) take_turn();
     start_scores(s);
     if constexpr (!kFirst) start_last_output(partial, weights);
     pass_turn();
     end_scores<kFirst ? 0 : 1>(s);
-    if constexpr (kMasked) mask(s, end);
-    softmax(s, w, next);
-    const float ratio = next_ratio();
+    softmax_of<kMasked>(s, end, w, next);
+    const float ratio = next_ratio(share);
     if constexpr (!kFirst) end_last_output(partial, rescale, {next[0] * ratio, next[1] * ratio});
     v_ratio = ratio;
+    v_share = share;
+    if (Cfg::kValueBlockScales && !Cfg::kTwoLevels && share != 1.0f) {  // O has no part to be multiplied
+#pragma unroll
+      for (float& x : w) x *= share;
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) rescale[r] = next[r];
     pack(w, weights);  // not before: P V was reading them
@@ -420,6 +458,11 @@ struct Consumer {
     } else if constexpr (!Cfg::kChannelScales) {
       unit = p.v_scale[kv_head];
     }
+    if (unit < 1e-20f) {  // its quotient by a sum could be subnormal
+#pragma unroll
+      for (int i = 0; i < kOut; ++i) o[i] *= unit;
+      unit = 1.0f;
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float total = kSums > 0 ? o[kOut + 2 * r] : sum[r];
@@ -427,7 +470,7 @@ struct Consumer {
         total += __shfl_xor_sync(0xffffffffu, total, 1);
         total += __shfl_xor_sync(0xffffffffu, total, 2);
       }
-      const bool any = total >= 1.0f;  // a row with a key has a weight of 448
+      const bool any = !(total < 1.0f);  // a row with a key has a weight of 448, or is NaN
       const float factor = any ? unit / total : 0.0f;
       const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
       const size_t line = static_cast<size_t>(head) * p.q_len + row;

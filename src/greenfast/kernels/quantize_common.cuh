@@ -3,6 +3,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <math_constants.h>
 
 #include "ptx/max_nan.cuh"
 #include "quantize.cuh"
@@ -45,9 +46,12 @@ struct HeadRows {
   }
 };
 
-__device__ __forceinline__ float scale_of(float amax, float code_max) {
-  constexpr float kAmaxFloor = 1e-12f;
-  return amax <= kAmaxFloor ? 1.0f : __fdiv_rn(amax, code_max);
+// The scale of numbers of which `amax`, times `factor`, is the largest magnitude. NaN where that is not finite: their codes
+// are then to be 0. It has a finite inverse, also over a factor of up to 32.
+__device__ __forceinline__ float scale_of(float amax, float code_max, float factor = 1.0f) {
+  constexpr float kLeast = 1.88079096e-37f;  // 2^-122
+  if (amax == 0.0f) return 1.0f;
+  return amax < CUDART_INF_F ? fmaxf(__fdiv_rn(amax, code_max) * factor, kLeast) : CUDART_NAN_F;
 }
 
 // x / scale rounded to nearest, as IEEE division has it, by two corrections of a product (Markstein, 1990): `inverse` is

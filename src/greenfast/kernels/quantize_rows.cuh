@@ -5,11 +5,31 @@
 
 namespace greenfast {
 
-constexpr int kMeanKeys = 32;  // at most, evenly spread, whose mean is taken from all
+// Keys, spread over a head, by which its mean is estimated: as the median of the means of groups of four.
+constexpr int kMeanKeys = 32, kMeanGroup = 4, kMeanGroups = kMeanKeys / kMeanGroup;
+
+// Sorts by a bitonic network (Batcher, 1968).
+template <int kCount>
+__device__ __forceinline__ void sort(float (&x)[kCount]) {
+#pragma unroll
+  for (int size = 2; size <= kCount; size *= 2) {
+#pragma unroll
+    for (int distance = size / 2; distance > 0; distance /= 2) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int j = i ^ distance;
+        if (j < i) continue;
+        const float low = fminf(x[i], x[j]), high = fmaxf(x[i], x[j]);
+        x[i] = i & size ? high : low;
+        x[j] = i & size ? low : high;
+      }
+    }
+  }
+}
 
 template <class Cfg>
 struct RowsStorage {
-  float sum[kMeanKeys / kQueryBlock][Cfg::kHeadDim];  // of 16 keys each
+  float group_mean[kMeanGroups][Cfg::kHeadDim];
   float mean[Cfg::kHeadDim];
   float amax[Cfg::kThreads / 32];
 };
@@ -40,33 +60,40 @@ struct RowsQuantizer {
     });
   }
 
-  // The mean of a few keys of the head, transformed as they will be: all blocks of a head get the same, one stores it.
+  // What is taken from all keys of the head: a mean of which no single key decides, as an outlier would of a sum, and
+  // which is finite where most keys are. Keys are transformed as they will be; all blocks of a head find the same, one
+  // stores it.
   __device__ __forceinline__ void find_mean(float* k_mean) const {
-    const int length = head.length, count = min(kMeanKeys, length);
     if (group < kMeanKeys / kQueryBlock) {
+      // Lanes of rows i and i + 4 hold a group of four neighbouring samples. A sample lies anywhere in its 32nd of the keys,
+      // so that no period of the keys meets them all.
+      const int lane_row = Rows::row_of_warp(), first = (group * 4 + lane_row % 4) * kMeanGroup + lane_row / 4 * 2;
       int row[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int i = group * kQueryBlock + Rows::row_of_warp() + 8 * r;
-        row[r] = i < count ? static_cast<int>(static_cast<long long>(i) * length / count) : length;
+        const int i = first + r, within = i * 19 % kMeanKeys;
+        row[r] = static_cast<int>(static_cast<long long>(i * kMeanKeys + within) * head.length / (kMeanKeys * kMeanKeys));
       }
       Values x;
       read(row, x);
 #pragma unroll
       for (int i = 0; i < Rows::kOwnParts * Rows::kGroups * 4; ++i) {
         const int part = i / 16, m = i / 4 % 4, e = i % 4;
-        float sum = x[part][0][m][e] + x[part][1][m][e];
-#pragma unroll
-        for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-        if (threadIdx.x % 32 < 4) shared.sum[group][rows.column_of(part, m) + e] = sum;
+        float sum = (x[part][0][m][e] + x[part][1][m][e]) * (1.0f / kMeanGroup);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 16);
+        if (lane_row < 4) shared.group_mean[group * 4 + lane_row][rows.column_of(part, m) + e] = sum;
       }
     }
     __syncthreads();
     if (threadIdx.x < Cfg::kHeadDim) {
-      float sum = 0.0f;
+      float means[kMeanGroups];
 #pragma unroll
-      for (int w = 0; w < kMeanKeys / kQueryBlock; ++w) sum += shared.sum[w][threadIdx.x];
-      const float mean = __fdiv_rn(sum, count);
+      for (int g = 0; g < kMeanGroups; ++g) {
+        const float one = shared.group_mean[g][threadIdx.x];
+        means[g] = fabsf(one) < CUDART_INF_F ? one : 0.0f;
+      }
+      sort(means);
+      const float mean = 0.5f * means[kMeanGroups / 2 - 1] + 0.5f * means[kMeanGroups / 2];
       shared.mean[threadIdx.x] = mean;
       if (k_mean != nullptr) k_mean[threadIdx.x] = mean * Rows::kFactor;
     }

@@ -50,6 +50,7 @@ struct ValuesQuantizer {
       for (int c = 0; c < kVector; ++c) {
         out.values[c] = encode<Format::kE4M3>(divide(static_cast<float>(x[i].values[c]), scale, inverse));
       }
+      if (scale != scale) out = {};
       *reinterpret_cast<Pack<unsigned char, kVector>*>(shared.tile + place(i * kRows + row, column / 4)) = out;
     }
     __syncthreads();

@@ -6,6 +6,11 @@
 // lane, e) is a matrix product, exact on 16-bit inputs, whose operands and results can be ordered so that each thread
 // gets the columns that it gave; the part over b and the lowest bit of i is sums and differences of a thread's own values;
 // and that over the other bits of i is a sum of products with signs.
+//
+// Before, half of the columns change their sign, without which equal columns would all become one: negative are those
+// whose bits c0, c1, .. have c0 c1 + c2 c5 + c3 c4 + c6 c7 odd. That is a bent function (Rothaus, 1976) of 6 or 8 bits: its
+// Walsh spectrum is flat, so of equal columns, and of any other row of the Hadamard matrix, all results are equally large
+// (with 7 bits half of them, and the others 0). The signs are in the operand of the matrix product, and cost nothing.
 #pragma once
 
 #include "ptx/mma_input.cuh"
@@ -27,15 +32,16 @@ struct RowsTransform {
   using Codes = Pack<unsigned char, kVector>;
 
   const int first_part;  // of this warp's own
-  // Of the 16 x 16 matrix: a column's signs of two neighbouring rows, on ones. Result e and row e' add the sign of
-  // (e & e'), the same for all threads.
+  // Of the 16 x 16 matrix: a column's signs of two neighbouring rows, on 1 / (2 kHeadDim), with which no sum overflows.
+  // Result e and row e' add the sign of (e & e'), the same for all threads.
   unsigned signs;
 
   __device__ __forceinline__ RowsTransform()
       : first_part(kSplit == 1 ? 0 : __shfl_sync(0xffffffffu, threadIdx.x / 32 % kSplit * kOwnParts, 0)) {
     const int column = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
-    const unsigned low = __popc(column / 2 & quad) & 1, high = low ^ column & 1;  // whether negative
-    signs = Mma::kOnes | low << 15 | high << 31;
+    const unsigned low = __popc(column / 2 & quad) & 1 ^ (quad == 3), high = low ^ column & 1;  // whether negative
+    constexpr unsigned kExponent = Cfg::kHeadDim == 64 ? 7 : Cfg::kHeadDim == 128 ? 8 : 9;
+    signs = Mma::inverse_power(kExponent) | low << 15 | high << 31;
   }
 
   __device__ __forceinline__ static int row_of_warp() { return threadIdx.x % 32 / 4; }
@@ -43,8 +49,8 @@ struct RowsTransform {
     return (first_part + part) * 64 + group / 2 * 32 + threadIdx.x % 4 * 8 + group % 2 * 4;
   }
 
-  // The warp's parts in float, times the Hadamard matrix without its factor of 1 / sqrt(head_dim). load(r, column) gives
-  // eight columns of row r of a thread's two.
+  // The warp's parts in float, times signs and the Hadamard matrix where kRotate, and over kFactor. load(r, column)
+  // gives eight columns of row r of a thread's two.
   template <class Load>
   __device__ __forceinline__ void transform(Load load, Values& x) const {
     if constexpr (!Cfg::kRotate) {
@@ -53,7 +59,7 @@ struct RowsTransform {
         const int part = i / 4, r = i / 2 % 2, group = i % 2 * 2;
         const Loaded eight = load(r, column_of(part, group));
 #pragma unroll
-        for (int c = 0; c < kVector; ++c) x[part][r][group + c / 4][c % 4] = static_cast<float>(eight.values[c]);
+        for (int c = 0; c < kVector; ++c) x[part][r][group + c / 4][c % 4] = 0.5f * static_cast<float>(eight.values[c]);
       }
       return;
     }
@@ -66,16 +72,17 @@ struct RowsTransform {
       const unsigned(&high)[4] = reinterpret_cast<const unsigned(&)[4]>(rows[1]);
 #pragma unroll
       for (int part = 0; part < kOwnParts; ++part) {
-        const unsigned flip = __popc((first_part + part) & i / 2) & 1 ? 0x80008000u : 0u;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {  // of the eight columns
+          const bool negative = (__popc((first_part + part) & i / 2) ^ half & i ^ (i / 2 == 3)) & 1;
+          const unsigned flip = negative ? 0x80008000u : 0u;
           const unsigned a[4] = {low[2 * half], high[2 * half], low[2 * half + 1], high[2 * half + 1]};
           float(&to)[2][kGroups][4] = x[part];
           const int m = i % 2 * 2 + half;
 #pragma unroll
           for (int side = 0; side < 2; ++side) {
             float c[4] = {to[0][m][2 * side], to[0][m][2 * side + 1], to[1][m][2 * side], to[1][m][2 * side + 1]};
-            const unsigned b[2] = {signs ^ flip, signs ^ flip ^ (side == 0 ? 0u : 0x80008000u)};
+            const unsigned b[2] = {signs ^ flip, signs ^ flip ^ (side == 0 ? 0x80000000u : 0x00008000u)};
             Mma::add(c, a, b);
 #pragma unroll
             for (int e = 0; e < 4; ++e) to[e / 2][m][2 * side + e % 2] = c[e];
@@ -96,9 +103,9 @@ struct RowsTransform {
     }
   }
 
-  // What transform leaves out, and its inverse.
+  // What transform leaves out, so that neither its sums nor differences from a mean overflow.
   static constexpr float kRoot = Cfg::kHeadDim == 64 ? 8.0f : Cfg::kHeadDim == 128 ? 11.313708499f : 16.0f;
-  static constexpr float kFactor = Cfg::kRotate ? 1.0f / kRoot : 1.0f, kInverse = Cfg::kRotate ? kRoot : 1.0f;
+  static constexpr float kFactor = Cfg::kRotate ? 2.0f * kRoot : 2.0f;
 
   // The largest magnitude of a thread's values; NaN where there is one.
   __device__ __forceinline__ static float largest(const Values& x) {
@@ -111,12 +118,13 @@ struct RowsTransform {
   }
 
   // The scale of values of which `amax` is the largest magnitude, kFactor among them.
-  __device__ __forceinline__ static float scale_for(float amax) { return scale_of(amax * kFactor, kCodeMax); }
+  __device__ __forceinline__ static float scale_for(float amax) { return scale_of(amax, kCodeMax, kFactor); }
 
   // Calls store(r, column, codes) for each eight columns that this thread has: codes of row r of its two.
   template <class Store>
   __device__ __forceinline__ void cast(const Values& x, float true_scale, Store store) const {
-    const float scale = true_scale * kInverse, inverse = __frcp_rn(scale);
+    const float scale = true_scale * (1.0f / kFactor), inverse = __frcp_rn(scale);
+    const bool known = scale == scale;
 #pragma unroll
     for (int i = 0; i < kOwnParts * 4; ++i) {
       const int part = i / 4, r = i / 2 % 2, group = i % 2 * 2;
@@ -128,7 +136,7 @@ struct RowsTransform {
         const float quotient = Cfg::kRotate ? value * inverse : divide(value, scale, inverse);
         out.values[c] = encode<Cfg::kInt8 ? Format::kInt8 : Format::kE4M3>(quotient);
       }
-      store(r, column_of(part, group), out);
+      store(r, column_of(part, group), known ? out : Codes{});
     }
   }
 };

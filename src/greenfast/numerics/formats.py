@@ -1,7 +1,8 @@
 """The two 8-bit number formats: one byte per element and one float32 scale per head.
 
 A code c with scale s stands for value(c) * s. ``e4m3`` codes are ``torch.float8_e4m3fn`` bits with scale amax / 448;
-``int8`` codes are symmetric two's-complement integers with scale amax / 127, zero exactly at zero.
+``int8`` codes are symmetric two's-complement integers with scale amax / 127, zero exactly at zero. Zeros alone have
+scale 1.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from greenfast.spec.errors import UsageError, unknown
 #: Format -> the largest magnitude that a code stands for.
 CODE_MAX = {"e4m3": 448.0, "int8": 127.0}
 
-#: Below this a head's largest magnitude counts as zero, and its scale is 1.
-AMAX_FLOOR = 1e-12
+#: The smallest scale: its inverse is a finite float32, also over a factor of up to 32.
+LEAST_SCALE = 2.0**-122
 
 
 def quantize(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
@@ -30,15 +31,20 @@ def quantize(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     return encode(x, fmt)
 
 
-def encode(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """``quantize`` of input that need not be finite: NaN and infinity in a slice show in its codes or its scale."""
+def encode(x: Tensor, fmt: str, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """``quantize`` of x * factor, which may exceed float32, and need not be finite.
+
+    A slice with NaN or infinity has a scale of NaN, and codes of 0.
+    """
     if fmt not in CODE_MAX:
         raise unknown("format", fmt, CODE_MAX)
     wide = x.float()
     amax = wide.abs().flatten(1).amax(dim=1)
-    scale = torch.where(amax <= AMAX_FLOOR, torch.ones_like(amax), amax / CODE_MAX[fmt])
-    quotient = (wide / scale.view(-1, *[1] * (x.dim() - 1))).clamp(-CODE_MAX[fmt], CODE_MAX[fmt])
-    codes = quotient.to(torch.float8_e4m3fn) if fmt == "e4m3" else quotient.nan_to_num(0.0).round().to(torch.int8)
+    scale = torch.where(amax == 0.0, torch.ones_like(amax), (amax / CODE_MAX[fmt] * factor).clamp(min=LEAST_SCALE))
+    scale = scale.masked_fill(~torch.isfinite(amax), torch.nan)
+    quotient = (wide / (scale / factor).view(-1, *[1] * (x.dim() - 1))).clamp(-CODE_MAX[fmt], CODE_MAX[fmt])
+    quotient = quotient.nan_to_num(0.0)
+    codes = quotient.to(torch.float8_e4m3fn) if fmt == "e4m3" else quotient.round().to(torch.int8)
     return codes.view(torch.uint8), scale
 
 

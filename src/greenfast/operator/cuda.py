@@ -257,7 +257,10 @@ def _attention(
         _stream(device), 0, query.data_ptr(), key.data_ptr(), value.data_ptr(), query_scale.data_ptr(),
         key_scale.data_ptr(), value_scale.data_ptr(), out.data_ptr(), sums.data_ptr(),
     )  # fmt: skip
-    at = (addresses, shape, key.shape, key_length, precision, dtype, causal, scale, lse, device)
+    at = (
+        addresses, shape, key.shape, query_scale.shape, key_scale.shape, value_scale.shape, key_length, precision,
+        dtype, causal, scale, lse, device,
+    )  # fmt: skip
     launches = _ATTENTION_LAUNCHES.get(at)
     if launches is None:
         if out.numel() == 0 or key_length == 0:
@@ -311,7 +314,7 @@ def sdpa_lse(
     if len(more) == 1:
         return out, more[0]
     lse, mean = more  # of scores that lack what the mean of the keys adds; the kernel has rotated it
-    whole = mean @ reference.hadamard(mean.shape[-1]).to(mean.device)
+    whole = mean @ reference.rotation(mean.shape[-1]).T.to(mean.device)
     whole = whole[..., : query.shape[3]].repeat_interleave(query.shape[1] // key.shape[1], 1)
     return out, lse.add_((query.float() @ whole.unsqueeze(-1)).squeeze(-1), alpha=scale)
 

@@ -16,7 +16,7 @@ from greenfast.families.fast_problem import (
     quantize_blocks,
     transposed_values,
 )
-from greenfast.families.qkv_quantizer import MEAN_KEYS
+from greenfast.families.qkv_quantizer import MEAN_GROUP, MEAN_KEYS
 from greenfast.numerics import formats
 from greenfast.operator.quantized import QuantizedQKV, Recipe, padded_head_dim
 
@@ -30,17 +30,22 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe) -> Quant
     head_dim = query.shape[-1]
     padding = padded_head_dim(head_dim) - head_dim
     q, k, v = (torch.nn.functional.pad(x.float(), (0, padding)) for x in (query, key, value))
+    # Sums of the rotation, and differences from the mean, are of fractions of the numbers, which cannot overflow.
+    factor = 2.0
+    if recipe.rotate:
+        factor *= math.sqrt(q.shape[-1])
+        matrix = rotation(q.shape[-1]).to(q.device) / factor
+        q, k = q @ matrix, k @ matrix
+    else:
+        q, k = q / factor, k / factor
     mean = None
     if recipe.key_mean:
-        mean = _mean_of_some(k)
+        mean = _robust_mean(k)
         k = k - mean.unsqueeze(2)
-    if recipe.rotate:
-        matrix = hadamard(q.shape[-1]).to(q.device)
-        q, k = q @ matrix, k @ matrix
-        mean = None if mean is None else mean @ matrix
+        mean = mean * factor
     fmt = recipe.format
-    q_codes, q_scale = _per_head(q, fmt, QUERY_BLOCK if recipe.blocks else 0)
-    k_codes, k_scale = _per_head(k, fmt, ROW_BLOCK if recipe.blocks else 0)
+    q_codes, q_scale = _per_head(q, fmt, QUERY_BLOCK if recipe.blocks else 0, factor)
+    k_codes, k_scale = _per_head(k, fmt, ROW_BLOCK if recipe.blocks else 0, factor)
     if recipe.values == "channel":
         v_codes, v_scale = _per_head(v.transpose(2, 3), VALUE_FORMAT, 1)
         v_codes, v_scale = v_codes.transpose(2, 3), v_scale.unsqueeze(2)
@@ -62,29 +67,48 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe) -> Quant
     )
 
 
-def _mean_of_some(k: Tensor) -> Tensor:
-    """The mean (B, HK, D) of MEAN_KEYS keys spread evenly over k (B, HK, KV, D): it serves as that of all would."""
-    count = min(MEAN_KEYS, k.shape[2])
-    places = torch.arange(count, device=k.device) * k.shape[2] // max(1, count)
-    return k[:, :, places].sum(dim=2) / max(1, count)
+def _robust_mean(k: Tensor) -> Tensor:
+    """An estimate (B, HK, D) of the mean of k (B, HK, KV, D) of which no single key decides; 0 without keys.
+
+    Of MEAN_KEYS keys, each anywhere in its share of them, groups of MEAN_GROUP neighbours have means. The estimate is
+    the median of these, by channel. Means that are not finite count as 0.
+    """
+    if k.shape[2] == 0:
+        return k.new_zeros(*k.shape[:2], k.shape[3])
+    i = torch.arange(MEAN_KEYS, device=k.device)
+    places = (i * MEAN_KEYS + i * 19 % MEAN_KEYS) * k.shape[2] // MEAN_KEYS**2
+    samples = k[:, :, places] / MEAN_GROUP
+    means = samples.view(*k.shape[:2], MEAN_KEYS // MEAN_GROUP, MEAN_GROUP, k.shape[3]).sum(dim=3)
+    ordered = means.masked_fill(~torch.isfinite(means), 0.0).sort(dim=2).values / 2
+    middle = ordered.shape[2] // 2
+    return ordered[:, :, middle - 1] + ordered[:, :, middle]
 
 
-def _per_head(x: Tensor, fmt: str, rows: int) -> tuple[Tensor, Tensor]:
-    """Codes of x (B, H, length, D) and scales: of each so many rows, (B, H, blocks), or with 0 of each head, (B, H)."""
+def _per_head(x: Tensor, fmt: str, rows: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Codes and scales of x * factor, x (B, H, length, D).
+
+    A scale is that of each ``rows`` rows, (B, H, blocks), or with 0 of each head, (B, H).
+    """
     blocks = [-(-x.shape[2] // rows)] if rows else []
     if x.numel() == 0:
         return torch.zeros_like(x, dtype=torch.uint8), torch.ones(*x.shape[:2], *blocks, device=x.device)
     flat = x.flatten(0, 1)
-    codes, scale = quantize_blocks(flat, fmt, rows) if rows else formats.encode(flat, fmt)
+    codes, scale = quantize_blocks(flat, fmt, rows, factor) if rows else formats.encode(flat, fmt, factor)
     return codes.view(x.shape), scale.view(*x.shape[:2], *blocks)
 
 
-def hadamard(size: int) -> Tensor:
-    """The orthogonal Hadamard matrix of Sylvester's construction, float32 (size, size); size is a power of two."""
+def rotation(size: int) -> Tensor:
+    """The orthogonal matrix by which rows of Q and K are multiplied, float32 (size, size); size is a power of two.
+
+    It is the Hadamard matrix of Sylvester's construction, with signs of its rows: those of a bent function (Rothaus,
+    1976; of 7 bits: of 6 of them), so that channels which are all equal do not become one large number.
+    """
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / math.sqrt(size)
+    bit = [torch.arange(size) >> n & 1 for n in range(8)]
+    odd = (bit[0] & bit[1]) ^ (bit[2] & bit[5]) ^ (bit[3] & bit[4]) ^ (bit[6] & bit[7])
+    return (1 - 2 * odd).unsqueeze(1) * matrix / math.sqrt(size)
 
 
 def dequantized_keys(quantized: QuantizedQKV) -> Tensor:
@@ -168,7 +192,7 @@ def _weighted(scores: Tensor, v: Tensor, *, exact_sums: bool) -> tuple[Tensor, T
     exact = torch.exp(scores - base) * _LARGEST
     weights = exact.clamp(max=_LARGEST).to(torch.float8_e4m3fn).float()
     total = (exact if exact_sums else weights).sum(dim=-1, keepdim=True)
-    out = weights @ v / total.clamp(min=torch.finfo(torch.float32).tiny)
+    out = weights / total.clamp(min=torch.finfo(torch.float32).tiny) @ v  # sums of weights times v could overflow
     return out, (torch.log(exact.sum(dim=-1, keepdim=True) / _LARGEST) + base).squeeze(-1)
 
 

@@ -13,7 +13,8 @@ struct InputMma;
 
 template <>
 struct InputMma<half> {
-  static constexpr unsigned kOnes = 0x3c003c00u;  // 1 twice
+  // 2^-exponent twice.
+  __device__ static constexpr unsigned inverse_power(unsigned exponent) { return (15 - exponent) * 0x04000400u; }
   __device__ __forceinline__ static void add(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     mma_m16n8k16(c, a, b[0], b[1]);
   }
@@ -21,7 +22,7 @@ struct InputMma<half> {
 
 template <>
 struct InputMma<__nv_bfloat16> {
-  static constexpr unsigned kOnes = 0x3f803f80u;
+  __device__ static constexpr unsigned inverse_power(unsigned exponent) { return (127 - exponent) * 0x00800080u; }
   __device__ __forceinline__ static void add(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

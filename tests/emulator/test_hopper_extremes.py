@@ -1,0 +1,143 @@
+"""The Hopper attention kernel on the emulator, on inputs that are tiny, huge, one-sided or no numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from greenfast.families import fast_problem, hopper
+from greenfast.families.fast_problem import sizes_of
+from greenfast.numerics.attention import attention
+from greenfast.spec.problem import Array, Case
+from tests.emulator.kernels import run_source
+
+BLOCKS = {"QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128}
+
+
+def changed(dims: Mapping[str, int], inputs: Mapping[str, Array] | None = None, fmt: str = "e4m3") -> Case:
+    """The case of these dimensions with other codes or scales."""
+    case = fast_problem.make_case(dims, 0, fmt)
+    return dataclasses.replace(case, inputs={**case.inputs, **(inputs or {})})
+
+
+def run(dims: Mapping[str, int], case: Case, fmt: str = "e4m3", scale: float | None = None) -> dict[str, NDArray[Any]]:
+    outputs = run_source(hopper.kernel(fmt, dims), hopper.launch(fmt, dims, scale), case).outputs
+    return {**outputs, "out": fast_problem.decode(outputs, fmt)}
+
+
+def exact(dims: Mapping[str, int], case: Case, fmt: str = "e4m3") -> NDArray[np.float64]:
+    """Attention on what the codes of a case stand for."""
+    codes = {n: (torch.from_numpy(case.inputs[n]), torch.from_numpy(case.inputs[f"{n}_scale"])) for n in "qkv"}
+    sizes = sizes_of(dims)
+    q, k, v = fast_problem.dequantized(codes, sizes, fmt)
+    found: NDArray[np.float64] = attention(q, k, v, sizes.head_dim**-0.5, fast_problem.mask_of(sizes)).numpy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "first", "end"), [("q_scale", 1, 16, 32), ("k_scale", 0, 128, 256), ("v_scale", 1, 128, 256)]
+)
+@pytest.mark.parametrize("lse", [0, 1])
+def test_what_is_not_a_number_shows_in_the_rows_that_see_it(
+    name: str, head: int, first: int, end: int, lse: int
+) -> None:
+    """The scale of the second block is NaN, as the quantizer leaves it where an input is."""
+    dims = {"B": 1, "H": 2, "S": 256, "D": 64, "CAUSAL": 1, "LSE": lse, **BLOCKS}
+    scales = changed(dims).inputs[name].copy()
+    scales[head, 1] = np.nan
+    found = run(dims, changed(dims, {name: scales}))
+    unknown = np.zeros((2, 256), bool)
+    unknown[head, first:end] = True
+    assert (np.isnan(found["out"]).any(-1) == unknown).all()
+    assert (np.isnan(found["out"]).all(-1) == unknown).all()
+    if lse:
+        assert (np.isnan(found["lse"]) == (unknown & (name != "v_scale"))).all(), "values are no part of scores"
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_rows_that_see_nothing_of_a_block_do_not_mind_what_it_holds(name: str) -> None:
+    """Rows of one warpgroup, of which the first see no key, the next one block and the last two."""
+    dims = {"B": 1, "H": 1, "S": 200, "KV": 160, "D": 128, "CAUSAL": 2, **BLOCKS}
+    scales = changed(dims).inputs[name].copy()
+    scales[0, 1] = np.nan
+    found = run(dims, changed(dims, {name: scales}))["out"][0]
+    assert (found[:40] == 0).all()
+    assert np.isfinite(found[:168]).all()
+    assert np.isnan(found[168:]).all()
+
+
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+def test_a_scale_of_a_head_that_is_not_a_number(name: str) -> None:
+    dims = {"B": 1, "H": 2, "S": 70, "D": 64, "LSE": 1}
+    found = run(dims, changed(dims, {name: np.array([np.nan, 1], np.float32)}))
+    assert np.isnan(found["out"][0]).all()
+    assert np.isfinite(found["out"][1]).all()
+    assert np.isnan(found["lse"][0]).all() == (name != "v_scale")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("fmt", ["e4m3", "int8"])
+def test_masked_scores_weigh_nothing_however_small_scores_are(head_dim: int, fmt: str) -> None:
+    dims = {"B": 1, "H": 1, "S": 70, "KV": 90, "D": head_dim, "CAUSAL": 1, "KBLOCK": 128}
+    plain = changed(dims, fmt=fmt).inputs
+    case = changed(dims, {n: plain[n] * np.float32(1e-12) for n in ("q_scale", "k_scale")}, fmt)
+    assert np.abs(run(dims, case, fmt)["out"] - exact(dims, case, fmt)).max() < 0.06
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-50])
+def test_a_scale_of_scores_that_float32_lacks_counts_as_nothing(scale: float) -> None:
+    dims = {"B": 1, "H": 1, "S": 70, "D": 64, "CAUSAL": 1, **BLOCKS}
+    case = changed(dims)
+    zero = changed(dims, {"q_scale": case.inputs["q_scale"] * np.float32(1e-30)})
+    assert np.abs(run(dims, case, scale=scale)["out"] - exact(dims, zero)).max() < 0.02
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "units", [(1e30, 1e-30, 1e-3), (1e-36, 1e30, 1e-36), (1e-36, 1e-34, 1e-37), (1, 1e-30, 1e-36)], ids=str
+)
+def test_blocks_of_values_may_differ_by_any_factor(
+    head_dim: int, units: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row is right beside its own largest value: a causal row of the first block sees no other."""
+    monkeypatch.setattr(hopper, "MULTIPROCESSORS", 1)
+    dims = {"B": 1, "H": 1, "S": 384, "D": head_dim, "CAUSAL": 1, "BF16": 1, **BLOCKS}
+    case = changed(dims)
+    case = changed(dims, {"v_scale": (case.inputs["v_scale"] * np.array(units)).astype(np.float32)})
+    found, wanted = run(dims, case)["out"][0], exact(dims, case)[0]
+    assert (np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1)).max() < 0.1
+
+
+def test_values_of_a_block_that_weighs_nothing_may_be_huge() -> None:
+    """Of the first block each score is so far below the others that its weights are 0."""
+    dims = {"B": 1, "H": 1, "S": 64, "KV": 256, "D": 64, "BF16": 1, **BLOCKS}
+    case = changed(dims)
+    q, k = case.inputs["q"] & 0x7F, case.inputs["k"].copy()
+    k[:, :128] |= 0x80
+    k[:, 128:] &= 0x7F
+    units = np.array([[1e30, 1e-3]], np.float32)
+    case = changed(dims, {"q": q, "k": k, "q_scale": case.inputs["q_scale"] * 20, "v_scale": units})
+    found, wanted = run(dims, case)["out"][0], exact(dims, case)[0]
+    assert np.abs(wanted).max() < 1
+    assert np.linalg.norm(found - wanted) < 0.04 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_that_are_all_negative(head_dim: int) -> None:
+    """Of one head all, of the other those of every other row with the first tile."""
+    dims = {"B": 1, "H": 2, "S": 300, "D": head_dim, **BLOCKS}
+    plain = changed(dims).inputs
+    q, k = plain["q"].copy(), plain["k"].copy()
+    q[0] &= 0x7F
+    k[0] |= 0x80
+    q[1, ::2] &= 0x7F
+    k[1, :128] |= 0x80
+    case = changed(dims, {"q": q, "k": k})
+    wanted = exact(dims, case)
+    assert np.linalg.norm(run(dims, case)["out"] - wanted) < 0.04 * np.linalg.norm(wanted)

@@ -1,0 +1,107 @@
+"""A launch that is kept is the one that would be made anew, though all addresses are the same."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from greenfast.operator import cuda
+from greenfast.operator.sdpa import quantize
+from greenfast.spec.arch import Target
+
+Call = Callable[..., Any]
+
+
+class Recorded:
+    """Stands for a prepared launch: what it was made of."""
+
+    def __init__(self, _: Any, block: Any, smem: int, launch: Any, pointers: dict[str, int], stream: int) -> None:
+        self.made_of = (block, smem, launch, sorted(pointers.items()), stream)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What is launched, on CPU tensors that all lie at one address."""
+    found: list[Any] = []
+    sources: dict[int, Any] = {}
+
+    def prepared(step: cuda._Step, device: int, pointers: dict[str, int], stream: int) -> Recorded:
+        one = Recorded(None, step.source.block, step.source.dynamic_smem_bytes, step.launch, pointers, stream)
+        sources[id(one)] = (one, step.source)
+        return one
+
+    def launch(_: int, launches: tuple[Recorded, ...]) -> None:
+        found.append([(sources[id(one)][1], one.made_of) for one in launches])
+
+    monkeypatch.setattr(cuda._Step, "prepared", prepared)
+    monkeypatch.setattr(cuda, "_launch", launch)
+    monkeypatch.setattr(cuda, "_stream", lambda _: 7)
+    monkeypatch.setattr(cuda, "target_of", lambda _: Target("sm_90a"))
+    monkeypatch.setattr(cuda, "Device", lambda _: type("Device", (), {"set_current": lambda _: None})())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(Tensor, "data_ptr", lambda _: 1 << 20)
+    clear()
+    yield found
+    clear()
+
+
+def clear() -> None:
+    cuda._PLANS.clear()
+    cuda._ATTENTION_LAUNCHES.clear()
+
+
+def tensors(heads: int, kv_heads: int, length: int, keys: int, head_dim: int, dtype: torch.dtype, rows: bool) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, length, head_dim), *[(1, kv_heads, keys, head_dim)] * 2]
+    found = [torch.randn(s, generator=generator).to(dtype) for s in shapes]
+    return [x.transpose(1, 2).contiguous().transpose(1, 2) if rows else x for x in found]
+
+
+SDPA: list[Call] = [cuda.sdpa, cuda.sdpa_lse]
+QUANTIZE: Call = cuda.quantize
+SHAPES = [(2, 2, 40, 40), (2, 1, 40, 40), (2, 2, 40, 130), (4, 2, 20, 40), (1, 1, 80, 40)]
+SCORES = [("fp8", 0, 0.1), ("int8", 0, 0.1), ("fp8", 1, 0.1), ("fp8", 2, 0.1), ("fp8", 0, 0.2)]
+RECIPES = [("fp8", True, True), ("int8", True, True), ("fp8", False, True), ("fp8", True, False)]
+SCALES = [("block", "block"), ("block", "head"), ("block", "channel"), ("head", "head"), ("head", "channel")]
+OUTPUTS = [(torch.float16, 0, 0.1), (torch.bfloat16, 0, 0.1), (torch.float16, 1, 0.1), (torch.float16, 0, 0.3)]
+
+
+def calls() -> list[Call]:
+    found: list[Call] = []
+    dtypes = (torch.float16, torch.bfloat16)
+    for shape, head_dim, dtype, rows in itertools.product(SHAPES, (64, 72, 128), dtypes, (False, True)):
+        inputs = tensors(*shape, head_dim, dtype, rows)
+        found += [partial(op, *inputs, *more) for more in SCORES for op in SDPA]
+        found += [partial(QUANTIZE, *inputs, precision, True, "block", *more) for precision, *more in RECIPES]
+    for shape, (scales, values), precision in itertools.product(SHAPES, SCALES, ("fp8", "int8")):
+        inputs = tensors(*shape, 64, torch.float16, False)
+        codes = quantize(*inputs, precision=precision, scales=scales, value_scales=values)  # type: ignore[arg-type]
+        fields = (*codes.tensors()[:6], precision, 64, shape[3])
+        found += [partial(op, *fields, *more) for more in OUTPUTS for op in (cuda.attention, cuda.attention_lse)]
+    return found
+
+
+def test_a_kept_launch_is_the_one_that_would_be_made_anew(launched: list[Any]) -> None:
+    every = calls()
+    for call in every:
+        clear()
+        call()
+    fresh = list(launched)
+    assert len(fresh) == len(every)
+    clear()
+    order = list(range(len(every))) * 2
+    random.Random(1).shuffle(order)
+    for i in order:
+        launched.clear()
+        every[i]()
+        assert launched == [fresh[i]]
+    kept = sum(len(plan.launches) for plan in cuda._PLANS.values()) + len(cuda._ATTENTION_LAUNCHES)
+    assert kept <= len(every), "calls were repeated, and their launches kept"
