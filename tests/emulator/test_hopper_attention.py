@@ -19,7 +19,7 @@ from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.operator import reference
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.kernel import KernelSource
-from greenfast.spec.problem import Case
+from greenfast.spec.problem import Case, OutputSpec
 from tests.emulator.kernels import run_source
 
 SMALL = {"B": 1, "H": 2, "S": 150, "D": 64}
@@ -132,6 +132,35 @@ def test_it_is_right(name: str, fmt: str, monkeypatch: pytest.MonkeyPatch) -> No
     check(result.outputs, dims, fmt)
     if name in ROW_MAJOR and dims["D"] > 64:
         assert sum(result.counts.bank_conflicts.values()) == 0, "the orders of keys and words are there to avoid them"
+
+
+@pytest.mark.parametrize(
+    ("dims", "head_dim", "order"),
+    [
+        ({"B": 2, "H": 2, "S": 70, "D": 64}, 40, "BSHD"),
+        ({"B": 2, "H": 2, "HK": 1, "S": 70, "D": 128, "BF16": 1, "CAUSAL": 1, "LSE": 1}, 72, "BHSD"),
+        ({"B": 2, "H": 3, "S": 40, "D": 256}, 136, "SBHD"),
+        ({"B": 1, "H": 2, "S": 150, "D": 64}, 64, "HSBD"),
+    ],
+    ids=str,
+)
+def test_the_output_lies_as_its_caller_wants_it(dims: dict[str, int], head_dim: int, order: str) -> None:
+    """Its rows are tight, in any order of batch, heads and queries; nothing is written beside them."""
+    case = fast_problem.make_case(dims, 0, "e4m3")
+    plain = run_source(hopper.kernel("e4m3", dims), hopper.launch("e4m3", dims), case)
+    sizes = {"B": dims["B"], "H": dims["H"], "S": dims["S"], "D": head_dim}
+    shape = tuple(sizes[d] for d in order)
+    strides = {d: int(np.prod(shape[i + 1 :])) for i, d in enumerate(order)}
+    output = fast_problem.OutputRows(head_dim, tuple(strides[d] for d in "BHS"))
+    specs = {**case.outputs, "out": OutputSpec(shape, case.outputs["out"].dtype)}
+    plan = hopper.launch("e4m3", dims, output=output)
+    result = run_source(hopper.kernel("e4m3", dims), plan, Case(case.inputs, specs))
+    assert not any(result.unwritten.values())
+    found = result.outputs["out"].transpose([order.index(d) for d in "BHSD"])
+    wanted = plain.outputs["out"].reshape(dims["B"], dims["H"], dims["S"], dims["D"])[..., :head_dim]
+    assert np.array_equal(found, wanted)
+    if "LSE" in dims:
+        assert np.array_equal(result.outputs["lse"], plain.outputs["lse"])
 
 
 def test_two_levels_at_head_dim_256(monkeypatch: pytest.MonkeyPatch) -> None:

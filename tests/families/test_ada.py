@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from greenfast.build.compiler import compile_kernel
@@ -11,6 +12,7 @@ from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.pipeline.tasks import find_task
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
+from greenfast.spec.problem import Case, OutputSpec
 from tests.emulator.kernels import run_source
 
 CONFIG = find_task("fp8_attention").config
@@ -66,3 +68,16 @@ def test_what_it_refuses() -> None:
         ada.kernel("fp4", DIMS)
     with pytest.raises(UsageError, match=r"no log-sum-exp.*'LSE': 1"):
         ada.kernel("e4m3", {**DIMS, "LSE": 1})
+
+
+def test_the_output_lies_as_its_caller_wants_it() -> None:
+    """(B, S, H, 72) in memory, tight, of the kernel for head dim 128."""
+    dims = {"B": 2, "H": 2, "S": 70, "D": 128}
+    case, source = fast_problem.make_case(dims, 0, "e4m3"), ada.kernel("e4m3", dims)
+    plain = run_source(source, ada.launch("e4m3", dims), case, "sm_89")
+    rows = fast_problem.OutputRows(72, (70 * 2 * 72, 72, 2 * 72))
+    tight = Case(case.inputs, {"out": OutputSpec((2, 70, 2, 72), "float16")})
+    result = run_source(source, ada.launch("e4m3", dims, output=rows), tight, "sm_89")
+    assert not any(result.unwritten.values())
+    wanted = plain.outputs["out"].reshape(2, 2, 70, 128)[..., :72]
+    assert np.array_equal(result.outputs["out"].transpose(0, 2, 1, 3), wanted)

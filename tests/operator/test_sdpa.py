@@ -246,19 +246,6 @@ def test_the_first_launch_of_a_thread_gets_a_context(monkeypatch: pytest.MonkeyP
     assert current == [3]
 
 
-def test_rows_that_kernels_cannot_read_are_copied() -> None:
-    x = torch.zeros(2, 3, 10, 64, dtype=torch.float16)
-    assert cuda._readable(x) is x
-    assert cuda._readable(x.transpose(1, 2)).data_ptr() == x.data_ptr()
-    shared = x[:, :1].expand(2, 3, 10, 64)
-    assert cuda._readable(shared) is shared
-    assert cuda._readable(shared, by_tma=True).is_contiguous()
-    assert cuda._readable(x[:1], by_tma=True).data_ptr() == x.data_ptr()
-    odd = torch.zeros(2, 3, 10, 65, dtype=torch.float16)[..., 1:]
-    assert cuda._readable(odd).is_contiguous()
-    assert cuda._readable(x.transpose(2, 3)).is_contiguous()
-
-
 def test_a_value_that_is_not_a_number_shows_in_the_rows_that_attend_to_it() -> None:
     q, k, v = inputs(300)
     v[0, 1, 200, 5] = math.nan

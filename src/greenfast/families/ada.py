@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from greenfast.families.fast_problem import Sizes, padded_keys, plain, sizes_of
+from greenfast.families.fast_problem import OutputRows, Sizes, padded_keys, plain, sizes_of
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import KernelSource, Launch
@@ -50,9 +50,11 @@ struct Cfg {{
 extern "C" __global__ void __launch_bounds__(128, {blocks})
 {ENTRY}(const unsigned char* q, const unsigned char* k, const unsigned char* v_t, const float* q_scale,
         const float* k_scale, const float* v_scale, half* out, int heads_per_kv, int q_len, int kv_len, int kv_padded,
-        int causal_shift, float softmax_scale) {{
+        int causal_shift, float softmax_scale, long long out_batch, long long out_head, long long out_row,
+        unsigned out_heads, int out_columns) {{
   greenfast::attention_ada<Cfg>({{q, k, v_t, q_scale, k_scale, v_scale, out, heads_per_kv, q_len, kv_len, kv_padded,
-                                 causal_shift, softmax_scale}});
+                                 causal_shift, softmax_scale,
+                                 {{out_batch, out_head, out_row, out_heads, out_columns}}}});
 }}
 """
     return KernelSource(
@@ -65,7 +67,9 @@ extern "C" __global__ void __launch_bounds__(128, {blocks})
     )
 
 
-def launch(fmt: str, dims: Mapping[str, int], scale: float | None = None) -> Launch:
+def launch(
+    fmt: str, dims: Mapping[str, int], scale: float | None = None, *, output: OutputRows | None = None
+) -> Launch:
     """One block per 64 query rows and head; scale: of the scores, > 0."""
     sizes = sizes_of(dims)
     padded = padded_keys(sizes.kv_len)
@@ -79,5 +83,6 @@ def launch(fmt: str, dims: Mapping[str, int], scale: float | None = None) -> Lau
             np.int32(padded),
             np.int32(sizes.shift),
             np.float32(1.0 / math.sqrt(sizes.head_dim) if scale is None else scale),
+            *(output or OutputRows.contiguous(sizes)).arguments(sizes),
         ),
     )

@@ -30,6 +30,7 @@ from greenfast.numerics.attention import (
 from greenfast.numerics.formats import dequantize, encode, quantize
 from greenfast.numerics.inputs import standard_normal
 from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import Argument
 from greenfast.spec.problem import Array, Case, OutputSpec, References
 
 #: Keys of V^T come in groups of 16, in the order in which a tensor core's accumulators hold 16 columns.
@@ -64,6 +65,28 @@ class Sizes:
     def shift(self) -> int:
         """With a mask, query i attends to keys 0 .. i + shift."""
         return self.kv_len - self.q_len if self.causal == 2 else 0
+
+
+@dataclass(frozen=True)
+class OutputRows:
+    """Where a kernel writes O: (batch, heads, q_len, head_dim), in any order of its first three dimensions.
+
+    head_dim: a multiple of 8, up to that of the kernel, which writes no further columns. strides: in elements,
+    multiples of 8, those of batch, head and row; columns are neighbours.
+    """
+
+    head_dim: int
+    strides: tuple[int, ...]
+
+    @classmethod
+    def contiguous(cls, sizes: Sizes) -> OutputRows:
+        """All heads one after the other, with the kernel's head dim."""
+        of_head = sizes.q_len * sizes.head_dim
+        return cls(sizes.head_dim, (sizes.heads * of_head, of_head, sizes.head_dim))
+
+    def arguments(self, sizes: Sizes) -> tuple[Argument, ...]:
+        """What the kernels' OutputRows holds."""
+        return (*map(np.int64, self.strides), np.int32(sizes.heads), np.int32(self.head_dim))
 
 
 #: Dimension -> the values that it may have; the first is its default.

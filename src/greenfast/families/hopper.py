@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from greenfast.families.fast_problem import Sizes, padded_keys, sizes_of
+from greenfast.families.fast_problem import OutputRows, Sizes, padded_keys, sizes_of
 from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import Argument, KernelSource, Launch, TensorMap
@@ -241,9 +241,11 @@ using greenfast::ptx::TensorMap;
 extern "C" __global__ void __launch_bounds__({threads}, 1)
 {ENTRY}({q_parameters}, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
         const float* q_scale, const float* k_scale, const float* v_scale, void* out, float* lse, int heads,
-        int heads_per_kv, int q_len, int kv_len, int causal_shift, int heads_at_once, float softmax_scale) {{
+        int heads_per_kv, int q_len, int kv_len, int causal_shift, int heads_at_once, float softmax_scale,
+        long long out_batch, long long out_head, long long out_row, unsigned out_heads, int out_columns) {{
   greenfast::{function}<Cfg>({{q_scale, k_scale, v_scale, out, lse, heads, heads_per_kv, q_len, kv_len,
-                                    causal_shift, heads_at_once, softmax_scale}},
+                                    causal_shift, heads_at_once, softmax_scale,
+                                    {{out_batch, out_head, out_row, out_heads, out_columns}}}},
                                    {q_argument}, k, v);
 }}
 """
@@ -258,7 +260,14 @@ extern "C" __global__ void __launch_bounds__({threads}, 1)
     )
 
 
-def launch(fmt: str, dims: Mapping[str, int], scale: float | None = None, query: Query | None = None) -> Launch:
+def launch(
+    fmt: str,
+    dims: Mapping[str, int],
+    scale: float | None = None,
+    query: Query | None = None,
+    *,
+    output: OutputRows | None = None,
+) -> Launch:
     """A block per multiprocessor, or per piece of work where there are fewer; scale: of the scores, > 0."""
     sizes, (tiles, _) = sizes_of(dims), tiling(dims, fmt)
     heads, kv_heads, head_dim = sizes.batch * sizes.heads, sizes.batch * sizes.kv_heads, sizes.head_dim
@@ -296,6 +305,7 @@ def launch(fmt: str, dims: Mapping[str, int], scale: float | None = None, query:
             np.int32(sizes.shift),
             np.int32(heads_at_once(sizes, tiles.block_m, tiles.block_n)),
             np.float32(1.0 / math.sqrt(head_dim) if scale is None else scale),
+            *(output or OutputRows.contiguous(sizes)).arguments(sizes),
         ),
         early=query is not None,
     )  # fmt: skip

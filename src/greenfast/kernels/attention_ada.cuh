@@ -10,6 +10,7 @@
 #include <cuda_fp16.h>
 #include <math_constants.h>
 
+#include "output_rows.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/e4m3.cuh"
 #include "ptx/math.cuh"
@@ -25,13 +26,14 @@ struct AdaParams {
   const float* q_scale;      // (batch x heads)
   const float* k_scale;      // (batch x kv_heads), as v_scale
   const float* v_scale;
-  half* out;         // (batch x heads, q_len, head_dim)
+  half* out;         // (batch, heads, q_len, columns), as `rows` says
   int heads_per_kv;  // query heads that share a head of K and V
   int q_len;
   int kv_len;
   int kv_padded;     // kv_len rounded up to 16
   int causal_shift;  // with a mask, row i attends to keys 0 .. i + causal_shift
   float softmax_scale;
+  OutputRows rows;
 };
 
 // A tile of kRows rows of kRowBytes bytes in pieces of 16, shuffled so that eight rows of one piece lie in all banks.
@@ -199,9 +201,10 @@ __device__ __forceinline__ void attention_ada(const AdaParams& p) {
     total += __shfl_xor_sync(0xffffffffu, total, 2);
     if (row + 8 * r >= p.q_len) continue;
     const float factor = total > 0.0f ? p.v_scale[kv_head] / total : 0.0f;
-    half* out = p.out + (static_cast<size_t>(head) * p.q_len + row + 8 * r) * kHeadDim + lane % 4 * 2;
+    half* out = p.out + p.rows.first(head) + (row + 8 * r) * p.rows.row + lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) {
+      if (8 * n >= p.rows.columns) break;
       *reinterpret_cast<half2*>(out + 8 * n) = __floats2half2_rn(o[n][2 * r] * factor, o[n][2 * r + 1] * factor);
     }
   }

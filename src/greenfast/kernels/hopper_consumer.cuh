@@ -451,6 +451,7 @@ struct Consumer {
   __device__ __forceinline__ void store(int head, int first_row, int kv_head) {
     using Out = typename Cfg::Out;
     const int quad = threadIdx.x % 4;
+    Out* const begin = static_cast<Out*>(p.out) + p.rows.first(head);
     const float* channels = p.v_scale + (Cfg::kChannelScales ? kv_head * Shape::kHeadDim : 0);
     float unit = 1.0f;  // of O
     if constexpr (Cfg::kValueBlockScales) {
@@ -473,7 +474,7 @@ struct Consumer {
       const bool any = !(total < 1.0f);  // a row with a key has a weight of 448, or is NaN
       const float factor = any ? unit / total : 0.0f;
       const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
-      const size_t line = static_cast<size_t>(head) * p.q_len + row;
+      Out* const out = begin + row * p.rows.row;
 #pragma unroll
       for (int j = 0; j < Shape::kHeadDim / 8; j += 4) {
         unsigned x[4];
@@ -488,14 +489,14 @@ struct Consumer {
           x[i] = pack_out(low, high, static_cast<Out*>(nullptr));
         }
         transpose_quad(x);
-        if (row < p.q_len) {
-          Out* out = static_cast<Out*>(p.out) + line * Shape::kHeadDim + 8 * (j + quad);
-          *reinterpret_cast<uint4*>(out) = make_uint4(x[0], x[1], x[2], x[3]);
+        const int column = 8 * (j + quad);
+        if (row < p.q_len && column < p.rows.columns) {
+          *reinterpret_cast<uint4*>(out + column) = make_uint4(x[0], x[1], x[2], x[3]);
         }
       }
       if (Cfg::kLse && quad == 0 && row < p.q_len) {
         const float ln2 = 0.6931471805599453f;
-        p.lse[line] = any ? (log2f(total) - kOffset + max[r]) * ln2 : -CUDART_INF_F;
+        p.lse[static_cast<size_t>(head) * p.q_len + row] = any ? (log2f(total) - kOffset + max[r]) * ln2 : -CUDART_INF_F;
       }
     }
   }

@@ -3,6 +3,7 @@
 
 #include <cuda_fp16.h>
 
+#include "output_rows.cuh"
 #include "ptx/mbarrier.cuh"
 #include "row_block.cuh"
 
@@ -12,7 +13,7 @@ struct FlashParams {
   const float* q_scale;  // (batch x heads), or (batch x heads, blocks of kQueryBlock rows) with kQueryBlockScales
   const float* k_scale;  // (batch x kv_heads), or (batch x kv_heads, blocks of kRowBlock keys) with kKeyBlockScales
   const float* v_scale;  // the same with kValueBlockScales, or (batch x kv_heads, head_dim) with kChannelScales
-  void* out;             // (batch x heads, q_len, head_dim) of Cfg::Out
+  void* out;             // (batch, heads, q_len, columns) of Cfg::Out, as `rows` says
   float* lse;            // (batch x heads, q_len), natural logarithm; unused without kLse
   int heads;         // batch x heads
   int heads_per_kv;  // query heads that share a head of K and V
@@ -21,6 +22,7 @@ struct FlashParams {
   int causal_shift;   // with a mask, row i attends to keys 0 .. i + causal_shift
   int heads_at_once;  // heads whose K and V the blocks work on at the same time, so that these stay in the L2 cache
   float softmax_scale;
+  OutputRows rows;
 };
 
 template <class Cfg>

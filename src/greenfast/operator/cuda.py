@@ -18,9 +18,10 @@ from torch import Tensor
 
 from greenfast.build.compiler import compile_kernel
 from greenfast.families import ada, fast, hopper, qkv_quantizer
-from greenfast.families.fast_problem import QUERY_BLOCK, ROW_BLOCK, padded_keys
+from greenfast.families.fast_problem import QUERY_BLOCK, ROW_BLOCK, OutputRows, padded_keys
 from greenfast.families.qkv_quantizer import Tensors
 from greenfast.operator import reference
+from greenfast.operator.layout import aligned, empty_rows, readable, row_strides
 from greenfast.operator.quantized import PRECISIONS, Recipe, check_tensors, padded_head_dim
 from greenfast.runtime.device import KernelImage, load_kernel
 from greenfast.runtime.prepared import NoContextError, Prepared
@@ -30,7 +31,6 @@ from greenfast.spec.kernel import Choice, KernelSource, Launch, TensorMap
 
 _KERNELS = {"hopper": hopper, "ada": ada}
 _ALIGNMENT = 256  # bytes, of buffers in the workspace
-_ROW_ALIGNMENT = 16  # bytes, of the rows that the quantizer reads
 _MOST_PLANS = 4096
 _MOST_LAUNCHES = 256  # of a plan: sets of addresses
 _COMPILING = threading.Lock()
@@ -129,7 +129,8 @@ class _Plan:
     steps: tuple[_Step, ...]
     work: Mapping[str, int] = field(default_factory=dict)
     work_elements: int = 0  # of the inputs' dtype
-    head_dim: int = 0  # of the codes and the output
+    head_dim: int = 0  # of the codes
+    out_strides: tuple[int, ...] = ()
     launches: dict[tuple[Any, ...], tuple[Prepared, ...]] = field(default_factory=dict)
 
     def prepare(self, names: tuple[str, ...], addresses: tuple[int, ...]) -> tuple[Prepared, ...]:
@@ -142,17 +143,6 @@ class _Plan:
         return _remember(self.launches, addresses, launches, _MOST_LAUNCHES)
 
 
-def _readable(x: Tensor, *, by_tma: bool = False) -> Tensor:
-    """x, or a copy of it where a kernel could not read its rows.
-
-    They begin at multiples of 16 bytes; those that TMA reads, which are Q's in ``sdpa``, do not lie on each other, as
-    those of ``expand`` do.
-    """
-    strides = [stride for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
-    fits = x.stride(3) == 1 and all(stride % 8 == 0 for stride in strides) and not (by_tma and 0 in strides)
-    return x if fits and x.data_ptr() % _ROW_ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
 def quantize_step(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, queries: bool) -> _Step:
     """The launch that quantizes tensors like these; ``queries``: whether Q too."""
     strides = tuple(s for x in (query, key, value) for s in x.stride()[:3])
@@ -163,15 +153,21 @@ def quantize_step(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, 
 
 
 def attention_step(
-    dims: Mapping[str, int], fmt: str, scale: float, target: Target, query: hopper.Query | None = None
+    dims: Mapping[str, int],
+    fmt: str,
+    scale: float,
+    target: Target,
+    query: hopper.Query | None = None,
+    output: OutputRows | None = None,
 ) -> _Step:
     """The launch that computes attention on codes, or on codes of K and V and ``query``."""
     kernels = _KERNELS[kernel_for(target, dims, fmt).rung]
     names = {"k": "k_codes", "v_t": "v_codes"}
     if query is None:
-        return _Step(kernels.kernel(fmt, dims), kernels.launch(fmt, dims, scale), {"q": "q_codes", **names})
+        launch = kernels.launch(fmt, dims, scale, output=output)
+        return _Step(kernels.kernel(fmt, dims), launch, {"q": "q_codes", **names})
     dims = {**dims, "QBLOCK": 0}
-    return _Step(hopper.kernel(fmt, dims, query), hopper.launch(fmt, dims, scale, query), names)
+    return _Step(hopper.kernel(fmt, dims, query), hopper.launch(fmt, dims, scale, query, output=output), names)
 
 
 def sdpa_steps(
@@ -182,7 +178,8 @@ def sdpa_steps(
     own = None
     if hopper.quantizes_queries(dims["D"]):
         own = hopper.Query(query.shape[3], str(query.dtype).removeprefix("torch."), query.stride()[:3])
-    attending = attention_step(dims, recipe.format, scale, target, own)
+    output = OutputRows(query.shape[3], row_strides(query, query.shape[3])[:3])
+    attending = attention_step(dims, recipe.format, scale, target, own, output)
     return quantize_step(query, key, value, recipe, queries=own is None), attending
 
 
@@ -221,7 +218,7 @@ def quantize(
     if query.numel() == 0 or key.numel() == 0 or values != "block":
         return reference.quantize(query, key, value, recipe).tensors()
     device = query.get_device()
-    query, key, value = _readable(query), _readable(key), _readable(value)
+    query, key, value = readable(query), readable(key), readable(value)
     shapes = quantized_sizes(query.shape, key.shape, recipe)
     found = {name: query.new_empty(shape, dtype=buffer_dtype(name)) for name, shape in shapes.items()}
     given = (query, key, value)
@@ -249,36 +246,45 @@ def attention_lse(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _attention(
     lse: bool, query: Tensor, key: Tensor, value: Tensor, query_scale: Tensor, key_scale: Tensor, value_scale: Tensor,
     precision: str, head_dim: int, key_length: int, dtype: torch.dtype, causal: int, scale: float,
+    strides: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """strides: of the output, which else is contiguous."""
     device, shape = query.get_device(), query.shape
-    out = query.new_empty(shape, dtype=dtype)
+    out_shape = (*shape[:3], head_dim)
+    if strides is None:
+        out = query.new_empty(out_shape, dtype=dtype)
+    else:
+        out = query.new_empty_strided(out_shape, strides, dtype=dtype)
     sums = query.new_empty(shape[:3], dtype=torch.float32) if lse else query_scale
     addresses = (
         _stream(device), 0, query.data_ptr(), key.data_ptr(), value.data_ptr(), query_scale.data_ptr(),
         key_scale.data_ptr(), value_scale.data_ptr(), out.data_ptr(), sums.data_ptr(),
     )  # fmt: skip
     at = (
-        addresses, shape, key.shape, query_scale.shape, key_scale.shape, value_scale.shape, key_length, precision,
-        dtype, causal, scale, lse, device,
+        addresses, shape, key.shape, query_scale.shape, key_scale.shape, value_scale.shape, head_dim, key_length,
+        precision, dtype, causal, scale, lse, device, strides,
     )  # fmt: skip
     launches = _ATTENTION_LAUNCHES.get(at)
     if launches is None:
         if out.numel() == 0 or key_length == 0:
-            return _nothing(out, sums, head_dim)
-        plan = _attention_plan(lse, query, key, query_scale, value_scale, precision, key_length, dtype, causal, scale)
+            return _nothing(out, sums)
+        rows = OutputRows(head_dim, out.stride()[:3])
+        plan = _attention_plan(
+            lse, query, key, query_scale, value_scale, precision, key_length, dtype, causal, scale, rows
+        )
         launches = _remember(_ATTENTION_LAUNCHES, at, plan.prepare(_QUANTIZED, addresses), _MOST_PLANS)
     _launch(device, launches)
-    return (out if head_dim == shape[3] else out[..., :head_dim]), sums
+    return out, sums
 
 
 def _attention_plan(
     lse: bool, query: Tensor, key: Tensor, query_scale: Tensor, value_scale: Tensor, precision: str, key_length: int,
-    dtype: torch.dtype, causal: int, scale: float,
+    dtype: torch.dtype, causal: int, scale: float, output: OutputRows,
 ) -> _Plan:  # fmt: skip
     device = query.get_device()
     recipe = Recipe(precision, query_scale.dim() == 3, {2: "head", 3: "block", 4: "channel"}[value_scale.dim()])
     dims = dims_of(query.shape, (*key.shape[:2], key_length, key.shape[3]), dtype, recipe, causal, lse)
-    return _Plan(device, (attention_step(dims, PRECISIONS[precision], scale, target_of(device)),))
+    return _Plan(device, (attention_step(dims, PRECISIONS[precision], scale, target_of(device), output=output),))
 
 
 def _launch(device: int, launches: tuple[Prepared, ...]) -> None:
@@ -296,9 +302,9 @@ def _launch(device: int, launches: tuple[Prepared, ...]) -> None:
             launch()
 
 
-def _nothing(out: Tensor, sums: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+def _nothing(out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """Of no keys: zeros, and the logarithm of nothing."""
-    return out.zero_()[..., :head_dim], torch.full_like(sums, -float("inf"))
+    return out.zero_(), torch.full_like(sums, -float("inf"))
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
@@ -332,32 +338,31 @@ def _sdpa(
     if plan is None:
         check_tensors(query, key, value)
         if query.numel() == 0 or key.numel() == 0:
-            return query.new_zeros(shape), (query.new_full(shape[:3], -float("inf"), dtype=torch.float32),)
-        readable = (_readable(query, by_tma=True), _readable(key), _readable(value))
-        if readable[0] is not query or readable[1] is not key or readable[2] is not value:
-            return _sdpa(lse, *readable, precision, causal, scale)
+            return empty_rows(query, shape[3]).zero_(), (query.new_full(shape[:3], -float("inf"), dtype=torch.float32),)
+        q, k, v = readable(query, by_tma=True), readable(key), readable(value)
+        if q is not query or k is not key or v is not value:
+            return _sdpa(lse, q, k, v, precision, causal, scale)
         recipe = recipe_for(target_of(device), precision)
         if not recipe.blocks:
             return _sdpa_unfused(lse, query, key, value, recipe, causal, scale)
         plan = _remember(_PLANS, at, _sdpa_plan(lse, query, key, value, recipe, causal, scale), _MOST_PLANS)
-    head_dim, padded = shape[3], plan.head_dim
-    out = query.new_empty(shape if head_dim == padded else (*shape[:3], padded))
+    out = query.new_empty_strided(shape, plan.out_strides)
     workspace = query.new_empty(plan.work_elements)
     more: tuple[Tensor, ...] = ()
     if lse:
         sums = query.new_empty(shape[:3], dtype=torch.float32)
-        more = (sums, query.new_empty((*key.shape[:2], padded), dtype=torch.float32))
+        more = (sums, query.new_empty((*key.shape[:2], plan.head_dim), dtype=torch.float32))
     addresses = (
         _stream(device), workspace.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
         *[x.data_ptr() for x in more],
     )  # fmt: skip
     launches = plan.launches.get(addresses)
     if launches is None:
-        if (addresses[2] | addresses[3] | addresses[4]) % _ROW_ALIGNMENT:
-            return _sdpa(lse, _readable(query), _readable(key), _readable(value), precision, causal, scale)
+        if not aligned(addresses[2] | addresses[3] | addresses[4]):
+            return _sdpa(lse, readable(query), readable(key), readable(value), precision, causal, scale)
         launches = plan.prepare(("q", "k", "v", "out", "lse", "k_mean")[: len(addresses) - 2], addresses)
     _launch(device, launches)
-    return (out if head_dim == padded else out[..., :head_dim]), more
+    return out, more
 
 
 def _sdpa_unfused(
@@ -369,7 +374,7 @@ def _sdpa_unfused(
     codes = reference.quantize(query, key, value, recipe)
     out, sums = _attention(
         lse, codes.query, codes.key, codes.value, codes.query_scale, codes.key_scale, codes.value_scale,
-        recipe.precision, query.shape[3], key.shape[2], query.dtype, causal, scale,
+        recipe.precision, query.shape[3], key.shape[2], query.dtype, causal, scale, row_strides(query, query.shape[3]),
     )  # fmt: skip
     return out, (sums, codes.tensors()[-1]) if lse else ()
 
@@ -388,4 +393,5 @@ def _sdpa_plan(
             continue  # the attention kernel quantizes Q, or the mean is the caller's
         work[name] = size
         size += -(-torch.Size(shape).numel() * buffer_dtype(name).itemsize // _ALIGNMENT) * _ALIGNMENT
-    return _Plan(device, steps, work, size // query.itemsize, padded_head_dim(query.shape[3]))
+    head_dim = query.shape[3]
+    return _Plan(device, steps, work, size // query.itemsize, padded_head_dim(head_dim), row_strides(query, head_dim))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from greenfast.operator import cuda, reference
 from greenfast.operator.backward import sdpa_backward
-from greenfast.operator.quantized import QuantizedQKV, Recipe, check_tensors, padded_head_dim
+from greenfast.operator.layout import empty_rows
+from greenfast.operator.quantized import QuantizedQKV, Recipe, check_tensors
 
 LIBRARY: Any = torch.library.Library("greenfast", "DEF")  # type: ignore[no-untyped-call]
 _INPUTS = "Tensor query, Tensor key, Tensor value"
@@ -70,7 +71,7 @@ def _of_codes(args: tuple[Any, ...], *, exact_sums: bool) -> tuple[Tensor, Tenso
 
 def _attention_shape(query: Tensor, *rest: Any) -> Tensor:
     head_dim, dtype = rest[6], rest[8]
-    return query.new_empty(query.shape, dtype=dtype)[..., :head_dim]
+    return query.new_empty((*query.shape[:3], head_dim), dtype=dtype)
 
 
 def _attention_lse_shapes(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -80,7 +81,8 @@ def _attention_lse_shapes(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _sdpa_cpu(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
     check_tensors(query, key, value)
     quantized = reference.quantize(query, key, value, Recipe(precision))
-    return reference.attention(quantized, causal, scale, exact_sums=False)[0]
+    out, _ = reference.attention(quantized, causal, scale, exact_sums=False)
+    return empty_rows(query, query.shape[3]).copy_(out)
 
 
 def _sdpa_lse_cpu(
@@ -89,7 +91,7 @@ def _sdpa_lse_cpu(
     check_tensors(query, key, value)
     quantized = reference.quantize(query, key, value, Recipe(precision))
     out, lse = reference.attention(quantized, causal, scale, exact_sums=True)
-    return out, lse + mean_scores(quantized, scale)
+    return empty_rows(query, query.shape[3]).copy_(out), lse + mean_scores(quantized, scale)
 
 
 def mean_scores(quantized: QuantizedQKV, scale: float) -> Tensor:
@@ -103,8 +105,7 @@ def mean_scores(quantized: QuantizedQKV, scale: float) -> Tensor:
 
 def _sdpa_shape(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
     check_tensors(query, key, value)
-    head_dim = query.shape[3]
-    return query.new_empty(*query.shape[:3], padded_head_dim(head_dim))[..., :head_dim]
+    return empty_rows(query, query.shape[3])
 
 
 def _sdpa_lse_shapes(

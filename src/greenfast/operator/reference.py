@@ -164,7 +164,7 @@ def attention(quantized: QuantizedQKV, causal: int, scale: float, *, exact_sums:
         if unknown.any():
             seen = (unknown & (scores > -math.inf)).any(dim=-1, keepdim=True)
             out[:, :, rows] = out[:, :, rows].masked_fill(seen, math.nan)
-    return out[..., : quantized.head_dim], lse
+    return out[..., : quantized.head_dim].contiguous(), lse
 
 
 def _blocks_of_rows(count: int) -> list[slice]:

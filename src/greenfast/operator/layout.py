@@ -1,0 +1,39 @@
+"""How tensors (batch, heads, length, head_dim) lie in memory, and what the kernels can read of that."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ROW_ALIGNMENT = 16  # bytes, of the rows that the quantizer reads
+
+
+def row_strides(x: Tensor, head_dim: int) -> tuple[int, ...]:
+    """Strides of a dense (B, H, S, head_dim) whose first three dimensions lie in the order of those of x, columns last.
+
+    The order is that of ``torch.empty_like``, as in PyTorch's own attention: for x in (B, S, H, D) that of x, so that
+    heads and columns can be merged in a view.
+    """
+    rows = torch.empty_like(x[..., 0])
+    return (*(stride * head_dim for stride in rows.stride()), 1)
+
+
+def empty_rows(x: Tensor, head_dim: int) -> Tensor:
+    """An uninitialized (B, H, S, head_dim) of x's dtype and device, with ``row_strides``."""
+    return x.new_empty_strided((*x.shape[:3], head_dim), row_strides(x, head_dim))
+
+
+def aligned(address: int) -> bool:
+    """Whether rows may begin there; of several addresses, their bitwise or."""
+    return address % _ROW_ALIGNMENT == 0
+
+
+def readable(x: Tensor, *, by_tma: bool = False) -> Tensor:
+    """x, or a copy of it, in the same order, where a kernel could not read its rows.
+
+    They begin at multiples of 16 bytes; those that TMA reads, which are Q's in ``sdpa``, do not lie on each other, as
+    those of ``expand`` do.
+    """
+    strides = [stride for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
+    fits = x.stride(3) == 1 and all(stride % 8 == 0 for stride in strides) and not (by_tma and 0 in strides)
+    return x if fits and aligned(x.data_ptr()) else empty_rows(x, x.shape[3]).copy_(x)

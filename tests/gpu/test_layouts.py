@@ -1,0 +1,135 @@
+"""How outputs lie on a GPU: in the order of the query, tight, with the same numbers in any order."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import greenfast
+from greenfast.build.compiler import compile_kernel
+from greenfast.families import fast_problem, hopper
+from greenfast.operator import ops
+from greenfast.operator.layout import row_strides
+from greenfast.operator.sdpa import Precision
+from greenfast.runtime.device import Gpu, KernelImage
+from greenfast.spec.arch import Target
+from greenfast.spec.problem import Case, OutputSpec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
+
+BATCH, HEADS, KV_HEADS, LENGTH = 2, 4, 2, 200
+ORDERS = [(*first, 3) for first in permutations(range(3))]
+
+
+def inputs(head_dim: int, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(BATCH, n, length, head_dim) for n in (HEADS, KV_HEADS, KV_HEADS)]
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    return q, k, v
+
+
+def in_order(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    return x.permute(order).contiguous().permute([order.index(d) for d in range(4)])
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 80, 96, 128, 136, 200, 256])
+def test_an_output_lies_as_its_query_does(head_dim: int, precision: Precision) -> None:
+    q, k, v = inputs(head_dim)
+    wanted = greenfast.sdpa(q, k, v, is_causal=True, enable_gqa=True, precision=precision)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True
+    )
+    assert float((wanted.float() - exact).norm() / exact.norm()) < 0.08
+    assert wanted.is_contiguous()
+    for order in ORDERS:
+        query = in_order(q, order)
+        out = greenfast.sdpa(query, k, v, is_causal=True, enable_gqa=True, precision=precision)
+        assert out.stride() == query.stride()
+        assert out.untyped_storage().nbytes() == out.numel() * out.itemsize
+        assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("head_dim", [72, 256])
+def test_the_log_sum_exp_is_that_of_any_order(head_dim: int) -> None:
+    q, k, v = inputs(head_dim)
+    wanted = greenfast.sdpa(q, k, v, enable_gqa=True, return_lse=True)
+    query = in_order(q, (0, 2, 1, 3))
+    out, lse = greenfast.sdpa(query, k, v, enable_gqa=True, return_lse=True)
+    assert out.stride() == query.stride()
+    assert torch.equal(out, wanted[0])
+    assert torch.equal(lse, wanted[1])
+
+
+@pytest.mark.parametrize(("padded", "head_dim"), [(64, 8), (64, 40), (128, 72), (256, 136)])
+@pytest.mark.parametrize("own_queries", [False, True])
+def test_nothing_is_written_outside(padded: int, head_dim: int, own_queries: bool) -> None:
+    """Into (B, S, H, head_dim), tight, between guards; rows of 150 queries end within a block."""
+    gpu = Gpu(0)
+    if own_queries and not hopper.quantizes_queries(padded):
+        pytest.skip("at this head dim the kernel takes codes of Q")
+    dims = {"B": 2, "H": 2, "S": 150, "D": padded, "KBLOCK": 128, "VBLOCK": 128, "QBLOCK": 0 if own_queries else 16}
+    case = fast_problem.make_case({**dims, "QBLOCK": 16}, 0, "e4m3")
+    query = None
+    inputs = dict(case.inputs)
+    if own_queries:
+        query = hopper.Query(head_dim, "float16", (300 * head_dim, head_dim, 2 * head_dim))
+        inputs["q"] = np.random.default_rng(0).standard_normal((2, 150, 2, head_dim)).astype(np.float16).view(np.uint16)
+    rows = fast_problem.OutputRows(head_dim, (300 * head_dim, head_dim, 2 * head_dim))
+    tight = Case(inputs, {"out": OutputSpec((2, 150, 2, head_dim), "float16")})
+    source = hopper.kernel("e4m3", dims, query)
+    compiled = compile_kernel(source, Target.of_device(gpu.capability))
+    image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
+    bound = gpu.bind(image, hopper.launch("e4m3", dims, query=query, output=rows), tight)
+    found = bound.run()["out"]
+    assert bound.violations() == []
+    bound.free()
+    plain = gpu.bind(image, hopper.launch("e4m3", dims, query=query), Case(inputs, case.outputs))
+    wanted = plain.run()["out"].reshape(2, 2, 150, padded)[..., :head_dim]
+    plain.free()
+    assert np.array_equal(found.transpose(0, 2, 1, 3), wanted)
+
+
+def test_kept_codes_give_a_tight_output() -> None:
+    for head_dim in (40, 72, 128):
+        q, k, v = inputs(head_dim)
+        out = greenfast.attention(greenfast.quantize(in_order(q, (0, 2, 1, 3)), k, v))
+        assert out.is_contiguous()
+        assert out.untyped_storage().nbytes() == q.nbytes
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["heads on each other", "columns not neighbours", "rows not aligned", "every other head"],
+)
+def test_queries_that_are_copied_first(query: str) -> None:
+    q, k, v = inputs(72)
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    made = {
+        "heads on each other": q[:, :1].expand(q.shape),
+        "columns not neighbours": q.transpose(2, 3).contiguous().transpose(2, 3),
+        "rows not aligned": torch.nn.functional.pad(q, (1, 0))[..., 1:],
+        "every other head": q.repeat_interleave(2, 1)[:, ::2],
+    }[query]
+    out = greenfast.sdpa(made, k, v)
+    assert torch.equal(out, greenfast.sdpa(made.contiguous(), k, v))
+    fake = ops.SDPA(*(x.to("meta") for x in (made, k, v)), "fp8", 0, 1.0)
+    assert fake.shape == out.shape
+    assert row_strides(made, 72) == out.stride()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_compiled_calls_lie_as_eager_ones(order: tuple[int, ...], head_dim: int) -> None:
+    q, k, v = inputs(head_dim)
+    q = in_order(q, order)
+
+    def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return greenfast.sdpa(q * 2, k, v, enable_gqa=True).transpose(1, 2).reshape(BATCH, LENGTH, -1) + 1
+
+    assert torch.equal(torch.compile(merged, fullgraph=True)(q, k, v), merged(q, k, v))
+    assert greenfast.sdpa(q, k, v, enable_gqa=True).stride() == q.stride()
