@@ -73,7 +73,7 @@ def test_the_options_reach_the_kernels(
     hopper = Target("sm_90a")
     assert run_here(capsys, "warmup").code == 0
     assert asked.pop() == (set(kernels_for(hopper)), "sm_90a")
-    run_here(capsys, "warmup", "--grad", "--lengths", "128,300")
+    run_here(capsys, "warmup", "--log-sum-exp", "--lengths", "128,300")
     assert asked.pop()[0] == set(kernels_for(hopper, log_sum_exp=True, lengths=[128, 300]))
     run_here(capsys, "warmup", "--causal", "yes", "--head-dims", "72,128", "--dtypes", "bfloat16", "--lengths", "64")
     assert asked.pop()[0] == set(

@@ -200,7 +200,7 @@ def warmup(parser: argparse.ArgumentParser) -> None:
         "--causal", choices=("both", "yes", "no"), default="both", help="with a causal mask (default: %(default)s)"
     )
     parser.add_argument(
-        "--grad", action="store_true", help="also the kernels that training takes: those that return the log-sum-exp"
+        "--log-sum-exp", action="store_true", help="also the kernels that return the log-sum-exp, for return_lse"
     )
     parser.add_argument(
         "--lengths",

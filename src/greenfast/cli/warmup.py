@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         dtypes=args.dtypes,
         precisions=args.precisions,
         causal=_CAUSAL[args.causal],
-        log_sum_exp=args.grad,
+        log_sum_exp=args.log_sum_exp,
         lengths=args.lengths or operator.LENGTHS,
         left_out=left_out.append,
     )

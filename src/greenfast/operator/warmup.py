@@ -56,7 +56,7 @@ def kernels_for(
     """The kernels, each once, of calls of ``greenfast.sdpa``, and of ``quantize`` and ``attention`` by default.
 
     They are those for tensors of any batch and heads, with each pair of ``lengths`` as those of queries and keys.
-    log_sum_exp: also the kernels that return it, which ``return_lse`` and gradients take. left_out: called with each
+    log_sum_exp: also the kernels that return it, which ``return_lse`` takes. left_out: called with each
     combination that the target has no kernel for, and calls refuse.
 
     Raises UsageError for what no call can have, and where the target has no kernel for any of the combinations.
