@@ -88,7 +88,7 @@ def test_quantized_inputs_are_kept() -> None:
     q, k, v = inputs(700, head_dim=128)
     for precision in ("fp8", "int8"):
         for choices in ({}, {"scales": "head", "value_scales": "channel"}):
-            quantized = greenfast.quantize(q, k, v, precision=precision, **choices)  # type: ignore[arg-type]
+            quantized = greenfast.quantize(q, k, v, precision=precision, log_sum_exp=True, **choices)  # type: ignore[arg-type]
             out, lse = greenfast.attention(quantized, is_causal=True, return_lse=True)
             exact = sdpa_of_torch(q.double().cpu(), k.double().cpu(), v.double().cpu(), is_causal=True)
             assert error(out, exact) < (0.06 if precision == "fp8" else 0.05)
@@ -134,27 +134,6 @@ def test_memory_is_the_codes_and_the_output() -> None:
     assert torch.cuda.max_memory_allocated() - before <= codes + out.numel() * 2 + (1 << 20)
 
 
-@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        ({}, {}),
-        ({}, {"is_causal": True}),
-        ({"heads": 8, "kv_heads": 2}, {"enable_gqa": True, "is_causal": True}),
-        ({"kv_len": 200}, {"is_causal": True}),
-    ],
-    ids=str,
-)
-def test_gradients_beside_those_of_bfloat16(sizes: dict[str, Any], options: dict[str, Any], head_dim: int) -> None:
-    tensors: Any = [x.requires_grad_() for x in inputs(head_dim=head_dim, **sizes)]
-    grad = torch.randn(2, sizes.get("heads", 4), 300, head_dim, dtype=torch.bfloat16, device="cuda")
-    found = torch.autograd.grad(greenfast.sdpa(*tensors, **options), tensors, grad)
-    wanted = torch.autograd.grad(sdpa_of_torch(*tensors, **options), tensors, grad)
-    for name, mine, theirs in zip("qkv", found, wanted, strict=True):
-        assert mine.shape == theirs.shape
-        assert error(mine, theirs) < 0.08, name
-
-
 def test_in_a_graph() -> None:
     q, k, v = inputs(512)
     wanted = greenfast.sdpa(q, k, v)
@@ -181,10 +160,6 @@ def test_compiled() -> None:
 
     compiled = torch.compile(model, fullgraph=True)
     assert error(compiled(q, k, v), model(q, k, v)) < 1e-2
-    tensors: Any = [x.requires_grad_() for x in (q, k, v)]
-    grads = torch.autograd.grad(compiled(*tensors).sum(), tensors)
-    for mine, theirs in zip(grads, torch.autograd.grad(model(*tensors).sum(), tensors), strict=True):
-        assert error(mine, theirs) < 2e-2
 
 
 @pytest.mark.parametrize("op", ["sdpa", "sdpa_lse"])

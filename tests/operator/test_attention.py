@@ -11,7 +11,7 @@ from torch import Tensor
 
 from greenfast.families import fast_problem, hopper
 from greenfast.numerics.errors import error_stats, worst_bound_ratio
-from greenfast.operator.sdpa import Precision, attention, quantize
+from greenfast.operator.sdpa import Precision, attention, quantize, sdpa
 from tests.emulator.kernels import run_source
 
 CASES = (
@@ -62,24 +62,37 @@ def test_beside_the_hopper_kernel(dims: dict[str, int]) -> None:
     assert error_stats(mine.flatten(0, 1).double().numpy(), theirs, 1).relative_error <= 0.03
 
 
-@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("bias", [0, 3, 10, 30])
 @pytest.mark.parametrize("rotate", [False, True])
-def test_log_sum_exp(mean: bool, rotate: bool) -> None:
+def test_log_sum_exp(bias: int, rotate: bool) -> None:
+    """It errs by what the codes explain, whatever the keys have in common."""
     dims = {"B": 1, "H": 4, "HK": 2, "S": 50, "KV": 60, "D": 64, "CAUSAL": 2}
     q, k, v = inputs(dims)
-    k = k + torch.randn(64, generator=torch.Generator().manual_seed(1)).half()
-    found = attention(
-        quantize(q, k, v, precision="int8", subtract_key_mean=mean, rotate=rotate), return_lse=True, **options(dims)
-    )
-    assert isinstance(found, tuple)
+    k = k + bias * torch.randn(64, generator=torch.Generator().manual_seed(1)).half()
     scores = q.float() @ k.float().repeat_interleave(2, 1).transpose(-1, -2) / 8
     scores = scores.masked_fill(torch.arange(60) > torch.arange(50).unsqueeze(1) + 10, -math.inf)
-    assert (found[1] - torch.logsumexp(scores, -1)).abs().max() < 0.08, "what int8 codes of Q and K explain"
+    wanted = torch.logsumexp(scores, -1)
+    codes = quantize(q, k, v, precision="int8", rotate=rotate, log_sum_exp=True)
+    assert (attention(codes, return_lse=True, **options(dims))[1] - wanted).abs().max() < 0.03
+    assert (
+        sdpa(q, k, v, precision="int8", enable_gqa=True, return_lse=True, **options(dims))[1] - wanted
+    ).abs().max() < 0.03
+    if not bias:
+        codes = quantize(q, k, v, precision="int8", rotate=rotate, subtract_key_mean=False)
+        assert (attention(codes, return_lse=True, **options(dims))[1] - wanted).abs().max() < 0.03
+
+
+def test_codes_that_cannot_give_the_log_sum_exp() -> None:
+    codes = quantize(*inputs({"B": 1, "H": 2, "S": 6, "KV": 2, "D": 64}))
+    with pytest.raises(ValueError, match=r"return_lse: .*log_sum_exp=True, or with subtract_key_mean=False"):
+        attention(codes, return_lse=True)
 
 
 def test_rows_without_a_key() -> None:
     q, k, v = inputs({"B": 1, "H": 2, "S": 6, "KV": 2, "D": 64})
-    out, lse = attention(quantize(q, k, v), is_causal=True, causal_alignment="lower_right", return_lse=True)
+    out, lse = attention(
+        quantize(q, k, v, log_sum_exp=True), is_causal=True, causal_alignment="lower_right", return_lse=True
+    )
     assert (out[:, :, :4] == 0).all()
     assert torch.isneginf(lse[:, :, :4]).all()
     assert torch.isfinite(lse[:, :, 4:]).all()

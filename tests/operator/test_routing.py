@@ -238,7 +238,7 @@ def test_of_other_devices_there_is_no_kernel() -> None:
 
 def test_of_a_gpu_while_a_graph_is_traced(target: Callable[[str], None]) -> None:
     def f(x: Tensor) -> Tensor:
-        name, _ = routing._traced_kernel(0, 64, torch.bfloat16, "fp8", 1, False)
+        name, _ = routing._traced_kernel(0, 64, torch.bfloat16, "fp8", 1)
         return x + 1 if name == "hopper" else x
 
     for name, wanted in (("sm_90a", 1.0), ("sm_80", 0.0)):

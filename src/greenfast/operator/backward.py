@@ -1,28 +1,85 @@
-"""The gradients of the operator on a GPU, which are those of PyTorch's own attention."""
+"""The gradients of the operator on a GPU: PyTorch's own attention on the unquantized inputs, forward and backward."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from greenfast.operator import reference
+from greenfast.operator.layout import readable
+
+_ATEN = torch.ops.aten
 
 
 def sdpa_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: int, scale: float
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by PyTorch's FlashAttention backward where it has the case, else by ``reference.gradients``."""
-    lengths_agree = query.shape[2] == key.shape[2]
-    if query.numel() == 0 or key.numel() == 0 or (causal and not lengths_agree) or query.shape[3] % 8:
-        return tuple(x.contiguous() for x in reference.gradients(grad, query, key, value, out, lse, causal, scale))  # type: ignore[return-value]
-    share = query.shape[1] // key.shape[1]
-    k, v = (x if share == 1 else x.repeat_interleave(share, 1) for x in (key, value))
-    empty = torch.empty(0, dtype=torch.int64, device=query.device)
-    found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad.contiguous(), query, k, v, out, lse, None, None, query.shape[2], key.shape[2], 0.0, bool(causal), empty,
-        empty, scale=scale,
-    )  # fmt: skip
-    by_query, by_key, by_value = found
-    if share > 1:
-        by_key, by_value = (x.unflatten(1, (key.shape[1], share)).sum(2) for x in (by_key, by_value))
+    """``torch.ops.greenfast.sdpa_backward`` of CUDA tensors: each gradient like the tensor that it is of.
+
+    The forward is computed again in 16 bits, so that weights, output and log-sum-exp are of one arithmetic. The FP8
+    forward's do not go with the weights of the backward, and where keys have a mean, dQ is what such a difference
+    leaves of large numbers.
+    """
+    if not torch.backends.cuda.is_flash_attention_available():
+        return reference.gradients(grad, query, key, value, causal, scale)
+    inputs = (query, key, value)
+    found: list[Tensor] = []
+    for queries, keys, masked in _parts(query.shape[2], key.shape[2], causal) if query.numel() and key.numel() else []:
+        rows = zip((*inputs, grad), (queries, keys, keys, queries), strict=True)
+        q, k, v, g = (readable(x[:, :, at], by_tma=True) for x, at in rows)
+        for i, (at, part) in enumerate(zip((queries, keys, keys), _of_torch(g, q, k, v, masked, scale), strict=True)):
+            if len(found) == i:
+                if part.shape == inputs[i].shape and part.stride() == inputs[i].stride():
+                    found.append(part)
+                    continue
+                found.append(torch.zeros_like(inputs[i]))
+            found[i][:, :, at] += part
+    by_query, by_key, by_value = found or [torch.zeros_like(x) for x in inputs]
     return by_query, by_key, by_value
+
+
+def _parts(q_len: int, kv_len: int, causal: int) -> list[tuple[slice, slice, bool]]:
+    """Queries, keys and whether there is a mask: attentions that make up the whole, of queries that attend to any key.
+
+    A mask is aligned at the last key. Parts that have one are square but where queries are fewer and so aligned.
+    """
+    everything = slice(0, q_len), slice(0, kv_len)
+    if not causal:
+        return [(*everything, False)]
+    if causal == 2:
+        return [(slice(max(0, q_len - kv_len), q_len), everything[1], True)]
+    square = min(q_len, kv_len)
+    parts = [(slice(0, square), slice(0, square), True)]
+    return parts if q_len <= kv_len else [*parts, (slice(kv_len, q_len), everything[1], False)]
+
+
+def _of_torch(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by cuDNN where PyTorch would choose it, else by FlashAttention: its mask is aligned at the end."""
+    if not (masked and query.shape[2] != key.shape[2]) and _chooses_cudnn(query, key, value, masked, scale):
+        out, lse, from_q, from_k, most_q, most_k, seed, offset, _ = _ATEN._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, masked, False, scale=scale
+        )
+        cudnn: tuple[Tensor, Tensor, Tensor] = _ATEN._scaled_dot_product_cudnn_attention_backward(
+            grad, query, key, value, out, lse, seed, offset, None, from_q, from_k, most_q, most_k, 0.0, masked,
+            scale=scale,
+        )  # fmt: skip
+        return cudnn
+    out, lse, from_q, from_k, most_q, most_k, seed, offset, _ = _ATEN._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, masked, False, scale=scale
+    )
+    flash: tuple[Tensor, Tensor, Tensor] = _ATEN._scaled_dot_product_flash_attention_backward(
+        grad, query, key, value, out, lse, from_q, from_k, most_q, most_k, 0.0, masked, seed, offset, scale=scale
+    )
+    return flash
+
+
+def _chooses_cudnn(query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: float) -> bool:
+    """Whether PyTorch's attention would train with cuDNN on such tensors."""
+    shared = query.shape[1] != key.shape[1]
+    with torch.enable_grad():
+        trained = query.detach().requires_grad_()
+        chosen = torch._fused_sdp_choice(trained, key, value, None, 0.0, masked, scale=scale, enable_gqa=shared)
+    return int(chosen) == int(SDPBackend.CUDNN_ATTENTION.value)

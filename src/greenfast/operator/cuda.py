@@ -320,9 +320,7 @@ def sdpa_lse(
     if len(more) == 1:
         return out, more[0]
     lse, mean = more  # of scores that lack what the mean of the keys adds; the kernel has rotated it
-    whole = mean @ reference.rotation(mean.shape[-1]).T.to(mean.device)
-    whole = whole[..., : query.shape[3]].repeat_interleave(query.shape[1] // key.shape[1], 1)
-    return out, lse.add_((query.float() @ whole.unsqueeze(-1)).squeeze(-1), alpha=scale)
+    return out, lse.add_(reference.mean_scores(query, mean, rotated=True), alpha=scale)
 
 
 def _sdpa(

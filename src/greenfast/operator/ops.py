@@ -1,4 +1,4 @@
-"""The operators as PyTorch knows them, ``torch.ops.greenfast``: schemas, implementations, shapes, gradients, vmap.
+"""The operators as PyTorch knows them, ``torch.ops.greenfast``: schemas, implementations, shapes, vmap, FLOPs.
 
 They are registered with ``torch.library.Library``, whose calls cost the host less than those of
 ``torch.library.custom_op``. The functions that users call are in ``greenfast.operator.sdpa``.
@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils import flop_counter
 
-from greenfast.operator import cuda, reference
+from greenfast.operator import autograd, cuda, reference
 from greenfast.operator.backward import sdpa_backward
 from greenfast.operator.layout import empty_rows
 from greenfast.operator.quantized import QuantizedQKV, Recipe, check_tensors
@@ -30,8 +32,9 @@ _SCHEMAS = {
     "attention_lse": f"({_QUANTIZED}) -> (Tensor, Tensor)",
     "sdpa": f"({_INPUTS}, str precision, int causal, float scale) -> Tensor",
     "sdpa_lse": f"({_INPUTS}, str precision, int causal, float scale) -> (Tensor, Tensor)",
-    "sdpa_backward": f"(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, int causal, float scale) "
-    "-> (Tensor, Tensor, Tensor)",
+    "sdpa_backward": f"(Tensor grad, {_INPUTS}, int causal, float scale) -> (Tensor, Tensor, Tensor)",
+    "mean_scores": "(Tensor query, Tensor key_mean, bool rotated) -> Tensor",
+    "refuse_gradient": "(Tensor grad, SymInt[] size, str message) -> Tensor",
 }
 
 Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -55,18 +58,13 @@ def _quantize_shapes(
 
 
 def _attention_cpu(*args: Any) -> Tensor:
-    return _of_codes(args, exact_sums=False)[0]
+    return _attention_lse_cpu(*args)[0]
 
 
 def _attention_lse_cpu(*args: Any) -> tuple[Tensor, Tensor]:
-    return _of_codes(args, exact_sums=True)
-
-
-def _of_codes(args: tuple[Any, ...], *, exact_sums: bool) -> tuple[Tensor, Tensor]:
     fields: tuple[Any, ...] = (*args[:6], None, *args[6:10])
     causal, scale = args[10:]
-    quantized = QuantizedQKV(*fields)
-    return reference.attention(quantized, causal, scale, exact_sums=exact_sums)
+    return reference.attention(QuantizedQKV(*fields), causal, scale)
 
 
 def _attention_shape(query: Tensor, *rest: Any) -> Tensor:
@@ -80,9 +78,7 @@ def _attention_lse_shapes(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 def _sdpa_cpu(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
     check_tensors(query, key, value)
-    quantized = reference.quantize(query, key, value, Recipe(precision))
-    out, _ = reference.attention(quantized, causal, scale, exact_sums=False)
-    return empty_rows(query, query.shape[3]).copy_(out)
+    return _sdpa_lse_cpu(query, key, value, precision, causal, scale)[0]
 
 
 def _sdpa_lse_cpu(
@@ -90,17 +86,13 @@ def _sdpa_lse_cpu(
 ) -> tuple[Tensor, Tensor]:
     check_tensors(query, key, value)
     quantized = reference.quantize(query, key, value, Recipe(precision))
-    out, lse = reference.attention(quantized, causal, scale, exact_sums=True)
-    return empty_rows(query, query.shape[3]).copy_(out), lse + mean_scores(quantized, scale)
+    out, lse = reference.attention(quantized, causal, scale)
+    lse += reference.mean_scores(query, quantized.tensors()[-1], rotated=True) * scale
+    return empty_rows(query, query.shape[3]).copy_(out), lse
 
 
-def mean_scores(quantized: QuantizedQKV, scale: float) -> Tensor:
-    """What the scores of each query, (B, H, S), lack since the mean was taken from the keys."""
-    if quantized.key_mean is None:
-        return quantized.query_scale.new_zeros(())
-    share = quantized.query.shape[1] // quantized.key.shape[1]
-    mean = quantized.key_mean.repeat_interleave(share, 1).unsqueeze(-1)
-    return (reference.dequantized_queries(quantized) @ mean).squeeze(-1) * scale
+def _mean_scores(query: Tensor, key_mean: Tensor, rotated: bool) -> Tensor:
+    return reference.mean_scores(query, key_mean, rotated=rotated)
 
 
 def _sdpa_shape(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
@@ -116,27 +108,9 @@ def _sdpa_lse_shapes(
 
 
 def _backward_shapes(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: int, scale: float
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(x.new_empty(x.shape) for x in (query, key, value))  # type: ignore[return-value]
-
-
-def _backward_cpu(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    found = reference.gradients(grad, query, key, value, out, lse, causal, scale)
-    return tuple(x.contiguous() for x in found)  # type: ignore[return-value]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, _, ctx.causal, ctx.scale = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(query, key, value, *output)
-
-
-def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    found = torch.ops.greenfast.sdpa_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale)
-    return (*found, None, None, None)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _batched(op: Any) -> Any:
@@ -160,13 +134,38 @@ def _batched(op: Any) -> Any:
     return rule
 
 
+def _batched_refusal(info: Any, in_dims: Any, grad: Tensor, size: list[int], message: str) -> tuple[Tensor, int]:
+    return torch.ops.greenfast.refuse_gradient(grad, [info.batch_size, *size], message), 0
+
+
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
     "quantize": (_quantize_cpu, cuda.quantize, _quantize_shapes),
     "attention": (_attention_cpu, cuda.attention, _attention_shape),
     "attention_lse": (_attention_lse_cpu, cuda.attention_lse, _attention_lse_shapes),
     "sdpa": (_sdpa_cpu, cuda.sdpa, _sdpa_shape),
     "sdpa_lse": (_sdpa_lse_cpu, cuda.sdpa_lse, _sdpa_lse_shapes),
-    "sdpa_backward": (_backward_cpu, sdpa_backward, _backward_shapes),
+    "sdpa_backward": (reference.gradients, sdpa_backward, _backward_shapes),
+    "mean_scores": (
+        _mean_scores,
+        _mean_scores,
+        lambda query, *_: query.new_empty(query.shape[:3], dtype=torch.float32),
+    ),
+    "refuse_gradient": (autograd.refuse_gradient, autograd.refuse_gradient, lambda grad, size, _: grad.new_empty(size)),
+}
+_FORWARD_FLOPS: Any = flop_counter.sdpa_flop_count
+_BACKWARD_FLOPS: Any = flop_counter.sdpa_backward_flop_count
+#: What a gradient is answered with that reaches the results of an operator; None: it has gradients.
+_CODES = "no gradient flows to codes; greenfast.sdpa on the tensors themselves has gradients"
+_REFUSALS = {
+    "quantize": f"greenfast.quantize: {_CODES}",
+    "attention": f"greenfast.attention: {_CODES}",
+    "attention_lse": f"greenfast.attention: {_CODES}",
+    "sdpa": None,
+    "sdpa_lse": None,
+    "sdpa_backward": "greenfast.sdpa: its gradients are not differentiable; for second derivatives use PyTorch's "
+    "attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)",
+    "mean_scores": f"greenfast.quantize: {_CODES}",
+    "refuse_gradient": "greenfast: a gradient that is refused has none",
 }
 
 for _name, (_cpu, _cuda, _shapes) in _IMPLEMENTATIONS.items():
@@ -174,23 +173,54 @@ for _name, (_cpu, _cuda, _shapes) in _IMPLEMENTATIONS.items():
     LIBRARY.impl(_name, _cpu, "CPU")
     LIBRARY.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"greenfast::{_name}", _shapes, lib=LIBRARY)
-torch.library.register_autograd("greenfast::sdpa_lse", _gradients, setup_context=_save, lib=LIBRARY)
-for _name in ("sdpa", "sdpa_lse"):
-    torch.library.register_vmap(f"greenfast::{_name}", _batched(getattr(torch.ops.greenfast, _name)), lib=LIBRARY)
+    autograd.register(LIBRARY, _name, _REFUSALS[_name])
+    _rule = _batched_refusal if _name == "refuse_gradient" else _batched(getattr(torch.ops.greenfast, _name))
+    torch.library.register_vmap(f"greenfast::{_name}", _rule, lib=LIBRARY)
 
 
-def undisturbed(tensor: Tensor) -> bool:
-    """Whether an eager call may skip the dispatcher, a third of its host time: a CUDA tensor, and nobody looks on.
+@flop_counter.register_flop_formula([torch.ops.greenfast.sdpa, torch.ops.greenfast.sdpa_lse])
+def _sdpa_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """As ``FlopCounterMode`` counts PyTorch's attention: all products, whatever the mask."""
+    return int(_FORWARD_FLOPS(query, key, value))
 
-    False under torch.compile, tracing, modes such as FakeTensorMode, functorch transforms and the profiler, and for
-    subclasses of Tensor: all these see the registered operator.
+
+@flop_counter.register_flop_formula([torch.ops.greenfast.attention, torch.ops.greenfast.attention_lse], get_raw=True)
+def _attention_flops(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> int:
+    head_dim, key_length = args[5], args[6]
+    keys = (*key.shape[:2], key_length, head_dim)
+    return int(_FORWARD_FLOPS((*query.shape[:3], head_dim), keys, keys))
+
+
+@flop_counter.register_flop_formula(torch.ops.greenfast.sdpa_backward)
+def _backward_flops(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """As of PyTorch's backward, so without the forward that it computes again."""
+    return int(_BACKWARD_FLOPS(grad, query, key, value))
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """What an autocast context makes of an input of attention, as of PyTorch's: of all floats but float64 its dtype."""
+    dtype, device = tensor.dtype, tensor.device.type
+    eligible = dtype.is_floating_point and dtype != torch.float64 and device in ("cpu", "cuda")
+    return torch.get_autocast_dtype(device) if eligible and torch.is_autocast_enabled(device) else dtype
+
+
+def undisturbed(*tensors: Tensor) -> bool:
+    """Whether an eager call may skip the dispatcher, a third of its host time: CUDA tensors, and nobody looks on.
+
+    False under torch.compile, tracing, modes such as FakeTensorMode, functorch transforms, dual numbers, autocast and
+    the profiler, where a gradient is wanted, and for subclasses of Tensor: all these see the registered operator.
     """
+    differentiable = torch.is_grad_enabled()
+    for x in tensors:  # a comprehension would cost a microsecond
+        if type(x) is not Tensor or (differentiable and x.requires_grad):
+            return False
     return (
         not torch.compiler.is_compiling()
-        and type(tensor) is Tensor
-        and tensor.is_cuda
+        and tensors[0].is_cuda
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and not torch._C._is_any_autocast_enabled()
         and not torch._C._get_tracing_state()
         and not torch._C._autograd._profiler_enabled()
     )
@@ -201,3 +231,4 @@ ATTENTION = torch.ops.greenfast.attention.default
 ATTENTION_LSE = torch.ops.greenfast.attention_lse.default
 SDPA = torch.ops.greenfast.sdpa.default
 SDPA_LSE = torch.ops.greenfast.sdpa_lse.default
+MEAN_SCORES = torch.ops.greenfast.mean_scores.default

@@ -73,6 +73,8 @@ class QuantizedQKV:
     key_mean: float32 (B, HK, D), what was subtracted from every key, or None. It changes no weight: a query's scores
     all move by the same amount, which the log-sum-exp takes back.
     dtype: that of the caller's tensors and of the output.
+    mean_scores: float32 (B, H, S), the product of each query, unquantized, with key_mean, or None: what the log-sum-exp
+    is given back, in ``attention(..., return_lse=True)``.
     """
 
     query: Tensor
@@ -86,6 +88,7 @@ class QuantizedQKV:
     head_dim: int
     key_length: int
     dtype: torch.dtype
+    mean_scores: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for codes that are not contiguous: kernels read them by their addresses."""

@@ -144,12 +144,11 @@ def _numbers(codes: Tensor, fmt: str) -> Tensor:
     return codes.view(torch.float8_e4m3fn if fmt == "e4m3" else torch.int8).float()
 
 
-def attention(quantized: QuantizedQKV, causal: int, scale: float, *, exact_sums: bool) -> tuple[Tensor, Tensor]:
+def attention(quantized: QuantizedQKV, causal: int, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale * Q K^T) V with weights rounded to E4M3, as the kernels round them.
 
     causal: 0, 1 or 2, as CAUSAL of ``fast_problem``. Returns (B, H, S, head_dim) of the caller's dtype and the natural
-    log-sum-exp of each row's scores, float32 (B, H, S), of keys without their mean. exact_sums: divides by the sums of
-    the weights before they are rounded, as the kernels do that give a log-sum-exp.
+    log-sum-exp of each row's scores, float32 (B, H, S), of keys without their mean.
     """
     q, k, v = dequantized_queries(quantized), dequantized_keys(quantized), dequantized_values(quantized)
     share = q.shape[1] // k.shape[1]
@@ -160,7 +159,7 @@ def attention(quantized: QuantizedQKV, causal: int, scale: float, *, exact_sums:
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for rows in _blocks_of_rows(q.shape[2]):
         scores = _masked(q[:, :, rows] @ k.transpose(-1, -2) * scale, rows, q.shape[2], causal)
-        out[:, :, rows], lse[:, :, rows] = _weighted(scores, v, exact_sums=exact_sums)
+        out[:, :, rows], lse[:, :, rows] = _weighted(scores, v)
         if unknown.any():
             seen = (unknown & (scores > -math.inf)).any(dim=-1, keepdim=True)
             out[:, :, rows] = out[:, :, rows].masked_fill(seen, math.nan)
@@ -182,7 +181,7 @@ def _masked(scores: Tensor, rows: slice, q_len: int, causal: int) -> Tensor:
     return scores.masked_fill(keys > last.unsqueeze(1), -math.inf)
 
 
-def _weighted(scores: Tensor, v: Tensor, *, exact_sums: bool) -> tuple[Tensor, Tensor]:
+def _weighted(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of O and their log-sum-exp, of scores (B, H, rows, KV)."""
     if scores.shape[-1] == 0:
         nothing = scores.new_zeros(*scores.shape[:-1], v.shape[-1])
@@ -191,34 +190,49 @@ def _weighted(scores: Tensor, v: Tensor, *, exact_sums: bool) -> tuple[Tensor, T
     base = torch.where(top == -math.inf, torch.zeros_like(top), top)
     exact = torch.exp(scores - base) * _LARGEST
     weights = exact.clamp(max=_LARGEST).to(torch.float8_e4m3fn).float()
-    total = (exact if exact_sums else weights).sum(dim=-1, keepdim=True)
+    total = weights.sum(dim=-1, keepdim=True)
     out = weights / total.clamp(min=torch.finfo(torch.float32).tiny) @ v  # sums of weights times v could overflow
     return out, (torch.log(exact.sum(dim=-1, keepdim=True) / _LARGEST) + base).squeeze(-1)
 
 
-def gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of attention by ``grad`` of its output, with the weights of the saved log-sum-exp, computed in float32.
+def mean_scores(query: Tensor, key_mean: Tensor, *, rotated: bool) -> Tensor:
+    """What the product of each query with any key lacks since the mean was taken from the keys, float32 (B, H, S).
 
-    query, out, grad: (B, H, S, D); key, value: (B, HK, KV, D); lse: (B, H, S). A row that attends to nothing has none.
+    query: (B, H, S, D), as it was before it was quantized: its codes err by percents, of what may be a large number.
+    key_mean: float32 (B, HK, D or more), rotated or not. No float32 matrix product is used, since these may be rounded
+    to fewer bits (torch.set_float32_matmul_precision).
+    """
+    size, share = key_mean.shape[-1], query.shape[1] // key_mean.shape[1]
+    mean = key_mean.double() @ rotation(size).T.to(key_mean.device, torch.double) if rotated else key_mean
+    mean = mean[..., : query.shape[-1]].float().repeat_interleave(share, 1)
+    return (query * mean.unsqueeze(-2)).sum(-1)
+
+
+def gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of attention by ``grad`` of its output, computed in float32 from the inputs alone.
+
+    query, grad: (B, H, S, D); key, value: (B, HK, KV, D). Returns those of query, key and value, each like the tensor
+    that it is of. A row that attends to nothing has none.
     """
     share = query.shape[1] // key.shape[1]
     k, v = (x.float().repeat_interleave(share, 1) for x in (key, value))
-    found_q = torch.empty_like(query)
+    found_q = torch.zeros_like(query)
     found_k, found_v = torch.zeros_like(k), torch.zeros_like(v)
-    for rows in _blocks_of_rows(query.shape[2]):
+    for rows in _blocks_of_rows(query.shape[2] if key.numel() else 0):
         q, g = query[:, :, rows].float(), grad[:, :, rows].float()
         scores = _masked(q @ k.transpose(-1, -2) * scale, rows, query.shape[2], causal)
-        base = lse[:, :, rows].unsqueeze(-1)
-        weights = torch.exp(scores - torch.where(base == -math.inf, torch.zeros_like(base), base))
+        top = scores.amax(dim=-1, keepdim=True)
+        weights = torch.exp(scores - torch.where(top == -math.inf, torch.zeros_like(top), top))
+        weights /= weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         found_v += weights.transpose(-1, -2) @ g
-        moved = (g * out[:, :, rows].float()).sum(-1, keepdim=True)
-        by_scores = weights * (g @ v.transpose(-1, -2) - moved) * scale
+        by_weights = g @ v.transpose(-1, -2)
+        by_scores = weights * (by_weights - (weights * by_weights).sum(-1, keepdim=True)) * scale
         found_q[:, :, rows] = (by_scores @ k).to(query.dtype)
         found_k += by_scores.transpose(-1, -2) @ q
 
-    def of_group(x: Tensor) -> Tensor:
-        return x.view(key.shape[0], key.shape[1], share, *key.shape[2:]).sum(2).to(key.dtype)
+    def of_group(x: Tensor, like: Tensor) -> Tensor:
+        return torch.empty_like(like).copy_(x.view(*like.shape[:2], share, *like.shape[2:]).sum(2))
 
-    return found_q, of_group(found_k), of_group(found_v)
+    return found_q, of_group(found_k, key), of_group(found_v, value)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from greenfast.operator import cuda
+from greenfast.operator import cuda, ops
 from greenfast.operator.quantized import DTYPES, HEAD_DIMS, PRECISIONS, check_choice, padded_head_dim
 from greenfast.operator.sdpa import Alignment, Precision, causal_of, sdpa
 
@@ -24,7 +24,6 @@ TORCH = "torch"  # the kernel of an Explanation where PyTorch's own attention is
 MIN_LENGTH = 4096
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # every other subclass says itself what attention is
-_AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)  # what PyTorch's attention casts; float64 stays
 _TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
 _TORCH_MHA = torch.nn.functional.multi_head_attention_forward
 _REDISPATCH: Any = getattr(torch.overrides, "redispatch_function", None)  # PyTorch 2.13 and later
@@ -101,7 +100,7 @@ def _refused_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
     for name, x in named:
         if type(x) not in _PLAIN:
             return f"{name}: a {type(x).__name__}; the kernels take plain tensors"
-    device, dtype = query.device, _dtype(query)
+    device, dtype = query.device, ops.autocast_dtype(query)
     for name, x in named:
         if x.is_nested or x.layout is not torch.strided:
             return f"{name}: nested or sparse; the kernels take strided tensors"
@@ -109,7 +108,7 @@ def _refused_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
             return f"{name}: {x.dim()}-D; the kernels take (batch, heads, length, head_dim)"
         if x.device != device:
             return f"{name}: on another device than query"
-        if x.dtype != query.dtype and _dtype(x) != dtype:
+        if x.dtype != query.dtype and ops.autocast_dtype(x) != dtype:
             return f"{name}: another dtype than query"
     if dtype not in DTYPES:
         return f"query: {dtype}; the kernels take {' and '.join(map(str, DTYPES))}"
@@ -129,14 +128,6 @@ def _refused_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
     return None
 
 
-def _dtype(x: Tensor) -> torch.dtype:
-    """That which autocast leaves to attention."""
-    dtype, device = x.dtype, x.device.type
-    if dtype in _AUTOCAST and device != "meta" and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return dtype
-
-
 def _kernel(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int) -> Explanation:
     device = query.device
     if device.type == "cpu":
@@ -145,34 +136,31 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: i
         return Explanation("meta", "a shape and a dtype: meta tensors hold no numbers")
     if device.type != "cuda":
         return Explanation(TORCH, f"query: on {device.type}, for which there are no kernels")
-    lse = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    dtype, head_dim = _dtype(query), query.size(3)
+    dtype, head_dim = ops.autocast_dtype(query), query.size(3)
     if torch.compiler.is_compiling():  # lengths may be symbols there, and head_dim, of which the padded one is none
-        name, reason = _traced_kernel(query.get_device(), padded_head_dim(head_dim), dtype, precision, causal, lse)
+        name, reason = _traced_kernel(query.get_device(), padded_head_dim(head_dim), dtype, precision, causal)
         return Explanation(name, reason)
     shapes = (tuple(query.shape), tuple(key.shape))
-    return _cuda_kernel(query.get_device(), *shapes, dtype, precision, causal, lse)
+    return _cuda_kernel(query.get_device(), *shapes, dtype, precision, causal)
 
 
 @lru_cache(maxsize=4096)
 def _cuda_kernel(
-    device: int, query: cuda.Shape, key: cuda.Shape, dtype: torch.dtype, precision: str, causal: int, lse: bool
+    device: int, query: cuda.Shape, key: cuda.Shape, dtype: torch.dtype, precision: str, causal: int
 ) -> Explanation:
     try:
         target = cuda.target_of(device)
         recipe = cuda.recipe_for(target, precision)
-        choice = cuda.kernel_for(target, cuda.dims_of(query, key, dtype, recipe, causal, lse), recipe.format)
+        choice = cuda.kernel_for(target, cuda.dims_of(query, key, dtype, recipe, causal, False), recipe.format)
     except NotImplementedError as e:
         return Explanation(TORCH, str(e))
     return Explanation(choice.rung, choice.reason)
 
 
-def _traced_kernel(
-    device: int, head_dim: int, dtype: torch.dtype, precision: str, causal: int, lse: bool
-) -> tuple[str, str]:
+def _traced_kernel(device: int, head_dim: int, dtype: torch.dtype, precision: str, causal: int) -> tuple[str, str]:
     """The kernel's name and the reason, as torch.compile takes them: constants, found while it traces."""
     shape = (1, 1, MIN_LENGTH, head_dim)
-    found = _cuda_kernel(device, shape, shape, dtype, precision, causal, lse)
+    found = _cuda_kernel(device, shape, shape, dtype, precision, causal)
     return found.kernel, found.reason
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from greenfast.operator import cuda, ops
 from greenfast.operator.quantized import PRECISIONS, QuantizedQKV, check_choice, check_tensors
@@ -14,6 +15,7 @@ from greenfast.operator.quantized import PRECISIONS, QuantizedQKV, check_choice,
 Precision = Literal["fp8", "int8"]
 Alignment = Literal["upper_left", "lower_right"]
 
+_overridden: Any = handle_torch_function  # for subclasses of Tensor, modes, and torch.fx, which traces the call so
 _CAUSAL = {"upper_left": 1, "lower_right": 2}
 _ALTERNATIVE = "torch.nn.functional.scaled_dot_product_attention has it"
 
@@ -55,11 +57,17 @@ def sdpa(
     Returns (B, H, S, D) of the inputs' dtype; with ``return_lse`` also the natural log-sum-exp of each row's scores,
     float32 (B, H, S). A row that attends to nothing is 0, its log-sum-exp -inf. NaN or infinity in a query makes its
     block of 16 rows NaN, in a key or value the rows that attend to its block of 128, and some beside them. Gradients
-    are those of attention on the unquantized tensors with this log-sum-exp; none flows through the log-sum-exp itself.
+    are those of attention on the unquantized tensors, which the backward pass computes again in 16 bits; there is no
+    forward mode and no second derivative, and a gradient that reaches the log-sum-exp raises NotImplementedError.
 
     Raises TypeError for dtypes, ValueError for shapes, devices and choices that do not fit, and NotImplementedError for
     ``attn_mask``, ``dropout_p``, head dims and GPUs that no kernel is for; each names the argument and what is allowed.
     """
+    if has_torch_function_variadic(query, key, value):
+        return _overridden(  # type: ignore[no-any-return]
+            sdpa, (query, key, value), query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+            precision=precision, causal_alignment=causal_alignment, return_lse=return_lse,
+        )  # fmt: skip
     if attn_mask is not None or dropout_p or precision not in PRECISIONS:
         _refuse(attn_mask, dropout_p, precision)
     if not isinstance(query, Tensor) or not isinstance(key, Tensor) or query.dim() != 4 or key.dim() != 4:
@@ -71,16 +79,14 @@ def sdpa(
         )
     device = "cuda" if query.is_cuda else "cpu"
     if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = (x.to(dtype) if x.is_floating_point() else x for x in (query, key, value))
+        query, key, value = (x.to(ops.autocast_dtype(x)) for x in (query, key, value))
     factor = _factor(scale, shape[3])
     causal = causal_of(is_causal, causal_alignment)
-    differentiable = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if not (return_lse or differentiable):
-        op = cuda.sdpa if ops.undisturbed(query) else ops.SDPA
-        return op(query, key, value, precision, causal, factor)
-    out, lse = ops.SDPA_LSE(query, key, value, precision, causal, factor)
-    return (out, lse) if return_lse else out
+    if return_lse:
+        found: tuple[Tensor, Tensor] = ops.SDPA_LSE(query, key, value, precision, causal, factor)
+        return found
+    op = cuda.sdpa if ops.undisturbed(query, key, value) else ops.SDPA
+    return op(query, key, value, precision, causal, factor)
 
 
 def quantize(
@@ -93,6 +99,7 @@ def quantize(
     value_scales: Literal["block", "head", "channel"] | None = None,
     subtract_key_mean: bool = True,
     rotate: bool = True,
+    log_sum_exp: bool = False,
 ) -> QuantizedQKV:
     """Quantize attention inputs, for callers who keep them.
 
@@ -103,11 +110,18 @@ def quantize(
     of blocks, else PyTorch in several passes.
     subtract_key_mean: takes from every key the mean of 32 of them, which changes no weight; it helps where channels are
     biased (SageAttention, Zhang et al. 2024, with the mean of all). rotate: multiplies Q and K by a Hadamard matrix,
-    which changes no score and spreads outliers over all channels (QuaRot, Ashkboos et al. 2024).
+    which changes no score and spreads outliers over all channels (QuaRot, Ashkboos et al. 2024). log_sum_exp: also
+    keeps what ``attention(..., return_lse=True)`` adds back for the mean, which takes one more pass over Q. A gradient
+    that reaches the results raises NotImplementedError in the backward pass.
 
     Raises TypeError for what is no floating tensor of these dtypes, ValueError for shapes, devices and choices that do
     not fit, NotImplementedError for a head dim that no kernel has.
     """
+    if has_torch_function_variadic(query, key, value):
+        return _overridden(  # type: ignore[no-any-return]
+            quantize, (query, key, value), query, key, value, precision=precision, scales=scales,
+            value_scales=value_scales, subtract_key_mean=subtract_key_mean, rotate=rotate, log_sum_exp=log_sum_exp,
+        )  # fmt: skip
     check_choice("precision", precision, PRECISIONS)
     check_choice("scales", scales, ("block", "head"))
     values = scales if value_scales is None else value_scales
@@ -127,6 +141,7 @@ def quantize(
         head_dim=query.shape[3],
         key_length=key.shape[2],
         dtype=query.dtype,
+        mean_scores=ops.MEAN_SCORES(query, mean, rotate) if log_sum_exp and subtract_key_mean else None,
     )
 
 
@@ -150,8 +165,14 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * Q K^T) V of quantized inputs; arguments, results and errors are those of ``sdpa``.
 
-    No gradient flows to the codes.
+    return_lse: raises ValueError for codes that ``quantize`` took the mean of the keys from without ``log_sum_exp``. A
+    gradient that reaches the results raises NotImplementedError in the backward pass: none flows to codes.
     """
+    if has_torch_function_variadic(quantized):
+        return _overridden(  # type: ignore[no-any-return]
+            attention, (quantized,), quantized, is_causal=is_causal, causal_alignment=causal_alignment, scale=scale,
+            return_lse=return_lse,
+        )  # fmt: skip
     factor = _factor(scale, quantized.head_dim)
     causal = causal_of(is_causal, causal_alignment)
     args = (
@@ -160,10 +181,15 @@ def attention(
         factor,
     )  # fmt: skip
     if not return_lse:
-        op = cuda.attention if ops.undisturbed(quantized.query) else ops.ATTENTION
+        op = cuda.attention if ops.undisturbed(*args[:6]) else ops.ATTENTION
         return op(*args)
+    if quantized.key_mean is not None and quantized.mean_scores is None:
+        raise ValueError(
+            "return_lse: these codes lack what the mean of the keys adds to each row's scores; quantize with "
+            "log_sum_exp=True, or with subtract_key_mean=False"
+        )
     out, lse = ops.ATTENTION_LSE(*args)
-    return out, lse + ops.mean_scores(quantized, factor)
+    return out, lse if quantized.mean_scores is None else lse + quantized.mean_scores * factor
 
 
 def _refuse(attn_mask: Tensor | None, dropout_p: float, precision: str) -> None:

@@ -1,0 +1,171 @@
+"""Gradients on a GPU: as good as those of 16-bit attention on any inputs, of a forward that is the same in any mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import greenfast
+from greenfast.operator import backward, reference
+from tests.operator.gradient_cases import KINDS, Sizes, bound, case, error, gradients, of_torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
+sdpa: Any = greenfast.sdpa
+of_reference: Any = reference.gradients
+of_gpu: Any = backward.sdpa_backward
+
+SIZES = (  # of one key dQ is 0, and what 16 bits leave of it has no relative error
+    Sizes(1, 200, heads=4, causal=2),
+    Sizes(300, 300, 128, heads=4, kv_heads=1, causal=1),
+    Sizes(130, 300, 128, causal=1),
+    Sizes(130, 300, heads=4, causal=2),
+    Sizes(300, 130, 72, kv_heads=1, causal=1),
+    Sizes(300, 130, 40, causal=2),  # rows that attend to nothing
+    Sizes(1000, 1000, 256, causal=1),
+    Sizes(129, 257, 256),
+)
+
+
+def on_gpu(kind: str, sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Tensor]:
+    inputs, grad = case(kind, sizes, dtype)
+    return [x.cuda() for x in inputs], grad.cuda()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_within_three_times_the_error_of_16_bits(kind: str, dtype: torch.dtype) -> None:
+    for sizes in SIZES:
+        inputs, grad = on_gpu(kind, sizes, dtype)
+        found = gradients(lambda q, k, v, s=sizes: sdpa(q, k, v, **s.options()), inputs, grad)
+        theirs = gradients(lambda q, k, v, s=sizes: of_torch(q, k, v, s.causal), inputs, grad)
+        with sdpa_kernel(SDPBackend.MATH):
+            doubles = [x.double() for x in inputs]
+            exact = gradients(lambda q, k, v, s=sizes: of_torch(q, k, v, s.causal), doubles, grad.double())
+        for name, x, mine, other, wanted in zip("qkv", inputs, found, theirs, exact, strict=True):
+            assert mine.stride() == x.stride()
+            assert error(mine, wanted, grad) <= bound(other, wanted, grad), (sizes, name)
+
+
+@pytest.mark.parametrize("cudnn", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_each_of_pytorchs_kernels(sizes: Sizes, cudnn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    chooses = backward._chooses_cudnn
+
+    def where_it_can(*args: Any) -> bool:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return cudnn and chooses(*args)
+
+    monkeypatch.setattr(backward, "_chooses_cudnn", where_it_can)
+    inputs, grad = on_gpu("biased 10", sizes)
+    wanted = of_reference(grad, *inputs, sizes.causal, sizes.head_dim**-0.5)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    odd = [torch.cat([x, x[..., :1]], -1)[..., 1:] for x in (*inputs, grad)]
+    for tensors in (inputs, strided):
+        found = of_gpu(grad, *tensors, sizes.causal, sizes.head_dim**-0.5)
+        for x, mine, theirs in zip(tensors, found, wanted, strict=True):
+            assert mine.stride() == x.stride()
+            assert error(mine, theirs, grad) < 0.1, "as bfloat16, of biased keys"
+    for mine, theirs in zip(
+        of_gpu(odd[3], *odd[:3], sizes.causal, sizes.head_dim**-0.5),
+        of_reference(odd[3], *odd[:3], sizes.causal, sizes.head_dim**-0.5),
+        strict=True,
+    ):
+        assert error(mine, theirs, grad) < 0.1
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+def test_the_same_bits_in_any_mode(head_dim: int) -> None:
+    inputs, _ = on_gpu("biased 10", Sizes(700, 700, head_dim, causal=1))
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    plain = sdpa(*inputs, is_causal=True)
+    trained = sdpa(*leaves, is_causal=True)
+    assert trained.requires_grad
+    with torch.no_grad():
+        unrecorded = sdpa(*leaves, is_causal=True)
+    direct = torch.ops.greenfast.sdpa(*leaves, "fp8", 1, head_dim**-0.5)
+    compiled = torch.compile(lambda *x: sdpa(*x, is_causal=True), backend="aot_eager")(*leaves)
+    with torch.autocast("cuda", torch.bfloat16):
+        cast = sdpa(*inputs, is_causal=True)
+    assert all(torch.equal(plain, x) for x in (trained, unrecorded, direct, compiled, cast))
+
+
+def test_expanded_and_shared() -> None:
+    (q, k, v), _ = on_gpu("normal", Sizes(300, 300, 128, heads=4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    shared = leaves[1][:, :1].expand(1, 4, 300, 128)
+    sdpa(leaves[0], shared, leaves[2]).sum().backward()
+    wanted = gradients(
+        lambda q, k, v: of_torch(q, k[:, :1].expand(1, 4, 300, 128), v, 0), [q, k, v], torch.ones_like(q)
+    )
+    for x, theirs in zip(leaves, wanted, strict=True):
+        assert x.grad is not None
+        assert error(x.grad, theirs, torch.ones_like(q)) < 0.05
+
+
+def test_checkpoints_and_compiled() -> None:
+    inputs, grad = on_gpu("biased 10", Sizes(512, 512, 128, causal=1))
+
+    def attend(*x: Tensor) -> Tensor:
+        return sdpa(*x, is_causal=True)  # type: ignore[no-any-return]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        wanted = gradients(attend, inputs, grad)
+        kept = gradients(lambda *x: checkpoint(attend, *x, use_reentrant=False), inputs, grad)
+        compiled = gradients(torch.compile(attend, fullgraph=True), inputs, grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for found in (kept, compiled):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_transforms_and_what_raises() -> None:
+    (q, k, v), grad = on_gpu("normal", Sizes(100, 100))
+    wanted = gradients(sdpa, [q, k, v], torch.ones_like(grad))
+    found = torch.func.grad(lambda *x: sdpa(*x).sum(), (0, 1, 2))(q, k, v)
+    for a, b in zip(found, wanted, strict=True):
+        assert error(a, b, grad) < 1e-2, "sums in another order"
+    many: Any = [torch.stack([x, x.flip(2)]) for x in (q, k, v)]
+    assert error(torch.vmap(torch.func.grad(lambda *x: sdpa(*x).sum()))(*many)[0], wanted[0], grad) < 1e-2
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(greenfast.sdpa, (q, k, v), (q, k, v))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    codes = greenfast.quantize(*leaves)
+    with pytest.raises(NotImplementedError, match="no gradient flows to codes"):
+        greenfast.attention(codes).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_on_another_stream_and_in_a_graph() -> None:
+    inputs, grad = on_gpu("normal", Sizes(512, 512, 128, heads=8))
+    wanted = gradients(sdpa, inputs, grad)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = torch.autograd.grad(sdpa(*leaves), leaves, grad)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.autograd.grad(sdpa(*leaves), leaves, grad)
+    graph.replay()
+    torch.cuda.synchronize()
+    for found in (late, captured):
+        for a, b in zip(found, wanted, strict=True):
+            assert error(a, b, grad) < 1e-2
+
+
+@pytest.mark.parametrize("bias", [0, 3, 10, 30])
+def test_the_log_sum_exp_of_biased_keys(bias: int) -> None:
+    (q, k, v), _ = on_gpu(f"biased {bias}", Sizes(256, 256, 64, heads=4))
+    wanted = torch.logsumexp(q.double() @ k.double().mT / 8, -1)
+    codes = greenfast.quantize(q, k, v, log_sum_exp=True)
+    lse = sdpa(q, k, v, return_lse=True)[1]
+    with torch.autocast("cuda", torch.bfloat16):
+        cast = sdpa(q, k, v, return_lse=True)[1]
+    for found in (lse, cast, greenfast.attention(codes, return_lse=True)[1]):
+        assert (found - wanted).abs().max() < 0.1
