@@ -52,8 +52,8 @@ def test_quantization_counts_three_bytes_an_element_beside_a_copy() -> None:
 def test_host_times_errors_and_what_is_missing() -> None:
     text = report(operator_record())
     assert "| torch | 16.0 | 15.0 |" in text
-    assert "| sdpa fp8 | 0.0500 |" in text
-    assert "| FA3 FP8 | - |" in text
+    assert "| inputs | D | sdpa fp8 | FA3 FP8 |" in text
+    assert "| normal | 128 | 0.0500 | - |" in text
 
 
 def test_a_stale_record_says_so() -> None:

@@ -29,6 +29,7 @@ _OUTLIER_SIGMA, _OUTLIER_SHARE = 10.0, 0.001
 #: Realistic inputs: their rank, and what signal, noise and the bias of a share of channels are multiplied by.
 _RANK, _SIGNAL, _NOISE = 16, 0.8, 0.3
 _BIASED_SHARE, _BIAS = 0.05, {"qk": 8.0, "v": 2.0}
+_KEY_BIAS, _QUERY_CONSTANT, _LOUD_KEY, _TINY = 10.0, 10.0, 100.0, 1e-20
 #: cuDNN multiplies the softmax's weights, at most 1, by this before it rounds them to E4M3, whose largest is 448.
 _CUDNN_WEIGHT_SCALE = 256.0
 
@@ -51,11 +52,10 @@ class Inputs:
 
 
 def make_inputs(dims: Mapping[str, int], seed: int, kind: str, device: str) -> Inputs:
-    """Draw on the device from N(0, 1), "normal", with "outliers", or "realistic".
+    """Draw on the device from N(0, 1), changed as ``kind``, a key of ``spec.operator.INPUTS``, says there.
 
-    Raises UsageError for grouped heads and unequal lengths. Realistic tensors are what activations look like: of low
-    rank, with noise, and a few channels with a bias. The draw is that of a torch.Generator of the device with the seed:
-    q, k and v in turn.
+    Raises UsageError for grouped heads and unequal lengths. The draw is that of a torch.Generator of the device with
+    the seed: q, k and v in turn.
     """
     sizes = sizes_of(dims)
     if sizes.kv_heads != sizes.heads or sizes.kv_len != sizes.q_len or sizes.causal == 2:
@@ -70,6 +70,18 @@ def make_inputs(dims: Mapping[str, int], seed: int, kind: str, device: str) -> I
             x += large * (torch.rand(shape, generator=generator, device=device) < _OUTLIER_SHARE)
         elif kind == "realistic":
             x = _NOISE * x + _low_rank_and_bias(shape, name, generator)
+        elif kind == "uniform":
+            x = torch.rand(shape, generator=generator, device=device)
+        elif kind == "tiny":
+            x *= _TINY if name != "q" else 1 / _TINY
+        elif kind in ("logits 4", "logits 8") and name != "v":
+            x *= math.sqrt(float(kind.split()[1]))
+        elif kind == "biased keys" and name == "k":
+            x += _KEY_BIAS * torch.randn(shape[0], 1, shape[2], generator=generator, device=device)
+        elif kind == "constant queries" and name == "q":
+            x += _QUERY_CONSTANT
+        elif kind == "loud key" and name == "k":
+            x[:, 0] *= _LOUD_KEY
         values[name] = x
         codes[name], scales[name] = quantize(x, "e4m3")
     return Inputs(sizes, values, codes, scales)

@@ -27,7 +27,6 @@ from greenfast.spec.operator import ErrorRow, HostRow, SpeedRow
 
 HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 16384)
 MISSION = next(dict(shape.dims) for shape in SMALL if shape.name == "mission")
-INPUTS = ("normal", "outliers", "realistic")
 _ERROR_DIMS = tuple({"B": 1, "H": 8, "S": 2048, "D": d} for d in (64, 128))
 #: An output that is further from exact attention is wrong, not rounded: no times of it are recorded.
 _WRONG = 0.2

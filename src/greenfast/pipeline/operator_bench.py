@@ -16,7 +16,7 @@ from greenfast.pipeline.environment import git_state, now, package_versions
 from greenfast.pipeline.store import check_writable, new_run_folder, read_json, to_json
 from greenfast.report.operator import report
 from greenfast.runtime.device import Gpu
-from greenfast.spec.operator import OperatorRecord, SpeedRow
+from greenfast.spec.operator import INPUTS, OperatorRecord, SpeedRow
 
 #: The folder of runs below ``out``.
 RESULTS = "operator"
@@ -58,7 +58,7 @@ def measure_operator(out: Path, command: str, watch: Callable[[list[SpeedRow]], 
         kernels=measure.kernel_hashes(),
         speed=speed,
         host=measure.host(),
-        errors=[row for kind in measure.INPUTS for row in measure.errors(kind)],
+        errors=[row for kind in INPUTS for row in measure.errors(kind)],
     )
     with new_run_folder(parent, started.strftime("%Y%m%d-%H%M%S")) as (work, publish):
         (work / RECORD).write_text(to_json(record), encoding="utf-8")

@@ -41,11 +41,25 @@ class HostRow(_Data, frozen=True, kw_only=True):
     calls: int
 
 
+#: Inputs that errors are stated for, and how they differ from N(0, 1).
+INPUTS = {
+    "normal": "N(0, 1)",
+    "uniform": "all of Q, K and V from 0 to 1",
+    "outliers": "with N(0, 100) added to one number in a thousand",
+    "realistic": "of rank 16 with noise, and a bias in 5 % of the channels",
+    "biased keys": "with N(0, 100) for each channel added to all keys",
+    "constant queries": "with 10 added to all of Q",
+    "logits 4": "Q and K times 2, so that scores have a deviation of 4",
+    "logits 8": "Q and K times 2.8, so that scores have a deviation of 8",
+    "loud key": "with the first key times 100",
+    "tiny": "K and V times 1e-20, Q times 1e20",
+}
+
+
 class ErrorRow(_Data, frozen=True, kw_only=True):
     """Relative (Frobenius) error of an output against float64 attention on the inputs before any rounding.
 
-    inputs: "normal", "outliers" or "realistic", as ``families.contenders.make_inputs`` draws them. reason: why there
-    is no error, such as a library that is not installed.
+    inputs: a key of INPUTS. reason: why there is no error, such as a library that is not installed.
     """
 
     call: str

@@ -1,0 +1,68 @@
+"""Attention begins while the launch before it ends, and reads nothing of that before its end, however late it is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import greenfast
+from greenfast.kernels import KERNEL_DIR
+from greenfast.operator import cuda
+from greenfast.operator.cuda import _Step
+from greenfast.operator.quantized import Recipe
+from greenfast.spec.kernel import KernelSource, Launch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
+
+# Lets the next launch begin at once, waits for 300 µs, and only then writes what that reads.
+LATE = """#include "ptx/grid_order.cuh"
+extern "C" __global__ void late(const uint4* from, uint4* to, long long count) {
+  greenfast::ptx::let_next_grid_begin();
+  unsigned long long start, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - start < 300000);
+  for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) to[i] = from[i];
+}
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("length", [300, 4096])
+def test_a_producer_that_writes_late(head_dim: int, causal: int, precision: str, length: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(length)
+    shape = (1, 4, length, head_dim)
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in "qkv")
+    wanted = greenfast.sdpa(q, k, v, is_causal=bool(causal), precision=precision)  # type: ignore[arg-type]
+    recipe, target = Recipe(precision), cuda.target_of(0)
+    quantizing, attending = cuda.sdpa_steps(q, k, v, recipe, causal, head_dim**-0.5, target, lse=False)
+    assert attending.launch.early
+
+    sizes = {n: s for n, s in cuda.quantized_sizes(q.shape, k.shape, recipe).items() if not n.startswith("q_")}
+    places, size = {}, 0
+    for name, of in sizes.items():
+        places[name] = size
+        size += -(-torch.Size(of).numel() * cuda.buffer_dtype(name).itemsize // 256) * 256
+    ready, late = (torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(2))  # all NaN
+    out = torch.full_like(q, torch.nan)
+    stream = torch.cuda.current_stream().cuda_stream
+    given = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr(), "out": out.data_ptr()}
+
+    def pointers(base: torch.Tensor) -> dict[str, int]:
+        return given | {name: base.data_ptr() + at for name, at in places.items()}
+
+    quantizing.prepared(0, pointers(ready), stream)()
+    source = KernelSource(entry="late", source=LATE, name="late.cu", include_dirs=(KERNEL_DIR,), block=(256, 1, 1))
+    copy = _Step(source, Launch((16, 1, 1), ("from", "to", np.int64(size // 16))))
+    writing = copy.prepared(0, {"from": ready.data_ptr(), "to": late.data_ptr()}, stream)
+    reading = attending.prepared(0, pointers(late), stream)
+    torch.cuda.synchronize()
+    for _ in range(20):
+        late.fill_(0xFF)
+        out.fill_(torch.nan)
+        writing()
+        reading()
+        torch.cuda.synchronize()
+        assert torch.equal(out, wanted)
