@@ -286,7 +286,7 @@ def flops(function: Callable[[], Any]) -> int:
 def test_flops_are_those_of_pytorchs_attention() -> None:
     sizes = Sizes(20, 50, 72, heads=4, kv_heads=2)
     (q, k, v), _ = case("normal", sizes, torch.bfloat16)
-    meta = [x.to("meta") for x in (q, k, v)]
+    meta = [x.to("meta").repeat_interleave(4 // x.shape[1], 1) for x in (q, k, v)]
     one = 2 * 4 * 20 * 50 * 72  # multiplications and additions of one of the products
     aten = torch.ops.aten
     forward = flops(lambda: aten._scaled_dot_product_flash_attention(*meta, 0.0, True))
