@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,10 +30,8 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_within_three_times_the_error_of_16_bits(kind: str, dtype: torch.dtype) -> None:
-    for sizes in SIZES:
+def judge(kind: str, several: Sequence[Sizes], dtype: torch.dtype) -> None:
+    for sizes in several:
         inputs, grad = case(kind, sizes, dtype)
         found = gradients(lambda q, k, v, s=sizes: sdpa(q, k, v, **s.options()), inputs, grad)
         theirs = gradients(lambda q, k, v, s=sizes: of_torch(q, k, v, s.causal), inputs, grad)
@@ -41,6 +41,25 @@ def test_within_three_times_the_error_of_16_bits(kind: str, dtype: torch.dtype) 
             assert mine.dtype == dtype
             assert torch.isfinite(wanted).all()
             assert error(mine, wanted, grad) <= bound(other, wanted, grad), (sizes, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_within_three_times_the_error_of_16_bits(kind: str, dtype: torch.dtype) -> None:
+    judge(kind, SIZES, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_sizes(kind: str) -> None:
+    draw = random.Random(kind)
+    several = []
+    for _ in range(40):
+        kv_heads = draw.choice((1, 2))
+        heads = kv_heads * draw.choice((1, 2, 3))
+        lengths = draw.randint(1, 300), draw.randint(1, 300)
+        several.append(Sizes(*lengths, 8 * draw.randint(1, 32), heads, kv_heads, draw.choice((0, 1, 2))))
+    judge(kind, several, torch.bfloat16)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
@@ -110,6 +129,21 @@ def test_the_parts_for_kernels_that_align_masks_at_the_end(
         for x, mine, theirs in zip(tensors, found, wanted, strict=True):
             assert mine.stride() == x.stride()
             assert error(mine, theirs, grad) < 1e-3
+
+
+@pytest.mark.parametrize("cudnn", [False, True])
+@pytest.mark.parametrize(
+    "sizes", [Sizes(50, 50), Sizes(20, 50, heads=4, causal=2), Sizes(50, 20, 72, causal=1)], ids=str
+)
+def test_pytorchs_kernels_take_what_they_are_given(sizes: Sizes, cudnn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as meta tensors show it."""
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(backward, "_chooses_cudnn", lambda *args: cudnn)
+    inputs, grad = case("normal", sizes, torch.bfloat16)
+    monkeypatch.setattr(backward, "readable", lambda x, by_tma: x.to("meta"))
+    meta = [x.to("meta") for x in inputs]
+    found = of_gpu(grad, *meta, sizes.causal, 0.1)
+    assert [x.shape for x in found] == [x.shape for x in inputs]
 
 
 class Block(nn.Module):

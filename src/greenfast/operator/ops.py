@@ -211,13 +211,14 @@ def undisturbed(*tensors: Tensor) -> bool:
     False under torch.compile, tracing, modes such as FakeTensorMode, functorch transforms, dual numbers, autocast and
     the profiler, where a gradient is wanted, and for subclasses of Tensor: all these see the registered operator.
     """
+    if torch.compiler.is_compiling():
+        return False
     differentiable = torch.is_grad_enabled()
     for x in tensors:  # a comprehension would cost a microsecond
         if type(x) is not Tensor or (differentiable and x.requires_grad):
             return False
     return (
-        not torch.compiler.is_compiling()
-        and tensors[0].is_cuda
+        tensors[0].is_cuda
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
