@@ -165,7 +165,11 @@ def test_the_log_sum_exp_of_biased_keys(bias: int) -> None:
     wanted = torch.logsumexp(q.double() @ k.double().mT / 8, -1)
     codes = greenfast.quantize(q, k, v, log_sum_exp=True)
     lse = sdpa(q, k, v, return_lse=True)[1]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sdpa(q, k, v, return_lse=True)[1]
+    graph.replay()
     with torch.autocast("cuda", torch.bfloat16):
         cast = sdpa(q, k, v, return_lse=True)[1]
-    for found in (lse, cast, greenfast.attention(codes, return_lse=True)[1]):
+    for found in (lse, captured, cast, greenfast.attention(codes, return_lse=True)[1]):
         assert (found - wanted).abs().max() < 0.1

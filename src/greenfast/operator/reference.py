@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -195,6 +196,12 @@ def _weighted(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, (torch.log(exact.sum(dim=-1, keepdim=True) / _LARGEST) + base).squeeze(-1)
 
 
+@cache
+def _rotated_back(size: int, device: torch.device) -> Tensor:
+    """The inverse of ``rotation``, float64; kept, so that a CUDA graph may capture its use."""
+    return rotation(size).T.double().to(device)
+
+
 def mean_scores(query: Tensor, key_mean: Tensor, *, rotated: bool) -> Tensor:
     """What the product of each query with any key lacks since the mean was taken from the keys, float32 (B, H, S).
 
@@ -203,7 +210,7 @@ def mean_scores(query: Tensor, key_mean: Tensor, *, rotated: bool) -> Tensor:
     to fewer bits (torch.set_float32_matmul_precision).
     """
     size, share = key_mean.shape[-1], query.shape[1] // key_mean.shape[1]
-    mean = key_mean.double() @ rotation(size).T.to(key_mean.device, torch.double) if rotated else key_mean
+    mean = key_mean.double() @ _rotated_back(size, key_mean.device) if rotated else key_mean
     mean = mean[..., : query.shape[-1]].float().repeat_interleave(share, 1)
     return (query * mean.unsqueeze(-2)).sum(-1)
 
