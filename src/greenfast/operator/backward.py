@@ -26,17 +26,23 @@ def sdpa_backward(
     inputs = (query, key, value)
     found: list[Tensor] = []
     for queries, keys, masked in _parts(query.shape[2], key.shape[2], causal) if query.numel() and key.numel() else []:
-        rows = zip((*inputs, grad), (queries, keys, keys, queries), strict=True)
+        places = (queries, keys, keys)
+        rows = zip((*inputs, grad), (*places, queries), strict=True)
         q, k, v, g = (readable(x[:, :, at], by_tma=True) for x, at in rows)
-        for i, (at, part) in enumerate(zip((queries, keys, keys), _of_torch(g, q, k, v, masked, scale), strict=True)):
-            if len(found) == i:
-                if part.shape == inputs[i].shape and part.stride() == inputs[i].stride():
-                    found.append(part)
-                    continue
-                found.append(torch.zeros_like(inputs[i]))
-            found[i][:, :, at] += part
+        parts = zip(inputs, places, _of_torch(g, q, k, v, masked, scale), strict=True)
+        some = [_whole(x, at, part) for x, at, part in parts]
+        found = [a + b for a, b in zip(found, some, strict=True)] if found else some
     by_query, by_key, by_value = found or [torch.zeros_like(x) for x in inputs]
     return by_query, by_key, by_value
+
+
+def _whole(x: Tensor, at: slice, part: Tensor) -> Tensor:
+    """A gradient like x whose rows there are ``part``, and else 0."""
+    if part.shape == x.shape and part.stride() == torch.empty_like(x, device="meta").stride():
+        return part
+    whole = torch.zeros_like(x)
+    whole[:, :, at] = part
+    return whole
 
 
 def _parts(q_len: int, kv_len: int, causal: int) -> list[tuple[slice, slice, bool]]:
