@@ -27,6 +27,7 @@ def run(
     blocks: int = 1,
     before: str = "",
     seed: int = 0,
+    target: Target = TARGET,
 ) -> GridResult:
     """Compile ``extern "C" __global__ void k(parameters) { body }`` and run it; line 1 of k.cu is the body's first."""
     source = f'{before}\nextern "C" __global__ void k({parameters}) {{\n#line 1 "k.cu"\n{body}\n}}'
@@ -34,7 +35,7 @@ def run(
     specs = {name: OutputSpec((count,), dtype) for name, (count, dtype) in outputs.items()}
     plan = Launch((blocks, 1, 1), args)
     arrays = {name: np.asarray(value) for name, value in inputs.items()}
-    return run_grid(to_ptx(kernel, TARGET), "k", kernel.block, 0, plan, arrays, specs, seed=seed)
+    return run_grid(to_ptx(kernel, target), "k", kernel.block, 0, plan, arrays, specs, seed=seed)
 
 
 def run_source(source: KernelSource, plan: Launch, case: Case, target: str = "sm_90a", seed: int = 0) -> GridResult:

@@ -191,10 +191,6 @@ def test_two_warpgroups_take_turns(seed: int) -> None:
             r"barrier 1 with (96|128) threads, where others came with (96|128)",
         ),
         ('asm volatile("bar.sync %0;" :: "r"(16));', r"barrier 16, of 16"),
-        (
-            "if (threadIdx.x % 2) __shfl_xor_sync(~0u, 1, 1);",
-            r"a shuffle of all threads by only some threads",
-        ),
     ],
 )
 def test_barrier_faults(body: str, says: str) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from greenfast.emulator import floats
 from greenfast.emulator.machine import Copy, Lanes, Machine, Operation, Values, lane_count, lane_indices
 from greenfast.emulator.memory import BASES, CHUNK, GLOBAL_BASE, IN_FLIGHT, WRITTEN, Arena, BadAccessError, window
-from greenfast.emulator.operands import dtype_of, only, reader, type_of, unsupported, writer
+from greenfast.emulator.operands import dtype_of, reader, type_of, unsupported, writer
 from greenfast.emulator.ptx import Address, Instruction, Operand, Register, Symbol, Vector
 
 Offsets = NDArray[np.int64]
@@ -163,8 +163,6 @@ _ATOMIC: dict[str, Any] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor,
 }  # fmt: skip
-_SCOPES = ("relaxed", "acquire", "release", "acq_rel", "cta", "cluster", "gpu", "sys")
-_SPACES = ("global", "shared", "shared:cta")
 
 
 def atomic(i: Instruction) -> Operation:
@@ -172,7 +170,6 @@ def atomic(i: Instruction) -> Operation:
     space = space_of(i)
     kind = type_of(i)
     dtype = dtype_of(kind)
-    only(i, *_SCOPES, *_SPACES, *_ATOMIC, "exch", "cas", "inc", "dec", "noftz")
     operation = next((p for p in i.parts if p in (*_ATOMIC, "exch", "cas", "inc", "dec")), None)
     if operation is None or (kind in ("f16", "bf16", "f16x2", "bf16x2") and operation != "add"):
         raise unsupported(i)

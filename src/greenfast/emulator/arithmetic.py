@@ -9,7 +9,7 @@ import numpy as np
 
 from greenfast.emulator import floats
 from greenfast.emulator.machine import Lanes, Machine, Operation, Values
-from greenfast.emulator.operands import Function, dtype_of, elementwise, only, reader, type_of, writer
+from greenfast.emulator.operands import Function, dtype_of, elementwise, reader, type_of, writer
 from greenfast.emulator.ptx import Instruction
 
 _WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
@@ -28,7 +28,6 @@ def add_like(function: Function, of_floats: Callable[[Instruction], Operation]) 
             return of_floats(i)
         if "cc" in i.parts:
             return carrying(i)
-        only(i, "sat")
         kind = type_of(i)
         if "sat" in i.parts:
             return elementwise(i, lambda a, b: _saturated(function(np.int64(a), np.int64(b))))
@@ -70,7 +69,6 @@ def mul(i: Instruction) -> Operation:
     """mul."""
     if floats.is_float(i):
         return floats.multiply(i)
-    only(i, "lo", "hi", "wide")
     function, out = _product(i)
     return elementwise(i, function, out=out)
 
@@ -81,7 +79,6 @@ def mad(i: Instruction) -> Operation:
         return floats.multiply_add(i)
     if "cc" in i.parts:
         return carrying(i)
-    only(i, "lo", "hi", "wide", "sat")
     kind = type_of(i)
     function, out = _product(i)
     types = [kind, kind, out]
@@ -92,7 +89,6 @@ def mad(i: Instruction) -> Operation:
 
 def product24(i: Instruction) -> Operation:
     """mul24 and mad24: of the low 24 bits of the factors bits 47..16 or 31..0 of the product."""
-    only(i, "lo", "hi", "sat")
     dtype = dtype_of(type_of(i))
     wide = np.int64 if dtype.kind == "i" else np.uint64
 
@@ -117,7 +113,6 @@ def _carry(m: Machine) -> Values:
 
 def carrying(i: Instruction) -> Operation:
     """add, sub and mad with carry in (addc, subc, madc) or carry out (.cc); a borrow is a carry."""
-    only(i, "lo", "hi", "cc")
     kind = type_of(i)
     unsigned = dtype_of(f"u{kind[1:]}")
     read, write = [reader(o, kind, i) for o in i.operands[1:]], writer(i.operands[0], kind, i)
@@ -150,7 +145,6 @@ def divide(i: Instruction) -> Operation:
     """div: integers truncate toward zero; the ISA leaves x / 0 open, here it is all ones."""
     if floats.is_float(i):
         return floats.divide(i)
-    only(i)
     dtype = dtype_of(type_of(i))
 
     def quotient(a: Values, b: Values) -> Values:
@@ -165,7 +159,6 @@ def divide(i: Instruction) -> Operation:
 
 def remainder(i: Instruction) -> Operation:
     """rem, of the sign of the dividend; the ISA leaves x % 0 open, here it is all ones."""
-    only(i)
     dtype = dtype_of(type_of(i))
 
     def rest(a: Values, b: Values) -> Values:
@@ -177,13 +170,11 @@ def remainder(i: Instruction) -> Operation:
 
 def sum_of_differences(i: Instruction) -> Operation:
     """sad: c + |a - b|."""
-    only(i)
     return elementwise(i, lambda a, b, c: c + np.where(a < b, b - a, a - b))
 
 
 def dot_product(i: Instruction) -> Operation:
     """dp4a and dp2a: c plus the products of bytes with bytes, or of halves with the lower or upper two bytes."""
-    only(i, "lo", "hi")
     kinds = [p for p in i.parts if p in ("u32", "s32")]
     signs = ["i" if k == "s32" else "u" for k in kinds]
     out = "s32" if "s32" in kinds else "u32"
@@ -209,7 +200,6 @@ def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
     def build(i: Instruction) -> Operation:
         if floats.is_float(i):
             return floats.extreme(smaller)(i)
-        only(i, "relu")
         choose: Function = np.minimum if smaller else np.maximum
         function = (lambda a, b: np.maximum(choose(a, b), 0)) if "relu" in i.parts else choose
         return elementwise(i, _pairs(function, type_of(i)))

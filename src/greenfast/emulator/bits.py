@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from greenfast.emulator.machine import Operation, Values
-from greenfast.emulator.operands import Function, dtype_of, elementwise, only, type_of, unsupported
+from greenfast.emulator.operands import Function, dtype_of, elementwise, type_of, unsupported
 from greenfast.emulator.ptx import Instruction
 
 
@@ -45,7 +45,6 @@ def shift(right: bool) -> Callable[[Instruction], Operation]:
 
 def funnel_shift(i: Instruction) -> Operation:
     """shf: the upper word of {b, a} shifted left, or the lower word of it shifted right."""
-    only(i, "l", "r", "clamp", "wrap")
     left, clamps = "l" in i.parts, "clamp" in i.parts
 
     def function(a: Values, b: Values, c: Values) -> Values:
@@ -70,7 +69,6 @@ _PERMUTE_MODES = {
 
 def permute_bytes(i: Instruction) -> Operation:
     """prmt: each selector digit picks a byte, its top bit replicates that byte's sign; a mode has its own digits."""
-    only(i, *_PERMUTE_MODES)
     mode = next((p for p in i.parts if p in _PERMUTE_MODES), None)
     table = None
     if mode is not None:
@@ -155,7 +153,6 @@ def _leading_zeros(a: Values) -> Values:
 
 def find_bit(i: Instruction) -> Operation:
     """bfind: the position of the highest bit that is not the sign's, or with .shiftamt its distance to the top."""
-    only(i, "shiftamt")
     dtype = dtype_of(type_of(i))
     bits = 8 * dtype.itemsize
 
@@ -185,7 +182,6 @@ def reverse_bits(i: Instruction) -> Operation:
 
 def bit_mask(i: Instruction) -> Operation:
     """bmsk: b set bits from position a on."""
-    only(i, "clamp", "wrap")
     clamps = "clamp" in i.parts
 
     def function(a: Values, b: Values) -> Values:
@@ -198,7 +194,6 @@ def bit_mask(i: Instruction) -> Operation:
 
 def extend(i: Instruction) -> Operation:
     """szext: the lowest b bits of a, extended by their sign or by zeros."""
-    only(i, "clamp", "wrap")
     clamps, dtype = "clamp" in i.parts, dtype_of(type_of(i))
 
     def function(a: Values, b: Values) -> Values:

@@ -14,7 +14,6 @@ from greenfast.emulator.operands import (
     Reader,
     dtype_of,
     elementwise,
-    only,
     reader,
     type_of,
     unsupported,
@@ -53,7 +52,6 @@ def _ordered(name: str, of_floats: bool, i: Instruction) -> Function:
 def _comparison(i: Instruction) -> Function:
     """The comparison of setp and set as a function of sources; of packed halves along a last axis of its own."""
     kind = type_of(i)
-    only(i, *_LOGIC, "ftz", i.parts[0])
     compare = _ordered(i.parts[0], kind in KINDS, i)
     if kind not in KINDS or kind == "f64":
         return compare
@@ -121,14 +119,12 @@ def set_value(i: Instruction) -> Operation:
 
 def selp(i: Instruction) -> Operation:
     """selp."""
-    only(i)
     kind = type_of(i)
     return elementwise(i, lambda a, b, p: np.where(p, a, b), types=[kind, kind, "pred"])
 
 
 def slct(i: Instruction) -> Operation:
     """slct: a where c >= 0, else b, also for NaN."""
-    only(i, "ftz")
     kind, third = (p for p in i.parts if p in TYPES)
     if "ftz" in i.parts:  # a subnormal c counts as zero
         function: Function = lambda a, b, c: np.where(flush(c, "f32") >= 0, a, b)  # noqa: E731

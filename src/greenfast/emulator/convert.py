@@ -9,11 +9,10 @@ import numpy as np
 
 from greenfast.emulator.floats import KINDS, element_of, rounding
 from greenfast.emulator.machine import Lanes, Machine, Operation, Values
-from greenfast.emulator.operands import TYPES, Function, dtype_of, only, reader, unsupported, writer
+from greenfast.emulator.operands import TYPES, Function, dtype_of, reader, unsupported, writer
 from greenfast.emulator.ptx import Instruction
 from greenfast.emulator.rounding import (
     FORMATS,
-    MODES,
     NAN_BITS,
     canonical,
     double_of,
@@ -60,7 +59,6 @@ def encode(values: Values, name: str) -> Values:
 
 def convert(i: Instruction) -> Operation:
     """cvt.<rounding>.<to>.<from>."""
-    only(i, *MODES, *_TO_INTEGER, "ftz", "sat", "relu", "satfinite", "tf32", *_EIGHT_BITS)
     kinds = [p for p in i.parts if p in TYPES or p in ("tf32", *_EIGHT_BITS)]
     if len(kinds) != 2:
         raise unsupported(i)

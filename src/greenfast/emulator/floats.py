@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from greenfast.emulator.machine import Operation, Values
-from greenfast.emulator.operands import Function, dtype_of, elementwise, only, type_of, unsupported
+from greenfast.emulator.operands import Function, dtype_of, elementwise, type_of, unsupported
 from greenfast.emulator.ptx import Instruction
 from greenfast.emulator.rounding import (
     FORMATS,
@@ -95,7 +95,7 @@ def _finished(i: Instruction, kind: str, function: Function, exact: Function | N
 
 
 def arithmetic(
-    usual: Function, odd: Callable[..., Values], exact: Callable[..., Fraction], extra: str = ""
+    usual: Function, odd: Callable[..., Values], exact: Callable[..., Fraction]
 ) -> Callable[[Instruction], Operation]:
     """An instruction that rounds its result once.
 
@@ -104,7 +104,6 @@ def arithmetic(
     """
 
     def build(i: Instruction) -> Operation:
-        only(i, "rn", "rz", "rm", "rp", "ftz", "sat", "relu", *extra.split())
         kind, mode = element_of(type_of(i)), rounding(i)
         wide: Function = lambda *sources: odd(mode, *(widen(s, kind) for s in sources))  # noqa: E731
         if mode == "rn" and (kind == "f32" or (kind == "f64" and usual is not fused)):
@@ -153,12 +152,10 @@ add = arithmetic(lambda a, b: a + b, lambda mode, a, b: sum_to_odd(a, b, mode), 
 subtract = arithmetic(lambda a, b: a - b, lambda mode, a, b: sum_to_odd(a, -b, mode), lambda a, b: a - b)
 multiply = arithmetic(lambda a, b: a * b, lambda mode, a, b: a * b, lambda a, b: a * b)
 multiply_add = arithmetic(fused, _fused, lambda a, b, c: a * b + c)
-_rounded_quotient = arithmetic(
-    lambda a, b: a / b, lambda mode, a, b: quotient_to_odd(a, b), lambda a, b: a / b, extra="full"
-)
-sqrt = arithmetic(np.sqrt, lambda mode, a: root_to_odd(a), _root, extra="approx")
+_rounded_quotient = arithmetic(lambda a, b: a / b, lambda mode, a, b: quotient_to_odd(a, b), lambda a, b: a / b)
+sqrt = arithmetic(np.sqrt, lambda mode, a: root_to_odd(a), _root)
 _rounded_reciprocal = arithmetic(
-    lambda a: a.dtype.type(1) / a, lambda mode, a: quotient_to_odd(np.ones_like(a), a), lambda a: 1 / a, extra="approx"
+    lambda a: a.dtype.type(1) / a, lambda mode, a: quotient_to_odd(np.ones_like(a), a), lambda a: 1 / a
 )
 
 
@@ -166,7 +163,6 @@ def divide(i: Instruction) -> Operation:
     """div; .approx is a * (1 / b), where 1 / b of |b| > 2^126 is taken for zero."""
     if "approx" not in i.parts:
         return _rounded_quotient(i)
-    only(i, "approx", "ftz")
 
     def quotient(a: Values, b: Values) -> Values:
         return np.where(np.abs(b) > np.float32(2.0**126), a * (np.float32(0) * np.sign(b)), a / b)
@@ -197,7 +193,6 @@ def approximate(function: Callable[[Values], Values]) -> Callable[[Instruction],
     """A special function: computed in float64 and rounded once. The hardware's differs within the ISA's bounds."""
 
     def build(i: Instruction) -> Operation:
-        only(i, "approx", "ftz")
         kind = element_of(type_of(i))
         if kind not in ("f32", "f16", "bf16"):
             raise unsupported(i)
@@ -243,13 +238,19 @@ def _layout(kind: str) -> tuple[Any, Any]:
 
 
 def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
-    """min and max: of a number and NaN the number, with .NaN NaN; -0 is less than +0."""
+    """min and max: of a number and NaN the number, with .NaN NaN; -0 is less than +0.
+
+    .xorsign.abs: of the magnitudes, with the product's sign.
+    """
 
     def build(i: Instruction) -> Operation:
-        only(i, "ftz", "NaN")
         kind = element_of(type_of(i))
         sign, infinity = _layout(kind)
         nan, any_nan = _unsigned(kind).type(NAN_BITS[kind]), "NaN" in i.parts
+
+        def of_sizes(a: Values, b: Values) -> Values:
+            found = run(a & ~sign, b & ~sign)
+            return np.where(found > infinity, found, found | ((a ^ b) & sign))
 
         def run(a: Values, b: Values) -> Values:
             # Patterns in the order of the numbers that they stand for.
@@ -259,7 +260,7 @@ def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
             found = np.where(bad_b | (first & ~bad_a), a, b)
             return np.where((bad_a | bad_b) if any_nan else (bad_a & bad_b), nan, found)
 
-        return _bit_function(i, run)
+        return _bit_function(i, of_sizes if "xorsign" in i.parts else run)
 
     return build
 
@@ -268,7 +269,6 @@ def _signed(function: Callable[[Values, Any], Values]) -> Callable[[Instruction]
     """neg and abs. The ISA leaves their NaN open: ptxas makes additions of them, and narrow ones give canonical NaN."""
 
     def build(i: Instruction) -> Operation:
-        only(i, "ftz")
         kind = element_of(type_of(i))
         sign, infinity = _layout(kind)
         nan = _unsigned(kind).type(NAN_BITS[kind])

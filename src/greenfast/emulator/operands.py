@@ -40,17 +40,10 @@ def type_of(instruction: Instruction) -> str:
 
 def unsupported(instruction: Instruction, why: str = "is not known to the emulator") -> UnsupportedError:
     """The error for an instruction that cannot be run."""
-    opcode = ".".join((instruction.name, *instruction.parts))
+    opcode = ".".join((instruction.name, *instruction.parts)).replace(":", "::")
     return UnsupportedError(
         f"PTX instruction {opcode} {why} at {instruction.source or 'unknown line'}: {instruction.text}"
     )
-
-
-def only(instruction: Instruction, *allowed: str) -> None:
-    """Refuse an instruction that has a modifier besides its types and the allowed ones; raises UnsupportedError."""
-    unknown = [part for part in instruction.parts if part not in TYPES and part not in allowed]
-    if unknown:
-        raise unsupported(instruction, f"has the modifier .{unknown[0]}, which is not known to the emulator,")
 
 
 def cast(values: Values, dtype: Any) -> Values:

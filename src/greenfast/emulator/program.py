@@ -20,8 +20,10 @@ from greenfast.emulator import (
     tma,
     warp,
     wgmma,
+    wmma,
 )
 from greenfast.emulator.faults import UnsupportedError
+from greenfast.emulator.forms import refusal
 from greenfast.emulator.machine import Operation
 from greenfast.emulator.operands import Reader, reader, unsupported
 from greenfast.emulator.printf import call
@@ -40,11 +42,12 @@ BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     **mbarrier.BUILDERS,
     **tma.BUILDERS,
     **wgmma.BUILDERS,
+    **wmma.BUILDERS,
     **cluster.BUILDERS,
     "call": call,
 }
 #: Instructions that order memory accesses or advise: every access here takes effect at once, so nothing is to be done.
-_NOTHING = ("membar", "griddepcontrol", "prefetch", "prefetchu", "nanosleep", "pragma", "setmaxnreg")
+NOTHING = ("membar", "griddepcontrol", "prefetch", "prefetchu", "nanosleep", "setmaxnreg")
 CONTROL = ("bra", "ret", "exit", "bar", "barrier", "trap", "brkpt")
 #: Instructions of a whole warp, and which of their operands names the threads that take part (None: all).
 _OF_WARPS = {"shfl": -1, "vote": -1, "redux": -1, "elect": -1, "match": -1, "mma": None, "wmma": None}
@@ -68,16 +71,16 @@ class Program:
         self.meetings = {pc: m for pc, i in enumerate(function.code) if (m := _meeting(i)) is not None}
 
     def _build(self, i: Instruction) -> Operation | None:
+        refused = refusal(i.name, i.parts)
+        if refused:
+            raise unsupported(i, refused)
         if i.name == "barrier" and i.parts[0] == "cluster":
             return cluster.barrier(i)
-        if i.name in CONTROL or i.name in _NOTHING:
+        if i.name in CONTROL or i.name in NOTHING:
             return None
         if i.name == "mov" and self.products and wgmma.is_plain(i):
             return wgmma.move(i)
-        builder = BUILDERS.get(i.name)
-        if builder is None:
-            raise unsupported(i)
-        return builder(i)
+        return BUILDERS[i.name](i)
 
 
 class Meeting:

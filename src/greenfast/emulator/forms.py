@@ -1,0 +1,302 @@
+"""What the emulator implements of each instruction: the table that decides what is accepted.
+
+A form is a list of an opcode's modifiers and types: ``a|b`` is one of several, a ``?`` behind them says that they may
+be left out. An instruction is accepted if one of its opcode's forms has all of its parts and it has all that the form
+demands. The order of types is the form's; that of other modifiers is free, as ptxas takes them in any. Whatever is not
+here is refused by name, so a modifier that nobody thought of is never ignored.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+_UNSIGNED, _SIGNED, _BITS = "u16|u32|u64", "s16|s32|s64", "b16|b32|b64"
+_INTEGERS = f"{_UNSIGNED}|{_SIGNED}"
+_WORDS = "u32|s32|u64|s64"
+_BYTES_UP = f"u8|s8|{_INTEGERS}"
+_HALVES, _BRAINS = "f16|f16x2", "bf16|bf16x2"
+_SINGLE, _DOUBLE = "rn|rz|rm|rp? ftz? sat? f32", "rn|rz|rm|rp? f64"
+_SUMS = (_SINGLE, _DOUBLE, f"rn? ftz? sat? {_HALVES}", f"rn? {_BRAINS}")
+_ROUNDED = ("rn|rz|rm|rp ftz? f32", "rn|rz|rm|rp f64")
+_SIGNS = (_SIGNED, "ftz? f32", "f64", f"ftz? {_HALVES}", _BRAINS)
+_EXTREMES = (
+    _INTEGERS, "u16x2|s16x2", "relu s32|s16x2", "ftz? NaN? f32", "ftz? NaN? xorsign abs f32", "f64",
+    f"ftz? NaN? {_HALVES}", f"ftz? NaN? xorsign abs {_HALVES}", f"NaN? {_BRAINS}", f"NaN? xorsign abs {_BRAINS}",
+)  # fmt: skip
+
+_ORDERS, _LOGIC = "lt|le|gt|ge", "and|or|xor?"
+_FLOAT_ORDERS = f"eq|ne|{_ORDERS}|equ|neu|ltu|leu|gtu|geu|num|nan"
+_COMPARED = (
+    (f"eq|ne {_LOGIC}", f"{_INTEGERS}|{_BITS}"),
+    (f"{_ORDERS} {_LOGIC}", _INTEGERS),
+    (f"lo|ls|hi|hs {_LOGIC}", _UNSIGNED),
+    (f"{_FLOAT_ORDERS} {_LOGIC} ftz?", "f32"),
+    (f"{_FLOAT_ORDERS} {_LOGIC}", "f64"),
+)
+
+_INTEGRAL = "rni|rzi|rmi|rpi"
+_CONVERSIONS = (
+    f"sat? {_BYTES_UP} {_BYTES_UP}",
+    f"{_INTEGRAL} ftz? sat? {_BYTES_UP} f32",
+    f"{_INTEGRAL} sat? {_BYTES_UP} f16|bf16|f64",
+    f"rn|rz|rm|rp f16|bf16|f32|f64 {_BYTES_UP}",
+    "ftz? sat? f32 f16", "f32 bf16", "ftz? f64 f32", "f64 f16|bf16",
+    f"{_INTEGRAL}? ftz? sat? f32 f32", f"{_INTEGRAL}? sat? f16 f16", f"{_INTEGRAL}? sat? f64 f64",
+    "rn|rz|rm|rp ftz? sat? f32 f64", "rn|rz|rm|rp ftz? sat? f16 f32", "rn|rz|rm|rp sat? f16 f64|bf16",
+    "rn|rz|rm|rp bf16 f16|f32|f64", "rn|rz relu? satfinite? f16|bf16 f32", "rn|rz relu? satfinite? f16x2|bf16x2 f32",
+    "rn|rz relu? tf32 f32", "rna satfinite? tf32 f32",
+    "rn satfinite relu? e4m3x2|e5m2x2 f32|f16x2", "rn relu? f16x2 e4m3x2|e5m2x2",
+)  # fmt: skip
+
+_SHARED = "shared|shared:cta|shared:cluster"
+_SPACES = f"global|local|const|param|param:entry|param:func|{_SHARED}?"
+_LEVELS = (
+    "L1:evict_normal|L1:evict_unchanged|L1:evict_first|L1:evict_last|L1:no_allocate? "
+    "L2:evict_normal|L2:evict_first|L2:evict_last? L2:cache_hint? L2:64B|L2:128B|L2:256B?"
+)
+_NUMBERS = "b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64"
+_NARROW = "b8|b16|b32|u8|u16|u32|s8|s16|s32|f32"
+_VECTORS = (f"v2? {_NUMBERS}", f"v4 {_NARROW}")
+_SCOPES = "cta|cluster|gpu|sys"
+_READ, _WRITTEN = (
+    (f"weak? {space} {caches} {_LEVELS}", f"volatile {space} L2:64B|L2:128B|L2:256B?")
+    for space, caches in ((_SPACES, "ca|cg|cs|lu|cv?"), (_SPACES.replace("const|", ""), "wb|cg|cs|wt?"))
+)
+_AT_ONCE = f"relaxed|acquire|release|acq_rel? {_SCOPES}? global|{_SHARED}? L2:cache_hint?"
+_ATOMIC = tuple(
+    f"{_AT_ONCE} {form}"
+    for form in (
+        "add u32|s32|u64|f32|f64", f"add noftz {_HALVES}|{_BRAINS}", "min|max u32|s32|u64|s64", "and|or|xor b32|b64",
+        "inc|dec u32",
+    )
+)  # fmt: skip
+
+_BARRIER = f"relaxed|release? {_SCOPES}? {_SHARED}?"
+_HINT = "L2:cache_hint?"
+_POLICIES = "L2:evict_last|L2:evict_normal|L2:evict_first|L2:evict_unchanged"
+_RANKS = "1d|2d|3d|4d|5d"
+_WIDE, _LONG, _SHORT = ("|".join(f"m64n{n}k{k}" for n in range(8, 257, 8)) for k in (16, 32, 8))
+_FLOAT8 = "e4m3|e5m2"
+
+#: Forms by opcode; "" is an opcode with nothing behind it.
+FORMS: dict[str, tuple[str, ...]] = {
+    # integers and floating point
+    "add": (_INTEGERS, "u16x2|s16x2", "sat s32", f"cc {_WORDS}", *_SUMS),
+    "sub": (_INTEGERS, "sat s32", f"cc {_WORDS}", *_SUMS),
+    "addc": (f"cc? {_WORDS}",),
+    "subc": (f"cc? {_WORDS}",),
+    "mul": (f"lo|hi {_INTEGERS}", "wide u16|s16|u32|s32", *_SUMS),
+    "mad": (
+        f"lo|hi {_INTEGERS}", "wide u16|s16|u32|s32", "hi sat s32", f"lo|hi cc {_WORDS}", "rn|rz|rm|rp ftz? sat? f32",
+        "rn|rz|rm|rp f64",
+    ),
+    "madc": (f"lo|hi cc? {_WORDS}",),
+    "mul24": ("lo|hi u32|s32",),
+    "mad24": ("lo|hi u32|s32", "hi sat s32"),
+    "sad": (_INTEGERS,),
+    "div": (_INTEGERS, "approx|full ftz? f32", *_ROUNDED),
+    "rem": (_INTEGERS,),
+    "dp4a": ("u32|s32 u32|s32",),
+    "dp2a": ("lo|hi u32|s32 u32|s32",),
+    "min": _EXTREMES,
+    "max": _EXTREMES,
+    "neg": _SIGNS,
+    "abs": _SIGNS,
+    "fma": (
+        "rn|rz|rm|rp ftz? sat? f32", "rn|rz|rm|rp f64", f"rn ftz? sat? {_HALVES}", f"rn ftz? relu {_HALVES}",
+        f"rn relu? {_BRAINS}",
+    ),
+    "rcp": ("approx ftz? f32", *_ROUNDED),
+    "sqrt": ("approx ftz? f32", *_ROUNDED),
+    "rsqrt": ("approx ftz? f32",),
+    "sin": ("approx ftz? f32",),
+    "cos": ("approx ftz? f32",),
+    "lg2": ("approx ftz? f32",),
+    "ex2": ("approx ftz? f32", f"approx {_HALVES}", f"approx ftz {_BRAINS}"),
+    "tanh": (f"approx f32|{_HALVES}|{_BRAINS}",),
+    "copysign": ("f32|f64",),
+    "testp": ("finite|infinite|number|notanumber|normal|subnormal f32|f64",),
+    # bits
+    "and": (f"pred|{_BITS}",),
+    "or": (f"pred|{_BITS}",),
+    "xor": (f"pred|{_BITS}",),
+    "not": (f"pred|{_BITS}",),
+    "cnot": (_BITS,),
+    "lop3": ("b32",),
+    "shl": (_BITS,),
+    "shr": (f"{_INTEGERS}|{_BITS}",),
+    "shf": ("l|r clamp|wrap b32",),
+    "prmt": ("b32 f4e|b4e|rc8|ecl|ecr|rc16?",),
+    "bfi": ("b32|b64",),
+    "bfe": (_WORDS,),
+    "bfind": (f"shiftamt? {_WORDS}",),
+    "bmsk": ("clamp|wrap b32",),
+    "brev": ("b32|b64",),
+    "clz": ("b32|b64",),
+    "popc": ("b32|b64",),
+    "szext": ("clamp|wrap u32|s32",),
+    # comparison and selection
+    "setp": (
+        *(f"{how} {what}" for how, what in _COMPARED), f"{_FLOAT_ORDERS} {_LOGIC} ftz? {_HALVES}",
+        f"{_FLOAT_ORDERS} {_LOGIC} {_BRAINS}",
+    ),
+    "set": tuple(f"{how} u32|s32|f32 {what}" for how, what in _COMPARED),
+    "selp": (f"{_INTEGERS}|{_BITS}|f32|f64",),
+    "slct": (f"{_INTEGERS}|{_BITS}|f32|f64 s32", f"ftz? {_INTEGERS}|{_BITS}|f32|f64 f32"),
+    # moves and conversions
+    "mov": (f"pred|{_INTEGERS}|{_BITS}|f32|f64",),
+    "cvt": _CONVERSIONS,
+    "cvta": (f"to? global|local|const|param|param:entry|{_SHARED} u32|u64",),
+    "isspacep": (f"global|local|{_SHARED}",),
+    # memory
+    "ld": (
+        *(f"{how} {what}" for how in _READ for what in _VECTORS),
+        *(f"relaxed|acquire {_SCOPES} global|{_SHARED}? {_LEVELS} {what}" for what in _VECTORS),
+        *(f"global nc ca|cg|cs? {_LEVELS} {what}" for what in _VECTORS),
+        f"mmio relaxed sys global? {_NUMBERS}",
+    ),
+    "ldu": tuple(f"global? {what}" for what in _VECTORS),
+    "st": (
+        *(f"{how} {what}" for how in _WRITTEN for what in _VECTORS),
+        *(f"relaxed|release {_SCOPES} global|{_SHARED}? {_LEVELS} {what}" for what in _VECTORS),
+        f"mmio relaxed sys global? {_NUMBERS}",
+    ),
+    "atom": (*_ATOMIC, f"{_AT_ONCE} exch b32|b64", f"{_AT_ONCE} cas b16|b32|b64"),
+    "red": _ATOMIC,
+    "prefetch": ("global|local? L1|L2", "global L2:evict_last|L2:evict_normal", "const|param? tensormap"),
+    "prefetchu": ("L1",),
+    "createpolicy": (
+        f"fractional {_POLICIES} L2:evict_first|L2:evict_unchanged? b64",
+        f"range global? {_POLICIES} L2:evict_first|L2:evict_unchanged? b64",
+        "cvt L2 b64",
+    ),
+    "membar": ("cta|gl|sys", "proxy alias"),
+    "fence": (
+        f"sc|acq_rel|acquire|release? {_SCOPES}", "mbarrier_init release cluster", "proxy alias",
+        f"proxy async global|{_SHARED}?",
+    ),
+    # copies
+    "cp": (
+        f"async ca|cg shared|shared:cta global {_HINT} L2:64B|L2:128B|L2:256B?",
+        "async commit_group", "async wait_group", "async wait_all", f"async mbarrier arrive noinc {_SHARED}? b64",
+        f"async bulk shared:cluster|shared:cta global mbarrier:complete_tx:bytes multicast:cluster? {_HINT}",
+        f"async bulk tensor {_RANKS} shared:cluster|shared:cta global tile? mbarrier:complete_tx:bytes "
+        f"multicast:cluster? {_HINT}",
+        f"async bulk global shared:cta bulk_group {_HINT}",
+        f"async bulk tensor {_RANKS} global shared:cta tile? bulk_group {_HINT}",
+        "async bulk commit_group", "async bulk wait_group read?",
+        f"async bulk prefetch L2 global {_HINT}", f"async bulk prefetch tensor {_RANKS} L2 global tile? {_HINT}",
+    ),
+    "mbarrier": (
+        f"init|inval {_SHARED}? b64", f"expect_tx|complete_tx relaxed? {_SCOPES}? {_SHARED}? b64",
+        f"arrive|arrive_drop expect_tx? {_BARRIER} b64", f"arrive|arrive_drop noComplete {_BARRIER} b64",
+        f"test_wait|try_wait parity? acquire|relaxed? {_SCOPES}? {_SHARED}? b64",
+    ),
+    # warps, warpgroups and clusters
+    "shfl": ("sync up|down|bfly|idx b32",),
+    "vote": ("sync all|any|uni pred", "sync ballot b32"),
+    "match": ("any|all sync b32|b64",),
+    "redux": ("sync add|min|max u32|s32", "sync and|or|xor b32"),
+    "elect": ("sync",),
+    "activemask": ("b32",),
+    "ldmatrix": (f"sync aligned m8n8 x1|x2|x4 trans? {_SHARED}? b16",),
+    "stmatrix": (f"sync aligned m8n8 x1|x2|x4 trans? {_SHARED}? b16",),
+    "movmatrix": ("sync aligned m8n8 trans b16",),
+    "wmma": (
+        f"load a|b|c sync aligned row|col m16n16k16 global|{_SHARED}? f16",
+        f"load c sync aligned row|col m16n16k16 global|{_SHARED}? f32",
+        f"store d sync aligned row|col m16n16k16 global|{_SHARED}? f32",
+        "mma sync aligned row|col row|col m16n16k16 f32 f32",
+    ),
+    "mma": (
+        "sync aligned m16n8k8|m16n8k16 row col f16|f32 f16 f16 f16|f32",
+        "sync aligned m16n8k8|m16n8k16 row col f32 bf16 bf16 f32",
+        f"sync aligned m16n8k16|m16n8k32 row col kind:f8f6f4? f16|f32 {_FLOAT8} {_FLOAT8} f16|f32",
+        "sync aligned m16n8k16|m16n8k32 row col satfinite? s32 s8|u8 s8|u8 s32",
+    ),
+    "wgmma": (
+        "fence sync aligned", "commit_group sync aligned", "wait_group sync aligned",
+        f"mma_async sync aligned {_WIDE} f32 f16 f16", f"mma_async sync aligned {_WIDE} f32 bf16 bf16",
+        f"mma_async sync aligned {_LONG} f32 {_FLOAT8} {_FLOAT8}",
+        f"mma_async sync aligned {_LONG} satfinite? s32 s8|u8 s8|u8",
+    ),
+    "setmaxnreg": ("inc|dec sync aligned u32",),
+    "griddepcontrol": ("wait|launch_dependents",),
+    "mapa": (f"{_SHARED}? u32|u64",),
+    "getctarank": (f"{_SHARED}? u32|u64",),
+    # control
+    "bra": ("uni?",),
+    "ret": ("uni?",),
+    "exit": ("",),
+    "trap": ("",),
+    "brkpt": ("",),
+    "call": ("uni?",),
+    "nanosleep": ("u32",),
+    "bar": ("cta? sync", "cta? arrive", "cta? red popc u32", "cta? red and|or pred", "warp sync"),
+    "barrier": (
+        "cta? sync|arrive aligned?", "cta? red popc aligned? u32", "cta? red and|or aligned? pred",
+        "cluster arrive release|relaxed? aligned?", "cluster wait acquire? aligned?",
+    ),
+}  # fmt: skip
+
+#: Words that say what an operand is: their order counts.
+_IN_ORDER = {"pred", "tf32", "row", "col", "e4m3", "e5m2", "e4m3x2", "e5m2x2"}
+_IN_ORDER |= {f"{s}{n}{x}" for s in "bus" for n in (4, 8, 16, 32, 64) for x in ("", "x2")}
+_IN_ORDER |= {"f16", "f16x2", "bf16", "bf16x2", "f32", "f64", "global", *_SHARED.split("|")}
+
+
+class _Group:
+    """One of several words in a form."""
+
+    def __init__(self, text: str) -> None:
+        self.optional = text.endswith("?")
+        self.words = text.removesuffix("?").split("|")
+        self.in_order = not _IN_ORDER.isdisjoint(self.words)
+
+
+@cache
+def groups_of(form: str) -> tuple[_Group, ...]:
+    """The groups of a form."""
+    return tuple(_Group(text) for text in form.split())
+
+
+def fits(parts: tuple[str, ...], groups: tuple[_Group, ...]) -> bool:
+    """Whether a form has all of the parts, each once, and they have what it demands."""
+    if not parts:
+        return all(group.optional for group in groups)
+    first, rest = parts[0], parts[1:]
+    for n, group in enumerate(groups):
+        if first in group.words:
+            before = groups[:n]
+            # What stands before a word whose order counts must not come behind it.
+            skipped = [g for g in before if group.in_order and g.in_order]
+            if all(g.optional for g in skipped):
+                left = tuple(g for g in before if g not in skipped) + groups[n + 1 :]
+                if fits(rest, left):
+                    return True
+    return False
+
+
+@lru_cache(maxsize=4096)
+def refusal(name: str, parts: tuple[str, ...]) -> str:
+    """Why an opcode is refused; empty for one that is accepted."""
+    forms = FORMS.get(name)
+    if forms is None:
+        return "is not known to the emulator"
+    groups = [groups_of(form) for form in forms]
+    if any(fits(parts, g) for g in groups):
+        return ""
+    known = {word for g in groups for group in g for word in group.words}
+    # A part that no form has, or the first that no form has together with those before it.
+    unknown = next((part for part in parts if part not in known), "")
+    for n, part in enumerate(parts):
+        if unknown or not any(_begins(parts[: n + 1], g) for g in groups):
+            named = (unknown or part).replace(":", "::")
+            return f"has .{named}, which is not known to the emulator{'' if unknown else ' together with the rest'},"
+    return "lacks a modifier or a type that the emulator needs to know"
+
+
+def _begins(parts: tuple[str, ...], groups: tuple[_Group, ...]) -> bool:
+    """Whether parts could be some of a form's."""
+    loose = [_Group("|".join(group.words) + "?") for group in groups]
+    return fits(parts, tuple(loose))
