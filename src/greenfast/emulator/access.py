@@ -26,6 +26,11 @@ def space_of(i: Instruction) -> str:
     return "generic"
 
 
+def without_policy(i: Instruction, operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
+    """The operands without the cache policy, which is the last one where the instruction has a hint."""
+    return operands[:-1] if "L2:cache_hint" in i.parts else operands
+
+
 def addresses(operand: Operand, i: Instruction) -> Callable[[Machine, Lanes], Offsets]:
     """A function that gives every thread's address, as written in the instruction."""
     if not isinstance(operand, Address) or operand.base is None:
@@ -174,7 +179,7 @@ def atomic(i: Instruction) -> Operation:
     if operation is None or (kind in ("f16", "bf16", "f16x2", "bf16x2") and operation != "add"):
         raise unsupported(i)
     returns = i.name == "atom"
-    target, *sources = i.operands[1:] if returns else i.operands
+    target, *sources = without_policy(i, i.operands[1:] if returns else i.operands)
     read = [reader(s, kind, i) for s in sources]
     write = writer(i.operands[0], kind, i) if returns else None
     where = addresses(target, i)
@@ -257,9 +262,10 @@ def asynchronous_copy(i: Instruction) -> Operation:
 
 def _source_size(i: Instruction, size: int) -> Callable[[Machine, Lanes], Values]:
     """How many bytes each thread copies; the rest of its ``size`` bytes becomes zero."""
-    if len(i.operands) < 4 or "L2:cache_hint" in i.parts:
+    given = without_policy(i, i.operands)
+    if len(given) < 4:
         return lambda m, lanes: np.asarray(size)
-    last = i.operands[3]
+    last = given[3]
     if isinstance(last, Register):
         read, ignore = reader(last, "u32", i), reader(last, "pred", i)
 

@@ -239,6 +239,23 @@ FORMS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
+#: How many operands an opcode has, where that does not depend on its form: a count, and the opcodes that have it.
+_COUNTS = {
+    1: "activemask bra nanosleep",
+    2: "abs neg rcp sqrt rsqrt sin cos lg2 ex2 tanh testp not cnot bfind brev clz popc mov cvta isspacep ld ldu elect "
+    "getctarank ldmatrix stmatrix movmatrix",
+    3: "addc subc mul mul24 div rem and or xor shl shr bmsk szext copysign min max add sub vote match redux mapa",
+    4: "mad madc mad24 sad dp4a dp2a fma shf prmt bfe selp slct",
+    5: "bfi shfl",
+}
+_OPERANDS = {name: count for count, names in _COUNTS.items() for name in names.split()}
+
+
+def operands_of(name: str, parts: tuple[str, ...]) -> int | None:
+    """How many operands an opcode has; None where its builder decides."""
+    return None if "L2:cache_hint" in parts else _OPERANDS.get(name)
+
+
 #: Words that say what an operand is: their order counts.
 _IN_ORDER = {"pred", "tf32", "row", "col", "e4m3", "e5m2", "e4m3x2", "e5m2x2"}
 _IN_ORDER |= {f"{s}{n}{x}" for s in "bus" for n in (4, 8, 16, 32, 64) for x in ("", "x2")}

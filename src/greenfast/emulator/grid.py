@@ -86,7 +86,7 @@ def run_grid(
         memory.bytes_of(name)[:] = a.reshape(-1).view(np.uint8)
         memory.states_of(name)[:] = WRITTEN
     for name, v in variables.items():  # device variables begin as zero where they have no initial value
-        memory.bytes_of(f"variable {name}")[:] = np.frombuffer(v.data.ljust(v.size, b"\0"), np.uint8)[: v.size]
+        memory.bytes_of(f"variable {name}")[:] = np.frombuffer(_initial(v, memory).ljust(v.size, b"\0"), np.uint8)
         memory.states_of(f"variable {name}")[:] = WRITTEN
     shared_layout, shared_bytes = _layout(module, function, dynamic_smem_bytes)
     local_layout, local_bytes = _pack([v for v in function.variables.values() if v.space == "local"])
@@ -136,6 +136,17 @@ def run_grid(
         for part in result.phases.values():
             counts.add(part)
     return result
+
+
+def _initial(v: Variable, memory: GlobalMemory) -> bytes:
+    """A variable's initial value, with the addresses that stand in it."""
+    data = bytearray(v.data)
+    for r in v.relocations:
+        target = f"variable {r.symbol}"
+        if target not in memory.starts:
+            raise UsageError(f"PTX: the initial value of {v.name} names {r.symbol}, which is no variable in memory")
+        data[r.offset : r.offset + r.size] = r.value(memory.address(target))
+    return bytes(data)
 
 
 def _pack(variables: Sequence[Variable], start: int = 0) -> tuple[dict[str, int], int]:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from greenfast.emulator.faults import UnsupportedError
+from greenfast.emulator.literals import as_float
 from greenfast.emulator.machine import Lanes, Machine, Operation, Values, lane_indices
 from greenfast.emulator.ptx import CLOCKS, Immediate, Instruction, Operand, Register, Special, Symbol
 
@@ -76,19 +77,21 @@ def reader(operand: Operand, type_name: str, instruction: Instruction) -> Reader
     if isinstance(operand, Special):
         return _special(operand.name, dtype, instruction)
     if isinstance(operand, Symbol):
-        symbol = operand.name
+        symbol, offset = operand.name, operand.offset
         if symbol.startswith("!"):
             negated = symbol[1:]
             return lambda m, lanes: ~m.register(negated)[lanes]
-        return lambda m, lanes: np.asarray(address_of(m, symbol), dtype=np.uint64).astype(dtype)
+        return lambda m, lanes: np.asarray(address_of(m, symbol) + offset, dtype=np.uint64).astype(dtype)
     raise unsupported(instruction, "has an operand that is not known")
 
 
 def _constant(operand: Immediate, dtype: Any) -> Values:
     size = dtype.itemsize
     bits = operand.bits
-    if dtype.kind == "f" and not operand.is_float:
+    if dtype.kind == "f" and not operand.width:
         return np.asarray(np.int64(np.uint64(bits)), dtype=dtype)
+    if dtype.kind == "f" and operand.width != 8 * size:
+        return np.asarray(as_float(bits, operand.width), dtype=dtype)
     if dtype == np.bool_:
         return np.asarray(bool(bits))
     return np.asarray(bits & (2 ** (8 * size) - 1), dtype=_UNSIGNED[size]).view(dtype)

@@ -23,7 +23,7 @@ from greenfast.emulator import (
     wmma,
 )
 from greenfast.emulator.faults import UnsupportedError
-from greenfast.emulator.forms import refusal
+from greenfast.emulator.forms import operands_of, refusal
 from greenfast.emulator.machine import Operation
 from greenfast.emulator.operands import Reader, reader, unsupported
 from greenfast.emulator.printf import call
@@ -74,13 +74,19 @@ class Program:
         refused = refusal(i.name, i.parts)
         if refused:
             raise unsupported(i, refused)
+        count = operands_of(i.name, i.parts)
+        if count is not None and len(i.operands) != count:
+            raise unsupported(i, f"has {len(i.operands)} operands in place of {count}")
         if i.name == "barrier" and i.parts[0] == "cluster":
             return cluster.barrier(i)
         if i.name in CONTROL or i.name in NOTHING:
             return None
         if i.name == "mov" and self.products and wgmma.is_plain(i):
             return wgmma.move(i)
-        return BUILDERS[i.name](i)
+        try:
+            return BUILDERS[i.name](i)
+        except (ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError, StopIteration) as e:
+            raise unsupported(i, "has operands that are not known to the emulator") from e
 
 
 class Meeting:

@@ -6,11 +6,12 @@ business of the instruction modules.
 
 from __future__ import annotations
 
+import math
 import re
-import struct
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from greenfast.emulator.literals import Relocation, initial, integer, pattern
 from greenfast.emulator.scopes import Scope
 from greenfast.spec.errors import UsageError
 
@@ -31,17 +32,18 @@ class Special:
 
 @dataclass(frozen=True)
 class Immediate:
-    """A literal. ``bits`` is the two's complement of an integer, or the bit pattern of a 0f/0d literal."""
+    """A literal. ``bits`` is the two's complement of an integer, or the pattern of a float of ``width`` bits."""
 
     bits: int
-    is_float: bool = False
+    width: int = 0
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """A variable, parameter, function or label by name."""
+    """A variable, parameter, function or label by name, or what lies ``offset`` bytes behind one."""
 
     name: str
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,10 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of a module or function. ``space`` is global, const, shared, local or param; ``type`` an element's."""
+    """A variable of a module or function. ``space`` is global, const, shared, local or param; ``type`` an element's.
+
+    data: its initial value, in which the addresses of ``relocations`` are still to be filled in.
+    """
 
     name: str
     space: str
@@ -102,6 +107,7 @@ class Variable:
     size: int
     data: bytes = b""
     type: str = ""
+    relocations: tuple[Relocation, ...] = ()
 
 
 @dataclass
@@ -149,7 +155,8 @@ _HEADER = re.compile(
     r"(?:\((?P<results>[^)]*)\)\s*)?(?P<name>[\w$]+)\s*(?:\((?P<params>[^)]*)\))?"
 )
 _VARIABLE = re.compile(
-    r"\.(?P<space>global|const|shared|local|param)\s+(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+"
+    r"\.(?P<space>global|const|shared|local|param)\s+(?:\.attribute\([^)]*\)\s+)?(?:\.align\s+(?P<align>\d+)\s+)?"
+    r"(?:\.v(?P<vector>[248])\s+)?\.(?P<type>\w+)\s+"
     r"(?:\.ptr\s+(?:\.[a-z]+\s+)?(?:\.align\s+\d+\s+)?)?"  # of a parameter: what it points to
     r"(?P<name>[\w$%]+)(?P<dims>(?:\[\d*\])*)(?:\s*=\s*(?P<init>.+))?$",
     re.DOTALL,
@@ -158,10 +165,13 @@ _LOC = re.compile(r"\.loc\s+(\d+ \d+)(?: \d+)?(?:.*?inlined_at (\d+ \d+))?")
 #: Up to so many calls lead from a library's line to the caller's own; beyond, as in a circle, any of them may stand.
 _INLINED = 16
 _LABEL = re.compile(r"([\w$]+)\s*:")
-_SPECIALS: tuple[str, ...] = ("%tid", "%ntid", "%ctaid", "%nctaid", "%laneid", "%warpid", "%nwarpid")
-_SPECIALS += ("%smid", "%nsmid", "%gridid")
-_SPECIALS += ("%clock", "%globaltimer", "%lanemask", "%dynamic_smem_size", "%total_smem_size", "%envreg")
-_SPECIALS += ("%cluster", "%nclusterid", "%is_explicit_cluster", "%aggr_smem_size")
+_SPECIAL = re.compile(
+    r"%(n?tid|n?ctaid|n?clusterid|cluster_n?ctaid)(\.[xyzw])?|%(laneid|n?warpid|n?smid|gridid|lanemask_(eq|l[te]|g[te]))"
+    r"|%(clock(64|_hi)?|globaltimer(_lo|_hi)?|cluster_n?ctarank|is_explicit_cluster|(dynamic|total|aggr)_smem_size)"
+    r"|%(envreg\d+|pm\d(_64)?|reserved_smem_offset_\w+|current_graph_exec)"
+)
+#: A name, perhaps in generic( ), and what is added to it; ! negates a predicate.
+_OFFSET = re.compile(r"(?:generic\(\s*([\w$]+)\s*\)|(!?[%\w$.]+))\s*(?:(\+\s*-?|-)\s*(\w+))?")
 
 
 class _Lines:
@@ -284,15 +294,20 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
 def _statement(statement: str, function: Function, source: SourceLine | None, scope: Scope) -> None:
     """One statement of a body: a declaration, a directive to skip, or an instruction."""
     if statement.startswith(".reg"):
-        kind, names = re.match(r"\.reg\s*\.(\w+)\s+(.*)", statement).groups()  # type: ignore[union-attr]
-        for name in names.split(","):
-            scope.declare(name.strip(), kind)
+        declared = re.match(r"\.reg\s*\.(\w+)\s+([^.]*)$", statement)
+        if declared is None or declared[1] not in SIZES or declared[1] == "b128":
+            raise UsageError(f"PTX: {function.name} declares registers of a type that is not emulated: {statement}")
+        for name in declared[2].split(","):
+            scope.declare(name.strip(), declared[1])
     elif statement.startswith("."):
         variable = _variable(statement)
         if variable is not None:
             function.variables[variable.name] = variable
     elif statement:
-        function.code.append(_instruction(statement, source, scope.registers))
+        try:
+            function.code.append(_instruction(statement, source, scope.registers))
+        except (ValueError, IndexError) as e:
+            raise UsageError(f"PTX: cannot read {statement!r} in {function.name}") from e
 
 
 def _instruction(statement: str, source: SourceLine | None, registers: dict[str, str]) -> Instruction:
@@ -346,31 +361,39 @@ def _operand(text: str) -> Operand:
         return Vector(tuple(_operand(item) for item in _split(text[1:-1])))
     if text[0] == "[":
         inner, *coordinates = _split(text[1:-1].strip())
-        match = re.fullmatch(r"([%\w$.]+)\s*(?:\+\s*(-?\d+))?", inner)
-        if match is None:
-            raise UsageError(f"PTX: cannot read the address {text!r}")
-        base = _operand(match[1])
+        name, offset = _with_offset(inner)
+        base = _operand(name)
         if isinstance(base, Immediate):
-            return Address(None, base.bits)
-        assert isinstance(base, (Register, Symbol))
+            return Address(None, base.bits + offset)
         items = _operand(coordinates[0]) if coordinates else Vector(())
-        assert isinstance(items, Vector)
-        return Address(base, int(match[2] or 0), items.items)
+        if not isinstance(base, (Register, Symbol)) or not isinstance(items, Vector):
+            raise UsageError(f"PTX: cannot read the address {text!r}")
+        return Address(base, offset, items.items)
     if "|" in text:
         return Vector(tuple(_operand(item) for item in text.split("|")))
-    if text.startswith(_SPECIALS):
+    if _SPECIAL.fullmatch(text):
         return Special(text)
     if text[0] == "%" or text == "_":  # _ takes a result that nobody wants
         return Register(text)
-    if re.match(r"0[fF][0-9a-fA-F]{8}$", text):
-        return Immediate(int(text[2:], 16), True)
-    if re.match(r"0[dD][0-9a-fA-F]{16}$", text):
-        return Immediate(int(text[2:], 16), True)
-    if re.match(r"-?(0[xX][0-9a-fA-F]+|\d+)U?$", text):
-        return Immediate(int(text.rstrip("U"), 0) & (2**64 - 1))
+    number = integer(text)
+    if number is not None:
+        return Immediate(number & (2**64 - 1))
+    found = pattern(text)
+    if found is not None:
+        return Immediate(*found)
     if text == "WARP_SZ":
         return Immediate(32)
-    return Symbol(text)
+    return Symbol(*_with_offset(text))
+
+
+def _with_offset(text: str) -> tuple[str, int]:
+    """A name, and the number that is added to it or taken from it."""
+    match = _OFFSET.fullmatch(text)
+    number = integer(match[4] or "0") if match else None
+    if match is None or number is None:
+        raise UsageError(f"PTX: cannot read the address or name {text!r}")
+    negative = (match[3] or "").count("-") == 1
+    return match[1] or match[2], -number if negative else number
 
 
 def _variable(statement: str) -> Variable | None:
@@ -378,16 +401,15 @@ def _variable(statement: str) -> Variable | None:
     match = _VARIABLE.match(statement)
     if match is None:
         return None
-    size = SIZES[match["type"]]
-    count = 1
-    for dim in re.findall(r"\[(\d*)\]", match["dims"]):
-        count *= int(dim or 0)
-    data = b""
-    if match["init"]:
-        values = re.findall(r"0[fFdD][0-9a-fA-F]+|-?0[xX][0-9a-fA-F]+|-?\d+", match["init"])
-        for value in values:
-            if value[:2] in ("0f", "0F", "0d", "0D"):
-                data += int(value[2:], 16).to_bytes(size, "little")
-            else:
-                data += struct.pack("<Q", int(value, 0) & (2**64 - 1))[:size]
-    return Variable(match["name"], match["space"], int(match["align"] or size), size * count, data, match["type"])
+    size = SIZES.get(match["type"])
+    if size is None:
+        raise UsageError(f"PTX: {match['name']} is of the type .{match['type']}, which is not known to the emulator")
+    dims = tuple(int(dim or 0) for dim in re.findall(r"\[(\d*)\]", match["dims"]))
+    if match["vector"]:
+        dims = (*dims, int(match["vector"]))
+    data, relocations = initial(match["init"].strip(), match["type"], size, dims) if match["init"] else (b"", ())
+    whole = size * math.prod(dims)
+    if data and not whole:  # name[] = { ... }: as many as there are
+        whole = len(data)
+    align = int(match["align"] or size * int(match["vector"] or 1))
+    return Variable(match["name"], match["space"], align, whole, data, match["type"], relocations)

@@ -195,13 +195,17 @@ def _copies() -> list[Case]:
     """cp.async of 4, 8 and 16 bytes, whole and in part, with the rest zero; sources of 16 bytes per thread."""
     found = []
     for size, cache in ((4, "ca"), (8, "ca"), (16, "ca"), (16, "cg")):
-        for form in ("whole", "src-size", "ignore-src"):
+        for form, hint in itertools.product(("whole", "src-size", "ignore-src"), ("", ".L2::cache_hint", ".L2::128B")):
             ins = ("b32",) * 4
             extra = {"whole": "", "src-size": ", %2", "ignore-src": ", p"}[form]
             chosen = {"whole": "0", "src-size": f"a3 % {size + 1}", "ignore-src": "a3 % 2"}[form]
-            statement = f"cp.async.{cache}.shared.global [%0], [%1], {size}{extra};"
+            policy = ", policy" if "hint" in hint else ""
+            statement = f"cp.async.{cache}.shared.global{hint} [%0], [%1], {size}{extra}{policy};"
             if form == "ignore-src":
                 statement = f"{{ .reg .pred p; setp.ne.u32 p, %2, 0; {statement} }}"
+            if policy:
+                made = "createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"
+                statement = f"{{ .reg .b64 policy; {made} {statement} }}"
             body = (
                 f"{_MINE} mine[0] = mine[1] = mine[2] = mine[3] = 0xABABABAB; {_SHARED} unsigned chosen = {chosen}; "
                 f'asm volatile("{statement}" : : "r"(at), "l"(x), "r"(chosen) : "memory"); '
@@ -217,7 +221,9 @@ def _copies() -> list[Case]:
                 data = source[:count].ljust(size, b"\0").ljust(16, b"\xab")
                 return tuple(int.from_bytes(data[n : n + 4], "little") for n in range(0, 16, 4))
 
-            found.append(Case(f"cp.async.{cache}.shared.global {size} {form}", body, ins, ins, meaning, shared=16))
+            found.append(
+                Case(f"cp.async.{cache}.shared.global{hint} {size} {form}", body, ins, ins, meaning, shared=16)
+            )
     return found
 
 

@@ -1,0 +1,144 @@
+"""PTX as text: literals, addresses, names and initial values, read as the PTX ISA defines them."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+
+from greenfast.emulator.faults import KernelFaultError, UnsupportedError
+from greenfast.emulator.grid import run_grid
+from greenfast.emulator.literals import initial, integer
+from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import Launch
+from greenfast.spec.problem import OutputSpec
+
+HEAD = ".version 8.0\n.target sm_90a\n.address_size 64\n"
+
+
+def run(body: str, words: int, before: str = "", threads: int = 32, inputs: dict[str, Any] | None = None) -> list[int]:
+    """The words that a kernel leaves; %out holds the generic address of its first."""
+    inputs = inputs or {}
+    parameters = ", ".join(f".param .u64 p{n}" for n in range(1 + len(inputs)))
+    ptx = (
+        f"{HEAD}{before}\n.visible .entry k({parameters})\n{{\n.reg .b64 %out, %rd<9>;\n.reg .b32 %r<9>;\n"
+        f".reg .f32 %f<9>;\n.reg .f64 %d<9>;\n.reg .pred %p<9>;\nld.param.u64 %out, [p0];\n{body}\nret;\n}}\n"
+    )
+    outputs = {"y": OutputSpec((words,), "uint32")}
+    plan = Launch((1, 1, 1), ("y", *inputs))
+    return run_grid(ptx, "k", (threads, 1, 1), 0, plan, inputs, outputs).outputs["y"].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", 0),
+        ("7", 7),
+        ("-7", -7),
+        ("0777", 0o777),
+        ("-017", -0o17),
+        ("0x1F", 31),
+        ("0X1fU", 31),
+        ("0b101", 5),
+        ("4294967295U", 2**32 - 1),
+        ("089", None),
+        ("0f3F800000", None),
+        ("1e3", None),
+        ("12ab", None),
+        ("x12", None),
+    ],
+)
+def test_integers(text: str, value: int | None) -> None:
+    assert integer(text) == value
+
+
+def test_literals_in_instructions() -> None:
+    body = """
+    mov.b32 %r1, 0777; st.global.b32 [%out], %r1;
+    mov.b32 %r1, -0x10; st.global.b32 [%out+4], %r1;
+    mov.b32 %r1, 0b1011; st.global.b32 [%out + 0x8], %r1;
+    mov.f32 %f1, 1.5; st.global.f32 [%out+12], %f1;
+    mov.f32 %f1, 0d4004000000000000; st.global.f32 [%out+16], %f1;
+    mov.f32 %f1, 0f40200000; st.global.f32 [%out+20], %f1;
+    mov.f32 %f1, -2.5e-1; st.global.f32 [%out+24], %f1;
+    add.u64 %rd1, %out, 32; st.global.b32 [%rd1 + -4], %r1; st.global.b32 [%rd1-0], WARP_SZ;
+    """
+    singles = [struct.unpack("<I", struct.pack("<f", x))[0] for x in (1.5, 2.5, 2.5, -0.25)]
+    assert run(body, 9) == [0o777, 2**32 - 16, 11, *singles, 11, 32]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "size", "dims", "data"),
+    [
+        ("5", "u32", 4, (), "05000000"),
+        ("{1, -1, 0x10, 017}", "s16", 2, (4,), "0100ffff10000f00"),
+        ("{{1}, {2, 3}}", "u8", 1, (2, 3), "010000020300"),
+        ("{1.5, 0f3F800000, 1e1}", "f32", 4, (3,), "0000c03f0000803f00002041"),
+        ("{0d3FF0000000000000, -0.5}", "f64", 8, (2,), "000000000000f03f000000000000e0bf"),
+        ("{}", "u8", 1, (2,), ""),
+    ],
+)
+def test_initial_values(text: str, kind: str, size: int, dims: tuple[int, ...], data: str) -> None:
+    assert initial(text, kind, size, dims) == (bytes.fromhex(data), ())
+
+
+@pytest.mark.parametrize("text", ["{1, 2", "1}", "{a+b}", "{1;2}", "generic(a", "0xff(", "{1 2}", "", '"text"'])
+def test_what_is_no_initial_value(text: str) -> None:
+    with pytest.raises(UsageError, match="cannot read the initial value"):
+        initial(text, "u32", 4, (2,))
+
+
+def test_addresses_in_initial_values() -> None:
+    """Pointers to variables, whose names hold digits; what they point to, and the bytes of such a pointer."""
+    before = """
+    .global .align 4 .u32 data_1x23[4] = {11, 22, 33, 44};
+    .global .align 8 .u64 table9[4] = {generic(data_1x23)+4, data_1x23, generic(data_1x23) + 12, generic(data_1x23)-0};
+    .global .align 8 .u64 twice[2] = {generic(table9), generic(table9)+8};
+    .global .align 8 .u8 pieces[8] = {0xff(data_1x23), 0xff00(data_1x23), 0xff0000(data_1x23), 0xff000000(data_1x23),
+      0xff00000000(data_1x23), 0xff0000000000(data_1x23), 0xff000000000000(data_1x23), 0xff00000000000000(data_1x23)};
+    .global .align 16 .v4 .u32 four[2] = {{1, 2, 3, 4}, {5, 6}};
+    """
+    body = "mov.u64 %rd1, table9;"
+    for n in range(4):
+        body += f"ld.global.u64 %rd2, [table9+{8 * n}]; ld.u32 %r1, [%rd2]; st.global.u32 [%out+{4 * n}], %r1;"
+    body += "ld.global.u64 %rd2, [twice+8]; ld.u64 %rd2, [%rd2]; ld.u32 %r1, [%rd2]; st.global.u32 [%out+16], %r1;"
+    body += "ld.global.u64 %rd2, [pieces]; ld.u32 %r1, [%rd2+8]; st.global.u32 [%out+20], %r1;"
+    body += "mov.u64 %rd2, data_1x23+12; ld.global.u32 %r1, [%rd2]; st.global.u32 [%out+24], %r1;"
+    body += "ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [four+16]; add.u32 %r1, %r1, %r2; st.global.u32 [%out+28], %r1;"
+    body += "st.global.u32 [%out+32], %r3;"
+    assert run(body, 9, before) == [22, 11, 44, 11, 11, 33, 44, 11, 0]
+
+
+def test_an_address_of_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="initial value of table names nowhere, which is no variable"):
+        run("", 1, ".global .u64 table[1] = {nowhere};")
+
+
+def test_names_like_those_of_special_registers() -> None:
+    body = (
+        ".reg .b32 %tidy, %clock_rate, %laneid2; mov.b32 %tidy, 1; mov.b32 %clock_rate, 2; mov.b32 %laneid2, 3; "
+        "st.global.v2.b32 [%out], {%tidy, %clock_rate}; st.global.b32 [%out+8], %laneid2;"
+    )
+    assert run(body, 3) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "says"),
+    [
+        ("mov.b32 %r1, 089;", KernelFaultError, "089"),
+        ("ld.global.v8.b32 {%r1, %r2, %r3, %r4, %r5, %r6, %r7, %r8}, [%out];", UnsupportedError, r"has \.v8"),
+        ("ld.global.b32 %r1, [%out+x];", UsageError, "cannot read the address or name '%out\\+x'"),
+        ("ld.global.b32 %r1, [4096];", UnsupportedError, "has an address that is not known"),
+        ("add.u32 %r1, %r2;", UnsupportedError, "has 2 operands in place of 3"),
+        ("add.u32 5, %r2, %r3;", UnsupportedError, "writes to what is no register"),
+        (".reg .b128 %q1;", UsageError, "registers of a type that is not emulated: .reg .b128 %q1"),
+        (".reg .v4 .f32 %v1;", UsageError, "registers of a type that is not emulated"),
+        ("@%p1;", UsageError, "cannot read '@%p1'"),
+        ("shfl.sync.idx.b32 %r1, %r2, %r3;", UnsupportedError, "has 3 operands in place of 5"),
+        ("cp.async.wait_group;", UnsupportedError, "operands that are not known"),
+    ],
+)
+def test_what_cannot_be_run_is_named(body: str, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        run(body, 1)
