@@ -112,7 +112,11 @@ def _carry(m: Machine) -> Values:
 
 
 def carrying(i: Instruction) -> Operation:
-    """add, sub and mad with carry in (addc, subc, madc) or carry out (.cc); a borrow is a carry."""
+    """add, sub and mad with carry in (addc, subc, madc) or carry out (.cc).
+
+    The PTX ISA calls what sub.cc leaves a borrow. ptxas makes a + ~b + 1 of it, whose carry is the opposite, and a + ~b
+    + carry of subc (SASS of CUDA 13.0: IADD3 and IADD3.X); that shows where a chain mixes additions and subtractions.
+    """
     kind = type_of(i)
     unsigned = dtype_of(f"u{kind[1:]}")
     read, write = [reader(o, kind, i) for o in i.operands[1:]], writer(i.operands[0], kind, i)
@@ -124,13 +128,12 @@ def carrying(i: Instruction) -> Operation:
         if product is not None:
             sources = [product(*sources[:2]), sources[2]]
         a, b = (np.asarray(s).astype(unsigned) for s in sources)
-        more = (_carry(m)[lanes] if takes else np.False_).astype(unsigned)
         if subtracts:
-            part = a - b
-            result, carry = part - more, (a < b) | (part < more)
-        else:
-            part = a + b
-            result, carry = part + more, (part < a) | (part + more < part)
+            b = ~b
+        carry = _carry(m)[lanes] if takes else np.bool_(subtracts)
+        part = a + b
+        result = part + carry.astype(unsigned)
+        carry = (part < a) | (result < part)
         if gives:
             _carry(m)[lanes] = carry
         write(m, lanes, result.astype(dtype_of(kind)))

@@ -243,6 +243,21 @@ def _carries() -> list[Case]:
         found.append(
             Case(f"sub.cc.{kind} subc.cc subc", assembly(three, ins[:3], (kind, kind)), ins[:3], (kind, kind), borrows)
         )
+
+        # Mixed chains: the machine code's carry of a - b is that of a + ~b + 1, and a - b with it a + ~b + carry.
+        for first, second in itertools.product(("add.cc", "sub.cc"), ("addc", "subc")):
+            if first[:3] == second[:3]:
+                continue
+
+            def mixed(a: int, b: int, c: int, d: int, f: str = first, full: int = full) -> tuple[int, int]:
+                low = a + (b if f == "add.cc" else (~b & full) + 1)
+                high = c + (~d & full if f == "add.cc" else d) + (low > full)
+                return low & full, high & full
+
+            text = f"{first}.{kind} %0, %2, %3; {second}.{kind} %1, %4, %5;"
+            found.append(
+                Case(f"{first}.{kind} then {second}", assembly(text, ins, (kind, kind)), ins, (kind, kind), mixed)
+            )
     return found
 
 
