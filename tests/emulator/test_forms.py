@@ -8,7 +8,8 @@ import pytest
 
 from greenfast.emulator.faults import UnsupportedError
 from greenfast.emulator.forms import FORMS, fits, groups_of, refusal
-from greenfast.emulator.program import BUILDERS, CONTROL, NOTHING, Program
+from greenfast.emulator.inlining import inlined
+from greenfast.emulator.program import BUILDERS, CONTROL, NOTHING, REPLACED, Program
 from greenfast.emulator.ptx import parse
 
 #: Modifiers and types of the PTX ISA.
@@ -30,6 +31,11 @@ ue8m0x2 ue4m3 f32x2 e4m3x4 e5m2x4 pred
 REAL = _ISA.split()
 
 
+def program(ptx: str) -> Program:
+    module = parse(ptx)
+    return Program(inlined(module, module.entry("k")))
+
+
 def instances(form: str) -> list[tuple[str, ...]]:
     """Some ways to write a form: the first and the last of its words, without and with what may be left out."""
     groups = groups_of(form)
@@ -42,7 +48,7 @@ def accepts(name: str, parts: tuple[str, ...]) -> bool:
 
 
 def test_every_opcode_has_forms() -> None:
-    assert set(FORMS) == {*BUILDERS, *CONTROL, *NOTHING}
+    assert set(FORMS) == {*BUILDERS, *CONTROL, *NOTHING, *REPLACED}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -74,7 +80,7 @@ def test_a_program_refuses_by_name_and_line(name: str) -> None:
         f"{{\n.reg .b32 %r<9>;\n.loc 1 7 3\n{opcode} %r1, %r2, %r3;\n}}\n"
     )
     with pytest.raises(UnsupportedError, match=r"frobnicate has \.frobnicate, which is not known .* at k\.cu:7: "):
-        Program(parse(ptx).entry("k"))
+        program(ptx)
 
 
 @pytest.mark.parametrize(

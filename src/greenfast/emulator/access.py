@@ -106,8 +106,6 @@ def load(i: Instruction) -> Operation:
 def store(i: Instruction) -> Operation:
     """st."""
     space = space_of(i)
-    if space == "param":
-        return _store_param(i)
     kind = type_of(i)
     source = i.operands[1]
     items = source.items if isinstance(source, Vector) else (source,)
@@ -138,28 +136,12 @@ def _load_param(i: Instruction) -> Operation:
     name, offset, dtype = source.base.name, source.offset, dtype_of(kind)
 
     def run(m: Machine, lanes: Lanes) -> None:
+        data = m.param_bytes.get(name)
+        if data is None:
+            raise m.fault("read of a tensor map, whose bytes are opaque", int(lane_indices(lanes)[0]))
         for n, w in enumerate(write):
-            if name in m.params:
-                start = offset + n * dtype.itemsize
-                data = m.param_bytes.get(name)
-                if data is None:
-                    raise m.fault("read of a tensor map, whose bytes are opaque", int(lane_indices(lanes)[0]))
-                w(m, lanes, np.frombuffer(data[start : start + dtype.itemsize], dtype)[0])
-            else:
-                w(m, lanes, m.call_arguments[name].astype(dtype, copy=False))
-
-    return run
-
-
-def _store_param(i: Instruction) -> Operation:
-    """st.param: an argument of the call that follows."""
-    target, source = i.operands
-    assert isinstance(target, Address)
-    assert isinstance(target.base, Symbol)
-    name, read = target.base.name, reader(source, type_of(i), i)
-
-    def run(m: Machine, lanes: Lanes) -> None:
-        m.call_arguments[name] = np.broadcast_to(np.asarray(read(m, lanes)), lane_count(lanes))
+            start = offset + n * dtype.itemsize
+            w(m, lanes, np.frombuffer(data[start : start + dtype.itemsize], dtype)[0])
 
     return run
 

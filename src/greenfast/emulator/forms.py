@@ -226,6 +226,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "getctarank": (f"{_SHARED}? u32|u64",),
     # control
     "bra": ("uni?",),
+    "brx": ("idx uni?",),
     "ret": ("uni?",),
     "exit": ("",),
     "trap": ("",),

@@ -12,8 +12,9 @@ import numpy as np
 from greenfast.build.toolchain import cuda_include_dirs
 from greenfast.emulator.counts import Counts
 from greenfast.emulator.faults import KernelFaultError
+from greenfast.emulator.inlining import inlined
 from greenfast.emulator.machine import Geometry, Machine
-from greenfast.emulator.memory import UNWRITTEN, WRITTEN, GlobalMemory
+from greenfast.emulator.memory import FUNCTION_BASE, UNWRITTEN, WRITTEN, GlobalMemory
 from greenfast.emulator.phases import PhaseCounts
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx import Function, Module, Variable, parse
@@ -48,7 +49,7 @@ def program_of(ptx: str, entry: str) -> tuple[Module, Program]:
     """The parsed module and the kernel's program. Raises UnsupportedError, or UsageError for an unknown kernel."""
     # Wrappers of instructions, the toolkit's and this project's: what their callers do is what a reader asks for.
     module = parse(ptx, tuple(f"{folder}/" for folder in (*cuda_include_dirs(), KERNEL_DIR / "ptx")))
-    return module, Program(module.entry(entry))
+    return module, Program(inlined(module, module.entry(entry)))
 
 
 def run_grid(
@@ -82,11 +83,14 @@ def run_grid(
     variables = {v.name: v for v in module.variables.values() if v.space in ("global", "const") and v.size}
     sizes |= {f"variable {name}": v.size for name, v in variables.items()}
     memory = GlobalMemory(sizes)
+    functions = {name: FUNCTION_BASE + 16 * n for n, name in enumerate(module.functions)}
     for name, a in arrays.items():
         memory.bytes_of(name)[:] = a.reshape(-1).view(np.uint8)
         memory.states_of(name)[:] = WRITTEN
     for name, v in variables.items():  # device variables begin as zero where they have no initial value
-        memory.bytes_of(f"variable {name}")[:] = np.frombuffer(_initial(v, memory).ljust(v.size, b"\0"), np.uint8)
+        memory.bytes_of(f"variable {name}")[:] = np.frombuffer(
+            _initial(v, memory, functions).ljust(v.size, b"\0"), np.uint8
+        )
         memory.states_of(f"variable {name}")[:] = WRITTEN
     shared_layout, shared_bytes = _layout(module, function, dynamic_smem_bytes)
     local_layout, local_bytes = _pack([v for v in function.variables.values() if v.space == "local"])
@@ -106,7 +110,7 @@ def run_grid(
                 local_layout=local_layout,
                 local_bytes=local_bytes,
                 memory=memory,
-                symbols={name: memory.address(f"variable {name}") for name in variables},
+                symbols={**functions, **{name: memory.address(f"variable {name}") for name in variables}},
                 params=_parameters(function, plan, memory),
                 counts=counts,
                 phases=by_phase,
@@ -138,14 +142,15 @@ def run_grid(
     return result
 
 
-def _initial(v: Variable, memory: GlobalMemory) -> bytes:
+def _initial(v: Variable, memory: GlobalMemory, functions: Mapping[str, int]) -> bytes:
     """A variable's initial value, with the addresses that stand in it."""
     data = bytearray(v.data)
     for r in v.relocations:
         target = f"variable {r.symbol}"
-        if target not in memory.starts:
+        if target not in memory.starts and r.symbol not in functions:
             raise UsageError(f"PTX: the initial value of {v.name} names {r.symbol}, which is no variable in memory")
-        data[r.offset : r.offset + r.size] = r.value(memory.address(target))
+        address = memory.address(target) if target in memory.starts else functions[r.symbol]
+        data[r.offset : r.offset + r.size] = r.value(address)
     return bytes(data)
 
 

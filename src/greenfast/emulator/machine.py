@@ -122,7 +122,6 @@ class Machine:
         self.shared_start = self.block_of * self.shared_stride
         self.local_start = index * self.local_stride
         self.registers: dict[str, Values] = {}
-        self.call_arguments: dict[str, Values] = {}
         self.copies: list[Copy] = []
         self.copies_issued = 0
         self.copy_groups = np.zeros(self.lanes, np.int64)
@@ -217,8 +216,7 @@ class Machine:
 
     def register_type(self, name: str) -> Any:
         """The NumPy type that holds a register."""
-        kinds = self.function.registers
-        kind = kinds.get(name) or kinds.get(name.rstrip("0123456789"))
+        kind = self.function.register_kind(name)
         if kind is None:
             raise KernelFaultError(f"{self.function.name}: register {name} is not declared")
         return np.bool_ if kind == "pred" else _BITS[kind.lstrip("busf")]

@@ -1,13 +1,14 @@
-"""Calls: the only function that a kernel may call here without being inlined is printf."""
+"""Calls of functions that have no PTX: printf and the failure of an assertion."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 
 from greenfast.emulator.access import locate
-from greenfast.emulator.machine import Lanes, Machine, Operation, lane_indices
+from greenfast.emulator.machine import Lanes, Machine, Operation, Values, lane_indices
 from greenfast.emulator.operands import unsupported
 from greenfast.emulator.ptx import Instruction, Symbol, Vector
 
@@ -15,23 +16,44 @@ _SPECIFIER = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?(hh|h|ll|l|z)?([diouxXeEfFgGcsp%
 
 
 def call(i: Instruction) -> Operation:
-    """call of vprintf(format, arguments)."""
-    names = [o.name for o in i.operands if isinstance(o, Symbol)]
-    arguments = [o for o in i.operands if isinstance(o, Vector)]
-    if "vprintf" not in names or not arguments:
+    """call of vprintf(format, arguments) or __assertfail(what, file, line, function, size)."""
+    name = next((o.name for o in i.operands if isinstance(o, Symbol)), "")
+    vectors = [[item.name for item in o.items if isinstance(item, Symbol)] for o in i.operands if isinstance(o, Vector)]
+    if name == "__assertfail" and vectors:
+        what, file, line, function = vectors[0][:4]
+
+        def fails(m: Machine, lanes: Lanes) -> None:
+            lane = int(lane_indices(lanes)[0])
+            texts = [_text(m, int(_argument(m, n, np.uint64, lanes)[0]), lane) for n in (what, file, function)]
+            number = int(_argument(m, line, np.uint32, lanes)[0])
+            raise m.fault(f"assertion `{texts[0]}` failed in {texts[2]}, {texts[1]}:{number},", lane)
+
+        return fails
+    if name != "vprintf" or not vectors:
         raise unsupported(i, "calls a function that is not known to the emulator")
-    given = [item.name for item in arguments[-1].items if isinstance(item, Symbol)]
+    *results, (text, values) = vectors
 
     def run(m: Machine, lanes: Lanes) -> None:
-        formats, buffers = (m.call_arguments[name].astype(np.int64) for name in given)
+        formats, buffers = (_argument(m, n, np.uint64, lanes) for n in (text, values))
         for n, lane in enumerate(lane_indices(lanes)):
             m.output.append(_formatted(m, int(formats[n]), int(buffers[n]), int(lane)))
-        for result in arguments[:-1]:
-            for item in result.items:
-                if isinstance(item, Symbol):
-                    m.call_arguments[item.name] = np.zeros(len(formats), np.uint32)
+        for result in results[:1]:
+            for name in result:
+                place = m.local_layout[name] + m.local_start[lanes]
+                m.local.write(place, np.zeros((len(place), 4), np.uint8), "result of a call")
 
     return run
+
+
+def _argument(m: Machine, name: str, dtype: Any, lanes: Lanes) -> Values:
+    """The threads' values of an argument."""
+    size = np.dtype(dtype).itemsize
+    data = m.local.read(m.local_layout[name] + m.local_start[lanes], size, "argument of a call")
+    return data.view(dtype).reshape(-1)
+
+
+def _text(m: Machine, address: int, lane: int) -> str:
+    return _bytes(m, address, 4096, lane).split(b"\0")[0].decode(errors="replace")
 
 
 def _bytes(m: Machine, address: int, size: int, lane: int) -> bytes:
@@ -42,7 +64,7 @@ def _bytes(m: Machine, address: int, size: int, lane: int) -> bytes:
 
 def _formatted(m: Machine, text_at: int, buffer: int, lane: int) -> str:
     """What one thread prints; arguments lie in the buffer, each aligned to its size."""
-    text = _bytes(m, text_at, 4096, lane).split(b"\0")[0].decode(errors="replace")
+    text = _text(m, text_at, lane)
     position = 0
 
     def one(match: re.Match[str]) -> str:
@@ -58,7 +80,7 @@ def _formatted(m: Machine, text_at: int, buffer: int, lane: int) -> str:
         if kind in "eEfFgG":
             return specifier % float(np.frombuffer(raw, np.float64)[0])
         if kind == "s":
-            return specifier % _bytes(m, int.from_bytes(raw, "little"), 4096, lane).split(b"\0")[0].decode()
+            return specifier % _text(m, int.from_bytes(raw, "little"), lane)
         value = int.from_bytes(raw, "little", signed=kind in "di")
         return f"{value:#x}" if kind == "p" else specifier.replace("u", "d") % value
 

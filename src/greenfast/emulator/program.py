@@ -48,6 +48,8 @@ BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
 }
 #: Instructions that order memory accesses or advise: every access here takes effect at once, so nothing is to be done.
 NOTHING = ("membar", "griddepcontrol", "prefetch", "prefetchu", "nanosleep", "setmaxnreg")
+#: Instructions that are replaced by others before a program is built (inlining.py).
+REPLACED = ("brx",)
 CONTROL = ("bra", "ret", "exit", "bar", "barrier", "trap", "brkpt")
 #: Instructions of a whole warp, and which of their operands names the threads that take part (None: all).
 _OF_WARPS = {"shfl": -1, "vote": -1, "redux": -1, "elect": -1, "match": -1, "mma": None, "wmma": None}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from greenfast.emulator.literals import Relocation, initial, integer, pattern
@@ -123,6 +123,11 @@ class Function:
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     directives: str = ""  # such as .maxntid 128 .reqnctapercluster 2
+    tables: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of brx.idx -> labels
+
+    def register_kind(self, name: str) -> str | None:
+        """The type of a register, b32 and the like; None for one that is not declared."""
+        return self.registers.get(name) or self.registers.get(name.rstrip("0123456789"))
 
 
 @dataclass
@@ -164,6 +169,8 @@ _VARIABLE = re.compile(
 _LOC = re.compile(r"\.loc\s+(\d+ \d+)(?: \d+)?(?:.*?inlined_at (\d+ \d+))?")
 #: Up to so many calls lead from a library's line to the caller's own; beyond, as in a circle, any of them may stand.
 _INLINED = 16
+_TABLE = re.compile(r"([\w$]+)\s*:\s*\.branchtargets\s+([^;]*);")
+_PROTOTYPE = re.compile(r"[\w$]+\s*:\s*\.callprototype[^;]*;")
 _LABEL = re.compile(r"([\w$]+)\s*:")
 _SPECIAL = re.compile(
     r"%(n?tid|n?ctaid|n?clusterid|cluster_n?ctaid)(\.[xyzw])?|%(laneid|n?warpid|n?smid|gridid|lanemask_(eq|l[te]|g[te]))"
@@ -277,6 +284,16 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
             source = lines.source(loc)
             position = text.find("\n", position) + 1 or len(text)
             continue
+        prototype = _PROTOTYPE.match(text, position)
+        if prototype:
+            position = prototype.end()
+            continue
+        table = _TABLE.match(text, position)
+        if table:
+            labels = tuple(label.strip() for label in table[2].split(","))
+            function.tables[table[1]] = tuple(scopes[-1].labels.get(label, label) for label in labels)
+            position = table.end()
+            continue
         label = _LABEL.match(text, position)
         if label:
             scopes[-1].label(label[1])
@@ -302,16 +319,18 @@ def _statement(statement: str, function: Function, source: SourceLine | None, sc
     elif statement.startswith("."):
         variable = _variable(statement)
         if variable is not None:
+            if variable.space == "param":  # an argument or result of a call that follows
+                variable = replace(variable, name=scope.own(variable.name), space="local")
             function.variables[variable.name] = variable
     elif statement:
         try:
-            function.code.append(_instruction(statement, source, scope.registers))
+            function.code.append(_instruction(statement, source, scope))
         except (ValueError, IndexError) as e:
             raise UsageError(f"PTX: cannot read {statement!r} in {function.name}") from e
 
 
-def _instruction(statement: str, source: SourceLine | None, registers: dict[str, str]) -> Instruction:
-    guard = None
+def _instruction(statement: str, source: SourceLine | None, scope: Scope) -> Instruction:
+    guard, registers = None, scope.registers
     rest = statement
     if rest.startswith("@"):
         predicate, rest = rest[1:].split(None, 1)
@@ -322,25 +341,28 @@ def _instruction(statement: str, source: SourceLine | None, registers: dict[str,
     return Instruction(
         name=name,
         parts=tuple(parts),
-        operands=tuple(_declared(_operand(o), registers) for o in _split(operands)),
+        operands=tuple(_declared(_operand(o), scope) for o in _split(operands)),
         guard=guard,
         source=source,
         text=statement,
     )
 
 
-def _declared(operand: Operand, registers: dict[str, str]) -> Operand:
+def _declared(operand: Operand, scope: Scope) -> Operand:
     """The operand, names that were declared as registers read as such: in inline assembly they may lack the %."""
+    registers = scope.registers
     if isinstance(operand, (Symbol, Register)) and operand.name in registers:
         return Register(registers[operand.name])
     if isinstance(operand, Symbol) and operand.name[1:] in registers and operand.name[0] == "!":
         return Symbol("!" + registers[operand.name[1:]])
+    if isinstance(operand, Symbol) and operand.name in scope.variables:
+        return Symbol(scope.variables[operand.name], operand.offset)
     if isinstance(operand, Vector):
-        return Vector(tuple(_declared(item, registers) for item in operand.items))
+        return Vector(tuple(_declared(item, scope) for item in operand.items))
     if isinstance(operand, Address) and operand.base is not None:
-        base = _declared(operand.base, registers)
+        base = _declared(operand.base, scope)
         assert isinstance(base, (Register, Symbol))
-        return Address(base, operand.offset, tuple(_declared(c, registers) for c in operand.coordinates))
+        return Address(base, operand.offset, tuple(_declared(c, scope) for c in operand.coordinates))
     return operand
 
 

@@ -15,6 +15,7 @@ class Scope:
     def __init__(self, function: Function, outer: Scope | None = None, suffix: str = "") -> None:
         self.function, self.suffix = function, suffix
         self.registers: dict[str, str] = dict(outer.registers) if outer else {}  # name here -> name in the function
+        self.variables: dict[str, str] = dict(outer.variables) if outer else {}  # of calls, in the same way
         self.labels: dict[str, str] = {}
         self.start = len(function.code)
 
@@ -27,6 +28,11 @@ class Scope:
         for each in names:
             self.registers[each] = each + self.suffix
             self.function.registers[each + self.suffix] = kind
+
+    def own(self, name: str) -> str:
+        """Declare a variable of this block alone; returns its name in the function."""
+        self.variables[name] = name + self.suffix
+        return self.variables[name]
 
     def label(self, name: str) -> None:
         """Put a label at the next instruction."""
