@@ -10,7 +10,7 @@ from greenfast.emulator.faults import UnsupportedError
 from greenfast.emulator.forms import FORMS, fits, groups_of, refusal
 from greenfast.emulator.inlining import inlined
 from greenfast.emulator.program import BUILDERS, CONTROL, NOTHING, REPLACED, Program
-from greenfast.emulator.ptx import parse
+from greenfast.emulator.parser import parse
 
 #: Modifiers and types of the PTX ISA.
 _ISA = """

@@ -17,7 +17,8 @@ from greenfast.emulator.machine import Geometry, Machine
 from greenfast.emulator.memory import FUNCTION_BASE, UNWRITTEN, WRITTEN, GlobalMemory
 from greenfast.emulator.phases import PhaseCounts
 from greenfast.emulator.program import Program
-from greenfast.emulator.ptx import Function, Module, Variable, parse
+from greenfast.emulator.parser import parse
+from greenfast.emulator.ptx import Function, Module, Variable
 from greenfast.emulator.scheduler import Scheduler
 from greenfast.emulator.tensormap import MAP_BYTES, BoundMap, bind
 from greenfast.kernels import KERNEL_DIR
