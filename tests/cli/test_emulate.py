@@ -192,9 +192,13 @@ def test_a_damaged_ptx_file_is_a_usage_error(capsys: pytest.CaptureFixture[str],
     for place in range(0, text.rindex("}"), 71):
         (files / "saxpy.ptx").write_text(text[:place])
         assert_said(emulate(capsys, files / "saxpy.ptx", *SAXPY_ARGS), 2, "")
-    for wrong in (text.replace("ld.param.f32", "ld.param.f32 ,"), text.replace(".reg .f32", ".reg f32 .")):
-        (files / "saxpy.ptx").write_text(wrong)
-        assert_said(emulate(capsys, files / "saxpy.ptx", *SAXPY_ARGS), 2, "saxpyifPKfPf cannot be read as PTX; is the")
+    wrong = (
+        ("ld.param.f32", "ld.param.f32 ,", "cannot read 'ld.param.f32 , %f"),
+        (".reg .f32", ".reg f32 .", "reg f32 ."),
+    )
+    for right, other, said in wrong:
+        (files / "saxpy.ptx").write_text(text.replace(right, other))
+        assert_said(emulate(capsys, files / "saxpy.ptx", *SAXPY_ARGS), 2, said)
 
 
 def test_headers_and_macros_are_found(capsys: pytest.CaptureFixture[str], files: Path) -> None:
@@ -274,10 +278,25 @@ def test_an_expectation_of_another_shape_is_2(capsys: pytest.CaptureFixture[str]
     assert_said(ran, 2, "want.npy has shape [10, 10], the buffer has [100]")
 
 
-def test_a_struct_by_value_cannot_be_given(capsys: pytest.CaptureFixture[str], files: Path) -> None:
-    (files / "k.cu").write_text("struct S { int a, b, c; };\n__global__ void k(S s, int* y) { y[0] = s.a + s.c; }\n")
-    ran = emulate(capsys, files / "k.cu", "--arg", "i32:1", "--arg", "out:y=i32[1]")
-    assert_said(ran, 2, "parameter 1 of _Z1k1SPi is .b8[12] (a struct by value, which --arg cannot give)")
+def test_a_struct_by_value(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    (files / "k.cu").write_text(
+        "struct S { char a; double b; short c[3]; int* y; };\n"
+        "__global__ void k(S s) { s.y[0] = s.a; s.y[1] = int(s.b * 4); s.y[2] = s.c[0] + 10 * s.c[2]; }\n"
+    )
+    out = ("--grid", "1", "--block", "1", "--save", files / "out", "--arg", "inout:y=i32[3]:zeros", "--arg", "y")
+    two = "__global__ void k(int* x, int* y"
+    text = (files / "k.cu").read_text().replace("__global__ void k(", f"{two}, ")
+    (files / "k.cu").write_text(text)
+    good = "struct:i8=-3,f64=2.5,i16=1:2:3,y"
+    assert emulate(capsys, files / "k.cu", *out, "--arg", good).code == 0
+    assert np.load(files / "out" / "y.npy").tolist() == [-3, 10, 31]
+    for wrong, said in (
+        ("i32:1", "is .b8[32] (a struct by value: give struct:FIELD,...)"),
+        ("struct:i8=1", "parameter 3 of"),
+        ("struct:i8=1,z", "'z' is no field; give TYPE=NUMBER"),
+        ("struct:i8=300", "int8 holds -128 to 127"),
+    ):
+        assert_said(emulate(capsys, files / "k.cu", *out, "--arg", wrong), 2, said)
 
 
 def test_a_template_without_an_instantiation_is_told(capsys: pytest.CaptureFixture[str], files: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_buffer_is_passed_again_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("128", "allowed are TYPE:NUMBER, in:NAME=..., out:NAME=..., inout:NAME=..., or the NAME of a buffer"),
+        ("128", "allowed are TYPE:NUMBER, in:NAME=..., out:NAME=..., inout:NAME=..., the NAME of a buffer"),
         ("x", "the NAME of a buffer given before"),
         ("bf16:1", "types are i8, i16, i32, i64, u8, u16, u32, u64, f16, f32, f64"),
         ("i32:1.5", "'1.5' is not a whole number"),

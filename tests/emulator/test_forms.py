@@ -9,8 +9,8 @@ import pytest
 from greenfast.emulator.faults import UnsupportedError
 from greenfast.emulator.forms import FORMS, fits, groups_of, refusal
 from greenfast.emulator.inlining import inlined
-from greenfast.emulator.program import BUILDERS, CONTROL, NOTHING, REPLACED, Program
 from greenfast.emulator.parser import parse
+from greenfast.emulator.program import BUILDERS, CONTROL, NOTHING, REPLACED, Program
 
 #: Modifiers and types of the PTX ISA.
 _ISA = """

@@ -8,6 +8,7 @@
     out:y=f32[1024]                   a buffer that holds nothing before the kernel writes it
     inout:y=f32[1024]:zeros           a buffer that the kernel reads and changes
     x                                 a buffer named by an argument before this one, again
+    struct:i32=5,f64=1.5:2,x          a struct by value: numbers, arrays of them, and pointers to such buffers
 
 Types are i8 to i64, u8 to u64, f16, f32, f64, or NumPy's names of these.
 """
@@ -25,7 +26,7 @@ import numpy as np
 
 from greenfast.emulator.ptx import Function, Variable
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import Argument
+from greenfast.spec.kernel import Argument, Struct
 from greenfast.spec.problem import Array, OutputSpec
 
 TYPES: dict[str, str] = {f"i{bits}": f"int{bits}" for bits in (8, 16, 32, 64)}
@@ -34,7 +35,10 @@ TYPES |= {f"f{bits}": f"float{bits}" for bits in (16, 32, 64)}
 _NAMES = {**TYPES, **{name: name for name in TYPES.values()}}
 _ROLES = ("in", "out", "inout")
 _FILLS = "zeros, ones, arange, normal, uniform, uniform:LOW:HIGH or a number"
-_FORMS = "allowed are TYPE:NUMBER, in:NAME=..., out:NAME=..., inout:NAME=..., or the NAME of a buffer given before"
+_FORMS = (
+    "allowed are TYPE:NUMBER, in:NAME=..., out:NAME=..., inout:NAME=..., the NAME of a buffer given before, or "
+    "struct:FIELD,... of fields TYPE=NUMBER or NAME"
+)
 _NUMBER = re.compile(r"[-+.]*(\d|inf|nan)")
 _SPEC = re.compile(r"(\w+)\[([^\]]*)\](?::(.*))?")
 #: Larger buffers would take minutes to fill and hours to run through.
@@ -66,6 +70,8 @@ def read_arguments(texts: Sequence[str], seed: int) -> Arguments:
             found.launch.append(_buffer(found, text, kind, rest, seed))
         elif colon and kind in _NAMES:
             found.launch.append(_number(text, rest, _NAMES[kind]))
+        elif colon and kind == "struct":
+            found.launch.append(_struct(found, text, rest))
         elif text in found.inputs or text in found.outputs:
             found.launch.append(text)
         else:
@@ -89,7 +95,7 @@ def check_parameters(function: Function, given: Arguments, name: str) -> None:
 def _described(parameter: Variable) -> str:
     """A parameter's PTX type and what it may be in C++."""
     if parameter.type == "b8" and parameter.size > 1:
-        meaning = "a half" if parameter.size == 2 else "a struct by value, which --arg cannot give"
+        meaning = "a half" if parameter.size == 2 else "a struct by value: give struct:FIELD,..."
         return f".b8[{parameter.size}] ({meaning})"
     if parameter.size == 8 and parameter.type[0] != "f":
         return f".{parameter.type} (pointer or 64-bit integer)"
@@ -97,7 +103,25 @@ def _described(parameter: Variable) -> str:
     return f".{parameter.type} ({8 * parameter.size}-bit {kind})"
 
 
+def _struct(found: Arguments, text: str, fields: str) -> Struct:
+    """A struct of numbers, arrays of numbers and pointers to buffers given before."""
+    values: list[str | np.generic | Array] = []
+    for field_text in fields.split(","):
+        kind, equals, numbers = field_text.partition("=")
+        if not equals and (kind in found.inputs or kind in found.outputs):
+            values.append(kind)
+        elif equals and kind in _NAMES:
+            several = [_number(text, number, _NAMES[kind]) for number in numbers.split(":")]
+            values.append(several[0] if len(several) == 1 else np.array(several, _NAMES[kind]))
+        else:
+            what = "TYPE=NUMBER, TYPE=NUMBER:NUMBER:... or the NAME of a buffer given before"
+            raise UsageError(f"--arg {text!r}: {field_text!r} is no field; give {what}; types are {', '.join(TYPES)}")
+    return Struct(tuple(values))
+
+
 def _fits(parameter: Variable, argument: Argument) -> bool:
+    if isinstance(argument, Struct):
+        return parameter.type == "b8" and parameter.size == len(argument.layout(lambda name: 0))
     if isinstance(argument, str):
         return parameter.size == 8 and parameter.type in ("u64", "b64", "s64")
     assert isinstance(argument, np.number)

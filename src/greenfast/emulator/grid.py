@@ -15,15 +15,15 @@ from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.inlining import inlined
 from greenfast.emulator.machine import Geometry, Machine
 from greenfast.emulator.memory import FUNCTION_BASE, UNWRITTEN, WRITTEN, GlobalMemory
+from greenfast.emulator.parser import parse
 from greenfast.emulator.phases import PhaseCounts
 from greenfast.emulator.program import Program
-from greenfast.emulator.parser import parse
 from greenfast.emulator.ptx import Function, Module, Variable
 from greenfast.emulator.scheduler import Scheduler
 from greenfast.emulator.tensormap import MAP_BYTES, BoundMap, bind
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap
+from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap, value_bytes
 from greenfast.spec.problem import Array, OutputSpec
 
 #: Threads that run at once. More would need more memory (some hundred bytes of registers each) and gain little.
@@ -177,6 +177,13 @@ def _layout(module: Module, function: Function, dynamic_bytes: int) -> tuple[dic
     return layout, end + dynamic_bytes
 
 
+def _pointer(name: str, memory: GlobalMemory) -> int:
+    """The address of a buffer; null for that of phases, where they are not counted."""
+    if name not in memory.starts and name != PHASE_BUFFER:
+        raise UsageError(f"launch argument {name!r} is no buffer of the case")
+    return memory.address(name) if name in memory.starts else 0
+
+
 def _parameters(function: Function, plan: Launch, memory: GlobalMemory) -> dict[str, bytes | BoundMap]:
     if len(plan.args) != len(function.params):
         raise UsageError(f"{function.name} has {len(function.params)} parameters, its launch gives {len(plan.args)}")
@@ -187,12 +194,10 @@ def _parameters(function: Function, plan: Launch, memory: GlobalMemory) -> dict[
                 raise UsageError(f"{function.name}: a tensor map for {parameter.name} of {parameter.size} bytes")
             packed[parameter.name] = bind(argument, memory)
             continue
-        if isinstance(argument, str):
-            known = argument in memory.starts
-            if not known and argument != PHASE_BUFFER:
-                raise UsageError(f"launch argument {argument!r} is no buffer of the case")
-            value = np.uint64(memory.address(argument) if known else 0).tobytes()
-        else:
-            value = argument.tobytes()
-        packed[parameter.name] = value.ljust(parameter.size, b"\0")
+        value = value_bytes(argument, lambda name: _pointer(name, memory))
+        if len(value) != parameter.size:
+            raise UsageError(
+                f"{function.name}: parameter {parameter.name} has {parameter.size} bytes, its launch gives {len(value)}"
+            )
+        packed[parameter.name] = value
     return packed

@@ -197,7 +197,13 @@ class Bound:
             return 0
         if isinstance(argument, TensorMap):
             return tensor_map(argument, self._buffer(argument.buffer).pointer)
-        return self._buffer(argument).pointer if isinstance(argument, str) else argument
+        if isinstance(argument, str):
+            return self._buffer(argument).pointer
+        if not isinstance(argument, np.number):
+            raise UsageError(
+                "a struct by value in a launch on a GPU; give its fields as arguments, or use the emulator"
+            )
+        return argument
 
     def _buffer(self, name: str) -> GuardedBuffer:
         if name not in self._buffers:

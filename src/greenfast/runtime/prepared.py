@@ -11,7 +11,7 @@ from cuda.bindings import driver
 
 from greenfast.runtime.device import check
 from greenfast.spec.errors import MachineError, UsageError
-from greenfast.spec.kernel import Argument, Launch, TensorMap
+from greenfast.spec.kernel import Argument, Launch, TensorMap, value_bytes
 
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 _SLOT = 64  # bytes that an argument's place is a multiple of: what a tensor map asks for
@@ -106,6 +106,4 @@ class Prepared:
 def _bytes_of(argument: Argument, pointers: Mapping[str, int]) -> bytes:
     if isinstance(argument, TensorMap):
         return encoded(argument, pointers[argument.buffer])
-    if isinstance(argument, str):
-        return np.uint64(pointers[argument]).tobytes()
-    return argument.tobytes()
+    return value_bytes(argument, pointers.__getitem__)

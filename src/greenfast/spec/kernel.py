@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,52 @@ class TensorMap:
     swizzle: int
 
 
-#: A kernel argument: the name of a buffer of the case, a typed scalar, or a tensor map over a buffer.
-Argument: TypeAlias = "str | np.number[Any] | TensorMap"
+@dataclass(frozen=True)
+class Struct:
+    """A struct that a kernel takes by value, its fields laid out as C++ does: each at a multiple of its alignment.
+
+    fields: a buffer's name stands for a pointer to it, an array for an array member; structs nest.
+    """
+
+    fields: tuple[str | np.generic | NDArray[Any] | Struct, ...]
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that its address is a multiple of."""
+        return max((_alignment(f) for f in self.fields), default=1)
+
+    def layout(self, pointer_to: Callable[[str], int]) -> bytes:
+        """Its bytes, with the addresses of buffers; padding is zero."""
+        data = b""
+        for f in self.fields:
+            data = data.ljust(-(-len(data) // _alignment(f)) * _alignment(f), b"\0")
+            data += value_bytes(f, pointer_to)
+        return data.ljust(-(-len(data) // self.alignment) * self.alignment, b"\0")
+
+
+def _alignment(field: str | np.generic | NDArray[Any] | Struct) -> int:
+    if isinstance(field, Struct):
+        return field.alignment
+    return 8 if isinstance(field, str) else int(field.dtype.alignment)
+
+
+def value_bytes(
+    argument: str | np.generic | NDArray[Any] | bytes | ctypes.Structure | ctypes.Union | Struct,
+    pointer_to: Callable[[str], int],
+) -> bytes:
+    """The bytes of an argument that is no tensor map; ``pointer_to`` gives the address of a buffer."""
+    if isinstance(argument, str):
+        return pointer_to(argument).to_bytes(8, "little")
+    if isinstance(argument, Struct):
+        return argument.layout(pointer_to)
+    if isinstance(argument, (bytes, ctypes.Structure, ctypes.Union)):
+        return bytes(argument)
+    return argument.tobytes()
+
+
+#: A kernel argument: the name of a buffer of the case, a typed scalar, a struct (its fields, its bytes, a structured
+#: NumPy scalar or a ctypes one), or a tensor map over a buffer.
+Argument: TypeAlias = "str | np.generic | bytes | ctypes.Structure | ctypes.Union | Struct | TensorMap"
 
 #: The argument that an instrumented build writes its cycle counts to, int64 (blocks, phases); null in other builds.
 PHASE_BUFFER = "@phase_cycles"
