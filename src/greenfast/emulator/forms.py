@@ -77,6 +77,7 @@ _POLICIES = "L2:evict_last|L2:evict_normal|L2:evict_first|L2:evict_unchanged"
 _RANKS = "1d|2d|3d|4d|5d"
 _WIDE, _LONG, _SHORT = ("|".join(f"m64n{n}k{k}" for n in range(8, 257, 8)) for k in (16, 32, 8))
 _FLOAT8 = "e4m3|e5m2"
+_TILES = "m16n16k16|m8n32k16|m32n8k16"
 
 #: Forms by opcode; "" is an opcode with nothing behind it.
 FORMS: dict[str, tuple[str, ...]] = {
@@ -203,16 +204,45 @@ FORMS: dict[str, tuple[str, ...]] = {
     "stmatrix": (f"sync aligned m8n8 x1|x2|x4 trans? {_SHARED}? b16",),
     "movmatrix": ("sync aligned m8n8 trans b16",),
     "wmma": (
-        f"load a|b|c sync aligned row|col m16n16k16 global|{_SHARED}? f16",
-        f"load c sync aligned row|col m16n16k16 global|{_SHARED}? f32",
-        f"store d sync aligned row|col m16n16k16 global|{_SHARED}? f32",
-        "mma sync aligned row|col row|col m16n16k16 f32 f32",
+        *(
+            f"load a|b sync aligned row|col {shape} global|{_SHARED}? {kind}"
+            for shape, kind in ((_TILES, "f16|bf16|s8|u8"), ("m16n16k8", "tf32"), ("m8n8k4", "f64"))
+        ),
+        *(
+            f"load {which} sync aligned {order} {shape} global|{_SHARED}? {kind}"
+            for which, order in (("a", "row"), ("b", "col"))
+            for shape, kind in (("m8n8k32", "s4|u4"), ("m8n8k128", "b1"))
+        ),
+        *(
+            f"{how} sync aligned row|col {shape} global|{_SHARED}? {kind}"
+            for how in ("load c", "store d")
+            for shape, kind in (
+                (_TILES, "f16|f32|s32"), ("m16n16k8", "f32"), ("m8n8k4", "f64"), ("m8n8k32|m8n8k128", "s32"),
+            )
+        ),
+        f"mma sync aligned row|col row|col {_TILES} f16|f32 f16|f32",
+        f"mma sync aligned row|col row|col {_TILES} f32 bf16 bf16 f32",
+        f"mma sync aligned row|col row|col {_TILES} s32 s8 s8 s32 satfinite?",
+        f"mma sync aligned row|col row|col {_TILES} s32 u8 u8 s32 satfinite?",
+        "mma sync aligned row|col row|col m16n16k8 f32 tf32 tf32 f32",
+        "mma sync aligned row|col row|col m8n8k4 rn? f64 f64 f64 f64",
+        "mma sync aligned row col m8n8k32 s32 s4 s4 s32 satfinite?",
+        "mma sync aligned row col m8n8k32 s32 u4 u4 s32 satfinite?",
+        "mma xor|and popc sync aligned row col m8n8k128 s32 b1 b1 s32",
     ),
     "mma": (
-        "sync aligned m16n8k8|m16n8k16 row col f16|f32 f16 f16 f16|f32",
+        "sync aligned m16n8k8|m16n8k16 row col f32 f16 f16 f32",
         "sync aligned m16n8k8|m16n8k16 row col f32 bf16 bf16 f32",
-        f"sync aligned m16n8k16|m16n8k32 row col kind:f8f6f4? f16|f32 {_FLOAT8} {_FLOAT8} f16|f32",
-        "sync aligned m16n8k16|m16n8k32 row col satfinite? s32 s8|u8 s8|u8 s32",
+        "sync aligned m16n8k8|m16n8k16 row col f16 f16 f16 f16",
+        "sync aligned m16n8k4|m16n8k8 row col f32 tf32 tf32 f32",
+        "sync aligned m8n8k4|m16n8k4|m16n8k8|m16n8k16 row col rn? f64 f64 f64 f64",
+        *(
+            f"sync aligned m16n8k16|m16n8k32 row col kind:f8f6f4? {out} {_FLOAT8} {_FLOAT8} {out}"
+            for out in ("f32", "f16")
+        ),
+        "sync aligned m8n8k16|m16n8k16|m16n8k32 row col satfinite? s32 s8|u8 s8|u8 s32",
+        "sync aligned m8n8k32|m16n8k32|m16n8k64 row col satfinite? s32 s4|u4 s4|u4 s32",
+        "sync aligned m8n8k128|m16n8k128|m16n8k256 row col s32 b1 b1 s32 xor|and popc",
     ),
     "wgmma": (
         "fence sync aligned", "commit_group sync aligned", "wait_group sync aligned",
@@ -260,7 +290,7 @@ def operands_of(name: str, parts: tuple[str, ...]) -> int | None:
 #: Words that say what an operand is: their order counts.
 _IN_ORDER = {"pred", "tf32", "row", "col", "e4m3", "e5m2", "e4m3x2", "e5m2x2"}
 _IN_ORDER |= {f"{s}{n}{x}" for s in "bus" for n in (4, 8, 16, 32, 64) for x in ("", "x2")}
-_IN_ORDER |= {"f16", "f16x2", "bf16", "bf16x2", "f32", "f64", "global", *_SHARED.split("|")}
+_IN_ORDER |= {"b1", "f16", "f16x2", "bf16", "bf16x2", "f32", "f64", "global", *_SHARED.split("|")}
 
 
 class _Group:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.descriptors import Descriptor, DescriptorError
-from greenfast.emulator.formats import FORMATS, decode
+from greenfast.emulator.formats import BITS, decode
 from greenfast.emulator.machine import WARP, Lanes, Machine, Operation, Values, lane_indices
 from greenfast.emulator.memory import CHUNK
 from greenfast.emulator.operands import cast, dtype_of, reader, unsupported
@@ -130,8 +130,8 @@ class _Form:
         self.size = 2 if wide else 1
         integer = self.a in ("s8", "u8")
         if (
-            self.a not in FORMATS
-            or self.b not in FORMATS
+            self.a not in BITS
+            or self.b not in BITS
             or (wide and self.a != self.b)
             or integer != (self.b in ("s8", "u8"))
             or self.out != ("s32" if integer else "f32")
