@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -37,6 +39,95 @@ def test_each_warp_has_its_own_stride() -> None:
         product = left @ right + 1
         held = np.array([[found[512 * w + r * ldd + c] for c in range(16)] for r in range(16)])
         assert np.array_equal(held, product), w
+
+
+#: Name of the C++ type, of the accumulators' one, tile, and how to draw whole numbers of A and B.
+TYPES = [
+    ("__half", "float", (16, 16, 16), np.float16),
+    ("__half", "__half", (16, 16, 16), np.float16),
+    ("__half", "float", (32, 8, 16), np.float16),
+    ("__half", "__half", (8, 32, 16), np.float16),
+    ("__nv_bfloat16", "float", (16, 16, 16), "bf16"),
+    ("__nv_bfloat16", "float", (32, 8, 16), "bf16"),
+    ("__nv_bfloat16", "float", (8, 32, 16), "bf16"),
+    ("wmma::precision::tf32", "float", (16, 16, 8), np.float32),
+    ("double", "double", (8, 8, 4), np.float64),
+    ("signed char", "int", (16, 16, 16), np.int8),
+    ("unsigned char", "int", (32, 8, 16), np.uint8),
+    ("signed char", "int", (8, 32, 16), np.int8),
+]
+
+
+@pytest.mark.parametrize(("order_a", "order_b", "order_d"), [("row", "col", "row"), ("col", "row", "col")])
+@pytest.mark.parametrize("case", TYPES, ids=lambda c: f"{c[0].split(':')[-1]}-{c[1]}-{c[2]}")
+def test_products_of_every_type(case: Any, order_a: str, order_b: str, order_d: str) -> None:
+    """d = a b + c with each element of the sums doubled by its thread before it is stored."""
+    kind, sums, (m, n, k), dtype = case
+    a, b = RNG.integers(-8, 9, (m, k)), RNG.integers(-8, 9, (k, n))
+    if dtype == np.uint8:
+        a, b = abs(a) * 31, abs(b) * 30
+    c = RNG.integers(-20, 21, (m, n))
+
+    def stored(x: Any, order: str, pad: int) -> Any:
+        """With rows (or columns) that are ``pad`` elements longer than the matrix."""
+        rows = np.pad(x if order == "row" else x.T, ((0, 0), (0, pad)))
+        if dtype == "bf16" and pad < 16:
+            return (rows.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        return rows.astype({"float": np.float32, "__half": np.float16, "int": np.int32, "double": np.float64}[sums]
+                           if pad >= 16 else dtype)  # fmt: skip
+
+    element = {"wmma::precision::tf32": "float"}.get(kind, kind)
+    words = {"float": "float32", "__half": "float16", "int": "int32", "double": "float64"}[sums]
+    held_c, shape = stored(c, order_d, 16), f"{m}, {n}, {k}"
+    lengths = [(cols if order == "row" else rows) + pad
+               for rows, cols, order, pad in ((m, k, order_a, 8), (k, n, order_b, 8), (m, n, order_d, 16))]  # fmt: skip
+    found = run(
+        f"wmma::fragment<wmma::matrix_a, {shape}, {kind}, wmma::{order_a}_major> x;"
+        f"wmma::fragment<wmma::matrix_b, {shape}, {kind}, wmma::{order_b}_major> y;"
+        f"wmma::fragment<wmma::accumulator, {shape}, {sums}> z;"
+        f"wmma::load_matrix_sync(x, a, {lengths[0]}); wmma::load_matrix_sync(y, b, {lengths[1]});"
+        f"wmma::load_matrix_sync(z, c, {lengths[2]}, wmma::mem_{order_d}_major); wmma::mma_sync(z, x, y, z);"
+        f"for (int i = 0; i < z.num_elements; ++i) z.x[i] = z.x[i] + z.x[i];"
+        f"wmma::store_matrix_sync(d, z, {lengths[2]}, wmma::mem_{order_d}_major);",
+        {"a": stored(a, order_a, 8), "b": stored(b, order_b, 8), "c": held_c},
+        {"d": (held_c.size, words)},
+        parameters=f"const {element}* a, const {element}* b, const {sums}* c, {sums}* d",
+        args=("a", "b", "c", "d"),
+        before="#include <mma.h>\n#include <cuda_bf16.h>\nusing namespace nvcuda;",
+    ).outputs["d"]
+    tile = found.reshape(held_c.shape)[:, : n if order_d == "row" else m]
+    assert np.array_equal(tile if order_d == "row" else tile.T, 2 * (a @ b + c))
+
+
+@pytest.mark.parametrize("kind", ["s4", "u4", "b1"])
+def test_products_of_few_bits(kind: str) -> None:
+    k = 128 if kind == "b1" else 32
+    low, high = {"s4": (-8, 8), "u4": (0, 16), "b1": (0, 2)}[kind]
+    a, b, c = RNG.integers(low, high, (8, k)), RNG.integers(low, high, (8, k)), RNG.integers(-9, 9, (8, 8))
+
+    def packed(x: Any) -> Any:
+        if kind == "b1":
+            return np.packbits(x.astype(np.uint8), axis=1, bitorder="little").view(np.uint32)
+        return ((x[:, ::2] & 15) | (x[:, 1::2] & 15) << 4).astype(np.uint8).view(np.uint32)
+
+    name = f"wmma::experimental::precision::{kind}"
+    of_bits = ", wmma::experimental::bmmaBitOpXOR, wmma::experimental::bmmaAccumulateOpPOPC" if kind == "b1" else ""
+    found = run(
+        f"wmma::fragment<wmma::matrix_a, 8, 8, {k}, {name}, wmma::row_major> x;"
+        f"wmma::fragment<wmma::matrix_b, 8, 8, {k}, {name}, wmma::col_major> y;"
+        f"wmma::fragment<wmma::accumulator, 8, 8, {k}, int> z;"
+        f"wmma::load_matrix_sync(x, a, {k}); wmma::load_matrix_sync(y, b, {k});"
+        "wmma::load_matrix_sync(z, c, 8, wmma::mem_row_major);"
+        f"wmma::{'bmma' if kind == 'b1' else 'mma'}_sync(z, x, y, z{of_bits});"
+        "wmma::store_matrix_sync(d, z, 8, wmma::mem_row_major);",
+        {"a": packed(a), "b": packed(b), "c": c.astype(np.int32)},
+        {"d": (64, "int32")},
+        parameters="const unsigned* a, const unsigned* b, const int* c, int* d",
+        args=("a", "b", "c", "d"),
+        before="#include <mma.h>\nusing namespace nvcuda;",
+    ).outputs["d"]
+    product = (a[:, None, :] != b[None, :, :]).sum(axis=2) if kind == "b1" else a @ b.T
+    assert np.array_equal(found.reshape(8, 8), product + c)
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,11 @@ POOLS: dict[str, Pool] = {
     "to_eight": Pool("f32", tuple(dict.fromkeys((*_bits_of(_EIGHT), *_SINGLE[:20]))), _eighths),
     "small": Pool("f32", (), _whole(np.float32)),
     "small_halves": Pool("b32", (), _two(_whole(np.float16))),
+    "small_brains": Pool("b32", (), lambda rng, count: _two(_brains)(rng, count)),
+    "small_singles": Pool("b32", (), _whole(np.float32)),
+    "small_doubles": Pool("b64", (), _whole(np.float64)),
+    "small_e4m3": Pool("b32", (), lambda rng, count: _four_bytes(rng, count, (0, 0x38, 0x40, 0x44, 0x48, 0x30))),
+    "small_e5m2": Pool("b32", (), lambda rng, count: _four_bytes(rng, count, (0, 0x3C, 0x40, 0x42, 0x44, 0x38))),
     "unit": Pool("f32", (), _normal(np.float32)),
     "unit_halves": Pool("b32", (), _two(_normal(np.float16))),
 }
@@ -193,6 +198,17 @@ def _votes(rng: np.random.Generator, count: int) -> Column:
     """0 in some warps, 1 in some, and in the others either."""
     whole = np.repeat(rng.integers(0, 4, -(-count // 32)), 32)[:count]
     return np.where(whole < 2, whole, rng.integers(0, 2, count)).astype(np.uint64)
+
+
+def _brains(rng: np.random.Generator, count: int) -> Column:
+    """Small whole numbers in bfloat16."""
+    return _whole(np.float32)(rng, count) >> np.uint64(16)
+
+
+def _four_bytes(rng: np.random.Generator, count: int, sizes: Sequence[int]) -> Column:
+    """Four 8-bit floats in a register: 0, 0.5 to 4 and their opposites."""
+    codes = rng.choice(np.array(sizes, np.uint64), (count, 4)) | rng.integers(0, 2, (count, 4)).astype(np.uint64) << 7
+    return np.asarray((codes << (np.arange(4, dtype=np.uint64) * np.uint64(8))).sum(axis=1, dtype=np.uint64))
 
 
 def _related(kinds: Sequence[str], rows: list[Column], rng: np.random.Generator) -> None:
