@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from greenfast.emulator.machine import Operation, Values
-from greenfast.emulator.operands import Function, dtype_of, elementwise, type_of, unsupported
-from greenfast.emulator.ptx import Instruction
+from greenfast.emulator.machine import Lanes, Machine, Operation, Values
+from greenfast.emulator.operands import Function, dtype_of, elementwise, reader, type_of, unsupported, writer
+from greenfast.emulator.ptx import Instruction, Vector
 
 
 def bitwise(function: Function) -> Callable[[Instruction], Operation]:
@@ -205,9 +205,7 @@ def extend(i: Instruction) -> Operation:
 
 
 def lop3(i: Instruction) -> Operation:
-    """lop3: any function of three bits, by its truth table."""
-    if "BoolOp" in i.parts or len(i.operands) != 5:
-        raise unsupported(i)
+    """lop3: any function of three bits, by its truth table; with .or or .and also whether it is not 0, combined."""
 
     def function(a: Values, b: Values, c: Values, lut: Values) -> Values:
         result: Any = np.uint32(0)
@@ -216,7 +214,42 @@ def lop3(i: Instruction) -> Operation:
             result = result | np.where((int(lut) >> n) & 1, term, np.uint32(0))
         return np.asarray(result).astype(np.uint32)
 
-    return elementwise(i, function, types=["b32", "b32", "b32", "u32"])
+    types = ["b32", "b32", "b32", "u32"]
+    if "or" not in i.parts and "and" not in i.parts:
+        return elementwise(i, function, types=types)
+    targets = i.operands[0]
+    if not isinstance(targets, Vector):
+        raise unsupported(i)
+    write, write_flag = writer(targets.items[0], "b32", i), writer(targets.items[1], "pred", i)
+    read = [reader(o, kind, i) for o, kind in zip(i.operands[1:5], types, strict=True)]
+    other, combine = reader(i.operands[5], "pred", i), np.logical_or if "or" in i.parts else np.logical_and
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        result = function(*(r(m, lanes) for r in read))
+        flag = combine(result != 0, other(m, lanes))
+        write(m, lanes, result)
+        write_flag(m, lanes, flag)
+
+    return run
+
+
+def find_nth(i: Instruction) -> Operation:
+    """fns: the position of the n-th set bit of a mask, from a position on, upwards or (n < 0) downwards."""
+
+    def function(mask: Values, base: Values, offset: Values) -> Values:
+        mask, base, offset = np.broadcast_arrays(mask, base, offset)
+        position, left = base.astype(np.int64), np.maximum(np.abs(offset.astype(np.int64)), 1)
+        step = np.sign(offset.astype(np.int64))
+        found = np.full(mask.shape, ~np.uint32(0))
+        for _ in range(32):
+            inside = (position >= 0) & (position < 32)
+            here = (mask >> np.where(inside, position, 0).astype(np.uint32) & np.uint32(1)).astype(np.bool_) & inside
+            left = left - here
+            found = np.where(here & (left == 0), position.astype(np.uint32), found)
+            position = np.where(step == 0, -1, position + step)  # 0 looks at the position alone
+        return found.astype(np.uint32)
+
+    return elementwise(i, function, types=["b32", "u32", "s32"], out="u32")
 
 
 BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
@@ -238,4 +271,5 @@ BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     "popc": count_bits(lambda a: np.bitwise_count(a).astype(np.uint32)),
     "clz": count_bits(_leading_zeros),
     "lop3": lop3,
+    "fns": find_nth,
 }

@@ -26,6 +26,8 @@ _COMPARE: dict[str, Function] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
 }  # fmt: skip
+#: 1.0 in a float.
+_ONES = {"f16": 0x3C00, "bf16": 0x3F80, "f32": 0x3F80_0000}
 _LOGIC: dict[str, Function] = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
@@ -97,22 +99,25 @@ def setp(i: Instruction) -> Operation:
 
 
 def set_value(i: Instruction) -> Operation:
-    """set: all ones, or 1.0 in a float, where the comparison is true, else zero."""
+    """set: all ones, or 1.0 in a float, where the comparison is true, else zero; packed halves each for itself."""
     kind = type_of(i)
-    if kind.endswith("x2") or element_of(kind) in ("f16", "bf16"):
-        raise unsupported(i)
     compare = _comparison(i)
     out = next(p for p in i.parts if p in TYPES)
-    yes = np.float32(1) if out == "f32" else ~dtype_of(out).type(0)
-    write = writer(i.operands[0], out, i)
+    packed = kind.endswith("x2")
+    bits = dtype_of("u16" if packed else f"u{8 * dtype_of(out).itemsize}").type
+    yes = bits(_ONES.get(element_of(out), int(~bits(0))))
+    unsigned = "b32" if packed else f"b{8 * dtype_of(out).itemsize}"
+    write = writer(i.operands[0], unsigned, i)
     read = [reader(o, kind, i) for o in i.operands[1:3]]
     combine, third = _combined(i)
 
     def run(m: Machine, lanes: Lanes) -> None:
-        result = compare(read[0](m, lanes), read[1](m, lanes))
+        result = np.asarray(compare(read[0](m, lanes), read[1](m, lanes)))
         if combine and third:
-            result = combine(result, third(m, lanes))
-        write(m, lanes, np.where(result, yes, yes * 0))
+            given = np.asarray(third(m, lanes))
+            result = combine(result, given[..., None] if packed else given)
+        found = np.where(result, yes, bits(0))
+        write(m, lanes, np.ascontiguousarray(found).view(np.uint32)[..., 0] if packed else found)
 
     return run
 

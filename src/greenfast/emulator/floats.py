@@ -182,11 +182,37 @@ def sum_of(kind: str, ftz: bool) -> Function:
     return packed(run, kind) if kind.endswith("x2") else run
 
 
+def _gross(function: Function) -> Callable[[Instruction], Operation]:
+    """rcp and rsqrt .approx.ftz.f64: of the upper 32 bits of a number the upper 32 of the result, the others zero.
+
+    How the hardware forms the 20 bits of fraction the ISA leaves open; here they are rounded.
+    """
+
+    def run(a: Values) -> Values:
+        upper = np.ascontiguousarray(a).view(np.uint64) & np.uint64(0xFFFF_FFFF_0000_0000)
+        found = flush(np.asarray(function(flush(upper.view(np.float64), "f64"))), "f64")
+        bits = np.ascontiguousarray(found).view(np.uint64)
+        rounded = (bits + np.uint64(0x8000_0000)) & np.uint64(0xFFFF_FFFF_0000_0000)
+        return canonical(np.where(np.isnan(found), found, rounded.view(np.float64)), "f64")
+
+    def build(i: Instruction) -> Operation:
+        return elementwise(i, run)
+
+    return build
+
+
 def reciprocal(i: Instruction) -> Operation:
-    """rcp; the approximate one of float64 has a definition of its own, which is not known here."""
+    """rcp."""
     if "approx" in i.parts and type_of(i) == "f64":
-        raise unsupported(i)
+        return _gross(lambda a: 1.0 / a)(i)
     return _rounded_reciprocal(i)
+
+
+def reciprocal_root(i: Instruction) -> Operation:
+    """rsqrt."""
+    if type_of(i) == "f64" and "ftz" in i.parts:
+        return _gross(lambda a: 1.0 / np.sqrt(a))(i)
+    return approximate(lambda a: 1.0 / np.sqrt(a))(i)
 
 
 def approximate(function: Callable[[Values], Values]) -> Callable[[Instruction], Operation]:
@@ -194,8 +220,6 @@ def approximate(function: Callable[[Values], Values]) -> Callable[[Instruction],
 
     def build(i: Instruction) -> Operation:
         kind = element_of(type_of(i))
-        if kind not in ("f32", "f16", "bf16"):
-            raise unsupported(i)
         ftz = "ftz" in i.parts
 
         def run(a: Values) -> Values:
@@ -318,7 +342,7 @@ BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     "testp": testp,
     "ex2": approximate(np.exp2),
     "lg2": approximate(np.log2),
-    "rsqrt": approximate(lambda a: 1.0 / np.sqrt(a)),
+    "rsqrt": reciprocal_root,
     "sin": approximate(np.sin),
     "cos": approximate(np.cos),
     "tanh": approximate(np.tanh),

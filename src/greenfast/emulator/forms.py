@@ -107,9 +107,9 @@ FORMS: dict[str, tuple[str, ...]] = {
         "rn|rz|rm|rp ftz? sat? f32", "rn|rz|rm|rp f64", f"rn ftz? sat? {_HALVES}", f"rn ftz? relu {_HALVES}",
         f"rn relu? {_BRAINS}",
     ),
-    "rcp": ("approx ftz? f32", *_ROUNDED),
+    "rcp": ("approx ftz? f32", "approx ftz f64", *_ROUNDED),
     "sqrt": ("approx ftz? f32", *_ROUNDED),
-    "rsqrt": ("approx ftz? f32",),
+    "rsqrt": ("approx ftz? f32|f64",),
     "sin": ("approx ftz? f32",),
     "cos": ("approx ftz? f32",),
     "lg2": ("approx ftz? f32",),
@@ -123,7 +123,8 @@ FORMS: dict[str, tuple[str, ...]] = {
     "xor": (f"pred|{_BITS}",),
     "not": (f"pred|{_BITS}",),
     "cnot": (_BITS,),
-    "lop3": ("b32",),
+    "lop3": ("b32", "or|and b32"),
+    "fns": ("b32",),
     "shl": (_BITS,),
     "shr": (f"{_INTEGERS}|{_BITS}",),
     "shf": ("l|r clamp|wrap b32",),
@@ -141,7 +142,22 @@ FORMS: dict[str, tuple[str, ...]] = {
         *(f"{how} {what}" for how, what in _COMPARED), f"{_FLOAT_ORDERS} {_LOGIC} ftz? {_HALVES}",
         f"{_FLOAT_ORDERS} {_LOGIC} {_BRAINS}",
     ),
-    "set": tuple(f"{how} u32|s32|f32 {what}" for how, what in _COMPARED),
+    "set": (
+        *(f"{how} u32|s32|f32|f16|bf16 {what}" for how, what in _COMPARED),
+        *(
+            f"{_FLOAT_ORDERS} {_LOGIC} {ftz} u16|s16|u32|s32|{to} {half}"
+            for ftz, to, half in (("ftz?", "f16|bf16", "f16"), ("", "bf16", "bf16"))
+        ),
+        f"{_FLOAT_ORDERS} {_LOGIC} ftz? u32|s32|f16x2 f16x2", f"{_FLOAT_ORDERS} {_LOGIC} u32|s32|bf16x2 bf16x2",
+    ),
+    **dict.fromkeys(("vadd", "vsub", "vabsdiff", "vmin", "vmax"), ("u32|s32 u32|s32 u32|s32 sat? add?",)),
+    **dict.fromkeys(("vshl", "vshr"), ("u32|s32 u32|s32 u32 sat? clamp|wrap add?",)),
+    "vset": ("u32|s32 u32|s32 eq|ne|lt|le|gt|ge add?",),
+    **dict.fromkeys(
+        (f"{op}{n}" for op in ("vadd", "vsub", "vavrg", "vabsdiff", "vmin", "vmax") for n in (2, 4)),
+        ("u32|s32 u32|s32 u32|s32 sat?", "u32|s32 u32|s32 u32|s32 add"),
+    ),
+    **dict.fromkeys(("vset2", "vset4"), ("u32|s32 u32|s32 eq|ne|lt|le|gt|ge add?",)),
     "selp": (f"{_INTEGERS}|{_BITS}|f32|f64",),
     "slct": (f"{_INTEGERS}|{_BITS}|f32|f64 s32", f"ftz? {_INTEGERS}|{_BITS}|f32|f64 f32"),
     # moves and conversions
@@ -263,6 +279,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "brkpt": ("",),
     "call": ("uni?",),
     "nanosleep": ("u32",),
+    "pmevent": ("mask?",),
     "bar": ("cta? sync", "cta? arrive", "cta? red popc u32", "cta? red and|or pred", "warp sync"),
     "barrier": (
         "cta? sync|arrive aligned?", "cta? red popc aligned? u32", "cta? red and|or aligned? pred",
@@ -276,7 +293,7 @@ _COUNTS = {
     2: "abs neg rcp sqrt rsqrt sin cos lg2 ex2 tanh testp not cnot bfind brev clz popc mov cvta isspacep ld ldu elect "
     "getctarank ldmatrix stmatrix movmatrix",
     3: "addc subc mul mul24 div rem and or xor shl shr bmsk szext copysign min max add sub vote match redux mapa",
-    4: "mad madc mad24 sad dp4a dp2a fma shf prmt bfe selp slct",
+    4: "mad madc mad24 sad dp4a dp2a fma shf prmt bfe selp slct fns",
     5: "bfi shfl",
 }
 _OPERANDS = {name: count for count, names in _COUNTS.items() for name in names.split()}

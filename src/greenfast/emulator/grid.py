@@ -115,6 +115,7 @@ def run_grid(
                 params=_parameters(function, plan, memory),
                 counts=counts,
                 phases=by_phase,
+                dynamic_bytes=dynamic_smem_bytes,
             )
             if by_phase:
                 by_phase.begin(machine.lanes)

@@ -32,6 +32,8 @@ Operation: TypeAlias = "Callable[[Machine, Lanes], NDArray[np.intp] | None]"
 Values: TypeAlias = NDArray[Any]
 
 WARP = 32
+#: What %nsmid says.
+MULTIPROCESSORS = 132
 _FULL = np.uint64(0xFFFFFFFF)
 _BITS = {"8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64, "16x2": np.uint32}
 
@@ -87,7 +89,8 @@ def unflatten(index: Any, dims: tuple[int, int, int]) -> tuple[Any, Any, Any]:
 class Machine:
     """Some blocks of a grid.
 
-    blocks: their linear indices. shared_layout, local_layout: offsets of variables. params: each parameter's bytes, or
+    blocks: their linear indices. shared_layout, local_layout: offsets of variables. dynamic_bytes: shared memory that
+    the launch asks for, among shared_bytes. params: each parameter's bytes, or
     the tensor map that it is.
     counts: where what runs now is counted. phases: where it is counted by phase, in an instrumented build.
     """
@@ -105,6 +108,7 @@ class Machine:
     counts: Counts
     output: list[str] = field(default_factory=list)
     phases: PhaseCounts | None = None
+    dynamic_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.warps = -(-self.geometry.threads // WARP)
@@ -191,7 +195,19 @@ class Machine:
             "%lanemask_gt": ~(below | own) & np.uint64(0xFFFFFFFF),
         }
         found |= {"%cluster_ctarank": np.zeros(self.lanes), "%cluster_nctarank": np.ones(self.lanes)}
-        found["%nwarpid"] = np.full(self.lanes, self.warps)
+        # Blocks go to the multiprocessors of an H100 in turn.
+        found |= {"%smid": block % MULTIPROCESSORS, "%nsmid": np.full(self.lanes, MULTIPROCESSORS)}
+        for name, value in (
+            ("%nwarpid", self.warps),
+            ("%gridid", 1),
+            ("%is_explicit_cluster", 0),
+            ("%dynamic_smem_size", self.dynamic_bytes),
+            ("%total_smem_size", self.shared_bytes),
+            ("%aggr_smem_size", self.shared_bytes),
+            ("%clock_hi", 0),
+            ("%globaltimer_hi", 0),
+        ):
+            found[name] = np.full(self.lanes, value)
         for name, values in (
             ("%tid", unflatten(self.thread_of, self.geometry.block)),
             ("%ctaid", unflatten(block, self.geometry.grid)),

@@ -18,6 +18,7 @@ from greenfast.emulator import (
     moves,
     tiles,
     tma,
+    video,
     warp,
     wgmma,
     wmma,
@@ -32,6 +33,7 @@ from greenfast.emulator.ptx import Function, Instruction
 BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     **arithmetic.BUILDERS,
     **bits.BUILDERS,
+    **video.BUILDERS,
     **comparisons.BUILDERS,
     **convert.BUILDERS,
     **moves.BUILDERS,
@@ -47,7 +49,7 @@ BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     "call": call,
 }
 #: Instructions that order memory accesses or advise: every access here takes effect at once, so nothing is to be done.
-NOTHING = ("membar", "griddepcontrol", "prefetch", "prefetchu", "nanosleep", "setmaxnreg")
+NOTHING = ("membar", "griddepcontrol", "prefetch", "prefetchu", "nanosleep", "pmevent", "setmaxnreg")
 #: Instructions that are replaced by others before a program is built (inlining.py).
 REPLACED = ("brx",)
 CONTROL = ("bra", "ret", "exit", "bar", "barrier", "trap", "brkpt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from tests.emulator.instructions.case import Case, assembly, instruction, predicate
 from tests.emulator.instructions.integers import value
@@ -31,6 +32,37 @@ def _logic() -> list[Case]:
         ins = ("b32",) * 3
         text = f"lop3.b32 %0, %1, %2, %3, {lut};"
         found.append(Case(f"lop3.b32 {lut:#04x}", assembly(text, ins, ("b32",)), ins, ("b32",), looked_up))
+    for op, lut, chosen in (("or", 0x80, any), ("and", 0xE8, all), ("and", 0x96, all), ("or", 0x00, any)):
+
+        def with_flag(a: int, b: int, c: int, q: int, lut: int = lut, f: Any = chosen) -> tuple[int, int]:
+            found = sum((lut >> ((a >> n & 1) << 2 | (b >> n & 1) << 1 | c >> n & 1) & 1) << n for n in range(32))
+            return found, int(f((found != 0, q != 0)))
+
+        ins = ("b32", "b32", "b32", "bit")
+        text = f"{{ .reg .pred p, q; setp.ne.u32 q, %5, 0; lop3.{op}.b32 %0|p, %2, %3, %4, {lut}, q; selp.u32 %1, 1, 0, p; }}"
+        found.append(
+            Case(f"lop3.{op}.b32 {lut:#04x}", assembly(text, ins, ("b32", "u32")), ins, ("b32", "u32"), with_flag)
+        )
+
+    def nth(mask: int, base: int, offset: int) -> int:
+        at, n = base, value(offset, "s32")
+        if n == 0:
+            return at if mask >> at & 1 else -1
+        places = range(at, 32) if n > 0 else range(at, -1, -1)
+        bits = [p for p in places if mask >> p & 1]
+        return bits[abs(n) - 1] if abs(n) <= len(bits) else -1
+
+    found.append(
+        Case(
+            "fns.b32",
+            assembly(
+                "{ .reg .b32 t; and.b32 t, %2, 31; fns.b32 %0, %1, t, %3; }", ("b32", "u32", "few_signed"), ("u32",)
+            ),
+            ("b32", "u32", "few_signed"),
+            ("u32",),
+            lambda a, b, c: nth(a, b & 31, c),
+        )
+    )
     for side, mode in itertools.product("lr", ("clamp", "wrap")):
 
         def funnel(a: int, b: int, c: int, side: str = side, mode: str = mode) -> int:

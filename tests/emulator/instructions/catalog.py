@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tests.emulator.instructions import bitwise, conversions, floating, integers, matrices, memory, warps
+from tests.emulator.instructions import bitwise, conversions, floating, halves, integers, matrices, memory, video, warps
 from tests.emulator.instructions.case import Case
 
 CASES: tuple[Case, ...] = (
     *integers.cases(), *bitwise.cases(), *floating.cases(), *conversions.cases(), *warps.cases(), *memory.cases(),
-    *matrices.cases(),
+    *matrices.cases(), *video.cases(),
+    *halves.cases(),
 )  # fmt: skip
 
 #: Kernels per translation unit: many, as each unit costs the compiler a start, but one that fails takes its unit along.

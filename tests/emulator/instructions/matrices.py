@@ -36,8 +36,10 @@ ELEMENTS: dict[str, tuple[int, Number]] = {
     "u4": (4, lambda p: p),
     "b1": (1, lambda p: p),
 }
-_POOLS = {"f16": "small_halves", "bf16": "small_brains", "tf32": "small_singles", "f64": "small_doubles", "e4m3": "small_e4m3",
-          "e5m2": "small_e5m2"}  # fmt: skip
+_POOLS = {
+    "f16": "small_halves", "bf16": "small_brains", "tf32": "small_singles", "f64": "small_doubles",
+    "e4m3": "small_e4m3", "e5m2": "small_e5m2",
+}  # fmt: skip
 _SUMS = {"f16": "small_halves", "f32": "small_singles", "f64": "small_doubles", "s32": "b32"}
 
 

@@ -168,6 +168,7 @@ POOLS: dict[str, Pool] = {
     "nibbles": Pool("u32", (0x3210, 0x7654, 0xFEDC, 0xBA98, 0x5140, 0, 2**32 - 1), _uniform(0, 2**16)),
     "lane": Pool("u32", (0, 1, 2, 15, 16, 30, 31, 32, 33, 63, 2**32 - 1), _uniform(0, 64)),
     "few": Pool("u32", (0, 1, 2), _uniform(0, 3)),
+    "few_signed": Pool("s32", (0, 1, 2, 2**32 - 1, 2**32 - 2, 40, 2**31), lambda rng, count: _few_signed(rng, count)),
     "few64": Pool("u64", (), lambda rng, count: _uniform(0, 3)(rng, count) << np.uint64(32)),
     "votes": Pool("u32", (), lambda rng, count: _votes(rng, count)),
     "votes64": Pool("u64", (), lambda rng, count: _votes(rng, count) << np.uint64(32)),
@@ -198,6 +199,10 @@ def _votes(rng: np.random.Generator, count: int) -> Column:
     """0 in some warps, 1 in some, and in the others either."""
     whole = np.repeat(rng.integers(0, 4, -(-count // 32)), 32)[:count]
     return np.where(whole < 2, whole, rng.integers(0, 2, count)).astype(np.uint64)
+
+
+def _few_signed(rng: np.random.Generator, count: int) -> Column:
+    return np.asarray(rng.integers(-12, 13, count).astype(np.uint64) & np.uint64(2**32 - 1))
 
 
 def _brains(rng: np.random.Generator, count: int) -> Column:
