@@ -11,6 +11,7 @@ from greenfast.emulator.forms import FORMS, fits, groups_of, refusal
 from greenfast.emulator.inlining import inlined
 from greenfast.emulator.parser import parse
 from greenfast.emulator.program import BUILDERS, CONTROL, NOTHING, REPLACED, Program
+from scripts import emulator_forms
 
 #: Modifiers and types of the PTX ISA.
 _ISA = """
@@ -147,3 +148,10 @@ def test_the_order_of_types_counts() -> None:
         one, other = accepts("cvt", ("rn", a, b)), accepts("cvt", ("rn", b, a))
         assert not (one and other)
     assert not accepts("cp", ("async", "ca", "global", "shared"))
+
+
+def test_the_page_lists_what_is_accepted() -> None:
+    page = emulator_forms.PAGE.read_text(encoding="utf-8")
+    assert emulator_forms.updated(page) == page, "PYTHONPATH=src python scripts/emulator_forms.py renews it"
+    for name in FORMS:
+        assert f"`{name}`" in page
