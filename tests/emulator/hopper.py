@@ -109,13 +109,15 @@ def request(
     blocks: int = 1,
     before: str = "",
     dynamic: int = 0,
+    cluster: tuple[int, int, int] = (1, 1, 1),
+    grid: tuple[int, int, int] | None = None,
 ) -> Request:
     """The kernel ``k(parameters) { body }``; line 1 of k.cu is the body's first."""
     source = f'{PREAMBLE}{before}\nextern "C" __global__ void k({parameters}) {{\n#line 1 "k.cu"\n{body}\n}}'
     kernel = KernelSource("k", source, "k.cu", (), (threads, 1, 1), dynamic)
     specs = {name: OutputSpec(shape, dtype) for name, (shape, dtype) in outputs.items()}
     arrays = {name: np.asarray(value) for name, value in inputs.items()}
-    return Request(kernel, Launch((blocks, 1, 1), args), Case(arrays, specs))
+    return Request(kernel, Launch(grid or (blocks, 1, 1), args, cluster=cluster), Case(arrays, specs))
 
 
 def run(*args: Any, seed: int = 0, **more: Any) -> GridResult:

@@ -93,7 +93,7 @@ def test_a_program_refuses_by_name_and_line(name: str) -> None:
         ("popc.sat.b32", "sat"),
         ("ld.global.v8.b32", "v8"),
         ("ld.global.v4.b64", "b64"),
-        ("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32", "async"),
+        ("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u16", "u16"),
         ("red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.inc.u32", "async"),
         ("atom.global.cas.b128", "b128"),
         ("mov.b128", "b128"),

@@ -7,12 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.build.compiler import to_ptx
 from greenfast.emulator.convert import E4M3_VALUES
-from greenfast.emulator.faults import KernelFaultError, UnsupportedError
-from greenfast.emulator.grid import program_of
-from greenfast.spec.kernel import KernelSource
-from tests.emulator.hopper import HOPPER, PREAMBLE, run
+from greenfast.emulator.faults import KernelFaultError
+from tests.emulator.hopper import run
 
 RNG = np.random.default_rng(8)
 
@@ -303,10 +300,3 @@ def test_masks_of_lanes(which: str, first: int, last: int) -> None:
     found = one(f'u32 v; asm volatile("mov.u32 %0, %%lanemask_{which};" : "=r"(v)); y[threadIdx.x] = v;')
     for n in range(32):
         assert found[n] == sum(1 << b for b in range(max(0, n + first), min(32, n + last)))
-
-
-def test_clusters_of_several_blocks_are_refused() -> None:
-    kernel = "__global__ void __cluster_dims__(2, 1, 1) k2(u32* y) { y[0] = 1; }"
-    ptx = to_ptx(KernelSource("k2", PREAMBLE + 'extern "C" ' + kernel, "k.cu", (), (32, 1, 1)), HOPPER)
-    with pytest.raises(UnsupportedError, match=r"k2 is launched in clusters of 2, 1, 1 blocks"):
-        program_of(ptx, "k2")

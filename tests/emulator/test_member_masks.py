@@ -59,6 +59,11 @@ def by_group(masks: list[int], values: Any, function: Callable[[list[int], int],
     return found
 
 
+def of_group(function: Callable[[list[int]], Any]) -> Callable[[list[int], int], int]:
+    """A function of a group's values, the same for all of its threads."""
+    return lambda group, at: int(function(group))
+
+
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_exchanges_stay_in_their_group(name: str) -> None:
     masks = masks_of(PARTITIONS[name]) * 3
@@ -76,7 +81,7 @@ def test_exchanges_stay_in_their_group(name: str) -> None:
     }
     for op, (values, function) in reductions.items():
         found, _ = exchange(f"redux.sync.{op} %0, %2, %3;", masks)
-        assert found == by_group(masks, values, lambda group, at, f=function: f(group)), op
+        assert found == by_group(masks, values, of_group(function)), op
     votes: dict[str, Callable[[list[int]], bool]] = {
         "all": lambda v: all(v),
         "any": lambda v: any(v),
@@ -84,7 +89,7 @@ def test_exchanges_stay_in_their_group(name: str) -> None:
     }
     for op, decide in votes.items():
         _, found = exchange(f"vote.sync.{op}.pred p, q, %3;", masks)
-        assert found == by_group(masks, VALUES, lambda group, at, f=decide: int(f(group))), op
+        assert found == by_group(masks, VALUES, of_group(decide)), op
     found, _ = exchange("vote.sync.ballot.b32 %0, q, %3;", masks)
     whole = [sum(1 << n for n in range(32) if VALUES[t // 32 * 32 + n]) for t in range(96)]
     assert found == [w & mask for w, mask in zip(whole, masks, strict=True)]

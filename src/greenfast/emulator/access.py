@@ -62,14 +62,17 @@ def locate(m: Machine, space: str, found: Offsets, lanes: Lanes) -> tuple[Arena,
         return m.memory, found, space
     if space == "param":
         return m.param_memory, found, space
-    mine = m.shared_start if space == "shared" else m.local_start
+    if space == "shared":
+        found, mine = m.shared_of(found, lanes)
+    else:
+        mine = m.local_start[lanes]
     size = m.shared_bytes if space == "shared" else m.local_bytes
     outside = (found < 0) | (found >= size)
     if outside.any():  # beyond the block's own memory lies another block's
         position = int(np.flatnonzero(outside)[0])
         where = f"byte {int(found[position])} of {size} of {space} memory"
         raise m.fault(f"access out of bounds: {where}", int(lane_indices(lanes)[position]))
-    return (m.shared if space == "shared" else m.local), found + mine[lanes], space
+    return (m.shared if space == "shared" else m.local), found + mine, space
 
 
 def count_access(m: Machine, space: str, store: bool, offsets: Offsets, lanes: Lanes, size: int) -> None:
@@ -146,6 +149,11 @@ def _load_param(i: Instruction) -> Operation:
     return run
 
 
+def _items(operand: Operand) -> tuple[Operand, ...]:
+    """The registers of a vector, or the one that an operand is."""
+    return operand.items if isinstance(operand, Vector) else (operand,)
+
+
 _ATOMIC: dict[str, Any] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor,
@@ -162,24 +170,26 @@ def atomic(i: Instruction) -> Operation:
         raise unsupported(i)
     returns = i.name == "atom"
     target, *sources = without_policy(i, i.operands[1:] if returns else i.operands)
-    read = [reader(s, kind, i) for s in sources]
-    write = writer(i.operands[0], kind, i) if returns else None
-    where = addresses(target, i)
+    parts = [_items(s) for s in sources]
+    read = [[reader(item, kind, i) for item in column] for column in zip(*parts, strict=True)]
+    write = [writer(r, kind, i) for r in _items(i.operands[0])] if returns else []
+    where, whole = addresses(target, i), len(read) * dtype.itemsize
 
     def run(m: Machine, lanes: Lanes) -> None:
         arena, offsets, actual = locate(m, space, where(m, lanes), lanes)
         with m.accessing(lanes, actual):
-            arena.read(offsets, dtype.itemsize, f"{dtype.itemsize}-byte atomic access")
+            arena.read(offsets, whole, f"{whole}-byte atomic access")
         cells = arena.data.view(dtype)
-        rows = offsets // dtype.itemsize
-        arguments = [np.broadcast_to(np.asarray(r(m, lanes)), len(rows)) for r in read]
         after = _after(operation, kind, actual)
-        old = np.empty(len(rows), dtype)
-        for n, row in enumerate(rows):
-            old[n] = cells[row]
-            cells[row] = after(old[n], *(a[n] for a in arguments))
-        if write is not None:
-            write(m, lanes, old)
+        for at, column in enumerate(read):  # each element of a vector for itself
+            rows = offsets // dtype.itemsize + at
+            arguments = [np.broadcast_to(np.asarray(r(m, lanes)), len(rows)) for r in column]
+            old = np.empty(len(rows), dtype)
+            for n, row in enumerate(rows):
+                old[n] = cells[row]
+                cells[row] = after(old[n], *(a[n] for a in arguments))
+            if write:
+                write[at](m, lanes, old)
 
     return run
 

@@ -59,6 +59,8 @@ def encode(values: Values, name: str) -> Values:
 
 def convert(i: Instruction) -> Operation:
     """cvt.<rounding>.<to>.<from>."""
+    if "pack" in i.parts:
+        return _packed(i)
     kinds = [p for p in i.parts if p in TYPES or p in ("tf32", *_EIGHT_BITS)]
     if len(kinds) != 2:
         raise unsupported(i)
@@ -228,6 +230,27 @@ def _from_eight_bits(i: Instruction, to: str, source: str) -> Operation:
     def run(m: Machine, lanes: Lanes) -> None:
         codes = np.asarray(read(m, lanes))
         write(m, lanes, halves[codes >> np.uint16(8)] << np.uint32(16) | halves[codes & np.uint16(255)])
+
+    return run
+
+
+def _packed(i: Instruction) -> Operation:
+    """cvt.pack: two integers, saturated, into the lowest bits; of bytes a third operand shifted above them."""
+    kind = next(p for p in i.parts if p in TYPES)
+    bits = 8 * dtype_of(kind).itemsize
+    limits = np.iinfo(dtype_of(kind))
+    if len(i.operands) != (3 if bits == 16 else 4):
+        raise unsupported(i, "has operands that are not known to the emulator")
+    read = [reader(o, "s32", i) for o in i.operands[1:3]]
+    above = reader(i.operands[3], "b32", i) if bits == 8 else None
+    write = writer(i.operands[0], "b32", i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        high, low = (np.clip(r(m, lanes), limits.min, limits.max).astype(np.int64) & ((1 << bits) - 1) for r in read)
+        found = high << bits | low
+        if above is not None:
+            found = found | np.asarray(above(m, lanes)).astype(np.int64) << 2 * bits
+        write(m, lanes, (found & 0xFFFF_FFFF).astype(np.uint32))
 
     return run
 

@@ -45,7 +45,8 @@ _CONVERSIONS = (
     "rn|rz|rm|rp ftz? sat? f32 f64", "rn|rz|rm|rp ftz? sat? f16 f32", "rn|rz|rm|rp sat? f16 f64|bf16",
     "rn|rz|rm|rp bf16 f16|f32|f64", "rn|rz relu? satfinite? f16|bf16 f32", "rn|rz relu? satfinite? f16x2|bf16x2 f32",
     "rn|rz relu? tf32 f32", "rna satfinite? tf32 f32",
-    "rn satfinite relu? e4m3x2|e5m2x2 f32|f16x2", "rn relu? f16x2 e4m3x2|e5m2x2",
+    "pack sat u16|s16 s32", "pack sat u8|s8 s32 b32", "rn satfinite relu? e4m3x2|e5m2x2 f32|f16x2",
+    "rn relu? f16x2 e4m3x2|e5m2x2",
 )  # fmt: skip
 
 _SHARED = "shared|shared:cta|shared:cluster"
@@ -63,12 +64,18 @@ _READ, _WRITTEN = (
     for space, caches in ((_SPACES, "ca|cg|cs|lu|cv?"), (_SPACES.replace("const|", ""), "wb|cg|cs|wt?"))
 )
 _AT_ONCE = f"relaxed|acquire|release|acq_rel? {_SCOPES}? global|{_SHARED}? L2:cache_hint?"
-_ATOMIC = tuple(
-    f"{_AT_ONCE} {form}"
-    for form in (
-        "add u32|s32|u64|f32|f64", f"add noftz {_HALVES}|{_BRAINS}", "min|max u32|s32|u64|s64", "and|or|xor b32|b64",
-        "inc|dec u32",
-    )
+_ATOMIC = (
+    *(
+        f"{_AT_ONCE} {form}"
+        for form in (
+            "add u32|s32|u64|f32|f64", f"add noftz {_HALVES}|{_BRAINS}", "min|max u32|s32|u64|s64",
+            "and|or|xor b32|b64", "inc|dec u32",
+        )
+    ),
+    *(
+        f"relaxed|acquire|release|acq_rel? {_SCOPES}? global? L2:cache_hint? add {form}"
+        for form in ("v2|v4 f32", f"noftz v2|v4 {_HALVES}|{_BRAINS}", "noftz v8 f16|bf16")
+    ),
 )  # fmt: skip
 
 _BARRIER = f"relaxed|release? {_SCOPES}? {_SHARED}?"
@@ -164,7 +171,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "mov": (f"pred|{_INTEGERS}|{_BITS}|f32|f64",),
     "cvt": _CONVERSIONS,
     "cvta": (f"to? global|local|const|param|param:entry|{_SHARED} u32|u64",),
-    "isspacep": (f"global|local|{_SHARED}",),
+    "isspacep": (f"global|local|param|param:entry|{_SHARED}",),
     # memory
     "ld": (
         *(f"{how} {what}" for how in _READ for what in _VECTORS),
@@ -177,6 +184,8 @@ FORMS: dict[str, tuple[str, ...]] = {
         *(f"{how} {what}" for how in _WRITTEN for what in _VECTORS),
         *(f"relaxed|release {_SCOPES} global|{_SHARED}? {_LEVELS} {what}" for what in _VECTORS),
         f"mmio relaxed sys global? {_NUMBERS}",
+        "async weak? shared:cluster? mbarrier:complete_tx:bytes v2? b32|b64|u32|u64|s32|s64|f32|f64",
+        "async weak? shared:cluster? mbarrier:complete_tx:bytes v4 b32|u32|s32|f32",
     ),
     "atom": (*_ATOMIC, f"{_AT_ONCE} exch b32|b64", f"{_AT_ONCE} cas b16|b32|b64"),
     "red": _ATOMIC,

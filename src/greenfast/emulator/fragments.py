@@ -40,7 +40,8 @@ def register_type(kind: str) -> str:
 
 def registers(rows: int, k: int, kind: str) -> int:
     """How many registers hold a fragment of A (of B with ``rows`` columns)."""
-    return rows // _GROUPS * k * BITS[kind] // (_MEMBERS * 8 * np.dtype(dtype_of(register_type(kind))).itemsize)
+    bits = 8 * int(dtype_of(register_type(kind)).itemsize)
+    return rows // _GROUPS * k * BITS[kind] // (_MEMBERS * bits)
 
 
 def left_rows(words: Values, rows: int) -> NDArray[np.uint8]:

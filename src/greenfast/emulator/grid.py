@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -28,6 +29,10 @@ from greenfast.spec.problem import Array, OutputSpec
 
 #: Threads that run at once. More would need more memory (some hundred bytes of registers each) and gain little.
 MAX_LANES = 16_384
+
+
+#: Blocks of a cluster; more than 8 are an option of the launch on Hopper.
+_MOST_BLOCKS = 16
 
 
 @dataclass
@@ -95,17 +100,19 @@ def run_grid(
         memory.states_of(f"variable {name}")[:] = WRITTEN
     shared_layout, shared_bytes = _layout(module, function, dynamic_smem_bytes)
     local_layout, local_bytes = _pack([v for v in function.variables.values() if v.space == "local"])
-    geometry = Geometry(plan.grid, block)
+    geometry = Geometry(plan.grid, block, _cluster(function, plan))
+    order, size = geometry.order(), geometry.cluster_size
     counts = Counts()
     by_phase = PhaseCounts(function) if phases else None
     printed: list[str] = []
     per_batch = max(1, MAX_LANES // (-(-geometry.threads // 32) * 32))
+    per_batch = max(1, per_batch // size) * size  # whole clusters
     with np.errstate(all="ignore"):
         for start in range(0, geometry.blocks, per_batch):
             machine = Machine(
                 function=function,
                 geometry=geometry,
-                blocks=np.arange(start, min(start + per_batch, geometry.blocks)),
+                blocks=order[start : start + per_batch],
                 shared_layout=shared_layout,
                 shared_bytes=shared_bytes,
                 local_layout=local_layout,
@@ -142,6 +149,21 @@ def run_grid(
         for part in result.phases.values():
             counts.add(part)
     return result
+
+
+def _cluster(function: Function, plan: Launch) -> tuple[int, int, int]:
+    """The blocks of a cluster, as the kernel or the launch has them."""
+    asked = re.search(r"\.reqnctapercluster\s+([\d, ]+)", function.directives)
+    extents = [int(n) for n in asked[1].split(",")] if asked else []
+    x, y, z, *_ = *extents, 1, 1, 1
+    own = x, y, z
+    found = own if asked else plan.cluster
+    if asked and plan.cluster not in ((1, 1, 1), own):
+        raise UsageError(f"{function.name} is built for clusters of {own} blocks, its launch asks for {plan.cluster}")
+    if min(found) < 1 or math.prod(found) > _MOST_BLOCKS or any(g % c for g, c in zip(plan.grid, found, strict=True)):
+        what = f"clusters of {found} blocks; they have 1 to {_MOST_BLOCKS} blocks and divide the grid in each dimension"
+        raise UsageError(f"{function.name}: a grid of {plan.grid} blocks in {what}")
+    return found
 
 
 def _initial(v: Variable, memory: GlobalMemory, functions: Mapping[str, int]) -> bytes:

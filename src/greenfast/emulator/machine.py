@@ -32,6 +32,8 @@ Operation: TypeAlias = "Callable[[Machine, Lanes], NDArray[np.intp] | None]"
 Values: TypeAlias = NDArray[Any]
 
 WARP = 32
+#: Addresses in the shared memory of another block of the cluster have its rank, counted from 1, above these bits.
+RANK_BITS = 24
 #: What %nsmid says.
 MULTIPROCESSORS = 132
 _FULL = np.uint64(0xFFFFFFFF)
@@ -64,10 +66,11 @@ class Copy:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Grid and block of a launch."""
+    """Grid and block of a launch, and the cluster: how many blocks share their shared memory."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
+    cluster: tuple[int, int, int] = (1, 1, 1)
 
     @property
     def threads(self) -> int:
@@ -78,6 +81,24 @@ class Geometry:
     def blocks(self) -> int:
         """Blocks of the grid."""
         return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def cluster_size(self) -> int:
+        """Blocks of a cluster."""
+        return self.cluster[0] * self.cluster[1] * self.cluster[2]
+
+    def order(self) -> NDArray[np.int64]:
+        """The linear indices of all blocks, those of a cluster next to each other, by their rank in it."""
+        index = np.arange(self.blocks)
+        if self.cluster_size == 1:
+            return index
+        at = unflatten(index, self.grid)
+        clusters = tuple(g // c for g, c in zip(self.grid, self.cluster, strict=True))
+        which = [x // c for x, c in zip(at, self.cluster, strict=True)]
+        within = [x % c for x, c in zip(at, self.cluster, strict=True)]
+        number = which[0] + clusters[0] * (which[1] + clusters[1] * which[2])
+        rank = within[0] + self.cluster[0] * (within[1] + self.cluster[1] * within[2])
+        return np.lexsort((rank, number))
 
 
 def unflatten(index: Any, dims: tuple[int, int, int]) -> tuple[Any, Any, Any]:
@@ -179,6 +200,26 @@ class Machine:
             self.param_memory.data[start : start + len(data)] = np.frombuffer(data, np.uint8)
             self.param_memory.state[start : start + len(data)] = WRITTEN
 
+    def shared_of(self, found: NDArray[np.int64], lanes: Lanes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Addresses in shared memory as offsets in a block's, and where that block's begins in the arena.
+
+        An address that mapa made names the block of the cluster in its bits from RANK_BITS on, counted from 1.
+        """
+        named = found >> RANK_BITS
+        if self.geometry.cluster_size == 1 or not (named > 0).any():
+            return found, self.shared_start[lanes]
+        indices, size = lane_indices(lanes), self.geometry.cluster_size
+        own = self.block_of[indices]
+        target = np.where(named > 0, own // size * size + named - 1, own)
+        for at in np.flatnonzero(named > size):
+            raise self.fault(f"an address in block {named[at] - 1} of a cluster of {size} blocks", int(indices[at]))
+        running = np.zeros(len(self.blocks), np.bool_)
+        running[self.block_of[np.flatnonzero(~self.ended)]] = True
+        for at in np.flatnonzero(~running[target]):
+            gone = unflatten(int(self.blocks[target[at]]), self.geometry.grid)
+            raise self.fault(f"access to the shared memory of block {gone}, which has ended", int(indices[at]))
+        return np.where(named > 0, found & ((1 << RANK_BITS) - 1), found), target * self.shared_stride
+
     @property
     def changes(self) -> int:
         """Grows whenever a waiting thread may find that it can go on."""
@@ -194,13 +235,15 @@ class Machine:
             "%lanemask_ge": ~below & np.uint64(0xFFFFFFFF),
             "%lanemask_gt": ~(below | own) & np.uint64(0xFFFFFFFF),
         }
-        found |= {"%cluster_ctarank": np.zeros(self.lanes), "%cluster_nctarank": np.ones(self.lanes)}
+        cluster, size = self.geometry.cluster, self.geometry.cluster_size
+        found |= {"%cluster_ctarank": self.block_of % size, "%cluster_nctarank": np.full(self.lanes, size)}
+        place = unflatten(block, self.geometry.grid)
         # Blocks go to the multiprocessors of an H100 in turn.
         found |= {"%smid": block % MULTIPROCESSORS, "%nsmid": np.full(self.lanes, MULTIPROCESSORS)}
         for name, value in (
             ("%nwarpid", self.warps),
             ("%gridid", 1),
-            ("%is_explicit_cluster", 0),
+            ("%is_explicit_cluster", int(size > 1)),
             ("%dynamic_smem_size", self.dynamic_bytes),
             ("%total_smem_size", self.shared_bytes),
             ("%aggr_smem_size", self.shared_bytes),
@@ -213,11 +256,10 @@ class Machine:
             ("%ctaid", unflatten(block, self.geometry.grid)),
             ("%ntid", self.geometry.block),
             ("%nctaid", self.geometry.grid),
-            # Every block is a cluster of its own.
-            ("%clusterid", unflatten(block, self.geometry.grid)),
-            ("%nclusterid", self.geometry.grid),
-            ("%cluster_ctaid", (0, 0, 0)),
-            ("%cluster_nctaid", (1, 1, 1)),
+            ("%clusterid", tuple(at // c for at, c in zip(place, cluster, strict=True))),
+            ("%nclusterid", tuple(n // c for n, c in zip(self.geometry.grid, cluster, strict=True))),
+            ("%cluster_ctaid", tuple(at % c for at, c in zip(place, cluster, strict=True))),
+            ("%cluster_nctaid", cluster),
         ):
             for axis, value in zip("xyz", values, strict=True):
                 found[f"{name}.{axis}"] = np.broadcast_to(np.asarray(value), self.lanes)

@@ -9,7 +9,7 @@ import numpy as np
 
 from greenfast.emulator.machine import Lanes, Machine, Operation
 from greenfast.emulator.memory import LOCAL_BASE, PARAM_BASE, SHARED_BASE, window
-from greenfast.emulator.operands import dtype_of, elementwise, reader, type_of, unsupported, writer
+from greenfast.emulator.operands import dtype_of, elementwise, reader, type_of, writer
 from greenfast.emulator.ptx import Instruction, Vector
 
 
@@ -73,8 +73,6 @@ _WINDOWS = {"shared": SHARED_BASE, "local": LOCAL_BASE, "param": PARAM_BASE}
 def is_space(i: Instruction) -> Operation:
     """isspacep: whether a generic address lies in a state space."""
     space = i.parts[0].split(":")[0]
-    if space not in ("global", "shared", "local"):
-        raise unsupported(i)
     read, write = reader(i.operands[1], "u64", i), writer(i.operands[0], "pred", i)
 
     def run(m: Machine, lanes: Lanes) -> None:

@@ -49,7 +49,7 @@ def _argument(m: Machine, name: str, dtype: Any, lanes: Lanes) -> Values:
     """The threads' values of an argument."""
     size = np.dtype(dtype).itemsize
     data = m.local.read(m.local_layout[name] + m.local_start[lanes], size, "argument of a call")
-    return data.view(dtype).reshape(-1)
+    return np.asarray(data.view(dtype).reshape(-1))
 
 
 def _text(m: Machine, address: int, lane: int) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable
 
 from greenfast.emulator import (
@@ -23,7 +21,6 @@ from greenfast.emulator import (
     wgmma,
     wmma,
 )
-from greenfast.emulator.faults import UnsupportedError
 from greenfast.emulator.forms import operands_of, refusal
 from greenfast.emulator.machine import Operation
 from greenfast.emulator.operands import Reader, reader, unsupported
@@ -65,9 +62,6 @@ class Program:
     def __init__(self, function: Function) -> None:
         """Raises UnsupportedError for the first instruction that the emulator does not know."""
         self.function = function
-        cluster_of = re.search(r"\.reqnctapercluster\s+([\d, ]+)", function.directives)
-        if cluster_of and math.prod(int(n) for n in cluster_of[1].split(",")) > 1:
-            raise UnsupportedError(f"{function.name} is launched in clusters of {cluster_of[1].strip()} blocks")
         self.products = any(i.name == "wgmma" for i in function.code)
         self.operations = [self._build(i) for i in function.code]
         self.joins = set(function.labels.values())

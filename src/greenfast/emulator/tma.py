@@ -28,6 +28,7 @@ Offsets = NDArray[np.int64]
 
 #: Alignment in shared memory of a tile and of other bulk copies.
 TILE_ALIGNMENT, BULK_ALIGNMENT = 128, 16
+_BARRIER_BYTES = 8
 
 
 def copy(i: Instruction) -> Operation:
@@ -202,26 +203,27 @@ def _load(i: Instruction, tensor: bool) -> Operation:
         indices = lane_indices(lanes)
         tile = tiles(m, lanes)
         rows = barrier(m, lanes)
+        copies, apart = _targets(m, indices, None if mask is None else mask(m, lanes))
+        rows = rows[copies] + apart // _BARRIER_BYTES
         hidden = ~m.mbarriers.visible[rows]
         if hidden.any():
             what = "an mbarrier with no fence.mbarrier_init or fence.proxy.async since its init, used by a bulk copy"
-            raise m.fault(what, int(indices[np.flatnonzero(hidden)[0]]))
-        if mask is not None and (np.asarray(mask(m, lanes)) != 1).any():
-            raise m.fault("a multicast to other blocks than this one, in a cluster of one block", int(indices[0]))
+            raise m.fault(what, int(indices[copies[np.flatnonzero(hidden)[0]]]))
         inside = tile.outer >= 0
         values = np.zeros((*tile.outer.shape, tile.unit), np.uint8)
         owners = np.broadcast_to(indices[:, None], tile.outer.shape)
         with m.accessing(owners[inside], "global"):
             values[inside] = m.memory.read(tile.outer[inside], tile.unit, "bulk read")
-        place = tile.shared.ravel()
-        with m.accessing(owners.ravel(), "shared"):
+        place = (tile.shared[copies] + apart[:, None]).ravel()
+        data = values[copies].reshape(-1, tile.unit)
+        with m.accessing(owners[copies].ravel(), "shared"):
             m.shared.require_free(place, tile.unit, "bulk write")
             m.shared.mark(place, tile.unit, IN_FLIGHT, "bulk write")
         _count(m, False, tile, owners, inside)
         total = tile.outer.shape[1] * tile.unit
 
         def land() -> None:
-            m.shared.data.reshape(-1, tile.unit)[place // tile.unit] = values.reshape(-1, tile.unit)
+            m.shared.data.reshape(-1, tile.unit)[place // tile.unit] = data
             m.shared.state.reshape(-1, tile.unit)[place // tile.unit] = WRITTEN
             if m.shared.unfenced is not None:
                 m.shared.unfenced[place // CHUNK] = False
@@ -231,6 +233,21 @@ def _load(i: Instruction, tensor: bool) -> Operation:
         m.arriving.append(BulkLoad(indices, m.current, land))
 
     return run
+
+
+def _targets(m: Machine, indices: NDArray[np.intp], masks: Any) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+    """The copies that land: of which of the threads, and how many bytes from their own block's shared memory.
+
+    masks: the blocks of the cluster that each thread's copy goes to; None: its own.
+    """
+    if masks is None:
+        return np.arange(len(indices)), np.zeros(len(indices), np.int64)
+    size = m.geometry.cluster_size
+    chosen = np.broadcast_to(np.asarray(masks).astype(np.int64), len(indices))
+    for at in np.flatnonzero((chosen == 0) | (chosen >> size != 0)):
+        raise m.fault(f"a multicast to blocks {int(chosen[at]):#b} of a cluster of {size}", int(indices[at]))
+    copies, ranks = np.nonzero(chosen[:, None] >> np.arange(size) & 1)
+    return copies, (ranks - m.block_of[indices[copies]] % size) * m.shared_stride
 
 
 def _count(m: Machine, store: bool, tile: _Tile, owners: NDArray[np.intp], inside: NDArray[np.bool_]) -> None:

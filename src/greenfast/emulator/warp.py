@@ -158,11 +158,11 @@ def vote(i: Instruction) -> Operation:
     def run(m: Machine, lanes: Lanes) -> None:
         members = _members(m, lanes, mask)
         yes = members.table(read(m, lanes))
-        peers = np.True_ if members.masks is None else members.peers()
+        peers: Any = np.True_ if members.masks is None else members.peers()
         # (warps, 32, 32), or of whole warps (warps, 32), as all of its threads see the same.
         votes = yes if members.masks is None else yes[:, None, :]
         if mode == "ballot":
-            result: Values = _bits(votes & peers)
+            result: Any = _bits(votes & peers)
         else:
             some, none = (votes & peers).any(axis=-1), (~votes & peers).any(axis=-1)
             result = {"all": ~none, "any": some, "uni": ~(some & none)}[mode]

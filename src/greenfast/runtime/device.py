@@ -174,6 +174,8 @@ class Bound:
         self._gpu = gpu
         self._case = case
         self._kernel = gpu.load(image)
+        if plan.cluster != (1, 1, 1):
+            raise UsageError(f"{image.entry}: a launch in clusters on a GPU; give the kernel __cluster_dims__ instead")
         self._config = LaunchConfig(grid=plan.grid, block=image.block, shmem_size=image.dynamic_smem_bytes)
         self._inputs = {name: np.ascontiguousarray(a) for name, a in case.inputs.items()}
         self._outputs = dict(case.outputs)

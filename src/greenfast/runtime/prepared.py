@@ -72,6 +72,8 @@ class Prepared:
 
         Raises UsageError where the plan's arguments are not the kernel's, and MachineError where the driver refuses.
         """
+        if plan.cluster != (1, 1, 1):
+            raise UsageError("a launch in clusters on a GPU; give the kernel __cluster_dims__ instead")
         if len(plan.args) != kernel.num_arguments:
             raise UsageError(f"a kernel of {kernel.num_arguments} parameters, and its launch gives {len(plan.args)}")
         packed = [_bytes_of(argument, pointers) for argument in plan.args]

@@ -111,11 +111,13 @@ class Launch:
     """One launch: ``grid`` blocks of the kernel with ``args`` in the order of its parameters.
 
     early: whether it may begin while the launch before it in the stream ends; the kernel waits where it has to.
+    cluster: blocks of a thread block cluster (x, y, z), where the kernel does not say it itself; on the emulator alone.
     """
 
     grid: tuple[int, int, int]
     args: tuple[Argument, ...]
     early: bool = False
+    cluster: tuple[int, int, int] = (1, 1, 1)
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,11 @@ def _logic() -> list[Case]:
             found = sum((lut >> ((a >> n & 1) << 2 | (b >> n & 1) << 1 | c >> n & 1) & 1) << n for n in range(32))
             return found, int(f((found != 0, q != 0)))
 
-        ins = ("b32", "b32", "b32", "bit")
+        given = ("b32", "b32", "b32", "bit")
         text = f".reg .pred p, q; setp.ne.u32 q, %5, 0; lop3.{op}.b32 %0|p, %2, %3, %4, {lut}, q; selp.u32 %1, 1, 0, p;"
         text = f"{{ {text} }}"
         found.append(
-            Case(f"lop3.{op}.b32 {lut:#04x}", assembly(text, ins, ("b32", "u32")), ins, ("b32", "u32"), with_flag)
+            Case(f"lop3.{op}.b32 {lut:#04x}", assembly(text, given, ("b32", "u32")), given, ("b32", "u32"), with_flag)
         )
 
     def nth(mask: int, base: int, offset: int) -> int:

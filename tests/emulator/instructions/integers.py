@@ -334,8 +334,24 @@ def _moves() -> list[Case]:
     ]
 
 
+def _packs() -> list[Case]:
+    """cvt.pack: two saturated integers below what a third one has."""
+    found = []
+    for kind in ("u16", "s16", "u8", "s8"):
+        bits = bits_of(kind)
+
+        def packed(a: int, b: int, c: int = 0, kind: str = kind, bits: int = bits) -> int:
+            high, low = (saturated(value(x, "s32"), kind) & (1 << bits) - 1 for x in (a, b))
+            return c << 2 * bits | high << bits | low
+
+        ins = "s32 s32" if bits == 16 else "s32 s32 b32"
+        name = f"cvt.pack.sat.{kind}.s32" + ("" if bits == 16 else ".b32")
+        found.append(instruction(name, ins, "b32", packed))
+    return found
+
+
 def cases() -> list[Case]:
     """All of them."""
     return [
-        *_arithmetic(), *_products(), *_carries(), *_comparisons(), *_moves(),
+        *_arithmetic(), *_products(), *_carries(), *_comparisons(), *_moves(), *_packs(),
     ]  # fmt: skip

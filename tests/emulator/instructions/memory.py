@@ -171,6 +171,25 @@ def _atomics() -> list[Case]:
                 any_nan=kind == "f64",
             )
         )
+    # Vectors of float32 and of halves, each element for itself.
+    for count, kind, form in ((2, "f32", "f32"), (4, "f32", "f32"), (2, "noftz.f16x2", "f16x2")):
+        ins = (form,) * (2 * count)
+        lists = ["{" + ", ".join(f"%{count * g + n + (1 if g else 0)}" for n in range(count)) + "}" for g in range(2)]
+        operation = kind.replace("noftz.", f"noftz.v{count}.") if "noftz" in kind else f"v{count}.{kind}"
+        results = ", ".join(f'"=&r"(d{n})' for n in range(count))
+        given = ", ".join(f'"r"(a{count + n})' for n in range(count))
+        body = (
+            f"unsigned* at = y; {' '.join(f'at[{n}] = a{n};' for n in range(count))} "
+            f'asm volatile("atom.global.add.{operation} {lists[0]}, [%{count}], {lists[1]};" '
+            f': {results} : "l"(at), {given} : "memory"); '
+            + " ".join(f"d{count + n} = *(volatile unsigned*)(at + {n});" for n in range(count))
+        )
+
+        def each(*words: int, count: int = count, form: str = form) -> tuple[int, ...]:
+            one = _float_sum("f32", True) if form == "f32" else on_halves(_float_sum("f16", False))
+            return (*words[:count], *(one(words[n], words[count + n]) for n in range(count)))
+
+        found.append(Case(f"atom.global.add.{operation}", body, ins, ins, each))
     # All threads of a warp at one place that holds 0: the order is open, what is left is not.
     sums: dict[str, Callable[[list[int]], int]] = {
         "add.u32": sum,

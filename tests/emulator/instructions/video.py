@@ -47,7 +47,7 @@ def _several() -> list[Case]:
             ) -> int:
                 found = [f(x, y) for x, y in zip(_pieces(a, k, n), _pieces(b, k, n), strict=True)]
                 if form == ".add":
-                    return c + sum(found)
+                    return int(c + sum(found))
                 return _joined([saturated(x, f"{k[0]}{n}") if form else x for x in found], n)
 
             found.append(_case(f"v{op}{count}.{types}{form}", plain, meaning))

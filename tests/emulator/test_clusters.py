@@ -1,0 +1,245 @@
+"""Clusters of several blocks: their shared memory, barriers, multicast copies and asynchronous stores."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from greenfast.emulator.faults import KernelFaultError
+from greenfast.spec.errors import UsageError
+from tests.emulator.hopper import run, tensor_map
+
+BEFORE = r"""
+__device__ __forceinline__ u32 special(int which) {
+  u32 v;
+  switch (which) {
+    case 0: asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(v)); break;
+    case 1: asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(v)); break;
+    case 2: asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(v)); break;
+    case 3: asm volatile("mov.u32 %0, %%clusterid.y;" : "=r"(v)); break;
+    case 4: asm volatile("mov.u32 %0, %%cluster_ctaid.x;" : "=r"(v)); break;
+    case 5: asm volatile("mov.u32 %0, %%cluster_ctaid.y;" : "=r"(v)); break;
+    case 6: asm volatile("mov.u32 %0, %%nclusterid.y;" : "=r"(v)); break;
+    default: asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(v)); break;
+  }
+  return v;
+}
+__device__ __forceinline__ void sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ u32 map(u32 address, u32 rank) {
+  u32 v; asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(v) : "r"(address), "r"(rank)); return v;
+}
+"""
+
+
+def test_special_registers() -> None:
+    found = run(
+        "if (threadIdx.x < 8) y[(blockIdx.x + gridDim.x * blockIdx.y) * 8 + threadIdx.x] = special(threadIdx.x);",
+        {},
+        {"y": ((6, 4, 8), "uint32")},
+        parameters="u32* y",
+        args=("y",),
+        before=BEFORE,
+        grid=(4, 6, 1),
+        cluster=(2, 3, 1),
+        threads=32,
+    ).outputs["y"]
+    for y in range(6):
+        for x in range(4):
+            expected = [x % 2 + 2 * (y % 3), 6, x // 2, y // 3, x % 2, y % 3, 2, 2]
+            assert found[y, x].tolist() == expected
+
+
+@pytest.mark.parametrize("how", ["mapped", "generic", "cooperative groups"])
+def test_blocks_read_and_write_each_other(how: str) -> None:
+    """Each block reads its right neighbour's tile, writes to its left one, and adds to a counter of block 0."""
+    access = {
+        "mapped": "u32 from = map(at(tile + t), (r + 1) % 4), to = map(at(given + t), (r + 3) % 4), v; "
+        'asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(from)); '
+        'asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(to), "r"(v * 2) : "memory"); '
+        'asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], 1;" :: "r"(map(at(&count), 0)) : "memory");',
+        "generic": "u64 from, to, all; "
+        'asm volatile("mapa.u64 %0, %1, %2;" : "=l"(from) : "l"(tile + t), "r"((r + 1) % 4)); '
+        'asm volatile("mapa.u64 %0, %1, %2;" : "=l"(to) : "l"(given + t), "r"((r + 3) % 4)); '
+        'asm volatile("mapa.u64 %0, %1, 0;" : "=l"(all) : "l"(&count)); '
+        "u32 v = *(volatile u32*)from; *(volatile u32*)to = v * 2; atomicAdd((u32*)all, 1);",
+        "cooperative groups": "auto c = cooperative_groups::this_cluster(); "
+        "u32 v = c.map_shared_rank(tile, (r + 1) % 4)[t]; c.map_shared_rank(given, (r + 3) % 4)[t] = v * 2; "
+        "atomicAdd(c.map_shared_rank(&count, 0), 1);",
+    }[how]
+    wait = "cooperative_groups::this_cluster().sync();" if how.startswith("coop") else "sync();"
+    found = run(
+        f"__shared__ u32 tile[64], given[64], count; u32 t = threadIdx.x, r = special(0); "
+        f"tile[t] = blockIdx.x * 100 + t; if (t == 0) count = 0; {wait} {access} {wait} "
+        "y[blockIdx.x * 64 + t] = given[t]; if (t == 0) z[blockIdx.x] = count;",
+        {},
+        {"y": ((8, 64), "uint32"), "z": ((8,), "uint32")},
+        parameters="u32* y, u32* z",
+        args=("y", "z"),
+        before=("#include <cooperative_groups.h>\n" if how.startswith("coop") else "") + BEFORE,
+        blocks=8,
+        cluster=(4, 1, 1),
+        threads=64,
+    ).outputs
+    t = np.arange(64)
+    # What a block holds was written by its right neighbour, which read its own right neighbour's tile.
+    expected = [[2 * ((b // 4 * 4 + (b + 2) % 4) * 100 + n) for n in t] for b in range(8)]
+    assert found["y"].tolist() == expected
+    assert found["z"].tolist() == [256, 0, 0, 0] * 2
+
+
+def test_getctarank() -> None:
+    found = run(
+        "__shared__ u32 s; u32 r; u64 g; "
+        'asm volatile("getctarank.shared::cluster.u32 %0, %1;" : "=r"(r) : "r"(map(at(&s), threadIdx.x % 2))); '
+        'asm volatile("mapa.u64 %0, %1, %2;" : "=l"(g) : "l"(&s), "r"((threadIdx.x + 1) % 2)); '
+        'u32 q; asm volatile("getctarank.u64 %0, %1;" : "=r"(q) : "l"(g)); '
+        'u32 own; asm volatile("getctarank.shared::cluster.u32 %0, %1;" : "=r"(own) : "r"(at(&s))); '
+        "y[blockIdx.x * 32 + threadIdx.x] = r * 100 + q * 10 + own;",
+        {},
+        {"y": ((2, 32), "uint32")},
+        parameters="u32* y",
+        args=("y",),
+        before=BEFORE,
+        blocks=2,
+        cluster=(2, 1, 1),
+        threads=32,
+    ).outputs["y"]
+    assert found.tolist() == [[t % 2 * 100 + (t + 1) % 2 * 10 + b for t in range(32)] for b in range(2)]
+
+
+def test_arrivals_at_the_mbarrier_of_another_block() -> None:
+    """Block 0 waits for all threads of the cluster at its own mbarrier."""
+    found = run(
+        "__shared__ __align__(8) u64 bar; __shared__ u32 data[4]; u32 r = special(0); "
+        "if (threadIdx.x == 0) { init(&bar, 3 * 32); init_fence(); } sync(); "
+        "if (r) { if (threadIdx.x == 0) "
+        '{ asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(map(at(data + r), 0)), "r"(r * 7) : "memory"); } '
+        "__syncwarp(); "
+        'asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(map(at(&bar), 0)) '
+        ': "memory"); } '
+        "else { wait(&bar, 0); if (threadIdx.x > 0 && threadIdx.x < 4) y[threadIdx.x - 1] = data[threadIdx.x]; } "
+        "sync();",
+        {},
+        {"y": ((3,), "uint32")},
+        parameters="u32* y",
+        args=("y",),
+        before=BEFORE,
+        blocks=4,
+        cluster=(4, 1, 1),
+        threads=32,
+    ).outputs["y"]
+    assert found.tolist() == [7, 14, 21]
+
+
+def test_a_tile_for_several_blocks() -> None:
+    """Each block fetches a quarter of a tile for all: a multicast lands, and counts, in each block of its mask."""
+    x = np.arange(64 * 16, dtype=np.uint32).reshape(64, 16)
+    found = run(
+        "extern __shared__ __align__(128) u32 tile[]; __shared__ __align__(8) u64 bar; u32 r = special(0); "
+        "if (threadIdx.x == 0) { init(&bar, 1); init_fence(); expect(&bar, 64 * 16 * 4 / 2); } sync(); "
+        "if (threadIdx.x == 0) { unsigned short mask = 5u << (r & 1); "
+        'asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster '
+        '[%0], [%1, {%3, %4}], [%2], %5;" :: "r"(at(tile + r * 256)), "l"(&map_), "r"(at(&bar)), "r"(0), '
+        '"r"(int(r) * 16), "h"(mask) : "memory"); } '
+        "wait(&bar, 0); for (int n = threadIdx.x; n < 512; n += 32) { int q = r % 2 * 256 + n / 256 * 512 + n % 256; "
+        "y[r * 512 + n] = tile[q]; } sync();",
+        {"x": x},
+        {"y": ((4, 512), "uint32")},
+        parameters="const __grid_constant__ CUtensorMap map_, u32* y",
+        args=(tensor_map("x", x, (16, 16)), "y"),
+        before=BEFORE,
+        blocks=4,
+        cluster=(4, 1, 1),
+        threads=32,
+        dynamic=4096,
+    ).outputs["y"]
+    quarters = x.reshape(4, 256)
+    for r in range(4):
+        assert np.array_equal(found[r], np.concatenate([quarters[r % 2], quarters[r % 2 + 2]]))
+
+
+STORES = (
+    "__shared__ __align__(8) u64 bar; __shared__ __align__(16) u32 data[128]; u32 t = threadIdx.x, r = special(0); "
+    "if (t == 0) { init(&bar, 1); init_fence(); expect(&bar, 512); } sync(); "
+    "u32 to = map(at(data + 4 * t), r ^ 1), there = map(at(&bar), r ^ 1); "
+    'asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" '
+    ':: "r"(to), "r"(t), "r"(r * 1000 + t), "r"(7), "r"(blockIdx.x), "r"(there) : "memory"); '
+)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_asynchronous_stores(seed: int) -> None:
+    found = run(
+        STORES
+        + "wait(&bar, 0); for (int n = 0; n < 4; ++n) y[blockIdx.x * 128 + 4 * t + n] = data[4 * t + n]; sync();",
+        {},
+        {"y": ((4, 32, 4), "uint32")},
+        parameters="u32* y",
+        args=("y",),
+        before=BEFORE,
+        blocks=4,
+        cluster=(2, 1, 1),
+        threads=32,
+        seed=seed,
+    ).outputs["y"]
+    for b in range(4):
+        other = b ^ 1
+        assert found[b].tolist() == [[t, other % 2 * 1000 + t, 7, other] for t in range(32)]
+
+
+@pytest.mark.parametrize(
+    ("body", "cluster", "says"),
+    [
+        (STORES + "y[t] = data[4 * t]; wait(&bar, 0); sync();", 2, "that an asynchronous copy has not delivered"),
+        ("map(0, 2);", 2, "mapa to block 2 of a cluster of 2 blocks"),
+        ("map(0, 1);", 1, "mapa to block 1 of a cluster of 1 block"),
+        (
+            # Threads that have ended count as arrived at the second barrier.
+            "__shared__ u32 s; s = 1; sync(); if (special(0) == 0) return; sync(); u32 v; "
+            'asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(map(at(&s), 0))); y[0] = v;',
+            2,
+            r"access to the shared memory of block \(0, 0, 0\), which has ended",
+        ),
+        ('asm volatile("barrier.cluster.arrive;\\nbarrier.cluster.arrive;");', 2, "second arrival at the cluster"),
+    ],
+)  # fmt: skip
+def test_what_clusters_must_not_do(body: str, cluster: int, says: str) -> None:
+    with pytest.raises(KernelFaultError, match=says):
+        run(
+            body,
+            {},
+            {"y": ((32,), "uint32")},
+            parameters="u32* y",
+            args=("y",),
+            before=BEFORE,
+            blocks=2,
+            cluster=(cluster, 1, 1),
+            threads=32,
+        )
+
+
+@pytest.mark.parametrize(
+    ("grid", "cluster"), [((3, 1, 1), (2, 1, 1)), ((32, 1, 1), (32, 1, 1)), ((2, 2, 1), (1, 1, 2))]
+)
+def test_a_cluster_that_does_not_divide_the_grid_is_refused(
+    grid: tuple[int, int, int], cluster: tuple[int, int, int]
+) -> None:
+    with pytest.raises(UsageError, match="they have 1 to 16 blocks and divide the grid"):
+        run("y[0] = 1;", {}, {"y": ((1,), "uint32")}, parameters="u32* y", args=("y",), grid=grid, cluster=cluster)
+
+
+def test_the_kernel_says_its_cluster_itself() -> None:
+    before = BEFORE + 'extern "C" __global__ void __cluster_dims__(2, 1, 1) k(u32* y);'
+    found = run(
+        "y[blockIdx.x] = special(1) * 10 + special(0);",
+        {},
+        {"y": ((4,), "uint32")},
+        parameters="u32* y",
+        args=("y",),
+        before=before,
+        blocks=4,
+        threads=32,
+    ).outputs["y"]
+    assert found.tolist() == [20, 21, 20, 21]
