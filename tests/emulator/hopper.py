@@ -113,11 +113,12 @@ def request(
     grid: tuple[int, int, int] | None = None,
 ) -> Request:
     """The kernel ``k(parameters) { body }``; line 1 of k.cu is the body's first."""
-    source = f'{PREAMBLE}{before}\nextern "C" __global__ void k({parameters}) {{\n#line 1 "k.cu"\n{body}\n}}'
+    own = f"__cluster_dims__({', '.join(map(str, cluster))}) " if cluster != (1, 1, 1) else ""
+    source = f'{PREAMBLE}{before}\nextern "C" __global__ void {own}k({parameters}) {{\n#line 1 "k.cu"\n{body}\n}}'
     kernel = KernelSource("k", source, "k.cu", (), (threads, 1, 1), dynamic)
     specs = {name: OutputSpec(shape, dtype) for name, (shape, dtype) in outputs.items()}
     arrays = {name: np.asarray(value) for name, value in inputs.items()}
-    return Request(kernel, Launch(grid or (blocks, 1, 1), args, cluster=cluster), Case(arrays, specs))
+    return Request(kernel, Launch(grid or (blocks, 1, 1), args), Case(arrays, specs))
 
 
 def run(*args: Any, seed: int = 0, **more: Any) -> GridResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,17 @@ from greenfast.spec.problem import Case, OutputSpec
 TARGET = Target("sm_89")
 
 
-def run(
+@dataclass(frozen=True)
+class Request:
+    """A kernel and what it is launched on."""
+
+    kernel: KernelSource
+    plan: Launch
+    case: Case
+    target: Target
+
+
+def request(
     body: str,
     inputs: dict[str, Any],
     outputs: dict[str, tuple[int, str]],
@@ -26,16 +37,21 @@ def run(
     threads: int = 32,
     blocks: int = 1,
     before: str = "",
-    seed: int = 0,
     target: Target = TARGET,
-) -> GridResult:
-    """Compile ``extern "C" __global__ void k(parameters) { body }`` and run it; line 1 of k.cu is the body's first."""
+) -> Request:
+    """The kernel ``k(parameters) { body }``; line 1 of k.cu is the body's first."""
     source = f'{before}\nextern "C" __global__ void k({parameters}) {{\n#line 1 "k.cu"\n{body}\n}}'
     kernel = KernelSource("k", source, "k.cu", (KERNEL_DIR,), (threads, 1, 1))
     specs = {name: OutputSpec((count,), dtype) for name, (count, dtype) in outputs.items()}
-    plan = Launch((blocks, 1, 1), args)
     arrays = {name: np.asarray(value) for name, value in inputs.items()}
-    return run_grid(to_ptx(kernel, target), "k", kernel.block, 0, plan, arrays, specs, seed=seed)
+    return Request(kernel, Launch((blocks, 1, 1), args), Case(arrays, specs), target)
+
+
+def run(*args: Any, seed: int = 0, **more: Any) -> GridResult:
+    """Compile a request and run it on the emulator."""
+    asked = request(*args, **more)
+    ptx, case = to_ptx(asked.kernel, asked.target), asked.case
+    return run_grid(ptx, "k", asked.kernel.block, 0, asked.plan, case.inputs, case.outputs, seed=seed)
 
 
 def run_source(source: KernelSource, plan: Launch, case: Case, target: str = "sm_90a", seed: int = 0) -> GridResult:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from greenfast.build.compiler import to_ptx
 from greenfast.emulator.faults import KernelFaultError
+from greenfast.emulator.grid import run_grid
 from greenfast.spec.errors import UsageError
-from tests.emulator.hopper import run, tensor_map
+from tests.emulator.hopper import HOPPER, request, run, tensor_map
 
 BEFORE = r"""
 __device__ __forceinline__ u32 special(int which) {
@@ -230,16 +234,27 @@ def test_a_cluster_that_does_not_divide_the_grid_is_refused(
         run("y[0] = 1;", {}, {"y": ((1,), "uint32")}, parameters="u32* y", args=("y",), grid=grid, cluster=cluster)
 
 
-def test_the_kernel_says_its_cluster_itself() -> None:
-    before = BEFORE + 'extern "C" __global__ void __cluster_dims__(2, 1, 1) k(u32* y);'
-    found = run(
+def test_the_launch_may_say_the_cluster() -> None:
+    asked = request(
         "y[blockIdx.x] = special(1) * 10 + special(0);",
         {},
         {"y": ((4,), "uint32")},
         parameters="u32* y",
         args=("y",),
-        before=before,
+        before=BEFORE,
         blocks=4,
         threads=32,
-    ).outputs["y"]
-    assert found.tolist() == [20, 21, 20, 21]
+    )
+    ptx = to_ptx(asked.kernel, HOPPER)
+    plan = replace(asked.plan, cluster=(2, 1, 1))
+    found = run_grid(ptx, "k", (32, 1, 1), 0, plan, {}, asked.case.outputs)
+    assert found.outputs["y"].tolist() == [20, 21, 20, 21]
+    own = ptx.replace(")\n{", ")\n.reqnctapercluster 4\n{", 1)
+    assert run_grid(own, "k", (32, 1, 1), 0, asked.plan, {}, asked.case.outputs).outputs["y"].tolist() == [
+        40,
+        41,
+        42,
+        43,
+    ]
+    with pytest.raises(UsageError, match=r"built for clusters of \(4, 1, 1\) blocks, its launch asks for \(2, 1, 1\)"):
+        run_grid(own, "k", (32, 1, 1), 0, plan, {}, asked.case.outputs)

@@ -38,7 +38,6 @@ def test_results_are_those_of_the_definition(unit: tuple[Case, ...]) -> None:
 def test_every_opcode_is_tried() -> None:
     elsewhere = {
         "call": ("test_faults.py", "printf("),
-        "createpolicy": ("test_hopper_instructions.py", "createpolicy.fractional"),
         "fence": ("hopper.py", "fence.proxy.async"),
         "mbarrier": ("hopper.py", "mbarrier.try_wait"),
         "wgmma": ("hopper.py", "wgmma.mma_async"),

@@ -23,7 +23,7 @@ def output(body: str, *, threads: int = 64, before: str = "", seed: int = 0) -> 
         threads=threads,
         before=before,
         seed=seed,
-        **SIGNATURE,  # type: ignore[arg-type]
+        **SIGNATURE,
     )
     return result.outputs["y"]
 
@@ -143,7 +143,7 @@ def test_unwritten_outputs_are_counted_and_poisoned() -> None:
         {"x": X},
         {"y": (64, "float32")},
         threads=64,
-        **SIGNATURE,  # type: ignore[arg-type]
+        **SIGNATURE,
     )
     assert result.unwritten == {"y": 16}
     assert np.isnan(result.outputs["y"][60:]).all()
@@ -155,7 +155,7 @@ def test_changed_inputs_are_named() -> None:
         {"x": X},
         {"y": (64, "float32")},
         threads=64,
-        **SIGNATURE,  # type: ignore[arg-type]
+        **SIGNATURE,
     )
     assert result.changed_inputs == ["x"]
 
@@ -180,6 +180,6 @@ def test_printf() -> None:
         'if (threadIdx.x == 3) printf("%d %5.2f %s|%u%%\\n", 7, x[3], "text", 9u); y[threadIdx.x] = 0;',
         {"x": X},
         {"y": (32, "float32")},
-        **SIGNATURE,  # type: ignore[arg-type]
+        **SIGNATURE,
     )
     assert result.printed == "7  3.00 text|9%\n"

@@ -90,9 +90,7 @@ def _members(m: Machine, lanes: Lanes, mask: Reader) -> _Members:
     lost = np.flatnonzero(own >> (indices % WARP).astype(np.uint32) & np.uint32(1) == 0)
     if len(lost):
         at = lost[0]
-        what = (
-            f"a member mask of {int(own[at]):#010x}, which does not name the thread itself (lane {indices[at] % WARP})"
-        )
+        what = f"a thread that its own membermask {int(own[at]):#010x} does not name"
         raise m.fault(what, int(indices[at]))
     warps, rows = np.unique(indices // WARP, return_inverse=True)
     columns = indices % WARP

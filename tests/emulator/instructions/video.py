@@ -106,6 +106,13 @@ def _scalar() -> list[Case]:
             third = ", %3" if target or form == ".add" else ""
             name = f"v{op}.s32.{kinds}{form}"
             found.append(_case(name, f"%0{target}, %1{pick_a}, %2{pick_b}{third}", meaning))
+    for op, form in itertools.product(_SET, ("", ".add")):
+
+        def compared(a: int, b: int, c: int, f: Any = _SET[op], form: str = form) -> int:
+            return int(f(value(a >> 16, "s16"), b & 255)) + (c if form else 0)
+
+        third = ", %3" if form else ""
+        found.append(_case(f"vset.s32.u32.{op}{form}", f"%0, %1.h1, %2.b0{third}", compared))
     for op, mode in itertools.product(("vshl", "vshr"), ("clamp", "wrap")):
 
         def shifted(a: int, b: int, c: int, op: str = op, mode: str = mode) -> int:
