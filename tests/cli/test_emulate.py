@@ -321,10 +321,10 @@ def test_what_does_not_compile_is_1_with_file_and_line(capsys: pytest.CaptureFix
 
 
 def test_an_unknown_instruction_is_3_with_its_name_and_line(capsys: pytest.CaptureFixture[str], files: Path) -> None:
-    add = 'asm("vadd.s32.s32.s32 %0, %1, %2;" : "=r"(y[0]) : "r"(y[1]), "r"(y[2]));'
+    add = 'long long r; asm volatile("stacksave.u64 %0;" : "=l"(r)); y[0] = r;'
     (files / "k.cu").write_text(f"__global__ void k(int* y) {{\n  {add}\n}}\n")
     ran = emulate(capsys, files / "k.cu", "--arg", "inout:y=i32[4]:zeros")
-    assert_said(ran, 3, "PTX instruction vadd.s32.s32.s32 is not known to the emulator at k.cu:2")
+    assert_said(ran, 3, "PTX instruction stacksave.u64 is not known to the emulator at k.cu:2")
 
 
 def test_a_folder_that_cannot_be_written_is_3(capsys: pytest.CaptureFixture[str], files: Path) -> None:

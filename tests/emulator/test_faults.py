@@ -161,8 +161,10 @@ def test_changed_inputs_are_named() -> None:
 
 
 def test_an_unknown_instruction_is_named_with_its_line() -> None:
-    with pytest.raises(UnsupportedError, match=r"PTX instruction fns\.b32 is not known to the emulator at k\.cu:1"):
-        output('unsigned r; asm volatile("fns.b32 %0, 7, 0, 1;" : "=r"(r)); y[threadIdx.x] = x[0] + r;')
+    with pytest.raises(
+        UnsupportedError, match=r"PTX instruction stacksave\.u64 is not known to the emulator at k\.cu:1"
+    ):
+        output('long long r; asm volatile("stacksave.u64 %0;" : "=l"(r)); y[threadIdx.x] = x[0] + r;')
 
 
 def test_divergent_threads_join_again() -> None:

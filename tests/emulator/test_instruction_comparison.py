@@ -69,11 +69,13 @@ def test_one_instruction_that_fails_does_not_stop_the_others() -> None:
             return super().run(image, case, x)
 
     refused = replace(UNIT[0], name="none.s32", body='asm volatile("none.s32 %0, %1;" : "=r"(d0) : "r"(a0));')
-    unknown = replace(UNIT[0], name="fns", body='asm volatile("fns.b32 %0, %1, 0, 1;" : "=r"(d0) : "r"(a0));')
+    unknown = replace(
+        UNIT[0], name="stacksave", body='long long r; asm volatile("stacksave.u64 %0;" : "=l"(r)); d0 = r;'
+    )
     rows = rows_of(Broken({}), [*UNIT, refused, unknown])
     assert "does not compile" in rows["none.s32"]["error"]
     assert "illegal instruction" in rows["ex2.approx.f32"]["error"]
-    assert "fns.b32 is not known to the emulator" in rows["fns"]["error"]
+    assert "stacksave.u64 is not known to the emulator" in rows["stacksave"]["error"]
     assert rows["add.s32"]["identical"] == rows["div.u32"]["identical"] == 256
 
 
