@@ -351,22 +351,27 @@ def fits(parts: tuple[str, ...], groups: tuple[_Group, ...]) -> bool:
     return False
 
 
+@cache
+def _words(name: str) -> frozenset[str]:
+    """All words in an opcode's forms."""
+    return frozenset(word for form in FORMS[name] for group in groups_of(form) for word in group.words)
+
+
 @lru_cache(maxsize=4096)
 def refusal(name: str, parts: tuple[str, ...]) -> str:
     """Why an opcode is refused; empty for one that is accepted."""
     forms = FORMS.get(name)
     if forms is None:
         return "is not known to the emulator"
+    unknown = next((part for part in parts if part not in _words(name)), None)
+    if unknown is not None:
+        return f"has .{unknown.replace(':', '::')}, which is not known to the emulator,"
     groups = [groups_of(form) for form in forms]
     if any(fits(parts, g) for g in groups):
         return ""
-    known = {word for g in groups for group in g for word in group.words}
-    # A part that no form has, or the first that no form has together with those before it.
-    unknown = next((part for part in parts if part not in known), "")
-    for n, part in enumerate(parts):
-        if unknown or not any(_begins(parts[: n + 1], g) for g in groups):
-            named = (unknown or part).replace(":", "::")
-            return f"has .{named}, which is not known to the emulator{'' if unknown else ' together with the rest'},"
+    for n, part in enumerate(parts):  # the first that no form has together with those before it
+        if not any(_begins(parts[: n + 1], g) for g in groups):
+            return f"has .{part.replace(':', '::')}, which is not known to the emulator together with the rest,"
     return "lacks a modifier or a type that the emulator needs to know"
 
 

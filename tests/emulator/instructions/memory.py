@@ -215,6 +215,8 @@ def _copies() -> list[Case]:
     found = []
     for size, cache in ((4, "ca"), (8, "ca"), (16, "ca"), (16, "cg")):
         for form, hint in itertools.product(("whole", "src-size", "ignore-src"), ("", ".L2::cache_hint", ".L2::128B")):
+            if hint and (form == "whole") != (size == 4):  # a policy is not a source size, whatever comes before it
+                continue
             ins = ("b32",) * 4
             extra = {"whole": "", "src-size": ", %2", "ignore-src": ", p"}[form]
             chosen = {"whole": "0", "src-size": f"a3 % {size + 1}", "ignore-src": "a3 % 2"}[form]

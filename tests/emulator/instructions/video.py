@@ -80,11 +80,13 @@ def _scalar() -> list[Case]:
     """One byte, half or word of each operand; the result added to c, or put into a part of it."""
     found = []
     parts = {"": (32, 0), ".b0": (8, 0), ".b3": (8, 24), ".h1": (16, 16)}
-    for op, (pick_a, pick_b), kinds in itertools.product(
-        ("add", "sub", "absdiff", "min", "max"), (("", ".b3"), (".h1", ".b0"), ("", "")), ("u32.u32", "s32.u32")
-    ):
-        left, right = kinds.split(".")
-        for form, target in (("", ""), (".sat", ""), (".add", ""), ("", ".b3"), (".sat", ".h1")):
+    picks = itertools.cycle(
+        itertools.product((("", ".b3"), (".h1", ".b0"), ("", "")), (("u32", "u32"), ("s32", "u32")))
+    )
+    forms = (("", ""), (".sat", ""), (".add", ""), ("", ".b3"), (".sat", ".h1"))
+    for op in ("add", "sub", "absdiff", "min", "max"):
+        for form, target in forms:
+            (pick_a, pick_b), (left, right) = next(picks)
 
             def meaning(
                 a: int, b: int, c: int, f: Any = _TWO[op], one: str = pick_a, other: str = pick_b, left: str = left,
@@ -104,7 +106,7 @@ def _scalar() -> list[Case]:
                 return c & ~mask | total << at & mask if target else int(total)
 
             third = ", %3" if target or form == ".add" else ""
-            name = f"v{op}.s32.{kinds}{form}"
+            name = f"v{op}.s32.{left}.{right}{form}"
             found.append(_case(name, f"%0{target}, %1{pick_a}, %2{pick_b}{third}", meaning))
     for op, form in itertools.product(_SET, ("", ".add")):
 
