@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from greenfast.emulator.faults import KernelFaultError, UnsupportedError
 from tests.emulator.kernels import run
 
 X = np.arange(64, dtype=np.float32)
-SIGNATURE = {"parameters": "const float* x, float* y", "args": ("x", "y")}
+SIGNATURE: dict[str, Any] = {"parameters": "const float* x, float* y", "args": ("x", "y")}
 HEADER = '#include "ptx/cp_async.cuh"\n'
 
 
