@@ -154,7 +154,7 @@ def test_the_output_lies_as_its_caller_wants_it(dims: dict[str, int], head_dim: 
     output = fast_problem.OutputRows(head_dim, tuple(strides[d] for d in "BHS"))
     specs = {**case.outputs, "out": OutputSpec(shape, case.outputs["out"].dtype)}
     plan = hopper.launch("e4m3", dims, output=output)
-    result = run_source(hopper.kernel("e4m3", dims), plan, Case(case.inputs, specs))
+    result = run_source(hopper.kernel("e4m3", dims, output=output), plan, Case(case.inputs, specs))
     assert not any(result.unwritten.values())
     found = result.outputs["out"].transpose([order.index(d) for d in "BHSD"])
     wanted = plain.outputs["out"].reshape(dims["B"], dims["H"], dims["S"], dims["D"])[..., :head_dim]

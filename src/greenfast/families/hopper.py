@@ -179,8 +179,10 @@ def quantizes_queries(head_dim: int) -> bool:
     return head_dim <= 128
 
 
-def kernel(fmt: str, dims: Mapping[str, int], query: Query | None = None) -> KernelSource:
-    """Render the kernel of a shape, which reads codes of Q, or ``query``.
+def kernel(
+    fmt: str, dims: Mapping[str, int], query: Query | None = None, output: OutputRows | None = None
+) -> KernelSource:
+    """Render the kernel of a shape, which reads codes of Q, or ``query``, for an ``output``, by default contiguous.
 
     Raises UsageError for a format or shape that it does not compute.
     """
@@ -190,6 +192,7 @@ def kernel(fmt: str, dims: Mapping[str, int], query: Query | None = None) -> Ker
     smem, (registers, fetching) = tiles.smem_bytes(sizes.head_dim, lse=sizes.lse), tiles.registers
     if query is not None:
         smem += tiles.block_m * sizes.head_dim * 2
+    columns = output.head_dim if output else sizes.head_dim
     threads = 128 * (tiles.consumers + 1)
     flags = {
         "Turns": tiles.turns,
@@ -202,6 +205,7 @@ def kernel(fmt: str, dims: Mapping[str, int], query: Query | None = None) -> Ker
         "KeyBlockScales": sizes.key_blocks,
         "ValueBlockScales": sizes.value_blocks,
         "ChannelScales": sizes.channels,
+        "FewerColumns": columns < sizes.head_dim,
     }
     constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
     if tiles.row_stages:
@@ -242,10 +246,10 @@ extern "C" __global__ void __launch_bounds__({threads}, 1)
 {ENTRY}({q_parameters}, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
         const float* q_scale, const float* k_scale, const float* v_scale, void* out, float* lse, int heads,
         int heads_per_kv, int q_len, int kv_len, int causal_shift, int heads_at_once, float softmax_scale,
-        long long out_batch, long long out_head, long long out_row, unsigned out_heads, int out_columns) {{
+        long long out_gap, long long out_head, long long out_row, unsigned out_heads, int out_columns) {{
   greenfast::{function}<Cfg>({{q_scale, k_scale, v_scale, out, lse, heads, heads_per_kv, q_len, kv_len,
                                     causal_shift, heads_at_once, softmax_scale,
-                                    {{out_batch, out_head, out_row, out_heads, out_columns}}}},
+                                    {{out_gap, out_head, out_row, out_heads, out_columns}}}},
                                    {q_argument}, k, v);
 }}
 """

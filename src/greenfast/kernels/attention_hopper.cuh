@@ -16,11 +16,12 @@
 
 namespace greenfast {
 
-// Makes rows NaN that attend to a block of keys or values whose scale is NaN: a quantizer leaves that, and codes of 0, where
-// a number of the block is not finite, so that nothing of it reaches other rows. A NaN in scores would not do: the powers
-// of two from the bits of halves lose it. `row` is the first of this thread's two, `last` the last of its warpgroup.
+// Which of this thread's two rows attend to a block of keys or values whose scale is NaN: a quantizer leaves that, and codes
+// of 0, where a number of the block is not finite, so that nothing of it reaches other rows. A NaN in scores would not do:
+// the powers of two from the bits of halves lose it. `row` is the first of the two, `last` the last of the warpgroup.
 template <class Cfg>
-__device__ __forceinline__ void mark_unknown(Consumer<Cfg>& self, const FlashParams& p, int kv_head, int row, int last) {
+__device__ __forceinline__ UnknownRows unknown_rows(const Consumer<Cfg>& self, const FlashParams& p, int kv_head, int row,
+                                                    int last) {
   const auto end = [&](int of) { return max(0, Cfg::kCausal ? min(p.kv_len, of + 1 + p.causal_shift) : p.kv_len); };
   const int seen = end(last);
   int keys = seen, values = seen;  // up to which all is known
@@ -40,17 +41,13 @@ __device__ __forceinline__ void mark_unknown(Consumer<Cfg>& self, const FlashPar
     scale = self.scale_log2[0];
   }
   if (scale != scale) keys = 0;
-  if (min(keys, values) == seen) return;
+  UnknownRows unknown;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (end(row + 8 * r) > keys) self.sum[r] = CUDART_NAN_F;
-    if (end(row + 8 * r) > min(keys, values)) {
-#pragma unroll
-      for (int i = 0; i < FlashShape<Cfg>::kHeadDim / 2; i += 4) {
-        self.o[i + 2 * r] = self.o[i + 2 * r + 1] = CUDART_NAN_F;
-      }
-    }
+    unknown.scores[r] = end(row + 8 * r) > keys;
+    unknown.values[r] = end(row + 8 * r) > values;
   }
+  return unknown;
 }
 
 template <class Cfg, class Storage, class Queries>
@@ -81,7 +78,7 @@ __device__ __forceinline__ void consume(const FlashParams& p, Storage& shared, Q
     queries.wait(shared, warpgroup);
     self.run(whole, mine - whole, end);
     queries.release(shared, warpgroup);
-    mark_unknown(self, p, kv_head, row, first_row + Shape::kRows - 1);
+    const UnknownRows unknown = unknown_rows(self, p, kv_head, row, first_row + Shape::kRows - 1);
     for (int tile = mine; tile < work.tiles; ++tile) {  // tiles that only later rows of the block need
       self.take_turn();
       self.pass_turn();
@@ -92,7 +89,7 @@ __device__ __forceinline__ void consume(const FlashParams& p, Storage& shared, Q
       self.arrive(shared.v_empty[self.v_ring.stage]);
       self.v_ring.advance();
     }
-    if (first_row < p.q_len) self.store(work.head, first_row, kv_head);
+    if (first_row < p.q_len) self.store(work.head, first_row, kv_head, unknown);
   }
   if (warpgroup == 0) self.take_turn();  // no turn stays untaken
 }

@@ -9,6 +9,7 @@
 #include "ptx/e4m3.cuh"
 #include "ptx/grid_order.cuh"
 #include "ptx/math.cuh"
+#include "ptx/store.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace greenfast {
@@ -49,6 +50,11 @@ struct RawScore<true> {
   using Type = int;
 };
 
+// Which of a thread's two rows attend to keys, or values, that are not all finite.
+struct UnknownRows {
+  bool scores[2], values[2];
+};
+
 // The rows of one warpgroup: a thread holds, of rows t / 4 and t / 4 + 8 of its warp's 16 (t: its lane), columns
 // 8 j + 2 (t % 4) and the next one, for all j. Register i of scores and of O belongs to row i / 2 % 2 of the two.
 template <class Cfg>
@@ -66,7 +72,9 @@ struct Consumer {
   static constexpr float kOffset = 8.807355f;
   static constexpr float kLeastScale = 1.17549435e-38f;  // of scores: 0 times the -inf of a masked one would be NaN
   // O is kept in units of the last tile's V, but not in units below 2^-84 of the largest, in which sums of more than
-  // 2^26 keys of 448 times 448 could overflow.
+  // 2^26 keys of 448 times 448 could overflow. What a tile of smaller values adds counts as if it had that unit: it is
+  // wrong, by less than 2^-58 of the largest value before. A factor for such a tile, behind a branch that none takes,
+  // cost 10 % at head dim 128.
   static constexpr float kLeastUnit = 5.16987883e-26f;
 
   const FlashParams& p;
@@ -79,7 +87,7 @@ struct Consumer {
   float q_scale_log2;        // what a score in units of K's scale is multiplied by
   float scale_log2[kScales];
   float v_unit, v_ratio;     // of O, and by which it is to be multiplied for its units to be those of the next tile
-  float v_largest, v_share;  // unit of a tile so far; unit of the tile whose weights have been found, in those of O
+  float v_largest;           // unit of a tile so far
   float o[kOut + kSums];
   float max[2];  // of scores so far, in base 2; -inf before the first key
   float sum[2];  // of weights, of this thread's columns; where the tensor cores do not sum
@@ -103,7 +111,7 @@ struct Consumer {
     }
     if constexpr (Cfg::kValueBlockScales) {
       v_unit = 1.0f;  // O is 0, in any units
-      v_largest = 0.0f;
+      v_largest = 3.63797881e-12f;  // 2^-38: the least unit is then the least scale, 2^-122
     }
 #pragma unroll
     for (float& x : o) x = 0.0f;
@@ -291,12 +299,8 @@ struct Consumer {
 
   // Adds a part to what came before, which it rescales.
   template <int kCount>
-  __device__ __forceinline__ void add_output(float (&partial)[kCount], int part, const float (&rescale)[2]) {
+  __device__ __forceinline__ void add_output(const float (&partial)[kCount], int part, const float (&rescale)[2]) {
     const float ratio = Cfg::kValueBlockScales ? v_ratio : 1.0f;  // not of the sums, which have no units
-    if (Cfg::kValueBlockScales && v_share != 1.0f) {
-#pragma unroll
-      for (int i = 0; i < kPartial; ++i) partial[i] *= v_share;
-    }
     const float of_output[2] = {rescale[0] * ratio, rescale[1] * ratio};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -305,16 +309,12 @@ struct Consumer {
     }
   }
 
-  // The ratio for the tile whose weights have been found, and its share. A scale of NaN, whose codes are 0, changes
-  // nothing: `consume` looks for those.
-  __device__ __forceinline__ float next_ratio(float& share) {
-    share = 1.0f;
+  // The ratio for the tile whose weights have been found. A scale of NaN, whose codes are 0, is none: fmaxf leaves it out.
+  __device__ __forceinline__ float next_ratio() {
     if constexpr (!Cfg::kValueBlockScales) return 1.0f;
     const float before = v_unit, unit = ptx::load_written(p.v_scale + scale_at - 1);
-    if (unit != unit) return 1.0f;
     v_largest = fmaxf(v_largest, unit);
     v_unit = fmaxf(unit, v_largest * kLeastUnit);
-    if (unit < v_unit) share = __fdividef(unit, v_unit);
     return __fdividef(before, v_unit);
   }
 
@@ -344,7 +344,7 @@ struct Consumer {
     end_scores<0>(s);
     softmax_of<kMasked>(s, end, w, rescale);
     pack(w, weights);
-    v_ratio = next_ratio(v_share);
+    v_ratio = next_ratio();
     shared.v_full[v_ring.stage].wait(v_ring.parity);
     take_turn();
 #pragma unroll
@@ -369,7 +369,7 @@ struct Consumer {
   __device__ __forceinline__ void overlapped_step(unsigned (&weights)[kSteps][4], float (&rescale)[2],
                                                   const int (&end)[2]) {
     Score s[kScores];
-    float w[kScores], partial[kOut + kSums], next[2], share;
+    float w[kScores], partial[kOut + kSums], next[2];
     shared.k_full[k_ring.stage].wait(k_ring.parity);
     if constexpr (!kFirst) take_turn();
     start_scores(s);
@@ -377,14 +377,9 @@ struct Consumer {
     pass_turn();
     end_scores<kFirst ? 0 : 1>(s);
     softmax_of<kMasked>(s, end, w, next);
-    const float ratio = next_ratio(share);
+    const float ratio = next_ratio();
     if constexpr (!kFirst) end_last_output(partial, rescale, {next[0] * ratio, next[1] * ratio});
     v_ratio = ratio;
-    v_share = share;
-    if (Cfg::kValueBlockScales && !Cfg::kTwoLevels && share != 1.0f) {  // O has no part to be multiplied
-#pragma unroll
-      for (float& x : w) x *= share;
-    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) rescale[r] = next[r];
     pack(w, weights);  // not before: P V was reading them
@@ -447,8 +442,8 @@ struct Consumer {
     pass_turn();
   }
 
-  // Writes the rows before q_len: O / sum, and the log-sum-exp.
-  __device__ __forceinline__ void store(int head, int first_row, int kv_head) {
+  // Writes the rows before q_len: O / sum, and the log-sum-exp. Rows that attend to what is unknown are NaN.
+  __device__ __forceinline__ void store(int head, int first_row, int kv_head, const UnknownRows& unknown) {
     using Out = typename Cfg::Out;
     const int quad = threadIdx.x % 4;
     Out* const begin = static_cast<Out*>(p.out) + p.rows.first(head);
@@ -471,8 +466,8 @@ struct Consumer {
         total += __shfl_xor_sync(0xffffffffu, total, 1);
         total += __shfl_xor_sync(0xffffffffu, total, 2);
       }
-      const bool any = !(total < 1.0f);  // a row with a key has a weight of 448, or is NaN
-      const float factor = any ? unit / total : 0.0f;
+      const bool any = total >= 1.0f;  // a row with a key has a weight of 448
+      const float factor = unknown.scores[r] || unknown.values[r] ? CUDART_NAN_F : any ? unit / total : 0.0f;
       const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
       Out* const out = begin + row * p.rows.row;
 #pragma unroll
@@ -490,13 +485,14 @@ struct Consumer {
         }
         transpose_quad(x);
         const int column = 8 * (j + quad);
-        if (row < p.q_len && column < p.rows.columns) {
-          *reinterpret_cast<uint4*>(out + column) = make_uint4(x[0], x[1], x[2], x[3]);
+        if (row < p.q_len && (!Cfg::kFewerColumns || column < p.rows.columns)) {
+          ptx::store_16(out + column, x);
         }
       }
       if (Cfg::kLse && quad == 0 && row < p.q_len) {
         const float ln2 = 0.6931471805599453f;
-        p.lse[static_cast<size_t>(head) * p.q_len + row] = any ? (log2f(total) - kOffset + max[r]) * ln2 : -CUDART_INF_F;
+        const float lse = any ? (log2f(total) - kOffset + max[r]) * ln2 : -CUDART_INF_F;
+        p.lse[static_cast<size_t>(head) * p.q_len + row] = unknown.scores[r] ? CUDART_NAN_F : lse;
       }
     }
   }

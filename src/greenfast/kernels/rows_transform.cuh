@@ -35,6 +35,7 @@ struct RowsTransform {
   // Of the 16 x 16 matrix: a column's signs of two neighbouring rows, on 1 / (2 kHeadDim), with which no sum overflows.
   // Result e and row e' add the sign of (e & e'), the same for all threads.
   unsigned signs;
+  unsigned other_signs;  // where the sign of first_part and a column's own bits comes to it
 
   __device__ __forceinline__ RowsTransform()
       : first_part(kSplit == 1 ? 0 : __shfl_sync(0xffffffffu, threadIdx.x / 32 % kSplit * kOwnParts, 0)) {
@@ -42,6 +43,7 @@ struct RowsTransform {
     const unsigned low = __popc(column / 2 & quad) & 1 ^ (quad == 3), high = low ^ column & 1;  // whether negative
     constexpr unsigned kExponent = Cfg::kHeadDim == 64 ? 7 : Cfg::kHeadDim == 128 ? 8 : 9;
     signs = Mma::inverse_power(kExponent) | low << 15 | high << 31;
+    other_signs = first_part > 0 ? signs ^ 0x80008000u : signs;
   }
 
   __device__ __forceinline__ static int row_of_warp() { return threadIdx.x % 32 / 4; }
@@ -74,7 +76,8 @@ struct RowsTransform {
       for (int part = 0; part < kOwnParts; ++part) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {  // of the eight columns
-          const bool negative = (__popc((first_part + part) & i / 2) ^ half & i ^ (i / 2 == 3)) & 1;
+          const bool negative = (__popc(part & i / 2) ^ half & i ^ (i / 2 == 3)) & 1;
+          const unsigned of_part = kSplit > 1 && i / 2 & kOwnParts ? other_signs : signs;
           const unsigned flip = negative ? 0x80008000u : 0u;
           const unsigned a[4] = {low[2 * half], high[2 * half], low[2 * half + 1], high[2 * half + 1]};
           float(&to)[2][kGroups][4] = x[part];
@@ -82,7 +85,7 @@ struct RowsTransform {
 #pragma unroll
           for (int side = 0; side < 2; ++side) {
             float c[4] = {to[0][m][2 * side], to[0][m][2 * side + 1], to[1][m][2 * side], to[1][m][2 * side + 1]};
-            const unsigned b[2] = {signs ^ flip, signs ^ flip ^ (side == 0 ? 0x80000000u : 0x00008000u)};
+            const unsigned b[2] = {of_part ^ flip, of_part ^ flip ^ (side == 0 ? 0x80000000u : 0x00008000u)};
             Mma::add(c, a, b);
 #pragma unroll
             for (int e = 0; e < 4; ++e) to[e / 2][m][2 * side + e % 2] = c[e];

@@ -165,9 +165,10 @@ def attention_step(
     names = {"k": "k_codes", "v_t": "v_codes"}
     if query is None:
         launch = kernels.launch(fmt, dims, scale, output=output)
-        return _Step(kernels.kernel(fmt, dims), launch, {"q": "q_codes", **names})
+        source = hopper.kernel(fmt, dims, output=output) if kernels is hopper else kernels.kernel(fmt, dims)
+        return _Step(source, launch, {"q": "q_codes", **names})
     dims = {**dims, "QBLOCK": 0}
-    return _Step(hopper.kernel(fmt, dims, query), hopper.launch(fmt, dims, scale, query, output=output), names)
+    return _Step(hopper.kernel(fmt, dims, query, output), hopper.launch(fmt, dims, scale, query, output=output), names)
 
 
 def sdpa_steps(
