@@ -8,6 +8,7 @@
 #include "hopper_plan.cuh"
 #include "ptx/e4m3.cuh"
 #include "ptx/grid_order.cuh"
+#include "ptx/inverse.cuh"
 #include "ptx/math.cuh"
 #include "ptx/store.cuh"
 #include "ptx/wgmma.cuh"
@@ -315,7 +316,7 @@ struct Consumer {
     const float before = v_unit, unit = ptx::load_written(p.v_scale + scale_at - 1);
     v_largest = fmaxf(v_largest, unit);
     v_unit = fmaxf(unit, v_largest * kLeastUnit);
-    return __fdividef(before, v_unit);
+    return before * ptx::inverse(v_unit);
   }
 
   __device__ __forceinline__ void release_values() {
