@@ -1,13 +1,15 @@
-"""How outputs lie on a GPU: in the order of the query, tight, with the same numbers in any order."""
+"""How outputs lie on a GPU: in the order of the query, tight. And other forms of calls, and kept codes."""
 
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 import greenfast
 from greenfast.build.compiler import compile_kernel
@@ -133,3 +135,77 @@ def test_compiled_calls_lie_as_eager_ones(order: tuple[int, ...], head_dim: int)
 
     assert torch.equal(torch.compile(merged, fullgraph=True)(q, k, v), merged(q, k, v))
     assert greenfast.sdpa(q, k, v, enable_gqa=True).stride() == q.stride()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        (((70, 64), (90, 64), (90, 64)), {"is_causal": True}),
+        (((3, 70, 64), (3, 90, 64), (3, 90, 64)), {}),
+        (((2, 1, 4, 70, 64), (2, 3, 1, 90, 64), (3, 4, 90, 64)), {}),
+        (((2, 4, 70, 64), (1, 1, 90, 64), (2, 1, 90, 64)), {"is_causal": True}),
+        (((1, 4, 70, 64), (2, 4, 90, 64), (2, 4, 90, 64)), {}),
+        (((2, 4, 70, 64), (2, 2, 90, 64), (2, 1, 90, 64)), {"enable_gqa": True}),
+        (((2, 4, 70, 64), (2, 4, 90, 64), (2, 4, 90, 40)), {}),
+        (((2, 4, 70, 64), (2, 4, 90, 64), (2, 4, 90, 100)), {}),
+        (((2, 4, 70, 192), (2, 4, 90, 192), (2, 4, 90, 128)), {}),
+        (((2, 0, 70, 64), (2, 0, 90, 64), (2, 0, 90, 64)), {}),
+        (((2, 4, 70, 64), (2, 4, 0, 64), (2, 4, 0, 32)), {}),
+    ],
+    ids=str,
+)
+def test_other_forms(shapes: tuple[tuple[int, ...], ...], options: dict[str, Any]) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    assert greenfast.explain(q, k, v, **options).taken
+    out = greenfast.sdpa(q, k, v, **options)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), **options)
+    assert out.shape == wanted.shape
+    if wanted.numel():
+        assert float((out - wanted).norm()) <= 0.1 * max(1e-3, float(wanted.norm()))
+        on_meta = greenfast.sdpa(q.to("meta"), k.to("meta"), v.to("meta"), **options)
+        assert on_meta.stride() == out.stride()
+
+
+def test_masks_on_a_gpu_are_not_looked_at() -> None:
+    q, k, v = inputs(64)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cuda")
+    with pytest.raises(NotImplementedError, match="attn_mask: the kernels know causal masks alone"):
+        greenfast.sdpa(q, k, v, mask, enable_gqa=True)
+    bias = causal_lower_right(LENGTH, 150)
+    k, v = k[:, :, :150], v[:, :, :150]
+    wanted = greenfast.sdpa(q, k, v, is_causal=True, causal_alignment="lower_right", enable_gqa=True)
+    assert torch.equal(greenfast.sdpa(q, k, v, bias, enable_gqa=True), wanted)
+
+
+def test_float32_and_sparse_tensors() -> None:
+    q, k, v = (x.float() for x in inputs(64))
+    out = greenfast.sdpa(q, k, v, enable_gqa=True, float32_as=torch.bfloat16)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, greenfast.sdpa(q.bfloat16(), k.bfloat16(), v.bfloat16(), enable_gqa=True).float())
+    with pytest.raises(TypeError, match="key: it is nested or sparse"):
+        greenfast.sdpa(q.bfloat16(), k.bfloat16().to_sparse(), v.bfloat16(), enable_gqa=True)
+
+
+def test_codes_move_and_are_checked() -> None:
+    q, k, v = inputs(72)
+    codes = greenfast.quantize(q, k, v)
+    wanted = greenfast.attention(codes)
+    again = codes.to("cpu").to("cuda")
+    assert again.device == q.device
+    assert torch.equal(greenfast.attention(again), wanted)
+    tensors = list(codes.tensors()[:6])
+    rest = ("fp8", 72, LENGTH, torch.bfloat16, 0, 72**-0.5)
+    assert torch.equal(ops.ATTENTION(*tensors, *rest), wanted)
+    for i, wrong in (
+        (0, tensors[0][:, :, :100].contiguous()),
+        (1, tensors[1].transpose(1, 2)),
+        (2, tensors[2][..., :96].contiguous()),
+        (3, tensors[3][..., :5].contiguous()),
+        (4, tensors[4][..., :1].contiguous()),
+        (5, tensors[5].cpu()),
+    ):
+        args = [*tensors[:i], wrong, *tensors[i + 1 :]]
+        with pytest.raises((ValueError, RuntimeError), match=r"shape|contiguous|device|cpu"):
+            ops.ATTENTION(*args, *rest)
+    assert torch.equal(greenfast.attention(codes), wanted)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils.checkpoint import checkpoint
 
@@ -53,17 +54,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"scale": -1.0}, "scale: the kernels take positive"),
     ({"scale": float("nan")}, "scale: the kernels take positive"),
     ({"scale": float("inf")}, "scale: the kernels take positive"),
-    ({"query": Q[0], "key": K[0], "value": V[0]}, "query: 3-D; the kernels take"),
-    ({"key": K[None]}, "key: 5-D; the kernels take"),
+    ({"query": Q[0, 0, 0]}, "query: 1-D; (..., length, head_dim) is needed"),
+    ({"key": K[0], "value": V[0, 0], "enable_gqa": True}, "enable_gqa: with it, query, key and value have heads"),
     ({"query": Q.float(), "key": K.float(), "value": V.float()}, "query: torch.float32; the kernels take"),
     ({"key": K.half()}, "key: another dtype than query"),
-    ({"value": V[..., :32]}, "value: another head_dim than key"),
-    ({"value": V[:, :, :30]}, "value: another batch, heads or length than key"),
-    ({"key": K[:1], "value": V[:1]}, "key: another batch than query"),
+    ({"value": V[:, :, :30]}, "value: another length than key"),
+    ({"key": torch.cat([K, K[:1]]), "value": torch.cat([V, V[:1]])}, "key: another batch than query"),
     ({"key": K[..., :32], "value": V[..., :32]}, "key: another head_dim than query"),
-    ({"key": K[:, :1], "value": V[:, :1]}, "key: its heads are not those of query"),
     ({"key": K[:, :2], "value": V[:, :2]}, "key: its heads are not those of query"),
-    ({"key": K[:, :3], "value": V[:, :3], "enable_gqa": True}, "key: its heads are not those of query"),
+    ({"key": K[:, :3], "value": V[:, :3], "enable_gqa": True}, "key: the heads of query are no multiple"),
     (
         {"query": Q[..., :60], "key": K[..., :60], "value": V[..., :60]},
         "query: head_dim 60; the kernels",
@@ -75,8 +74,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 LEFT: list[tuple[dict[str, Any], str]] = [
     ({"query": named(Q)}, "query: a Named; the kernels take plain tensors"),
     ({"value": named(V)}, "value: a Named; the kernels take plain tensors"),
-    ({"query": Q[:, :, :0]}, "query or key: empty"),
-    ({"query": Q[:0], "key": K[:0], "value": V[:0]}, "query or key: empty"),
+    ({"query": Q[:, :, :0], "min_length": 1}, "query: shorter than min_length=1"),
     ({"min_length": 41}, "query: shorter than min_length=41"),
     ({"key": K[:, :, :30], "value": V[:, :, :30], "min_length": 31}, "key: shorter than min_length=31"),
 ]
@@ -87,6 +85,13 @@ TAKEN: list[dict[str, Any]] = [
     {"query": Q[:, :, :7], "is_causal": True},
     {"query": Q[..., :40], "key": K[..., :40], "value": V[..., :40]},
     {"query": Q.half(), "key": K.half(), "value": V.half()},
+    {"query": Q[0], "key": K[0], "value": V[0]},
+    {"key": K[None], "value": V[0, 0]},
+    {"value": V[..., :32]},
+    {"key": K[:1], "value": V[:, :1]},
+    {"attn_mask": torch.ones(40, 40).bool()},
+    {"attn_mask": torch.zeros(2, 1, 1, 40).bfloat16()},
+    {"attn_mask": causal_lower_right(40, 30), "key": K[:, :, :30], "value": V[:, :, :30]},
     {"query": nn.Parameter(Q), "min_length": 40},
     {"query": Q.to("meta"), "key": K.to("meta"), "value": V.to("meta")},
 ]
@@ -142,7 +147,7 @@ def test_what_is_not_taken_is_as_without_routing(change: dict[str, Any], reason:
         torch.manual_seed(0)
         try:
             return call(functional.scaled_dot_product_attention, without_length(change))
-        except RuntimeError as e:
+        except (RuntimeError, IndexError) as e:
             return str(e)
 
     wanted = outcome()
@@ -350,7 +355,7 @@ def test_multi_head_attention(grad: bool) -> None:
         wanted = layer(x, x, x, need_weights=False)[0]
         with greenfast.use(min_length=0) as routed:
             found = layer(x, x, x, need_weights=False)[0]
-            layer(x, x, x, need_weights=False, attn_mask=torch.zeros(50, 50).bool())
+            layer(x, x, x, need_weights=False, attn_mask=torch.ones(50, 50).bool().tril(-1))
     found, wanted = found.detach(), wanted.detach()
     assert routed.taken == 1
     assert routed.fallen_back == {MASK: 1}

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
@@ -262,3 +263,23 @@ def test_a_kernel_that_does_not_compile_is_named() -> None:
     wrong = KernelSource("k", "#error no\n", "wrong.cu", (), (128, 1, 1))
     with pytest.raises(CompileError, match=r"wrong\.cu"):
         warm([wrong, *tiny(1)], HOPPER)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"head_dims": 64},
+        {"head_dims": ["64"]},
+        {"dtypes": "float16"},
+        {"precisions": [8]},
+        {"causal": ["yes"]},
+        {"causal": True},
+        {"lengths": [128.5]},
+        {"lengths": None},
+    ],
+    ids=str,
+)
+def test_arguments_that_are_no_sequences_of_what_they_should_be(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(UsageError, match=f"{name}: .*; a sequence of"):
+        kernels_for(HOPPER, **{**SMALL, **wrong})

@@ -329,9 +329,14 @@ def _sdpa(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output, and with ``lse`` the log-sum-exp and mean of the keys as the kernels give them."""
     device, shape = query.get_device(), query.shape
+    try:
+        strides = query.stride(), key.stride(), value.stride()
+    except RuntimeError:  # sparse
+        check_tensors(query, key, value)
+        raise
     at = (
         lse, precision, causal, scale, device, key.get_device(), value.get_device(), query.dtype, key.dtype,
-        value.dtype, shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+        value.dtype, shape, key.shape, value.shape, *strides,
     )  # fmt: skip
     plan = _PLANS.get(at)
     if plan is None:

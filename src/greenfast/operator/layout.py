@@ -14,13 +14,24 @@ def row_strides(x: Tensor, head_dim: int) -> tuple[int, ...]:
     The order is that of ``torch.empty_like``, as in PyTorch's own attention: for x in (B, S, H, D) that of x, so that
     heads and columns can be merged in a view.
     """
-    rows = torch.empty_like(x[..., 0])
+    rows = torch.empty_like(x[..., 0] if x.shape[3] else x.sum(3))
     return (*(stride * head_dim for stride in rows.stride()), 1)
 
 
 def empty_rows(x: Tensor, head_dim: int) -> Tensor:
     """An uninitialized (B, H, S, head_dim) of x's dtype and device, with ``row_strides``."""
     return x.new_empty_strided((*x.shape[:3], head_dim), row_strides(x, head_dim))
+
+
+def padded(x: Tensor, head_dim: int) -> Tensor:
+    """x with zeros behind its columns, up to ``head_dim`` of them; the other dimensions keep their order."""
+    strides = row_strides(x, 1)
+    order = [0, 1, 2]
+    for i, j in ((0, 1), (1, 2), (0, 1)):
+        if strides[order[i]] < strides[order[j]]:
+            order[i], order[j] = order[j], order[i]
+    wide = torch.nn.functional.pad(x.permute(*order, 3), (0, head_dim - x.shape[3]))
+    return wide.permute(*(order.index(d) for d in range(3)), 3)
 
 
 def aligned(address: int) -> bool:

@@ -7,6 +7,7 @@ They are registered with ``torch.library.Library``, whose calls cost the host le
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils import flop_counter
 from greenfast.operator import autograd, cuda, reference
 from greenfast.operator.backward import sdpa_backward
 from greenfast.operator.layout import empty_rows
-from greenfast.operator.quantized import QuantizedQKV, Recipe, check_tensors
+from greenfast.operator.quantized import QuantizedQKV, Recipe, check_codes_once, check_tensors
 
 LIBRARY: Any = torch.library.Library("greenfast", "DEF")  # type: ignore[no-untyped-call]
 _INPUTS = "Tensor query, Tensor key, Tensor value"
@@ -55,6 +56,16 @@ def _quantize_shapes(
     check_tensors(query, key, value)
     sizes = cuda.quantized_sizes(query.shape, key.shape, Recipe(precision, blocks, values, key_mean, rotate))
     return tuple(query.new_empty(shape, dtype=cuda.buffer_dtype(name)) for name, shape in sizes.items())  # type: ignore[return-value]
+
+
+def _attention_cuda(*args: Any) -> Tensor:
+    check_codes_once(args[:6], *args[6:10])
+    return cuda.attention(*args)
+
+
+def _attention_lse_cuda(*args: Any) -> tuple[Tensor, Tensor]:
+    check_codes_once(args[:6], *args[6:10])
+    return cuda.attention_lse(*args)
 
 
 def _attention_cpu(*args: Any) -> Tensor:
@@ -140,8 +151,8 @@ def _batched_refusal(info: Any, in_dims: Any, grad: Tensor, size: list[int], mes
 
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
     "quantize": (_quantize_cpu, cuda.quantize, _quantize_shapes),
-    "attention": (_attention_cpu, cuda.attention, _attention_shape),
-    "attention_lse": (_attention_lse_cpu, cuda.attention_lse, _attention_lse_shapes),
+    "attention": (_attention_cpu, _attention_cuda, _attention_shape),
+    "attention_lse": (_attention_lse_cpu, _attention_lse_cuda, _attention_lse_shapes),
     "sdpa": (_sdpa_cpu, cuda.sdpa, _sdpa_shape),
     "sdpa_lse": (_sdpa_lse_cpu, cuda.sdpa_lse, _sdpa_lse_shapes),
     "sdpa_backward": (reference.gradients, sdpa_backward, _backward_shapes),
@@ -174,6 +185,9 @@ for _name, (_cpu, _cuda, _shapes) in _IMPLEMENTATIONS.items():
     autograd.register(LIBRARY, _name, _REFUSALS[_name])
     _rule = _batched_refusal if _name == "refuse_gradient" else _batched(getattr(torch.ops.greenfast, _name))
     torch.library.register_vmap(f"greenfast::{_name}", _rule, lib=LIBRARY)
+for _name, _layout in product(("quantize", "sdpa", "sdpa_lse"), ("Sparse", "SparseCsr")):
+    for _device in ("CPU", "CUDA"):  # else the dispatcher lists for pages what there are kernels for
+        LIBRARY.impl(_name, lambda query, key, value, *rest: check_tensors(query, key, value), _layout + _device)
 
 
 def _flops(products: int, query: Any, keys: int) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
+from greenfast.families.fast_problem import QUERY_BLOCK, ROW_BLOCK, padded_keys
 from greenfast.families.qkv_quantizer import Quantization
 
 #: Precision -> the format of Q and K; V is E4M3 in each.
@@ -61,7 +64,7 @@ def padded_head_dim(head_dim: int) -> int:
     return next(d for d in HEAD_DIMS if d >= head_dim)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class QuantizedQKV:
     """Codes and scales of one attention.
 
@@ -75,6 +78,9 @@ class QuantizedQKV:
     dtype: that of the caller's tensors and of the output.
     mean_scores: float32 (B, H, S), the product of each query, unquantized, with key_mean, or None: what the log-sum-exp
     is given back, in ``attention(..., return_lse=True)``.
+
+    Tensors are contiguous and on one device. It is a pytree (torch.utils._pytree), can be copied and pickled, and once
+    this class has been imported ``torch.load`` takes it with weights_only=True.
     """
 
     query: Tensor
@@ -90,22 +96,181 @@ class QuantizedQKV:
     dtype: torch.dtype
     mean_scores: Tensor | None = None
 
+    _checked = False
+
     def __post_init__(self) -> None:
-        """Raises ValueError for codes that are not contiguous: kernels read them by their addresses."""
-        for name in ("query", "key", "value", "query_scale", "key_scale", "value_scale"):
-            tensor = getattr(self, name)
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name}: it is not contiguous, strides {tensor.stride()}; call .contiguous() on it")
+        self.check()
+
+    def check(self) -> None:
+        """Raises TypeError and ValueError, with the field's name, for fields that do not make one attention."""
+        if not self._checked:
+            check_codes(self._named(), self.precision, self.head_dim, self.key_length, self.dtype)
+            object.__setattr__(self, "_checked", True)
 
     @property
     def format(self) -> str:
         """The number format of Q and K."""
         return PRECISIONS[self.precision]
 
+    @property
+    def device(self) -> torch.device:
+        """That of all tensors."""
+        return self.query.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and mean."""
+        return sum(x.nbytes for x in self._named().values())
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> QuantizedQKV:
+        """The same on a device; itself where it is there already. Raises TypeError for what names no device."""
+        if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+            raise TypeError(
+                f"device: {device!r}; a torch.device, its name or its number is needed. Codes have no dtype to change"
+            )
+        tensors = self._named()
+        moved = {name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()}
+        return self if all(moved[name] is x for name, x in tensors.items()) else replace(self, **moved)  # type: ignore[arg-type]
+
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Codes, scales and the mean, which is empty where there is none: the results of the operator ``quantize``."""
         mean = self.query_scale.new_empty(0) if self.key_mean is None else self.key_mean
         return (self.query, self.key, self.value, self.query_scale, self.key_scale, self.value_scale, mean)
+
+    def _named(self) -> dict[str, Tensor]:
+        found = {name: getattr(self, name) for name in _TENSORS}
+        return {name: x for name, x in found.items() if name not in _OPTIONAL or x is not None}
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}={_shown(x)}" for name, x in self._named().items())
+        return (
+            f"QuantizedQKV({shapes}, precision={self.precision!r}, head_dim={self.head_dim}, "
+            f"key_length={self.key_length}, dtype={self.dtype}, device={getattr(self.query, 'device', None)})"
+        )
+
+    def __reduce__(self) -> tuple[type[QuantizedQKV], tuple[Any, ...]]:
+        return QuantizedQKV, tuple(getattr(self, field.name) for field in fields(self))
+
+
+_OPTIONAL = ("key_mean", "mean_scores")
+_TENSORS = ("query", "key", "value", "query_scale", "key_scale", "value_scale", *_OPTIONAL)
+_SEEN: set[tuple[Any, ...]] = set()
+_MOST_SEEN = 4096
+_OTHERS = ("precision", "head_dim", "key_length", "dtype")
+
+
+def _shown(x: object) -> str:
+    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
+
+
+def _leaves(x: QuantizedQKV) -> dict[str, Tensor]:
+    """Its tensors, long names first: torch.export (2.13) takes a name for the begin of another that follows it."""
+    return dict(sorted(x._named().items(), key=lambda named: -len(named[0])))
+
+
+def _flatten(x: QuantizedQKV) -> tuple[list[Tensor], tuple[Any, ...]]:
+    leaves = _leaves(x)
+    return list(leaves.values()), (tuple(leaves), *(getattr(x, name) for name in _OTHERS))
+
+
+def _flatten_with_keys(x: QuantizedQKV) -> tuple[list[tuple[Any, Tensor]], tuple[Any, ...]]:
+    return [(pytree.GetAttrKey(name), leaf) for name, leaf in _leaves(x).items()], _flatten(x)[1]
+
+
+def _unflatten(leaves: Iterable[Any], context: tuple[Any, ...]) -> QuantizedQKV:
+    """Unchecked: a leaf may be anything that a function of ``tree_map`` gives; ``greenfast.attention`` checks it."""
+    whole = object.__new__(QuantizedQKV)
+    given = dict(zip(context[0], leaves, strict=True)) | dict(zip(_OTHERS, context[1:], strict=True))
+    for name in (*_TENSORS, *_OTHERS):
+        object.__setattr__(whole, name, given.get(name))
+    return whole
+
+
+pytree.register_pytree_node(
+    QuantizedQKV,
+    _flatten,
+    _unflatten,
+    serialized_type_name="greenfast.QuantizedQKV",
+    to_dumpable_context=lambda context: [*context[:-1], str(context[-1]).removeprefix("torch.")],
+    from_dumpable_context=lambda dumped: (tuple(dumped[0]), *dumped[1:-1], getattr(torch, dumped[-1])),
+    flatten_with_keys_fn=_flatten_with_keys,
+)
+torch.serialization.add_safe_globals([QuantizedQKV])
+
+
+def check_codes(
+    tensors: Mapping[str, Tensor], precision: str, head_dim: int, key_length: int, dtype: torch.dtype
+) -> None:
+    """Raises TypeError and ValueError for codes and scales, by the names of QuantizedQKV's fields, that do not fit.
+
+    Kernels read them by their addresses, so every dtype, device, shape and stride is looked at.
+    """
+    check_choice("precision", precision, PRECISIONS)
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype: {dtype}; allowed are {', '.join(map(str, DTYPES))}")
+    for name, x in tensors.items():
+        wanted = torch.uint8 if name in ("query", "key", "value") else torch.float32
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: a torch.Tensor is needed, got {type(x).__name__}")
+        if x.dtype != wanted:
+            raise TypeError(f"{name}: its dtype is {x.dtype}; {wanted} is needed")
+        if x.device != tensors["query"].device:
+            raise ValueError(f"{name}: it is on {x.device}, query on {tensors['query'].device}; they must agree")
+    for name, number in (("head_dim", head_dim), ("key_length", key_length)):
+        if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
+            raise TypeError(f"{name}: {number!r}; a whole number is needed")
+    if key_length < 0:
+        raise ValueError(f"key_length: {key_length}; 0 or more is needed")
+    if head_dim % 8 or not 8 <= head_dim <= HEAD_DIMS[-1]:
+        raise ValueError(f"head_dim: {head_dim}; a multiple of 8 up to {HEAD_DIMS[-1]} is needed")
+    for name in ("query", "key"):
+        if tensors[name].dim() != 4:
+            raise ValueError(
+                f"{name}: its shape is {tuple(tensors[name].shape)}; (batch, heads, length, head_dim) is needed"
+            )
+    for name, allowed in _shapes_of_codes(tensors, head_dim, key_length).items():
+        shape = tuple(tensors[name].shape)
+        if shape not in allowed:
+            raise ValueError(f"{name}: its shape is {shape}; {' or '.join(map(str, allowed))} is needed")
+    for name, x in tensors.items():
+        if not x.is_contiguous():
+            raise ValueError(f"{name}: it is not contiguous, strides {x.stride()}; call .contiguous() on it")
+
+
+def check_codes_once(
+    tensors: Sequence[Tensor], precision: str, head_dim: int, key_length: int, dtype: torch.dtype
+) -> None:
+    """``check_codes`` of the six that an operator gets, unless it has seen the like: a fifth of its time."""
+    of_tensors = tuple((x.dtype, x.device, x.shape, x.stride()) for x in tensors)
+    kind = (of_tensors, precision, head_dim, key_length, dtype)
+    if kind not in _SEEN:
+        check_codes(dict(zip(_TENSORS, tensors, strict=False)), precision, head_dim, key_length, dtype)
+        if len(_SEEN) >= _MOST_SEEN:
+            _SEEN.clear()
+        _SEEN.add(kind)
+
+
+def _shapes_of_codes(
+    tensors: Mapping[str, Tensor], head_dim: int, key_length: int
+) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The shapes that each field may have beside the others."""
+    (batch, heads, q_len, _), kv_heads = tensors["query"].shape, tensors["key"].shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"key: it has {kv_heads} heads, query {heads}; the heads of query must be a multiple of them")
+    padded, blocks = padded_head_dim(head_dim), -(-key_length // ROW_BLOCK)
+    of_heads, of_blocks = (batch, kv_heads), (batch, kv_heads, blocks)
+    by_block = tensors["query_scale"].dim() == 3
+    shapes = {
+        "query": ((batch, heads, q_len, padded),),
+        "key": ((*of_heads, key_length, padded),),
+        "value": ((*of_heads, padded, padded_keys(key_length)),),
+        "query_scale": ((batch, heads, -(-q_len // QUERY_BLOCK)), (batch, heads)),
+        "key_scale": (of_blocks if by_block else of_heads,),
+        "value_scale": (*((of_blocks,) if by_block else ()), of_heads, (*of_heads, 1, padded)),
+        "key_mean": ((*of_heads, padded),),
+        "mean_scores": ((batch, heads, q_len),),
+    }
+    return {name: allowed for name, allowed in shapes.items() if name in tensors}
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -113,8 +278,11 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: a torch.Tensor is needed, got {type(x).__name__}")
+        if x.is_nested or x.layout is not torch.strided:
+            raise TypeError(f"{name}: it is nested or sparse; a strided tensor is needed")
         if x.dtype not in DTYPES:
-            raise TypeError(f"{name}: its dtype is {x.dtype}; allowed are {', '.join(map(str, DTYPES))}")
+            cast = "; greenfast.sdpa casts with float32_as" if x.dtype == torch.float32 else ""
+            raise TypeError(f"{name}: its dtype is {x.dtype}; allowed are {', '.join(map(str, DTYPES))}{cast}")
         if x.dim() != 4:
             raise ValueError(f"{name}: its shape is {tuple(x.shape)}; (batch, heads, length, head_dim) is needed")
         if x.dtype != query.dtype:
@@ -131,15 +299,17 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(
             f"key: it has {key.shape[1]} heads, query {query.shape[1]}; the heads of query must be a multiple of them"
         )
-    head_dim = query.shape[3]
-    if head_dim % 8 or not 8 <= head_dim <= HEAD_DIMS[-1]:
-        raise NotImplementedError(
-            f"query: its head_dim is {head_dim}; the kernels take multiples of 8 up to {HEAD_DIMS[-1]}. "
-            "torch.nn.functional.scaled_dot_product_attention takes any"
-        )
+    if query.shape[3] % 8 or not 8 <= query.shape[3] <= HEAD_DIMS[-1]:
+        why = refused_head_dim("query", query.shape[3])
+        raise NotImplementedError(f"{why}; torch.nn.functional.scaled_dot_product_attention takes any")
+
+
+def refused_head_dim(name: str, found: int, allowed: str = "multiples of 8") -> str:
+    """Why a head dim is refused."""
+    return f"{name}: head_dim {found}; the kernels take {allowed} up to {HEAD_DIMS[-1]}"
 
 
 def check_choice(name: str, value: str, allowed: Collection[str]) -> None:
     """Raises ValueError unless ``value`` is one of those that an argument may have."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}: {value!r}; allowed are {', '.join(map(repr, allowed))}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from contextlib import ContextDecorator
 from dataclasses import dataclass
@@ -14,11 +13,22 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from greenfast.operator import cuda, ops
-from greenfast.operator.quantized import DTYPES, HEAD_DIMS, PRECISIONS, check_choice, padded_head_dim
-from greenfast.operator.sdpa import Alignment, Precision, causal_of, sdpa
+from greenfast.operator import cuda
+from greenfast.operator.arguments import (
+    causal_of,
+    check_cast,
+    check_flag,
+    check_length,
+    dropout_of,
+    number,
+    usable_scale,
+)
+from greenfast.operator.quantized import PRECISIONS, check_choice, padded_head_dim
+from greenfast.operator.rules import Form, Refusal, dtype_of, form_of
+from greenfast.operator.sdpa import Alignment, Precision, sdpa
 
 TORCH = "torch"  # the kernel of an Explanation where PyTorch's own attention is left to it
+NOTHING = "none"  # where there is nothing to compute
 #: Keys and queries below which quantization costs more than the FP8 products save, as measured with a causal mask, the
 #: worse case (docs/operator.md).
 MIN_LENGTH = 4096
@@ -33,8 +43,8 @@ _REDISPATCH: Any = getattr(torch.overrides, "redispatch_function", None)  # PyTo
 class Explanation:
     """What computes a call of attention, and why.
 
-    kernel: "hopper" or "ada"; "reference" for CPU tensors, "meta" for meta tensors; "torch" where no kernel computes
-    the call, so that PyTorch's own attention has to.
+    kernel: "hopper" or "ada"; "reference" for CPU tensors, "meta" for meta tensors, "none" where there is nothing to
+    compute; "torch" where no kernel computes the call, so that PyTorch's own attention has to.
     """
 
     kernel: str
@@ -61,74 +71,47 @@ def explain(
     *,
     precision: Precision = "fp8",
     causal_alignment: Alignment = "upper_left",
+    float32_as: torch.dtype | None = None,
     min_length: int = 0,
 ) -> Explanation:
     """What ``greenfast.sdpa`` with these arguments would run; of a call that it refuses, why. Launches nothing.
 
     These are the rules of ``greenfast.use`` and of ``greenfast.register_with_transformers``. PyTorch keeps calls
-      - with ``attn_mask`` or ``dropout_p``, and with a ``scale`` that is not positive and finite;
-      - on tensors that are nested, sparse, empty, not 4-D, or of a subclass;
-      - of dtypes other than float16 and bfloat16, after autocast; of head dims that are no multiple of 8 up to 256;
-      - where batch, heads, lengths or head dims would have to be broadcast, or differ between key and value;
+      - with ``dropout_p``, a ``scale`` that is not positive and finite, or an ``attn_mask`` other than ``sdpa`` knows;
+      - on tensors that are nested, sparse or of a subclass;
+      - of dtypes other than float16 and bfloat16, after autocast and ``float32_as``;
+      - of head dims that are no multiple of 8 up to 256, or with a wider value;
+      - whose shapes cannot be broadcast, or share heads unevenly: PyTorch's error;
       - on devices that no kernel is for;
       - where query or key are shorter than ``min_length``. A call quantizes all of Q, K and V. What FP8 saves grows
         with queries x keys, what quantization costs with queries + keys, so both have to be long: one query over a
         long cache, as in decoding, would have all of K and V quantized again for each token.
 
-    Raises ValueError for a ``precision`` or ``causal_alignment`` that there is not: no call has these.
+    Raises TypeError for flags, numbers and lengths that are none, and ValueError for a ``precision``,
+    ``causal_alignment`` or probability that there is not: no call has these.
     """
     check_choice("precision", precision, PRECISIONS)
     causal = causal_of(is_causal, causal_alignment)
-    if attn_mask is not None:
-        return Explanation(TORCH, "attn_mask: the kernels know causal masks alone")
-    if dropout_p:
-        return Explanation(TORCH, "dropout_p: the kernels have no dropout")
-    if scale is not None and not 0.0 < scale < math.inf:
+    check_flag("enable_gqa", enable_gqa)
+    check_length("min_length", min_length)
+    check_cast(float32_as)
+    if scale is not None and not usable_scale(number("scale", scale)):
         return Explanation(TORCH, "scale: the kernels take positive, finite ones")
-    refused = _refused_tensors(query, key, value, enable_gqa)
-    if refused is not None:
-        return Explanation(TORCH, refused)
-    for name, x in (("query", query), ("key", key)):
-        if x.size(2) < min_length:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if isinstance(x, Tensor) and type(x) not in _PLAIN:
+            return Explanation(TORCH, f"{name}: a {type(x).__name__}; the kernels take plain tensors")
+    form = form_of(query, key, value, attn_mask, dropout_of(dropout_p), causal, enable_gqa, float32_as)
+    if isinstance(form, Refusal):
+        return Explanation(TORCH, form.reason)
+    for name, shape in (("query", form.query), ("key", form.key)):
+        if shape[2] < min_length:
             return Explanation(TORCH, f"{name}: shorter than min_length={min_length}, where quantization does not pay")
-    return _kernel(query, key, value, precision, causal)
+    if form.empty:
+        return Explanation(NOTHING, "no rows, or no keys that they attend to: zeros, without a kernel")
+    return _kernel(query, form, dtype_of(query, float32_as), precision)
 
 
-def _refused_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
-    """Why the kernels cannot take these, without their lengths: they may be symbols of a graph that is being traced."""
-    named = (("query", query), ("key", key), ("value", value))
-    for name, x in named:
-        if type(x) not in _PLAIN:
-            return f"{name}: a {type(x).__name__}; the kernels take plain tensors"
-    device, dtype = query.device, ops.autocast_dtype(query)
-    for name, x in named:
-        if x.is_nested or x.layout is not torch.strided:
-            return f"{name}: nested or sparse; the kernels take strided tensors"
-        if x.dim() != 4:
-            return f"{name}: {x.dim()}-D; the kernels take (batch, heads, length, head_dim)"
-        if x.device != device:
-            return f"{name}: on another device than query"
-        if x.dtype != query.dtype and ops.autocast_dtype(x) != dtype:
-            return f"{name}: another dtype than query"
-    if dtype not in DTYPES:
-        return f"query: {dtype}; the kernels take {' and '.join(map(str, DTYPES))}"
-    batch, heads, q_len, head_dim = query.shape
-    kv_batch, kv_heads, kv_len, kv_dim = key.shape
-    if key.shape != value.shape:
-        same = "batch, heads or length" if value.size(3) == kv_dim else "head_dim"
-        return f"value: another {same} than key"
-    if batch != kv_batch or head_dim != kv_dim:
-        return f"key: another {'batch' if head_dim == kv_dim else 'head_dim'} than query"
-    if batch == 0 or heads == 0 or q_len == 0 or kv_heads == 0 or kv_len == 0 or head_dim == 0:
-        return "query or key: empty"
-    if heads != kv_heads and not (enable_gqa and heads % kv_heads == 0):
-        return "key: its heads are not those of query, nor shared by them with enable_gqa"
-    if head_dim % 8 or head_dim > HEAD_DIMS[-1]:
-        return f"query: head_dim {head_dim}; the kernels take multiples of 8 up to {HEAD_DIMS[-1]}"
-    return None
-
-
-def _kernel(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int) -> Explanation:
+def _kernel(query: Tensor, form: Form, dtype: torch.dtype, precision: str) -> Explanation:
     device = query.device
     if device.type == "cpu":
         return Explanation("reference", "the kernels' arithmetic in PyTorch, for CPU tensors; slow")
@@ -136,12 +119,11 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: i
         return Explanation("meta", "a shape and a dtype: meta tensors hold no numbers")
     if device.type != "cuda":
         return Explanation(TORCH, f"query: on {device.type}, for which there are no kernels")
-    dtype, head_dim = ops.autocast_dtype(query), query.size(3)
     if torch.compiler.is_compiling():  # lengths may be symbols there, and head_dim, of which the padded one is none
-        name, reason = _traced_kernel(query.get_device(), padded_head_dim(head_dim), dtype, precision, causal)
+        head_dim = padded_head_dim(form.query[3])
+        name, reason = _traced_kernel(query.get_device(), head_dim, dtype, precision, form.causal)
         return Explanation(name, reason)
-    shapes = (tuple(query.shape), tuple(key.shape))
-    return _cuda_kernel(query.get_device(), *shapes, dtype, precision, causal)
+    return _cuda_kernel(query.get_device(), tuple(form.query), tuple(form.key), dtype, precision, form.causal)
 
 
 @lru_cache(maxsize=4096)
@@ -213,6 +195,7 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
     def __init__(self, precision: Precision = "fp8", min_length: int = MIN_LENGTH) -> None:
         """Raises ValueError for a precision that there is not."""
         check_choice("precision", precision, PRECISIONS)
+        check_length("min_length", min_length)
         self.precision: Precision = precision
         self.min_length = min_length
         self.routed = Routed()
@@ -269,7 +252,7 @@ class _Routing(TorchFunctionMode):
         settings.routed.count(found)
         if found.taken:
             return sdpa(
-                query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+                query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
                 precision=settings.precision,
             )  # fmt: skip
         return _TORCH_SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -10,27 +10,28 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from greenfast.operator import cuda, ops
+from greenfast.operator.arguments import causal_of, check_cast, check_flag, dropout_of, scale_of
 from greenfast.operator.quantized import PRECISIONS, QuantizedQKV, check_choice, check_tensors
+from greenfast.operator.rules import Form, Refusal, arranged, dtype_of, form_of, is_plain, restored
 
 Precision = Literal["fp8", "int8"]
 Alignment = Literal["upper_left", "lower_right"]
 
 _overridden: Any = handle_torch_function  # for subclasses of Tensor, modes, and torch.fx, which traces the call so
-_CAUSAL = {"upper_left": 1, "lower_right": 2}
-_ALTERNATIVE = "torch.nn.functional.scaled_dot_product_attention has it"
+_ALTERNATIVE = "; torch.nn.functional.scaled_dot_product_attention has it"
 
 
 @overload
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, precision: Precision = ...,
-    causal_alignment: Alignment = ..., return_lse: Literal[False] = ...,
+    causal_alignment: Alignment = ..., return_lse: Literal[False] = ..., float32_as: torch.dtype | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, precision: Precision = ...,
-    causal_alignment: Alignment = ..., return_lse: Literal[True],
+    causal_alignment: Alignment = ..., return_lse: Literal[True], float32_as: torch.dtype | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def sdpa(
     query: Tensor,
@@ -45,48 +46,101 @@ def sdpa(
     precision: Precision = "fp8",
     causal_alignment: Alignment = "upper_left",
     return_lse: bool = False,
+    float32_as: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """FP8 attention with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
 
     query: (B, H, S, D); key and value: (B, HK, KV, D), where HK divides H with ``enable_gqa`` and is H without; float16
-    or bfloat16, of any strides, D a multiple of 8 up to 256. is_causal: query i attends to keys 0 .. i; with
-    ``causal_alignment="lower_right"`` to keys 0 .. i + KV - S. scale: positive, 1 / sqrt(D) by default.
+    or bfloat16, of any strides, D a multiple of 8 up to 256. Also (..., S, D) with any number of leading dimensions,
+    which are broadcast, the last of them being the heads; and a value of another head dim, up to 256.
+    attn_mask: a ``torch.nn.attention.bias.CausalBias``, or a tensor on the CPU that masks nothing (all True, or zeros
+    that need no gradient). is_causal: query i attends to keys 0 .. i; with ``causal_alignment="lower_right"`` to keys
+    0 .. i + KV - S. scale: positive, 1 / sqrt(D) by default. float32_as: float16 or bfloat16, to which float32 tensors
+    are cast; the output is float32 again. Without it they are refused.
     precision: "fp8" computes both products in E4M3, "int8" Q K^T in int8 and P V in E4M3. Q and K are rotated by a
     Hadamard matrix, and the mean of K is subtracted, before they are quantized: neither changes the result.
 
-    Returns (B, H, S, D) of the inputs' dtype; with ``return_lse`` also the natural log-sum-exp of each row's scores,
-    float32 (B, H, S). A row that attends to nothing is 0, its log-sum-exp -inf. NaN or infinity in a query makes its
-    block of 16 rows NaN, in a key or value the rows that attend to its block of 128, and some beside them. Gradients
+    Returns (B, H, S, D) of the inputs' dtype, in memory in the order that query's dimensions have, as PyTorch; with
+    ``return_lse`` also the natural log-sum-exp of each row's scores, float32 (B, H, S). A row that attends to nothing
+    is 0, its log-sum-exp -inf. NaN or infinity in a query makes its block of 16 rows NaN, in a key or value the rows
+    that attend to its block of 128, and some beside them. Gradients
     are those of attention on the unquantized tensors, which the backward pass computes again in 16 bits; there is no
     forward mode and no second derivative, and a gradient that reaches the log-sum-exp raises NotImplementedError.
 
-    Raises TypeError for dtypes, ValueError for shapes, devices and choices that do not fit, and NotImplementedError for
-    ``attn_mask``, ``dropout_p``, head dims and GPUs that no kernel is for; each names the argument and what is allowed.
+    Raises TypeError for dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit, and
+    NotImplementedError for other masks, ``dropout_p``, nested and sparse tensors, head dims and GPUs that no kernel is
+    for; each names the argument and what is allowed.
     """
     if has_torch_function_variadic(query, key, value):
         return _overridden(  # type: ignore[no-any-return]
             sdpa, (query, key, value), query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-            precision=precision, causal_alignment=causal_alignment, return_lse=return_lse,
+            precision=precision, causal_alignment=causal_alignment, return_lse=return_lse, float32_as=float32_as,
         )  # fmt: skip
-    if attn_mask is not None or dropout_p or precision not in PRECISIONS:
-        _refuse(attn_mask, dropout_p, precision)
-    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or query.dim() != 4 or key.dim() != 4:
-        check_tensors(query, key, value)
-    shape = query.shape
-    if not enable_gqa and shape[1] != key.shape[1]:
-        raise ValueError(
-            f"key: it has {key.shape[1]} heads, query {shape[1]}; enable_gqa=True lets query heads share them"
-        )
-    device = "cuda" if query.is_cuda else "cpu"
-    if torch.is_autocast_enabled(device):
-        query, key, value = (x.to(ops.autocast_dtype(x)) for x in (query, key, value))
-    factor = _factor(scale, shape[3])
     causal = causal_of(is_causal, causal_alignment)
+    if type(precision) is not str or precision not in PRECISIONS:
+        check_choice("precision", precision, PRECISIONS)
+    if enable_gqa is not False or return_lse is not False:
+        check_flag("enable_gqa", enable_gqa)
+        check_flag("return_lse", return_lse)
+    if isinstance(query, Tensor) and torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
+        query, key, value = (x.to(ops.autocast_dtype(x)) if isinstance(x, Tensor) else x for x in (query, key, value))
+    plain = attn_mask is None and float32_as is None and type(dropout_p) is float and dropout_p == 0.0
+    if not (plain and is_plain(query, key, value, enable_gqa)):
+        return _other_form(
+            query, key, value, attn_mask, dropout_of(dropout_p), causal, scale, enable_gqa, precision, return_lse,
+            float32_as,
+        )  # fmt: skip
+    factor = scale_of(scale, query.shape[3])
     if return_lse:
         found: tuple[Tensor, Tensor] = ops.SDPA_LSE(query, key, value, precision, causal, factor)
         return found
     op = cuda.sdpa if ops.undisturbed(query, key, value) else ops.SDPA
     return op(query, key, value, precision, causal, factor)
+
+
+def _other_form(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, causal: int,
+    scale: float | None, enable_gqa: bool, precision: Precision, return_lse: bool, float32_as: torch.dtype | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """``sdpa`` of what has to be brought into the form of the kernels, and of what is refused."""
+    check_cast(float32_as)
+    form = form_of(query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as)
+    if isinstance(form, Refusal):
+        instead = _ALTERNATIVE if form.error is NotImplementedError else ""
+        raise form.error(f"{form.reason}{instead}{_shapes(query, key, value)}")
+    factor = scale_of(scale, query.shape[-1])
+    widened = query.dtype == torch.float32
+    query, key, value = (x.to(dtype_of(x, float32_as)) for x in (query, key, value))
+    lse: Tensor | None
+    if form.empty:
+        out, lse = _of_nothing(form, query, key, value)
+    else:
+        tensors = arranged(form, query, key, value)
+        alignment: Alignment = "lower_right" if form.causal == 2 else "upper_left"
+        found = sdpa(
+            *tensors, is_causal=form.causal > 0, scale=factor, enable_gqa=True, precision=precision,
+            causal_alignment=alignment, return_lse=return_lse,
+        )  # type: ignore[call-overload]  # fmt: skip
+        out, lse = found if return_lse else (found, None)
+        out = restored(form, out)
+    out = out.float() if widened else out
+    return out if lse is None or not return_lse else (out, lse.reshape(form.out[:-1]))
+
+
+def _of_nothing(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """No rows, or rows that attend to no key: zeros, whose gradients are zeros, and the logarithm of nothing."""
+    out = query.new_zeros(form.out)
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        out = out + sum(x[..., :0].sum() for x in (query, key, value))
+    return out, out.new_full(form.out[:-1], -math.inf, dtype=torch.float32)
+
+
+def _shapes(*tensors: object) -> str:
+    """The shapes of a call, for an error that is raised; none where one of them has none."""
+    if not all(isinstance(x, Tensor) and not x.is_nested for x in tensors):
+        return ""
+    named = zip(("query", "key", "value"), tensors, strict=True)
+    return f" ({', '.join(f'{name} {tuple(x.shape)}' for name, x in named)})"  # type: ignore[attr-defined]
 
 
 def quantize(
@@ -124,6 +178,9 @@ def quantize(
         )  # fmt: skip
     check_choice("precision", precision, PRECISIONS)
     check_choice("scales", scales, ("block", "head"))
+    check_flag("subtract_key_mean", subtract_key_mean)
+    check_flag("rotate", rotate)
+    check_flag("log_sum_exp", log_sum_exp)
     values = scales if value_scales is None else value_scales
     check_tensors(query, key, value)
     q, k, v, q_scale, k_scale, v_scale, mean = ops.QUANTIZE(
@@ -173,7 +230,14 @@ def attention(
             attention, (quantized,), quantized, is_causal=is_causal, causal_alignment=causal_alignment, scale=scale,
             return_lse=return_lse,
         )  # fmt: skip
-    factor = _factor(scale, quantized.head_dim)
+    if not isinstance(quantized, QuantizedQKV):
+        raise TypeError(
+            f"quantized: what greenfast.quantize gives is needed, a QuantizedQKV; got {type(quantized).__name__}"
+        )
+    quantized.check()
+    if return_lse is not False:
+        check_flag("return_lse", return_lse)
+    factor = scale_of(scale, quantized.head_dim)
     causal = causal_of(is_causal, causal_alignment)
     args = (
         quantized.query, quantized.key, quantized.value, quantized.query_scale, quantized.key_scale,
@@ -190,26 +254,3 @@ def attention(
         )
     out, lse = ops.ATTENTION_LSE(*args)
     return out, lse if quantized.mean_scores is None else lse + quantized.mean_scores * factor
-
-
-def _refuse(attn_mask: Tensor | None, dropout_p: float, precision: str) -> None:
-    if attn_mask is not None:
-        raise NotImplementedError(f"attn_mask: the FP8 kernels know causal masks alone; {_ALTERNATIVE}")
-    if dropout_p:
-        raise NotImplementedError(f"dropout_p: {dropout_p}; the FP8 kernels have no dropout; {_ALTERNATIVE}")
-    check_choice("precision", precision, PRECISIONS)
-
-
-def _factor(scale: float | None, head_dim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    factor = float(scale)
-    if not 0.0 < factor < math.inf:
-        raise ValueError(f"scale: {scale}; a positive, finite number is needed")
-    return factor
-
-
-def causal_of(is_causal: bool, alignment: str) -> int:
-    """The mask as CAUSAL of ``fast_problem``. Raises ValueError for an alignment that there is not."""
-    check_choice("causal_alignment", alignment, _CAUSAL)
-    return _CAUSAL[alignment] if is_causal else 0

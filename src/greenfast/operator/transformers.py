@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from greenfast.operator.arguments import check_length
 from greenfast.operator.quantized import PRECISIONS, check_choice
 from greenfast.operator.routing import MIN_LENGTH, TORCH, Explanation, Routed, explain
 from greenfast.operator.sdpa import Precision, sdpa
@@ -37,6 +38,7 @@ def register_with_transformers(precision: Precision = "fp8", *, min_length: int 
     runs, as does one that transformers trims queries of by the name of its attention.
     """
     check_choice("precision", precision, PRECISIONS)
+    check_length("min_length", min_length)
     try:
         library = importlib.import_module("transformers")
         attentions, masks = library.AttentionInterface, library.AttentionMaskInterface
@@ -73,7 +75,16 @@ class _Attention:
         found = self._explain(query, k, v, attention_mask, dropout, causal, scaling, more)
         self.routed.count(found)
         if found.taken:
-            out = sdpa(query, k, v, is_causal=causal, scale=scaling, enable_gqa=True, precision=self.precision)
+            out = sdpa(
+                query,
+                k,
+                v,
+                attn_mask=attention_mask,
+                is_causal=causal,
+                scale=scaling,
+                enable_gqa=True,
+                precision=self.precision,
+            )
             return out.transpose(1, 2).contiguous(), None
         result: tuple[Tensor, None] = self.fallback(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more

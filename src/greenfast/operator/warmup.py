@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def kernels_for(
 
     Raises UsageError for what no call can have, and where the target has no kernel for any of the combinations.
     """
-    _check(head_dims, dtypes, precisions, lengths)
+    _check(head_dims, dtypes, precisions, causal, lengths)
     found: dict[KernelSource, None] = {}
     refusal = ""
     for head_dim, dtype, precision, lse in product(head_dims, dtypes, precisions, (False, True)[: 1 + log_sum_exp]):
@@ -141,7 +142,20 @@ def _kept(source: KernelSource, target: Target) -> CompiledKernel:
     return kernel
 
 
-def _check(head_dims: Sequence[int], dtypes: Sequence[str], precisions: Sequence[str], lengths: Sequence[int]) -> None:
+def _check(
+    head_dims: Sequence[int], dtypes: Sequence[str], precisions: Sequence[str], causal: Sequence[bool],
+    lengths: Sequence[int],
+) -> None:  # fmt: skip
+    sequences: tuple[tuple[str, Any, type, str], ...] = (
+        ("head_dims", head_dims, int, "whole numbers"),
+        ("dtypes", dtypes, str, "names"),
+        ("precisions", precisions, str, "names"),
+        ("causal", causal, bool, "True and False"),
+        ("lengths", lengths, int, "whole numbers"),
+    )
+    for what, values, kind, needed in sequences:
+        if isinstance(values, str) or not isinstance(values, Sequence) or any(type(x) is not kind for x in values):
+            raise UsageError(f"{what}: {values!r}; a sequence of {needed} is needed")
     for head_dim in head_dims:
         if head_dim % 8 or not 8 <= head_dim <= HEAD_DIMS[-1]:
             raise UsageError(f"head dim {head_dim}: the kernels take multiples of 8 up to {HEAD_DIMS[-1]}")

@@ -1,0 +1,91 @@
+"""What callers hand over besides tensors: flags, numbers and lengths, each refused by its name where it is none."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from greenfast.operator.quantized import DTYPES, check_choice
+
+_CAUSAL = {"upper_left": 1, "lower_right": 2}
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises TypeError for what is neither True nor False, as PyTorch's attention does."""
+    if value is not True and value is not False and not isinstance(value, torch.SymBool):
+        raise TypeError(f"{name}: {value!r}; True or False is needed, not a {type(value).__name__}")
+
+
+def check_length(name: str, value: object) -> None:
+    """Raises TypeError for what is no whole number, ValueError for one below 0."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
+        raise TypeError(f"{name}: {value!r}; a whole number is needed, not a {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name}: {value}; 0 or more is needed")
+
+
+def causal_of(is_causal: bool, alignment: str) -> int:
+    """The mask as CAUSAL of ``fast_problem``.
+
+    Raises TypeError for what is no flag, ValueError for an alignment that there is not.
+    """
+    check_flag("is_causal", is_causal)
+    check_choice("causal_alignment", alignment, _CAUSAL)
+    return _CAUSAL[alignment] if is_causal else 0
+
+
+def number(name: str, value: Any) -> float:
+    """A number of Python, NumPy or a tensor without dimensions. Raises TypeError for what is none."""
+    if type(value) is float:
+        return value
+    if isinstance(value, Tensor) and not value.is_nested and value.dim() == 0 and not value.is_complex():
+        if value.requires_grad:
+            raise TypeError(f"{name}: a tensor that requires grad; none flows to it, so hand over {name}.item()")
+        if value.dtype != torch.bool:
+            return float(value)
+    real = isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
+    if not real:
+        raise TypeError(f"{name}: {_shown(value)}; a number is needed")
+    return float(value)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} with {value.dim()} dimensions"
+    return f"{value!r}, a {type(value).__name__}"
+
+
+def scale_of(scale: Any, head_dim: int) -> float:
+    """What scores are multiplied by: 1 / sqrt(head_dim) by default; of head dim 0, whose scores are 0, any will do.
+
+    Raises TypeError for what is no number, ValueError for one that is not positive and finite.
+    """
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+    factor = number("scale", scale)
+    if not usable_scale(factor):
+        raise ValueError(f"scale: {factor}; a positive, finite number is needed")
+    return factor
+
+
+def usable_scale(factor: float) -> bool:
+    """Whether the kernels can multiply scores by it."""
+    return 0.0 < factor < math.inf
+
+
+def dropout_of(dropout_p: Any) -> float:
+    """The probability. Raises TypeError for what is no number, ValueError for one that is not from 0 to 1."""
+    found = 0.0 if dropout_p is False else number("dropout_p", dropout_p)
+    if not 0.0 <= found <= 1.0:
+        raise ValueError(f"dropout_p: {found}; a probability from 0 to 1 is needed")
+    return found
+
+
+def check_cast(float32_as: Any) -> None:
+    """Raises TypeError unless it is None or a dtype that the kernels take."""
+    if float32_as is not None and not (isinstance(float32_as, torch.dtype) and float32_as in DTYPES):
+        raise TypeError(f"float32_as: {float32_as!r}; {' or '.join(map(str, DTYPES))} is needed, or None")

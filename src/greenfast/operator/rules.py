@@ -1,0 +1,232 @@
+"""Which calls of attention the kernels take, and as what: PyTorch's many forms become (batch, heads, length, head_dim).
+
+The rules are those of ``greenfast.sdpa``, which raises what they refuse, and of ``greenfast.explain``, which says it.
+Reasons hold no lengths: these may be symbols of a graph that is being traced.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from greenfast.operator import ops
+from greenfast.operator.layout import padded
+from greenfast.operator.quantized import DTYPES, HEAD_DIMS, refused_head_dim
+
+Shape = tuple[int, ...]
+
+_BIAS = "torch.nn.attention.bias"  # loads for seconds: who has such a mask has loaded it
+
+
+class Refusal(NamedTuple):
+    """Why a call is not taken, and the error that it ends in where nobody else computes it."""
+
+    error: type[Exception]
+    reason: str
+
+
+class Form(NamedTuple):
+    """A call as the kernels compute it.
+
+    query: (B, H, S, D); key: (B, HK, KV, D), also that of the value. D is the wider head dim of the two where they
+    differ, as zeros change no score. out: the shape that the caller gets. causal: as CAUSAL of ``fast_problem``.
+    """
+
+    query: Shape
+    key: Shape
+    out: Shape
+    causal: int
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no row to compute, or no key that one attends to."""
+        return 0 in self.query[:3] or 0 in self.key[:3]
+
+
+def is_plain(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
+    """Whether three tensors have shapes that the operators take, which look at the rest themselves.
+
+    Most calls have, and what they cost the host counts: this looks at no more than it must.
+    """
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        return False
+    try:
+        q, k, v = query.shape, key.shape, value.shape
+    except RuntimeError:  # nested
+        return False
+    if len(q) != 4 or len(k) != 4 or k != v:
+        return False
+    batch, heads, _, head_dim = q
+    shares = heads == k[1] or (enable_gqa and k[1] and heads % k[1] == 0)
+    return bool(shares and batch == k[0] and head_dim == k[3] and head_dim and heads)
+
+
+def form_of(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, causal: int, enable_gqa: bool,
+    float32_as: torch.dtype | None,
+) -> Form | Refusal:  # fmt: skip
+    """The form of a call, or why it is refused; ``dropout_p`` and ``causal`` as ``arguments`` has read them."""
+    if dropout_p:
+        return Refusal(NotImplementedError, "dropout_p: the kernels have no dropout")
+    refused = _refused_tensors(query, key, value, float32_as)
+    if refused is not None:
+        return refused
+    form = _shapes(query.shape, key.shape, value.shape, enable_gqa)
+    if isinstance(form, Refusal):
+        return form
+    if attn_mask is None:
+        return form._replace(causal=causal)
+    return _masked(form, attn_mask, query, causal)
+
+
+def dtype_of(x: Tensor, float32_as: torch.dtype | None) -> torch.dtype:
+    """What autocast and ``float32_as`` make of an input."""
+    dtype = ops.autocast_dtype(x)
+    return float32_as if float32_as is not None and dtype == torch.float32 else dtype
+
+
+def _refused_tensors(query: Any, key: Any, value: Any, float32_as: torch.dtype | None) -> Refusal | None:
+    named = (("query", query), ("key", key), ("value", value))
+    for name, x in named:
+        if not isinstance(x, Tensor):
+            return Refusal(TypeError, f"{name}: a torch.Tensor is needed, got {type(x).__name__}")
+        if x.is_nested or x.layout is not torch.strided:
+            return Refusal(NotImplementedError, f"{name}: nested or sparse; the kernels take strided tensors")
+        if x.dim() < 2:
+            return Refusal(ValueError, f"{name}: {x.dim()}-D; (..., length, head_dim) is needed")
+    dtype = dtype_of(query, float32_as)
+    if dtype not in DTYPES:
+        more = "" if dtype != torch.float32 else "; with float32_as, float32 is cast to one of these"
+        return Refusal(TypeError, f"query: {dtype}; the kernels take {' and '.join(map(str, DTYPES))}{more}")
+    for name, x in named:
+        if x.device != query.device:
+            return Refusal(ValueError, f"{name}: on another device than query")
+        if x.dtype != query.dtype and dtype_of(x, float32_as) != dtype:
+            return Refusal(TypeError, f"{name}: another dtype than query")
+    return None
+
+
+def _shapes(query: Shape, key: Shape, value: Shape, enable_gqa: bool) -> Form | Refusal:
+    """The form of shapes, without a mask."""
+    if key[-2] != value[-2]:
+        return Refusal(ValueError, "value: another length than key")
+    if query[-1] != key[-1]:
+        return Refusal(ValueError, "key: another head_dim than query")
+    if query[-1] % 8 or query[-1] > HEAD_DIMS[-1]:
+        return Refusal(NotImplementedError, refused_head_dim("query", query[-1]))
+    if value[-1] > HEAD_DIMS[-1]:
+        return Refusal(NotImplementedError, refused_head_dim("value", value[-1], "those"))
+    shapes = (query, key, value)
+    heads, key_heads, value_heads = (1 if len(x) < 3 else x[-3] for x in shapes)
+    if enable_gqa:
+        if min(len(x) for x in shapes) < 3:
+            return Refusal(ValueError, "enable_gqa: with it, query, key and value have heads, (..., H, length, D)")
+        for name, count in (("key", key_heads), ("value", value_heads)):
+            if heads % count if count else heads:
+                return Refusal(ValueError, f"{name}: the heads of query are no multiple of its heads")
+    else:
+        merged = _broadcast([(heads,), (key_heads,), (value_heads,)])
+        if merged is None:
+            shared = "; enable_gqa=True lets query heads share them"
+            return Refusal(ValueError, f"key: its heads are not those of query, nor can they be broadcast{shared}")
+        heads = merged[0]
+    batch = _broadcast([x[:-3] for x in shapes])
+    if batch is None:
+        return Refusal(ValueError, "key: another batch than query, which cannot be broadcast")
+    many = max(len(x) for x in shapes) > 2
+    width = max(8, query[-1], -(-value[-1] // 8) * 8)
+    kv_heads = key_heads if key_heads == value_heads and (enable_gqa or key_heads in (1, heads)) else heads
+    size = 1
+    for n in batch:
+        size *= n
+    return Form(
+        query=(size, heads, query[-2], width),
+        key=(size, kv_heads, key[-2], width),
+        out=(*batch, *([heads] if many else []), query[-2], value[-1]),
+        causal=0,
+    )
+
+
+def _broadcast(shapes: list[Shape]) -> Shape | None:
+    """The shape that these are broadcast to; None where they cannot be."""
+    found: list[int] = []
+    for place in range(1, max(len(x) for x in shapes) + 1):
+        size = 1
+        for x in shapes:
+            n = x[-place] if place <= len(x) else 1
+            if n != 1:
+                if size not in (1, n):
+                    return None
+                size = n
+        found.insert(0, size)
+    return tuple(found)
+
+
+def _masked(form: Form, mask: Any, query: Tensor, causal: int) -> Form | Refusal:
+    """The form with the mask that ``attn_mask`` means, where that is known without reading a GPU's memory."""
+    if not isinstance(mask, Tensor):
+        return Refusal(TypeError, f"attn_mask: a torch.Tensor is needed, got {type(mask).__name__}")
+    if type(mask).__name__ == "CausalBias" and type(mask).__module__ == _BIAS:
+        return _biased(form, mask, causal)
+    refused = Refusal(NotImplementedError, "attn_mask: the kernels know causal masks alone")
+    if not _legible(mask):
+        return refused
+    dtypes = (torch.bool, torch.float32, query.dtype, ops.autocast_dtype(query))
+    if mask.dtype not in dtypes or mask.device != query.device:
+        return Refusal(
+            ValueError, f"attn_mask: {mask.dtype} on {mask.device}; bool or query's dtype and device is needed"
+        )
+    scores = (*form.out[:-1], form.key[2])
+    if mask.dim() < 2 or _broadcast([scores, tuple(mask.shape)]) != scores:
+        return Refusal(ValueError, "attn_mask: its shape cannot be broadcast to the scores, (..., queries, keys)")
+    changes_nothing = mask.all() if mask.dtype == torch.bool else (mask == 0).all()
+    return form._replace(causal=causal) if changes_nothing else refused
+
+
+def _biased(form: Form, bias: Any, causal: int) -> Form | Refusal:
+    """As torch.nn.attention.bias dispatches: of equal lengths, either variant is aligned at the first key."""
+    if causal:
+        return Refusal(ValueError, "attn_mask: a CausalBias goes without is_causal")
+    if bias.seq_len_q == bias.seq_len_kv or bias.variant.name == "UPPER_LEFT":
+        return form._replace(causal=1)
+    if (bias.seq_len_q, bias.seq_len_kv) != (form.query[2], form.key[2]):
+        return Refusal(ValueError, "attn_mask: a CausalBias for other lengths than those of query and key")
+    return form._replace(causal=2)
+
+
+def _legible(mask: Tensor) -> bool:
+    """Whether one may look at a mask's numbers at no cost, and nobody else does: plain CPU tensors, in eager calls."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(mask) is Tensor
+        and mask.device.type == "cpu"
+        and not (mask.is_nested or mask.requires_grad)
+        and mask.layout is torch.strided
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._get_tracing_state()
+    )
+
+
+def arranged(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors in that form: views where they can be, copies where dimensions merge or head dims are padded."""
+    batch = form.out[:-3] if len(form.out) > 2 else ()
+
+    def shaped(x: Tensor, shape: Shape) -> Tensor:
+        if x.dim() == 2:
+            x = x.unsqueeze(0)
+        if x.shape[-3] not in (1, shape[1]):  # key and value with other numbers of heads: each is repeated
+            x = x.repeat_interleave(shape[1] // x.shape[-3], -3)
+        x = x.expand(*batch, shape[1], *x.shape[-2:]).reshape(*shape[:3], x.shape[-1])
+        return x if x.shape[3] == shape[3] else padded(x, shape[3])
+
+    return shaped(query, form.query), shaped(key, form.key), shaped(value, form.key)
+
+
+def restored(form: Form, out: Tensor) -> Tensor:
+    """An output (B, H, S, D) of that form as the caller's: only a value's own head dim makes a copy."""
+    if out.shape[3] != form.out[-1]:
+        out = out[..., : form.out[-1]].clone()
+    return out.reshape(form.out)
