@@ -66,8 +66,8 @@ def scale_of(scale: Any, head_dim: int) -> float:
     """
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    factor = number("scale", scale)
-    if not usable_scale(factor):
+    factor = scale if type(scale) is float else number("scale", scale)
+    if not 0.0 < factor < math.inf:
         raise ValueError(f"scale: {factor}; a positive, finite number is needed")
     return factor
 

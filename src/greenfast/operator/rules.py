@@ -48,7 +48,8 @@ class Form(NamedTuple):
 def is_plain(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
     """Whether three tensors have shapes that the operators take, which look at the rest themselves.
 
-    Most calls have, and what they cost the host counts: this looks at no more than it must.
+    Most calls have, and what they cost the host counts: this looks at no more than it must. It compares no length of Q
+    with one of K, on which a graph for any length would then depend.
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return False
@@ -56,11 +57,10 @@ def is_plain(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
         q, k, v = query.shape, key.shape, value.shape
     except RuntimeError:  # nested
         return False
-    if len(q) != 4 or len(k) != 4 or k != v:
+    if k != v or len(q) != 4 or len(k) != 4:
         return False
-    batch, heads, _, head_dim = q
-    shares = heads == k[1] or (enable_gqa and k[1] and heads % k[1] == 0)
-    return bool(shares and batch == k[0] and head_dim == k[3] and head_dim and heads)
+    shares = q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0)
+    return shares and q[0] == k[0] and q[3] == k[3] and q[3] > 0 and q[1] > 0
 
 
 def form_of(

@@ -76,10 +76,14 @@ def sdpa(
             sdpa, (query, key, value), query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             precision=precision, causal_alignment=causal_alignment, return_lse=return_lse, float32_as=float32_as,
         )  # fmt: skip
-    causal = causal_of(is_causal, causal_alignment)
+    # What most calls have is looked at in place: functions would cost the host as much as all else here.
+    if causal_alignment == "upper_left" and (is_causal is False or is_causal is True):
+        causal = 1 if is_causal else 0
+    else:
+        causal = causal_of(is_causal, causal_alignment)
     if type(precision) is not str or precision not in PRECISIONS:
         check_choice("precision", precision, PRECISIONS)
-    if enable_gqa is not False or return_lse is not False:
+    if (enable_gqa is not False and enable_gqa is not True) or (return_lse is not False and return_lse is not True):
         check_flag("enable_gqa", enable_gqa)
         check_flag("return_lse", return_lse)
     if isinstance(query, Tensor) and torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
