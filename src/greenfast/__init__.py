@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from greenfast.operator.quantized import QuantizedQKV as QuantizedQKV
     from greenfast.operator.routing import Explanation as Explanation
     from greenfast.operator.routing import explain as explain
-    from greenfast.operator.routing import use as use
     from greenfast.operator.sdpa import attention as attention
     from greenfast.operator.sdpa import quantize as quantize
     from greenfast.operator.sdpa import sdpa as sdpa
+    from greenfast.operator.switch import use as use
     from greenfast.operator.transformers import register_with_transformers as register_with_transformers
 
 __version__ = "0.1.0"
@@ -26,7 +26,7 @@ _PUBLIC = {
     "quantize": "greenfast.operator.sdpa",
     "register_with_transformers": "greenfast.operator.transformers",
     "sdpa": "greenfast.operator.sdpa",
-    "use": "greenfast.operator.routing",
+    "use": "greenfast.operator.switch",
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import greenfast
-from greenfast.operator import routing
+from greenfast.operator import routing, switch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 attention = torch.nn.functional.scaled_dot_product_attention
@@ -78,7 +78,7 @@ def test_compiled_with_gradients() -> None:
         assert error(mine, theirs) < 2e-2
 
 
-@pytest.mark.skipif(routing._REDISPATCH is None, reason="this PyTorch has no redispatch_function (2.13 and later)")
+@pytest.mark.skipif(switch._REDISPATCH is None, reason="this PyTorch has no redispatch_function (2.13 and later)")
 def test_multi_head_attention() -> None:
     layer = nn.MultiheadAttention(512, 4, batch_first=True, dtype=torch.float16, device="cuda").eval()
     x = torch.randn(1, 600, 512, dtype=torch.float16, device="cuda")

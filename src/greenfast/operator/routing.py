@@ -1,9 +1,9 @@
-"""Which calls of PyTorch's attention the FP8 kernels take: the rules, and the switch that routes by them."""
+"""Which calls of PyTorch's attention the FP8 kernels take: the rules, and the counts of what became of calls."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from contextlib import ContextDecorator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 
 from greenfast.operator import cuda
 from greenfast.operator.arguments import (
@@ -25,7 +24,7 @@ from greenfast.operator.arguments import (
 )
 from greenfast.operator.quantized import PRECISIONS, check_choice, padded_head_dim
 from greenfast.operator.rules import Form, Refusal, dtype_of, form_of
-from greenfast.operator.sdpa import Alignment, Precision, sdpa
+from greenfast.operator.sdpa import Alignment, Precision
 
 TORCH = "torch"  # the kernel of an Explanation where PyTorch's own attention is left to it
 NOTHING = "none"  # where there is nothing to compute
@@ -34,9 +33,6 @@ NOTHING = "none"  # where there is nothing to compute
 MIN_LENGTH = 4096
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # every other subclass says itself what attention is
-_TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
-_TORCH_MHA = torch.nn.functional.multi_head_attention_forward
-_REDISPATCH: Any = getattr(torch.overrides, "redispatch_function", None)  # PyTorch 2.13 and later
 
 
 @dataclass(frozen=True)
@@ -78,6 +74,7 @@ def explain(
 
     These are the rules of ``greenfast.use`` and of ``greenfast.register_with_transformers``. PyTorch keeps calls
       - with ``dropout_p``, a ``scale`` that is not positive and finite, or an ``attn_mask`` other than ``sdpa`` knows;
+      - where ``torch.nn.attention.sdpa_kernel`` or ``torch.backends.cuda`` allow none of its fused backends;
       - on tensors that are nested, sparse or of a subclass;
       - of dtypes other than float16 and bfloat16, after autocast and ``float32_as``;
       - of head dims that are no multiple of 8 up to 256, or with a wider value;
@@ -97,6 +94,8 @@ def explain(
     check_cast(float32_as)
     if scale is not None and not usable_scale(number("scale", scale)):
         return Explanation(TORCH, "scale: the kernels take positive, finite ones")
+    if not _fused_allowed():
+        return Explanation(TORCH, "sdpa_kernel: PyTorch's fused backends are disabled, so only its math remains")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if isinstance(x, Tensor) and type(x) not in _PLAIN:
             return Explanation(TORCH, f"{name}: a {type(x).__name__}; the kernels take plain tensors")
@@ -109,6 +108,16 @@ def explain(
     if form.empty:
         return Explanation(NOTHING, "no rows, or no keys that they attend to: zeros, without a kernel")
     return _kernel(query, form, dtype_of(query, float32_as), precision)
+
+
+def _fused_allowed() -> bool:
+    """Whether any of PyTorch's fused backends may run: who leaves ``SDPBackend.MATH`` alone wants no other kernel."""
+    backends: Any = torch.backends.cuda
+    return bool(backends.flash_sdp_enabled() or backends.mem_efficient_sdp_enabled() or backends.cudnn_sdp_enabled())
+
+
+# A constant of the graph, as the backends of PyTorch's own graphs are; see _traced_kernel.
+_fused_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _kernel(query: Tensor, form: Form, dtype: torch.dtype, precision: str) -> Explanation:
@@ -150,6 +159,9 @@ def _traced_kernel(device: int, head_dim: int, dtype: torch.dtype, precision: st
 _traced_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+_COUNTING = threading.Lock()  # one for all: what is counted is copied with the models that count
+
+
 class Routed:
     """What became of the calls: how many greenfast has ``taken``, and the others by the reason, ``fallen_back``."""
 
@@ -166,93 +178,11 @@ class Routed:
         """Count a call. A graph that torch.compile made runs without this, and its calls are not counted."""
         if torch.compiler.is_compiling():
             return
-        if explanation.taken:
-            self.taken += 1
-        else:
-            self._left[explanation.reason] = self._left.get(explanation.reason, 0) + 1
+        with _COUNTING:  # of threads that share a model
+            if explanation.taken:
+                self.taken += 1
+            else:
+                self._left[explanation.reason] = self._left.get(explanation.reason, 0) + 1
 
     def __repr__(self) -> str:
         return f"Routed(taken={self.taken}, fallen_back={self._left})"
-
-
-class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use()
-    """Routes ``torch.nn.functional.scaled_dot_product_attention`` to ``greenfast.sdpa`` where ``explain`` says so.
-
-    A context manager and a decorator; what it gives, ``routed``, counts the calls:
-
-        with greenfast.use() as routed:
-            model(x)
-        print(routed.taken, routed.fallen_back)
-
-    It takes PyTorch's function under any name it was imported by, also in ``torch.nn.MultiheadAttention`` (which needs
-    PyTorch 2.13) and under torch.compile, where ``with greenfast.use():`` may be around the compiled call or inside.
-    It can be entered again; of nested ones the innermost decides. min_length: see ``explain``.
-
-    It holds in the thread that entered it, and there alone. Activation checkpointing recomputes in the backward pass,
-    outside of it: decorate the function that is checkpointed, not the step around it.
-    """
-
-    def __init__(self, precision: Precision = "fp8", min_length: int = MIN_LENGTH) -> None:
-        """Raises ValueError for a precision that there is not."""
-        check_choice("precision", precision, PRECISIONS)
-        check_length("min_length", min_length)
-        self.precision: Precision = precision
-        self.min_length = min_length
-        self.routed = Routed()
-
-    def __enter__(self) -> Routed:
-        stack = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
-        outer = next((mode for mode in stack if isinstance(mode, _Routing) and mode.decides), None)
-        if outer is not None:
-            outer.decides = False
-        torch._C._push_on_torch_function_stack(_Routing(self, outer))
-        return self.routed
-
-    def __exit__(self, *raised: object) -> None:
-        mode = torch._C._pop_torch_function_stack()
-        if mode.outer is not None:
-            mode.outer.decides = True
-
-    def _recreate_cm(self) -> use:
-        """What a call of a decorated function enters: torch.compile enters only what it has seen being made."""
-        again = use(self.precision, self.min_length)
-        again.routed = self.routed
-        return again
-
-
-class _Routing(TorchFunctionMode):
-    """One entry of ``use`` on this thread's stack of modes; ``outer`` is that which decided before."""
-
-    def __init__(self, settings: use, outer: _Routing | None) -> None:
-        super().__init__()
-        self.settings = settings
-        self.outer = outer
-        self.decides = True
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self.decides:
-            return func(*args, **kwargs)
-        if func is _TORCH_SDPA:
-            return self._attend(*args, **kwargs)
-        if func is _TORCH_MHA and _REDISPATCH is not None and not torch.compiler.is_compiling():
-            with self:  # this function calls attention, for which the mode has to be on the stack again
-                return _REDISPATCH(func, types, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
-        settings = self.settings
-        found = explain(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=settings.precision,
-            min_length=settings.min_length,
-        )  # fmt: skip
-        settings.routed.count(found)
-        if found.taken:
-            return sdpa(
-                query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-                precision=settings.precision,
-            )  # fmt: skip
-        return _TORCH_SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
