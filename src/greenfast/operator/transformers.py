@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+import re
+import sys
+import threading
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from greenfast.operator.arguments import check_length
@@ -13,13 +19,18 @@ from greenfast.operator.routing import MIN_LENGTH, TORCH, Explanation, Routed, e
 from greenfast.operator.sdpa import Precision, sdpa
 
 NAME = "greenfast"
+_REGISTERING = threading.Lock()
 
 #: What a layer may ask of attention beyond scaled products, which transformers' "sdpa" would leave out without a word.
 _REFUSED = ("softcap", "s_aux", "sinks", "indices", "block_indices")
 #: What transformers' own function does, and greenfast does not.
 _LEFT = ("position_bias", "cache")
-#: Models whose layers with shared K and V are right under the name "sdpa" alone; under others they trim queries.
-_TRIMMED = ("gemma4",)
+#: Attention that its models mean to be without a causal mask, although it says otherwise; "sdpa" has it causal.
+_NOT_CAUSAL = ("Phi4MultimodalVisionAttention",)
+#: How the code of a model asks for an implementation by name.
+_BY_NAME = re.compile(r"""attn_implementation\s*(==|!=|in|not in)\s[^:=]{0,80}["']sdpa["']""")
+_EAGER = 'use attn_implementation="eager"'
+_ROUTED = 'use attn_implementation="sdpa" under `with greenfast.use():`'
 
 
 def register_with_transformers(precision: Precision = "fp8", *, min_length: int = MIN_LENGTH) -> Routed:
@@ -33,23 +44,118 @@ def register_with_transformers(precision: Precision = "fp8", *, min_length: int 
     dropout; and in decoding, whose queries are few. Heads of K and V that queries share are not repeated.
     Registering again replaces what was chosen before, also for models that are there already.
 
-    Raises ImportError where transformers is missing or too old, and ValueError for a precision that there is not. A
-    model whose attention has more than scaled products (soft caps, sinks, selected keys) raises ValueError when it
-    runs, as does one that transformers trims queries of by the name of its attention.
+    Models that do not support "sdpa", or treat it by name, raise ValueError when they are made or given the name, and
+    so does each such part of a model: their masks would be lost. A layer whose attention has more than scaled products
+    (soft caps, sinks, selected keys) raises ValueError when it runs.
+
+    Raises ImportError where transformers is missing or too old, and ValueError for a precision that there is not.
     """
     check_choice("precision", precision, PRECISIONS)
     check_length("min_length", min_length)
     try:
         library = importlib.import_module("transformers")
         attentions, masks = library.AttentionInterface, library.AttentionMaskInterface
+        model = library.PreTrainedModel
     except (ImportError, AttributeError) as e:
         raise ImportError(
             "register_with_transformers needs transformers 4.56 or later: pip install 'greenfast[transformers]'"
         ) from e
-    attention = _Attention(precision, min_length, attentions()["sdpa"])
-    attentions.register(NAME, attention.attend)
-    masks.register(NAME, masks()["sdpa"])
+    with _REGISTERING:
+        attention = _Attention(precision, min_length, attentions()["sdpa"])
+        _guard(model)  # before there is anything to choose; the masks before attention, which goes without otherwise
+        masks.register(NAME, _Masks(model, masks()["sdpa"]))
+        attentions.register(NAME, attention.attend)
     return attention.routed
+
+
+def _guard(model: Any) -> None:
+    """Have transformers ask, where it asks whether a model may take an implementation, whether it may take ours.
+
+    Of names that it does not know it asks nothing: models with attention of their own then run without their masks,
+    since the masks are made, or left out, as the name has it.
+    """
+    chosen = getattr(model, "get_correct_attn_implementation", None)
+    if chosen is None:
+        raise ImportError(
+            "register_with_transformers: this transformers has no PreTrainedModel.get_correct_attn_implementation, "
+            "in which models that do not support greenfast are refused; 4.56 to 5.23 have it"
+        )
+    if getattr(chosen, "is_greenfast", False):
+        return
+
+    @functools.wraps(chosen)
+    def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        found: str = chosen(self, requested_attention, *args, **kwargs)
+        if found == NAME:
+            _check_model(self)
+        return found
+
+    get_correct_attn_implementation.is_greenfast = True  # type: ignore[attr-defined]
+    model.get_correct_attn_implementation = get_correct_attn_implementation
+
+
+def _check_model(model: Any) -> None:
+    kind: Any = type(model)
+    reason = _unfit(kind)
+    if reason is not None:
+        raise ValueError(_refusal(kind.__name__, reason))
+
+
+@functools.cache
+def _unfit(model: Any) -> str | None:
+    """Why a class of models cannot have an implementation of another name than transformers' own; None if it can."""
+    if not getattr(model, "_supports_sdpa", False):
+        return f'it does not support "sdpa", so its attention would run without the masks that it needs; {_EAGER}'
+    for name in {base.__module__ for base in model.__mro__} - {"builtins"}:
+        module = sys.modules.get(name)
+        for attribute, classes in vars(module).items() if module else ():
+            if attribute.endswith("ATTENTION_CLASSES") and isinstance(classes, dict) and NAME not in classes:
+                return f"its attention is chosen by name from {attribute}, which has no other; {_ROUTED}"
+        if module and name.rpartition(".")[2].startswith("modeling_") and _BY_NAME.search(_source(module)):
+            return f'it treats "sdpa" by name, and would have other masks or queries under another one; {_ROUTED}'
+    return None
+
+
+def _source(module: Any) -> str:
+    try:
+        return inspect.getsource(module)
+    except (OSError, TypeError):  # there is none that can be read
+        return ""
+
+
+def _refusal(name: str, reason: str) -> str:
+    return (
+        f'{name}: attn_implementation="{NAME}" is not for this model: {reason}. '
+        f'Parts of a model may differ, as in attn_implementation={{"": "eager", "text_config": "{NAME}"}}'
+    )
+
+
+class _Masks:
+    """The masks of "sdpa", for models that may have them: nobody has checked one whose config was changed by hand."""
+
+    def __init__(self, model: Any, masks: Any) -> None:
+        self.model = model
+        self.masks = masks
+
+    def __call__(self, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            kind: Any = type(config)
+            reason = _unfit_config(self.model, kind)
+            if reason is not None:
+                raise ValueError(_refusal(kind.__name__, reason))
+        return self.masks(*args, config=config, **kwargs)
+
+
+@functools.cache
+def _unfit_config(model: Any, config: Any) -> str | None:
+    """Why no class of models with this configuration can have greenfast; None if one can, or there is none."""
+    reasons, classes = [], [model]
+    while classes:
+        kind = classes.pop()
+        classes += kind.__subclasses__()
+        if getattr(kind, "config_class", None) is config:
+            reasons.append(_unfit(kind))
+    return None if None in reasons or not reasons else reasons[0]
 
 
 class _Attention:
@@ -68,6 +174,8 @@ class _Attention:
         """Attention of query (B, H, S, D), key and value (B, HK, KV, D): (B, S, H, D), and no weights."""
         _check(module, more)
         causal, k, v = False, key, value
+        if type(module).__name__ in _NOT_CAUSAL:
+            is_causal = False
         if attention_mask is None and query.shape[2] > 1:
             causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if causal and key.shape[2] > query.shape[2]:  # a static cache that is being filled: the rest is not there yet
@@ -109,11 +217,5 @@ def _check(module: nn.Module, more: dict[str, Any]) -> None:
         if more.get(name) is not None:
             raise ValueError(
                 f'{type(module).__name__}: its attention has `{name}`, which attn_implementation="{NAME}" does not '
-                'compute; use attn_implementation="eager"'
+                f"compute; {_EAGER}"
             )
-    model = str(getattr(getattr(module, "config", None), "model_type", ""))
-    if model.startswith(_TRIMMED) and getattr(module, "is_kv_shared_layer", False):
-        raise ValueError(
-            f'{model}: transformers leaves out queries of its last layers unless attention is called "sdpa"; '
-            'use attn_implementation="sdpa" under `with greenfast.use():`'
-        )

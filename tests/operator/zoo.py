@@ -1,0 +1,210 @@
+"""Models of Hugging Face transformers, each built small from its default configuration, and what they are given."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+library: Any = importlib.import_module("transformers")
+VOCABULARY = 99
+LENGTH = 24
+MAX_PARAMETERS = 30_000_000
+
+_KV_HEADS = r"(.*_)?(num_)?(key_value|kv)_heads|n_head_kv|multi_query_group_num"
+#: What the numbers of a configuration become, by the first pattern that their name matches.
+_SIZES: list[tuple[str, int]] = [
+    (_KV_HEADS, 2),
+    (r"(.*_)?(attention_|mamba_num_)?heads|(.*_)?n_heads?", 4),
+    (r"(.*_)?head_dim|d_kv|d_head|attention_key_value_channels|kv_channels", 16),
+    (r"(.*_)?rotary_dim", 8),
+    (r".*lora_rank|.*_low_rank_dim", 32),
+    (r"(.*_)?layers|n_layers?|num_blocks|depth", 2),
+    (r"(.*_)?vocab(ulary)?_size(_\w+)?|n_words|.*num_embeddings", VOCABULARY),
+    (r"(.*_)?(num|n)_(\w*_)?experts", 4),
+    (r"num_experts_per_tok(en)?|moe_topk|moe_k|num_selected_experts|top_k_experts", 2),
+    (r"n_group|topk_group|n_shared_experts|num_groups", 1),
+    (
+        r"(.*_)?((hidden|intermediate|embedding|feed_forward)_size|(hidden|intermediate|ffn|mlp|output|channel|embed|"
+        r"emb|projection|embed_proj)_dim|d_model|n_embd|d_ff|d_inner|d_embed|hidden_channels)(_\w+)?|dim|dim_ff|width|"
+        r"n_inner|linear_units",
+        64,
+    ),
+    (r"image_size|img_size|input_size", 32),
+    (r"patch_size", 8),
+    (r"num_frames|frames", 4),
+]
+#: What the defaults of a configuration leave open, or have for the size of the original alone.
+_MORE: dict[str, dict[str, Any]] = {
+    "BambaConfig": {"attn_layer_indices": [1]},
+    "DbrxConfig": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
+    "DeepseekV2Config": {"num_experts_per_tok": 2},
+    "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "EsmConfig": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 2},
+    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
+    "HunYuanDenseV1Config": {"head_dim": 16},
+    "HunYuanMoEV1Config": {"head_dim": 16},
+    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "MinistralConfig": {"head_dim": 16},
+    "NemotronConfig": {"num_key_value_heads": 2},
+    "NemotronHConfig": {"layers_block_type": ["mamba", "attention"]},
+    "RecurrentGemmaConfig": {"block_types": ["recurrent", "attention"]},
+    "ReformerConfig": {"is_decoder": True},
+}
+_TOKENS = re.compile(r".*token_(id|index)s?$")
+
+
+def _default(plain: Any, name: str) -> Any:
+    try:
+        return getattr(plain, name, None)
+    except Exception:  # an attribute that differs from layer to layer
+        return getattr(type(plain).__dataclass_fields__[name], "default", None)
+
+
+def _smaller(plain: Any, name: str) -> Any:
+    """What this number becomes; None where it stays."""
+    value = _default(plain, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    if _TOKENS.fullmatch(name):
+        return None if value < VOCABULARY else VOCABULARY - 1 - sum(map(ord, name)) % 20
+    if re.fullmatch(_KV_HEADS, name) and value == getattr(plain, "num_attention_heads", None):
+        return min(value, 4)
+    for pattern, size in _SIZES:
+        if re.fullmatch(pattern, name):
+            return min(value, size) if value > 0 else None
+    return None
+
+
+def small(kind: Any) -> Any:
+    """A configuration of this class with few, narrow layers, one of each type where there are several types."""
+    names = {name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "kwargs")}
+    names |= set(getattr(kind, "__dataclass_fields__", ()))
+    plain = kind()
+    chosen: dict[str, Any] = {}
+    for name in sorted(names):
+        value = _default(plain, name)
+        if isinstance(value, library.PretrainedConfig):
+            chosen[name] = small(type(value)).to_dict()
+        elif (size := _smaller(plain, name)) is not None:
+            chosen[name] = size
+    for name in ("layer_types", "layers_block_type"):
+        kinds = _default(plain, name)
+        if name in names and kinds and isinstance(kinds[0], str) and len(set(kinds)) > 1:
+            chosen[name] = list(dict.fromkeys(kinds))
+            chosen["num_hidden_layers"] = len(chosen[name])
+            if "sliding_window" in names:
+                chosen["sliding_window"] = 8
+    chosen.update(_MORE.get(kind.__name__, {}))
+    try:
+        return kind(**chosen)
+    except Exception:
+        for name, value in chosen.items():
+            if not isinstance(value, dict):
+                setattr(plain, name, value)
+        return plain
+
+
+def model_class(config: Any) -> Any:
+    """The class for a configuration, with a head for text where there is one; None where there is no class."""
+    auto = library.models.auto.modeling_auto
+    for mapping in (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        auto.MODEL_FOR_MASKED_LM_MAPPING, auto.MODEL_MAPPING,
+    ):  # fmt: skip
+        try:
+            found = mapping[type(config)]
+        except (KeyError, ValueError):
+            continue
+        return found[0] if isinstance(found, tuple) else found
+    home = type(config).__module__.replace(".configuration_", ".modeling_")
+    try:
+        classes = vars(importlib.import_module(home)).values()
+    except ImportError:
+        return None
+    found = [c for c in classes if isinstance(c, type) and getattr(c, "config_class", None) is type(config)]
+    return next((c for c in found if not c.__name__.endswith("PreTrainedModel")), None)
+
+
+def _tokens(generator: torch.Generator) -> Tensor:
+    """(2, LENGTH), none of them special."""
+    return torch.randint(5, VOCABULARY - 25, (2, LENGTH), generator=generator)
+
+
+def inputs(model: Any) -> Iterator[dict[str, Tensor]]:
+    """What a model may take: tokens, pixels, sound or patches, two examples of them, the likeliest first."""
+    generator = torch.Generator().manual_seed(0)
+    config = model.config
+    parameters = inspect.signature(type(model).forward).parameters
+    more: dict[str, Tensor] = {}
+    if config.is_encoder_decoder and "decoder_input_ids" in parameters:
+        more["decoder_input_ids"] = _tokens(generator)
+    if "token_type_ids" in parameters and "gemma" in type(model).__name__.lower():
+        more["token_type_ids"] = torch.ones(2, LENGTH, dtype=torch.long)  # tokens of a text that is causal
+    texts = {"input_ids": _tokens(generator), **more}
+    vision: Any = getattr(config, "vision_config", config)
+    size: Any = getattr(vision, "image_size", 32)
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    channels: Any = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", 3)
+    pixels = {"pixel_values": torch.randn(2, channels, height or 32, width or 32, generator=generator)}
+    if model.main_input_name == "pixel_values":
+        yield pixels
+    if model.main_input_name == "input_features":
+        bins: Any = getattr(config, "num_mel_bins", None) or getattr(config, "input_dim", 80)
+        frames = 2 * getattr(config, "max_source_positions", 50)
+        sound = torch.randn(2, bins, frames, generator=generator)
+        for features in (sound, sound.mT.contiguous()):
+            yield {"input_features": features, **more}
+    if model.main_input_name == "input_values":
+        yield {"input_values": torch.randn(2, 4000, generator=generator), **more}
+    yield texts
+    yield {"inputs_embeds": torch.randn(2, LENGTH, 64, generator=generator)}
+    yield {**texts, **pixels}
+    yield pixels
+    if "grid_thw" in parameters:
+        patch = channels * getattr(vision, "temporal_patch_size", 1) * getattr(vision, "patch_size", 8) ** 2
+        patches = torch.randn(32, patch, generator=generator)
+        for name in ("hidden_states", "pixel_values"):
+            yield {name: patches, "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}
+    yield {**pixels, "decoder_input_ids": _tokens(generator)}
+
+
+def variants(config: Any) -> Iterator[Any]:
+    """The configuration, and again with rotations of images that fit small heads."""
+    yield config
+    for section in ([2, 3, 3], [1, 1, 2]):
+        changed = copy.deepcopy(config)
+        for part in (changed, *(getattr(changed, name, None) for name in type(config).sub_configs)):
+            if isinstance(getattr(part, "rope_parameters", None), dict):
+                part.rope_parameters = {**part.rope_parameters, "mrope_section": section}
+        yield changed
+
+
+def build(kind: Any, config: Any, attention: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model in evaluation, always with the same weights. They are large enough for attention to be far from even."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    model = kind(config).to(dtype).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2 and min(parameter.shape) > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
+    return model
+
+
+def outputs(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
+    """The floating tensors that a model gives, logits first."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        found = model(**given)
+    named = dict(found) if hasattr(found, "keys") else {"": found[0] if isinstance(found, tuple) else found}
+    return [x.float() for x in named.values() if isinstance(x, Tensor) and x.is_floating_point()]
