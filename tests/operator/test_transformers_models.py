@@ -39,6 +39,8 @@ FIT = ("llama", "bert", "gpt2", "whisper", "gemma3_text", "vit", "t5")
 AS_SDPA = {
     "colpali": 'no token_type_ids reach PaliGemma: its prefix attends to all of itself with "sdpa", "eager" is causal',
     "doge": "before 5.23, no causal mask reaches its attention where there is no padding",
+    "kyutai_speech_to_text": 'before 5.23, "eager" is not causal without a mask',
+    "moshi": 'before 5.23, "eager" is not causal without a mask',
     "blt_global_transformer": 'without the mask that its model gives it, "eager" is not causal',
 }
 REFUSAL = 'attn_implementation="greenfast" is not for this model: '
