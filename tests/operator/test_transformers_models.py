@@ -41,6 +41,7 @@ AS_SDPA = {
     "doge": "before 5.23, no causal mask reaches its attention where there is no padding",
     "kyutai_speech_to_text": 'before 5.23, "eager" is not causal without a mask',
     "moshi": 'before 5.23, "eager" is not causal without a mask',
+    "umt5": 'before 5.23, its decoder is not causal under "sdpa"',
     "blt_global_transformer": 'without the mask that its model gives it, "eager" is not causal',
 }
 REFUSAL = 'attn_implementation="greenfast" is not for this model: '
