@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import greenfast
 from greenfast.operator import routing, switch
@@ -108,3 +109,15 @@ def test_a_llama() -> None:
     model.generate(tokens, max_new_tokens=4, min_new_tokens=4, do_sample=False)
     assert routed.taken == 4
     assert routed.fallen_back.total() == 6
+
+
+def test_math_alone_is_respected() -> None:
+    q, k, v = inputs(512)
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = attention(q, k, v)
+        with greenfast.use(min_length=0) as routed:
+            assert torch.equal(attention(q, k, v), wanted)
+    assert routed.taken == 0
+    with greenfast.use(min_length=0) as routed, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        attention(q, k, v)
+    assert routed.taken == 1

@@ -60,7 +60,7 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
                 outer.decided = False
             torch._C._push_on_torch_function_stack(_Routing(self, outer))
         else:
-            _Routing(self, _innermost()).resume()
+            _Routing(self, None).resume()
         return self.routed
 
     def __exit__(self, *raised: object) -> None:
