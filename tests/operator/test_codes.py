@@ -38,6 +38,7 @@ CHOICES: tuple[dict[str, Any], ...] = (
     {"log_sum_exp": True},
 )
 PLAIN = made()
+LSE = made(log_sum_exp=True)
 
 
 def changed(quantized: QuantizedQKV, **change: Any) -> QuantizedQKV:
@@ -138,9 +139,9 @@ def test_what_quantize_gives_is_accepted(choices: dict[str, Any]) -> None:
 
 
 def test_it_moves() -> None:
-    moved = PLAIN.to("meta")
+    moved = LSE.to("meta")
     assert moved.device == torch.device("meta")
-    assert all(x.is_meta for x in moved.tensors())
+    assert all(x.is_meta for x in pytree.tree_leaves(moved))
     assert (moved.head_dim, moved.key_length, moved.dtype) == (72, 300, torch.bfloat16)
     assert PLAIN.to("cpu") is PLAIN
     assert PLAIN.to(torch.device("cpu"), non_blocking=True) is PLAIN
@@ -152,6 +153,8 @@ def test_it_moves() -> None:
 
 def test_its_size_and_what_it_shows() -> None:
     assert PLAIN.nbytes == sum(x.numel() * x.element_size() for x in PLAIN.tensors())
+    assert LSE.nbytes == PLAIN.nbytes + 4 * 2 * 4 * 40
+    assert "mean_scores=(2, 4, 40)" in repr(LSE)
     shown = repr(PLAIN)
     assert "query=(2, 4, 40, 128)" in shown
     assert "precision='fp8'" in shown
@@ -177,6 +180,22 @@ def test_it_is_saved_and_copied(choices: dict[str, Any]) -> None:
     assert torch.equal(greenfast.attention(loaded), greenfast.attention(quantized))
 
 
+def test_what_was_quantized_with_gradients_is_saved_and_copied_without() -> None:
+    """The scales know that no gradient flows through them; a copy of their numbers knows nothing."""
+    q, k, v = (torch.randn(1, 2, 40, 64).bfloat16().requires_grad_() for _ in range(3))
+    quantized = greenfast.quantize(q, k, v, log_sum_exp=True)
+    assert quantized.query_scale.requires_grad
+    file = io.BytesIO()
+    torch.save(quantized, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    for other in (loaded, copy.deepcopy(quantized), pickle.loads(pickle.dumps(quantized))):
+        assert same(other, quantized)
+        assert not any(x.requires_grad for x in pytree.tree_leaves(other))
+    with pytest.raises(NotImplementedError, match=r"greenfast\.quantize"):
+        torch.autograd.backward(copy.copy(quantized).query_scale.sum())
+
+
 def test_a_file_whose_fields_do_not_agree_is_refused() -> None:
     wrong = pytree.tree_map(lambda x: x[:1], PLAIN)
     object.__setattr__(wrong, "key", PLAIN.key)
@@ -193,6 +212,8 @@ def test_it_is_a_pytree() -> None:
     again = pytree.tree_unflatten(leaves, spec)["kept"][0]
     assert same(again, PLAIN)
     assert len(pytree.tree_leaves(made(subtract_key_mean=False))) == 6
+    assert len(pytree.tree_leaves(LSE)) == 8
+    assert same(pytree.tree_map(torch.clone, LSE), LSE)
     shapes = pytree.tree_map(lambda x: x.shape, PLAIN)
     assert shapes.query == (2, 4, 40, 128)
     assert "query=Size" in repr(shapes)

@@ -34,7 +34,7 @@ UNFIT = (
     "bloom", "xglm", "codegen", "bigbird_pegasus", "nllb-moe", "pegasus_x", "gpt_neox_japanese", "led", "mvp", "git",
     "longformer", "splinter", "mpt", "canine", "mpnet", "rembert", "imagegpt", "falcon", "deepseek_v32",
 )  # fmt: skip
-FIT = ("llama", "bert", "gpt2", "whisper", "gemma3_text", "vit", "t5")
+FIT = ("llama", "bert", "gpt2", "whisper", "gemma3_text", "vit", "t5", "deepseek_v3")
 #: Where transformers' own "sdpa" and "eager" differ; greenfast is then as "sdpa", the default of transformers.
 AS_SDPA = {
     "colpali": 'no token_type_ids reach PaliGemma: its prefix attends to all of itself with "sdpa", "eager" is causal',

@@ -52,6 +52,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1Config": {"head_dim": 16},
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "LongcatFlashConfig": {"qk_head_dim": 32},
     "MinistralConfig": {"head_dim": 16},
     "NemotronConfig": {"num_key_value_heads": 2},
     "NemotronHConfig": {"layers_block_type": ["mamba", "attention"]},

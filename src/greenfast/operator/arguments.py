@@ -67,7 +67,7 @@ def scale_of(scale: Any, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
     factor = scale if type(scale) is float else number("scale", scale)
-    if not 0.0 < factor < math.inf:
+    if not usable_scale(factor):
         raise ValueError(f"scale: {factor}; a positive, finite number is needed")
     return factor
 

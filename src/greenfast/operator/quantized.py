@@ -148,8 +148,14 @@ class QuantizedQKV:
             f"key_length={self.key_length}, dtype={self.dtype}, device={getattr(self.query, 'device', None)})"
         )
 
+    def __copy__(self) -> QuantizedQKV:
+        """With the same tensors, and what refuses their gradients."""
+        return replace(self)
+
     def __reduce__(self) -> tuple[type[QuantizedQKV], tuple[Any, ...]]:
-        return QuantizedQKV, tuple(getattr(self, field.name) for field in fields(self))
+        """For pickle and deepcopy, whose tensors have no history: torch deeply copies none that has one."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return QuantizedQKV, tuple(x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in values)
 
 
 _OPTIONAL = ("key_mean", "mean_scores")

@@ -77,7 +77,7 @@ def explain(
       - where ``torch.nn.attention.sdpa_kernel`` or ``torch.backends.cuda`` allow none of its fused backends;
       - on tensors that are nested, sparse or of a subclass;
       - of dtypes other than float16 and bfloat16, after autocast and ``float32_as``;
-      - of head dims that are no multiple of 8 up to 256, or with a wider value;
+      - whose queries and keys have a head dim that is no multiple of 8 up to 256, or whose values have one above 256;
       - whose shapes cannot be broadcast, or share heads unevenly: PyTorch's error;
       - on devices that no kernel is for;
       - where query or key are shorter than ``min_length``. A call quantizes all of Q, K and V. What FP8 saves grows
@@ -92,6 +92,7 @@ def explain(
     check_flag("enable_gqa", enable_gqa)
     check_length("min_length", min_length)
     check_cast(float32_as)
+    dropout = dropout_of(dropout_p)
     if scale is not None and not usable_scale(number("scale", scale)):
         return Explanation(TORCH, "scale: the kernels take positive, finite ones")
     if not _fused_allowed():
@@ -99,7 +100,7 @@ def explain(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if isinstance(x, Tensor) and type(x) not in _PLAIN:
             return Explanation(TORCH, f"{name}: a {type(x).__name__}; the kernels take plain tensors")
-    form = form_of(query, key, value, attn_mask, dropout_of(dropout_p), causal, enable_gqa, float32_as)
+    form = form_of(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
     if isinstance(form, Refusal):
         return Explanation(TORCH, form.reason)
     for name, shape in (("query", form.query), ("key", form.key)):

@@ -46,7 +46,7 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
     """
 
     def __init__(self, precision: Precision = "fp8", min_length: int = MIN_LENGTH) -> None:
-        """Raises ValueError for a precision that there is not."""
+        """Raises ValueError for a precision that there is not, and TypeError or ValueError for what is no length."""
         check_choice("precision", precision, PRECISIONS)
         check_length("min_length", min_length)
         self.precision: Precision = precision

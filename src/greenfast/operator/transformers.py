@@ -48,7 +48,8 @@ def register_with_transformers(precision: Precision = "fp8", *, min_length: int 
     so does each such part of a model: their masks would be lost. A layer whose attention has more than scaled products
     (soft caps, sinks, selected keys) raises ValueError when it runs.
 
-    Raises ImportError where transformers is missing or too old, and ValueError for a precision that there is not.
+    Raises ImportError where transformers is missing or too old, ValueError for a precision that there is not, and
+    TypeError or ValueError for a ``min_length`` that is no length.
     """
     check_choice("precision", precision, PRECISIONS)
     check_length("min_length", min_length)
@@ -184,15 +185,9 @@ class _Attention:
         self.routed.count(found)
         if found.taken:
             out = sdpa(
-                query,
-                k,
-                v,
-                attn_mask=attention_mask,
-                is_causal=causal,
-                scale=scaling,
-                enable_gqa=True,
+                query, k, v, attn_mask=attention_mask, is_causal=causal, scale=scaling, enable_gqa=True,
                 precision=self.precision,
-            )
+            )  # fmt: skip
             return out.transpose(1, 2).contiguous(), None
         result: tuple[Tensor, None] = self.fallback(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more
