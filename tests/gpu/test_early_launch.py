@@ -35,7 +35,7 @@ def test_a_producer_that_writes_late(head_dim: int, causal: int, precision: str,
     generator = torch.Generator("cuda").manual_seed(length)
     shape = (1, 4, length, head_dim)
     q, k, v = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in "qkv")
-    wanted = greenfast.sdpa(q, k, v, is_causal=bool(causal), precision=precision)  # type: ignore[arg-type]
+    wanted = greenfast.sdpa(q, k, v, is_causal=bool(causal), precision=precision)  # type: ignore[call-overload]
     recipe, target = Recipe(precision), cuda.target_of(0)
     quantizing, attending = cuda.sdpa_steps(q, k, v, recipe, causal, head_dim**-0.5, target, lse=False)
     assert attending.launch.early
