@@ -63,9 +63,9 @@ def sdpa(
     Returns (B, H, S, D) of the inputs' dtype, in memory in the order that query's dimensions have, as PyTorch; with
     ``return_lse`` also the natural log-sum-exp of each row's scores, float32 (B, H, S). A row that attends to nothing
     is 0, its log-sum-exp -inf. NaN or infinity in a query makes its block of 16 rows NaN, in a key or value the rows
-    that attend to its block of 128, and some beside them. Gradients
-    are those of attention on the unquantized tensors, which the backward pass computes again in 16 bits; there is no
-    forward mode and no second derivative, and a gradient that reaches the log-sum-exp raises NotImplementedError.
+    that attend to any of its block of 128 keys. Gradients are those of attention on the unquantized tensors, which the
+    backward pass computes again in 16 bits; there is no forward mode and no second derivative, and a gradient that
+    reaches the log-sum-exp raises NotImplementedError.
 
     Raises TypeError for dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit, and
     NotImplementedError for other masks, ``dropout_p``, nested and sparse tensors, head dims and GPUs that no kernel is
@@ -166,9 +166,10 @@ def quantize(
     gives each 16 rows of Q and each 128 of K one, "head" each head. value_scales: of V, "block" for each 128 keys,
     "head", or "channel" for each channel of a head; by default as ``scales``. One kernel quantizes where all scales are
     of blocks, else PyTorch in several passes.
-    subtract_key_mean: takes from every key the mean of 32 of them, which changes no weight; it helps where channels are
-    biased (SageAttention, Zhang et al. 2024, with the mean of all). rotate: multiplies Q and K by a Hadamard matrix,
-    which changes no score and spreads outliers over all channels (QuaRot, Ashkboos et al. 2024). log_sum_exp: also
+    subtract_key_mean: takes from every key a mean that is estimated from 32 of them, which changes no weight; it helps
+    where channels are biased (SageAttention, Zhang et al. 2024, with the mean of all). rotate: multiplies Q and K by a
+    Hadamard matrix with signs, which changes no score and spreads outliers over all channels (QuaRot, Ashkboos et al.
+    2024). log_sum_exp: also
     keeps what ``attention(..., return_lse=True)`` adds back for the mean, which takes one more pass over Q. A gradient
     that reaches the results raises NotImplementedError in the backward pass.
 
