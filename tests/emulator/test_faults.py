@@ -55,8 +55,9 @@ def output(body: str, *, threads: int = 64, before: str = "", seed: int = 0) -> 
         ),
         ("y[threadIdx.x] = y[threadIdx.x] + x[0];", r"element that nothing has written: byte 0 of 'y'"),
         (
-            "if (threadIdx.x < 48) __syncthreads(); y[threadIdx.x] = x[threadIdx.x];",
-            r"deadlock, a barrier that not all threads reach: .*16 threads of warp 1 have ended",
+            'if (threadIdx.x < 48) __syncthreads(); else asm volatile("bar.sync 1, 64;");'
+            "y[threadIdx.x] = x[threadIdx.x];",
+            r"deadlock, a barrier that not all threads reach: .*16 threads of warp 1 wait at .*bar\.sync 1, 64",
         ),
         (
             'if (threadIdx.x < 32) asm volatile("bar.sync 1, 64;"); else asm volatile("bar.sync 2, 64;");'

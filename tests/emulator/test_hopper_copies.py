@@ -155,7 +155,11 @@ def test_bulk_copies_without_a_tensor_map() -> None:
     [
         ("wait(&bar, 0);", "", r"bulk read of (data that an asynchronous copy|an element that nothing)"),
         ("wait(&bar, 0);", "return;", r"ended before a bulk copy to shared memory was delivered, nothing waits"),
-        ("init_fence();", "", r"an mbarrier with no fence\.mbarrier_init or fence\.proxy\.async since its init"),
+        (
+            "init_fence(); }\n__syncthreads();",
+            "}",
+            r"an mbarrier with neither a fence \(mbarrier_init, proxy\.async\) nor a barrier since its init",
+        ),
         ("expect(&bar, 512);", "expect(&bar, 528);", r"deadlock.*pending: 0 of 1 arrivals, 16 bytes"),
         ("bulk_load(s + 16", "bulk_load(s + 8", r"a bulk copy at byte 1032 of shared memory, .* multiple of 16"),
         ("bulk_load(s + 16", "bulk_load(s + 528", r"bulk copy of 512 bytes out of bounds at byte 1552 of 2048"),

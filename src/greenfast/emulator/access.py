@@ -10,7 +10,17 @@ from numpy.typing import NDArray
 
 from greenfast.emulator import floats
 from greenfast.emulator.machine import Copy, Lanes, Machine, Operation, Values, lane_count, lane_indices
-from greenfast.emulator.memory import BASES, CHUNK, GLOBAL_BASE, IN_FLIGHT, WRITTEN, Arena, BadAccessError, window
+from greenfast.emulator.memory import (
+    BASES,
+    CHUNK,
+    GLOBAL_BASE,
+    IN_FLIGHT,
+    WINDOW_BITS,
+    WRITTEN,
+    Arena,
+    BadAccessError,
+    window,
+)
 from greenfast.emulator.operands import dtype_of, reader, type_of, unsupported, writer
 from greenfast.emulator.ptx import Address, Instruction, Operand, Register, Symbol, Vector
 
@@ -47,14 +57,34 @@ def addresses(operand: Operand, i: Instruction) -> Callable[[Machine, Lanes], Of
     return run
 
 
+def by_space(
+    space: str, where: Callable[[Machine, Lanes], Offsets], run: Callable[[Machine, Lanes, Offsets], None]
+) -> Operation:
+    """An operation on each thread's address; threads whose generic addresses lie in different spaces go in turns."""
+
+    def parted(m: Machine, lanes: Lanes) -> None:
+        found = where(m, lanes)
+        windows = found >> WINDOW_BITS
+        if space != "generic" or len(windows) < 2 or (windows == windows[0]).all():
+            run(m, lanes, found)
+            return
+        indices = lane_indices(lanes)
+        for one in np.unique(windows):
+            mine = windows == one
+            run(m, indices[mine], found[mine])
+
+    return parted
+
+
 def locate(m: Machine, space: str, found: Offsets, lanes: Lanes) -> tuple[Arena, Offsets, str]:
     """The arena of an access, the offsets into it, and the space that it turned out to be in."""
     if space == "generic":
-        spaces = {window(int(a)) for a in np.unique(found >> 32) << 32}
+        spaces = [window(int(a)) for a in np.unique(found >> WINDOW_BITS) << WINDOW_BITS]
         if len(spaces) != 1 or "none" in spaces:
-            bad = next(n for n, a in enumerate(found) if window(int(a)) == "none" or len(spaces) > 1)
-            raise m.fault(f"generic address {int(found[bad]):#x} lies in no memory", int(lane_indices(lanes)[bad]))
-        space = spaces.pop()
+            lost = next((n for n, a in enumerate(found) if window(int(a)) == "none"), -1)
+            why = "lies in no memory" if lost >= 0 else "lies in another memory than those of other threads"
+            raise m.fault(f"generic address {int(found[lost]):#x} {why}", int(lane_indices(lanes)[lost]))
+        space = spaces[0]
         found = found - BASES[space]
     elif space in ("global", "const"):  # constant variables are allocations like those in global memory
         found = found - GLOBAL_BASE
@@ -94,8 +124,8 @@ def load(i: Instruction) -> Operation:
     where = addresses(i.operands[1], i)
     what = f"{total}-byte read"
 
-    def run(m: Machine, lanes: Lanes) -> None:
-        arena, offsets, actual = locate(m, space, where(m, lanes), lanes)
+    def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
+        arena, offsets, actual = locate(m, space, at, lanes)
         with m.accessing(lanes, actual):
             found = arena.read(offsets, total, what)
         count_access(m, actual, False, offsets, lanes, total)
@@ -103,7 +133,7 @@ def load(i: Instruction) -> Operation:
         for n, w in enumerate(write):
             w(m, lanes, values[:, n])
 
-    return run
+    return by_space(space, where, run)
 
 
 def store(i: Instruction) -> Operation:
@@ -117,8 +147,8 @@ def store(i: Instruction) -> Operation:
     where = addresses(i.operands[0], i)
     what = f"{size * len(items)}-byte write"
 
-    def run(m: Machine, lanes: Lanes) -> None:
-        arena, offsets, actual = locate(m, space, where(m, lanes), lanes)
+    def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
+        arena, offsets, actual = locate(m, space, at, lanes)
         values = np.empty((len(offsets), len(read)), dtype_of(kind))
         for n, r in enumerate(read):
             values[:, n] = r(m, lanes)
@@ -126,7 +156,7 @@ def store(i: Instruction) -> Operation:
             arena.write(offsets, values.view(np.uint8), what)
         count_access(m, actual, True, offsets, lanes, size * len(read))
 
-    return run
+    return by_space(space, where, run)
 
 
 def _load_param(i: Instruction) -> Operation:
@@ -175,8 +205,8 @@ def atomic(i: Instruction) -> Operation:
     write = [writer(r, kind, i) for r in _items(i.operands[0])] if returns else []
     where, whole = addresses(target, i), len(read) * dtype.itemsize
 
-    def run(m: Machine, lanes: Lanes) -> None:
-        arena, offsets, actual = locate(m, space, where(m, lanes), lanes)
+    def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
+        arena, offsets, actual = locate(m, space, at, lanes)
         with m.accessing(lanes, actual):
             arena.read(offsets, whole, f"{whole}-byte atomic access")
         cells = arena.data.view(dtype)
@@ -191,7 +221,7 @@ def atomic(i: Instruction) -> Operation:
             if write:
                 write[at](m, lanes, old)
 
-    return run
+    return by_space(space, where, run)
 
 
 def _after(operation: str, kind: str, space: str) -> Callable[..., Any]:

@@ -15,6 +15,10 @@ Rows = NDArray[np.int64]
 MOST_ARRIVALS = (1 << 20) - 1
 MOST_BYTES = (1 << 20) - 1
 
+#: The state that an arrival returns: the phase, over the pending arrivals.
+PHASE_SHIFT = 20
+PENDING = np.uint64(MOST_ARRIVALS)
+
 
 class MbarrierError(Exception):
     """What an operation did that no mbarrier allows, and the position of its row among the operation's rows."""
@@ -27,13 +31,14 @@ class MbarrierError(Exception):
 class Mbarriers:
     """All 8-byte words of shared memory as mbarriers.
 
-    live: which of them are initialised. visible: which of these a fence has shown to bulk copies since.
+    live: which of them are initialised. visible: which of these a fence or a barrier has shown to bulk copies since.
     ``changes`` counts what may let a waiting thread go on.
     """
 
     def __init__(self, words: int) -> None:
         self.live = np.zeros(words, np.bool_)
         self.visible = np.zeros(words, np.bool_)
+        self._hidden = False  # whether any may not be
         self.expected = np.zeros(words, np.int64)
         self.pending = np.zeros(words, np.int64)
         self.bytes = np.zeros(words, np.int64)
@@ -45,6 +50,7 @@ class Mbarriers:
         _first(~((counts >= 1) & (counts <= MOST_ARRIVALS)), f"an arrival count outside of 1 to {MOST_ARRIVALS}")
         self.live[rows] = True
         self.visible[rows] = False
+        self._hidden = True
         self.expected[rows] = self.pending[rows] = counts
         self.bytes[rows] = self.phase[rows] = 0
         self.changes += 1
@@ -58,6 +64,21 @@ class Mbarriers:
         np.add.at(self.bytes, rows, count)
         _first(np.abs(self.bytes[rows]) > MOST_BYTES, f"more than {MOST_BYTES} bytes of transactions pending")
         self._settle(rows)
+
+    def show(self, which: NDArray[np.int64], blocks: int) -> None:
+        """Those of some of the blocks (by number; ``blocks``: of how many) are visible from now on."""
+        if self._hidden:
+            self.visible.reshape(blocks, -1)[which] = True
+            self._hidden = not self.visible[self.live].all()
+
+    def state(self, rows: Rows) -> NDArray[np.uint64]:
+        """The opaque state of each now."""
+        return self.phase[rows].astype(np.uint64) << PHASE_SHIFT | self.pending[rows].astype(np.uint64)
+
+    def await_more(self, rows: Rows) -> None:
+        """Wait for one arrival more in this phase, for each of ``rows``."""
+        np.add.at(self.pending, rows, 1)
+        _first(self.pending[rows] > MOST_ARRIVALS, f"more than {MOST_ARRIVALS} arrivals pending")
 
     def arrive(self, rows: Rows, counts: NDArray[np.int64], drop: bool = False) -> None:
         """Arrivals; ``drop``: the following phases expect as many less."""

@@ -18,12 +18,19 @@ _NOT_WAITING = -1
 
 
 class NamedBarriers:
-    """Which threads have come to which barrier of their block, and which wait there."""
+    """Which threads have come to which barrier of their block, and which wait there.
+
+    A warp arrives when all of its threads that have not ended have come, and counts as 32 threads, also where some of
+    them have ended or never were (PTX ISA, "bar"). A barrier without a count needs every thread that has not ended.
+    """
 
     def __init__(self, machine: Machine, code: list[Instruction]) -> None:
         self.m, self.code = machine, code
-        self.arrived = np.zeros(len(machine.blocks) * BARRIERS, np.int64)
-        self.expected = np.zeros(len(machine.blocks) * BARRIERS, np.int64)
+        size = len(machine.blocks) * BARRIERS
+        self.arrived = np.zeros(size, np.int64)
+        self.expected = np.zeros(size, np.int64)
+        self.everybody = np.zeros(size, np.bool_)  # came with no count
+        self.came = np.zeros((BARRIERS, machine.lanes), np.bool_)
         self.waiting = np.full(machine.lanes, _NOT_WAITING, np.int64)  # block * BARRIERS + barrier
         self.at = np.zeros(machine.lanes, np.int64)  # the instruction that a thread waits at
         self.votes = np.zeros(machine.lanes, np.bool_)
@@ -42,15 +49,17 @@ class NamedBarriers:
             at = int(np.flatnonzero(wrong)[0])
             raise m.fault(f"barrier {number[at]}, of {BARRIERS}", int(indices[at]))
         keys = m.block_of[indices] * BARRIERS + number
-        which, first, came = np.unique(keys, return_index=True, return_counts=True)
+        which, first, new = np.unique(keys, return_index=True, return_counts=True)
         fresh = self.arrived[which] == 0
         self.expected[which[fresh]] = count[first[fresh]]
+        self.everybody[which[fresh]] = form.everybody
         differ = self.expected[keys] != count
         if differ.any():
             at = int(np.flatnonzero(differ)[0])
             what = f"barrier {number[at]} with {count[at]} threads, where others came with {self.expected[keys[at]]}"
             raise m.fault(what, int(indices[at]))
-        self.arrived[which] += came
+        self.arrived[which] += new
+        self.came[number, indices] = True
         over = self.arrived[which] > self.expected[which]
         if over.any():
             at = int(first[over][0])
@@ -61,15 +70,45 @@ class NamedBarriers:
             self.at[indices] = pc
             if form.vote is not None:
                 self.votes[indices] = form.vote(m, lanes)
-        complete = which[self.arrived[which] == self.expected[which]]
-        if len(complete):
-            self.arrived[complete] = 0
-            go = np.flatnonzero(np.isin(self.waiting, complete))
-            self._reduce(go)
-            self.waiting[go] = _NOT_WAITING
-            self.released.append(go)
+        self._release(which[self._complete(which)])
         m.events += 1
         return form.waits
+
+    def settle(self) -> None:
+        """Threads have ended: release what waits for nobody else now."""
+        begun = np.flatnonzero(self.arrived)
+        if len(begun):
+            self._release(begun[self._complete(begun)])
+
+    def _complete(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these barriers have all that they wait for."""
+        m = self.m
+        full: NDArray[np.bool_] = self.arrived[keys] == self.expected[keys]
+        if full.all() or not m.ended.any():
+            return full
+        ended = m.ended.reshape(m.warps, len(m.blocks), WARP)
+        for at in np.flatnonzero(~full):
+            block, number = divmod(int(keys[at]), BARRIERS)
+            gone = ended[:, block]
+            came = self.came[number].reshape(ended.shape)[:, block]
+            if self.everybody[keys[at]]:
+                full[at] = bool((came | gone).all())
+            else:
+                there = came.any(axis=1) & (came | gone).all(axis=1)
+                full[at] = there.sum() * WARP == self.expected[keys[at]]
+        return full
+
+    def _release(self, complete: NDArray[np.int64]) -> None:
+        if not len(complete):
+            return
+        self.arrived[complete] = 0
+        self.m.mbarriers.show(complete // BARRIERS, len(self.m.blocks))
+        came = self.came.reshape(BARRIERS, self.m.warps, -1, WARP)
+        came[complete % BARRIERS, :, complete // BARRIERS] = False
+        go = np.flatnonzero(np.isin(self.waiting, complete))
+        self._reduce(go)
+        self.waiting[go] = _NOT_WAITING
+        self.released.append(go)
 
     def _reduce(self, lanes: NDArray[np.intp]) -> None:
         """Give the threads of bar.red what their barrier's threads voted."""
@@ -115,6 +154,7 @@ class _Form:
         self.number: Callable[[Machine, Lanes], Any] = (
             reader(operands[0], "u32", i) if operands else lambda m, lanes: np.uint32(0)
         )
+        self.everybody = len(operands) < 2
         self.count: Callable[[Machine, Lanes], Any] = (
             reader(operands[1], "u32", i) if len(operands) > 1 else lambda m, lanes: np.uint32(m.geometry.threads)
         )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.access import addresses, locate, space_of
-from greenfast.emulator.arrivals import MbarrierError, Rows
+from greenfast.emulator.arrivals import PENDING, PHASE_SHIFT, MbarrierError, Rows
 from greenfast.emulator.machine import Lanes, Machine, Operation, Values, lane_count, lane_indices
 from greenfast.emulator.memory import BARRIER, UNWRITTEN
 from greenfast.emulator.operands import reader, unsupported, writer
@@ -27,7 +27,7 @@ _SIZE = 8
 
 
 @contextlib.contextmanager
-def _faults(m: Machine, lanes: Lanes) -> Iterator[None]:
+def faults(m: Machine, lanes: Lanes) -> Iterator[None]:
     """Turn what no mbarrier allows into the fault of its thread."""
     try:
         yield
@@ -42,7 +42,7 @@ def rows_of(operand: Operand, i: Instruction, space: str) -> Callable[[Machine, 
 
     def run(m: Machine, lanes: Lanes) -> Rows:
         rows = where(m, lanes)
-        with _faults(m, lanes):
+        with faults(m, lanes):
             m.mbarriers.require(rows)
         return rows
 
@@ -76,7 +76,7 @@ def init(i: Instruction) -> Operation:
 
     def run(m: Machine, lanes: Lanes) -> None:
         rows = where(m, lanes)
-        with _faults(m, lanes):
+        with faults(m, lanes):
             m.mbarriers.init(rows, _integers(count(m, lanes), lanes))
         m.shared.state.reshape(-1, _SIZE)[rows] = BARRIER
 
@@ -102,33 +102,35 @@ def transactions(i: Instruction) -> Operation:
 
     def run(m: Machine, lanes: Lanes) -> None:
         rows = where(m, lanes)
-        with _faults(m, lanes):
+        with faults(m, lanes):
             m.mbarriers.expect(rows, sign * _integers(count(m, lanes), lanes))
 
     return run
 
 
 def arrive(i: Instruction) -> Operation:
-    """mbarrier.arrive and arrive_drop, with .expect_tx and .noComplete; the state that they return is the phase."""
+    """mbarrier.arrive and arrive_drop, with .expect_tx and .noComplete; they return the state before them."""
     operands = list(i.operands)
     # A remote arrival returns no state, and may be written without a place for one.
     token = operands.pop(0) if not hasattr(operands[0], "offset") else None
     where = rows_of(operands[0], i, space_of(i))
     amount = reader(operands[1], "u32", i) if len(operands) > 1 else None
     write = writer(token, "b64", i) if token is not None else None
-    expects, drops = "expect_tx" in i.parts, i.parts[0] == "arrive_drop"
+    expects, drops, open_ = "expect_tx" in i.parts, i.parts[0] == "arrive_drop", "noComplete" in i.parts
 
     def run(m: Machine, lanes: Lanes) -> None:
         rows = where(m, lanes)
         counts = _integers(np.ones((), np.uint32) if amount is None else amount(m, lanes), lanes)
-        phase = m.mbarriers.phase[rows].astype(np.uint64)
-        with _faults(m, lanes):
+        state = m.mbarriers.state(rows)
+        with faults(m, lanes):
             if expects:
                 m.mbarriers.expect(rows, counts)
                 counts = np.ones(len(rows), np.int64)
             m.mbarriers.arrive(rows, counts, drops)
+            if open_ and (m.mbarriers.state(rows) >> PHASE_SHIFT != state >> PHASE_SHIFT).any():
+                raise MbarrierError("an arrival with .noComplete that completes the phase", 0)
         if write is not None:
-            write(m, lanes, phase)
+            write(m, lanes, state)
 
     return run
 
@@ -146,7 +148,7 @@ def wait(i: Instruction) -> Operation:
         if parity and (wanted >> 1).any():
             at = int(np.flatnonzero(wanted >> 1)[0])
             raise m.fault(f"a phase parity of {wanted[at]}, which must be 0 or 1", int(lane_indices(lanes)[at]))
-        done = m.mbarriers.passed(rows, wanted) if parity else m.mbarriers.phase[rows] > wanted
+        done = m.mbarriers.passed(rows, wanted) if parity else m.mbarriers.phase[rows] > wanted >> PHASE_SHIFT
         if done.all() or m.random.random() < GIVES_UP:
             write(m, lanes, done)
             return None
@@ -160,6 +162,12 @@ def wait(i: Instruction) -> Operation:
     return run
 
 
+def pending_count(i: Instruction) -> Operation:
+    """mbarrier.pending_count: of the state that an arrival returned."""
+    read, write = reader(i.operands[1], "u64", i), writer(i.operands[0], "b32", i)
+    return lambda m, lanes: write(m, lanes, (np.asarray(read(m, lanes)) & PENDING).astype(np.uint32))
+
+
 _ACTIONS: dict[str, Callable[[Instruction], Operation]] = {
     "init": init,
     "inval": invalidate,
@@ -169,6 +177,7 @@ _ACTIONS: dict[str, Callable[[Instruction], Operation]] = {
     "arrive_drop": arrive,
     "try_wait": wait,
     "test_wait": wait,
+    "pending_count": pending_count,
 }
 
 

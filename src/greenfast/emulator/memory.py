@@ -27,7 +27,8 @@ PARAM_BASE = 0x7C00_0000_0000
 #: Functions have addresses where no memory is.
 FUNCTION_BASE = 0x7B00_0000_0000
 BASES = {"global": GLOBAL_BASE, "shared": SHARED_BASE, "local": LOCAL_BASE, "param": PARAM_BASE}
-_WINDOW = 0x0080_0000_0000
+#: A window is 2^39 bytes, at a multiple of its size.
+WINDOW_BITS = 39
 
 #: Unallocated bytes between allocations; an index that is off by less than this hits none of another array.
 _GAP = 1 << 16
@@ -47,10 +48,7 @@ class BadAccessError(Exception):
 
 def window(address: int) -> str:
     """The state space of a generic address: global, shared, local, param or none."""
-    for name, base in BASES.items():
-        if base <= address < base + _WINDOW:
-            return name
-    return "none"
+    return next((name for name, base in BASES.items() if base >> WINDOW_BITS == address >> WINDOW_BITS), "none")
 
 
 def _elements(data: Bytes, size: int) -> NDArray[Any]:

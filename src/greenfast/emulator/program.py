@@ -23,7 +23,8 @@ from greenfast.emulator import (
 )
 from greenfast.emulator.forms import operands_of, refusal
 from greenfast.emulator.machine import Operation
-from greenfast.emulator.operands import Reader, reader, unsupported
+from greenfast.emulator.meetings import meeting_of
+from greenfast.emulator.operands import unsupported
 from greenfast.emulator.printf import call
 from greenfast.emulator.ptx import Function, Instruction
 
@@ -50,10 +51,6 @@ NOTHING = ("membar", "griddepcontrol", "prefetch", "prefetchu", "nanosleep", "pm
 #: Instructions that are replaced by others before a program is built (inlining.py).
 REPLACED = ("brx",)
 CONTROL = ("bra", "ret", "exit", "bar", "barrier", "trap", "brkpt")
-#: Instructions of a whole warp, and which of their operands names the threads that take part (None: all).
-_OF_WARPS = {"shfl": -1, "vote": -1, "redux": -1, "elect": -1, "match": -1, "mma": None, "wmma": None}
-_OF_WARPS |= {"ldmatrix": None, "stmatrix": None, "movmatrix": None}
-_WARPGROUP = 4
 
 
 class Program:
@@ -66,7 +63,7 @@ class Program:
         self.operations = [self._build(i) for i in function.code]
         self.joins = set(function.labels.values())
         self.keys = [_key(i) for i in function.code]
-        self.meetings = {pc: m for pc, i in enumerate(function.code) if (m := _meeting(i)) is not None}
+        self.meetings = {pc: m for pc, i in enumerate(function.code) if (m := meeting_of(i)) is not None}
 
     def _build(self, i: Instruction) -> Operation | None:
         refused = refusal(i.name, i.parts)
@@ -85,24 +82,6 @@ class Program:
             return BUILDERS[i.name](i)
         except (ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError, StopIteration) as e:
             raise unsupported(i, "has operands that are not known to the emulator") from e
-
-
-class Meeting:
-    """How many warps an instruction needs together, and which threads of a warp (None: all of them)."""
-
-    def __init__(self, warps: int, mask: Reader | None) -> None:
-        self.warps, self.mask = warps, mask
-
-
-def _meeting(i: Instruction) -> Meeting | None:
-    if i.name == "wgmma":
-        return Meeting(_WARPGROUP if i.parts[0] == "mma_async" else 1, None)
-    if i.name in ("bar", "barrier") and "warp" in i.parts:
-        return Meeting(1, reader(i.operands[0], "u32", i))
-    if i.name not in _OF_WARPS or (i.name != "wmma" and "sync" not in i.parts):
-        return None
-    operand = _OF_WARPS[i.name]
-    return Meeting(1, None if operand is None else reader(i.operands[operand], "u32", i))
 
 
 def _key(i: Instruction) -> str:

@@ -17,6 +17,7 @@ from greenfast.emulator import mbarrier, tma
 from greenfast.emulator.barriers import NamedBarriers
 from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.machine import WARP, Lanes, Machine, lane_count, lane_indices
+from greenfast.emulator.meetings import Meetings
 from greenfast.emulator.operands import unsupported
 from greenfast.emulator.program import CONTROL, Program
 from greenfast.emulator.ptx import Instruction, Symbol
@@ -45,8 +46,7 @@ class Scheduler:
             lanes: Lanes = every if exists.all() else np.flatnonzero(exists) + every.start
             self.fragments.append({0: lanes})
         self.barriers = NamedBarriers(machine, self.code)
-        # Threads at an instruction that needs others with them, by that instruction.
-        self.gathered: dict[int, NDArray[np.bool_]] = {}
+        self.meetings = Meetings(machine, program.meetings)
         self.ended = machine.ended
 
     def run(self) -> None:
@@ -65,8 +65,9 @@ class Scheduler:
             elif self.ended.all():
                 tma.finish(self.m)
                 return
-            elif self._meet_again():
-                continue
+            elif groups := self.meetings.again():
+                for lanes in groups:
+                    self._together(lanes)
             elif self.m.arriving:
                 self._deliver()
             elif any(self.staying) and fruitless < FRUITLESS_ROUNDS:
@@ -131,7 +132,7 @@ class Scheduler:
         start = pc
         while True:
             if pc >= len(code):
-                self.ended[lanes] = True
+                self._end(lanes)
                 return
             if others and pc in joins and pc != start:
                 self._put(n, pc, lanes)
@@ -157,12 +158,12 @@ class Scheduler:
                 if not chosen.all():
                     active = lane_indices(lanes)[chosen]
             if lane_count(active):
-                if pc in program.meetings:
-                    met = self._meet(pc, active)
-                    if met is not active:
-                        self._part(n, pc + 1, lanes, active)
-                        self._together(pc, lane_indices(met))
-                        return
+                if pc in program.meetings and not self.meetings.complete(pc, active):
+                    groups = self.meetings.gather(pc, active)
+                    self._part(n, pc + 1, lanes, active)
+                    for group in groups:
+                        self._together(group)
+                    return
                 operation = operations[pc]
                 if operation is not None:
                     stay = operation(m, active)
@@ -211,58 +212,28 @@ class Scheduler:
             raise unsupported(i)
         return self.program.function.labels[label.name]
 
+    def _end(self, lanes: Lanes) -> None:
+        """Threads end: barriers and groups of their warp that wait for all others need them no more."""
+        self.ended[lanes] = True
+        self.m.events += 1
+        self.barriers.settle()
+
     def _control(self, i: Instruction, pc: int, lanes: Lanes) -> bool:
         """Threads end or come to a barrier; returns whether they do not go on now."""
         if i.name in ("ret", "exit"):
-            self.ended[lanes] = True
-            self.m.events += 1
+            self._end(lanes)
             return True
         if i.name not in ("bar", "barrier"):
             raise self.m.fault(f"{i.name} was executed", int(lane_indices(lanes)[0]))
         return self.barriers.meet(i, pc, lanes)
 
-    # ---- instructions of whole warps and warpgroups -----------------------------------------------------------------
+    def _together(self, lanes: NDArray[np.intp]) -> None:
+        """Run an instruction for threads that needed each other for it, each of them from where it came to it."""
+        pcs = self.meetings.at[lanes]
+        for pc in np.unique(pcs).tolist():  # several only where nothing is to be done
+            self._run_together(pc, lanes[pcs == pc])
 
-    def _meet(self, pc: int, lanes: Lanes) -> Lanes:
-        """Threads come to an instruction that needs others with them; returns those that are complete now.
-
-        That is ``lanes`` itself where these are complete among themselves.
-        """
-        meeting = self.program.meetings[pc]
-        if meeting.warps == 1:
-            if isinstance(lanes, slice):
-                return lanes
-            if len(lanes) % WARP == 0 and (lanes[WARP - 1 :: WARP] - lanes[::WARP] == WARP - 1).all():
-                return lanes
-        gathered = self.gathered.setdefault(pc, np.zeros(self.m.lanes, np.bool_))
-        gathered[lanes] = True
-        return self._complete(pc)
-
-    def _complete(self, pc: int) -> NDArray[np.intp]:
-        """Take those of the threads gathered at an instruction that are complete."""
-        m, meeting, gathered = self.m, self.program.meetings[pc], self.gathered[pc]
-        if meeting.warps == 1:
-            here = gathered.reshape(-1, WARP)
-            needed = ~self.ended.reshape(-1, WARP)
-            if meeting.mask is not None:
-                indices = np.flatnonzero(gathered)
-                named = np.zeros(m.lanes // WARP, np.uint32)
-                named[indices // WARP] = meeting.mask(m, indices)
-                needed = needed & ((named[:, None] >> np.arange(WARP, dtype=np.uint32)) & np.uint32(1)).astype(np.bool_)
-            complete = np.any(here, axis=1) & ~np.any(needed & ~here, axis=1)
-            chosen = np.repeat(complete, WARP)
-        else:
-            groups = m.warps // meeting.warps
-            table = gathered[: groups * meeting.warps * m.set_size].reshape(groups, meeting.warps, -1, WARP)
-            complete = np.asarray(table.all(axis=(1, 3)))
-            chosen = np.zeros(m.lanes, np.bool_)
-            chosen[: table.size] = np.broadcast_to(complete[:, None, :, None], table.shape).ravel()
-        go = np.flatnonzero(gathered & chosen)
-        gathered[go] = False
-        return go
-
-    def _together(self, pc: int, lanes: NDArray[np.intp]) -> None:
-        """Run an instruction for complete warps or warpgroups."""
+    def _run_together(self, pc: int, lanes: NDArray[np.intp]) -> None:
         i, operation = self.code[pc], self.program.operations[pc]
         self.m.current = i
         width = self.program.meetings[pc].warps * self.m.set_size
@@ -278,16 +249,6 @@ class Scheduler:
                 self._count(i, self.program.keys[pc], mine)
                 self._go_on(mine, np.full(len(mine), pc + 1))
 
-    def _meet_again(self) -> bool:
-        """Look again at incomplete warps, some of whose threads may have ended; returns whether any can go on."""
-        found = False
-        for pc in list(self.gathered):
-            go = self._complete(pc)
-            if len(go):
-                found = True
-                self._together(pc, go)
-        return found
-
     # ---- deadlock ---------------------------------------------------------------------------------------------------
 
     def _stuck(self) -> KernelFaultError:
@@ -301,11 +262,8 @@ class Scheduler:
             lanes = np.flatnonzero(mine & (np.arange(m.lanes) // m.set_size == n) & m.exists)
             found = {pc: f"{count} threads" for pc, count in self.barriers.waits(lanes).items()}
             notes = dict.fromkeys(found, "")
-            for pc, gathered in self.gathered.items():
-                if gathered[lanes].any():
-                    found[pc] = f"{int(gathered[lanes].sum())} threads"
-                    group = self.program.meetings[pc].warps > 1
-                    notes[pc] = f" for the rest of the {'warpgroup' if group else 'warp'}"
+            for pc, (count, whom) in self.meetings.waits(lanes).items():
+                found[pc], notes[pc] = f"{count} threads", whom
             for pc, staying in self.staying[n].items():
                 here = np.intersect1d(lane_indices(staying), lanes)
                 if len(here):

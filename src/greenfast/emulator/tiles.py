@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.access import Offsets, addresses, count_access, locate
+from greenfast.emulator.access import Offsets, addresses, count_access, locate, space_of
 from greenfast.emulator.machine import WARP, Lanes, Machine, Operation, Values, lane_count
 from greenfast.emulator.memory import Arena
 from greenfast.emulator.operands import reader, type_of, unsupported, writer
@@ -36,12 +36,15 @@ def _rows_of(
     i: Instruction, operand: Operand, count: int
 ) -> Callable[[Machine, Lanes], tuple[NDArray[np.intp], Arena, Offsets, str]]:
     """A function that gives the lanes that name rows (8n to 8n + 7 those of tile n), and where these rows lie."""
-    where = addresses(operand, i)
+    where, space = addresses(operand, i), space_of(i)
 
     def run(m: Machine, lanes: Lanes) -> tuple[NDArray[np.intp], Arena, Offsets, str]:
         rows = whole_warps(m, lanes, i.name)[:, : 8 * count].ravel()
         found = where(m, lanes).reshape(-1, WARP)[:, : 8 * count].ravel()
-        return rows, *locate(m, "shared", found, rows)
+        arena, offsets, actual = locate(m, space, found, rows)
+        if actual != "shared":
+            raise m.fault(f"{i.name} of a matrix in {actual} memory, which must be shared", int(rows[0]))
+        return rows, arena, offsets, actual
 
     return run
 

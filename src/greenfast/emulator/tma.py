@@ -9,15 +9,15 @@ group, and its destination not be read until a wait without .read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.access import addresses, asynchronous_copy, count_access, land, space_of
-from greenfast.emulator.machine import Lanes, Machine, Operation, lane_count, lane_indices
-from greenfast.emulator.mbarrier import rows_of
+from greenfast.emulator.machine import Lanes, Machine, Operation, lane_indices
+from greenfast.emulator.mbarrier import faults, rows_of
 from greenfast.emulator.memory import CHUNK, GLOBAL_BASE, IN_FLIGHT, PARAM_BASE, WRITTEN
 from greenfast.emulator.operands import reader, unsupported
 from greenfast.emulator.ptx import Address, Immediate, Instruction, Operand
@@ -59,12 +59,14 @@ def copy(i: Instruction) -> Operation:
 
 def _arrive_when_landed(i: Instruction) -> Operation:
     """cp.async.mbarrier.arrive: the threads' earlier cp.async land, and arrive, when the scheduler chooses."""
-    if "noinc" not in i.parts:  # the form that expects one arrival more
-        raise unsupported(i)
     barrier = rows_of(i.operands[0], i, space_of(i))
+    increases = "noinc" not in i.parts
 
     def run(m: Machine, lanes: Lanes) -> None:
         indices, rows, issued = lane_indices(lanes), barrier(m, lanes), m.copies_issued
+        if increases:  # the arrival is one more than the phase expects
+            with faults(m, lanes):
+                m.mbarriers.await_more(rows)
 
         def deliver() -> None:
             land(m, indices, lambda copy: copy.number < issued)
@@ -104,21 +106,12 @@ def _shared_start(m: Machine, found: Offsets, lanes: Lanes, size: int, alignment
     return found + m.shared_start[indices]
 
 
-def _map_of(m: Machine, found: Offsets, lanes: Lanes) -> BoundMap:
-    """The tensor map that a copy names; all its threads name one."""
-    indices = lane_indices(lanes)
-    chosen: BoundMap | None = None
-    for address in np.unique(found):
-        offset = int(address) - PARAM_BASE
-        known = m.tensor_maps.get(offset)
-        if known is None:
-            known = m.tensor_maps.get(int(address))  # the parameter's own address, not made generic
-        if known is None or (chosen is not None and known is not chosen):
-            at = int(indices[np.flatnonzero(found == address)[0]])
-            raise m.fault(f"no tensor map at address {int(address):#x} (it must be that of a parameter)", at)
-        chosen = known
-    assert chosen is not None
-    return chosen
+def _map_at(m: Machine, address: int, lane: int) -> BoundMap:
+    """The tensor map at an address, generic or a parameter's own."""
+    known = m.tensor_maps.get(address - PARAM_BASE) or m.tensor_maps.get(address)
+    if known is None:
+        raise m.fault(f"no tensor map at address {address:#x} (it must be that of a parameter)", lane)
+    return known
 
 
 def _tensor_tile(m: Machine, tensor: BoundMap, start: Offsets, corner: Offsets) -> _Tile:
@@ -145,39 +138,56 @@ def _tensor_tile(m: Machine, tensor: BoundMap, start: Offsets, corner: Offsets) 
     return _Tile(shared, outer, unit)
 
 
-def _tiles(i: Instruction, shared: Operand, outer: Operand, size: Operand | None) -> Callable[[Machine, Lanes], _Tile]:
-    """A function that gives what a copy moves; ``size``: of a copy without a tensor map."""
+def _tiles(
+    i: Instruction, shared: Operand, outer: Operand, size: Operand | None
+) -> Callable[[Machine, Lanes], Iterator[tuple[NDArray[np.intp], _Tile]]]:
+    """A function that gives what a copy moves, for threads whose copies have one form (a size, or a tensor map) each.
+
+    size: of a copy without a tensor map.
+    """
     here, there = addresses(shared, i), addresses(outer, i)
-    if size is not None:
-        amount = reader(size, "u32", i)
+    tile = _tensor_tiles(i, outer) if size is None else _plain_tile
+    amount = there if size is None else reader(size, "u32", i)
 
-        def plain(m: Machine, lanes: Lanes) -> _Tile:
-            found = np.broadcast_to(np.asarray(amount(m, lanes)), lane_count(lanes)).astype(np.int64)
-            length = int(found[0])
-            indices = lane_indices(lanes)
-            if (found != length).any() or length % BULK_ALIGNMENT:
-                raise m.fault(f"a bulk copy of {length} bytes, which must be a multiple of 16", int(indices[0]))
-            start = _shared_start(m, here(m, lanes), lanes, length, BULK_ALIGNMENT)
-            outward = there(m, lanes) - GLOBAL_BASE
-            for at in np.flatnonzero(outward % BULK_ALIGNMENT):
-                where = m.memory.describe(int(outward[at]))
-                raise m.fault(f"a bulk copy at {where}, which must be a multiple of 16", int(indices[at]))
-            pieces = np.arange(0, length, CHUNK)
-            return _Tile(start[:, None] + pieces, outward[:, None] + pieces, CHUNK)
+    def run(m: Machine, lanes: Lanes) -> Iterator[tuple[NDArray[np.intp], _Tile]]:
+        indices = lane_indices(lanes)
+        forms = np.broadcast_to(np.asarray(amount(m, lanes)), len(indices)).astype(np.int64)
+        start, outward = here(m, lanes), there(m, lanes)
+        for form in np.unique(forms).tolist():
+            mine = forms == form
+            yield indices[mine], tile(m, indices[mine], form, start[mine], outward[mine])
 
-        return plain
+    return run
+
+
+def _plain_tile(m: Machine, indices: NDArray[np.intp], length: int, start: Offsets, outward: Offsets) -> _Tile:
+    """Copies of ``length`` bytes."""
+    if length % BULK_ALIGNMENT:
+        raise m.fault(f"a bulk copy of {length} bytes, which must be a multiple of 16", int(indices[0]))
+    start = _shared_start(m, start, indices, length, BULK_ALIGNMENT)
+    outward = outward - GLOBAL_BASE
+    for at in np.flatnonzero(outward % BULK_ALIGNMENT):
+        where = m.memory.describe(int(outward[at]))
+        raise m.fault(f"a bulk copy at {where}, which must be a multiple of 16", int(indices[at]))
+    pieces = np.arange(0, length, CHUNK)
+    return _Tile(start[:, None] + pieces, outward[:, None] + pieces, CHUNK)
+
+
+def _tensor_tiles(
+    i: Instruction, outer: Operand
+) -> Callable[[Machine, NDArray[np.intp], int, Offsets, Offsets], _Tile]:
+    """A function that gives the tiles of copies through the tensor map at an address."""
     assert isinstance(outer, Address)
     rank = int(next(p for p in i.parts if p in ("1d", "2d", "3d", "4d", "5d"))[0])
     coordinates = [reader(c, "s32", i) for c in outer.coordinates]
 
-    def tile(m: Machine, lanes: Lanes) -> _Tile:
-        tensor = _map_of(m, there(m, lanes), lanes)
-        indices = lane_indices(lanes)
+    def tile(m: Machine, indices: NDArray[np.intp], address: int, start: Offsets, outward: Offsets) -> _Tile:
+        tensor = _map_at(m, address, int(indices[0]))
         if len(tensor.box) != rank or len(coordinates) != rank:
             what = f"a copy of {rank} dimensions with {len(coordinates)} coordinates"
             raise m.fault(f"{what}, its tensor map has {len(tensor.box)}", int(indices[0]))
-        start = _shared_start(m, here(m, lanes), lanes, tensor.box_bytes, TILE_ALIGNMENT)
-        corner = np.stack([np.broadcast_to(c(m, lanes), len(indices)) for c in coordinates], axis=1).astype(np.int64)
+        start = _shared_start(m, start, indices, tensor.box_bytes, TILE_ALIGNMENT)
+        corner = np.stack([np.broadcast_to(c(m, indices), len(indices)) for c in coordinates], axis=1).astype(np.int64)
         for at in np.flatnonzero(corner[:, 0] * tensor.item % BULK_ALIGNMENT):
             # The PTX ISA and the driver's manual ask it of the tensor's address and strides only; Hopper answers such
             # coordinates with an illegal instruction (H100, 2026-11-21; triton-lang/triton issue 7385 of a load,
@@ -200,14 +210,17 @@ def _load(i: Instruction, tensor: bool) -> Operation:
     mask = reader(rest[0], "u16", i) if "multicast:cluster" in i.parts else None
 
     def run(m: Machine, lanes: Lanes) -> None:
-        indices = lane_indices(lanes)
-        tile = tiles(m, lanes)
-        rows = barrier(m, lanes)
-        copies, apart = _targets(m, indices, None if mask is None else mask(m, lanes))
+        for indices, tile in tiles(m, lanes):
+            load(m, indices, tile)
+
+    def load(m: Machine, indices: NDArray[np.intp], tile: _Tile) -> None:
+        rows = barrier(m, indices)
+        copies, apart = _targets(m, indices, None if mask is None else mask(m, indices))
         rows = rows[copies] + apart // _BARRIER_BYTES
         hidden = ~m.mbarriers.visible[rows]
         if hidden.any():
-            what = "an mbarrier with no fence.mbarrier_init or fence.proxy.async since its init, used by a bulk copy"
+            what = "an mbarrier with neither a fence (mbarrier_init, proxy.async) nor a barrier since its init"
+            what += ", used by a bulk copy"
             raise m.fault(what, int(indices[copies[np.flatnonzero(hidden)[0]]]))
         inside = tile.outer >= 0
         values = np.zeros((*tile.outer.shape, tile.unit), np.uint8)
@@ -262,8 +275,10 @@ def _store(i: Instruction, tensor: bool) -> Operation:
     tiles = _tiles(i, source, to, None if tensor else rest[0])
 
     def run(m: Machine, lanes: Lanes) -> None:
-        indices = lane_indices(lanes)
-        tile = tiles(m, lanes)
+        for indices, tile in tiles(m, lanes):
+            store(m, indices, tile)
+
+    def store(m: Machine, indices: NDArray[np.intp], tile: _Tile) -> None:
         owners = np.broadcast_to(indices[:, None], tile.outer.shape)
         place = tile.shared.ravel()
         with m.accessing(owners.ravel(), "shared"):
@@ -372,7 +387,7 @@ def fence(i: Instruction) -> Operation:
 
     def run(m: Machine, lanes: Lanes) -> None:
         blocks = np.unique(m.block_of[lanes])
-        m.mbarriers.visible.reshape(len(m.blocks), -1)[blocks] = True
+        m.mbarriers.show(blocks, len(m.blocks))
         if proxy and m.shared.unfenced is not None:
             m.shared.unfenced.reshape(len(m.blocks), -1)[blocks] = False
 

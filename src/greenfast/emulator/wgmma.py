@@ -257,18 +257,18 @@ def _operand(
     """(blocks, rows, K) values of an operand in shared memory, and the (blocks, pieces) of memory that hold it."""
     bits = _of_group(m, i, np.asarray(read(m, lanes)), blocks, lanes, "a matrix descriptor")
     owner = lane_indices(lanes)[: len(blocks) * WARP : WARP]
-    parsed = [Descriptor.parse(int(b)) for b in np.unique(bits)]
-    by_bits = dict(zip(np.unique(bits).tolist(), parsed, strict=True))
-    starts = np.array([by_bits[b][0] for b in bits.tolist()], np.int64)
-    layouts = [by_bits[b][1] for b in bits.tolist()]
-    for n, (start, layout) in enumerate(zip(starts.tolist(), layouts, strict=True)):
+    offsets = np.zeros((len(blocks), 0, 0), np.int64)
+    for descriptor in np.unique(bits).tolist():
+        start, layout = Descriptor.parse(descriptor)
+        mine = np.flatnonzero(bits == descriptor)
         try:
             layout.check(start)
         except DescriptorError as e:
-            raise m.fault(str(e), int(owner[n])) from None
-        if layout != layouts[0]:
-            raise unsupported(i, "has descriptors of different layouts in the blocks of a grid")
-    offsets = layouts[0].offsets(starts, rows, 32, transposed)
+            raise m.fault(str(e), int(owner[mine[0]])) from None
+        found = layout.offsets(np.array([start], np.int64), rows, 32, transposed)
+        if not offsets.size:
+            offsets = np.zeros((len(blocks), *found.shape[1:]), np.int64)
+        offsets[mine] = found
     outside = np.flatnonzero(((offsets < 0) | (offsets + CHUNK > m.shared_bytes)).any(axis=(1, 2)))
     if len(outside):
         worst = int(offsets[outside[0]].max())
