@@ -217,7 +217,9 @@ def atomic(i: Instruction) -> Operation:
             old = np.empty(len(rows), dtype)
             for n, row in enumerate(rows):
                 old[n] = cells[row]
-                cells[row] = after(old[n], *(a[n] for a in arguments))
+                new = after(old[n], *(a[n] for a in arguments))
+                cells[row] = new
+                arena.writes += bool(new != old[n])
             if write:
                 write[at](m, lanes, old)
 

@@ -29,6 +29,11 @@ from greenfast.spec.problem import Array, OutputSpec
 
 #: Threads that run at once. More would need more memory (some hundred bytes of registers each) and gain little.
 MAX_LANES = 16_384
+#: What is resident at once of a kernel whose blocks may wait for each other, as on an H100: multiprocessors, and of
+#: each the threads, blocks and bytes of shared memory (CUDA C++ Programming Guide, "Compute Capabilities").
+MULTIPROCESSORS, THREADS, BLOCKS, SHARED = 132, 2048, 32, 233_472
+#: The allocation of the runtime's that a grid of cooperative groups synchronizes through: its size and a barrier.
+WORKSPACE, _WORKSPACE_BYTES = "cooperative groups' workspace", 8
 
 
 #: Blocks of a cluster; more than 8 are an option of the launch on Hopper.
@@ -88,8 +93,10 @@ def run_grid(
     sizes |= {n: int(np.prod(o.shape)) * np.dtype(o.dtype).itemsize for n, o in outputs.items()}
     variables = {v.name: v for v in module.variables.values() if v.space in ("global", "const") and v.size}
     sizes |= {f"variable {name}": v.size for name, v in variables.items()}
+    sizes[WORKSPACE] = _WORKSPACE_BYTES
     memory = GlobalMemory(sizes)
     functions = {name: FUNCTION_BASE + 16 * n for n, name in enumerate(module.functions)}
+    memory.states_of(WORKSPACE)[:] = WRITTEN
     for name, a in arrays.items():
         memory.bytes_of(name)[:] = a.reshape(-1).view(np.uint8)
         memory.states_of(name)[:] = WRITTEN
@@ -105,8 +112,7 @@ def run_grid(
     counts = Counts()
     by_phase = PhaseCounts(function) if phases else None
     printed: list[str] = []
-    per_batch = max(1, MAX_LANES // (-(-geometry.threads // 32) * 32))
-    per_batch = max(1, per_batch // size) * size  # whole clusters
+    per_batch = max(1, resident_blocks(program, geometry, shared_bytes) // size) * size  # whole clusters
     with np.errstate(all="ignore"):
         for start in range(0, geometry.blocks, per_batch):
             machine = Machine(
@@ -120,6 +126,7 @@ def run_grid(
                 memory=memory,
                 symbols={**functions, **{name: memory.address(f"variable {name}") for name in variables}},
                 params=_parameters(function, plan, memory),
+                workspace=memory.address(WORKSPACE),
                 counts=counts,
                 phases=by_phase,
                 dynamic_bytes=dynamic_smem_bytes,
@@ -176,6 +183,18 @@ def _initial(v: Variable, memory: GlobalMemory, functions: Mapping[str, int]) ->
         address = memory.address(target) if target in memory.starts else functions[r.symbol]
         data[r.offset : r.offset + r.size] = r.value(address)
     return bytes(data)
+
+
+def resident_blocks(program: Program, geometry: Geometry, shared_bytes: int) -> int:
+    """How many blocks of a grid run together; all others begin when these have ended.
+
+    Where blocks can wait for each other, as many as an H100 holds; registers, which PTX does not know, are not counted.
+    """
+    threads = -(-geometry.threads // 32) * 32
+    if not program.polling:
+        return max(1, MAX_LANES // threads)
+    each = min(THREADS // threads, BLOCKS, SHARED // (shared_bytes + 1024))  # 1 KiB of each block is the system's
+    return MULTIPROCESSORS * max(1, each)
 
 
 def _pack(variables: Sequence[Variable], start: int = 0) -> tuple[dict[str, int], int]:

@@ -113,6 +113,7 @@ class Machine:
     blocks: their linear indices. shared_layout, local_layout: offsets of variables. dynamic_bytes: shared memory that
     the launch asks for, among shared_bytes. params: each parameter's bytes, or
     the tensor map that it is.
+    workspace: address of what cooperative groups synchronize a grid with.
     counts: where what runs now is counted. phases: where it is counted by phase, in an instrumented build.
     """
 
@@ -130,6 +131,7 @@ class Machine:
     output: list[str] = field(default_factory=list)
     phases: PhaseCounts | None = None
     dynamic_bytes: int = 0
+    workspace: int = 0
 
     def __post_init__(self) -> None:
         self.warps = -(-self.geometry.threads // WARP)
@@ -251,6 +253,9 @@ class Machine:
             ("%globaltimer_hi", 0),
         ):
             found[name] = np.full(self.lanes, value)
+        found["%envreg1"], found["%envreg2"] = (
+            np.full(self.lanes, self.workspace >> shift & 0xFFFFFFFF) for shift in (32, 0)
+        )
         for name, values in (
             ("%tid", unflatten(self.thread_of, self.geometry.block)),
             ("%ctaid", unflatten(block, self.geometry.grid)),

@@ -68,6 +68,8 @@ class Arena:
     An access is ``count`` addresses of ``size`` bytes each (1, 2, 4, 8 or 16), aligned to their size.
     ``readers``: for each 16 bytes, how many asynchronous operations still read them. ``unfenced``: which of them
     ordinary stores wrote since the last proxy fence. Both only where a kernel has such operations.
+    ``writes``: how many writes there have been, of atomic ones, and of all with ``compares``, those that changed
+    something.
     """
 
     def __init__(self, size: int, state: int) -> None:
@@ -78,6 +80,8 @@ class Arena:
         self.state[size:] = OUTSIDE
         self.readers: NDArray[np.uint16] | None = None
         self.unfenced: NDArray[np.bool_] | None = None
+        self.writes = 0
+        self.compares = False
 
     def watch_asynchronous_reads(self) -> None:
         """Keep account of what asynchronous operations read, and of stores that no proxy fence followed."""
@@ -123,7 +127,10 @@ class Arena:
         """Write (count, size) bytes; where two lanes write one place, the last one stays."""
         size = values.shape[1]
         rows = self.require_free(offsets, size, what)
-        _elements(self.data, size)[rows] = _elements(np.ascontiguousarray(values).reshape(-1), size)
+        new = _elements(np.ascontiguousarray(values).reshape(-1), size)
+        if not self.compares or not np.array_equal(_elements(self.data, size)[rows].view(np.uint8), new.view(np.uint8)):
+            self.writes += 1
+        _elements(self.data, size)[rows] = new
         _elements(self.state, size)[rows] = _state(WRITTEN, size)
         if self.unfenced is not None:
             self.unfenced[offsets // CHUNK] = True

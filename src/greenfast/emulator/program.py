@@ -26,7 +26,8 @@ from greenfast.emulator.machine import Operation
 from greenfast.emulator.meetings import meeting_of
 from greenfast.emulator.operands import unsupported
 from greenfast.emulator.printf import call
-from greenfast.emulator.ptx import Function, Instruction
+from greenfast.emulator.progress import endless_branches, polling_branches
+from greenfast.emulator.ptx import Function, Instruction, Symbol
 
 BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     **arithmetic.BUILDERS,
@@ -62,6 +63,9 @@ class Program:
         self.products = any(i.name == "wgmma" for i in function.code)
         self.operations = [self._build(i) for i in function.code]
         self.joins = set(function.labels.values())
+        self.targets = {pc: _target(i, function) for pc, i in enumerate(function.code) if i.name == "bra"}
+        self.polling = polling_branches(function)
+        self.endless = endless_branches(function)
         self.keys = [_key(i) for i in function.code]
         self.meetings = {pc: m for pc, i in enumerate(function.code) if (m := meeting_of(i)) is not None}
 
@@ -82,6 +86,13 @@ class Program:
             return BUILDERS[i.name](i)
         except (ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError, StopIteration) as e:
             raise unsupported(i, "has operands that are not known to the emulator") from e
+
+
+def _target(i: Instruction, function: Function) -> int:
+    label = i.operands[0]
+    if not isinstance(label, Symbol) or label.name not in function.labels:
+        raise unsupported(i)
+    return function.labels[label.name]
 
 
 def _key(i: Instruction) -> str:

@@ -9,6 +9,7 @@ fragments) wait for all of its threads, those of a warpgroup (wgmma) for its fou
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +19,9 @@ from greenfast.emulator.barriers import NamedBarriers
 from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.machine import WARP, Lanes, Machine, lane_count, lane_indices
 from greenfast.emulator.meetings import Meetings
-from greenfast.emulator.operands import unsupported
 from greenfast.emulator.program import CONTROL, Program
-from greenfast.emulator.ptx import Instruction, Symbol
+from greenfast.emulator.progress import ENDLESS, PATIENCE, POLL, STRETCH, STRETCH_LIMIT, TURNS, Progress
+from greenfast.emulator.ptx import Instruction
 
 #: Instructions per warp after which a kernel counts as endless.
 INSTRUCTION_LIMIT = 20_000_000
@@ -47,6 +48,13 @@ class Scheduler:
             self.fragments.append({0: lanes})
         self.barriers = NamedBarriers(machine, self.code)
         self.meetings = Meetings(machine, program.meetings)
+        self.progress = Progress(machine)
+        machine.memory.compares = machine.shared.compares = bool(program.polling)
+        self.in_vain = [0] * machine.warps  # how often a loop of each warp has turned and nothing was there for it
+        self.spent = 0  # what turns of loops that wait cost, in instructions
+        self.turned = Counter[int]()  # how often loops have let others run, by branch
+        # What each warp has executed with no event meanwhile, and how many events there had been.
+        self.stretches = [(0, -1)] * machine.warps
         self.ended = machine.ended
 
     def run(self) -> None:
@@ -60,12 +68,14 @@ class Scheduler:
                 self._retry()
             if any(self.fragments):
                 self._round()
-                if self.m.arriving and self.random.random() < EARLY_DELIVERY:
-                    self._deliver()
-            elif self.ended.all():
+                if not self.progress.quiet() or not any(self.fragments):
+                    if self.m.arriving and self.random.random() < EARLY_DELIVERY:
+                        self._deliver()
+                    continue
+            if self.ended.all():
                 tma.finish(self.m)
                 return
-            elif groups := self.meetings.again():
+            if groups := self.meetings.again():
                 for lanes in groups:
                     self._together(lanes)
             elif self.m.arriving:
@@ -76,7 +86,7 @@ class Scheduler:
                 self._retry()
                 self._round()
                 self.m.impatient[:] = False
-            else:
+            elif not any(self.fragments) or self.progress.stands(self.fragments):
                 raise self._stuck()
 
     def _round(self) -> None:
@@ -85,10 +95,45 @@ class Scheduler:
         self.random.shuffle(ready)
         for n in ready:
             self._count_for(n)
-            fragments = self.fragments[n]
-            while fragments:
-                pc = min(fragments)
-                self._run_fragment(n, pc, fragments.pop(pc))
+            before = self.m.executed + self.spent
+            self._run_warp(n)
+            self._limit(n, self.m.executed + self.spent - before)
+
+    def _run_warp(self, n: int) -> None:
+        """Run a warp until its threads wait or have ended, or go round in a loop that waits for others.
+
+        After some turns of such a loop in vain the warp's other threads run first: they may be what it waits for.
+        """
+        fragments, turning = self.fragments[n], set[int]()
+        writes = self.m.memory.writes + self.m.shared.writes
+        begin = self.m.executed
+        while len(fragments) > len(turning):
+            if self.m.executed - begin > STRETCH:
+                return
+            pc = min(fragments.keys() - turning) if turning else min(fragments)
+            again = self._run_fragment(n, pc, fragments.pop(pc))
+            if again is None:
+                turning &= fragments.keys()
+                continue
+            turning.add(again)
+            self.spent += POLL
+            if self.m.memory.writes + self.m.shared.writes != writes:
+                self.in_vain[n] = 0
+                return
+            if self.in_vain[n] < PATIENCE:
+                self.in_vain[n] += 1
+                return
+        if not turning:
+            self.in_vain[n] = 0
+
+    def _limit(self, n: int, executed: int) -> None:
+        """A fault where a warp has executed too much with nothing that others can see."""
+        total, events = self.stretches[n]
+        self.stretches[n] = (total + executed if events == self.m.changes else executed, self.m.changes)
+        if self.stretches[n][0] > STRETCH_LIMIT and self.fragments[n]:
+            lanes = lane_indices(next(iter(self.fragments[n].values())))
+            what = f"no end of a loop after {self.stretches[n][0]} instructions of warp {n} (an endless loop?)"
+            raise self.m.fault(what, int(lanes[0]))
 
     def _count_for(self, n: int) -> None:
         """Count what runs now for a warp, where phases are counted."""
@@ -124,37 +169,44 @@ class Scheduler:
             for n in np.unique(here // self.m.set_size):
                 self._put(int(n), int(pc), here[here // self.m.set_size == n])
 
-    def _run_fragment(self, n: int, pc: int, lanes: Lanes) -> None:
-        """Run threads from an instruction on, until they part, wait, end, or come to where others may join them."""
+    def _run_fragment(self, n: int, pc: int, lanes: Lanes) -> int | None:
+        """Run threads from an instruction on, until they part, wait, end, or come to where others may join them.
+
+        Returns where they are when they go round in a loop and let others run.
+        """
         m, program = self.m, self.program
         operations, code, keys, joins = program.operations, self.code, program.keys, program.joins
+        targets, polling = program.targets, program.polling
         others = bool(self.fragments[n])
-        start = pc
+        start, turns = pc, 0
         while True:
             if pc >= len(code):
                 self._end(lanes)
-                return
+                return None
             if others and pc in joins and pc != start:
                 self._put(n, pc, lanes)
-                return
+                return None
             i = code[pc]
             m.current = i
             active = lanes
             if i.guard is not None:
                 chosen = m.register(i.guard[0])[lanes] ^ i.guard[1]
                 if i.name == "bra":
-                    if chosen.all():
-                        pc = self._target(i)
-                    elif not chosen.any():
-                        pc += 1
-                    else:
-                        indices = lane_indices(lanes)
-                        self._count(i, keys[pc], lanes)
-                        self._put(n, self._target(i), indices[chosen])
-                        self._put(n, pc + 1, indices[~chosen])
-                        return
                     self._count(i, "bra", lanes)
-                    continue
+                    if not chosen.any():
+                        pc += 1
+                        continue
+                    target = targets[pc]
+                    turns += target <= pc
+                    turning = target <= pc and (pc in polling or turns > TURNS)
+                    if chosen.all() and not turning:
+                        pc = target
+                        continue
+                    indices = lane_indices(lanes)
+                    self._put(n, target, indices[chosen])
+                    if not chosen.all():
+                        self._put(n, pc + 1, indices[~chosen])
+                    return target if turning else None
                 if not chosen.all():
                     active = lane_indices(lanes)[chosen]
             if lane_count(active):
@@ -163,7 +215,7 @@ class Scheduler:
                     self._part(n, pc + 1, lanes, active)
                     for group in groups:
                         self._together(group)
-                    return
+                    return None
                 operation = operations[pc]
                 if operation is not None:
                     stay = operation(m, active)
@@ -173,17 +225,27 @@ class Scheduler:
                             self._count(i, keys[pc], passed)
                         self._add(self.staying[n], n, pc, stay)
                         self._part(n, pc + 1, lanes, stay)
-                        return
+                        return None
                     self._count(i, keys[pc], active)
                 else:
                     self._count(i, keys[pc], active)
                     if i.name in CONTROL and pc not in program.meetings:
                         if i.name == "bra":
-                            pc = self._target(i)
+                            target = targets[pc]
+                            turns += target <= pc
+                            if target <= pc and (pc in polling or turns > TURNS):
+                                self.turned[pc] += 1
+                                if max(turns, self.turned[pc] * ENDLESS) > TURNS and pc in program.endless:
+                                    raise m.fault(
+                                        "an endless loop: nothing leads out of it", int(lane_indices(lanes)[0])
+                                    )
+                                self._put(n, target, lanes)
+                                return target
+                            pc = target
                             continue
                         if self._control(i, pc, active):
                             self._part(n, pc + 1, lanes, active)
-                            return
+                            return None
             pc += 1
 
     def _part(self, n: int, pc: int, lanes: Lanes, without: Lanes) -> None:
@@ -205,12 +267,6 @@ class Scheduler:
             raise self.m.fault(
                 f"no end after {INSTRUCTION_LIMIT} instructions (an endless loop?)", int(lane_indices(lanes)[0])
             )
-
-    def _target(self, i: Instruction) -> int:
-        label = i.operands[0]
-        if not isinstance(label, Symbol) or label.name not in self.program.function.labels:
-            raise unsupported(i)
-        return self.program.function.labels[label.name]
 
     def _end(self, lanes: Lanes) -> None:
         """Threads end: barriers and groups of their warp that wait for all others need them no more."""
@@ -252,7 +308,7 @@ class Scheduler:
     # ---- deadlock ---------------------------------------------------------------------------------------------------
 
     def _stuck(self) -> KernelFaultError:
-        """The fault of a block whose threads wait for what never comes."""
+        """The fault of a block whose threads wait, or go round in a loop, for what never comes."""
         m = self.m
         waiting = np.flatnonzero(~self.ended)
         block = int(m.block_of[waiting[0]])
@@ -269,6 +325,10 @@ class Scheduler:
                 if len(here):
                     found[pc] = f"{len(here)} threads"
                     notes[pc] = self._awaited(pc, here)
+            for pc, turning in self.fragments[n].items():
+                here = np.intersect1d(lane_indices(turning), lanes)
+                if len(here):
+                    found[pc], notes[pc] = f"{len(here)} threads", " in a loop that nothing ends"
             for pc in sorted(found):
                 i = self.code[pc]
                 waits.append(f"{found[pc]} of warp {n} wait at {i.source} ({i.text}){notes[pc]}")
@@ -277,8 +337,11 @@ class Scheduler:
             gone = int(self.ended[lanes].sum())
             if gone:
                 waits.append(f"{gone} threads of warp {n} have ended")
-        barrier = self.barriers.arrived.any() and not any(self.staying)
+        barrier = self.barriers.arrived.any() and not any(self.staying) and not any(self.fragments)
         why = "deadlock, a barrier that not all threads reach" if barrier else "deadlock, nothing can go on"
+        begun = len(m.blocks) + int(m.blocks[0])
+        if any(self.fragments) and begun < m.geometry.blocks:
+            waits.append(f"{m.geometry.blocks - begun} blocks have not begun, {len(m.blocks)} are resident at once")
         return m.fault(f"{why}: " + "; ".join(waits), max(first, 0))
 
     def _awaited(self, pc: int, lanes: NDArray[np.intp]) -> str:
