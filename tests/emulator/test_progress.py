@@ -185,7 +185,10 @@ def test_blocks_that_are_not_resident_never_come_to_a_barrier_of_the_grid() -> N
         ("while (true) atomicAdd(scratch, 1);", r"an endless loop: nothing leads out of it"),
         ("while (*(volatile int*)scratch == 0); y[0] = 1;", r"in a loop that nothing ends"),
         ("while (*(volatile int*)(scratch + threadIdx.x % 2) == 0) scratch[8] = 5; y[0] = 1;", r"that nothing ends"),
-        ("while (*(volatile int*)(scratch + threadIdx.x % 2) == 0) scratch[8]++; y[0] = 1;", r"an endless loop\?"),
+        (
+            "y[threadIdx.x] = 0; while (((volatile int*)scratch)[threadIdx.x % 2] == 0) y[threadIdx.x]++;",
+            r"an endless loop\?",
+        ),
         ("while (atomicCAS(scratch, 1, 0) == 0); y[0] = 1;", r"in a loop that nothing ends"),
         (
             "if (threadIdx.x < 32) while (atomicCAS(scratch, 1, 0) == 0); __syncthreads(); y[0] = 1;",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ from greenfast.emulator.operands import dtype_of, reader, type_of, unsupported, 
 from greenfast.emulator.ptx import Address, Instruction, Operand, Register, Symbol, Vector
 
 Offsets = NDArray[np.int64]
+
+#: What makes a load or store one that races with nobody, and that threads may synchronize through.
+STRONG = frozenset({"volatile", "relaxed", "acquire", "release", "mmio"})
 
 
 def space_of(i: Instruction) -> str:
@@ -123,11 +127,14 @@ def load(i: Instruction) -> Operation:
     total = size * len(items)
     where = addresses(i.operands[1], i)
     what = f"{total}-byte read"
+    strong = not STRONG.isdisjoint(i.parts)
 
     def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
         arena, offsets, actual = locate(m, space, at, lanes)
         with m.accessing(lanes, actual):
-            found = arena.read(offsets, total, what)
+            found = arena.read(offsets, total, what, strong)
+        if strong and actual in ("global", "shared"):
+            m.races.synchronize(actual, offsets, lanes, True, False)
         count_access(m, actual, False, offsets, lanes, total)
         values = found.view(dtype_of(kind))
         for n, w in enumerate(write):
@@ -146,6 +153,7 @@ def store(i: Instruction) -> Operation:
     size = dtype_of(kind).itemsize
     where = addresses(i.operands[0], i)
     what = f"{size * len(items)}-byte write"
+    strong, releases = not STRONG.isdisjoint(i.parts), "release" in i.parts
 
     def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
         arena, offsets, actual = locate(m, space, at, lanes)
@@ -153,7 +161,9 @@ def store(i: Instruction) -> Operation:
         for n, r in enumerate(read):
             values[:, n] = r(m, lanes)
         with m.accessing(lanes, actual):
-            arena.write(offsets, values.view(np.uint8), what)
+            arena.write(offsets, values.view(np.uint8), what, strong)
+        if strong and actual in ("global", "shared"):
+            m.races.synchronize(actual, offsets, lanes, False, True, releases)
         count_access(m, actual, True, offsets, lanes, size * len(read))
 
     return by_space(space, where, run)
@@ -198,7 +208,7 @@ def atomic(i: Instruction) -> Operation:
     operation = next((p for p in i.parts if p in (*_ATOMIC, "exch", "cas", "inc", "dec")), None)
     if operation is None or (kind in ("f16", "bf16", "f16x2", "bf16x2") and operation != "add"):
         raise unsupported(i)
-    returns = i.name == "atom"
+    returns, releases = i.name == "atom", not {"release", "acq_rel"}.isdisjoint(i.parts)
     target, *sources = without_policy(i, i.operands[1:] if returns else i.operands)
     parts = [_items(s) for s in sources]
     read = [[reader(item, kind, i) for item in column] for column in zip(*parts, strict=True)]
@@ -208,9 +218,11 @@ def atomic(i: Instruction) -> Operation:
     def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
         arena, offsets, actual = locate(m, space, at, lanes)
         with m.accessing(lanes, actual):
-            arena.read(offsets, whole, f"{whole}-byte atomic access")
+            arena.read(offsets, whole, f"{whole}-byte atomic access", True)
         cells = arena.data.view(dtype)
         after = _after(operation, kind, actual)
+        if actual in ("global", "shared"):
+            m.races.synchronize(actual, offsets, lanes, returns, True, releases)
         for at, column in enumerate(read):  # each element of a vector for itself
             rows = offsets // dtype.itemsize + at
             arguments = [np.broadcast_to(np.asarray(r(m, lanes)), len(rows)) for r in column]
@@ -277,6 +289,7 @@ def asynchronous_copy(i: Instruction) -> Operation:
             count_access(m, "global", False, sources[some], indices[some], int(count))
         with m.accessing(indices, "shared"):
             arena.mark(offsets, size, IN_FLIGHT, f"{size}-byte asynchronous write")
+            m.races.shared_write(offsets, size, None)
         count_access(m, "shared", True, offsets, indices, size)
         m.copies.append(Copy(indices, offsets, values, m.copy_groups[indices].copy(), m.copies_issued))
         m.copies_issued += 1
@@ -344,7 +357,15 @@ def land(m: Machine, lanes: Lanes, which: Callable[[Copy], Any]) -> None:
                 m.shared.unfenced[copy.offsets[done] // CHUNK] = True
         if not done.all():
             left = ~done
-            kept.append(Copy(copy.lanes[left], copy.offsets[left], copy.values[left], copy.groups[left], copy.number))
+            kept.append(
+                replace(
+                    copy,
+                    lanes=copy.lanes[left],
+                    offsets=copy.offsets[left],
+                    values=copy.values[left],
+                    groups=copy.groups[left],
+                )
+            )
     m.copies = kept
 
 

@@ -70,6 +70,8 @@ class NamedBarriers:
             self.at[indices] = pc
             if form.vote is not None:
                 self.votes[indices] = form.vote(m, lanes)
+        else:
+            m.races.ordering.arrive(which.tolist(), (which // BARRIERS).tolist(), m.races.warp)
         self._release(which[self._complete(which)])
         m.events += 1
         return form.waits
@@ -106,6 +108,7 @@ class NamedBarriers:
         came = self.came.reshape(BARRIERS, self.m.warps, -1, WARP)
         came[complete % BARRIERS, :, complete // BARRIERS] = False
         go = np.flatnonzero(np.isin(self.waiting, complete))
+        self.m.races.barrier(complete, go, self.waiting[go], BARRIERS)
         self._reduce(go)
         self.waiting[go] = _NOT_WAITING
         self.released.append(go)

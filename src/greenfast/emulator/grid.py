@@ -20,6 +20,7 @@ from greenfast.emulator.parser import parse
 from greenfast.emulator.phases import PhaseCounts
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx import Function, Module, Variable
+from greenfast.emulator.races import GlobalRecord, TrackReads
 from greenfast.emulator.scheduler import Scheduler
 from greenfast.emulator.tensormap import MAP_BYTES, BoundMap, bind
 from greenfast.kernels import KERNEL_DIR
@@ -109,6 +110,7 @@ def run_grid(
     local_layout, local_bytes = _pack([v for v in function.variables.values() if v.space == "local"])
     geometry = Geometry(plan.grid, block, _cluster(function, plan))
     order, size = geometry.order(), geometry.cluster_size
+    record = GlobalRecord(memory, program.tracked)
     counts = Counts()
     by_phase = PhaseCounts(function) if phases else None
     printed: list[str] = []
@@ -127,6 +129,8 @@ def run_grid(
                 symbols={**functions, **{name: memory.address(f"variable {name}") for name in variables}},
                 params=_parameters(function, plan, memory),
                 workspace=memory.address(WORKSPACE),
+                record=record,
+                synchronizes=program.synchronizes,
                 counts=counts,
                 phases=by_phase,
                 dynamic_bytes=dynamic_smem_bytes,
@@ -135,6 +139,20 @@ def run_grid(
                 by_phase.begin(machine.lanes)
             try:
                 Scheduler(machine, program, seed + start).run()
+            except TrackReads as found:
+                program.tracked |= {found.name}
+                return run_grid(
+                    ptx,
+                    entry,
+                    block,
+                    dynamic_smem_bytes,
+                    plan,
+                    inputs,
+                    outputs,
+                    seed=seed,
+                    poison=poison,
+                    phases=phases,
+                )
             except KernelFaultError as e:
                 e.printed = "".join([*printed, *machine.output])
                 raise

@@ -18,7 +18,9 @@ from greenfast.emulator.arrivals import Mbarriers
 from greenfast.emulator.counts import Counts
 from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.memory import UNWRITTEN, WRITTEN, Arena, BadAccessError, GlobalMemory
+from greenfast.emulator.ordering import Ordering
 from greenfast.emulator.ptx import Function, Instruction, Register, Vector
+from greenfast.emulator.races import GlobalRecord, Races
 from greenfast.emulator.tensormap import MAP_BYTES, BoundMap
 from greenfast.emulator.underway import BulkLoad, BulkStore, Products
 
@@ -113,7 +115,8 @@ class Machine:
     blocks: their linear indices. shared_layout, local_layout: offsets of variables. dynamic_bytes: shared memory that
     the launch asks for, among shared_bytes. params: each parameter's bytes, or
     the tensor map that it is.
-    workspace: address of what cooperative groups synchronize a grid with.
+    workspace: address of what cooperative groups synchronize a grid with. record: the accesses to global memory of
+    all blocks of the grid. synchronizes: whether threads may do so through memory.
     counts: where what runs now is counted. phases: where it is counted by phase, in an instrumented build.
     """
 
@@ -132,6 +135,8 @@ class Machine:
     phases: PhaseCounts | None = None
     dynamic_bytes: int = 0
     workspace: int = 0
+    record: GlobalRecord | None = None
+    synchronizes: bool = False
 
     def __post_init__(self) -> None:
         self.warps = -(-self.geometry.threads // WARP)
@@ -177,6 +182,10 @@ class Machine:
         self.impatient = np.zeros(self.lanes, np.bool_)
         self.random = random.Random(0)
         self._lay_parameters()
+        record = self.record or GlobalRecord(self.memory, frozenset())
+        self.races = Races(self, record, Ordering(len(self.blocks), self.warps, self.synchronizes))
+        self.shared.on_read, self.shared.on_write = self.races.shared_read, self.races.shared_write
+        self.memory.on_read, self.memory.on_write = self.races.global_read, self.races.global_write
         self.executed = 0
         self.current: Instruction = self.function.code[0]
         self.specials = self._specials()
@@ -301,10 +310,14 @@ class Machine:
             f"(in: {self.current.text})"
         )
 
+    def block_name(self, block: int) -> str:
+        """A block of the grid by its index."""
+        return f"block {unflatten(block, self.geometry.grid)}"
+
     def place(self, lane: int) -> str:
         """A thread by block and thread index."""
-        block = unflatten(int(self.blocks[self.block_of[lane]]), self.geometry.grid)
-        return f"block {block}, thread {unflatten(int(self.thread_of[lane]), self.geometry.block)}"
+        block = self.block_name(int(self.blocks[self.block_of[lane]]))
+        return f"{block}, thread {unflatten(int(self.thread_of[lane]), self.geometry.block)}"
 
     def shared_place(self, offset: int) -> str:
         """A byte of shared memory, by its offset in the block's, and by the variable that it belongs to."""
@@ -315,6 +328,7 @@ class Machine:
     @contextlib.contextmanager
     def accessing(self, lanes: Lanes, space: str) -> Iterator[None]:
         """Turn a failed memory access into the fault of its thread; ``lanes``: the threads of the access in order."""
+        self.races.accessing = lanes
         try:
             yield
         except BadAccessError as bad:

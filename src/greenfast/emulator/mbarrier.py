@@ -122,6 +122,7 @@ def arrive(i: Instruction) -> Operation:
         rows = where(m, lanes)
         counts = _integers(np.ones((), np.uint32) if amount is None else amount(m, lanes), lanes)
         state = m.mbarriers.state(rows)
+        m.races.arrive_at(rows, lanes)
         with faults(m, lanes):
             if expects:
                 m.mbarriers.expect(rows, counts)
@@ -149,6 +150,8 @@ def wait(i: Instruction) -> Operation:
             at = int(np.flatnonzero(wanted >> 1)[0])
             raise m.fault(f"a phase parity of {wanted[at]}, which must be 0 or 1", int(lane_indices(lanes)[at]))
         done = m.mbarriers.passed(rows, wanted) if parity else m.mbarriers.phase[rows] > wanted >> PHASE_SHIFT
+        if done.any():
+            m.races.leave(rows[done], lane_indices(lanes)[done])
         if done.all() or m.random.random() < GIVES_UP:
             write(m, lanes, done)
             return None

@@ -6,6 +6,8 @@ wrote, or of a byte that an asynchronous copy has not delivered is found where i
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -46,6 +48,9 @@ class BadAccessError(Exception):
     address: int
 
 
+_SHIFTS = {1 << n: n for n in range(5)}
+
+
 def window(address: int) -> str:
     """The state space of a generic address: global, shared, local, param or none."""
     return next((name for name, base in BASES.items() if base >> WINDOW_BITS == address >> WINDOW_BITS), "none")
@@ -68,6 +73,7 @@ class Arena:
     An access is ``count`` addresses of ``size`` bytes each (1, 2, 4, 8 or 16), aligned to their size.
     ``readers``: for each 16 bytes, how many asynchronous operations still read them. ``unfenced``: which of them
     ordinary stores wrote since the last proxy fence. Both only where a kernel has such operations.
+    ``on_read``, ``on_write``: told of offsets, size and what is to be written, before it is.
     ``writes``: how many writes there have been, of atomic ones, and of all with ``compares``, those that changed
     something.
     """
@@ -82,6 +88,8 @@ class Arena:
         self.unfenced: NDArray[np.bool_] | None = None
         self.writes = 0
         self.compares = False
+        self.on_read: Callable[[Addresses, int], None] | None = None
+        self.on_write: Callable[[Addresses, int, Bytes | None], None] | None = None
 
     def watch_asynchronous_reads(self) -> None:
         """Keep account of what asynchronous operations read, and of stores that no proxy fence followed."""
@@ -90,15 +98,13 @@ class Arena:
 
     def _rows(self, offsets: Addresses, size: int, what: str) -> NDArray[np.int64]:
         """Indices of elements of ``size`` bytes; raises BadAccessError for misaligned ones and such beyond the end."""
-        misaligned = offsets & (size - 1)
-        if misaligned.any():
-            i = int(np.flatnonzero(misaligned)[0])
+        if size > 1 and int(np.bitwise_or.reduce(offsets)) & (size - 1):
+            i = int(np.flatnonzero(offsets & (size - 1))[0])
             raise BadAccessError(f"misaligned {what}", i, int(offsets[i]))
-        outside = (offsets < 0) | (offsets > self.size - size)
-        if outside.any():
-            i = int(np.flatnonzero(outside)[0])
+        if len(offsets) and (int(offsets.min()) < 0 or int(offsets.max()) > self.size - size):
+            i = int(np.flatnonzero((offsets < 0) | (offsets > self.size - size))[0])
             raise BadAccessError(f"{what} out of bounds", i, int(offsets[i]))
-        return offsets // size
+        return offsets >> _SHIFTS[size]
 
     def _require(self, rows: NDArray[np.int64], offsets: Addresses, size: int, what: str) -> None:
         """Raise BadAccessError unless every byte of a read is WRITTEN."""
@@ -117,16 +123,20 @@ class Arena:
             reason = f"{what} of an element that nothing has written"
         raise BadAccessError(reason, i, int(offsets[i]))
 
-    def read(self, offsets: Addresses, size: int, what: str) -> Bytes:
-        """(count, size) bytes; every byte must have been written."""
+    def read(self, offsets: Addresses, size: int, what: str, atomic: bool = False) -> Bytes:
+        """(count, size) bytes; every byte must have been written. ``atomic``: it races with nobody."""
         rows = self._rows(offsets, size, what)
         self._require(rows, offsets, size, what)
+        if self.on_read is not None and not atomic and len(offsets):
+            self.on_read(offsets, size)
         return _elements(self.data, size)[rows].view(np.uint8).reshape(-1, size)
 
-    def write(self, offsets: Addresses, values: Bytes, what: str) -> None:
+    def write(self, offsets: Addresses, values: Bytes, what: str, atomic: bool = False) -> None:
         """Write (count, size) bytes; where two lanes write one place, the last one stays."""
         size = values.shape[1]
         rows = self.require_free(offsets, size, what)
+        if self.on_write is not None and not atomic and len(offsets):
+            self.on_write(offsets, size, values)
         new = _elements(np.ascontiguousarray(values).reshape(-1), size)
         if not self.compares or not np.array_equal(_elements(self.data, size)[rows].view(np.uint8), new.view(np.uint8)):
             self.writes += 1
@@ -190,6 +200,24 @@ class GlobalMemory(Arena):
         self.sizes = dict(sizes)
         for name, start in starts.items():
             self.state[start : start + sizes[name]] = UNWRITTEN
+
+        self._begins = np.array(list(starts.values()), np.int64)
+        self._list = self._begins.tolist()
+
+    def number(self, name: str) -> int:
+        """The number of an allocation, in their order."""
+        return list(self.starts).index(name)
+
+    def name_of(self, number: int) -> str:
+        """The name of an allocation."""
+        return list(self.starts)[number]
+
+    def owners(self, offsets: Addresses) -> set[int]:
+        """The numbers of the allocations that offsets lie in."""
+        low = bisect_right(self._list, int(offsets.min())) - 1
+        if low == bisect_right(self._list, int(offsets.max())) - 1:
+            return {low}
+        return set((np.searchsorted(self._begins, offsets, "right") - 1).tolist())
 
     def address(self, name: str) -> int:
         """The generic address of an allocation."""

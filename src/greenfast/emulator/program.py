@@ -48,7 +48,7 @@ BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     "call": call,
 }
 #: Instructions that order memory accesses or advise: every access here takes effect at once, so nothing is to be done.
-NOTHING = ("membar", "griddepcontrol", "prefetch", "prefetchu", "nanosleep", "pmevent", "setmaxnreg")
+NOTHING = ("griddepcontrol", "prefetch", "prefetchu", "nanosleep", "pmevent", "setmaxnreg")
 #: Instructions that are replaced by others before a program is built (inlining.py).
 REPLACED = ("brx",)
 CONTROL = ("bra", "ret", "exit", "bar", "barrier", "trap", "brkpt")
@@ -66,6 +66,10 @@ class Program:
         self.targets = {pc: _target(i, function) for pc, i in enumerate(function.code) if i.name == "bra"}
         self.polling = polling_branches(function)
         self.endless = endless_branches(function)
+        #: Whether threads may synchronize through memory.
+        self.synchronizes = bool(self.polling) or any(_orders(i) for i in function.code)
+        #: Buffers that a run has found to be both read and written.
+        self.tracked: frozenset[str] = frozenset()
         self.keys = [_key(i) for i in function.code]
         self.meetings = {pc: m for pc, i in enumerate(function.code) if (m := meeting_of(i)) is not None}
 
@@ -86,6 +90,13 @@ class Program:
             return BUILDERS[i.name](i)
         except (ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError, StopIteration) as e:
             raise unsupported(i, "has operands that are not known to the emulator") from e
+
+
+def _orders(i: Instruction) -> bool:
+    """Whether an instruction orders other accesses to memory between threads."""
+    if i.name in ("membar", "fence"):
+        return i.parts[:1] not in (("proxy",), ("mbarrier_init",))
+    return i.name in ("ld", "st", "atom", "red") and not {"acquire", "release", "acq_rel"}.isdisjoint(i.parts)
 
 
 def _target(i: Instruction, function: Function) -> int:

@@ -111,6 +111,7 @@ class Scheduler:
             if self.m.executed - begin > STRETCH:
                 return
             pc = min(fragments.keys() - turning) if turning else min(fragments)
+            self.m.races.warp = n
             again = self._run_fragment(n, pc, fragments.pop(pc))
             if again is None:
                 turning &= fragments.keys()
@@ -149,7 +150,9 @@ class Scheduler:
 
     def _deliver(self) -> None:
         """Deliver one of the bulk copies under way."""
-        self.m.arriving.pop(self.random.randrange(len(self.m.arriving))).land()
+        load = self.m.arriving.pop(self.random.randrange(len(self.m.arriving)))
+        self.m.current = load.instruction
+        load.land()
 
     def _put(self, n: int, pc: int, lanes: Lanes) -> None:
         """Add threads at an instruction, joining those that are there already."""
@@ -295,6 +298,7 @@ class Scheduler:
         width = self.program.meetings[pc].warps * self.m.set_size
         for group in np.unique(lanes // width):
             mine = lanes[lanes // width == group]
+            self.m.races.warp = int(mine[0]) // self.m.set_size
             whole: Lanes = slice(int(mine[0]), int(mine[0]) + width) if len(mine) == width else mine
             stay = operation(self.m, whole) if operation is not None else None
             if stay is not None and len(stay):

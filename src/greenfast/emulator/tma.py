@@ -70,6 +70,7 @@ def _arrive_when_landed(i: Instruction) -> Operation:
 
         def deliver() -> None:
             land(m, indices, lambda copy: copy.number < issued)
+            m.races.arrive_at(rows, indices)
             m.mbarriers.arrive(rows, np.ones(len(rows), np.int64))
 
         m.arriving.append(BulkLoad(indices, m.current, deliver))
@@ -232,6 +233,7 @@ def _load(i: Instruction, tensor: bool) -> Operation:
         with m.accessing(owners[copies].ravel(), "shared"):
             m.shared.require_free(place, tile.unit, "bulk write")
             m.shared.mark(place, tile.unit, IN_FLIGHT, "bulk write")
+            m.races.shared_write(place, tile.unit, None)
         _count(m, False, tile, owners, inside)
         total = tile.outer.shape[1] * tile.unit
 
@@ -240,6 +242,7 @@ def _load(i: Instruction, tensor: bool) -> Operation:
             m.shared.state.reshape(-1, tile.unit)[place // tile.unit] = WRITTEN
             if m.shared.unfenced is not None:
                 m.shared.unfenced[place // CHUNK] = False
+            m.races.arrive_at(rows, indices)
             m.mbarriers.expect(rows, np.full(len(rows), -total))
             m.mbarriers.changes += 1
 
@@ -290,6 +293,7 @@ def _store(i: Instruction, tensor: bool) -> Operation:
         with m.accessing(owners[inside], "global"):
             m.memory.require_free(tile.outer[inside], tile.unit, "bulk write")
             m.memory.mark(tile.outer[inside], tile.unit, IN_FLIGHT, "bulk write")
+            m.races.global_write(tile.outer[inside], tile.unit, values[inside.ravel()])
         _count(m, True, tile, owners, inside)
         pieces = pieces_of(tile.shared)
         hold(m.shared, pieces)
@@ -376,12 +380,15 @@ def finish(m: Machine) -> None:
 
 
 def fence(i: Instruction) -> Operation:
-    """fence: only fence.proxy.async and fence.mbarrier_init have something to do.
+    """fence and membar: those of the device order what blocks do, as far as races go.
 
-    They make what their block stored, or its mbarriers, visible to bulk copies and matrix products; which thread stored
-    what is not kept.
+    fence.proxy.async and fence.mbarrier_init make what their block stored, or its mbarriers, visible to bulk copies and
+    matrix products; which thread stored what is not kept.
     """
     proxy = i.parts[:2] == ("proxy", "async") and i.parts[2:3] != ("global",)
+    if i.name == "membar" or i.parts[0] in ("sc", "acq_rel", "acquire", "release"):
+        wide = not {"gl", "gpu", "sys", "cluster"}.isdisjoint(i.parts)
+        return (lambda m, lanes: m.races.fence(lanes)) if wide else _nothing
     if not proxy and i.parts[0] != "mbarrier_init":
         return _nothing
 
@@ -394,4 +401,4 @@ def fence(i: Instruction) -> Operation:
     return run
 
 
-BUILDERS = {"cp": copy, "fence": fence}
+BUILDERS = {"cp": copy, "fence": fence, "membar": fence}

@@ -277,7 +277,7 @@ def _operand(
     place = offsets + (blocks * m.shared_stride)[:, None, None]
     flat = place.ravel()
     with m.accessing(np.repeat(owner, place[0].size), "shared"):
-        data = m.shared.read(flat, CHUNK, "wgmma operand read")
+        data = m.shared.read(flat, CHUNK, "wgmma operand read", atomic=True)  # it is held until a wait covers it
         m.shared.require_fenced(flat, "wgmma operand read")
     values = decode(data.reshape(*place.shape[:2], -1), kind)
     return values.swapaxes(1, 2) if transposed else values, pieces_of(place.reshape(len(blocks), -1))

@@ -1,0 +1,141 @@
+"""What is known to have happened before what, between the warps of a block and between blocks.
+
+Accesses are numbered in the order of their execution. Of every warp it is kept up to which number it knows the accesses
+of each warp of its block, and of every block, as a whole, those of each other block. Barriers and mbarriers pass
+knowledge on inside a block. Between blocks, and through flags and locks, atomic, volatile and acquire or release
+accesses do: a write passes on what its block knew at its last fence (a release: what it knows), a read takes up what
+was passed on there. A write that is not atomic is taken for such a one where somebody waits for it in this way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.int64]
+#: Knows all of it.
+EVERYTHING = np.iinfo(np.int64).max
+
+
+@dataclass
+class _Place:
+    """A word through which threads synchronize: what was passed on there, to blocks and to warps of each block."""
+
+    version: int = 0
+    blocks: Any = 0
+    warps: dict[int, Numbers] = field(default_factory=dict)
+
+
+class Ordering:
+    """The knowledge of the warps and blocks that run together. ``through_memory``: whether any is passed on there."""
+
+    def __init__(self, blocks: int, warps: int, through_memory: bool) -> None:
+        self.through_memory = through_memory
+        #: [block, warp, warp of the block]: which accesses of the latter the former knows to be over.
+        self.warps = np.zeros((blocks, warps, warps), np.int64)
+        self.warps[:, range(warps), range(warps)] = EVERYTHING
+        #: Of each warp number, what every block's warp knows at least of all others.
+        self.floor = [EVERYTHING if warps == 1 else 0] * warps
+        self.now = 0
+        count = blocks if through_memory else 0
+        #: [block, block], and as it was at each block's last fence.
+        self.blocks = np.zeros((count, count), np.int64)
+        self.fenced = np.zeros((count, count), np.int64)
+        self._places: dict[tuple[str, int], _Place] = {}
+        self._seen: dict[tuple[int, int, str, int], int] = {}
+        self._barriers: dict[int, Numbers] = {}
+        self._mbarriers: dict[int, Numbers] = {}
+
+    def of(self, block: int, warp: int) -> Numbers:
+        """What a warp passes on to others of its block."""
+        known = self.warps[block, warp].copy()
+        known[warp] = self.now  # in place of everything
+        return known
+
+    def learn(self, block: int, warp: int, known: Numbers) -> None:
+        """A warp takes up what others of its block knew."""
+        mine = self.warps[block, warp]
+        np.maximum(mine, known, out=mine)
+
+    def level(self, warps: NDArray[np.intp]) -> None:
+        """Find again what these warps know at least."""
+        count = self.warps.shape[1]
+        for warp in warps.tolist():
+            self.floor[warp] = int(self.warps[:, warp].min()) if count > 1 else EVERYTHING
+
+    # ---- barriers of a block ----------------------------------------------------------------------------------------
+
+    def arrive(self, keys: list[int], blocks: list[int], warp: int) -> None:
+        """A warp of some blocks comes to barriers and does not wait there; ``keys``: one barrier in each block."""
+        for key, block in zip(keys, blocks, strict=True):
+            known = self.of(block, warp)
+            before = self._barriers.get(key)
+            self._barriers[key] = known if before is None else np.maximum(before, known)
+
+    def release(self, waiting: dict[int, tuple[int, list[int]]]) -> None:
+        """Barriers are complete; ``waiting``: by barrier, the block and the warps that wait there."""
+        for key, (block, warps) in waiting.items():
+            known = self._barriers.pop(key, np.zeros(self.warps.shape[1], np.int64))
+            for warp in warps:
+                known = np.maximum(known, self.of(block, warp))
+            for warp in warps:
+                self.learn(block, warp, known)
+        self.level(np.unique([warp for _, warps in waiting.values() for warp in warps]))
+
+    def level_blocks(self, blocks: NDArray[np.int64]) -> None:
+        """All warps of some blocks leave a barrier that all of them came to."""
+        own = np.arange(self.warps.shape[1])
+        self.warps[blocks] = self.now
+        self.warps[blocks[:, None], own, own] = EVERYTHING
+        self.level(own)
+
+    # ---- mbarriers --------------------------------------------------------------------------------------------------
+
+    def pass_to(self, row: int, block: int, warp: int) -> None:
+        """A warp arrives at an mbarrier."""
+        known = self.of(block, warp)
+        before = self._mbarriers.get(row)
+        self._mbarriers[row] = known if before is None else np.maximum(before, known)
+
+    def take_from(self, row: int, block: int, warp: int) -> None:
+        """A warp has waited for an mbarrier."""
+        known = self._mbarriers.get(row)
+        if known is not None:
+            self.learn(block, warp, known)
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def fence(self, blocks: list[int]) -> None:
+        """Blocks execute a fence of the device's or a wider scope."""
+        for block in blocks:
+            self.fenced[block] = self.blocks[block]
+            self.fenced[block, block] = self.now
+
+    def publish(self, space: str, address: int, block: int, warp: int, releases: bool) -> None:
+        """A warp writes to a place; ``releases``: with release semantics, which need no fence."""
+        if releases:
+            self.fence([block])
+        place = self._places.setdefault((space, address), _Place())
+        place.version += 1
+        if space == "global":
+            place.blocks = np.maximum(place.blocks, self.fenced[block])
+        before = place.warps.get(block)
+        known = self.of(block, warp)
+        place.warps[block] = known if before is None else np.maximum(before, known)
+
+    def observe(self, space: str, address: int, block: int, warp: int) -> None:
+        """A warp reads a place."""
+        place = self._places.get((space, address))
+        if place is None:
+            return
+        key = (block, warp, space, address)
+        if self._seen.get(key) == place.version:
+            return
+        self._seen[key] = place.version
+        if space == "global":
+            np.maximum(self.blocks[block], place.blocks, out=self.blocks[block])
+        if block in place.warps:
+            self.learn(block, warp, place.warps[block])

@@ -1,0 +1,401 @@
+"""Data races: two accesses to one byte, one of them a write, neither atomic, by warps that nothing orders.
+
+Accesses of a warp count as one thread's. Volatile, relaxed, acquire and release accesses count as atomic ones. A write
+that leaves what is there races with nobody. Of each word the last write is known and, in shared memory, each warp's
+last read; in global memory two blocks that read it last, and that only in buffers that the launch writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.faults import KernelFaultError
+from greenfast.emulator.memory import Arena, GlobalMemory
+from greenfast.emulator.ordering import Ordering
+
+if TYPE_CHECKING:
+    from greenfast.emulator.machine import Lanes, Machine
+    from greenfast.emulator.ptx import Instruction
+
+Numbers = NDArray[Any]
+_WORD, WARP = 4, 32
+_SHIFTS = {1 << n: n for n in range(5)}
+_VIEWS: dict[int, Any] = {1: np.uint32, 2: np.uint64, 4: np.complex128}
+_SHIFT = np.uint64(32)
+_LOW = np.uint64(0xFFFFFFFF)
+
+
+class TrackReads(Exception):  # noqa: N818 - no error: the run begins again
+    """A buffer is written whose reads were not recorded: the grid has to run again, with them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+class Accesses:
+    """All accesses of a grid, numbered from 1."""
+
+    def __init__(self) -> None:
+        self.instructions: list[Instruction | None] = [None]
+        self.warps = np.zeros(1 << 12, np.int64)
+
+    def add(self, instruction: Instruction, warp: int) -> int:
+        """The number of a new access."""
+        number = len(self.instructions)
+        self.instructions.append(instruction)
+        if number == len(self.warps):
+            self.warps = np.concatenate([self.warps, np.zeros(number, np.int64)])
+        self.warps[number] = warp
+        return number
+
+
+class GlobalRecord:
+    """Who last wrote and read the words of global memory: (access number << 32) + block + 1, 0 for nobody."""
+
+    def __init__(self, memory: GlobalMemory, tracked: frozenset[str]) -> None:
+        self.memory = memory
+        self.accesses = Accesses()
+        #: By bytes of a unit: words, and for narrower accesses bytes.
+        self.writes: dict[int, Numbers] = {}
+        self.reads: dict[int, tuple[Numbers, Numbers]] = {}
+        self.dirty: set[int] = set()  # allocations that the launch has written
+        self.read: set[int] = set()  # and such that it has read with no record
+        self.tracked = {memory.number(name) for name in tracked if name in memory.starts}
+
+    def table(self, unit: int) -> Numbers:
+        """The last writes by unit."""
+        if unit not in self.writes:
+            self.writes[unit] = np.zeros(len(self.memory.data) // unit, np.uint64)
+        return self.writes[unit]
+
+    def readers(self, unit: int) -> tuple[Numbers, Numbers]:
+        """The last reads by unit, and those before them of another block."""
+        if unit not in self.reads:
+            size = len(self.memory.data) // unit
+            self.reads[unit] = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
+        return self.reads[unit]
+
+
+class _Table:
+    """The number of the last access to each unit of shared memory; latest: of each warp to any of them."""
+
+    def __init__(self, unit: int, size: int, warps: int) -> None:
+        self.unit = unit
+        self.entries = np.zeros(size // unit, np.uint32)
+        self.latest = [0] * warps
+
+    def newest(self, but: int) -> int:
+        """The latest access of any other warp."""
+        return max((n for warp, n in enumerate(self.latest) if warp != but), default=0)
+
+    def put(self, rows: Numbers, size: int, number: int, warp: int) -> None:
+        """A warp accesses elements of ``size`` bytes, whole units."""
+        view = _VIEWS[size // self.unit]
+        self.entries.view(view)[rows] = np.full(size // self.unit, number, np.uint32).view(view)[0]
+        self.latest[warp] = number
+
+    def get(self, rows: Numbers, size: int) -> Numbers:
+        """(elements, units) numbers; an element may be a part of a unit, or many."""
+        units = size // self.unit
+        if units <= 1:
+            return self.entries[rows if units else rows * size // self.unit][:, None]
+        if units in _VIEWS:
+            return self.entries.view(_VIEWS[units])[rows].view(np.uint32).reshape(-1, units)
+        quarters = (rows * (units // 4))[:, None] + np.arange(units // 4)
+        return self.entries.view(_VIEWS[4])[quarters].view(np.uint32).reshape(-1, units)
+
+
+class Races:
+    """The data races of a machine's threads."""
+
+    def __init__(self, machine: Machine, record: GlobalRecord, ordering: Ordering) -> None:
+        self.m, self.record, self.ordering = machine, record, ordering
+        self.warp = 0
+        self.accessing: Lanes = slice(0, 0)  # the threads of the access, in order
+        self._position = np.full(machine.geometry.blocks, -1, np.int64)  # of a block of the grid among these
+        self._position[machine.blocks] = np.arange(len(machine.blocks))
+        self._shared_writes = {_WORD: _Table(_WORD, len(machine.shared.data), machine.warps)}
+        self._shared_reads: list[dict[int, _Table]] = [{} for _ in range(machine.warps)]
+
+    def _begin(self) -> int:
+        number = self.ordering.now = self.record.accesses.add(self.m.current, self.warp)
+        return number
+
+    # ---- synchronizing ----------------------------------------------------------------------------------------------
+
+    def barrier(self, keys: Numbers, waiting: Numbers, of: Numbers, per_block: int) -> None:
+        """Barriers are complete, of ``per_block`` in each block; waiting: threads that leave the barriers ``of``."""
+        m = self.m
+        living = np.bincount(m.block_of[~m.ended], minlength=len(m.blocks))
+        left = np.bincount(of // per_block, minlength=len(m.blocks))
+        whole = np.unique(keys // per_block)
+        whole = whole[(left[whole] == living[whole]) & (living[whole] > 0)]
+        self.ordering.level_blocks(whole)
+        rest = ~np.isin(of // per_block, whole)
+        if rest.any():
+            pairs = np.unique(of[rest] * m.warps + waiting[rest] // m.set_size)
+            found: dict[int, tuple[int, list[int]]] = {}
+            for key, warp in zip((pairs // m.warps).tolist(), (pairs % m.warps).tolist(), strict=True):
+                found.setdefault(key, (key // per_block, []))[1].append(warp)
+            self.ordering.release(found)
+
+    def arrive_at(self, rows: Numbers, lanes: Lanes) -> None:
+        """Threads arrive at mbarriers."""
+        for row, block, warp in self._each(rows, lanes):
+            self.ordering.pass_to(row, block, warp)
+
+    def leave(self, rows: Numbers, lanes: Lanes) -> None:
+        """Threads have waited for mbarriers."""
+        warps = set()
+        for row, block, warp in self._each(rows, lanes):
+            self.ordering.take_from(row, block, warp)
+            warps.add(warp)
+        self.ordering.level(np.array(sorted(warps), np.intp))
+
+    def _each(self, places: Numbers, lanes: Lanes) -> Iterator[tuple[int, int, int]]:
+        """The places that threads name, and block and warp, each once."""
+        m = self.m
+        warps = np.arange(m.lanes)[lanes] // WARP
+        found = np.unique(np.stack([places, warps]), axis=1) if len(places) > 1 else np.stack([places, warps])
+        for place, warp in zip(*found.tolist(), strict=True):
+            yield place, warp % len(m.blocks), warp // len(m.blocks)
+
+    def fence(self, lanes: Lanes) -> None:
+        """Threads execute a fence of the device's or a wider scope."""
+        if self.ordering.through_memory:
+            self.ordering.fence(np.unique(self.m.block_of[lanes]).tolist())
+
+    def synchronize(
+        self, space: str, offsets: Numbers, lanes: Lanes, reads: bool, writes: bool, releases: bool = False
+    ) -> None:
+        """Threads read or write, one after the other, in a way that may synchronize them with others."""
+        if not self.ordering.through_memory:
+            return
+        warps = set()
+        for offset, block, warp in self._each(offsets, lanes):
+            if reads:
+                warps.add(warp)
+                self.ordering.observe(space, offset, block, warp)
+                self._observe_write(space, offset, block, warp)
+            if writes:
+                self.ordering.publish(space, offset, block, warp, releases)
+        self.ordering.level(np.array(sorted(warps), np.intp))
+
+    def _observe_write(self, space: str, offset: int, block: int, warp: int) -> None:
+        """A place that is read may have been written by an ordinary write, as a flag or a lock."""
+        ordering = self.ordering
+        if space == "global":
+            tag = int(self.record.table(_WORD)[offset // _WORD])
+            writer, number = int(self._position[(tag & 0xFFFFFFFF) - 1]) if tag else -1, tag >> 32
+            if writer >= 0 and writer != block:
+                np.maximum(ordering.blocks[block], ordering.fenced[writer], out=ordering.blocks[block])
+                return
+        else:
+            number = int(self._shared_writes[_WORD].entries[offset // _WORD])
+            writer = block if number else -1
+        by = int(self.record.accesses.warps[number])
+        if writer >= 0 and by != warp:
+            ordering.learn(block, warp, ordering.of(block, by))
+
+    # ---- shared memory ----------------------------------------------------------------------------------------------
+
+    def shared_read(self, offsets: Numbers, size: int) -> None:
+        """Threads read ``size`` bytes each."""
+        number = self._begin()
+        unit, rows, size = _units(offsets, size)
+        floor = self.ordering.floor[self.warp]
+        for table in self._shared_writes.values():
+            if table.newest(self.warp) > floor:
+                self._check_shared(table, rows, size, "read", "write", None)
+        self._table(self._shared_reads[self.warp], unit).put(rows, size, number, self.warp)
+
+    def shared_write(self, offsets: Numbers, size: int, values: Numbers | None) -> None:
+        """Threads write ``size`` bytes each; values: (threads, size) of them, None where they come later."""
+        number = self._begin()
+        unit, rows, size = _units(offsets, size)
+        floor = self.ordering.floor[self.warp]
+        for table in self._shared_writes.values():
+            if table.newest(self.warp) > floor:
+                self._check_shared(table, rows, size, "write", "write", values)
+        for warp, tables in enumerate(self._shared_reads):
+            for table in tables.values() if warp != self.warp else ():
+                if table.latest[warp] > floor:
+                    self._check_shared(table, rows, size, "write", "read", values)
+        self._table(self._shared_writes, unit).put(rows, size, number, self.warp)
+
+    def _table(self, tables: dict[int, _Table], unit: int) -> _Table:
+        table = tables.get(unit)
+        if table is None:
+            table = tables[unit] = _Table(unit, len(self.m.shared.data), self.m.warps)
+        return table
+
+    def _check_shared(self, table: _Table, rows: Numbers, size: int, what: str, other: str, values: Any) -> None:
+        """A fault where an access meets one of other warps that it does not know to be over."""
+        numbers = table.get(rows, size)
+        floor = self.ordering.floor[self.warp]
+        if int(numbers.max()) <= floor:
+            return
+        late = np.flatnonzero(numbers > floor)
+        late = late[self.record.accesses.warps[numbers.ravel()[late]] != self.warp]
+        if len(late):
+            elements = late // numbers.shape[1]
+            self._judge_shared(numbers.ravel()[late], elements, rows, size, what, other, values)
+
+    def _judge_shared(
+        self, numbers: Numbers, elements: Numbers, rows: Numbers, size: int, what: str, other: str, values: Any
+    ) -> None:
+        """A fault where an access of another warp is not known to be over; elements: which of this access it met."""
+        m = self.m
+        by = self.record.accesses.warps[numbers]
+        bad = numbers > self.ordering.warps[rows[elements] * size // m.shared_stride, self.warp, by]
+        if bad.any() and values is not None:
+            bad &= self._changes(m.shared, rows, size, values)[elements]
+        if bad.any():
+            first = int(np.flatnonzero(bad)[0])
+            row = int(elements[first])
+            lane = self._lane(row, len(rows))
+            block = int(m.blocks[m.block_of[lane]])
+            raise self._fault(what, other, int(numbers[first]), m.shared_place(int(rows[row]) * size), block, lane)
+
+    def _changes(self, arena: Arena, rows: Numbers, size: int, values: Numbers) -> Numbers:
+        """Which elements of a write change what is there."""
+        before = arena.data.reshape(-1, size)[rows]
+        changed: Numbers = (before != values.reshape(-1, size)).any(axis=1)
+        return changed
+
+    # ---- global memory ----------------------------------------------------------------------------------------------
+
+    def global_read(self, offsets: Numbers, size: int) -> None:
+        """Threads read ``size`` bytes each."""
+        record = self.record
+        owners = record.memory.owners(offsets)
+        if record.dirty.isdisjoint(owners) and record.tracked.isdisjoint(owners):
+            record.read.update(owners)
+            return
+        number = self._begin()
+        mine = self._mine(number, len(offsets))
+        self._check_global(record.writes, offsets, size, mine, "read", "write", None)
+        record.read.update(owners - record.tracked - record.dirty)
+        unit, places = _places(offsets, size)
+        mine = mine[:, None]
+        last, other = record.readers(unit)
+        before = last[places]
+        moved = (before & _LOW != mine & _LOW) & (before > 0)
+        other[places[moved]] = before[moved]
+        last[places] = mine
+        lost = last[places] & _LOW != mine & _LOW  # two blocks in one access
+        other[places[lost]] = np.broadcast_to(mine, places.shape)[lost]
+
+    def global_write(self, offsets: Numbers, size: int, values: Numbers) -> None:
+        """Threads write (threads, size) bytes."""
+        record = self.record
+        owners = record.memory.owners(offsets)
+        for owner in (owners & record.read) - record.tracked:
+            raise TrackReads(record.memory.name_of(owner))
+        record.dirty |= owners
+        number = self._begin()
+        mine = self._mine(number, len(offsets))
+        self._check_global(record.writes, offsets, size, mine, "write", "write", values)
+        for n in range(2):
+            self._check_global({u: t[n] for u, t in record.reads.items()}, offsets, size, mine, "write", "read", values)
+        unit, places = _places(offsets, size)
+        table = record.table(unit)
+        mine = mine[:, None]
+        table[places] = mine
+        lost = table[places] != mine  # another block wrote it in the same access
+        if lost.any():
+            self._check_together(offsets, size, values, lost, table[places])
+
+    def _mine(self, number: int, count: int) -> Numbers:
+        blocks = self.m.blocks[self.m.block_of[self.accessing]].astype(np.uint64)
+        if len(blocks) != count:
+            blocks = np.repeat(blocks, count // len(blocks))
+        return (blocks + np.uint64(1)) | np.uint64(number) << _SHIFT
+
+    def _check_global(
+        self, tables: dict[int, Numbers], offsets: Numbers, size: int, mine: Numbers, what: str, other: str, values: Any
+    ) -> None:
+        """A fault where an access meets one of another warp or block that it does not know to be over."""
+        m = self.m
+        for unit, table in tables.items():
+            tags = table[offsets[:, None] // unit + np.arange(max(1, size // unit))]
+            if not tags.any():
+                continue
+            numbers, blocks = (tags >> _SHIFT).astype(np.int64), (tags & _LOW).astype(np.int64) - 1
+            own = (mine & _LOW).astype(np.int64)[:, None] - 1
+            by = self.record.accesses.warps[numbers]
+            here, first = self._position[own], self._position[blocks]
+            inside = first >= 0
+            known = self.ordering.warps[here, self.warp, np.minimum(by, m.warps - 1)]
+            if self.ordering.through_memory:  # blocks that have ended before these began are not asked
+                between = np.where(inside, self.ordering.blocks[here, np.where(inside, first, 0)], numbers)
+            else:
+                between = np.int64(0)
+            bad = (numbers > np.where(blocks == own, known, between)) & ((blocks != own) | (by != self.warp))
+            if bad.any() and values is not None:
+                bad &= self._changes_global(offsets, size, values)[:, None]
+            if bad.any():
+                row, column = np.argwhere(bad)[0]
+                place = m.memory.describe(int(offsets[row]))
+                lane = self._lane(int(row), len(offsets))
+                raise self._fault(what, other, int(numbers[row, column]), place, int(blocks[row, column]), lane)
+
+    def _changes_global(self, offsets: Numbers, size: int, values: Numbers) -> Numbers:
+        before = self.m.memory.data[offsets[:, None] + np.arange(size)]
+        changed: Numbers = (before != values.reshape(-1, size)).any(axis=1)
+        return changed
+
+    def _check_together(self, offsets: Numbers, size: int, values: Numbers, lost: Numbers, tags: Numbers) -> None:
+        """A fault where blocks write different values to one place in the same access."""
+        some = np.flatnonzero(lost.any(axis=1))
+        order = np.lexsort((np.arange(len(offsets)), offsets))
+        last = dict(zip(offsets[order].tolist(), order.tolist(), strict=True))
+        for row in some.tolist():
+            winner = last[int(offsets[row])]
+            if (values[winner] != values[row]).any():
+                place = self.m.memory.describe(int(offsets[row]))
+                block = int(tags[row].max() & _LOW) - 1
+                number = int(tags[row].max() >> _SHIFT)
+                raise self._fault("write", "write", number, place, block, self._lane(row, len(offsets)))
+
+    # ---- faults -----------------------------------------------------------------------------------------------------
+
+    def _lane(self, row: int, count: int) -> int:
+        """The thread of an element of the access."""
+        lanes = np.arange(self.m.lanes)[self.accessing]
+        return int(lanes[row * len(lanes) // count])
+
+    def _fault(self, what: str, other: str, number: int, place: str, block: int, lane: int) -> KernelFaultError:
+        """The fault of two accesses that nothing orders; ``block``: of the earlier one."""
+        m = self.m
+        earlier = self.record.accesses.instructions[number]
+        assert earlier is not None
+        who = f"warp {self.record.accesses.warps[number]} of {m.block_name(block)}"
+        return m.fault(
+            f"a data race on {place}: nothing orders this {what} and the {other} at {earlier.source or 'unknown line'} "
+            f"(in: {earlier.text}) by {who}, found",
+            lane,
+        )
+
+
+def _units(offsets: Numbers, size: int) -> tuple[int, Numbers, int]:
+    """What an access is recorded by: the bytes of a unit, its elements by number, and their size.
+
+    Neighbouring halves, as a matrix fragment has them, are taken for words.
+    """
+    if size == 2 and len(offsets) % 2 == 0 and len(offsets) > 1:
+        even = offsets[::2]
+        if not int(np.bitwise_or.reduce(even)) & 3 and np.array_equal(offsets[1::2], even + 2):
+            return _WORD, even >> 2, _WORD
+    return _WORD if size >= _WORD else 1, offsets >> _SHIFTS[size], size
+
+
+def _places(offsets: Numbers, size: int) -> tuple[int, Numbers]:
+    """The bytes of a unit, and the (threads, units) of an access."""
+    unit = _WORD if size >= _WORD else 1
+    return unit, offsets[:, None] // unit + np.arange(size // unit)

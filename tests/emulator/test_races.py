@@ -1,0 +1,215 @@
+"""Data races: found with both lines in every order of the warps, and correct kernels are not accused of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from greenfast.emulator.faults import KernelFaultError
+from tests.emulator.kernels import run
+
+X = np.arange(256, dtype=np.float32)
+SEEDS = pytest.mark.parametrize("seed", range(3))
+
+
+def result(body: str, *, threads: int = 128, blocks: int = 1, seed: int = 0, before: str = "") -> np.ndarray:
+    """What a kernel makes of 256 floats; ``z`` are 256 integers that it finds zero."""
+    arguments: dict[str, Any] = {"parameters": "const float* x, float* y, int* z", "args": ("x", "y", "z")}
+    return run(
+        body,
+        {"x": X, "y": np.zeros(256, np.float32), "z": np.zeros(256, np.int32)},
+        {"y": (256, "float32"), "z": (256, "int32")},
+        threads=threads,
+        blocks=blocks,
+        seed=seed,
+        before=before,
+        **arguments,
+    ).outputs["y"]
+
+
+LAST_BLOCK = """__shared__ float s[4]; __shared__ bool last;
+float v = x[blockIdx.x * blockDim.x % 256 + threadIdx.x];
+for (int d = 16; d; d /= 2) v += __shfl_xor_sync(0xffffffffu, v, d);
+if (threadIdx.x % 32 == 0) s[threadIdx.x / 32] = v;
+__syncthreads();
+if (threadIdx.x == 0) {
+  y[1 + blockIdx.x] = s[0] + s[1] + s[2] + s[3];
+  FENCE
+  last = atomicAdd(z, 1) == gridDim.x - 1;
+}
+__syncthreads();
+if (last && threadIdx.x == 0) {
+  float sum = 0;
+  for (int b = 0; b < gridDim.x; ++b) sum += y[1 + b];
+  y[0] = sum;
+}"""
+FLAG = """__shared__ volatile int flag; __shared__ float data;
+if (threadIdx.x == 0) flag = 0;
+__syncthreads();
+if (threadIdx.x == 32) { data = x[7]; FENCE flag = 1; }
+if (threadIdx.x == 64) { while (flag == 0); __threadfence_block(); y[0] = data; }"""
+BETWEEN = """if (threadIdx.x == 0) {
+  volatile int* flag = z;
+  if (blockIdx.x == 1) { y[1] = x[9]; FENCE *flag = 1; }
+  if (blockIdx.x == 0) { while (*flag == 0); __threadfence(); y[0] = y[1]; }
+}"""
+LOCK = """if (threadIdx.x % 32 == 0) {
+  while (atomicCAS(z, 0, 1) != 0);
+  __threadfence();
+  y[0] += 1;
+  __threadfence();
+  atomicExch(z, 0);
+}"""
+
+
+@SEEDS
+@pytest.mark.parametrize(
+    ("body", "blocks", "says"),
+    [
+        pytest.param(
+            "__shared__ float s; if (threadIdx.x == 0) s = 0;\n__syncthreads();\ns += x[threadIdx.x / 32 + 1];\n"
+            "__syncthreads(); y[0] = s;",
+            1,
+            r"a data race on byte 0 of shared memory \(\S*s\S* \+ 0\): nothing orders this (read|write) and the "
+            r"(read|write) at k\.cu:3 \(in: \S+\.shared\S+ .*\) by warp \d of block \(0, 0, 0\), found at k\.cu:3",
+            id="lost updates of warps",
+        ),
+        pytest.param(
+            "if (threadIdx.x == 0)\ny[0] += x[blockIdx.x + 1];",
+            4,
+            r"a data race on byte 0 of 'y' .* (read|write) at k\.cu:2 .*block \(\d, 0, 0\), found at k\.cu:2",
+            id="lost updates of blocks",
+        ),
+        pytest.param(
+            "__shared__ float s[128]; s[threadIdx.x] = x[threadIdx.x];\n__syncthreads();\n"
+            "float v = s[127 - threadIdx.x];\ns[threadIdx.x] = v + 1;\n"
+            "__syncthreads(); y[threadIdx.x] = s[threadIdx.x];",
+            1,
+            r"data race .* shared .* this read and the write at k\.cu:4 .*found at k\.cu:3|"
+            r"data race .* shared .* this write and the read at k\.cu:3 .*found at k\.cu:4",
+            id="no barrier between read and write",
+        ),
+        pytest.param(
+            "__shared__ float s[128]; s[threadIdx.x] = 0;\n__syncthreads();\n"
+            "s[threadIdx.x] = x[threadIdx.x];\ny[threadIdx.x] = s[threadIdx.x ^ 32];",
+            1,
+            r"data race .* this read and the write at k\.cu:3 .*found at k\.cu:4|"
+            r"data race .* this write and the read at k\.cu:4 .*found at k\.cu:3",
+            id="no barrier between write and read",
+        ),
+        pytest.param(
+            "__shared__ unsigned char s[64];\nif (threadIdx.x % 32 == 0) s[5] = threadIdx.x;\n"
+            "__syncthreads(); y[0] = s[5];",
+            1,
+            r"data race on byte \d of shared .* this write and the write at k\.cu:2",
+            id="bytes",
+        ),
+        pytest.param(
+            "__shared__ unsigned s[2];\nif (threadIdx.x == 0) s[1] = x[0];\n"
+            "if (threadIdx.x == 32) ((unsigned char*)s)[6] = x[9];\n__syncthreads(); y[0] = s[1];",
+            1,
+            r"data race on byte [46] of shared .* this write and the write at k\.cu:[23]",
+            id="a byte in a word",
+        ),
+        pytest.param(
+            "if (blockIdx.x == 1)\ny[7] = 1;\nelse if (blockIdx.x == 2)\ny[7] = x[2];",
+            4,
+            r"data race on byte 28 of 'y' .* this write and the write at k\.cu:2 .* of block \(1, 0, 0\), found at "
+            r"k\.cu:4, block \(2, 0, 0\)|"
+            r"data race on byte 28 of 'y' .* this write and the write at k\.cu:4 .* of block \(2, 0, 0\), found "
+            r"at k\.cu:2",
+            id="two blocks write",
+        ),
+        pytest.param("y[threadIdx.x] = x[blockIdx.x];", 3, r"data race .* write at k\.cu:1", id="in one instruction"),
+        pytest.param(
+            "int i = blockIdx.x * 64 + threadIdx.x / 2;\nfloat v = y[(i + 1) % 256];\ny[i] = v + x[i] + 1;",
+            4,
+            r"data race on byte \d+ of 'y' .* (this write and the read at k\.cu:2|this read and the write at k\.cu:3)",
+            id="in place",
+        ),
+        pytest.param(
+            LAST_BLOCK.replace("FENCE", ""),
+            2,
+            r"data race on byte \d of 'y' .* this read and the write at k\.cu:7 .* found at k\.cu:14",
+            id="the last block, no fence",
+        ),
+        pytest.param(
+            BETWEEN.replace("FENCE", ""),
+            2,
+            r"data race on byte 4 of 'y' .* this read and the write at k\.cu:3",
+            id="a flag of another block, no fence",
+        ),
+        pytest.param(
+            LOCK.replace("atomicCAS(z, 0, 1)", "atomicCAS(z + blockIdx.x, 0, 1)"),
+            2,
+            r"data race on byte 0 of 'y' .* k\.cu:4",
+            id="each block has another lock",
+        ),
+    ],
+)
+def test_a_race_is_found_in_every_order(body: str, blocks: int, says: str, seed: int) -> None:
+    with pytest.raises(KernelFaultError, match=says):
+        result(body, blocks=blocks, seed=seed)
+
+
+@SEEDS
+@pytest.mark.parametrize(
+    ("body", "blocks", "first"),
+    [
+        pytest.param("y[0] = 5;", 4, 5, id="everybody writes the same"),
+        pytest.param(
+            "__shared__ int any; any = 0; __syncthreads(); if (x[threadIdx.x] > 3) any = 1; __syncthreads();"
+            "if (threadIdx.x == 0) y[0] = any;",
+            1,
+            1,
+            id="a flag that several set",
+        ),
+        pytest.param(LAST_BLOCK.replace("FENCE", "__threadfence();"), 2, X.sum(), id="the last block"),
+        pytest.param(FLAG.replace("FENCE", "__threadfence_block();"), 1, 7, id="a flag of another warp"),
+        pytest.param(BETWEEN.replace("FENCE", "__threadfence();"), 2, 9, id="a flag of another block"),
+        pytest.param(LOCK, 1, 4, id="a lock of warps"),
+        pytest.param(LOCK, 3, 12, id="a lock of blocks"),
+        pytest.param("atomicAdd(y, 1.0f);", 2, 256, id="atomics"),
+        pytest.param(
+            "if (threadIdx.x == 0)"
+            "((unsigned char*)y)[blockIdx.x] = blockIdx.x == 3 ? 0x3f : blockIdx.x == 2 ? 0x80 : 0;",
+            4,
+            1,
+            id="bytes of one word",
+        ),
+        pytest.param(
+            "y[blockIdx.x * 64 + threadIdx.x / 2] += 1;",
+            4,
+            1,
+            id="each its own, in place",
+        ),
+        pytest.param(
+            "__shared__ float s[128]; s[threadIdx.x] = x[threadIdx.x]; __syncwarp(); float v = s[threadIdx.x ^ 1];"
+            'if (threadIdx.x < 64) { asm volatile("bar.sync 1, 64;" ::: "memory"); v += s[threadIdx.x ^ 32]; }'
+            'else { asm volatile("bar.sync 2, 64;" ::: "memory"); v += s[threadIdx.x ^ 32]; } y[threadIdx.x] = v;',
+            1,
+            33,
+            id="barriers of parts of a block",
+        ),
+        pytest.param(
+            "__shared__ float s[32]; if (threadIdx.x < 32) { s[threadIdx.x] = x[threadIdx.x] + 1;"
+            'asm volatile("bar.arrive 1, 64;" ::: "memory"); } else if (threadIdx.x < 64) {'
+            'asm volatile("bar.sync 1, 64;" ::: "memory"); y[threadIdx.x - 32] = s[threadIdx.x - 32]; }',
+            1,
+            1,
+            id="arrive and sync",
+        ),
+        pytest.param(
+            "if (threadIdx.x == 0) { int old = z[0];"
+            "while (atomicCAS(z, old, old + 1) != old) old = *(volatile int*)z; }"
+            "y[0] = 3;",
+            3,
+            3,
+            id="a plain read before a compare and swap",
+        ),
+    ],
+)
+def test_a_correct_kernel_is_not_accused(body: str, blocks: int, first: float, seed: int) -> None:
+    assert result(body, blocks=blocks, seed=seed)[0] == np.float32(first)
