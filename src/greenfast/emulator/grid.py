@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from greenfast.build.toolchain import cuda_include_dirs
 from greenfast.emulator.counts import Counts
 from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.inlining import inlined
+from greenfast.emulator.launches import Launches
 from greenfast.emulator.machine import Geometry, Machine
 from greenfast.emulator.memory import FUNCTION_BASE, UNWRITTEN, WRITTEN, GlobalMemory
 from greenfast.emulator.parser import parse
@@ -56,6 +58,17 @@ class GridResult:
     phases: dict[str, Counts] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Step:
+    """A kernel of a PTX text, and how it is launched."""
+
+    ptx: str
+    entry: str
+    block: tuple[int, int, int]
+    dynamic_smem_bytes: int
+    plan: Launch
+
+
 @lru_cache(maxsize=32)
 def program_of(ptx: str, entry: str) -> tuple[Module, Program]:
     """The parsed module and the kernel's program. Raises UnsupportedError, or UsageError for an unknown kernel."""
@@ -87,93 +100,155 @@ def run_grid(
     outputs = dict(outputs)
     if phases:
         outputs[PHASE_BUFFER] = OutputSpec((math.prod(plan.grid), len(phases)), "int64")
-    module, program = program_of(ptx, entry)
-    function = program.function
-    arrays = {name: np.ascontiguousarray(a) for name, a in inputs.items()}
-    sizes = {name: a.nbytes for name, a in arrays.items()}
-    sizes |= {n: int(np.prod(o.shape)) * np.dtype(o.dtype).itemsize for n, o in outputs.items()}
-    variables = {v.name: v for v in module.variables.values() if v.space in ("global", "const") and v.size}
-    sizes |= {f"variable {name}": v.size for name, v in variables.items()}
-    sizes[WORKSPACE] = _WORKSPACE_BYTES
-    memory = GlobalMemory(sizes)
-    functions = {name: FUNCTION_BASE + 16 * n for n, name in enumerate(module.functions)}
-    memory.states_of(WORKSPACE)[:] = WRITTEN
-    for name, a in arrays.items():
-        memory.bytes_of(name)[:] = a.reshape(-1).view(np.uint8)
-        memory.states_of(name)[:] = WRITTEN
-    for name, v in variables.items():  # device variables begin as zero where they have no initial value
-        memory.bytes_of(f"variable {name}")[:] = np.frombuffer(
-            _initial(v, memory, functions).ljust(v.size, b"\0"), np.uint8
-        )
-        memory.states_of(f"variable {name}")[:] = WRITTEN
-    shared_layout, shared_bytes = _layout(module, function, dynamic_smem_bytes)
-    local_layout, local_bytes = _pack([v for v in function.variables.values() if v.space == "local"])
-    geometry = Geometry(plan.grid, block, _cluster(function, plan))
-    order, size = geometry.order(), geometry.cluster_size
-    record = GlobalRecord(memory, program.tracked)
-    counts = Counts()
-    by_phase = PhaseCounts(function) if phases else None
-    printed: list[str] = []
-    per_batch = max(1, resident_blocks(program, geometry, shared_bytes) // size) * size  # whole clusters
-    with np.errstate(all="ignore"):
-        for start in range(0, geometry.blocks, per_batch):
-            machine = Machine(
-                function=function,
-                geometry=geometry,
-                blocks=order[start : start + per_batch],
-                shared_layout=shared_layout,
-                shared_bytes=shared_bytes,
-                local_layout=local_layout,
-                local_bytes=local_bytes,
-                memory=memory,
-                symbols={**functions, **{name: memory.address(f"variable {name}") for name in variables}},
-                params=_parameters(function, plan, memory),
-                workspace=memory.address(WORKSPACE),
-                record=record,
-                synchronizes=program.synchronizes,
-                counts=counts,
-                phases=by_phase,
-                dynamic_bytes=dynamic_smem_bytes,
-            )
-            if by_phase:
-                by_phase.begin(machine.lanes)
-            try:
-                Scheduler(machine, program, seed + start).run()
-            except TrackReads as found:
-                program.tracked |= {found.name}
-                return run_grid(
-                    ptx,
-                    entry,
-                    block,
-                    dynamic_smem_bytes,
-                    plan,
-                    inputs,
-                    outputs,
-                    seed=seed,
-                    poison=poison,
-                    phases=phases,
-                )
-            except KernelFaultError as e:
-                e.printed = "".join([*printed, *machine.output])
-                raise
-            if by_phase:
-                by_phase.end()
-            printed += machine.output
-    found, unwritten = {}, {}
-    for name, o in outputs.items():
-        data, states = memory.bytes_of(name), memory.states_of(name)
-        unwritten[name] = int((states == UNWRITTEN).sum())
-        data[states == UNWRITTEN] = poison
-        found[name] = data.copy().view(o.dtype).reshape(o.shape)
-    changed = [n for n, a in arrays.items() if n not in outputs and memory.bytes_of(n).tobytes() != a.tobytes()]
-    result = GridResult(found, unwritten, changed, counts, "".join(printed))
-    if by_phase:
-        if unwritten[PHASE_BUFFER]:
-            raise UsageError(f"{entry} left {unwritten[PHASE_BUFFER]} bytes of its phases' sums unwritten")
-        result.phases = by_phase.by_phase(phases, found[PHASE_BUFFER])
-        for part in result.phases.values():
-            counts.add(part)
+    step = Step(ptx, entry, block, dynamic_smem_bytes, plan)
+    result = run_chain([step], inputs, outputs, seed=seed, poison=poison, phases=phases)
+    if phases and result.unwritten[PHASE_BUFFER]:
+        raise UsageError(f"{entry} left {result.unwritten[PHASE_BUFFER]} bytes of its phases' sums unwritten")
     return result
+
+
+def run_chain(
+    steps: Sequence[Step],
+    inputs: Mapping[str, Array],
+    outputs: Mapping[str, OutputSpec],
+    *,
+    seed: int = 0,
+    poison: int = 0xFF,
+    phases: Sequence[str] = (),
+) -> GridResult:
+    """Run launches one after the other on the same buffers; counts are of all. Raises what ``run_grid`` does.
+
+    A launch that may begin early (Launch.early) is a fault where it touches what launches before it read or write with
+    no griddepcontrol.wait, and where it reads what they write by a load that the compiler may move over the wait.
+    """
+    while True:
+        chain = _Chain(steps, inputs, outputs)
+        try:
+            for n, step in enumerate(steps):
+                chain.launch(n, step, seed, phases)
+        except TrackReads as found:
+            program = chain.running
+            program.tracked |= {found.name}
+            continue
+        return chain.result(outputs, poison, phases)
+
+
+class _Chain:
+    """The memory of some launches, and what has been run on it."""
+
+    def __init__(self, steps: Sequence[Step], inputs: Mapping[str, Array], outputs: Mapping[str, OutputSpec]) -> None:
+        self.inputs = {name: np.ascontiguousarray(a) for name, a in inputs.items()}
+        sizes = {name: a.nbytes for name, a in self.inputs.items()}
+        sizes |= {n: int(np.prod(o.shape)) * np.dtype(o.dtype).itemsize for n, o in outputs.items()}
+        self.variables = []
+        for n, step in enumerate(steps):
+            module, _ = program_of(step.ptx, step.entry)
+            held = {v.name: v for v in module.variables.values() if v.space in ("global", "const") and v.size}
+            of = f" of launch {n}" if n else ""
+            self.variables.append({name: f"variable {name}{of}" for name in held})
+            sizes |= {f"variable {name}{of}": v.size for name, v in held.items()}
+        sizes[WORKSPACE] = _WORKSPACE_BYTES
+        self.memory = memory = GlobalMemory(sizes)
+        memory.states_of(WORKSPACE)[:] = WRITTEN
+        for name, a in self.inputs.items():
+            memory.bytes_of(name)[:] = a.reshape(-1).view(np.uint8)
+            memory.states_of(name)[:] = WRITTEN
+        self.symbols: list[dict[str, int]] = []
+        for step, names in zip(steps, self.variables, strict=True):
+            module, _ = program_of(step.ptx, step.entry)
+            functions = {name: FUNCTION_BASE + 16 * n for n, name in enumerate(module.functions)}
+            self.symbols.append({**functions, **{name: memory.address(place) for name, place in names.items()}})
+            for name, place in names.items():  # they begin as zero where they have no initial value
+                v = module.variables[name]
+                data = _initial(v, self.symbols[-1]).ljust(v.size, b"\0")
+                memory.bytes_of(place)[:] = np.frombuffer(data, np.uint8)
+                memory.states_of(place)[:] = WRITTEN
+        self.launches = Launches(memory, [step.entry for step in steps]) if len(steps) > 1 else None
+        self.counts = Counts()
+        self.printed: list[str] = []
+        self.by_phase: PhaseCounts | None = None
+
+    def launch(self, number: int, step: Step, seed: int, phases: Sequence[str]) -> None:
+        """Run every block of one launch."""
+        module, self.running = program_of(step.ptx, step.entry)
+        program, memory, plan = self.running, self.memory, step.plan
+        function = program.function
+        shared_layout, shared_bytes = _layout(module, function, step.dynamic_smem_bytes)
+        local_layout, local_bytes = _pack([v for v in function.variables.values() if v.space == "local"])
+        geometry = Geometry(plan.grid, step.block, _cluster(function, plan))
+        record = GlobalRecord(memory, program.tracked)
+        by_phase = self.by_phase = PhaseCounts(function) if phases else None
+        per_batch = resident_blocks(program, geometry, shared_bytes)
+        if self.launches is not None:
+            self.launches.begin(number, plan.early)
+        with np.errstate(all="ignore"):
+            for blocks in _batches(geometry, per_batch, seed, bool(program.polling)):
+                machine = Machine(
+                    function=function,
+                    geometry=geometry,
+                    blocks=blocks,
+                    shared_layout=shared_layout,
+                    shared_bytes=shared_bytes,
+                    local_layout=local_layout,
+                    local_bytes=local_bytes,
+                    memory=memory,
+                    symbols=self.symbols[number],
+                    params=_parameters(function, plan, memory),
+                    workspace=memory.address(WORKSPACE),
+                    record=record,
+                    launches=self.launches,
+                    synchronizes=program.synchronizes,
+                    counts=self.counts,
+                    phases=by_phase,
+                    dynamic_bytes=step.dynamic_smem_bytes,
+                )
+                if by_phase:
+                    by_phase.begin(machine.lanes)
+                try:
+                    Scheduler(machine, program, seed + int(blocks[0])).run()
+                except KernelFaultError as e:
+                    e.printed = "".join([*self.printed, *machine.output])
+                    raise
+                if by_phase:
+                    by_phase.end()
+                self.printed += machine.output
+
+    def result(self, outputs: Mapping[str, OutputSpec], poison: int, phases: Sequence[str]) -> GridResult:
+        """What the launches left."""
+        memory = self.memory
+        found, unwritten = {}, {}
+        for name, o in outputs.items():
+            data, states = memory.bytes_of(name), memory.states_of(name)
+            unwritten[name] = int((states == UNWRITTEN).sum())
+            data[states == UNWRITTEN] = poison
+            found[name] = data.copy().view(o.dtype).reshape(o.shape)
+        changed = [
+            n for n, a in self.inputs.items() if n not in outputs and memory.bytes_of(n).tobytes() != a.tobytes()
+        ]
+        result = GridResult(found, unwritten, changed, self.counts, "".join(self.printed))
+        if self.by_phase is not None and not unwritten[PHASE_BUFFER]:
+            result.phases = self.by_phase.by_phase(phases, found[PHASE_BUFFER])
+            for part in result.phases.values():
+                self.counts.add(part)
+        return result
+
+
+#: How many parts the blocks of a grid run in where their order is drawn.
+_PARTS = 3
+
+
+def _batches(geometry: Geometry, most: int, seed: int, together: bool) -> list[NDArray[np.int64]]:
+    """The blocks of a grid that run together, at most ``most``, whole clusters, one batch after the other.
+
+    With seed 0 they begin in their order. Other seeds draw one, and begin in smaller parts unless blocks may wait for
+    each other.
+    """
+    clusters = geometry.order().reshape(-1, geometry.cluster_size)
+    count, most = len(clusters), max(1, most // geometry.cluster_size)
+    if seed and not together:
+        clusters = clusters[np.random.default_rng(seed).permutation(count)]
+        most = min(most, max(1, -(-count // _PARTS)))
+    return [clusters[start : start + most].ravel() for start in range(0, count, most)]
 
 
 def _cluster(function: Function, plan: Launch) -> tuple[int, int, int]:
@@ -191,15 +266,13 @@ def _cluster(function: Function, plan: Launch) -> tuple[int, int, int]:
     return found
 
 
-def _initial(v: Variable, memory: GlobalMemory, functions: Mapping[str, int]) -> bytes:
+def _initial(v: Variable, symbols: Mapping[str, int]) -> bytes:
     """A variable's initial value, with the addresses that stand in it."""
     data = bytearray(v.data)
     for r in v.relocations:
-        target = f"variable {r.symbol}"
-        if target not in memory.starts and r.symbol not in functions:
+        if r.symbol not in symbols:
             raise UsageError(f"PTX: the initial value of {v.name} names {r.symbol}, which is no variable in memory")
-        address = memory.address(target) if target in memory.starts else functions[r.symbol]
-        data[r.offset : r.offset + r.size] = r.value(address)
+        data[r.offset : r.offset + r.size] = r.value(symbols[r.symbol])
     return bytes(data)
 
 

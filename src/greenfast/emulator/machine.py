@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from greenfast.emulator.arrivals import Mbarriers
 from greenfast.emulator.counts import Counts
 from greenfast.emulator.faults import KernelFaultError
+from greenfast.emulator.launches import Launches
 from greenfast.emulator.memory import UNWRITTEN, WRITTEN, Arena, BadAccessError, GlobalMemory
 from greenfast.emulator.ordering import Ordering
 from greenfast.emulator.ptx import Function, Instruction, Register, Vector
@@ -116,7 +117,8 @@ class Machine:
     the launch asks for, among shared_bytes. params: each parameter's bytes, or
     the tensor map that it is.
     workspace: address of what cooperative groups synchronize a grid with. record: the accesses to global memory of
-    all blocks of the grid. synchronizes: whether threads may do so through memory.
+    all blocks of the grid. launches: the chain that this one belongs to. synchronizes: whether threads may do so
+    through memory.
     counts: where what runs now is counted. phases: where it is counted by phase, in an instrumented build.
     """
 
@@ -136,6 +138,7 @@ class Machine:
     dynamic_bytes: int = 0
     workspace: int = 0
     record: GlobalRecord | None = None
+    launches: Launches | None = None
     synchronizes: bool = False
 
     def __post_init__(self) -> None:
@@ -186,6 +189,8 @@ class Machine:
         self.races = Races(self, record, Ordering(len(self.blocks), self.warps, self.synchronizes))
         self.shared.on_read, self.shared.on_write = self.races.shared_read, self.races.shared_write
         self.memory.on_read, self.memory.on_write = self.races.global_read, self.races.global_write
+        #: Which threads come behind a griddepcontrol.wait of theirs, or of one that they have waited for since.
+        self.behind_wait = np.zeros(self.lanes, np.bool_)
         self.executed = 0
         self.current: Instruction = self.function.code[0]
         self.specials = self._specials()

@@ -48,7 +48,7 @@ BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     "call": call,
 }
 #: Instructions that order memory accesses or advise: every access here takes effect at once, so nothing is to be done.
-NOTHING = ("griddepcontrol", "prefetch", "prefetchu", "nanosleep", "pmevent", "setmaxnreg")
+NOTHING = ("prefetch", "prefetchu", "nanosleep", "pmevent", "setmaxnreg")
 #: Instructions that are replaced by others before a program is built (inlining.py).
 REPLACED = ("brx",)
 CONTROL = ("bra", "ret", "exit", "bar", "barrier", "trap", "brkpt")

@@ -120,6 +120,7 @@ class Races:
         self._position = np.full(machine.geometry.blocks, -1, np.int64)  # of a block of the grid among these
         self._position[machine.blocks] = np.arange(len(machine.blocks))
         self._shared_writes = {_WORD: _Table(_WORD, len(machine.shared.data), machine.warps)}
+        self._behind_wait: set[int] = set()  # mbarriers at which a thread behind a griddepcontrol.wait has arrived
         self._shared_reads: list[dict[int, _Table]] = [{} for _ in range(machine.warps)]
 
     def _begin(self) -> int:
@@ -131,6 +132,9 @@ class Races:
     def barrier(self, keys: Numbers, waiting: Numbers, of: Numbers, per_block: int) -> None:
         """Barriers are complete, of ``per_block`` in each block; waiting: threads that leave the barriers ``of``."""
         m = self.m
+        if m.launches is not None:
+            behind = np.unique(of[m.behind_wait[waiting]])
+            m.behind_wait[waiting[np.isin(of, behind)]] = True
         living = np.bincount(m.block_of[~m.ended], minlength=len(m.blocks))
         left = np.bincount(of // per_block, minlength=len(m.blocks))
         whole = np.unique(keys // per_block)
@@ -146,11 +150,15 @@ class Races:
 
     def arrive_at(self, rows: Numbers, lanes: Lanes) -> None:
         """Threads arrive at mbarriers."""
+        if self.m.launches is not None:
+            self._behind_wait.update(rows[self.m.behind_wait[lanes]].tolist())
         for row, block, warp in self._each(rows, lanes):
             self.ordering.pass_to(row, block, warp)
 
     def leave(self, rows: Numbers, lanes: Lanes) -> None:
         """Threads have waited for mbarriers."""
+        if self.m.launches is not None and self._behind_wait:
+            self.m.behind_wait[lanes] |= np.isin(rows, list(self._behind_wait))
         warps = set()
         for row, block, warp in self._each(rows, lanes):
             self.ordering.take_from(row, block, warp)
@@ -174,6 +182,9 @@ class Races:
         self, space: str, offsets: Numbers, lanes: Lanes, reads: bool, writes: bool, releases: bool = False
     ) -> None:
         """Threads read or write, one after the other, in a way that may synchronize them with others."""
+        if space == "global" and self.m.launches is not None:
+            self.accessing = lanes
+            self._check_launches(offsets, 4, writes)
         if not self.ordering.through_memory:
             return
         warps = set()
@@ -273,6 +284,7 @@ class Races:
     def global_read(self, offsets: Numbers, size: int) -> None:
         """Threads read ``size`` bytes each."""
         record = self.record
+        self._check_launches(offsets, size, False)
         owners = record.memory.owners(offsets)
         if record.dirty.isdisjoint(owners) and record.tracked.isdisjoint(owners):
             record.read.update(owners)
@@ -294,6 +306,7 @@ class Races:
     def global_write(self, offsets: Numbers, size: int, values: Numbers) -> None:
         """Threads write (threads, size) bytes."""
         record = self.record
+        self._check_launches(offsets, size, True)
         owners = record.memory.owners(offsets)
         for owner in (owners & record.read) - record.tracked:
             raise TrackReads(record.memory.name_of(owner))
@@ -310,6 +323,30 @@ class Races:
         lost = table[places] != mine  # another block wrote it in the same access
         if lost.any():
             self._check_together(offsets, size, values, lost, table[places])
+
+    def _check_launches(self, offsets: Numbers, size: int, writes: bool) -> None:
+        """A fault where an early launch touches what launches before it may still use."""
+        m, launches = self.m, self.m.launches
+        if launches is None:
+            return
+        if launches.early:
+            waited: Any = m.behind_wait[self.accessing]
+            if len(waited) != len(offsets):
+                waited = np.repeat(waited, len(offsets) // len(waited))
+            movable = m.current.name == "ld" and "nc" in m.current.parts
+            found = launches.conflict(offsets, size, writes, waited & (not movable))
+            if found is not None:
+                row, other = found
+                what = f"{'a write' if writes else 'a read'} of {m.memory.describe(int(offsets[row]))}"
+                why = (
+                    "with no griddepcontrol.wait before it"
+                    if not waited[row]
+                    else ("by ld.global.nc, which the compiler may move over the griddepcontrol.wait before it")
+                )
+                raise m.fault(
+                    f"{what}, which {other}, in a launch that may begin early, {why}", self._lane(row, len(offsets))
+                )
+        launches.touch(offsets, size, writes)
 
     def _mine(self, number: int, count: int) -> Numbers:
         blocks = self.m.blocks[self.m.block_of[self.accessing]].astype(np.uint64)

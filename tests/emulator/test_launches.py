@@ -1,0 +1,93 @@
+"""Launches in a row, of which the second may begin early: what it may not touch before its griddepcontrol.wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from greenfast.build.compiler import to_ptx
+from greenfast.emulator.faults import KernelFaultError
+from greenfast.emulator.grid import GridResult, Step, run_chain
+from greenfast.spec.kernel import KernelSource, Launch
+from greenfast.spec.problem import OutputSpec
+from tests.emulator.hopper import HOPPER, PREAMBLE
+
+X = np.arange(128, dtype=np.float32)
+WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
+SHARED = "__shared__ __align__(128) float s[64]; __shared__ u64 bar;"
+
+
+def step(body: str, parameters: str, *args: str, early: bool = False, blocks: int = 2) -> Step:
+    source = f'{PREAMBLE}\nextern "C" __global__ void k({parameters}) {{\n#line 1 "k.cu"\n{body}\n}}'
+    ptx = to_ptx(KernelSource("k", source, "k.cu", (), (64, 1, 1)), HOPPER)
+    return Step(ptx, "k", (64, 1, 1), 0, Launch((blocks, 1, 1), args, early))
+
+
+def chain(body: str, *, early: bool = True, seed: int = 0) -> GridResult:
+    """A producer writes 2 x to ``mid`` and reads ``old``; then ``body`` with these, x, and the output y."""
+    first = "int i = 64 * blockIdx.x + threadIdx.x; mid[i] = 2 * x[i] + 0 * old[i];"
+    steps = [
+        step(first, "const float* x, float* mid, const float* old", "x", "mid", "old"),
+        step(body, "const float* x, float* mid, float* old, float* y", "x", "mid", "old", "y", early=early),
+    ]
+    outputs = {n: OutputSpec((128,), "float32") for n in ("mid", "old", "y")}
+    return run_chain(steps, {"x": X, "old": X}, outputs, seed=seed)
+
+
+INDEX = "int i = 64 * blockIdx.x + threadIdx.x;\n"
+GOOD: dict[str, Any] = {
+    "wait": f"float v = x[i];\n{WAIT}\ny[i] = mid[i] + v;",
+    "one thread waits, then a barrier": f"if (threadIdx.x == 0) {WAIT}\n__syncthreads();\ny[i] = mid[i] + x[i];",
+    "a warp waits and copies": SHARED
+    + f"""if (threadIdx.x == 0) {{ init(&bar, 1); init_fence(); }}
+    __syncthreads();
+    if (threadIdx.x == 0) {{ {WAIT} expect(&bar, 256); bulk_load(s, mid + 64 * blockIdx.x, 256, &bar); }}
+    wait(&bar, 0);
+    y[i] = s[threadIdx.x] + x[i]; old[i] = y[i];""",
+}
+BAD: dict[str, tuple[str, str]] = {
+    "read": (f"float v = *(volatile float*)(mid + i);\n{WAIT}\ny[i] = v;",
+             r"a read of byte \d+ of 'mid'.*launch 1 \(k\) writes, in a launch that may begin early, with no griddepcontrol\.wait before it at k\.cu:2"),
+    "plain read": ("y[i] = mid[i] + 1;", r"a read of byte \d+ of 'mid'.*with no griddepcontrol\.wait.*k\.cu:2"),
+    "another warp waits": (f"if (threadIdx.x < 32) {WAIT}\ny[i] = mid[i];",
+                           r"a read of byte (128|384) of 'mid'.*k\.cu:3"),
+    "non-coherent": ("y[i] = __ldg(mid + i);", r"a read of byte \d+ of 'mid'.*with no griddepcontrol\.wait.*k\.cu:2"),
+    "non-coherent behind the wait": (
+        f"{WAIT}\ny[i] = __ldg(mid + i);",
+        r"a read of byte \d+ of 'mid'.* writes, .* by ld\.global\.nc, which the compiler may move over .*k\.cu:3",
+    ),
+    "write of what was read": (
+        f"old[i] = 1;\n{WAIT}\ny[i] = mid[i];",
+        r"a write of byte \d+ of 'old'.*launch 1 \(k\) reads, .*k\.cu:2",
+    ),
+    "write of what was written": (
+        f"mid[i] = 1;\n{WAIT}\ny[i] = mid[i];",
+        r"a write of byte \d+ of 'mid'.*launch 1 \(k\) writes, .*k\.cu:2",
+    ),
+    "atomic": (f"atomicAdd(mid + i, 1.0f);\n{WAIT}\ny[i] = mid[i];", r"of 'mid'.*launch 1 \(k\) writes.*k\.cu:2"),
+    "copy": (
+        SHARED + f"""if (threadIdx.x == 0) {{ init(&bar, 1); init_fence(); }}
+__syncthreads();
+if (threadIdx.x == 0) {{ expect(&bar, 256); bulk_load(s, mid + 64 * blockIdx.x, 256, &bar); }}
+{WAIT}
+wait(&bar, 0);
+y[i] = s[threadIdx.x];""",
+        r"a read of byte \d+ of 'mid'.*with no griddepcontrol\.wait.*cp\.async\.bulk",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("body", GOOD.values(), ids=GOOD)
+def test_behind_the_wait_all_is_there(body: str, seed: int) -> None:
+    assert (chain(INDEX + body, seed=seed).outputs["y"] == 3 * X).all()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("body", "says"), BAD.values(), ids=BAD)
+def test_what_an_early_launch_may_not_do(body: str, says: str, seed: int) -> None:
+    with pytest.raises(KernelFaultError, match=says):
+        chain(INDEX + body, seed=seed)
+    chain(INDEX + body, early=False, seed=seed)
