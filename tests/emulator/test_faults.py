@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from greenfast.emulator import scheduler
+from greenfast.emulator.counts import Counts
 from greenfast.emulator.faults import KernelFaultError, UnsupportedError
 from tests.emulator.kernels import run
 
@@ -188,3 +189,13 @@ def test_printf() -> None:
         **SIGNATURE,
     )
     assert result.printed == "7  3.00 text|9%\n"
+
+
+def test_what_no_check_foresaw_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("shapes do not match")
+
+    monkeypatch.setattr(Counts, "access", broken)
+    says = r"k: the emulator cannot execute this at k\.cu:1 \(in: ld\.global.*\): ValueError: shapes do not match"
+    with pytest.raises(UnsupportedError, match=says):
+        output("y[threadIdx.x] = x[threadIdx.x];")

@@ -223,8 +223,8 @@ def atomic(i: Instruction) -> Operation:
         after = _after(operation, kind, actual)
         if actual in ("global", "shared"):
             m.races.synchronize(actual, offsets, lanes, returns, True, releases)
-        for at, column in enumerate(read):  # each element of a vector for itself
-            rows = offsets // dtype.itemsize + at
+        for element, column in enumerate(read):  # each element of a vector for itself
+            rows = offsets // dtype.itemsize + element
             arguments = [np.broadcast_to(np.asarray(r(m, lanes)), len(rows)) for r in column]
             old = np.empty(len(rows), dtype)
             for n, row in enumerate(rows):
@@ -233,7 +233,7 @@ def atomic(i: Instruction) -> Operation:
                 cells[row] = new
                 arena.writes += bool(new != old[n])
             if write:
-                write[at](m, lanes, old)
+                write[element](m, lanes, old)
 
     return by_space(space, where, run)
 
@@ -289,7 +289,8 @@ def asynchronous_copy(i: Instruction) -> Operation:
             count_access(m, "global", False, sources[some], indices[some], int(count))
         with m.accessing(indices, "shared"):
             arena.mark(offsets, size, IN_FLIGHT, f"{size}-byte asynchronous write")
-            m.races.shared_write(offsets, size, None)
+            if arena.on_write is not None:
+                arena.on_write(offsets, size, None)
         count_access(m, "shared", True, offsets, indices, size)
         m.copies.append(Copy(indices, offsets, values, m.copy_groups[indices].copy(), m.copies_issued))
         m.copies_issued += 1

@@ -73,7 +73,7 @@ class Mbarriers:
 
     def state(self, rows: Rows) -> NDArray[np.uint64]:
         """The opaque state of each now."""
-        return self.phase[rows].astype(np.uint64) << PHASE_SHIFT | self.pending[rows].astype(np.uint64)
+        return (self.phase[rows] << PHASE_SHIFT | self.pending[rows]).astype(np.uint64)
 
     def await_more(self, rows: Rows) -> None:
         """Wait for one arrival more in this phase, for each of ``rows``."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from greenfast.emulator import access
 from greenfast.emulator.access import addresses, locate
-from greenfast.emulator.machine import RANK_BITS, WARP, Lanes, Machine, Operation, lane_count, lane_indices
+from greenfast.emulator.machine import RANK_BITS, Lanes, Machine, Operation, lane_count, lane_indices
 from greenfast.emulator.mbarrier import rows_of
 from greenfast.emulator.memory import IN_FLIGHT, SHARED_BASE, WRITTEN, window
 from greenfast.emulator.operands import dtype_of, reader, type_of, writer
@@ -123,15 +123,4 @@ def policy(i: Instruction) -> Operation:
     return lambda m, lanes: write(m, lanes, np.zeros(lane_count(lanes), np.uint64))
 
 
-def grid_order(i: Instruction) -> Operation:
-    """griddepcontrol: behind a wait, what launches before this one did is done; for the warp of whoever waits."""
-    waits = "wait" in i.parts
-
-    def run(m: Machine, lanes: Lanes) -> None:
-        if waits:
-            m.behind_wait.reshape(-1, WARP)[np.unique(lane_indices(lanes) // WARP)] = True
-
-    return run
-
-
-BUILDERS = {"griddepcontrol": grid_order, "mapa": mapa, "getctarank": rank_of, "st": store, "createpolicy": policy}
+BUILDERS = {"mapa": mapa, "getctarank": rank_of, "st": store, "createpolicy": policy}

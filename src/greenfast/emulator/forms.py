@@ -204,7 +204,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     # copies
     "cp": (
         f"async ca|cg shared|shared:cta global {_HINT} L2:64B|L2:128B|L2:256B?",
-        "async commit_group", "async wait_group", "async wait_all", f"async mbarrier arrive noinc {_SHARED}? b64",
+        "async commit_group", "async wait_group", "async wait_all", f"async mbarrier arrive noinc? {_SHARED}? b64",
         f"async bulk shared:cluster|shared:cta global mbarrier:complete_tx:bytes multicast:cluster? {_HINT}",
         f"async bulk tensor {_RANKS} shared:cluster|shared:cta global tile? mbarrier:complete_tx:bytes "
         f"multicast:cluster? {_HINT}",
@@ -216,7 +216,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "mbarrier": (
         f"init|inval {_SHARED}? b64", f"expect_tx|complete_tx relaxed? {_SCOPES}? {_SHARED}? b64",
         f"arrive|arrive_drop expect_tx? {_BARRIER} b64", f"arrive|arrive_drop noComplete {_BARRIER} b64",
-        f"test_wait|try_wait parity? acquire|relaxed? {_SCOPES}? {_SHARED}? b64",
+        f"test_wait|try_wait parity? acquire|relaxed? {_SCOPES}? {_SHARED}? b64", "pending_count b64",
     ),
     # warps, warpgroups and clusters
     "shfl": ("sync up|down|bfly|idx b32",),

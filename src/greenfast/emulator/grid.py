@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from greenfast.build.toolchain import cuda_include_dirs
 from greenfast.emulator.counts import Counts
-from greenfast.emulator.faults import KernelFaultError
+from greenfast.emulator.faults import KernelFaultError, UnsupportedError
 from greenfast.emulator.inlining import inlined
 from greenfast.emulator.launches import Launches
 from greenfast.emulator.machine import Geometry, Machine
@@ -22,11 +22,11 @@ from greenfast.emulator.parser import parse
 from greenfast.emulator.phases import PhaseCounts
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx import Function, Module, Variable
-from greenfast.emulator.races import GlobalRecord, TrackReads
+from greenfast.emulator.records import GlobalRecord, TrackReads
 from greenfast.emulator.scheduler import Scheduler
 from greenfast.emulator.tensormap import MAP_BYTES, BoundMap, bind
 from greenfast.kernels import KERNEL_DIR
-from greenfast.spec.errors import UsageError
+from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap, value_bytes
 from greenfast.spec.problem import Array, OutputSpec
 
@@ -209,6 +209,14 @@ class _Chain:
                 except KernelFaultError as e:
                     e.printed = "".join([*self.printed, *machine.output])
                     raise
+                except (GreenfastError, TrackReads):
+                    raise
+                except Exception as e:  # what no check foresaw, in an instruction of somebody's kernel
+                    i = machine.current
+                    raise UnsupportedError(
+                        f"{function.name}: the emulator cannot execute this at {i.source or 'unknown line'} "
+                        f"(in: {i.text}): {type(e).__name__}: {e}"
+                    ) from e
                 if by_phase:
                     by_phase.end()
                 self.printed += machine.output

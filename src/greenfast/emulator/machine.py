@@ -21,7 +21,8 @@ from greenfast.emulator.launches import Launches
 from greenfast.emulator.memory import UNWRITTEN, WRITTEN, Arena, BadAccessError, GlobalMemory
 from greenfast.emulator.ordering import Ordering
 from greenfast.emulator.ptx import Function, Instruction, Register, Vector
-from greenfast.emulator.races import GlobalRecord, Races
+from greenfast.emulator.races import Races
+from greenfast.emulator.records import GlobalRecord
 from greenfast.emulator.tensormap import MAP_BYTES, BoundMap
 from greenfast.emulator.underway import BulkLoad, BulkStore, Products
 
@@ -187,7 +188,8 @@ class Machine:
         self._lay_parameters()
         record = self.record or GlobalRecord(self.memory, frozenset())
         self.races = Races(self, record, Ordering(len(self.blocks), self.warps, self.synchronizes))
-        self.shared.on_read, self.shared.on_write = self.races.shared_read, self.races.shared_write
+        if self.geometry.cluster_size == 1:  # else warps of several blocks touch a block's shared memory
+            self.shared.on_read, self.shared.on_write = self.races.shared_read, self.races.shared_write
         self.memory.on_read, self.memory.on_write = self.races.global_read, self.races.global_write
         #: Which threads come behind a griddepcontrol.wait of theirs, or of one that they have waited for since.
         self.behind_wait = np.zeros(self.lanes, np.bool_)

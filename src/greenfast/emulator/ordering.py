@@ -51,7 +51,7 @@ class Ordering:
 
     def of(self, block: int, warp: int) -> Numbers:
         """What a warp passes on to others of its block."""
-        known = self.warps[block, warp].copy()
+        known: Numbers = self.warps[block, warp].copy()
         known[warp] = self.now  # in place of everything
         return known
 

@@ -11,6 +11,7 @@ from greenfast.emulator import (
     cluster,
     comparisons,
     convert,
+    fences,
     fragments,
     mbarrier,
     moves,
@@ -45,6 +46,7 @@ BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     **wgmma.BUILDERS,
     **wmma.BUILDERS,
     **cluster.BUILDERS,
+    **fences.BUILDERS,
     "call": call,
 }
 #: Instructions that order memory accesses or advise: every access here takes effect at once, so nothing is to be done.

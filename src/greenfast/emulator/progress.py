@@ -109,7 +109,7 @@ class Progress:
         found = 0
         for waiting in fragments:
             for pc in sorted(waiting):
-                found = zlib.crc32(np.ascontiguousarray(lane_indices(waiting[pc])), found ^ pc)
+                found = zlib.crc32(lane_indices(waiting[pc]).tobytes(), found ^ pc)
         for name in sorted(self.m.registers):
-            found = zlib.crc32(np.ascontiguousarray(self.m.registers[name]), found)
-        return zlib.crc32(self.m.local.data, found)
+            found = zlib.crc32(self.m.registers[name].tobytes(), found)
+        return zlib.crc32(self.m.local.data.tobytes(), found)

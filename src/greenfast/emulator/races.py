@@ -14,100 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.faults import KernelFaultError
-from greenfast.emulator.memory import Arena, GlobalMemory
+from greenfast.emulator.memory import Arena
 from greenfast.emulator.ordering import Ordering
+from greenfast.emulator.records import WORD, GlobalRecord, Table, TrackReads
 
 if TYPE_CHECKING:
     from greenfast.emulator.machine import Lanes, Machine
-    from greenfast.emulator.ptx import Instruction
 
 Numbers = NDArray[Any]
-_WORD, WARP = 4, 32
+WARP = 32
 _SHIFTS = {1 << n: n for n in range(5)}
-_VIEWS: dict[int, Any] = {1: np.uint32, 2: np.uint64, 4: np.complex128}
 _SHIFT = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
-
-
-class TrackReads(Exception):  # noqa: N818 - no error: the run begins again
-    """A buffer is written whose reads were not recorded: the grid has to run again, with them."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
-
-
-class Accesses:
-    """All accesses of a grid, numbered from 1."""
-
-    def __init__(self) -> None:
-        self.instructions: list[Instruction | None] = [None]
-        self.warps = np.zeros(1 << 12, np.int64)
-
-    def add(self, instruction: Instruction, warp: int) -> int:
-        """The number of a new access."""
-        number = len(self.instructions)
-        self.instructions.append(instruction)
-        if number == len(self.warps):
-            self.warps = np.concatenate([self.warps, np.zeros(number, np.int64)])
-        self.warps[number] = warp
-        return number
-
-
-class GlobalRecord:
-    """Who last wrote and read the words of global memory: (access number << 32) + block + 1, 0 for nobody."""
-
-    def __init__(self, memory: GlobalMemory, tracked: frozenset[str]) -> None:
-        self.memory = memory
-        self.accesses = Accesses()
-        #: By bytes of a unit: words, and for narrower accesses bytes.
-        self.writes: dict[int, Numbers] = {}
-        self.reads: dict[int, tuple[Numbers, Numbers]] = {}
-        self.dirty: set[int] = set()  # allocations that the launch has written
-        self.read: set[int] = set()  # and such that it has read with no record
-        self.tracked = {memory.number(name) for name in tracked if name in memory.starts}
-
-    def table(self, unit: int) -> Numbers:
-        """The last writes by unit."""
-        if unit not in self.writes:
-            self.writes[unit] = np.zeros(len(self.memory.data) // unit, np.uint64)
-        return self.writes[unit]
-
-    def readers(self, unit: int) -> tuple[Numbers, Numbers]:
-        """The last reads by unit, and those before them of another block."""
-        if unit not in self.reads:
-            size = len(self.memory.data) // unit
-            self.reads[unit] = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
-        return self.reads[unit]
-
-
-class _Table:
-    """The number of the last access to each unit of shared memory; latest: of each warp to any of them."""
-
-    def __init__(self, unit: int, size: int, warps: int) -> None:
-        self.unit = unit
-        self.entries = np.zeros(size // unit, np.uint32)
-        self.latest = [0] * warps
-
-    def newest(self, but: int) -> int:
-        """The latest access of any other warp."""
-        return max((n for warp, n in enumerate(self.latest) if warp != but), default=0)
-
-    def put(self, rows: Numbers, size: int, number: int, warp: int) -> None:
-        """A warp accesses elements of ``size`` bytes, whole units."""
-        view = _VIEWS[size // self.unit]
-        self.entries.view(view)[rows] = np.full(size // self.unit, number, np.uint32).view(view)[0]
-        self.latest[warp] = number
-
-    def get(self, rows: Numbers, size: int) -> Numbers:
-        """(elements, units) numbers; an element may be a part of a unit, or many."""
-        units = size // self.unit
-        if units <= 1:
-            return self.entries[rows if units else rows * size // self.unit][:, None]
-        if units in _VIEWS:
-            return self.entries.view(_VIEWS[units])[rows].view(np.uint32).reshape(-1, units)
-        quarters = (rows * (units // 4))[:, None] + np.arange(units // 4)
-        return self.entries.view(_VIEWS[4])[quarters].view(np.uint32).reshape(-1, units)
 
 
 class Races:
@@ -119,9 +37,9 @@ class Races:
         self.accessing: Lanes = slice(0, 0)  # the threads of the access, in order
         self._position = np.full(machine.geometry.blocks, -1, np.int64)  # of a block of the grid among these
         self._position[machine.blocks] = np.arange(len(machine.blocks))
-        self._shared_writes = {_WORD: _Table(_WORD, len(machine.shared.data), machine.warps)}
+        self._shared_writes = {WORD: Table(WORD, len(machine.shared.data), machine.warps)}
         self._behind_wait: set[int] = set()  # mbarriers at which a thread behind a griddepcontrol.wait has arrived
-        self._shared_reads: list[dict[int, _Table]] = [{} for _ in range(machine.warps)]
+        self._shared_reads: list[dict[int, Table]] = [{} for _ in range(machine.warps)]
 
     def _begin(self) -> int:
         number = self.ordering.now = self.record.accesses.add(self.m.current, self.warp)
@@ -201,13 +119,13 @@ class Races:
         """A place that is read may have been written by an ordinary write, as a flag or a lock."""
         ordering = self.ordering
         if space == "global":
-            tag = int(self.record.table(_WORD)[offset // _WORD])
+            tag = int(self.record.table(WORD)[offset // WORD])
             writer, number = int(self._position[(tag & 0xFFFFFFFF) - 1]) if tag else -1, tag >> 32
             if writer >= 0 and writer != block:
                 np.maximum(ordering.blocks[block], ordering.fenced[writer], out=ordering.blocks[block])
                 return
         else:
-            number = int(self._shared_writes[_WORD].entries[offset // _WORD])
+            number = int(self._shared_writes[WORD].entries[offset // WORD])
             writer = block if number else -1
         by = int(self.record.accesses.warps[number])
         if writer >= 0 and by != warp:
@@ -239,13 +157,13 @@ class Races:
                     self._check_shared(table, rows, size, "write", "read", values)
         self._table(self._shared_writes, unit).put(rows, size, number, self.warp)
 
-    def _table(self, tables: dict[int, _Table], unit: int) -> _Table:
+    def _table(self, tables: dict[int, Table], unit: int) -> Table:
         table = tables.get(unit)
         if table is None:
-            table = tables[unit] = _Table(unit, len(self.m.shared.data), self.m.warps)
+            table = tables[unit] = Table(unit, len(self.m.shared.data), self.m.warps)
         return table
 
-    def _check_shared(self, table: _Table, rows: Numbers, size: int, what: str, other: str, values: Any) -> None:
+    def _check_shared(self, table: Table, rows: Numbers, size: int, what: str, other: str, values: Any) -> None:
         """A fault where an access meets one of other warps that it does not know to be over."""
         numbers = table.get(rows, size)
         floor = self.ordering.floor[self.warp]
@@ -303,7 +221,7 @@ class Races:
         lost = last[places] & _LOW != mine & _LOW  # two blocks in one access
         other[places[lost]] = np.broadcast_to(mine, places.shape)[lost]
 
-    def global_write(self, offsets: Numbers, size: int, values: Numbers) -> None:
+    def global_write(self, offsets: Numbers, size: int, values: Numbers | None) -> None:
         """Threads write (threads, size) bytes."""
         record = self.record
         self._check_launches(offsets, size, True)
@@ -321,7 +239,7 @@ class Races:
         mine = mine[:, None]
         table[places] = mine
         lost = table[places] != mine  # another block wrote it in the same access
-        if lost.any():
+        if values is not None and lost.any():
             self._check_together(offsets, size, values, lost, table[places])
 
     def _check_launches(self, offsets: Numbers, size: int, writes: bool) -> None:
@@ -372,7 +290,7 @@ class Races:
             if self.ordering.through_memory:  # blocks that have ended before these began are not asked
                 between = np.where(inside, self.ordering.blocks[here, np.where(inside, first, 0)], numbers)
             else:
-                between = np.int64(0)
+                between = np.zeros(1, np.int64)
             bad = (numbers > np.where(blocks == own, known, between)) & ((blocks != own) | (by != self.warp))
             if bad.any() and values is not None:
                 bad &= self._changes_global(offsets, size, values)[:, None]
@@ -428,11 +346,11 @@ def _units(offsets: Numbers, size: int) -> tuple[int, Numbers, int]:
     if size == 2 and len(offsets) % 2 == 0 and len(offsets) > 1:
         even = offsets[::2]
         if not int(np.bitwise_or.reduce(even)) & 3 and np.array_equal(offsets[1::2], even + 2):
-            return _WORD, even >> 2, _WORD
-    return _WORD if size >= _WORD else 1, offsets >> _SHIFTS[size], size
+            return WORD, even >> 2, WORD
+    return WORD if size >= WORD else 1, offsets >> _SHIFTS[size], size
 
 
 def _places(offsets: Numbers, size: int) -> tuple[int, Numbers]:
     """The bytes of a unit, and the (threads, units) of an access."""
-    unit = _WORD if size >= _WORD else 1
+    unit = WORD if size >= WORD else 1
     return unit, offsets[:, None] // unit + np.arange(size // unit)

@@ -233,7 +233,8 @@ def _load(i: Instruction, tensor: bool) -> Operation:
         with m.accessing(owners[copies].ravel(), "shared"):
             m.shared.require_free(place, tile.unit, "bulk write")
             m.shared.mark(place, tile.unit, IN_FLIGHT, "bulk write")
-            m.races.shared_write(place, tile.unit, None)
+            if m.shared.on_write is not None:
+                m.shared.on_write(place, tile.unit, None)
         _count(m, False, tile, owners, inside)
         total = tile.outer.shape[1] * tile.unit
 
@@ -242,7 +243,7 @@ def _load(i: Instruction, tensor: bool) -> Operation:
             m.shared.state.reshape(-1, tile.unit)[place // tile.unit] = WRITTEN
             if m.shared.unfenced is not None:
                 m.shared.unfenced[place // CHUNK] = False
-            m.races.arrive_at(rows, indices)
+            m.races.arrive_at(rows, indices[copies])
             m.mbarriers.expect(rows, np.full(len(rows), -total))
             m.mbarriers.changes += 1
 
@@ -376,29 +377,4 @@ def finish(m: Machine) -> None:
         s.land(m.memory, np.ones(len(s.lanes), np.bool_))
 
 
-# ---- fences ---------------------------------------------------------------------------------------------------------
-
-
-def fence(i: Instruction) -> Operation:
-    """fence and membar: those of the device order what blocks do, as far as races go.
-
-    fence.proxy.async and fence.mbarrier_init make what their block stored, or its mbarriers, visible to bulk copies and
-    matrix products; which thread stored what is not kept.
-    """
-    proxy = i.parts[:2] == ("proxy", "async") and i.parts[2:3] != ("global",)
-    if i.name == "membar" or i.parts[0] in ("sc", "acq_rel", "acquire", "release"):
-        wide = not {"gl", "gpu", "sys", "cluster"}.isdisjoint(i.parts)
-        return (lambda m, lanes: m.races.fence(lanes)) if wide else _nothing
-    if not proxy and i.parts[0] != "mbarrier_init":
-        return _nothing
-
-    def run(m: Machine, lanes: Lanes) -> None:
-        blocks = np.unique(m.block_of[lanes])
-        m.mbarriers.show(blocks, len(m.blocks))
-        if proxy and m.shared.unfenced is not None:
-            m.shared.unfenced.reshape(len(m.blocks), -1)[blocks] = False
-
-    return run
-
-
-BUILDERS = {"cp": copy, "fence": fence, "membar": fence}
+BUILDERS = {"cp": copy}
