@@ -199,3 +199,23 @@ def test_what_no_check_foresaw_is_named_with_its_line(monkeypatch: pytest.Monkey
     says = r"k: the emulator cannot execute this at k\.cu:1 \(in: ld\.global.*\): ValueError: shapes do not match"
     with pytest.raises(UnsupportedError, match=says):
         output("y[threadIdx.x] = x[threadIdx.x];")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (
+            "y[0] = x[threadIdx.x];",
+            r"4-byte write of different values to one place by several threads in one instruction: byte 0 of 'y' .*k\.cu",
+        ),
+        (
+            'if (threadIdx.x % 2)\nasm volatile("bar.sync 0; // 1");\n'
+            'else asm volatile("bar.sync 0; // 2");\ny[0] = 1;',
+            r"a barrier of whole warps, which others of this warp come to at k\.cu:[23], at k\.cu:[23]",
+        ),
+    ],
+)
+def test_what_threads_of_one_warp_may_not_do(body: str, says: str) -> None:
+    for threads in (32, 64):
+        with pytest.raises(KernelFaultError, match=says if threads == 32 else ""):
+            output(body, threads=threads)

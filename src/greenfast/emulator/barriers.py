@@ -109,9 +109,26 @@ class NamedBarriers:
         came[complete % BARRIERS, :, complete // BARRIERS] = False
         go = np.flatnonzero(np.isin(self.waiting, complete))
         self.m.races.barrier(complete, go, self.waiting[go], BARRIERS)
+        self._require_aligned(go)
         self._reduce(go)
         self.waiting[go] = _NOT_WAITING
         self.released.append(go)
+
+    def _require_aligned(self, lanes: NDArray[np.intp]) -> None:
+        """A fault where threads of a warp waited at several instructions, unless all of these may diverge."""
+        at = self.at[lanes]
+        if not len(at) or (at == at[0]).all():
+            return
+        warps = lanes // WARP
+        split = np.flatnonzero((np.diff(warps) == 0) & (np.diff(at) != 0))
+        for n in split.tolist():
+            i = self.code[int(at[n])]
+            if i.name == "bar" or "aligned" in i.parts:
+                self.m.current = i
+                other = self.code[int(at[n + 1])].source
+                raise self.m.fault(
+                    f"a barrier of whole warps, which others of this warp come to at {other},", int(lanes[n])
+                )
 
     def _reduce(self, lanes: NDArray[np.intp]) -> None:
         """Give the threads of bar.red what their barrier's threads voted."""

@@ -26,7 +26,7 @@ from greenfast.emulator.records import GlobalRecord, TrackReads
 from greenfast.emulator.scheduler import Scheduler
 from greenfast.emulator.tensormap import MAP_BYTES, BoundMap, bind
 from greenfast.kernels import KERNEL_DIR
-from greenfast.spec.errors import GreenfastError, UsageError
+from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap, value_bytes
 from greenfast.spec.problem import Array, OutputSpec
 
@@ -209,9 +209,7 @@ class _Chain:
                 except KernelFaultError as e:
                     e.printed = "".join([*self.printed, *machine.output])
                     raise
-                except (GreenfastError, TrackReads):
-                    raise
-                except Exception as e:  # what no check foresaw, in an instruction of somebody's kernel
+                except _UNFORESEEN as e:  # in an instruction of somebody's kernel
                     i = machine.current
                     raise UnsupportedError(
                         f"{function.name}: the emulator cannot execute this at {i.source or 'unknown line'} "
@@ -241,6 +239,8 @@ class _Chain:
         return result
 
 
+#: What NumPy and Python raise for operands that no check foresaw.
+_UNFORESEEN = (ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError, StopIteration)
 #: How many parts the blocks of a grid run in where their order is drawn.
 _PARTS = 3
 

@@ -140,7 +140,15 @@ class Arena:
         new = _elements(np.ascontiguousarray(values).reshape(-1), size)
         if not self.compares or not np.array_equal(_elements(self.data, size)[rows].view(np.uint8), new.view(np.uint8)):
             self.writes += 1
-        _elements(self.data, size)[rows] = new
+        cells = _elements(self.data, size)
+        cells[rows] = new
+        if self.on_write is not None and not atomic:
+            lost = np.flatnonzero(cells[rows].view(np.uint8) != new.view(np.uint8))
+            if len(lost):
+                i = int(lost[0]) // size
+                raise BadAccessError(
+                    f"{what} of different values to one place by several threads in one instruction", i, int(offsets[i])
+                )
         _elements(self.state, size)[rows] = _state(WRITTEN, size)
         if self.unfenced is not None:
             self.unfenced[offsets // CHUNK] = True

@@ -20,7 +20,7 @@ TURNS = 4096
 #: How many turns of it a turn counts as, in a loop that lets others run and that nothing leaves.
 ENDLESS = 16
 #: Instructions of a warp, with no barrier and no end of a thread meanwhile, after which it counts as endless.
-STRETCH_LIMIT = 2_000_000
+STRETCH_LIMIT = 500_000
 #: What a turn of a loop that lets others run counts as, in instructions: about the time that it takes.
 POLL = 100
 #: Instructions after which a warp whose threads part again and again lets others run.
