@@ -59,7 +59,10 @@ class NamedBarriers:
             what = f"barrier {number[at]} with {count[at]} threads, where others came with {self.expected[keys[at]]}"
             raise m.fault(what, int(indices[at]))
         self.arrived[which] += new
-        self.came[number, indices] = True
+        if int(number.min()) == int(number.max()):
+            self.came[int(number[0]), indices] = True
+        else:
+            self.came[number, indices] = True
         over = self.arrived[which] > self.expected[which]
         if over.any():
             at = int(first[over][0])

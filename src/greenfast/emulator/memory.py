@@ -143,9 +143,9 @@ class Arena:
         cells = _elements(self.data, size)
         cells[rows] = new
         if self.on_write is not None and not atomic:
-            lost = np.flatnonzero(cells[rows].view(np.uint8) != new.view(np.uint8))
-            if len(lost):
-                i = int(lost[0]) // size
+            left = cells[rows]
+            if left.tobytes() != new.tobytes():
+                i = int(np.flatnonzero(left.view(np.uint8) != new.view(np.uint8))[0]) // size
                 raise BadAccessError(
                     f"{what} of different values to one place by several threads in one instruction", i, int(offsets[i])
                 )

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Numbers = NDArray[Any]
 WARP = 32
 _SHIFTS = {1 << n: n for n in range(5)}
+_PIECE = 16
+_STEPS = {1 << n: np.arange(0, _PIECE, 1 << n) for n in range(5)}
 _SHIFT = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 
@@ -341,12 +343,16 @@ class Races:
 def _units(offsets: Numbers, size: int) -> tuple[int, Numbers, int]:
     """What an access is recorded by: the bytes of a unit, its elements by number, and their size.
 
-    Neighbouring halves, as a matrix fragment has them, are taken for words.
+    Neighbouring elements that fill 16 bytes, as threads in a row or a matrix fragment have them, are taken together.
     """
-    if size == 2 and len(offsets) % 2 == 0 and len(offsets) > 1:
-        even = offsets[::2]
-        if not int(np.bitwise_or.reduce(even)) & 3 and np.array_equal(offsets[1::2], even + 2):
-            return WORD, even >> 2, WORD
+    many = _PIECE // size
+    if many > 1 and len(offsets) % many == 0:
+        first = int(offsets[0])
+        if not first % _PIECE and int(offsets[many - 1]) - first == _PIECE - size:
+            table = offsets.reshape(-1, many)
+            heads = table[:, 0]
+            if not int(np.bitwise_or.reduce(heads)) % _PIECE and (table - heads[:, None] == _STEPS[size]).all():
+                return WORD, heads >> _SHIFTS[_PIECE], _PIECE
     return WORD if size >= WORD else 1, offsets >> _SHIFTS[size], size
 
 
