@@ -17,7 +17,6 @@ from greenfast.emulator.memory import (
     GLOBAL_BASE,
     IN_FLIGHT,
     WINDOW_BITS,
-    WRITTEN,
     Arena,
     BadAccessError,
     window,
@@ -350,10 +349,7 @@ def land(m: Machine, lanes: Lanes, which: Callable[[Copy], Any]) -> None:
     for copy in m.copies:
         done = waiting[copy.lanes] & which(copy)
         if done.any():
-            size = copy.values.shape[1]
-            rows = copy.offsets[done] // size
-            m.shared.data.reshape(-1, size)[rows] = copy.values[done]
-            m.shared.state.reshape(-1, size)[rows] = WRITTEN
+            m.shared.place(copy.offsets[done], copy.values[done])
             if m.shared.unfenced is not None:
                 m.shared.unfenced[copy.offsets[done] // CHUNK] = True
         if not done.all():

@@ -56,7 +56,7 @@ def window(address: int) -> str:
     return next((name for name, base in BASES.items() if base >> WINDOW_BITS == address >> WINDOW_BITS), "none")
 
 
-def _elements(data: Bytes, size: int) -> NDArray[Any]:
+def elements(data: Bytes, size: int) -> NDArray[Any]:
     """Bytes as elements of ``size`` bytes: NumPy gathers one number per element much faster than a row of bytes."""
     return data.view(np.complex128 if size == 16 else f"u{size}")
 
@@ -64,7 +64,7 @@ def _elements(data: Bytes, size: int) -> NDArray[Any]:
 @cache
 def _state(state: int, size: int) -> Any:
     """The element whose bytes all have a state."""
-    return _elements(np.full(size, state, np.uint8), size)[0]
+    return elements(np.full(size, state, np.uint8), size)[0]
 
 
 class Arena:
@@ -108,7 +108,7 @@ class Arena:
 
     def _require(self, rows: NDArray[np.int64], offsets: Addresses, size: int, what: str) -> None:
         """Raise BadAccessError unless every byte of a read is WRITTEN."""
-        if (_elements(self.state, size)[rows] == _state(WRITTEN, size)).all():
+        if (elements(self.state, size)[rows] == _state(WRITTEN, size)).all():
             return
         states = self.state.reshape(-1, size)[rows]
         i = int(np.flatnonzero((states != WRITTEN).any(axis=1))[0])
@@ -129,7 +129,7 @@ class Arena:
         self._require(rows, offsets, size, what)
         if self.on_read is not None and not atomic and len(offsets):
             self.on_read(offsets, size)
-        return _elements(self.data, size)[rows].view(np.uint8).reshape(-1, size)
+        return elements(self.data, size)[rows].view(np.uint8).reshape(-1, size)
 
     def write(self, offsets: Addresses, values: Bytes, what: str, atomic: bool = False) -> None:
         """Write (count, size) bytes; where two lanes write one place, the last one stays."""
@@ -137,10 +137,10 @@ class Arena:
         rows = self.require_free(offsets, size, what)
         if self.on_write is not None and not atomic and len(offsets):
             self.on_write(offsets, size, values)
-        new = _elements(np.ascontiguousarray(values).reshape(-1), size)
-        if not self.compares or not np.array_equal(_elements(self.data, size)[rows].view(np.uint8), new.view(np.uint8)):
+        new = elements(np.ascontiguousarray(values).reshape(-1), size)
+        if not self.compares or not np.array_equal(elements(self.data, size)[rows].view(np.uint8), new.view(np.uint8)):
             self.writes += 1
-        cells = _elements(self.data, size)
+        cells = elements(self.data, size)
         cells[rows] = new
         if self.on_write is not None and not atomic:
             left = cells[rows]
@@ -149,14 +149,14 @@ class Arena:
                 raise BadAccessError(
                     f"{what} of different values to one place by several threads in one instruction", i, int(offsets[i])
                 )
-        _elements(self.state, size)[rows] = _state(WRITTEN, size)
+        elements(self.state, size)[rows] = _state(WRITTEN, size)
         if self.unfenced is not None:
             self.unfenced[offsets // CHUNK] = True
 
     def require_free(self, offsets: Addresses, size: int, what: str) -> NDArray[np.int64]:
         """Rows of elements that may be overwritten now; raises BadAccessError for others."""
         rows = self._rows(offsets, size, what)
-        before = _elements(self.state, size)[rows]
+        before = elements(self.state, size)[rows]
         if not ((before == _state(WRITTEN, size)) | (before == _state(UNWRITTEN, size))).all():
             self._refuse_write(rows, offsets, size, what)
         if self.readers is not None:
@@ -189,10 +189,17 @@ class Arena:
             i = int(np.flatnonzero(bad)[0])
             raise BadAccessError(f"{what} of what a store wrote with no fence.proxy.async since", i, int(offsets[i]))
 
+    def place(self, offsets: Addresses, values: Bytes) -> None:
+        """Write (count, size) bytes that an asynchronous copy delivers to places that were marked for it."""
+        size = values.shape[1]
+        rows = offsets >> _SHIFTS[size]
+        elements(self.data, size)[rows] = elements(np.ascontiguousarray(values).reshape(-1), size)
+        elements(self.state, size)[rows] = _state(WRITTEN, size)
+
     def mark(self, offsets: Addresses, size: int, state: int, what: str) -> None:
         """Set the state of elements that must exist."""
         rows = self._rows(offsets, size, what)
-        self.state.reshape(-1, size)[rows] = state
+        elements(self.state, size)[rows] = _state(state, size)
 
 
 class GlobalMemory(Arena):
