@@ -25,6 +25,8 @@ Numbers = NDArray[Any]
 WARP = 32
 _SHIFTS = {1 << n: n for n in range(5)}
 _PIECE = 16
+#: Reads that are kept before they are entered.
+_MOST_READS = 256
 _STEPS = {1 << n: np.arange(0, _PIECE, 1 << n) for n in range(5)}
 _SHIFT = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -40,6 +42,7 @@ class Races:
         self._position = np.full(machine.geometry.blocks, -1, np.int64)  # of a block of the grid among these
         self._position[machine.blocks] = np.arange(len(machine.blocks))
         self._shared_writes = {WORD: Table(WORD, len(machine.shared.data), machine.warps)}
+        self._new_reads: list[list[tuple[Numbers, int, int]]] = [[] for _ in range(machine.warps)]
         self._behind_wait: set[int] = set()  # mbarriers at which a thread behind a griddepcontrol.wait has arrived
         self._shared_reads: list[dict[int, Table]] = [{} for _ in range(machine.warps)]
 
@@ -60,6 +63,9 @@ class Races:
         whole = np.unique(keys // per_block)
         whole = whole[(left[whole] == living[whole]) & (living[whole] > 0)]
         self.ordering.level_blocks(whole)
+        if len(whole) == len(m.blocks):  # all that was read before is over for everybody
+            for reads in self._new_reads:
+                reads.clear()
         rest = ~np.isin(of // per_block, whole)
         if rest.any():
             pairs = np.unique(of[rest] * m.warps + waiting[rest] // m.set_size)
@@ -138,12 +144,14 @@ class Races:
     def shared_read(self, offsets: Numbers, size: int) -> None:
         """Threads read ``size`` bytes each."""
         number = self._begin()
-        unit, rows, size = _units(offsets, size)
         floor = self.ordering.floor[self.warp]
         for table in self._shared_writes.values():
             if table.newest(self.warp) > floor:
-                self._check_shared(table, rows, size, "read", "write", None)
-        self._table(self._shared_reads[self.warp], unit).put(rows, size, number, self.warp)
+                _, rows, whole = _units(offsets, size)
+                self._check_shared(table, rows, whole, "read", "write", None)
+        self._new_reads[self.warp].append((offsets, size, number))
+        if len(self._new_reads[self.warp]) > _MOST_READS:
+            self._record_reads(self.warp)
 
     def shared_write(self, offsets: Numbers, size: int, values: Numbers | None) -> None:
         """Threads write ``size`` bytes each; values: (threads, size) of them, None where they come later."""
@@ -154,10 +162,19 @@ class Races:
             if table.newest(self.warp) > floor:
                 self._check_shared(table, rows, size, "write", "write", values)
         for warp, tables in enumerate(self._shared_reads):
+            if warp != self.warp and self._new_reads[warp]:
+                self._record_reads(warp)
             for table in tables.values() if warp != self.warp else ():
                 if table.latest[warp] > floor:
                     self._check_shared(table, rows, size, "write", "read", values)
         self._table(self._shared_writes, unit).put(rows, size, number, self.warp)
+
+    def _record_reads(self, warp: int) -> None:
+        """Enter what a warp has read since a barrier: most often none writes there before the next one."""
+        for offsets, size, number in self._new_reads[warp]:
+            unit, rows, whole = _units(offsets, size)
+            self._table(self._shared_reads[warp], unit).put(rows, whole, number, warp)
+        self._new_reads[warp].clear()
 
     def _table(self, tables: dict[int, Table], unit: int) -> Table:
         table = tables.get(unit)
