@@ -49,7 +49,11 @@ class NamedBarriers:
             at = int(np.flatnonzero(wrong)[0])
             raise m.fault(f"barrier {number[at]}, of {BARRIERS}", int(indices[at]))
         keys = m.block_of[indices] * BARRIERS + number
-        which, first, new = np.unique(keys, return_index=True, return_counts=True)
+        if isinstance(lanes, slice) and int(number.min()) == int(number.max()):  # a whole warp of every block
+            first = np.arange(0, len(keys), WARP)
+            which, new = keys[first], np.full(len(first), WARP)
+        else:
+            which, first, new = np.unique(keys, return_index=True, return_counts=True)
         fresh = self.arrived[which] == 0
         self.expected[which[fresh]] = count[first[fresh]]
         self.everybody[which[fresh]] = form.everybody
@@ -110,7 +114,9 @@ class NamedBarriers:
         self.m.mbarriers.show(complete // BARRIERS, len(self.m.blocks))
         came = self.came.reshape(BARRIERS, self.m.warps, -1, WARP)
         came[complete % BARRIERS, :, complete // BARRIERS] = False
-        go = np.flatnonzero(np.isin(self.waiting, complete))
+        done = np.zeros(len(self.arrived) + 1, np.bool_)  # the last for those that wait nowhere
+        done[complete] = True
+        go = np.flatnonzero(done[self.waiting])
         self.m.races.barrier(complete, go, self.waiting[go], BARRIERS)
         self._require_aligned(go)
         self._reduce(go)
