@@ -93,6 +93,25 @@ def test_blocks_read_and_write_each_other(how: str) -> None:
     assert found["z"].tolist() == [256, 0, 0, 0] * 2
 
 
+def test_the_barrier_of_a_cluster_orders_its_blocks() -> None:
+    """What a block wrote to global and to its own shared memory before the barrier, others read behind it."""
+    found = run(
+        "__shared__ u32 s[32]; u32 t = threadIdx.x, r = special(0), v = 0; "
+        "for (int n = 0; n < 3; ++n) { s[t] = n + r; z[blockIdx.x * 32 + t] = 5 * r + n; sync(); "
+        'u32 w; asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(w) : "r"(map(at(s + t), r ^ 1)) : "memory"); '
+        "v = v * 100 + w * 10 + z[(blockIdx.x ^ 1) * 32 + t]; sync(); } y[blockIdx.x * 32 + t] = v;",
+        {},
+        {"y": ((4, 32), "uint32"), "z": ((128,), "uint32")},
+        parameters="u32* y, u32* z",
+        args=("y", "z"),
+        before=BEFORE,
+        blocks=4,
+        cluster=(2, 1, 1),
+        threads=32,
+    ).outputs["y"]
+    assert found.tolist() == [[152637] * 32, [1122] * 32] * 2
+
+
 def test_getctarank() -> None:
     found = run(
         "__shared__ u32 s; u32 r; u64 g; "

@@ -197,7 +197,7 @@ class _Chain:
                     workspace=memory.address(WORKSPACE),
                     record=record,
                     launches=self.launches,
-                    synchronizes=program.synchronizes,
+                    synchronizes=program.synchronizes or geometry.cluster_size > 1,
                     counts=self.counts,
                     phases=by_phase,
                     dynamic_bytes=step.dynamic_smem_bytes,

@@ -92,6 +92,13 @@ class Ordering:
         self.warps[blocks[:, None], own, own] = EVERYTHING
         self.level(own)
 
+    def level_cluster(self, blocks: NDArray[np.int64]) -> None:
+        """All warps of a cluster's blocks leave a barrier that all of them came to."""
+        self.level_blocks(blocks)
+        if self.through_memory:
+            self.blocks[blocks] = self.blocks[blocks].max(axis=0)
+            self.blocks[np.ix_(blocks, blocks)] = self.now
+
     # ---- mbarriers --------------------------------------------------------------------------------------------------
 
     def pass_to(self, row: int, block: int, warp: int) -> None:
