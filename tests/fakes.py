@@ -49,6 +49,7 @@ class HostDriver:
     def __init__(self) -> None:
         self._blocks: dict[int, Any] = {}
         self._ok = self.CUresult.CUDA_SUCCESS
+        self.underway = 0  # fills and copies to the device that nobody has waited for
 
     @property
     def allocations(self) -> int:
@@ -76,13 +77,19 @@ class HostDriver:
         known = self._blocks.pop(pointer, None) is not None
         return (self._ok if known else self.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
 
+    def cuCtxSynchronize(self) -> tuple[Any, ...]:  # noqa: N802
+        self.underway = 0
+        return (self._ok,)
+
     def cuMemsetD8(self, pointer: int, value: int, nbytes: int) -> tuple[Any, ...]:  # noqa: N802
+        self.underway += 1
         return self._do(pointer, nbytes, lambda: ctypes.memset(pointer, value, nbytes))
 
     def cuMemsetD8Async(self, pointer: int, value: int, nbytes: int, stream: object) -> tuple[Any, ...]:  # noqa: N802
         return self.cuMemsetD8(pointer, value, nbytes)
 
     def cuMemcpyHtoD(self, pointer: int, host: int, nbytes: int) -> tuple[Any, ...]:  # noqa: N802
+        self.underway += 1
         return self._do(pointer, nbytes, lambda: ctypes.memmove(pointer, host, nbytes))
 
     def cuMemcpyDtoH(self, host: int, pointer: int, nbytes: int) -> tuple[Any, ...]:  # noqa: N802

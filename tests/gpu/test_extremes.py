@@ -127,11 +127,11 @@ def test_a_loud_key_hurts_no_row_that_does_not_see_it(head_dim: int, precision: 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("constant", [3, 10])
 def test_a_constant_over_channels_costs_no_precision(constant: int, head_dim: int) -> None:
-    q, k, v = inputs(1024, head_dim)
+    q, k, v = inputs(1024, head_dim, heads=32)
     q = q + constant
     wanted = exact(q, k, v)
     plain = greenfast.attention(greenfast.quantize(q, k, v, rotate=False))
-    assert error(greenfast.sdpa(q, k, v), wanted) < 1.5 * error(plain, wanted), "0.7 to 1.3 times, as of random signs"
+    assert error(greenfast.sdpa(q, k, v), wanted) < 1.3 * error(plain, wanted)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -206,6 +206,6 @@ def test_codes_move_and_are_checked() -> None:
         (5, tensors[5].cpu()),
     ):
         args = [*tensors[:i], wrong, *tensors[i + 1 :]]
-        with pytest.raises((ValueError, RuntimeError), match=r"shape|contiguous|device|cpu"):
+        with pytest.raises((ValueError, RuntimeError), match=r"shape|heads|contiguous|device|cpu"):
             ops.ATTENTION(*args, *rest)
     assert torch.equal(greenfast.attention(codes), wanted)

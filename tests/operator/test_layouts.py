@@ -126,7 +126,7 @@ def test_the_kernel_is_told_the_strides(head_dim: int) -> None:
     target = Target(hopper.TARGET)
     recipe = recipe_for(target, "fp8")
     attending = sdpa_steps(q, q, q, recipe, 0, 1.0, target, lse=False)[1]
-    assert [int(x) for x in attending.launch.args[-5:]] == [7 * 3 * head_dim, head_dim, 3 * head_dim, 3, head_dim]  # type: ignore[arg-type]
+    assert [int(x) for x in attending.launch.args[-5:]] == [18 * head_dim, head_dim, 3 * head_dim, 3, head_dim]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", [hopper, ada])

@@ -55,6 +55,14 @@ def test_a_byte_of_the_buffer_is_its_own(memory: HostDriver, offset: int) -> Non
     assert buffer.guards_intact()
 
 
+def test_what_fills_a_buffer_is_done_before_a_launch_on_another_stream(memory: HostDriver) -> None:
+    """On a GPU that several processes share, the fill of new outputs came after a kernel had written them."""
+    buffer = GuardedBuffer(16)
+    assert memory.underway == 0
+    buffer.upload(np.zeros(2))
+    assert memory.underway == 0
+
+
 def test_an_empty_buffer_has_guards_too(memory: HostDriver) -> None:
     buffer = GuardedBuffer(0)
     buffer.upload(np.empty(0))

@@ -164,9 +164,8 @@ def attention_step(
     kernels = _KERNELS[kernel_for(target, dims, fmt).rung]
     names = {"k": "k_codes", "v_t": "v_codes"}
     if query is None:
-        launch = kernels.launch(fmt, dims, scale, output=output)
         source = hopper.kernel(fmt, dims, output=output) if kernels is hopper else kernels.kernel(fmt, dims)
-        return _Step(source, launch, {"q": "q_codes", **names})
+        return _Step(source, kernels.launch(fmt, dims, scale, output=output), {"q": "q_codes", **names})
     dims = {**dims, "QBLOCK": 0}
     return _Step(hopper.kernel(fmt, dims, query, output), hopper.launch(fmt, dims, scale, query, output=output), names)
 

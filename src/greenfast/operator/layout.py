@@ -14,7 +14,7 @@ def row_strides(x: Tensor, head_dim: int) -> tuple[int, ...]:
     The order is that of ``torch.empty_like``, as in PyTorch's own attention: for x in (B, S, H, D) that of x, so that
     heads and columns can be merged in a view.
     """
-    rows = torch.empty_like(x[..., 0] if x.shape[3] else x.sum(3))
+    rows = torch.empty_like(x[..., 0] if x.shape[3] else x.sum(3), device="meta")
     return (*(stride * head_dim for stride in rows.stride()), 1)
 
 

@@ -99,18 +99,23 @@ def load_kernel(image: KernelImage, device: Device) -> Any:
 
 
 class GuardedBuffer:
-    """Device memory for one array, between two guard bands that must never change."""
+    """Device memory for one array, between two guard bands that must never change.
+
+    What fills it is done when a method returns: it runs on the default stream, and launches on others do not wait for it.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._base = int(check(driver.cuMemAlloc(nbytes + 2 * GUARD_BYTES)))
         self.pointer = self._base + GUARD_BYTES
         check(driver.cuMemsetD8(self._base, POISON, nbytes + 2 * GUARD_BYTES))
+        check(driver.cuCtxSynchronize())
 
     def upload(self, array: Array) -> None:
         """Copy a contiguous host array in."""
         if self.nbytes:
             check(driver.cuMemcpyHtoD(self.pointer, array.ctypes.data, self.nbytes))
+            check(driver.cuCtxSynchronize())  # small copies return before they have arrived
 
     def download(self, shape: Sequence[int], dtype: str) -> Array:
         """Copy the buffer out as an array of that shape and dtype."""
