@@ -30,7 +30,7 @@ from greenfast.spec.record import AnyRecord, PeersRecord, Record
 ROOT = Path(__file__).parents[1]
 MAIN_TASK = "fp8_sdpa"
 EMULATOR_PAGE, EMULATOR_RECORD = "docs/emulator.md", "evidence/emulator-h100.json"
-OPERATOR_PAGE, OPERATOR_RECORD = "docs/operator.md", "evidence/operator-h100.json"
+OPERATOR_PAGE, OPERATOR_RECORD = "docs/operator.md", "evidence/operator-h200.json"
 
 Evidence = Sequence[tuple[str, AnyRecord]]
 

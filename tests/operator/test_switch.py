@@ -118,7 +118,7 @@ def test_multi_head_attention(grad: bool) -> None:
     found, wanted = found.detach(), wanted.detach()
     assert routed.taken == 1
     assert routed.fallen_back == {MASK: 1}
-    # of N(0, 1) inputs the FP8 kernels err by 0.053 (evidence/h100/peers), and the projections add roundings
+    # of N(0, 1) inputs the FP8 kernels err by 0.053 (evidence/h200/peers), and the projections add roundings
     assert 0.01 < float((found - wanted).norm() / wanted.norm()) < 0.08
 
 

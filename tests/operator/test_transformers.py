@@ -56,7 +56,7 @@ def test_a_llama_beside_its_sdpa(llama: Any, tokens: Tensor, with_mask: bool, pr
     routed = greenfast.register_with_transformers(precision, min_length=0)
     found = logits(llama, tokens, "greenfast", **more)
     assert (routed.taken, routed.fallen_back) == (LAYERS, {})
-    # Each layer adds to its input what attention gives, which errs by 0.053 in FP8 (evidence/h100/peers).
+    # Each layer adds to its input what attention gives, which errs by 0.053 in FP8 (evidence/h200/peers).
     assert error(found, logits(llama, tokens, "sdpa", **more)) < 0.053
 
 

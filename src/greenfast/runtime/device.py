@@ -101,7 +101,8 @@ def load_kernel(image: KernelImage, device: Device) -> Any:
 class GuardedBuffer:
     """Device memory for one array, between two guard bands that must never change.
 
-    What fills it is done when a method returns: it runs on the default stream, and launches on others do not wait for it.
+    What fills it is done when a method returns: it runs on the default stream, and launches on others do not wait for
+    that.
     """
 
     def __init__(self, nbytes: int) -> None:
