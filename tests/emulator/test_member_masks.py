@@ -35,7 +35,7 @@ def exchange(statement: str, masks: list[int], values: Any = VALUES) -> tuple[li
     body = (
         "int t = threadIdx.x; int a = x[t]; unsigned m = masks[t]; unsigned d = 0, f = 0; "
         f'asm volatile("{{ .reg .pred p, q; setp.ne.s32 q, %2, 0; setp.ne.s32 p, 0, 0; {statement} '
-        'selp.u32 %1, 1, 0, p; }" : "=&r"(d), "=r"(f) : "r"(a), "r"(m)); y[t] = d; z[t] = f;'
+        'selp.u32 %1, 1, 0, p; }" : "+&r"(d), "=r"(f) : "r"(a), "r"(m)); y[t] = d; z[t] = f;'
     )
     found = run(
         body,

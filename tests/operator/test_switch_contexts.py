@@ -486,7 +486,9 @@ class Callables:
 
 
 @pytest.mark.parametrize(
-    "function", [routes()(Callables()), Callables().method, routes()(functools.partial(asks))], ids=str
+    "function",
+    [routes()(Callables()), Callables().method, routes()(functools.partial(asks))],
+    ids=["object", "method", "partial"],
 )
 def test_other_coroutine_functions(function: Any) -> None:
     assert run(function()) == ["fp8"]

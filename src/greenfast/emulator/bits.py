@@ -247,7 +247,8 @@ def find_nth(i: Instruction) -> Operation:
             left = left - here
             found = np.where(here & (left == 0), position.astype(np.uint32), found)
             position = np.where(step == 0, -1, position + step)  # 0 looks at the position alone
-        return found.astype(np.uint32)
+        # So a GPU; the PTX ISA does not say what the negative of such an offset is.
+        return np.where(offset.astype(np.int64) == -(2**31), 0, found).astype(np.uint32)
 
     return elementwise(i, function, types=["b32", "u32", "s32"], out="u32")
 

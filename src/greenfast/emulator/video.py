@@ -89,6 +89,10 @@ def scalar(i: Instruction) -> Operation:
     third = reader(i.operands[3], out, i) if len(i.operands) == 4 else None
     write = writer(target, "u32", i)
     operation, saturates = _operation(i, i.name), "sat" in i.parts
+    if saturates and merged:
+        raise unsupported(
+            i, "saturates into a part of a register, for which ptxas gives other results than the PTX ISA"
+        )
     bits = {"": 32, "b": 8, "h": 16}[merged[:1]]
     at = bits * int(merged[1:] or 0)
 

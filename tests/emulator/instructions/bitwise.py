@@ -49,6 +49,8 @@ def _logic() -> list[Case]:
         at, n = base, value(offset, "s32")
         if n == 0:
             return at if mask >> at & 1 else -1
+        if n == -(2**31):
+            return 0  # as a GPU; the ISA does not say
         places = range(at, 32) if n > 0 else range(at, -1, -1)
         bits = [p for p in places if mask >> p & 1]
         return bits[abs(n) - 1] if abs(n) <= len(bits) else -1
