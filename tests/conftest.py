@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
 from cuda.bindings import driver
+
+from greenfast.build import compiler_process
+
+_CRASHING = """
+import os, signal, sys
+sys.path[:] = sys.argv[1:]
+from greenfast.build import nvrtc
+
+def run(job, compiled=nvrtc.run):
+    if "// crash" in job.source:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return compiled(job)
+
+nvrtc.run = run
+nvrtc.serve()
+"""
+
+
+@pytest.fixture
+def crashing_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """NVRTC, in a process of its own, crashes on every source that has the comment ``// crash``."""
+    fresh = compiler_process._Compiler()
+    monkeypatch.setattr(compiler_process, "_CHILD", _CRASHING)
+    monkeypatch.setattr(compiler_process, "_COMPILER", fresh)
+    yield
+    fresh.close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

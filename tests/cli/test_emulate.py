@@ -330,3 +330,10 @@ def test_an_unknown_instruction_is_3_with_its_name_and_line(capsys: pytest.Captu
 def test_a_folder_that_cannot_be_written_is_3(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     ran = emulate(capsys, files / "saxpy.cu", *SAXPY_ARGS, "--save", files / "saxpy.cu" / "out")
     assert_said(ran, 3, "cannot be written (Not a directory); choose another with --save")
+
+
+@pytest.mark.usefixtures("crashing_compiler")
+def test_a_kernel_that_crashes_the_compiler(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    (files / "bad.cu").write_text(SAXPY + "// crash\n")
+    assert_said(emulate(capsys, files / "bad.cu"), 1, "greenfast: bad.cu: the compiler, NVRTC ")
+    assert emulate(capsys, files / "saxpy.cu", *SAXPY_ARGS).code == 0

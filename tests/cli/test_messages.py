@@ -262,6 +262,20 @@ def test_a_kernel_that_does_not_compile_fails_build_with_file_and_line(
     assert_said(ran, 1, 'twice.cu(3): error: identifier "i" is undefined')
 
 
+@pytest.mark.usefixtures("crashing_compiler")
+def test_a_kernel_that_crashes_the_compiler_fails_build(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    family = FAMILY.replace("int i =", "// crash\\n  int i =")
+    folder = write_task(tmp_path / "mine", family=family)
+    said = "twice.cu: kernel 'twice': the compiler, NVRTC "
+    ran = run_here(capsys, "validate", folder, "--out", tmp_path / "out")
+    assert (ran.code, ran.err) == (1, "")
+    assert ran.out.startswith("BUILD       FAIL")
+    assert said in ran.out
+    ran = run_here(capsys, "build", folder)
+    assert_said(ran, 1, said)
+    assert "crashed (SIGSEGV) while it compiled for sm_89" in ran.err
+
+
 def test_a_task_module_that_fails_while_it_works_is_told_from_greenfast(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from cuda.bindings import nvrtc
-from cuda.core import Program, ProgramOptions
+from cuda.core import ProgramOptions
 from cuda.core.utils import make_program_cache_key
 
-from greenfast.build import cache, toolchain
+from greenfast.build import cache, compiler_process, nvrtc, toolchain
 from greenfast.build.diagnostics import readable
 from greenfast.build.resources import device_variable_bytes, parse_resources
 from greenfast.spec.arch import Target
@@ -53,21 +50,17 @@ class CompiledKernel:
     from_cache: bool
 
 
-@dataclass(frozen=True)
-class _Output:
-    """What one run of NVRTC gives."""
-
-    cubin: bytes
-    ptx: str
-    log: str
-
-
-def compile_kernel(source: KernelSource, target: Target, *, use_cache: bool = True) -> CompiledKernel:
+def compile_kernel(
+    source: KernelSource, target: Target, *, use_cache: bool = True, apart: bool = False
+) -> CompiledKernel:
     """Compile one kernel.
 
-    Raises CompileError with the compiler's messages where it refuses the source or the source has no such kernel, and
-    MachineError where NVRTC or the CUDA headers are missing, or NVRTC does not know the target. Raises UsageError for a
-    target that is not the one that the source requires.
+    apart: run NVRTC in a process of its own, for kernels that others wrote: on some it crashes, which ends the process
+    that it is in. A kernel from the cache starts none.
+
+    Raises CompileError with the compiler's messages where it refuses the source or the source has no such kernel, or
+    where it crashes in a process of its own, and MachineError where NVRTC or the CUDA headers are missing, or NVRTC
+    does not know the target. Raises UsageError for a target that is not the one that the source requires.
     """
     if source.requires and source.requires != target.name:
         raise UsageError(
@@ -75,7 +68,7 @@ def compile_kernel(source: KernelSource, target: Target, *, use_cache: bool = Tr
             f"{target.name}; --arch {source.requires} builds it"
         )
     start = time.perf_counter()
-    output, from_cache = _build(source, target, use_cache)
+    output, from_cache = _build(source, target, use_cache, apart)
     compile_ms = (time.perf_counter() - start) * 1e3
     found = entries(output.ptx)
     if source.entry not in found:
@@ -102,12 +95,12 @@ def compile_kernel(source: KernelSource, target: Target, *, use_cache: bool = Tr
     )
 
 
-def to_ptx(source: KernelSource, target: Target, *, use_cache: bool = True) -> str:
+def to_ptx(source: KernelSource, target: Target, *, use_cache: bool = True, apart: bool = False) -> str:
     """The PTX that the machine code of ``compile_kernel`` is assembled from, with ``.loc`` lines; raises the same.
 
     It holds every kernel of the source; ``source.entry`` need not be one of them and may be empty.
     """
-    return _build(source, target, use_cache)[0].ptx
+    return _build(source, target, use_cache, apart)[0].ptx
 
 
 def entries(ptx: str) -> list[str]:
@@ -125,10 +118,10 @@ def kernel_hash(source: KernelSource) -> str:
     return hashlib.sha256(launch + _sources_digest(source)).hexdigest()[:16]
 
 
-def _build(source: KernelSource, target: Target, use_cache: bool) -> tuple[_Output, bool]:
+def _build(source: KernelSource, target: Target, use_cache: bool, apart: bool) -> tuple[nvrtc.Output, bool]:
     """The compiler's output for a source, and whether it came from the cache."""
     if not use_cache:
-        return _run_nvrtc(source, target), False
+        return _run_nvrtc(source, target, apart), False
     key: bytes = make_program_cache_key(
         code=source.source,
         code_type="c++",
@@ -141,30 +134,38 @@ def _build(source: KernelSource, target: Target, use_cache: bool) -> tuple[_Outp
     parts = cache.load(key)
     if parts is not None and len(parts) == 3:
         cubin, ptx, log = parts
-        return _Output(cubin, ptx.decode(), log.decode()), True
-    output = _run_nvrtc(source, target)
+        return nvrtc.Output("NVRTC_SUCCESS", cubin, ptx.decode(), log.decode()), True
+    output = _run_nvrtc(source, target, apart)
     cache.store(key, [output.cubin, output.ptx.encode(), output.log.encode()])
     return output, False
 
 
-def _run_nvrtc(source: KernelSource, target: Target) -> _Output:
+def _run_nvrtc(source: KernelSource, target: Target, apart: bool) -> nvrtc.Output:
     toolchain.nvrtc_library()
     folders = (*(folder.resolve() for folder in source.include_dirs), *toolchain.cuda_include_dirs())
-    program = Program(source.source, "c++", options=_options(source, target, folders))
+    options = tuple(_options(source, target, folders).as_bytes("nvrtc", "cubin"))
+    job = nvrtc.Job(source.source, _NO_FOLDER + source.name, options)
+    what = f"{source.name}{f': kernel {source.entry!r}' if source.entry else ''}"
     try:
-        cubin = bytes(program.compile("cubin").code)
-    except Exception as e:  # cuda.core exports no class for a compiler's error; its message names NVRTC's status
-        if "NVRTC_ERROR_COMPILATION" in str(e):
-            messages = readable(_log(program, source), _ptx(program, source))
-            kernel = f": kernel {source.entry!r}" if source.entry else ""
-            what = f"{source.name}{kernel} does not compile for {target.name}"
-            raise CompileError(f"{what}:\n{messages}") from None
-        if "NVRTC_ERROR_INVALID_OPTION" in str(e):
-            version = ".".join(str(number) for number in nvrtc.nvrtcVersion()[1:])
-            what = f"NVRTC {version} does not take the options for {target.name}, a newer one may"
-            raise MachineError(f"{what}: {_log(program, source).strip()}") from None
-        raise
-    return _Output(cubin, _ptx(program, source), _log(program, source))
+        output = compiler_process.run(job) if apart else nvrtc.run(job)
+    except compiler_process.CompilerCrashError as e:
+        raise CompileError(
+            f"{what}: the compiler, {_nvrtc_version()}, crashed ({e}) while it compiled for {target.name} and said "
+            f"nothing of why; shorten the kernel until it compiles, or see what nvcc says of it"
+        ) from None
+    ptx, log = _text(output.ptx, source), _text(output.log, source)
+    if output.status == "NVRTC_ERROR_COMPILATION":
+        raise CompileError(f"{what} does not compile for {target.name}:\n{readable(log, ptx)}")
+    if output.status == "NVRTC_ERROR_INVALID_OPTION":
+        said = f"{_nvrtc_version()} does not take the options for {target.name}, a newer one may"
+        raise MachineError(f"{said}: {log.strip()}")
+    if output.status != "NVRTC_SUCCESS":
+        raise RuntimeError(f"{what}: {output.status}: {log.strip()}")
+    return nvrtc.Output(output.status, output.cubin, ptx, log)
+
+
+def _nvrtc_version() -> str:
+    return "NVRTC " + ".".join(str(number) for number in nvrtc.version())
 
 
 def _options(source: KernelSource, target: Target, folders: tuple[Path, ...]) -> ProgramOptions:
@@ -180,28 +181,9 @@ def _options(source: KernelSource, target: Target, folders: tuple[Path, ...]) ->
     )
 
 
-def _log(program: Program, source: KernelSource) -> str:
-    """The compiler's log, also where it failed."""
-    return _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program, source)
-
-
-def _ptx(program: Program, source: KernelSource) -> str:
-    """The PTX, also where ptxas refused it; empty where the compiler did not get that far.
-
-    It is that of the same run as the machine code. Compiling to PTX with cuda.core would be a second run, and asks
-    for a driver.
-    """
-    return _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program, source)
-
-
-def _text(get_size: Callable[..., Any], get: Callable[..., Any], program: Program, source: KernelSource) -> str:
-    _, size = get_size(program.handle)
-    if not size:
-        return ""
-    buffer = bytearray(size)
-    get(program.handle, buffer)
-    text = buffer.decode(errors="replace").replace("\0", "")
-    return text.replace(_NO_FOLDER + source.name, source.name).rstrip() + "\n"
+def _text(text: str, source: KernelSource) -> str:
+    """What the compiler wrote, with the source under the name that the user knows."""
+    return text.replace(_NO_FOLDER + source.name, source.name).rstrip() + "\n" if text else ""
 
 
 def _sources_digest(source: KernelSource) -> bytes:

@@ -24,7 +24,7 @@ class MachineError(GreenfastError):
 
 
 class CompileError(GreenfastError):
-    """NVRTC refused a kernel; the message carries the compiler's own, with file and line."""
+    """NVRTC refused a kernel, or crashed on it; the message carries the compiler's own, with file and line."""
 
     exit_code = 1
 
