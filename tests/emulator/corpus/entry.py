@@ -1,0 +1,250 @@
+"""One entry of the corpus: a kernel, what it is launched on, and what must come of it.
+
+A kernel is called ``k``. Its parameters are given in order by what a builder returns for a seeded generator:
+
+    an array            a buffer that it reads and must not change
+    Out(expected)       a buffer that it must write whole; ``expected`` comes from NumPy
+    InOut(start, ...)   a buffer that it finds filled and may change
+    Scratch(array)      the same, and nobody looks at what it leaves
+    a NumPy scalar      a number, or a struct by value (``numpy.void``)
+    Map(array, box)     a tensor map over an array that was given before it
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.spec.kernel import Argument, TensorMap
+from greenfast.spec.problem import OutputSpec
+
+Rng: TypeAlias = np.random.Generator
+Args: TypeAlias = "tuple[Any, ...]"
+Builder: TypeAlias = Callable[[Rng], Args]
+#: Returns what is wrong with an output; empty where nothing is.
+Check: TypeAlias = Callable[[NDArray[Any]], str]
+Extent: TypeAlias = "int | tuple[int, ...]"
+
+F16, F32, F64 = np.float16, np.float32, np.float64
+I8, I16, I32, I64 = np.int8, np.int16, np.int32, np.int64
+U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
+
+
+@dataclass(frozen=True)
+class Out:
+    """An output and what it must be: equal, or within ``atol + rtol * |expected|`` of it, or what ``check`` accepts."""
+
+    expected: Any
+    atol: Any = 0.0
+    rtol: float = 0.0
+    check: Check | None = None
+
+
+@dataclass(frozen=True)
+class InOut:
+    """A buffer that begins as ``start`` and must end as ``end.expected``."""
+
+    start: Any
+    end: Out
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A workspace that begins as ``start``."""
+
+    start: Any
+
+
+@dataclass(frozen=True)
+class Map:
+    """A tensor map over the buffer of an array that is a parameter too (the same object)."""
+
+    array: Any
+    box: tuple[int, ...]
+    swizzle: int = 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel of the corpus.
+
+    kind: cuda, ptx, triton or bug. faults: what the fault of a kernel with a bug must say, a regular expression; the
+    lines that it may name are marked ``// <-`` in the source. refused: the name of the instruction that the emulator
+    does not know, where that is how it stands.
+    """
+
+    name: str
+    kind: str
+    source: str
+    build: Builder
+    grid: tuple[int, int, int] = (1, 1, 1)
+    block: tuple[int, int, int] = (32, 1, 1)
+    smem: int = 0
+    target: str = "sm_90a"
+    faults: str = ""
+    refused: str = ""
+    prints: str = ""
+
+    @property
+    def lines(self) -> list[int]:
+        """The marked lines, from 1."""
+        return [n for n, line in enumerate(self.source.splitlines(), 1) if "// <-" in line]
+
+
+@dataclass
+class Bound:
+    """An entry's parameters as the emulator and a GPU take them."""
+
+    args: list[Argument] = field(default_factory=list)
+    inputs: dict[str, NDArray[Any]] = field(default_factory=dict)
+    outputs: dict[str, OutputSpec] = field(default_factory=dict)
+    expected: dict[str, Out] = field(default_factory=dict)
+
+    def differences(self, outputs: dict[str, NDArray[Any]]) -> str:
+        """What is wrong with the outputs; empty where nothing is."""
+        return "; ".join(
+            f"{name}: {text}" for name, want in self.expected.items() if (text := _difference(outputs[name], want))
+        )
+
+
+def extent(value: Extent) -> tuple[int, int, int]:
+    """One to three extents as three."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    x, y, z = (*values, 1, 1)[:3]
+    return x, y, z
+
+
+def bind(entry: Entry, seed: int = 0) -> Bound:
+    """Build an entry's parameters."""
+    bound = Bound()
+    names: dict[int, str] = {}
+    given = entry.build(np.random.default_rng([seed, *entry.name.encode()]))
+    called = _names(entry, len(given))
+    for name, value in zip(called, given, strict=True):
+        if isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.fields:
+            bound.args.append(value[()])
+        elif isinstance(value, np.generic):
+            bound.args.append(value)  # type: ignore[arg-type]
+        elif isinstance(value, Map):
+            a, buffer = value.array, names[id(value.array)]
+            bound.args.append(TensorMap(buffer, a.dtype.str, a.shape, a.strides, value.box, value.swizzle))
+        else:
+            array = value
+            if isinstance(value, Out):
+                array = np.asarray(value.expected)
+            elif isinstance(value, InOut | Scratch):
+                array = bound.inputs[name] = np.asarray(value.start)
+            if isinstance(value, Out | InOut):
+                bound.expected[name] = value.end if isinstance(value, InOut) else value
+                names[id(bound.expected[name].expected)] = name
+            if isinstance(value, Out | InOut | Scratch):
+                bound.outputs[name] = OutputSpec(array.shape, array.dtype.str)
+            else:
+                array = bound.inputs[name] = np.asarray(value)
+            names[id(array)] = name
+            bound.args.append(name)
+    return bound
+
+
+def _names(entry: Entry, count: int) -> Sequence[str]:
+    """The parameters' names in a CUDA kernel, which a fault then speaks of."""
+    match = re.search(r"__global__[^;{]*?\bk\(([^{]*?)\)\s*\{", entry.source, re.DOTALL)
+    found = [re.sub(r"\[.*", "", p).split()[-1].lstrip("*&") for p in match[1].split(",")] if match else []
+    return found if len(found) == count else [f"arg{n}" for n in range(count)]
+
+
+def _difference(found: NDArray[Any], want: Out) -> str:
+    if want.check is not None:
+        return want.check(found)
+    expected = np.asarray(want.expected)
+    if expected.dtype.kind in "fc":
+        a, b = found.astype(np.float64), expected.astype(np.float64)
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        with np.errstate(invalid="ignore"):
+            same |= np.abs(a - b) <= want.atol + want.rtol * np.abs(b)
+    else:
+        same = found == expected
+    if same.all():
+        return ""
+    where = np.unravel_index(int(np.flatnonzero(~same.ravel())[0]), same.shape)
+    at = tuple(int(i) for i in where)
+    return f"{int((~same).sum())} of {same.size} differ, first at {at}: {found[where]!r}, not {expected[where]!r}"
+
+
+_ENTRIES: dict[str, Entry] = {}
+
+
+def entries() -> dict[str, Entry]:
+    """Every entry that was declared so far, by name."""
+    return _ENTRIES
+
+
+def declare(entry: Entry) -> Entry:
+    """Add an entry."""
+    if entry.name in _ENTRIES:
+        raise ValueError(f"two entries are called {entry.name}")
+    _ENTRIES[entry.name] = entry
+    return entry
+
+
+def cuda(
+    source: str,
+    grid: Extent = 1,
+    block: Extent = 32,
+    smem: int = 0,
+    target: str = "sm_90a",
+    refused: str = "",
+    prints: str = "",
+) -> Callable[[Builder], Entry]:
+    """Declare a CUDA kernel; the function builds its parameters and gives it its name."""
+
+    def add(build: Builder) -> Entry:
+        return declare(
+            Entry(
+                name=build.__name__,
+                kind="cuda",
+                source=source.lstrip("\n"),
+                build=build,
+                grid=extent(grid),
+                block=extent(block),
+                smem=smem,
+                target=target,
+                refused=refused,
+                prints=prints,
+            )
+        )
+
+    return add
+
+
+def bug(
+    source: str,
+    says: str,
+    grid: Extent = 1,
+    block: Extent = 32,
+    smem: int = 0,
+    target: str = "sm_90a",
+) -> Callable[[Builder], Entry]:
+    """Declare a CUDA kernel with a bug, and what is to be said of it."""
+
+    def add(build: Builder) -> Entry:
+        return declare(
+            Entry(
+                name=build.__name__,
+                kind="bug",
+                source=source.lstrip("\n"),
+                build=build,
+                grid=extent(grid),
+                block=extent(block),
+                smem=smem,
+                target=target,
+                faults=says,
+            )
+        )
+
+    return add

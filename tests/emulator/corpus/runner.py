@@ -1,0 +1,130 @@
+"""Run an entry of the corpus on the emulator and say what came of it.
+
+right: every output is what it must be. refused: an instruction that the emulator does not know, by name. wrong: an
+output is not. accused: a fault in a kernel that has none. found: the fault of a kernel with a bug, with its line.
+missed: no fault, or another one, or another line. crashed: an error that is no message to a user. slow: no end within
+LIMIT_S.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from greenfast.build.compiler import to_ptx
+from greenfast.emulator.faults import KernelFaultError, UnsupportedError
+from greenfast.emulator.grid import run_grid
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import GreenfastError
+from greenfast.spec.kernel import KernelSource, Launch
+from tests.emulator.corpus.entry import Bound, Entry, bind
+
+#: Seconds that an entry may take, compiling left out.
+LIMIT_S = 20.0
+#: Each run has another order of the warps and blocks.
+ORDERS = 3
+GOOD = ("right", "found")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of an entry, why, and the seconds that its runs took."""
+
+    entry: Entry
+    status: str
+    detail: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.entry.name}: {self.status} ({self.seconds:.1f} s) {self.detail}"
+
+
+class TooSlowError(Exception):
+    """An entry that did not end in time."""
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Raise TooSlowError in the main thread once that many seconds have passed."""
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        raise TooSlowError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def kernel_of(entry: Entry) -> KernelSource:
+    """A CUDA entry as the compiler takes it."""
+    return KernelSource("k", entry.source, "k.cu", (), entry.block, entry.smem)
+
+
+def ptx_of(entry: Entry) -> str:
+    """An entry's PTX."""
+    return entry.source if entry.kind == "ptx" else to_ptx(kernel_of(entry), Target(entry.target))
+
+
+def classify(entry: Entry, orders: int = ORDERS, limit: float = LIMIT_S) -> Outcome:
+    """Run an entry in some orders of its warps."""
+    ptx = ptx_of(entry)
+    start = time.perf_counter()
+    try:
+        with _within(limit):
+            status, detail = _run(entry, ptx, orders)
+    except TooSlowError:
+        status, detail = "slow", f"no end within {limit:g} s"
+    return Outcome(entry, status, detail, time.perf_counter() - start)
+
+
+def _run(entry: Entry, ptx: str, orders: int) -> tuple[str, str]:
+    bound = bind(entry)
+    for seed in range(orders):
+        try:
+            wrong = run_once(entry, ptx, bound, seed)
+        except KernelFaultError as fault:
+            return _judged(entry, str(fault))
+        except UnsupportedError as e:
+            return "refused", str(e)
+        except TooSlowError:
+            raise
+        except GreenfastError as e:  # a refusal that is no question of an instruction
+            return "refused", f"{type(e).__name__}: {e}"
+        except Exception as e:  # whatever it is, it is what the corpus looks for
+            return "crashed", f"{type(e).__name__}: {e}"
+        if wrong and not entry.faults:
+            return "wrong", f"order {seed}: {wrong}"
+    return ("missed", f"no fault in {orders} orders") if entry.faults else ("right", "")
+
+
+def run_once(entry: Entry, ptx: str, bound: Bound, seed: int) -> str:
+    """One run; returns what is wrong with its outputs."""
+    plan = Launch(entry.grid, tuple(bound.args))
+    result = run_grid(ptx, "k", entry.block, entry.smem, plan, bound.inputs, bound.outputs, seed=seed)
+    if entry.faults:
+        return ""
+    if result.changed_inputs:
+        return f"changed {', '.join(result.changed_inputs)}"
+    if entry.prints and not re.fullmatch(entry.prints, result.printed, re.DOTALL):
+        return f"printed {result.printed!r}"
+    return bound.differences(result.outputs)
+
+
+def _judged(entry: Entry, fault: str) -> tuple[str, str]:
+    if not entry.faults:
+        return "accused", fault
+    if not re.search(entry.faults, fault):
+        return "missed", f"another fault: {fault}"
+    named = {int(n) for n in re.findall(r"k\.cu:(\d+)", fault)}
+    if not named & set(entry.lines):
+        return "missed", f"lines {sorted(named)} in place of {entry.lines}: {fault}"
+    return "found", fault
