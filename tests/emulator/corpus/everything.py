@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.emulator.corpus import cuda_grids, cuda_reductions, cuda_scans
+from tests.emulator.corpus import cuda_concurrency, cuda_grids, cuda_language, cuda_products, cuda_reductions, cuda_scans
 from tests.emulator.corpus.entry import Entry, entries
 
-FILES = (cuda_grids, cuda_reductions, cuda_scans)
+FILES = (cuda_concurrency, cuda_grids, cuda_language, cuda_products, cuda_reductions, cuda_scans)
 ENTRIES: tuple[Entry, ...] = tuple(entries().values())
