@@ -7,7 +7,7 @@ A kernel is called ``k``. Its parameters are given in order by what a builder re
     InOut(start, ...)   a buffer that it finds filled and may change
     Scratch(array)      the same, and nobody looks at what it leaves
     a NumPy scalar      a number, or a struct by value (``numpy.void``)
-    Map(array, box)     a tensor map over an array that was given before it
+    Map(array, box)     a tensor map over an array that is a parameter too
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Entry:
     """A kernel of the corpus.
 
     kind: cuda, ptx, triton or bug. faults: what the fault of a kernel with a bug must say, a regular expression; the
-    lines that it may name are marked ``// <-`` in the source. refused: the name of the instruction that the emulator
+    lines that it may name are marked ``// <-`` in the source, and those of the functions that ``inside`` names. refused: the name of the instruction that the emulator
     does not know, where that is how it stands.
     """
 
@@ -89,11 +89,16 @@ class Entry:
     faults: str = ""
     refused: str = ""
     prints: str = ""
+    inside: str = ""
 
     @property
     def lines(self) -> list[int]:
-        """The marked lines, from 1."""
-        return [n for n, line in enumerate(self.source.splitlines(), 1) if "// <-" in line]
+        """The lines that a fault may name, from 1: the marked ones, and within functions of the ``inside`` names."""
+        inner = rf" ({self.inside})\(" if self.inside else "$^"
+        source = self.source.splitlines()
+        calls = {n for n, line in enumerate(source, 1) if line.startswith("__device__") and re.search(inner, line)}
+        calls |= {n + 1 for n in calls if source[n].startswith("  asm")}
+        return sorted(calls | {n for n, line in enumerate(source, 1) if "// <-" in line})
 
 
 @dataclass
@@ -131,8 +136,7 @@ def bind(entry: Entry, seed: int = 0) -> Bound:
         elif isinstance(value, np.generic):
             bound.args.append(value)  # type: ignore[arg-type]
         elif isinstance(value, Map):
-            a, buffer = value.array, names[id(value.array)]
-            bound.args.append(TensorMap(buffer, a.dtype.str, a.shape, a.strides, value.box, value.swizzle))
+            bound.args.append(name)  # replaced below, once every buffer has its name
         else:
             array = value
             if isinstance(value, Out):
@@ -148,6 +152,10 @@ def bind(entry: Entry, seed: int = 0) -> Bound:
                 array = bound.inputs[name] = np.asarray(value)
             names[id(array)] = name
             bound.args.append(name)
+    for n, value in enumerate(given):
+        if isinstance(value, Map):
+            a, buffer = value.array, names[id(value.array)]
+            bound.args[n] = TensorMap(buffer, a.dtype.str, a.shape, a.strides, value.box, value.swizzle)
     return bound
 
 
@@ -229,6 +237,7 @@ def bug(
     block: Extent = 32,
     smem: int = 0,
     target: str = "sm_90a",
+    inside: str = "",
 ) -> Callable[[Builder], Entry]:
     """Declare a CUDA kernel with a bug, and what is to be said of it."""
 
@@ -244,6 +253,7 @@ def bug(
                 smem=smem,
                 target=target,
                 faults=says,
+                inside=inside,
             )
         )
 
