@@ -7,7 +7,8 @@ A kernel is called ``k``. Its parameters are given in order by what a builder re
     InOut(start, ...)   a buffer that it finds filled and may change
     Scratch(array)      the same, and nobody looks at what it leaves
     a NumPy scalar      a number, or a struct by value (``numpy.void``)
-    Map(array, box)     a tensor map over an array that is a parameter too
+    Map(array, box)     a tensor map over an array that is among them too
+    Beyond(...)         a buffer that is no parameter
 """
 
 from __future__ import annotations
@@ -70,12 +71,19 @@ class Map:
 
 
 @dataclass(frozen=True)
+class Beyond:
+    """A buffer that no parameter points to, only a tensor map or a pointer in memory."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
 class Entry:
     """A kernel of the corpus.
 
     kind: cuda, ptx, triton or bug. faults: what the fault of a kernel with a bug must say, a regular expression; the
     lines that it may name are marked ``// <-`` in the source, and those of the functions that ``inside`` names. refused: the name of the instruction that the emulator
-    does not know, where that is how it stands.
+    does not know, where that is how it stands. kernel: its name in the PTX.
     """
 
     name: str
@@ -90,15 +98,19 @@ class Entry:
     refused: str = ""
     prints: str = ""
     inside: str = ""
+    kernel: str = "k"
 
     @property
     def lines(self) -> list[int]:
         """The lines that a fault may name, from 1: the marked ones, and within functions of the ``inside`` names."""
-        inner = rf" ({self.inside})\(" if self.inside else "$^"
-        source = self.source.splitlines()
-        calls = {n for n, line in enumerate(source, 1) if line.startswith("__device__") and re.search(inner, line)}
-        calls |= {n + 1 for n in calls if source[n].startswith("  asm")}
-        return sorted(calls | {n for n, line in enumerate(source, 1) if "// <-" in line})
+        inner = re.compile(rf"__device__.* ({self.inside})\(")
+        found, within = [], False
+        for n, line in enumerate(self.source.splitlines(), 1):
+            within |= bool(self.inside and inner.match(line))
+            if within or "// <-" in line:
+                found.append(n)
+            within &= not line.endswith("}")
+        return found
 
 
 @dataclass
@@ -127,36 +139,37 @@ def extent(value: Extent) -> tuple[int, int, int]:
 def bind(entry: Entry, seed: int = 0) -> Bound:
     """Build an entry's parameters."""
     bound = Bound()
-    names: dict[int, str] = {}
     given = entry.build(np.random.default_rng([seed, *entry.name.encode()]))
     called = _names(entry, len(given))
+    buffers: dict[int, str] = {}
+    for name, parameter in zip(called, given, strict=True):
+        value = parameter.value if isinstance(parameter, Beyond) else parameter
+        if isinstance(value, InOut | Scratch):
+            bound.inputs[name] = np.asarray(value.start)
+        elif isinstance(value, np.ndarray) and not _is_struct(value):
+            bound.inputs[name] = value
+            buffers[id(value)] = name
+        if isinstance(value, InOut | Out):
+            bound.expected[name] = value.end if isinstance(value, InOut) else value
+            buffers[id(bound.expected[name].expected)] = name
+        if isinstance(value, InOut | Out | Scratch):
+            array = np.asarray(value.expected if isinstance(value, Out) else value.start)
+            bound.outputs[name] = OutputSpec(array.shape, array.dtype.str)
     for name, value in zip(called, given, strict=True):
-        if isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.fields:
+        if isinstance(value, Map):
+            a = value.array
+            bound.args.append(TensorMap(buffers[id(a)], a.dtype.str, a.shape, a.strides, value.box, value.swizzle))
+        elif isinstance(value, np.ndarray) and _is_struct(value):
             bound.args.append(value[()])
         elif isinstance(value, np.generic):
             bound.args.append(value)  # type: ignore[arg-type]
-        elif isinstance(value, Map):
-            bound.args.append(name)  # replaced below, once every buffer has its name
-        else:
-            array = value
-            if isinstance(value, Out):
-                array = np.asarray(value.expected)
-            elif isinstance(value, InOut | Scratch):
-                array = bound.inputs[name] = np.asarray(value.start)
-            if isinstance(value, Out | InOut):
-                bound.expected[name] = value.end if isinstance(value, InOut) else value
-                names[id(bound.expected[name].expected)] = name
-            if isinstance(value, Out | InOut | Scratch):
-                bound.outputs[name] = OutputSpec(array.shape, array.dtype.str)
-            else:
-                array = bound.inputs[name] = np.asarray(value)
-            names[id(array)] = name
+        elif not isinstance(value, Beyond):
             bound.args.append(name)
-    for n, value in enumerate(given):
-        if isinstance(value, Map):
-            a, buffer = value.array, names[id(value.array)]
-            bound.args[n] = TensorMap(buffer, a.dtype.str, a.shape, a.strides, value.box, value.swizzle)
     return bound
+
+
+def _is_struct(value: NDArray[Any]) -> bool:
+    return value.ndim == 0 and value.dtype.fields is not None
 
 
 def _names(entry: Entry, count: int) -> Sequence[str]:

@@ -71,7 +71,7 @@ def kernel_of(entry: Entry) -> KernelSource:
 
 def ptx_of(entry: Entry) -> str:
     """An entry's PTX."""
-    return entry.source if entry.kind == "ptx" else to_ptx(kernel_of(entry), Target(entry.target))
+    return entry.source if entry.kind in ("ptx", "triton") else to_ptx(kernel_of(entry), Target(entry.target))
 
 
 def classify(entry: Entry, orders: int = ORDERS, limit: float = LIMIT_S) -> Outcome:
@@ -109,7 +109,7 @@ def _run(entry: Entry, ptx: str, orders: int) -> tuple[str, str]:
 def run_once(entry: Entry, ptx: str, bound: Bound, seed: int) -> str:
     """One run; returns what is wrong with its outputs."""
     plan = Launch(entry.grid, tuple(bound.args))
-    result = run_grid(ptx, "k", entry.block, entry.smem, plan, bound.inputs, bound.outputs, seed=seed)
+    result = run_grid(ptx, entry.kernel, entry.block, entry.smem, plan, bound.inputs, bound.outputs, seed=seed)
     if entry.faults:
         return ""
     if result.changed_inputs:
