@@ -1,9 +1,37 @@
-"""Every entry of the corpus, in one place; importing a file declares its entries."""
+"""Every entry of the corpus that needs no other package, in one place; importing a file declares its entries."""
 
 from __future__ import annotations
 
-from tests.emulator.corpus import cuda_concurrency, cuda_grids, cuda_language, cuda_products, cuda_reductions, cuda_scans
+from tests.emulator.corpus import (
+    bugs,
+    cuda_concurrency,
+    cuda_copies,
+    cuda_grids,
+    cuda_language,
+    cuda_layers,
+    cuda_numbers,
+    cuda_products,
+    cuda_reductions,
+    cuda_scans,
+    ptx_floats,
+    ptx_integers,
+    ptx_modules,
+)
 from tests.emulator.corpus.entry import Entry, entries
 
-FILES = (cuda_concurrency, cuda_grids, cuda_language, cuda_products, cuda_reductions, cuda_scans)
+FILES = (
+    bugs,
+    cuda_concurrency,
+    cuda_copies,
+    cuda_grids,
+    cuda_language,
+    cuda_layers,
+    cuda_numbers,
+    cuda_products,
+    cuda_reductions,
+    cuda_scans,
+    ptx_floats,
+    ptx_integers,
+    ptx_modules,
+)
 ENTRIES: tuple[Entry, ...] = tuple(entries().values())
