@@ -364,8 +364,10 @@ def loop_that_steps_over_its_end(rng: Rng) -> Args:
 extern "C" __global__ void k(const int* x, int* y) {
   if (threadIdx.x < 16) {
     int v = x[threadIdx.x];
-    y[threadIdx.x] = __shfl_xor_sync(0xffffffffu, v, 1); // <-
+    y[threadIdx.x] = __shfl_xor_sync(0xffffffffu, v, 1); // <- the others wait at the barrier
   }
+  __syncthreads(); // <-
+  if (threadIdx.x >= 16) y[threadIdx.x] = y[threadIdx.x - 16];
 }""",
     r"(?i)mask|deadlock|shuffle|only some",
 )

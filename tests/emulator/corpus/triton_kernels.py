@@ -153,6 +153,7 @@ def matmul_with_tensor_descriptors(rng: Rng) -> Args:
     return _descriptors(rng)
 
 
+# two groups of warps compute the same tile here, and both store it
 @launched(matmul_descriptors, grid=(2, 1), BM=64, BN=64, BK=64, WS=True)
 def matmul_warp_specialised(rng: Rng) -> Args:
     return _descriptors(rng)
