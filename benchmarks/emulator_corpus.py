@@ -1,0 +1,89 @@
+"""Run the corpus of kernels on the emulator: ``PYTHONPATH=src python -m benchmarks.emulator_corpus [PATTERN ...]``.
+
+Prints every entry that is not right (or, for a kernel with a bug, not found), then the counts. A PATTERN is a regular
+expression that an entry's ``kind:name`` must contain. ``--page FILE`` renews the table between the markers of a page;
+it needs all entries, so no PATTERN, and the package ``triton``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+
+from tests.emulator.corpus.entry import Entry
+from tests.emulator.corpus.everything import ENTRIES
+from tests.emulator.corpus.runner import GOOD, Outcome, classify
+
+KINDS = {
+    "cuda": "CUDA C++, compiled by NVRTC",
+    "ptx": "PTX by hand",
+    "triton": "Triton",
+    "bug": "kernels with a bug",
+}
+_COLUMNS = ("right", "found", "refused", "wrong", "accused", "missed", "crashed", "slow")
+_BEGIN, _END = "<!-- corpus:begin -->", "<!-- corpus:end -->"
+
+
+def entries(patterns: Sequence[str]) -> Iterator[Entry]:
+    """The entries that a pattern fits; those of Triton where it is installed."""
+
+    def fits(kind: str, name: str) -> bool:
+        return not patterns or any(re.search(p, f"{kind}:{name}") for p in patterns)
+
+    yield from (e for e in ENTRIES if fits(e.kind, e.name))
+    if importlib.util.find_spec("triton") is None:
+        return
+    compiler = importlib.import_module("tests.emulator.corpus.triton_entry")
+    importlib.import_module("tests.emulator.corpus.triton_kernels")
+    for name, kernel in compiler.KERNELS.items():
+        if fits("triton", name):
+            yield compiler.compiled(kernel)
+
+
+def table(outcomes: Sequence[Outcome], version: str) -> str:
+    """The counts by kind, and what is refused, as Markdown."""
+    lines = [f"{date.today()}, commit {version}:", "", f"| entries | number | {' | '.join(_COLUMNS)} |"]
+    lines.append("|" + " --- |" + " ---: |" * (len(_COLUMNS) + 1))
+    for kind, words in KINDS.items():
+        mine = [o.status for o in outcomes if o.entry.kind == kind]
+        lines.append(f"| {words} | {len(mine)} | {' | '.join(str(mine.count(c)) for c in _COLUMNS)} |")
+    refused = sorted((o.entry.name, o.entry.refused) for o in outcomes if o.status == "refused")
+    if refused:
+        lines += ["", "Refused by name: " + "; ".join(f"`{what}` ({name})" for name, what in refused) + "."]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("patterns", nargs="*", metavar="PATTERN")
+    parser.add_argument("--page", type=Path, metavar="FILE")
+    asked = parser.parse_args()
+    if asked.page and (asked.patterns or importlib.util.find_spec("triton") is None):
+        parser.error("--page needs all entries: give no PATTERN, and install triton")
+    outcomes = []
+    for entry in entries(asked.patterns):
+        outcome = classify(entry)
+        outcomes.append(outcome)
+        if outcome.status not in GOOD or asked.patterns:
+            print(f"{entry.kind:6} {outcome}", flush=True)
+    version = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    found = table(outcomes, version)
+    print(found)
+    if asked.page:
+        text = asked.page.read_text(encoding="utf-8")
+        before, after = text.split(_BEGIN)[0], text.split(_END)[1]
+        asked.page.write_text(f"{before}{_BEGIN}\n\n{found}\n\n{_END}{after}", encoding="utf-8")
+    return int(any(o.status not in (*GOOD, "refused") for o in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""The corpus of kernels on a Hopper GPU: its expectations are those of the hardware, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda.core import LaunchConfig, ObjectCode, launch
+
+from greenfast.build.compiler import compile_kernel
+from greenfast.runtime.device import Gpu, GuardedBuffer, KernelImage, load_kernel, tensor_map
+from greenfast.spec.arch import Target
+from greenfast.spec.kernel import TensorMap
+from tests.emulator.corpus.entry import Bound, Entry, bind
+from tests.emulator.corpus.everything import ENTRIES
+from tests.emulator.corpus.runner import kernel_of
+
+pytestmark = pytest.mark.gpu
+
+CORRECT = {entry.name: entry for entry in ENTRIES if entry.kind != "bug"}
+_broken: list[str] = []
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Gpu:
+    found = Gpu()
+    if found.capability != (9, 0):
+        pytest.skip("the corpus is compiled for sm_90a")
+    return found
+
+
+def _kernel(entry: Entry, gpu: Gpu) -> Any:
+    if entry.kind == "ptx":
+        return ObjectCode.from_ptx(entry.source.encode()).get_kernel(entry.kernel)
+    compiled = compile_kernel(kernel_of(entry), Target(entry.target))
+    return load_kernel(KernelImage(compiled.cubin, entry.kernel, entry.block, entry.smem), gpu.device)
+
+
+def _run(entry: Entry, bound: Bound, gpu: Gpu) -> dict[str, Any]:
+    """The outputs; buffers that are inputs too begin filled, all others with poison."""
+    shapes = {n: (a.shape, a.dtype.str) for n, a in bound.inputs.items()}
+    shapes |= {n: (o.shape, o.dtype) for n, o in bound.outputs.items()}
+    buffers = {n: GuardedBuffer(int(np.prod(shape)) * np.dtype(kind).itemsize) for n, (shape, kind) in shapes.items()}
+    for name, a in bound.inputs.items():
+        buffers[name].upload(np.ascontiguousarray(a))
+    args: list[Any] = []
+    for argument in bound.args:
+        if isinstance(argument, str):
+            args.append(buffers[argument].pointer)
+        elif isinstance(argument, TensorMap):
+            args.append(tensor_map(argument, buffers[argument.buffer].pointer))
+        else:
+            args.append(argument)
+    config = LaunchConfig(grid=entry.grid, block=entry.block, shmem_size=entry.smem)
+    launch(gpu.stream, config, _kernel(entry, gpu), *args)
+    gpu.stream.sync()
+    found = {n: buffers[n].download(o.shape, o.dtype) for n, o in bound.outputs.items()}
+    assert all(b.guards_intact() for b in buffers.values())
+    for buffer in buffers.values():
+        buffer.free()
+    return found
+
+
+@pytest.mark.parametrize("name", CORRECT)
+def test_the_hardware_agrees(name: str, gpu: Gpu) -> None:
+    if _broken:
+        pytest.fail(f"{_broken[0]} broke the device's context", pytrace=False)
+    entry = CORRECT[name]
+    bound = bind(entry)
+    try:
+        outputs = _run(entry, bound, gpu)
+    except Exception as e:
+        if "CUDA_ERROR" in str(e) and "INVALID_VALUE" not in str(e):
+            _broken.append(name)
+        raise
+    assert bound.differences(outputs) == ""
