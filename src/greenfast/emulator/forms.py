@@ -157,9 +157,10 @@ FORMS: dict[str, tuple[str, ...]] = {
         ),
         f"{_FLOAT_ORDERS} {_LOGIC} ftz? u32|s32|f16x2 f16x2", f"{_FLOAT_ORDERS} {_LOGIC} u32|s32|bf16x2 bf16x2",
     ),
-    **dict.fromkeys(("vadd", "vsub", "vabsdiff", "vmin", "vmax"), ("u32|s32 u32|s32 u32|s32 sat? add?",)),
-    **dict.fromkeys(("vshl", "vshr"), ("u32|s32 u32|s32 u32 sat? clamp|wrap add?",)),
-    "vset": ("u32|s32 u32|s32 eq|ne|lt|le|gt|ge add?",),
+    **dict.fromkeys(("vadd", "vsub", "vabsdiff", "vmin", "vmax"), ("u32|s32 u32|s32 u32|s32 sat? add|min|max?",)),
+    **dict.fromkeys(("vshl", "vshr"), ("u32|s32 u32|s32 u32 sat? clamp|wrap add|min|max?",)),
+    "vset": ("u32|s32 u32|s32 eq|ne|lt|le|gt|ge add|min|max?",),
+    "vmad": ("u32|s32 u32|s32 u32|s32 sat? shr7|shr15?",),
     **dict.fromkeys(
         (f"{op}{n}" for op in ("vadd", "vsub", "vavrg", "vabsdiff", "vmin", "vmax") for n in (2, 4)),
         ("u32|s32 u32|s32 u32|s32 sat?", "u32|s32 u32|s32 u32|s32 add"),
@@ -272,7 +273,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "wgmma": (
         "fence sync aligned", "commit_group sync aligned", "wait_group sync aligned",
         f"mma_async sync aligned {_WIDE} f32 f16 f16", f"mma_async sync aligned {_WIDE} f32 bf16 bf16",
-        f"mma_async sync aligned {_LONG} f32 {_FLOAT8} {_FLOAT8}",
+        f"mma_async sync aligned {_SHORT} f32 tf32 tf32", f"mma_async sync aligned {_LONG} f32 {_FLOAT8} {_FLOAT8}",
         f"mma_async sync aligned {_LONG} satfinite? s32 s8|u8 s8|u8",
     ),
     "setmaxnreg": ("inc|dec sync aligned u32",),

@@ -2,6 +2,7 @@
 
 The arguments and results of calls (.param variables of a body) become local variables of the kernel. A function that
 may be called through a pointer is one whose address the module takes; such a call compares with each that fits.
+Functions that call themselves stand once behind the kernel (subroutines.py).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from greenfast.emulator import subroutines
 from greenfast.emulator.faults import UnsupportedError
 from greenfast.emulator.forms import refusal
 from greenfast.emulator.operands import unsupported
@@ -34,12 +36,15 @@ _MOST = 1_000_000
 def inlined(module: Module, entry: Function) -> Function:
     """The kernel with all that it calls in its body.
 
-    Raises UnsupportedError for a function that calls itself, and for one that has no body and is not known.
+    Raises UnsupportedError for a function that has no body and is not known, and for a recursive one that takes the
+    address of a local variable or calls itself through a pointer.
     """
     body = Function(
         entry.name, True, entry.params, registers=dict(entry.registers), directives=entry.directives, tables={}
     )
-    _Inliner(module, body).add(entry, _Names({}, ""), (entry.name,))
+    inliner = _Inliner(module, body)
+    inliner.add(entry, _Names({}, ""), (entry.name,))
+    inliner.add_subroutines(entry)
     return body
 
 
@@ -63,6 +68,10 @@ class _Inliner:
         for function in module.functions.values():
             taken |= {o.name for i in function.code if i.name != "call" for o in i.operands if isinstance(o, Symbol)}
         self.pointed_to = [f for name, f in module.functions.items() if name in taken and f.code]
+        self.recursive = subroutines.recursive(module)
+        self.called: list[str] = []  # recursive functions whose code is to stand behind the kernel
+        self.current = ""  # the recursive function whose code is being added
+        self.passing = set[str]()  # variables through which values go to and from recursive calls, of no frame
 
     def add(self, function: Function, names: _Names, callers: tuple[str, ...]) -> None:
         """Append a function's code; behind it its end, to which it returns."""
@@ -92,6 +101,9 @@ class _Inliner:
                 raise unsupported(i, refused)
         target = self.operand(i.operands[0], function, names) if i.operands else None
         guard = (self.register(i.guard[0], function, names), i.guard[1]) if i.guard else None
+        if i.name == "ret" and len(callers) > 1 and callers[-1] in self.recursive:
+            self.emit(replace(i, name=subroutines.LEAVE, operands=(), guard=guard))
+            return
         if i.name == "ret" and len(callers) > 1:
             self.emit(replace(i, name="bra", parts=("uni",), operands=(Symbol(_end(names)),), guard=guard))
             return
@@ -222,30 +234,116 @@ class _Inliner:
         where = f"at {i.source or 'unknown line'}: {i.text}"
         if callee is None or not callee.code:
             raise UnsupportedError(f"a call of {name}, which has no body and is not known to the emulator, {where}")
-        if name in callers:
-            raise UnsupportedError(f"{name} calls itself, which is not known to the emulator, {where}")
         if not _fits(callee, results, given):
             raise UnsupportedError(f"a call of {name} with other arguments than it takes {where}")
+        if name in self.recursive:
+            self.enter(i, callee, results, given)
+            return
+        if name in callers:
+            raise UnsupportedError(
+                f"{name} calls itself through a pointer, which is not known to the emulator, {where}"
+            )
         self.copies += 1
         names = _Names({}, f"~{self.copies}")
         bound: dict[str, str] = {}
         for formal, actual in zip((*callee.params, *callee.results), (*given.items, *results.items), strict=True):
-            if isinstance(actual, Symbol):
+            if formal.space == "reg":
+                self.register(formal.name, callee, names)
+            elif isinstance(actual, Symbol):
                 bound[formal.name] = actual.name
             else:  # a register or a number
                 bound[formal.name] = own = formal.name + names.suffix
                 self.body.variables[own] = Variable(own, "local", formal.align, formal.size, type=formal.type)
         names.parameters = bound
         for formal, actual in zip(callee.params, given.items, strict=True):
-            if not isinstance(actual, Symbol):
+            if formal.space == "reg":
+                register = Register(formal.name + names.suffix)
+                self.emit(replace(i, name="mov", parts=(formal.type,), operands=(register, actual), guard=None))
+            elif not isinstance(actual, Symbol):
                 place = Address(Symbol(bound[formal.name]), 0)
                 self.emit(replace(i, name="st", parts=("local", formal.type), operands=(place, actual), guard=None))
         self.add(callee, names, (*callers, name))
         self.mark_new(_end(names))
         for formal, actual in zip(callee.results, results.items, strict=True):
-            if not isinstance(actual, Symbol):
+            if formal.space == "reg":
+                register = Register(formal.name + names.suffix)
+                self.emit(replace(i, name="mov", parts=(formal.type,), operands=(actual, register), guard=None))
+            elif not isinstance(actual, Symbol):
                 place = Address(Symbol(bound[formal.name]), 0)
                 self.emit(replace(i, name="ld", parts=("local", formal.type), operands=(actual, place), guard=None))
+
+    # ---- recursive functions ----------------------------------------------------------------------------------------
+
+    def enter(self, i: Instruction, callee: Function, results: Vector, given: Vector) -> None:
+        """A call of a recursive function: its parameters and results are variables that belong to its frame."""
+        if callee.name not in self.called:
+            self.called.append(callee.name)
+        suffix = f"~{callee.name}"
+        if self.current:
+            self.pseudo(i, subroutines.KEEP, parts=(self.current,))
+        self.copies += 1
+        # What is given may be what is overwritten, so it goes through variables of this call.
+        formals = [(f, self.parameter(f, suffix), self.parameter(f, f"~{self.copies}")) for f in callee.params]
+        back = [(f, self.parameter(f, suffix), self.parameter(f, f"~{self.copies}")) for f in callee.results]
+        self.passing |= {between for _, _, between in (*formals, *back)}
+        for (formal, _, between), actual in zip(formals, given.items, strict=True):
+            self.transfer(i, formal, between, actual, store=True)
+        for _, own, between in formals:
+            self.pseudo(i, subroutines.COPY, (Symbol(own), Symbol(between)))
+        self.pseudo(i, subroutines.ENTER, (Symbol(f"~start{suffix}"),))
+        self.mark_new(self.label())  # where threads that return may meet again
+        for _, own, between in back:
+            self.pseudo(i, subroutines.COPY, (Symbol(between), Symbol(own)))
+        if self.current:
+            self.pseudo(i, subroutines.RESTORE, parts=(self.current,))
+        for (formal, _, between), actual in zip(back, results.items, strict=True):
+            self.transfer(i, formal, between, actual, store=False)
+
+    def parameter(self, formal: Variable, suffix: str) -> str:
+        """A local variable for a parameter or result; returns its name."""
+        name = formal.name + suffix
+        self.body.variables[name] = replace(formal, name=name, space="local")
+        return name
+
+    def transfer(self, i: Instruction, formal: Variable, variable: str, actual: Operand, *, store: bool) -> None:
+        """Move what a call is given to a variable (``store``), or a variable to where the caller wants the result."""
+        if isinstance(actual, Symbol):
+            pair = (Symbol(variable), actual) if store else (actual, Symbol(variable))
+            self.pseudo(i, subroutines.COPY, pair)
+            return
+        place, parts = Address(Symbol(variable), 0), ("local", formal.type)
+        operands: tuple[Operand, ...] = (place, actual) if store else (actual, place)
+        self.emit(replace(i, name="st" if store else "ld", parts=parts, operands=operands, guard=None))
+
+    def pseudo(
+        self, i: Instruction, name: str, operands: tuple[Operand, ...] = (), parts: tuple[str, ...] = ()
+    ) -> None:
+        """Emit one of the instructions that no PTX has."""
+        self.emit(replace(i, name=name, parts=parts, operands=operands, guard=None))
+
+    def add_subroutines(self, entry: Function) -> None:
+        """Append every recursive function that is called."""
+        if not self.called:
+            return
+        self.emit(Instruction("exit", (), (), None, None, "exit"))
+        for name in self.called:  # grows meanwhile
+            callee, start = self.module.functions[name], len(self.body.code)
+            suffix = f"~{name}"
+            names = _Names({}, suffix)
+            # The variables that hold the parameters; those of a register's are loaded from them.
+            names.parameters = {f.name: f.name + suffix for f in (*callee.params, *callee.results) if f.space != "reg"}
+            if any(f.space == "reg" for f in (*callee.params, *callee.results)):
+                raise UnsupportedError(
+                    f"{name} calls itself with registers as parameters, which is not known to the emulator"
+                )
+            self.current = name
+            self.mark_new(f"~start{suffix}")
+            self.add(callee, names, (entry.name, name))
+            self.emit(replace(self.body.code[-1], name=subroutines.LEAVE, parts=(), operands=(), guard=None))
+            self.current = ""
+            frame = subroutines.frame_of(self.body, start, len(self.body.code), name)
+            frame.variables = {v: size for v, size in frame.variables.items() if v not in self.passing}
+            self.body.frames[name] = frame
 
     # ---- labels and predicates of the body --------------------------------------------------------------------------
 

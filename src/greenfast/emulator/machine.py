@@ -23,6 +23,8 @@ from greenfast.emulator.ordering import Ordering
 from greenfast.emulator.ptx import Function, Instruction, Register, Vector
 from greenfast.emulator.races import Races
 from greenfast.emulator.records import GlobalRecord
+from greenfast.emulator.races import GlobalRecord, Races
+from greenfast.emulator.subroutines import Stack
 from greenfast.emulator.tensormap import MAP_BYTES, BoundMap
 from greenfast.emulator.underway import BulkLoad, BulkStore, Products
 
@@ -185,6 +187,7 @@ class Machine:
         #: Threads whose next wait, if it may, gives up, as nothing else can go on.
         self.impatient = np.zeros(self.lanes, np.bool_)
         self.random = random.Random(0)
+        self.stack = Stack(self.lanes)
         self._lay_parameters()
         record = self.record or GlobalRecord(self.memory, frozenset())
         self.races = Races(self, record, Ordering(len(self.blocks), self.warps, self.synchronizes))

@@ -129,7 +129,7 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
     for into, listed in ((function.params, header["params"]), (function.results, header["results"])):
         for declaration in (listed or "").split(","):
             if declaration.strip():
-                variable = _variable(declaration.strip())
+                variable = _variable(declaration.strip()) or _register_parameter(declaration.strip(), function)
                 if variable is None:
                     raise UsageError(f"PTX: cannot read parameter {declaration.strip()!r} of {function.name}")
                 into.append(variable)
@@ -143,6 +143,7 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
         module.functions.setdefault(function.name, function)
         return position + 1
     scopes, position, source = [Scope(function)], position + 1, None
+    scopes[0].registers.update({name: name for name in function.registers})
     while scopes:
         position = _skip_space(text, position)
         if position >= len(text):
@@ -182,6 +183,15 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
         position = end + 1
     module.functions[function.name] = function
     return position
+
+
+def _register_parameter(declaration: str, function: Function) -> Variable | None:
+    """A parameter or result of a function that is a register; None for what is no declaration of one."""
+    match = re.fullmatch(r"\.reg\s*\.(\w+)\s+([%\w$]+)", declaration)
+    if match is None or match[1] not in SIZES or match[1] == "b128":
+        return None
+    function.registers[match[2]] = match[1]
+    return Variable(match[2], "reg", SIZES[match[1]], SIZES[match[1]], type=match[1])
 
 
 def _statement(statement: str, function: Function, source: SourceLine | None, scope: Scope) -> None:

@@ -15,6 +15,7 @@ from greenfast.emulator import (
     fragments,
     mbarrier,
     moves,
+    subroutines,
     tiles,
     tma,
     video,
@@ -53,7 +54,7 @@ BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
 NOTHING = ("prefetch", "prefetchu", "nanosleep", "pmevent", "setmaxnreg")
 #: Instructions that are replaced by others before a program is built (inlining.py).
 REPLACED = ("brx",)
-CONTROL = ("bra", "ret", "exit", "bar", "barrier", "trap", "brkpt")
+CONTROL = ("bra", "ret", "exit", "bar", "barrier", "trap", "brkpt", *subroutines.JUMPS)
 
 
 class Program:
@@ -76,6 +77,8 @@ class Program:
         self.meetings = {pc: m for pc, i in enumerate(function.code) if (m := meeting_of(i)) is not None}
 
     def _build(self, i: Instruction) -> Operation | None:
+        if i.name.endswith("~"):
+            return subroutines.build(i, self.function)
         refused = refusal(i.name, i.parts)
         if refused:
             raise unsupported(i, refused)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from greenfast.emulator.literals import Relocation
 from greenfast.spec.errors import UsageError
@@ -89,7 +89,9 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of a module or function. ``space`` is global, const, shared, local or param; ``type`` an element's.
+    """A variable of a module or function.
+
+    space: global, const, shared, local, param, or reg for a parameter of a function in a register. type: an element's.
 
     data: its initial value, in which the addresses of ``relocations`` are still to be filled in.
     """
@@ -117,6 +119,7 @@ class Function:
     labels: dict[str, int] = field(default_factory=dict)
     directives: str = ""  # such as .maxntid 128 .reqnctapercluster 2
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of brx.idx -> labels
+    frames: dict[str, Any] = field(default_factory=dict)  # of recursive functions, see subroutines.py
 
     def register_kind(self, name: str) -> str | None:
         """The type of a register, b32 and the like; None for one that is not declared."""

@@ -22,6 +22,7 @@ from greenfast.emulator.meetings import Meetings
 from greenfast.emulator.program import CONTROL, Program
 from greenfast.emulator.progress import ENDLESS, PATIENCE, POLL, STRETCH, STRETCH_LIMIT, TURNS, Progress
 from greenfast.emulator.ptx import Instruction
+from greenfast.emulator.subroutines import JUMPS, jump
 
 #: Instructions per warp after which a kernel counts as endless.
 INSTRUCTION_LIMIT = 20_000_000
@@ -281,6 +282,10 @@ class Scheduler:
         """Threads end or come to a barrier; returns whether they do not go on now."""
         if i.name in ("ret", "exit"):
             self._end(lanes)
+            return True
+        if i.name in JUMPS:
+            indices = lane_indices(lanes)
+            self._go_on(indices, jump(self.m, i, indices, pc))
             return True
         if i.name not in ("bar", "barrier"):
             raise self.m.fault(f"{i.name} was executed", int(lane_indices(lanes)[0]))

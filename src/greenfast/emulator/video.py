@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.machine import Lanes, Machine, Operation, Values
 from greenfast.emulator.operands import Function, reader, unsupported, writer
-from greenfast.emulator.ptx import Instruction, Operand, Register
+from greenfast.emulator.ptx import Instruction, Operand, Register, Symbol
 
 Wide = NDArray[np.int64]
 
@@ -27,6 +27,7 @@ _OPERATIONS: dict[str, Callable[[Wide, Wide], Wide]] = {
     "vmax": np.maximum,
     "vavrg": lambda a, b: (a + b + (a + b >= 0)) >> 1,
 }
+_JOINS: dict[str, Callable[[Wide, Wide], Wide]] = {"add": lambda a, b: a + b, "min": np.minimum, "max": np.maximum}
 
 
 def _split(operand: Operand) -> tuple[Operand, str]:
@@ -75,14 +76,14 @@ def _operation(i: Instruction, name: str) -> Callable[[Wide, Wide], Wide]:
 
 
 def scalar(i: Instruction) -> Operation:
-    """vadd, vsub, vabsdiff, vmin, vmax, vshl, vshr, vset: then added to c (.add), or merged into c."""
+    """vadd, vsub, vabsdiff, vmin, vmax, vshl, vshr, vset: then joined with c (.add, .min, .max), or merged into c."""
     kinds = [p for p in i.parts if p in ("u32", "s32")]
     out = "u32" if i.name == "vset" else kinds[0]
     left, right = kinds[-2:]
     target, merged = _split(i.operands[0])
     a, b = _part(i, i.operands[1], left), _part(i, i.operands[2], right)
-    adds = "add" in i.parts
-    if (adds or bool(merged)) != (len(i.operands) == 4) or (adds and merged):
+    joins = next((_JOINS[p] for p in i.parts if p in _JOINS), None)
+    if (bool(joins) or bool(merged)) != (len(i.operands) == 4) or (joins and merged):
         raise unsupported(i, "has operands that are not known to the emulator")
     if merged not in ("", *(f"b{n}" for n in range(4)), "h0", "h1"):
         raise unsupported(i)
@@ -103,7 +104,26 @@ def scalar(i: Instruction) -> Operation:
         if third is not None:
             c = np.asarray(third(m, lanes)).astype(np.int64)
             mask = ((1 << bits) - 1) << at
-            found = found + c if adds else (c & ~mask) | (found << at & mask)
+            found = joins(found, c) if joins else (c & ~mask) | (found << at & mask)
+        write(m, lanes, (found & 0xFFFF_FFFF).astype(np.uint32))
+
+    return run
+
+
+def multiply_add(i: Instruction) -> Operation:
+    """vmad: a * b + c, shifted. Negated operands are refused."""
+    out, left, right = (p for p in i.parts if p in ("u32", "s32"))
+    if len(i.operands) != 4 or any(isinstance(o, Symbol) for o in i.operands):
+        raise unsupported(i, "has operands that are not known to the emulator")
+    a, b = _part(i, i.operands[1], left), _part(i, i.operands[2], right)
+    third, write = reader(i.operands[3], out, i), writer(i.operands[0], "u32", i)
+    shift = 7 if "shr7" in i.parts else 15 if "shr15" in i.parts else 0
+    saturates = "sat" in i.parts
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        found = (a(m, lanes) * b(m, lanes) + np.asarray(third(m, lanes)).astype(np.int64)) >> shift
+        if saturates:
+            found = np.clip(found, *_limits(out, 32))
         write(m, lanes, (found & 0xFFFF_FFFF).astype(np.uint32))
 
     return run
@@ -168,6 +188,7 @@ def several(i: Instruction) -> Operation:
 
 BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     **dict.fromkeys(("vadd", "vsub", "vabsdiff", "vmin", "vmax", "vshl", "vshr", "vset"), scalar),
+    "vmad": multiply_add,
     **{
         f"{name}{count}": several
         for name in ("vadd", "vsub", "vavrg", "vabsdiff", "vmin", "vmax", "vset")

@@ -127,12 +127,12 @@ class _Form:
         self.n, k = int(shape[1]), int(shape[2])
         self.out, self.a, self.b = parts[4:]
         wide = self.a in ("f16", "bf16")
-        self.size = 2 if wide else 1
+        self.size = BITS.get(self.a, 8) // 8
         integer = self.a in ("s8", "u8")
         if (
             self.a not in BITS
             or self.b not in BITS
-            or (wide and self.a != self.b)
+            or (self.size > 1 and self.a != self.b)
             or integer != (self.b in ("s8", "u8"))
             or self.out != ("s32" if integer else "f32")
             or k * self.size != 32
