@@ -40,6 +40,7 @@ def test_every_opcode_is_tried() -> None:
         "call": ("test_faults.py", "printf("),
         "fence": ("hopper.py", "fence.proxy.async"),
         "mbarrier": ("hopper.py", "mbarrier.try_wait"),
+        "vmad": ("corpus/ptx_integers.py", "vmad.s32.s32.s32.shr7"),
         "wgmma": ("hopper.py", "wgmma.mma_async"),
     }
     tried = {case.name.split(".")[0] for case in CASES} | {

@@ -393,7 +393,8 @@ __device__ unsigned at(const void* p) { return (unsigned)__cvta_generic_to_share
 extern "C" __global__ void k(const float4* x, float4* y) {
   __shared__ float4 s[2][32];
   for (int i = 0; i < 2; ++i) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(at(&s[i][threadIdx.x])), "l"(x + i * 32 + threadIdx.x));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(at(&s[i][threadIdx.x])),
+      "l"(x + i * 32 + threadIdx.x));
     asm volatile("cp.async.commit_group;");
   }
   asm volatile("cp.async.wait_group 1;" ::: "memory");

@@ -11,26 +11,32 @@ PRELUDE = r"""
 typedef unsigned long long u64;
 struct alignas(64) CUtensorMap { u64 opaque[16]; };
 __device__ unsigned at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-__device__ void init(u64* b, unsigned n) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(at(b)), "r"(n) : "memory"); }
-__device__ void expect(u64* b, unsigned n) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(at(b)), "r"(n) : "memory"); }
+__device__ void init(u64* b, unsigned n) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(at(b)),
+  "r"(n) : "memory"); }
+__device__ void expect(u64* b, unsigned n) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(at(b)), "r"(n) : "memory"); }
 __device__ void arrive(u64* b) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(at(b)) : "memory"); }
 __device__ bool passed(u64* b, unsigned parity) {
   unsigned ok;
-  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(ok) : "r"(at(b)), "r"(parity) : "memory");
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+    : "=r"(ok) : "r"(at(b)), "r"(parity) : "memory");
   return ok;
 }
 __device__ void wait(u64* b, unsigned parity) { while (!passed(b, parity)) {} }
 __device__ void bulk_load(void* to, const void* from, unsigned n, u64* b) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" :: "r"(at(to)), "l"(from), "r"(n), "r"(at(b)) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+    :: "r"(at(to)), "l"(from), "r"(n), "r"(at(b)) : "memory");
 }
 __device__ void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ void map_load(void* to, const CUtensorMap* m, int x, int y, u64* b) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+    "[%0], [%1, {%2, %3}], [%4];"
     :: "r"(at(to)), "l"(m), "r"(x), "r"(y), "r"(at(b)) : "memory");
 }
 __device__ void map_store(const CUtensorMap* m, const void* from, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" :: "l"(m), "r"(x), "r"(y), "r"(at(from)) : "memory");
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" :: "l"(m), "r"(x),
+    "r"(y), "r"(at(from)) : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 __device__ void stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
@@ -44,13 +50,16 @@ extern "C" __global__ void k(const float* x, float* y, int n) {
   __shared__ __align__(16) float a[128], b[128], c[128];
   int t = threadIdx.x;
   unsigned have = t * 4 < n ? min(16, (n - t * 4) * 4) : 0;   // zero fill of what is beyond the end
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at(a + 4 * t)), "l"(have ? x + 4 * t : x), "r"(have));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at(a + 4 * t)), "l"(have ? x + 4 * t : x),
+    "r"(have));
   for (int j = 0; j < 2; ++j) {
     int i = t * 2 + 64 * j;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" :: "r"(at(b + i)), "l"(i + 1 < n ? x + i : x), "r"(i + 1 < n ? 8 : 0));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" :: "r"(at(b + i)), "l"(i + 1 < n ? x + i : x),
+      "r"(i + 1 < n ? 8 : 0));
   }
   for (int i = t; i < 128; i += 32)
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(at(c + i)), "l"(i < n ? x + i : x), "r"(i < n ? 4 : 0));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(at(c + i)), "l"(i < n ? x + i : x),
+      "r"(i < n ? 4 : 0));
   asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory");
   __syncthreads();
   for (int i = t; i < 128; i += 32) y[i] = a[i] + 10 * b[i ^ 1] + 100 * c[127 - i];
@@ -99,7 +108,8 @@ extern "C" __global__ void k(const float4* x, float4* y, int tiles) {
   for (int i = 0; i < tiles; ++i) {
     asm volatile("cp.async.wait_group 1;" ::: "memory");
     __syncthreads();
-    if (i + 2 < tiles) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(at(&s[(i + 2) % 3][t])), "l"(x + (i + 2) * 32 + t));
+    if (i + 2 < tiles) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(at(&s[(i + 2) % 3][t])),
+      "l"(x + (i + 2) * 32 + t));
     asm volatile("cp.async.commit_group;");
     float4 v = s[i % 3][31 - t];
     sum.x += v.x; sum.y += v.y * 2; sum.z += v.z; sum.w += v.w;
@@ -306,7 +316,8 @@ def warp_specialised_bulk_pipeline(rng: Rng) -> Args:
 @cuda(
     PRELUDE
     + r"""
-extern "C" __global__ void k(const __grid_constant__ CUtensorMap from, const __grid_constant__ CUtensorMap to, const float* x, float* y) {
+extern "C" __global__ void k(const __grid_constant__ CUtensorMap from, const __grid_constant__ CUtensorMap to,
+  const float* x, float* y) {
   __shared__ __align__(128) float s[8][16], r[8][16];
   __shared__ u64 bar;
   int t = threadIdx.x;
@@ -332,7 +343,8 @@ def tensor_map_tiles(rng: Rng) -> Args:
 @cuda(
     PRELUDE
     + r"""
-extern "C" __global__ void k(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, const float* x, const float* w, float* y) {
+extern "C" __global__ void k(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+  const float* x, const float* w, float* y) {
   __shared__ __align__(128) float s[4][8];
   __shared__ u64 bar;
   int t = threadIdx.x;
@@ -364,8 +376,10 @@ extern "C" __global__ void k(const unsigned char* x, unsigned char* y, unsigned*
   fence_proxy();
   __syncthreads();
   if (t == 0) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" :: "l"(y + blockIdx.x * 256), "r"(at(s)), "r"(256) : "memory");
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%0], [%1], %2;" :: "l"(z), "r"(at(sums)), "r"(16) : "memory");
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" :: "l"(y + blockIdx.x * 256),
+      "r"(at(s)), "r"(256) : "memory");
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%0], [%1], %2;" :: "l"(z),
+      "r"(at(sums)), "r"(16) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     stored();
   }
@@ -473,7 +487,8 @@ extern "C" __global__ void k(const float* x, const int4* w, float* y, int4* z, i
   if (i >= n) return;
   y[i] = __ldg(x + i) + __ldcg(x + i) + __ldcs(x + i) + __ldca(x + i) + __ldlu(x + i) + __ldcv(x + i);
   int4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(w + i));
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y),
+    "=r"(v.z), "=r"(v.w) : "l"(w + i));
   asm volatile("prefetch.global.L2 [%0];" :: "l"(w + i));
   v.x += v.w;
   __stcs(z + i, v);
@@ -508,11 +523,13 @@ extern "C" __global__ void __launch_bounds__(128) k(const uint4* a, const uint4*
   __syncthreads();
   {out} d[{count}] = {{}};
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; wgmma.mma_async.sync.aligned.m64n{n}k{depth}.{types} {{{registers}}}, %{count}, %{count + 1}{tail} }}"
+  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; "
+    "wgmma.mma_async.sync.aligned.m64n{n}k{depth}.{types} {{{registers}}}, %{count}, %{count + 1}{tail} }}"
     : {outputs} : "l"(descriptor(as, 1024, 128)), "l"(descriptor(bs, {16 * n}, 128)), "r"(0));
   asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
   for (int r = 0; r < {count}; ++r)
-    y[(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + r / 2 % 2 * 8) * {n} + r / 4 * 8 + threadIdx.x % 4 * 2 + r % 2] = d[r];
+    y[(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + r / 2 % 2 * 8) * {n}
+      + r / 4 * 8 + threadIdx.x % 4 * 2 + r % 2] = d[r];
 }}"""
     )
 

@@ -320,7 +320,8 @@ def permute_3d(rng: Rng) -> Args:
 
 @cuda(
     r"""
-extern "C" __global__ void k(const int* start, const int* column, const float* value, const float* x, float* y, int rows) {
+extern "C" __global__ void k(const int* start, const int* column, const float* value, const float* x, float* y,
+  int rows) {
   int row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
   if (row >= rows) return;
   float sum = 0;

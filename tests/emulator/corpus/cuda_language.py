@@ -1,4 +1,4 @@
-"""What the language offers: calls, recursion, tables of jumps, structs, constant and local memory, printf, registers."""
+"""What the language offers: calls, recursion, tables of jumps, structs, kinds of memory, printf, registers."""
 
 from __future__ import annotations
 
@@ -72,8 +72,10 @@ def function_pointers(rng: Rng) -> Args:
 @cuda(
     r"""
 struct Shape { __device__ virtual float area() const = 0; };
-struct Square : Shape { float a; __device__ Square(float v) : a(v) {} __device__ float area() const override { return a * a; } };
-struct Circle : Shape { float r; __device__ Circle(float v) : r(v) {} __device__ float area() const override { return 3 * r * r; } };
+struct Square : Shape { float a;
+__device__ Square(float v) : a(v) {} __device__ float area() const override { return a * a; } };
+struct Circle : Shape { float r;
+__device__ Circle(float v) : r(v) {} __device__ float area() const override { return 3 * r * r; } };
 extern "C" __global__ void k(const float* x, float* y) {
   Square s(x[threadIdx.x]);
   Circle c(x[threadIdx.x]);
@@ -194,7 +196,13 @@ extern "C" __global__ void k(const __grid_constant__ Settings s, const float* x,
 )
 def struct_by_value(rng: Rng) -> Args:
     kind = np.dtype(
-        [("scale", F32), ("inner", np.dtype([("a", np.int16), ("b", U8)], align=True), 2), ("offset", F64), ("step", I64), ("v", F32, 3)],
+        [
+            ("scale", F32),
+            ("inner", np.dtype([("a", np.int16), ("b", U8)], align=True), 2),
+            ("offset", F64),
+            ("step", I64),
+            ("v", F32, 3),
+        ],
         align=True,
     )
     s = np.zeros((), kind)
@@ -257,7 +265,8 @@ def constants_and_device_variables(rng: Rng) -> Args:
 @cuda(
     r"""
 extern "C" __global__ void k(const int* x, int* y) {
-  if (threadIdx.x < 3) printf("block %d thread %u: %d %lld %5.2f %s %c %x %%\n", blockIdx.x, threadIdx.x, x[threadIdx.x],
+  if (threadIdx.x < 3) printf("block %d thread %u: %d %lld %5.2f %s %c %x %%\n", blockIdx.x, threadIdx.x,
+    x[threadIdx.x],
                               (long long)x[threadIdx.x] << 33, x[threadIdx.x] / 4.0, "text", 'a' + threadIdx.x, 255);
   y[threadIdx.x] = 1;
 }""",
@@ -294,7 +303,10 @@ extern "C" __global__ void k(unsigned* y) {
   asm volatile("mov.u32 %0, %%nsmid;" : "=r"(v)); y[t * 12 + 9] = v > 0;
   asm volatile("mov.u32 %0, %%total_smem_size;" : "=r"(v)); y[t * 12 + 10] = v >= 64;
   asm volatile("mov.u32 %0, %%dynamic_smem_size;" : "=r"(v)); y[t * 12 + 11] = v;
-}""".replace('"%" name', '"%%" name').replace('GET(0, "%', 'GET(0, "').replace('"%lane', '"lane').replace('"%n', '"n'),
+}""".replace('"%" name', '"%%" name')
+    .replace('GET(0, "%', 'GET(0, "')
+    .replace('"%lane', '"lane')
+    .replace('"%n', '"n'),
     grid=2,
     block=48,
     smem=64,
@@ -407,15 +419,18 @@ def integers_of_64_bits(rng: Rng) -> Args:
     r"""
 // a+b and a*b of 256-bit numbers with carries
 extern "C" __global__ void k(const unsigned* a, const unsigned* b, unsigned* sum, unsigned* product, unsigned* less) {
-  a += threadIdx.x * 8; b += threadIdx.x * 8; sum += threadIdx.x * 9; product += threadIdx.x * 16; less += threadIdx.x * 9;
+  a += threadIdx.x * 8; b += threadIdx.x * 8; sum += threadIdx.x * 9; product += threadIdx.x * 16;
+  less += threadIdx.x * 9;
   unsigned s[9], d[9];
   asm("add.cc.u32 %0, %9, %17; addc.cc.u32 %1, %10, %18; addc.cc.u32 %2, %11, %19; addc.cc.u32 %3, %12, %20;\n"
-      "addc.cc.u32 %4, %13, %21; addc.cc.u32 %5, %14, %22; addc.cc.u32 %6, %15, %23; addc.cc.u32 %7, %16, %24; addc.u32 %8, 0, 0;"
+      "addc.cc.u32 %4, %13, %21; addc.cc.u32 %5, %14, %22; addc.cc.u32 %6, %15, %23; addc.cc.u32 %7, %16, %24;"
+      "addc.u32 %8, 0, 0;"
     : "=r"(s[0]), "=r"(s[1]), "=r"(s[2]), "=r"(s[3]), "=r"(s[4]), "=r"(s[5]), "=r"(s[6]), "=r"(s[7]), "=r"(s[8])
     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]),
       "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(b[5]), "r"(b[6]), "r"(b[7]));
   asm("sub.cc.u32 %0, %9, %17; subc.cc.u32 %1, %10, %18; subc.cc.u32 %2, %11, %19; subc.cc.u32 %3, %12, %20;\n"
-      "subc.cc.u32 %4, %13, %21; subc.cc.u32 %5, %14, %22; subc.cc.u32 %6, %15, %23; subc.cc.u32 %7, %16, %24; subc.u32 %8, 0, 0;"
+      "subc.cc.u32 %4, %13, %21; subc.cc.u32 %5, %14, %22; subc.cc.u32 %6, %15, %23; subc.cc.u32 %7, %16, %24;"
+      "subc.u32 %8, 0, 0;"
     : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]), "=r"(d[4]), "=r"(d[5]), "=r"(d[6]), "=r"(d[7]), "=r"(d[8])
     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]),
       "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(b[5]), "r"(b[6]), "r"(b[7]));
@@ -425,7 +440,8 @@ extern "C" __global__ void k(const unsigned* a, const unsigned* b, unsigned* sum
     unsigned carry = 0;
     for (int j = 0; j < 8; ++j) {
       unsigned low, high;
-      asm("mad.lo.cc.u32 %0, %2, %3, %4; madc.hi.u32 %1, %2, %3, 0;" : "=r"(low), "=r"(high) : "r"(a[i]), "r"(b[j]), "r"(p[i + j]));
+      asm("mad.lo.cc.u32 %0, %2, %3, %4; madc.hi.u32 %1, %2, %3, 0;" : "=r"(low), "=r"(high) : "r"(a[i]), "r"(b[j]),
+        "r"(p[i + j]));
       asm("add.cc.u32 %0, %2, %3; addc.u32 %1, %4, 0;" : "=r"(p[i + j]), "=r"(carry) : "r"(low), "r"(carry), "r"(high));
     }
     p[i + 8] = carry;

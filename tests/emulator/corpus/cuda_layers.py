@@ -80,7 +80,8 @@ def softmax_online(rng: Rng) -> Args:
 @cuda(
     r"""
 #include <cub/block/block_reduce.cuh>
-extern "C" __global__ void k(const float* x, const float* gamma, const float* beta, float* y, float* mean, float* rstd, int n) {
+extern "C" __global__ void k(const float* x, const float* gamma, const float* beta, float* y, float* mean,
+  float* rstd, int n) {
   using Reduce = cub::BlockReduce<float, 64>;
   __shared__ typename Reduce::TempStorage storage;
   __shared__ float shared_mean, shared_rstd;
@@ -95,7 +96,8 @@ extern "C" __global__ void k(const float* x, const float* gamma, const float* be
   square = Reduce(storage).Sum(square);
   if (threadIdx.x == 0) rstd[blockIdx.x] = shared_rstd = rsqrtf(square / n + 1e-5f);
   __syncthreads();
-  for (int i = threadIdx.x; i < n; i += 64) y[blockIdx.x * n + i] = (row[i] - shared_mean) * shared_rstd * gamma[i] + beta[i];
+  for (int i = threadIdx.x; i < n;
+  i += 64) y[blockIdx.x * n + i] = (row[i] - shared_mean) * shared_rstd * gamma[i] + beta[i];
 }""",
     grid=3,
     block=64,
@@ -113,7 +115,8 @@ def layer_norm(rng: Rng) -> Args:
 
 @cuda(
     r"""
-extern "C" __global__ void k(const float* x, const float* gamma, const float* dy, float* dx, float* dgamma, int rows, int n) {
+extern "C" __global__ void k(const float* x, const float* gamma, const float* dy, float* dx, float* dgamma,
+  int rows, int n) {
   int row = blockIdx.x, lane = threadIdx.x;
   float sum = 0, dot = 0;
   for (int i = lane; i < n; i += 32) {
@@ -138,7 +141,15 @@ def rms_norm_backward(rng: Rng) -> Args:
     dx = g * gamma * r - v * (v * g * gamma).sum(1, keepdims=True) * r**3 / 77
     total = (g * v * r).sum(0)
     size = np.abs(g * gamma * r).max()
-    return x, gamma, dy, Out(dx.astype(F32), atol=size * 1e-5), InOut(np.zeros(77, F32), Out(total.astype(F32), atol=1e-3)), I32(4), I32(77)
+    return (
+        x,
+        gamma,
+        dy,
+        Out(dx.astype(F32), atol=size * 1e-5),
+        InOut(np.zeros(77, F32), Out(total.astype(F32), atol=1e-3)),
+        I32(4),
+        I32(77),
+    )
 
 
 @cuda(
@@ -162,7 +173,10 @@ def rotary_embedding(rng: Rng) -> Args:
     position = np.array([0, 1, 17, 999, 4095], I32)
     angle = position[:, None, None] * 10000.0 ** (-np.arange(20) / 20)
     v = x.astype(F64)
-    y = np.stack([v[..., 0] * np.cos(angle) - v[..., 1] * np.sin(angle), v[..., 0] * np.sin(angle) + v[..., 1] * np.cos(angle)], -1)
+    y = np.stack(
+        [v[..., 0] * np.cos(angle) - v[..., 1] * np.sin(angle), v[..., 0] * np.sin(angle) + v[..., 1] * np.cos(angle)],
+        -1,
+    )
     return x, position, Out(y.astype(F16), atol=3e-3), I32(3), I32(20)
 
 
@@ -195,7 +209,8 @@ def activations(rng: Rng) -> Args:
 
 
 ATTENTION = r"""
-extern "C" __global__ void k(const float* q, const float* key, const float* v, float* o, float* lse, int S, int causal) {
+extern "C" __global__ void k(const float* q, const float* key, const float* v, float* o, float* lse, int S,
+  int causal) {
   const int D = 16, T = 32;
   __shared__ float ks[T][D], vs[T][D];
   int row = blockIdx.x * T + threadIdx.x, head = blockIdx.y;
@@ -205,7 +220,8 @@ extern "C" __global__ void k(const float* q, const float* key, const float* v, f
   for (int start = 0; start < (causal ? min(S, (int)(blockIdx.x + 1) * T) : S); start += T) {
     __syncthreads();
     if (start + threadIdx.x < S)
-      for (int i = 0; i < D; ++i) ks[threadIdx.x][i] = key[(start + threadIdx.x) * D + i], vs[threadIdx.x][i] = v[(start + threadIdx.x) * D + i];
+      for (int i = 0; i < D; ++i) ks[threadIdx.x][i] = key[(start + threadIdx.x) * D + i],
+        vs[threadIdx.x][i] = v[(start + threadIdx.x) * D + i];
     __syncthreads();
     if (row < S)
       for (int j = 0; j < T && start + j < (causal ? row + 1 : S); ++j) {
@@ -253,14 +269,16 @@ extern "C" __global__ void k(const float* x, const int* target, float* loss, flo
   float m = -1e30f;
   for (int i = threadIdx.x; i < n; i += 64) m = fmaxf(m, row[i]);
   s[threadIdx.x] = m;
-  for (int step = 32; step; step >>= 1) { __syncthreads(); if (threadIdx.x < step) s[threadIdx.x] = fmaxf(s[threadIdx.x], s[threadIdx.x + step]); }
+  for (int step = 32; step; step >>= 1) { __syncthreads();
+  if (threadIdx.x < step) s[threadIdx.x] = fmaxf(s[threadIdx.x], s[threadIdx.x + step]); }
   __syncthreads();
   m = s[0];
   __syncthreads();
   float sum = 0;
   for (int i = threadIdx.x; i < n; i += 64) sum += __expf(row[i] - m);
   s[threadIdx.x] = sum;
-  for (int step = 32; step; step >>= 1) { __syncthreads(); if (threadIdx.x < step) s[threadIdx.x] += s[threadIdx.x + step]; }
+  for (int step = 32; step; step >>= 1) { __syncthreads();
+  if (threadIdx.x < step) s[threadIdx.x] += s[threadIdx.x + step]; }
   __syncthreads();
   float lse = m + __logf(s[0]);
   int t = target[blockIdx.x];
@@ -309,7 +327,8 @@ extern "C" __global__ void k(const float* x, signed char* y, float* scale, int n
   __syncthreads();
   float s = fmaxf(__uint_as_float(top), 1e-20f) / 127.f;
   if (threadIdx.x == 0) scale[blockIdx.x] = s;
-  for (int i = threadIdx.x; i < n; i += blockDim.x) y[blockIdx.x * n + i] = (signed char)__float2int_rn(__fdiv_rn(x[blockIdx.x * n + i], s));
+  for (int i = threadIdx.x; i < n;
+  i += blockDim.x) y[blockIdx.x * n + i] = (signed char)__float2int_rn(__fdiv_rn(x[blockIdx.x * n + i], s));
 }""",
     grid=4,
     block=64,
@@ -377,7 +396,8 @@ def max_pool_with_places(rng: Rng) -> Args:
 
 @cuda(
     r"""
-extern "C" __global__ void k(float* p, const float* g, float* m, float* v, float rate, float b1, float b2, float decay, int step, int n) {
+extern "C" __global__ void k(float* p, const float* g, float* m, float* v, float rate, float b1, float b2,
+  float decay, int step, int n) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
   float a = b1 * m[i] + (1 - b1) * g[i], b = b2 * v[i] + (1 - b2) * g[i] * g[i];
@@ -414,7 +434,8 @@ extern "C" __global__ void k(const float* score, int* chosen, float* weight, uns
     else if (v > best[1]) { best[1] = v; at[1] = e; }
   }
   float ratio = 1 / (1 + __expf(best[1] - best[0]));
-  for (int j = 0; j < 2; ++j) { chosen[t * 2 + j] = at[j]; weight[t * 2 + j] = j ? 1 - ratio : ratio; atomicAdd(load + at[j], 1u); }
+  for (int j = 0; j < 2; ++j) { chosen[t * 2 + j] = at[j]; weight[t * 2 + j] = j ? 1 - ratio : ratio;
+  atomicAdd(load + at[j], 1u); }
 }""",
     grid=2,
 )

@@ -104,7 +104,8 @@ extern "C" __global__ void k(const float* x, float* y, int n) {
   if (i >= n) return;
   float v = x[i];
   y[i] = __expf(v); y[n + i] = __logf(fabsf(v)); y[2 * n + i] = __fdividef(v, 3.f); y[3 * n + i] = rsqrtf(fabsf(v));
-  y[4 * n + i] = __powf(fabsf(v), 1.5f); y[5 * n + i] = __frcp_rn(v); y[6 * n + i] = __sinf(v); y[7 * n + i] = __saturatef(v);
+  y[4 * n + i] = __powf(fabsf(v), 1.5f); y[5 * n + i] = __frcp_rn(v); y[6 * n + i] = __sinf(v);
+  y[7 * n + i] = __saturatef(v);
 }""",
     block=64,
 )
@@ -157,7 +158,9 @@ extern "C" __global__ void k(const float* x, unsigned short* h, unsigned short* 
     block=96,
 )
 def conversions_of_floats(rng: Rng) -> Args:
-    x = np.concatenate([floats(rng, 60, -6, 6), [2.5, 3.5, -2.5, 65504, 65519, 65520, 6e-8, 5.9e-8, 2.0**-25]]).astype(F32)
+    x = np.concatenate([floats(rng, 60, -6, 6), [2.5, 3.5, -2.5, 65504, 65519, 65520, 6e-8, 5.9e-8, 2.0**-25]]).astype(
+        F32
+    )
     n = len(x)
     v = np.where(np.isnan(x), 0, x).astype(F64)
     with np.errstate(all="ignore"):
@@ -182,7 +185,8 @@ def conversions_of_floats(rng: Rng) -> Args:
 extern "C" __global__ void k(const __nv_bfloat162* a, const __nv_bfloat162* b, __nv_bfloat162* y, float* f, int n) {
   int i = threadIdx.x;
   if (i >= n) return;
-  y[i] = a[i] * b[i]; y[n + i] = a[i] + b[i]; y[2 * n + i] = __hmin2(a[i], b[i]); y[3 * n + i] = __hfma2_relu(a[i], b[i], a[i]);
+  y[i] = a[i] * b[i]; y[n + i] = a[i] + b[i]; y[2 * n + i] = __hmin2(a[i], b[i]);
+  y[3 * n + i] = __hfma2_relu(a[i], b[i], a[i]);
   f[i] = __low2float(a[i]) + __high2float(b[i]);
 }""",
     block=64,
@@ -240,8 +244,10 @@ extern "C" __global__ void k(const unsigned* a, const unsigned* b, unsigned* y, 
   if (i >= n) return;
   unsigned u = a[i], v = b[i], s = v & 63, r;
   y[i] = __popc(u); y[n + i] = __clz(u); y[2 * n + i] = __ffs(u); y[3 * n + i] = __brev(u);
-  y[4 * n + i] = __funnelshift_l(u, v, s); y[5 * n + i] = __funnelshift_rc(u, v, s); y[6 * n + i] = __byte_perm(u, v, v);
-  y[7 * n + i] = __usad(u, v, 5); y[8 * n + i] = __umulhi(u, v); y[9 * n + i] = __mul24(u, v); y[10 * n + i] = __hadd((int)u, (int)v);
+  y[4 * n + i] = __funnelshift_l(u, v, s); y[5 * n + i] = __funnelshift_rc(u, v, s);
+  y[6 * n + i] = __byte_perm(u, v, v);
+  y[7 * n + i] = __usad(u, v, 5); y[8 * n + i] = __umulhi(u, v); y[9 * n + i] = __mul24(u, v);
+  y[10 * n + i] = __hadd((int)u, (int)v);
   asm("lop3.b32 %0, %1, %2, %3, 0xe8;" : "=r"(r) : "r"(u), "r"(v), "r"(u << 3)); y[11 * n + i] = r;
   asm("bfe.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(u), "r"(s), "r"(v >> 6 & 63)); y[12 * n + i] = r;
   asm("bfi.b32 %0, %1, %2, %3, %4;" : "=r"(r) : "r"(u), "r"(v), "r"(v & 31), "r"(v >> 5 & 15)); y[13 * n + i] = r;
@@ -306,7 +312,8 @@ extern "C" __global__ void k(const unsigned* a, const unsigned* b, unsigned* y, 
   if (i >= n) return;
   unsigned u = a[i], v = b[i];
   y[i] = __vadd4(u, v); y[n + i] = __vaddss4(u, v); y[2 * n + i] = __vabsdiffu4(u, v); y[3 * n + i] = __vcmpgtu4(u, v);
-  y[4 * n + i] = __vmaxs2(u, v); y[5 * n + i] = __vsubus2(u, v); y[6 * n + i] = __vavgu4(u, v); y[7 * n + i] = __vsadu4(u, v);
+  y[4 * n + i] = __vmaxs2(u, v); y[5 * n + i] = __vsubus2(u, v); y[6 * n + i] = __vavgu4(u, v);
+  y[7 * n + i] = __vsadu4(u, v);
   y[8 * n + i] = __vimax3_s32(u, v, 7); y[9 * n + i] = __viaddmax_s32(u, v, 0); y[10 * n + i] = __vneg2(u);
 }""",
     block=64,
@@ -370,7 +377,8 @@ extern "C" __global__ void k(uint2 key, uint4* y, float* uniform, int n) {
   if (i >= n) return;
   uint4 c = make_uint4(i, i * 7, 3, 0);
   for (int r = 0; r < 10; ++r) {
-    unsigned h0 = __umulhi(0xD2511F53u, c.x), l0 = 0xD2511F53u * c.x, h1 = __umulhi(0xCD9E8D57u, c.z), l1 = 0xCD9E8D57u * c.z;
+    unsigned h0 = __umulhi(0xD2511F53u, c.x), l0 = 0xD2511F53u * c.x, h1 = __umulhi(0xCD9E8D57u, c.z),
+      l1 = 0xCD9E8D57u * c.z;
     c = make_uint4(h1 ^ c.y ^ key.x, l1, h0 ^ c.w ^ key.y, l0);
     key.x += 0x9E3779B9u; key.y += 0xBB67AE85u;
   }
@@ -433,10 +441,12 @@ extern "C" __global__ void k(const unsigned char* text, const int* length, unsig
   m[length[t]] = 0x80;
   unsigned bits = length[t] * 8;
   m[62] = bits >> 8; m[63] = bits;
-  unsigned w[64], h[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19}, s[8];
+  unsigned w[64], h[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab,
+    0x5be0cd19}, s[8];
   for (int i = 0; i < 16; ++i) w[i] = m[4 * i] << 24 | m[4 * i + 1] << 16 | m[4 * i + 2] << 8 | m[4 * i + 3];
   for (int i = 16; i < 64; ++i)
-    w[i] = w[i - 16] + (turn(w[i - 15], 7) ^ turn(w[i - 15], 18) ^ w[i - 15] >> 3) + w[i - 7] + (turn(w[i - 2], 17) ^ turn(w[i - 2], 19) ^ w[i - 2] >> 10);
+    w[i] = w[i - 16] + (turn(w[i - 15], 7) ^ turn(w[i - 15], 18) ^ w[i - 15] >> 3) + w[i - 7] + (turn(w[i - 2],
+      17) ^ turn(w[i - 2], 19) ^ w[i - 2] >> 10);
   for (int i = 0; i < 8; ++i) s[i] = h[i];
   for (int i = 0; i < 64; ++i) {
     unsigned a = s[7] + (turn(s[4], 6) ^ turn(s[4], 11) ^ turn(s[4], 25)) + (s[4] & s[5] ^ ~s[4] & s[6]) + K[i] + w[i];
@@ -502,7 +512,8 @@ extern "C" __global__ void k(const float* a, const float* b, float* y, int n) {
   y[i] = __fadd_rd(a[i], b[i]); y[n + i] = __fadd_ru(a[i], b[i]); y[2 * n + i] = __fmul_rz(a[i], b[i]);
   y[3 * n + i] = __fdiv_rn(a[i], b[i]); y[4 * n + i] = fminf(a[i], b[i]); y[5 * n + i] = fmaxf(a[i], b[i]);
   y[6 * n + i] = copysignf(a[i], b[i]); y[7 * n + i] = a[i] < b[i] ? 1 : isnan(a[i]) ? 2 : isinf(b[i]) ? 3 : 4;
-  y[8 * n + i] = nextafterf(a[i], b[i]); y[9 * n + i] = ldexpf(a[i], (int)fminf(fmaxf(b[i], -20.f), 20.f)); y[10 * n + i] = fdimf(a[i], b[i]);
+  y[8 * n + i] = nextafterf(a[i], b[i]); y[9 * n + i] = ldexpf(a[i], (int)fminf(fmaxf(b[i], -20.f), 20.f));
+  y[10 * n + i] = fdimf(a[i], b[i]);
 }""",
     block=128,
 )
@@ -512,7 +523,10 @@ def rounding_and_comparing(rng: Rng) -> Args:
     with np.errstate(all="ignore"):
         total = x + w  # exact enough: rounding to odd keeps the direction
         near = total.astype(F32)
-        two = [math.fsum([float(p), float(q), -float(r)]) if np.isfinite([p, q, r]).all() else 0.0 for p, q, r in zip(x, w, near, strict=True)]
+        two = [
+            math.fsum([float(p), float(q), -float(r)]) if np.isfinite([p, q, r]).all() else 0.0
+            for p, q, r in zip(x, w, near, strict=True)
+        ]
         left = np.array(two)
         down = np.where(left < 0, np.nextafter(near, F32(-np.inf)), near)
         up = np.where(left > 0, np.nextafter(near, F32(np.inf)), near)

@@ -193,7 +193,8 @@ extern "C" __global__ void k(const half* a, const half* b, float* y, int lda, in
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // each block has its own stride of A
   int stride = lda + 8 * blockIdx.x;
-  for (int i = threadIdx.x; i < 256; i += blockDim.x) as[i / 16 * 24 + i % 16] = a[blockIdx.x * 4096 + i / 16 * stride + i % 16];
+  for (int i = threadIdx.x; i < 256;
+  i += blockDim.x) as[i / 16 * 24 + i % 16] = a[blockIdx.x * 4096 + i / 16 * stride + i % 16];
   __syncthreads();
   wmma::fragment<wmma::matrix_a, 16, 16, 16, half, wmma::row_major> fa, ga;
   wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::row_major> fb;
@@ -220,14 +221,18 @@ def wmma_strides_that_differ_between_blocks(rng: Rng) -> Args:
     return buffer.astype(F16), b.astype(F16), Out(y), I32(16), I32(40)
 
 
-def _mma(name: str, c_type: str, letter: str, a_words: int, b_words: int, c_words: int, load: str, word: str = "unsigned") -> str:
+def _mma(
+    name: str, c_type: str, letter: str, a_words: int, b_words: int, c_words: int, load: str, word: str = "unsigned"
+) -> str:
     word_letter = "d" if word == "double" else "r"
     total = c_words + a_words + b_words
     d = ", ".join(f"%{i}" for i in range(c_words))
     a = ", ".join(f"%{i}" for i in range(c_words, c_words + a_words))
     b = ", ".join(f"%{i}" for i in range(c_words + a_words, total))
     outputs = ", ".join(f'"+{letter}"(c[{i}])' for i in range(c_words))
-    inputs = ", ".join([f'"{word_letter}"(a[{i}])' for i in range(a_words)] + [f'"{word_letter}"(b[{i}])' for i in range(b_words)])
+    inputs = ", ".join(
+        [f'"{word_letter}"(a[{i}])' for i in range(a_words)] + [f'"{word_letter}"(b[{i}])' for i in range(b_words)]
+    )
     braces = (lambda s: "{" + s + "}") if total > 4 or c_words > 1 else (lambda s: s)
     return rf"""
 extern "C" __global__ void k(const {word}* x, const {word}* w, const {c_type}* z, {c_type}* y) {{
@@ -382,8 +387,10 @@ extern "C" __global__ void k(const uint4* a, const uint4* b, float* y) {
     : "=r"(ra[0]), "=r"(ra[1]), "=r"(ra[2]), "=r"(ra[3]) : "r"(at(&as[lane % 16][lane / 16])));
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
     : "=r"(rb[0]), "=r"(rb[1]) : "r"(at(&bs[lane % 16][0])));
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(ra[0]), "r"(ra[1]), "r"(ra[2]), "r"(ra[3]), "r"(rb[0]), "r"(rb[1]));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+    "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(ra[0]), "r"(ra[1]), "r"(ra[2]), "r"(ra[3]), "r"(rb[0]),
+      "r"(rb[1]));
   for (int i = 0; i < 4; ++i) y[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = c[i];
 }"""
 )

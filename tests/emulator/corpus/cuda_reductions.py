@@ -259,7 +259,11 @@ extern "C" __global__ void k(const int* x, int* y, int* count) {
 def groups_coalesced_threads(rng: Rng) -> Args:
     x = rng.integers(0, 30, 32, I32)
     hit = x % 3 == 0
-    return x, Out(np.where(hit, np.cumsum(hit) - 1, -1).astype(I32)), InOut(np.zeros(1, I32), Out(np.array([hit.sum()], I32)))
+    return (
+        x,
+        Out(np.where(hit, np.cumsum(hit) - 1, -1).astype(I32)),
+        InOut(np.zeros(1, I32), Out(np.array([hit.sum()], I32))),
+    )
 
 
 @cuda(

@@ -82,8 +82,9 @@ class Entry:
     """A kernel of the corpus.
 
     kind: cuda, ptx, triton or bug. faults: what the fault of a kernel with a bug must say, a regular expression; the
-    lines that it may name are marked ``// <-`` in the source, and those of the functions that ``inside`` names. refused: the name of the instruction that the emulator
-    does not know, where that is how it stands. kernel: its name in the PTX.
+    lines that it may name are marked ``// <-`` in the source, and are those of the functions in ``inside``. refused:
+    the name of the instruction that the emulator does not know, where that is how it stands. prints: a regular
+    expression for what it prints. kernel: its name in the PTX.
     """
 
     name: str

@@ -40,7 +40,12 @@ def fma(a: float, b: float, c: float, kind: str = "f32", mode: str = "rn") -> fl
         return c
     exact = Fraction(a) * Fraction(b)
     if exact == 0 or exact + Fraction(c) == 0:
-        return add(a * b if exact == 0 else (1.0 if exact > 0 else -1.0), c if exact == 0 else -math.copysign(1, exact), kind, mode)
+        return add(
+            a * b if exact == 0 else (1.0 if exact > 0 else -1.0),
+            c if exact == 0 else -math.copysign(1, exact),
+            kind,
+            mode,
+        )
     return rounded(kind, exact + Fraction(c), mode)
 
 
@@ -87,9 +92,21 @@ def root(v: float, kind: str = "f32", mode: str = "rn") -> float:
 
 for mode in ("rn", "rz", "rm", "rp"):
     ptx(f"add_{mode}_f32", f"add.{mode}.f32 %d, %a, %b;", "f32 f32", "f32", lambda a, b, m=mode: add(a, b, "f32", m))
-    ptx(f"fma_{mode}_f64", f"fma.{mode}.f64 %d, %a, %b, %c;", "f64 f64 f64", "f64", lambda a, b, c, m=mode: fma(a, b, c, "f64", m))
+    ptx(
+        f"fma_{mode}_f64",
+        f"fma.{mode}.f64 %d, %a, %b, %c;",
+        "f64 f64 f64",
+        "f64",
+        lambda a, b, c, m=mode: fma(a, b, c, "f64", m),
+    )
 ptx("mul_rz_f32", "mul.rz.f32 %d, %a, %b;", "f32 f32", "f32", lambda a, b: mul(a, b, "f32", "rz"))
-ptx("mul_ftz_sat_f32", "mul.ftz.sat.f32 %d, %a, %b;", "f32 f32", "f32", lambda a, b: saturate(flush(mul(flush(a), flush(b)))))
+ptx(
+    "mul_ftz_sat_f32",
+    "mul.ftz.sat.f32 %d, %a, %b;",
+    "f32 f32",
+    "f32",
+    lambda a, b: saturate(flush(mul(flush(a), flush(b)))),
+)
 ptx("sub_ftz_f32", "sub.ftz.f32 %d, %a, %b;", "f32 f32", "f32", lambda a, b: flush(add(flush(a), -flush(b))))
 ptx("fma_rp_f32", "fma.rp.f32 %d, %a, %b, %c;", "f32 f32 f32", "f32", lambda a, b, c: fma(a, b, c, "f32", "rp"))
 ptx("fma_rn_sat_f32", "fma.rn.sat.f32 %d, %a, %b, %c;", "f32 f32 f32", "f32", lambda a, b, c: saturate(fma(a, b, c)))
@@ -124,12 +141,51 @@ _ROWS = [
     for x in (0.0, -0.0, 1.0, 65504.0, 6e-8, -2.5, 0.1, 300.0)
     for y in (0.0, 2.0, -65504.0, 1e-7, 0.3, -7.0, 1e-3, 1.0)
 ]
-ptx("fma_rn_f16x2", "fma.rn.f16x2 %d, %a, %b, %c;", "b32 b32 b32", "b32", halves(lambda a, b, c: fma(a, b, c, "f16")), rows=_ROWS)
-ptx("max_f16x2", "max.f16x2 %d, %a, %b;", "b32 b32", "b32", halves(lambda a, b: least(a, b, True)), rows=[r[:2] for r in _ROWS])
-ptx("neg_and_abs_f16x2", "neg.f16x2 %d, %a;\nabs.f16x2 %e, %a;", "b32", "b32 b32", lambda a: (a ^ 0x80008000, a & 0x7FFF7FFF), rows=[r[:1] for r in _ROWS])
-ptx("min_max_f32", "min.f32 %d, %a, %b;\nmax.f32 %e, %a, %b;", "f32 f32", "f32 f32", lambda a, b: (least(a, b), least(a, b, True)))
-ptx("max_nan_f32", "max.NaN.f32 %d, %a, %b;", "f32 f32", "f32", lambda a, b: NAN if a != a or b != b else least(a, b, True))
-ptx("min_nan_bf16", "min.NaN.bf16 %d, %a, %b;", "bf16 bf16", "bf16", lambda a, b: NAN if a != a or b != b else least(a, b))
+ptx(
+    "fma_rn_f16x2",
+    "fma.rn.f16x2 %d, %a, %b, %c;",
+    "b32 b32 b32",
+    "b32",
+    halves(lambda a, b, c: fma(a, b, c, "f16")),
+    rows=_ROWS,
+)
+ptx(
+    "max_f16x2",
+    "max.f16x2 %d, %a, %b;",
+    "b32 b32",
+    "b32",
+    halves(lambda a, b: least(a, b, True)),
+    rows=[r[:2] for r in _ROWS],
+)
+ptx(
+    "neg_and_abs_f16x2",
+    "neg.f16x2 %d, %a;\nabs.f16x2 %e, %a;",
+    "b32",
+    "b32 b32",
+    lambda a: (a ^ 0x80008000, a & 0x7FFF7FFF),
+    rows=[r[:1] for r in _ROWS],
+)
+ptx(
+    "min_max_f32",
+    "min.f32 %d, %a, %b;\nmax.f32 %e, %a, %b;",
+    "f32 f32",
+    "f32 f32",
+    lambda a, b: (least(a, b), least(a, b, True)),
+)
+ptx(
+    "max_nan_f32",
+    "max.NaN.f32 %d, %a, %b;",
+    "f32 f32",
+    "f32",
+    lambda a, b: NAN if a != a or b != b else least(a, b, True),
+)
+ptx(
+    "min_nan_bf16",
+    "min.NaN.bf16 %d, %a, %b;",
+    "bf16 bf16",
+    "bf16",
+    lambda a, b: NAN if a != a or b != b else least(a, b),
+)
 
 
 def xorsign(a: float, b: float) -> float:
@@ -153,7 +209,15 @@ _POSITIVE = [(encode("f32", v),) for v in (0.1, 0.5, 1.0, 1.5, 2.0, 3.0, 10.0, 1
 ptx("rsqrt_approx_f32", "rsqrt.approx.f32 %d, %a;", "f32", "f32", lambda a: a**-0.5, rows=_POSITIVE, rtol=2e-7)
 ptx("lg2_approx_f32", "lg2.approx.f32 %d, %a;", "f32", "f32", math.log2, rows=_POSITIVE, rtol=3e-6)
 _SMALL = [(encode("f32", v),) for v in (0.0, -0.0, 0.5, -0.5, 1.0, -1.0, 2.0, -3.0, 0.1, 3.1)]
-ptx("sin_cos_approx_f32", "sin.approx.f32 %d, %a;\ncos.approx.f32 %e, %a;", "f32", "f32 f32", lambda a: (math.sin(a), math.cos(a)), rows=_SMALL, rtol=2e-5)
+ptx(
+    "sin_cos_approx_f32",
+    "sin.approx.f32 %d, %a;\ncos.approx.f32 %e, %a;",
+    "f32",
+    "f32 f32",
+    lambda a: (math.sin(a), math.cos(a)),
+    rows=_SMALL,
+    rtol=2e-5,
+)
 ptx("ex2_approx_ftz_f32", "ex2.approx.ftz.f32 %d, %a;", "f32", "f32", lambda a: 2.0**a, rows=_SMALL, rtol=3e-7)
 ptx("tanh_approx_f32", "tanh.approx.f32 %d, %a;", "f32", "f32", math.tanh, rows=_SMALL, rtol=2.0**-10)
 _HALF = [(encode("f16", decode("f32", r[0])),) for r in _SMALL]
@@ -161,8 +225,24 @@ ptx("ex2_approx_f16", "ex2.approx.f16 %d, %a;", "f16", "f16", lambda a: 2.0**a, 
 ptx("tanh_approx_f16", "tanh.approx.f16 %d, %a;", "f16", "f16", math.tanh, rows=_HALF, rtol=2.0**-9)
 _DOUBLES = [(encode("f64", v),) for v in (1.0, -1.5, 3.0, 1e10, -7e-5)]
 ptx("rcp_approx_ftz_f64", "rcp.approx.ftz.f64 %d, %a;", "f64", "f64", lambda a: 1 / a, rows=_DOUBLES, rtol=2.0**-19)
-ptx("rsqrt_approx_f64", "rsqrt.approx.f64 %d, %a;", "f64", "f64", lambda a: a**-0.5, rows=[_DOUBLES[0], _DOUBLES[2], _DOUBLES[3]], rtol=2.0**-19)
-ptx("div_full_f32", "div.full.f32 %d, %a, %b;", "f32 f32", "f32", lambda a, b: a / b, rows=[(a[0], b[0]) for a in _POSITIVE for b in _POSITIVE[:10]], rtol=3e-7)
+ptx(
+    "rsqrt_approx_f64",
+    "rsqrt.approx.f64 %d, %a;",
+    "f64",
+    "f64",
+    lambda a: a**-0.5,
+    rows=[_DOUBLES[0], _DOUBLES[2], _DOUBLES[3]],
+    rtol=2.0**-19,
+)
+ptx(
+    "div_full_f32",
+    "div.full.f32 %d, %a, %b;",
+    "f32 f32",
+    "f32",
+    lambda a, b: a / b,
+    rows=[(a[0], b[0]) for a in _POSITIVE for b in _POSITIVE[:10]],
+    rtol=3e-7,
+)
 
 
 def compared(a: float, b: float, c: int) -> tuple[int, ...]:
@@ -172,7 +252,10 @@ def compared(a: float, b: float, c: int) -> tuple[int, ...]:
 
 ptx(
     "setp_ordered_and_unordered_f32",
-    "\n".join(f"setp.{o}.f32 %p, %a, %b;\nselp.u32 %{r}, 1, 0, %p;" for o, r in zip(("lt", "ltu", "equ", "ne", "num"), "dexyz", strict=True)),
+    "\n".join(
+        f"setp.{o}.f32 %p, %a, %b;\nselp.u32 %{r}, 1, 0, %p;"
+        for o, r in zip(("lt", "ltu", "equ", "ne", "num"), "dexyz", strict=True)
+    ),
     "f32 f32 u32",
     "u32 u32 u32 u32 u32",
     compared,
@@ -189,10 +272,18 @@ ptx(
 )
 ptx(
     "testp_f32",
-    "\n".join(f"testp.{o}.f32 %p, %a;\nselp.u32 %{r}, 1, 0, %p;" for o, r in zip(("finite", "infinite", "notanumber", "normal", "subnormal"), "dexyz", strict=True)),
+    "\n".join(
+        f"testp.{o}.f32 %p, %a;\nselp.u32 %{r}, 1, 0, %p;"
+        for o, r in zip(("finite", "infinite", "notanumber", "normal", "subnormal"), "dexyz", strict=True)
+    ),
     "f32",
     "u32 u32 u32 u32 u32",
-    lambda a: tuple(map(int, (finite(a), abs(a) == INF, a != a, finite(a) and (a == 0 or abs(a) >= 2.0**-126), 0 < abs(a) < 2.0**-126))),
+    lambda a: tuple(
+        map(
+            int,
+            (finite(a), abs(a) == INF, a != a, finite(a) and (a == 0 or abs(a) >= 2.0**-126), 0 < abs(a) < 2.0**-126),
+        )
+    ),
 )
 
 
@@ -215,12 +306,36 @@ def to_integer(a: float, mode: str, low: int, high: int) -> int:
 
 
 for mode in ("rni", "rzi", "rmi", "rpi"):
-    ptx(f"cvt_{mode}_s32_f32", f"cvt.{mode}.s32.f32 %d, %a;", "f32", "s32", lambda a, m=mode: to_integer(a, m, -(2**31), 2**31 - 1))
-ptx("cvt_rzi_u64_f64", "cvt.rzi.u64.f64 %d, %a;", "f64", "u64", lambda a: to_integer(a, "rzi", 0, 2**64 - 1) if a == a else 2**63)
+    ptx(
+        f"cvt_{mode}_s32_f32",
+        f"cvt.{mode}.s32.f32 %d, %a;",
+        "f32",
+        "s32",
+        lambda a, m=mode: to_integer(a, m, -(2**31), 2**31 - 1),
+    )
+ptx(
+    "cvt_rzi_u64_f64",
+    "cvt.rzi.u64.f64 %d, %a;",
+    "f64",
+    "u64",
+    lambda a: to_integer(a, "rzi", 0, 2**64 - 1) if a == a else 2**63,
+)
 ptx("cvt_rni_u8_f32", "cvt.rni.sat.u8.f32 %d, %a;", "f32", "u16", lambda a: to_integer(a, "rni", 0, 255))
 ptx("cvt_rni_s16_f16", "cvt.rni.s16.f16 %d, %a;", "f16", "s16", lambda a: to_integer(a, "rni", -32768, 32767))
-ptx("cvt_rni_f32_f32", "cvt.rni.f32.f32 %d, %a;", "f32", "f32", lambda a: math.copysign(float(whole(a, "rni")), a) if finite(a) else a)
-ptx("cvt_rmi_ftz_f32_f32", "cvt.rmi.ftz.f32.f32 %d, %a;", "f32", "f32", lambda a: math.copysign(float(whole(flush(a), "rmi")), a) if finite(a) else a)
+ptx(
+    "cvt_rni_f32_f32",
+    "cvt.rni.f32.f32 %d, %a;",
+    "f32",
+    "f32",
+    lambda a: math.copysign(float(whole(a, "rni")), a) if finite(a) else a,
+)
+ptx(
+    "cvt_rmi_ftz_f32_f32",
+    "cvt.rmi.ftz.f32.f32 %d, %a;",
+    "f32",
+    "f32",
+    lambda a: math.copysign(float(whole(flush(a), "rmi")), a) if finite(a) else a,
+)
 for mode in ("rn", "rz", "rm", "rp"):
     ptx(f"cvt_{mode}_f32_s64", f"cvt.{mode}.f32.s64 %d, %a;", "s64", "f32", lambda a, m=mode: rounded("f32", a, m))
     ptx(
@@ -242,7 +357,11 @@ ptx(
     "f32 f32",
     "b32 b32",
     lambda a, b: (encode("f16", a) << 16 | encode("f16", b), encode("bf16", relu(a)) << 16 | encode("bf16", relu(b))),
-    rows=[(encode("f32", a), encode("f32", b)) for a in (0.0, 1.0, -2.5, 65520.0, 1e-8, INF) for b in (-1.0, 3e38, 0.1, 2.0**-25)],
+    rows=[
+        (encode("f32", a), encode("f32", b))
+        for a in (0.0, 1.0, -2.5, 65520.0, 1e-8, INF)
+        for b in (-1.0, 3e38, 0.1, 2.0**-25)
+    ],
 )
 ptx(
     "cvt_rna_tf32",
@@ -264,10 +383,18 @@ def e4m3(v: float) -> int:
 
 def value(code: int) -> Fraction:
     exponent, fraction = code >> 3 & 15, code & 7
-    return Fraction(8 + fraction, 8) * Fraction(2) ** (exponent - 7) if exponent else Fraction(fraction, 8) * Fraction(1, 64)
+    return (
+        Fraction(8 + fraction, 8) * Fraction(2) ** (exponent - 7)
+        if exponent
+        else Fraction(fraction, 8) * Fraction(1, 64)
+    )
 
 
-_PAIRS = [(encode("f32", a), encode("f32", b)) for a in (0.5, 17.0, 1.0625, 500.0, 1e-3, 2.0**-10) for b in (-3.3, 448.0, -0.0019, 240.1)]
+_PAIRS = [
+    (encode("f32", a), encode("f32", b))
+    for a in (0.5, 17.0, 1.0625, 500.0, 1e-3, 2.0**-10)
+    for b in (-3.3, 448.0, -0.0019, 240.1)
+]
 ptx(
     "cvt_two_floats_to_e4m3",
     "cvt.rn.satfinite.e4m3x2.f32 %d, %a, %b;",

@@ -29,7 +29,20 @@ def quotient(a: int, b: int) -> int:
 
 def no_zero(kind: str) -> list[tuple[int, int]]:
     bits = int(kind[1:])
-    edges = [0, 1, 2, 3, 7, 10, 100, 2 ** (bits - 1) - 1, 2 ** (bits - 1), 2 ** (bits - 1) + 1, 2**bits - 1, 2**bits - 7]
+    edges = [
+        0,
+        1,
+        2,
+        3,
+        7,
+        10,
+        100,
+        2 ** (bits - 1) - 1,
+        2 ** (bits - 1),
+        2 ** (bits - 1) + 1,
+        2**bits - 1,
+        2**bits - 7,
+    ]
     return [(a, b) for a in edges for b in edges if b][:190]
 
 
@@ -60,8 +73,12 @@ ptx("div_u64", "div.u64 %d, %a, %b;", "u64 u64", "u64", lambda a, b: a // b, row
 ptx("rem_s16", "rem.s16 %d, %a, %b;", "s16 s16", "s16", lambda a, b: a - b * quotient(a, b), rows=no_zero("s16"))
 ptx("abs_and_neg_s32", "abs.s32 %d, %a;\nneg.s32 %e, %a;", "s32", "s32 s32", lambda a: (abs(a), -a))
 ptx("abs_s16", "abs.s16 %d, %a;", "s16", "s16", abs)
-ptx("min_max_s64", "min.s64 %d, %a, %b;\nmax.s64 %e, %a, %b;", "s64 s64", "s64 s64", lambda a, b: (min(a, b), max(a, b)))
-ptx("min_max_u16", "min.u16 %d, %a, %b;\nmax.u16 %e, %a, %b;", "u16 u16", "u16 u16", lambda a, b: (min(a, b), max(a, b)))
+ptx(
+    "min_max_s64", "min.s64 %d, %a, %b;\nmax.s64 %e, %a, %b;", "s64 s64", "s64 s64", lambda a, b: (min(a, b), max(a, b))
+)
+ptx(
+    "min_max_u16", "min.u16 %d, %a, %b;\nmax.u16 %e, %a, %b;", "u16 u16", "u16 u16", lambda a, b: (min(a, b), max(a, b))
+)
 ptx("max_relu_s32", "max.relu.s32 %d, %a, %b;", "s32 s32", "s32", lambda a, b: max(a, b, 0))
 
 
@@ -168,7 +185,13 @@ def bfi(a: int, b: int, c: int, d: int, bits: int) -> int:
 ptx("bfe_u32", "bfe.u32 %d, %a, %b, %c;", "b32 u32 u32", "b32", lambda a, b, c: bfe(a, b, c, 32, False))
 ptx("bfe_s32", "bfe.s32 %d, %a, %b, %c;", "b32 u32 u32", "b32", lambda a, b, c: bfe(a, b, c, 32, True))
 # beyond 64 bits the hardware does other than the ISA's pseudocode
-_WITHIN = [(a, b, c) for a in (0, M64, 2**63, 0x0123456789ABCDEF) for b in (0, 1, 31, 32, 63) for c in (0, 1, 33, 64) if b + c <= 64]
+_WITHIN = [
+    (a, b, c)
+    for a in (0, M64, 2**63, 0x0123456789ABCDEF)
+    for b in (0, 1, 31, 32, 63)
+    for c in (0, 1, 33, 64)
+    if b + c <= 64
+]
 ptx("bfe_s64", "bfe.s64 %d, %a, %b, %c;", "b64 u32 u32", "b64", lambda a, b, c: bfe(a, b, c, 64, True), rows=_WITHIN)
 ptx("bfi_b32", "bfi.b32 %d, %a, %b, %c, %f;", "b32 b32 u32 u32", "b32", lambda a, b, c, f: bfi(a, b, c, f, 32))
 ptx(
@@ -196,7 +219,9 @@ def fns(mask: int, base: int, offset: int) -> int:
     return M32
 
 
-_FNS = [(m, b, o & M32) for m in (0, M32, 0x80000001, 0xA5A5A5A5) for b in (0, 1, 17, 31) for o in (-33, -2, -1, 0, 1, 2, 9)]
+_FNS = [
+    (m, b, o & M32) for m in (0, M32, 0x80000001, 0xA5A5A5A5) for b in (0, 1, 17, 31) for o in (-33, -2, -1, 0, 1, 2, 9)
+]
 ptx("fns_b32", "fns.b32 %d, %a, %b, %c;", "b32 u32 s32", "b32", fns, rows=_FNS)
 
 
@@ -358,7 +383,8 @@ ptx(
 )
 ptx(
     "cvt_saturated_integers",
-    "cvt.sat.s8.s32 %d, %a;\ncvt.sat.u8.s32 %e, %a;\ncvt.sat.u16.s32 %x, %a;\ncvt.sat.s32.s64 %y, %b;\ncvt.sat.u32.s64 %z, %b;",
+    "cvt.sat.s8.s32 %d, %a;\ncvt.sat.u8.s32 %e, %a;\ncvt.sat.u16.s32 %x, %a;\n"
+    "cvt.sat.s32.s64 %y, %b;\ncvt.sat.u32.s64 %z, %b;",
     "s32 s64",
     "s16 u16 u16 s32 u32",
     lambda a, b: (clamp(a, -128, 127), clamp(a, 0, 255), clamp(a, 0, 65535), sat32(b), clamp(b, 0, M32)),

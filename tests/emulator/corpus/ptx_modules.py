@@ -143,8 +143,10 @@ def initialisers_that_hold_addresses(rng: Rng) -> Args:
   mul.wide.u32 %to, %t, 4; add.u64 %to, %to, %g; st.u32 [%to], %r;
   bar.sync 0;
   xor.b32 %o, %t, 31; shl.b32 %o, %o, 2; mov.u32 %s, area; add.u32 %o, %o, %s; ld.shared.u32 %s, [%o];
-  isspacep.shared %q0, %g; isspacep.global %q1, %g; isspacep.local %q2, %p0; isspacep.global %q3, %p0; isspacep.const %q4, %g;
-  selp.u32 %r, 1, 0, %q0; @%q1 add.u32 %r, %r, 10; @%q2 add.u32 %r, %r, 100; @%q3 add.u32 %r, %r, 1000; @%q4 add.u32 %r, %r, 10000;
+  isspacep.shared %q0, %g; isspacep.global %q1, %g; isspacep.local %q2, %p0; isspacep.global %q3, %p0;
+  isspacep.const %q4, %g;
+  selp.u32 %r, 1, 0, %q0; @%q1 add.u32 %r, %r, 10; @%q2 add.u32 %r, %r, 100; @%q3 add.u32 %r, %r, 1000;
+  @%q4 add.u32 %r, %r, 10000;
   mul.wide.u32 %to, %t, 8; add.u64 %to, %to, %p0;
   st.global.v2.u32 [%to], {%s, %r};""",
         1,
@@ -172,7 +174,12 @@ def generic_addresses_of_every_space(rng: Rng) -> Args:
     block=1,
 )
 def parameters_of_every_kind(rng: Rng) -> Args:
-    s = np.zeros((), np.dtype({"names": ["f", "a", "b", "c"], "formats": [F32, U32, U32, U8], "offsets": [0, 8, 12, 20], "itemsize": 24}))
+    s = np.zeros(
+        (),
+        np.dtype(
+            {"names": ["f", "a", "b", "c"], "formats": [F32, U32, U32, U8], "offsets": [0, 8, 12, 20], "itemsize": 24}
+        ),
+    )
     s["f"], s["a"], s["b"], s["c"] = 2.5, 7, 0xFFFFFFFF, 200
     y = np.array([7, 0xFFFFFFFF, np.array(2.5, F32).view(U32), 200, 2**32 - 5, 1234567], U32)
     return s, Out(y), np.int8(-5), F64(1234567.9)
@@ -217,8 +224,10 @@ def calls_with_registers_and_several_results(rng: Rng) -> Args:
 
 @module(
     r"""
-.func (.param .b32 r) one(.param .b32 v) { .reg .b32 %v; ld.param.b32 %v, [v]; add.u32 %v, %v, 1; st.param.b32 [r], %v; ret; }
-.func (.param .b32 r) two(.param .b32 v) { .reg .b32 %v; ld.param.b32 %v, [v]; mul.lo.u32 %v, %v, 2; st.param.b32 [r], %v; ret; }
+.func (.param .b32 r) one(.param .b32 v) { .reg .b32 %v; ld.param.b32 %v, [v]; add.u32 %v, %v, 1;
+st.param.b32 [r], %v; ret; }
+.func (.param .b32 r) two(.param .b32 v) { .reg .b32 %v; ld.param.b32 %v, [v]; mul.lo.u32 %v, %v, 2;
+st.param.b32 [r], %v; ret; }
 .global .align 8 .u64 functions[2] = {one, two};
 .visible .entry k(.param .u64 out)
 {
@@ -267,7 +276,8 @@ done:
   .reg .b64 %p<2>, %w; .reg .b32 %t, %r<3>;
   ld.param.u64 %p0, [in]; ld.param.u64 %p1, [out]; mov.u32 %t, %tid.x;
   mul.wide.u32 %w, %t, 8; add.u64 %p0, %p0, %w; ld.global.v2.u32 {%r0, %r1}, [%p0];
-  { .param .b32 x; .param .b32 y; .param .b32 z; st.param.b32 [x], %r0; st.param.b32 [y], %r1; call (z), gcd, (x, y); ld.param.b32 %r2, [z]; }
+  { .param .b32 x; .param .b32 y; .param .b32 z; st.param.b32 [x], %r0; st.param.b32 [y], %r1;
+  call (z), gcd, (x, y); ld.param.b32 %r2, [z]; }
   mul.wide.u32 %w, %t, 4; add.u64 %p1, %p1, %w; st.global.u32 [%p1], %r2;
   ret;
 }
@@ -308,7 +318,8 @@ def branch_by_a_table(rng: Rng) -> Args:
   mul.wide.u32 %w, %t, 4; add.u64 %w, %w, %p0; ld.global.u32 %r, [%w];
   setp.gt.s32 %q, %r, 50;
   vote.sync.ballot.b32 %m, %q, -1; st.global.u32 [%w+128], %m;
-  vote.sync.all.pred %v, %q, -1; selp.u32 %s, 1, 0, %v; vote.sync.any.pred %v, !%q, -1; @%v add.u32 %s, %s, 2; vote.sync.uni.pred %v, %q, -1; @%v add.u32 %s, %s, 4;
+  vote.sync.all.pred %v, %q, -1; selp.u32 %s, 1, 0, %v; vote.sync.any.pred %v, !%q, -1; @%v add.u32 %s, %s, 2;
+  vote.sync.uni.pred %v, %q, -1; @%v add.u32 %s, %s, 4;
   st.global.u32 [%w+256], %s;
   activemask.b32 %m; st.global.u32 [%w+384], %m;
   rem.u32 %s, %r, 3; match.any.sync.b32 %m, %s, -1; st.global.u32 [%w+512], %m;
@@ -342,9 +353,8 @@ def a_warp_at_work(rng: Rng) -> Args:
   atom.global.dec.u32 %r, [%p0+12], 9; red.global.or.b32 [%p0+16], %t; atom.global.xor.b32 %r, [%p0+20], %t;
   cvt.u64.u32 %w, %t; red.global.add.u64 [%p0+24], %w; atom.global.max.u64 %d, [%p0+32], %w;
   red.global.add.f32 [%p0+40], 0f3F800000; mov.f64 %x, 0d3FE0000000000000; atom.global.add.f64 %x, [%p0+48], %x;
-  atom.relaxed.gpu.global.and.b32 %r, [%p0+44], 0xff; setp.eq.u32 %q, %t, 5; @%q atom.cas.b32 %r, [%p0+56], 77, %t; @%q atom.exch.b32 %s, [%p0+60], %r;""".replace(
-            ".reg .b32 %r, %s;", ".reg .b32 %r, %s; .reg .pred %q;"
-        ),
+  atom.relaxed.gpu.global.and.b32 %r, [%p0+44], 0xff; setp.eq.u32 %q, %t, 5; @%q atom.cas.b32 %r, [%p0+56], 77, %t;
+  @%q atom.exch.b32 %s, [%p0+60], %r;""".replace(".reg .b32 %r, %s;", ".reg .b32 %r, %s; .reg .pred %q;"),
         1,
     ),
     block=64,
@@ -377,7 +387,8 @@ def atomics_on_global_memory(rng: Rng) -> Args:
   red.shared.add.noftz.f16x2 [s], %r; mov.b32 %r, 0x3F803F80; red.global.add.noftz.bf16x2 [%p0+4], %r;
   cvt.u16.u32 %h, %t; atom.global.cas.b16 %g, [%p0+8], 0, 7; atom.shared.add.u32 %r, [s+8], 3;
   bar.sync 0;
-  @%q ld.shared.u32 %r, [s]; @%q st.global.u32 [%p0], %r; @%q ld.shared.u32 %r, [s+8]; @%q st.global.u32 [%p0+12], %r;""",
+  @%q ld.shared.u32 %r, [s]; @%q st.global.u32 [%p0], %r; @%q ld.shared.u32 %r, [s+8];
+  @%q st.global.u32 [%p0+12], %r;""",
         1,
     )
 )
@@ -405,7 +416,8 @@ def vectors_of_atomics(rng: Rng) -> Args:
   .reg .b32 %r, %s; .reg .b64 %w; .reg .pred %q, %v;
   mul.wide.u32 %w, %t, 4; add.u64 %w, %w, %p0; ld.global.u32 %r, [%w];
   setp.gt.s32 %q, %r, 0;
-  bar.red.popc.u32 %r, 0, %q; barrier.cta.red.and.pred %v, 1, 96, %q; selp.u32 %s, 1, 0, %v; bar.cta.red.or.pred %v, 2, %q; @%v add.u32 %s, %s, 2;
+  bar.red.popc.u32 %r, 0, %q; barrier.cta.red.and.pred %v, 1, 96, %q; selp.u32 %s, 1, 0, %v;
+  bar.cta.red.or.pred %v, 2, %q; @%v add.u32 %s, %s, 2;
   barrier.sync 3; barrier.cta.sync.aligned 4, 96; bar.warp.sync -1;
   mad.lo.u32 %r, %r, 10, %s; st.global.u32 [%w], %r;""",
         1,
@@ -456,7 +468,8 @@ def mbarrier_with_states(rng: Rng) -> Args:
   movmatrix.sync.aligned.m8n8.trans.b16 %r0, %r0;
   bar.warp.sync -1;
   mul.wide.u32 %w, %t, 20; add.u64 %w, %w, %p1; st.global.u32 [%w], %r0;
-  ld.shared.v4.u32 {%r0, %r1, %r2, %r3}, [%x]; st.global.u32 [%w+4], %r0; st.global.u32 [%w+8], %r1; st.global.u32 [%w+12], %r2; st.global.u32 [%w+16], %r3;"""
+  ld.shared.v4.u32 {%r0, %r1, %r2, %r3}, [%x]; st.global.u32 [%w+4], %r0; st.global.u32 [%w+8], %r1;
+  st.global.u32 [%w+12], %r2; st.global.u32 [%w+16], %r3;"""
     )
 )
 def matrices_of_halves(rng: Rng) -> Args:
@@ -493,7 +506,8 @@ def asynchronous_copy_with_a_guard(rng: Rng) -> Args:
   .reg .b32 %r<6>; .reg .b64 %w; .reg .f32 %c<4>;
   mul.wide.u32 %w, %t, 16; add.u64 %w, %w, %p0; ld.global.v4.u32 {%r0, %r1, %r2, %r3}, [%w];
   mul.wide.u32 %w, %t, 8; add.u64 %w, %w, %p1; ld.global.v2.u32 {%r4, %r5}, [%w];
-  mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%c0, %c1, %c2, %c3}, {%r0, %r1, %r2, %r3}, {%r4, %r5}, {0f3F800000, 0f3F800000, 0f3F800000, 0f3F800000};
+  mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%c0, %c1, %c2, %c3}, {%r0, %r1, %r2, %r3}, {%r4, %r5},
+    {0f3F800000, 0f3F800000, 0f3F800000, 0f3F800000};
   mul.wide.u32 %w, %t, 16; add.u64 %w, %w, %p2; st.global.v4.f32 [%w], {%c0, %c1, %c2, %c3};""",
         3,
     )
@@ -520,7 +534,8 @@ def product_with_constants_as_addends(rng: Rng) -> Args:
   mul.wide.u32 %w, %t, 16; add.u64 %w, %w, %p0; ld.global.v4.u32 {%r0, %r1, %r2, %r3}, [%w];
   mul.wide.u32 %w, %t, 8; add.u64 %w, %w, %p1; ld.global.v2.u32 {%r4, %r5}, [%w];
   .reg .b32 %c<4>;
-  mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%c0, %c1, %c2, %c3}, {%r0, %r1, %r2, %r3}, {%r4, %r5}, {0, 0, 0, 0};
+  mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%c0, %c1, %c2, %c3}, {%r0, %r1, %r2, %r3}, {%r4, %r5},
+    {0, 0, 0, 0};
   mul.wide.u32 %w, %t, 16; add.u64 %w, %w, %p2; st.global.v4.u32 [%w], {%c0, %c1, %c2, %c3};""".replace(
             "{0, 0, 0, 0}", "{%z, %z, %z, %z}"
         ).replace("  .reg .b32 %c<4>;", "  .reg .b32 %c<4>, %z; mov.u32 %z, 0;"),
@@ -543,9 +558,12 @@ def product_of_bits(rng: Rng) -> Args:
   mov.u32 %r, %ntid.x; mov.u32 %s, %nctaid.y; mad.lo.u32 %r, %r, 100, %s;
   mov.u32 %s, %ctaid.y; mad.lo.u32 %r, %r, 10, %s;
   mov.u32 %s, WARP_SZ; add.u32 %r, %r, %s;
-  mul.wide.u32 %w, %t, 4; add.u64 %w, %w, %p0; mov.u32 %s, %ctaid.y; mad.wide.u32 %w, %s, 128, %w; st.global.u32 [%w], %r;
-  mov.u64 %d, %clock64; nanosleep.u32 10; mov.u32 %r, %clock; mov.u64 %d, %globaltimer; pmevent 3; prefetch.global.L1 [%w]; prefetchu.L1 [%w];
-  griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u64 %d, %gridid; mov.u32 %r, %nwarpid; mov.u32 %r, %nsmid;""",
+  mul.wide.u32 %w, %t, 4; add.u64 %w, %w, %p0; mov.u32 %s, %ctaid.y; mad.wide.u32 %w, %s, 128, %w;
+  st.global.u32 [%w], %r;
+  mov.u64 %d, %clock64; nanosleep.u32 10; mov.u32 %r, %clock; mov.u64 %d, %globaltimer; pmevent 3;
+  prefetch.global.L1 [%w]; prefetchu.L1 [%w];
+  griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u64 %d, %gridid; mov.u32 %r, %nwarpid;
+  mov.u32 %r, %nsmid;""",
         1,
     ),
     grid=(1, 2),
@@ -563,9 +581,12 @@ def special_registers_and_advice(rng: Rng) -> Args:
   alloca.u64 %w, %w, 8;
   mov.u32 %i, 0; mov.u32 %r, 0;
 fill: mad.wide.u32 %d, %i, 4, %w; st.local.u32 [%d], %i; add.u32 %i, %i, 1; setp.le.u32 %q, %i, %t; @%q bra fill;
-sum: sub.u32 %i, %i, 1; mad.wide.u32 %d, %i, 4, %w; ld.local.u32 %n, [%d]; add.u32 %r, %r, %n; setp.gt.u32 %q, %i, 0; @%q bra sum;
+sum: sub.u32 %i, %i, 1; mad.wide.u32 %d, %i, 4, %w; ld.local.u32 %n, [%d]; add.u32 %r, %r, %n;
+setp.gt.u32 %q, %i, 0; @%q bra sum;
   stackrestore.u64 %at;
-  mul.wide.u32 %w, %t, 4; add.u64 %w, %w, %p0; st.global.u32 [%w], %r;""".replace(".reg .b64 %at, %w;", ".reg .b64 %at, %w, %d;"),
+  mul.wide.u32 %w, %t, 4; add.u64 %w, %w, %p0; st.global.u32 [%w], %r;""".replace(
+            ".reg .b64 %at, %w;", ".reg .b64 %at, %w, %d;"
+        ),
         1,
     )
 )
@@ -579,7 +600,8 @@ def stack_that_grows(rng: Rng) -> Args:
         r"""
   .reg .b32 %s, %m, %r, %k; .reg .b64 %w, %g; .reg .pred %q;
   .shared .align 16 .b8 s[128];
-  mov.u32 %s, s; mov.u32 %k, %cluster_ctarank; mapa.shared::cluster.u32 %m, %s, %k; getctarank.shared::cluster.u32 %r, %m;
+  mov.u32 %s, s; mov.u32 %k, %cluster_ctarank; mapa.shared::cluster.u32 %m, %s, %k;
+  getctarank.shared::cluster.u32 %r, %m;
   shl.b32 %k, %t, 2; add.u32 %m, %m, %k; add.u32 %k, %k, %r; st.shared::cluster.u32 [%m], %k;
   barrier.cluster.arrive.release; barrier.cluster.wait.acquire;
   xor.b32 %k, %t, 1; shl.b32 %k, %k, 2; add.u32 %s, %s, %k; ld.shared::cta.u32 %r, [%s];

@@ -18,7 +18,15 @@ import numpy as np
 
 from tests.emulator.corpus.entry import Args, Beyond, Entry, Extent, Map, Rng, Scratch, extent
 
-_TYPES = {"float32": "fp32", "float16": "fp16", "float64": "fp64", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64"}
+_TYPES = {
+    "float32": "fp32",
+    "float16": "fp16",
+    "float64": "fp64",
+    "int8": "i8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+}
 _TYPES |= {"uint8": "u8", "uint16": "u16", "uint32": "u32", "uint64": "u64"}
 _SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}
 

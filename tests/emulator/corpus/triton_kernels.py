@@ -35,7 +35,9 @@ def add_bf16(rng: Rng) -> Args:
     return Typed(bf16(x), "bf16"), Typed(bf16(y), "bf16"), Typed(Out(bf16(x + y)), "bf16"), I32(1000)
 
 
-def fused_softmax(y: tl.tensor, x: tl.tensor, stride: tl.tensor, rows: tl.tensor, n: tl.tensor, B: tl.constexpr, S: tl.constexpr) -> None:
+def fused_softmax(
+    y: tl.tensor, x: tl.tensor, stride: tl.tensor, rows: tl.tensor, n: tl.tensor, B: tl.constexpr, S: tl.constexpr
+) -> None:
     start, step = tl.program_id(0), tl.num_programs(0)
     for row in tl.range(start, rows, step, num_stages=S):
         i = tl.arange(0, B)
@@ -133,7 +135,16 @@ def matmul_fp8(rng: Rng) -> Args:
     return *kinds, Out(a @ b), *_SHAPE
 
 
-def matmul_descriptors(a: tl.tensor_descriptor, b: tl.tensor_descriptor, c: tl.tensor_descriptor, K: tl.tensor, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WS: tl.constexpr) -> None:
+def matmul_descriptors(
+    a: tl.tensor_descriptor,
+    b: tl.tensor_descriptor,
+    c: tl.tensor_descriptor,
+    K: tl.tensor,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    WS: tl.constexpr,
+) -> None:
     i, j = tl.program_id(0) * BM, tl.program_id(1) * BN
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k in tl.range(0, K, BK, warp_specialize=WS):
@@ -145,7 +156,15 @@ def _descriptors(rng: Rng) -> Args:
     a, b = small(rng, 128, 192), small(rng, 192, 64)
     x, w, y = a.astype(F16), b.astype(F16), (a @ b).astype(F16)
     block = (64, 64)
-    return Descriptor(x, block), Descriptor(w, block), Descriptor(y, block), I32(192), Beyond(x), Beyond(w), Beyond(Out(y))
+    return (
+        Descriptor(x, block),
+        Descriptor(w, block),
+        Descriptor(y, block),
+        I32(192),
+        Beyond(x),
+        Beyond(w),
+        Beyond(Out(y)),
+    )
 
 
 @launched(matmul_descriptors, grid=(2, 1), BM=64, BN=64, BK=64, WS=False)
@@ -160,7 +179,16 @@ def matmul_warp_specialised(rng: Rng) -> Args:
 
 
 def matmul_persistent(
-    a: tl.tensor_descriptor, b: tl.tensor_descriptor, c: tl.tensor_descriptor, M: tl.tensor, N: tl.tensor, K: tl.tensor, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, P: tl.constexpr
+    a: tl.tensor_descriptor,
+    b: tl.tensor_descriptor,
+    c: tl.tensor_descriptor,
+    M: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    P: tl.constexpr,
 ) -> None:
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tiles, P, flatten=True):
@@ -176,7 +204,15 @@ def matmul_persistent_with_descriptors(rng: Rng) -> Args:
     a, b = small(rng, 150, 64), small(rng, 100 + 28, 64)
     x, w, y = a.astype(F16), b.astype(F16), (a @ b.T).astype(F16)
     shape = (I32(150), I32(128), I32(64))
-    return Descriptor(x, (64, 32)), Descriptor(w, (64, 32)), Descriptor(y, (64, 64)), *shape, Beyond(x), Beyond(w), Beyond(Out(y))
+    return (
+        Descriptor(x, (64, 32)),
+        Descriptor(w, (64, 32)),
+        Descriptor(y, (64, 64)),
+        *shape,
+        Beyond(x),
+        Beyond(w),
+        Beyond(Out(y)),
+    )
 
 
 def dropout_seeded(x: tl.tensor, y: tl.tensor, n: tl.tensor, p: tl.tensor, seed: tl.tensor, B: tl.constexpr) -> None:
@@ -194,7 +230,17 @@ def dropout(rng: Rng) -> Args:
     return x, Out(np.where(uniform > p, x / (1 - p), 0).astype(F32)), I32(n), p, I32(seed)
 
 
-def layer_norm_forward(x: tl.tensor, y: tl.tensor, w: tl.tensor, b: tl.tensor, mean: tl.tensor, rstd: tl.tensor, n: tl.tensor, eps: tl.tensor, B: tl.constexpr) -> None:
+def layer_norm_forward(
+    x: tl.tensor,
+    y: tl.tensor,
+    w: tl.tensor,
+    b: tl.tensor,
+    mean: tl.tensor,
+    rstd: tl.tensor,
+    n: tl.tensor,
+    eps: tl.tensor,
+    B: tl.constexpr,
+) -> None:
     row = tl.program_id(0)
     x += row * n
     y += row * n
@@ -228,7 +274,19 @@ def layer_norm(rng: Rng) -> Args:
     return x, out[0], w, b, out[1], out[2], I32(300), F32(1e-5)
 
 
-def layer_norm_backward(dx: tl.tensor, dy: tl.tensor, dw: tl.tensor, x: tl.tensor, w: tl.tensor, mean: tl.tensor, rstd: tl.tensor, lock: tl.tensor, n: tl.tensor, G: tl.constexpr, B: tl.constexpr) -> None:
+def layer_norm_backward(
+    dx: tl.tensor,
+    dy: tl.tensor,
+    dw: tl.tensor,
+    x: tl.tensor,
+    w: tl.tensor,
+    mean: tl.tensor,
+    rstd: tl.tensor,
+    lock: tl.tensor,
+    n: tl.tensor,
+    G: tl.constexpr,
+    B: tl.constexpr,
+) -> None:
     row = tl.program_id(0)
     i = tl.arange(0, B)
     inside = i < n
@@ -270,7 +328,19 @@ def layer_norm_backward_with_locks(rng: Rng) -> Args:
     return Out(dx.astype(F32), **near), dy.astype(F32), start, *numbers, lock, I32(100)
 
 
-def attention_forward(q: tl.tensor, k: tl.tensor, v: tl.tensor, o: tl.tensor, lse: tl.tensor, S: tl.tensor, scale: tl.tensor, CAUSAL: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr) -> None:
+def attention_forward(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    o: tl.tensor,
+    lse: tl.tensor,
+    S: tl.tensor,
+    scale: tl.tensor,
+    CAUSAL: tl.constexpr,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
     head, start = tl.program_id(1), tl.program_id(0) * BM
     at = head * S * D
     rows, d, keys = start + tl.arange(0, BM), tl.arange(0, D), tl.arange(0, BN)
@@ -293,7 +363,9 @@ def attention_forward(q: tl.tensor, k: tl.tensor, v: tl.tensor, o: tl.tensor, ls
         total = total * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(vs.dtype), vs, acc * alpha[:, None])
         m = to
-    tl.store(o + at + rows[:, None] * D + d[None, :], (acc / total[:, None]).to(o.dtype.element_ty), mask=rows[:, None] < S)
+    tl.store(
+        o + at + rows[:, None] * D + d[None, :], (acc / total[:, None]).to(o.dtype.element_ty), mask=rows[:, None] < S
+    )
     tl.store(lse + head * S + rows, (m + tl.math.log2(total)) * 0.69314718, mask=rows < S)
 
 
@@ -303,7 +375,15 @@ def _attention(rng: Rng, size: int, causal: bool) -> Args:
     if causal:
         scores[:, np.triu(np.ones((size, size), bool), 1)] = -np.inf
     lse = np.log(np.exp(scores).sum(-1))
-    return q, k, v, Out((softmax(scores) @ v).astype(F32), atol=3e-3), Out(lse.astype(F32), atol=1e-3), I32(size), F32(0.125)
+    return (
+        q,
+        k,
+        v,
+        Out((softmax(scores) @ v).astype(F32), atol=3e-3),
+        Out(lse.astype(F32), atol=1e-3),
+        I32(size),
+        F32(0.125),
+    )
 
 
 @launched(attention_forward, grid=(2, 2), CAUSAL=False, D=64, BM=64, BN=32)
@@ -317,7 +397,9 @@ def attention_causal(rng: Rng) -> Args:
     return _attention(rng, 90, True)
 
 
-def grouped_matmul(a: tl.tensor, b: tl.tensor, c: tl.tensor, sizes: tl.tensor, groups: tl.tensor, P: tl.constexpr, B: tl.constexpr) -> None:
+def grouped_matmul(
+    a: tl.tensor, b: tl.tensor, c: tl.tensor, sizes: tl.tensor, groups: tl.tensor, P: tl.constexpr, B: tl.constexpr
+) -> None:
     tile = tl.program_id(0)
     done = 0
     for g in range(groups):
@@ -351,7 +433,9 @@ def matmul_grouped(rng: Rng) -> Args:
     return *flat, Out(c), sizes, I32(3)
 
 
-def copy_by_descriptors(x: tl.tensor, y: tl.tensor, M: tl.tensor, N: tl.tensor, BM: tl.constexpr, BN: tl.constexpr) -> None:
+def copy_by_descriptors(
+    x: tl.tensor, y: tl.tensor, M: tl.tensor, N: tl.tensor, BM: tl.constexpr, BN: tl.constexpr
+) -> None:
     # tensor descriptors that the kernel makes
     there = tl.make_tensor_descriptor(x, shape=[M, N], strides=[N, 1], block_shape=[BM, BN])
     here = tl.make_tensor_descriptor(y, shape=[M, N], strides=[N, 1], block_shape=[BM, BN])
@@ -365,7 +449,9 @@ def tensor_descriptors_made_by_the_kernel(rng: Rng) -> Args:
     return x, Out(x * 2), I32(30), I32(64)
 
 
-def matmul_block_scales(a: tl.tensor, b: tl.tensor, sa: tl.tensor, sb: tl.tensor, c: tl.tensor, K: tl.tensor, B: tl.constexpr) -> None:
+def matmul_block_scales(
+    a: tl.tensor, b: tl.tensor, sa: tl.tensor, sb: tl.tensor, c: tl.tensor, K: tl.tensor, B: tl.constexpr
+) -> None:
     # a scale per block of 32 along K, as in DeepSeek-V3's products
     i = tl.arange(0, B)
     acc = tl.zeros((B, B), tl.float32)
@@ -573,7 +659,9 @@ def transpose(rng: Rng) -> Args:
     return x, Out(np.ascontiguousarray(x.T)), I32(50), I32(70)
 
 
-def conversions(x: tl.tensor, h: tl.tensor, b: tl.tensor, f: tl.tensor, back: tl.tensor, w: tl.tensor, N: tl.constexpr) -> None:
+def conversions(
+    x: tl.tensor, h: tl.tensor, b: tl.tensor, f: tl.tensor, back: tl.tensor, w: tl.tensor, N: tl.constexpr
+) -> None:
     i = tl.arange(0, N)
     v = tl.load(x + i)
     tl.store(h + i, v.to(tl.float16))
@@ -591,7 +679,12 @@ def conversions_of_types(rng: Rng) -> Args:
     distance[:, np.isnan(E4M3_VALUES)] = np.inf
     nearest = distance.min(1, keepdims=True)
     # ties go to the even code; of the two zeros, to the one with the sign
-    codes = np.array([min(np.flatnonzero(d == m), key=lambda c: (c & 1, (c >> 7) != np.signbit(v))) for d, m, v in zip(distance, nearest, x, strict=True)])
+    codes = np.array(
+        [
+            min(np.flatnonzero(d == m), key=lambda c: (c & 1, (c >> 7) != np.signbit(v)))
+            for d, m, v in zip(distance, nearest, x, strict=True)
+        ]
+    )
     bits = x.view(U32).astype(np.uint64)
     b = ((bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)).astype(np.uint16)
     values: NDArray[np.float32] = E4M3_VALUES[codes]
