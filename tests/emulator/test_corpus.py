@@ -137,3 +137,12 @@ def test_inputs_depend_on_the_seed_alone() -> None:
     one, same, other = bind(entry), bind(entry), bind(entry, seed=1)
     assert all(np.array_equal(one.inputs[n], same.inputs[n], equal_nan=True) for n in one.inputs)
     assert not np.array_equal(one.inputs["a"], other.inputs["a"], equal_nan=True)
+
+
+def test_a_fault_in_ptx_without_lines_of_a_source_names_the_line_of_the_ptx() -> None:
+    source = _SOURCE.replace("  ld.global", "  /* a comment\n of two lines */ ld.global").replace(
+        "[%b], %v", "[%b+4], %v"
+    )
+    outcome = classify(replace(_copy(list(range(32))), source=source))
+    assert "out of bounds" in outcome.detail
+    assert "at ptx:11, block (0, 0, 0), thread (31, 0, 0)" in outcome.detail

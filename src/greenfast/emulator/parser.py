@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from dataclasses import replace
 
 from greenfast.emulator.literals import initial, integer, pattern
@@ -60,13 +61,19 @@ _OFFSET = re.compile(r"(?:generic\(\s*([\w$]+)\s*\)|(!?[%\w$.]+))\s*(?:(\+\s*-?|
 class _Lines:
     """The source lines of a module's instructions.
 
-    library: folders of headers whose lines say nothing to a reader; an instruction from there stands at the call.
+    whole: with debug sections. text: what positions are in. library: folders of headers whose lines say nothing to a
+    reader; an instruction from there stands at the call.
     """
 
-    def __init__(self, text: str, library: tuple[str, ...]) -> None:
-        self._files = {int(n): path for n, path in _FILE.findall(text)}
+    def __init__(self, whole: str, text: str, library: tuple[str, ...]) -> None:
+        self._files = {int(n): path for n, path in _FILE.findall(whole)}
         self._library = {n for n, path in self._files.items() if path.startswith(library)}
         self._callers: dict[str, str] = {}  # "file line" that was inlined -> the line that it was inlined at, if known
+        self._ends = [match.start() for match in re.finditer("\n", text)]
+
+    def own(self, position: int) -> SourceLine:
+        """The line of the PTX itself, for what no .loc directive stands before."""
+        return SourceLine("ptx", bisect_left(self._ends, position) + 1)
 
     def source(self, loc: re.Match[str]) -> SourceLine:
         """The line of a .loc directive; the directive of an inlined line follows that of its caller."""
@@ -87,9 +94,9 @@ def parse(text: str, library: tuple[str, ...] = ()) -> Module:
 
     Raises UsageError with the statement that could not be read.
     """
-    lines = _Lines(text, library)
     # Debug sections hold only data for debuggers; .loc lines need no symbol of theirs.
-    text = _COMMENT.sub("", text.split("\n\t.section", 1)[0])
+    files, text = text, _COMMENT.sub(lambda c: "\n" * c[0].count("\n"), text.split("\n\t.section", 1)[0])
+    lines = _Lines(files, text, library)
     module = Module()
     target = re.search(r"\.target\s+(\w+)", text)
     module.target = target[1] if target else ""
@@ -179,7 +186,8 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
         end = text.find(";", position)
         if end < 0:
             raise UsageError(f"PTX: {function.name} has no end")
-        _statement(" ".join(text[position:end].split()), function, source, scopes[-1])
+        where = source or lines.own(position)
+        _statement(" ".join(text[position:end].split()), function, where, scopes[-1])
         position = end + 1
     module.functions[function.name] = function
     return position

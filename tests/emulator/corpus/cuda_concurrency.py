@@ -1,6 +1,7 @@
 """Threads, warps and blocks that wait for one another: locks, flags, barriers, divergence, early return."""
 
 from __future__ import annotations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ extern "C" __global__ void k(int* count, int* order) {
 
 
 def _locked(threads: int) -> Args:
-    def everyone(found: NDArray[I32]) -> str:
+    def everyone(found: NDArray[Any]) -> str:
         return "" if sorted(found.tolist()) == list(range(threads)) else "a thread's turn is lost"
 
     order = Out(np.zeros(threads, I32), check=everyone)
@@ -61,7 +62,7 @@ extern "C" __global__ void k(int* sum, int* order) {
     block=64,
 )
 def ticket_lock(rng: Rng) -> Args:
-    def grows(found: NDArray[I32]) -> str:
+    def grows(found: NDArray[Any]) -> str:
         return "" if sorted(np.diff([*found.tolist(), 9])) == [1, 1, 1, 2, 2, 2] and found[0] == 0 else f"{found}"
 
     return InOut(np.zeros(1, I32), Out(np.array([9], I32))), Out(np.zeros(6, I32), check=grows)

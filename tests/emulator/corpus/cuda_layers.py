@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,7 +109,7 @@ def layer_norm(rng: Rng) -> Args:
     mean = v.mean(1)
     rstd = 1 / np.sqrt(v.var(1) + 1e-5)
     y = (v - mean[:, None]) * rstd[:, None] * gamma + beta
-    near = {"rtol": 1e-5, "atol": 1e-4}
+    near: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-4}
     out = [Out(a.astype(F32), **near) for a in (y, mean, rstd)]
     return x, gamma, beta, *out, I32(150)
 
@@ -415,7 +416,7 @@ def adam_step(rng: Rng) -> Args:
     a = b1 * m + (1 - b1) * g.astype(F64)
     b = b2 * v + (1 - b2) * g.astype(F64) ** 2
     to = p - 0.01 * (a / (1 - b1**3) / (np.sqrt(b / (1 - b2**3)) + 1e-8) + 0.1 * p)
-    near = {"rtol": 1e-4, "atol": 1e-5}
+    near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
     state = [InOut(s, Out(e.astype(F32), **near)) for s, e in ((m, a), (v, b))]
     numbers = (F32(0.01), F32(0.9), F32(0.999), F32(0.1), I32(3), I32(100))
     return InOut(p, Out(to.astype(F32), **near)), g, *state, *numbers

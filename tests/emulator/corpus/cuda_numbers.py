@@ -197,7 +197,7 @@ def bfloat16_arithmetic(rng: Rng) -> Args:
         f = v.astype(F32)
         odd = np.where(f.astype(F64) == v, f.view(U32), f.view(U32) | 1)  # keep what float32 lost, as a sticky bit
         odd = np.where((np.abs(f.astype(F64)) > np.abs(v)), (f.view(U32) - 1) | 1, odd).astype(U64)
-        return ((odd + 0x7FFF + (odd >> 16 & 1)) >> 16).astype(U16)
+        return np.asarray((odd + 0x7FFF + (odd >> 16 & 1)) >> 16, U16)
 
     a, b = ((rng.standard_normal(80).astype(F32).view(U32) >> 16).astype(U16) for _ in range(2))
     x, w = ((m.astype(U32) << 16).view(F32).astype(F64) for m in (a, b))

@@ -233,14 +233,13 @@ def _mma(
     inputs = ", ".join(
         [f'"{word_letter}"(a[{i}])' for i in range(a_words)] + [f'"{word_letter}"(b[{i}])' for i in range(b_words)]
     )
-    braces = (lambda s: "{" + s + "}") if total > 4 or c_words > 1 else (lambda s: s)
     return rf"""
 extern "C" __global__ void k(const {word}* x, const {word}* w, const {c_type}* z, {c_type}* y) {{
   int lane = threadIdx.x, g = lane / 4, t = lane % 4;
   {word} a[{a_words}], b[{b_words}];
   {c_type} c[{c_words}];
   {load}
-  asm volatile("{name} {braces(d)}, {{{a}}}, {{{b}}}, {braces(d)};" : {outputs} : {inputs});
+  asm volatile("{name} {{{d}}}, {{{a}}}, {{{b}}}, {{{d}}};" : {outputs} : {inputs});
   #pragma unroll
   for (int i = 0; i < {c_words}; ++i) y[OUT(i)] = c[i];
 }}"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -247,7 +248,7 @@ def compaction_by_ballot(rng: Rng) -> Args:
     x = rng.standard_normal(333).astype(F32)
     kept = x[x > 0]
 
-    def same(found: NDArray[F32]) -> str:
+    def same(found: NDArray[Any]) -> str:
         return "" if np.array_equal(np.sort(found[: len(kept)]), np.sort(kept)) else f"kept {found[: len(kept)]}"
 
     count = InOut(np.zeros(1, I32), Out(np.array([len(kept)], I32)))
@@ -470,7 +471,7 @@ def string_search(rng: Rng) -> Args:
     text = "".join("abc"[i] for i in rng.integers(0, 3, 240)) + "abca"
     hits = [i for i in range(len(text) - 3) if text[i : i + 4] == "abca"]
 
-    def same(found: NDArray[I32]) -> str:
+    def same(found: NDArray[Any]) -> str:
         return "" if sorted(found[: len(hits)].tolist()) == hits else f"{sorted(found.tolist())} in place of {hits}"
 
     count = InOut(np.zeros(1, I32), Out(np.array([len(hits)], I32)))
@@ -522,7 +523,7 @@ extern "C" __global__ void k(const unsigned* keys, unsigned* table, unsigned* y,
 def hash_table(rng: Rng) -> Args:
     keys = rng.integers(0, 300, 160).astype(U32)
 
-    def same(found: NDArray[U32]) -> str:
+    def same(found: NDArray[Any]) -> str:
         left = sorted(found[found != 0xFFFFFFFF].tolist())
         return "" if left == sorted(set(keys.tolist())) else "the table holds other keys"
 

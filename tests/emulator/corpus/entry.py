@@ -161,9 +161,10 @@ def bind(entry: Entry, seed: int = 0) -> Bound:
             a = value.array
             bound.args.append(TensorMap(buffers[id(a)], a.dtype.str, a.shape, a.strides, value.box, value.swizzle))
         elif isinstance(value, np.ndarray) and _is_struct(value):
-            bound.args.append(value[()])
+            structure: np.generic = value[()]  # type: ignore[assignment]
+            bound.args.append(structure)
         elif isinstance(value, np.generic):
-            bound.args.append(value)  # type: ignore[arg-type]
+            bound.args.append(value)
         elif not isinstance(value, Beyond):
             bound.args.append(name)
     return bound

@@ -144,9 +144,7 @@ def initialisers_that_hold_addresses(rng: Rng) -> Args:
   bar.sync 0;
   xor.b32 %o, %t, 31; shl.b32 %o, %o, 2; mov.u32 %s, area; add.u32 %o, %o, %s; ld.shared.u32 %s, [%o];
   isspacep.shared %q0, %g; isspacep.global %q1, %g; isspacep.local %q2, %p0; isspacep.global %q3, %p0;
-  isspacep.const %q4, %g;
   selp.u32 %r, 1, 0, %q0; @%q1 add.u32 %r, %r, 10; @%q2 add.u32 %r, %r, 100; @%q3 add.u32 %r, %r, 1000;
-  @%q4 add.u32 %r, %r, 10000;
   mul.wide.u32 %to, %t, 8; add.u64 %to, %to, %p0;
   st.global.v2.u32 [%to], {%s, %r};""",
         1,
@@ -588,7 +586,8 @@ setp.gt.u32 %q, %i, 0; @%q bra sum;
             ".reg .b64 %at, %w;", ".reg .b64 %at, %w, %d;"
         ),
         1,
-    )
+    ),
+    refused="stacksave",
 )
 def stack_that_grows(rng: Rng) -> Args:
     t = np.arange(32)
@@ -617,13 +616,31 @@ def cluster_of_one_block(rng: Rng) -> Args:
 @module(
     kernel(
         r"""
+  .reg .b64 %g; .reg .b32 %r; .reg .pred %q;
+  mov.u64 %g, table; cvta.const.u64 %g, %g; isspacep.const %q, %g; selp.u32 %r, 1, 0, %q;
+  isspacep.const %q, %p0; @%q add.u32 %r, %r, 2;
+  st.global.u32 [%p0], %r;""",
+        1,
+        ".const .u32 table[2] = {1, 2};",
+    ),
+    block=1,
+    refused="isspacep.const",
+)
+def generic_addresses_of_constants(rng: Rng) -> Args:
+    return (Out(np.ones(1, U32)),)
+
+
+@module(
+    kernel(
+        r"""
   .reg .b128 %q, %old; .reg .b64 %lo, %hi, %w;
   mul.wide.u32 %w, %t, 16; add.u64 %w, %w, %p0;
   ld.global.b128 %q, [%w]; mov.b128 {%lo, %hi}, %q; mov.b128 %q, {%hi, %lo};
   atom.global.exch.b128 %old, [%w], %q;
   mov.b128 {%lo, %hi}, %old; add.u64 %lo, %lo, %hi;
   mul.wide.u32 %w, %t, 8; add.u64 %w, %w, %p1; st.global.u64 [%w], %lo;"""
-    )
+    ),
+    refused=".b128",
 )
 def words_of_128_bits(rng: Rng) -> Args:
     x = rng.integers(0, 2**63, (32, 2)).astype(U64)

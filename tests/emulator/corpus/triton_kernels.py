@@ -322,7 +322,7 @@ def layer_norm_backward_with_locks(rng: Rng) -> Args:
     dx = (wg - v * (v * wg).mean(1, keepdims=True) - wg.mean(1, keepdims=True)) * rstd[:, None]
     dw = (dy * v).reshape(3, 2, 100).sum(0)
     numbers = [a.astype(F32) for a in (x, w, mean, rstd)]
-    near = {"rtol": 1e-4, "atol": 1e-4}
+    near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
     lock = InOut(np.zeros(4, I32), Out(np.array([0, 0, 1, 1], I32)))
     start = InOut(np.zeros((2, 100), F32), Out(dw.astype(F32), **near))
     return Out(dx.astype(F32), **near), dy.astype(F32), start, *numbers, lock, I32(100)
