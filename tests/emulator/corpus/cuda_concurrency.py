@@ -1,6 +1,7 @@
 """Threads, warps and blocks that wait for one another: locks, flags, barriers, divergence, early return."""
 
 from __future__ import annotations
+
 from typing import Any
 
 import numpy as np
