@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -121,22 +121,66 @@ def run_chain(
     A launch that may begin early (Launch.early) is a fault where it touches what launches before it read or write with
     no griddepcontrol.wait, and where it reads what they write by a load that the compiler may move over the wait.
     """
-    while True:
-        chain = _Chain(steps, inputs, outputs)
+
+    def run(garbage: int | None) -> GridResult:
+        while True:
+            chain = _Chain(steps, inputs, outputs, garbage)
+            try:
+                for n, step in enumerate(steps):
+                    chain.launch(n, step, seed, phases)
+            except TrackReads as found:
+                program = chain.running
+                program.tracked |= {found.name}
+                continue
+            return chain.result(outputs, poison, phases)
+
+    try:
+        return run(None)
+    except KernelFaultError as fault:
+        found = _in_spite_of(run) if fault.unwritten else None
+        if found is None:
+            raise
+        return found
+
+
+#: Bytes that are NaN and -1, 0, and numbers that are neither (0.75 in float32).
+_GARBAGE = (0xFF, 0x00, 0x3F)
+
+
+def _in_spite_of(run: Callable[[int], GridResult]) -> GridResult | None:
+    """What a kernel leaves that reads what nothing has written, if it does not depend on it; else None.
+
+    Some kernels read so ahead and use none of it, as CUB's merge does, or copy the padding of a structure.
+    """
+    results: list[GridResult] = []
+    for garbage in _GARBAGE:
         try:
-            for n, step in enumerate(steps):
-                chain.launch(n, step, seed, phases)
-        except TrackReads as found:
-            program = chain.running
-            program.tracked |= {found.name}
-            continue
-        return chain.result(outputs, poison, phases)
+            results.append(run(garbage))
+        except KernelFaultError:
+            return None
+    first = results[0]
+    for other in results[1:]:
+        if (
+            any(first.outputs[n].tobytes() != other.outputs[n].tobytes() for n in first.outputs)
+            or (first.printed, first.changed_inputs, first.unwritten)
+            != (other.printed, other.changed_inputs, other.unwritten)
+            or first.counts.instructions != other.counts.instructions
+        ):
+            return None
+    return first
 
 
 class _Chain:
     """The memory of some launches, and what has been run on it."""
 
-    def __init__(self, steps: Sequence[Step], inputs: Mapping[str, Array], outputs: Mapping[str, OutputSpec]) -> None:
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, OutputSpec],
+        garbage: int | None,
+    ) -> None:
+        self.garbage = garbage
         self.inputs = {name: np.ascontiguousarray(a) for name, a in inputs.items()}
         sizes = {name: a.nbytes for name, a in self.inputs.items()}
         sizes |= {n: int(np.prod(o.shape)) * np.dtype(o.dtype).itemsize for n, o in outputs.items()}
@@ -201,6 +245,7 @@ class _Chain:
                     counts=self.counts,
                     phases=by_phase,
                     dynamic_bytes=step.dynamic_smem_bytes,
+                    poison=self.garbage,
                 )
                 if by_phase:
                     by_phase.begin(machine.lanes)

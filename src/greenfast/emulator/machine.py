@@ -18,7 +18,7 @@ from greenfast.emulator.arrivals import Mbarriers
 from greenfast.emulator.counts import Counts
 from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.launches import Launches
-from greenfast.emulator.memory import UNWRITTEN, WRITTEN, Arena, BadAccessError, GlobalMemory
+from greenfast.emulator.memory import UNWRITTEN, UNWRITTEN_READ, WRITTEN, Arena, BadAccessError, GlobalMemory
 from greenfast.emulator.ordering import Ordering
 from greenfast.emulator.ptx import Function, Instruction, Register, Vector
 from greenfast.emulator.races import Races
@@ -122,6 +122,7 @@ class Machine:
     workspace: address of what cooperative groups synchronize a grid with. record: the accesses to global memory of
     all blocks of the grid. launches: the chain that this one belongs to. synchronizes: whether threads may do so
     through memory.
+    poison: what reads of shared and local memory that nothing has written give, in place of a fault.
     counts: where what runs now is counted. phases: where it is counted by phase, in an instrumented build.
     """
 
@@ -143,6 +144,7 @@ class Machine:
     record: GlobalRecord | None = None
     launches: Launches | None = None
     synchronizes: bool = False
+    poison: int | None = None
 
     def __post_init__(self) -> None:
         self.warps = -(-self.geometry.threads // WARP)
@@ -157,6 +159,9 @@ class Machine:
         self.block_of = index % self.set_size // WARP  # position in ``blocks``
         self.thread_of = index // self.set_size * WARP + index % WARP
         self.exists = self.thread_of < self.geometry.threads
+        if self.poison is not None:
+            self.shared.fill_unwritten(self.poison)
+            self.local.fill_unwritten(self.poison)
         self.shared_start = self.block_of * self.shared_stride
         self.local_start = index * self.local_stride
         self.registers: dict[str, Values] = {}
@@ -353,4 +358,6 @@ class Machine:
             where = f"byte {bad.address % self.shared_stride} of {self.shared_bytes} of shared memory"
         else:
             where = f"byte {bad.address % max(self.local_stride, 1)} of {self.local_bytes} of local memory"
-        return self.fault(f"{bad.reason}: {where}", int(lanes[bad.position]))
+        fault = self.fault(f"{bad.reason}: {where}", int(lanes[bad.position]))
+        fault.unwritten = space in ("shared", "local") and bad.reason.endswith(UNWRITTEN_READ)
+        return fault

@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 #: State of a byte: outside of every allocation, allocated and never written, written, being copied to, of an mbarrier.
 OUTSIDE, UNWRITTEN, WRITTEN, IN_FLIGHT, BARRIER = 0, 1, 2, 3, 4
 
+#: How the reason of a BadAccessError for a read of UNWRITTEN bytes ends.
+UNWRITTEN_READ = "of an element that nothing has written"
+
 #: Bytes that asynchronous reads lock together.
 CHUNK = 16
 
@@ -81,6 +84,7 @@ class Arena:
     def __init__(self, size: int, state: int) -> None:
         padded = -(-size // 16) * 16
         self.size = size
+        self.poisoned = False
         self.data = np.zeros(padded, np.uint8)
         self.state = np.full(padded, state, np.uint8)
         self.state[size:] = OUTSIDE
@@ -90,6 +94,11 @@ class Arena:
         self.compares = False
         self.on_read: Callable[[Addresses, int], None] | None = None
         self.on_write: Callable[[Addresses, int, Bytes | None], None] | None = None
+
+    def fill_unwritten(self, poison: int) -> None:
+        """Let reads of bytes that nothing has written give ``poison``, in place of a fault."""
+        self.data[:] = poison
+        self.poisoned = True
 
     def watch_asynchronous_reads(self) -> None:
         """Keep account of what asynchronous operations read, and of stores that no proxy fence followed."""
@@ -111,7 +120,10 @@ class Arena:
         if (elements(self.state, size)[rows] == _state(WRITTEN, size)).all():
             return
         states = self.state.reshape(-1, size)[rows]
-        i = int(np.flatnonzero((states != WRITTEN).any(axis=1))[0])
+        wrong = (states != WRITTEN) & (states != UNWRITTEN) if self.poisoned else states != WRITTEN
+        if not wrong.any():
+            return
+        i = int(np.flatnonzero(wrong.any(axis=1))[0])
         worst = states[i]
         if (worst == OUTSIDE).any():
             reason = f"{what} out of bounds"
@@ -120,7 +132,7 @@ class Arena:
         elif (worst == BARRIER).any():
             reason = f"{what} of an mbarrier"
         else:
-            reason = f"{what} of an element that nothing has written"
+            reason = f"{what} {UNWRITTEN_READ}"
         raise BadAccessError(reason, i, int(offsets[i]))
 
     def read(self, offsets: Addresses, size: int, what: str, atomic: bool = False) -> Bytes:

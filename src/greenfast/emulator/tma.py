@@ -291,6 +291,8 @@ def _store(i: Instruction, tensor: bool) -> Operation:
         inside = tile.outer >= 0
         if tensor:
             _require_whole_pieces(m, tile, owners)
+        for other in m.stores:  # some kernels store a tile twice
+            other.settle(m.memory, tile.outer[inside], values[inside.ravel()])
         with m.accessing(owners[inside], "global"):
             m.memory.require_free(tile.outer[inside], tile.unit, "bulk write")
             m.memory.mark(tile.outer[inside], tile.unit, IN_FLIGHT, "bulk write")
