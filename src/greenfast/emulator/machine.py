@@ -23,7 +23,6 @@ from greenfast.emulator.ordering import Ordering
 from greenfast.emulator.ptx import Function, Instruction, Register, Vector
 from greenfast.emulator.races import Races
 from greenfast.emulator.records import GlobalRecord
-from greenfast.emulator.races import GlobalRecord, Races
 from greenfast.emulator.subroutines import Stack
 from greenfast.emulator.tensormap import MAP_BYTES, BoundMap
 from greenfast.emulator.underway import BulkLoad, BulkStore, Products
