@@ -354,6 +354,7 @@ extern "C" __global__ void k(const float* x, float* y, int n) {
 }""",
     r"(?i)no end|endless|never ends",
     block=32,
+    limit=120,  # arithmetic alone: it counts as endless after two million instructions
 )
 def loop_that_steps_over_its_end(rng: Rng) -> Args:
     return floats(rng, 32), Out(np.zeros(32, F32)), I32(40)

@@ -84,7 +84,7 @@ class Entry:
     kind: cuda, ptx, triton or bug. faults: what the fault of a kernel with a bug must say, a regular expression; the
     lines that it may name are marked ``// <-`` in the source, and are those of the functions in ``inside``. refused:
     the name of the instruction that the emulator does not know, where that is how it stands. prints: a regular
-    expression for what it prints. kernel: its name in the PTX.
+    expression for what it prints. kernel: its name in the PTX. limit: seconds, where the runner's are too few.
     """
 
     name: str
@@ -100,6 +100,7 @@ class Entry:
     prints: str = ""
     inside: str = ""
     kernel: str = "k"
+    limit: float = 0.0
 
     @property
     def lines(self) -> list[int]:
@@ -253,6 +254,7 @@ def bug(
     smem: int = 0,
     target: str = "sm_90a",
     inside: str = "",
+    limit: float = 0.0,
 ) -> Callable[[Builder], Entry]:
     """Declare a CUDA kernel with a bug, and what is to be said of it."""
 
@@ -269,6 +271,7 @@ def bug(
                 target=target,
                 faults=says,
                 inside=inside,
+                limit=limit,
             )
         )
 
