@@ -107,6 +107,7 @@ def test_halves_of_a_warp_synchronize_by_themselves() -> None:
     int t = threadIdx.x;
     unsigned half = t % 32 < 16 ? 0x0000ffffu : 0xffff0000u;
     s[t] = x[t];
+    __syncwarp();
     if (t % 32 < 16) {
       for (int i = 0; i < 3; ++i) { float v = s[t ^ 1]; __syncwarp(half); s[t] = v + 1; __syncwarp(half); }
     } else { float v = s[t ^ 8]; __syncwarp(half); s[t] = v; __syncwarp(half); }

@@ -97,6 +97,8 @@ def locate(m: Machine, space: str, found: Offsets, lanes: Lanes) -> tuple[Arena,
         return m.param_memory, found, space
     if space == "shared":
         found, mine = m.shared_of(found, lanes)
+        if m.geometry.cluster_size > 1:
+            m.races.within.reach_out(mine // m.shared_stride, lane_indices(lanes))
     else:
         mine = m.local_start[lanes]
     size = m.shared_bytes if space == "shared" else m.local_bytes

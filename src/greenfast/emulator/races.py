@@ -1,8 +1,8 @@
-"""Data races: two accesses to one byte, one of them a write, neither atomic, by warps that nothing orders.
+"""Data races: two accesses to one byte, one of them a write, neither atomic, by threads that nothing orders.
 
-Accesses of a warp count as one thread's. Volatile, relaxed, acquire and release accesses count as atomic ones. A write
-that leaves what is there races with nobody. Of each word the last write is known and, in shared memory, each warp's
-last read; in global memory two blocks that read it last, and that only in buffers that the launch writes.
+Between the threads of a warp see within.py. Volatile, relaxed, acquire and release accesses count as atomic ones. A
+write that leaves what is there races with nobody. Of each word the last write is known and, in shared memory, each
+warp's last read; in global memory two blocks that read it last, and that only in buffers that the launch writes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.memory import Arena
 from greenfast.emulator.ordering import Ordering
 from greenfast.emulator.records import WORD, GlobalRecord, Table, TrackReads
+from greenfast.emulator.within import Within
 
 if TYPE_CHECKING:
     from greenfast.emulator.machine import Lanes, Machine
@@ -29,7 +30,8 @@ _PIECE = 16
 _MOST_READS = 256
 _STEPS = {1 << n: np.arange(0, _PIECE, 1 << n) for n in range(5)}
 _SHIFT = np.uint64(32)
-_LOW = np.uint64(0xFFFFFFFF)
+#: A tag's bits of the block; between these and the number are those of the lane.
+_LANE, _BLOCK = np.uint64(27), np.uint64((1 << 27) - 1)
 
 
 class Races:
@@ -45,6 +47,7 @@ class Races:
         self._new_reads: list[list[tuple[Numbers, int, int]]] = [[] for _ in range(machine.warps)]
         self._behind_wait: set[int] = set()  # mbarriers at which a thread behind a griddepcontrol.wait has arrived
         self._shared_reads: list[dict[int, Table]] = [{} for _ in range(machine.warps)]
+        self.within = Within(machine)
 
     def _begin(self) -> int:
         number = self.ordering.now = self.record.accesses.add(self.m.current, self.warp)
@@ -62,6 +65,7 @@ class Races:
         left = np.bincount(of // per_block, minlength=len(m.blocks))
         whole = np.unique(keys // per_block)
         whole = whole[(left[whole] == living[whole]) & (living[whole] > 0)]
+        self.converge(waiting)
         self.ordering.level_blocks(whole)
         if len(whole) == len(m.blocks):  # all that was read before is over for everybody
             for reads in self._new_reads:
@@ -74,6 +78,10 @@ class Races:
                 found.setdefault(key, (key // per_block, []))[1].append(warp)
             self.ordering.release(found)
 
+    def converge(self, lanes: Lanes) -> None:
+        """Threads synchronize with others of their warps."""
+        self.within.converge(lanes, self.ordering.now)
+
     def arrive_at(self, rows: Numbers, lanes: Lanes) -> None:
         """Threads arrive at mbarriers."""
         if self.m.launches is not None:
@@ -85,6 +93,7 @@ class Races:
         """Threads have waited for mbarriers."""
         if self.m.launches is not None and self._behind_wait:
             self.m.behind_wait[lanes] |= np.isin(rows, list(self._behind_wait))
+        self.converge(lanes)
         warps = set()
         for row, block, warp in self._each(rows, lanes):
             self.ordering.take_from(row, block, warp)
@@ -111,6 +120,7 @@ class Races:
         if space == "global" and self.m.launches is not None:
             self.accessing = lanes
             self._check_launches(offsets, 4, writes)
+        self.converge(lanes)
         if not self.ordering.through_memory:
             return
         warps = set()
@@ -128,7 +138,7 @@ class Races:
         ordering = self.ordering
         if space == "global":
             tag = int(self.record.table(WORD)[offset // WORD])
-            writer, number = int(self._position[(tag & 0xFFFFFFFF) - 1]) if tag else -1, tag >> 32
+            writer, number = int(self._position[(tag & int(_BLOCK)) - 1]) if tag else -1, tag >> 32
             if writer >= 0 and writer != block:
                 np.maximum(ordering.blocks[block], ordering.fenced[writer], out=ordering.blocks[block])
                 return
@@ -149,6 +159,9 @@ class Races:
             if table.newest(self.warp) > floor:
                 _, rows, whole = _units(offsets, size)
                 self._check_shared(table, rows, whole, "read", "write", None)
+            if table.latest[self.warp] > self.within.least(self.warp):
+                _, rows, whole = _units(offsets, size)
+                self._check_within(table, rows, whole, self._threads(len(rows)), "read", "write", None)
         self._new_reads[self.warp].append((offsets, size, number))
         if len(self._new_reads[self.warp]) > _MOST_READS:
             self._record_reads(self.warp)
@@ -157,17 +170,24 @@ class Races:
         """Threads write ``size`` bytes each; values: (threads, size) of them, None where they come later."""
         number = self._begin()
         unit, rows, size = _units(offsets, size)
-        floor = self.ordering.floor[self.warp]
+        floor, mine = self.ordering.floor[self.warp], self._threads(len(rows))
         for table in self._shared_writes.values():
             if table.newest(self.warp) > floor:
                 self._check_shared(table, rows, size, "write", "write", values)
+            if values is not None:
+                self._check_within(table, rows, size, mine, "write", "write", values)
         for warp, tables in enumerate(self._shared_reads):
             if warp != self.warp and self._new_reads[warp]:
                 self._record_reads(warp)
             for table in tables.values() if warp != self.warp else ():
                 if table.latest[warp] > floor:
                     self._check_shared(table, rows, size, "write", "read", values)
-        self._table(self._shared_writes, unit).put(rows, size, number, self.warp)
+        if values is None:
+            mine = np.full(len(rows), -1)
+        else:
+            for table in self._shared_reads[self.warp].values():
+                self._check_within(table, rows, size, mine, "write", "read", values)
+        self._table(self._shared_writes, unit).put(rows, size, number, self.warp, mine)
 
     def _record_reads(self, warp: int) -> None:
         """Enter what a warp has read since a barrier: most often none writes there before the next one."""
@@ -181,6 +201,33 @@ class Races:
         if table is None:
             table = tables[unit] = Table(unit, len(self.m.shared.data), self.m.warps)
         return table
+
+    def _threads(self, count: int) -> Numbers:
+        """The thread of each element of the access."""
+        lanes = self.accessing
+        found = np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
+        return found if len(found) == count else found[np.arange(count) * len(found) // count]
+
+    def _check_within(
+        self, table: Table, rows: Numbers, size: int, mine: Numbers, what: str, other: str, values: Any
+    ) -> None:
+        """A fault where an access meets one of another thread of its warp with nothing to synchronize them between."""
+        least = self.within.least(self.warp)
+        if table.latest[self.warp] <= least:
+            return
+        numbers = table.get(rows, size)
+        late = (numbers > least) & (self.record.accesses.warps[numbers] == self.warp)
+        if not late.any():
+            return
+        bad = late & self.within.apart(numbers, mine[:, None], table.by(rows, size))
+        if bad.any() and values is not None:
+            bad &= self._changes(self.m.shared, rows, size, values)[:, None]
+        if bad.any():
+            row, column = np.argwhere(bad)[0]
+            lane = int(mine[row])
+            block = int(self.m.blocks[self.m.block_of[lane]])
+            place = self.m.shared_place(int(rows[row]) * size)
+            raise self._fault(what, other, int(numbers[row, column]), place, block, lane)
 
     def _check_shared(self, table: Table, rows: Numbers, size: int, what: str, other: str, values: Any) -> None:
         """A fault where an access meets one of other warps that it does not know to be over."""
@@ -234,10 +281,10 @@ class Races:
         mine = mine[:, None]
         last, other = record.readers(unit)
         before = last[places]
-        moved = (before & _LOW != mine & _LOW) & (before > 0)
+        moved = (before & _BLOCK != mine & _BLOCK) & (before > 0)
         other[places[moved]] = before[moved]
         last[places] = mine
-        lost = last[places] & _LOW != mine & _LOW  # two blocks in one access
+        lost = last[places] & _BLOCK != mine & _BLOCK  # two blocks in one access
         other[places[lost]] = np.broadcast_to(mine, places.shape)[lost]
 
     def global_write(self, offsets: Numbers, size: int, values: Numbers | None) -> None:
@@ -257,9 +304,9 @@ class Races:
         table = record.table(unit)
         mine = mine[:, None]
         table[places] = mine
-        lost = table[places] != mine  # another block wrote it in the same access
+        lost = table[places] & _BLOCK != mine & _BLOCK  # another block wrote it in the same access
         if values is not None and lost.any():
-            self._check_together(offsets, size, values, lost, table[places])
+            self._check_together(offsets, values, lost, number)
 
     def _check_launches(self, offsets: Numbers, size: int, writes: bool) -> None:
         """A fault where an early launch touches what launches before it may still use."""
@@ -286,10 +333,10 @@ class Races:
         launches.touch(offsets, size, writes)
 
     def _mine(self, number: int, count: int) -> Numbers:
-        blocks = self.m.blocks[self.m.block_of[self.accessing]].astype(np.uint64)
-        if len(blocks) != count:
-            blocks = np.repeat(blocks, count // len(blocks))
-        return (blocks + np.uint64(1)) | np.uint64(number) << _SHIFT
+        threads = self._threads(count)
+        blocks = self.m.blocks[self.m.block_of[threads]].astype(np.uint64)
+        lanes = (threads % WARP).astype(np.uint64)
+        return (blocks + np.uint64(1)) | lanes << _LANE | np.uint64(number) << _SHIFT
 
     def _check_global(
         self, tables: dict[int, Numbers], offsets: Numbers, size: int, mine: Numbers, what: str, other: str, values: Any
@@ -300,8 +347,8 @@ class Races:
             tags = table[offsets[:, None] // unit + np.arange(max(1, size // unit))]
             if not tags.any():
                 continue
-            numbers, blocks = (tags >> _SHIFT).astype(np.int64), (tags & _LOW).astype(np.int64) - 1
-            own = (mine & _LOW).astype(np.int64)[:, None] - 1
+            numbers, blocks = (tags >> _SHIFT).astype(np.int64), (tags & _BLOCK).astype(np.int64) - 1
+            own = (mine & _BLOCK).astype(np.int64)[:, None] - 1
             by = self.record.accesses.warps[numbers]
             here, first = self._position[own], self._position[blocks]
             inside = first >= 0
@@ -310,7 +357,12 @@ class Races:
                 between = np.where(inside, self.ordering.blocks[here, np.where(inside, first, 0)], numbers)
             else:
                 between = np.zeros(1, np.int64)
-            bad = (numbers > np.where(blocks == own, known, between)) & ((blocks != own) | (by != self.warp))
+            same = (blocks == own) & (by == self.warp)
+            bad = (numbers > np.where(blocks == own, known, between)) & ~same
+            if values is not None or what == "read":  # no asynchronous copy
+                lanes = (tags >> _LANE & np.uint64(WARP - 1)).astype(np.int64)
+                others = self.warp * m.set_size + here * WARP + lanes
+                bad |= same & self.within.apart(numbers, self._threads(len(offsets))[:, None], others)
             if bad.any() and values is not None:
                 bad &= self._changes_global(offsets, size, values)[:, None]
             if bad.any():
@@ -324,17 +376,20 @@ class Races:
         changed: Numbers = (before != values.reshape(-1, size)).any(axis=1)
         return changed
 
-    def _check_together(self, offsets: Numbers, size: int, values: Numbers, lost: Numbers, tags: Numbers) -> None:
-        """A fault where blocks write different values to one place in the same access."""
+    def _check_together(self, offsets: Numbers, values: Numbers, lost: Numbers, number: int) -> None:
+        """A fault where blocks write different values to one place in the same access.
+
+        Of threads of one warp that do so one wins (CUDA C++ Programming Guide, "SIMT Architecture"), which is no race.
+        """
         some = np.flatnonzero(lost.any(axis=1))
         order = np.lexsort((np.arange(len(offsets)), offsets))
         last = dict(zip(offsets[order].tolist(), order.tolist(), strict=True))
         for row in some.tolist():
             winner = last[int(offsets[row])]
             if (values[winner] != values[row]).any():
+                by = self._lane(winner, len(offsets))
+                block = int(self.m.blocks[self.m.block_of[by]])
                 place = self.m.memory.describe(int(offsets[row]))
-                block = int(tags[row].max() & _LOW) - 1
-                number = int(tags[row].max() >> _SHIFT)
                 raise self._fault("write", "write", number, place, block, self._lane(row, len(offsets)))
 
     # ---- faults -----------------------------------------------------------------------------------------------------

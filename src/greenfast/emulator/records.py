@@ -44,7 +44,7 @@ class Accesses:
 
 
 class GlobalRecord:
-    """Who last wrote and read the words of global memory: (access number << 32) + block + 1, 0 for nobody."""
+    """Who last wrote and read the words of global memory: (access number << 32) + (lane << 27) + block + 1, or 0."""
 
     def __init__(self, memory: GlobalMemory, tracked: frozenset[str]) -> None:
         self.memory = memory
@@ -71,22 +71,34 @@ class GlobalRecord:
 
 
 class Table:
-    """The number of the last access to each unit of shared memory; latest: of each warp to any of them."""
+    """The number of the last access to each unit of shared memory, and its thread; latest: of each warp to any."""
 
     def __init__(self, unit: int, size: int, warps: int) -> None:
         self.unit = unit
         self.entries = np.zeros(size // unit, np.uint32)
+        self.threads = np.zeros(size // unit, np.int32)
         self.latest = [0] * warps
 
     def newest(self, but: int) -> int:
         """The latest access of any other warp."""
         return max((n for warp, n in enumerate(self.latest) if warp != but), default=0)
 
-    def put(self, rows: Numbers, size: int, number: int, warp: int) -> None:
-        """A warp accesses elements of ``size`` bytes, whole units."""
+    def put(self, rows: Numbers, size: int, number: int, warp: int, threads: Numbers) -> None:
+        """Threads of a warp (-1: an asynchronous copy) access elements of ``size`` bytes, whole units."""
+        if size == self.unit:
+            self.threads[rows] = threads
+        else:
+            self.threads.reshape(-1, size // self.unit)[rows] = threads[:, None]
         view = _VIEWS[size // self.unit]
         self.entries.view(view)[rows] = np.full(size // self.unit, number, np.uint32).view(view)[0]
         self.latest[warp] = number
+
+    def by(self, rows: Numbers, size: int) -> Any:
+        """(elements, units) threads, as ``get`` gives the numbers."""
+        units = size // self.unit
+        if units <= 1:
+            return self.threads[rows if units else rows * size // self.unit][:, None]
+        return self.threads.reshape(-1, units)[rows]
 
     def get(self, rows: Numbers, size: int) -> Any:
         """(elements, units) numbers; an element may be a part of a unit, or many."""

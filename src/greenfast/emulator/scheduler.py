@@ -221,8 +221,12 @@ class Scheduler:
                         self._together(group)
                     return None
                 operation = operations[pc]
+                if pc in program.meetings:
+                    m.races.converge(active)
                 if operation is not None:
                     stay = operation(m, active)
+                    if pc in program.meetings:
+                        m.races.converge(active)
                     if stay is not None and len(stay):
                         passed = np.setdiff1d(lane_indices(active), stay, assume_unique=True)
                         if len(passed):
@@ -275,6 +279,7 @@ class Scheduler:
     def _end(self, lanes: Lanes) -> None:
         """Threads end: barriers and groups of their warp that wait for all others need them no more."""
         self.ended[lanes] = True
+        self.m.races.within.end(lanes)
         self.m.events += 1
         self.barriers.settle()
 
@@ -305,7 +310,9 @@ class Scheduler:
             mine = lanes[lanes // width == group]
             self.m.races.warp = int(mine[0]) // self.m.set_size
             whole: Lanes = slice(int(mine[0]), int(mine[0]) + width) if len(mine) == width else mine
+            self.m.races.converge(whole)
             stay = operation(self.m, whole) if operation is not None else None
+            self.m.races.converge(whole)
             if stay is not None and len(stay):
                 for n in np.unique(stay // self.m.set_size):
                     self._add(self.staying[n], int(n), pc, stay[stay // self.m.set_size == n])
