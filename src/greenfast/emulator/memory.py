@@ -85,6 +85,7 @@ class Arena:
         padded = -(-size // 16) * 16
         self.size = size
         self.poisoned = False
+        self.one_writer = False
         self.data = np.zeros(padded, np.uint8)
         self.state = np.full(padded, state, np.uint8)
         self.state[size:] = OUTSIDE
@@ -154,7 +155,7 @@ class Arena:
             self.writes += 1
         cells = elements(self.data, size)
         cells[rows] = new
-        if self.on_write is not None and not atomic:
+        if self.one_writer and not atomic:
             left = cells[rows]
             if left.tobytes() != new.tobytes():
                 i = int(np.flatnonzero(left.view(np.uint8) != new.view(np.uint8))[0]) // size
@@ -223,6 +224,7 @@ class GlobalMemory(Arena):
             starts[name] = end
             end = -(-(end + size + _GAP) // 512) * 512
         super().__init__(end, OUTSIDE)
+        self.one_writer = True
         self.starts = starts
         self.sizes = dict(sizes)
         for name, start in starts.items():

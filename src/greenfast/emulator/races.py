@@ -44,7 +44,7 @@ class Races:
         self._position = np.full(machine.geometry.blocks, -1, np.int64)  # of a block of the grid among these
         self._position[machine.blocks] = np.arange(len(machine.blocks))
         self._shared_writes = {WORD: Table(WORD, len(machine.shared.data), machine.warps)}
-        self._new_reads: list[list[tuple[Numbers, int, int]]] = [[] for _ in range(machine.warps)]
+        self._new_reads: list[list[tuple[Numbers, int, int, Lanes]]] = [[] for _ in range(machine.warps)]
         self._behind_wait: set[int] = set()  # mbarriers at which a thread behind a griddepcontrol.wait has arrived
         self._shared_reads: list[dict[int, Table]] = [{} for _ in range(machine.warps)]
         self.within = Within(machine)
@@ -154,23 +154,25 @@ class Races:
     def shared_read(self, offsets: Numbers, size: int) -> None:
         """Threads read ``size`` bytes each."""
         number = self._begin()
-        floor = self.ordering.floor[self.warp]
+        floor, least = self.ordering.floor[self.warp], self.within.least(self.warp)
         for table in self._shared_writes.values():
             if table.newest(self.warp) > floor:
                 _, rows, whole = _units(offsets, size)
                 self._check_shared(table, rows, whole, "read", "write", None)
-            if table.latest[self.warp] > self.within.least(self.warp):
-                _, rows, whole = _units(offsets, size)
-                self._check_within(table, rows, whole, self._threads(len(rows)), "read", "write", None)
-        self._new_reads[self.warp].append((offsets, size, number))
+            if table.latest[self.warp] > least:
+                unit, rows, whole = _units(offsets, size)
+                mine = _by_unit(self._threads(len(offsets)), len(rows), whole // unit)
+                self._check_within(table, rows, whole, mine, "read", "write", None)
+        self._new_reads[self.warp].append((offsets, size, number, self.accessing))
         if len(self._new_reads[self.warp]) > _MOST_READS:
             self._record_reads(self.warp)
 
     def shared_write(self, offsets: Numbers, size: int, values: Numbers | None) -> None:
         """Threads write ``size`` bytes each; values: (threads, size) of them, None where they come later."""
         number = self._begin()
+        threads = self._threads(len(offsets))
         unit, rows, size = _units(offsets, size)
-        floor, mine = self.ordering.floor[self.warp], self._threads(len(rows))
+        floor, mine = self.ordering.floor[self.warp], _by_unit(threads, len(rows), size // unit)
         for table in self._shared_writes.values():
             if table.newest(self.warp) > floor:
                 self._check_shared(table, rows, size, "write", "write", values)
@@ -183,17 +185,20 @@ class Races:
                 if table.latest[warp] > floor:
                     self._check_shared(table, rows, size, "write", "read", values)
         if values is None:
-            mine = np.full(len(rows), -1)
+            mine = np.full((len(rows), 1), -1)
         else:
+            if self._new_reads[self.warp] and self._new_reads[self.warp][-1][2] > self.within.least(self.warp):
+                self._record_reads(self.warp)
             for table in self._shared_reads[self.warp].values():
                 self._check_within(table, rows, size, mine, "write", "read", values)
         self._table(self._shared_writes, unit).put(rows, size, number, self.warp, mine)
 
     def _record_reads(self, warp: int) -> None:
         """Enter what a warp has read since a barrier: most often none writes there before the next one."""
-        for offsets, size, number in self._new_reads[warp]:
+        for offsets, size, number, lanes in self._new_reads[warp]:
             unit, rows, whole = _units(offsets, size)
-            self._table(self._shared_reads[warp], unit).put(rows, whole, number, warp)
+            threads = _by_unit(self._threads(len(offsets), lanes), len(rows), whole // unit)
+            self._table(self._shared_reads[warp], unit).put(rows, whole, number, warp, threads)
         self._new_reads[warp].clear()
 
     def _table(self, tables: dict[int, Table], unit: int) -> Table:
@@ -202,9 +207,9 @@ class Races:
             table = tables[unit] = Table(unit, len(self.m.shared.data), self.m.warps)
         return table
 
-    def _threads(self, count: int) -> Numbers:
-        """The thread of each element of the access."""
-        lanes = self.accessing
+    def _threads(self, count: int, lanes: Lanes | None = None) -> Numbers:
+        """The thread of each element of an access by ``lanes``, of the one at hand if there are none."""
+        lanes = self.accessing if lanes is None else lanes
         found = np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
         return found if len(found) == count else found[np.arange(count) * len(found) // count]
 
@@ -219,12 +224,13 @@ class Races:
         late = (numbers > least) & (self.record.accesses.warps[numbers] == self.warp)
         if not late.any():
             return
-        bad = late & self.within.apart(numbers, mine[:, None], table.by(rows, size))
+        mine = np.repeat(mine, -(-numbers.shape[1] // mine.shape[1]), axis=1)[:, : numbers.shape[1]]
+        bad = late & self.within.apart(numbers, mine, table.by(rows, size))
         if bad.any() and values is not None:
             bad &= self._changes(self.m.shared, rows, size, values)[:, None]
         if bad.any():
             row, column = np.argwhere(bad)[0]
-            lane = int(mine[row])
+            lane = int(mine[row, column])
             block = int(self.m.blocks[self.m.block_of[lane]])
             place = self.m.shared_place(int(rows[row]) * size)
             raise self._fault(what, other, int(numbers[row, column]), place, block, lane)
@@ -426,6 +432,17 @@ def _units(offsets: Numbers, size: int) -> tuple[int, Numbers, int]:
             if not int(np.bitwise_or.reduce(heads)) % _PIECE and (table - heads[:, None] == _STEPS[size]).all():
                 return WORD, heads >> _SHIFTS[_PIECE], _PIECE
     return WORD if size >= WORD else 1, offsets >> _SHIFTS[size], size
+
+
+def _by_unit(threads: Numbers, elements: int, units: int) -> Numbers:
+    """(elements, units or 1) the thread of each unit of an access; -1 where several share one."""
+    if len(threads) == elements:
+        return threads[:, None]
+    table = threads.reshape(elements, max(1, units), -1) if len(threads) % (elements * max(1, units)) == 0 else None
+    if table is None:  # fewer threads than units: some of them have several
+        return np.repeat(threads, elements * units // len(threads)).reshape(elements, units)
+    one: Numbers = table[:, :, 0]
+    return np.where((table == one[:, :, None]).all(axis=2), one, -1)
 
 
 def _places(offsets: Numbers, size: int) -> tuple[int, Numbers]:

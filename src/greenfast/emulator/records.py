@@ -85,10 +85,7 @@ class Table:
 
     def put(self, rows: Numbers, size: int, number: int, warp: int, threads: Numbers) -> None:
         """Threads of a warp (-1: an asynchronous copy) access elements of ``size`` bytes, whole units."""
-        if size == self.unit:
-            self.threads[rows] = threads
-        else:
-            self.threads.reshape(-1, size // self.unit)[rows] = threads[:, None]
+        self.threads.reshape(-1, size // self.unit)[rows] = threads
         view = _VIEWS[size // self.unit]
         self.entries.view(view)[rows] = np.full(size // self.unit, number, np.uint32).view(view)[0]
         self.latest[warp] = number

@@ -79,5 +79,5 @@ class Within:
     def apart(self, numbers: NDArray[Any], mine: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
         """Which accesses of other threads of a warp (-1: of nobody) this one's threads have not synchronized with."""
         known = np.minimum(self.synced[mine], self.synced[others])
-        found: NDArray[np.bool_] = (others >= 0) & (others != mine) & (known < numbers)
+        found: NDArray[np.bool_] = (others >= 0) & (mine >= 0) & (others != mine) & (known < numbers)
         return found
