@@ -264,9 +264,9 @@ def test_a_wait_that_leaves_a_group_under_way() -> None:
 def test_a_shape_that_is_no_wgmma_is_refused() -> None:
     ptx = (
         ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry k()\n{\n.reg .f32 %f<9>;\n.reg .b64 %rd<3>;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%f1, %f2, %f3, %f4}, %rd1, %rd2, 1, 1, 1;\n}\n"
+        "wgmma.mma_async.sync.aligned.m64n8k4.f32.tf32.tf32 {%f1, %f2, %f3, %f4}, %rd1, %rd2, 1, 1, 1;\n}\n"
     )
     with pytest.raises(
-        UnsupportedError, match=r"wgmma\.mma_async.*m64n8k8\.f32\.tf32\.tf32 has \.m64n8k8, which is not known"
+        UnsupportedError, match=r"wgmma\.mma_async.*m64n8k4\.f32\.tf32\.tf32 has \.m64n8k4, which is not known"
     ):
         program_of(ptx, "k")
