@@ -40,7 +40,8 @@ def entries(patterns: Sequence[str]) -> Iterator[Entry]:
     if importlib.util.find_spec("triton") is None:
         return
     compiler = importlib.import_module("tests.emulator.corpus.triton_entry")
-    importlib.import_module("tests.emulator.corpus.triton_kernels")
+    for file in ("triton_kernels", "triton_products"):
+        importlib.import_module(f"tests.emulator.corpus.{file}")
     for name, kernel in compiler.KERNELS.items():
         if fits("triton", name):
             yield compiler.compiled(kernel)

@@ -8,12 +8,15 @@ while the kernel runs, is no way to read it after the wait either: the compiler 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.memory import GlobalMemory
+
+if TYPE_CHECKING:
+    from greenfast.emulator.ptx import Instruction
 
 Offsets = NDArray[np.int64]
 
@@ -22,7 +25,7 @@ class Launches:
     """The launches of a chain. Of each byte of global memory: which launch wrote and which read it last, from 1."""
 
     def __init__(self, memory: GlobalMemory, names: Sequence[str]) -> None:
-        self.names = names
+        self.memory, self.names = memory, names
         self.wrote = np.zeros(len(memory.data), np.uint8)
         self.read = np.zeros(len(memory.data), np.uint8)
         self.number = 0
@@ -40,6 +43,21 @@ class Launches:
         """Note an access to ``size`` bytes each."""
         to = self.wrote if writes else self.read
         to[offsets[:, None] + np.arange(size)] = self.number
+
+    def harm(
+        self, offsets: Offsets, size: int, writes: bool, waited: NDArray[np.bool_], by: Instruction
+    ) -> tuple[int, str] | None:
+        """The first element that an early launch must not touch yet, and why; ``waited``: behind a wait of theirs."""
+        movable = by.name == "ld" and "nc" in by.parts
+        found = self.conflict(offsets, size, writes, waited & (not movable))
+        if found is None:
+            return None
+        row, other = found
+        what = f"{'a write' if writes else 'a read'} of {self.memory.describe(int(offsets[row]))}, which {other},"
+        why = "with no griddepcontrol.wait before it"
+        if waited[row]:
+            why = "by ld.global.nc, which the compiler may move over the griddepcontrol.wait before it"
+        return row, f"{what} in a launch that may begin early, {why}"
 
     def conflict(self, offsets: Offsets, size: int, writes: bool, waited: Any) -> tuple[int, str] | None:
         """The first of these accesses that nothing orders behind an earlier launch, and what is wrong with it.

@@ -14,9 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.faults import KernelFaultError
-from greenfast.emulator.memory import Arena
 from greenfast.emulator.ordering import Ordering
-from greenfast.emulator.records import WORD, GlobalRecord, Table, TrackReads
+from greenfast.emulator.records import (
+    WORD,
+    GlobalRecord,
+    Table,
+    TrackReads,
+    changes,
+    places_of,
+    threads_by_unit,
+    units_of,
+)
 from greenfast.emulator.within import Within
 
 if TYPE_CHECKING:
@@ -24,11 +32,8 @@ if TYPE_CHECKING:
 
 Numbers = NDArray[Any]
 WARP = 32
-_SHIFTS = {1 << n: n for n in range(5)}
-_PIECE = 16
 #: Reads that are kept before they are entered.
 _MOST_READS = 256
-_STEPS = {1 << n: np.arange(0, _PIECE, 1 << n) for n in range(5)}
 _SHIFT = np.uint64(32)
 #: A tag's bits of the block; between these and the number are those of the lane.
 _LANE, _BLOCK = np.uint64(27), np.uint64((1 << 27) - 1)
@@ -157,11 +162,11 @@ class Races:
         floor, least = self.ordering.floor[self.warp], self.within.least(self.warp)
         for table in self._shared_writes.values():
             if table.newest(self.warp) > floor:
-                _, rows, whole = _units(offsets, size)
+                _, rows, whole = units_of(offsets, size)
                 self._check_shared(table, rows, whole, "read", "write", None)
             if table.latest[self.warp] > least:
-                unit, rows, whole = _units(offsets, size)
-                mine = _by_unit(self._threads(len(offsets)), len(rows), whole // unit)
+                unit, rows, whole = units_of(offsets, size)
+                mine = threads_by_unit(self._threads(len(offsets)), len(rows), whole // unit)
                 self._check_within(table, rows, whole, mine, "read", "write", None)
         self._new_reads[self.warp].append((offsets, size, number, self.accessing))
         if len(self._new_reads[self.warp]) > _MOST_READS:
@@ -171,8 +176,8 @@ class Races:
         """Threads write ``size`` bytes each; values: (threads, size) of them, None where they come later."""
         number = self._begin()
         threads = self._threads(len(offsets))
-        unit, rows, size = _units(offsets, size)
-        floor, mine = self.ordering.floor[self.warp], _by_unit(threads, len(rows), size // unit)
+        unit, rows, size = units_of(offsets, size)
+        floor, mine = self.ordering.floor[self.warp], threads_by_unit(threads, len(rows), size // unit)
         for table in self._shared_writes.values():
             if table.newest(self.warp) > floor:
                 self._check_shared(table, rows, size, "write", "write", values)
@@ -196,8 +201,8 @@ class Races:
     def _record_reads(self, warp: int) -> None:
         """Enter what a warp has read since a barrier: most often none writes there before the next one."""
         for offsets, size, number, lanes in self._new_reads[warp]:
-            unit, rows, whole = _units(offsets, size)
-            threads = _by_unit(self._threads(len(offsets), lanes), len(rows), whole // unit)
+            unit, rows, whole = units_of(offsets, size)
+            threads = threads_by_unit(self._threads(len(offsets), lanes), len(rows), whole // unit)
             self._table(self._shared_reads[warp], unit).put(rows, whole, number, warp, threads)
         self._new_reads[warp].clear()
 
@@ -227,7 +232,7 @@ class Races:
         mine = np.repeat(mine, -(-numbers.shape[1] // mine.shape[1]), axis=1)[:, : numbers.shape[1]]
         bad = late & self.within.apart(numbers, mine, table.by(rows, size))
         if bad.any() and values is not None:
-            bad &= self._changes(self.m.shared, rows, size, values)[:, None]
+            bad &= changes(self.m.shared, rows * size, size, values)[:, None]
         if bad.any():
             row, column = np.argwhere(bad)[0]
             lane = int(mine[row, column])
@@ -255,19 +260,13 @@ class Races:
         by = self.record.accesses.warps[numbers]
         bad = numbers > self.ordering.warps[rows[elements] * size // m.shared_stride, self.warp, by]
         if bad.any() and values is not None:
-            bad &= self._changes(m.shared, rows, size, values)[elements]
+            bad &= changes(m.shared, rows * size, size, values)[elements]
         if bad.any():
             first = int(np.flatnonzero(bad)[0])
             row = int(elements[first])
             lane = self._lane(row, len(rows))
             block = int(m.blocks[m.block_of[lane]])
             raise self._fault(what, other, int(numbers[first]), m.shared_place(int(rows[row]) * size), block, lane)
-
-    def _changes(self, arena: Arena, rows: Numbers, size: int, values: Numbers) -> Numbers:
-        """Which elements of a write change what is there."""
-        before = arena.data.reshape(-1, size)[rows]
-        changed: Numbers = (before != values.reshape(-1, size)).any(axis=1)
-        return changed
 
     # ---- global memory ----------------------------------------------------------------------------------------------
 
@@ -283,7 +282,7 @@ class Races:
         mine = self._mine(number, len(offsets))
         self._check_global(record.writes, offsets, size, mine, "read", "write", None)
         record.read.update(owners - record.tracked - record.dirty)
-        unit, places = _places(offsets, size)
+        unit, places = places_of(offsets, size)
         mine = mine[:, None]
         last, other = record.readers(unit)
         before = last[places]
@@ -306,7 +305,7 @@ class Races:
         self._check_global(record.writes, offsets, size, mine, "write", "write", values)
         for n in range(2):
             self._check_global({u: t[n] for u, t in record.reads.items()}, offsets, size, mine, "write", "read", values)
-        unit, places = _places(offsets, size)
+        unit, places = places_of(offsets, size)
         table = record.table(unit)
         mine = mine[:, None]
         table[places] = mine
@@ -320,22 +319,10 @@ class Races:
         if launches is None:
             return
         if launches.early:
-            waited: Any = m.behind_wait[self.accessing]
-            if len(waited) != len(offsets):
-                waited = np.repeat(waited, len(offsets) // len(waited))
-            movable = m.current.name == "ld" and "nc" in m.current.parts
-            found = launches.conflict(offsets, size, writes, waited & (not movable))
+            waited = m.behind_wait[self._threads(len(offsets))]
+            found = launches.harm(offsets, size, writes, waited, m.current)
             if found is not None:
-                row, other = found
-                what = f"{'a write' if writes else 'a read'} of {m.memory.describe(int(offsets[row]))}"
-                why = (
-                    "with no griddepcontrol.wait before it"
-                    if not waited[row]
-                    else ("by ld.global.nc, which the compiler may move over the griddepcontrol.wait before it")
-                )
-                raise m.fault(
-                    f"{what}, which {other}, in a launch that may begin early, {why}", self._lane(row, len(offsets))
-                )
+                raise m.fault(found[1], self._lane(found[0], len(offsets)))
         launches.touch(offsets, size, writes)
 
     def _mine(self, number: int, count: int) -> Numbers:
@@ -370,17 +357,12 @@ class Races:
                 others = self.warp * m.set_size + here * WARP + lanes
                 bad |= same & self.within.apart(numbers, self._threads(len(offsets))[:, None], others)
             if bad.any() and values is not None:
-                bad &= self._changes_global(offsets, size, values)[:, None]
+                bad &= changes(m.memory, offsets, size, values)[:, None]
             if bad.any():
                 row, column = np.argwhere(bad)[0]
                 place = m.memory.describe(int(offsets[row]))
                 lane = self._lane(int(row), len(offsets))
                 raise self._fault(what, other, int(numbers[row, column]), place, int(blocks[row, column]), lane)
-
-    def _changes_global(self, offsets: Numbers, size: int, values: Numbers) -> Numbers:
-        before = self.m.memory.data[offsets[:, None] + np.arange(size)]
-        changed: Numbers = (before != values.reshape(-1, size)).any(axis=1)
-        return changed
 
     def _check_together(self, offsets: Numbers, values: Numbers, lost: Numbers, number: int) -> None:
         """A fault where blocks write different values to one place in the same access.
@@ -402,8 +384,7 @@ class Races:
 
     def _lane(self, row: int, count: int) -> int:
         """The thread of an element of the access."""
-        lanes = np.arange(self.m.lanes)[self.accessing]
-        return int(lanes[row * len(lanes) // count])
+        return int(self._threads(count)[row])
 
     def _fault(self, what: str, other: str, number: int, place: str, block: int, lane: int) -> KernelFaultError:
         """The fault of two accesses that nothing orders; ``block``: of the earlier one."""
@@ -416,36 +397,3 @@ class Races:
             f"(in: {earlier.text}) by {who}, found",
             lane,
         )
-
-
-def _units(offsets: Numbers, size: int) -> tuple[int, Numbers, int]:
-    """What an access is recorded by: the bytes of a unit, its elements by number, and their size.
-
-    Neighbouring elements that fill 16 bytes, as threads in a row or a matrix fragment have them, are taken together.
-    """
-    many = _PIECE // size
-    if many > 1 and len(offsets) % many == 0:
-        first = int(offsets[0])
-        if not first % _PIECE and int(offsets[many - 1]) - first == _PIECE - size:
-            table = offsets.reshape(-1, many)
-            heads = table[:, 0]
-            if not int(np.bitwise_or.reduce(heads)) % _PIECE and (table - heads[:, None] == _STEPS[size]).all():
-                return WORD, heads >> _SHIFTS[_PIECE], _PIECE
-    return WORD if size >= WORD else 1, offsets >> _SHIFTS[size], size
-
-
-def _by_unit(threads: Numbers, elements: int, units: int) -> Numbers:
-    """(elements, units or 1) the thread of each unit of an access; -1 where several share one."""
-    if len(threads) == elements:
-        return threads[:, None]
-    table = threads.reshape(elements, max(1, units), -1) if len(threads) % (elements * max(1, units)) == 0 else None
-    if table is None:  # fewer threads than units: some of them have several
-        return np.repeat(threads, elements * units // len(threads)).reshape(elements, units)
-    one: Numbers = table[:, :, 0]
-    return np.where((table == one[:, :, None]).all(axis=2), one, -1)
-
-
-def _places(offsets: Numbers, size: int) -> tuple[int, Numbers]:
-    """The bytes of a unit, and the (threads, units) of an access."""
-    unit = WORD if size >= WORD else 1
-    return unit, offsets[:, None] // unit + np.arange(size // unit)

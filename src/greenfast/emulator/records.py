@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.memory import GlobalMemory
+from greenfast.emulator.memory import Arena, GlobalMemory
 
 if TYPE_CHECKING:
     from greenfast.emulator.ptx import Instruction
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 Numbers = NDArray[Any]
 #: Units of accesses: words, and for narrower ones bytes.
 WORD = 4
+#: Bytes that are taken together.
+_PIECE = 16
+_STEPS = {1 << n: np.arange(0, _PIECE, 1 << n) for n in range(5)}
+_SHIFTS = {1 << n: n for n in range(5)}
 _VIEWS: dict[int, Any] = {1: np.uint32, 2: np.uint64, 4: np.complex128}
 
 
@@ -106,3 +110,43 @@ class Table:
             return self.entries.view(_VIEWS[units])[rows].view(np.uint32).reshape(-1, units)
         quarters = (rows * (units // 4))[:, None] + np.arange(units // 4)
         return self.entries.view(_VIEWS[4])[quarters].view(np.uint32).reshape(-1, units)
+
+
+def units_of(offsets: Numbers, size: int) -> tuple[int, Numbers, int]:
+    """What an access is recorded by: the bytes of a unit, its elements by number, and their size.
+
+    Neighbouring elements that fill 16 bytes, as threads in a row or a matrix fragment have them, are taken together.
+    """
+    many = _PIECE // size
+    if many > 1 and len(offsets) % many == 0:
+        first = int(offsets[0])
+        if not first % _PIECE and int(offsets[many - 1]) - first == _PIECE - size:
+            table = offsets.reshape(-1, many)
+            heads = table[:, 0]
+            if not int(np.bitwise_or.reduce(heads)) % _PIECE and (table - heads[:, None] == _STEPS[size]).all():
+                return WORD, heads >> _SHIFTS[_PIECE], _PIECE
+    return WORD if size >= WORD else 1, offsets >> _SHIFTS[size], size
+
+
+def threads_by_unit(threads: Numbers, elements: int, units: int) -> Numbers:
+    """(elements, units or 1) the thread of each unit of an access; -1 where several share one."""
+    if len(threads) == elements:
+        return threads[:, None]
+    table = threads.reshape(elements, max(1, units), -1) if len(threads) % (elements * max(1, units)) == 0 else None
+    if table is None:  # fewer threads than units: some of them have several
+        return np.repeat(threads, elements * units // len(threads)).reshape(elements, units)
+    one: Numbers = table[:, :, 0]
+    return np.where((table == one[:, :, None]).all(axis=2), one, -1)
+
+
+def places_of(offsets: Numbers, size: int) -> tuple[int, Numbers]:
+    """The bytes of a unit, and the (threads, units) of an access."""
+    unit = WORD if size >= WORD else 1
+    return unit, offsets[:, None] // unit + np.arange(size // unit)
+
+
+def changes(arena: Arena, offsets: Numbers, size: int, values: Numbers) -> Numbers:
+    """Which elements of ``size`` bytes of a write change what is there."""
+    before = arena.data[offsets[:, None] + np.arange(size)]
+    changed: Numbers = (before != values.reshape(-1, size)).any(axis=1)
+    return changed

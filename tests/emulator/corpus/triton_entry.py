@@ -53,7 +53,7 @@ class TritonKernel:
     """A kernel, how it is compiled and launched, and what must come of it.
 
     build: what the parameters are, in order; constexpr ones are ``constants``. An array that only a descriptor points
-    to is given as Beyond(...).
+    to is given as Beyond(...). refused: as of an Entry.
     """
 
     name: str
@@ -65,6 +65,7 @@ class TritonKernel:
     stages: int = 3
     capability: int = 90
     options: Mapping[str, Any] = field(default_factory=dict)
+    refused: str = ""
 
 
 KERNELS: dict[str, TritonKernel] = {}
@@ -77,13 +78,14 @@ def launched(
     stages: int = 3,
     capability: int = 90,
     options: Mapping[str, Any] | None = None,
+    refused: str = "",
     **constants: Any,
 ) -> Callable[[Callable[[Rng], Args]], Callable[[Rng], Args]]:
     """Declare a launch of a Triton function; what is decorated builds its parameters and gives it its name."""
 
     def add(build: Callable[[Rng], Args]) -> Callable[[Rng], Args]:
         name = f"triton_{build.__name__}_sm{capability}"
-        kernel = TritonKernel(name, function, build, grid, constants, warps, stages, capability, options or {})
+        kernel = TritonKernel(name, function, build, grid, constants, warps, stages, capability, options or {}, refused)
         assert name not in KERNELS
         KERNELS[name] = kernel
         return build
@@ -126,6 +128,7 @@ def compiled(kernel: TritonKernel) -> Entry:
         block=(threads, 1, 1),
         smem=made.metadata.shared,
         kernel=made.metadata.name,
+        refused=kernel.refused,
     )
 
 
