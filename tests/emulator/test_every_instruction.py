@@ -39,7 +39,9 @@ def test_every_opcode_is_tried() -> None:
     elsewhere = {
         "call": ("test_faults.py", "printf("),
         "fence": ("hopper.py", "fence.proxy.async"),
+        "griddepcontrol": ("corpus/ptx_modules.py", "griddepcontrol.wait"),
         "mbarrier": ("hopper.py", "mbarrier.try_wait"),
+        "membar": ("corpus/ptx_modules.py", "membar.cta"),
         "vmad": ("corpus/ptx_integers.py", "vmad.s32.s32.s32.shr7"),
         "wgmma": ("hopper.py", "wgmma.mma_async"),
     }
