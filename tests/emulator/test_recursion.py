@@ -19,7 +19,7 @@ def output(before: str, body: str, x: np.ndarray, threads: int = 64, seed: int =
         threads=threads,
         before=before,
         seed=seed,
-        **SIGNATURE,  # type: ignore[arg-type]
+        **SIGNATURE,
     )
     found: list[int] = result.outputs["y"].tolist()
     return found
