@@ -105,7 +105,7 @@ def test_fields_that_do_not_agree(change: dict[str, Any], error: type[Exception]
 @pytest.mark.parametrize(
     ("change", "says"),
     [(c, s) for c, e, s in WRONG if not {"key_mean", "mean_scores"} & {*c} and e is ValueError],
-    ids=lambda x: str(x)[:40],
+    ids=lambda x: ", ".join(x) if isinstance(x, dict) else str(x)[:40],
 )
 @pytest.mark.parametrize("op", [ops.ATTENTION, ops.ATTENTION_LSE], ids=["attention", "attention_lse"])
 def test_the_operators_check_too(op: Any, change: dict[str, Any], says: str) -> None:
