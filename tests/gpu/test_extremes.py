@@ -33,7 +33,8 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def row_errors(found: Tensor, wanted: Tensor) -> Tensor:
-    return (found.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    errors: Tensor = (found.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    return errors
 
 
 @PRECISIONS
