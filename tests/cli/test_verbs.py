@@ -79,6 +79,7 @@ def test_a_required_speedup_takes_the_place_of_the_rungs(
         assert f"required {required}x" in (last_line(ran) / "VALIDATION_REPORT.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_candidate_named_alone_is_compared_with_the_rung_before_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -140,6 +140,7 @@ def test_bank_conflicts_of_wmma(layout: str, pitch_a: int, pitch_c: int, loads: 
     assert sum(lines.values()) == loads
 
 
+@pytest.mark.slow
 def test_store_conflicts_and_sectors_are_those_of_an_h100() -> None:
     """A rung with WMMA and without cp.async, whose copies disturb other accesses in ways that no count foresees."""
     task = load(find_task("fp8_sdpa"))

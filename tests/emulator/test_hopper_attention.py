@@ -123,7 +123,17 @@ def check(outputs: dict[str, NDArray[Any]], dims: dict[str, int], fmt: str) -> N
         assert np.abs(outputs["lse"] - wanted)[finite].max() <= 1e-4
 
 
-@pytest.mark.parametrize(("name", "fmt"), [*((n, "e4m3") for n in CASES), *((n, "int8") for n in INT8)])
+#: Cases that take long, beside others of the same code.
+SLOW = ("wide tiles, turns", "row-major V, head dim 128", "head dim 128, causal", "scales of blocks")
+
+
+@pytest.mark.parametrize(
+    ("name", "fmt"),
+    [
+        *(pytest.param(n, "e4m3", marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES),
+        *((n, "int8") for n in INT8),
+    ],
+)
 def test_it_is_right(name: str, fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dims, multiprocessors, consumers = CASES[name]
     monkeypatch.setattr(hopper, "MULTIPROCESSORS", multiprocessors)

@@ -74,7 +74,7 @@ def run_rung(
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "int8"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rung", FULL_FUSION)
 def test_full_fusion_at_any_length(rung: str, head_dim: int, fmt: str) -> None:
     """Groups without a key, tails of a tile and of a block, stages used again; in other orders of the warps too."""
@@ -93,7 +93,7 @@ def test_full_fusion_at_any_length(rung: str, head_dim: int, fmt: str) -> None:
             assert result.counts.bank_conflicts == {}, dims
 
 
-@pytest.mark.parametrize("target", ["sm_89", "sm_90a"])
+@pytest.mark.parametrize("target", ["sm_89", pytest.param("sm_90a", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("rung", FULL_FUSION)
 def test_bases_that_move_with_rising_scores(rung: str, head_dim: int, target: str) -> None:
@@ -148,8 +148,8 @@ def test_a_warp_that_copies_beside_stage_3b() -> None:
     )  # for each tile one of its copies, two of those that have read it
 
 
-@pytest.mark.parametrize("fmt", ["e4m3", "int8"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("fmt", ["e4m3", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_any_number_of_persistent_blocks_gives_the_bits_of_stage_3b(
     head_dim: int, fmt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

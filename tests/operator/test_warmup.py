@@ -175,6 +175,7 @@ print(done.compiled + done.cached, done.compiled)
 """
 
 
+@pytest.mark.slow
 def test_processes_that_warm_at_once_leave_a_whole_cache(cache_folder: Path) -> None:
     folders = os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parents[2])])
     command = [sys.executable, "-c", WARMS]

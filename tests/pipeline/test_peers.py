@@ -160,6 +160,7 @@ def test_the_record_and_its_report_are_kept(session: Session, compare: Compare) 
     assert not is_stale(record)
 
 
+@pytest.mark.slow
 def test_without_shapes_all_are_timed_and_errors_compared(session: Session, compare: Compare) -> None:
     record = compare(None).record
     assert len({row.shape for row in record.rows}) == 22
