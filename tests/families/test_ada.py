@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from greenfast.build.compiler import compile_kernel
 from greenfast.build.machine_code import count_instructions, disassemble
@@ -81,3 +82,12 @@ def test_the_output_lies_as_its_caller_wants_it() -> None:
     assert not any(result.unwritten.values())
     wanted = plain.outputs["out"].reshape(2, 2, 70, 128)[..., :72]
     assert np.array_equal(result.outputs["out"].transpose(0, 2, 1, 3), wanted)
+
+
+def test_a_scale_of_scores_that_float32_lacks_counts_as_nothing() -> None:
+    dims = {"B": 1, "H": 1, "S": 70, "D": 64, "CAUSAL": 1}
+    case = fast_problem.make_case(dims, 0, "e4m3")
+    out = run_source(ada.kernel("e4m3", dims), ada.launch("e4m3", dims, 1e-50), case, "sm_89").outputs["out"]
+    codes = torch.from_numpy(case.inputs["v"]).view(torch.float8_e4m3fn).float().numpy()[0]
+    means = codes.cumsum(0) / np.arange(1, 71)[:, None] * case.inputs["v_scale"]
+    assert np.abs(out[0] - means).max() < 0.01

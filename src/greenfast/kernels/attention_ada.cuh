@@ -114,7 +114,8 @@ __device__ __forceinline__ void attention_ada(const AdaParams& p) {
   prefetch(0);
 
   const float log2_e = 1.4426950408889634f;
-  const float scale_log2 = p.q_scale[head] * p.k_scale[kv_head] * p.softmax_scale * log2_e;
+  const float scale = p.q_scale[head] * p.k_scale[kv_head] * p.softmax_scale * log2_e;
+  const float scale_log2 = scale < 1.17549435e-38f ? 1.17549435e-38f : scale;  // not 0, which times -inf is NaN
   unsigned q_operand[kSteps][4];
   float o[kHeadDim / 8][4] = {};
   float max_score[2] = {-CUDART_INF_F, -CUDART_INF_F}, sum[2] = {};
