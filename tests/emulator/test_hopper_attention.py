@@ -74,7 +74,7 @@ def emulate(dims: dict[str, int], fmt: str, source: KernelSource | None = None, 
     return result
 
 
-@pytest.mark.parametrize("fmt", ["e4m3", "int8"])
+@pytest.mark.parametrize("fmt", ["e4m3", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("dims", "head_dim", "dtype", "consumers"),
     [
