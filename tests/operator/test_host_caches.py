@@ -20,26 +20,16 @@ from greenfast.spec.arch import Target
 Call = Callable[..., Any]
 
 
-class Recorded:
-    """Stands for a prepared launch: what it was made of."""
-
-    def __init__(self, _: Any, block: Any, smem: int, launch: Any, pointers: dict[str, int], stream: int) -> None:
-        self.made_of = (block, smem, launch, sorted(pointers.items()), stream)
-
-
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What is launched, on CPU tensors that all lie at one address."""
     found: list[Any] = []
-    sources: dict[int, Any] = {}
 
-    def prepared(step: cuda._Step, device: int, pointers: dict[str, int], stream: int) -> Recorded:
-        one = Recorded(None, step.source.block, step.source.dynamic_smem_bytes, step.launch, pointers, stream)
-        sources[id(one)] = (one, step.source)
-        return one
+    def prepared(step: cuda._Step, device: int, pointers: dict[str, int], stream: int) -> tuple[Any, ...]:
+        return step.source, step.launch, sorted(pointers.items()), stream  # what a launch is made of
 
-    def launch(_: int, launches: tuple[Recorded, ...]) -> None:
-        found.append([(sources[id(one)][1], one.made_of) for one in launches])
+    def launch(_: int, launches: tuple[Any, ...]) -> None:
+        found.append(list(launches))
 
     monkeypatch.setattr(cuda._Step, "prepared", prepared)
     monkeypatch.setattr(cuda, "_launch", launch)
