@@ -19,14 +19,15 @@ from unittest import mock
 import numpy as np
 import torch
 
-from greenfast.build.compiler import compile_kernel
-from greenfast.families import fast_problem, hopper
-from greenfast.families.fast_problem import Sizes
-from greenfast.families.hopper import Tiling
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.gpu import Gpu, KernelImage
+from greenfast.judge.environment import git_state, package_versions
+from greenfast.judge.store import to_json, write_whole
+from greenfast.kernels.attention import config, hopper
+from greenfast.kernels.attention.config import Sizes
+from greenfast.kernels.attention.hopper import Tiling
 from greenfast.numerics.attention import attention
-from greenfast.pipeline.environment import git_state, package_versions
-from greenfast.pipeline.store import to_json, write_whole
-from greenfast.runtime.device import Gpu, KernelImage
+from greenfast.problems import attention as fast_problem
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.problem import Case
@@ -53,7 +54,7 @@ class Row:
 
 def exact(dims: Mapping[str, int], case: Case) -> torch.Tensor:
     """Attention in float64 on the codes of the case."""
-    sizes = fast_problem.sizes_of(dims)
+    sizes = config.sizes_of(dims)
     codes = {
         name: (torch.from_numpy(case.inputs[name]), torch.from_numpy(case.inputs[f"{name}_scale"])) for name in "qkv"
     }

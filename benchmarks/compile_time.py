@@ -15,12 +15,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from greenfast.build.compiler import compile_kernel
-from greenfast.build.machine_code import disassemble
 from greenfast.cli.options import words
-from greenfast.pipeline.environment import git_state, package_versions
-from greenfast.pipeline.store import to_json, write_whole
-from greenfast.pipeline.tasks import find_task, load_family
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.machine_code import disassemble
+from greenfast.judge.environment import git_state, package_versions
+from greenfast.judge.store import to_json, write_whole
+from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError
 

@@ -22,15 +22,15 @@ import numpy as np
 
 from greenfast.cli.console import show, table
 from greenfast.cli.options import words
+from greenfast.device.gpu import Gpu
 from greenfast.emulator.grid import run_grid
-from greenfast.gates.sides import build_side
-from greenfast.pipeline.environment import git_state, now
-from greenfast.pipeline.profile import ncu, take_profile
-from greenfast.pipeline.request import make_request
-from greenfast.pipeline.store import to_json
-from greenfast.pipeline.tasks import find_task, load
-from greenfast.report.beside_gpu import MATRIX_METRIC, counts_table
-from greenfast.runtime.device import Gpu
+from greenfast.judge.environment import git_state, now
+from greenfast.judge.gates.sides import build_side
+from greenfast.judge.profile import ncu, take_profile
+from greenfast.judge.report.beside_gpu import MATRIX_METRIC, counts_table
+from greenfast.judge.request import make_request
+from greenfast.judge.store import to_json
+from greenfast.judge.tasks import find_task, load
 
 #: What is kept of a profile: names that hold one of these, in Nsight Compute's own words.
 _KEPT = ("inst_executed.sum", "bank_conflicts", "pipe_tensor", "t_sectors_pipe_lsu_mem_global", "lts__t_sectors_op")

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from greenfast.build.compiler import compile_kernel
 from greenfast.cli.console import show, table
-from greenfast.pipeline.environment import choose_device, device_info, git_state, now, package_versions
-from greenfast.pipeline.store import to_json
-from greenfast.runtime.device import KernelImage
-from greenfast.runtime.worker import Worker, WorkerError
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.gpu import KernelImage
+from greenfast.device.worker import Worker, WorkerError
+from greenfast.judge.environment import choose_device, device_info, git_state, now, package_versions
+from greenfast.judge.store import to_json
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.problem import Case as Problem

@@ -22,13 +22,13 @@ import numpy as np
 from cuda.bindings import driver
 from cuda.core import LaunchConfig, launch
 
-from greenfast.build.compiler import compile_kernel
-from greenfast.gates.sides import build_side
-from greenfast.pipeline.environment import git_state, package_versions
-from greenfast.pipeline.store import to_json, write_whole
-from greenfast.pipeline.tasks import find_task, load
-from greenfast.runtime.device import Bound, Gpu, KernelImage
-from greenfast.runtime.device import check as checked
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.gpu import Bound, Gpu, KernelImage
+from greenfast.device.gpu import check as checked
+from greenfast.judge.environment import git_state, package_versions
+from greenfast.judge.gates.sides import build_side
+from greenfast.judge.store import to_json, write_whole
+from greenfast.judge.tasks import find_task, load
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.kernel import KernelSource, Launch

@@ -13,19 +13,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from greenfast.pipeline.artifacts import PLOT, RECORD, REPORT
-from greenfast.pipeline.operator_bench import is_stale as operator_is_stale
-from greenfast.pipeline.operator_bench import read_operator_record
-from greenfast.pipeline.records import is_stale, read_record, stale_records
-from greenfast.pipeline.store import write_whole
-from greenfast.pipeline.tasks import find_task
-from greenfast.report.beside_gpu import counts_table
-from greenfast.report.ladder import console_form, ladder_table
-from greenfast.report.markdown import report
-from greenfast.report.operator import tables
-from greenfast.report.peers import readme_section
+from greenfast.bench.operator import is_stale as operator_is_stale
+from greenfast.bench.operator import read_operator_record
+from greenfast.bench.operator_report import tables
+from greenfast.judge.artifacts import PLOT, RECORD, REPORT
+from greenfast.judge.record import AnyRecord, PeersRecord, Record
+from greenfast.judge.records import is_stale, read_record, stale_records
+from greenfast.judge.report.beside_gpu import counts_table
+from greenfast.judge.report.ladder import console_form, ladder_table
+from greenfast.judge.report.markdown import report
+from greenfast.judge.report.peers import readme_section
+from greenfast.judge.store import write_whole
+from greenfast.judge.tasks import find_task
 from greenfast.spec.errors import GreenfastError, UsageError
-from greenfast.spec.record import AnyRecord, PeersRecord, Record
 
 ROOT = Path(__file__).parents[1]
 MAIN_TASK = "fp8_sdpa"

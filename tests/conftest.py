@@ -8,12 +8,12 @@ from functools import cache
 import pytest
 from cuda.bindings import driver
 
-from greenfast.build import compiler_process
+from greenfast.device import compiler_process
 
 _CRASHING = """
 import os, signal, sys
 sys.path[:] = sys.argv[1:]
-from greenfast.build import nvrtc
+from greenfast.device import nvrtc
 
 def run(job, compiled=nvrtc.run):
     if "// crash" in job.source:

@@ -22,16 +22,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from greenfast.gates.sides import build_side
-from greenfast.pipeline.request import Request
-from greenfast.pipeline.tasks import LoadedTask, find_task, load
-from greenfast.runtime.device import Bound, KernelImage
-from greenfast.runtime.session import GpuSession
-from greenfast.runtime.worker import Worker, WorkerError
+from greenfast.device.gpu import Bound, KernelImage
+from greenfast.device.session import GpuSession
+from greenfast.device.worker import Worker, WorkerError
+from greenfast.judge.gates.sides import build_side
+from greenfast.judge.record import GateResult
+from greenfast.judge.request import Request
+from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.spec.arch import Target
+from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.kernel import PHASE_BUFFER, Launch
 from greenfast.spec.problem import Array, Case, Problem
-from greenfast.spec.record import DeviceInfo, GateResult
 
 L4 = DeviceInfo(
     kind="gpu", name="NVIDIA L4", compute_capability="8.9", cuda_version="13.0", driver="580.95", sm_clock_mhz=2040
@@ -329,22 +330,22 @@ def _session(device: FakeDevice, process: int) -> GpuSession:
 
 def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
     """Put the fake device in the place of the GPU of this machine, if it has one."""
-    monkeypatch.setattr("greenfast.runtime.device.driver", device.memory)
-    monkeypatch.setattr("greenfast.runtime.device.launch", _launch)
-    monkeypatch.setattr("greenfast.pipeline.environment.device_count", lambda: 1)
+    monkeypatch.setattr("greenfast.device.gpu.driver", device.memory)
+    monkeypatch.setattr("greenfast.device.gpu.launch", _launch)
+    monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 1)
 
     def start(ordinal: int = 0, *, timeout_s: float) -> Worker:
         assert ordinal == 0
         return FakeWorker(device, timeout_s=timeout_s)
 
     for module in ("request", "environment"):
-        monkeypatch.setattr(f"greenfast.pipeline.{module}.Worker", start)
+        monkeypatch.setattr(f"greenfast.judge.{module}.Worker", start)
     return device
 
 
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this machine one without a GPU, here and in processes that it starts."""
-    monkeypatch.setattr("greenfast.pipeline.environment.device_count", lambda: 0)
+    monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 

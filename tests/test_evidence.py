@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from greenfast.build.compiler import kernel_hash
 from greenfast.cli.options import VERBS
-from greenfast.pipeline.records import is_stale, read_record
-from greenfast.pipeline.store import to_json
-from greenfast.pipeline.tasks import find_task, load_family
-from greenfast.report.markdown import report
-from greenfast.report.peers import readme_section
+from greenfast.device.compiler import kernel_hash
+from greenfast.judge.record import AnyRecord, Record
+from greenfast.judge.records import is_stale, read_record
+from greenfast.judge.report.markdown import report
+from greenfast.judge.report.peers import readme_section
+from greenfast.judge.store import to_json
+from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.arch import TARGETS
 from greenfast.spec.errors import UsageError
-from greenfast.spec.record import AnyRecord, Record
 from scripts import update_readme
 from scripts.update_readme import blocks, evidence, fill, generated
-from tests.report.peer_records import peers_record
-from tests.report.records import record, side
+from tests.judge.report.peer_records import peers_record
+from tests.judge.report.records import record, side
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = [file.parent.relative_to(ROOT).as_posix() for file in sorted((ROOT / "evidence").glob("*/*/record.json"))]

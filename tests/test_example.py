@@ -16,14 +16,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from greenfast.build.compiler import compile_kernel
 from greenfast.cli.main import main, parser
-from greenfast.numerics.errors import error_stats, worst_bound_ratio
-from greenfast.pipeline.tasks import load
+from greenfast.device.compiler import compile_kernel
+from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.judge.record import Record
+from greenfast.judge.task import TaskConfig, load_task
+from greenfast.judge.tasks import load
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
-from greenfast.spec.record import Record
-from greenfast.spec.task import TaskConfig, load_task
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "row_softmax"

@@ -1,32 +1,45 @@
-"""The architecture: imports go only down the floors and in the open, files are short, torch stays on two floors."""
+"""The architecture: imports go down the floors, in the open, in no circle; files are short; torch has its rooms."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "greenfast"
-FLOORS = {
-    "spec": 0,
-    "kernels": 0,  # CUDA sources, and the path to them
-    "numerics": 1,
-    "build": 1,
-    "report": 1,
-    "runtime": 2,
-    "emulator": 3,
-    "measure": 3,
-    "families": 3,
-    "operator": 4,
-    "gates": 4,
-    "pipeline": 5,
-    "cli": 7,
+#: Rooms by the modules that they hold, lowest floor first: a room imports only from itself and from lower floors.
+ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "spec": (0, ("spec",)),
+    "kernels": (1, ("kernels",)),
+    "device": (1, ("device",)),
+    "numerics": (2, ("numerics",)),
+    "problems": (3, ("problems",)),
+    "operator": (3, ("operator",)),
+    "emulator": (3, ("emulator",)),
+    "judge data": (4, ("judge.variant", "judge.task", "judge.peers", "judge.record")),
+    "judge timing": (5, ("judge.timing",)),
+    "judge report": (5, ("judge.report",)),
+    "judge gates": (6, ("judge.gates", "judge.errors")),
+    "judge": (7, ("judge",)),
+    "bench": (8, ("bench",)),
+    "cli": (9, ("cli",)),
 }
+#: Rooms that import from these rooms alone.
+ONLY = {"judge report": {"judge data", "spec"}, "kernels": {"spec"}}
 TOP = {"__init__", "__main__"}
-TORCH_FLOORS = {"numerics", "families", "operator"}
+TORCH_ROOMS = {"numerics", "problems", "operator", "bench"}
 MAX_LINES = 400
+
+
+def room_of(module: str) -> str | None:
+    """The room of a module by its dotted name below the package: that of the longest name that it begins with."""
+    found = [
+        (len(name), room) for room, (_, names) in ROOMS.items() for name in names if f"{module}.".startswith(f"{name}.")
+    ]
+    return max(found)[1] if found else None
 
 
 @dataclass(frozen=True)
@@ -45,9 +58,9 @@ class Module:
     imports: tuple[Import, ...]
 
     @property
-    def floor(self) -> str:
-        """The folder below the package, or the file's own name beside ``__init__.py``."""
-        return self.path.split("/")[0].removesuffix(".py")
+    def room(self) -> str | None:
+        """The room that the file is in; None for one in the package's own folder, and for one that has no room."""
+        return room_of(self.path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
 
 
 def read_modules(package: Path) -> dict[str, Module]:
@@ -82,20 +95,21 @@ def _read_imports(tree: ast.Module) -> tuple[Import, ...]:
 
 def layout_faults(package: Path) -> list[str]:
     faults = []
-    for module in read_modules(package).values():
+    modules = read_modules(package)
+    for module in modules.values():
         if module.lines > MAX_LINES:
             faults.append(f"{module.path}: {module.lines} lines, more than {MAX_LINES}")
-        if module.floor not in FLOORS and module.floor not in TOP:
-            faults.append(f"{module.path}: {module.floor!r} is no floor; the floors are {', '.join(FLOORS)}")
+        if module.room is None and module.path.removesuffix(".py") not in TOP:
+            faults.append(f"{module.path}: in no room; the rooms are {', '.join(ROOMS)}")
             continue
         for imported in module.imports:
-            fault = _import_fault(module.floor, imported)
+            fault = _import_fault(module.room, imported)
             if fault:
                 faults.append(f"{module.path}:{imported.line}: {fault}")
-    return faults
+    return [*faults, *(f"circle of imports: {' -> '.join(circle)}" for circle in circles(modules))]
 
 
-def _import_fault(floor: str, imported: Import) -> str | None:
+def _import_fault(room: str | None, imported: Import) -> str | None:
     target = imported.target
     if target.startswith("."):
         return "relative import; write the whole name"
@@ -103,22 +117,35 @@ def _import_fault(floor: str, imported: Import) -> str | None:
         return None
     if imported.in_function:
         return f"hidden import of {target} inside a function"
-    if floor in TOP or target == "greenfast.__version__":
+    if room is None or target == "greenfast.__version__":
         return None
-    to = target.removeprefix("greenfast").removeprefix(".").split(".")[0]
-    if to not in FLOORS:
-        return f"{floor} imports {target}, which is on no floor"
-    if to != floor and FLOORS[to] >= FLOORS[floor]:
-        return f"{floor} (floor {FLOORS[floor]}) imports {to} (floor {FLOORS[to]}); only lower floors"
-    if floor == "report" and to not in ("report", "spec"):
-        return f"report imports {to}; only spec"
+    to = room_of(target.removeprefix("greenfast").removeprefix("."))
+    if to is None:
+        return f"{room} imports {target}, which is in no room"
+    if to != room and ROOMS[to][0] >= ROOMS[room][0]:
+        return f"{room} (floor {ROOMS[room][0]}) imports {to} (floor {ROOMS[to][0]}); only lower floors"
+    if to != room and to not in ONLY.get(room, {to}):
+        return f"{room} imports {to}; only {', '.join(sorted(ONLY[room]))}"
     return None
 
 
+def circles(modules: dict[str, Module]) -> list[tuple[str, ...]]:
+    """Modules that import each other, imports for types left out: one way round for each pair that is found first."""
+    needs = {
+        name: {t for i in m.imports if not i.for_types for t in (i.target, i.target.rpartition(".")[0]) if t in modules}
+        for name, m in modules.items()
+    }
+    try:
+        graphlib.TopologicalSorter({name: found - {name, "greenfast"} for name, found in needs.items()}).prepare()
+    except graphlib.CycleError as e:
+        return [tuple(e.args[1])]
+    return []
+
+
 def torch_faults(package: Path) -> list[str]:
-    """A chain of imports for each module that loads torch and is not on one of torch's floors."""
+    """A chain of imports for each module that loads torch and is not in one of torch's rooms."""
     modules = read_modules(package)
-    chains = {name: _chain_to_torch(modules, name) for name, m in modules.items() if m.floor not in TORCH_FLOORS}
+    chains = {name: _chain_to_torch(modules, name) for name, m in modules.items() if m.room not in TORCH_ROOMS}
     return [" -> ".join(chain) for chain in chains.values() if chain]
 
 
@@ -145,7 +172,7 @@ def test_imports_go_down_in_the_open_and_files_are_short() -> None:
     assert layout_faults(PACKAGE) == []
 
 
-def test_torch_is_loaded_only_by_numerics_and_attention() -> None:
+def test_torch_is_loaded_only_in_its_rooms() -> None:
     assert torch_faults(PACKAGE) == []
 
 
@@ -160,16 +187,18 @@ def _write(root: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("path", "text", "fault"),
     [
-        ("gates/a.py", "from greenfast.pipeline import run", "only lower floors"),
-        ("gates/a.py", "import greenfast.cli.main", "only lower floors"),
-        ("runtime/a.py", "from greenfast import measure", "only lower floors"),
-        ("report/a.py", "from greenfast.build.cache import Cache", "only lower floors"),
-        ("spec/a.py", "import greenfast", "on no floor"),
+        ("judge/gates/a.py", "from greenfast.judge import run", "only lower floors"),
+        ("judge/gates/a.py", "import greenfast.cli.main", "only lower floors"),
+        ("device/a.py", "from greenfast import judge", "only lower floors"),
+        ("judge/report/a.py", "from greenfast.device.cache import Cache", "only judge data, spec"),
+        ("judge/record.py", "from greenfast.judge.store import write", "only lower floors"),
+        ("kernels/a.py", "import greenfast.numerics", "only lower floors"),
+        ("spec/a.py", "import greenfast", "in no room"),
         ("spec/a.py", "from . import b", "relative import"),
         ("cli/a.py", "def f():\n    from greenfast.spec import task", "hidden import"),
         ("cli/a.py", "class A:\n    async def f(self):\n        import greenfast.spec", "hidden import"),
-        ("extra/a.py", "", "is no floor"),
-        ("extra.py", "", "is no floor"),
+        ("extra/a.py", "", "in no room"),
+        ("extra.py", "", "in no room"),
         ("spec/a.py", "\n" * 401, "401 lines"),
     ],
 )
@@ -180,12 +209,25 @@ def test_checker_finds_a_fault(tmp_path: Path, path: str, text: str, fault: str)
     assert fault in faults[0]
 
 
+def test_checker_finds_a_circle(tmp_path: Path) -> None:
+    tree = {
+        "spec/a.py": "from greenfast.spec.b import f",
+        "spec/b.py": "from greenfast.spec import c",
+        "spec/c.py": "import greenfast.spec.a",
+    }
+    (fault,) = layout_faults(_write(tmp_path, tree))
+    assert fault.startswith("circle of imports: ")
+    assert {"greenfast.spec.a", "greenfast.spec.b", "greenfast.spec.c"} <= set(fault.split(": ")[1].split(" -> "))
+
+
 def test_checker_accepts_a_sound_tree(tmp_path: Path) -> None:
     tree = {
         "__init__.py": "from greenfast.cli import main",
-        "gates/a.py": "from greenfast import __version__, spec\nfrom greenfast.gates.b import check",
-        "gates/b.py": "def f():\n    import json",
-        "spec/a.py": "\n" * 400,
+        "judge/gates/a.py": "from greenfast import __version__, spec\nfrom greenfast.judge.gates.b import check",
+        "judge/gates/b.py": "def f():\n    import json",
+        "spec/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from greenfast.spec import b\n"
+        + "\n" * 397,
+        "spec/b.py": "from greenfast.spec import a",
     }
     assert layout_faults(_write(tmp_path, tree)) == []
     assert torch_faults(tmp_path) == []
@@ -193,13 +235,13 @@ def test_checker_accepts_a_sound_tree(tmp_path: Path) -> None:
 
 def test_checker_follows_imports_to_torch(tmp_path: Path) -> None:
     tree = {
-        "gates/a.py": "from greenfast.numerics.errors import stats",
-        "gates/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
-        "measure/a.py": "def f():\n    import torch.cuda",
+        "judge/gates/a.py": "from greenfast.numerics.errors import stats",
+        "judge/gates/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
+        "device/a.py": "def f():\n    import torch.cuda",
         "numerics/__init__.py": "from torch import nn",
         "numerics/errors.py": "",
     }
-    assert torch_faults(_write(tmp_path, tree)) == [
-        "greenfast.gates.a -> greenfast.numerics -> torch.nn",
-        "greenfast.measure.a -> torch.cuda",
+    assert sorted(torch_faults(_write(tmp_path, tree))) == [
+        "greenfast.device.a -> torch.cuda",
+        "greenfast.judge.gates.a -> greenfast.numerics -> torch.nn",
     ]

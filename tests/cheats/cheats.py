@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from greenfast.pipeline.tasks import LoadedTask, load
-from greenfast.spec.task import load_task
+from greenfast.judge.task import load_task
+from greenfast.judge.tasks import LoadedTask, load
 
 TASK = Path(__file__).parent / "doubling"
 

@@ -6,7 +6,7 @@ import numpy as np
 from cuda.bindings import driver
 from cuda.core import LaunchConfig, launch
 
-from greenfast.runtime.device import Gpu, KernelImage, check
+from greenfast.device.gpu import Gpu, KernelImage, check
 from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import Case
 

@@ -30,14 +30,14 @@ from typing import TypeAlias
 import pytest
 
 from greenfast.cli.main import main
-from greenfast.gates.sides import build_side
-from greenfast.measure.interleaved import WARM
-from greenfast.pipeline.bench import bench
-from greenfast.pipeline.records import read_record
-from greenfast.pipeline.request import Request, Unwatched, make_request
-from greenfast.pipeline.validate import validate
-from greenfast.runtime.device import Gpu
-from greenfast.spec.record import BenchRecord, Record
+from greenfast.device.gpu import Gpu
+from greenfast.judge.bench import bench
+from greenfast.judge.gates.sides import build_side
+from greenfast.judge.record import BenchRecord, Record
+from greenfast.judge.records import read_record
+from greenfast.judge.request import Request, Unwatched, make_request
+from greenfast.judge.timing.interleaved import WARM
+from greenfast.judge.validate import validate
 from tests.cheats.cheats import CHEATS, FAILURES, TASK, Cheat, doubling
 from tests.cheats.naive import says_right
 

@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from greenfast.build.compiler import compile_kernel
 from greenfast.cli.main import main
+from greenfast.device.compiler import compile_kernel
+from greenfast.judge.record import Record
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError
 from greenfast.spec.kernel import KernelSource
-from greenfast.spec.record import Record
 from tests.cheats.cheats import CHEATS, FAILURES, TASK, doubling
 
 CONFIG = doubling().config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.pipeline.small_task import FAMILY, PROBLEM, write_task
+from tests.judge.small_task import FAMILY, PROBLEM, write_task
 
 _WAIT = """
 def _wait(*_, **__):
@@ -13,8 +13,8 @@ def _wait(*_, **__):
     time.sleep(600)
 """
 _WHILE_SAVING = """
-import greenfast.pipeline.validate
-greenfast.pipeline.validate.validation_report = _wait
+import greenfast.judge.validate
+greenfast.judge.validate.validation_report = _wait
 """
 
 #: Where -> (family, problem) of a task that waits there.

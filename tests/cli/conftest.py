@@ -14,6 +14,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     for name in (*MACHINE_VARIABLES, *shipped("fp8_sdpa").config.toggles):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GREENFAST_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "kernel-cache"))
-    monkeypatch.setattr("greenfast.pipeline.profile.ncu", lambda: None)
-    monkeypatch.setattr("greenfast.pipeline.validate.save_plot", lambda record, path: path.touch())  # slow to draw
+    monkeypatch.setattr("greenfast.judge.profile.ncu", lambda: None)
+    monkeypatch.setattr("greenfast.judge.validate.save_plot", lambda record, path: path.touch())  # slow to draw
     no_gpu(monkeypatch)

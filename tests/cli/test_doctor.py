@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from greenfast.cli.main import main
-from greenfast.pipeline import doctor
-from greenfast.pipeline.doctor import Finding
-from greenfast.runtime.worker import WorkerError
+from greenfast.device.worker import WorkerError
+from greenfast.judge import doctor
+from greenfast.judge.doctor import Finding
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError
-from greenfast.spec.record import DeviceInfo
+from greenfast.spec.facts import DeviceInfo
 
 ROOT = Path(__file__).parents[2]
 RAISING = Callable[..., Any]
@@ -88,7 +88,7 @@ def test_something_missing_is_exit_code_3(
     as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        "greenfast.build.toolchain.nvrtc_library", raising(MachineError("NVRTC was not found; install it"))
+        "greenfast.device.toolchain.nvrtc_library", raising(MachineError("NVRTC was not found; install it"))
     )
     assert main(["doctor", *(["--json"] if as_json else [])]) == 3
     out = capsys.readouterr().out

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from greenfast.build.compiler import to_ptx
+from greenfast.device.compiler import to_ptx
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
 from tests.cli.command_line import Ran, run_here

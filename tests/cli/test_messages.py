@@ -10,8 +10,8 @@ import pytest
 
 from tests.cli.command_line import Ran, files_below, run_here
 from tests.fakes import FakeDevice, install, request
-from tests.pipeline.small_task import FAMILY, PROBLEM, loaded, write_task
-from tests.report.records import timing_row
+from tests.judge.report.records import timing_row
+from tests.judge.small_task import FAMILY, PROBLEM, loaded, write_task
 
 pytestmark = pytest.mark.usefixtures("machine")
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.cli.command_line import ROOT, Ran, run_command
-from tests.report.records import timing_row
+from tests.judge.report.records import timing_row
 
 pytestmark = pytest.mark.usefixtures("machine")
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from greenfast.pipeline.peers import PeersOutcome
-from greenfast.spec.record import PeersRecord
+from greenfast.bench.peers import PeersOutcome
+from greenfast.judge.record import PeersRecord
 from tests.cli.command_line import files_below, run_here
-from tests.report.peer_records import CONTENDERS, peers_record, rows
+from tests.judge.report.peer_records import CONTENDERS, peers_record, rows
 
 pytestmark = pytest.mark.usefixtures("machine")
 

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from greenfast.cli.options import VERBS
-from greenfast.spec.record import Record
+from greenfast.judge.record import Record
 from tests.cli.busy import PLACES, busy_task
 from tests.cli.command_line import ROOT, environment, files_below, run_command
-from tests.runtime.processes import interrupt, start
+from tests.device.processes import interrupt, start
 
 pytestmark = pytest.mark.usefixtures("machine")
 

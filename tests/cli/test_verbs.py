@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from greenfast.build.compiler import compile_kernel
-from greenfast.pipeline.records import is_stale, read_record
-from greenfast.pipeline.tasks import find_task, load_family
+from greenfast.device.compiler import compile_kernel
+from greenfast.judge.record import BenchRecord, PhaseRecord, Record
+from greenfast.judge.records import is_stale, read_record
+from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.arch import Target
-from greenfast.spec.record import BenchRecord, PhaseRecord, Record
 from tests.cli.command_line import ROOT, Ran, run_here
 from tests.fakes import L4, Behaviour, FakeDevice, Script, install, request, right
-from tests.pipeline import behaviours
+from tests.judge import behaviours
 
 pytestmark = pytest.mark.usefixtures("machine")
 

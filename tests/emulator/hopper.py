@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from greenfast.build.compiler import to_ptx
+from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import GridResult, run_grid
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import Argument, KernelSource, Launch, TensorMap

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from greenfast.build.compiler import compile_kernel, to_ptx
+from greenfast.device.compiler import compile_kernel, to_ptx
 from greenfast.emulator.grid import GridResult, run_grid
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.arch import Target

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from greenfast.build.compiler import to_ptx
+from greenfast.device.compiler import to_ptx
 from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.grid import run_grid
 from greenfast.spec.errors import UsageError

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from greenfast.build.compiler import compile_kernel
-from greenfast.build.machine_code import disassemble
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.machine_code import disassemble
 from greenfast.emulator.counts import Counts
 from greenfast.emulator.grid import run_grid
+from greenfast.judge.tasks import find_task, load
 from greenfast.kernels import KERNEL_DIR
-from greenfast.pipeline.tasks import find_task, load
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
 from tests.emulator.kernels import run

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from greenfast.build.compiler import compile_kernel
+from greenfast.device.compiler import compile_kernel
 from greenfast.emulator.program import BUILDERS
 from greenfast.spec.arch import Target
 from tests.emulator.instructions.case import Case, emulate, kernel_source

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenfast.build.compiler import compile_kernel
+from greenfast.device.compiler import compile_kernel
 from greenfast.spec.arch import Target
 from tests.emulator.instructions.case import BLOCK, emulate, kernel_source
 from tests.emulator.instructions.catalog import CASES

@@ -13,10 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from greenfast.emulator.grid import GridResult
-from greenfast.families import fast_problem, hopper
+from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.kernels import KERNEL_DIR
-from greenfast.numerics.errors import error_stats, worst_bound_ratio
+from greenfast.kernels.attention import config, hopper
+from greenfast.numerics.codes import quantize_blocks
 from greenfast.operator import reference
+from greenfast.problems import attention as fast_problem
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.kernel import KernelSource
 from greenfast.spec.problem import Case, OutputSpec
@@ -103,9 +105,9 @@ def test_queries_that_the_kernel_quantizes(
 
     matrix = reference.rotation(dims["D"])
     rotated = torch.nn.functional.pad(q.float(), (0, dims["D"] - head_dim)) @ matrix
-    codes, scale = fast_problem.quantize_blocks(rotated.flatten(0, 1), fmt, fast_problem.QUERY_BLOCK)
+    codes, scale = quantize_blocks(rotated.flatten(0, 1), fmt, config.QUERY_BLOCK)
     coded = Case(case.inputs | {"q": codes.numpy(), "q_scale": scale.numpy()}, case.outputs)
-    dims["QBLOCK"] = fast_problem.QUERY_BLOCK
+    dims["QBLOCK"] = config.QUERY_BLOCK
     wanted = fast_problem.decode(run_source(hopper.kernel(fmt, dims), hopper.launch(fmt, dims), coded).outputs, fmt)
     found = fast_problem.decode(result.outputs, fmt)
     assert np.linalg.norm(found - wanted) < 2e-3 * np.linalg.norm(wanted)  # a code in a thousand may differ by one
@@ -161,7 +163,7 @@ def test_the_output_lies_as_its_caller_wants_it(dims: dict[str, int], head_dim: 
     sizes = {"B": dims["B"], "H": dims["H"], "S": dims["S"], "D": head_dim}
     shape = tuple(sizes[d] for d in order)
     strides = {d: int(np.prod(shape[i + 1 :])) for i, d in enumerate(order)}
-    output = fast_problem.OutputRows(head_dim, tuple(strides[d] for d in "BHS"))
+    output = config.OutputRows(head_dim, tuple(strides[d] for d in "BHS"))
     specs = {**case.outputs, "out": OutputSpec(shape, case.outputs["out"].dtype)}
     plan = hopper.launch("e4m3", dims, output=output)
     result = run_source(hopper.kernel("e4m3", dims, output=output), plan, Case(case.inputs, specs))

@@ -11,9 +11,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from greenfast.families import fast_problem, hopper
-from greenfast.families.fast_problem import sizes_of
+from greenfast.kernels.attention import hopper
+from greenfast.kernels.attention.config import sizes_of
 from greenfast.numerics.attention import attention
+from greenfast.problems import attention as fast_problem
 from greenfast.spec.problem import Array, Case
 from tests.emulator.kernels import run_source
 

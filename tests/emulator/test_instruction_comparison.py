@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks import emulator_instructions as benchmark
-from greenfast.runtime.device import KernelImage
-from greenfast.runtime.worker import WorkerError
+from greenfast.device.gpu import KernelImage
+from greenfast.device.worker import WorkerError
 from greenfast.spec.arch import Target
 from tests.emulator.instructions.case import Case, Words
 from tests.emulator.instructions.catalog import CASES
@@ -108,6 +108,6 @@ def test_the_script_writes_a_record_and_needs_a_gpu_for_the_comparison(
     assert "7 instructions" in capsys.readouterr().out
     found = json.loads(record.read_text())
     assert (found["reference"], len(found["rows"])) == ("definitions", 7)
-    monkeypatch.setattr("greenfast.pipeline.environment.device_count", lambda: 0)
+    monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 0)
     assert benchmark.main(argv) == 3
     assert "no comparison without a GPU" in capsys.readouterr().out

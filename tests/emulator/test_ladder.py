@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from greenfast.build.compiler import compile_kernel
 from greenfast.cli.main import main
+from greenfast.device.compiler import compile_kernel
 from greenfast.emulator.grid import GridResult, run_grid
-from greenfast.families import hopper
+from greenfast.judge.artifacts import REPORT
+from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.judge.record import Record
+from greenfast.judge.records import read_record
+from greenfast.judge.task import load_task
+from greenfast.judge.tasks import find_task, load, task_folders
+from greenfast.kernels.attention import hopper
 from greenfast.numerics.attention import attention, attention_rounding_bound
-from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.numerics.formats import dequantize, quantize
-from greenfast.pipeline.artifacts import REPORT
-from greenfast.pipeline.records import read_record
-from greenfast.pipeline.tasks import find_task, load, task_folders
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Case, OutputSpec
-from greenfast.spec.record import Record
-from greenfast.spec.task import load_task
 from tests.emulator.kernels import run_source
 
 SHIPPED = [load_task(folder).config.name for folder in task_folders()]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from greenfast.build.compiler import compile_kernel, to_ptx
+from greenfast.device.compiler import compile_kernel, to_ptx
 from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.grid import GridResult, Step, run_chain
 from greenfast.operator import cuda

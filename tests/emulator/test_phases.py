@@ -7,20 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from greenfast.build.compiler import compile_kernel, to_ptx
 from greenfast.cli.main import main
+from greenfast.device.compiler import compile_kernel, to_ptx
 from greenfast.emulator.counts import Counts
 from greenfast.emulator.grid import GridResult, run_grid
 from greenfast.emulator.phases import OUTSIDE
+from greenfast.judge.record import PhaseRecord
+from greenfast.judge.records import read_record
+from greenfast.judge.report.markdown import report
+from greenfast.judge.tasks import find_task, load
 from greenfast.kernels import KERNEL_DIR
-from greenfast.pipeline.records import read_record
-from greenfast.pipeline.tasks import find_task, load
-from greenfast.report.markdown import report
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
 from greenfast.spec.problem import OutputSpec
-from greenfast.spec.record import PhaseRecord
 from tests.emulator.kernels import TARGET
 
 BEFORE = '#include "phase_clock.cuh"\n#include "ptx/math.cuh"\n'

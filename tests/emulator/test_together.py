@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.build.compiler import to_ptx
+from greenfast.device.compiler import to_ptx
 from greenfast.emulator.convert import E4M3_VALUES
 from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.grid import run_grid

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from greenfast.build.compiler import compile_kernel
-from greenfast.families import ada, fast_problem
-from greenfast.numerics.errors import error_stats, worst_bound_ratio
-from greenfast.runtime.device import Gpu, KernelImage
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.gpu import Gpu, KernelImage
+from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.kernels.attention import ada
+from greenfast.problems import attention as fast_problem
 from greenfast.spec.arch import Target
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from cuda.core import LaunchConfig, ObjectCode, launch
 
-from greenfast.build.compiler import compile_kernel
-from greenfast.runtime.device import Gpu, GuardedBuffer, KernelImage, load_kernel, tensor_map
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.gpu import Gpu, GuardedBuffer, KernelImage, load_kernel, tensor_map
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import TensorMap
 from tests.emulator.corpus.entry import Bound, Entry, bind

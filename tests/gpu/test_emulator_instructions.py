@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from benchmarks.emulator_instructions import Device, images, try_case
-from greenfast.build.compiler import compile_kernel
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.gpu import Gpu, KernelImage
+from greenfast.device.worker import Worker, WorkerError
 from greenfast.emulator.grid import GridResult
-from greenfast.runtime.device import Gpu, KernelImage
-from greenfast.runtime.worker import Worker, WorkerError
 from greenfast.spec.arch import Target
 from tests.emulator import hopper, kernels
 from tests.emulator import test_calls as calls

@@ -12,13 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from greenfast.build.compiler import compile_kernel
-from greenfast.families import fast_problem, hopper
-from greenfast.families.fast_problem import mask_of, sizes_of, transposed_values
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.gpu import Gpu, KernelImage
+from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.kernels.attention import hopper
+from greenfast.kernels.attention.config import sizes_of
 from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS, attention, attention_rounding_bound
-from greenfast.numerics.errors import error_stats, worst_bound_ratio
+from greenfast.numerics.codes import transposed_values
 from greenfast.numerics.formats import dequantize, quantize
-from greenfast.runtime.device import Gpu, KernelImage
+from greenfast.problems import attention as fast_problem
+from greenfast.problems.attention import mask_of
 from greenfast.spec.arch import Target
 from greenfast.spec.problem import Case, OutputSpec
 

@@ -10,17 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from greenfast.build.compiler import compile_kernel
-from greenfast.families import ladder, quantize_problem, quantizer, sdpa_problem
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.gpu import Gpu, KernelImage
+from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.judge.task import Rung
+from greenfast.judge.tasks import find_task
+from greenfast.kernels.ladder import family as ladder
+from greenfast.kernels.quantize import family as quantizer
 from greenfast.numerics.attention import attention, attention_rounding_bound
-from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.numerics.formats import dequantize, quantize
-from greenfast.pipeline.tasks import find_task
-from greenfast.runtime.device import Gpu, KernelImage
+from greenfast.problems import ladder as sdpa_problem
+from greenfast.problems import quantize as quantize_problem
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import Family, Launch
 from greenfast.spec.problem import Case, OutputSpec
-from greenfast.spec.task import Rung
 
 pytestmark = pytest.mark.gpu
 

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 import greenfast
-from greenfast.build.compiler import compile_kernel
-from greenfast.families import fast_problem, hopper
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.gpu import Gpu, KernelImage
+from greenfast.kernels.attention import config, hopper
 from greenfast.operator import ops
 from greenfast.operator.layout import row_strides
 from greenfast.operator.sdpa import Precision
-from greenfast.runtime.device import Gpu, KernelImage
+from greenfast.problems import attention as fast_problem
 from greenfast.spec.arch import Target
 from greenfast.spec.problem import Case, OutputSpec
 
@@ -81,7 +82,7 @@ def test_nothing_is_written_outside(padded: int, head_dim: int, own_queries: boo
     if own_queries:
         query = hopper.Query(head_dim, "float16", (300 * head_dim, head_dim, 2 * head_dim))
         inputs["q"] = np.random.default_rng(0).standard_normal((2, 150, 2, head_dim)).astype(np.float16).view(np.uint16)
-    rows = fast_problem.OutputRows(head_dim, (300 * head_dim, head_dim, 2 * head_dim))
+    rows = config.OutputRows(head_dim, (300 * head_dim, head_dim, 2 * head_dim))
     tight = Case(inputs, {"out": OutputSpec((2, 150, 2, head_dim), "float16")})
     source = hopper.kernel("e4m3", dims, query, rows)
     compiled = compile_kernel(source, Target.of_device(gpu.capability))

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from greenfast.build.compiler import compile_kernel
-from greenfast.families import hopper
-from greenfast.families.peers import SMALL, PeerSession
-from greenfast.pipeline.records import read_record
-from greenfast.runtime.device import KernelImage
+from greenfast.bench.peer_session import SMALL, PeerSession
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.gpu import KernelImage
+from greenfast.judge.peers import OWN
+from greenfast.judge.record import PeersRecord
+from greenfast.judge.records import read_record
+from greenfast.kernels.attention import hopper
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import Launch
-from greenfast.spec.peers import OWN
-from greenfast.spec.record import PeersRecord
 from tests.cli.command_line import run_here
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]

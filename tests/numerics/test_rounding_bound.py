@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.judge.task import load_task
 from greenfast.numerics.attention import attention, attention_rounding_bound
-from greenfast.numerics.errors import error_stats, worst_bound_ratio
 from greenfast.numerics.inputs import standard_normal
-from greenfast.spec.task import load_task
 from tests.numerics.simulated_kernel import FAULTS, Fault, QuantizedInputs, run_kernel
 
 CONFIG = load_task(Path(__file__).parents[2] / "tasks" / "fp8_sdpa_stage_c_wmma").config

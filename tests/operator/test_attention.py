@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from greenfast.families import fast_problem, hopper
-from greenfast.numerics.errors import error_stats, worst_bound_ratio
+from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.kernels.attention import config, hopper
 from greenfast.operator.sdpa import Precision, attention, quantize, sdpa
+from greenfast.problems import attention as fast_problem
 from tests.emulator.kernels import run_source
 
 CASES = (
@@ -27,7 +28,7 @@ BLOCKS = {"QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128}
 
 
 def inputs(dims: dict[str, int], seed: int = 0) -> list[Tensor]:
-    sizes = fast_problem.sizes_of(dims)
+    sizes = config.sizes_of(dims)
     return [x.view(sizes.batch, -1, *x.shape[1:]) for x in fast_problem._tensors(sizes, seed)]
 
 

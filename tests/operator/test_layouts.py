@@ -11,10 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import greenfast
-from greenfast.families import ada, fast_problem, hopper
+from greenfast.kernels.attention import ada, hopper
 from greenfast.operator import cuda, ops
 from greenfast.operator.cuda import recipe_for, sdpa_steps
 from greenfast.operator.layout import empty_rows, readable, row_strides
+from greenfast.problems import attention as fast_problem
 from greenfast.spec.arch import Target
 
 BATCH, HEADS, LENGTH = 2, 3, 5

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from greenfast.families import qkv_quantizer
-from greenfast.families.qkv_quantizer import Quantization, Tensors, key_tiles
+from greenfast.kernels.quantize import qkv as qkv_quantizer
+from greenfast.kernels.quantize.qkv import Quantization, Tensors, key_tiles
 from greenfast.operator import reference
 from greenfast.operator.quantized import QuantizedQKV, Recipe
 from greenfast.spec.problem import Array, Case, OutputSpec

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import greenfast
+from greenfast.device.prepared import NoContextError
 from greenfast.operator import cuda, ops
-from greenfast.runtime.prepared import NoContextError
 
 sdpa_of_torch = torch.nn.functional.scaled_dot_product_attention
 

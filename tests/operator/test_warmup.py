@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from greenfast.build import cache
-from greenfast.build.compiler import CompiledKernel, compile_kernel
+from greenfast.device import cache
+from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.operator import warmup
 from greenfast.operator.cuda import attention_step, dims_of, recipe_for, sdpa_steps
 from greenfast.operator.warmup import kernels_for, warm

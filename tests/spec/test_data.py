@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from greenfast.judge.record import CorrectnessRow, GateResult, Status
 from greenfast.spec.arch import TARGETS, Target
 from greenfast.spec.errors import CompileError, GreenfastError, MachineError, UsageError, WrongResultError
 from greenfast.spec.problem import Case, OutputSpec, least_work
-from greenfast.spec.record import CorrectnessRow, GateResult, Status
-from tests.report.records import correctness_row, gates, record, side
+from tests.judge.report.records import correctness_row, gates, record, side
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from greenfast.judge.task import Task, TaskConfig, load_task
 from greenfast.spec.errors import UsageError
-from greenfast.spec.task import Task, TaskConfig, load_task
 
 SHIPPED = sorted((Path(__file__).parents[2] / "tasks").glob("*/config_forward.json"))
 ATTENTION: dict[str, Any] = json.loads(next(p for p in SHIPPED if "sdpa" in p.parent.name).read_text())

@@ -11,12 +11,12 @@ from greenfast.cli.console import GateConsole, exit_code, required_gates, show, 
 from greenfast.cli.operator import bench_operator
 from greenfast.cli.peers import beside_peers
 from greenfast.cli.request import request_of
-from greenfast.pipeline.bench import bench
-from greenfast.pipeline.choose import chosen_rung
-from greenfast.pipeline.store import to_json
+from greenfast.judge.bench import bench
+from greenfast.judge.choose import chosen_rung
+from greenfast.judge.store import to_json
+from greenfast.judge.task import TaskConfig
+from greenfast.judge.variant import Variant
 from greenfast.spec.errors import UsageError
-from greenfast.spec.task import TaskConfig
-from greenfast.spec.variant import Variant
 
 
 def variant_of_environment(config: TaskConfig, environment: Mapping[str, str]) -> Variant:

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from greenfast.build.machine_code import count_instructions, disassemble
 from greenfast.cli.console import show, table
 from greenfast.cli.options import words
-from greenfast.gates.sides import BuiltSide, build_side
-from greenfast.pipeline.store import write_whole
-from greenfast.pipeline.tasks import find_task, load_family
+from greenfast.device.machine_code import count_instructions, disassemble
+from greenfast.judge.gates.sides import BuiltSide, build_side
+from greenfast.judge.store import write_whole
+from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.arch import Target
 
 _COUNTERS = ("cp_async", "ldsm", "hmma", "imma", "qmma", "hgmma", "qgmma", "mufu_ex2", "local_memory", "bar_sync")

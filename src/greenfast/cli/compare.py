@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from greenfast.pipeline.compare import compare
+from greenfast.judge.compare import compare
 
 
 def run(args: argparse.Namespace) -> int:

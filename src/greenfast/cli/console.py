@@ -10,8 +10,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from greenfast.judge.record import GateResult
 from greenfast.spec.errors import UsageError
-from greenfast.spec.record import GateResult
 
 _GATES = ("build", "resources", "correctness", "performance", "evidence")
 _STYLES = {"PASS": "green", "FAIL": "bold red", "PENDING": "yellow", "MERGE": "bold green", "DEFER": "bold red"}

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 
-from greenfast.pipeline.doctor import examine, gpu_gates, static_gates
+from greenfast.judge.doctor import examine, gpu_gates, static_gates
 
 EXIT_MACHINE = 3
 

@@ -7,11 +7,11 @@ import sys
 
 from greenfast.cli.console import show, table
 from greenfast.emulator.faults import KernelFaultError
-from greenfast.pipeline.emulate import Emulate, Emulated, emulate
-from greenfast.pipeline.store import to_json
-from greenfast.report.counts import SHOWN
+from greenfast.judge.emulate import Emulate, Emulated, emulate
+from greenfast.judge.report.counts import SHOWN
+from greenfast.judge.store import to_json
 from greenfast.spec.errors import UsageError
-from greenfast.spec.record import KernelCounts
+from greenfast.spec.facts import KernelCounts
 
 
 def run(args: argparse.Namespace) -> int:

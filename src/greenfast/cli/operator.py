@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from greenfast.bench.operator import measure_operator
+from greenfast.bench.operator_record import SpeedRow
+from greenfast.bench.operator_report import clocks_line, error_table, headline, host_table, quantize_table, speed_table
 from greenfast.cli.console import show
-from greenfast.pipeline.operator_bench import measure_operator
-from greenfast.pipeline.store import to_json
-from greenfast.report.operator import clocks_line, error_table, headline, host_table, quantize_table, speed_table
+from greenfast.judge.store import to_json
 from greenfast.spec.errors import UsageError
-from greenfast.spec.operator import SpeedRow
 
 _NOT_HERE = (
     "task", "variant", "from_env", "peers", "grid", "rounds", "shapes", "seeds", "format", "iters", "warmup",

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from greenfast.bench.peers import compare_with_peers
 from greenfast.cli.console import GateConsole, show, table
 from greenfast.cli.request import request_of
-from greenfast.pipeline.peers import compare_with_peers
-from greenfast.pipeline.store import to_json
-from greenfast.report.peers import console_table, headline, ratios, reasons
+from greenfast.judge.peers import OWN, PeerContender, PeerRow
+from greenfast.judge.report.peers import console_table, headline, ratios, reasons
+from greenfast.judge.store import to_json
 from greenfast.spec.errors import UsageError
-from greenfast.spec.peers import OWN, PeerContender, PeerRow
 
 _NOT_HERE = ("seeds", "iters", "warmup", "processes", "require")
 

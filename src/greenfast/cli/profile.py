@@ -9,10 +9,10 @@ import msgspec
 
 from greenfast.cli.console import show, table
 from greenfast.cli.request import request_of
-from greenfast.pipeline.environment import now
-from greenfast.pipeline.profile import count_phases, take_profile
-from greenfast.pipeline.store import check_writable
-from greenfast.report.counts import PHASE_HEADER, phase_rows
+from greenfast.judge.environment import now
+from greenfast.judge.profile import count_phases, take_profile
+from greenfast.judge.report.counts import PHASE_HEADER, phase_rows
+from greenfast.judge.store import check_writable
 from greenfast.spec.errors import MachineError, UsageError
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from greenfast.pipeline.records import read_record, stale_records
-from greenfast.report.ladder import ladder_table
-from greenfast.report.markdown import report, short_form
-from greenfast.report.peers_plot import save_peers_plot
-from greenfast.report.plots import save_plot
+from greenfast.judge.record import AnyRecord, PeersRecord, Record
+from greenfast.judge.records import read_record, stale_records
+from greenfast.judge.report.ladder import ladder_table
+from greenfast.judge.report.markdown import report, short_form
+from greenfast.judge.report.peers_plot import save_peers_plot
+from greenfast.judge.report.plots import save_plot
 from greenfast.spec.errors import MachineError, UsageError
-from greenfast.spec.record import AnyRecord, PeersRecord, Record
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 
-from greenfast.pipeline.request import Request, make_request
-from greenfast.pipeline.tasks import find_task, load
+from greenfast.judge.request import Request, make_request
+from greenfast.judge.tasks import find_task, load
 from greenfast.spec.errors import UsageError
 
 

@@ -8,9 +8,9 @@ import json
 import msgspec
 
 from greenfast.cli.console import show, table
-from greenfast.pipeline.tasks import task_folders
+from greenfast.judge.task import TaskConfig, load_task
+from greenfast.judge.tasks import task_folders
 from greenfast.spec.errors import UsageError
-from greenfast.spec.task import TaskConfig, load_task
 
 
 def run(args: argparse.Namespace) -> int:

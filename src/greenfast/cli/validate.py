@@ -8,10 +8,10 @@ from rich.text import Text
 
 from greenfast.cli.console import GateConsole, exit_code, required_gates, show, status
 from greenfast.cli.request import request_of
-from greenfast.pipeline.quote import Kept, evidence_folders, kept_at, kept_in
-from greenfast.pipeline.request import Request
-from greenfast.pipeline.store import to_json
-from greenfast.pipeline.validate import validate
+from greenfast.judge.quote import Kept, evidence_folders, kept_at, kept_in
+from greenfast.judge.request import Request
+from greenfast.judge.store import to_json
+from greenfast.judge.validate import validate
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from greenfast.build import cache
-from greenfast.build.compiler import CompiledKernel
 from greenfast.cli.console import show
-from greenfast.pipeline.environment import choose_device, choose_target, device_info
+from greenfast.device import cache
+from greenfast.device.compiler import CompiledKernel
+from greenfast.judge.environment import choose_device, choose_target, device_info
 
 if TYPE_CHECKING:
     from types import ModuleType

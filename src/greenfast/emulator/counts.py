@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.ptx import SourceLine
-from greenfast.spec.record import KernelCounts
+from greenfast.spec.facts import KernelCounts
 
 WARP = 32
 BANKS = 32

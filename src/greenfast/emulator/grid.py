@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.build.toolchain import cuda_include_dirs
+from greenfast.device.toolchain import cuda_include_dirs
 from greenfast.emulator.counts import Counts
 from greenfast.emulator.faults import KernelFaultError, UnsupportedError
 from greenfast.emulator.inlining import inlined

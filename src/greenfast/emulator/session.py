@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from greenfast.device.gpu import KernelImage
+from greenfast.device.session import Block, RunResult, same_bits
 from greenfast.emulator.grid import GridResult, run_grid
-from greenfast.runtime.device import KernelImage
-from greenfast.runtime.session import Block, RunResult, same_bits
 from greenfast.spec.errors import MachineError
+from greenfast.spec.facts import DeviceInfo, KernelCounts
 from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import Case
-from greenfast.spec.record import DeviceInfo, KernelCounts
 
 #: Up to this many threads a case is run once per repeat, each in another order of warps; larger ones once, for time.
 REPEAT_THREADS = 4096

@@ -1,7 +1,7 @@
 """The operators on a GPU: which kernels a call takes, their memory, and launches that are prepared once per shape.
 
-A call costs the host what PyTorch's dispatcher, two allocations and two launches cost; all else is looked up. What is
-looked up is decided by shapes, strides and dtypes, and checked when it is first met.
+A call costs the host what PyTorch's dispatcher, two allocations and two launches cost; all else is looked up by shapes,
+strides and dtypes, and checked when it is first met.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from cuda.core import Device
 from torch import Tensor
 
-from greenfast.build.compiler import compile_kernel
-from greenfast.families import ada, fast, hopper, qkv_quantizer
-from greenfast.families.fast_problem import QUERY_BLOCK, ROW_BLOCK, OutputRows, padded_keys
-from greenfast.families.qkv_quantizer import Tensors
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.gpu import KernelImage, load_kernel
+from greenfast.device.prepared import NoContextError, Prepared
+from greenfast.kernels.attention import ada, family, hopper
+from greenfast.kernels.attention.config import QUERY_BLOCK, ROW_BLOCK, OutputRows, padded_keys
+from greenfast.kernels.quantize import qkv as qkv_quantizer
 from greenfast.operator import reference
 from greenfast.operator.layout import aligned, empty_rows, readable, row_strides
 from greenfast.operator.quantized import PRECISIONS, Recipe, check_tensors, padded_head_dim
-from greenfast.runtime.device import KernelImage, load_kernel
-from greenfast.runtime.prepared import NoContextError, Prepared
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Choice, KernelSource, Launch, TensorMap
@@ -45,7 +45,7 @@ Value = TypeVar("Value")
 def kernel_for(target: Target, dims: Mapping[str, int], fmt: str) -> Choice:
     """The attention kernel for dims as ``fast_problem`` has them. Raises NotImplementedError where there is none."""
     try:
-        choice = fast.choose(target, fmt, dims)
+        choice = family.choose(target, fmt, dims)
     except UsageError as e:
         raise NotImplementedError(str(e)) from None
     if choice.rung not in _KERNELS:
@@ -147,7 +147,7 @@ def quantize_step(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, 
     """The launch that quantizes tensors like these; ``queries``: whether Q too."""
     strides = tuple(s for x in (query, key, value) for s in x.stride()[:3])
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = query.shape, key.shape
-    sizes = Tensors(batch, heads, kv_heads, q_len if queries else 0, kv_len, strides)
+    sizes = qkv_quantizer.Tensors(batch, heads, kv_heads, q_len if queries else 0, kv_len, strides)
     wanted = recipe.kernel_for(head_dim, query.dtype)
     return _Step(qkv_quantizer.kernel(wanted, sizes), qkv_quantizer.launch(wanted, sizes))
 

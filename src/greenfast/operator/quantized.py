@@ -10,8 +10,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from greenfast.families.fast_problem import QUERY_BLOCK, ROW_BLOCK, padded_keys
-from greenfast.families.qkv_quantizer import Quantization
+from greenfast.kernels.attention.config import QUERY_BLOCK, ROW_BLOCK, padded_keys
+from greenfast.kernels.quantize.qkv import Quantization
 
 #: Precision -> the format of Q and K; V is E4M3 in each.
 PRECISIONS = {"fp8": "e4m3", "int8": "int8"}

@@ -8,17 +8,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from greenfast.families.fast_problem import (
-    KEY_GROUP,
-    KEY_ORDER,
-    QUERY_BLOCK,
-    ROW_BLOCK,
-    VALUE_FORMAT,
-    quantize_blocks,
-    transposed_values,
-)
-from greenfast.families.qkv_quantizer import MEAN_GROUP, MEAN_KEYS
+from greenfast.kernels.attention.config import KEY_GROUP, KEY_ORDER, QUERY_BLOCK, ROW_BLOCK, VALUE_FORMAT
+from greenfast.kernels.quantize.qkv import MEAN_GROUP, MEAN_KEYS
 from greenfast.numerics import formats
+from greenfast.numerics.codes import quantize_blocks, transposed_values
 from greenfast.operator.quantized import QuantizedQKV, Recipe, padded_head_dim
 
 #: A row's largest weight is kept as E4M3's largest number.

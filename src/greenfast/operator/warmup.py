@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.build import cache
-from greenfast.build.compiler import CompiledKernel, compile_kernel
+from greenfast.device import cache
+from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.operator.cuda import attention_step, dims_of, quantize_step, recipe_for, sdpa_steps
 from greenfast.operator.quantized import DTYPES, HEAD_DIMS, PRECISIONS
 from greenfast.spec.arch import Target

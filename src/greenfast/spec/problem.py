@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.spec.errors import unknown
-from greenfast.spec.record import KernelCounts
+from greenfast.spec.facts import KernelCounts
 
 Array = NDArray[Any]
 

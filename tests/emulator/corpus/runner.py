@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from greenfast.build.compiler import to_ptx
+from greenfast.device.compiler import to_ptx
 from greenfast.emulator.faults import KernelFaultError, UnsupportedError
 from greenfast.emulator.grid import run_grid
 from greenfast.spec.arch import Target

@@ -1,0 +1,1 @@
+"""Benchmarks: the attention kernel and the operator compared with other libraries."""

@@ -1,0 +1,79 @@
+"""The operator beside PyTorch's own attention on one GPU: device time, host time, errors; a record and a report."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from greenfast import __version__
+from greenfast.bench.operator_record import INPUTS, OperatorRecord, SpeedRow
+from greenfast.bench.operator_report import report
+from greenfast.device.gpu import Gpu
+from greenfast.judge.artifacts import RECORD, REPORT
+from greenfast.judge.environment import git_state, now, package_versions
+from greenfast.judge.store import check_writable, new_run_folder, read_json, to_json
+
+#: The folder of runs below ``out``.
+RESULTS = "operator"
+
+
+@dataclass(frozen=True)
+class OperatorOutcome:
+    """A record, and the folder that holds it with its report."""
+
+    record: OperatorRecord
+    folder: Path
+
+
+def measure_operator(out: Path, command: str, watch: Callable[[list[SpeedRow]], None]) -> OperatorOutcome:
+    """Measure, and write record and report below ``out``; ``watch`` is told the rows of each shape as it is done.
+
+    Raises MachineError without a Hopper GPU that PyTorch can use, and WrongResultError for a result that is not right.
+    """
+    # By its name, as kernel families are loaded: what only reads records needs no PyTorch.
+    measure: Any = importlib.import_module("greenfast.bench.operator_calls")
+    measure.require_gpu()
+    parent = out / RESULTS
+    check_writable(parent)
+    gpu, speed = Gpu(0), []
+    for dims in measure.shapes():
+        found = measure.speed(dims)
+        clocks = gpu.clocks()
+        rows = [msgspec.structs.replace(row, clocks=clocks) for row in found]
+        watch(rows)
+        speed += rows
+    started = now()
+    record = OperatorRecord(
+        created=started.isoformat(),
+        command=command,
+        package_version=__version__,
+        git=git_state(),
+        device=gpu.info(),
+        environment=package_versions() | measure.library_versions(),
+        kernels=measure.kernel_hashes(),
+        speed=speed,
+        host=measure.host(),
+        errors=[row for kind in INPUTS for row in measure.errors(kind)],
+    )
+    with new_run_folder(parent, started.strftime("%Y%m%d-%H%M%S")) as (work, publish):
+        (work / RECORD).write_text(to_json(record), encoding="utf-8")
+        (work / REPORT).write_text(report(record), encoding="utf-8")
+        return OperatorOutcome(record, publish())
+
+
+def read_operator_record(path: Path) -> OperatorRecord:
+    """The record of such a run. Raises UsageError for anything else."""
+    record: OperatorRecord = read_json(path, OperatorRecord, "record of the operator")
+    return record
+
+
+def is_stale(record: OperatorRecord) -> bool:
+    """Whether a kernel that was timed has another hash today."""
+    measure: Any = importlib.import_module("greenfast.bench.operator_calls")
+    hashes: dict[str, str] = measure.kernel_hashes()
+    return hashes != record.kernels

@@ -1,0 +1,211 @@
+"""Compile a kernel with NVRTC to machine code and PTX, through the cache. Needs no GPU and no driver."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from cuda.core import ProgramOptions
+from cuda.core.utils import make_program_cache_key
+
+from greenfast.device import cache, compiler_process, nvrtc, toolchain
+from greenfast.device.diagnostics import readable
+from greenfast.device.resources import device_variable_bytes, parse_resources
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import CompileError, MachineError, UsageError
+from greenfast.spec.facts import Resources
+from greenfast.spec.kernel import KernelSource
+
+# NVRTC looks for quoted includes in the program's own folder first, by default the current one, where a stray file
+# could replace a project header unseen. No such folder exists; it also keeps the current one out of the line table.
+_NO_FOLDER = "/greenfast-rendered/"
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(["<])([^">\n]+)[">]', re.MULTILINE)
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)")
+_COMPILER = re.compile(r"Cuda compilation tools, release [\d.]+, V([\d.]+)")
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One kernel as machine code, with what the compiler said of it.
+
+    cubin: an ELF image for ``target``; it holds include folders in its line table, so equal kernels of two machines
+    share ``kernel_hash`` but not always these bytes. log: the compiler's messages, of ``ptxas -v`` too.
+    options: as given to the compiler, folders left out. compile_ms: wall time of this call's compile or cache load.
+    """
+
+    source: KernelSource
+    target: Target
+    cubin: bytes
+    ptx: str
+    log: str
+    resources: Resources
+    compiler: str
+    options: tuple[str, ...]
+    kernel_hash: str
+    compile_ms: float
+    from_cache: bool
+
+
+def compile_kernel(
+    source: KernelSource, target: Target, *, use_cache: bool = True, apart: bool = False
+) -> CompiledKernel:
+    """Compile one kernel.
+
+    apart: run NVRTC in a process of its own, for kernels that others wrote: on some it crashes, which ends the process
+    that it is in. A kernel from the cache starts none.
+
+    Raises CompileError with the compiler's messages where it refuses the source or the source has no such kernel, or
+    where it crashes in a process of its own, and MachineError where NVRTC or the CUDA headers are missing, or NVRTC
+    does not know the target. Raises UsageError for a target that is not the one that the source requires.
+    """
+    if source.requires and source.requires != target.name:
+        raise UsageError(
+            f"{source.name}: kernel {source.entry!r} is for {source.requires} alone and cannot be built for "
+            f"{target.name}; --arch {source.requires} builds it"
+        )
+    start = time.perf_counter()
+    output, from_cache = _build(source, target, use_cache, apart)
+    compile_ms = (time.perf_counter() - start) * 1e3
+    found = entries(output.ptx)
+    if source.entry not in found:
+        raise CompileError(
+            f"{source.name}: no kernel {source.entry!r}, only: {', '.join(found) or 'none'}; "
+            f'is it a __global__ function declared extern "C"?'
+        )
+    version = _COMPILER.search(output.ptx)
+    return CompiledKernel(
+        source=source,
+        target=target,
+        cubin=output.cubin,
+        ptx=output.ptx,
+        log=output.log,
+        resources=msgspec.structs.replace(
+            parse_resources(output.log, source.entry, source.dynamic_smem_bytes),
+            global_bytes=device_variable_bytes(output.ptx),
+        ),
+        compiler=f"NVRTC {version[1]}" if version else "NVRTC",
+        options=tuple(flag.decode() for flag in _options(source, target, ()).as_bytes("nvrtc", "cubin")),
+        kernel_hash=kernel_hash(source),
+        compile_ms=compile_ms,
+        from_cache=from_cache,
+    )
+
+
+def to_ptx(source: KernelSource, target: Target, *, use_cache: bool = True, apart: bool = False) -> str:
+    """The PTX that the machine code of ``compile_kernel`` is assembled from, with ``.loc`` lines; raises the same.
+
+    It holds every kernel of the source; ``source.entry`` need not be one of them and may be empty.
+    """
+    return _build(source, target, use_cache, apart)[0].ptx
+
+
+def entries(ptx: str) -> list[str]:
+    """The kernels of a PTX text, under the names that the compiler gave them."""
+    return _ENTRY.findall(ptx)
+
+
+def kernel_hash(source: KernelSource) -> str:
+    """16 hexadecimal digits of a SHA-256 over what decides the kernel.
+
+    That is the entry, the source, the project headers that it reaches, the block and the dynamic shared memory; not
+    file names or folders, the target or the compiler.
+    """
+    launch = f"{source.entry};{source.block};{source.dynamic_smem_bytes};".encode()
+    return hashlib.sha256(launch + _sources_digest(source)).hexdigest()[:16]
+
+
+def _build(source: KernelSource, target: Target, use_cache: bool, apart: bool) -> tuple[nvrtc.Output, bool]:
+    """The compiler's output for a source, and whether it came from the cache."""
+    if not use_cache:
+        return _run_nvrtc(source, target, apart), False
+    key: bytes = make_program_cache_key(
+        code=source.source,
+        code_type="c++",
+        options=_options(source, target, ()),
+        target_type="cubin",
+        # In place of the folders' names, which say nothing about the content; the key's own compiler version has no
+        # patch release.
+        extra_digest=_sources_digest(source) + toolchain.fingerprint(),
+    )
+    parts = cache.load(key)
+    if parts is not None and len(parts) == 3:
+        cubin, ptx, log = parts
+        return nvrtc.Output("NVRTC_SUCCESS", cubin, ptx.decode(), log.decode()), True
+    output = _run_nvrtc(source, target, apart)
+    cache.store(key, [output.cubin, output.ptx.encode(), output.log.encode()])
+    return output, False
+
+
+def _run_nvrtc(source: KernelSource, target: Target, apart: bool) -> nvrtc.Output:
+    toolchain.nvrtc_library()
+    folders = (*(folder.resolve() for folder in source.include_dirs), *toolchain.cuda_include_dirs())
+    options = tuple(_options(source, target, folders).as_bytes("nvrtc", "cubin"))
+    job = nvrtc.Job(source.source, _NO_FOLDER + source.name, options)
+    what = f"{source.name}{f': kernel {source.entry!r}' if source.entry else ''}"
+    try:
+        output = compiler_process.run(job) if apart else nvrtc.run(job)
+    except compiler_process.CompilerCrashError as e:
+        raise CompileError(
+            f"{what}: the compiler, {_nvrtc_version()}, crashed ({e}) while it compiled for {target.name} and said "
+            f"nothing of why; shorten the kernel until it compiles, or see what nvcc says of it"
+        ) from None
+    ptx, log = _text(output.ptx, source), _text(output.log, source)
+    if output.status == "NVRTC_ERROR_COMPILATION":
+        raise CompileError(f"{what} does not compile for {target.name}:\n{readable(log, ptx)}")
+    if output.status == "NVRTC_ERROR_INVALID_OPTION":
+        said = f"{_nvrtc_version()} does not take the options for {target.name}, a newer one may"
+        raise MachineError(f"{said}: {log.strip()}")
+    if output.status != "NVRTC_SUCCESS":
+        raise RuntimeError(f"{what}: {output.status}: {log.strip()}")
+    return nvrtc.Output(output.status, output.cubin, ptx, log)
+
+
+def _nvrtc_version() -> str:
+    return "NVRTC " + ".".join(str(number) for number in nvrtc.version())
+
+
+def _options(source: KernelSource, target: Target, folders: tuple[Path, ...]) -> ProgramOptions:
+    return ProgramOptions(
+        name=_NO_FOLDER + source.name,
+        arch=target.name,
+        std="c++17",
+        lineinfo=True,
+        ptxas_options=["-v"],
+        # With a driver at hand NVRTC keeps a cache of its own, and what comes from there has no ptxas log.
+        no_cache=True,
+        include_path=[str(folder) for folder in folders],
+    )
+
+
+def _text(text: str, source: KernelSource) -> str:
+    """What the compiler wrote, with the source under the name that the user knows."""
+    return text.replace(_NO_FOLDER + source.name, source.name).rstrip() + "\n" if text else ""
+
+
+def _sources_digest(source: KernelSource) -> bytes:
+    """SHA-256 over the source and, in the order of their includes, the project headers that it reaches.
+
+    Includes are followed wherever they resolve in ``include_dirs`` or beside the including header; the others are the
+    compiler's own, or missing. Conditions are not evaluated, so a header that is never read may count as well.
+    """
+    digest = hashlib.sha256()
+    seen: set[Path] = set()
+
+    def visit(spelled: bytes, text: bytes, folder: Path | None) -> None:
+        digest.update(b"%d:%s;%d:%s;" % (len(spelled), spelled, len(text), text))
+        for quote, name in _INCLUDE.findall(text):
+            beside = [folder] if folder is not None and quote == b'"' else []
+            for candidate in (*beside, *source.include_dirs):
+                path = candidate / name.decode(errors="replace")
+                if path.is_file():
+                    if path.resolve() not in seen:
+                        seen.add(path.resolve())
+                        visit(name, path.read_bytes(), path.parent)
+                    break
+
+    visit(b"", source.source.encode(), None)
+    return digest.digest()

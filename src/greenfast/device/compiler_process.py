@@ -1,0 +1,136 @@
+"""NVRTC in a process of its own, so that a source on which it crashes takes only that process with it.
+
+The process starts with the first compile and serves all later ones; one that crashed is replaced at the next. It is no
+``multiprocessing`` one: these import the caller's main module again, which a script without a guard does not survive.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+
+from greenfast.device import nvrtc
+
+_CHILD = "import sys; sys.path[:] = sys.argv[1:]; from greenfast.device import nvrtc; nvrtc.serve()"
+
+
+class CompilerCrashError(Exception):
+    """The compiler's process ended during a compile; the message names the signal or the exit code."""
+
+
+class _Process:
+    """The child, and the two pipes to it. Raises OSError, ValueError or EOFError where it cannot start."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        command = [sys.executable or "", "-c", _CHILD, *sys.path]
+        # An interrupt is the parent's to handle: the child inherits the blocked signal.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def usable(self) -> bool:
+        """Whether it runs, and was not inherited through a fork: its pipes are the parent's then."""
+        return self._owner == os.getpid() and self._child.poll() is None
+
+    def run(self, job: nvrtc.Job) -> nvrtc.Output:
+        """As nvrtc.run. Raises CompilerCrashError where the process ends; it is of no use after any other exception."""
+        assert self._child.stdin is not None
+        try:
+            pickle.dump(job, self._child.stdin)
+            self._child.stdin.flush()
+            answer = self._answer()
+        except (EOFError, OSError, pickle.UnpicklingError):
+            raise CompilerCrashError(_ending(self._child.wait())) from None
+        if not isinstance(answer, nvrtc.Output):
+            raise RuntimeError(answer)
+        return answer
+
+    def _answer(self) -> object:
+        assert self._child.stdout is not None
+        return pickle.load(self._child.stdout)
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        if self._owner != os.getpid():
+            return
+        self._child.kill()
+        self._child.wait()
+        for pipe in (self._child.stdin, self._child.stdout):
+            with contextlib.suppress(OSError):  # of what was not yet written to it
+                if pipe is not None:
+                    pipe.close()
+
+
+class _Compiler:
+    """The one process of this program, and whether there can be one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+        self._can_start = True
+
+    def run(self, job: nvrtc.Job) -> nvrtc.Output:
+        with self._lock:
+            if self._process is None or not self._process.usable:
+                self._process = self._start()
+            if self._process is None:
+                return nvrtc.run(job)
+            try:
+                return self._process.run(job)
+            except BaseException:  # an interrupt leaves an answer in the pipe, which is that of no later job
+                self._close()
+                raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+        self._process = None
+
+    def _start(self) -> _Process | None:
+        if not self._can_start:
+            return None
+        try:
+            return _Process()
+        except (EOFError, OSError, ValueError):
+            self._can_start = False
+            return None
+
+
+_COMPILER = _Compiler()
+atexit.register(_COMPILER.close)
+
+
+def run(job: nvrtc.Job) -> nvrtc.Output:
+    """As nvrtc.run, in the process beside this one; in this one where no other can be started.
+
+    Raises CompilerCrashError where the compiler crashes, and RuntimeError as nvrtc.run does. Threads take turns.
+    """
+    return _COMPILER.run(job)
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

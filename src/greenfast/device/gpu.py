@@ -1,0 +1,348 @@
+"""A GPU through cuda.core: memory with guard bands, launches, event timing, clocks."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+from cuda.core import (
+    Device,
+    EventOptions,
+    LaunchConfig,
+    ObjectCode,
+    TensorMapDescriptor,
+    TensorMapDescriptorOptions,
+    launch,
+    system,
+)
+from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # in 1.2 no public module exports them
+from cuda.core.utils import StridedMemoryView
+
+from greenfast.device.compiler import compile_kernel
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import MachineError, UsageError
+from greenfast.spec.facts import DeviceInfo
+from greenfast.spec.kernel import PHASE_BUFFER, Argument, KernelSource, Launch, TensorMap
+from greenfast.spec.problem import Array, Case, OutputSpec
+
+#: Bytes in front of and behind every buffer. They and unwritten outputs hold 0xFF: NaN as float32, float16 and E4M3.
+GUARD_BYTES = 4096
+POISON = 0xFF
+
+# Longer than the host needs to queue one timed iteration, so that the device never waits for the host inside one.
+_SPIN_NS = 60_000
+_SPIN = KernelSource(
+    entry="spin",
+    source="""extern "C" __global__ void spin(long long nanoseconds) {
+  long long start, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - start < nanoseconds);
+}
+""",
+    name="spin.cu",
+    include_dirs=(),
+    block=(1, 1, 1),
+)
+
+
+@dataclass(frozen=True)
+class KernelImage:
+    """A compiled kernel: cubin, kernel's name, block, dynamic shared memory, phase names, and PTX for the emulator."""
+
+    cubin: bytes
+    entry: str
+    block: tuple[int, int, int]
+    dynamic_smem_bytes: int
+    phases: tuple[str, ...] = ()
+    ptx: str = ""
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """The value of a driver call; raises MachineError with the error's name where it failed."""
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, name = driver.cuGetErrorName(status)
+        raise MachineError(f"CUDA: {name.decode() if name else status}")
+    return values[0] if len(values) == 1 else values
+
+
+def device_count() -> int:
+    """How many CUDA devices there are; 0 where there is no driver."""
+    try:
+        if driver.cuInit(0)[0] != driver.CUresult.CUDA_SUCCESS:
+            return 0
+        return int(check(driver.cuDeviceGetCount()))
+    except RuntimeError:  # cuda.bindings cannot find the driver's library
+        return 0
+
+
+def load_kernel(image: KernelImage, device: Device) -> Any:
+    """The kernel of an image on a device (cuda.core Kernel), whose context is the current one.
+
+    Raises MachineError where it asks for more shared memory than a block can have there.
+    """
+    limit = device.properties.max_shared_memory_per_block_optin
+    if image.dynamic_smem_bytes > limit:
+        raise MachineError(
+            f"{image.entry} asks for {image.dynamic_smem_bytes} bytes of dynamic shared memory; a block of "
+            f"{device.name} gets at most {limit}"
+        )
+    kernel = ObjectCode.from_cubin(image.cubin).get_kernel(image.entry)
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    # Beyond 48 KB a launch is refused unless the kernel has been allowed its dynamic shared memory.
+    check(driver.cuKernelSetAttribute(attribute, image.dynamic_smem_bytes, kernel.handle, device.device_id))
+    return kernel
+
+
+class GuardedBuffer:
+    """Device memory for one array, between two guard bands that must never change.
+
+    What fills it is done when a method returns: it runs on the default stream, and launches on others do not wait for
+    that.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._base = int(check(driver.cuMemAlloc(nbytes + 2 * GUARD_BYTES)))
+        self.pointer = self._base + GUARD_BYTES
+        check(driver.cuMemsetD8(self._base, POISON, nbytes + 2 * GUARD_BYTES))
+        check(driver.cuCtxSynchronize())
+
+    def upload(self, array: Array) -> None:
+        """Copy a contiguous host array in."""
+        if self.nbytes:
+            check(driver.cuMemcpyHtoD(self.pointer, array.ctypes.data, self.nbytes))
+            check(driver.cuCtxSynchronize())  # small copies return before they have arrived
+
+    def download(self, shape: Sequence[int], dtype: str) -> Array:
+        """Copy the buffer out as an array of that shape and dtype."""
+        array = np.empty(shape, dtype)
+        if self.nbytes:
+            check(driver.cuMemcpyDtoH(array.ctypes.data, self.pointer, self.nbytes))
+        return array
+
+    def queue_poison(self, stream: Any) -> None:
+        """Queue overwriting the buffer with NaN."""
+        if self.nbytes:
+            check(driver.cuMemsetD8Async(self.pointer, POISON, self.nbytes, stream.handle))
+
+    def guards_intact(self) -> bool:
+        """Whether nothing wrote to the bands in front of and behind the buffer."""
+        for start in (self._base, self.pointer + self.nbytes):
+            band = np.empty(GUARD_BYTES, np.uint8)
+            check(driver.cuMemcpyDtoH(band.ctypes.data, start, GUARD_BYTES))
+            if not (band == POISON).all():
+                return False
+        return True
+
+    def free(self) -> None:
+        """Give the memory back."""
+        check(driver.cuMemFree(self._base))
+
+
+@dataclass(frozen=True)
+class _DeviceArray:
+    """Device memory as an array, in the protocol that cuda.core reads."""
+
+    pointer: int
+    layout: TensorMap
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.layout.shape,
+            "strides": self.layout.strides,
+            "typestr": np.dtype(self.layout.dtype).str,
+            "data": (self.pointer, False),
+            "version": 3,
+        }
+
+
+def tensor_map(layout: TensorMap, pointer: int) -> TensorMapDescriptor:
+    """The descriptor of device memory at ``pointer``, ready to be an argument of a launch."""
+    options = TensorMapDescriptorOptions(
+        box_dim=layout.box,
+        swizzle=TensorMapSwizzle[f"SWIZZLE_{layout.swizzle}B" if layout.swizzle else "NONE"],
+        l2_promotion=TensorMapL2Promotion.L2_128B,
+    )
+    view = StridedMemoryView.from_cuda_array_interface(_DeviceArray(pointer, layout), stream_ptr=-1)
+    return view.as_tensor_map(options=options)
+
+
+class Bound:
+    """A kernel bound to one case in fresh device memory, ready to launch."""
+
+    def __init__(self, gpu: Gpu, image: KernelImage, plan: Launch, case: Case) -> None:
+        self._gpu = gpu
+        self._case = case
+        self._kernel = gpu.load(image)
+        if plan.cluster != (1, 1, 1):
+            raise UsageError(f"{image.entry}: a launch in clusters on a GPU; give the kernel __cluster_dims__ instead")
+        self._config = LaunchConfig(grid=plan.grid, block=image.block, shmem_size=image.dynamic_smem_bytes)
+        self._inputs = {name: np.ascontiguousarray(a) for name, a in case.inputs.items()}
+        self._outputs = dict(case.outputs)
+        if image.phases:
+            blocks = plan.grid[0] * plan.grid[1] * plan.grid[2]
+            self._outputs[PHASE_BUFFER] = OutputSpec((blocks, len(image.phases)), "int64")
+        self._buffers: dict[str, GuardedBuffer] = {}
+        for name, array in self._inputs.items():
+            self._buffers[name] = GuardedBuffer(array.nbytes)
+            self._buffers[name].upload(array)
+        for name, spec in self._outputs.items():
+            self._buffers[name] = GuardedBuffer(int(np.prod(spec.shape)) * np.dtype(spec.dtype).itemsize)
+        self._args = [self._argument(a) for a in plan.args]
+        if len(self._args) != self._kernel.num_arguments:
+            raise UsageError(
+                f"{image.entry} has {self._kernel.num_arguments} parameters, its launch gives {len(self._args)}"
+            )
+
+    def _argument(self, argument: Argument) -> Any:
+        if argument == PHASE_BUFFER and argument not in self._buffers:
+            return 0
+        if isinstance(argument, TensorMap):
+            return tensor_map(argument, self._buffer(argument.buffer).pointer)
+        if isinstance(argument, str):
+            return self._buffer(argument).pointer
+        if not isinstance(argument, np.number):
+            raise UsageError(
+                "a struct by value in a launch on a GPU; give its fields as arguments, or use the emulator"
+            )
+        return argument
+
+    def _buffer(self, name: str) -> GuardedBuffer:
+        if name not in self._buffers:
+            raise UsageError(f"launch argument {name!r} is no buffer of the case: {', '.join(self._buffers)}")
+        return self._buffers[name]
+
+    def launch(self) -> None:
+        """Queue one launch."""
+        launch(self._gpu.stream, self._config, self._kernel, *self._args)
+
+    def run(self) -> dict[str, Array]:
+        """Poison the outputs, launch once, wait, and return the outputs."""
+        self.queue_poison()
+        self.launch()
+        self._gpu.stream.sync()
+        return self.outputs()
+
+    def queue_poison(self) -> None:
+        """Queue overwriting all outputs with NaN."""
+        for name in self._outputs:
+            self._buffers[name].queue_poison(self._gpu.stream)
+
+    def outputs(self) -> dict[str, Array]:
+        """The outputs as they are now."""
+        return {name: self._buffers[name].download(spec.shape, spec.dtype) for name, spec in self._outputs.items()}
+
+    def violations(self) -> list[str]:
+        """What the kernel did to memory that is not its own: changed inputs, overwritten guard bands."""
+        found = []
+        for name, array in self._inputs.items():
+            if self._buffers[name].download(array.shape, array.dtype.str).tobytes() != array.tobytes():
+                found.append(f"input {name!r} was changed")
+        found += [f"memory around {name!r} was written" for name, b in self._buffers.items() if not b.guards_intact()]
+        return found
+
+    def free(self) -> None:
+        """Give back the device memory."""
+        for buffer in self._buffers.values():
+            buffer.free()
+        self._buffers.clear()
+
+
+class Gpu:
+    """One CUDA device, made current in this process.
+
+    Raises MachineError where there is no such device.
+    """
+
+    def __init__(self, ordinal: int = 0) -> None:
+        count = device_count()
+        if not 0 <= ordinal < count:
+            raise MachineError(f"no CUDA device {ordinal}: the driver shows {count}")
+        self.device = Device(ordinal)
+        self.device.set_current()
+        self.stream = self.device.create_stream()
+        self._kernels: dict[KernelImage, Any] = {}
+        self._flush: GuardedBuffer | None = None
+        self._spin_kernel: Any = None
+        self._spin_config = LaunchConfig(grid=1, block=1)
+
+    def info(self) -> DeviceInfo:
+        """Name, compute capability, driver and sizes of the device."""
+        properties = self.device.properties
+        capability = self.device.compute_capability
+        cuda = int(check(driver.cuDriverGetVersion()))
+        return DeviceInfo(
+            kind="gpu",
+            name=self.device.name,
+            compute_capability=f"{capability.major}.{capability.minor}",
+            cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}",
+            driver=".".join(f"{part:02d}" for part in system.get_kernel_mode_driver_version()),
+            sm_count=properties.multiprocessor_count,
+            sm_clock_mhz=properties.clock_rate // 1000,
+            memory_bytes=int(check(driver.cuDeviceTotalMem(self.device.device_id))),
+            l2_bytes=properties.l2_cache_size,
+        )
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """(major, minor) compute capability."""
+        return (self.device.compute_capability.major, self.device.compute_capability.minor)
+
+    def load(self, image: KernelImage) -> Any:
+        """The loaded kernel of an image (cuda.core Kernel); each image is loaded once."""
+        if image not in self._kernels:
+            self._kernels[image] = load_kernel(image, self.device)
+        return self._kernels[image]
+
+    def bind(self, image: KernelImage, plan: Launch, case: Case) -> Bound:
+        """Upload a case to fresh memory and bind a kernel to it."""
+        return Bound(self, image, plan, case)
+
+    def clocks(self) -> dict[str, float]:
+        """SM clock in MHz and temperature in degrees Celsius now; empty where the driver does not tell."""
+        try:
+            board = self.device.to_system_device()
+            return {
+                "sm_mhz": float(board.get_clock("sm").get_current_mhz()),
+                "temperature_c": float(board.temperature.get_sensor()),
+            }
+        except Exception:  # any NVML refusal; clocks are extra information that virtual machines often withhold
+            return {}
+
+    def time(self, bound: Bound, warmup: int, iters: int, *, cold: bool) -> list[float]:
+        """Device time in microseconds of each of ``iters`` launches, between two events around each.
+
+        Each iteration queues something else first - warm: a kernel that only spins; cold: a write over twice the L2
+        cache - so that events and launch are all queued before the device reaches them and no host time is measured.
+        The outputs are poisoned before each launch, so that what the last one leaves is its own.
+        """
+        spacer = self._flush_l2 if cold else self._spin
+        for _ in range(warmup):
+            bound.launch()
+        options = EventOptions(timing_enabled=True)
+        pairs = []
+        for _ in range(iters):
+            bound.queue_poison()
+            spacer()
+            start = self.stream.record(options=options)
+            bound.launch()
+            pairs.append((start, self.stream.record(options=options)))
+        self.stream.sync()
+        return [(end - start) * 1e3 for start, end in pairs]
+
+    def _spin(self) -> None:
+        if self._spin_kernel is None:
+            compiled = compile_kernel(_SPIN, Target.of_device(self.capability))
+            self._spin_kernel = self.load(KernelImage(compiled.cubin, _SPIN.entry, _SPIN.block, 0))
+        launch(self.stream, self._spin_config, self._spin_kernel, ctypes.c_longlong(_SPIN_NS))
+
+    def _flush_l2(self) -> None:
+        if self._flush is None:
+            self._flush = GuardedBuffer(2 * self.device.properties.l2_cache_size)
+        check(driver.cuMemsetD8Async(self._flush.pointer, 0, self._flush.nbytes, self.stream.handle))

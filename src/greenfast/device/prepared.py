@@ -1,0 +1,111 @@
+"""A launch whose arguments are packed once: each further one costs the host a single driver call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+
+from greenfast.device.gpu import check
+from greenfast.spec.errors import MachineError, UsageError
+from greenfast.spec.kernel import Argument, Launch, TensorMap, value_bytes
+
+_NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+_SLOT = 64  # bytes that an argument's place is a multiple of: what a tensor map asks for
+_TYPES = {
+    "uint8": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    "uint16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+}
+_SWIZZLES = {
+    0: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+    32: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_32B,
+    64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
+    128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+}
+
+
+def encoded(layout: TensorMap, pointer: int) -> bytes:
+    """The 128 bytes of a tensor map (CUtensorMap) over device memory at ``pointer``."""
+    rank = len(layout.shape)
+    found = check(
+        driver.cuTensorMapEncodeTiled(
+            _TYPES[layout.dtype],
+            rank,
+            pointer,
+            [driver.cuuint64_t(n) for n in reversed(layout.shape)],
+            [driver.cuuint64_t(n) for n in reversed(layout.strides[:-1])],
+            [driver.cuuint32_t(n) for n in reversed(layout.box)],
+            [driver.cuuint32_t(1)] * rank,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            _SWIZZLES[layout.swizzle],
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return ctypes.string_at(found.getPtr(), 128)
+
+
+class NoContextError(MachineError):
+    """The thread has no CUDA context yet: PyTorch makes one current only where it has to."""
+
+
+class Prepared:
+    """One launch of a loaded kernel, on a stream and on device memory that stay the same.
+
+    Calling it queues the launch. It holds no memory of the device, so its pointers are the caller's to keep valid, and
+    nothing in it changes: threads may share it.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        block: tuple[int, int, int],
+        dynamic_smem_bytes: int,
+        plan: Launch,
+        pointers: Mapping[str, int],
+        stream: int,
+    ) -> None:
+        """kernel: a loaded kernel of cuda.core. pointers: device address of each buffer that ``plan`` names.
+
+        Raises UsageError where the plan's arguments are not the kernel's, and MachineError where the driver refuses.
+        """
+        if plan.cluster != (1, 1, 1):
+            raise UsageError("a launch in clusters on a GPU; give the kernel __cluster_dims__ instead")
+        if len(plan.args) != kernel.num_arguments:
+            raise UsageError(f"a kernel of {kernel.num_arguments} parameters, and its launch gives {len(plan.args)}")
+        packed = [_bytes_of(argument, pointers) for argument in plan.args]
+        places = np.cumsum([0, *(-(-len(p) // _SLOT) * _SLOT for p in packed)])
+        self._storage = ctypes.create_string_buffer(int(places[-1]) + _SLOT)
+        base = -(-ctypes.addressof(self._storage) // _SLOT) * _SLOT
+        for place, argument in zip(places, packed, strict=False):
+            ctypes.memmove(base + int(place), argument, len(argument))
+        self._addresses = (ctypes.c_void_p * len(packed))(*(base + int(place) for place in places[:-1]))
+        self._parameters = ctypes.addressof(self._addresses)
+        self._function = driver.CUfunction(int(kernel.handle))
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = plan.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        early = driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [early] if plan.early else []
+        config.sharedMemBytes, config.numAttrs = dynamic_smem_bytes, int(plan.early)
+        config.hStream = driver.CUstream(stream)
+        self._config = config
+
+    def __call__(self) -> None:
+        """Queue the launch. Raises MachineError where the driver refuses it, NoContextError without a context."""
+        status = driver.cuLaunchKernelEx(self._config, self._function, self._parameters, 0)[0]
+        if status:
+            if status == _NO_CONTEXT:
+                raise NoContextError("CUDA: this thread has no context; Device(n).set_current() gives it one")
+            check((status,))
+
+
+def _bytes_of(argument: Argument, pointers: Mapping[str, int]) -> bytes:
+    if isinstance(argument, TensorMap):
+        return encoded(argument, pointers[argument.buffer])
+    return value_bytes(argument, pointers.__getitem__)

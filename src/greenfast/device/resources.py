@@ -1,0 +1,69 @@
+"""The compiler's report on a kernel, read from the log of ``ptxas -v``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+
+from greenfast.spec.errors import MachineError
+from greenfast.spec.facts import Resources
+
+# One section per kernel; functions that it calls without inlining follow inside its section with frames of their own:
+#   ptxas info    : Compiling entry function 'k' for 'sm_89'
+#   ptxas info    : Function properties for k
+#   ptxas         .     144 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
+#   ptxas info    : Used 64 registers, used 1 barriers, 144 bytes cumulative stack size, 256 bytes smem
+_SECTION = re.compile(r"Compiling entry function '([^']+)'")
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers(.*)")
+_SMEM = re.compile(r"(\d+) bytes smem")
+_GLOBAL = re.compile(r"^[\w. ]*\.global\s+(?:\.align\s+\d+\s+)?\.[a-z]+(\d+)\s+([\w$]+)((?:\[\d+\])*)", re.MULTILINE)
+_WORD = re.compile(r"[\w$]+")
+_CUMULATIVE_STACK = re.compile(r"(\d+) bytes cumulative stack size")
+
+
+def device_variable_bytes(ptx: str) -> int:
+    """Bytes of the module's variables in global memory that its code refers to.
+
+    What ptxas -v calls gmem also counts constants that only the compiler used, such as ``static constexpr`` members.
+    """
+    total = 0
+    words = Counter(_WORD.findall(ptx))
+    for declaration in _GLOBAL.finditer(ptx):
+        bits, name, dims = declaration.groups()
+        if words[name] > 1:
+            total += int(bits) // 8 * math.prod(int(n) for n in re.findall(r"\d+", dims))
+    return total
+
+
+def parse_resources(log: str, entry: str, dynamic_smem_bytes: int) -> Resources:
+    """What the compiler says that kernel ``entry`` uses.
+
+    Spills are those of the kernel and of every function that it calls; the stack is the kernel's deepest.
+    Raises MachineError naming what the log lacks: nothing is taken for zero that was not read.
+    """
+    _, *pieces = _SECTION.split(log)
+    sections = dict(zip(pieces[::2], pieces[1::2], strict=True))
+    if entry not in sections:
+        raise MachineError(
+            f"the compiler's log has no section for kernel {entry!r}; it has: {', '.join(sections) or 'none'}"
+        )
+    section = sections[entry]
+    frames = [tuple(map(int, frame)) for frame in _FRAME.findall(section)]
+    used = _USED.search(section)
+    if not frames:
+        raise MachineError(f"the compiler's log does not state the stack frame and spills of kernel {entry!r}")
+    if used is None:
+        raise MachineError(f"the compiler's log does not state the registers of kernel {entry!r}")
+    # ptxas leaves shared memory out of the line where a kernel has none.
+    smem = _SMEM.search(used[2])
+    cumulative = _CUMULATIVE_STACK.search(used[2])
+    return Resources(
+        registers=int(used[1]),
+        static_smem_bytes=int(smem[1]) if smem else 0,
+        dynamic_smem_bytes=dynamic_smem_bytes,
+        stack_bytes=max(frames[0][0], int(cumulative[1]) if cumulative else 0),
+        spill_store_bytes=sum(stores for _, stores, _ in frames),
+        spill_load_bytes=sum(loads for _, _, loads in frames),
+    )

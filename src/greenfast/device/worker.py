@@ -1,0 +1,149 @@
+"""A Session in a process of its own, so that a kernel that crashes or hangs takes only that process with it."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any
+
+from greenfast.device.gpu import KernelImage
+from greenfast.device.session import Block, GpuSession, RunResult
+from greenfast.spec.errors import GreenfastError
+from greenfast.spec.facts import DeviceInfo, KernelCounts
+from greenfast.spec.kernel import Launch
+from greenfast.spec.problem import Case
+
+#: Seconds that a process may take to start, with Python and the driver, before any time-out of a kernel counts.
+START_S = 30.0
+
+
+class WorkerError(GreenfastError):
+    """A kernel's process failed: it crashed, hung beyond its time-out, or its device reported an error."""
+
+
+def _serve(connection: Connection, make_session: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Child process: say whether it started, then answer (method, args) until the pipe closes.
+
+    Every message is ("ok", result) or ("error", message).
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle; it closes the pipe
+
+    def attempt(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
+        try:
+            return "ok", function(*arguments)
+        except Exception as e:
+            return "error", f"{e}" if isinstance(e, GreenfastError) else f"{type(e).__name__}: {e}"
+
+    status, session = attempt(make_session, args)
+    connection.send((status, session if status == "error" else None))
+    while status == "ok":
+        try:
+            method, arguments = connection.recv()
+        except EOFError:
+            return
+        reply = attempt(getattr(session, method), arguments)
+        sys.stdout.flush()
+        connection.send(reply)
+
+
+class Worker:
+    """A session in a child process. Use as a context manager; leaving it ends the process.
+
+    Every method raises WorkerError where the process dies, exceeds ``timeout_s`` or reports an error; the worker is
+    closed then.
+    """
+
+    def __init__(self, ordinal: int = 0, *, timeout_s: float, make_session: Callable[..., Any] = GpuSession) -> None:
+        context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make_session, (ordinal,)), daemon=True)
+        # A child that still imports would answer an interrupt with a traceback: it inherits the blocked signal.
+        resource_tracker.ensure_running()  # else start() does this, and unblocks the signal
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        theirs.close()
+        self._timeout_s = timeout_s
+        self._started = False
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        self._connection.close()
+        self._process.kill()
+        self._process.join()
+
+    def _call(self, method: str, *args: Any) -> Any:
+        if not self._started:
+            self._answer("start", START_S)
+            self._started = True
+        with self._failures(method):
+            self._connection.send((method, args))
+        return self._answer(method, self._timeout_s)
+
+    def _answer(self, what: str, seconds: float) -> Any:
+        """The child's next answer. Raises WorkerError, the worker closed, where none comes in time, or an error."""
+        with self._failures(what):
+            if not self._connection.poll(seconds):
+                self.close()
+                raise WorkerError(f"hang: {what} did not end within {seconds:g} s; its process was killed")
+            status, value = self._connection.recv()
+        if status == "error":
+            self.close()
+            raise WorkerError(f"{what}: {value}")
+        return value
+
+    @contextlib.contextmanager
+    def _failures(self, what: str) -> Iterator[None]:
+        """Turn a broken pipe into the crash that it means."""
+        try:
+            yield
+        except (EOFError, OSError) as e:
+            self._process.join(5)
+            raise WorkerError(f"crash: the process ended during {what} (exit {self._process.exitcode})") from e
+
+    def info(self) -> DeviceInfo:
+        """The device."""
+        result: DeviceInfo = self._call("info")
+        return result
+
+    def run(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> RunResult:
+        """Run a case (see GpuSession.run)."""
+        result: RunResult = self._call("run", image, plan, case, repeats)
+        return result
+
+    def prepare(self, key: str, image: KernelImage, plan: Launch, case: Case, warmup: int) -> None:
+        """Bind a case under a key for timing, and warm up."""
+        self._call("prepare", key, image, plan, case, warmup)
+
+    def time(self, key: str, warmup: int, iters: int, cold: bool) -> Block:
+        """Time one block of launches of a prepared case."""
+        block: Block = self._call("time", key, warmup, iters, cold)
+        return block
+
+    def finish(self, key: str) -> RunResult:
+        """The outputs that the last timed launch left; frees the case."""
+        result: RunResult = self._call("finish", key)
+        return result
+
+    def phases(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> dict[str, float]:
+        """Mean SM cycles per block and phase of an instrumented build."""
+        result: dict[str, float] = self._call("phases", image, plan, case, repeats)
+        return result
+
+    def phase_counts(self, image: KernelImage, plan: Launch, case: Case) -> dict[str, KernelCounts]:
+        """What each phase of an instrumented build executes."""
+        result: dict[str, KernelCounts] = self._call("phase_counts", image, plan, case)
+        return result

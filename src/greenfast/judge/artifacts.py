@@ -1,0 +1,142 @@
+"""The JSON files that a run leaves behind, in the fields that the mission names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from greenfast.judge.record import Record, Run, Side, TimingRow
+from greenfast.judge.report.speedups import quoted_from
+from greenfast.spec.errors import UsageError
+
+RECORD = "record.json"
+REPORT = "VALIDATION_REPORT.md"
+PLOT = "performance.png"
+BUILD_META = "build_meta.json"
+CORRECTNESS = "correctness_summary.json"
+PERFORMANCE = "perf_baseline.json"
+
+#: In every row of correctness_summary.json; false where the kernel left nothing to measure.
+_ERROR_GATES = ("max_abs_err_pass", "mean_abs_err_pass", "pct_bad_pass")
+
+
+class PerformanceFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of perf_baseline.json; empty ``results`` stand with the reason in ``pending``."""
+
+    results: list[TimingRow]
+    task: str = ""
+    variant: str = ""
+    format: str = ""
+    pending: str | None = None
+
+    def require_results(self, where: str) -> list[TimingRow]:
+        """The rows; raises UsageError where there are none."""
+        if not self.results:
+            raise UsageError(f"{where}: holds no timings ({self.pending or 'none were taken'})")
+        return self.results
+
+
+def build_meta(run: Run, side: Side) -> dict[str, Any]:
+    """Toggles, compiler, resources, source tree and device of one side."""
+    builds = [
+        {
+            "dims": b.dims,
+            "entry": b.entry,
+            "kernel_hash": b.kernel_hash,
+            "registers": b.resources.registers,
+            "shared_memory_bytes": b.resources.smem_bytes,
+            "static_smem_bytes": b.resources.static_smem_bytes,
+            "dynamic_smem_bytes": b.resources.dynamic_smem_bytes,
+            "stack_bytes": b.resources.stack_bytes,
+            "spill_store_bytes": b.resources.spill_store_bytes,
+            "spill_load_bytes": b.resources.spill_load_bytes,
+            "machine_code": b.machine_code,
+        }
+        for b in side.builds
+    ]
+    first = side.builds[0] if side.builds else None
+    return {
+        "timestamp": run.created,
+        "task": run.task,
+        "variant": side.variant,
+        "format": run.format,
+        "build": {
+            **side.toggles,
+            "arch": run.arch,
+            "flags": first.options if first else [],
+            "compiler": first.compiler if first else "",
+            "kernels": builds,
+        },
+        "git": run.git,
+        "device": run.device,
+        "environment": run.environment,
+    }
+
+
+def correctness_summary(run: Run, side: Side) -> dict[str, Any]:
+    """Errors and gates per (shape, seed); ``all_pass`` is null where nothing ran."""
+    results = []
+    for row in side.correctness:
+        error = row.error
+        results.append(
+            {
+                "shape": row.shape,
+                **row.dims,
+                "seed": row.seed,
+                "max_abs_err": error.max_abs_err if error else None,
+                "mean_abs_err": error.mean_abs_err if error else None,
+                "max_rel_err": error.max_rel_err if error else None,
+                "pct_bad": error.pct_bad if error else None,
+                "format_error": row.format_error,
+                "kernel_error": row.kernel_error,
+                "bound_ratio": row.bound_ratio,
+                "inputs_digest": row.inputs_digest,
+                "gates": dict.fromkeys(_ERROR_GATES, False) | row.gates,
+                "pass": row.passed,
+                "notes": row.notes,
+            }
+        )
+    return {
+        "task": run.task,
+        "variant": side.variant,
+        "format": run.format,
+        "results": results,
+        "all_pass": all(row.passed for row in side.correctness) if results else None,
+        "pending": _pending(run, "CORRECTNESS"),
+    }
+
+
+def performance(run: Run, side: Side) -> dict[str, Any]:
+    """Timings per (shape, seed) and cache state, dimensions beside the mission's fields."""
+    return {
+        "task": run.task,
+        "variant": side.variant,
+        "format": run.format,
+        "results": [{**msgspec.structs.asdict(row), **row.dims} for row in side.timing],
+        "pending": _not_timed(run),
+    }
+
+
+def side_files(run: Run, side: Side) -> dict[str, Any]:
+    """File name -> content of one side's three files."""
+    return {
+        BUILD_META: build_meta(run, side),
+        CORRECTNESS: correctness_summary(run, side),
+        PERFORMANCE: performance(run, side),
+    }
+
+
+def _not_timed(run: Run) -> str | None:
+    """Why there are no timings of this run, or None where there are."""
+    if isinstance(run, Record) and run.quoted is not None:
+        return f"nothing was timed here; PERFORMANCE was {quoted_from(run.quoted)}"
+    return _pending(run, "PERFORMANCE")
+
+
+def _pending(run: Run, gate: str) -> str | None:
+    """Why a gate gave no result, or None where it did."""
+    for result in run.gates:
+        if result.gate == gate and result.status == "PENDING":
+            return result.summary
+    return None

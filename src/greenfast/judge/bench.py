@@ -1,0 +1,68 @@
+"""One variant through BUILD, RESOURCES and CORRECTNESS, then timed: what is wrong is not timed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from greenfast.device.worker import WorkerError
+from greenfast.judge.artifacts import RECORD, REPORT, side_files
+from greenfast.judge.gates.performance import time_sides, timing_rows
+from greenfast.judge.gates.sides import CANDIDATE
+from greenfast.judge.record import BenchRecord, GateResult, TimingRow
+from greenfast.judge.report.markdown import bench_report
+from greenfast.judge.request import Observer, Request
+from greenfast.judge.run import GateRun
+from greenfast.judge.store import check_writable, new_run_folder, to_json
+from greenfast.judge.timing.interleaved import WARM
+from greenfast.judge.variant import Variant
+
+
+@dataclass(frozen=True)
+class BenchOutcome:
+    """A record, and the folder that holds it with the three JSON files."""
+
+    record: BenchRecord
+    folder: Path
+
+
+def bench(request: Request, variant: Variant, observer: Observer) -> BenchOutcome:
+    """Check and time one variant and write its artifacts. Raises MachineError for a folder that cannot be written."""
+    parent = request.out / request.task.config.defaults.results
+    check_writable(parent)
+    run = GateRun(request, {CANDIDATE: variant}, observer)
+    rows: list[TimingRow] = []
+    clocks: dict[str, float] = {}
+    if run.until_correct():
+        rows, clocks = _time(run)
+    record = BenchRecord(**run.facts(), clocks=clocks, side=run.side(CANDIDATE, rows))
+    with new_run_folder(parent, run.stamp) as (work, publish):
+        (work / RECORD).write_text(to_json(record), encoding="utf-8")
+        (work / REPORT).write_text(bench_report(record), encoding="utf-8")
+        for name, content in side_files(record, record.side).items():
+            (work / name).write_text(to_json(content), encoding="utf-8")
+        return BenchOutcome(record, publish())
+
+
+def _time(run: GateRun) -> tuple[list[TimingRow], dict[str, float]]:
+    """Time the one side; its PERFORMANCE gate asks only that the timed launches computed what was checked."""
+    request = run.request
+    try:
+        measurement = time_sides(
+            run.sides,
+            request.task.problem,
+            request.shapes,
+            request.seeds,
+            request.format,
+            request.timing,
+            run.correctness.digests,
+            request.make_worker,
+            run.progress("PERFORMANCE"),
+        )
+    except WorkerError as e:
+        run.add(GateResult(gate="PERFORMANCE", status="FAIL", summary=str(e), reasons=[str(e)]))
+        return [], {}
+    rows = timing_rows(measurement, CANDIDATE, request.shapes, request.timing)
+    warm = "; ".join(f"{r.shape} seed {r.seed} {r.p50_us:.2f} µs" for r in rows if r.cache == WARM)
+    run.add(GateResult(gate="PERFORMANCE", status="PASS", summary=f"timed, p50 with warm L2: {warm}"))
+    return rows, measurement.clocks

@@ -1,0 +1,310 @@
+"""What this machine has for greenfast, what is missing, and the remedy. Loads no torch.
+
+It also runs where packages that the rest of greenfast imports are missing, since it is what names them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from greenfast import __version__
+from greenfast.kernels import KERNEL_DIR
+from greenfast.spec.errors import GreenfastError, UsageError
+
+_ABSENT = ""
+try:
+    from cuda.bindings import driver, nvrtc
+
+    from greenfast.device import cache, toolchain
+    from greenfast.device.compiler import compile_kernel
+    from greenfast.device.gpu import Gpu, device_count
+    from greenfast.device.machine_code import count_instructions, disassemble
+    from greenfast.judge.environment import GIT_SHA_VARIABLE, device_info, git_state
+    from greenfast.judge.profile import ncu
+    from greenfast.judge.task import TaskConfig, load_task
+    from greenfast.judge.tasks import TASKS_VARIABLE, task_folders
+    from greenfast.spec.arch import Target
+    from greenfast.spec.facts import DeviceInfo
+    from greenfast.spec.kernel import KernelSource
+except ImportError as e:
+    _ABSENT = str(e)
+
+Status = Literal["OK", "MISSING", "OPTIONAL"]
+
+#: Packages that every static gate imports, with the least version; pyproject.toml says the same.
+PACKAGES = {
+    "torch": "2.11",
+    "numpy": "2.0",
+    "msgspec": "0.19",
+    "cuda-core": "1.2",
+    "cuda-bindings": "13",
+    "rich": "13",
+    "matplotlib": "3.9",
+}
+_PYTHON = ((3, 10), (3, 13))
+_GPU_TIMEOUT_S = 30.0
+_DEFAULT_TARGET = "sm_89"
+# Variables of others that decide what is found here.
+_OTHERS_VARIABLES = ("XDG_CACHE_HOME", "CUDA_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES")
+_PROBE = """#include <cuda_fp8.h>
+#include <mma.h>
+#include <cuda/std/type_traits>
+extern "C" __global__ void probe(const __nv_fp8_e4m3* x, float* y) { y[threadIdx.x] = float(x[threadIdx.x]); }
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked for.
+
+    OK: it is there. MISSING: the static gates need it. OPTIONAL: it is not there or of no use as it is, and only what
+    the remedy names needs it.
+    """
+
+    what: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+
+def static_gates(findings: Sequence[Finding]) -> bool:
+    """Whether validate can decide BUILD, RESOURCES and EVIDENCE."""
+    return all(f.status != "MISSING" for f in findings)
+
+
+def gpu_gates(findings: Sequence[Finding]) -> bool:
+    """Whether validate can decide PERFORMANCE too."""
+    return static_gates(findings) and any(f.what.startswith("GPU") and f.status == "OK" for f in findings)
+
+
+def examine(environment: Mapping[str, str] | None = None) -> list[Finding]:
+    """Look at everything; ``environment`` is this process's own where it is not given."""
+    variables = os.environ if environment is None else environment
+    findings = [python(), *packages()]
+    if _ABSENT:
+        remedy = "install the packages above, as in: pip install -e . (or run make, which does)"
+        return [*findings, Finding("everything else", "MISSING", f"not looked at: {_ABSENT}", remedy)]
+    devices = gpus()
+    target = next((target for target, _ in devices if target), None)
+    return [
+        *findings,
+        installation(),
+        *_toolchain(),
+        compile_check(target or Target(_DEFAULT_TARGET)),
+        compile_cache(),
+        *(finding for _, finding in devices),
+        clocks([target for target, _ in devices]),
+        _tool("ncu", ncu(), "the profile of EVIDENCE and of `greenfast profile`", "NVIDIA Nsight Compute"),
+        _tool("compute-sanitizer", shutil.which("compute-sanitizer"), "looking for races by hand", "a CUDA toolkit"),
+        *tasks_and_variables(variables),
+    ]
+
+
+def python() -> Finding:
+    """The interpreter."""
+    least, most = _PYTHON
+    fits = least <= sys.version_info[:2] <= most
+    remedy = "" if fits else f"use Python {least[0]}.{least[1]} to {most[0]}.{most[1]}"
+    return Finding("Python", "OK" if fits else "MISSING", platform.python_version(), remedy)
+
+
+def packages() -> list[Finding]:
+    """Each package that the static gates import, by what pip says is installed: nothing is imported."""
+    findings = []
+    for name, least in PACKAGES.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            version = ""
+        fits = bool(version) and _numbers(version) >= _numbers(least)
+        remedy = "" if fits else f'pip install "{name}>={least}"'
+        findings.append(Finding(name, "OK" if fits else "MISSING", version or "not installed", remedy))
+    return findings
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release part of a version: (2, 13, 0) of 2.13.0+cu130."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def installation() -> Finding:
+    """This package: its version, and where it runs from."""
+    if not (KERNEL_DIR.parents[2] / "pyproject.toml").is_file():
+        return Finding("greenfast", "OK", f"{__version__}, an installed package")
+    git = git_state()
+    commit = "without git" if git.sha == "unknown" else f"at {git.sha[:10]}{' with changes' if git.dirty else ''}"
+    return Finding("greenfast", "OK", f"{__version__}, a checkout {commit}")
+
+
+def _toolchain() -> Iterator[Finding]:
+    try:
+        library = toolchain.nvrtc_library()
+        _, major, minor = nvrtc.nvrtcVersion()
+        yield Finding("NVRTC", "OK", f"{major}.{minor}, {library}")
+    except (GreenfastError, RuntimeError) as e:
+        yield _missing("NVRTC", e)
+    try:
+        yield Finding("CUDA headers", "OK", ", ".join(map(str, toolchain.cuda_include_dirs())))
+    except GreenfastError as e:
+        yield _missing("CUDA headers", e)
+    try:
+        yield Finding("nvdisasm", "OK", str(toolchain.nvdisasm()))
+    except GreenfastError as e:
+        yield _missing("nvdisasm", e)
+
+
+def _missing(what: str, error: Exception) -> Finding:
+    """A finding of an error whose message is "what is wrong; the remedy"."""
+    found, _, remedy = str(error).partition("; ")
+    return Finding(what, "MISSING", " ".join(found.split()), " ".join(remedy.split()) or "see the rows above")
+
+
+def compile_check(target: Target) -> Finding:
+    """Compile and disassemble a tiny kernel, past the cache."""
+    source = KernelSource("probe", _PROBE, "probe.cu", (), (32, 1, 1))
+    try:
+        kernel = compile_kernel(source, target, use_cache=False)
+        total = count_instructions(disassemble(kernel.cubin, source.entry))["total"]
+    except (GreenfastError, RuntimeError, OSError) as e:
+        return _missing("compile check", e)
+    found = f"{kernel.compiler}, {target.name}: {kernel.compile_ms:.0f} ms, {total} instructions"
+    return Finding("compile check", "OK", found)
+
+
+def compile_cache() -> Finding:
+    """The folder of compiled kernels; without one everything is compiled anew each time."""
+    remedy = "without it every run compiles anew: set GREENFAST_CACHE_DIR to a folder that can be written"
+    try:
+        folder = cache.cache_dir()
+    except RuntimeError as e:
+        return Finding("compile cache", "OPTIONAL", str(e), remedy)
+    if not folder.exists():
+        nearest = next(parent for parent in folder.absolute().parents if parent.exists())
+        if os.access(nearest, os.W_OK | os.X_OK) and nearest.is_dir():
+            return Finding("compile cache", "OK", f"{folder}, not made yet")
+        return Finding("compile cache", "OPTIONAL", f"{folder} cannot be made in {nearest}", remedy)
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        entries, size = cache.usage()
+    except OSError as e:
+        return Finding("compile cache", "OPTIONAL", f"{folder} cannot be written ({e.strerror})", remedy)
+    return Finding("compile cache", "OK", f"{folder}, {entries} entries, {size / 2**20:.1f} MiB")
+
+
+def gpus() -> list[tuple[Target | None, Finding]]:
+    """Each GPU and the target picked for it (None where it cannot be used); one finding where there is none."""
+    reason = _why_no_gpu()
+    if reason:
+        remedy = "PERFORMANCE needs one: install the NVIDIA driver, and give a container its GPU"
+        return [(None, Finding("GPU", "OPTIONAL", reason, remedy))]
+    found: list[tuple[Target | None, Finding]] = []
+    for ordinal in range(device_count()):
+        try:
+            info = device_info(ordinal, _GPU_TIMEOUT_S)
+        except GreenfastError as e:
+            remedy = "PERFORMANCE needs it; see what nvidia-smi says of it"
+            found.append((None, Finding(f"GPU {ordinal}", "OPTIONAL", " ".join(str(e).split()), remedy)))
+            continue
+        assert info is not None  # an ordinal was given
+        found.append(_gpu(ordinal, info))
+    return found
+
+
+def _gpu(ordinal: int, info: DeviceInfo) -> tuple[Target | None, Finding]:
+    what = f"{info.name}, compute capability {info.compute_capability}, driver {info.driver} (CUDA {info.cuda_version})"
+    major, minor = map(int, info.compute_capability.split("."))
+    try:
+        target = Target.of_device((major, minor))
+    except UsageError as e:
+        return None, Finding(f"GPU {ordinal}", "OPTIONAL", f"{what}: {e}", "PERFORMANCE needs another")
+    return target, Finding(f"GPU {ordinal}", "OK", f"{what}, target {target.name}")
+
+
+def _why_no_gpu() -> str | None:
+    """Why there is no CUDA device, or None where there is one."""
+    try:
+        (error,) = driver.cuInit(0)
+    except RuntimeError:  # cuda.bindings cannot find the driver's library
+        return "no NVIDIA driver"
+    if error != driver.CUresult.CUDA_SUCCESS:
+        return f"the driver shows none (cuInit: {error.name})"
+    return None if device_count() else "the driver shows none"
+
+
+def clocks(targets: Sequence[Target | None]) -> Finding:
+    """Whether NVML tells the clock of the first GPU that can be used."""
+    ordinal = next((i for i, target in enumerate(targets) if target), None)
+    if ordinal is None:
+        return Finding("NVML clocks", "OPTIONAL", "no GPU to read them from", "see GPU")
+    try:
+        now = Gpu(ordinal).clocks()
+    except (GreenfastError, RuntimeError) as e:
+        now, why = {}, str(e)
+    else:
+        why = "NVML does not tell them"
+    if not now:
+        remedy = "timings are taken without them: samples at a fallen clock are then not noticed"
+        return Finding("NVML clocks", "OPTIONAL", why, remedy)
+    return Finding("NVML clocks", "OK", f"SM {now['sm_mhz']:.0f} MHz, {now['temperature_c']:.0f} °C")
+
+
+def _tool(name: str, path: str | None, use: str, package: str) -> Finding:
+    if path:
+        return Finding(name, "OK", path)
+    return Finding(name, "OPTIONAL", "not on the PATH", f"for {use}: install {package}, or add its folder to PATH")
+
+
+def tasks_and_variables(environment: Mapping[str, str]) -> list[Finding]:
+    """The tasks found, and each environment variable in force that greenfast reads."""
+    configs, broken = [], []
+    for folder in task_folders():
+        try:
+            configs.append(load_task(folder).config)
+        except UsageError as e:
+            broken.append(Finding(f"task {folder.name}", "OPTIONAL", "its config does not hold", str(e)))
+    names = ", ".join(config.name for config in configs)
+    remedy = "" if names else "reinstall greenfast, which brings its tasks, or repair the tasks named below"
+    known = Finding("tasks", "OK" if names else "MISSING", names or "none", remedy)
+    return [known, *broken, *_variables(environment, configs)]
+
+
+def _variables(environment: Mapping[str, str], configs: Sequence[TaskConfig]) -> list[Finding]:
+    own = ("GREENFAST_CACHE_DIR", TASKS_VARIABLE, GIT_SHA_VARIABLE, "TORCH_CUDA_ARCH_LIST")
+    toggles = {name: config for config in configs for name in config.toggles}
+    findings = []
+    for name in dict.fromkeys([*own, *_OTHERS_VARIABLES, *toggles]):
+        value = environment.get(name)
+        if not value:
+            continue
+        fault = _fault(name, value, toggles.get(name))
+        findings.append(Finding(name, "OPTIONAL" if fault else "OK", value, fault or ""))
+    return findings or [Finding("environment", "OK", "no variable that greenfast reads is set")]
+
+
+def _fault(name: str, value: str, config: TaskConfig | None) -> str | None:
+    """What is wrong with a variable's value, or None. Toggles and the target matter to the runner of a task only."""
+    try:
+        if name == "TORCH_CUDA_ARCH_LIST":
+            Target.parse(value)
+        if name == TASKS_VARIABLE:
+            lost = [entry for entry in value.split(os.pathsep) if entry and not Path(entry).is_dir()]
+            return f"no such folder: {', '.join(lost)}" if lost else None
+        if config is not None:
+            allowed = config.toggles[name].values
+            if value not in map(str, allowed):
+                return f"allowed values are {allowed}"
+    except UsageError as e:
+        return str(e)
+    return None

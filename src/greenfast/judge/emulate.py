@@ -1,0 +1,341 @@
+"""Run one kernel of a CUDA or PTX file, of anybody's, on the emulator."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.device.compiler import compile_kernel, entries, to_ptx
+from greenfast.emulator.arguments import Arguments, check_parameters, read_arguments, read_array
+from greenfast.emulator.faults import KernelFaultError
+from greenfast.emulator.grid import GridResult, program_of, run_grid
+from greenfast.emulator.program import Program
+from greenfast.emulator.ptx import Module
+from greenfast.emulator.session import REPEAT_THREADS
+from greenfast.judge.store import check_writable, write_whole
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import CompileError, UsageError, unknown
+from greenfast.spec.facts import KernelCounts, Resources
+from greenfast.spec.kernel import KernelSource, Launch
+from greenfast.spec.problem import Array
+
+Extent = tuple[int, int, int]
+
+#: How often a small case runs, each time in another order of its warps, where the request does not say.
+ORDERS = 3
+DEFAULT_TARGET = "sm_90a"
+#: Limits of every target (CUDA C++ Programming Guide, "Compute Capabilities"); a launch beyond them fails.
+_MAX_THREADS, _MAX_BLOCK, _MAX_GRID = 1024, (1024, 1024, 64), (2**31 - 1, 65535, 65535)
+#: Shared memory that a block can have, in KiB, by compute capability (same table).
+_MAX_SHARED = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+
+
+@dataclass(frozen=True)
+class Emulate:
+    """What is to be run.
+
+    kernel: its name, mangled or not; None for the only one of the file. args: in the words of emulator/arguments.py.
+    arch: None for DEFAULT_TARGET, or what a PTX file says. orders: runs, each in another order of the warps; None: as
+    many as the size allows. defines: NAME or NAME=VALUE. expected: output -> .npy file; an element may differ by
+    ``tolerance``. save: folder for the outputs.
+    """
+
+    file: Path
+    kernel: str | None
+    grid: Extent
+    block: Extent
+    args: Sequence[str]
+    smem: int = 0
+    arch: str | None = None
+    seed: int = 0
+    orders: int | None = None
+    defines: Sequence[str] = ()
+    includes: Sequence[Path] = ()
+    expected: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    tolerance: float = 0.0
+    save: Path | None = None
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """An output buffer. min, max and mean are over elements that are no NaN; None where there are none.
+
+    unwritten_bytes: bytes that the kernel never wrote; None for a buffer that it found filled.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    min: float | None
+    max: float | None
+    mean: float | None
+    nan: int
+    bytes: int
+    unwritten_bytes: int | None
+
+
+class Emulated(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run found. ``failures`` say why it is not right; empty where nothing is known to be wrong."""
+
+    file: str
+    kernel: str
+    target: str
+    grid: Extent
+    block: Extent
+    dynamic_smem_bytes: int
+    resources: Resources | None
+    seed: int
+    orders: int
+    seconds: float
+    outputs: list[Output]
+    printed: str
+    counts: KernelCounts
+    failures: list[str]
+    saved: list[str]
+
+
+def emulate(asked: Emulate) -> Emulated:
+    """Compile, run and look at the outputs.
+
+    Raises UsageError for what is asked wrongly, CompileError, KernelFaultError for what the kernel does wrong,
+    UnsupportedError for an instruction that the emulator does not know, and MachineError for a folder that cannot be
+    written.
+    """
+    start = time.perf_counter()
+    _check_launch(asked)
+    arguments = read_arguments(asked.args, asked.seed)
+    expected = {name: _expected(name, path, arguments) for name, path in asked.expected.items()}
+    if asked.save is not None:
+        check_writable(asked.save, "--save")
+    ptx, entry, target, resources = _translate(asked)
+    _check_bounds(asked, ptx, entry)
+    module, program = _program(asked, ptx, entry)
+    check_parameters(program.function, arguments, asked.kernel or entry)
+    threads = math.prod(asked.grid) * math.prod(asked.block)
+    orders = asked.orders or (ORDERS if threads <= REPEAT_THREADS else 1)
+    first, races = _run(asked, ptx, entry, arguments, orders)
+    failures = [f"the kernel changed {n!r}; give it as inout:{n}=... if it may" for n in first.changed_inputs]
+    failures += races
+    failures += [
+        text
+        for name, want in expected.items()
+        for text in _difference(name, first.outputs[name], want, asked.tolerance)
+    ]
+    return Emulated(
+        file=str(asked.file),
+        kernel=entry,
+        target=target or module.target,
+        grid=asked.grid,
+        block=asked.block,
+        dynamic_smem_bytes=asked.smem,
+        resources=resources,
+        seed=asked.seed,
+        orders=orders,
+        seconds=round(time.perf_counter() - start, 3),
+        outputs=[
+            _output(n, a, None if n in arguments.inputs else first.unwritten[n]) for n, a in first.outputs.items()
+        ],
+        printed=first.printed,
+        counts=first.counts.record(),
+        failures=failures,
+        saved=_save(asked.save, first.outputs),
+    )
+
+
+def _check_launch(asked: Emulate) -> None:
+    """Raise UsageError for a launch that every GPU refuses."""
+    threads = math.prod(asked.block)
+    if threads > _MAX_THREADS or any(size > most for size, most in zip(asked.block, _MAX_BLOCK, strict=True)):
+        raise UsageError(
+            f"--block {_comma(asked.block)}: a block has at most {_MAX_THREADS} threads, and at most "
+            f"{_comma(_MAX_BLOCK)} in x, y, z"
+        )
+    if any(size > most for size, most in zip(asked.grid, _MAX_GRID, strict=True)):
+        raise UsageError(f"--grid {_comma(asked.grid)}: at most {_comma(_MAX_GRID)} blocks in x, y, z")
+
+
+def _check_bounds(asked: Emulate, ptx: str, entry: str) -> None:
+    """Raise UsageError where the block has more threads than the kernel's __launch_bounds__."""
+    directives = re.search(rf"\.entry\s+{re.escape(entry)}\s*(?:\([^)]*\))?([^{{;]*)\{{", ptx)
+    limit = re.search(r"\.maxntid\s+([\d,\s]+)", directives[1]) if directives else None
+    most = math.prod(int(size) for size in limit[1].split(",")) if limit else _MAX_THREADS
+    if math.prod(asked.block) > most:
+        raise UsageError(f"--block {_comma(asked.block)}: __launch_bounds__ of {entry} allows {most} threads")
+
+
+def _comma(extent: Extent) -> str:
+    return ",".join(map(str, extent))
+
+
+def _translate(asked: Emulate) -> tuple[str, str, str, Resources | None]:
+    """PTX, the kernel's name in it, the target and, of a compiled source, what the compiler says of the kernel."""
+    try:
+        text = asked.file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        why = e.strerror if isinstance(e, OSError) else "not a text"
+        raise UsageError(f"{asked.file}: cannot be read ({why})") from e
+    if asked.file.suffix == ".ptx":
+        if asked.arch or asked.defines or asked.includes:
+            raise UsageError("--arch, --define and --include are for a CUDA source; a PTX file is compiled already")
+        return text, _entry(asked, entries(text)), "", None
+    defines = [_define(text) for text in asked.defines]
+    if defines:  # messages keep the lines of the file
+        text = "\n".join([*defines, f'#line 1 "{asked.file.name}"', text])
+    folders = (asked.file.resolve().parent, *asked.includes)
+    source = KernelSource(asked.kernel or "", text, asked.file.name, folders, asked.block, asked.smem)
+    target = Target.parse(asked.arch or DEFAULT_TARGET)
+    try:
+        ptx = to_ptx(source, target, apart=True)
+    except CompileError as e:
+        hint = "\nNVRTC compiles device code alone: keep host code and its headers behind #ifndef __CUDACC_RTC__"
+        raise CompileError(f"{e}{hint if 'cannot open source file' in str(e) else ''}") from None
+    entry = _entry(asked, entries(ptx))
+    resources = compile_kernel(dataclasses.replace(source, entry=entry), target, apart=True).resources
+    most = 1024 * _MAX_SHARED[target.capability]
+    if resources.smem_bytes > most:
+        raise UsageError(
+            f"--smem {asked.smem}: with {resources.static_smem_bytes} bytes of static shared memory that is more than "
+            f"the {most} bytes that a block of {target.name} can have"
+        )
+    return ptx, entry, target.name, resources
+
+
+def _program(asked: Emulate, ptx: str, entry: str) -> tuple[Module, Program]:
+    """The kernel's program. Raises UsageError for PTX that was cut off or edited into what no compiler writes."""
+    try:
+        return program_of(ptx, entry)
+    except (AssertionError, AttributeError, IndexError, KeyError, ValueError):
+        if asked.file.suffix != ".ptx":
+            raise
+        raise UsageError(f"{asked.file}: {entry} cannot be read as PTX; is the file whole?") from None
+
+
+def _define(text: str) -> str:
+    match = re.fullmatch(r"([A-Za-z_]\w*)(?:=([^\n]*))?", text)
+    if match is None:
+        raise UsageError(f"--define {text!r}: give NAME or NAME=VALUE")
+    return f"#define {match[1]} {'1' if match[2] is None else match[2]}"
+
+
+def _entry(asked: Emulate, found: Sequence[str]) -> str:
+    """The kernel that is meant, as the file spells it. Raises UsageError naming those there are."""
+    if not found:
+        raise UsageError(f"{asked.file} holds no kernel; a template needs an explicit instantiation in the file")
+    if asked.kernel is None:
+        fitting = list(found)
+    elif asked.kernel in found:
+        fitting = [asked.kernel]
+    else:  # a mangled name holds the name behind its length (Itanium C++ ABI, 5.1.5)
+        part = re.compile(rf"_Z(?:.*\D)?{len(asked.kernel)}{re.escape(asked.kernel)}")
+        fitting = [name for name in found if part.match(name)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not fitting:
+        raise unknown(f"kernel of {asked.file}", asked.kernel or "", found)
+    raise UsageError(f"{asked.file} holds several kernels; name one with --kernel: {', '.join(fitting)}")
+
+
+def _run(asked: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int) -> tuple[GridResult, list[str]]:
+    """The result of the first order of warps, and how others differ from it."""
+    plan = Launch(asked.grid, tuple(arguments.launch))
+    results = []
+    for n in range(orders):
+        try:
+            results.append(
+                run_grid(
+                    ptx, entry, asked.block, asked.smem, plan, arguments.inputs, arguments.outputs, seed=asked.seed + n
+                )
+            )
+        except KernelFaultError as e:
+            if n == 0:
+                raise
+            fault = KernelFaultError(f"{e}; only in the order of the warps that --seed {asked.seed + n} begins with")
+            fault.printed = e.printed
+            raise fault from None
+    first, *others = results
+    return first, [
+        f"{name!r} differs between {orders} orders of the warps, by up to {_largest(differences):g}: a race, or "
+        "atomics whose order rounds differently"
+        for name, data in first.outputs.items()
+        if (differences := [_error(data, o.outputs[name]) for o in others if not _same(data, o.outputs[name])])
+    ]
+
+
+def _same(a: Array, b: Array) -> bool:
+    return a.tobytes() == b.tobytes()
+
+
+def _error(a: Array, b: Array) -> NDArray[np.float64]:
+    """Absolute differences of elements; 0 where both are NaN."""
+    with np.errstate(all="ignore"):
+        error: NDArray[np.float64] = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    error[(a == b) | ((a != a) & (b != b))] = 0.0
+    return error
+
+
+def _largest(errors: Sequence[NDArray[np.float64]]) -> float:
+    """The largest of all; infinite where one is no number."""
+    largest = [float(error.max()) for error in errors]
+    return max(value if value == value else math.inf for value in largest)
+
+
+def _expected(name: str, path: Path, arguments: Arguments) -> Array:
+    """What an output should hold. Raises UsageError for another shape, or no such output."""
+    if name not in arguments.outputs:
+        raise unknown("output in --expect", name, arguments.outputs)
+    want = read_array(path, f"--expect {name}")
+    shape = arguments.outputs[name].shape
+    if want.shape != shape:
+        raise UsageError(f"--expect {name}: {path} has shape {list(want.shape)}, the buffer has {list(shape)}")
+    return want
+
+
+def _difference(name: str, got: Array, want: Array, tolerance: float) -> list[str]:
+    """How an output differs from what is expected; empty where it does not. NaN agrees with NaN."""
+    error = _error(got, want)
+    bad = ~(error <= tolerance) if tolerance else ~((got == want) | ((got != got) & (want != want)))
+    if not bad.any():
+        return []
+    first = np.unravel_index(int(bad.argmax()), got.shape)
+    place = f"{name}[{', '.join(map(str, first))}]"
+    return [
+        f"{int(bad.sum())} of {got.size} elements of {name!r} differ from what is expected by more than {tolerance:g}, "
+        f"at most by {_largest([error]):g}; the first is {place} = {got[first]}, expected {want[first]}"
+    ]
+
+
+def _output(name: str, data: Array, unwritten: int | None) -> Output:
+    numbers = data[data == data]
+    some = numbers.size > 0
+    with np.errstate(all="ignore"):
+        return Output(
+            name=name,
+            dtype=data.dtype.name,
+            shape=data.shape,
+            min=float(numbers.min()) if some else None,
+            max=float(numbers.max()) if some else None,
+            mean=float(numbers.mean(dtype=np.float64)) if some else None,
+            nan=data.size - numbers.size,
+            bytes=data.nbytes,
+            unwritten_bytes=unwritten,
+        )
+
+
+def _save(folder: Path | None, outputs: Mapping[str, Array]) -> list[str]:
+    saved = []
+    for name, data in outputs.items() if folder is not None else ():
+        assert folder is not None
+        content = io.BytesIO()
+        np.save(content, data)
+        write_whole(folder / f"{name}.npy", content.getvalue())
+        saved.append(str(folder / f"{name}.npy"))
+    return saved

@@ -1,0 +1,107 @@
+"""Where a run happens: source tree, packages, time, device."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+
+from greenfast.device.gpu import device_count
+from greenfast.device.worker import Worker
+from greenfast.emulator.session import EmulatorSession
+from greenfast.judge.record import GitState
+from greenfast.kernels import KERNEL_DIR
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import MachineError, UsageError
+from greenfast.spec.facts import DeviceInfo
+
+#: Environment variable: the commit of a tree that was copied without its history.
+GIT_SHA_VARIABLE = "GREENFAST_GIT_SHA"
+
+_PACKAGES = ("torch", "numpy", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
+
+
+def git_state() -> GitState:
+    """The checkout that this package runs from; "unknown" for an installed package or without git.
+
+    A tree that was copied to a GPU machine without its history has no commit to show; GREENFAST_GIT_SHA names the one
+    that it was copied from (branch "copied").
+    """
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *args], cwd=KERNEL_DIR, capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    copied_from = os.environ.get(GIT_SHA_VARIABLE)
+    if copied_from:
+        return GitState(sha=copied_from, branch="copied", dirty=False)
+    sha = git("rev-parse", "HEAD")
+    if sha is None:
+        return GitState(sha="unknown", branch="unknown", dirty=False)
+    return GitState(
+        sha=sha, branch=git("rev-parse", "--abbrev-ref", "HEAD") or "unknown", dirty=bool(git("status", "--porcelain"))
+    )
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that a result depends on."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def now() -> datetime:
+    """The current time, UTC."""
+    return datetime.now(timezone.utc)
+
+
+#: The name of the emulator as a device.
+EMULATOR = "emulator"
+
+
+def choose_device(text: str) -> int | str | None:
+    """What ``--device`` asks for: auto (the first GPU, else the emulator), none, emulator, or a number.
+
+    Raises UsageError for anything else and MachineError for a GPU that is not there.
+    """
+    if text == "none":
+        return None
+    if text == EMULATOR:
+        return EMULATOR
+    count = device_count()
+    if text == "auto":
+        return 0 if count else EMULATOR
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(f"device {text!r}: allowed are auto, none, emulator and a GPU's number")
+    if int(text) >= count:
+        raise MachineError(f"device {text}: the driver shows {count} GPU(s); use --device none to run without one")
+    return int(text)
+
+
+def device_info(ordinal: int | str | None, timeout_s: float) -> DeviceInfo | None:
+    """The chosen device; a GPU as seen from a process of its own, so that this one never holds a CUDA context."""
+    if ordinal is None:
+        return None
+    if isinstance(ordinal, str):
+        return EmulatorSession().info()
+    with Worker(ordinal, timeout_s=timeout_s) as worker:
+        return worker.info()
+
+
+def choose_target(text: str | None, device: DeviceInfo | None, default: str) -> Target:
+    """The target for ``--arch``: what it says, or the device's own, or the task's default without a device."""
+    if text is not None:
+        return Target.parse(text)
+    if device is not None and device.kind == "gpu":
+        major, minor = device.compute_capability.split(".")
+        return Target.of_device((int(major), int(minor)))
+    return Target.parse(default)

@@ -1,0 +1,43 @@
+"""How far one array is from another."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.judge.record import ErrorStats
+
+Floats = NDArray[np.float64]
+
+
+def error_stats(actual: Floats, reference: Floats, bad_abs_err: float) -> ErrorStats:
+    """Measure ``actual`` against ``reference`` (equal shapes, all finite).
+
+    pct_bad is the percentage of elements whose absolute error exceeds ``bad_abs_err``; max_rel_err looks only at
+    elements with |reference| above 1e-3 of the largest, so that a zero crossing does not decide it.
+    Raises ValueError for unequal shapes or values that are not finite: no statistic of those means anything.
+    """
+    if actual.shape != reference.shape:
+        raise ValueError(f"shapes differ: {actual.shape} and {reference.shape}")
+    if not (np.isfinite(actual).all() and np.isfinite(reference).all()):
+        raise ValueError("error statistics of arrays with NaN or infinity")
+    err = np.abs(actual - reference)
+    size = np.abs(reference)
+    large = size > 1e-3 * size.max(initial=0.0)
+    norm = float(np.linalg.norm(reference))
+    err_norm = float(np.linalg.norm(err))
+    return ErrorStats(
+        max_abs_err=float(err.max(initial=0.0)),
+        mean_abs_err=float(err.mean()) if err.size else 0.0,
+        max_rel_err=float((err[large] / size[large]).max(initial=0.0)),
+        relative_error=err_norm / norm if norm > 0 else (0.0 if err_norm == 0 else float("inf")),
+        pct_bad=100.0 * float((err > bad_abs_err).mean()) if err.size else 0.0,
+    )
+
+
+def worst_bound_ratio(actual: Floats, exact: Floats, bound: Floats) -> float:
+    """The largest |actual - exact| / bound over all elements; no error is 0, an error beyond a zero bound infinity."""
+    err = np.abs(actual - exact)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(err == 0, 0.0, err / bound)
+    return float(ratio.max(initial=0.0))

@@ -1,0 +1,214 @@
+"""CORRECTNESS: format error and kernel error per shape and seed, both sides, and the sides against each other."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.device.session import RunResult
+from greenfast.device.worker import Worker, WorkerError
+from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.judge.gates.sides import BuiltSide
+from greenfast.judge.record import CorrectnessRow, ErrorStats, GateResult, ParityRow, Status
+from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
+from greenfast.spec.errors import UsageError
+from greenfast.spec.facts import KernelCounts
+from greenfast.spec.problem import Array, Case, Problem, References
+
+#: Each case runs this often on equal input in fresh memory; outputs that differ in a bit betray a race.
+REPEATS = 2
+
+
+@dataclass
+class CorrectnessOutcome:
+    """What the gate found: rows by role, parity, and a digest of each output by (role, shape, seed).
+
+    counts: by role and shape, those of the first seed; empty where nothing counts.
+    """
+
+    rows: dict[str, list[CorrectnessRow]] = field(default_factory=dict)
+    parity: list[ParityRow] = field(default_factory=list)
+    digests: dict[tuple[str, str, int], str] = field(default_factory=dict)
+    counts: dict[str, dict[str, KernelCounts]] = field(default_factory=dict)
+
+
+def output_digest(outputs: dict[str, Array]) -> str:
+    """SHA-256 over the bits of all outputs."""
+    h = hashlib.sha256()
+    for name in sorted(outputs):
+        h.update(name.encode() + outputs[name].tobytes())
+    return h.hexdigest()
+
+
+def check(
+    sides: Sequence[BuiltSide],
+    problem: Problem,
+    shapes: Sequence[Shape],
+    seeds: Sequence[int],
+    fmt: str,
+    gates: FormatGates,
+    own_gates: Mapping[str, KernelErrorGate],
+    make_worker: Callable[[], Worker],
+    progress: Callable[[float, str], None],
+) -> tuple[GateResult, CorrectnessOutcome]:
+    """Run every side on every (shape, seed), each in a process of its own; a side whose process fails is not run on.
+
+    own_gates: by role, the kernel-error gate of a side whose rung has one of its own.
+
+    Raises UsageError for a problem whose references are not finite or not of the shape that it decodes.
+    """
+    outcome = CorrectnessOutcome({side.role: [] for side in sides})
+    workers = {side.role: make_worker() for side in sides}
+    broken: dict[str, str] = {}
+    cells = [(shape, seed) for shape in shapes for seed in seeds]
+    try:
+        for done, (shape, seed) in enumerate(cells):
+            where = f"{shape.name} seed {seed}"
+            progress(done / len(cells), where)
+            case = problem.make_case(shape.dims, seed, fmt)
+            references = problem.references(shape.dims, seed, fmt)
+            if not (np.isfinite(references.full).all() and np.isfinite(references.exact).all()):
+                raise UsageError(f"{where}: the references hold NaN or infinity; the problem's inputs must not")
+            decoded: dict[str, NDArray[np.float64]] = {}
+            for side in sides:
+                result: RunResult | str
+                try:
+                    if side.role in broken:
+                        raise WorkerError(f"not run: {broken[side.role]}")
+                    plan = side.launches[shape.name]
+                    result = workers[side.role].run(side.image(shape.name), plan, case, REPEATS)
+                    decoded[side.role] = values = problem.decode(result.outputs, fmt)
+                    if values.shape != references.exact.shape:
+                        shapes_differ = f"{values.shape}, the references have {references.exact.shape}"
+                        raise UsageError(f"{where}: decode gives an array of shape {shapes_differ}")
+                    outcome.digests[side.role, shape.name, seed] = output_digest(result.outputs)
+                    if result.counts is not None:
+                        outcome.counts.setdefault(side.role, {}).setdefault(shape.name, result.counts)
+                except WorkerError as e:
+                    broken.setdefault(side.role, str(e))
+                    result = str(e)
+                kernel_gate = own_gates.get(side.role, gates.kernel_error)
+                row = _row(
+                    shape,
+                    seed,
+                    case,
+                    references,
+                    gates.error_for(shape.dims),
+                    kernel_gate,
+                    result,
+                    decoded.get(side.role),
+                )
+                outcome.rows[side.role].append(row)
+            if len(decoded) == 2:
+                same_bits = len({outcome.digests[role, shape.name, seed] for role in decoded}) == 1
+                outcome.parity.append(_parity(shape, seed, same_bits, *decoded.values()))
+    finally:
+        for worker in workers.values():
+            worker.close()
+    return _result(outcome, sides), outcome
+
+
+def _row(
+    shape: Shape,
+    seed: int,
+    case: Case,
+    references: References,
+    gate: ErrorGate,
+    kernel_gate: KernelErrorGate,
+    result: RunResult | str,
+    decoded: NDArray[np.float64] | None,
+) -> CorrectnessRow:
+    """One side's row; a kernel that did not run, or wrote NaN, has no error statistics and fails."""
+    bad = gate.bad_abs_err
+    format_error = error_stats(references.exact, references.full, bad)
+    error = kernel_error = bound_ratio = None
+    held = {"format_error_pass": _within(format_error, gate)}
+    notes = [result] if isinstance(result, str) else list(result.violations)
+    if isinstance(result, str) or decoded is None:
+        held["ran_pass"] = False
+    else:
+        held["memory_pass"] = not result.violations
+        held["repeat_pass"] = result.repeatable
+        if not result.repeatable:
+            notes.append(f"{REPEATS} runs on the same input gave different bits (a race?)")
+        bad_elements = int((~np.isfinite(decoded)).sum())
+        held["finite_pass"] = bad_elements == 0
+        if bad_elements:
+            notes.append(f"{bad_elements} of {decoded.size} output elements are not finite or were never written")
+        else:
+            error = error_stats(decoded, references.full, bad)
+            kernel_error = error_stats(decoded, references.exact, bad)
+            bound_ratio = worst_bound_ratio(decoded, references.exact, references.bound_of(kernel_gate.rounding))
+            held["max_abs_err_pass"] = error.max_abs_err <= gate.max_abs_err
+            held["mean_abs_err_pass"] = error.mean_abs_err <= gate.mean_abs_err
+            held["pct_bad_pass"] = error.pct_bad <= gate.pct_bad
+            held["kernel_relative_error_pass"] = kernel_error.relative_error <= kernel_gate.relative_error
+            held["kernel_bound_pass"] = bound_ratio <= kernel_gate.bound_factor
+    return CorrectnessRow(
+        shape=shape.name,
+        dims=dict(shape.dims),
+        seed=seed,
+        inputs_digest=case.digest,
+        error=error,
+        format_error=format_error,
+        kernel_error=kernel_error,
+        bound_ratio=bound_ratio,
+        gates=held,
+        notes=notes,
+    )
+
+
+def _within(error: ErrorStats, gate: ErrorGate) -> bool:
+    return (
+        error.max_abs_err <= gate.max_abs_err
+        and error.mean_abs_err <= gate.mean_abs_err
+        and error.pct_bad <= gate.pct_bad
+    )
+
+
+def _parity(shape: Shape, seed: int, same_bits: bool, a: NDArray[np.float64], b: NDArray[np.float64]) -> ParityRow:
+    different = a != b
+    differences = np.abs(a[different] - b[different])
+    return ParityRow(
+        shape=shape.name,
+        seed=seed,
+        identical=same_bits,
+        different_elements=int(different.sum()),
+        max_abs_diff=float(np.nanmax(differences)) if np.isfinite(differences).any() else 0.0,
+    )
+
+
+def _result(outcome: CorrectnessOutcome, sides: Sequence[BuiltSide]) -> GateResult:
+    checks: list[tuple[str, str, str, Status]] = []
+    reasons: list[str] = []
+    counts = []
+    for side in sides:
+        rows = outcome.rows[side.role]
+        passed = sum(row.passed for row in rows)
+        counts.append(f"{side.variant.name} {passed}/{len(rows)}")
+        checks.append(
+            (
+                f"{side.role} {side.variant.name}",
+                f"{len(rows)}/{len(rows)}",
+                f"{passed}/{len(rows)}",
+                "PASS" if passed == len(rows) else "FAIL",
+            )
+        )
+        for row in rows:
+            if not row.passed:
+                missed = ", ".join(name.removesuffix("_pass") for name, ok in row.gates.items() if not ok)
+                detail = f" ({'; '.join(row.notes)})" if row.notes else ""
+                reasons.append(f"{side.variant.name} {row.shape} seed {row.seed}: {missed}{detail}")
+    identical = sum(p.identical for p in outcome.parity)
+    parity = f"; outputs identical on {identical}/{len(outcome.parity)}" if outcome.parity else ""
+    return GateResult(
+        gate="CORRECTNESS",
+        status="FAIL" if reasons else "PASS",
+        summary=", ".join(counts) + parity,
+        reasons=reasons,
+        checks=checks,
+    )

@@ -1,0 +1,203 @@
+"""PERFORMANCE: the candidate's speedup over the baseline, with its interval, beside an A/A run of the same protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from greenfast.device.worker import Worker, WorkerError
+from greenfast.judge.gates.correctness import output_digest
+from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
+from greenfast.judge.record import GateResult, SpeedupRow, Status, TimingRow
+from greenfast.judge.task import Shape, Timing
+from greenfast.judge.timing.interleaved import COLD, METHOD, WARM, Cell, Measurement, Timed, measure
+from greenfast.judge.timing.statistics import noise_floor, pool_seeds, speedup_interval, summary, verdict
+from greenfast.spec.problem import Problem
+
+_AGAIN = "baseline again"  # the A of the A/A comparison
+#: With fewer fresh processes an interval says nothing about the next process; no claim is made then.
+MIN_PROCESSES = 3
+
+
+@dataclass
+class PerformanceOutcome:
+    """What the gate found: timing rows by role, speedups, and the clocks seen."""
+
+    rows: dict[str, list[TimingRow]] = field(default_factory=dict)
+    speedups: list[SpeedupRow] = field(default_factory=list)
+    clocks: dict[str, float] = field(default_factory=dict)
+
+
+def time_sides(
+    sides: Sequence[BuiltSide],
+    problem: Problem,
+    shapes: Sequence[Shape],
+    seeds: Sequence[int],
+    fmt: str,
+    timing: Timing,
+    digests: dict[tuple[str, str, int], str],
+    make_worker: Callable[[], Worker],
+    progress: Callable[[float, str], None],
+    *,
+    again: bool = False,
+    order_seed: int = 0,
+) -> Measurement:
+    """Time all sides (and the first one again, for A/A) and check that the timed launches computed what was checked.
+
+    digests: the outputs that passed CORRECTNESS. Raises WorkerError where a timed launch left different bits, wrote out
+    of its outputs, crashed or hung.
+    """
+    cells = [Cell(shape.name, seed, problem.make_case(shape.dims, seed, fmt)) for shape in shapes for seed in seeds]
+    labelled = [(side.role, side) for side in sides] + ([(_AGAIN, sides[0])] if again else [])
+    kernels = {label: {s.name: (side.image(s.name), side.launches[s.name]) for s in shapes} for label, side in labelled}
+    result = measure(kernels, cells, timing, make_worker, progress, order_seed=order_seed)
+    roles = {label: side.role for label, side in labelled}
+    for (label, shape, seed), finals in result.finals.items():
+        for final in finals:
+            problems = list(final.violations)
+            if output_digest(final.outputs) != digests[roles[label], shape, seed]:
+                problems.append("the timed launches left other bits than the checked ones")
+            if problems:
+                raise WorkerError(f"{label} {shape} seed {seed}: {'; '.join(problems)}")
+    return result
+
+
+def timing_rows(measurement: Measurement, role: str, shapes: Sequence[Shape], timing: Timing) -> list[TimingRow]:
+    """One role's rows, per shape, seed and cache state; a cell whose blocks were all discarded has none."""
+    rows = []
+    by_name = {shape.name: shape for shape in shapes}
+    for (label, shape, seed, cache), timed in measurement.timed.items():
+        if label != role or not timed.samples:
+            continue
+        s = summary(timed.samples)
+        rows.append(
+            TimingRow(
+                shape=shape,
+                dims=dict(by_name[shape].dims),
+                seed=seed,
+                method=METHOD,
+                cache=cache,
+                warmup_iters=timing.warmup_iters,
+                timed_iters=len(timed.samples),
+                discarded_iters=timed.discarded,
+                p50_us=round(s.p50_us, 3),
+                p90_us=round(s.p90_us, 3),
+                mean_us=round(s.mean_us, 3),
+                std_us=round(s.std_us, 3),
+                iters_per_sec=round(s.iters_per_sec, 1),
+                block_medians_us=[[round(t, 3) for t in process] for process in timed.medians],
+            )
+        )
+    return rows
+
+
+def gated_shapes(shapes: Sequence[Shape], timing: Timing) -> list[str]:
+    """The shapes that decide: those of ``timing.gate_shapes``, all where none of them is asked for."""
+    return [s.name for s in shapes if s.name in timing.gate_shapes] or [s.name for s in shapes]
+
+
+def check(
+    sides: Sequence[BuiltSide],
+    problem: Problem,
+    shapes: Sequence[Shape],
+    seeds: Sequence[int],
+    fmt: str,
+    timing: Timing,
+    required: float | None,
+    digests: dict[tuple[str, str, int], str],
+    make_worker: Callable[[], Worker],
+    progress: Callable[[float, str], None],
+) -> tuple[GateResult, PerformanceOutcome]:
+    """Measure the speedup per shape; the gated shapes (timing.gate_shapes, else all) decide, warm.
+
+    All gated shapes must be FAST, so no correction for several shapes is needed (an intersection-union test keeps its
+    level). An INCONCLUSIVE result is measured once more, with twice the processes, before it is reported.
+    """
+    outcome = PerformanceOutcome()
+    if timing.processes < MIN_PROCESSES:
+        reason = f"{timing.processes} process(es): a claim needs at least {MIN_PROCESSES}"
+        return GateResult(gate="PERFORMANCE", status="FAIL", summary=reason, reasons=[reason]), outcome
+    gated = gated_shapes(shapes, timing)
+    try:
+        for attempt in range(2):
+            measurement = time_sides(
+                sides, problem, shapes, seeds, fmt, timing, digests, make_worker, progress,
+                again=True, order_seed=attempt,
+            )  # fmt: skip
+            outcome.clocks = measurement.clocks
+            outcome.rows = {side.role: timing_rows(measurement, side.role, shapes, timing) for side in sides}
+            outcome.speedups = [
+                _speedup(measurement, shape.name, seeds, cache, timing, required, shape.name in gated and cache == WARM)
+                for shape in shapes
+                for cache in (WARM, COLD)
+            ]
+            if not any(row.gated and row.verdict == "INCONCLUSIVE" for row in outcome.speedups):
+                break
+            timing = msgspec.structs.replace(
+                timing, processes=2 * timing.processes, blocks=2 * timing.blocks, timed_iters=2 * timing.timed_iters
+            )
+    except (WorkerError, ValueError) as e:  # ValueError: too little was left to compare
+        return GateResult(gate="PERFORMANCE", status="FAIL", summary=str(e), reasons=[str(e)]), PerformanceOutcome()
+    return judge(outcome.speedups, required), outcome
+
+
+def _speedup(
+    measurement: Measurement,
+    shape: str,
+    seeds: Sequence[int],
+    cache: str,
+    timing: Timing,
+    required: float | None,
+    gated: bool,
+) -> SpeedupRow:
+    def blocks(label: str) -> list[list[float]]:
+        timed: list[Timed] = [measurement.timed[label, shape, seed, cache] for seed in seeds]
+        pooled = pool_seeds([t.medians for t in timed])
+        return [process for process in pooled if process]  # a process may have lost all its blocks to a low clock
+
+    baseline, candidate, again = blocks(BASELINE), blocks(CANDIDATE), blocks(_AGAIN)
+    if len(baseline) < MIN_PROCESSES:  # few iterations reach few processes; a low clock takes others
+        kept = f"{shape}, {cache} L2: only {len(baseline)} of {timing.processes} processes have timings"
+        raise ValueError(f"{kept}; a claim needs at least {MIN_PROCESSES}")
+    interval = speedup_interval(baseline, candidate, confidence=timing.confidence)
+    floor = noise_floor(baseline, again)
+    return SpeedupRow(
+        shape=shape,
+        cache=cache,
+        speedup=round(interval.estimate, 4),
+        ci_low=round(interval.low, 4),
+        ci_high=round(interval.high, 4),
+        confidence=timing.confidence,
+        noise_floor=round(floor, 5),
+        required=required or 0.0,
+        gated=gated,
+        verdict=verdict(interval, noise_floor=floor, required=required or 0.0),
+        processes=len(baseline),
+        blocks=sum(len(process) for process in baseline),
+    )
+
+
+def judge(speedups: Sequence[SpeedupRow], required: float | None) -> GateResult:
+    """PASS where every gated row is FAST."""
+    checks: list[tuple[str, str, str, Status]] = []
+    reasons = []
+    summaries = []
+    target = f">= {required:g}x" if required else "faster than the noise"
+    for row in speedups:
+        if not row.gated:
+            continue
+        text = f"{row.speedup:.3f}x [{row.ci_low:.3f}, {row.ci_high:.3f}], {row.verdict}"
+        held = row.verdict == "FAST"
+        checks.append((f"{row.shape}, {row.cache} L2", target, text, "PASS" if held else "FAIL"))
+        summaries.append(f"{row.shape} {text}")
+        if not held:
+            reasons.append(f"{row.shape}: {text}; required {target}, noise floor {100 * row.noise_floor:.2f} %")
+    return GateResult(
+        gate="PERFORMANCE",
+        status="FAIL" if reasons else "PASS",
+        summary="; ".join(summaries),
+        reasons=reasons,
+        checks=checks,
+    )

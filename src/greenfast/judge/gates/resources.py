@@ -1,0 +1,44 @@
+"""RESOURCES: registers, shared memory, stack and spills against each rung's budget. Needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from greenfast.judge.gates.sides import BuiltSide
+from greenfast.judge.record import GateResult, Status
+from greenfast.judge.task import Rung, TaskConfig
+from greenfast.judge.variant import Variant
+
+
+def rung_of(config: TaskConfig, variant: Variant) -> Rung:
+    """The rung that a variant answers to: its own, or the task's default candidate for toggles that are no rung."""
+    names = {rung.name for rung in config.rungs}
+    return config.rung(variant.name if variant.name in names else config.defaults.candidate)
+
+
+def check(config: TaskConfig, sides: Sequence[BuiltSide]) -> GateResult:
+    """Compare every kernel's resources with the budget of its rung for the shape."""
+    checks: list[tuple[str, str, str, Status]] = []
+    reasons = []
+    used = []
+    for side in sides:
+        rung = rung_of(config, side.variant)
+        for shape, kernel in side.distinct:
+            r, budget = kernel.resources, rung.budget_for(config.shape(shape).dims)
+            only = f" ({shape})" if len(side.distinct) > 1 else ""
+            used.append(f"{side.variant.name}{only} {r.registers} registers, {r.smem_bytes / 1024:.1f} KB")
+            for what, limit, actual in (
+                ("registers", budget.registers, r.registers),
+                ("shared memory, bytes", budget.smem_bytes, r.smem_bytes),
+                ("stack, bytes", budget.stack_bytes, r.stack_bytes),
+                ("spills, bytes", budget.spill_bytes, r.spill_bytes),
+                ("device variables, bytes", budget.global_bytes, r.global_bytes),
+            ):
+                held = actual <= limit
+                name = f"{side.role} {side.variant.name} ({shape}): {what}"
+                checks.append((name, f"<= {limit} ({rung.name})", str(actual), "PASS" if held else "FAIL"))
+                if not held:
+                    reasons.append(f"{name} is {actual}, the budget of {rung.name} allows {limit}")
+    return GateResult(
+        gate="RESOURCES", status="FAIL" if reasons else "PASS", summary="; ".join(used), reasons=reasons, checks=checks
+    )

@@ -1,0 +1,43 @@
+"""Run one kernel a few times in this process, for a profiler to watch: python -m greenfast.judge.launch_once JOB.
+
+JOB is the JSON that greenfast.judge.profile makes. The host's phases are NVTX ranges.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import nvtx
+
+from greenfast.device.gpu import Gpu
+from greenfast.judge.gates.sides import build_side
+from greenfast.judge.task import load_task
+from greenfast.judge.tasks import load
+from greenfast.spec.arch import Target
+
+
+def main(text: str) -> None:
+    """Build, upload, launch and download, each in a range of its own."""
+    job = json.loads(text)
+    task = load(load_task(Path(job["task"])))
+    shape = task.config.shape(job["shape"])
+    variant = task.config.toggle_variant(job["toggles"])
+    with nvtx.annotate("build"):
+        side = build_side("profiled", task.family, variant, job["format"], [shape], Target.parse(job["arch"]))
+    with nvtx.annotate("inputs"):
+        case = task.problem.make_case(shape.dims, job["seed"], job["format"])
+    with nvtx.annotate("upload"):
+        gpu = Gpu(job["ordinal"])
+        bound = gpu.bind(side.image(shape.name), side.launches[shape.name], case)
+    with nvtx.annotate("launches"):
+        for _ in range(job["launches"]):
+            bound.launch()
+        gpu.stream.sync()
+    with nvtx.annotate("download"):
+        bound.outputs()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,126 @@
+"""Nsight Compute profiles, and the share of each phase of a kernel by in-kernel clocks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from greenfast.judge.artifacts import RECORD
+from greenfast.judge.gates.sides import CANDIDATE, BuiltSide, build_side
+from greenfast.judge.record import PhaseRecord
+from greenfast.judge.request import Request, Unwatched
+from greenfast.judge.run import GateRun
+from greenfast.judge.store import check_writable, new_run_folder, to_json
+from greenfast.judge.task import Shape
+from greenfast.judge.variant import Variant
+from greenfast.spec.errors import MachineError
+from greenfast.spec.facts import KernelCounts
+
+PROFILE_NAME = "profile.ncu-rep"
+_NCU_TIMEOUT_S = 300
+
+
+def ncu() -> str | None:
+    """The path of Nsight Compute's command line, or None."""
+    return shutil.which("ncu")
+
+
+def take_profile(
+    request: Request,
+    variant: Variant,
+    shape: Shape,
+    seed: int,
+    stamp: str,
+    *,
+    launches: int = 3,
+    metrics: Sequence[str] = (),
+) -> Path:
+    """Profile the last of some launches; returns ``<results>/<stamp>-<shape>-ncu/profile.ncu-rep``.
+
+    metrics: those that are wanted beyond ncu's full set. The clocks are left as they are. Raises MachineError where
+    there is no ncu, or it could not profile.
+    """
+    tool = ncu()
+    if tool is None:
+        raise MachineError("ncu is not on the PATH: install NVIDIA Nsight Compute, or add its folder to PATH")
+    entry = request.task.family.kernel(variant.values, request.format, shape.dims).entry
+    job = {
+        "task": str(request.task.folder),
+        "toggles": variant.values,
+        "shape": shape.name,
+        "seed": seed,
+        "format": request.format,
+        "arch": request.target.name,
+        "ordinal": request.gpu,
+        "launches": launches,
+    }
+    parent = request.out / request.task.config.defaults.results
+    with new_run_folder(parent, f"{stamp}-{shape.name}-ncu") as (work, publish):
+        command = [tool, "--set", "full", "--clock-control", "none", "--nvtx", "--import-source", "yes"]
+        command += ["--metrics", ",".join(metrics)] if metrics else []
+        command += [
+            "--kernel-name",
+            entry,
+            "--launch-skip",
+            str(launches - 1),
+            "--launch-count",
+            "1",
+            "--export",
+            str(work / PROFILE_NAME),
+        ]
+        command += [sys.executable, "-m", "greenfast.judge.launch_once", json.dumps(job)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_NCU_TIMEOUT_S)
+        except subprocess.TimeoutExpired as e:
+            raise MachineError(f"ncu did not end within {_NCU_TIMEOUT_S} s") from e
+        if done.returncode != 0 or not (work / PROFILE_NAME).is_file():
+            said = (done.stdout + done.stderr).strip().splitlines()
+            raise MachineError("ncu could not profile: " + " | ".join(said[-3:]))
+        return publish() / PROFILE_NAME
+
+
+def profile_candidate(request: Request, side: BuiltSide, stamp: str) -> tuple[list[str], str]:
+    """Profile a side on the first gated shape for the EVIDENCE gate: the files, or why there is none."""
+    gated = [s for s in request.shapes if s.name in request.task.config.timing.gate_shapes] or request.shapes
+    try:
+        path = take_profile(request, side.variant, gated[0], request.seeds[0], stamp)
+    except MachineError as e:
+        return [], str(e)
+    return [str(path.relative_to(request.out))], ""
+
+
+def count_phases(request: Request, variant: Variant, *, repeats: int = 5) -> tuple[PhaseRecord, Path]:
+    """Count the cycles of each phase of the instrumented build; returns the record and the folder that holds it.
+
+    Thread 0 of each block counts; waiting at a barrier belongs to the phase that ends next. The counters cost time and
+    keep the compiler from moving work across phases, so shares are what to read, not the sum. On the emulator, which
+    has no cycles, what each phase executes is counted instead.
+    Raises UsageError for a family without an instrumented build, MachineError or WorkerError where it cannot run.
+    """
+    reason = request.cannot_run()
+    if reason or request.device is None:
+        raise MachineError(f"phases cannot be counted; {reason}")
+    parent = request.out / request.task.config.defaults.results
+    check_writable(parent)
+    family, problem = request.task.family, request.task.problem
+    run = GateRun(request, {CANDIDATE: variant}, Unwatched())
+    side = build_side(CANDIDATE, family, variant, request.format, request.shapes, request.target, instrumented=True)
+    cycles: dict[str, dict[str, float]] = {}
+    counts: dict[str, dict[str, KernelCounts]] = {}
+    with request.make_worker() as worker:
+        for shape in request.shapes:
+            image, plan = side.image(shape.name), side.launches[shape.name]
+            case = problem.make_case(shape.dims, request.seeds[0], request.format)
+            if request.device.kind == "gpu":
+                cycles[shape.name] = worker.phases(image, plan, case, repeats)
+            else:
+                counts[shape.name] = worker.phase_counts(image, plan, case)
+    run.sides = [side]
+    record = PhaseRecord(**run.facts(), side=run.side(CANDIDATE, []), phase_cycles=cycles, phase_counts=counts)
+    with new_run_folder(parent, f"{run.stamp}-phases") as (work, publish):
+        (work / RECORD).write_text(to_json(record), encoding="utf-8")
+        return record, publish()

@@ -1,0 +1,231 @@
+"""PERFORMANCE of a machine without a GPU: the speedups of a kept record of the very same kernels, quoted.
+
+A record is quoted only where nothing that decides a time differs: the hashes of both sides' kernels, compiler, options,
+target, format, shapes with their dimensions and inputs, the timing protocol; and where its own gates passed (its
+PERFORMANCE may have failed: then that is quoted). Its age does not matter; its date is shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from greenfast.judge.artifacts import RECORD
+from greenfast.judge.gates.performance import gated_shapes, judge
+from greenfast.judge.gates.sides import BASELINE, CANDIDATE
+from greenfast.judge.record import Build, GateResult, Quote, Record, Side, SpeedupRow, TimingRow
+from greenfast.judge.records import read_record
+from greenfast.judge.report.speedups import quoted_from
+from greenfast.judge.run import GATES, GateRun, pending
+from greenfast.judge.task import Timing
+from greenfast.judge.timing.interleaved import METHOD, WARM
+from greenfast.judge.timing.statistics import Interval, verdict
+from greenfast.spec.errors import UsageError
+
+EVIDENCE = "evidence"
+_TASKS = "tasks"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A comparison that a GPU measured, with its file's path and SHA-256."""
+
+    path: str
+    sha256: str
+    record: Record
+
+
+def evidence_folders(task_folder: Path) -> list[Path]:
+    """Where the records of a task are kept: the task's own evidence folder, and that beside its folder of tasks."""
+    folder = task_folder.resolve()
+    found = [folder / EVIDENCE]
+    if folder.parent.name == _TASKS:
+        found.append(folder.parent.parent / EVIDENCE)
+    return [path for path in found if path.is_dir()]
+
+
+def kept_in(folder: Path) -> list[Kept]:
+    """The measured comparisons below an evidence folder; what cannot be read there is passed over."""
+    found = []
+    for file in sorted(folder.rglob(RECORD)):
+        try:
+            found += _kept(file, (Path(folder.name) / file.relative_to(folder)).as_posix())
+        except UsageError:  # of another version, or damaged: it is not quoted
+            continue
+    return found
+
+
+def kept_at(path: Path) -> list[Kept]:
+    """The measured comparisons of a file, of a run's folder, or of all runs below a folder.
+
+    Raises UsageError where there is none, or one cannot be read.
+    """
+    files = sorted(path.rglob(RECORD)) if path.is_dir() else [path]
+    found = [kept for file in files for kept in _kept(file, str(file))]
+    if not found:
+        raise UsageError(f"--quote {path}: no {RECORD} there is that of a comparison measured on a GPU")
+    return found
+
+
+def _kept(file: Path, shown: str) -> list[Kept]:
+    record = read_record(file)
+    if not isinstance(record, Record) or record.device is None or record.device.kind != "gpu" or not record.speedups:
+        return []
+    return [Kept(shown, hashlib.sha256(file.read_bytes()).hexdigest(), record)]
+
+
+def quote(run: GateRun, kept: Sequence[Kept], required: float | None, reason: str) -> tuple[GateResult, Quote | None]:
+    """PERFORMANCE from the newest record that fits, else PENDING: why nothing was timed, and what the nearest lacks.
+
+    run: has passed CORRECTNESS. required: the speedup that is asked for. reason: why nothing can be timed here.
+    """
+    request = run.request
+    same = [k for k in kept if (k.record.task, k.record.format) == (request.task.config.name, request.format)]
+    found = [(k, differences(k.record, run, required)) for k in same]
+    fresh = [k for k, differs in found if not differs]
+    if fresh:
+        return _quoted(max(fresh, key=lambda k: k.record.created), run, required)
+    wanted = [run.variants[role].name for role in (BASELINE, CANDIDATE)]
+    near = [(k, d) for k, d in found if [k.record.baseline.variant, k.record.candidate.variant] == wanted]
+    if near:
+        newest_first = sorted(near, key=lambda pair: pair[0].record.created, reverse=True)
+        nearest, (first, *others) = min(newest_first, key=lambda pair: len(pair[1]))
+        more = f" (and {len(others)} more)" if others else ""
+        where = nearest.path.removesuffix(f"/{RECORD}")
+        reason += f"; the record of {nearest.record.created[:10]} ({where}) {first}{more}"
+    elif kept:
+        reason += f"; none of {len(kept)} kept records compares {wanted[0]} with {wanted[1]}"
+    return pending("PERFORMANCE", reason), None
+
+
+def _quoted(kept: Kept, run: GateRun, required: float | None) -> tuple[GateResult, Quote]:
+    record, request = kept.record, run.request
+    assert record.device is not None
+    gated = gated_shapes(request.shapes, request.timing)
+    names = {shape.name for shape in request.shapes}
+    rows = [_rejudged(row, required, gated) for row in record.speedups if row.shape in names]
+    quoted = Quote(
+        path=kept.path,
+        sha256=kept.sha256,
+        created=record.created,
+        git=record.git,
+        device=record.device,
+        command=record.command,
+        speedups=rows,
+    )
+    result = judge(rows, required)
+    source = quoted_from(quoted)
+    return (
+        msgspec.structs.replace(
+            result,
+            summary=f"{source}, not measured here: {result.summary}",
+            reasons=[f"{reason} ({source})" for reason in result.reasons],
+            checks=[(f"{what}, quoted", *rest) for what, *rest in result.checks],
+        ),
+        quoted,
+    )
+
+
+def _rejudged(row: SpeedupRow, required: float | None, gated: Sequence[str]) -> SpeedupRow:
+    """The row as this run's requirement sees it; the same requirement keeps its verdict."""
+    asked = required or 0.0
+    said = row.verdict
+    if asked != row.required:
+        said = verdict(Interval(row.speedup, row.ci_low, row.ci_high), noise_floor=row.noise_floor, required=asked)
+    return msgspec.structs.replace(row, required=asked, verdict=said, gated=row.shape in gated and row.cache == WARM)
+
+
+def differences(record: Record, run: GateRun, required: float | None) -> list[str]:
+    """What keeps a record from speaking for this run, in words that follow its name; empty where nothing does."""
+    request = run.request
+    found = []
+    if record.arch != request.target.name:
+        found.append(f"is of {record.arch}, not {request.target.name}")
+    for role, side in ((BASELINE, record.baseline), (CANDIDATE, record.candidate)):
+        found += [text for text in _of_kernels(role, side, run) if text not in found]
+    failed = [gate for gate in GATES if gate != "PERFORMANCE" and record.gate_status(gate) != "PASS"]
+    if failed:
+        found.append(f"did not pass {', '.join(failed)}")
+    found += _of_inputs(record, run)
+    if not found:
+        found += _of_timing(record, run)
+        found += _of_verdicts(record, run, required)
+    return found
+
+
+def _of_kernels(role: str, side: Side, run: GateRun) -> list[str]:
+    built = run.built(role)
+    assert built is not None
+    found = []
+    for shape, kernel in built.kernels.items():
+        then = _build_of(side, shape)
+        if then is None:
+            if any(row.shape == shape for row in side.timing):
+                found.append(f"does not say which of its {role} kernels {shape} ran")
+        elif then.kernel_hash != kernel.kernel_hash:
+            found.append(f"is of another {role} kernel ({then.kernel_hash}, not {kernel.kernel_hash})")
+        elif then.compiler != kernel.compiler:
+            found.append(f"was compiled by {then.compiler}, not {kernel.compiler}")
+        elif then.arch == kernel.target.name and then.options != list(kernel.options):
+            found.append("was compiled with other options")
+    return list(dict.fromkeys(found))
+
+
+def _build_of(side: Side, shape: str) -> Build | None:
+    """The kernel that a shape ran; None where an older record does not say."""
+    if len(side.builds) == 1:
+        return side.builds[0]
+    return next((build for build in side.builds if shape in build.shapes), None)
+
+
+def _of_inputs(record: Record, run: GateRun) -> list[str]:
+    """Shapes, dimensions and seeds; equal digests mean equal inputs."""
+    found: dict[str, None] = {}
+    for role, side in ((BASELINE, record.baseline), (CANDIDATE, record.candidate)):
+        then = {(row.shape, row.seed): row for row in side.correctness}
+        timed = {(row.shape, row.seed) for row in side.timing}
+        for row in run.correctness.rows[role]:
+            before = then.get((row.shape, row.seed))
+            if before is None or (row.shape, row.seed) not in timed:
+                found[f"did not time {row.shape} seed {row.seed}"] = None
+            elif (before.dims, before.inputs_digest) != (row.dims, row.inputs_digest):
+                found[f"had other inputs at {row.shape} seed {row.seed}"] = None
+    return list(found)
+
+
+def _of_timing(record: Record, run: GateRun) -> list[str]:
+    timing = run.request.timing
+    names = {shape.name for shape in run.request.shapes}
+    rows = [row for side in (record.baseline, record.candidate) for row in side.timing if row.shape in names]
+    speedups = [row for row in record.speedups if row.shape in names]
+    as_asked: Callable[[TimingRow], bool] = lambda row: any(_timed_as(row, timing, times) for times in (1, 2))  # noqa: E731
+    if not all(map(as_asked, rows)) or any(row.confidence != timing.confidence for row in speedups):
+        return ["was timed otherwise (method, launches, processes, blocks or confidence)"]
+    return []
+
+
+def _timed_as(row: TimingRow, timing: Timing, times: int) -> bool:
+    """Whether the protocol is this one; ``times``: 2 for what was measured once more because it was inconclusive."""
+    blocks = sum(len(process) for process in row.block_medians_us)
+    return (
+        (row.method, row.warmup_iters) == (METHOD, timing.warmup_iters)
+        and row.timed_iters + row.discarded_iters == times * timing.timed_iters
+        and len(row.block_medians_us) == times * timing.processes
+        and (blocks == times * timing.blocks or (row.discarded_iters > 0 and blocks < times * timing.blocks))
+    )
+
+
+def _of_verdicts(record: Record, run: GateRun, required: float | None) -> list[str]:
+    """Only what was gated there can decide here: any other verdict is one of many. Nor can an open one."""
+    found = []
+    for shape in gated_shapes(run.request.shapes, run.request.timing):
+        row = next((r for r in record.speedups if (r.shape, r.cache) == (shape, WARM)), None)
+        if row is None or not row.gated:
+            found.append(f"did not gate {shape}")
+        elif row.required != (required or 0.0) and _rejudged(row, required, [shape]).verdict == "INCONCLUSIVE":
+            found.append(f"cannot tell whether {shape} reaches {required or 1:g}x")
+    return found

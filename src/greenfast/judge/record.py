@@ -1,0 +1,280 @@
+"""The record of a run: its result with everything that is needed to repeat it.
+
+Records are written as JSON and read back by ``greenfast report`` and ``greenfast compare``; units are in the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from greenfast.judge.peers import OWN, PeerAccuracyRow, PeerContender, PeerRow
+from greenfast.spec.facts import DeviceInfo, KernelCounts, Resources
+
+SCHEMA_VERSION = 1
+
+Status = Literal["PASS", "FAIL", "PENDING"]
+Decision = Literal["MERGE", "DEFER", "PENDING"]
+#: FAST: the whole interval is at or above the required speedup. SHORT: faster beyond the noise, but the whole interval
+#: is below the requirement. NO EFFECT: the whole interval lies inside the noise floor. SLOWER: the whole interval lies
+#: below it. INCONCLUSIVE: the interval is too wide for any of these.
+SpeedVerdict = Literal["FAST", "SHORT", "NO EFFECT", "SLOWER", "INCONCLUSIVE"]
+
+
+class _Data(msgspec.Struct, frozen=True, kw_only=True):
+    pass
+
+
+class GitState(_Data, frozen=True, kw_only=True):
+    """The source tree that ran; ``sha`` is "unknown" outside a git checkout."""
+
+    sha: str
+    branch: str
+    dirty: bool
+
+
+class Build(_Data, frozen=True, kw_only=True):
+    """One compiled kernel. ``kernel_hash`` covers the rendered source and every project header that it includes.
+
+    dims: of the first shape that it is for. shapes: all of them by name; empty in records of older versions.
+    """
+
+    entry: str
+    source: str
+    dims: dict[str, int]
+    arch: str
+    options: list[str]
+    compiler: str
+    kernel_hash: str
+    compile_ms: float
+    from_cache: bool
+    resources: Resources
+    machine_code: dict[str, int] = {}
+    shapes: list[str] = []
+
+
+class ErrorStats(_Data, frozen=True, kw_only=True):
+    """Error of one array against a reference; max_rel_err: over elements with |reference| above 1e-3 of its largest."""
+
+    max_abs_err: float
+    mean_abs_err: float
+    max_rel_err: float
+    relative_error: float
+    pct_bad: float
+
+
+class CorrectnessRow(_Data, frozen=True, kw_only=True):
+    """One side's correctness on one (shape, seed).
+
+    error: kernel output against the unquantized reference. format_error: exact arithmetic on dequantized inputs
+    against the same. kernel_error: kernel output against exact arithmetic. bound_ratio: the worst element's kernel
+    error over the largest that rounding explains. gates: name -> held.
+    """
+
+    shape: str
+    dims: dict[str, int]
+    seed: int
+    inputs_digest: str
+    error: ErrorStats | None
+    format_error: ErrorStats
+    kernel_error: ErrorStats | None
+    bound_ratio: float | None
+    gates: dict[str, bool]
+    notes: list[str] = []
+
+    @property
+    def passed(self) -> bool:
+        """Whether every gate held."""
+        return bool(self.gates) and all(self.gates.values())
+
+
+class ParityRow(_Data, frozen=True, kw_only=True):
+    """Baseline and candidate outputs compared bit by bit on one (shape, seed)."""
+
+    shape: str
+    seed: int
+    identical: bool
+    different_elements: int
+    max_abs_diff: float
+
+
+class TimingRow(_Data, frozen=True, kw_only=True):
+    """One side's timing on one (shape, seed); method and cache label what was timed."""
+
+    shape: str
+    dims: dict[str, int]
+    seed: int
+    method: str
+    cache: str
+    warmup_iters: int
+    timed_iters: int
+    discarded_iters: int
+    p50_us: float
+    p90_us: float
+    mean_us: float
+    std_us: float
+    iters_per_sec: float
+    block_medians_us: list[list[float]] = []  # [process][block]
+
+
+class SpeedupRow(_Data, frozen=True, kw_only=True):
+    """Baseline over candidate time on one shape: 1.10 means that the candidate is 10 % faster.
+
+    required is such a ratio too, 0 where nothing is required; noise_floor is a fraction.
+    """
+
+    shape: str
+    cache: str
+    speedup: float
+    ci_low: float
+    ci_high: float
+    confidence: float
+    noise_floor: float
+    required: float
+    gated: bool
+    verdict: SpeedVerdict
+    processes: int
+    blocks: int
+
+
+class Quote(_Data, frozen=True, kw_only=True):
+    """The speedups of a kept record of the same kernels: what a run that could time nothing says of PERFORMANCE.
+
+    path, sha256: the record's file. created, git, device, command: its own. speedups: its rows for this run's shapes,
+    with the verdicts against what this run requires.
+    """
+
+    path: str
+    sha256: str
+    created: str
+    git: GitState
+    device: DeviceInfo
+    command: str
+    speedups: list[SpeedupRow]
+
+
+class Side(_Data, frozen=True, kw_only=True):
+    """One of the two variants of a comparison, with all that was found out about it.
+
+    counts: by shape; empty unless the kernels ran in the emulator.
+    """
+
+    variant: str
+    toggles: dict[str, int]
+    builds: list[Build] = []
+    correctness: list[CorrectnessRow] = []
+    timing: list[TimingRow] = []
+    counts: dict[str, KernelCounts] = {}
+
+
+class GateResult(_Data, frozen=True, kw_only=True):
+    """One gate's outcome: a status, a line that says why, and rows of (what, target, actual, held)."""
+
+    gate: str
+    status: Status
+    summary: str
+    reasons: list[str] = []
+    checks: list[tuple[str, str, str, Status]] = []
+
+
+def status_of(gates: Sequence[GateResult], gate: str) -> Status:
+    """The status of a gate by name; PENDING where it did not run."""
+    return next((result.status for result in gates if result.gate == gate), "PENDING")
+
+
+class Run(_Data, frozen=True, kw_only=True):
+    """What every run of the gates records: what was asked, where, and how each gate ended.
+
+    least_work: what the problem needs by shape and by the count's name in KernelCounts, where it says so and kernels
+    were counted.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    created: str
+    task: str
+    format: str
+    arch: str
+    command: str
+    package_version: str
+    gates: list[GateResult]
+    git: GitState
+    device: DeviceInfo | None = None
+    environment: dict[str, str] = {}
+    clocks: dict[str, float] = {}
+    least_work: dict[str, dict[str, int]] = {}
+
+    def gate_status(self, gate: str) -> Status:
+        """The status of a gate by name; PENDING where it did not run."""
+        return status_of(self.gates, gate)
+
+    def _require_correct(self, timed: bool) -> None:
+        if timed and self.gate_status("CORRECTNESS") != "PASS":
+            raise ValueError("a record cannot hold timings unless its CORRECTNESS gate passed")
+
+
+class PhaseRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="phases"):
+    """Mean SM cycles per block and phase, by shape, of a variant's instrumented build.
+
+    phase_counts: by shape and phase, what was executed, where the emulator ran it and there are no cycles.
+    """
+
+    side: Side
+    phase_cycles: dict[str, dict[str, float]]
+    phase_counts: dict[str, dict[str, KernelCounts]] = {}
+
+
+class BenchRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="bench"):
+    """One variant, checked and timed. Raises ValueError as Record does."""
+
+    side: Side
+
+    def __post_init__(self) -> None:
+        self._require_correct(bool(self.side.timing))
+
+
+class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison"):
+    """A whole comparison.
+
+    quoted: where nothing was timed, what PERFORMANCE was quoted from; such a record holds no timings or speedups of its
+    own. Raises ValueError where a timing stands beside a correctness that did not pass (no record is wrong but fast),
+    and for one that was both timed and quoted.
+    """
+
+    baseline: Side
+    candidate: Side
+    parity: list[ParityRow] = []
+    speedups: list[SpeedupRow] = []
+    decision: Decision
+    reasons: list[str]
+    quoted: Quote | None = None
+
+    def __post_init__(self) -> None:
+        timed = bool(self.speedups or self.baseline.timing or self.candidate.timing)
+        self._require_correct(timed or self.quoted is not None)
+        if timed and self.quoted is not None:
+            raise ValueError("a record holds timings of its own or quotes another's, never both")
+
+
+class PeersRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="peers"):
+    """The task's own kernel beside its peers, all timed in one run on one GPU; ``side`` holds the kernel's builds.
+
+    Raises ValueError as Record does, and for a time of the own kernel without its error on that shape.
+    """
+
+    side: Side
+    contenders: list[PeerContender]
+    rows: list[PeerRow]
+    accuracy: list[PeerAccuracyRow] = []
+
+    def __post_init__(self) -> None:
+        timed = [row for row in self.rows if row.median_us is not None]
+        self._require_correct(bool(timed or self.side.timing))
+        unchecked = [row.shape for row in timed if row.contender == OWN and row.kernel_error is None]
+        if unchecked:
+            raise ValueError(f"{', '.join(unchecked)}: a time of {OWN} without its error")
+
+
+#: What a record.json may hold; its ``kind`` says which.
+AnyRecord: TypeAlias = "Record | BenchRecord | PhaseRecord | PeersRecord"

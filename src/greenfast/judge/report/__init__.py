@@ -1,0 +1,1 @@
+"""Records as Markdown, tables and plots."""

@@ -1,0 +1,131 @@
+"""The ladder of rungs as Markdown, for the README: verdict tables, and one run as the console showed it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import PurePath
+
+from greenfast.judge.record import Record, SpeedupRow
+from greenfast.judge.report import facts, format
+from greenfast.judge.report.speedups import quoted_from
+
+_HEADER = (
+    "rung",
+    "against",
+    "p50 µs",
+    "speedup",
+    "required",
+    "registers / SMEM",
+    "correctness",
+    "verdict",
+    "decision",
+    "evidence",
+)
+_STALE = "stale"
+
+
+def ladder_table(records: Sequence[tuple[str, Record]], *, stale: Collection[str] = (), shape: str = "mission") -> str:
+    """A row per (path of the evidence, record), in the order given; the path becomes the row's link.
+
+    Records of one task, format, target and device share a table, under a line that states these, the days and commits
+    of the runs, and the shape. stale: paths of records whose kernel is not today's; they are shown as stale, without a
+    number. shape: whose times and speedup are shown. Times are medians over seeds, baseline -> candidate.
+    """
+    groups: dict[tuple[str, ...], list[tuple[str, Record]]] = {}
+    for path, record in records:
+        groups.setdefault((record.task, record.format, record.arch, _machine(record)), []).append((path, record))
+    return "\n\n".join(_group(members, stale, shape) for members in groups.values())
+
+
+def console_form(record: Record) -> str:
+    """The command of a run and what the console showed, without its colours and its last line, the folder."""
+    lines = [f"$ {record.command}"]
+    for gate in record.gates:
+        lines.append(f"{gate.gate:12}{gate.status:8}{gate.summary}")
+        lines += [f"{'':12}- {reason}" for reason in gate.reasons]
+    lines += ["", f"{record.decision}  {record.candidate.variant} against {record.baseline.variant}, {record.format}"]
+    return "\n".join([*lines, *(f"  - {reason}" for reason in record.reasons)])
+
+
+def _group(records: Sequence[tuple[str, Record]], stale: Collection[str], shape: str) -> str:
+    rows = [_stale_row(path, record) if path in stale else _row(path, record, shape) for path, record in records]
+    table = format.table(_HEADER, rows, right=("p50 µs", "speedup", "required"))
+    return f"{_caption([record for _, record in records], shape)}\n\n{table}"
+
+
+def _caption(records: Sequence[Record], shape: str) -> str:
+    first = records[0]
+    dims = next((row.dims for record in records for row in record.candidate.correctness if row.shape == shape), None)
+    where = f"shape {shape}{f' ({format.dims(dims)})' if dims else ''}"
+    days = sorted({record.created[:10] for record in records})
+    span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    commits = list(dict.fromkeys(facts.commit(record) for record in records))
+    return (
+        f"**{first.task}, {first.format}**, {first.arch} on {_machine(first)}; {span}; "
+        f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}. Times and speedups are those of {where}."
+    )
+
+
+def _machine(record: Record) -> str:
+    d = record.device
+    if d is None or d.kind != "gpu":
+        return facts.device(record)
+    return f"{facts.device(record)} (driver {d.driver}, CUDA {d.cuda_version})"
+
+
+def _stale_row(path: str, record: Record) -> list[str]:
+    withheld = [format.NONE] * (len(_HEADER) - 5)
+    return [record.candidate.variant, record.baseline.variant, *withheld, _STALE, _STALE, _link(path)]
+
+
+def _row(path: str, record: Record, shape: str) -> list[str]:
+    speedup = _speedup_of(record, shape)
+    resources = facts.worst_resources(record.candidate)
+    return [
+        record.candidate.variant,
+        record.baseline.variant,
+        *(_speedup_cells(record, speedup) if speedup else ["PENDING"] * 3),
+        f"{resources.registers} / {format.kilobytes(resources.smem_bytes)}" if resources else "PENDING",
+        _correctness_cell(record),
+        _verdict_cell(record, speedup),
+        record.decision,
+        _link(path),
+    ]
+
+
+def _speedup_of(record: Record, shape: str) -> SpeedupRow | None:
+    """The shape's gated speedup, else its first; of a run that timed nothing, the one that it quotes."""
+    speedups = record.quoted.speedups if record.quoted else record.speedups
+    rows = [row for row in speedups if row.shape == shape]
+    return next((row for row in rows if row.gated), rows[0] if rows else None)
+
+
+def _verdict_cell(record: Record, row: SpeedupRow | None) -> str:
+    if row is None:
+        return "PENDING"
+    return f"{row.verdict}, {quoted_from(record.quoted)}" if record.quoted else row.verdict
+
+
+def _speedup_cells(record: Record, row: SpeedupRow) -> list[str]:
+    times = [facts.p50_us(facts.timing_of(side, row)) for side in (record.baseline, record.candidate)]
+    shown = [format.NONE if us is None else format.micros(us) for us in times]
+    return [
+        f"{shown[0]} -> {shown[1]} ({row.cache})",
+        f"{format.speedup(row.speedup)} {format.interval(row.ci_low, row.ci_high)}",
+        format.requirement(row.required),
+    ]
+
+
+def _correctness_cell(record: Record) -> str:
+    if not (record.baseline.correctness or record.candidate.correctness):
+        return record.gate_status("CORRECTNESS")
+    before, after = facts.passed(record.baseline), facts.passed(record.candidate)
+    counts = after if before == after else f"{after} (baseline {before})"
+    return f"{counts} {record.gate_status('CORRECTNESS')}"
+
+
+def _link(path: str) -> str:
+    """A link to the evidence under the name of its run: the folder's, also where the path is a file's."""
+    parts = PurePath(path)
+    name = parts.parent.name if parts.suffix == ".json" else parts.name
+    return f"[{name or path}]({path})"

@@ -1,0 +1,378 @@
+"""A record as Markdown: the validation report, and its short form for a pull request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from greenfast.judge.record import (
+    AnyRecord,
+    BenchRecord,
+    Build,
+    CorrectnessRow,
+    PeersRecord,
+    PhaseRecord,
+    Record,
+    Run,
+    Side,
+)
+from greenfast.judge.report import facts, format, peers
+from greenfast.judge.report.counts import PHASE_HEADER, counts_section, phase_rows
+from greenfast.judge.report.speedups import quoted_from, quoted_section, speedup_line, speedup_table
+from greenfast.spec.facts import Resources
+
+_SHORT_REASONS = 2
+
+
+def validation_report(record: Record, *, plot: str | None = None) -> str:
+    """The whole report. ``plot`` is the path of a figure of this record, relative to where the report will stand."""
+    title = f"# {record.task}: {record.baseline.variant} -> {record.candidate.variant}, {record.decision}"
+    sections = [
+        ("Gates", _gates(record)),
+        ("Correctness", _correctness(record)),
+        ("Parity of the two sides", _parity(record)),
+        ("Performance", _performance(record, plot)),
+        ("Compiler resources", _resources(record)),
+        ("Evidence", _evidence(record)),
+        ("Decision", _decision(record)),
+        ("How to reproduce", _reproduce(record)),
+        ("Build metadata", _metadata(record)),
+    ]
+    body = [f"## {name}\n\n{text}" for name, text in sections]
+    return "\n\n".join([title, format.bullets(_headline(record)), *body]) + "\n"
+
+
+def report(record: AnyRecord, *, plot: str | None = None) -> str:
+    """The whole report of any record; ``plot`` as validation_report takes it."""
+    if isinstance(record, Record):
+        return validation_report(record, plot=plot)
+    if isinstance(record, PeersRecord):
+        return peers_report(record, plot=plot)
+    return bench_report(record) if isinstance(record, BenchRecord) else phase_report(record)
+
+
+def phase_report(record: PhaseRecord) -> str:
+    """The report of the phases of an instrumented build."""
+    rows = [
+        (shape, phase, f"{count:.0f}", format.percent(count / sum(cycles.values())))
+        for shape, cycles in record.phase_cycles.items()
+        for phase, count in cycles.items()
+    ]
+    tables = [
+        f"{shape}, `emulated`:\n\n{format.table(PHASE_HEADER, phase_rows(counts), right=PHASE_HEADER[1:])}"
+        for shape, counts in record.phase_counts.items()
+    ]
+    if rows:
+        header = ("shape", "phase", "cycles per block", "share")
+        tables.append(format.table(header, rows, right=("cycles per block", "share")))
+    return _document(
+        f"{record.task}: phases of {record.side.variant}",
+        [
+            ("Phases", "\n\n".join(tables)),
+            ("How to reproduce", _reproduce(record)),
+            ("Build metadata", _metadata(record)),
+        ],
+    )
+
+
+def peers_report(record: PeersRecord, *, plot: str | None = None) -> str:
+    """The report of a kernel beside its peers; ``plot`` as validation_report takes it."""
+    picture = f"![throughput and times beside the peers]({plot})\n\n" if plot else ""
+    sections = [
+        ("Summary", picture + peers.summary(record)),
+        ("Gates", _gates(record)),
+        ("Times", peers.samples_table(record)),
+        ("Compiler resources", _resources(record)),
+        ("How to reproduce", _reproduce(record)),
+        ("Build metadata", _metadata(record)),
+    ]
+    return _document(f"{record.task}: {record.side.variant} beside its peers", sections)
+
+
+def _document(title: str, sections: list[tuple[str, str]]) -> str:
+    return "\n\n".join([f"# {title}", *(f"## {name}\n\n{text}" for name, text in sections)]) + "\n"
+
+
+def bench_report(record: BenchRecord) -> str:
+    """The report of one variant that was checked and timed alone."""
+    counted = counts_section(_sides(record), record.least_work)
+    sections = [
+        ("Gates", _gates(record)),
+        ("Correctness", _correctness(record)),
+        ("Timing", "\n\n".join(_timings(record)) or facts.gate_line(record, "PERFORMANCE")),
+        ("Compiler resources", _resources(record)),
+        *([("Counts", counted)] if counted else []),
+        ("How to reproduce", _reproduce(record)),
+        ("Build metadata", _metadata(record)),
+    ]
+    return _document(f"{record.task}: {record.side.variant}", sections)
+
+
+def short_form(record: Record) -> str:
+    """At most 15 lines for a pull request: decision, headline, gates, reasons, device and command."""
+    shown = [format.one_line(reason) for reason in record.reasons[:_SHORT_REASONS]]
+    if len(record.reasons) > _SHORT_REASONS:
+        shown.append(f"and {len(record.reasons) - _SHORT_REASONS} more")
+    lines = [
+        *_headline(record),
+        "Gates: " + (", ".join(f"{g.gate} {g.status}" for g in record.gates) or "PENDING: none ran"),
+        "Why: " + ("; ".join(shown) or "no reason recorded"),
+        f"Device: {facts.device(record)}; commit {facts.commit(record)}; {record.created}",
+        f"Reproduce: {format.code(record.command)}",
+    ]
+    sides = f"{format.code(record.baseline.variant)} -> {format.code(record.candidate.variant)}"
+    title = f"**{record.decision}**: {record.task}, {sides}, {record.format}, {record.arch}"
+    return f"{title}\n\n{format.bullets(lines)}\n"
+
+
+def _headline(record: Record) -> list[str]:
+    """The three lines that a hurried reader reads: correctness, performance, resources."""
+    return [
+        f"**Correctness**: {_correctness_line(record)}",
+        f"**Performance**: {_performance_line(record)}",
+        f"**Resources**: {_resources_line(record)}",
+    ]
+
+
+def _correctness_line(record: Record) -> str:
+    sides = (record.baseline, record.candidate)
+    gate = record.gate_status("CORRECTNESS")
+    if not any(side.correctness for side in sides):
+        return facts.gate_line(record, "CORRECTNESS")
+    counts = [f"{facts.passed(side)} {facts.side_status(side)}" for side in sides]
+    text = f"{counts[0]} both sides" if counts[0] == counts[1] else f"baseline {counts[0]}, candidate {counts[1]}"
+    # The gate also judges what no row shows, such as results that change from run to run.
+    agrees = all(facts.side_status(side) == gate for side in sides)
+    return text if agrees else f"{text}; gate {facts.gate_line(record, 'CORRECTNESS')}"
+
+
+def _performance_line(record: Record) -> str:
+    if record.quoted is not None:
+        rows = facts.deciding_speedups(record.quoted.speedups)
+        return f"not measured here, {quoted_from(record.quoted)}: {speedup_line(rows)}"
+    rows = facts.deciding_speedups(record.speedups)
+    return speedup_line(rows) or facts.gate_line(record, "PERFORMANCE")
+
+
+def _resources_line(record: Record) -> str:
+    def line(found: Resources | None) -> str:
+        if found is None:
+            return facts.gate_line(record, "BUILD")
+        return (
+            f"{found.registers} registers, {format.kilobytes(found.smem_bytes)} SMEM, {found.spill_bytes} bytes spilled"
+        )
+
+    before, after = facts.worst_resources(record.baseline), facts.worst_resources(record.candidate)
+    if before is None and after is None:
+        return line(None)
+    return f"{line(after)} (baseline: {line(before)})"
+
+
+def _gates(record: Run) -> str:
+    if not record.gates:
+        return "PENDING: no gate ran"
+    rows = [
+        (gate.gate, what, target, actual, status)
+        for gate in record.gates
+        for what, target, actual, status in gate.checks or [(gate.summary, format.NONE, format.NONE, gate.status)]
+    ]
+    lines = [f"**{gate.gate}** {gate.status}: {'; '.join([gate.summary, *gate.reasons])}" for gate in record.gates]
+    return format.table(("gate", "what", "target", "actual", "status"), rows) + "\n\n" + format.bullets(lines)
+
+
+def _sides(record: Run) -> list[tuple[str, Side]]:
+    """The role and side of each variant of a record."""
+    if isinstance(record, Record):
+        return [("baseline", record.baseline), ("candidate", record.candidate)]
+    return [(record.side.variant, record.side)] if isinstance(record, BenchRecord | PhaseRecord | PeersRecord) else []
+
+
+def _correctness(record: Run) -> str:
+    rows = [_correctness_cells(name, row) for name, side in _sides(record) for row in side.correctness]
+    if not rows:
+        return facts.gate_line(record, "CORRECTNESS")
+    numbers = ("max", "mean", "bad %", "format max", "format mean", "kernel relative", "kernel / bound")
+    text = format.table(("side", "shape", "seed", *numbers, "status", "failed, notes"), rows, right=numbers)
+    return (
+        f"{text}\n\nmax, mean and bad % are absolute errors against the unquantized reference; format errors are "
+        "those of exact arithmetic on the dequantized inputs, which no kernel can better; kernel errors are against "
+        "that exact arithmetic, relative (Frobenius) and as the worst element over what rounding explains."
+    )
+
+
+def _correctness_cells(side: str, row: CorrectnessRow) -> tuple[str, ...]:
+    failed = [name for name, held in row.gates.items() if not held]
+    return (
+        side,
+        row.shape,
+        str(row.seed),
+        format.error(row.error.max_abs_err if row.error else None),
+        format.error(row.error.mean_abs_err if row.error else None),
+        format.error(row.error.pct_bad if row.error else None),
+        format.error(row.format_error.max_abs_err),
+        format.error(row.format_error.mean_abs_err),
+        format.error(row.kernel_error.relative_error if row.kernel_error else None),
+        format.error(row.bound_ratio),
+        facts.row_status(row),
+        "; ".join([*failed, *row.notes]),
+    )
+
+
+def _parity(record: Record) -> str:
+    if not record.parity:
+        return "PENDING: the outputs of the two sides were not compared"
+    same = sum(row.identical for row in record.parity)
+    worst = max(row.max_abs_diff for row in record.parity)
+    rows = [
+        (
+            row.shape,
+            str(row.seed),
+            format.yes(row.identical),
+            str(row.different_elements),
+            format.error(row.max_abs_diff),
+        )
+        for row in record.parity
+    ]
+    numbers = ("different elements", "largest difference")
+    lead = f"Bit-exact on {same}/{len(rows)}" + ("." if same == len(rows) else f"; largest difference {worst:.3g}.")
+    return f"{lead}\n\n" + format.table(("shape", "seed", "bit-exact", *numbers), rows, right=numbers)
+
+
+def _performance(record: Record, plot: str | None) -> str:
+    if record.quoted is not None:
+        return f"{facts.gate_line(record, 'PERFORMANCE')}\n\n{quoted_section(record.quoted)}"
+    parts = [*([f"![block medians and speedups]({plot})"] if plot else []), *_speedups(record), *_timings(record)]
+    return "\n\n".join(parts) if parts else facts.gate_line(record, "PERFORMANCE")
+
+
+def _speedups(record: Record) -> Iterator[str]:
+    if record.speedups:
+        yield speedup_table(record.speedups)
+    elif record.baseline.timing or record.candidate.timing:
+        yield f"Speedup: {facts.gate_line(record, 'PERFORMANCE')}"
+
+
+def _timings(record: Run) -> Iterator[str]:
+    rows = [
+        (
+            name,
+            row.shape,
+            str(row.seed),
+            row.method,
+            row.cache,
+            *(format.micros(us) for us in (row.p50_us, row.p90_us, row.mean_us, row.std_us)),
+            format.percent(row.std_us / row.mean_us),
+            f"{row.iters_per_sec:.0f}",
+            f"{row.timed_iters} after {row.warmup_iters}, {row.discarded_iters} discarded",
+        )
+        for name, side in _sides(record)
+        for row in side.timing
+    ]
+    if rows:
+        numbers = ("p50 µs", "p90 µs", "mean µs", "std µs", "std / mean", "per second")
+        header = ("side", "shape", "seed", "method", "cache", *numbers, "iterations")
+        yield format.table(header, rows, right=numbers)
+
+
+def _builds(record: Run) -> Iterator[tuple[str, str, Build]]:
+    """(side, variant, build) of every kernel."""
+    for name, side in _sides(record):
+        for build in side.builds:
+            yield name, side.variant, build
+
+
+def _resources(record: Run) -> str:
+    rows = [
+        (
+            side,
+            variant,
+            format.dims(build.dims),
+            str(build.resources.registers),
+            format.kilobytes(build.resources.smem_bytes),
+            f"{build.resources.static_smem_bytes} + {build.resources.dynamic_smem_bytes}",
+            str(build.resources.stack_bytes),
+            f"{build.resources.spill_store_bytes} / {build.resources.spill_load_bytes}",
+        )
+        for side, variant, build in _builds(record)
+    ]
+    if not rows:
+        return facts.gate_line(record, "BUILD")
+    numbers = ("registers", "SMEM", "static + dynamic bytes", "stack bytes", "spill store / load bytes")
+    return format.table(("side", "variant", "dims", *numbers), rows, right=numbers)
+
+
+def _evidence(record: Record) -> str:
+    builds = list(_builds(record))
+    counters = sorted({counter for _, _, build in builds for counter in build.machine_code})
+    lead = facts.gate_line(record, "EVIDENCE")
+    counted = counts_section(_sides(record), record.least_work)
+    lead = f"{lead}\n\n{counted}" if counted else lead
+    if not counters:
+        return lead
+    rows = [
+        (side, format.dims(build.dims), *(str(build.machine_code.get(c, format.NONE)) for c in counters))
+        for side, _, build in builds
+    ]
+    table = format.table(("side", "dims", *counters), rows, right=counters)
+    return f"{lead}\n\nInstructions in the machine code:\n\n{table}"
+
+
+def _decision(record: Record) -> str:
+    reasons = format.bullets(record.reasons)
+    return f"**{record.decision}**" + (f"\n\n{reasons}" if reasons else "")
+
+
+def _reproduce(record: Run) -> str:
+    command = f"```\n{record.command}\n```"
+    found: dict[tuple[str, int], tuple[str, dict[str, str]]] = {}
+    for name, side in _sides(record):
+        for row in side.correctness:
+            _, digests = found.setdefault((row.shape, row.seed), (format.dims(row.dims), {}))
+            digests[name] = row.inputs_digest
+    if not found:
+        return command
+    rows = [(shape, sizes, str(seed), _digest_cell(digests)) for (shape, seed), (sizes, digests) in found.items()]
+    return f"{command}\n\nInputs (SHA-256 of the arrays, shortened):\n\n" + format.table(
+        ("shape", "dims", "seed", "digest"), rows
+    )
+
+
+def _digest_cell(digests: dict[str, str]) -> str:
+    different = len(set(digests.values())) > 1
+    if different:
+        return "DIFFERENT INPUTS: " + ", ".join(f"{side} {digest}" for side, digest in digests.items())
+    return next(iter(digests.values()))
+
+
+def _metadata(record: Run) -> str:
+    rows = [("created", record.created), ("task", record.task), ("format", record.format), ("arch", record.arch)]
+    rows += [(f"{name} toggles", format.dims(side.toggles)) for name, side in _sides(record)]
+    for side, _, build in _builds(record):
+        kernel = f"{side} kernel, {format.dims(build.dims)}"
+        cached = ", from cache" if build.from_cache else ""
+        rows += [
+            (
+                kernel,
+                f"{build.entry} in {build.source}, {build.compiler}, {build.arch}, {build.compile_ms:.0f} ms{cached}",
+            ),
+            (f"{kernel}: options", " ".join(build.options) or format.NONE),
+            (f"{kernel}: kernel hash", build.kernel_hash),
+        ]
+    git = record.git
+    rows.append(("git", f"{git.sha} on {git.branch}, {'dirty' if git.dirty else 'clean'}"))
+    rows += _device(record)
+    rows += [(f"clock: {name}", f"{value:g}") for name, value in sorted(record.clocks.items())]
+    rows += sorted(record.environment.items())
+    rows.append(("greenfast", f"{record.package_version}, record schema {record.schema_version}"))
+    return format.table(("what", "value"), rows)
+
+
+def _device(record: Run) -> list[tuple[str, str]]:
+    d = record.device
+    if d is None:
+        return [("device", facts.device(record))]
+    memory = f"memory {d.memory_bytes / 2**30:.1f} GiB, L2 {d.l2_bytes / 2**20:.1f} MiB"
+    return [
+        ("device", f"{facts.device(record)}, compute capability {d.compute_capability}"),
+        ("CUDA, driver", f"{d.cuda_version}, {d.driver}"),
+        *([("device size", f"{d.sm_count} SMs at {d.sm_clock_mhz} MHz, {memory}")] if d.sm_count else []),
+    ]

@@ -1,0 +1,147 @@
+"""What a run is asked to do, with every choice made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from greenfast.device.worker import Worker
+from greenfast.emulator.session import EmulatorSession
+from greenfast.judge.environment import choose_device, choose_target, device_info
+from greenfast.judge.record import GateResult
+from greenfast.judge.task import Shape, Timing
+from greenfast.judge.tasks import LoadedTask
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import MachineError, UsageError
+from greenfast.spec.facts import DeviceInfo
+
+
+class Observer(Protocol):
+    """Whoever watches a run."""
+
+    def gate(self, result: GateResult) -> None:
+        """A gate has ended."""
+
+    def progress(self, gate: str, share: float, text: str) -> None:
+        """A gate is ``share`` (0 to 1) done and now at ``text``."""
+
+
+class Unwatched:
+    """An observer that does not look."""
+
+    def gate(self, result: GateResult) -> None:
+        """Do nothing."""
+
+    def progress(self, gate: str, share: float, text: str) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The choices that every run shares; the variants are the verb's own."""
+
+    task: LoadedTask
+    shapes: list[Shape]
+    seeds: list[int]
+    format: str
+    target: Target
+    ordinal: int | str | None
+    device: DeviceInfo | None
+    timing: Timing
+    timeout_s: float
+    out: Path
+    command: str
+
+    @property
+    def make_worker(self) -> Callable[[], Worker]:
+        """A function that starts a process on the chosen device."""
+        if isinstance(self.ordinal, str):
+            return lambda: Worker(timeout_s=max(self.timeout_s, _EMULATOR_TIMEOUT_S), make_session=EmulatorSession)
+        ordinal = self.ordinal or 0
+        return lambda: Worker(ordinal, timeout_s=self.timeout_s)
+
+    @property
+    def gpu(self) -> int:
+        """The number of the GPU that was chosen. Raises MachineError where none was."""
+        reason = self.cannot_time()
+        if reason or not isinstance(self.ordinal, int):
+            raise MachineError(f"this needs a GPU; {reason}")
+        return self.ordinal
+
+    def cannot_run(self) -> str | None:
+        """Why kernels cannot run here, or None where they can."""
+        if self.device is None:
+            return "no GPU: nothing can run the kernel here"
+        if self.device.kind != "gpu":
+            return None
+        major, minor = self.device.compute_capability.split(".")
+        if not self.target.runs_on((int(major), int(minor))):
+            return f"{self.target.name} code does not run on {self.device.name} ({self.device.compute_capability})"
+        return None
+
+    def cannot_time(self) -> str | None:
+        """Why kernels cannot be timed or profiled here, or None where they can."""
+        if self.device is not None and self.device.kind != "gpu":
+            return f"{self.device.kind}: {self.device.name} says nothing about time"
+        return self.cannot_run()
+
+
+#: Seconds that one case may take on the emulator: it is some thousand times slower than a GPU.
+_EMULATOR_TIMEOUT_S = 1200.0
+
+
+def make_request(
+    task: LoadedTask,
+    *,
+    shapes: Sequence[str] | None,
+    seeds: Sequence[int] | None,
+    fmt: str | None,
+    arch: str | None,
+    device: str,
+    warmup: int | None,
+    iters: int | None,
+    processes: int | None,
+    timeout_s: float,
+    out: Path,
+    command: str,
+) -> Request:
+    """Fill in the task's defaults for what is None, and check the rest.
+
+    Raises UsageError for anything that the task does not know, and MachineError for a device that is not there.
+    """
+    config = task.config
+    chosen = [config.shape(name) for name in (shapes or config.defaults.shapes)]
+    if len({s.name for s in chosen}) != len(chosen):
+        raise UsageError(f"shapes {', '.join(s.name for s in chosen)}: one is named twice")
+    some_seeds = list(config.seeds if seeds is None else seeds)
+    if len(set(some_seeds)) != len(some_seeds) or not some_seeds or min(some_seeds) < 0:
+        raise UsageError(f"seeds {some_seeds}: different whole numbers from 0 up are needed")
+    fmt = fmt or config.defaults.format
+    config.gates(fmt)
+    changes = {"warmup_iters": warmup, "timed_iters": iters, "processes": processes}
+    given = {key: value for key, value in changes.items() if value is not None}
+    for key, value in given.items():
+        if value < 1:
+            raise UsageError(f"{key}: {value} is not at least 1")
+    timing = msgspec.structs.replace(config.timing, **given)
+    if timing.timed_iters < timing.blocks:  # a block has at least one launch
+        timing = msgspec.structs.replace(timing, blocks=max(2, timing.timed_iters))
+    ordinal = choose_device(device)
+    info = device_info(ordinal, timeout_s)
+    return Request(
+        task=task,
+        shapes=chosen,
+        seeds=some_seeds,
+        format=fmt,
+        target=choose_target(arch, info, config.defaults.arch),
+        ordinal=ordinal,
+        device=info,
+        timing=timing,
+        timeout_s=timeout_s,
+        out=out,
+        command=command,
+    )

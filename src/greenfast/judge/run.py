@@ -1,0 +1,162 @@
+"""The gates that every run begins with, for one or two variants, and what every record says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from greenfast import __version__
+from greenfast.judge.environment import git_state, now, package_versions
+from greenfast.judge.gates import build, correctness, evidence, resources
+from greenfast.judge.gates.correctness import CorrectnessOutcome
+from greenfast.judge.gates.sides import BuiltSide
+from greenfast.judge.record import Build, GateResult, Side, Status, TimingRow, status_of
+from greenfast.judge.request import Observer, Request
+from greenfast.judge.task import KernelErrorGate
+from greenfast.judge.variant import Variant
+from greenfast.spec.problem import least_work
+
+GATES = ("BUILD", "RESOURCES", "CORRECTNESS", "PERFORMANCE", "EVIDENCE")
+NOT_CORRECT = "not asked: a kernel that is not correct is not timed"
+
+
+def pending(gate: str, reason: str) -> GateResult:
+    """A gate that could not be asked."""
+    return GateResult(gate=gate, status="PENDING", summary=reason)
+
+
+class GateRun:
+    """One pass through the gates over the variants of each role; every gate's result is kept and shown as it ends."""
+
+    def __init__(self, request: Request, variants: Mapping[str, Variant], observer: Observer) -> None:
+        self.request = request
+        self.variants = dict(variants)
+        self.created = now()
+        self.gates: list[GateResult] = []
+        self.sides: list[BuiltSide] = []
+        self.correctness = CorrectnessOutcome()
+        self._observer = observer
+
+    def add(self, result: GateResult) -> GateResult:
+        """Keep and show a gate's result."""
+        self.gates.append(result)
+        self._observer.gate(result)
+        return result
+
+    def status(self, gate: str) -> Status:
+        """A gate's status so far; PENDING before it ended."""
+        return status_of(self.gates, gate)
+
+    def progress(self, gate: str) -> Callable[[float, str], None]:
+        """The function through which a gate tells how far it is."""
+        return lambda share, text: self._observer.progress(gate, share, text)
+
+    def until_correct(self, untimed: Callable[[str], GateResult] | None = None) -> bool:
+        """BUILD, RESOURCES and CORRECTNESS; says whether the sides may be timed.
+
+        Where they may not, what follows is added as PENDING with its reason (EVIDENCE only where nothing was built).
+        untimed: makes PERFORMANCE of that reason where the sides are correct but nothing can be timed here.
+        """
+        request = self.request
+        result, self.sides = build.check(
+            self.variants, request.task.family, request.format, request.shapes, request.target
+        )
+        if self.add(result).status == "FAIL":
+            for gate in GATES[1:]:
+                self.add(pending(gate, "not asked: BUILD failed"))
+            return False
+        self.add(resources.check(request.task.config, self.sides))
+        reason = request.cannot_run()
+        if reason:
+            self.add(pending("CORRECTNESS", reason))
+            self.add(pending("PERFORMANCE", reason))
+            return False
+        result, self.correctness = correctness.check(
+            self.sides,
+            request.task.problem,
+            request.shapes,
+            request.seeds,
+            request.format,
+            request.task.config.gates(request.format),
+            self._own_gates(),
+            request.make_worker,
+            self.progress("CORRECTNESS"),
+        )
+        if self.add(result).status != "PASS":
+            self.add(pending("PERFORMANCE", NOT_CORRECT))
+            return False
+        reason = request.cannot_time()
+        if reason:
+            self.add(untimed(reason) if untimed else pending("PERFORMANCE", reason))
+        return reason is None
+
+    def _own_gates(self) -> dict[str, KernelErrorGate]:
+        """The kernel-error gates of the roles whose rungs have one of their own."""
+        rungs = {role: resources.rung_of(self.request.task.config, v) for role, v in self.variants.items()}
+        return {role: rung.kernel_error for role, rung in rungs.items() if rung.kernel_error is not None}
+
+    def built(self, role: str) -> BuiltSide | None:
+        """A role's kernels, or None where they did not compile."""
+        return next((side for side in self.sides if side.role == role), None)
+
+    def side(self, role: str, timing: list[TimingRow]) -> Side:
+        """All that was found out about a role's variant."""
+        variant, built = self.variants[role], self.built(role)
+        return Side(
+            variant=variant.name,
+            toggles=variant.values,
+            builds=self._builds(built) if built else [],
+            correctness=self.correctness.rows.get(role, []),
+            timing=timing,
+            counts=self.correctness.counts.get(role, {}),
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """The fields that every record shares, by name."""
+        request = self.request
+        return {
+            "created": self.created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "task": request.task.config.name,
+            "format": request.format,
+            "arch": request.target.name,
+            "command": request.command,
+            "package_version": __version__,
+            "gates": self.gates,
+            "git": git_state(),
+            "device": request.device,
+            "environment": package_versions(),
+            "least_work": self.least_work(),
+        }
+
+    def least_work(self) -> dict[str, dict[str, int]]:
+        """By shape, what the problem says that every kernel must execute; empty where nothing was counted."""
+        request = self.request
+        counted = {shape for counts in self.correctness.counts.values() for shape in counts}
+        found = {s.name: least_work(request.task.problem, s.dims) for s in request.shapes if s.name in counted}
+        return {shape: least for shape, least in found.items() if least}
+
+    @property
+    def stamp(self) -> str:
+        """The name of the run's folder, YYYYMMDD-HHMMSS."""
+        return self.created.strftime("%Y%m%d-%H%M%S")
+
+    def _builds(self, side: BuiltSide) -> list[Build]:
+        counts = evidence.instruction_counts(side)
+        dims = {shape.name: shape.dims for shape in self.request.shapes}
+        return [
+            Build(
+                entry=k.source.entry,
+                source=k.source.name,
+                dims=dict(dims[shape]),
+                arch=k.target.name,
+                options=list(k.options),
+                compiler=k.compiler,
+                kernel_hash=k.kernel_hash,
+                compile_ms=round(k.compile_ms, 1),
+                from_cache=k.from_cache,
+                resources=k.resources,
+                machine_code=counts[k.kernel_hash],
+                shapes=[name for name, other in side.kernels.items() if other.kernel_hash == k.kernel_hash],
+            )
+            for shape, k in side.distinct
+        ]

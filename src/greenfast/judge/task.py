@@ -1,0 +1,314 @@
+"""A task: what is to be validated, as data read from its ``config_forward.json``.
+
+The types below are the schema: msgspec checks every key, type and bound when a file is read.
+``greenfast tasks --schema`` prints them as JSON Schema.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+
+from greenfast.judge.variant import Variant
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError, unknown
+
+CONFIG_NAME = "config_forward.json"
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+Tolerance = Annotated[float, Meta(ge=0)]
+Percent = Annotated[float, Meta(ge=0, le=100)]
+Counter = Literal[
+    "cp_async", "hmma", "imma", "qmma", "hgmma", "qgmma", "igmma", "mufu_ex2", "local_memory", "ldsm", "bar_sync"
+]
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class Shape(_Strict, frozen=True, kw_only=True):
+    """A named problem size; which dimensions it has is the task's own choice (B, H, S, D for attention)."""
+
+    name: Name
+    dims: dict[str, Positive]
+    purpose: str = ""
+
+
+class Budget(_Strict, frozen=True, kw_only=True):
+    """Upper limits per kernel: registers per thread, shared memory (static + dynamic) per block, spills and stack.
+
+    global_bytes: of ``__device__`` variables, in which a kernel could keep results from one launch to the next.
+    """
+
+    registers: Positive
+    smem_bytes: NonNegative
+    spill_bytes: NonNegative = 0
+    stack_bytes: NonNegative = 0
+    global_bytes: NonNegative = 0
+
+
+class BudgetWhere(Budget, frozen=True, kw_only=True):
+    """A budget for shapes whose dimensions include those of ``when``, such as {"D": 128}."""
+
+    when: Annotated[dict[str, Positive], Meta(min_length=1)]
+
+
+class Promises(_Strict, frozen=True, kw_only=True):
+    """What a rung's machine code must show, by instruction counter."""
+
+    at_least: dict[Counter, NonNegative] = {}
+    at_most: dict[Counter, NonNegative] = {}
+    more_than_predecessor: list[Counter] = []
+
+
+class KernelErrorGate(_Strict, frozen=True, kw_only=True):
+    """Limits on the error against exact arithmetic on the same dequantized inputs.
+
+    relative_error: Frobenius norm of the error over that of the exact result.
+    bound_factor: an element may err by at most this multiple of what the problem derives from its roundings.
+    rounding: which of the problem's bounds that is; empty for its first.
+    """
+
+    relative_error: Tolerance
+    bound_factor: Tolerance = 1.0
+    rounding: str = ""
+
+
+class Rung(_Strict, frozen=True, kw_only=True):
+    """One step of the ladder: a named variant with its predecessor, its gate, its budget and its promises.
+
+    required_speedup: predecessor's time over this one's that PERFORMANCE asks for, such as 1.15; None asks for nothing.
+    kernel_error: the rung's own gate in place of its format's, where it rounds more.
+    """
+
+    name: Name
+    title: str
+    toggles: dict[str, int] = {}
+    after: str | None = None
+    required_speedup: Annotated[float, Meta(ge=1)] | None = None
+    budget: Budget
+    budget_where: list[BudgetWhere] = []
+    promises: Promises = Promises()
+    kernel_error: KernelErrorGate | None = None
+
+    def budget_for(self, dims: dict[str, int]) -> Budget:
+        """The first budget of ``budget_where`` that these dimensions meet, else ``budget``."""
+        for budget in self.budget_where:
+            if budget.when.items() <= dims.items():
+                return budget
+        return self.budget
+
+
+class Toggle(_Strict, frozen=True, kw_only=True):
+    """A compile-time switch of the kernel family, read from the environment by its name."""
+
+    default: int
+    values: Annotated[list[int], Meta(min_length=1)]
+    help: str = ""
+
+
+class ErrorGate(_Strict, frozen=True, kw_only=True):
+    """Limits on the error against the unquantized reference; an element is bad beyond ``bad_abs_err``."""
+
+    max_abs_err: Tolerance
+    mean_abs_err: Tolerance
+    pct_bad: Percent
+    bad_abs_err: Tolerance
+
+
+class ErrorWhere(ErrorGate, frozen=True, kw_only=True):
+    """An error gate for shapes whose dimensions include those of ``when``, such as {"CAUSAL": 1}."""
+
+    when: Annotated[dict[str, Positive], Meta(min_length=1)]
+
+
+class FormatGates(_Strict, frozen=True, kw_only=True):
+    """The correctness gates of one number format."""
+
+    error: ErrorGate
+    error_where: list[ErrorWhere] = []
+    kernel_error: KernelErrorGate
+
+    def error_for(self, dims: dict[str, int]) -> ErrorGate:
+        """The first gate of ``error_where`` that these dimensions meet, else ``error``."""
+        return next((gate for gate in self.error_where if gate.when.items() <= dims.items()), self.error)
+
+
+class Timing(_Strict, frozen=True, kw_only=True):
+    """The timing protocol: iterations per shape and seed, spread over fresh processes and interleaved blocks."""
+
+    warmup_iters: Positive = 100
+    timed_iters: Positive = 500
+    processes: Positive = 5
+    blocks: Annotated[int, Meta(ge=2)] = 20
+    confidence: Annotated[float, Meta(gt=0.5, lt=1)] = 0.95
+    gate_shapes: list[str] = []
+
+
+class Defaults(_Strict, frozen=True, kw_only=True):
+    """What ``greenfast validate TASK`` runs when no option says otherwise."""
+
+    baseline: str
+    candidate: str
+    shapes: Annotated[list[str], Meta(min_length=1)]
+    format: str
+    arch: str
+    results: Name
+
+
+class TaskConfig(_Strict, frozen=True, kw_only=True):
+    """The content of a task's ``config_forward.json``.
+
+    family, problem: an importable module, or a Python file beside the config (``family.py``). The family renders
+    kernels (``greenfast.spec.kernel.Family``), the problem makes inputs and references
+    (``greenfast.spec.problem.Problem``). peers: an importable module with the kernel's peers
+    (``greenfast.judge.peers.Peers``); empty where the task has none.
+    """
+
+    name: Name
+    description: str
+    family: str
+    problem: str
+    peers: str = ""
+    shapes: Annotated[list[Shape], Meta(min_length=1)]
+    seeds: Annotated[list[NonNegative], Meta(min_length=1)]
+    formats: Annotated[dict[str, FormatGates], Meta(min_length=1)]
+    toggles: dict[str, Toggle] = {}
+    rungs: Annotated[list[Rung], Meta(min_length=1)]
+    timing: Timing = Timing()
+    defaults: Defaults
+
+    def shape(self, name: str) -> Shape:
+        """The shape of that name; raises UsageError naming the known ones."""
+        for shape in self.shapes:
+            if shape.name == name:
+                return shape
+        raise unknown(f"shape of task {self.name}", name, (s.name for s in self.shapes))
+
+    def rung(self, name: str) -> Rung:
+        """The rung of that name; raises UsageError naming the known ones."""
+        for rung in self.rungs:
+            if rung.name == name:
+                return rung
+        raise unknown(f"variant of task {self.name}", name, (r.name for r in self.rungs))
+
+    def gates(self, fmt: str) -> FormatGates:
+        """The correctness gates of a format; raises UsageError naming the known ones."""
+        if fmt not in self.formats:
+            raise unknown(f"format of task {self.name}", fmt, self.formats)
+        return self.formats[fmt]
+
+    def toggle_values(self, given: dict[str, int]) -> dict[str, int]:
+        """All toggles, defaults filled in; raises UsageError for an unknown toggle or value."""
+        for name, value in given.items():
+            if name not in self.toggles:
+                raise unknown(f"toggle of task {self.name}", name, self.toggles)
+            if value not in self.toggles[name].values:
+                raise UsageError(f"{name}={value}: allowed values are {self.toggles[name].values}")
+        return {name: given.get(name, t.default) for name, t in self.toggles.items()}
+
+    def rung_variant(self, rung: Rung) -> Variant:
+        """The variant of a rung: the toggles it names, every other one 0 (a rung says all that it switches on)."""
+        return Variant(rung.name, tuple((name, rung.toggles.get(name, 0)) for name in self.toggles))
+
+    def variant(self, text: str) -> Variant:
+        """Read a rung's name, or ``TOGGLE=VALUE,...`` with the defaults for what is not named."""
+        if "=" not in text:
+            return self.rung_variant(self.rung(text))
+        given: dict[str, int] = {}
+        for part in text.split(","):
+            name, _, value = (word.strip() for word in part.partition("="))
+            if name in given:
+                raise UsageError(f"variant {text!r}: {name} is given twice")
+            try:
+                given[name] = int(value)
+            except ValueError:
+                raise UsageError(f"variant {text!r}: {part!r} is not TOGGLE=INTEGER") from None
+        return self.toggle_variant(given)
+
+    def toggle_variant(self, given: dict[str, int]) -> Variant:
+        """The variant of these toggle values (defaults for the rest), by its rung's name where one matches."""
+        values = tuple(self.toggle_values(given).items())
+        for rung in self.rungs:
+            if self.rung_variant(rung).toggles == values:
+                return Variant(rung.name, values)
+        return Variant("+".join(f"{n}={v}" for n, v in values if v) or "all-off", values)
+
+
+class Task(msgspec.Struct, frozen=True):
+    """A task config and the folder that it was read from."""
+
+    config: TaskConfig
+    folder: Path
+
+
+def load_task(folder: Path) -> Task:
+    """Read and check a task's config.
+
+    Raises UsageError that names the file, the key and what is allowed there.
+    """
+    path = folder / CONFIG_NAME
+    try:
+        raw = path.read_bytes()
+    except OSError as e:
+        raise UsageError(f"{path}: cannot be read ({e.strerror}); a task folder holds a {CONFIG_NAME}") from e
+    try:
+        config = msgspec.json.decode(raw, type=TaskConfig)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:  # a ValidationError's message names the key's path
+        # The counters are the one enumeration of the schema; msgspec does not say what it allows.
+        allowed = f"; allowed: {', '.join(get_args(Counter))}" if "Invalid enum value" in str(e) else ""
+        raise UsageError(f"{path}: {e}{allowed}") from e
+    problems = list(_inconsistencies(config))
+    if problems:
+        raise UsageError(f"{path}: " + "; ".join(problems))
+    return Task(config, folder)
+
+
+def _inconsistencies(c: TaskConfig) -> list[str]:
+    """What the types cannot say: names that must exist, and names that must be unique."""
+    found: list[str] = []
+
+    def unique(key: str, names: list[str]) -> None:
+        for name in sorted({n for n in names if names.count(n) > 1}):
+            found.append(f"{key}: {name!r} appears more than once")
+
+    def exists(key: str, name: str, known: list[str]) -> None:
+        if name not in known:
+            found.append(f"{key}: {name!r} is not one of {', '.join(known)}")
+
+    shape_names = [s.name for s in c.shapes]
+    rung_names = [r.name for r in c.rungs]
+    unique("shapes", shape_names)
+    unique("shapes (dims)", [", ".join(f"{k}={v}" for k, v in sorted(s.dims.items())) for s in c.shapes])
+    unique("rungs", rung_names)
+    unique("seeds", [str(s) for s in c.seeds])
+    for rung in c.rungs:
+        if rung.after is not None:
+            exists(f"rungs.{rung.name}.after", rung.after, rung_names)
+        elif rung.promises.more_than_predecessor:
+            found.append(f"rungs.{rung.name}.promises.more_than_predecessor: the rung names no `after`")
+        for name, value in rung.toggles.items():
+            exists(f"rungs.{rung.name}.toggles", name, list(c.toggles))
+            if name in c.toggles and value not in c.toggles[name].values:
+                found.append(f"rungs.{rung.name}.toggles.{name}: {value} is not one of {c.toggles[name].values}")
+    for name, toggle in c.toggles.items():
+        if toggle.default not in toggle.values:
+            found.append(f"toggles.{name}.default: {toggle.default} is not one of {toggle.values}")
+    exists("defaults.baseline", c.defaults.baseline, rung_names)
+    exists("defaults.candidate", c.defaults.candidate, rung_names)
+    exists("defaults.format", c.defaults.format, list(c.formats))
+    for shape in c.defaults.shapes:
+        exists("defaults.shapes", shape, shape_names)
+    for shape in c.timing.gate_shapes:
+        exists("timing.gate_shapes", shape, shape_names)
+    try:
+        Target.parse(c.defaults.arch)
+    except UsageError as e:
+        found.append(f"defaults.arch: {e}")
+    return found

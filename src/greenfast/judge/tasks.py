@@ -1,0 +1,123 @@
+"""Find tasks, and load the two modules that a task names: its kernel family and its problem."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+from greenfast.judge.peers import Peers
+from greenfast.judge.task import CONFIG_NAME, Task, TaskConfig, load_task
+from greenfast.kernels import KERNEL_DIR
+from greenfast.spec.errors import GreenfastError, UsageError, unknown
+from greenfast.spec.kernel import Family
+from greenfast.spec.problem import Problem
+
+#: Environment variable: further folders of tasks, separated as PATH is.
+TASKS_VARIABLE = "GREENFAST_TASKS"
+
+
+@dataclass(frozen=True)
+class LoadedTask:
+    """A task with its modules."""
+
+    config: TaskConfig
+    folder: Path
+    family: Family
+    problem: Problem
+
+
+def _roots() -> Iterator[Path]:
+    """Folders whose subfolders are tasks, first found first."""
+    for entry in os.environ.get(TASKS_VARIABLE, "").split(os.pathsep):
+        if entry:
+            yield Path(entry)
+    package = KERNEL_DIR.parent
+    yield package / "tasks"  # an installed package
+    yield package.parents[1] / "tasks"  # a source checkout
+
+
+def task_folders() -> list[Path]:
+    """The folders of all known tasks."""
+    found: dict[str, Path] = {}
+    for root in _roots():
+        if root.is_dir():
+            for folder in sorted(root.iterdir()):
+                if (folder / CONFIG_NAME).is_file():
+                    found.setdefault(folder.name, folder)
+    return list(found.values())
+
+
+def find_task(name: str) -> Task:
+    """The task of that name (its config's or its folder's), or of that folder.
+
+    Raises UsageError naming the known tasks, and for a config that does not hold.
+    """
+    if os.sep in name or (Path(name) / CONFIG_NAME).is_file():
+        return load_task(Path(name))
+    known = []
+    broken: list[UsageError] = []
+    for folder in task_folders():
+        try:
+            task = load_task(folder)
+        except UsageError as e:  # another task's broken config must not hide this one, nor go unseen if it is this one
+            if folder.name == name:
+                raise
+            broken.append(e)
+            continue
+        known.append(task.config.name)
+        if name in (task.config.name, folder.name):
+            return task
+    error = unknown("task", name, known)
+    raise UsageError("; ".join([f"{error}, or a task's folder", *map(str, broken)]))
+
+
+def load(task: Task) -> LoadedTask:
+    """Import the task's family and problem. Raises UsageError where one is missing or lacks a function."""
+    family = _module(task, "family", task.config.family, ("kernel", "launch"))
+    problem = _module(task, "problem", task.config.problem, ("make_case", "references", "decode"))
+    return LoadedTask(task.config, task.folder, cast(Family, family), cast(Problem, problem))
+
+
+def load_family(task: Task) -> Family:
+    """Import the task's kernel family alone, for work that needs no inputs or references."""
+    return cast(Family, _module(task, "family", task.config.family, ("kernel", "launch")))
+
+
+def load_peers(task: LoadedTask) -> Peers:
+    """Import the module of the task's peers. Raises UsageError where it has none, or one that lacks something."""
+    if not task.config.peers:
+        raise UsageError(f"task {task.config.name} names no peers to be measured beside; fp8_attention does")
+    return cast(Peers, _module(Task(task.config, task.folder), "peers", task.config.peers, ("PeerSession", "flops")))
+
+
+def _module(task: Task, key: str, name: str, functions: tuple[str, ...]) -> ModuleType:
+    where = f"{task.folder / CONFIG_NAME}: {key} {name!r}"
+    try:
+        module = _import_file(task.folder / name) if name.endswith(".py") else importlib.import_module(name)
+    except GreenfastError:
+        raise
+    except Exception as e:  # whatever a task author's module raises while it is imported
+        raise UsageError(f"{where} cannot be imported: {type(e).__name__}: {e}") from e
+    missing = [f for f in functions if not callable(getattr(module, f, None))]
+    if missing:
+        raise UsageError(f"{where} has no function {', '.join(missing)}")
+    return module
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a task author's file under a name of its own, so that two tasks' family.py do not meet."""
+    name = f"greenfast_task_{path.parent.name}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,1 @@
+"""Interleaved timing and its statistics."""

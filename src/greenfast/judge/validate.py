@@ -1,0 +1,171 @@
+"""The main job: candidate against baseline through the five gates, to a verdict and its artifacts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from greenfast.judge.artifacts import PLOT, RECORD, REPORT, side_files
+from greenfast.judge.gates import evidence, performance, resources
+from greenfast.judge.gates.performance import PerformanceOutcome
+from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide, build_side
+from greenfast.judge.profile import profile_candidate
+from greenfast.judge.quote import Kept, quote
+from greenfast.judge.record import Decision, GateResult, Quote, Record
+from greenfast.judge.report.compare import compare_markdown
+from greenfast.judge.report.markdown import validation_report
+from greenfast.judge.report.plots import save_plot
+from greenfast.judge.report.speedups import quoted_from
+from greenfast.judge.request import Observer, Request
+from greenfast.judge.run import GateRun
+from greenfast.judge.store import check_writable, new_run_folder, to_json, write_whole
+from greenfast.judge.task import Rung
+from greenfast.judge.variant import Variant
+from greenfast.spec.errors import UsageError
+
+COMPARISON = "COMPARE.md"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A record, and the folder that holds it with the other artifacts."""
+
+    record: Record
+    folder: Path
+
+
+def validate(
+    request: Request,
+    baseline: Variant,
+    candidate: Variant,
+    observer: Observer,
+    *,
+    required: float | None = None,
+    profile: bool = True,
+    kept: Sequence[Kept] = (),
+) -> Outcome:
+    """Run the gates in order, decide, and write the artifacts.
+
+    required: the speedup that PERFORMANCE asks for, in place of that of the candidate's rung.
+    profile: whether EVIDENCE takes a Nsight Compute profile where that can be had.
+    kept: records that PERFORMANCE may be quoted from where nothing can be timed.
+    Raises MachineError for a folder that cannot be written, before anything is run.
+    """
+    parent = request.out / request.task.config.defaults.results
+    check_writable(parent)
+    run = GateRun(request, {BASELINE: baseline, CANDIDATE: candidate}, observer)
+    timed = PerformanceOutcome()
+    required = required or resources.rung_of(request.task.config, candidate).required_speedup
+    quoted: Quote | None = None
+
+    def untimed(reason: str) -> GateResult:
+        nonlocal quoted
+        result, quoted = quote(run, kept, required, reason)
+        return result
+
+    if run.until_correct(untimed):
+        timed = _performance(run, required)
+    if run.sides and len(run.sides) == len(run.variants):
+        _evidence(run, profile)
+    decision, reasons = decide(run.gates)
+    if quoted is not None:
+        reasons.append(f"PERFORMANCE {quoted_from(quoted)}: not measured in this run")
+    record = Record(
+        **run.facts(),
+        clocks=timed.clocks,
+        baseline=run.side(BASELINE, timed.rows.get(BASELINE, [])),
+        candidate=run.side(CANDIDATE, timed.rows.get(CANDIDATE, [])),
+        parity=run.correctness.parity,
+        speedups=timed.speedups,
+        decision=decision,
+        reasons=reasons,
+        quoted=quoted,
+    )
+    folder = _write(record, parent, run.stamp)
+    if record.speedups:
+        required = record.speedups[0].required or None
+        text = compare_markdown(record.baseline.timing, record.candidate.timing, required=required)
+        write_whole(request.out / COMPARISON, text)
+    else:  # an older run's comparison must not pass for this one's
+        (request.out / COMPARISON).unlink(missing_ok=True)
+    return Outcome(record, folder)
+
+
+def decide(gates: Sequence[GateResult]) -> tuple[Decision, list[str]]:
+    """MERGE where all gates pass, DEFER where one fails, else PENDING; with the reasons."""
+    failed = [r for r in gates if r.status == "FAIL"]
+    if failed:
+        return "DEFER", [f"{r.gate}: {reason}" for r in failed for reason in (r.reasons or [r.summary])]
+    waiting = [r for r in gates if r.status == "PENDING"]
+    if waiting:
+        return "PENDING", [f"{r.gate}: {r.summary}" for r in waiting]
+    return "MERGE", ["all five gates hold"]
+
+
+def _performance(run: GateRun, required: float | None) -> PerformanceOutcome:
+    request = run.request
+    result, outcome = performance.check(
+        run.sides,
+        request.task.problem,
+        request.shapes,
+        request.seeds,
+        request.format,
+        request.timing,
+        required,
+        run.correctness.digests,
+        request.make_worker,
+        run.progress("PERFORMANCE"),
+    )
+    run.add(result)
+    return outcome
+
+
+def _evidence(run: GateRun, profile: bool) -> None:
+    request = run.request
+    candidate = run.built(CANDIDATE)
+    assert candidate is not None  # until_correct built every side
+    counts = run.correctness.counts
+    emulated = evidence.emulated_counts(counts.get(BASELINE, {}), counts.get(CANDIDATE, {}), run.least_work())
+    result = evidence.check(candidate, *_promising_rung(request, candidate), emulated)
+    note = request.cannot_time() if profile else "not asked for"
+    if note is None and run.status("CORRECTNESS") != "PASS":
+        note = "not taken: CORRECTNESS did not pass"
+    files: list[str] = []
+    if note is None:
+        run.progress("EVIDENCE")(0.5, "Nsight Compute")
+        files, note = profile_candidate(request, candidate, run.stamp)
+    result.checks.append(evidence.profile_check(files, note))
+    run.add(result)
+
+
+def _promising_rung(request: Request, candidate: BuiltSide) -> tuple[Rung | None, BuiltSide | None]:
+    """The candidate's rung, and its predecessor built for the same shapes and format, where it has them.
+
+    No rung for toggles that are none.
+    """
+    config = request.task.config
+    rung = next((r for r in config.rungs if r.name == candidate.variant.name), None)
+    if rung is None or rung.after is None:
+        return rung, None
+    before = config.rung_variant(config.rung(rung.after))
+    family = request.task.family
+    try:
+        return rung, build_side("predecessor", family, before, request.format, request.shapes, request.target)
+    except UsageError:  # the rung does what no rung before it did
+        return rung, None
+
+
+def _write(record: Record, parent: Path, stamp: str) -> Path:
+    """Write a record, its report and plot, and each side's files into a new run folder; returns the folder."""
+    with new_run_folder(parent, stamp) as (work, publish):
+        plot = PLOT if record.speedups else None
+        if plot:
+            save_plot(record, work / plot)
+        (work / RECORD).write_text(to_json(record), encoding="utf-8")
+        (work / REPORT).write_text(validation_report(record, plot=plot), encoding="utf-8")
+        for folder, side in ((work, record.candidate), (work / BASELINE, record.baseline)):
+            folder.mkdir(exist_ok=True)
+            for name, content in side_files(record, side).items():
+                (folder / name).write_text(to_json(content), encoding="utf-8")
+        return publish()

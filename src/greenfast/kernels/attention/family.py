@@ -1,0 +1,86 @@
+"""The fast kernels as a family: Hopper's, Ada's, and Stage 2 of the ladder, and which of them a call should take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from greenfast.kernels.attention import ada, hopper
+from greenfast.kernels.attention.config import VALUE_FORMAT, Sizes, plain, sizes_of
+from greenfast.kernels.ladder import family as ladder
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import Choice, KernelSource, Launch
+
+_STAGE2 = {"USE_CP_ASYNC": 1, "USE_WMMA_QK": 1, "USE_WMMA_PV": 1}
+
+
+def kernel(
+    toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
+) -> KernelSource:
+    """Render the kernel of a shape. Raises UsageError for a format or shape that it does not compute."""
+    if toggles.get("USE_QMMA"):
+        if toggles["USE_WGMMA"]:
+            raise UsageError("USE_WGMMA=1 and USE_QMMA=1 are two kernels; one of them is 0")
+        if instrumented:
+            raise UsageError("the Ada kernel has no phase counters")
+        return ada.kernel(fmt, dims)
+    if not toggles["USE_WGMMA"]:
+        return ladder.kernel(_ladder_toggles(), fmt, _ladder_dims(fmt, dims), instrumented=instrumented)
+    if instrumented:
+        raise UsageError("the Hopper kernel has no phases to count: its warpgroups are in different ones at a time")
+    return hopper.kernel(fmt, dims)
+
+
+def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
+    """The grid and arguments of that kernel."""
+    if toggles.get("USE_QMMA"):
+        return ada.launch(fmt, dims)
+    if not toggles["USE_WGMMA"]:
+        return ladder.launch(_ladder_toggles(), fmt, _ladder_dims(fmt, dims))
+    return hopper.launch(fmt, dims)
+
+
+def choose(target: Target, fmt: str, dims: Mapping[str, int]) -> Choice:
+    """The rung that computes a shape fastest on a target, and why. Raises UsageError where none computes it.
+
+    Measured on an H100 (docs/performance-log.md); Ada's kernel has been timed nowhere yet.
+    """
+    sizes = sizes_of(dims)
+    if target.name == hopper.TARGET:
+        return Choice("hopper", f"wgmma on 8-bit codes; {hopper.tiling(dims, fmt)[1]}")
+    hint = f"; build for {hopper.TARGET} on a Hopper GPU" if target.capability == (9, 0) else ""
+    if target.capability >= (8, 9):
+        refused = ada.refuses(fmt, sizes)
+        if refused is None:
+            native = "native on sm_89" if target.capability == (8, 9) else f"correct on {target.name}, native on sm_89"
+            return Choice("ada", f"mma.sync on 8-bit codes, {native}; not timed on such a GPU{hint}")
+    else:
+        refused = _stage2_refuses(fmt, sizes)
+        if refused is None:
+            return Choice("stage2", f"codes to half, WMMA: {target.name} has no products of 8-bit floats")
+    raise UsageError(f"no kernel for {dict(dims)}, {fmt}, on {target.name}: {refused}{hint}")
+
+
+def _ladder_toggles() -> dict[str, int]:
+    return {name: _STAGE2.get(name, 0) for name in ladder.TOGGLES}
+
+
+def _stage2_refuses(fmt: str, sizes: Sizes) -> str | None:
+    if fmt != VALUE_FORMAT:
+        return f"Stage 2 takes Q, K and V in one format, and with {fmt} V is E4M3: compare with ada"
+    if sizes.head_dim not in ladder.HEAD_DIMS:
+        return f"Stage 2 is for head dims {', '.join(map(str, ladder.HEAD_DIMS))}"
+    if sizes.causal or sizes.kv_heads != sizes.heads or sizes.kv_len != sizes.q_len or not plain(sizes):
+        return (
+            "Stage 2 has no mask, grouped heads, lengths that differ, log-sum-exp, bfloat16, scales of blocks and "
+            "channels, or a choice of V's layout"
+        )
+    return None
+
+
+def _ladder_dims(fmt: str, dims: Mapping[str, int]) -> dict[str, int]:
+    """The dimensions as the ladder takes them. Raises UsageError for what it does not compute."""
+    refused = _stage2_refuses(fmt, sizes_of(dims))
+    if refused is not None:
+        raise UsageError(f"{refused}; got {dict(dims)}")
+    return {d: dims[d] for d in "BHSD"}

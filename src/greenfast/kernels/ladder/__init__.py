@@ -1,0 +1,1 @@
+"""The ladder of attention kernels, from a scalar one to full fusion."""

@@ -1,0 +1,193 @@
+"""The staged attention ladder as a kernel family: toggles to CUDA source, shape to launch.
+
+The kernels themselves are ``kernels/attention_ladder.cuh`` and, for full fusion, ``kernels/attention_registers.cuh``
+with ``attention_specialized.cuh`` and ``attention_persistent.cuh``; this module renders their configuration, refuses
+what their static_asserts refuse, and plans their shared memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from greenfast.kernels import KERNEL_DIR
+from greenfast.kernels.attention import hopper
+from greenfast.spec.errors import UsageError, unknown
+from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
+
+ENTRY = "fp8_sdpa"
+HEAD_DIMS = (64, 128)
+PHASES = ("Q load", "K/V prefetch", "dequantization", "QK^T", "softmax", "P*V", "store")
+#: Of full fusion, where codes are dequantized inside the products.
+REGISTER_PHASES = ("Q load", "K/V prefetch", "QK^T", "softmax", "P*V", "combine", "store")
+FULL_FUSION = 2  # of USE_FUSED_SOFTMAX_PV
+
+_BLOCK_M = _BLOCK_N = 32
+_MAX_HEADS = 65535  # CUDA's limit on a grid's second dimension
+_FORMATS = {"e4m3": "kE4M3", "int8": "kInt8"}
+_MEMBERS = {  # toggle -> member of Cfg
+    "USE_CP_ASYNC": "kCpAsync",
+    "USE_WMMA_QK": "kWmmaQk",
+    "USE_WMMA_PV": "kWmmaPv",
+    "USE_FUSED_SOFTMAX_PV": "kFusedSoftmaxPv",
+    "USE_XOR_SWIZZLE": "kXorSwizzle",
+    "USE_KV_LUT": "kKvLut",
+    "DEBUG_PRINT": "kDebugPrint",
+}
+#: The toggles that decide the kernel.
+TOGGLES: tuple[str, ...] = (*_MEMBERS, "USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION", "USE_PERSISTENT_CTAS")
+#: Those that change full fusion, one at a time.
+_OF_FULL_FUSION = ("USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION", "USE_PERSISTENT_CTAS")
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """One of the ladder's kernels: its function (and header), the members of its Cfg that are its own, its launch."""
+
+    function: str
+    members: Mapping[str, bool | int]
+    smem_bytes: int
+    threads: int
+    min_blocks: int
+    phases: tuple[str, ...]
+
+
+def _check(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> None:
+    """Raise UsageError for what the kernel's static_asserts would refuse, naming the rule."""
+    if fmt not in _FORMATS:
+        raise unknown("format", fmt, _FORMATS)
+    missing = [d for d in "BHSD" if d not in dims]
+    if missing or min(dims.values()) < 1:
+        raise UsageError(f"an attention shape needs B, H, S and D, each at least 1; got {dict(dims)}")
+    if dims["B"] * dims["H"] > _MAX_HEADS:
+        heads = dims["B"] * dims["H"]
+        raise UsageError(f"B={dims['B']}, H={dims['H']}: {heads} heads; a grid holds {_MAX_HEADS}")
+    if dims["D"] not in HEAD_DIMS:
+        raise UsageError(f"head_dim D={dims['D']}: the ladder has kernels for {', '.join(map(str, HEAD_DIMS))}")
+    if toggles["USE_FUSED_SOFTMAX_PV"] == FULL_FUSION:
+        if missing := [name for name in ("USE_CP_ASYNC", "USE_WMMA_QK", "USE_WMMA_PV") if not toggles[name]]:
+            raise UsageError(
+                f"USE_FUSED_SOFTMAX_PV=2 needs {missing[0]}=1: it multiplies prefetched codes on tensor cores"
+            )
+        if given := [name for name in ("USE_XOR_SWIZZLE", "USE_KV_LUT") if toggles[name]]:
+            raise UsageError(f"USE_FUSED_SOFTMAX_PV=2 excludes {given[0]}=1: it has no half tiles of K and V")
+        if len(given := [name for name in _OF_FULL_FUSION if toggles[name]]) > 1:
+            raise UsageError(f"{given[0]}=1 excludes {given[1]}=1: each is measured against Stage 3B as it is")
+        return
+    if given := [name for name in _OF_FULL_FUSION if toggles[name]]:
+        raise UsageError(f"{given[0]}=1 needs USE_FUSED_SOFTMAX_PV=2: the other rungs have no such form")
+    if toggles["USE_FUSED_SOFTMAX_PV"] and not toggles["USE_WMMA_PV"]:
+        raise UsageError("USE_FUSED_SOFTMAX_PV=1 needs USE_WMMA_PV=1: the score tile is reused for the P of WMMA P*V")
+    if toggles["USE_XOR_SWIZZLE"] and not (toggles["USE_WMMA_QK"] and toggles["USE_WMMA_PV"]):
+        raise UsageError(
+            "USE_XOR_SWIZZLE=1 needs USE_WMMA_QK=1 and USE_WMMA_PV=1: swizzled tiles are read by tensor-core loads"
+        )
+
+
+def _smem_bytes(toggles: Mapping[str, int], head_dim: int) -> int:
+    """The size of the kernel's SharedStorage; the kernel asserts that it is the same."""
+    q_stride = head_dim + 8
+    kv_stride = head_dim if toggles["USE_XOR_SWIZZLE"] else head_dim + 8
+    members = [  # (alignment, bytes) in the order of SharedStorage
+        (128, _BLOCK_M * q_stride * 2),
+        (128, 2 * _BLOCK_N * kv_stride * 2),
+        (128, _BLOCK_M * (_BLOCK_N + 4) * 4),
+        (16, 16 if toggles["USE_FUSED_SOFTMAX_PV"] else _BLOCK_M * (_BLOCK_N + 8) * 2),
+        (16, _BLOCK_M * 4),
+        (16, 2 * 2 * _BLOCK_N * head_dim if toggles["USE_CP_ASYNC"] else 16),
+        (16, 256 * 2 if toggles["USE_KV_LUT"] else 16),
+    ]
+    end = 0
+    for alignment, size in members:
+        end = math.ceil(end / alignment) * alignment + size
+    return math.ceil(end / 128) * 128
+
+
+def _staged(toggles: Mapping[str, int], head_dim: int) -> _Kernel:
+    """Scores and P in shared memory: attention_ladder.cuh."""
+    members = {member: bool(toggles[name]) for name, member in _MEMBERS.items()}
+    # Shared memory lets no more than three or four blocks on a multiprocessor; without this the compiler aims for more
+    # and spills.
+    return _Kernel(
+        "attention_ladder", members, _smem_bytes(toggles, head_dim), threads=128, min_blocks=3, phases=PHASES
+    )
+
+
+def _fused(toggles: Mapping[str, int], head_dim: int) -> _Kernel:
+    """Scores and P in registers: attention_registers.cuh, or one of the headers that divide its work otherwise."""
+    stages = 3 if toggles["USE_THREE_STAGE_PIPE"] else 2
+    members = {"kStages": stages, "kDebugPrint": bool(toggles["DEBUG_PRINT"])}
+    # Tiles of K and V of 2 KB each for four groups of keys; then eight warps' partial results, each 16 rows of 64
+    # columns, a bias and a sum.
+    tiles, partial = stages * 4 * 2 * 2048, 8 * 16 * (64 + 2) * 4
+    function, smem, threads = "attention_registers", max(tiles, partial), 256
+    if toggles["USE_WARP_SPECIALIZATION"]:
+        # Two mbarriers for each stage; one more warp.
+        function, smem, threads = "attention_specialized", smem + stages * 4 * 2 * 8, 256 + 32
+    if toggles["USE_PERSISTENT_CTAS"]:
+        # The partial results take the place of the second stages alone.
+        function, smem = "attention_persistent", tiles // 2 + max(tiles // 2, partial)
+    return _Kernel(function, members, smem, threads, _fused_blocks(head_dim), REGISTER_PHASES)
+
+
+def _fused_blocks(head_dim: int) -> int:
+    """Blocks of full fusion on a multiprocessor: 128 columns take more registers than two of them may have."""
+    return 2 if head_dim == 64 else 1
+
+
+def kernel(
+    toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
+) -> KernelSource:
+    """Render one rung for a head dim. Raises UsageError for toggles or dimensions without a legal kernel."""
+    _check(toggles, fmt, dims)
+    chosen = (_fused if toggles["USE_FUSED_SOFTMAX_PV"] == FULL_FUSION else _staged)(toggles, dims["D"])
+    lines = [
+        f"  static constexpr {type(value).__name__} {member} = {str(value).lower()};"
+        for member, value in {**chosen.members, "kPhaseClocks": instrumented}.items()
+    ]
+    # Persistent blocks cannot read the number of heads off their grid.
+    parameter, argument = (", int heads", ", heads") if toggles["USE_PERSISTENT_CTAS"] else ("", "")
+    source = f"""#include "{chosen.function}.cuh"
+
+struct Cfg {{
+  static constexpr int kHeadDim = {dims["D"]};
+  static constexpr greenfast::Format kFormat = greenfast::Format::{_FORMATS[fmt]};
+  static constexpr int kSmemBytes = {chosen.smem_bytes};
+{chr(10).join(lines)}
+}};
+
+extern "C" __global__ void __launch_bounds__({chosen.threads}, {chosen.min_blocks})
+{ENTRY}(const unsigned char* q, const unsigned char* k, const unsigned char* v, const float* q_scale,
+         const float* k_scale, const float* v_scale, half* out, int seq_len, float softmax_scale,
+         long long* phase_cycles{parameter}) {{
+  greenfast::{chosen.function}<Cfg>(
+      {{q, k, v, q_scale, k_scale, v_scale, out, seq_len, softmax_scale, phase_cycles}}{argument});
+}}
+"""
+    return KernelSource(
+        entry=ENTRY,
+        source=source,
+        name=f"{ENTRY}.cu",
+        include_dirs=(KERNEL_DIR,),
+        block=(chosen.threads, 1, 1),
+        dynamic_smem_bytes=chosen.smem_bytes,
+        phases=chosen.phases if instrumented else (),
+    )
+
+
+def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
+    """One block per 32 query rows and head, or as many as the multiprocessors hold; then the phase counters' buffer."""
+    heads, row_blocks = dims["B"] * dims["H"], -(-dims["S"] // _BLOCK_M)
+    args = (
+        *("q", "k", "v", "q_scale", "k_scale", "v_scale", "out"),
+        np.int32(dims["S"]),
+        np.float32(1.0 / math.sqrt(dims["D"])),
+        PHASE_BUFFER,
+    )
+    if toggles.get("USE_PERSISTENT_CTAS"):
+        blocks = min(hopper.MULTIPROCESSORS * _fused_blocks(dims["D"]), row_blocks * heads)
+        return Launch(grid=(blocks, 1, 1), args=(*args, np.int32(heads)))
+    return Launch(grid=(row_blocks, heads, 1), args=args)

@@ -1,0 +1,1 @@
+"""Kernels that quantize Q, K and V."""

@@ -1,0 +1,1 @@
+"""What kernels are asked to compute: inputs, references and bounds on errors."""

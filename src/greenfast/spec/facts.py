@@ -1,0 +1,82 @@
+"""Facts that a device, a compiler and an emulator state, as records keep them; units are in the names."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class _Data(msgspec.Struct, frozen=True, kw_only=True):
+    pass
+
+
+class DeviceInfo(_Data, frozen=True, kw_only=True):
+    """The device that ran the kernels. ``kind`` is "gpu" or "emulated"."""
+
+    kind: str
+    name: str
+    compute_capability: str
+    cuda_version: str
+    driver: str
+    sm_count: int = 0
+    sm_clock_mhz: int = 0
+    memory_bytes: int = 0
+    l2_bytes: int = 0
+
+
+class Resources(_Data, frozen=True, kw_only=True):
+    """The compiler's report on one kernel; global_bytes are those of the __device__ variables that it uses."""
+
+    registers: int
+    static_smem_bytes: int
+    dynamic_smem_bytes: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    global_bytes: int = 0
+
+    @property
+    def smem_bytes(self) -> int:
+        """Static and dynamic shared memory per block."""
+        return self.static_smem_bytes + self.dynamic_smem_bytes
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes of spill stores and loads."""
+        return self.spill_store_bytes + self.spill_load_bytes
+
+
+class KernelCounts(_Data, frozen=True, kw_only=True):
+    """What one launch executes, counted in its PTX by the emulator; over all blocks.
+
+    instructions: executions by a warp, by opcode. matrix_flops: of matrix instructions, multiply and add counted as
+    two. exponentials: by a thread. barriers: arrivals of warps. sectors: 32-byte pieces per warp access. shared_passes:
+    passes over shared memory; conflicts: those beyond the fewest that the access width needs. shared_bytes,
+    bank_conflicts: of loads and stores by source line.
+    """
+
+    instructions: dict[str, int]
+    matrix_instructions: int
+    matrix_flops: int
+    exponentials: int
+    barriers: int
+    global_load_bytes: int
+    global_store_bytes: int
+    global_load_sectors: int
+    global_store_sectors: int
+    shared_load_bytes: int
+    shared_store_bytes: int
+    shared_passes: int
+    shared_load_conflicts: int
+    shared_store_conflicts: int
+    shared_bytes: dict[str, int]
+    bank_conflicts: dict[str, int]
+
+    @property
+    def warp_instructions(self) -> int:
+        """Instructions executed by warps, of all kinds."""
+        return sum(self.instructions.values())
+
+    @property
+    def conflicts(self) -> int:
+        """Bank conflicts of loads and stores."""
+        return self.shared_load_conflicts + self.shared_store_conflicts

@@ -1,0 +1,210 @@
+"""The peers are called as their libraries expect it: layouts, scales and masks, on libraries made up here."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from greenfast.bench import contenders
+from greenfast.bench.contenders import CONTENDERS, FP8, Contender, Inputs, Ready, make_inputs
+from greenfast.bench.peer_session import sample
+from greenfast.judge.peers import OWN
+from greenfast.kernels.attention import config
+from greenfast.numerics.codes import transposed_values
+from greenfast.spec.errors import UsageError
+
+#: Sizes that are all different, so that a swapped pair shows.
+DIMS = {"B": 2, "H": 3, "S": 80, "D": 64}
+CAUSAL = pytest.mark.parametrize("causal", [0, 1])
+
+
+def inputs(causal: int = 0, kind: str = "normal") -> Inputs:
+    return make_inputs({**DIMS, "CAUSAL": causal}, 0, kind, "cpu")
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    """(batch, heads, length, head_dim) float64."""
+    scores = q @ k.transpose(-1, -2) * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def error(found: Inputs, ready: Ready) -> float:
+    out = ready.call()
+    assert out.shape == tuple(DIMS[d] for d in "BHSD")
+    checked = sample(found, 80).check(out.float().flatten(0, 1) * ready.unit, False)
+    assert checked.finite
+    assert checked.error is not None
+    return checked.error
+
+
+def prepare(name: str, found: Inputs) -> Ready:
+    function = CONTENDERS[name].prepare
+    assert function is not None
+    return function(found)
+
+
+def test_greenfast_comes_first_and_is_the_one_without_a_library() -> None:
+    assert next(iter(CONTENDERS)) == OWN
+    assert [name for name, c in CONTENDERS.items() if c.prepare is None] == [OWN]
+    assert [name for name, c in CONTENDERS.items() if c.precision == "fp8"] == [OWN, "fa3", "cudnn"]
+
+
+@pytest.mark.parametrize("length", [1, 16, 33])
+def test_values_are_transposed_as_the_problem_does_it(length: int) -> None:
+    codes = torch.randint(0, 256, (2, length, 64), dtype=torch.uint8)
+    padded = -(-length // 16) * 16
+    whole = np.zeros((2, padded, 64), np.uint8)
+    whole[:, :length] = codes.numpy()
+    keys = [position // 16 * 16 + config.KEY_ORDER[position % 16] for position in range(padded)]
+    assert (transposed_values(codes).numpy() == whole[:, keys].transpose(0, 2, 1)).all()
+
+
+def test_inputs_are_drawn_once_and_have_outliers_where_asked() -> None:
+    first, again, large = inputs(), inputs(), inputs(kind="outliers")
+    for name in "qkv":
+        assert torch.equal(first.values[name], again.values[name])
+        assert first.values[name].abs().max() < 6 < large.values[name].abs().max()
+        decoded = first.codes[name].view(FP8).float() * first.scales[name].view(-1, 1, 1)
+        assert (decoded - first.values[name]).norm() < 0.05 * first.values[name].norm()
+    assert not torch.equal(first.values["k"], first.values["v"])
+
+
+@pytest.mark.parametrize("dims", [{"HK": 1}, {"KV": 90}, {"CAUSAL": 2}])
+def test_shapes_that_peers_do_not_share_are_refused(dims: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="compared on equal lengths and heads"):
+        make_inputs({**DIMS, **dims}, 0, "normal", "cpu")
+
+
+@CAUSAL
+def test_torch_is_right(causal: int) -> None:
+    found = inputs(causal)
+    assert error(found, prepare("torch_flash", found)) < 0.01
+
+
+@pytest.mark.parametrize("also_lse", [False, True])
+@CAUSAL
+def test_flash_attention_3_gets_lengths_before_heads_and_a_scale_per_head(
+    monkeypatch: pytest.MonkeyPatch, causal: int, also_lse: bool
+) -> None:
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **scales: Tensor) -> Any:
+        def decode(x: Tensor, scale: Tensor) -> Tensor:
+            assert x.dtype == FP8
+            assert x.is_contiguous()
+            assert x.shape == (2, 80, 3, 64)
+            assert scale.shape == (2, 3)
+            return (x.double() * scale.double()[:, None, :, None]).transpose(1, 2)
+
+        q, k, v = (decode(x, scales[f"{n}_descale"]) for n, x in zip("qkv", (q, k, v), strict=True))
+        out = attend(q, k, v, 1 / 8, causal).transpose(1, 2).bfloat16()
+        return (out, None) if also_lse else out
+
+    module = ModuleType("fa3_fwd_interface")
+    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", module)
+    found = inputs(causal)
+    assert error(found, prepare("fa3", found)) < 0.07
+
+
+class FakeGraph:
+    """cuDNN's frontend graph with one node, sdpa_fp8, on host memory."""
+
+    def __init__(self, **_: Any) -> None:
+        self.done: list[str] = []
+
+    def tensor(self, dim: list[int], stride: list[int], data_type: str) -> Any:
+        return Described(dim, stride, data_type)
+
+    def sdpa_fp8(self, **given: Any) -> tuple[Any, ...]:
+        self.given = given
+        self.out = tuple(Described([], [], "") for _ in range(4))
+        return self.out
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self.done.append(name)
+
+    def get_workspace_size(self) -> int:
+        return 0
+
+    def execute(self, feed: dict[Any, Tensor], workspace: Tensor, handle: object) -> None:
+        assert self.done == [
+            "validate", "build_operation_graph", "create_execution_plans", "check_support", "build_plans"
+        ]  # fmt: skip
+
+        def read(name: str) -> Tensor:
+            described = self.given[name]
+            x = feed[described]
+            assert [*x.shape] == described.dim
+            assert [*x.stride()] == described.stride
+            return x.view(FP8).double() if described.kind == "FP8_E4M3" else x.double()
+
+        q, k, v = (read(n) * read(f"descale_{n}") for n in "qkv")
+        assert q.shape == (2, 3, 80, 64)
+        assert read("scale_s") * read("descale_s") == 1
+        out = attend(q, k, v, self.given["attn_scale"], self.given["use_causal_mask"]) * read("scale_o")
+        assert out.abs().max() <= 448
+        result = self.out[0]
+        assert result.kind == "FP8_E4M3"
+        feed[result].copy_(out.to(FP8).view(torch.uint8))
+        assert result.stride == [*feed[result].stride()]
+
+
+class Described:
+    def __init__(self, dim: list[int], stride: list[int], kind: str) -> None:
+        self.dim, self.stride, self.kind = dim, stride, kind
+
+    def set_output(self, _: bool) -> Described:
+        return self
+
+    def set_dim(self, dim: list[int]) -> Described:
+        self.dim = dim
+        return self
+
+    def set_stride(self, stride: list[int]) -> Described:
+        self.stride = stride
+        return self
+
+    def set_data_type(self, kind: str) -> Described:
+        self.kind = kind
+        return self
+
+
+@CAUSAL
+def test_cudnn_gets_a_scale_per_tensor_and_an_output_scale_that_cannot_overflow(
+    monkeypatch: pytest.MonkeyPatch, causal: int
+) -> None:
+    module: Any = ModuleType("cudnn")
+    module.create_handle = object
+    module.pygraph = FakeGraph
+    module.data_type = SimpleNamespace(FP8_E4M3="FP8_E4M3", FLOAT="FLOAT")
+    module.heur_mode = SimpleNamespace(A="A", FALLBACK="FALLBACK")
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    contenders._cudnn_handle.cache_clear()
+    found = inputs(causal)
+    assert error(found, prepare("cudnn", found)) < 0.08
+    contenders._cudnn_handle.cache_clear()
+
+
+def made(module: str) -> Contender:
+    return Contender("x", "X", "fp8", module, "x-wheel", False, lambda found: Ready(lambda: found.values["q"]))
+
+
+def test_a_library_that_is_missing_or_broken_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    missing = made("no_such_library").describe()
+    assert missing.version == ""
+    assert missing.missing == "x-wheel is not installed (no module no_such_library): pip install x-wheel"
+    (tmp_path / "a_broken_library.py").write_text("raise OSError('libcudart.so.12: cannot open\\nmore')")
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = made("a_broken_library").describe()
+    assert broken.missing == "a_broken_library cannot be imported: OSError: libcudart.so.12: cannot open"
+    here = made("math").describe()
+    assert (here.version, here.missing) == ("x-wheel unknown", "")
+    assert CONTENDERS["torch_flash"].describe().version == f"torch {torch.__version__}"

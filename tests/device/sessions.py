@@ -1,0 +1,85 @@
+"""Small sessions for Worker's processes: one that works, and one that does what a bad kernel does to its process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from greenfast.device.gpu import KernelImage
+from greenfast.device.session import RunResult
+from greenfast.spec.errors import MachineError
+from greenfast.spec.facts import DeviceInfo
+from greenfast.spec.kernel import Launch
+from greenfast.spec.problem import Case, OutputSpec
+
+IMAGE = KernelImage(b"cubin", "entry", (32, 1, 1), 0)
+PLAN = Launch((1, 1, 1), ("x", "y", np.int32(3)))
+
+
+def case(size: int = 4) -> Case:
+    return Case({"x": np.arange(size, dtype=np.float32)}, {"y": OutputSpec((size,), "float32")})
+
+
+class EchoSession:
+    """Returns the input as the output; its device's name is the ordinal and the process."""
+
+    def __init__(self, ordinal: int) -> None:
+        self._name = f"device {ordinal} in {os.getpid()}"
+
+    def info(self) -> DeviceInfo:
+        return DeviceInfo(kind="gpu", name=self._name, compute_capability="8.9", cuda_version="13.0", driver="1")
+
+    def run(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> RunResult:
+        return RunResult({"y": case.inputs["x"]}, [f"{image.entry} {plan.args[2]!r} x{repeats}"])
+
+
+class BadSession(EchoSession):
+    """``phases`` does what its last argument says, as an index into ACTS."""
+
+    def phases(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> Any:
+        return ACTS[repeats]()
+
+
+class UnstartableSession:
+    def __init__(self, ordinal: int) -> None:
+        raise MachineError(f"no CUDA device {ordinal}: the driver shows 0")
+
+
+class HangingStart(EchoSession):
+    def __init__(self, ordinal: int) -> None:
+        super().__init__(ordinal)
+        time.sleep(600)
+
+
+class SlowStart(EchoSession):
+    def __init__(self, ordinal: int) -> None:
+        super().__init__(ordinal)
+        time.sleep(1)
+
+
+def _prints() -> dict[str, float]:
+    print("a kernel's printf")
+    return {}
+
+
+def _raises() -> None:
+    raise RuntimeError("cuda says no")
+
+
+def _sleeps() -> None:
+    time.sleep(600)
+
+
+def _deaf() -> None:
+    """Hangs and cannot be asked to stop."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+
+ACTS = [_sleeps, lambda: os._exit(7), lambda: os.kill(os.getpid(), signal.SIGSEGV), sys.exit, _raises, _deaf, _prints]
+SLEEP, EXIT, SEGV, SYS_EXIT, RAISE, DEAF, PRINT = range(len(ACTS))

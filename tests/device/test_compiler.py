@@ -1,0 +1,410 @@
+"""Compiling: what comes back, what the cache keeps, and how failures read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from cuda.pathfinder import DynamicLibNotFoundError
+
+from greenfast.device import cache, compiler, toolchain
+from greenfast.device.compiler import CompiledKernel, compile_kernel, entries, kernel_hash, to_ptx
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import CompileError, MachineError
+from greenfast.spec.kernel import KernelSource
+
+ADA = Target("sm_89")
+HOPPER = Target("sm_90a")
+
+SIMPLE = 'extern "C" __global__ void k(float* out) { out[threadIdx.x] = 1.0f; }'
+SHARED = """extern "C" __global__ void k(float* x) {
+    __shared__ float tile[128];
+    tile[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    x[threadIdx.x] = tile[127 - threadIdx.x];
+}"""
+LOCAL_ARRAY = """extern "C" __global__ void k(float* x, int n) {
+    float v[64];
+    for (int i = 0; i < 64; ++i) v[(i * n) & 63] = x[i];
+    x[0] = v[n & 63];
+}"""
+# 96 values are live at once, and 1024 threads leave 64 registers to each.
+SPILLING = """extern "C" __global__ void __launch_bounds__(1024) k(float* x, int n) {
+    float v[96];
+#pragma unroll
+    for (int i = 0; i < 96; ++i) v[i] = x[i * n];
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 96; ++i) sum = sum * v[i] + v[95 - i];
+    x[0] = sum;
+}"""
+
+
+def source(text: str, *include_dirs: Path, smem: int = 0, name: str = "k.cu") -> KernelSource:
+    return KernelSource("k", text, name, include_dirs, (128, 1, 1), smem)
+
+
+def write(folder: Path, **headers: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in headers.items():
+        (folder / f"{name}.cuh").write_text(text)
+    return folder
+
+
+def same_build(a: CompiledKernel, b: CompiledKernel) -> bool:
+    def plain(kernel: CompiledKernel) -> CompiledKernel:
+        return dataclasses.replace(kernel, compile_ms=0.0, from_cache=False)
+
+    return plain(a) == plain(b)
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("target", [ADA, HOPPER], ids=lambda t: t.name)
+def test_machine_code_and_report(target: Target) -> None:
+    kernel = compile_kernel(source(SHARED, smem=1024), target)
+    assert kernel.cubin.startswith(b"\x7fELF")
+    assert kernel.resources.static_smem_bytes == 512
+    assert kernel.resources.dynamic_smem_bytes == 1024
+    assert kernel.resources.smem_bytes == 1536
+    assert 0 < kernel.resources.registers < 64
+    assert kernel.resources.spill_bytes == kernel.resources.stack_bytes == 0
+    assert kernel.compiler.startswith("NVRTC ")
+    assert kernel.compiler.count(".") == 2, "the patch release is known"
+    assert f"-arch={target.name}" in kernel.options
+    assert "--ptxas-options=-v" in kernel.options
+    assert not kernel.from_cache
+    assert kernel.compile_ms > 0
+
+
+def test_run_time_indexed_array_has_a_stack() -> None:
+    assert compile_kernel(source(LOCAL_ARRAY), ADA).resources.stack_bytes >= 256
+
+
+def test_spills_are_seen() -> None:
+    resources = compile_kernel(source(SPILLING), ADA).resources
+    assert resources.spill_store_bytes > 0
+    assert resources.spill_load_bytes > 0
+
+
+def test_cuda_and_cccl_headers_are_found() -> None:
+    text = "#include <cuda_fp8.h>\n#include <mma.h>\n#include <cuda/std/cstdint>\n" + SIMPLE
+    compile_kernel(source(text), ADA)
+
+
+@pytest.mark.parametrize("target", [ADA, HOPPER], ids=lambda t: t.name)
+def test_ptx(target: Target) -> None:
+    ptx = to_ptx(source(SIMPLE), target)
+    assert f".target {target.name}" in ptx
+    assert ".entry k(" in ptx
+    assert "\0" not in ptx
+
+
+def test_no_machine_path_in_options(tmp_path: Path) -> None:
+    folder = write(tmp_path / "project", a="inline __device__ float one() { return 1.0f; }")
+    kernel = compile_kernel(source('#include "a.cuh"\n' + SIMPLE, folder), ADA)
+    assert not any("/" in option for option in kernel.options)
+
+
+# The hash
+
+
+def test_hash_covers_what_decides_the_kernel(tmp_path: Path) -> None:
+    base = source('#include "a.cuh"\n' + SIMPLE, write(tmp_path / "one", a='#include "b.cuh"', b="// 1"))
+    elsewhere = dataclasses.replace(base, include_dirs=(write(tmp_path / "two", a='#include "b.cuh"', b="// 1"),))
+    assert kernel_hash(base) == kernel_hash(elsewhere) == kernel_hash(dataclasses.replace(base, name="other.cu"))
+    others = [
+        dataclasses.replace(base, source=base.source + " "),
+        dataclasses.replace(base, block=(64, 1, 1)),
+        dataclasses.replace(base, dynamic_smem_bytes=16),
+        dataclasses.replace(base, include_dirs=(write(tmp_path / "three", a='#include "b.cuh"', b="// 2"),)),
+        dataclasses.replace(base, include_dirs=()),
+    ]
+    hashes = {kernel_hash(other) for other in [base, *others]}
+    assert len(hashes) == 1 + len(others)
+    assert all(len(h) == 16 and int(h, 16) >= 0 for h in hashes)
+
+
+def test_hash_survives_include_cycles_and_folders(tmp_path: Path) -> None:
+    write(tmp_path / "sub", a='#pragma once\n#include "b.cuh"', b='#pragma once\n#include "a.cuh"\n#define B 1')
+    base = source('  #  include <sub/a.cuh>\n#include "missing.cuh"\n' + SIMPLE, tmp_path)
+    before = kernel_hash(base)
+    write(tmp_path / "sub", b='#pragma once\n#include "a.cuh"\n#define B 2')
+    assert kernel_hash(base) != before, "b.cuh is reached beside a.cuh"
+
+
+# The cache
+
+
+def test_cache_hit_is_identical() -> None:
+    first, second = compile_kernel(source(SHARED), ADA), compile_kernel(source(SHARED), ADA)
+    assert not first.from_cache
+    assert second.from_cache
+    assert same_build(first, second)
+    assert to_ptx(source(SHARED), ADA) == to_ptx(source(SHARED), ADA, use_cache=False)
+    assert not compile_kernel(source(SHARED), ADA, use_cache=False).from_cache
+
+
+def test_cache_tells_builds_apart() -> None:
+    compile_kernel(source(SHARED), ADA)
+    assert not compile_kernel(source(SHARED), HOPPER).from_cache
+    assert not compile_kernel(source(SHARED + "\n"), ADA).from_cache
+
+
+def test_dynamic_smem_changes_the_report_not_the_machine_code() -> None:
+    first, second = compile_kernel(source(SIMPLE), ADA), compile_kernel(source(SIMPLE, smem=4096), ADA)
+    assert second.cubin == first.cubin
+    assert second.resources.dynamic_smem_bytes == 4096
+    assert second.kernel_hash != first.kernel_hash
+
+
+def test_header_edit_misses_the_cache(tmp_path: Path) -> None:
+    folder = write(tmp_path / "project", a="#define VALUE 1.0f")
+    text = '#include "a.cuh"\nextern "C" __global__ void k(float* out) { out[threadIdx.x] = VALUE; }'
+    first = compile_kernel(source(text, folder), ADA)
+    write(folder, a="#define VALUE 2.0f")
+    second = compile_kernel(source(text, folder), ADA)
+    assert not second.from_cache
+    assert second.kernel_hash != first.kernel_hash
+    assert second.cubin != first.cubin
+
+
+def test_other_folder_hits_the_cache(tmp_path: Path) -> None:
+    text = '#include "a.cuh"\n' + SIMPLE
+    compile_kernel(source(text, write(tmp_path / "one", a="// a")), ADA)
+    assert compile_kernel(source(text, write(tmp_path / "two", a="// a")), ADA).from_cache
+
+
+def test_header_in_the_current_folder_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write(tmp_path / "here", a="#error wrong header"))
+    compile_kernel(source('#include "a.cuh"\n' + SIMPLE, write(tmp_path / "project", a="// right")), ADA)
+
+
+def test_unusable_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("GREENFAST_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    for _ in range(2):
+        assert not compile_kernel(source(SIMPLE), ADA).from_cache
+
+
+def test_unwritable_entries(cache_folder: Path) -> None:
+    cache.store(b"key", [b"value"])
+    entries = cache_folder / "entries"
+    for entry in entries.glob("*/*"):
+        entry.unlink()
+        entry.parent.rmdir()
+    entries.rmdir()
+    entries.write_text("in the way")
+    assert not compile_kernel(source(SIMPLE), ADA).from_cache
+
+
+def test_damaged_entry_is_compiled_anew(cache_folder: Path) -> None:
+    first = compile_kernel(source(SIMPLE), ADA)
+    (entry,) = cache_folder.glob("entries/*/*")
+    for damaged in (entry.read_bytes()[:-1], b"", b"not json\nrest"):
+        entry.write_bytes(damaged)
+        again = compile_kernel(source(SIMPLE), ADA)
+        assert not again.from_cache
+        assert again.cubin == first.cubin
+
+
+def test_what_the_cache_holds(cache_folder: Path) -> None:
+    assert cache.usage() == (0, 0)
+    for key in (b"one", b"two"):
+        cache.store(key, [bytes(1000)])
+    count, size = cache.usage()
+    assert count == 2
+    assert size == sum(file.stat().st_size for file in cache_folder.glob("entries/*/*")) > 2000
+
+
+def test_cache_folder_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache.cache_dir() == Path(os.environ["GREENFAST_CACHE_DIR"])
+    monkeypatch.delenv("GREENFAST_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache.cache_dir() == Path("/xdg/greenfast")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache.cache_dir() == Path.home() / ".cache" / "greenfast"
+
+
+def test_two_processes_at_once() -> None:
+    script = f"""
+import hashlib, json
+from greenfast.device.compiler import compile_kernel
+from greenfast.spec.arch import Target
+from greenfast.spec.kernel import KernelSource
+for i in range(3):
+    kernel = compile_kernel(KernelSource("k", {SHARED!r} + "//" * i, "k.cu", (), (128, 1, 1)), Target("sm_89"))
+    print(json.dumps([hashlib.sha256(kernel.cubin).hexdigest(), kernel.resources.registers]))
+"""
+    both = [
+        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert outputs[0][0] == outputs[1][0]
+    assert len([json.loads(line) for line in outputs[0][0].splitlines()]) == 3
+    assert compile_kernel(source(SHARED), ADA).from_cache
+
+
+# Failures
+
+
+def compile_error(text: str, *include_dirs: Path) -> str:
+    with pytest.raises(CompileError) as caught:
+        compile_kernel(source(text, *include_dirs, name="ladder.cu"), ADA)
+    return str(caught.value)
+
+
+def test_error_names_file_line_and_text() -> None:
+    message = compile_error('extern "C" __global__ void k(float* out) {\n    out[0] = missing;\n}')
+    assert 'ladder.cu(2): error: identifier "missing" is undefined' in message
+    assert "out[0] = missing;" in message
+    assert "sm_89" in message.splitlines()[0]
+    assert "ptxas info" not in message
+    assert "NVRTC_ERROR" not in message
+    assert "/ladder.cu" not in message
+
+
+def test_error_in_a_header_names_the_header(tmp_path: Path) -> None:
+    folder = write(tmp_path / "project", a="\n#error wrong tile")
+    message = compile_error('#include "a.cuh"\n' + SIMPLE, folder)
+    assert "a.cuh(2): " in message
+    assert "wrong tile" in message
+
+
+def test_missing_header_is_named() -> None:
+    assert 'ladder.cu(1): catastrophic error: cannot open source file "nowhere.cuh"' in compile_error(
+        '#include "nowhere.cuh"\n' + SIMPLE
+    )
+
+
+def test_warnings_are_kept_beside_errors() -> None:
+    message = compile_error('extern "C" __global__ void k(float* x) {\n    int unused;\n    x[0] = y;\n}')
+    assert 'ladder.cu(2): warning #177-D: variable "unused"' in message
+    assert 'ladder.cu(3): error: identifier "y"' in message
+
+
+def test_error_in_inline_ptx_names_the_source_line() -> None:
+    message = compile_error('extern "C" __global__ void k(float* x) {\n    x[0] = 1;\n    asm volatile("no.such;");\n}')
+    assert "ladder.cu(3): ptxas error: " in message
+    assert "no.such;" in message
+
+
+def test_too_much_shared_memory() -> None:
+    text = SHARED.replace("tile[128]", "tile[64000]")
+    assert "Entry function 'k' uses too much shared data (0x3e800 bytes" in compile_error(text)
+
+
+def test_entry_that_is_not_there() -> None:
+    message = compile_error(SIMPLE.replace('extern "C" ', ""))
+    assert "ladder.cu: no kernel 'k', only: _Z1kPf" in message
+    assert 'extern "C"' in message
+
+
+def test_a_cached_source_is_asked_for_its_kernel_too() -> None:
+    compile_kernel(source(SIMPLE), ADA)
+    with pytest.raises(CompileError, match="no kernel 'other', only: k"):
+        compile_kernel(dataclasses.replace(source(SIMPLE), entry="other"), ADA)
+
+
+def test_ptx_holds_every_kernel() -> None:
+    two = SIMPLE + SIMPLE.replace(" k(", " other(")
+    assert entries(to_ptx(dataclasses.replace(source(two), entry=""), ADA)) == ["k", "other"]
+
+
+def test_target_that_nvrtc_does_not_know() -> None:
+    with pytest.raises(MachineError, match=r"NVRTC [\d.]+ does not take the options for sm_1, .*-arch"):
+        compile_kernel(source(SIMPLE), Target("sm_1"))
+
+
+def test_missing_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(_: str) -> None:
+        raise DynamicLibNotFoundError("no libnvrtc")
+
+    monkeypatch.setattr(toolchain, "load_nvidia_dynamic_lib", absent)
+    with pytest.raises(MachineError, match="pip: nvidia-cuda-nvrtc"):
+        compile_kernel(source(SIMPLE), ADA)
+
+
+def test_nvrtc_is_loaded_with_its_builtins_before_a_thread_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in cuda.pathfinder, whose second caller is content with the library alone."""
+    loaded: list[str] = []
+
+    def load(name: str) -> SimpleNamespace:
+        if not loaded:
+            loaded.append(name)
+            time.sleep(0.1)
+            loaded.append("builtins")
+        return SimpleNamespace(abs_path=name)
+
+    def load_and_look(_: int) -> list[str]:
+        toolchain.nvrtc_library()
+        return list(loaded)
+
+    monkeypatch.setattr(toolchain, "load_nvidia_dynamic_lib", load)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(load_and_look, range(2))) == [["nvrtc", "builtins"]] * 2
+
+
+def test_nothing_asks_nvrtc_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of the cache holds NVRTC's version."""
+
+    def absent() -> None:
+        raise MachineError("no NVRTC")
+
+    monkeypatch.setattr(toolchain, "nvrtc_library", absent)
+    monkeypatch.setattr(compiler, "make_program_cache_key", lambda **_: pytest.fail("NVRTC is asked"))
+    with pytest.raises(MachineError, match="no NVRTC"):
+        compile_kernel(source(SIMPLE), ADA)
+
+
+def test_a_file_is_the_same_in_a_layer_of_an_image(tmp_path: Path) -> None:
+    """There its time is in whole seconds."""
+    file = tmp_path / "libnvrtc.so"
+    file.write_bytes(b"1234")
+    os.utime(file, ns=(0, 7_000_000_123))
+    before = toolchain.file_fingerprint(file)
+    os.utime(file, ns=(0, 7_000_000_000))
+    assert toolchain.file_fingerprint(file) == before
+    os.utime(file, ns=(0, 8_000_000_000))
+    assert toolchain.file_fingerprint(file) != before
+
+
+def cuda_headers(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+    return folder
+
+
+def test_incomplete_headers_name_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = cuda_headers(tmp_path / "include", "cuda_fp8.h")
+    monkeypatch.setattr(toolchain, "_header_folders", lambda: [folder])
+    with pytest.raises(MachineError, match=r"crt/mma\.h; install with pip: nvidia-cuda-crt "):
+        compile_kernel(source(SIMPLE), ADA)
+    cuda_headers(folder, "crt/mma.h")
+    monkeypatch.setattr(toolchain, "find_nvidia_header_directory", lambda _: None)
+    with pytest.raises(MachineError, match="pip: nvidia-cuda-cccl"):
+        compile_kernel(source(SIMPLE), ADA)
+
+
+def test_system_toolkit_is_used_where_packages_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "find_nvidia_header_directory", lambda _: None)
+    headers = ("cuda_fp8.h", "crt/mma.h")
+    new = cuda_headers(tmp_path / "cuda13" / "include", *headers, "cccl/cuda/std/version")
+    monkeypatch.setattr(toolchain, "get_cuda_path_or_home", lambda: str(new.parent))
+    assert toolchain.cuda_include_dirs() == (new, new / "cccl")
+    old = cuda_headers(tmp_path / "cuda12" / "include", *headers, "cuda/std/version")
+    monkeypatch.setattr(toolchain, "get_cuda_path_or_home", lambda: str(old.parent))
+    assert toolchain.cuda_include_dirs() == (old,)
+    assert toolchain.fingerprint()

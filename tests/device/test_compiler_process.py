@@ -1,0 +1,155 @@
+"""NVRTC in a process of its own: a crash is an error like others, and no process is started or left without need."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from greenfast.device import compiler_process
+from greenfast.device.compiler import compile_kernel, to_ptx
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import CompileError, MachineError
+from greenfast.spec.kernel import KernelSource
+
+ADA = Target("sm_89")
+SIMPLE = 'extern "C" __global__ void k(float* out) { out[threadIdx.x] = 1.0f; }\n'
+# A program that compiles once, says its compiler's process id, and goes on as its argument says. An empty job is
+# interrupted, as from a keyboard, and never ends.
+PROGRAM = """
+import os, signal, sys, time
+from greenfast.device import compiler_process as apart, nvrtc
+apart._CHILD = '''
+import os, signal, sys, time
+sys.path[:] = sys.argv[1:]
+from greenfast.device import nvrtc
+def run(job):
+    if not job.source:
+        os.killpg(0, signal.SIGINT)
+        time.sleep(60)
+    return nvrtc.Output("NVRTC_SUCCESS", b"", "", job.source)
+nvrtc.run = run
+nvrtc.serve()
+'''
+print(apart.run(nvrtc.Job("text", "k.cu", ())).log, apart._COMPILER._process._child.pid, flush=True)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "forks":
+    if not os.fork():
+        print(apart.run(nvrtc.Job("child", "k.cu", ())).log, flush=True)
+        sys.exit()
+    os.wait()
+    print(apart.run(nvrtc.Job("parent", "k.cu", ())).log, flush=True)
+if sys.argv[1] == "interrupted":
+    try:
+        apart.run(nvrtc.Job("", "k.cu", ()))
+    except KeyboardInterrupt:
+        print(apart.run(nvrtc.Job("again", "k.cu", ())).log, flush=True)
+"""
+
+
+def source(text: str) -> KernelSource:
+    return KernelSource("k", text, "k.cu", (), (128, 1, 1))
+
+
+@pytest.fixture
+def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test in which starting a process fails it."""
+    monkeypatch.setattr(compiler_process, "_COMPILER", compiler_process._Compiler())
+    monkeypatch.setattr(compiler_process, "_Process", lambda: pytest.fail("a process is started"))
+
+
+@pytest.mark.usefixtures("crashing_compiler")
+def test_a_crash_is_a_compile_error_and_the_next_compile_works() -> None:
+    for _ in range(2):
+        with pytest.raises(CompileError) as caught:
+            compile_kernel(source(SIMPLE + "// crash"), ADA, apart=True)
+        message = str(caught.value)
+        assert message.startswith("k.cu: kernel 'k': the compiler, NVRTC ")
+        assert "crashed (SIGSEGV) while it compiled for sm_89" in message
+        assert "nvcc" in message
+        kernel = compile_kernel(source(SIMPLE), ADA, use_cache=False, apart=True)
+        here = compile_kernel(source(SIMPLE), ADA, use_cache=False)
+        assert (kernel.cubin, kernel.ptx, kernel.resources) == (here.cubin, here.ptx, here.resources)
+
+
+@pytest.mark.usefixtures("crashing_compiler")
+def test_one_process_serves_all_compiles_and_tells_other_errors_as_this_one_does() -> None:
+    processes = set()
+    for text, target in ((SIMPLE, ADA), ("#error no", ADA), (SIMPLE, Target("sm_1"))):
+        said = []
+        for apart in (True, False):
+            try:
+                said.append(to_ptx(source(text), target, use_cache=False, apart=apart))
+            except (CompileError, MachineError) as e:
+                said.append(repr(e))
+        assert said[0] == said[1] != ""
+        process = compiler_process._COMPILER._process
+        assert process is not None
+        processes.add(process._child.pid)
+    assert len(processes) == 1
+
+
+@pytest.mark.usefixtures("no_start")
+def test_nothing_is_started_for_a_cached_kernel_or_where_none_is_asked_for() -> None:
+    assert not compile_kernel(source(SIMPLE), ADA).from_cache
+    assert compile_kernel(source(SIMPLE), ADA, apart=True).from_cache
+    with pytest.raises(pytest.fail.Exception, match="a process is started"):
+        compile_kernel(source(SIMPLE), ADA, use_cache=False, apart=True)
+
+
+@pytest.mark.parametrize("attribute", ["executable", "child"])
+def test_where_no_process_starts_it_compiles_in_this_one(attribute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_process, "_COMPILER", compiler_process._Compiler())
+    if attribute == "executable":
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    else:
+        monkeypatch.setattr(compiler_process, "_CHILD", "raise SystemExit(1)")
+    assert compile_kernel(source(SIMPLE), ADA, apart=True).cubin
+    assert compiler_process._COMPILER._process is None
+
+
+def start(how: str) -> subprocess.Popen[str]:
+    """PROGRAM, leading a process group."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+    )
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that ended may wait for whoever adopted it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "lines"),
+    [
+        ("ends", 0, []),
+        ("killed", -signal.SIGKILL, []),
+        ("forks", 0, ["child", "parent"]),
+        ("interrupted", 0, ["again"]),
+    ],
+)
+def test_the_process_ends_with_the_program(how: str, code: int, lines: list[str]) -> None:
+    program = start(how)
+    assert program.stdout is not None
+    text, pid = program.stdout.readline().split()
+    out, err = program.communicate(timeout=20)
+    assert (program.returncode, text, out.split(), err) == (code, "text", lines, "")
+    deadline = time.monotonic() + 10
+    while runs(int(pid)):
+        assert time.monotonic() < deadline, "the compiler's process is left over"
+        time.sleep(0.01)

@@ -1,0 +1,107 @@
+"""Device memory and cases bound to it, on host memory behind the driver's calls."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda.bindings import driver
+
+from greenfast.device.gpu import GUARD_BYTES, Gpu, GuardedBuffer, check, device_count
+from greenfast.device.session import same_bits
+from greenfast.spec.errors import MachineError
+from tests.fakes import HostDriver
+
+STREAM = SimpleNamespace(handle=None)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> HostDriver:
+    host = HostDriver()
+    monkeypatch.setattr("greenfast.device.gpu.driver", host)
+    return host
+
+
+def test_what_was_never_written_is_nan_in_every_format(memory: HostDriver) -> None:
+    for dtype in ("float16", "float32", "float64"):
+        assert np.isnan(GuardedBuffer(64).download((64 // np.dtype(dtype).itemsize,), dtype)).all()
+    codes = torch.from_numpy(GuardedBuffer(64).download((64,), "uint8")).view(torch.float8_e4m3fn)
+    assert bool(torch.isnan(codes.float()).all())
+
+
+def test_arrays_come_back_as_they_went_and_are_poisoned_on_demand(memory: HostDriver) -> None:
+    buffer = GuardedBuffer(16)
+    buffer.upload(np.arange(4, dtype=np.float32))
+    assert buffer.download((2, 2), "float32").tolist() == [[0, 1], [2, 3]]
+    buffer.queue_poison(STREAM)
+    assert np.isnan(buffer.download((4,), "float32")).all()
+    assert buffer.guards_intact()
+
+
+@pytest.mark.parametrize("offset", [-GUARD_BYTES, -1, 16, 16 + GUARD_BYTES - 1])
+def test_a_byte_beside_the_buffer_is_noticed(memory: HostDriver, offset: int) -> None:
+    buffer = GuardedBuffer(16)
+    check(memory.cuMemsetD8(buffer.pointer + offset, 0, 1))
+    assert not buffer.guards_intact()
+
+
+@pytest.mark.parametrize("offset", [0, 15])
+def test_a_byte_of_the_buffer_is_its_own(memory: HostDriver, offset: int) -> None:
+    buffer = GuardedBuffer(16)
+    check(memory.cuMemsetD8(buffer.pointer + offset, 0, 1))
+    assert buffer.guards_intact()
+
+
+def test_what_fills_a_buffer_is_done_before_a_launch_on_another_stream(memory: HostDriver) -> None:
+    """On a GPU that several processes share, the fill of new outputs came after a kernel had written them."""
+    buffer = GuardedBuffer(16)
+    assert memory.underway == 0
+    buffer.upload(np.zeros(2))
+    assert memory.underway == 0
+
+
+def test_an_empty_buffer_has_guards_too(memory: HostDriver) -> None:
+    buffer = GuardedBuffer(0)
+    buffer.upload(np.empty(0))
+    buffer.queue_poison(STREAM)
+    assert buffer.download((0, 3), "float16").shape == (0, 3)
+    assert buffer.guards_intact()
+    buffer.free()
+    assert memory.allocations == 0
+
+
+def test_a_driver_error_is_the_machines_and_names_itself(memory: HostDriver) -> None:
+    buffer = GuardedBuffer(16)
+    buffer.free()
+    with pytest.raises(MachineError, match="CUDA: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        buffer.queue_poison(STREAM)
+
+
+def no_library(flags: int) -> Any:
+    raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+
+@pytest.mark.parametrize(
+    "init", [no_library, lambda _: (driver.CUresult.CUDA_ERROR_NO_DEVICE,), lambda _: (driver.CUresult.CUDA_SUCCESS,)]
+)
+def test_a_machine_without_a_gpu_has_no_devices(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
+    fake = SimpleNamespace(
+        CUresult=driver.CUresult, cuInit=init, cuDeviceGetCount=lambda: (driver.CUresult.CUDA_SUCCESS, 0)
+    )
+    monkeypatch.setattr("greenfast.device.gpu.driver", fake)
+    assert device_count() == 0
+    for ordinal in (-1, 0, 99):
+        with pytest.raises(MachineError, match=f"no CUDA device {ordinal}: the driver shows 0"):
+            Gpu(ordinal)
+
+
+def test_bits_are_compared_and_not_values() -> None:
+    def outputs(*values: float) -> dict[str, Any]:
+        return {"out": np.array(values, dtype=np.float32)}
+
+    assert same_bits(outputs(1, np.nan), outputs(1, np.nan))
+    assert not same_bits(outputs(0.0), outputs(-0.0))
+    assert not same_bits(outputs(1, 2), outputs(1, np.nextafter(np.float32(2), np.float32(3))))

@@ -1,0 +1,109 @@
+"""Kernels that are wrong, each in a way of its own, for the fake device."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from greenfast.device.gpu import GUARD_BYTES
+from tests.fakes import Call, CrashError, HangError, right
+
+#: More launches of one binding than CORRECTNESS makes, and fewer than any timed run.
+_LATER = 20
+
+
+def _changed(call: Call, position: int, value: float) -> None:
+    """The right result but for one element."""
+    outputs = {name: array.copy() for name, array in call.right.items()}
+    for array in outputs.values():
+        array.flat[position] = value
+    call.write_all(outputs)
+
+
+def one_nan(call: Call) -> None:
+    _changed(call, 5, np.nan)
+
+
+def one_infinity(call: Call) -> None:
+    _changed(call, -1, np.inf)
+
+
+def one_wrong_element(call: Call) -> None:
+    """Off by 0.02: well inside the gate on the error against full precision, far beyond what rounding explains."""
+    (array,) = call.right.values()
+    _changed(call, 100, float(array.flat[100]) + 0.02)
+
+
+def all_zeros(call: Call) -> None:
+    call.write_all({name: np.zeros_like(array) for name, array in call.right.items()})
+
+
+def nothing_written(call: Call) -> None:
+    pass
+
+
+def last_row_unwritten(call: Call) -> None:
+    for name, array in call.right.items():
+        call.write(name, array[..., :-1, :].tobytes() if array.shape[0] == 1 else array[:-1].tobytes())
+
+
+def changes_an_input(call: Call) -> None:
+    right(call)
+    call.write("k", b"\x01")
+
+
+def writes_behind(call: Call) -> None:
+    right(call)
+    for name, array in call.right.items():
+        call.write(name, b"\0", offset=array.nbytes + GUARD_BYTES - 1)
+
+
+def writes_in_front(call: Call) -> None:
+    right(call)
+    call.write("q_scale", b"\0", offset=-1)
+
+
+def races(call: Call) -> None:
+    """The last bit of one element differs from launch to launch."""
+    right(call)
+    if call.serial % 2:
+        for name, array in call.right.items():
+            call.write(name, bytes([array.tobytes()[0] ^ 1]))
+
+
+def right_for_one_seed(call: Call) -> None:
+    """Whatever the input is, the result of the first seed: as from a cache that looks at shapes only."""
+    call.write_all(call.other_seed())
+
+
+def other_bits_later(call: Call) -> None:
+    """Right as long as it is checked, and another last bit once it is timed."""
+    right(call)
+    if call.number >= _LATER:
+        for name, array in call.right.items():
+            call.write(name, bytes([array.tobytes()[0] ^ 1]))
+
+
+def changes_an_input_later(call: Call) -> None:
+    right(call)
+    if call.number >= _LATER:
+        call.write("v", b"\x01")
+
+
+def crashes(call: Call) -> None:
+    raise CrashError
+
+
+def crashes_later(call: Call) -> None:
+    right(call)
+    if call.number >= _LATER:
+        raise CrashError
+
+
+def hangs(call: Call) -> None:
+    raise HangError
+
+
+def hangs_later(call: Call) -> None:
+    right(call)
+    if call.number >= _LATER:
+        raise HangError

@@ -1,0 +1,94 @@
+"""Error measures against values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from greenfast.judge.errors import error_stats, worst_bound_ratio
+
+REFERENCE = np.array([[4.0, -2.0], [0.001, 0.0]])
+ACTUAL = np.array([[4.5, -2.0], [0.101, -0.25]])  # errors 0.5, 0, 0.1, 0.25
+
+
+def test_every_statistic_by_hand() -> None:
+    stats = error_stats(ACTUAL, REFERENCE, 0.2)
+    assert stats.max_abs_err == 0.5
+    assert stats.mean_abs_err == pytest.approx(0.85 / 4)
+    # 0.001 and 0 are not above a thousandth of 4: their relative errors, 100 and infinity, do not count
+    assert stats.max_rel_err == pytest.approx(0.125)
+    assert stats.relative_error == pytest.approx(math.sqrt(0.25 + 0.01 + 0.0625) / math.sqrt(16 + 4 + 1e-6))
+    assert stats.pct_bad == 50.0
+
+
+def test_relative_error_of_elements_just_above_the_floor_counts() -> None:
+    assert error_stats(np.array([1.0, 0.002]), np.array([1.0, 0.0011]), 1.0).max_rel_err == pytest.approx(9 / 11)
+
+
+@pytest.mark.parametrize(("limit", "pct"), [(0.0, 75.0), (0.1, 50.0), (0.25, 25.0), (0.4999, 25.0), (0.5, 0.0)])
+def test_an_error_at_the_limit_is_not_bad(limit: float, pct: float) -> None:
+    reference = np.zeros(4)
+    assert error_stats(np.array([0.5, 0.0, -0.1, 0.25]), reference, limit).pct_bad == pct
+
+
+def test_equal_arrays_have_no_error() -> None:
+    stats = error_stats(REFERENCE, REFERENCE, 0.0)
+    assert {stats.max_abs_err, stats.mean_abs_err, stats.max_rel_err, stats.relative_error, stats.pct_bad} == {0.0}
+
+
+def test_sign_of_the_error_does_not_matter() -> None:
+    assert error_stats(2 * REFERENCE - ACTUAL, REFERENCE, 0.2) == error_stats(ACTUAL, REFERENCE, 0.2)
+
+
+def test_zero_reference() -> None:
+    assert error_stats(np.zeros(3), np.zeros(3), 0.1).relative_error == 0.0
+    stats = error_stats(np.full(3, 0.5), np.zeros(3), 0.1)
+    assert stats.relative_error == math.inf
+    assert (stats.max_abs_err, stats.mean_abs_err, stats.pct_bad) == (0.5, 0.5, 100.0)
+
+
+def test_no_elements() -> None:
+    stats = error_stats(np.zeros((0, 4)), np.zeros((0, 4)), 0.1)
+    assert (stats.max_abs_err, stats.mean_abs_err, stats.relative_error, stats.pct_bad) == (0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_have_no_statistics(bad: float) -> None:
+    broken = REFERENCE.copy()
+    broken[1, 0] = bad
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        error_stats(broken, REFERENCE, 0.1)
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        error_stats(REFERENCE, broken, 0.1)
+
+
+def test_shapes_are_not_broadcast() -> None:
+    with pytest.raises(ValueError, match=r"\(2, 2\) and \(2,\)"):
+        error_stats(REFERENCE, REFERENCE[0], 0.1)
+
+
+# The bound ratio
+
+
+@pytest.mark.parametrize(
+    ("errors", "bounds", "worst"),
+    [
+        ([0.0, 0.5, -0.3], [1.0, 2.0, 0.1], 3.0),
+        ([0.5, 0.25], [1.0, 0.25], 1.0),
+        ([0.0, 0.0], [0.0, 1.0], 0.0),
+        ([0.0, 1e-300], [0.0, 0.0], math.inf),
+        ([1.0, -1.0], [math.inf, 4.0], 0.25),
+        ([], [], 0.0),
+    ],
+)
+def test_worst_bound_ratio(errors: list[float], bounds: list[float], worst: float) -> None:
+    exact = np.zeros(len(errors))
+    assert worst_bound_ratio(exact + errors, exact, np.array(bounds)) == pytest.approx(worst)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_value_that_is_not_finite_is_within_no_bound(bad: float) -> None:
+    ratio = worst_bound_ratio(np.array([0.0, bad]), np.zeros(2), np.ones(2))
+    assert not ratio <= 1.0

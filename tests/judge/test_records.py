@@ -1,0 +1,117 @@
+"""Saved records: read back, and stale once their kernel is no longer what the sources make."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from greenfast.judge.bench import bench
+from greenfast.judge.record import BenchRecord, Record, Side
+from greenfast.judge.records import is_stale, read_record, stale_records
+from greenfast.judge.store import to_json
+from greenfast.judge.validate import validate
+from greenfast.spec.errors import UsageError
+from tests.fakes import Watcher, request
+from tests.judge.small_task import FAMILY, loaded, write_task
+
+#: A kernel whose header lies beside its family.
+WITH_HEADER = FAMILY.replace('source = """', 'source = """#include "factor.cuh"\n').replace(
+    '"twice.cu", ()', '"twice.cu", (__import__("pathlib").Path(__file__).parent,)'
+)
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of a known task whose kernel includes a header."""
+    (tmp_path / "tasks" / "twice").mkdir(parents=True)
+    (tmp_path / "tasks" / "twice" / "factor.cuh").write_text("// two\n")
+    monkeypatch.setenv("GREENFAST_TASKS", str(tmp_path / "tasks"))
+    return write_task(tmp_path / "tasks" / "twice", family=WITH_HEADER)
+
+
+@pytest.fixture
+def record(folder: Path, tmp_path: Path) -> Record:
+    task = loaded(folder, family=WITH_HEADER)
+    asked = request(tmp_path / "out", task=task, shapes=("tiny",), fmt="float", device=None)
+    return validate(asked, task.config.variant("plain"), task.config.variant("fast"), Watcher()).record
+
+
+def with_side(record: Record, **changes: object) -> Record:
+    candidate: Side = msgspec.structs.replace(record.candidate, **changes)
+    return msgspec.structs.replace(record, candidate=candidate)
+
+
+def test_a_record_of_todays_kernels_is_fresh(record: Record) -> None:
+    assert not is_stale(record)
+    assert stale_records([("now", record)]) == set()
+
+
+def test_a_record_is_stale_when_the_kernels_source_changes(record: Record, folder: Path) -> None:
+    write_task(folder, family=WITH_HEADER.replace('"2.0f"', '"(2.0f)"'))
+    assert stale_records([("then", record)]) == {"then"}
+
+
+def test_a_record_is_stale_when_a_header_changes(record: Record, folder: Path) -> None:
+    (folder / "factor.cuh").write_text("// three\n")
+    assert is_stale(record)
+
+
+def test_a_record_is_stale_when_only_the_baseline_changes(record: Record, folder: Path) -> None:
+    write_task(folder, family=WITH_HEADER.replace('"4.0f * 0.5f"', '"8.0f * 0.25f"'))
+    assert is_stale(record)
+
+
+def test_a_record_is_not_stale_because_of_anything_else(record: Record, folder: Path) -> None:
+    write_task(folder, family=WITH_HEADER + "\n# a comment\n", description="another one", seeds=[7])
+    assert not is_stale(record)
+
+
+def test_a_record_without_a_kernel_of_today_is_stale(record: Record, folder: Path) -> None:
+    assert is_stale(with_side(record, builds=[]))
+    assert is_stale(with_side(record, toggles={"NO_SUCH": 1}))
+    assert is_stale(with_side(record, toggles={"FAST": 7}))
+    build = msgspec.structs.replace(record.candidate.builds[0], kernel_hash="0" * 16)
+    assert is_stale(with_side(record, builds=[build]))
+    (folder / "config_forward.json").unlink()
+    assert is_stale(record)
+
+
+def test_records_are_read_by_folder_and_by_file(record: Record, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "record.json").write_text(to_json(record))
+    assert read_record(run) == read_record(run / "record.json") == record
+
+
+def test_a_benchs_record_is_read_and_can_be_stale(folder: Path, tmp_path: Path) -> None:
+    task = loaded(folder, family=WITH_HEADER)
+    asked = request(tmp_path / "out", task=task, shapes=("tiny",), fmt="float", device=None)
+    outcome = bench(asked, task.config.variant("fast"), Watcher())
+    again = read_record(outcome.folder)
+    assert isinstance(again, BenchRecord)
+    assert again == outcome.record
+    assert not is_stale(again)
+    (folder / "factor.cuh").write_text("// three\n")
+    assert is_stale(again)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"schema_version": 1, "created": 5}'])
+def test_what_is_no_record_is_a_usage_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "record.json").write_text(content)
+    with pytest.raises(UsageError, match=r"record\.json: not a record as greenfast writes it"):
+        read_record(tmp_path)
+
+
+def test_a_forged_record_cannot_be_read(record: Record, tmp_path: Path) -> None:
+    """Timings beside a correctness that is pending."""
+    forged = json.loads(to_json(record))
+    forged["speedups"] = [
+        *({"shape": "tiny", "cache": "warm", "speedup": 9.0, "ci_low": 8.0, "ci_high": 10.0, "confidence": 0.95}
+          | {"noise_floor": 0.005, "required": 0.0, "gated": True, "verdict": "FAST", "processes": 5, "blocks": 20},)
+    ]  # fmt: skip
+    (tmp_path / "record.json").write_text(json.dumps(forged))
+    with pytest.raises(UsageError, match="unless its CORRECTNESS gate passed"):
+        read_record(tmp_path)

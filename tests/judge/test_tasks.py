@@ -1,0 +1,148 @@
+"""Finding tasks, and loading what their authors wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greenfast.judge.task import load_task
+from greenfast.judge.tasks import find_task, load, task_folders
+from greenfast.judge.validate import validate
+from greenfast.spec.errors import UsageError
+from tests.fakes import FakeDevice, Script, Watcher, install, request
+from tests.judge.small_task import FAMILY, PROBLEM, loaded, write_task
+
+SHIPPED = {"fp8_sdpa", "fp8_quantize", "fp8_attention"}
+
+
+def names() -> set[str]:
+    return {load_task(folder).config.name for folder in task_folders()}
+
+
+def test_the_shipped_tasks_are_found_by_name_and_by_folder() -> None:
+    assert names() == SHIPPED
+    assert find_task("fp8_sdpa") == find_task("fp8_sdpa_stage_c_wmma")
+    for name in SHIPPED:
+        assert load(find_task(name)).config.name == name
+
+
+def test_folders_of_the_environment_are_searched_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_task(tmp_path / "a" / "mine")
+    write_task(tmp_path / "b" / "mine", name="hidden")
+    write_task(tmp_path / "b" / "fp8_quantize", name="other")
+    monkeypatch.setenv("GREENFAST_TASKS", os.pathsep.join([str(tmp_path / "a"), "", str(tmp_path / "b")]))
+    assert names() == {"twice", "other", "fp8_sdpa", "fp8_attention"}
+    assert find_task("mine").config.name == "twice"
+
+
+def test_a_folder_is_a_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_task(tmp_path / "mine")
+    assert find_task(str(tmp_path / "mine")).config.name == "twice"
+    monkeypatch.chdir(tmp_path)
+    assert find_task("mine").config.name == find_task("./mine").config.name == "twice"
+
+
+def test_an_unknown_task_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(
+        UsageError, match="unknown task 'fp9'; allowed: fp8_attention, fp8_quantize, fp8_sdpa, or a task's folder"
+    ):
+        find_task("fp9")
+
+
+def test_a_folder_without_a_config_says_which_file_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"config_forward\.json: cannot be read \(No such file.*a task folder holds a"):
+        find_task(str(tmp_path))
+
+
+def test_a_broken_config_neither_hides_other_tasks_nor_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_task(tmp_path / "broken", text="{")
+    monkeypatch.setenv("GREENFAST_TASKS", str(tmp_path))
+    assert find_task("fp8_sdpa").config.name == "fp8_sdpa"
+    for name in ("broken", "its_config_may_have_this_name"):
+        with pytest.raises(UsageError, match=r"broken/config_forward\.json: .*truncated"):
+            find_task(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"family": None}, r"family.py: no such file"),
+        ({"problem": None}, r"problem.py: no such file"),
+        ({"family": "def kernel(): pass"}, r"family 'family.py' has no function launch"),
+        ({"problem": "make_case = 3"}, r"problem 'problem.py' has no function make_case, references, decode"),
+        ({"family": "raise ValueError('no luck')"}, r"family 'family.py' cannot be imported: ValueError: no luck"),
+        ({"problem": "import no_such_package"}, r"cannot be imported: ModuleNotFoundError: No module named 'no_such_"),
+        ({"problem": "def f(:\n"}, r"problem 'problem.py' cannot be imported: SyntaxError"),
+    ],
+)
+def test_a_module_that_does_not_serve_is_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    task = load_task(write_task(tmp_path / "mine", **changes))
+    with pytest.raises(UsageError, match=said):
+        load(task)
+
+
+def test_a_module_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "mine")
+    config = json.loads((folder / "config_forward.json").read_text())
+    (folder / "config_forward.json").write_text(json.dumps(config | {"family": "no_such_package.family"}))
+    with pytest.raises(UsageError, match=r"family 'no_such_package.family' cannot be imported: ModuleNotFoundError"):
+        load(load_task(folder))
+
+
+def test_two_tasks_with_files_of_one_name_do_not_meet(tmp_path: Path) -> None:
+    a = loaded(tmp_path / "a" / "mine")
+    b = loaded(tmp_path / "b" / "mine", family=FAMILY.replace("twice", "thrice"))
+    assert a.family.kernel({"FAST": 1}, "float", {"N": 5}).entry == "twice"
+    assert b.family.kernel({"FAST": 1}, "float", {"N": 5}).entry == "thrice"
+
+
+@pytest.mark.parametrize(("us", "decision"), [(5.0, "MERGE"), (10.0, "DEFER"), (20.0, "DEFER")])
+def test_a_task_of_ones_own_goes_through_all_gates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, us: float, decision: str
+) -> None:
+    """Where a rung asks for no speedup, FAST is still asked for: faster beyond the noise."""
+    task = loaded(tmp_path / "mine")
+    asked = request(tmp_path / "out", task=task, shapes=("tiny", "page"), fmt="float")
+    install(monkeypatch, FakeDevice(asked, {"plain": Script(us=10.0), "fast": Script(us=us)}))
+    outcome = validate(asked, task.config.variant("plain"), task.config.variant("fast"), Watcher(), profile=False)
+    assert outcome.record.decision == decision
+    assert outcome.record.candidate.toggles == {"FAST": 1}
+    assert len(outcome.record.candidate.correctness) == 4
+    assert outcome.folder.parent == tmp_path / "out" / "twice"
+
+
+def test_a_kernel_that_does_not_compile_names_file_and_line(tmp_path: Path) -> None:
+    from_mine = loaded(tmp_path / "mine", family=FAMILY.replace("int i =", "int j ="))
+    asked = request(tmp_path / "out", task=from_mine, shapes=("tiny",), fmt="float", device=None)
+    config = from_mine.config
+    record = validate(asked, config.variant("plain"), config.variant("fast"), Watcher()).record
+    assert record.decision == "DEFER"
+    for reason in record.gates[0].reasons:
+        assert 'twice.cu(3): error: identifier "i" is undefined' in reason
+
+
+NAN_INPUT = PROBLEM.replace("return np.random.default_rng", "return np.nan * np.random.default_rng")
+WRONG_SHAPE = PROBLEM.replace('outputs["y"].astype', 'outputs["y"][:-1].astype')
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        (NAN_INPUT, "tiny seed 0: the references hold NaN or infinity"),
+        (WRONG_SHAPE, r"tiny seed 0: decode gives an array of shape \(4,\), the references have \(5,\)"),
+    ],
+)
+def test_a_problem_that_makes_no_sense_is_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, problem: str, said: str
+) -> None:
+    task = loaded(tmp_path / "mine", problem=problem)
+    asked = request(tmp_path / "out", task=task, shapes=("tiny",), fmt="float")
+    device = install(monkeypatch, FakeDevice(asked))
+    with pytest.raises(UsageError, match=said):
+        validate(asked, task.config.variant("plain"), task.config.variant("fast"), Watcher())
+    assert all(worker.closed for worker in device.workers)
+    assert [p for p in (tmp_path / "out").rglob("*") if p.is_file()] == []
