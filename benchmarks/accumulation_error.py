@@ -23,12 +23,11 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.device.gpu import Gpu, KernelImage
 from greenfast.judge.environment import git_state, package_versions
 from greenfast.judge.store import to_json, write_whole
-from greenfast.kernels.attention import config, hopper
-from greenfast.kernels.attention.config import Sizes
-from greenfast.kernels.attention.hopper import Tiling
+from greenfast.kernels.attention import hopper, tiling
+from greenfast.kernels.attention.config import AttentionConfig, read_dims
+from greenfast.kernels.attention.tiling import Tiling
 from greenfast.numerics.attention import attention
 from greenfast.problems import attention as fast_problem
-from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.problem import Case
 
@@ -54,23 +53,24 @@ class Row:
 
 def exact(dims: Mapping[str, int], case: Case) -> torch.Tensor:
     """Attention in float64 on the codes of the case."""
-    sizes = config.sizes_of(dims)
+    config, _ = read_dims(dims, "e4m3")
     codes = {
         name: (torch.from_numpy(case.inputs[name]), torch.from_numpy(case.inputs[f"{name}_scale"])) for name in "qkv"
     }
-    q, k, v = (x.cuda() for x in fast_problem.dequantized(codes, sizes, "e4m3"))
-    return attention(q, k, v, sizes.head_dim**-0.5).cpu()
+    q, k, v = (x.cuda() for x in fast_problem.dequantized(codes, config))
+    return attention(q, k, v, config.head_dim**-0.5).cpu()
 
 
 def error(gpu: Gpu, dims: Mapping[str, int], case: Case, tiles: Tiling, wanted: torch.Tensor) -> float:
     """The relative error of the kernel with these tiles."""
 
-    def only(sizes: Sizes, fmt: str) -> tuple[Tiling, ...]:
+    def only(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
         return (tiles,)
 
-    with mock.patch.object(hopper, "_candidates", only):
-        source, plan = hopper.kernel("e4m3", dims), hopper.launch("e4m3", dims)
-    compiled = compile_kernel(source, Target(hopper.TARGET))
+    with mock.patch.object(tiling, "_candidates", only):
+        attention_of = read_dims(dims, "e4m3")
+        source, plan = hopper.kernel(*attention_of), hopper.launch(*attention_of)
+    compiled = compile_kernel(source, hopper.TARGET)
     image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
     bound = gpu.bind(image, plan, case)
     out = torch.from_numpy(bound.run()["out"].astype(np.float64))

@@ -20,7 +20,8 @@ from greenfast.bench.peers import PeersWorker
 from greenfast.device.worker import WorkerError
 from greenfast.judge.peers import OWN
 from greenfast.judge.tasks import load_peers
-from greenfast.kernels.attention.hopper import tiling
+from greenfast.kernels.attention.config import read_dims
+from greenfast.kernels.attention.tiling import tiling
 from tests.fakes import shipped
 
 DIMS = {"B": 1, "H": 2, "S": 48, "D": 64}
@@ -38,7 +39,7 @@ def test_the_grid_has_equal_tokens_and_hidden_sizes() -> None:
     found = {(s.dims["D"], s.dims["S"], s.dims.get("CAUSAL", 0)) for s in GRID}
     assert found == set(itertools.product((64, 128, 256), (1024, 4096, 16384), (0, 1)))
     for shape in (*GRID, *SMALL, *(cell.shape for cell in ACCURACY)):
-        tiling(shape.dims)  # the kernel computes all of them
+        tiling(*read_dims(shape.dims, "e4m3"), 132)  # the kernel computes all of them
 
 
 def test_the_small_shapes_are_those_of_the_task() -> None:

@@ -13,8 +13,8 @@ from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.variant import Variant
 from greenfast.kernels import KERNEL_DIR
 from greenfast.kernels.attention import hopper
+from greenfast.kernels.attention.config import read_dims
 from greenfast.operator import cuda
-from greenfast.operator.quantized import Recipe
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch
 
@@ -70,14 +70,15 @@ def test_what_does_not_wait_is_named(body: str, says: str) -> None:
 )
 def test_attention_that_begins_while_the_quantizer_ends(head_dim: int, causal: int, precision: str, lse: bool) -> None:
     q = torch.empty((1, 8, 4096, head_dim), dtype=torch.bfloat16, device="meta")
-    quantizing, attending = cuda.sdpa_steps(q, q, q, Recipe(precision), causal, 0.1, HOPPER, lse=lse)
+    config = cuda.sdpa_config(HOPPER, head_dim, q.dtype, precision, causal, lse=lse)
+    quantizing, attending = cuda.sdpa_steps(q, q, q, config, 0.1, HOPPER)
     assert not quantizing.launch.early
     assert attending.launch.early
     assert faults(attending.source) == []
 
 
 def test_the_operators_other_launches_do_not_begin_early() -> None:
-    assert not hopper.launch("e4m3", {"B": 1, "H": 1, "S": 64, "D": 64}).early
+    assert not hopper.launch(*read_dims({"B": 1, "H": 1, "S": 64, "D": 64}, "e4m3")).early
 
 
 def test_evidence_refuses_a_kernel_that_may_read_too_early() -> None:

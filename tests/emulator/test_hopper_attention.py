@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from greenfast.emulator.grid import GridResult
 from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.kernels import KERNEL_DIR
-from greenfast.kernels.attention import config, hopper
+from greenfast.kernels.attention import hopper, tiling
+from greenfast.kernels.attention.config import QUERY_BLOCK, Strides, read_dims
 from greenfast.numerics.codes import quantize_blocks
 from greenfast.operator import reference
 from greenfast.problems import attention as fast_problem
@@ -68,10 +69,14 @@ INT8 = (
 )
 
 
-def emulate(dims: dict[str, int], fmt: str, source: KernelSource | None = None, seed: int = 5) -> GridResult:
-    source = source or hopper.kernel(fmt, dims)
+def emulate(
+    dims: dict[str, int], fmt: str, source: KernelSource | None = None, seed: int = 5, size: int = 132
+) -> GridResult:
+    """On a GPU of ``size`` multiprocessors."""
+    config, sizes = read_dims(dims, fmt)
     case = fast_problem.make_case(dims, 0, fmt)
-    result = run_source(source, hopper.launch(fmt, dims), case, seed=seed)
+    plan = hopper.launch(config, sizes, multiprocessors=size)
+    result = run_source(source or hopper.kernel(config, sizes, size), plan, case, seed=seed)
     assert not any(result.unwritten.values())
     return result
 
@@ -91,24 +96,26 @@ def test_queries_that_the_kernel_quantizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """They come as (B, S, H, D), and the output is that of their codes."""
-    monkeypatch.setattr(hopper, "MULTIPROCESSORS", 2)
-    monkeypatch.setattr(hopper, "_COST", {n: 1.0 if n == consumers else 100.0 for n in (1, 2, 4)})
-    dims = {**dims, "KBLOCK": 128, "VBLOCK": 128}
-    assert hopper.tiling(dims, fmt)[0].consumers == consumers
+    monkeypatch.setattr(tiling, "_COST", {n: 1.0 if n == consumers else 100.0 for n in (1, 2, 4)})
+    dims = {**dims, **BLOCKS}
+    coded, sizes = read_dims(dims, fmt)
+    config = replace(coded, columns=head_dim, quantizes_queries=True)
+    assert tiling.tiling(config, sizes, 2)[0].consumers == consumers
     case = fast_problem.make_case(dims, 0, fmt)
     shape = (dims["B"], dims["S"], dims["H"], head_dim)
     q = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype).transpose(1, 2)
-    query = hopper.Query(head_dim, str(dtype).removeprefix("torch."), q.stride()[:3])
-    own = Case(case.inputs | {"q": q.transpose(1, 2).contiguous().view(torch.uint16).numpy()}, case.outputs)
-    result = run_source(hopper.kernel(fmt, dims, query), hopper.launch(fmt, dims, query=query), own)
+    inputs = case.inputs | {"q": q.transpose(1, 2).contiguous().view(torch.uint16).numpy()}
+    own = Case(inputs, {"out": OutputSpec((*q.shape[:3], head_dim), case.outputs["out"].dtype)})
+    plan = hopper.launch(config, sizes, strides=Strides(query=q.stride()[:3]), multiprocessors=2)
+    result = run_source(hopper.kernel(config, sizes, 2), plan, own)
     assert not any(result.unwritten.values())
 
     matrix = reference.rotation(dims["D"])
     rotated = torch.nn.functional.pad(q.float(), (0, dims["D"] - head_dim)) @ matrix
-    codes, scale = quantize_blocks(rotated.flatten(0, 1), fmt, config.QUERY_BLOCK)
-    coded = Case(case.inputs | {"q": codes.numpy(), "q_scale": scale.numpy()}, case.outputs)
-    dims["QBLOCK"] = config.QUERY_BLOCK
-    wanted = fast_problem.decode(run_source(hopper.kernel(fmt, dims), hopper.launch(fmt, dims), coded).outputs, fmt)
+    codes, scale = quantize_blocks(rotated.flatten(0, 1), fmt, QUERY_BLOCK)
+    of_codes = Case(case.inputs | {"q": codes.numpy(), "q_scale": scale.numpy()}, case.outputs)
+    outputs = run_source(hopper.kernel(coded, sizes), hopper.launch(coded, sizes), of_codes).outputs
+    wanted = fast_problem.decode(outputs, fmt).reshape(*q.shape[:3], -1)[..., :head_dim]
     found = fast_problem.decode(result.outputs, fmt)
     assert np.linalg.norm(found - wanted) < 2e-3 * np.linalg.norm(wanted)  # a code in a thousand may differ by one
 
@@ -136,11 +143,10 @@ SLOW = ("wide tiles, turns", "row-major V, head dim 128", "head dim 128, causal"
         *((n, "int8") for n in INT8),
     ],
 )
-def test_it_is_right(name: str, fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_right(name: str, fmt: str) -> None:
     dims, multiprocessors, consumers = CASES[name]
-    monkeypatch.setattr(hopper, "MULTIPROCESSORS", multiprocessors)
-    assert hopper.tiling(dims)[0].consumers == consumers
-    result = emulate(dims, fmt)
+    assert tiling.tiling(*read_dims(dims, "e4m3"), multiprocessors)[0].consumers == consumers
+    result = emulate(dims, fmt, size=multiprocessors)
     check(result.outputs, dims, fmt)
     if name in ROW_MAJOR and dims["D"] > 64:
         assert sum(result.counts.bank_conflicts.values()) == 0, "the orders of keys and words are there to avoid them"
@@ -159,14 +165,15 @@ def test_it_is_right(name: str, fmt: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_output_lies_as_its_caller_wants_it(dims: dict[str, int], head_dim: int, order: str) -> None:
     """Its rows are tight, in any order of batch, heads and queries; nothing is written beside them."""
     case = fast_problem.make_case(dims, 0, "e4m3")
-    plain = run_source(hopper.kernel("e4m3", dims), hopper.launch("e4m3", dims), case)
+    plain = run_source(hopper.kernel(*read_dims(dims, "e4m3")), hopper.launch(*read_dims(dims, "e4m3")), case)
     sizes = {"B": dims["B"], "H": dims["H"], "S": dims["S"], "D": head_dim}
     shape = tuple(sizes[d] for d in order)
     strides = {d: int(np.prod(shape[i + 1 :])) for i, d in enumerate(order)}
-    output = config.OutputRows(head_dim, tuple(strides[d] for d in "BHS"))
+    config, of_case = read_dims(dims, "e4m3")
+    config = replace(config, columns=head_dim)
     specs = {**case.outputs, "out": OutputSpec(shape, case.outputs["out"].dtype)}
-    plan = hopper.launch("e4m3", dims, output=output)
-    result = run_source(hopper.kernel("e4m3", dims, output=output), plan, Case(case.inputs, specs))
+    plan = hopper.launch(config, of_case, strides=Strides(out=tuple(strides[d] for d in "BHS")))
+    result = run_source(hopper.kernel(config, of_case), plan, Case(case.inputs, specs))
     assert not any(result.unwritten.values())
     found = result.outputs["out"].transpose([order.index(d) for d in "BHSD"])
     wanted = plain.outputs["out"].reshape(dims["B"], dims["H"], dims["S"], dims["D"])[..., :head_dim]
@@ -176,11 +183,10 @@ def test_the_output_lies_as_its_caller_wants_it(dims: dict[str, int], head_dim: 
 
 
 def test_two_levels_at_head_dim_256(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "MULTIPROCESSORS", 2)
-    monkeypatch.setattr(hopper, "ONE_LEVEL_KEYS", 128)
+    monkeypatch.setattr(tiling, "ONE_LEVEL_KEYS", 128)
     dims = {"B": 1, "H": 2, "S": 300, "D": 256}
-    assert hopper.tiling(dims)[0].two_levels
-    check(emulate(dims, "e4m3").outputs, dims, "e4m3")
+    assert tiling.tiling(*read_dims(dims, "e4m3"), 2)[0].two_levels
+    check(emulate(dims, "e4m3", size=2).outputs, dims, "e4m3")
 
 
 #: What is taken out of a header, how often it stands there, and the fault that must follow.
@@ -222,7 +228,7 @@ MUTANTS = {
 def test_a_kernel_that_lacks_a_step_is_caught(name: str, tmp_path: Path) -> None:
     header, old, new, says = MUTANTS[name]
     dims = {"B": 1, "H": 1, "S": 64, "KV": 900, "D": 128, "VROWS": int("row_major" in header)}
-    source = without(hopper.kernel("e4m3", dims), header, old, new, tmp_path)
+    source = without(hopper.kernel(*read_dims(dims, "e4m3")), header, old, new, tmp_path)
 
     def in_several_orders() -> None:  # of the warps: not in every one does a missing wait show
         for seed in range(6):
@@ -239,7 +245,7 @@ def without(source: KernelSource, header: str, old: str, new: str, folder: Path)
     text = file.read_text()
     assert text.count(old) == 1
     file.write_text(text.replace(old, new))
-    return dataclasses.replace(source, include_dirs=(folder / "kernels",))
+    return replace(source, include_dirs=(folder / "kernels",))
 
 
 @pytest.mark.parametrize(
@@ -252,13 +258,14 @@ def without(source: KernelSource, header: str, old: str, new: str, folder: Path)
 def test_queries_that_lack_a_step_are_caught(old: str, says: str, tmp_path: Path) -> None:
     dims = {"B": 1, "H": 1, "S": 130, "KV": 130, "D": 64, "KBLOCK": 128, "VBLOCK": 128}
     case = fast_problem.make_case(dims, 0, "e4m3")
-    query = hopper.Query(64, "float16", (8320, 8320, 64))
+    config, sizes = read_dims({**dims, "QBLOCK": 16}, "e4m3")
+    config = replace(config, quantizes_queries=True)
     own = Case(case.inputs | {"q": np.full((1, 1, 130, 64), 0x3C00, np.uint16)}, case.outputs)
-    source = without(hopper.kernel("e4m3", dims, query), "attention_hopper_input.cuh", old, "", tmp_path)
+    source = without(hopper.kernel(config, sizes), "attention_hopper_input.cuh", old, "", tmp_path)
 
     def in_several_orders() -> None:
         for seed in range(6):
-            run_source(source, hopper.launch("e4m3", dims, query=query), own, seed=seed)
+            run_source(source, hopper.launch(config, sizes), own, seed=seed)
 
     with pytest.raises(GreenfastError, match=says):
         in_several_orders()

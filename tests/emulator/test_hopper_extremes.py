@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from greenfast.kernels.attention import hopper
-from greenfast.kernels.attention.config import sizes_of
+from greenfast.kernels.attention.config import read_dims
 from greenfast.numerics.attention import attention
 from greenfast.problems import attention as fast_problem
 from greenfast.spec.problem import Array, Case
@@ -28,16 +28,18 @@ def changed(dims: Mapping[str, int], inputs: Mapping[str, Array] | None = None, 
 
 
 def run(dims: Mapping[str, int], case: Case, fmt: str = "e4m3", scale: float | None = None) -> dict[str, NDArray[Any]]:
-    outputs = run_source(hopper.kernel(fmt, dims), hopper.launch(fmt, dims, scale), case).outputs
+    config, sizes = read_dims(dims, fmt)
+    outputs = run_source(hopper.kernel(config, sizes), hopper.launch(config, sizes, scale), case).outputs
     return {**outputs, "out": fast_problem.decode(outputs, fmt)}
 
 
 def exact(dims: Mapping[str, int], case: Case, fmt: str = "e4m3") -> NDArray[np.float64]:
     """Attention on what the codes of a case stand for."""
     codes = {n: (torch.from_numpy(case.inputs[n]), torch.from_numpy(case.inputs[f"{n}_scale"])) for n in "qkv"}
-    sizes = sizes_of(dims)
-    q, k, v = fast_problem.dequantized(codes, sizes, fmt)
-    found: NDArray[np.float64] = attention(q, k, v, sizes.head_dim**-0.5, fast_problem.mask_of(sizes)).numpy()
+    config, sizes = read_dims(dims, fmt)
+    q, k, v = fast_problem.dequantized(codes, config)
+    mask = fast_problem.mask_of(config.mask, sizes)
+    found: NDArray[np.float64] = attention(q, k, v, config.head_dim**-0.5, mask).numpy()
     return found
 
 

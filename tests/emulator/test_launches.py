@@ -13,7 +13,6 @@ from greenfast.device.compiler import compile_kernel, to_ptx
 from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.grid import GridResult, Step, run_chain
 from greenfast.operator import cuda
-from greenfast.operator.quantized import Recipe
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch, TensorMap
 from greenfast.spec.problem import OutputSpec
@@ -104,8 +103,9 @@ def test_the_launches_of_sdpa_in_a_row(head_dim: int, early: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     shapes = [(1, 2, 70, head_dim), *[(1, 1, 150, head_dim)] * 2]
     q, k, v = (torch.randn(shape, generator=generator).to(torch.float16) for shape in shapes)
-    recipe, target = Recipe(), Target("sm_90a")
-    made = cuda.sdpa_steps(q, k, v, recipe, 0, head_dim**-0.5, target, lse=False)
+    target = Target("sm_90a")
+    config = cuda.sdpa_config(target, head_dim, q.dtype, "fp8", 0)
+    made = cuda.sdpa_steps(q, k, v, config, head_dim**-0.5, target)
     steps = []
     for n, made_step in enumerate(made):
         source, plan, names = made_step.source, made_step.launch, made_step.names
@@ -123,7 +123,7 @@ def test_the_launches_of_sdpa_in_a_row(head_dim: int, early: bool) -> None:
         steps.append(Step(ptx, source.entry, source.block, source.dynamic_smem_bytes, plan))
     outputs = {
         name: OutputSpec(tuple(shape), "uint8" if name.endswith("codes") else "float32")
-        for name, shape in cuda.quantized_sizes(q.shape, k.shape, recipe).items()
+        for name, shape in cuda.quantized_sizes(q.shape, k.shape, config).items()
     }
     outputs["out"] = OutputSpec(tuple(q.shape), "float16")
     inputs = {name: x.view(torch.uint16).numpy() for name, x in (("q", q), ("k", k), ("v", v))}

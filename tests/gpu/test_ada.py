@@ -8,13 +8,14 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.device.gpu import Gpu, KernelImage
 from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import ada
+from greenfast.kernels.attention.config import FORMATS, read_dims
 from greenfast.problems import attention as fast_problem
 from greenfast.spec.arch import Target
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("fmt", ada.FORMATS)
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("head_dim", ada.HEAD_DIMS)
 @pytest.mark.parametrize("causal", [0, 1, 2])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (63, 65), (129, 1000), (512, 512), (200, 70)])
@@ -23,10 +24,10 @@ def test_it_is_right(fmt: str, head_dim: int, causal: int, q_len: int, kv_len: i
     if gpu.capability < (8, 9):
         pytest.skip(f"E4M3 products need compute capability 8.9, this GPU has {gpu.capability}")
     dims = {"B": 2, "H": 4, "HK": 2, "S": q_len, "KV": kv_len, "D": head_dim, "CAUSAL": causal}
-    source = ada.kernel(fmt, dims)
+    source = ada.kernel(read_dims(dims, fmt)[0])
     compiled = compile_kernel(source, Target.of_device(gpu.capability))
     image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
-    bound = gpu.bind(image, ada.launch(fmt, dims), fast_problem.make_case(dims, 0, fmt))
+    bound = gpu.bind(image, ada.launch(*read_dims(dims, fmt)), fast_problem.make_case(dims, 0, fmt))
     first, second = bound.run(), bound.run()
     assert bound.violations() == []
     bound.free()

@@ -10,7 +10,6 @@ import greenfast
 from greenfast.kernels import KERNEL_DIR
 from greenfast.operator import cuda
 from greenfast.operator.cuda import _Step
-from greenfast.operator.quantized import Recipe
 from greenfast.spec.kernel import KernelSource, Launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
@@ -36,11 +35,12 @@ def test_a_producer_that_writes_late(head_dim: int, causal: int, precision: str,
     shape = (1, 4, length, head_dim)
     q, k, v = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in "qkv")
     wanted = greenfast.sdpa(q, k, v, is_causal=bool(causal), precision=precision)  # type: ignore[call-overload]
-    recipe, target = Recipe(precision), cuda.target_of(0)
-    quantizing, attending = cuda.sdpa_steps(q, k, v, recipe, causal, head_dim**-0.5, target, lse=False)
+    target = cuda.target_of(0)
+    config = cuda.sdpa_config(target, head_dim, q.dtype, precision, causal)
+    quantizing, attending = cuda.sdpa_steps(q, k, v, config, head_dim**-0.5, target)
     assert attending.launch.early
 
-    sizes = {n: s for n, s in cuda.quantized_sizes(q.shape, k.shape, recipe).items() if not n.startswith("q_")}
+    sizes = {n: s for n, s in cuda.quantized_sizes(q.shape, k.shape, config).items() if not n.startswith("q_")}
     places, size = {}, 0
     for name, of in sizes.items():
         places[name] = size

@@ -16,7 +16,8 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.device.gpu import Gpu, KernelImage
 from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import hopper
-from greenfast.kernels.attention.config import sizes_of
+from greenfast.kernels.attention.config import read_dims
+from greenfast.kernels.attention.tiling import ONE_LEVEL_KEYS, tiling
 from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS, attention, attention_rounding_bound
 from greenfast.numerics.codes import transposed_values
 from greenfast.numerics.formats import dequantize, quantize
@@ -40,10 +41,10 @@ def gpu() -> Gpu:
 
 def run(dims: dict[str, int], case: Case, fmt: str = "e4m3") -> dict[str, NDArray[Any]]:
     """The outputs of two runs that agree in every bit and leave all other memory as it was."""
-    source = hopper.kernel(fmt, dims)
+    source = hopper.kernel(*read_dims(dims, fmt))
     compiled = compile_kernel(source, Target("sm_90a"))
     image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
-    bound = gpu().bind(image, hopper.launch(fmt, dims), case)
+    bound = gpu().bind(image, hopper.launch(*read_dims(dims, fmt)), case)
     first, second = bound.run(), bound.run()
     assert bound.violations() == []
     bound.free()
@@ -53,12 +54,12 @@ def run(dims: dict[str, int], case: Case, fmt: str = "e4m3") -> dict[str, NDArra
 
 def check(dims: dict[str, int], case: Case) -> None:
     """The kernel-error gates of the task."""
-    sizes = sizes_of(dims)
+    config, sizes = read_dims(dims, "e4m3")
     arrays = {name: torch.from_numpy(a) for name, a in case.inputs.items()}
     share = sizes.heads // sizes.kv_heads
     q, k, v = (dequantize(arrays[n], arrays[f"{n}_scale"], "e4m3") for n in "qkv")
     k, v = k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
-    scale, mask = 1 / math.sqrt(sizes.head_dim), mask_of(sizes)
+    scale, mask = 1 / math.sqrt(config.head_dim), mask_of(config.mask, sizes)
     exact = attention(q, k, v, scale, mask).numpy()
     bound = attention_rounding_bound(q, k, v, scale, mask, E4M3_POLYNOMIAL_WEIGHTS).numpy()
     out = run(dims, case)["out"].astype(np.float64)
@@ -97,8 +98,8 @@ def test_long(head_dim: int, causal: int) -> None:
 
 @pytest.mark.parametrize("heads", [1, 132])
 def test_two_levels_at_head_dim_256(heads: int) -> None:
-    dims = {"B": 1, "H": heads, "HK": 1, "S": 100, "KV": hopper.ONE_LEVEL_KEYS + 1, "D": 256}
-    assert hopper.tiling(dims)[0].two_levels
+    dims = {"B": 1, "H": heads, "HK": 1, "S": 100, "KV": ONE_LEVEL_KEYS + 1, "D": 256}
+    assert tiling(*read_dims(dims, "e4m3"), 132)[0].two_levels
     check(dims, fast_problem.make_case(dims, 0, "e4m3"))
 
 

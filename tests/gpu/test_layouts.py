@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.nn.attention.bias import causal_lower_right
 import greenfast
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.gpu import Gpu, KernelImage
-from greenfast.kernels.attention import config, hopper
+from greenfast.kernels.attention import hopper
+from greenfast.kernels.attention.config import Strides, read_dims
 from greenfast.operator import ops
 from greenfast.operator.layout import row_strides
 from greenfast.operator.sdpa import Precision
@@ -75,24 +77,25 @@ def test_nothing_is_written_outside(padded: int, head_dim: int, own_queries: boo
     gpu = Gpu(0)
     if own_queries and not hopper.quantizes_queries(padded):
         pytest.skip("at this head dim the kernel takes codes of Q")
-    dims = {"B": 2, "H": 2, "S": 150, "D": padded, "KBLOCK": 128, "VBLOCK": 128, "QBLOCK": 0 if own_queries else 16}
-    case = fast_problem.make_case({**dims, "QBLOCK": 16}, 0, "e4m3")
-    query = None
+    dims = {"B": 2, "H": 2, "S": 150, "D": padded, "KBLOCK": 128, "VBLOCK": 128, "QBLOCK": 16}
+    case = fast_problem.make_case(dims, 0, "e4m3")
+    config, sizes = read_dims(dims, "e4m3")
+    config = replace(config, columns=head_dim, quantizes_queries=own_queries)
+    rows = (300 * head_dim, head_dim, 2 * head_dim)
     inputs = dict(case.inputs)
     if own_queries:
-        query = hopper.Query(head_dim, "float16", (300 * head_dim, head_dim, 2 * head_dim))
         inputs["q"] = np.random.default_rng(0).standard_normal((2, 150, 2, head_dim)).astype(np.float16).view(np.uint16)
-    rows = config.OutputRows(head_dim, (300 * head_dim, head_dim, 2 * head_dim))
     tight = Case(inputs, {"out": OutputSpec((2, 150, 2, head_dim), "float16")})
-    source = hopper.kernel("e4m3", dims, query, rows)
+    source = hopper.kernel(config, sizes)
     compiled = compile_kernel(source, Target.of_device(gpu.capability))
     image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
-    bound = gpu.bind(image, hopper.launch("e4m3", dims, query=query, output=rows), tight)
+    bound = gpu.bind(image, hopper.launch(config, sizes, strides=Strides(query=rows, out=rows)), tight)
     found = bound.run()["out"]
     assert bound.violations() == []
     bound.free()
-    plain = gpu.bind(image, hopper.launch("e4m3", dims, query=query), Case(inputs, case.outputs))
-    wanted = plain.run()["out"].reshape(2, 2, 150, padded)[..., :head_dim]
+    by_head = {"out": OutputSpec((2, 2, 150, head_dim), "float16")}
+    plain = gpu.bind(image, hopper.launch(config, sizes, strides=Strides(query=rows)), Case(inputs, by_head))
+    wanted = plain.run()["out"]
     plain.free()
     assert np.array_equal(found.transpose(0, 2, 1, 3), wanted)
 

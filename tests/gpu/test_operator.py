@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 import greenfast
+from greenfast.kernels.attention.config import Mask
 from greenfast.operator import cuda, ops, reference
-from greenfast.operator.quantized import Recipe
+from greenfast.operator.quantized import config_of
 from greenfast.spec.kernel import Choice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
@@ -61,21 +63,21 @@ def test_as_on_the_cpu(sizes: dict[str, int], options: dict[str, Any], dtype: to
 @pytest.mark.parametrize("length", [1, 130, 257, 1500, 5000])
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 @pytest.mark.parametrize(
-    "recipe",
-    [Recipe(key_mean=False, rotate=False), Recipe("int8"), Recipe("int8", values="channel"),
-     Recipe(values="head", key_mean=False, rotate=False), Recipe(blocks=False, values="head")],
+    "choices",
+    [("fp8", True, "block", False, False), ("int8", True, "block", True, True), ("int8", True, "channel", True, True),
+     ("fp8", True, "head", False, False), ("fp8", False, "head", True, True)],
     ids=str,
 )  # fmt: skip
-def test_the_codes_of_the_reference(recipe: Recipe, head_dim: int, length: int) -> None:
+def test_the_codes_of_the_reference(choices: tuple[str, bool, str, bool, bool], head_dim: int, length: int) -> None:
     q, k, v = inputs(length, head_dim=head_dim, heads=3, kv_heads=1)
-    choices = (recipe.precision, recipe.blocks, recipe.values, recipe.key_mean, recipe.rotate)
+    config = config_of(head_dim, q.dtype, *choices)
     found = ops.QUANTIZE(q, k, v, *choices)
-    wanted = reference.quantize(q.cpu(), k.cpu(), v.cpu(), recipe)
+    wanted = reference.quantize(q.cpu(), k.cpu(), v.cpu(), config)
     codes = (wanted.query, wanted.key, wanted.value)
     scales = (wanted.query_scale, wanted.key_scale, wanted.value_scale)
     # Else sums are taken in another order, or PyTorch divides by 448 as it does on a GPU, by a product.
-    exact = recipe.values == "block" and not (recipe.key_mean or recipe.rotate)
-    few = 0 if exact else 2e-3 if recipe.values == "block" else 1e-2
+    exact = config.value_scales == "block" and not (config.key_mean or config.rotate)
+    few = 0 if exact else 2e-3 if config.value_scales == "block" else 1e-2
     for mine, theirs in zip(found[:3], codes, strict=True):
         assert float((mine.cpu() != theirs).float().mean()) <= few
     for mine, theirs in zip(found[3:6], scales, strict=True):
@@ -99,8 +101,12 @@ def test_quantized_inputs_are_kept() -> None:
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_the_way_of_ada(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes by PyTorch with a scale a head, and the Ada kernel, which a Hopper GPU can run."""
-    monkeypatch.setattr(cuda, "kernel_for", lambda target, dims, fmt: Choice("ada", "wanted"))
-    monkeypatch.setattr(cuda, "recipe_for", lambda target, precision: Recipe(precision, False, "head"))
+
+    def of_heads(target: object, head_dim: int, dtype: torch.dtype, precision: str, mask: int, *, lse: bool) -> object:
+        return replace(config_of(head_dim, dtype, precision, False, "head"), mask=Mask(mask), log_sum_exp=lse)
+
+    monkeypatch.setattr(cuda, "kernel_for", lambda target, config, sizes: Choice("ada", "wanted"))
+    monkeypatch.setattr(cuda, "sdpa_config", of_heads)
     monkeypatch.setattr(cuda, "_PLANS", {})
     monkeypatch.setattr(cuda, "_ATTENTION_LAUNCHES", {})
     q, k, v = inputs(300, heads=4, kv_heads=2, head_dim=128, dtype=torch.float16)

@@ -18,6 +18,7 @@ from greenfast.judge.peers import OWN
 from greenfast.judge.record import PeersRecord
 from greenfast.judge.records import read_record
 from greenfast.kernels.attention import hopper
+from greenfast.kernels.attention.config import read_dims
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import Launch
 from tests.cli.command_line import run_here
@@ -43,10 +44,10 @@ def test_a_run_has_times_of_everyone_installed(capsys: pytest.CaptureFixture[str
 
 
 def image_of(dims: dict[str, int]) -> tuple[KernelImage, Launch]:
-    source = hopper.kernel("e4m3", dims)
+    source = hopper.kernel(*read_dims(dims, "e4m3"))
     cubin = compile_kernel(source, Target("sm_90a")).cubin
     image = KernelImage(cubin, source.entry, source.block, source.dynamic_smem_bytes)
-    return image, hopper.launch("e4m3", dims)
+    return image, hopper.launch(*read_dims(dims, "e4m3"))
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,8 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.judge.tasks import find_task
-from greenfast.kernels.attention import ada, config
+from greenfast.kernels.attention import ada
+from greenfast.kernels.attention.config import FORMATS, Strides, read_dims
 from greenfast.problems import attention as fast_problem
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
@@ -23,10 +26,10 @@ DIMS = {"B": 1, "H": 2, "S": 100, "D": 64}
 
 @pytest.mark.parametrize("head_dim", ada.HEAD_DIMS)
 @pytest.mark.parametrize("causal", [0, 1])
-@pytest.mark.parametrize("fmt", ada.FORMATS)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_native_products_within_the_budget(fmt: str, head_dim: int, causal: int) -> None:
     dims = {**DIMS, "D": head_dim, "CAUSAL": causal}
-    compiled = compile_kernel(ada.kernel(fmt, dims), Target("sm_89"))
+    compiled = compile_kernel(ada.kernel(read_dims(dims, fmt)[0]), Target("sm_89"))
     budget = CONFIG.rung("ada").budget_for(dims)
     assert compiled.resources.registers <= budget.registers
     assert compiled.resources.smem_bytes <= budget.smem_bytes
@@ -50,11 +53,11 @@ def test_native_products_within_the_budget(fmt: str, head_dim: int, causal: int)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("fmt", ada.FORMATS)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_it_is_right(fmt: str, dims: dict[str, int]) -> None:
-    source = ada.kernel(fmt, dims)
+    source = ada.kernel(read_dims(dims, fmt)[0])
     case = fast_problem.make_case(dims, 0, fmt)
-    result = run_source(source, ada.launch(fmt, dims), case, "sm_89")
+    result = run_source(source, ada.launch(*read_dims(dims, fmt)), case, "sm_89")
     assert not any(result.unwritten.values())
     references = fast_problem.references(dims, 0, fmt)
     out = fast_problem.decode(result.outputs, fmt)
@@ -64,22 +67,23 @@ def test_it_is_right(fmt: str, dims: dict[str, int]) -> None:
 
 
 def test_what_it_refuses() -> None:
-    with pytest.raises(UsageError, match=r"the Ada kernel is for head dims 64, 128; got .*'D': 256"):
-        ada.kernel("e4m3", {**DIMS, "D": 256})
-    with pytest.raises(UsageError, match=r"formats e4m3, int8; got .*fp4"):
-        ada.kernel("fp4", DIMS)
-    with pytest.raises(UsageError, match=r"no log-sum-exp.*'LSE': 1"):
-        ada.kernel("e4m3", {**DIMS, "LSE": 1})
+    with pytest.raises(UsageError, match=r"the Ada kernel is for head dims 64, 128; got head_dim 256"):
+        ada.kernel(read_dims({**DIMS, "D": 256}, "e4m3")[0])
+    with pytest.raises(UsageError, match=r"fp4.*e4m3.*int8"):
+        ada.kernel(read_dims(DIMS, "fp4")[0])
+    with pytest.raises(UsageError, match=r"no choice of log_sum_exp; got .*log_sum_exp True"):
+        ada.kernel(read_dims({**DIMS, "LSE": 1}, "e4m3")[0])
 
 
 def test_the_output_lies_as_its_caller_wants_it() -> None:
     """(B, S, H, 72) in memory, tight, of the kernel for head dim 128."""
     dims = {"B": 2, "H": 2, "S": 70, "D": 128}
-    case, source = fast_problem.make_case(dims, 0, "e4m3"), ada.kernel("e4m3", dims)
-    plain = run_source(source, ada.launch("e4m3", dims), case, "sm_89")
-    rows = config.OutputRows(72, (70 * 2 * 72, 72, 2 * 72))
+    case, source = fast_problem.make_case(dims, 0, "e4m3"), ada.kernel(read_dims(dims, "e4m3")[0])
+    plain = run_source(source, ada.launch(*read_dims(dims, "e4m3")), case, "sm_89")
+    config, sizes = read_dims(dims, "e4m3")
+    plan = ada.launch(replace(config, columns=72), sizes, strides=Strides(out=(70 * 2 * 72, 72, 2 * 72)))
     tight = Case(case.inputs, {"out": OutputSpec((2, 70, 2, 72), "float16")})
-    result = run_source(source, ada.launch("e4m3", dims, output=rows), tight, "sm_89")
+    result = run_source(source, plan, tight, "sm_89")
     assert not any(result.unwritten.values())
     wanted = plain.outputs["out"].reshape(2, 2, 70, 128)[..., :72]
     assert np.array_equal(result.outputs["out"].transpose(0, 2, 1, 3), wanted)
@@ -88,7 +92,8 @@ def test_the_output_lies_as_its_caller_wants_it() -> None:
 def test_a_scale_of_scores_that_float32_lacks_counts_as_nothing() -> None:
     dims = {"B": 1, "H": 1, "S": 70, "D": 64, "CAUSAL": 1}
     case = fast_problem.make_case(dims, 0, "e4m3")
-    out = run_source(ada.kernel("e4m3", dims), ada.launch("e4m3", dims, 1e-50), case, "sm_89").outputs["out"]
+    config, sizes = read_dims(dims, "e4m3")
+    out = run_source(ada.kernel(config), ada.launch(config, sizes, 1e-50), case, "sm_89").outputs["out"]
     codes = torch.from_numpy(case.inputs["v"]).view(torch.float8_e4m3fn).float().numpy()[0]
     means = codes.cumsum(0) / np.arange(1, 71)[:, None] * case.inputs["v_scale"]
     assert np.abs(out[0] - means).max() < 0.01

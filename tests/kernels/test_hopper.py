@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.judge.tasks import find_task
-from greenfast.kernels.attention import hopper
-from greenfast.kernels.attention.config import sizes_of
+from greenfast.kernels.attention import hopper, tiling
+from greenfast.kernels.attention.config import FORMATS, AttentionConfig, Mask, Sizes, Strides, read_dims
+from greenfast.kernels.attention.tiling import Tiling
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import TensorMap
@@ -21,7 +25,7 @@ BIG = {"B": 1, "H": 32, "S": 8192}
 @pytest.mark.parametrize("shape", CONFIG.shapes, ids=lambda s: s.name)
 def test_every_shape_builds_within_its_budget(shape: object) -> None:
     dims = shape.dims  # type: ignore[attr-defined]
-    compiled = compile_kernel(hopper.kernel("e4m3", dims), Target("sm_90a"))
+    compiled = compile_kernel(hopper.kernel(*read_dims(dims, "e4m3")), Target("sm_90a"))
     budget = CONFIG.rung("hopper").budget_for(dims)
     assert compiled.resources.smem_bytes <= budget.smem_bytes
     assert compiled.resources.spill_bytes == compiled.resources.stack_bytes == 0
@@ -35,7 +39,7 @@ EXTRAS: tuple[dict[str, int], ...] = (
     {},
     {"LSE": 1, "BF16": 1, "KBLOCK": 128, "VCHANNEL": 1},
     {"BF16": 1, "QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128},
-    {"BF16": 1, "KBLOCK": 128, "VBLOCK": 128},  # Q as it comes
+    {"BF16": 1, "QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128, "OWN": 1},  # the kernel quantizes Q
     {"VROWS": 1},
 )
 #: Bytes that four warpgroups at head dim 64 store and load a thread at the most, with what takes more registers.
@@ -44,13 +48,13 @@ FEW = 128
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [0, 1])
-@pytest.mark.parametrize("fmt", hopper.FORMATS)
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("extras", EXTRAS, ids=str)
 def test_no_spills(extras: dict[str, int], fmt: str, head_dim: int, causal: int) -> None:
     dims = {**BIG, "D": head_dim, "CAUSAL": causal, **extras}
-    own = "VBLOCK" in dims and "QBLOCK" not in dims and hopper.quantizes_queries(head_dim)
-    query = hopper.Query(head_dim, "bfloat16", (head_dim * 2048, head_dim * 2048, head_dim)) if own else None
-    compiled = compile_kernel(hopper.kernel(fmt, dims, query), Target("sm_90a"))
+    own = "OWN" in dims and hopper.quantizes_queries(head_dim)
+    config, sizes = read_dims({key: n for key, n in dims.items() if key != "OWN"}, fmt)
+    compiled = compile_kernel(hopper.kernel(replace(config, quantizes_queries=own), sizes), Target("sm_90a"))
     allowed = FEW if head_dim == 64 and "KBLOCK" in extras else 0
     assert compiled.resources.spill_bytes <= allowed
     assert compiled.resources.stack_bytes <= allowed
@@ -58,31 +62,36 @@ def test_no_spills(extras: dict[str, int], fmt: str, head_dim: int, causal: int)
     assert compiled.resources.smem_bytes <= 232448
 
 
+def tiles(dims: dict[str, int], multiprocessors: int = 132) -> Tiling:
+    return tiling.tiling(*read_dims(dims, "e4m3"), multiprocessors)[0]
+
+
 def test_tiles_by_shape() -> None:
     for head_dim in (64, 128, 256):
-        few, why = hopper.tiling({"B": 1, "H": 2, "S": 100, "D": head_dim})
+        few, why = tiling.tiling(*read_dims({"B": 1, "H": 2, "S": 100, "D": head_dim}, "e4m3"), 132)
         assert few.consumers == 1
         assert "1 should take the least time for 2 heads of 100 queries on 132" in why
-    two, _ = hopper.tiling({"B": 1, "H": 8, "S": 2048, "D": 64})
+    two = tiles({"B": 1, "H": 8, "S": 2048, "D": 64})
     assert two.consumers == 2, "128 blocks in one wave, where one warpgroup a block needs two"
-    many = {d: hopper.tiling({"B": 16, "H": 2048 // d, "S": 1024, "D": d})[0] for d in (64, 128, 256)}
+    assert tiles({"B": 1, "H": 8, "S": 2048, "D": 64}, 66).consumers == 4, "of half as many multiprocessors"
+    many = {d: tiles({"B": 16, "H": 2048 // d, "S": 1024, "D": d}) for d in (64, 128, 256)}
     assert [many[d].consumers for d in (64, 128, 256)] == [4, 2, 2]
     assert [many[d].two_levels for d in (64, 128, 256)] == [True, True, False]
-    assert hopper.tiling({"B": 1, "H": 8, "S": 100, "KV": hopper.ONE_LEVEL_KEYS + 1, "D": 256})[0].two_levels
+    assert tiles({"B": 1, "H": 8, "S": 100, "KV": tiling.ONE_LEVEL_KEYS + 1, "D": 256}).two_levels
     with pytest.raises(UsageError, match=r"D=96.*64, 128, 256"):
-        hopper.tiling({**BIG, "D": 96})
+        tiles({**BIG, "D": 96})
 
 
 def test_what_it_is_not_built_for() -> None:
     with pytest.raises(UsageError, match=r"sm_90a alone.*--arch sm_90a"):
-        compile_kernel(hopper.kernel("e4m3", {**BIG, "D": 64}), Target("sm_89"))
+        compile_kernel(hopper.kernel(*read_dims({**BIG, "D": 64}, "e4m3")), Target("sm_89"))
     with pytest.raises(UsageError, match=r"fp4.*e4m3, int8"):
-        hopper.kernel("fp4", {**BIG, "D": 64})
+        hopper.kernel(*read_dims({**BIG, "D": 64}, "fp4"))
 
 
 def test_tensor_maps_describe_the_buffers() -> None:
     dims = {"B": 2, "H": 4, "HK": 2, "S": 100, "KV": 333, "D": 256}
-    q, k, v = hopper.launch("e4m3", dims).args[:3]
+    q, k, v = hopper.launch(*read_dims(dims, "e4m3")).args[:3]
     assert isinstance(q, TensorMap)
     assert isinstance(k, TensorMap)
     assert isinstance(v, TensorMap)
@@ -97,37 +106,43 @@ def test_tensor_maps_describe_the_buffers() -> None:
 )
 def test_causal_work_is_dealt_evenly(heads: int, length: int, block_m: int, block_n: int) -> None:
     """Counted as the kernel deals it (piece_of and Work in attention_hopper.cuh)."""
-    sizes = sizes_of({"B": 1, "H": heads, "S": length, "D": 64, "CAUSAL": 1})
-    width, blocks = hopper.heads_at_once(sizes, block_m, block_n), -(-length // block_m)
-    loads, seen = np.zeros(hopper.MULTIPROCESSORS), set()
+    sizes = Sizes(1, heads, heads, length, length)
+    width, blocks = tiling.heads_at_once(Mask.UPPER_LEFT, sizes, block_m, block_n, 132), -(-length // block_m)
+    loads, seen = np.zeros(132), set()
     for piece in range(blocks * heads):
         group, within = divmod(piece, blocks * width)
         at_once = min(width, heads - group * width)
         head, block = group * width + within % at_once, blocks - 1 - within // at_once
         seen.add((head, block))
-        number, place = divmod(piece, hopper.MULTIPROCESSORS)
+        number, place = divmod(piece, 132)
         tiles = -(-min(length, (block + 1) * block_m) // block_n)
-        loads[hopper.MULTIPROCESSORS - 1 - place if number % 2 else place] += tiles + 1
+        loads[132 - 1 - place if number % 2 else place] += tiles + 1
     assert len(seen) == blocks * heads
     assert loads.mean() / loads.max() >= 0.9
 
 
 def test_without_a_mask_one_head_at_a_time() -> None:
-    assert hopper.heads_at_once(sizes_of({**BIG, "D": 64}), 256, 128) == 1
+    assert tiling.heads_at_once(Mask.NONE, Sizes(1, 32, 32, 8192, 8192), 256, 128, 132) == 1
 
 
 def test_queries_as_they_come() -> None:
     """Any strides, those of a dimension of 1 too; what the kernel does not quantize is refused."""
-    dims = {"B": 2, "H": 3, "S": 40, "D": 64, "KBLOCK": 128, "VBLOCK": 128}
-    plan = hopper.launch("e4m3", dims, query=hopper.Query(40, "float16", (4800, 40, 120)))
+    config = AttentionConfig(
+        head_dim=64, columns=40, query_scales="block", key_scales="block", value_scales="block", quantizes_queries=True
+    )
+    sizes = Sizes(2, 3, 3, 40, 40)
+    plan = hopper.launch(config, sizes, strides=Strides(query=(4800, 40, 120)))
     q = plan.args[0]
     assert isinstance(q, TensorMap)
     assert (q.dtype, q.shape, q.strides, q.box) == ("uint16", (2, 3, 40, 40), (9600, 80, 240, 2), (1, 1, 64, 64))
     assert plan.early, "it begins while K and V are quantized"
-    assert not hopper.launch("e4m3", {**dims, "QBLOCK": 16}).early
-    alone = hopper.launch("e4m3", {**dims, "B": 1}, query=hopper.Query(40, "float16", (7, 40, 120))).args[0]
+    assert not hopper.launch(replace(config, quantizes_queries=False), sizes).early
+    alone = hopper.launch(config, Sizes(1, 3, 3, 40, 40), strides=Strides(query=(7, 40, 120))).args[0]
     assert isinstance(alone, TensorMap)
     assert alone.strides[0] % 16 == 0
-    for wrong in ({"QBLOCK": 16}, {"D": 256}, {"KBLOCK": 0}, {"VROWS": 1}):
-        with pytest.raises(UsageError, match=r"QBLOCK|VBLOCK"):
-            hopper.kernel("e4m3", {**dims, **wrong}, hopper.Query(64, "float16", (1, 1, 1)))
+    wrong: tuple[dict[str, Any], ...] = ({"query_scales": "head"}, {"head_dim": 256}, {"value_layout": "row_major"})
+    for changes in wrong:
+        with pytest.raises(UsageError, match=r"a Q that the Hopper kernel quantizes"):
+            hopper.kernel(replace(config, **changes), sizes)
+    with pytest.raises(UsageError, match=r"QBLOCK, VBLOCK.*KBLOCK"):
+        replace(config, key_scales="head")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from greenfast.judge.errors import error_stats, worst_bound_ratio
-from greenfast.kernels.attention import config, hopper
+from greenfast.kernels.attention import hopper
+from greenfast.kernels.attention.config import read_dims
 from greenfast.operator.sdpa import Precision, attention, quantize, sdpa
 from greenfast.problems import attention as fast_problem
 from tests.emulator.kernels import run_source
@@ -28,8 +29,8 @@ BLOCKS = {"QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128}
 
 
 def inputs(dims: dict[str, int], seed: int = 0) -> list[Tensor]:
-    sizes = config.sizes_of(dims)
-    return [x.view(sizes.batch, -1, *x.shape[1:]) for x in fast_problem._tensors(sizes, seed)]
+    config, sizes = read_dims(dims, "e4m3")
+    return [x.view(sizes.batch, -1, *x.shape[1:]) for x in fast_problem._tensors(config, sizes, seed)]
 
 
 def options(dims: dict[str, int]) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def test_beside_the_hopper_kernel(dims: dict[str, int]) -> None:
     """On the same codes the two differ by what rounding the weights here and there explains."""
     whole = {**dims, **BLOCKS}
     case = fast_problem.make_case(whole, 0, "e4m3")
-    result = run_source(hopper.kernel("e4m3", whole), hopper.launch("e4m3", whole), case)
+    result = run_source(hopper.kernel(*read_dims(whole, "e4m3")), hopper.launch(*read_dims(whole, "e4m3")), case)
     theirs = fast_problem.decode(result.outputs, "e4m3")
     mine = attention(quantize(*inputs(dims), subtract_key_mean=False, rotate=False), **options(dims))
     assert isinstance(mine, Tensor)

@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import greenfast
 from greenfast.kernels.attention import ada, hopper
+from greenfast.kernels.attention.config import Strides, read_dims
 from greenfast.operator import cuda, ops
-from greenfast.operator.cuda import recipe_for, sdpa_steps
+from greenfast.operator.cuda import sdpa_config, sdpa_steps
 from greenfast.operator.layout import empty_rows, readable, row_strides
-from greenfast.problems import attention as fast_problem
 from greenfast.spec.arch import Target
 
 BATCH, HEADS, LENGTH = 2, 3, 5
@@ -124,17 +124,16 @@ def test_rows_that_kernels_cannot_read_are_copied() -> None:
 @pytest.mark.parametrize("head_dim", [64, 72, 200])
 def test_the_kernel_is_told_the_strides(head_dim: int) -> None:
     q = torch.empty(2, 7, 3, head_dim, dtype=torch.bfloat16, device="meta").transpose(1, 2)
-    target = Target(hopper.TARGET)
-    recipe = recipe_for(target, "fp8")
-    attending = sdpa_steps(q, q, q, recipe, 0, 1.0, target, lse=False)[1]
+    config = sdpa_config(hopper.TARGET, head_dim, q.dtype, "fp8", 0)
+    attending = sdpa_steps(q, q, q, config, 1.0, hopper.TARGET)[1]
     assert [int(x) for x in attending.launch.args[-5:]] == [18 * head_dim, head_dim, 3 * head_dim, 3, head_dim]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", [hopper, ada])
 def test_without_a_layout_the_output_is_contiguous(family: object) -> None:
-    dims = {"B": 2, "H": 3, "S": 7, "D": 64}
-    plan = family.launch("e4m3", dims)  # type: ignore[attr-defined]
-    assert plan == family.launch("e4m3", dims, output=fast_problem.OutputRows(64, (3 * 7 * 64, 7 * 64, 64)))  # type: ignore[attr-defined]
+    attention = read_dims({"B": 2, "H": 3, "S": 7, "D": 64}, "e4m3")
+    contiguous = Strides(out=(3 * 7 * 64, 7 * 64, 64))
+    assert family.launch(*attention) == family.launch(*attention, strides=contiguous)  # type: ignore[attr-defined]
 
 
 @pytest.fixture

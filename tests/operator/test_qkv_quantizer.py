@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from greenfast.kernels.attention.config import AttentionConfig, Sizes, Strides
 from greenfast.kernels.quantize import qkv as qkv_quantizer
-from greenfast.kernels.quantize.qkv import Quantization, Tensors, key_tiles
+from greenfast.kernels.quantize.qkv import key_tiles
 from greenfast.operator import reference
-from greenfast.operator.quantized import QuantizedQKV, Recipe
+from greenfast.operator.quantized import QuantizedQKV, config_of
 from greenfast.spec.problem import Array, Case, OutputSpec
 from tests.emulator.kernels import run_source
 
@@ -26,9 +28,9 @@ def inputs(kv_len: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, wanted: Quantization, expected: QuantizedQKV) -> dict[str, Array]:
-    strides = tuple(s for x in (q, k, v) for s in x.stride()[:3])
-    sizes = Tensors(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], strides)
+def run(q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, expected: QuantizedQKV) -> dict[str, Array]:
+    strides = Strides(q.stride()[:3], k.stride()[:3], v.stride()[:3])
+    sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     outputs = {
         "q_codes": expected.query, "k_codes": expected.key, "v_codes": expected.value,
         "q_scale": expected.query_scale, "k_scale": expected.key_scale, "v_scale": expected.value_scale,
@@ -39,36 +41,36 @@ def run(q: Tensor, k: Tensor, v: Tensor, wanted: Quantization, expected: Quantiz
         {name: x.view(torch.uint16).numpy() for name, x in (("q", q), ("k", k), ("v", v))},
         {name: OutputSpec(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in outputs.items()},
     )
-    return run_source(qkv_quantizer.kernel(wanted, sizes), qkv_quantizer.launch(wanted, sizes), case).outputs
+    return run_source(qkv_quantizer.kernel(config, sizes), qkv_quantizer.launch(config, sizes, strides), case).outputs
 
 
-def recipe(**choices: bool | str) -> Recipe:
-    return Recipe(**{"key_mean": False, "rotate": False, **choices})  # type: ignore[arg-type]
+def config_for(head_dim: int, dtype: torch.dtype, **choices: Any) -> AttentionConfig:
+    return config_of(head_dim, dtype, **{"precision": "fp8", "key_mean": False, "rotate": False, **choices})
 
 
 @pytest.mark.parametrize(
     ("head_dim", "kv_len", "dtype", "choices"),
     [
-        (64, 300, torch.float16, recipe()),
-        (128, 129, torch.bfloat16, recipe(precision="int8")),
-        (40, 17, torch.bfloat16, recipe(rotate=True)),
-        (64, 200, torch.float16, recipe(key_mean=True)),
-        (256, 33, torch.float16, recipe(precision="int8", rotate=True, key_mean=True)),
-        (128, 150, torch.bfloat16, recipe(rotate=True, key_mean=True)),
-        (256, 270, torch.bfloat16, recipe(rotate=True, key_mean=True)),
+        (64, 300, torch.float16, dict()),
+        (128, 129, torch.bfloat16, dict(precision="int8")),
+        (40, 17, torch.bfloat16, dict(rotate=True)),
+        (64, 200, torch.float16, dict(key_mean=True)),
+        (256, 33, torch.float16, dict(precision="int8", rotate=True, key_mean=True)),
+        (128, 150, torch.bfloat16, dict(rotate=True, key_mean=True)),
+        (256, 270, torch.bfloat16, dict(rotate=True, key_mean=True)),
     ],
     ids=str,
 )
 def test_the_codes_of_the_cpu(
-    head_dim: int, kv_len: int, dtype: torch.dtype, choices: Recipe, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, kv_len: int, dtype: torch.dtype, choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kv_len >= 200:
         monkeypatch.setattr(qkv_quantizer, "_MANY_TILES", 1)  # blocks take several tiles
     q, k, v = inputs(kv_len, head_dim, dtype)
-    expected = reference.quantize(q, k, v, choices)
-    wanted = choices.kernel_for(head_dim, dtype)
-    found = run(q, k, v, wanted, expected)
-    exact = not (wanted.rotate or wanted.key_mean)  # sums in another order
+    config = config_for(head_dim, dtype, **choices)
+    expected = reference.quantize(q, k, v, config)
+    found = run(q, k, v, config, expected)
+    exact = not (config.rotate or config.key_mean)  # sums in another order
     for name, codes, scale in (
         ("q", expected.query, expected.query_scale),
         ("k", expected.key, expected.key_scale),
@@ -98,9 +100,9 @@ EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("rotate", [True, False])
 def test_extremes_are_as_on_the_cpu(name: str, rotate: bool) -> None:
     q, k, v = (EXTREMES[name](x.float()).bfloat16() for x in inputs(140, 64, torch.bfloat16))
-    choices = recipe(rotate=rotate, key_mean=True)
-    expected = reference.quantize(q, k, v, choices)
-    found = run(q, k, v, choices.kernel_for(64, q.dtype), expected)
+    config = config_for(64, q.dtype, rotate=rotate, key_mean=True)
+    expected = reference.quantize(q, k, v, config)
+    found = run(q, k, v, config, expected)
     for of in "qkv":
         scale, code = getattr(expected, SCALES[of]).numpy(), getattr(expected, CODES[of]).numpy()
         assert np.allclose(found[f"{of}_scale"], scale, rtol=1e-5, atol=0, equal_nan=True), of
@@ -112,4 +114,4 @@ def test_extremes_are_as_on_the_cpu(name: str, rotate: bool) -> None:
 
 
 def test_blocks_take_several_tiles_of_many() -> None:
-    assert [key_tiles(Tensors(1, heads, heads, 1, 4096, (0,) * 9)) for heads in (1, 31, 32)] == [1, 1, 4]
+    assert [key_tiles(Sizes(1, heads, heads, 1, 4096)) for heads in (1, 31, 32)] == [1, 1, 4]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import greenfast
-from greenfast.kernels.attention import config
+from greenfast.kernels.attention.config import read_dims
 from greenfast.operator.reference import dequantized_keys, dequantized_queries, rotation
 from greenfast.operator.sdpa import attention, quantize
 from greenfast.problems import attention as fast_problem
@@ -36,7 +36,7 @@ def tensors(
 def test_the_codes_are_those_of_the_kernels_problem(values: Any, extras: dict[str, int], fmt: str) -> None:
     dims = {"B": 2, "H": 4, "HK": 2, "S": 40, "KV": 300, "D": 64, **extras}
     case = fast_problem.make_case(dims, 3, fmt)
-    q, k, v = fast_problem._tensors(config.sizes_of(dims), 3)
+    q, k, v = fast_problem._tensors(*read_dims(dims, fmt), 3)
     found = quantize(
         *(x.view(2, -1, *x.shape[1:]) for x in (q, k, v)),
         precision="int8" if fmt == "int8" else "fp8",

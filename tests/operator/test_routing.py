@@ -15,7 +15,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 import greenfast
 from greenfast.operator import cuda, routing
-from greenfast.operator.quantized import Recipe
 from greenfast.spec.arch import Target
 
 MASK = "attn_mask: the kernels know causal masks alone"
@@ -219,7 +218,8 @@ def on_gpu(x: Tensor, device: str = "cuda") -> Tensor:
 def test_of_a_gpu_the_kernel_that_would_run(target: Callable[[str], None]) -> None:
     q, k, v = (on_gpu(x) for x in (Q, K, V))
     target("sm_90a")
-    choice = cuda.kernel_for(Target("sm_90a"), cuda.dims_of(q.shape, k.shape, q.dtype, Recipe(), 1, False), "e4m3")
+    config = cuda.sdpa_config(Target("sm_90a"), q.shape[3], q.dtype, "fp8", 1)
+    choice = cuda.kernel_for(Target("sm_90a"), config, cuda.sizes_of(q.shape, k.shape))
     assert greenfast.explain(q, k, v, is_causal=True) == greenfast.Explanation(choice.rung, choice.reason)
     assert choice.rung == "hopper"
     target("sm_89")

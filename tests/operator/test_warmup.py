@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from threading import Barrier
@@ -20,7 +21,7 @@ import torch
 from greenfast.device import cache
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.operator import warmup
-from greenfast.operator.cuda import attention_step, dims_of, recipe_for, sdpa_steps
+from greenfast.operator.cuda import attention_step, sdpa_config, sdpa_steps, sizes_of
 from greenfast.operator.warmup import kernels_for, warm
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError, UsageError
@@ -45,9 +46,9 @@ def kernels_of_a_call(
 ) -> list[KernelSource]:
     """What ``sdpa`` and ``attention`` compile for tensors of these shapes, as the operator plans it."""
     q, k = (torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape in (query, key))
-    recipe = recipe_for(HOPPER, precision)
-    on_codes = attention_step(dims_of(q.shape, k.shape, q.dtype, recipe, causal, lse), recipe.format, 0.1, HOPPER)
-    steps = (*sdpa_steps(q, k, k, recipe, causal, 0.1, HOPPER, lse=lse), on_codes)
+    config = sdpa_config(HOPPER, q.shape[3], q.dtype, precision, causal, lse=lse)
+    on_codes = attention_step(replace(config, quantizes_queries=False), sizes_of(q.shape, k.shape), 0.1, HOPPER)
+    steps = (*sdpa_steps(q, k, k, config, 0.1, HOPPER), on_codes)
     return [step.source for step in steps]
 
 

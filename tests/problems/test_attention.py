@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from greenfast.kernels.attention.config import KEY_ORDER, sizes_of
+from greenfast.kernels.attention.config import KEY_ORDER, Mask, Sizes, read_dims
 from greenfast.numerics.codes import transposed_values
 from greenfast.numerics.formats import dequantize
 from greenfast.problems import attention as fast_problem
@@ -73,21 +73,22 @@ def test_least_work_counts_what_the_mask_leaves() -> None:
     ("dims", "says"),
     [
         ({"B": 1, "H": 2, "S": 4}, "needs B, H, S, D"),
-        ({**PLAIN, "X": 1}, "may have HK, KV, CAUSAL, LSE, BF16, QBLOCK, KBLOCK, VBLOCK, VCHANNEL"),
+        ({**PLAIN, "X": 1}, "may have HK, KV, BF16, CAUSAL, LSE, QBLOCK, KBLOCK, VBLOCK, VCHANNEL"),
         ({**PLAIN, "HK": 3}, "H=2 query heads cannot share HK=3"),
         ({**PLAIN, "CAUSAL": 3}, "CAUSAL=3"),
         ({**PLAIN, "KBLOCK": 64}, "KBLOCK=64: allowed are 0, 128"),
         ({**PLAIN, "VBLOCK": 128, "VCHANNEL": 1}, "VBLOCK and VCHANNEL: "),
         ({**PLAIN, "LSE": 2}, "LSE=2: allowed are 0, 1"),
+        ({**PLAIN, "QBLOCK": 16}, "QBLOCK, VBLOCK. go with scales of blocks of K .KBLOCK"),
     ],
 )
 def test_dimensions_that_do_not_fit(dims: dict[str, int], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        sizes_of(dims)
+        read_dims(dims, "e4m3")
 
 
 def test_no_mask_is_no_tensor() -> None:
-    assert mask_of(sizes_of(PLAIN)) is None
+    assert mask_of(Mask.NONE, Sizes(1, 1, 1, 4, 4)) is None
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "int8"])

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from greenfast.judge.peers import OWN, PeerContender
-from greenfast.kernels.attention.config import Sizes, sizes_of
+from greenfast.kernels.attention.config import VALUE_FORMAT, AttentionConfig, Mask, Sizes, read_dims
 from greenfast.numerics.formats import quantize
 from greenfast.spec.errors import UsageError
 
@@ -41,6 +41,7 @@ class Inputs:
     values and codes are of shape (batch * heads, length, head_dim), scales of shape (batch * heads,).
     """
 
+    config: AttentionConfig
     sizes: Sizes
     values: dict[str, Tensor]
     codes: dict[str, Tensor]
@@ -57,11 +58,11 @@ def make_inputs(dims: Mapping[str, int], seed: int, kind: str, device: str) -> I
     Raises UsageError for grouped heads and unequal lengths. The draw is that of a torch.Generator of the device with
     the seed: q, k and v in turn.
     """
-    sizes = sizes_of(dims)
-    if sizes.kv_heads != sizes.heads or sizes.kv_len != sizes.q_len or sizes.causal == 2:
+    config, sizes = read_dims(dims, VALUE_FORMAT)
+    if sizes.kv_heads != sizes.heads or sizes.kv_len != sizes.q_len or config.mask == Mask.LOWER_RIGHT:
         raise UsageError(f"the peers are compared on equal lengths and heads, CAUSAL 0 or 1; got {dict(dims)}")
     generator = torch.Generator(device).manual_seed(seed)
-    shape = (sizes.batch * sizes.heads, sizes.q_len, sizes.head_dim)
+    shape = (sizes.batch * sizes.heads, sizes.q_len, config.head_dim)
     values, codes, scales = {}, {}, {}
     for name in "qkv":
         x = torch.randn(shape, generator=generator, device=device)
@@ -84,7 +85,7 @@ def make_inputs(dims: Mapping[str, int], seed: int, kind: str, device: str) -> I
             x[:, 0] *= _LOUD_KEY
         values[name] = x
         codes[name], scales[name] = quantize(x, "e4m3")
-    return Inputs(sizes, values, codes, scales)
+    return Inputs(config, sizes, values, codes, scales)
 
 
 def _low_rank_and_bias(shape: tuple[int, int, int], name: str, generator: torch.Generator) -> Tensor:
@@ -165,7 +166,7 @@ def _flash_attention_3(inputs: Inputs) -> Ready:
     fa3 = importlib.import_module("fa3_fwd_interface")
     q, k, v = (_length_first(inputs, inputs.codes[name]).view(FP8) for name in "qkv")
     scales = {f"{name}_descale": inputs.by_batch(inputs.scales[name]) for name in "qkv"}
-    causal = bool(inputs.sizes.causal)
+    causal = bool(inputs.config.causal)
 
     def call() -> Tensor:
         found = fa3.flash_attn_func(q, k, v, causal=causal, **scales)
@@ -183,7 +184,7 @@ def _cudnn_handle() -> Any:
 def _cudnn_fp8(inputs: Inputs) -> Ready:
     """cuDNN's FP8 attention (sdpa_fp8 of its frontend), whose output on Hopper is E4M3 too."""
     cudnn = importlib.import_module("cudnn")
-    types, handle, sizes = cudnn.data_type, _cudnn_handle(), inputs.sizes
+    types, handle, sizes, config = cudnn.data_type, _cudnn_handle(), inputs.sizes, inputs.config
     device = inputs.values["q"].device
     codes, scales = {}, {}
     for name in "qkv":
@@ -191,7 +192,7 @@ def _cudnn_fp8(inputs: Inputs) -> Ready:
         codes[name] = _length_first(inputs, whole[0]).transpose(1, 2)
         scales[name] = scale.view(1, 1, 1, 1)
     out = torch.empty(
-        sizes.batch, sizes.q_len, sizes.heads, sizes.head_dim, device=device, dtype=torch.uint8
+        sizes.batch, sizes.q_len, sizes.heads, config.head_dim, device=device, dtype=torch.uint8
     ).transpose(1, 2)  # fmt: skip
 
     def one(value: float) -> Tensor:
@@ -218,9 +219,9 @@ def _cudnn_fp8(inputs: Inputs) -> Ready:
         descale_s=given(one(1.0 / _CUDNN_WEIGHT_SCALE), types.FLOAT),
         scale_s=given(one(_CUDNN_WEIGHT_SCALE), types.FLOAT),
         scale_o=given(one(1.0 / unit), types.FLOAT),
-        attn_scale=1.0 / math.sqrt(sizes.head_dim),
+        attn_scale=1.0 / math.sqrt(config.head_dim),
         is_inference=True,
-        use_causal_mask=bool(sizes.causal),
+        use_causal_mask=bool(config.causal),
     )
     for described, x, kind in (
         (found[0], out, types.FP8_E4M3), (found[2], one(0.0), types.FLOAT), (found[3], one(0.0), types.FLOAT)
@@ -259,7 +260,7 @@ def _torch(backend: SDPBackend) -> Callable[[Inputs], Ready]:
 
     def prepare(inputs: Inputs) -> Ready:
         q, k, v = (inputs.by_batch(inputs.values[name].bfloat16()) for name in "qkv")
-        return Ready(torch_call(backend, q, k, v, bool(inputs.sizes.causal)))
+        return Ready(torch_call(backend, q, k, v, bool(inputs.config.causal)))
 
     return prepare
 

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from greenfast.bench.peer_session import library_versions as library_versions
 from greenfast.device.compiler import kernel_hash
 from greenfast.numerics.attention import attention as exact_attention
 from greenfast.operator import cuda
-from greenfast.operator.quantized import Recipe
 from greenfast.operator.sdpa import attention, quantize, sdpa
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, WrongResultError
@@ -58,13 +58,12 @@ def kernel_hashes() -> dict[str, str]:
         x = torch.empty(dims["B"], dims["H"], dims["S"], dims["D"], dtype=torch.bfloat16, device="meta")
         name = ", ".join(f"{key}={value}" for key, value in dims.items())
         for precision in ("fp8", "int8"):
-            recipe = Recipe(precision)
-            causal = dims.get("CAUSAL", 0)
-            whole = cuda.dims_of(x.shape, x.shape, x.dtype, recipe, causal, False)
+            config = cuda.sdpa_config(target, x.shape[3], x.dtype, precision, dims.get("CAUSAL", 0))
+            kept = replace(config, quantizes_queries=False)
             steps = {
-                "quantize": cuda.quantize_step(x, x, x, recipe, queries=True),
-                "attention": cuda.attention_step(whole, recipe.format, 1.0, target),
-                "sdpa": cuda.sdpa_steps(x, x, x, recipe, causal, 1.0, target, lse=False)[1],
+                "quantize": cuda.quantize_step(x, x, x, kept),
+                "attention": cuda.attention_step(kept, cuda.sizes_of(x.shape, x.shape), 1.0, target),
+                "sdpa": cuda.sdpa_steps(x, x, x, config, 1.0, target)[1],
             }
             found |= {f"{step} {precision}, {name}": kernel_hash(s.source) for step, s in steps.items()}
     return found

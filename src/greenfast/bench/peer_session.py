@@ -22,7 +22,7 @@ from greenfast.bench.graphs import call_us, capture, queue_in_turns, rounds_for
 from greenfast.device.gpu import Gpu, KernelImage, tensor_map
 from greenfast.judge.peers import OWN, AccuracyCell, Checked, PeerContender, Timed
 from greenfast.judge.task import Shape
-from greenfast.kernels.attention.config import sizes_of
+from greenfast.kernels.attention.config import VALUE_FORMAT, read_dims
 from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS, attention, attention_rounding_bound
 from greenfast.numerics.codes import transposed_values
 from greenfast.numerics.formats import dequantize
@@ -74,15 +74,15 @@ ACCURACY = (
 
 def flops(dims: Mapping[str, int]) -> float:
     """Operations that a shape counts as: 4 B H S^2 D, half of it with a mask, as the FlashAttention papers count."""
-    sizes = sizes_of(dims)
-    full = 4.0 * sizes.batch * sizes.heads * sizes.q_len * sizes.kv_len * sizes.head_dim
-    return full / 2 if sizes.causal else full
+    config, sizes = read_dims(dims, VALUE_FORMAT)
+    full = 4.0 * sizes.batch * sizes.heads * sizes.q_len * sizes.kv_len * config.head_dim
+    return full / 2 if config.causal else full
 
 
 def input_bytes(dims: Mapping[str, int]) -> int:
     """Bytes of q, k and v as codes and of an output in half."""
-    sizes = sizes_of(dims)
-    return 5 * sizes.batch * sizes.heads * sizes.q_len * sizes.head_dim
+    config, sizes = read_dims(dims, VALUE_FORMAT)
+    return 5 * sizes.batch * sizes.heads * sizes.q_len * config.head_dim
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class Sample:
 
 def sample(inputs: Inputs, count: int) -> Sample:
     """References for up to ``count`` rows of each head, other ones in each; the first and the last are among them."""
-    sizes = inputs.sizes
-    scale, device = 1.0 / math.sqrt(sizes.head_dim), inputs.values["q"].device
+    config, sizes = inputs.config, inputs.sizes
+    scale, device = 1.0 / math.sqrt(config.head_dim), inputs.values["q"].device
     generator = torch.Generator().manual_seed(sizes.q_len)
     keys = torch.arange(sizes.kv_len, device=device)
     rows, full, exact, bound = [], [], [], []
@@ -125,7 +125,7 @@ def sample(inputs: Inputs, count: int) -> Sample:
         else:
             drawn = torch.arange(sizes.q_len)
         chosen = drawn.to(device)
-        mask = keys <= chosen.unsqueeze(1) if sizes.causal else None
+        mask = keys <= chosen.unsqueeze(1) if config.causal else None
         q, k, v = (inputs.values[name][head : head + 1] for name in "qkv")
         full.append(attention(q[:, chosen], k, v, scale, mask))
         one = slice(head, head + 1)

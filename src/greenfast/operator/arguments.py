@@ -29,7 +29,7 @@ def check_length(name: str, value: object) -> None:
 
 
 def causal_of(is_causal: bool, alignment: str) -> int:
-    """The mask as CAUSAL of ``fast_problem``.
+    """The mask a Mask of ``kernels.attention.config``.
 
     Raises TypeError for what is no flag, ValueError for an alignment that there is not.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -20,16 +20,23 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.device.gpu import KernelImage, load_kernel
 from greenfast.device.prepared import NoContextError, Prepared
 from greenfast.kernels.attention import ada, family, hopper
-from greenfast.kernels.attention.config import QUERY_BLOCK, ROW_BLOCK, OutputRows, padded_keys
-from greenfast.kernels.quantize import qkv as qkv_quantizer
+from greenfast.kernels.attention.config import (
+    QUERY_BLOCK,
+    ROW_BLOCK,
+    AttentionConfig,
+    Mask,
+    Sizes,
+    Strides,
+    padded_keys,
+)
+from greenfast.kernels.quantize import qkv
 from greenfast.operator import reference
 from greenfast.operator.layout import aligned, empty_rows, readable, row_strides
-from greenfast.operator.quantized import PRECISIONS, Recipe, check_tensors, padded_head_dim
+from greenfast.operator.quantized import check_tensors, config_of
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Choice, KernelSource, Launch, TensorMap
 
-_KERNELS = {"hopper": hopper, "ada": ada}
 _ALIGNMENT = 256  # bytes, of buffers in the workspace
 _MOST_PLANS = 4096
 _MOST_LAUNCHES = 256  # of a plan: sets of addresses
@@ -42,13 +49,13 @@ Shape = tuple[int, ...]
 Value = TypeVar("Value")
 
 
-def kernel_for(target: Target, dims: Mapping[str, int], fmt: str) -> Choice:
-    """The attention kernel for dims as ``fast_problem`` has them. Raises NotImplementedError where there is none."""
+def kernel_for(target: Target, config: AttentionConfig, sizes: Sizes) -> Choice:
+    """The attention kernel for a call. Raises NotImplementedError where there is none."""
     try:
-        choice = family.choose(target, fmt, dims)
+        choice = family.choose_kernel(target, config, sizes)
     except UsageError as e:
         raise NotImplementedError(str(e)) from None
-    if choice.rung not in _KERNELS:
+    if choice.rung not in ("hopper", "ada"):
         raise NotImplementedError(
             f"greenfast's operator has kernels for compute capability 8.9 and up, this is {target.name}; "
             "torch.nn.functional.scaled_dot_product_attention runs there"
@@ -56,32 +63,27 @@ def kernel_for(target: Target, dims: Mapping[str, int], fmt: str) -> Choice:
     return choice
 
 
-def recipe_for(target: Target, precision: str) -> Recipe:
-    """How ``sdpa`` quantizes on a target: with scales of blocks where its kernel reads them."""
-    blocks = target.name == hopper.TARGET
-    return Recipe(precision, blocks, "block" if blocks else "head")
+def sdpa_config(
+    target: Target, head_dim: int, dtype: torch.dtype, precision: str, mask: int, *, lse: bool = False
+) -> AttentionConfig:
+    """What ``sdpa`` computes on a target: with scales of blocks where its kernel reads them, which may quantize Q."""
+    blocks = target.name == hopper.TARGET.name
+    config = config_of(head_dim, dtype, precision, blocks, "block" if blocks else "head")
+    own = blocks and hopper.quantizes_queries(config.head_dim)
+    return replace(config, mask=Mask(mask), log_sum_exp=lse, quantizes_queries=own)
 
 
-def dims_of(query: Shape, key: Shape, dtype: torch.dtype, recipe: Recipe, causal: int, lse: bool) -> dict[str, int]:
-    """The dimensions of a call on codes as ``fast_problem`` has them."""
-    dims = {"B": query[0], "H": query[1], "HK": key[1], "S": query[2], "KV": key[2], "D": padded_head_dim(query[3])}
-    more = {
-        "CAUSAL": causal,
-        "LSE": int(lse),
-        "BF16": int(dtype == torch.bfloat16),
-        "QBLOCK": QUERY_BLOCK if recipe.blocks else 0,
-        "KBLOCK": ROW_BLOCK if recipe.blocks else 0,
-        "VBLOCK": ROW_BLOCK if recipe.values == "block" else 0,
-        "VCHANNEL": int(recipe.values == "channel"),
-    }
-    return dims | {name: value for name, value in more.items() if value}
+def sizes_of(query: Shape, key: Shape) -> Sizes:
+    """The sizes of a call on tensors, or codes of K, of these shapes."""
+    return Sizes(query[0], query[1], key[1], query[2], key[2])
 
 
 @cache
 def target_of(device: int) -> Target:
     """The target of a CUDA device. Raises NotImplementedError for one that is too old."""
     try:
-        return Target.of_device(torch.cuda.get_device_capability(device))
+        properties = torch.cuda.get_device_properties(device)
+        return Target.of_device((properties.major, properties.minor), properties.multi_processor_count)
     except UsageError as e:
         raise NotImplementedError(str(e)) from None
 
@@ -143,59 +145,51 @@ class _Plan:
         return _remember(self.launches, addresses, launches, _MOST_LAUNCHES)
 
 
-def quantize_step(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, queries: bool) -> _Step:
-    """The launch that quantizes tensors like these; ``queries``: whether Q too."""
-    strides = tuple(s for x in (query, key, value) for s in x.stride()[:3])
-    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = query.shape, key.shape
-    sizes = qkv_quantizer.Tensors(batch, heads, kv_heads, q_len if queries else 0, kv_len, strides)
-    wanted = recipe.kernel_for(head_dim, query.dtype)
-    return _Step(qkv_quantizer.kernel(wanted, sizes), qkv_quantizer.launch(wanted, sizes))
+def quantize_step(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig) -> _Step:
+    """The launch that quantizes tensors like these."""
+    sizes = sizes_of(query.shape, key.shape)
+    strides = Strides(query.stride()[:3], key.stride()[:3], value.stride()[:3])
+    return _Step(qkv.kernel(config, sizes), qkv.launch(config, sizes, strides))
 
 
 def attention_step(
-    dims: Mapping[str, int],
-    fmt: str,
+    config: AttentionConfig,
+    sizes: Sizes,
     scale: float,
     target: Target,
-    query: hopper.Query | None = None,
-    output: OutputRows | None = None,
+    strides: Strides = Strides(),  # noqa: B008
 ) -> _Step:
-    """The launch that computes attention on codes, or on codes of K and V and ``query``."""
-    kernels = _KERNELS[kernel_for(target, dims, fmt).rung]
-    names = {"k": "k_codes", "v_t": "v_codes"}
-    if query is None:
-        source = hopper.kernel(fmt, dims, output=output) if kernels is hopper else kernels.kernel(fmt, dims)
-        return _Step(source, kernels.launch(fmt, dims, scale, output=output), {"q": "q_codes", **names})
-    dims = {**dims, "QBLOCK": 0}
-    return _Step(hopper.kernel(fmt, dims, query, output), hopper.launch(fmt, dims, scale, query, output=output), names)
+    """The launch that computes attention on codes of K and V, and codes of Q or tensors of these strides."""
+    names = {"k": "k_codes", "v_t": "v_codes"} | ({} if config.quantizes_queries else {"q": "q_codes"})
+    if kernel_for(target, config, sizes).rung == "ada":
+        return _Step(ada.kernel(config), ada.launch(config, sizes, scale, strides), names)
+    size = target.multiprocessors
+    source, launch = hopper.kernel(config, sizes, size), hopper.launch(config, sizes, scale, strides, size)
+    return _Step(source, launch, names)
 
 
 def sdpa_steps(
-    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, causal: int, scale: float, target: Target, *, lse: bool
+    query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, scale: float, target: Target
 ) -> tuple[_Step, _Step]:
     """The launches of ``sdpa`` on tensors like these: K and V are quantized, and Q by attention where it can."""
-    dims = dims_of(query.shape, key.shape, query.dtype, recipe, causal, lse)
-    own = None
-    if hopper.quantizes_queries(dims["D"]):
-        own = hopper.Query(query.shape[3], str(query.dtype).removeprefix("torch."), query.stride()[:3])
-    output = OutputRows(query.shape[3], row_strides(query, query.shape[3])[:3])
-    attending = attention_step(dims, recipe.format, scale, target, own, output)
-    return quantize_step(query, key, value, recipe, queries=own is None), attending
+    strides = Strides(query=query.stride()[:3], out=row_strides(query, query.shape[3])[:3])
+    attending = attention_step(config, sizes_of(query.shape, key.shape), scale, target, strides)
+    return quantize_step(query, key, value, config), attending
 
 
-def quantized_sizes(query: Shape, key: Shape, recipe: Recipe) -> dict[str, Shape]:
+def quantized_sizes(query: Shape, key: Shape, config: AttentionConfig) -> dict[str, Shape]:
     """Shapes of the codes (uint8) and scales and mean (float32) of tensors of these shapes."""
-    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = query, key
-    padded, blocks = padded_head_dim(head_dim), -(-kv_len // ROW_BLOCK)
+    (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query, key
+    padded, blocks = config.head_dim, -(-kv_len // ROW_BLOCK)
     of_values: dict[str, Shape] = {"block": (blocks,), "head": (), "channel": (1, padded)}
     return {
         "q_codes": (batch, heads, q_len, padded),
         "k_codes": (batch, kv_heads, kv_len, padded),
         "v_codes": (batch, kv_heads, padded, padded_keys(kv_len)),
-        "q_scale": (batch, heads, *([-(-q_len // QUERY_BLOCK)] if recipe.blocks else [])),
-        "k_scale": (batch, kv_heads, *([blocks] if recipe.blocks else [])),
-        "v_scale": (batch, kv_heads, *of_values[recipe.values]),
-        "k_mean": (batch, kv_heads, padded) if recipe.key_mean else (0,),
+        "q_scale": (batch, heads, *([-(-q_len // QUERY_BLOCK)] if config.query_scales == "block" else [])),
+        "k_scale": (batch, kv_heads, *([blocks] if config.key_scales == "block" else [])),
+        "v_scale": (batch, kv_heads, *of_values[config.value_scales]),
+        "k_mean": (batch, kv_heads, padded) if config.key_mean else (0,),
     }
 
 
@@ -214,19 +208,18 @@ def quantize(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """``torch.ops.greenfast.quantize`` of CUDA tensors."""
     check_tensors(query, key, value)
-    recipe = Recipe(precision, blocks, values, key_mean, rotate)
+    config = config_of(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
     if query.numel() == 0 or key.numel() == 0 or values != "block":
-        return reference.quantize(query, key, value, recipe).tensors()
+        return reference.quantize(query, key, value, config).tensors()
     device = query.get_device()
     query, key, value = readable(query), readable(key), readable(value)
-    shapes = quantized_sizes(query.shape, key.shape, recipe)
+    shapes = quantized_sizes(query.shape, key.shape, config)
     found = {name: query.new_empty(shape, dtype=buffer_dtype(name)) for name, shape in shapes.items()}
     given = (query, key, value)
-    at = (recipe, query.dtype, device, *(x.shape for x in given), *(x.stride() for x in given))
+    at = (config, device, *(x.shape for x in given), *(x.stride() for x in given))
     plan = _PLANS.get(at)
     if plan is None:
-        step = quantize_step(query, key, value, recipe, queries=True)
-        plan = _remember(_PLANS, at, _Plan(device, (step,)), _MOST_PLANS)
+        plan = _remember(_PLANS, at, _Plan(device, (quantize_step(query, key, value, config),)), _MOST_PLANS)
     names, buffers = ("q", "k", "v", *found), (*given, *found.values())
     addresses = (_stream(device), 0, *(x.data_ptr() for x in buffers))
     _launch(device, plan.launches.get(addresses) or plan.prepare(names, addresses))
@@ -268,23 +261,14 @@ def _attention(
     if launches is None:
         if out.numel() == 0 or key_length == 0:
             return _nothing(out, sums)
-        rows = OutputRows(head_dim, out.stride()[:3])
-        plan = _attention_plan(
-            lse, query, key, query_scale, value_scale, precision, key_length, dtype, causal, scale, rows
-        )
+        blocks, values = query_scale.dim() == 3, {2: "head", 3: "block", 4: "channel"}[value_scale.dim()]
+        config = config_of(head_dim, dtype, precision, blocks, values)
+        config = replace(config, mask=Mask(causal), log_sum_exp=lse)
+        sizes, rows = sizes_of(shape, (*key.shape[:2], key_length)), Strides(out=out.stride()[:3])
+        plan = _Plan(device, (attention_step(config, sizes, scale, target_of(device), rows),))
         launches = _remember(_ATTENTION_LAUNCHES, at, plan.prepare(_QUANTIZED, addresses), _MOST_PLANS)
     _launch(device, launches)
     return out, sums
-
-
-def _attention_plan(
-    lse: bool, query: Tensor, key: Tensor, query_scale: Tensor, value_scale: Tensor, precision: str, key_length: int,
-    dtype: torch.dtype, causal: int, scale: float, output: OutputRows,
-) -> _Plan:  # fmt: skip
-    device = query.get_device()
-    recipe = Recipe(precision, query_scale.dim() == 3, {2: "head", 3: "block", 4: "channel"}[value_scale.dim()])
-    dims = dims_of(query.shape, (*key.shape[:2], key_length, key.shape[3]), dtype, recipe, causal, lse)
-    return _Plan(device, (attention_step(dims, PRECISIONS[precision], scale, target_of(device), output=output),))
 
 
 def _launch(device: int, launches: tuple[Prepared, ...]) -> None:
@@ -345,10 +329,10 @@ def _sdpa(
         q, k, v = readable(query, by_tma=True), readable(key), readable(value)
         if q is not query or k is not key or v is not value:
             return _sdpa(lse, q, k, v, precision, causal, scale)
-        recipe = recipe_for(target_of(device), precision)
-        if not recipe.blocks:
-            return _sdpa_unfused(lse, query, key, value, recipe, causal, scale)
-        plan = _remember(_PLANS, at, _sdpa_plan(lse, query, key, value, recipe, causal, scale), _MOST_PLANS)
+        config = sdpa_config(target_of(device), shape[3], query.dtype, precision, causal, lse=lse)
+        if config.key_scales == "head":
+            return _sdpa_unfused(query, key, value, config, scale)
+        plan = _remember(_PLANS, at, _sdpa_plan(query, key, value, config, scale), _MOST_PLANS)
     out = query.new_empty_strided(shape, plan.out_strides)
     workspace = query.new_empty(plan.work_elements)
     more: tuple[Tensor, ...] = ()
@@ -369,32 +353,29 @@ def _sdpa(
 
 
 def _sdpa_unfused(
-    lse: bool, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, causal: int, scale: float
+    query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, scale: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """``_sdpa`` where the attention kernel takes one scale a head, which PyTorch computes in several passes."""
-    dims = dims_of(query.shape, key.shape, query.dtype, recipe, causal, lse)
-    kernel_for(target_of(query.get_device()), dims, recipe.format)  # before any work is done
-    codes = reference.quantize(query, key, value, recipe)
+    kernel_for(target_of(query.get_device()), config, sizes_of(query.shape, key.shape))  # before any work is done
+    codes, lse = reference.quantize(query, key, value, config), config.log_sum_exp
     out, sums = _attention(
         lse, codes.query, codes.key, codes.value, codes.query_scale, codes.key_scale, codes.value_scale,
-        recipe.precision, query.shape[3], key.shape[2], query.dtype, causal, scale, row_strides(query, query.shape[3]),
+        codes.precision, query.shape[3], key.shape[2], query.dtype, int(config.mask), scale,
+        row_strides(query, query.shape[3]),
     )  # fmt: skip
     return out, (sums, codes.tensors()[-1]) if lse else ()
 
 
-def _sdpa_plan(
-    lse: bool, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, causal: int, scale: float
-) -> _Plan:
+def _sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, scale: float) -> _Plan:
     """Quantization of K and V, and attention, with the codes between them in a workspace."""
     device = query.get_device()
-    target = target_of(device)
-    steps = sdpa_steps(query, key, value, recipe, causal, scale, target, lse=lse)
+    steps = sdpa_steps(query, key, value, config, scale, target_of(device))
     used = set().union(*(step.buffers() for step in steps))
     work, size = {}, 0
-    for name, shape in quantized_sizes(query.shape, key.shape, recipe).items():
-        if name not in used or (lse and name == "k_mean"):
+    for name, shape in quantized_sizes(query.shape, key.shape, config).items():
+        if name not in used or (config.log_sum_exp and name == "k_mean"):
             continue  # the attention kernel quantizes Q, or the mean is the caller's
         work[name] = size
         size += -(-torch.Size(shape).numel() * buffer_dtype(name).itemsize // _ALIGNMENT) * _ALIGNMENT
-    head_dim = query.shape[3]
-    return _Plan(device, steps, work, size // query.itemsize, padded_head_dim(head_dim), row_strides(query, head_dim))
+    strides = row_strides(query, config.columns)
+    return _Plan(device, steps, work, size // query.itemsize, config.head_dim, strides)

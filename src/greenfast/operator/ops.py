@@ -18,7 +18,7 @@ from torch.utils import flop_counter
 from greenfast.operator import autograd, cuda, reference
 from greenfast.operator.backward import sdpa_backward
 from greenfast.operator.layout import empty_rows
-from greenfast.operator.quantized import QuantizedQKV, Recipe, check_codes_once, check_tensors
+from greenfast.operator.quantized import QuantizedQKV, check_codes_once, check_tensors, config_of
 
 LIBRARY: Any = torch.library.Library("greenfast", "DEF")  # type: ignore[no-untyped-call]
 _INPUTS = "Tensor query, Tensor key, Tensor value"
@@ -46,7 +46,8 @@ def _quantize_cpu(
     rotate: bool,
 ) -> Seven:  # fmt: skip
     check_tensors(query, key, value)
-    return reference.quantize(query, key, value, Recipe(precision, blocks, values, key_mean, rotate)).tensors()
+    config = config_of(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
+    return reference.quantize(query, key, value, config).tensors()
 
 
 def _quantize_shapes(
@@ -54,7 +55,8 @@ def _quantize_shapes(
     rotate: bool,
 ) -> Seven:  # fmt: skip
     check_tensors(query, key, value)
-    sizes = cuda.quantized_sizes(query.shape, key.shape, Recipe(precision, blocks, values, key_mean, rotate))
+    config = config_of(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
+    sizes = cuda.quantized_sizes(query.shape, key.shape, config)
     return tuple(query.new_empty(shape, dtype=cuda.buffer_dtype(name)) for name, shape in sizes.items())  # type: ignore[return-value]
 
 
@@ -96,7 +98,7 @@ def _sdpa_lse_cpu(
     query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     check_tensors(query, key, value)
-    quantized = reference.quantize(query, key, value, Recipe(precision))
+    quantized = reference.quantize(query, key, value, config_of(query.shape[3], query.dtype, precision))
     out, lse = reference.attention(quantized, causal, scale)
     lse += reference.mean_scores(query, quantized.tensors()[-1], rotated=True) * scale
     return empty_rows(query, query.shape[3]).copy_(out), lse

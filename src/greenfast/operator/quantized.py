@@ -10,11 +10,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from greenfast.kernels.attention.config import QUERY_BLOCK, ROW_BLOCK, padded_keys
-from greenfast.kernels.quantize.qkv import Quantization
+from greenfast.kernels.attention.config import QUERY_BLOCK, ROW_BLOCK, AttentionConfig, padded_keys
 
 #: Precision -> the format of Q and K; V is E4M3 in each.
 PRECISIONS = {"fp8": "e4m3", "int8": "int8"}
+PRECISION_OF = {fmt: precision for precision, fmt in PRECISIONS.items()}
 #: What has a scale of V: each 128 keys, each head, or each channel of a head.
 VALUE_SCALES = ("block", "head", "channel")
 #: Head dims of the kernels; others are padded with zeros to the next of them.
@@ -22,41 +22,30 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How tensors are quantized: precision, and what is chosen beside it (see ``greenfast.quantize``).
+def config_of(
+    head_dim: int, dtype: torch.dtype, precision: str, blocks: bool = True, values: str = "block",
+    key_mean: bool = True, rotate: bool = True,
+) -> AttentionConfig:  # fmt: skip
+    """How tensors of that head dim and dtype are quantized (see ``greenfast.quantize``).
 
-    blocks: whether each 16 rows of Q and each 128 of K have a scale, or each head. values: what has one of V, a choice
-    of VALUE_SCALES; "block" goes with blocks.
+    blocks: whether Q and K have scales of blocks, or of heads. values: a choice of VALUE_SCALES; "block" goes with
+    blocks. Raises ValueError for scales of V that there are not, or that do not go with those of Q and K.
     """
-
-    precision: str = "fp8"
-    blocks: bool = True
-    values: str = "block"
-    key_mean: bool = True
-    rotate: bool = True
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for scales of V that there are not, or that do not go with those of Q and K."""
-        check_choice("value_scales", self.values, VALUE_SCALES)
-        if self.values == "block" and not self.blocks:
-            raise ValueError("value_scales: 'block' goes with scales='block', not 'head'")
-
-    @property
-    def format(self) -> str:
-        """The number format of Q and K."""
-        return PRECISIONS[self.precision]
-
-    def kernel_for(self, head_dim: int, dtype: torch.dtype) -> Quantization:
-        """The quantization kernel of tensors of that head dim and dtype."""
-        return Quantization(
-            head_dim=head_dim,
-            padded_dim=padded_head_dim(head_dim),
-            dtype=str(dtype).removeprefix("torch."),
-            fmt=self.format,
-            key_mean=self.key_mean,
-            rotate=self.rotate,
-        )
+    check_choice("value_scales", values, VALUE_SCALES)
+    if values == "block" and not blocks:
+        raise ValueError("value_scales: 'block' goes with scales='block', not 'head'")
+    of_rows = "block" if blocks else "head"
+    return AttentionConfig(
+        head_dim=padded_head_dim(head_dim),
+        columns=head_dim,
+        format=PRECISIONS[precision],
+        dtype=str(dtype).removeprefix("torch."),
+        query_scales=of_rows,
+        key_scales=of_rows,
+        value_scales=values,
+        key_mean=key_mean,
+        rotate=rotate,
+    )
 
 
 def padded_head_dim(head_dim: int) -> int:

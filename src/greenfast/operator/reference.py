@@ -8,43 +8,49 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from greenfast.kernels.attention.config import KEY_GROUP, KEY_ORDER, QUERY_BLOCK, ROW_BLOCK, VALUE_FORMAT
+from greenfast.kernels.attention.config import (
+    KEY_GROUP,
+    KEY_ORDER,
+    QUERY_BLOCK,
+    ROW_BLOCK,
+    VALUE_FORMAT,
+    AttentionConfig,
+)
 from greenfast.kernels.quantize.qkv import MEAN_GROUP, MEAN_KEYS
 from greenfast.numerics import formats
 from greenfast.numerics.codes import quantize_blocks, transposed_values
-from greenfast.operator.quantized import QuantizedQKV, Recipe, padded_head_dim
+from greenfast.operator.quantized import PRECISION_OF, QuantizedQKV
 
 #: A row's largest weight is kept as E4M3's largest number.
 _LARGEST = 448.0
 _ROWS = 1024  # query rows at a time, so that their scores stay small
 
 
-def quantize(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe) -> QuantizedQKV:
+def quantize(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig) -> QuantizedQKV:
     """Codes and scales, of tensors that ``check_tensors`` accepts."""
-    head_dim = query.shape[-1]
-    padding = padded_head_dim(head_dim) - head_dim
+    padding = config.head_dim - config.columns
     q, k, v = (torch.nn.functional.pad(x.float(), (0, padding)) for x in (query, key, value))
     # Sums of the rotation, and differences from the mean, are of fractions of the numbers, which cannot overflow.
     factor = 2.0
-    if recipe.rotate:
+    if config.rotate:
         factor *= math.sqrt(q.shape[-1])
         matrix = rotation(q.shape[-1]).to(q.device) / factor
         q, k = q @ matrix, k @ matrix
     else:
         q, k = q / factor, k / factor
     mean = None
-    if recipe.key_mean:
+    if config.key_mean:
         mean = _robust_mean(k)
         k = k - mean.unsqueeze(2)
         mean = mean * factor
-    fmt = recipe.format
-    q_codes, q_scale = _per_head(q, fmt, QUERY_BLOCK if recipe.blocks else 0, factor)
-    k_codes, k_scale = _per_head(k, fmt, ROW_BLOCK if recipe.blocks else 0, factor)
-    if recipe.values == "channel":
+    fmt = config.format
+    q_codes, q_scale = _per_head(q, fmt, QUERY_BLOCK if config.query_scales == "block" else 0, factor)
+    k_codes, k_scale = _per_head(k, fmt, ROW_BLOCK if config.key_scales == "block" else 0, factor)
+    if config.value_scales == "channel":
         v_codes, v_scale = _per_head(v.transpose(2, 3), VALUE_FORMAT, 1)
         v_codes, v_scale = v_codes.transpose(2, 3), v_scale.unsqueeze(2)
     else:
-        v_codes, v_scale = _per_head(v, VALUE_FORMAT, ROW_BLOCK if recipe.values == "block" else 0)
+        v_codes, v_scale = _per_head(v, VALUE_FORMAT, ROW_BLOCK if config.value_scales == "block" else 0)
     v_t = transposed_values(v_codes.flatten(0, 1))
     return QuantizedQKV(
         query=q_codes,
@@ -54,8 +60,8 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe) -> Quant
         key_scale=k_scale,
         value_scale=v_scale,
         key_mean=mean,
-        precision=recipe.precision,
-        head_dim=head_dim,
+        precision=PRECISION_OF[config.format],
+        head_dim=config.columns,
         key_length=key.shape[2],
         dtype=query.dtype,
     )
@@ -141,7 +147,7 @@ def _numbers(codes: Tensor, fmt: str) -> Tensor:
 def attention(quantized: QuantizedQKV, causal: int, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale * Q K^T) V with weights rounded to E4M3, as the kernels round them.
 
-    causal: 0, 1 or 2, as CAUSAL of ``fast_problem``. Returns (B, H, S, head_dim) of the caller's dtype and the natural
+    causal: a Mask of ``kernels.attention.config``. Returns (B, H, S, head_dim) of the caller's dtype and the natural
     log-sum-exp of each row's scores, float32 (B, H, S), of keys without their mean.
     """
     q, k, v = dequantized_queries(quantized), dequantized_keys(quantized), dequantized_values(quantized)

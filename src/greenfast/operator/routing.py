@@ -142,8 +142,8 @@ def _cuda_kernel(
 ) -> Explanation:
     try:
         target = cuda.target_of(device)
-        recipe = cuda.recipe_for(target, precision)
-        choice = cuda.kernel_for(target, cuda.dims_of(query, key, dtype, recipe, causal, False), recipe.format)
+        config = cuda.sdpa_config(target, query[3], dtype, precision, causal)
+        choice = cuda.kernel_for(target, config, cuda.sizes_of(query, key))
     except NotImplementedError as e:
         return Explanation(TORCH, str(e))
     return Explanation(choice.rung, choice.reason)

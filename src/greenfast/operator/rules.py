@@ -31,7 +31,8 @@ class Form(NamedTuple):
     """A call as the kernels compute it.
 
     query: (B, H, S, D); key: (B, HK, KV, D), also that of the value. D is the wider head dim of the two where they
-    differ, as zeros change no score. out: the shape that the caller gets. causal: as CAUSAL of ``fast_problem``.
+    differ, as zeros change no score. out: the shape that the caller gets. causal: a Mask of
+    ``kernels.attention.config``.
     """
 
     query: Shape

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from greenfast.device import cache
 from greenfast.device.compiler import CompiledKernel, compile_kernel
-from greenfast.operator.cuda import attention_step, dims_of, quantize_step, recipe_for, sdpa_steps
+from greenfast.kernels.attention.config import Mask
+from greenfast.operator.cuda import attention_step, quantize_step, sdpa_config, sdpa_steps, sizes_of
 from greenfast.operator.quantized import DTYPES, HEAD_DIMS, PRECISIONS
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError, unknown
@@ -91,14 +92,15 @@ def _kernels_of(
 ) -> Iterator[KernelSource]:
     """What the operators compile for such tensors. Raises NotImplementedError where sdpa has no kernel."""
     heads, q_len = query.shape[1:3]
-    recipe = recipe_for(target, precision)
+    codes = sdpa_config(target, query.shape[3], query.dtype, precision, Mask.NONE, lse=lse)
     if heads == 1 or heads * q_len <= _MOST_ROWS:
         for masked in causal:
-            dims = dims_of(query.shape, key.shape, query.dtype, recipe, int(masked), lse)
-            yield attention_step(dims, recipe.format, 1.0, target).source
-            if recipe.blocks:
-                yield from (s.source for s in sdpa_steps(query, key, key, recipe, int(masked), 1.0, target, lse=lse))
-    yield quantize_step(query, key, key, recipe, queries=True).source
+            config = replace(codes, mask=Mask(int(masked)))
+            kept = replace(config, quantizes_queries=False)
+            yield attention_step(kept, sizes_of(query.shape, key.shape), 1.0, target).source
+            if codes.key_scales == "block":
+                yield from (step.source for step in sdpa_steps(query, key, key, config, 1.0, target))
+    yield quantize_step(query, key, key, codes).source
 
 
 def warm(

@@ -15,8 +15,10 @@ from greenfast.kernels.attention.config import (
     QUERY_BLOCK,
     ROW_BLOCK,
     VALUE_FORMAT,
+    AttentionConfig,
+    Mask,
     Sizes,
-    sizes_of,
+    read_dims,
 )
 from greenfast.numerics.attention import (
     E4M3_POLYNOMIAL_WEIGHTS,
@@ -30,52 +32,52 @@ from greenfast.numerics.inputs import standard_normal
 from greenfast.spec.problem import Array, Case, OutputSpec, References
 
 
-def _tensors(sizes: Sizes, seed: int) -> list[Tensor]:
+def _tensors(config: AttentionConfig, sizes: Sizes, seed: int) -> list[Tensor]:
     """Unquantized q (batch * heads, q_len, head_dim), k and v (batch * kv_heads, kv_len, head_dim), float16."""
-    q_shape = (sizes.batch * sizes.heads, sizes.q_len, sizes.head_dim)
-    kv_shape = (sizes.batch * sizes.kv_heads, sizes.kv_len, sizes.head_dim)
+    q_shape = (sizes.batch * sizes.heads, sizes.q_len, config.head_dim)
+    kv_shape = (sizes.batch * sizes.kv_heads, sizes.kv_len, config.head_dim)
     if q_shape == kv_shape:  # the ladder's inputs, drawn together
         return standard_normal(q_shape, 3, seed)
     return [*standard_normal(q_shape, 1, seed), *standard_normal(kv_shape, 2, seed + 1_000_000)]
 
 
-def mask_of(sizes: Sizes) -> Tensor | None:
-    """True where a query attends to a key; None without a mask."""
-    if not sizes.causal:
+def mask_of(mask: Mask, sizes: Sizes) -> Tensor | None:
+    """True where a query attends to a key, (q_len, kv_len); None without a mask."""
+    if mask == Mask.NONE:
         return None
-    return torch.arange(sizes.kv_len) <= torch.arange(sizes.q_len).unsqueeze(1) + sizes.shift
+    return torch.arange(sizes.kv_len) <= torch.arange(sizes.q_len).unsqueeze(1) + sizes.shift(mask)
 
 
-def _rows_of_a_scale(sizes: Sizes) -> dict[str, int]:
+def _rows_of_a_scale(config: AttentionConfig) -> dict[str, int]:
     """How many rows of q, k and v share a scale; 0: all of a head, or for v those of a channel."""
     return {
-        "q": QUERY_BLOCK if sizes.query_blocks else 0,
-        "k": ROW_BLOCK if sizes.key_blocks else 0,
-        "v": ROW_BLOCK if sizes.value_blocks else 0,
+        "q": QUERY_BLOCK if config.query_scales == "block" else 0,
+        "k": ROW_BLOCK if config.key_scales == "block" else 0,
+        "v": ROW_BLOCK if config.value_scales == "block" else 0,
     }
 
 
-def quantized(tensors: list[Tensor], sizes: Sizes, fmt: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Codes and scales of q, k and v, with the scales that the sizes ask for."""
+def quantized(tensors: list[Tensor], config: AttentionConfig) -> dict[str, tuple[Tensor, Tensor]]:
+    """Codes and scales of q, k and v, with the scales that the config asks for."""
     found = {}
-    for (name, rows), x in zip(_rows_of_a_scale(sizes).items(), tensors, strict=True):
-        of = VALUE_FORMAT if name == "v" else fmt
-        if name == "v" and sizes.channels:
+    for (name, rows), x in zip(_rows_of_a_scale(config).items(), tensors, strict=True):
+        of = VALUE_FORMAT if name == "v" else config.format
+        if name == "v" and config.value_scales == "channel":
             found[name] = quantize_values(x, of)
         else:
             found[name] = quantize_blocks(x, of, rows) if rows else quantize(x, of)
     return found
 
 
-def dequantized(codes: Mapping[str, tuple[Tensor, Tensor]], sizes: Sizes, fmt: str) -> list[Tensor]:
+def dequantized(codes: Mapping[str, tuple[Tensor, Tensor]], config: AttentionConfig) -> list[Tensor]:
     """What the codes and scales of q, k and v stand for, in float64."""
-    rows = _rows_of_a_scale(sizes)
+    rows = _rows_of_a_scale(config)
     found = []
     for name, (code, scale) in codes.items():
-        unit = dequantize(code, torch.ones(len(code)), VALUE_FORMAT if name == "v" else fmt)
+        unit = dequantize(code, torch.ones(len(code)), VALUE_FORMAT if name == "v" else config.format)
         if rows[name]:
             each = scale.double().repeat_interleave(rows[name], 1)[:, : code.shape[1], None]
-        elif name == "v" and sizes.channels:
+        elif name == "v" and config.value_scales == "channel":
             each = scale.double()[:, None, :]
         else:
             each = scale.double()[:, None, None]
@@ -89,29 +91,28 @@ def make_case(dims: Mapping[str, int], seed: int, fmt: str) -> Case:
     out is float16, or with BF16 the bits of bfloat16 as uint16; lse is float32.
     """
     inputs: dict[str, Array] = {}
-    sizes = sizes_of(dims)
-    for name, (codes, scale) in quantized(_tensors(sizes, seed), sizes, fmt).items():
+    config, sizes = read_dims(dims, fmt)
+    for name, (codes, scale) in quantized(_tensors(config, sizes, seed), config).items():
         inputs[name] = codes.numpy()
         inputs[f"{name}_scale"] = scale.numpy()
         if name == "v":
             inputs["v_t"] = transposed_values(codes).numpy()
-    return Case(inputs, output_specs(dims))
+    return Case(inputs, output_specs(config, sizes))
 
 
-def output_specs(dims: Mapping[str, int]) -> dict[str, OutputSpec]:
-    """The outputs of a shape."""
-    sizes = sizes_of(dims)
+def output_specs(config: AttentionConfig, sizes: Sizes) -> dict[str, OutputSpec]:
+    """The outputs of an attention."""
     rows = (sizes.batch * sizes.heads, sizes.q_len)
-    specs = {"out": OutputSpec((*rows, sizes.head_dim), "uint16" if sizes.bfloat16 else "float16")}
-    return specs | {"lse": OutputSpec(rows, "float32")} if sizes.lse else specs
+    specs = {"out": OutputSpec((*rows, config.head_dim), "uint16" if config.dtype == "bfloat16" else "float16")}
+    return specs | {"lse": OutputSpec(rows, "float32")} if config.log_sum_exp else specs
 
 
 def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
     """Attention on the unquantized and the dequantized inputs, and what P kept in half or in E4M3 can explain."""
-    sizes = sizes_of(dims)
-    scale, mask = 1.0 / math.sqrt(sizes.head_dim), mask_of(sizes)
-    tensors = _tensors(sizes, seed)
-    unquantized, exact = _per_query_head(tensors, sizes), _dequantized_per_query_head(tensors, sizes, fmt)
+    config, sizes = read_dims(dims, fmt)
+    scale, mask = 1.0 / math.sqrt(config.head_dim), mask_of(config.mask, sizes)
+    tensors = _tensors(config, sizes, seed)
+    unquantized, exact = _per_query_head(tensors, sizes), _dequantized_per_query_head(tensors, config, sizes)
     roundings = {"e4m3": E4M3_WEIGHTS, "e4m3_polynomial": E4M3_POLYNOMIAL_WEIGHTS}
     return References(
         full=attention(*unquantized, scale, mask).numpy(),
@@ -130,15 +131,17 @@ def _per_query_head(tensors: list[Tensor], sizes: Sizes) -> tuple[Tensor, Tensor
     return q, k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
 
 
-def _dequantized_per_query_head(tensors: list[Tensor], sizes: Sizes, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
-    return _per_query_head(dequantized(quantized(tensors, sizes, fmt), sizes, fmt), sizes)
+def _dequantized_per_query_head(
+    tensors: list[Tensor], config: AttentionConfig, sizes: Sizes
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _per_query_head(dequantized(quantized(tensors, config), config), sizes)
 
 
 def log_sum_exp(dims: Mapping[str, int], seed: int, fmt: str) -> NDArray[np.float64]:
     """What ``lse`` must hold, (batch * heads, q_len): the natural logarithm, -inf for a row that attends to no key."""
-    sizes = sizes_of(dims)
-    q, k, _ = _dequantized_per_query_head(_tensors(sizes, seed), sizes, fmt)
-    scores, mask = q @ k.transpose(-1, -2) / math.sqrt(sizes.head_dim), mask_of(sizes)
+    config, sizes = read_dims(dims, fmt)
+    q, k, _ = _dequantized_per_query_head(_tensors(config, sizes, seed), config, sizes)
+    scores, mask = q @ k.transpose(-1, -2) / math.sqrt(config.head_dim), mask_of(config.mask, sizes)
     found: NDArray[np.float64] = torch.logsumexp(
         scores if mask is None else scores.masked_fill(~mask, -math.inf), -1
     ).numpy()
@@ -155,8 +158,8 @@ def decode(outputs: Mapping[str, NDArray[Any]], fmt: str) -> NDArray[np.float64]
 
 def least_work(dims: Mapping[str, int]) -> dict[str, int]:
     """Two products of 2 D operations and a power for each score that the mask leaves."""
-    sizes = sizes_of(dims)
-    mask = mask_of(sizes)
+    config, sizes = read_dims(dims, VALUE_FORMAT)
+    mask = mask_of(config.mask, sizes)
     per_head = sizes.q_len * sizes.kv_len if mask is None else int(mask.sum())
     scores = sizes.batch * sizes.heads * per_head
-    return {"matrix_flops": 4 * scores * sizes.head_dim, "exponentials": scores}
+    return {"matrix_flops": 4 * scores * config.head_dim, "exponentials": scores}

@@ -8,23 +8,32 @@ from dataclasses import dataclass
 from greenfast.spec.errors import UsageError, unknown
 
 # cp.async and WMMA on shared memory as used here start with sm_80; E4M3 conversions in hardware with sm_89.
+# Target -> the GPUs that it stands for, and the multiprocessors of the first of them.
 _TARGETS = {
-    "sm_80": "Ampere (A100)",
-    "sm_86": "Ampere (A10, RTX 30)",
-    "sm_89": "Ada (L4, L40S, RTX 40)",
-    "sm_90": "Hopper (H100, H200)",
-    "sm_90a": "Hopper, with wgmma and setmaxnreg",
-    "sm_100": "Blackwell (B200)",
-    "sm_120": "Blackwell (RTX 50)",
+    "sm_80": ("Ampere (A100)", 108),
+    "sm_86": ("Ampere (A10, RTX 30)", 72),
+    "sm_89": ("Ada (L4, L40S, RTX 40)", 58),
+    "sm_90": ("Hopper (H100, H200)", 132),
+    "sm_90a": ("Hopper, with wgmma and setmaxnreg", 132),
+    "sm_100": ("Blackwell (B200)", 148),
+    "sm_120": ("Blackwell (RTX 50)", 170),
 }
 TARGETS: tuple[str, ...] = tuple(_TARGETS)
 
 
 @dataclass(frozen=True)
 class Target:
-    """One architecture name as NVRTC takes it, such as ``sm_89`` or ``sm_90a``."""
+    """One architecture name as NVRTC takes it, such as ``sm_89`` or ``sm_90a``, and the size of the GPU.
+
+    multiprocessors: those of the GPU; 0 stands for those of the first GPU of ``description``.
+    """
 
     name: str
+    multiprocessors: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.multiprocessors and self.name in _TARGETS:
+            object.__setattr__(self, "multiprocessors", _TARGETS[self.name][1])
 
     @staticmethod
     def parse(text: str) -> Target:
@@ -39,18 +48,18 @@ class Target:
         return Target(name)
 
     @staticmethod
-    def of_device(compute_capability: tuple[int, int]) -> Target:
+    def of_device(compute_capability: tuple[int, int], multiprocessors: int = 0) -> Target:
         """The target whose code a device of this compute capability runs best."""
         major, minor = compute_capability
         specific = f"sm_{major}{minor}a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
         if specific in _TARGETS:
-            return Target(specific)
+            return Target(specific, multiprocessors)
         # Machine code runs on a higher minor version of the same major one.
         older = [n for n in _TARGETS if not n.endswith("a") and Target(n).capability[0] == major]
         runnable = [n for n in older if Target(n).capability[1] <= minor]
         if not runnable:
             raise UsageError(f"compute capability {major}.{minor} is not supported; targets: {', '.join(TARGETS)}")
-        return Target(runnable[-1])
+        return Target(runnable[-1], multiprocessors)
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -61,7 +70,7 @@ class Target:
     @property
     def description(self) -> str:
         """The GPUs that this target stands for."""
-        return _TARGETS[self.name]
+        return _TARGETS[self.name][0]
 
     def runs_on(self, compute_capability: tuple[int, int]) -> bool:
         """Whether machine code for this target loads on a device of that compute capability."""

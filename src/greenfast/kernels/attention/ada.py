@@ -2,49 +2,48 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-
 import numpy as np
 
 from greenfast.kernels import KERNEL_DIR
-from greenfast.kernels.attention.config import OutputRows, Sizes, padded_keys, plain, sizes_of
+from greenfast.kernels.attention.config import (
+    AttentionConfig,
+    Sizes,
+    Strides,
+    output_arguments,
+    padded_keys,
+    softmax_scale,
+)
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import KernelSource, Launch
 
 ENTRY = "fp8_attention_ada"
 HEAD_DIMS = (64, 128)
-FORMATS = ("e4m3", "int8")
 _BLOCK = 64  # queries of a block, and keys of a tile
 _STAGES = 2
 
 
-def refuses(fmt: str, sizes: Sizes) -> str | None:
-    """What of a shape and format the kernel does not compute; None where it computes them."""
-    if fmt not in FORMATS:
-        return f"the Ada kernel is for formats {', '.join(FORMATS)}"
-    if sizes.head_dim not in HEAD_DIMS:
+def refuses(config: AttentionConfig) -> str | None:
+    """What of an attention the kernel does not compute; None where it computes all of it."""
+    if config.head_dim not in HEAD_DIMS:
         return f"the Ada kernel is for head dims {', '.join(map(str, HEAD_DIMS))}"
-    if not plain(sizes):
-        return "the Ada kernel has no log-sum-exp, bfloat16, scales of blocks and channels, or row-major V"
-    return None
+    lacking = config.beyond("head_dim", "columns", "format", "mask", "key_mean", "rotate")
+    return f"the Ada kernel has no choice of {', '.join(lacking)}" if lacking else None
 
 
-def kernel(fmt: str, dims: Mapping[str, int]) -> KernelSource:
-    """Render the kernel of a shape. Raises UsageError for a format or head dim that it does not compute."""
-    sizes = sizes_of(dims)
-    refused = refuses(fmt, sizes)
+def kernel(config: AttentionConfig) -> KernelSource:
+    """Render the kernel of an attention. Raises UsageError for what it does not compute."""
+    refused = refuses(config)
     if refused is not None:
-        raise UsageError(f"{refused}; got {dict(dims)}, {fmt}")
-    smem = _BLOCK * sizes.head_dim * (1 + 2 * _STAGES)
-    blocks = 3 if sizes.head_dim == 64 else 2  # on a multiprocessor at least: a limit on registers
+        raise UsageError(f"{refused}; got {config}")
+    smem = _BLOCK * config.head_dim * (1 + 2 * _STAGES)
+    blocks = 3 if config.head_dim == 64 else 2  # on a multiprocessor at least: a limit on registers
     source = f"""#include "attention_ada.cuh"
 
 struct Cfg {{
-  static constexpr int kHeadDim = {sizes.head_dim};
+  static constexpr int kHeadDim = {config.head_dim};
   static constexpr int kSmemBytes = {smem};
-  static constexpr bool kCausal = {str(bool(sizes.causal)).lower()};
-  using Score = {"int" if fmt == "int8" else "float"};
+  static constexpr bool kCausal = {str(config.causal).lower()};
+  using Score = {"int" if config.format == "int8" else "float"};
 }};
 
 extern "C" __global__ void __launch_bounds__(128, {blocks})
@@ -68,11 +67,12 @@ extern "C" __global__ void __launch_bounds__(128, {blocks})
 
 
 def launch(
-    fmt: str, dims: Mapping[str, int], scale: float | None = None, *, output: OutputRows | None = None
+    config: AttentionConfig,
+    sizes: Sizes,
+    scale: float | None = None,
+    strides: Strides = Strides(),  # noqa: B008
 ) -> Launch:
-    """One block per 64 query rows and head; scale: of the scores, > 0."""
-    sizes = sizes_of(dims)
-    padded = padded_keys(sizes.kv_len)
+    """One block per 64 query rows and head. scale: of the scores, > 0; strides: those of out alone."""
     return Launch(
         grid=(-(-sizes.q_len // _BLOCK), sizes.batch * sizes.heads, 1),
         args=(
@@ -80,9 +80,9 @@ def launch(
             np.int32(sizes.heads // sizes.kv_heads),
             np.int32(sizes.q_len),
             np.int32(sizes.kv_len),
-            np.int32(padded),
-            np.int32(sizes.shift),
-            np.float32(1.0 / math.sqrt(sizes.head_dim) if scale is None else scale),
-            *(output or OutputRows.contiguous(sizes)).arguments(sizes),
+            np.int32(padded_keys(sizes.kv_len)),
+            np.int32(sizes.shift(config.mask)),
+            softmax_scale(config, scale),
+            *output_arguments(config, sizes, strides.out),
         ),
     )

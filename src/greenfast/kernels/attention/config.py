@@ -1,18 +1,15 @@
-"""What an attention computes: sizes, mask, formats and layouts, read from the dimensions of a shape.
+"""What an attention computes: every option in one typed place, and the sizes of the tensors that it is computed on.
 
-Dimensions: B, H, S and D as there; HK heads of K and V (default H), KV keys (default S), and CAUSAL: 1 lets query i
-attend to keys 0 .. i, 2 to keys 0 .. i + KV - S, so that the last query sees all of them (default: no mask).
-LSE=1 asks for the log-sum-exp of each row, BF16=1 for an output in bfloat16. QBLOCK=16 gives each 16 rows of Q a
-scale of their own, KBLOCK=128 each 128 of K and VBLOCK=128 of V, or VCHANNEL=1 each channel of V. With VROWS=1 a kernel
-reads V as its rows lie, not transposed.
-
-Format "int8" is that of Q and K; V is E4M3 in both, as the weights are.
+A shape of a task spells an option as a dimension beside B, H, S and D, such as CAUSAL=1; each field below says how.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
@@ -23,76 +20,157 @@ from greenfast.spec.kernel import Argument
 KEY_GROUP = 16
 KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 
-#: Rows that share a scale of Q with QBLOCK, and of K with KBLOCK or of V with VBLOCK; the format of V.
+#: Rows that share a scale where Q, or K and V, have scales of blocks.
 QUERY_BLOCK, ROW_BLOCK = 16, 128
+#: The format of V, and of the softmax's weights, whatever that of Q and K.
 VALUE_FORMAT = "e4m3"
+
+FORMATS = ("e4m3", "int8")
+
+
+class Mask(IntEnum):
+    """Which keys a query attends to; i counts queries from 0."""
+
+    NONE = 0  # all of them
+    UPPER_LEFT = 1  # keys 0 .. i
+    LOWER_RIGHT = 2  # keys 0 .. i + kv_len - q_len: the last query attends to all
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """All options of an attention, which decide its kernels together with ``Sizes``. Equal ones make equal kernels.
+
+    A field's metadata say which dimension of a task's shape sets it: {dimension: {number: value}}.
+
+    head_dim: columns of Q, K and V as the kernels hold them; narrower tensors are padded with zeros.
+    columns: columns of the caller's tensors, a multiple of 8 up to head_dim; 0 stands for head_dim.
+    format: "e4m3" or "int8", the number format of Q and K. V has VALUE_FORMAT.
+    dtype: "float16" or "bfloat16", the type of the output, and of tensors that a kernel quantizes.
+    mask: which keys a query attends to.
+    log_sum_exp: whether the kernel also writes the natural logarithm of each row's sum of exponentials.
+    query_scales, key_scales: "head", one scale for each head of a batch, or "block", one for each QUERY_BLOCK rows of Q
+    and each ROW_BLOCK rows of K.
+    value_scales: the same for V, in blocks of ROW_BLOCK keys, or "channel", one for each column of a head.
+    value_layout: "transposed", (head_dim, keys) in KEY_ORDER, or "row_major", (keys, head_dim).
+    quantizes_queries: whether the attention kernel reads Q as the caller has it, and quantizes it in blocks itself.
+    key_mean: whether K is quantized without an estimate of its mean over the keys, which changes no weight.
+    rotate: whether Q and K are multiplied by an orthogonal matrix before they are quantized.
+
+    Raises UsageError for values that are not listed here, and for combinations that no kernel could compute.
+    """
+
+    head_dim: int
+    columns: int = 0
+    format: str = "e4m3"
+    dtype: str = field(default="float16", metadata={"BF16": {1: "bfloat16"}})
+    mask: Mask = field(default=Mask.NONE, metadata={"CAUSAL": {1: Mask.UPPER_LEFT, 2: Mask.LOWER_RIGHT}})
+    log_sum_exp: bool = field(default=False, metadata={"LSE": {1: True}})
+    query_scales: str = field(default="head", metadata={"QBLOCK": {QUERY_BLOCK: "block"}})
+    key_scales: str = field(default="head", metadata={"KBLOCK": {ROW_BLOCK: "block"}})
+    value_scales: str = field(default="head", metadata={"VBLOCK": {ROW_BLOCK: "block"}, "VCHANNEL": {1: "channel"}})
+    value_layout: str = field(default="transposed", metadata={"VROWS": {1: "row_major"}})
+    quantizes_queries: bool = False
+    key_mean: bool = False
+    rotate: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", self.columns or self.head_dim)
+        for name, allowed in (("format", FORMATS), *_ALLOWED.items()):
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"{name}: {getattr(self, name)!r}; allowed are {', '.join(map(repr, allowed))}")
+        if self.columns % 8 or not 8 <= self.columns <= self.head_dim:
+            raise UsageError(f"columns: {self.columns}; a multiple of 8 up to head_dim {self.head_dim} is needed")
+        if self.key_scales == "head" and "block" in (self.query_scales, self.value_scales):
+            raise UsageError("scales of blocks of Q or V (QBLOCK, VBLOCK) go with scales of blocks of K (KBLOCK)")
+
+    def __str__(self) -> str:
+        """What differs from the defaults, for messages: 'head_dim 64, format e4m3, mask UPPER_LEFT'."""
+        chosen = {name: getattr(self, name) for name in ("head_dim", "format", *self.beyond("head_dim", "format"))}
+        return ", ".join(f"{name} {value.name if isinstance(value, Mask) else value}" for name, value in chosen.items())
+
+    @property
+    def causal(self) -> bool:
+        """Whether there is a mask."""
+        return self.mask != Mask.NONE
+
+    def beyond(self, *supported: str) -> list[str]:
+        """Options, by name, that differ from their defaults and are not among ``supported``: a kernel refuses them."""
+        plain = AttentionConfig(head_dim=self.head_dim)
+        names = (f.name for f in fields(self) if f.name not in supported)
+        return [name for name in names if getattr(self, name) != getattr(plain, name)]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The dimensions of an attention with their defaults filled in."""
+    """Sizes of one attention: Q is (batch, heads, q_len, ...), K and V are (batch, kv_heads, kv_len, ...)."""
 
     batch: int
     heads: int
     kv_heads: int
     q_len: int
     kv_len: int
-    head_dim: int
-    causal: int
-    lse: bool = False
-    bfloat16: bool = False
-    query_blocks: bool = False
-    key_blocks: bool = False
-    value_blocks: bool = False
-    channels: bool = False
-    row_major: bool = False
 
-    @property
-    def shift(self) -> int:
+    def shift(self, mask: Mask) -> int:
         """With a mask, query i attends to keys 0 .. i + shift."""
-        return self.kv_len - self.q_len if self.causal == 2 else 0
+        return self.kv_len - self.q_len if mask == Mask.LOWER_RIGHT else 0
+
+
+#: Elements from one batch, head and row of a tensor to the next; columns are neighbours.
+Stride3 = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class OutputRows:
-    """Where a kernel writes O: (batch, heads, q_len, head_dim), in any order of its first three dimensions.
+class Strides:
+    """Strides of tensors that kernels read or write where the caller has them; None for a contiguous one.
 
-    head_dim: a multiple of 8, up to that of the kernel, which writes no further columns. strides: in elements,
-    multiples of 8, those of batch, head and row; columns are neighbours.
+    out: multiples of 8. query, key, value: rows begin at multiples of 16 bytes.
     """
 
-    head_dim: int
-    strides: tuple[int, ...]
-
-    @classmethod
-    def contiguous(cls, sizes: Sizes) -> OutputRows:
-        """All heads one after the other, with the kernel's head dim."""
-        of_head = sizes.q_len * sizes.head_dim
-        return cls(sizes.head_dim, (sizes.heads * of_head, of_head, sizes.head_dim))
-
-    def arguments(self, sizes: Sizes) -> tuple[Argument, ...]:
-        """What the kernels' OutputRows holds."""
-        batch, head, row = self.strides
-        gap = batch - sizes.heads * head if sizes.batch > 1 else 0
-        return (np.int64(gap), np.int64(head), np.int64(row), np.int32(sizes.heads), np.int32(self.head_dim))
+    query: Stride3 | None = None
+    key: Stride3 | None = None
+    value: Stride3 | None = None
+    out: Stride3 | None = None
 
 
-#: Dimension -> the values that it may have; the first is its default.
-_CHOICES = {
-    "CAUSAL": (0, 1, 2),
-    "LSE": (0, 1),
-    "BF16": (0, 1),
-    "QBLOCK": (0, QUERY_BLOCK),
-    "KBLOCK": (0, ROW_BLOCK),
-    "VBLOCK": (0, ROW_BLOCK),
-    "VCHANNEL": (0, 1),
-    "VROWS": (0, 1),
+def strides_of(heads: int, length: int, columns: int) -> Stride3:
+    """Those of a contiguous (batch, heads, length, columns)."""
+    return (heads * length * columns, length * columns, columns)
+
+
+def output_arguments(config: AttentionConfig, sizes: Sizes, strides: Stride3 | None) -> tuple[Argument, ...]:
+    """The fields of the kernels' OutputRows: where they write O, (batch, heads, q_len, columns)."""
+    batch, head, row = strides or strides_of(sizes.heads, sizes.q_len, config.columns)
+    gap = batch - sizes.heads * head if sizes.batch > 1 else 0
+    return (np.int64(gap), np.int64(head), np.int64(row), np.int32(sizes.heads), np.int32(config.columns))
+
+
+def softmax_scale(config: AttentionConfig, scale: float | None) -> np.float32:
+    """What scores are multiplied by: ``scale``, or with None one over the root of head_dim."""
+    return np.float32(1.0 / math.sqrt(config.head_dim) if scale is None else scale)
+
+
+def padded_keys(kv_len: int) -> int:
+    """The keys of V^T: kv_len rounded up to KEY_GROUP."""
+    return -(-kv_len // KEY_GROUP) * KEY_GROUP
+
+
+#: Field -> the dimensions that set it, each with its numbers besides 0 and what they stand for.
+_SPELLED = {f.name: f.metadata for f in fields(AttentionConfig) if f.metadata}
+_DIMENSIONS = {key: (0, *numbers) for spelled in _SPELLED.values() for key, numbers in spelled.items()}
+_ALLOWED = {
+    f.name: (f.default, *(value for of in f.metadata.values() for value in of.values()))
+    for f in fields(AttentionConfig)
+    if f.metadata
 }
 
 
-def sizes_of(dims: Mapping[str, int]) -> Sizes:
-    """Read dimensions. Raises UsageError for missing and unknown ones and for such that do not fit together."""
-    known = ("B", "H", "S", "D", "HK", "KV", *_CHOICES)
+def read_dims(dims: Mapping[str, int], fmt: str) -> tuple[AttentionConfig, Sizes]:
+    """The options and sizes of a task's shape in a format.
+
+    dims: B, H, S and D, and perhaps HK heads of K and V (default H), KV keys (default S) and the fields' dimensions.
+    Raises UsageError for missing and unknown ones and for such that do not fit together.
+    """
+    known = ("B", "H", "S", "D", "HK", "KV", *_DIMENSIONS)
     missing, unknown = [d for d in "BHSD" if d not in dims], [d for d in dims if d not in known]
     if missing or unknown or min(dims.values()) < 0 or min(dims[d] for d in "BHSD") < 1:
         raise UsageError(
@@ -101,26 +179,15 @@ def sizes_of(dims: Mapping[str, int]) -> Sizes:
     kv_heads = dims.get("HK", dims["H"])
     if kv_heads < 1 or dims["H"] % kv_heads:
         raise UsageError(f"H={dims['H']} query heads cannot share HK={kv_heads} heads of K and V evenly")
-    chosen = {name: dims.get(name, values[0]) for name, values in _CHOICES.items()}
-    if chosen["CAUSAL"] not in _CHOICES["CAUSAL"]:
-        raise UsageError(f"CAUSAL={chosen['CAUSAL']}: 0 is no mask, 1 aligns it at the first key, 2 at the last")
-    for name, values in _CHOICES.items():
-        if chosen[name] not in values:
-            raise UsageError(f"{name}={chosen[name]}: allowed are {', '.join(map(str, values))}")
-    if chosen["VBLOCK"] and chosen["VCHANNEL"]:
-        raise UsageError("VBLOCK and VCHANNEL: V has scales of blocks or of channels, not both")
-    return Sizes(
-        *(dims["B"], dims["H"], kv_heads, dims["S"], dims.get("KV", dims["S"]), dims["D"], chosen["CAUSAL"]),
-        *(bool(chosen[name]) for name in ("LSE", "BF16", "QBLOCK", "KBLOCK", "VBLOCK", "VCHANNEL", "VROWS")),
-    )
-
-
-def plain(sizes: Sizes) -> bool:
-    """Whether the log-sum-exp, bfloat16, scales other than one per head and a row-major V are all left out."""
-    blocks = sizes.query_blocks or sizes.key_blocks or sizes.value_blocks
-    return not (sizes.lse or sizes.bfloat16 or blocks or sizes.channels or sizes.row_major)
-
-
-def padded_keys(kv_len: int) -> int:
-    """The keys of V^T: kv_len rounded up to KEY_GROUP."""
-    return -(-kv_len // KEY_GROUP) * KEY_GROUP
+    for key, numbers in _DIMENSIONS.items():
+        if dims.get(key, 0) not in numbers:
+            raise UsageError(f"{key}={dims[key]}: allowed are {', '.join(map(str, numbers))}")
+    chosen: dict[str, Any] = {}
+    for name, spelled in _SPELLED.items():
+        given = [key for key in spelled if dims.get(key)]
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(given)}: both set {name}; give one of them")
+        if given:
+            chosen[name] = spelled[given[0]][dims[given[0]]]
+    config = AttentionConfig(head_dim=dims["D"], format=fmt, **chosen)
+    return config, Sizes(dims["B"], dims["H"], kv_heads, dims["S"], dims.get("KV", dims["S"]))

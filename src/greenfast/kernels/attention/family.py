@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from greenfast.kernels.attention import ada, hopper
-from greenfast.kernels.attention.config import VALUE_FORMAT, Sizes, plain, sizes_of
+from greenfast.kernels.attention.config import VALUE_FORMAT, AttentionConfig, Sizes, read_dims
+from greenfast.kernels.attention.tiling import tiling
 from greenfast.kernels.ladder import family as ladder
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
@@ -23,64 +24,66 @@ def kernel(
             raise UsageError("USE_WGMMA=1 and USE_QMMA=1 are two kernels; one of them is 0")
         if instrumented:
             raise UsageError("the Ada kernel has no phase counters")
-        return ada.kernel(fmt, dims)
+        return ada.kernel(read_dims(dims, fmt)[0])
     if not toggles["USE_WGMMA"]:
         return ladder.kernel(_ladder_toggles(), fmt, _ladder_dims(fmt, dims), instrumented=instrumented)
     if instrumented:
         raise UsageError("the Hopper kernel has no phases to count: its warpgroups are in different ones at a time")
-    return hopper.kernel(fmt, dims)
+    return hopper.kernel(*read_dims(dims, fmt))
 
 
 def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
     """The grid and arguments of that kernel."""
     if toggles.get("USE_QMMA"):
-        return ada.launch(fmt, dims)
+        return ada.launch(*read_dims(dims, fmt))
     if not toggles["USE_WGMMA"]:
         return ladder.launch(_ladder_toggles(), fmt, _ladder_dims(fmt, dims))
-    return hopper.launch(fmt, dims)
+    return hopper.launch(*read_dims(dims, fmt))
 
 
 def choose(target: Target, fmt: str, dims: Mapping[str, int]) -> Choice:
-    """The rung that computes a shape fastest on a target, and why. Raises UsageError where none computes it.
+    """The rung that computes a shape fastest on a target, and why. Raises UsageError where none computes it."""
+    return choose_kernel(target, *read_dims(dims, fmt))
+
+
+def choose_kernel(target: Target, config: AttentionConfig, sizes: Sizes) -> Choice:
+    """The same for an attention.
 
     Measured on an H100 (docs/performance-log.md); Ada's kernel has been timed nowhere yet.
     """
-    sizes = sizes_of(dims)
-    if target.name == hopper.TARGET:
-        return Choice("hopper", f"wgmma on 8-bit codes; {hopper.tiling(dims, fmt)[1]}")
-    hint = f"; build for {hopper.TARGET} on a Hopper GPU" if target.capability == (9, 0) else ""
+    if target.name == hopper.TARGET.name:
+        return Choice("hopper", f"wgmma on 8-bit codes; {tiling(config, sizes, target.multiprocessors)[1]}")
+    hint = f"; build for {hopper.TARGET.name} on a Hopper GPU" if target.capability == (9, 0) else ""
     if target.capability >= (8, 9):
-        refused = ada.refuses(fmt, sizes)
+        refused = ada.refuses(config)
         if refused is None:
             native = "native on sm_89" if target.capability == (8, 9) else f"correct on {target.name}, native on sm_89"
             return Choice("ada", f"mma.sync on 8-bit codes, {native}; not timed on such a GPU{hint}")
     else:
-        refused = _stage2_refuses(fmt, sizes)
+        refused = _stage2_refuses(config, sizes)
         if refused is None:
             return Choice("stage2", f"codes to half, WMMA: {target.name} has no products of 8-bit floats")
-    raise UsageError(f"no kernel for {dict(dims)}, {fmt}, on {target.name}: {refused}{hint}")
+    raise UsageError(f"no kernel for {config}, on {target.name}: {refused}{hint}")
 
 
 def _ladder_toggles() -> dict[str, int]:
     return {name: _STAGE2.get(name, 0) for name in ladder.TOGGLES}
 
 
-def _stage2_refuses(fmt: str, sizes: Sizes) -> str | None:
-    if fmt != VALUE_FORMAT:
-        return f"Stage 2 takes Q, K and V in one format, and with {fmt} V is E4M3: compare with ada"
-    if sizes.head_dim not in ladder.HEAD_DIMS:
+def _stage2_refuses(config: AttentionConfig, sizes: Sizes) -> str | None:
+    if config.format != VALUE_FORMAT:
+        return f"Stage 2 takes Q, K and V in one format, and with {config.format} V is E4M3: compare with ada"
+    if config.head_dim not in ladder.HEAD_DIMS:
         return f"Stage 2 is for head dims {', '.join(map(str, ladder.HEAD_DIMS))}"
-    if sizes.causal or sizes.kv_heads != sizes.heads or sizes.kv_len != sizes.q_len or not plain(sizes):
-        return (
-            "Stage 2 has no mask, grouped heads, lengths that differ, log-sum-exp, bfloat16, scales of blocks and "
-            "channels, or a choice of V's layout"
-        )
+    lacking = config.beyond("head_dim", "key_mean", "rotate")
+    if lacking or sizes.kv_heads != sizes.heads or sizes.kv_len != sizes.q_len:
+        return f"Stage 2 has no {', '.join([*lacking, 'grouped heads', 'lengths that differ'])}"
     return None
 
 
 def _ladder_dims(fmt: str, dims: Mapping[str, int]) -> dict[str, int]:
     """The dimensions as the ladder takes them. Raises UsageError for what it does not compute."""
-    refused = _stage2_refuses(fmt, sizes_of(dims))
+    refused = _stage2_refuses(*read_dims(dims, fmt))
     if refused is not None:
         raise UsageError(f"{refused}; got {dict(dims)}")
     return {d: dims[d] for d in "BHSD"}

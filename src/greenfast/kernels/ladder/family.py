@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from greenfast.kernels import KERNEL_DIR
-from greenfast.kernels.attention import hopper
+from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
 
@@ -26,6 +26,7 @@ REGISTER_PHASES = ("Q load", "K/V prefetch", "QK^T", "softmax", "P*V", "combine"
 FULL_FUSION = 2  # of USE_FUSED_SOFTMAX_PV
 
 _BLOCK_M = _BLOCK_N = 32
+_PERSISTENT_ON = Target("sm_90a")  # whose multiprocessors persistent blocks fill; elsewhere some run later
 _MAX_HEADS = 65535  # CUDA's limit on a grid's second dimension
 _FORMATS = {"e4m3": "kE4M3", "int8": "kInt8"}
 _MEMBERS = {  # toggle -> member of Cfg
@@ -188,6 +189,6 @@ def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Lau
         PHASE_BUFFER,
     )
     if toggles.get("USE_PERSISTENT_CTAS"):
-        blocks = min(hopper.MULTIPROCESSORS * _fused_blocks(dims["D"]), row_blocks * heads)
+        blocks = min(_PERSISTENT_ON.multiprocessors * _fused_blocks(dims["D"]), row_blocks * heads)
         return Launch(grid=(blocks, 1, 1), args=(*args, np.int32(heads)))
     return Launch(grid=(row_blocks, heads, 1), args=args)

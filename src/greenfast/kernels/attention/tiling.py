@@ -1,0 +1,156 @@
+"""How the Hopper kernel cuts its work: which tiles a shape gets, by rules that were measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from greenfast.kernels.attention.config import AttentionConfig, Mask, Sizes
+from greenfast.spec.errors import UsageError
+
+HEAD_DIMS = (64, 128, 256)
+ROWS = 64  # of a warpgroup
+_WIDEST = 256  # columns of a product
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the Hopper kernel cuts its work.
+
+    block_n: keys of a tile. consumers: warpgroups of 64 query rows each that share it. stages: tiles on their way.
+    out_columns: columns of O that one product computes. turns: whether warpgroups take turns at the tensor cores.
+    polynomials: of 16 exponentials, how many are computed on the FMA pipe. overlap: whether P V of a tile runs beside
+    the softmax of the next. two_levels: whether the sums over tiles are float32, not the tensor cores' own. row_stages:
+    tiles of a row-major V on their way, which the fetching warpgroup transposes; 0 where V comes transposed.
+    """
+
+    block_n: int
+    consumers: int
+    stages: int
+    out_columns: int
+    turns: bool = False
+    polynomials: int = 0
+    overlap: bool = False
+    two_levels: bool = True
+    row_stages: int = 0
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a block."""
+        return ROWS * self.consumers
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers per thread of a computing and of the fetching warpgroup; no more than a block starts with."""
+        if self.row_stages:
+            return {1: (240, 96), 2: (224, 56)}[self.consumers]
+        return {1: (240, 40), 2: (240, 24), 4: (112, 32)}[self.consumers]
+
+    def smem_bytes(self, config: AttentionConfig) -> int:
+        """The size of the kernel's FlashStorage or RowMajorStorage; the kernel asserts that it is the same."""
+        head_dim = config.head_dim
+        ones = 0 if config.log_sum_exp or self.out_columns == _WIDEST else 8  # rows behind V^T
+        tiles = self.consumers * ROWS * head_dim + self.stages * self.block_n * (2 * head_dim + ones)
+        flash = _whole_kilobytes(tiles + 8 * (2 * self.consumers + 4 * self.stages))
+        rows = self.row_stages * (self.block_n * head_dim + 16)
+        size = _whole_kilobytes(flash + rows) if rows else flash
+        return size + (self.block_m * head_dim * 2 if config.quantizes_queries else 0)
+
+
+def _whole_kilobytes(size: int) -> int:
+    return -(-size // 1024) * 1024
+
+
+#: Up to so many keys one level of accumulation has the error of two (docs/performance-log.md). Two levels cost nothing
+#: at head dims 64 and 128; at 256 their registers are what P V beside the next softmax needs.
+ONE_LEVEL_KEYS = 16384
+
+#: How long a block with so many warpgroups takes for its rows, measured; one warpgroup is 1.
+_COST = {1: 1.0, 2: 1.42, 4: 2.75}
+
+
+def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
+    """Tiles with one and more warpgroups that were fastest (docs/performance-log.md)."""
+    causal, int8, head_dim = config.causal, config.format == "int8", config.head_dim
+    if config.value_layout == "row_major":  # by what fits without spills, not measured yet
+        stages, polynomials, row_stages = {64: (4, 8, 2), 128: (3, 8, 2), 256: (2, 0, 1)}[head_dim]
+        common = Tiling(128, 1, stages, min(head_dim, 128), False, polynomials, row_stages=row_stages)
+        two = replace(common, consumers=2, turns=head_dim > 64, overlap=head_dim == 64)
+        found: tuple[Tiling, ...] = (common,) if causal and head_dim == 256 else (common, two)
+    elif head_dim == 64:
+        # With a scale for each block of V, a tile is a block. With a mask and scales of blocks or the log-sum-exp four
+        # warpgroups spill up to seven registers: they take 0.87 of the time of three, which do not.
+        wide = (
+            Tiling(128, 2, 4, 64, True, 12, overlap=True)
+            if config.value_scales == "block"
+            else Tiling(256, 2, 3, 64, True, 12)
+        )
+        most = Tiling(128, 4, 4, 64, not causal, 8 if causal else 4)
+        found = (Tiling(128, 1, 4, 64, polynomials=12, overlap=True), wide, most)
+    elif head_dim == 128:
+        found = tuple(Tiling(128, n, 4, 128, n > 1 and not causal, 8, overlap=not int8) for n in (1, 2))
+    elif kv_len <= ONE_LEVEL_KEYS:
+        found = tuple(Tiling(128, n, 3, 256, overlap=True, two_levels=False) for n in (1, 2))
+    else:
+        found = (Tiling(128, 1, 2, 128), Tiling(128, 2, 2, 128, True))
+    if config.log_sum_exp:  # sums that a polynomial in half would spoil
+        found = tuple(replace(t, polynomials=0) for t in found)
+    return found
+
+
+def tiling(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tuple[Tiling, str]:
+    """The tiles for an attention on a GPU of so many multiprocessors, and why.
+
+    Raises UsageError for a head dim that the kernel does not compute.
+    """
+    if config.head_dim not in HEAD_DIMS:
+        allowed = ", ".join(map(str, HEAD_DIMS))
+        raise UsageError(f"head_dim D={config.head_dim}: the Hopper kernel has tiles for {allowed}")
+    candidates = _candidates(config, sizes.kv_len)
+
+    def cost(t: Tiling) -> float:
+        heads = sizes.batch * sizes.heads
+        waves = -(-sizes.q_len // t.block_m) * heads / multiprocessors
+        # Few waves are as long as whole ones; of many, a last block of few rows costs little.
+        return _COST[t.consumers] * (
+            math.ceil(waves) if waves <= 4 else sizes.q_len / t.block_m * heads / multiprocessors
+        )
+
+    chosen = min(candidates, key=cost)
+    return chosen, (
+        f"of {', '.join(str(t.consumers) for t in candidates)} warpgroups a block, {chosen.consumers} should take the "
+        f"least time for {sizes.batch * sizes.heads} heads of {sizes.q_len} queries on {multiprocessors} "
+        "multiprocessors"
+    )
+
+
+@lru_cache(maxsize=1024)
+def heads_at_once(mask: Mask, sizes: Sizes, block_m: int, block_n: int, multiprocessors: int) -> int:
+    """How many heads the blocks work on at a time: the fewest that divide causal work almost as evenly as any do.
+
+    Few heads leave K and V in the L2 cache; without a mask all work tiles are equal, and one head at a time will do.
+    """
+    if mask == Mask.NONE:
+        return 1
+    row_blocks, heads = -(-sizes.q_len // block_m), sizes.batch * sizes.heads
+    ends = np.minimum(np.arange(row_blocks, 0, -1) * block_m, sizes.q_len) + sizes.shift(mask)
+    # and the way in and out of a work tile
+    tiles = np.clip(-(-np.minimum(ends, sizes.kv_len) // block_n), 0, None) + 1.0
+    candidates = [2**n for n in range(heads.bit_length()) if 2**n < heads] + [heads]
+    evenness = [_evenness(tiles, heads, width, multiprocessors) for width in candidates]
+    chosen: int = next(width for width, even in zip(candidates, evenness, strict=True) if even >= 0.95 * max(evenness))
+    return chosen
+
+
+def _evenness(tiles: np.ndarray, heads: int, width: int, multiprocessors: int) -> float:
+    """The mean load of a block over the largest, of work tiles dealt to and fro, ``width`` heads at a time."""
+    groups = [np.repeat(tiles, min(width, heads - first)) for first in range(0, heads, width)]
+    pieces = np.concatenate(groups)
+    rounds = np.zeros((-(-len(pieces) // multiprocessors), multiprocessors))
+    rounds.ravel()[: len(pieces)] = pieces
+    rounds[1::2] = rounds[1::2, ::-1]
+    loads = rounds.sum(axis=0)
+    return float(loads.mean() / loads.max())
