@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from greenfast.emulator.forms import FORMS, groups_of
+from greenfast.emulator.ptx.forms import FORMS, groups_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "emulator-instructions.md"
 BEGIN, END = "<!-- forms:begin -->", "<!-- forms:end -->"

@@ -18,7 +18,10 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "numerics": (2, ("numerics",)),
     "problems": (3, ("problems",)),
     "operator": (3, ("operator",)),
-    "emulator": (3, ("emulator",)),
+    "emulator ptx": (3, ("emulator.ptx",)),
+    "emulator machine": (4, ("emulator.machine",)),
+    "emulator instructions": (5, ("emulator.instructions",)),
+    "emulator": (6, ("emulator",)),
     "judge data": (4, ("judge.variant", "judge.task", "judge.peers", "judge.record")),
     "judge timing": (5, ("judge.timing",)),
     "judge report": (5, ("judge.report",)),
@@ -184,6 +187,9 @@ def _write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+_FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from greenfast.emulator import program"
+
+
 @pytest.mark.parametrize(
     ("path", "text", "fault"),
     [
@@ -193,6 +199,7 @@ def _write(root: Path, files: dict[str, str]) -> Path:
         ("judge/report/a.py", "from greenfast.device.cache import Cache", "only judge data, spec"),
         ("judge/record.py", "from greenfast.judge.store import write", "only lower floors"),
         ("kernels/a.py", "import greenfast.numerics", "only lower floors"),
+        ("emulator/machine/a.py", _FOR_TYPES, "only lower floors"),
         ("spec/a.py", "import greenfast", "in no room"),
         ("spec/a.py", "from . import b", "relative import"),
         ("cli/a.py", "def f():\n    from greenfast.spec import task", "hidden import"),

@@ -7,7 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from greenfast.emulator.faults import KernelFaultError, UnsupportedError
+from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.ptx.unsupported import UnsupportedError
 from tests.emulator.kernels import run
 from tests.emulator.test_ptx_text import run as run_ptx
 

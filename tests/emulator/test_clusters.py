@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import to_ptx
-from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.grid import run_grid
+from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.spec.errors import UsageError
 from tests.emulator.hopper import HOPPER, request, run, tensor_map
 

@@ -11,8 +11,8 @@ import pytest
 
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import disassemble
-from greenfast.emulator.counts import Counts
 from greenfast.emulator.grid import run_grid
+from greenfast.emulator.machine.counts import Counts
 from greenfast.judge.tasks import find_task, load
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.arch import Target

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from greenfast.emulator import scheduler
-from greenfast.emulator.counts import Counts
-from greenfast.emulator.faults import KernelFaultError, UnsupportedError
+from greenfast.emulator.machine.counts import Counts
+from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.ptx.unsupported import UnsupportedError
 from tests.emulator.kernels import run
 
 X = np.arange(64, dtype=np.float32)

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from greenfast.emulator.faults import UnsupportedError
-from greenfast.emulator.forms import FORMS, fits, groups_of, refusal
-from greenfast.emulator.inlining import inlined
-from greenfast.emulator.parser import parse
 from greenfast.emulator.program import BUILDERS, CONTROL, NOTHING, REPLACED, Program
-from greenfast.emulator.subroutines import JUMPS
+from greenfast.emulator.ptx.forms import FORMS, fits, groups_of, refusal
+from greenfast.emulator.ptx.inlining import inlined
+from greenfast.emulator.ptx.parser import parse
+from greenfast.emulator.ptx.recursion import JUMPS
+from greenfast.emulator.ptx.unsupported import UnsupportedError
 from scripts import emulator_forms
 
 #: Modifiers and types of the PTX ISA.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.emulator.faults import KernelFaultError
+from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import TensorMap
 from tests.emulator.hopper import run, tensor_map

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.emulator.convert import E4M3_VALUES
-from greenfast.emulator.faults import KernelFaultError
+from greenfast.emulator.instructions.convert import E4M3_VALUES
+from greenfast.emulator.machine.faults import KernelFaultError
 from tests.emulator.hopper import run
 
 RNG = np.random.default_rng(8)

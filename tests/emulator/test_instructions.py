@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from greenfast.emulator.convert import E4M3_VALUES, encode
-from greenfast.emulator.floats import fused
+from greenfast.emulator.instructions.convert import E4M3_VALUES, encode
+from greenfast.emulator.instructions.floats import fused
 from tests.emulator.kernels import run
 
 RNG = np.random.default_rng(5)

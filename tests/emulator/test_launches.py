@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from greenfast.device.compiler import compile_kernel, to_ptx
-from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.grid import GridResult, Step, run_chain
+from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.operator import cuda
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch, TensorMap

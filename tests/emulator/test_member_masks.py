@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.emulator.faults import KernelFaultError
+from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.spec.arch import Target
 from tests.emulator.kernels import run
 

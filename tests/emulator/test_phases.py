@@ -9,9 +9,9 @@ import pytest
 
 from greenfast.cli.main import main
 from greenfast.device.compiler import compile_kernel, to_ptx
-from greenfast.emulator.counts import Counts
 from greenfast.emulator.grid import GridResult, run_grid
-from greenfast.emulator.phases import OUTSIDE
+from greenfast.emulator.machine.counts import Counts
+from greenfast.emulator.machine.phases import OUTSIDE
 from greenfast.judge.record import PhaseRecord
 from greenfast.judge.records import read_record
 from greenfast.judge.report.markdown import report

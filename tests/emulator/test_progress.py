@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from greenfast.emulator import scheduler
-from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.grid import GridResult
+from greenfast.emulator.machine.faults import KernelFaultError
 from tests.emulator.kernels import run
 
 SEEDS = pytest.mark.parametrize("seed", range(3))

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from greenfast.emulator.faults import KernelFaultError, UnsupportedError
 from greenfast.emulator.grid import run_grid
-from greenfast.emulator.literals import initial, integer
+from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.ptx.literals import initial, integer
+from greenfast.emulator.ptx.unsupported import UnsupportedError
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import OutputSpec

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.emulator.faults import KernelFaultError
+from greenfast.emulator.machine.faults import KernelFaultError
 from tests.emulator.kernels import run
 
 X = np.arange(256, dtype=np.float32)

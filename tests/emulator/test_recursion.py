@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenfast.emulator.faults import KernelFaultError, UnsupportedError
+from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.ptx.unsupported import UnsupportedError
 from tests.emulator.kernels import run
 
 SIGNATURE = {"parameters": "const int* x, int* y", "args": ("x", "y")}

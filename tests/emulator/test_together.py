@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import to_ptx
-from greenfast.emulator.convert import E4M3_VALUES
-from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.grid import run_grid
+from greenfast.emulator.instructions.convert import E4M3_VALUES
+from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import OutputSpec

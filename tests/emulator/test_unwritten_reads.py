@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenfast.emulator.faults import KernelFaultError
+from greenfast.emulator.machine.faults import KernelFaultError
 from tests.emulator.kernels import run
 
 X = np.arange(64, dtype=np.float32)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.emulator.faults import KernelFaultError
+from greenfast.emulator.machine.faults import KernelFaultError
 from tests.emulator.kernels import run
 
 RNG = np.random.default_rng(3)

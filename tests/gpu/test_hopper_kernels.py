@@ -16,8 +16,8 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.device.gpu import Gpu, KernelImage
 from greenfast.device.session import RunResult
 from greenfast.device.worker import Worker, WorkerError
-from greenfast.emulator.faults import KernelFaultError
 from greenfast.emulator.grid import GridResult
+from greenfast.emulator.machine.faults import KernelFaultError
 from tests.emulator import hopper
 from tests.emulator import test_hopper_copies as copies
 from tests.emulator import test_hopper_instructions as instructions

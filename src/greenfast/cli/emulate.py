@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from greenfast.cli.console import show, table
-from greenfast.emulator.faults import KernelFaultError
+from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.judge.emulate import Emulate, Emulated, emulate
 from greenfast.judge.report.counts import SHOWN
 from greenfast.judge.store import to_json

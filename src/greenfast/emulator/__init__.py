@@ -1,1 +1,1 @@
-"""Floor 3: PTX on NumPy, a device for machines without a GPU."""
+"""PTX on NumPy: a device for machines without a GPU."""

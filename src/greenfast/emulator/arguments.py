@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from greenfast.emulator.ptx import Function, Variable
+from greenfast.emulator.ptx.syntax import Function, Variable
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Argument, Struct
 from greenfast.spec.problem import Array, OutputSpec

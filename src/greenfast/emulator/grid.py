@@ -12,19 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.device.toolchain import cuda_include_dirs
-from greenfast.emulator.counts import Counts
-from greenfast.emulator.faults import KernelFaultError, UnsupportedError
-from greenfast.emulator.inlining import inlined
-from greenfast.emulator.launches import Launches
-from greenfast.emulator.machine import Geometry, Machine
-from greenfast.emulator.memory import FUNCTION_BASE, UNWRITTEN, WRITTEN, GlobalMemory
-from greenfast.emulator.parser import parse
-from greenfast.emulator.phases import PhaseCounts
+from greenfast.emulator.machine.counts import Counts
+from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.launches import Launches
+from greenfast.emulator.machine.memory import FUNCTION_BASE, UNWRITTEN, WRITTEN, GlobalMemory
+from greenfast.emulator.machine.phases import PhaseCounts
+from greenfast.emulator.machine.records import GlobalRecord, TrackReads
+from greenfast.emulator.machine.state import Geometry, Machine
+from greenfast.emulator.machine.tensormap import MAP_BYTES, BoundMap, bind
 from greenfast.emulator.program import Program
-from greenfast.emulator.ptx import Function, Module, Variable
-from greenfast.emulator.records import GlobalRecord, TrackReads
+from greenfast.emulator.ptx.inlining import inlined
+from greenfast.emulator.ptx.parser import parse
+from greenfast.emulator.ptx.syntax import Function, Module, Variable
+from greenfast.emulator.ptx.unsupported import UnsupportedError
 from greenfast.emulator.scheduler import Scheduler
-from greenfast.emulator.tensormap import MAP_BYTES, BoundMap, bind
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap, value_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from greenfast.emulator import (
+from greenfast.emulator.instructions import (
     access,
     arithmetic,
     bits,
@@ -23,13 +23,14 @@ from greenfast.emulator import (
     wgmma,
     wmma,
 )
-from greenfast.emulator.forms import operands_of, refusal
-from greenfast.emulator.machine import Operation
-from greenfast.emulator.meetings import meeting_of
-from greenfast.emulator.operands import unsupported
-from greenfast.emulator.printf import call
-from greenfast.emulator.progress import endless_branches, polling_branches
-from greenfast.emulator.ptx import Function, Instruction, Symbol
+from greenfast.emulator.instructions.meetings import meeting_of
+from greenfast.emulator.instructions.printf import call
+from greenfast.emulator.machine.progress import endless_branches, polling_branches
+from greenfast.emulator.machine.state import Operation
+from greenfast.emulator.ptx.forms import operands_of, refusal
+from greenfast.emulator.ptx.recursion import JUMPS
+from greenfast.emulator.ptx.syntax import Function, Instruction, Symbol
+from greenfast.emulator.ptx.unsupported import unsupported
 
 BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     **arithmetic.BUILDERS,
@@ -52,9 +53,9 @@ BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
 }
 #: Instructions that order memory accesses or advise: every access here takes effect at once, so nothing is to be done.
 NOTHING = ("prefetch", "prefetchu", "nanosleep", "pmevent", "setmaxnreg")
-#: Instructions that are replaced by others before a program is built (inlining.py).
+#: Instructions that are replaced by others before a program is built (ptx/inlining.py).
 REPLACED = ("brx",)
-CONTROL = ("bra", "ret", "exit", "bar", "barrier", "trap", "brkpt", *subroutines.JUMPS)
+CONTROL = ("bra", "ret", "exit", "bar", "barrier", "trap", "brkpt", *JUMPS)
 
 
 class Program:

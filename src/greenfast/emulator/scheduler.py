@@ -14,15 +14,16 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator import mbarrier, tma
-from greenfast.emulator.barriers import NamedBarriers
-from greenfast.emulator.faults import KernelFaultError
-from greenfast.emulator.machine import WARP, Lanes, Machine, lane_count, lane_indices
-from greenfast.emulator.meetings import Meetings
+from greenfast.emulator.instructions import mbarrier, tma
+from greenfast.emulator.instructions.barriers import NamedBarriers
+from greenfast.emulator.instructions.meetings import Meetings
+from greenfast.emulator.instructions.subroutines import jump
+from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.progress import ENDLESS, PATIENCE, POLL, STRETCH, STRETCH_LIMIT, TURNS, Progress
+from greenfast.emulator.machine.state import WARP, Lanes, Machine, lane_count, lane_indices
 from greenfast.emulator.program import CONTROL, Program
-from greenfast.emulator.progress import ENDLESS, PATIENCE, POLL, STRETCH, STRETCH_LIMIT, TURNS, Progress
-from greenfast.emulator.ptx import Instruction
-from greenfast.emulator.subroutines import JUMPS, jump
+from greenfast.emulator.ptx.recursion import JUMPS
+from greenfast.emulator.ptx.syntax import Instruction
 
 #: Instructions per warp after which a kernel counts as endless.
 INSTRUCTION_LIMIT = 20_000_000

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.convert import E4M3_VALUES, E5M2_VALUES
+from greenfast.emulator.instructions.convert import E4M3_VALUES, E5M2_VALUES
 from tests.emulator.corpus.entry import F16, F32, F64, I8, I32, U8, U16, U32, Args, Out, Rng, cuda
 
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from types import FrameType
 
 from greenfast.device.compiler import to_ptx
-from greenfast.emulator.faults import KernelFaultError, UnsupportedError
 from greenfast.emulator.grid import run_grid
+from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.ptx.unsupported import UnsupportedError
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.kernel import KernelSource, Launch

@@ -9,7 +9,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from numpy.typing import NDArray
 from triton.language.extra import libdevice  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-from greenfast.emulator.convert import E4M3_VALUES
+from greenfast.emulator.instructions.convert import E4M3_VALUES
 from tests.emulator.corpus.cuda_layers import softmax
 from tests.emulator.corpus.cuda_numbers import philox
 from tests.emulator.corpus.cuda_products import bf16, small

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-from greenfast.emulator.convert import E4M3_VALUES
+from greenfast.emulator.instructions.convert import E4M3_VALUES
 from tests.emulator.corpus.cuda_products import bf16, coded, small
 from tests.emulator.corpus.entry import F16, F32, I8, I32, Args, Beyond, InOut, Out, Rng
 from tests.emulator.corpus.triton_entry import Descriptor, Typed, launched

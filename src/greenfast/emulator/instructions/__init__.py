@@ -1,0 +1,1 @@
+"""What instructions do: each as an operation on the state of some blocks."""

@@ -1,0 +1,372 @@
+"""Instructions that touch memory: ld, st, atom, red, cp.async (PTX ISA, "Data Movement")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.instructions import floats
+from greenfast.emulator.instructions.operands import dtype_of, reader, type_of, writer
+from greenfast.emulator.machine.memory import (
+    BASES,
+    CHUNK,
+    GLOBAL_BASE,
+    IN_FLIGHT,
+    WINDOW_BITS,
+    Arena,
+    BadAccessError,
+    window,
+)
+from greenfast.emulator.machine.state import Copy, Lanes, Machine, Operation, Values, lane_count, lane_indices
+from greenfast.emulator.ptx.syntax import Address, Instruction, Operand, Register, Symbol, Vector
+from greenfast.emulator.ptx.unsupported import unsupported
+
+Offsets = NDArray[np.int64]
+
+#: What makes a load or store one that races with nobody, and that threads may synchronize through.
+STRONG = frozenset({"volatile", "relaxed", "acquire", "release", "mmio"})
+
+
+def space_of(i: Instruction) -> str:
+    """The state space of an access; "generic" where the opcode names none."""
+    for part in i.parts:
+        name = part.split(":")[0]
+        if name in ("global", "shared", "local", "param", "const"):
+            return name
+    return "generic"
+
+
+def without_policy(i: Instruction, operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
+    """The operands without the cache policy, which is the last one where the instruction has a hint."""
+    return operands[:-1] if "L2:cache_hint" in i.parts else operands
+
+
+def addresses(operand: Operand, i: Instruction) -> Callable[[Machine, Lanes], Offsets]:
+    """A function that gives every thread's address, as written in the instruction."""
+    if not isinstance(operand, Address) or operand.base is None:
+        raise unsupported(i, "has an address that is not known")
+    base, offset = operand.base, operand.offset
+    read = reader(base, "u64", i)
+    narrow = reader(base, "u32", i) if isinstance(base, Register) else read
+
+    def run(m: Machine, lanes: Lanes) -> Offsets:
+        wide = isinstance(base, Symbol) or m.register(base.name).dtype.itemsize == 8
+        values = np.asarray((read if wide else narrow)(m, lanes)).astype(np.int64) + offset
+        return np.ascontiguousarray(np.broadcast_to(values, lane_count(lanes)))
+
+    return run
+
+
+def by_space(
+    space: str, where: Callable[[Machine, Lanes], Offsets], run: Callable[[Machine, Lanes, Offsets], None]
+) -> Operation:
+    """An operation on each thread's address; threads whose generic addresses lie in different spaces go in turns."""
+
+    def parted(m: Machine, lanes: Lanes) -> None:
+        found = where(m, lanes)
+        windows = found >> WINDOW_BITS
+        if space != "generic" or len(windows) < 2 or (windows == windows[0]).all():
+            run(m, lanes, found)
+            return
+        indices = lane_indices(lanes)
+        for one in np.unique(windows):
+            mine = windows == one
+            run(m, indices[mine], found[mine])
+
+    return parted
+
+
+def locate(m: Machine, space: str, found: Offsets, lanes: Lanes) -> tuple[Arena, Offsets, str]:
+    """The arena of an access, the offsets into it, and the space that it turned out to be in."""
+    if space == "generic":
+        spaces = [window(int(a)) for a in np.unique(found >> WINDOW_BITS) << WINDOW_BITS]
+        if len(spaces) != 1 or "none" in spaces:
+            lost = next((n for n, a in enumerate(found) if window(int(a)) == "none"), -1)
+            why = "lies in no memory" if lost >= 0 else "lies in another memory than those of other threads"
+            raise m.fault(f"generic address {int(found[lost]):#x} {why}", int(lane_indices(lanes)[lost]))
+        space = spaces[0]
+        found = found - BASES[space]
+    elif space in ("global", "const"):  # constant variables are allocations like those in global memory
+        found = found - GLOBAL_BASE
+    if space in ("global", "const"):
+        return m.memory, found, space
+    if space == "param":
+        return m.param_memory, found, space
+    if space == "shared":
+        found, mine = m.shared_of(found, lanes)
+        if m.geometry.cluster_size > 1:
+            m.races.within.reach_out(mine // m.shared_stride, lane_indices(lanes))
+    else:
+        mine = m.local_start[lanes]
+    size = m.shared_bytes if space == "shared" else m.local_bytes
+    outside = (found < 0) | (found >= size)
+    if outside.any():  # beyond the block's own memory lies another block's
+        position = int(np.flatnonzero(outside)[0])
+        where = f"byte {int(found[position])} of {size} of {space} memory"
+        raise m.fault(f"access out of bounds: {where}", int(lane_indices(lanes)[position]))
+    return (m.shared if space == "shared" else m.local), found + mine, space
+
+
+def count_access(m: Machine, space: str, store: bool, offsets: Offsets, lanes: Lanes, size: int) -> None:
+    """Count an access of ``size`` bytes per thread by the current instruction."""
+    m.counts.access(space, store, offsets, lane_indices(lanes), size, m.current.source)
+
+
+def load(i: Instruction) -> Operation:
+    """ld: values come back only from bytes that something wrote."""
+    space = space_of(i)
+    if space == "param" and isinstance(getattr(i.operands[1], "base", None), Symbol):
+        return _load_param(i)
+    kind = type_of(i)
+    destination = i.operands[0]
+    items = destination.items if isinstance(destination, Vector) else (destination,)
+    write = [writer(item, kind, i) for item in items]
+    size = dtype_of(kind).itemsize
+    total = size * len(items)
+    where = addresses(i.operands[1], i)
+    what = f"{total}-byte read"
+    strong = not STRONG.isdisjoint(i.parts)
+
+    def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
+        arena, offsets, actual = locate(m, space, at, lanes)
+        with m.accessing(lanes, actual):
+            found = arena.read(offsets, total, what, strong)
+        if strong and actual in ("global", "shared"):
+            m.races.synchronize(actual, offsets, lanes, True, False)
+        count_access(m, actual, False, offsets, lanes, total)
+        values = found.view(dtype_of(kind))
+        for n, w in enumerate(write):
+            w(m, lanes, values[:, n])
+
+    return by_space(space, where, run)
+
+
+def store(i: Instruction) -> Operation:
+    """st."""
+    space = space_of(i)
+    kind = type_of(i)
+    source = i.operands[1]
+    items = source.items if isinstance(source, Vector) else (source,)
+    read = [reader(item, kind, i) for item in items]
+    size = dtype_of(kind).itemsize
+    where = addresses(i.operands[0], i)
+    what = f"{size * len(items)}-byte write"
+    strong, releases = not STRONG.isdisjoint(i.parts), "release" in i.parts
+
+    def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
+        arena, offsets, actual = locate(m, space, at, lanes)
+        values = np.empty((len(offsets), len(read)), dtype_of(kind))
+        for n, r in enumerate(read):
+            values[:, n] = r(m, lanes)
+        with m.accessing(lanes, actual):
+            arena.write(offsets, values.view(np.uint8), what, strong)
+        if strong and actual in ("global", "shared"):
+            m.races.synchronize(actual, offsets, lanes, False, True, releases)
+        count_access(m, actual, True, offsets, lanes, size * len(read))
+
+    return by_space(space, where, run)
+
+
+def _load_param(i: Instruction) -> Operation:
+    kind = type_of(i)
+    destination, source = i.operands
+    items = destination.items if isinstance(destination, Vector) else (destination,)
+    write = [writer(item, kind, i) for item in items]
+    assert isinstance(source, Address)
+    assert isinstance(source.base, Symbol)
+    name, offset, dtype = source.base.name, source.offset, dtype_of(kind)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        data = m.param_bytes.get(name)
+        if data is None:
+            raise m.fault("read of a tensor map, whose bytes are opaque", int(lane_indices(lanes)[0]))
+        for n, w in enumerate(write):
+            start = offset + n * dtype.itemsize
+            w(m, lanes, np.frombuffer(data[start : start + dtype.itemsize], dtype)[0])
+
+    return run
+
+
+def _items(operand: Operand) -> tuple[Operand, ...]:
+    """The registers of a vector, or the one that an operand is."""
+    return operand.items if isinstance(operand, Vector) else (operand,)
+
+
+_ATOMIC: dict[str, Any] = {
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}  # fmt: skip
+
+
+def atomic(i: Instruction) -> Operation:
+    """atom and red: the threads of a warp take their turns in order."""
+    space = space_of(i)
+    kind = type_of(i)
+    dtype = dtype_of(kind)
+    operation = next((p for p in i.parts if p in (*_ATOMIC, "exch", "cas", "inc", "dec")), None)
+    if operation is None or (kind in ("f16", "bf16", "f16x2", "bf16x2") and operation != "add"):
+        raise unsupported(i)
+    returns, releases = i.name == "atom", not {"release", "acq_rel"}.isdisjoint(i.parts)
+    target, *sources = without_policy(i, i.operands[1:] if returns else i.operands)
+    parts = [_items(s) for s in sources]
+    read = [[reader(item, kind, i) for item in column] for column in zip(*parts, strict=True)]
+    write = [writer(r, kind, i) for r in _items(i.operands[0])] if returns else []
+    where, whole = addresses(target, i), len(read) * dtype.itemsize
+
+    def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
+        arena, offsets, actual = locate(m, space, at, lanes)
+        with m.accessing(lanes, actual):
+            arena.read(offsets, whole, f"{whole}-byte atomic access", True)
+        cells = arena.data.view(dtype)
+        after = _after(operation, kind, actual)
+        if actual in ("global", "shared"):
+            m.races.synchronize(actual, offsets, lanes, returns, True, releases)
+        for element, column in enumerate(read):  # each element of a vector for itself
+            rows = offsets // dtype.itemsize + element
+            arguments = [np.broadcast_to(np.asarray(r(m, lanes)), len(rows)) for r in column]
+            old = np.empty(len(rows), dtype)
+            for n, row in enumerate(rows):
+                old[n] = cells[row]
+                new = after(old[n], *(a[n] for a in arguments))
+                cells[row] = new
+                arena.writes += bool(new != old[n])
+            if write:
+                write[element](m, lanes, old)
+
+    return by_space(space, where, run)
+
+
+def _after(operation: str, kind: str, space: str) -> Callable[..., Any]:
+    """What an atomic operation leaves behind, of the old value and its arguments."""
+    if operation == "exch":
+        return lambda old, new: new
+    if operation == "cas":
+        return lambda old, expected, new: new if old == expected else old
+    if operation == "inc":
+        return lambda old, limit: 0 if old >= limit else old + 1
+    if operation == "dec":
+        return lambda old, limit: limit if old == 0 or old > limit else old - 1
+    if operation == "add" and kind in floats.KINDS:
+        # The ISA: on global memory atom.add.f32 flushes subnormal inputs and results.
+        return floats.sum_of(kind, ftz=kind == "f32" and space == "global")
+    function: Callable[..., Any] = _ATOMIC[operation]
+    return function
+
+
+def asynchronous_copy(i: Instruction) -> Operation:
+    """cp.async: the data is read now and lands at the wait; until then reading it is a fault."""
+    if "commit_group" in i.parts:
+        return _commit
+    if "wait_group" in i.parts:
+        allowed = i.operands[0]
+        pending = getattr(allowed, "bits", None)
+        if pending is None:
+            raise unsupported(i)
+        return lambda m, lanes: deliver(m, lanes, pending)
+    if "wait_all" in i.parts:
+        return _deliver_all
+    if "bulk" in i.parts or "mbarrier" in i.parts:
+        raise unsupported(i)
+    size = int(getattr(i.operands[2], "bits", 0))
+    to, source = addresses(i.operands[0], i), addresses(i.operands[1], i)
+    given = _source_size(i, size)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        indices = lane_indices(lanes)
+        present = np.broadcast_to(given(m, lanes), len(indices))
+        values = np.zeros((len(indices), size), np.uint8)
+        arena, offsets, _ = locate(m, "shared", to(m, lanes), lanes)
+        sources = source(m, lanes) - GLOBAL_BASE
+        if (present > size).any():
+            bad = int(indices[present > size][0])
+            raise m.fault(f"cp.async of {int(present.max())} source bytes to {size} bytes", bad)
+        for count in np.unique(present[present > 0]):
+            some = present == count
+            with m.accessing(indices[some], "global"):
+                values[some, :count] = _bytes(m, sources[some], size, int(count))
+            count_access(m, "global", False, sources[some], indices[some], int(count))
+        with m.accessing(indices, "shared"):
+            arena.mark(offsets, size, IN_FLIGHT, f"{size}-byte asynchronous write")
+            if arena.on_write is not None:
+                arena.on_write(offsets, size, None)
+        count_access(m, "shared", True, offsets, indices, size)
+        m.copies.append(Copy(indices, offsets, values, m.copy_groups[indices].copy(), m.copies_issued))
+        m.copies_issued += 1
+
+    return run
+
+
+def _source_size(i: Instruction, size: int) -> Callable[[Machine, Lanes], Values]:
+    """How many bytes each thread copies; the rest of its ``size`` bytes becomes zero."""
+    given = without_policy(i, i.operands)
+    if len(given) < 4:
+        return lambda m, lanes: np.asarray(size)
+    last = given[3]
+    if isinstance(last, Register):
+        read, ignore = reader(last, "u32", i), reader(last, "pred", i)
+
+        def count(m: Machine, lanes: Lanes) -> Values:
+            if m.register(last.name).dtype == np.bool_:  # the form with a predicate: whether to ignore the source
+                return np.where(ignore(m, lanes), 0, size)
+            return read(m, lanes)
+
+        return count
+    return reader(last, "u32", i)
+
+
+def _bytes(m: Machine, sources: Offsets, size: int, count: int) -> NDArray[np.uint8]:
+    """(threads, count) bytes of global memory, at addresses that are aligned to ``size``."""
+    what = f"{count}-byte read"
+    if count == size:
+        return m.memory.read(sources, size, what)
+    misaligned = np.flatnonzero(sources & (size - 1))
+    if len(misaligned):
+        raise BadAccessError(f"misaligned {what}", int(misaligned[0]), int(sources[misaligned[0]]))
+    return np.concatenate([m.memory.read(sources + n, 1, what) for n in range(count)], axis=1)
+
+
+def _commit(m: Machine, lanes: Lanes) -> None:
+    m.copy_groups[lanes] += 1
+
+
+def _deliver_all(m: Machine, lanes: Lanes) -> None:
+    """wait_all: copies that no commit has put into a group count as well."""
+    _commit(m, lanes)
+    deliver(m, lanes, 0)
+
+
+def deliver(m: Machine, lanes: Lanes, pending: int) -> None:
+    """Land the copies of these threads in all groups but their newest ``pending`` ones."""
+    land(m, lanes, lambda copy: copy.groups < m.copy_groups[copy.lanes] - pending)
+
+
+def land(m: Machine, lanes: Lanes, which: Callable[[Copy], Any]) -> None:
+    """Land the copies of these threads that ``which`` names."""
+    waiting = np.zeros(m.lanes, bool)
+    waiting[lanes] = True
+    kept = []
+    for copy in m.copies:
+        done = waiting[copy.lanes] & which(copy)
+        if done.any():
+            m.shared.place(copy.offsets[done], copy.values[done])
+            if m.shared.unfenced is not None:
+                m.shared.unfenced[copy.offsets[done] // CHUNK] = True
+        if not done.all():
+            left = ~done
+            kept.append(
+                replace(
+                    copy,
+                    lanes=copy.lanes[left],
+                    offsets=copy.offsets[left],
+                    values=copy.values[left],
+                    groups=copy.groups[left],
+                )
+            )
+    m.copies = kept
+
+
+BUILDERS = {"ld": load, "ldu": load, "st": store, "atom": atomic, "red": atomic, "cp": asynchronous_copy}

@@ -1,0 +1,243 @@
+"""Integer arithmetic, and the choice between it and floats where an opcode has both (PTX ISA, "Instruction Set")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from greenfast.emulator.instructions import floats
+from greenfast.emulator.instructions.operands import Function, dtype_of, elementwise, reader, type_of, writer
+from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values
+from greenfast.emulator.ptx.syntax import Instruction
+
+_WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
+
+
+def _pairs(function: Function, kind: str) -> Function:
+    """A function of 16-bit integers on registers that hold two of them; any other type's function as it is."""
+    return floats.packed(function, kind) if kind.endswith("x2") else function
+
+
+def add_like(function: Function, of_floats: Callable[[Instruction], Operation]) -> Callable[[Instruction], Operation]:
+    """add and sub: integers wrap, .sat saturates s32."""
+
+    def build(i: Instruction) -> Operation:
+        if floats.is_float(i):
+            return of_floats(i)
+        if "cc" in i.parts:
+            return carrying(i)
+        kind = type_of(i)
+        if "sat" in i.parts:
+            return elementwise(i, lambda a, b: _saturated(function(np.int64(a), np.int64(b))))
+        return elementwise(i, _pairs(function, kind))
+
+    return build
+
+
+def _saturated(wide: Values) -> Values:
+    return np.asarray(np.clip(wide, -(2**31), 2**31 - 1).astype(np.int32))
+
+
+def high_product(a: Values, b: Values) -> Values:
+    """The upper half of the product of two integers of a type."""
+    a, b = np.broadcast_arrays(a, b)
+    dtype, bits = a.dtype, 8 * a.dtype.itemsize
+    if bits < 64:
+        wide = np.int64 if dtype.kind == "i" else np.uint64
+        return np.asarray((a.astype(wide) * b.astype(wide)) >> wide(bits)).astype(dtype)
+    ua, ub, low, half = a.astype(np.uint64), b.astype(np.uint64), np.uint64(2**32 - 1), np.uint64(32)
+    middle = (ua >> half) * (ub & low) + ((ua & low) * (ub & low) >> half)
+    other = (ua & low) * (ub >> half) + (middle & low)
+    high = (ua >> half) * (ub >> half) + (middle >> half) + (other >> half)
+    if dtype.kind == "i":
+        high = high - np.where(a < 0, ub, np.uint64(0)) - np.where(b < 0, ua, np.uint64(0))
+    return np.asarray(high.astype(dtype))
+
+
+def _product(i: Instruction) -> tuple[Function, str]:
+    """The integer product that .lo, .hi or .wide asks for, and the result's type."""
+    kind = type_of(i)
+    if "wide" in i.parts:
+        wide = dtype_of(_WIDE[kind])
+        return lambda a, b: np.asarray(a).astype(wide) * np.asarray(b).astype(wide), _WIDE[kind]
+    return high_product if "hi" in i.parts else lambda a, b: a * b, kind
+
+
+def mul(i: Instruction) -> Operation:
+    """mul."""
+    if floats.is_float(i):
+        return floats.multiply(i)
+    function, out = _product(i)
+    return elementwise(i, function, out=out)
+
+
+def mad(i: Instruction) -> Operation:
+    """mad."""
+    if floats.is_float(i):
+        return floats.multiply_add(i)
+    if "cc" in i.parts:
+        return carrying(i)
+    kind = type_of(i)
+    function, out = _product(i)
+    types = [kind, kind, out]
+    if "sat" in i.parts:
+        return elementwise(i, lambda a, b, c: _saturated(function(a, b).astype(np.int64) + c), types=types)
+    return elementwise(i, lambda a, b, c: function(a, b) + c, types=types, out=out)
+
+
+def product24(i: Instruction) -> Operation:
+    """mul24 and mad24: of the low 24 bits of the factors bits 47..16 or 31..0 of the product."""
+    dtype = dtype_of(type_of(i))
+    wide = np.int64 if dtype.kind == "i" else np.uint64
+
+    def function(a: Values, b: Values, c: Values | None = None) -> Values:
+        low, high = ((np.asarray(x).astype(wide) << wide(40)) >> wide(40) for x in (a, b))
+        product = low * high
+        part = ((product >> wide(16)) if "hi" in i.parts else product).astype(dtype)
+        if c is None:
+            return np.asarray(part)
+        return _saturated(part.astype(np.int64) + c) if "sat" in i.parts else np.asarray(part + c)
+
+    return elementwise(i, function)
+
+
+# ---- carry chains ---------------------------------------------------------------------------------------------------
+
+
+def _carry(m: Machine) -> Values:
+    """The condition-code register CC.CF of all threads."""
+    return m.registers.setdefault("CC.CF", np.zeros(m.lanes, np.bool_))
+
+
+def carrying(i: Instruction) -> Operation:
+    """add, sub and mad with carry in (addc, subc, madc) or carry out (.cc).
+
+    The PTX ISA calls what sub.cc leaves a borrow. ptxas makes a + ~b + 1 of it, whose carry is the opposite, and a + ~b
+    + carry of subc (SASS of CUDA 13.0: IADD3 and IADD3.X); that shows where a chain mixes additions and subtractions.
+    """
+    kind = type_of(i)
+    unsigned = dtype_of(f"u{kind[1:]}")
+    read, write = [reader(o, kind, i) for o in i.operands[1:]], writer(i.operands[0], kind, i)
+    takes, gives, subtracts = i.name.endswith("c"), "cc" in i.parts, i.name.startswith("sub")
+    product = _product(i)[0] if i.name.startswith("mad") else None
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        sources: list[Any] = [r(m, lanes) for r in read]
+        if product is not None:
+            sources = [product(*sources[:2]), sources[2]]
+        a, b = (np.asarray(s).astype(unsigned) for s in sources)
+        if subtracts:
+            b = ~b
+        carry = _carry(m)[lanes] if takes else np.bool_(subtracts)
+        part = a + b
+        result = part + carry.astype(unsigned)
+        carry = (part < a) | (result < part)
+        if gives:
+            _carry(m)[lanes] = carry
+        write(m, lanes, result.astype(dtype_of(kind)))
+
+    return run
+
+
+# ---- division and sums ----------------------------------------------------------------------------------------------
+
+
+def divide(i: Instruction) -> Operation:
+    """div: integers truncate toward zero; the ISA leaves x / 0 open, here it is all ones."""
+    if floats.is_float(i):
+        return floats.divide(i)
+    dtype = dtype_of(type_of(i))
+
+    def quotient(a: Values, b: Values) -> Values:
+        safe = np.where(b == 0, dtype.type(1), b)
+        result = np.asarray(a // safe)
+        if dtype.kind == "i":
+            result = result + ((result < 0) & (result * safe != a))
+        return np.where(b == 0, ~dtype.type(0), result).astype(dtype)
+
+    return elementwise(i, quotient)
+
+
+def remainder(i: Instruction) -> Operation:
+    """rem, of the sign of the dividend; the ISA leaves x % 0 open, here it is all ones."""
+    dtype = dtype_of(type_of(i))
+
+    def rest(a: Values, b: Values) -> Values:
+        found = np.fmod(a, np.where(b == 0, dtype.type(1), b))
+        return np.where(b == 0, ~dtype.type(0), found).astype(dtype)
+
+    return elementwise(i, rest)
+
+
+def sum_of_differences(i: Instruction) -> Operation:
+    """sad: c + |a - b|."""
+    return elementwise(i, lambda a, b, c: c + np.where(a < b, b - a, a - b))
+
+
+def dot_product(i: Instruction) -> Operation:
+    """dp4a and dp2a: c plus the products of bytes with bytes, or of halves with the lower or upper two bytes."""
+    kinds = [p for p in i.parts if p in ("u32", "s32")]
+    signs = ["i" if k == "s32" else "u" for k in kinds]
+    out = "s32" if "s32" in kinds else "u32"
+    halves = i.name == "dp2a"
+    used = slice(None) if not halves else slice(2, 4) if "hi" in i.parts else slice(0, 2)
+
+    def function(a: Values, b: Values, c: Values) -> Values:
+        shape = np.broadcast_shapes(np.shape(a), np.shape(b))
+        a, b = (np.ascontiguousarray(np.broadcast_to(x, shape)) for x in (a, b))
+        left = a.view(f"{signs[0]}{2 if halves else 1}").reshape(*shape, -1).astype(np.int64)
+        right = b.view(f"{signs[1]}1").reshape(*shape, 4)[..., used].astype(np.int64)
+        return np.asarray((left * right).sum(axis=-1) + np.asarray(c)).astype(np.int64).astype(dtype_of(out))
+
+    return elementwise(i, function, types=["b32", "b32", out], out=out)
+
+
+# ---- one or two numbers ---------------------------------------------------------------------------------------------
+
+
+def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
+    """min and max; .relu also clamps at 0."""
+
+    def build(i: Instruction) -> Operation:
+        if floats.is_float(i):
+            return floats.extreme(smaller)(i)
+        choose: Function = np.minimum if smaller else np.maximum
+        function = (lambda a, b: np.maximum(choose(a, b), 0)) if "relu" in i.parts else choose
+        return elementwise(i, _pairs(function, type_of(i)))
+
+    return build
+
+
+def negate(i: Instruction) -> Operation:
+    """neg."""
+    return floats.negate(i) if floats.is_float(i) else elementwise(i, np.negative)
+
+
+def absolute(i: Instruction) -> Operation:
+    """abs."""
+    return floats.absolute(i) if floats.is_float(i) else elementwise(i, np.abs)
+
+
+BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
+    **floats.BUILDERS,
+    "add": add_like(lambda a, b: a + b, floats.add),
+    "sub": add_like(lambda a, b: a - b, floats.subtract),
+    "addc": carrying,
+    "subc": carrying,
+    "mul": mul,
+    "mad": mad,
+    "madc": carrying,
+    "mul24": product24,
+    "mad24": product24,
+    "div": divide,
+    "rem": remainder,
+    "sad": sum_of_differences,
+    "dp4a": dot_product,
+    "dp2a": dot_product,
+    "min": extreme(True),
+    "max": extreme(False),
+    "neg": negate,
+    "abs": absolute,
+}

@@ -1,0 +1,190 @@
+"""Named barriers of a block: bar and barrier.cta with sync, arrive and red (PTX ISA, "bar")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.instructions.operands import reader, writer
+from greenfast.emulator.machine.state import WARP, Lanes, Machine, lane_count, lane_indices
+from greenfast.emulator.ptx.syntax import Instruction, Register, Symbol
+from greenfast.emulator.ptx.unsupported import unsupported
+
+#: Barriers of a block.
+BARRIERS = 16
+_NOT_WAITING = -1
+
+
+class NamedBarriers:
+    """Which threads have come to which barrier of their block, and which wait there.
+
+    A warp arrives when all of its threads that have not ended have come, and counts as 32 threads, also where some of
+    them have ended or never were (PTX ISA, "bar"). A barrier without a count needs every thread that has not ended.
+    """
+
+    def __init__(self, machine: Machine, code: list[Instruction]) -> None:
+        self.m, self.code = machine, code
+        size = len(machine.blocks) * BARRIERS
+        self.arrived = np.zeros(size, np.int64)
+        self.expected = np.zeros(size, np.int64)
+        self.everybody = np.zeros(size, np.bool_)  # came with no count
+        self.came = np.zeros((BARRIERS, machine.lanes), np.bool_)
+        self.waiting = np.full(machine.lanes, _NOT_WAITING, np.int64)  # block * BARRIERS + barrier
+        self.at = np.zeros(machine.lanes, np.int64)  # the instruction that a thread waits at
+        self.votes = np.zeros(machine.lanes, np.bool_)
+        self.released: list[NDArray[np.intp]] = []
+
+    def meet(self, i: Instruction, pc: int, lanes: Lanes) -> bool:
+        """Threads come to a barrier instruction; returns whether they wait there."""
+        m = self.m
+        form = _Form(i)
+        indices = lane_indices(lanes)
+        m.counts.barriers += lane_count(lanes) // WARP
+        number = np.broadcast_to(form.number(m, lanes), len(indices)).astype(np.int64)
+        count = np.broadcast_to(form.count(m, lanes), len(indices)).astype(np.int64)
+        wrong = (number < 0) | (number >= BARRIERS)
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            raise m.fault(f"barrier {number[at]}, of {BARRIERS}", int(indices[at]))
+        keys = m.block_of[indices] * BARRIERS + number
+        if isinstance(lanes, slice) and int(number.min()) == int(number.max()):  # a whole warp of every block
+            first = np.arange(0, len(keys), WARP)
+            which, new = keys[first], np.full(len(first), WARP)
+        else:
+            which, first, new = np.unique(keys, return_index=True, return_counts=True)
+        fresh = self.arrived[which] == 0
+        self.expected[which[fresh]] = count[first[fresh]]
+        self.everybody[which[fresh]] = form.everybody
+        differ = self.expected[keys] != count
+        if differ.any():
+            at = int(np.flatnonzero(differ)[0])
+            what = f"barrier {number[at]} with {count[at]} threads, where others came with {self.expected[keys[at]]}"
+            raise m.fault(what, int(indices[at]))
+        self.arrived[which] += new
+        if int(number.min()) == int(number.max()):
+            self.came[int(number[0]), indices] = True
+        else:
+            self.came[number, indices] = True
+        over = self.arrived[which] > self.expected[which]
+        if over.any():
+            at = int(first[over][0])
+            what = f"{self.arrived[keys[at]]} threads at barrier {number[at]}, which expects {self.expected[keys[at]]}"
+            raise m.fault(what, int(indices[at]))
+        if form.waits:
+            self.waiting[indices] = keys
+            self.at[indices] = pc
+            if form.vote is not None:
+                self.votes[indices] = form.vote(m, lanes)
+        else:
+            m.races.ordering.arrive(which.tolist(), (which // BARRIERS).tolist(), m.races.warp)
+        self._release(which[self._complete(which)])
+        m.events += 1
+        return form.waits
+
+    def settle(self) -> None:
+        """Threads have ended: release what waits for nobody else now."""
+        begun = np.flatnonzero(self.arrived)
+        if len(begun):
+            self._release(begun[self._complete(begun)])
+
+    def _complete(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these barriers have all that they wait for."""
+        m = self.m
+        full: NDArray[np.bool_] = self.arrived[keys] == self.expected[keys]
+        if full.all() or not m.ended.any():
+            return full
+        ended = m.ended.reshape(m.warps, len(m.blocks), WARP)
+        for at in np.flatnonzero(~full):
+            block, number = divmod(int(keys[at]), BARRIERS)
+            gone = ended[:, block]
+            came = self.came[number].reshape(ended.shape)[:, block]
+            if self.everybody[keys[at]]:
+                full[at] = bool((came | gone).all())
+            else:
+                there = came.any(axis=1) & (came | gone).all(axis=1)
+                full[at] = there.sum() * WARP == self.expected[keys[at]]
+        return full
+
+    def _release(self, complete: NDArray[np.int64]) -> None:
+        if not len(complete):
+            return
+        self.arrived[complete] = 0
+        self.m.mbarriers.show(complete // BARRIERS, len(self.m.blocks))
+        came = self.came.reshape(BARRIERS, self.m.warps, -1, WARP)
+        came[complete % BARRIERS, :, complete // BARRIERS] = False
+        done = np.zeros(len(self.arrived) + 1, np.bool_)  # the last for those that wait nowhere
+        done[complete] = True
+        go = np.flatnonzero(done[self.waiting])
+        self.m.races.barrier(complete, go, self.waiting[go], BARRIERS)
+        self._require_aligned(go)
+        self._reduce(go)
+        self.waiting[go] = _NOT_WAITING
+        self.released.append(go)
+
+    def _require_aligned(self, lanes: NDArray[np.intp]) -> None:
+        """A fault where threads of a warp waited at several instructions, unless all of these may diverge."""
+        at = self.at[lanes]
+        if not len(at) or (at == at[0]).all():
+            return
+        warps = lanes // WARP
+        split = np.flatnonzero((np.diff(warps) == 0) & (np.diff(at) != 0))
+        for n in split.tolist():
+            i = self.code[int(at[n])]
+            if i.name == "bar" or "aligned" in i.parts:
+                self.m.current = i
+                other = self.code[int(at[n + 1])].source
+                raise self.m.fault(
+                    f"a barrier of whole warps, which others of this warp come to at {other},", int(lanes[n])
+                )
+
+    def _reduce(self, lanes: NDArray[np.intp]) -> None:
+        """Give the threads of bar.red what their barrier's threads voted."""
+        for pc in np.unique(self.at[lanes]):
+            i = self.code[int(pc)]
+            if "red" not in i.parts:
+                continue
+            here = lanes[self.at[lanes] == pc]
+            _, group = np.unique(self.waiting[here], return_inverse=True)
+            yes = np.bincount(group, weights=self.votes[here])[group]
+            if "popc" in i.parts:
+                writer(i.operands[0], "u32", i)(self.m, here, yes.astype(np.uint32))
+            else:
+                value = yes > 0 if "or" in i.parts else yes == np.bincount(group)[group]
+                writer(i.operands[0], "pred", i)(self.m, here, value)
+
+    def take_released(self) -> list[NDArray[np.intp]]:
+        """The threads whose barrier completed since the last call; they go on behind the instruction they waited at."""
+        found, self.released = self.released, []
+        return found
+
+    def waits(self, lanes: NDArray[np.intp]) -> dict[int, int]:
+        """How many of these threads wait at which instruction."""
+        at, count = np.unique(self.at[lanes[self.waiting[lanes] != _NOT_WAITING]], return_counts=True)
+        return dict(zip(at.tolist(), count.tolist(), strict=True))
+
+
+class _Form:
+    """The operands of a barrier instruction."""
+
+    def __init__(self, i: Instruction) -> None:
+        operands = list(i.operands)
+        self.waits = "arrive" not in i.parts
+        self.vote: Callable[[Machine, Lanes], Any] | None = None
+        if "red" in i.parts:
+            operands = operands[1:]
+            last = operands.pop()
+            negated = isinstance(last, Symbol) and last.name.startswith("!")
+            predicate = reader(Register(last.name[1:]) if isinstance(last, Symbol) and negated else last, "pred", i)
+            self.vote = lambda m, lanes: np.asarray(predicate(m, lanes)) ^ negated
+        elif not self.waits and len(operands) < 2:
+            raise unsupported(i)
+        self.number: Callable[[Machine, Lanes], Any] = (
+            reader(operands[0], "u32", i) if operands else lambda m, lanes: np.uint32(0)
+        )
+        self.everybody = len(operands) < 2
+        self.count: Callable[[Machine, Lanes], Any] = (
+            reader(operands[1], "u32", i) if len(operands) > 1 else lambda m, lanes: np.uint32(m.geometry.threads)
+        )

@@ -1,0 +1,128 @@
+"""Thread block clusters: mapa, getctarank, barrier.cluster, st.async (PTX ISA); and cache policies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from greenfast.emulator.instructions import access
+from greenfast.emulator.instructions.access import addresses, locate
+from greenfast.emulator.instructions.mbarrier import rows_of
+from greenfast.emulator.instructions.operands import dtype_of, reader, type_of, writer
+from greenfast.emulator.machine.memory import IN_FLIGHT, SHARED_BASE, WRITTEN, window
+from greenfast.emulator.machine.state import RANK_BITS, Lanes, Machine, Operation, lane_count, lane_indices
+from greenfast.emulator.machine.underway import BulkLoad
+from greenfast.emulator.ptx.syntax import Instruction, Vector
+
+
+def mapa(i: Instruction) -> Operation:
+    """mapa: the address of a variable in the shared memory of a block of the cluster."""
+    kind = type_of(i)
+    generic = not any(p.startswith("shared") for p in i.parts)
+    read, rank, write = reader(i.operands[1], kind, i), reader(i.operands[2], "u32", i), writer(i.operands[0], kind, i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        size = m.geometry.cluster_size
+        ranks = np.broadcast_to(np.asarray(rank(m, lanes)).astype(np.int64), lane_count(lanes))
+        for at in np.flatnonzero(ranks >= size):
+            what = f"mapa to block {ranks[at]} of a cluster of {size} block{'s' if size > 1 else ''}"
+            raise m.fault(what, int(lane_indices(lanes)[at]))
+        found = np.broadcast_to(np.asarray(read(m, lanes)).astype(np.int64), lane_count(lanes))
+        base = SHARED_BASE if generic else 0
+        if generic and any(window(int(a)) != "shared" for a in np.unique(found >> 32) << 32):
+            raise m.fault("mapa of a generic address that is not in shared memory", int(lane_indices(lanes)[0]))
+        if size > 1:
+            found = base + (((ranks + 1) << RANK_BITS) | ((found - base) & ((1 << RANK_BITS) - 1)))
+        write(m, lanes, found.astype(dtype_of(kind)))
+
+    return run
+
+
+def rank_of(i: Instruction) -> Operation:
+    """getctarank: the block of the cluster that an address belongs to."""
+    kind = type_of(i)
+    generic = not any(p.startswith("shared") for p in i.parts)
+    read, write = reader(i.operands[1], kind, i), writer(i.operands[0], "u32", i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        found = np.broadcast_to(np.asarray(read(m, lanes)).astype(np.int64), lane_count(lanes))
+        named = (found - (SHARED_BASE if generic else 0)) >> RANK_BITS
+        own = m.block_of[lanes] % m.geometry.cluster_size
+        write(m, lanes, np.where(named > 0, named - 1, own).astype(np.uint32))
+
+    return run
+
+
+def barrier(i: Instruction) -> Operation:
+    """barrier.cluster.arrive and wait: every thread of the cluster arrives once per phase."""
+    return _arrive if i.parts[1] == "arrive" else _wait
+
+
+def _arrive(m: Machine, lanes: Lanes) -> None:
+    twice = m.cluster_arrivals[lanes] != m.cluster_waits[lanes]
+    if twice.any():
+        at = int(lane_indices(lanes)[np.flatnonzero(twice)[0]])
+        raise m.fault("a second arrival at the cluster barrier with no wait between", at)
+    m.cluster_arrivals[lanes] += 1
+    m.events += 1
+
+
+def _wait(m: Machine, lanes: Lanes) -> Any:
+    indices, size = lane_indices(lanes), m.geometry.cluster_size
+    # A thread that has ended counts as one that arrived.
+    phase = np.full(len(m.blocks) // size, np.iinfo(np.int64).max)
+    there = np.flatnonzero(m.exists & ~m.ended)
+    np.minimum.at(phase, m.block_of[there] // size, m.cluster_arrivals[there])
+    early = phase[m.block_of[indices] // size] <= m.cluster_waits[indices]
+    m.cluster_waits[indices[~early]] += 1
+    m.races.converge(indices[~early])
+    for first in np.unique(m.block_of[indices[~early]] // size) * size:
+        m.races.ordering.level_cluster(np.arange(first, first + size))
+    return indices[early]
+
+
+def store(i: Instruction) -> Operation:
+    """st, also st.async: data that lands in a block's shared memory later, and then counts at an mbarrier there."""
+    if "async" not in i.parts:
+        return access.store(i)
+    kind = type_of(i)
+    source = i.operands[1]
+    items = source.items if isinstance(source, Vector) else (source,)
+    read, dtype = [reader(item, kind, i) for item in items], dtype_of(kind)
+    where, barriers = addresses(i.operands[0], i), rows_of(i.operands[2], i, "shared")
+    size = dtype.itemsize * len(items)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        indices = lane_indices(lanes)
+        arena, offsets, _ = locate(m, "shared", where(m, lanes), lanes)
+        rows = barriers(m, lanes)
+        apart = np.flatnonzero(rows * 8 // m.shared_stride != offsets // m.shared_stride)
+        if len(apart):
+            raise m.fault("st.async to another block than its mbarrier's", int(indices[apart[0]]))
+        values = np.empty((len(offsets), len(read)), dtype)
+        for n, r in enumerate(read):
+            values[:, n] = r(m, lanes)
+        with m.accessing(lanes, "shared"):
+            arena.require_free(offsets, size, f"{size}-byte asynchronous write")
+            arena.mark(offsets, size, IN_FLIGHT, f"{size}-byte asynchronous write")
+
+        def land() -> None:
+            data = np.ascontiguousarray(values).view(np.uint8)
+            arena.data.reshape(-1, size)[offsets // size] = data
+            arena.state.reshape(-1, size)[offsets // size] = WRITTEN
+            m.mbarriers.expect(rows, np.full(len(rows), -size))
+            m.mbarriers.changes += 1
+
+        m.arriving.append(BulkLoad(indices, m.current, land))
+
+    return run
+
+
+def policy(i: Instruction) -> Operation:
+    """createpolicy: a hint for the cache, which is not modelled."""
+    write = writer(i.operands[0], "b64", i)
+    return lambda m, lanes: write(m, lanes, np.zeros(lane_count(lanes), np.uint64))
+
+
+BUILDERS = {"mapa": mapa, "getctarank": rank_of, "st": store, "createpolicy": policy}

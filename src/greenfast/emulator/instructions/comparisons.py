@@ -1,0 +1,146 @@
+"""Comparison and selection: setp, set, selp, slct (PTX ISA, "Comparison and Selection Instructions")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from greenfast.emulator.instructions.floats import KINDS, element_of
+from greenfast.emulator.instructions.operands import (
+    TYPES,
+    Function,
+    Reader,
+    dtype_of,
+    elementwise,
+    reader,
+    type_of,
+    writer,
+)
+from greenfast.emulator.instructions.rounding import flush, widen
+from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values
+from greenfast.emulator.ptx.syntax import Instruction, Vector
+from greenfast.emulator.ptx.unsupported import unsupported
+
+_COMPARE: dict[str, Function] = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+}  # fmt: skip
+#: 1.0 in a float.
+_ONES = {"f16": 0x3C00, "bf16": 0x3F80, "f32": 0x3F80_0000}
+_LOGIC: dict[str, Function] = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+
+
+def _ordered(name: str, of_floats: bool, i: Instruction) -> Function:
+    """The comparison of that name. One of floats is false with NaN, its unordered form (ltu, ...) true."""
+    if not of_floats:
+        if name in _COMPARE:
+            return _COMPARE[name]
+        raise unsupported(i)
+    if name == "num":
+        return lambda a, b: ~np.isnan(a) & ~np.isnan(b)
+    if name == "nan":
+        return lambda a, b: np.isnan(a) | np.isnan(b)
+    if name == "ne":
+        return lambda a, b: (a != b) & ~np.isnan(a) & ~np.isnan(b)
+    if name in _COMPARE:
+        return _COMPARE[name]
+    if name.endswith("u") and name[:-1] in _COMPARE:
+        unordered = _COMPARE[name[:-1]]
+        return lambda a, b: unordered(a, b) | np.isnan(a) | np.isnan(b)
+    raise unsupported(i)
+
+
+def _comparison(i: Instruction) -> Function:
+    """The comparison of setp and set as a function of sources; of packed halves along a last axis of its own."""
+    kind = type_of(i)
+    compare = _ordered(i.parts[0], kind in KINDS, i)
+    if kind not in KINDS or kind == "f64":
+        return compare
+    element = element_of(kind)
+    half = dtype_of(element)
+
+    def run(*sources: Values) -> Values:
+        if kind.endswith("x2"):
+            shape = np.broadcast_shapes(*(np.shape(s) for s in sources))
+            sources = tuple(
+                np.ascontiguousarray(np.broadcast_to(s, shape)).view(half).reshape(*shape, 2) for s in sources
+            )
+        if "ftz" in i.parts:
+            sources = tuple(flush(s, element) for s in sources)
+        return np.asarray(compare(*(widen(s, element) if element == "bf16" else s for s in sources)))
+
+    return run
+
+
+def _combined(i: Instruction) -> tuple[Function | None, Reader | None]:
+    """The logic operation that takes a third operand in, and its reader."""
+    if len(i.operands) < 4:
+        return None, None
+    return next(_LOGIC[p] for p in i.parts if p in _LOGIC), reader(i.operands[3], "pred", i)
+
+
+def setp(i: Instruction) -> Operation:
+    """setp. A second predicate gets the complement, or of packed halves the comparison of the upper ones."""
+    kind = type_of(i)
+    compare = _comparison(i)
+    targets = i.operands[0].items if isinstance(i.operands[0], Vector) else (i.operands[0],)
+    write = [writer(t, "pred", i) for t in targets]
+    read = [reader(o, kind, i) for o in i.operands[1:3]]
+    combine, third = _combined(i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        result = np.asarray(compare(read[0](m, lanes), read[1](m, lanes)))
+        both = (result[..., 0], result[..., 1]) if kind.endswith("x2") else (result, ~result)
+        for w, value in zip(write, both, strict=False):
+            w(m, lanes, combine(value, third(m, lanes)) if combine and third else value)
+
+    return run
+
+
+def set_value(i: Instruction) -> Operation:
+    """set: all ones, or 1.0 in a float, where the comparison is true, else zero; packed halves each for itself."""
+    kind = type_of(i)
+    compare = _comparison(i)
+    out = next(p for p in i.parts if p in TYPES)
+    packed = kind.endswith("x2")
+    bits = dtype_of("u16" if packed else f"u{8 * dtype_of(out).itemsize}").type
+    yes = bits(_ONES.get(element_of(out), int(~bits(0))))
+    unsigned = "b32" if packed else f"b{8 * dtype_of(out).itemsize}"
+    write = writer(i.operands[0], unsigned, i)
+    read = [reader(o, kind, i) for o in i.operands[1:3]]
+    combine, third = _combined(i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        result = np.asarray(compare(read[0](m, lanes), read[1](m, lanes)))
+        if combine and third:
+            given = np.asarray(third(m, lanes))
+            result = combine(result, given[..., None] if packed else given)
+        found = np.where(result, yes, bits(0))
+        write(m, lanes, np.ascontiguousarray(found).view(np.uint32)[..., 0] if packed else found)
+
+    return run
+
+
+def selp(i: Instruction) -> Operation:
+    """selp."""
+    kind = type_of(i)
+    return elementwise(i, lambda a, b, p: np.where(p, a, b), types=[kind, kind, "pred"])
+
+
+def slct(i: Instruction) -> Operation:
+    """slct: a where c >= 0, else b, also for NaN."""
+    kind, third = (p for p in i.parts if p in TYPES)
+    if "ftz" in i.parts:  # a subnormal c counts as zero
+        function: Function = lambda a, b, c: np.where(flush(c, "f32") >= 0, a, b)  # noqa: E731
+    else:
+        function = lambda a, b, c: np.where(c >= 0, a, b)  # noqa: E731
+    return elementwise(i, function, types=[kind, kind, third], out=kind)
+
+
+BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
+    "setp": setp,
+    "set": set_value,
+    "selp": selp,
+    "slct": slct,
+}

@@ -1,0 +1,273 @@
+"""cvt: conversions between numbers, with the 8-bit formats (PTX ISA, "cvt")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from greenfast.emulator.instructions.floats import KINDS, element_of, rounding
+from greenfast.emulator.instructions.operands import TYPES, Function, dtype_of, reader, writer
+from greenfast.emulator.instructions.rounding import (
+    FORMATS,
+    NAN_BITS,
+    canonical,
+    double_of,
+    flush,
+    flush_rounded,
+    integer_to_odd,
+    narrow,
+    round_to,
+    widen,
+)
+from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values
+from greenfast.emulator.ptx.syntax import Instruction
+from greenfast.emulator.ptx.unsupported import unsupported
+
+_EIGHT_BITS = ("e4m3x2", "e5m2x2")
+_TO_INTEGER: dict[str, Function] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
+def _table_of(name: str) -> Values:
+    """The numbers that an 8-bit format's codes stand for, as float32."""
+    form = FORMATS[name]
+    codes, fraction_bits = np.arange(256), form.precision - 1
+    exponent, fraction = codes >> fraction_bits & (1 << (7 - fraction_bits)) - 1, codes & (1 << fraction_bits) - 1
+    significand = np.where(exponent == 0, fraction, fraction + (1 << fraction_bits))
+    value = np.ldexp(significand.astype(np.float32), np.maximum(exponent, 1) - 1 + form.lowest)
+    if name == "e5m2":
+        value = np.where(value > form.largest, np.where(fraction == 0, np.inf, np.nan), value)
+    else:
+        value = np.where(codes & 127 == 127, np.nan, value)
+    return np.where(codes & 128, -value, value).astype(np.float32)
+
+
+_TABLES = {name: _table_of(name) for name in ("e4m3", "e5m2")}
+E4M3_VALUES, E5M2_VALUES = _TABLES["e4m3"], _TABLES["e5m2"]
+
+
+def encode(values: Values, name: str) -> Values:
+    """Codes of an 8-bit format, rounded to nearest even and saturated (.satfinite); NaN becomes the code 0x7F."""
+    x = np.asarray(values, np.float64)
+    form, table = FORMATS[name], _TABLES[name]
+    size = np.minimum(np.abs(round_to(x, form, "rn")), form.largest)
+    fine = np.where(np.isnan(x), 0.0, size).astype(np.float32)
+    # Codes of growing magnitude stand for growing values, so a value's code is its position among them.
+    codes = np.searchsorted(table[: int(np.argmax(table == form.largest)) + 1], fine).astype(np.uint8)
+    return np.asarray(np.where(np.isnan(x), np.uint8(0x7F), codes | (np.signbit(x).astype(np.uint8) << 7)), np.uint8)
+
+
+def convert(i: Instruction) -> Operation:
+    """cvt.<rounding>.<to>.<from>."""
+    if "pack" in i.parts:
+        return _packed(i)
+    kinds = [p for p in i.parts if p in TYPES or p in ("tf32", *_EIGHT_BITS)]
+    if len(kinds) != 2:
+        raise unsupported(i)
+    to, source = kinds
+    if to in _EIGHT_BITS:
+        return _to_eight_bits(i, to, source)
+    if source in _EIGHT_BITS:
+        return _from_eight_bits(i, to, source)
+    if to in ("f16x2", "bf16x2"):
+        return _to_pair(i, to, source)
+    function = _conversion(i, to, source)
+    read, write = reader(i.operands[1], source, i), writer(i.operands[0], "b32" if to == "tf32" else to, i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        write(m, lanes, function(read(m, lanes)))
+
+    return run
+
+
+def _conversion(i: Instruction, to: str, source: str) -> Function:
+    if source not in TYPES or source.endswith("x2") or to.endswith("x2"):
+        raise unsupported(i)
+    if to == "tf32":
+        function = _to_float(i, to, source)
+        return lambda a: function(a).view(np.uint32)
+    if (to, source) == ("f32", "bf16") and not {"ftz", "sat"} & set(i.parts):
+        return lambda a: (np.asarray(a).astype(np.uint32) << np.uint32(16)).view(np.float32)  # NaN as it is
+    if to in KINDS:
+        return _to_float(i, to, source)
+    if source in KINDS:
+        return _float_to_integer(i, to, source)
+    target = dtype_of(to)
+    if "sat" not in i.parts:
+        return lambda a: np.asarray(a).astype(target)
+    limits, own = np.iinfo(target), np.iinfo(dtype_of(source))
+    low, high = max(limits.min, own.min), min(limits.max, own.max)
+    return lambda a: np.clip(a, low, high).astype(target)
+
+
+def _float_to_integer(i: Instruction, to: str, source: str) -> Function:
+    """Clamped to the target's range. NaN gives 0, or the top bit alone from f64 and to 64 bits."""
+    mode: Any = next((_TO_INTEGER[p] for p in i.parts if p in _TO_INTEGER), None)
+    if mode is None:
+        raise unsupported(i)
+    target = dtype_of(to)
+    limits, bits = np.iinfo(target), 8 * target.itemsize
+    nan = dtype_of(f"u{bits}").type(1 << (bits - 1) if source == "f64" or bits == 64 else 0).astype(target)
+
+    def function(a: Values) -> Values:
+        whole = mode(widen(flush(a, "f32") if "ftz" in i.parts else a, source))
+        above, below = whole >= 2.0 ** (bits - (target.kind == "i")), whole < limits.min
+        inside = np.where(above | below | np.isnan(whole), 0, whole).astype(target)
+        found = np.where(above, target.type(limits.max), np.where(below, target.type(limits.min), inside))
+        return np.where(np.isnan(whole), nan, found)
+
+    return function
+
+
+def _to_float(i: Instruction, to: str, source: str) -> Function:
+    """From integers and floats; .rni and the like leave an integral number, .ftz flushes float32 only."""
+    mode = rounding(i)
+    whole: Any = next((_TO_INTEGER[p] for p in i.parts if p in _TO_INTEGER), None)
+    flushes, saturates, clamps = ("ftz" in i.parts, "sat" in i.parts, "relu" in i.parts)
+    largest = FORMATS[to].largest if "satfinite" in i.parts else None
+
+    def function(a: Values) -> Values:
+        if source not in KINDS:
+            return _integer_to_float(np.asarray(a), to, mode)
+        a = flush(a, "f32") if flushes and source == "f32" else a
+        x = widen(a, source)
+        if whole is not None:
+            x = whole(x)
+        if saturates:  # NaN becomes +0, and so does -0
+            x = np.where(x > 0, np.minimum(x, 1), 0.0)
+        if clamps:
+            x = np.where(x > 0, x, np.where(np.isnan(x), x, 0.0))
+        if largest is not None:
+            x = np.clip(x, -largest, largest)
+        found = narrow(x, to, mode)
+        if flushes and to == "f32":
+            found = flush_rounded(found, to, mode, lambda mask: x[mask])
+        return _with_nan(found, x, a, i, to, source) if np.isnan(x).any() else found
+
+    return function
+
+
+def _with_nan(found: Values, x: Values, a: Values, i: Instruction, to: str, source: str) -> Values:
+    """Results of a conversion with the NaN that the hardware forms in the place of canonical ones.
+
+    As seen on H100, 2026-11-21: to and from float64 a NaN keeps its sign and what its payload has room for, and becomes
+    quiet (F2F); .ftz on a float32 is a multiplication, whose NaN is canonical, before it. cvt.rna to TF32 is integer
+    arithmetic in SASS, which cuts a NaN to TF32's bits; .satfinite takes one off them, as it does from infinity.
+    """
+    bits, unsigned = 8 * found.dtype.itemsize, np.dtype(f"u{found.dtype.itemsize}")
+    if to == "tf32" and "rna" in i.parts:
+        kept = a.view(unsigned) & unsigned.type(0xFFFF_E000)
+        nan = kept - unsigned.type(0x2000) if "satfinite" in i.parts else kept
+    elif "f64" in (to, source):
+        if source == "f32" and "ftz" in i.parts:
+            a = canonical(a, source)
+        own = 8 * a.dtype.itemsize
+        old = a.view(f"u{a.dtype.itemsize}").astype(np.uint64)
+        sign, payload = old >> np.uint64(own - 1), old << np.uint64(64 - FORMATS[source].precision + 1)
+        fraction = FORMATS[to].precision - 1
+        quiet = (1 << (bits - 1)) - (1 << (fraction - 1))
+        nan = (sign << np.uint64(bits - 1) | np.uint64(quiet) | payload >> np.uint64(64 - fraction)).astype(unsigned)
+    else:
+        return found
+    return np.where(np.isnan(x), nan, found.view(unsigned)).view(found.dtype)
+
+
+def _integer_to_float(a: Values, to: str, mode: str) -> Values:
+    if to != "f64":
+        return narrow(integer_to_odd(a), to, mode)
+    if mode == "rn":
+        return a.astype(np.float64)
+    flat = [double_of(int(n), mode) for n in a.reshape(-1)]  # at most 64 bits: Python's integers round them right
+    return np.array(flat, np.float64).reshape(a.shape)
+
+
+def _pair(i: Instruction, source: str) -> Callable[[Machine, Lanes], tuple[Values, Values]]:
+    """The two numbers of a two-operand or packed source: (upper, lower)."""
+    if source == "f32":
+        upper, lower = (reader(o, "f32", i) for o in i.operands[1:3])
+        return lambda m, lanes: (upper(m, lanes), lower(m, lanes))
+    if source == "f16x2":
+        both = reader(i.operands[1], "b32", i)
+
+        def split(m: Machine, lanes: Lanes) -> tuple[Values, Values]:
+            bits = np.asarray(both(m, lanes))
+            return (
+                (bits >> np.uint32(16)).astype(np.uint16).view(np.float16),
+                bits.astype(np.uint16).view(np.float16),
+            )
+
+        return split
+    raise unsupported(i)
+
+
+def _to_eight_bits(i: Instruction, to: str, source: str) -> Operation:
+    if "satfinite" not in i.parts:
+        raise unsupported(i)
+    read, write = _pair(i, source), writer(i.operands[0], "b16", i)
+    name, clamps = element_of(to), "relu" in i.parts
+
+    def code(values: Values) -> Values:
+        if clamps:
+            values = np.where(values < 0, np.zeros_like(values), np.where(values == 0, np.abs(values), values))
+        return encode(values, name).astype(np.uint16)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        upper, lower = read(m, lanes)
+        write(m, lanes, code(upper) << np.uint16(8) | code(lower))
+
+    return run
+
+
+def _from_eight_bits(i: Instruction, to: str, source: str) -> Operation:
+    if to != "f16x2":
+        raise unsupported(i)
+    read, write = reader(i.operands[1], "b16", i), writer(i.operands[0], "b32", i)
+    values = _TABLES[element_of(source)]
+    if "relu" in i.parts:
+        values = np.where(values <= 0, np.float32(0), values)
+    halves = np.where(np.isnan(values), NAN_BITS["f16"], values.astype(np.float16).view(np.uint16)).astype(np.uint32)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        codes = np.asarray(read(m, lanes))
+        write(m, lanes, halves[codes >> np.uint16(8)] << np.uint32(16) | halves[codes & np.uint16(255)])
+
+    return run
+
+
+def _packed(i: Instruction) -> Operation:
+    """cvt.pack: two integers, saturated, into the lowest bits; of bytes a third operand shifted above them."""
+    kind = next(p for p in i.parts if p in TYPES)
+    bits = 8 * dtype_of(kind).itemsize
+    limits = np.iinfo(dtype_of(kind))
+    if len(i.operands) != (3 if bits == 16 else 4):
+        raise unsupported(i, "has operands that are not known to the emulator")
+    read = [reader(o, "s32", i) for o in i.operands[1:3]]
+    above = reader(i.operands[3], "b32", i) if bits == 8 else None
+    write = writer(i.operands[0], "b32", i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        high, low = (np.clip(r(m, lanes), limits.min, limits.max).astype(np.int64) & ((1 << bits) - 1) for r in read)
+        found = high << bits | low
+        if above is not None:
+            found = found | np.asarray(above(m, lanes)).astype(np.int64) << 2 * bits
+        write(m, lanes, (found & 0xFFFF_FFFF).astype(np.uint32))
+
+    return run
+
+
+def _to_pair(i: Instruction, to: str, source: str) -> Operation:
+    """Two float32 into a register of halves, the first of them into its upper half."""
+    if source != "f32":
+        raise unsupported(i)
+    read, write = _pair(i, source), writer(i.operands[0], "b32", i)
+    function = _to_float(i, element_of(to), source)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        upper, lower = (np.asarray(function(x)).view(np.uint16).astype(np.uint32) for x in read(m, lanes))
+        write(m, lanes, upper << np.uint32(16) | lower)
+
+    return run
+
+
+BUILDERS = {"cvt": convert}

@@ -1,0 +1,77 @@
+"""Matrix descriptors of wgmma: where the elements of an operand lie in shared memory.
+
+Facts: PTX ISA, "Shared Memory Matrix Layout" and "Matrix Descriptor Format".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.machine.memory import CHUNK
+from greenfast.emulator.machine.tensormap import swizzled
+
+#: Bits 62-63 of a descriptor -> bytes of the swizzle.
+_SWIZZLES = (0, 128, 64, 32)
+_ROWS = 8  # of a core matrix
+
+
+class DescriptorError(Exception):
+    """A descriptor that describes no matrix; the message says why."""
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """The fields of a descriptor that the matrices of a wgmma share; offsets and the swizzle are in bytes."""
+
+    leading: int
+    stride: int
+    base: int
+    swizzle: int
+
+    @staticmethod
+    def parse(bits: int) -> tuple[int, Descriptor]:
+        """The start address in the block's shared memory, and the other fields."""
+        address, leading, stride = ((bits >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+        return address, Descriptor(leading, stride, bits >> 49 & 7, _SWIZZLES[bits >> 62])
+
+    def check(self, address: int) -> None:
+        """Raise DescriptorError where the start does not fit the swizzle."""
+        if self.base:
+            raise DescriptorError("a matrix descriptor with a base offset, which is not known to the emulator")
+        period = _ROWS * self.swizzle
+        if self.swizzle and address % period >= self.swizzle:
+            raise DescriptorError(
+                f"a matrix descriptor that starts at byte {address} of shared memory with base offset 0; rows of its "
+                f"{self.swizzle}-byte swizzle begin at multiples of {period}"
+            )
+
+    def offsets(self, address: NDArray[np.int64], rows: int, width: int, transposed: bool) -> NDArray[np.int64]:
+        """(matrices, a, b) offsets of 16-byte pieces in the block's shared memory; ``address``: where matrices start.
+
+        rows: extent in M or N; width: bytes of K that a row has (K-major), or 2 * K (transposed, 16-bit elements).
+        K-major: a is the row, b the piece along K. Transposed: a is k, b the piece along M or N.
+        """
+        relative = _transposed(self, rows, width) if transposed else _k_major(self, rows, width)
+        return swizzled(address[:, None, None] + relative, self.swizzle)
+
+
+@lru_cache(maxsize=256)
+def _k_major(d: Descriptor, rows: int, width: int) -> NDArray[np.int64]:
+    row, piece = np.arange(rows)[:, None], np.arange(width // CHUNK)[None, :]
+    if d.swizzle:
+        return row // _ROWS * d.stride + row % _ROWS * d.swizzle + piece * CHUNK
+    return row // _ROWS * d.stride + row % _ROWS * CHUNK + piece * d.leading
+
+
+@lru_cache(maxsize=256)
+def _transposed(d: Descriptor, rows: int, width: int) -> NDArray[np.int64]:
+    k, piece = np.arange(width // 2)[:, None], np.arange(rows * 2 // CHUNK)[None, :]
+    if d.swizzle:
+        per_row = d.swizzle // CHUNK
+        along = piece // per_row * d.leading + piece % per_row * CHUNK
+        return along + k % _ROWS * d.swizzle + k // _ROWS * d.stride
+    return piece * d.stride + k % _ROWS * CHUNK + k // _ROWS * d.leading

@@ -1,0 +1,48 @@
+"""Fences of memory and of proxies, and the order of launches: fence, membar, griddepcontrol (PTX ISA)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from greenfast.emulator.machine.state import WARP, Lanes, Machine, Operation, lane_indices
+from greenfast.emulator.ptx.syntax import Instruction
+
+
+def _nothing(m: Machine, lanes: Lanes) -> None:
+    """Nothing to be done."""
+
+
+def fence(i: Instruction) -> Operation:
+    """fence and membar: those of the device order what blocks do, as far as races go.
+
+    fence.proxy.async and fence.mbarrier_init make what their block stored, or its mbarriers, visible to bulk copies and
+    matrix products; which thread stored what is not kept.
+    """
+    proxy = i.parts[:2] == ("proxy", "async") and i.parts[2:3] != ("global",)
+    if i.name == "membar" or i.parts[0] in ("sc", "acq_rel", "acquire", "release"):
+        wide = not {"gl", "gpu", "sys", "cluster"}.isdisjoint(i.parts)
+        return (lambda m, lanes: m.races.fence(lanes)) if wide else _nothing
+    if not proxy and i.parts[0] != "mbarrier_init":
+        return _nothing
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        blocks = np.unique(m.block_of[lanes])
+        m.mbarriers.show(blocks, len(m.blocks))
+        if proxy and m.shared.unfenced is not None:
+            m.shared.unfenced.reshape(len(m.blocks), -1)[blocks] = False
+
+    return run
+
+
+def grid_order(i: Instruction) -> Operation:
+    """griddepcontrol: behind a wait, what launches before this one did is done; for the warp of whoever waits."""
+    waits = "wait" in i.parts
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        if waits:
+            m.behind_wait.reshape(-1, WARP)[np.unique(lane_indices(lanes) // WARP)] = True
+
+    return run
+
+
+BUILDERS = {"fence": fence, "membar": fence, "griddepcontrol": grid_order}

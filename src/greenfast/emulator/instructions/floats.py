@@ -1,0 +1,350 @@
+"""Floating-point arithmetic: add, sub, mul, fma, div, sqrt, rcp, min, max, neg, abs, copysign, testp, and functions.
+
+PTX ISA, "Floating Point", "Half Precision Floating Point Instructions".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from greenfast.emulator.instructions.operands import Function, dtype_of, elementwise, type_of
+from greenfast.emulator.instructions.rounding import (
+    FORMATS,
+    MODES,
+    NAN_BITS,
+    canonical,
+    doubles,
+    flush,
+    flush_rounded,
+    narrow,
+    quotient_to_odd,
+    root_to_odd,
+    sum_to_odd,
+    widen,
+)
+from greenfast.emulator.machine.state import Operation, Values
+from greenfast.emulator.ptx.syntax import Instruction
+from greenfast.emulator.ptx.unsupported import unsupported
+
+KINDS = ("f16", "bf16", "f16x2", "bf16x2", "f32", "f64")
+
+
+def is_float(i: Instruction) -> bool:
+    """Whether an instruction's type is a floating-point one."""
+    return type_of(i) in KINDS
+
+
+def element_of(kind: str) -> str:
+    """The type of one number of a type that may be packed."""
+    return kind.removesuffix("x2")
+
+
+def packed(function: Function, kind: str) -> Function:
+    """A function of 16-bit numbers on registers that hold two of them."""
+    half = dtype_of(element_of(kind))
+
+    def run(*sources: Values) -> Values:
+        shape = np.broadcast_shapes(*(np.shape(s) for s in sources))
+        halves = [np.ascontiguousarray(np.broadcast_to(s, shape)).view(half).reshape(*shape, 2) for s in sources]
+        result = np.ascontiguousarray(np.asarray(function(*halves), half))
+        return result.view(np.uint32).reshape(shape)
+
+    return run
+
+
+def per_number(i: Instruction, function: Function) -> Operation:
+    """An operation that applies a function of the numbers' type to each number of the registers."""
+    kind = type_of(i)
+    return elementwise(i, packed(function, kind) if kind.endswith("x2") else function)
+
+
+def rounding(i: Instruction) -> str:
+    """The rounding mode that an instruction names; to the nearest where it names none."""
+    return next((p for p in i.parts if p in MODES), "rn")
+
+
+def _finished(i: Instruction, kind: str, function: Function, exact: Function | None = None) -> Function:
+    """The function with .ftz, .sat and .relu applied as the instruction has them, and canonical NaN.
+
+    exact: the function before its result is rounded, or rounded to odd; float64.
+    """
+    ftz, saturates, clamps = ("ftz" in i.parts, "sat" in i.parts, "relu" in i.parts)
+
+    def run(*sources: Values) -> Values:
+        if ftz:
+            sources = tuple(flush(s, kind) for s in sources)
+        result = np.asarray(function(*sources))
+        if ftz and exact is not None:
+            arrays = np.broadcast_arrays(*sources)
+            result = flush_rounded(result, kind, rounding(i), lambda mask: exact(*(a[mask] for a in arrays)))
+        elif ftz:
+            result = flush(result, kind)
+        if saturates:  # NaN becomes +0, and so does -0
+            result = np.where(result > 0, np.minimum(result, result.dtype.type(1)), result.dtype.type(0))
+        if clamps and kind == "bf16":
+            result = np.where((result & 0x8000).astype(bool) & ((result & 0x7FFF) <= 0x7F80), np.uint16(0), result)
+        elif clamps:
+            result = np.where(result > 0, result, np.where(np.isnan(result), result, result.dtype.type(0)))
+        return result if kind == "bf16" else canonical(result, kind)
+
+    return run
+
+
+def arithmetic(
+    usual: Function, odd: Callable[..., Values], exact: Callable[..., Fraction]
+) -> Callable[[Instruction], Operation]:
+    """An instruction that rounds its result once.
+
+    usual: NumPy's operation, right to the nearest on float32 and float64. odd: on float64 that hold narrower numbers,
+    and the mode; rounded to odd. exact: on rational numbers.
+    """
+
+    def build(i: Instruction) -> Operation:
+        kind, mode = element_of(type_of(i)), rounding(i)
+        wide: Function = lambda *sources: odd(mode, *(widen(s, kind) for s in sources))  # noqa: E731
+        if mode == "rn" and (kind == "f32" or (kind == "f64" and usual is not fused)):
+            function = usual
+        elif kind == "f64":
+            function = doubles(lambda *sources: odd(mode, *sources), exact, mode)
+        else:
+            function = lambda *sources: narrow(wide(*sources), kind, mode)  # noqa: E731
+        return per_number(i, _finished(i, kind, function, wide))
+
+    return build
+
+
+def fused(a: Values, b: Values, c: Values) -> Values:
+    """a * b + c of float32 numbers with one rounding, to the nearest."""
+    # The product of two float32 is exact in float64. That its sum is rounded there first changes the result only where
+    # the sum lands halfway between two float32, or where those lie closer together (below the normal numbers).
+    product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
+    addend = np.asarray(c, np.float64)
+    total = np.asarray(product + addend)
+    doubtful = (total.view(np.int64) & 0x1FFF_FFFF == 0x1000_0000) | ((np.abs(total) < 2.0**-126) & (total != 0))
+    if doubtful.any():
+        product, addend = np.broadcast_arrays(product, addend)
+        total[doubtful] = sum_to_odd(product[doubtful], addend[doubtful])
+    return np.asarray(total.astype(np.float32))
+
+
+def _fused(mode: str, a: Any, b: Any, c: Any) -> Any:
+    product = np.asarray(a * b)  # exact for numbers of 24 bits
+    beyond: Any = np.isinf(product)
+    if beyond.any():  # only a product of float64 overflows; with an infinite addend it must not count as infinite
+        product = np.where(
+            beyond & np.isfinite(a) & np.isfinite(b), np.copysign(FORMATS["f64"].largest, product), product
+        )
+    return sum_to_odd(product, c, mode)
+
+
+def _root(a: Fraction) -> Fraction:
+    """A square root, exact where it is rational, else off by less than any float64 could tell."""
+    scale = 1 << 1200
+    n, d = math.isqrt(a.numerator * a.denominator * scale * scale), a.denominator * scale
+    return Fraction(n * 2 + (n * n != a.numerator * a.denominator * scale * scale), d * 2) if a > 0 else Fraction(0)
+
+
+add = arithmetic(lambda a, b: a + b, lambda mode, a, b: sum_to_odd(a, b, mode), lambda a, b: a + b)
+subtract = arithmetic(lambda a, b: a - b, lambda mode, a, b: sum_to_odd(a, -b, mode), lambda a, b: a - b)
+multiply = arithmetic(lambda a, b: a * b, lambda mode, a, b: a * b, lambda a, b: a * b)
+multiply_add = arithmetic(fused, _fused, lambda a, b, c: a * b + c)
+_rounded_quotient = arithmetic(lambda a, b: a / b, lambda mode, a, b: quotient_to_odd(a, b), lambda a, b: a / b)
+sqrt = arithmetic(np.sqrt, lambda mode, a: root_to_odd(a), _root)
+_rounded_reciprocal = arithmetic(
+    lambda a: a.dtype.type(1) / a, lambda mode, a: quotient_to_odd(np.ones_like(a), a), lambda a: 1 / a
+)
+
+
+def divide(i: Instruction) -> Operation:
+    """div; .approx is a * (1 / b), where 1 / b of |b| > 2^126 is taken for zero."""
+    if "approx" not in i.parts:
+        return _rounded_quotient(i)
+
+    def quotient(a: Values, b: Values) -> Values:
+        return np.where(np.abs(b) > np.float32(2.0**126), a * (np.float32(0) * np.sign(b)), a / b)
+
+    return elementwise(i, _finished(i, "f32", quotient))
+
+
+def sum_of(kind: str, ftz: bool) -> Function:
+    """The sum, to the nearest, of numbers of a type that may be packed, as atomic operations form it."""
+    element = element_of(kind)
+
+    def run(a: Values, b: Values) -> Values:
+        x, y = (widen(flush(np.asarray(v), element) if ftz else v, element) for v in (a, b))
+        total = narrow(x + y if element == "f64" else sum_to_odd(x, y), element)
+        return flush(total, element) if ftz else total
+
+    return packed(run, kind) if kind.endswith("x2") else run
+
+
+def _gross(function: Function) -> Callable[[Instruction], Operation]:
+    """rcp and rsqrt .approx.ftz.f64: of the upper 32 bits of a number the upper 32 of the result, the others zero.
+
+    How the hardware forms the 20 bits of fraction the ISA leaves open; here they are rounded.
+    """
+
+    def run(a: Values) -> Values:
+        upper = np.ascontiguousarray(a).view(np.uint64) & np.uint64(0xFFFF_FFFF_0000_0000)
+        found = flush(np.asarray(function(flush(upper.view(np.float64), "f64"))), "f64")
+        bits = np.ascontiguousarray(found).view(np.uint64)
+        rounded = (bits + np.uint64(0x8000_0000)) & np.uint64(0xFFFF_FFFF_0000_0000)
+        return canonical(np.where(np.isnan(found), found, rounded.view(np.float64)), "f64")
+
+    def build(i: Instruction) -> Operation:
+        return elementwise(i, run)
+
+    return build
+
+
+def reciprocal(i: Instruction) -> Operation:
+    """rcp."""
+    if "approx" in i.parts and type_of(i) == "f64":
+        return _gross(lambda a: 1.0 / a)(i)
+    return _rounded_reciprocal(i)
+
+
+def reciprocal_root(i: Instruction) -> Operation:
+    """rsqrt."""
+    if type_of(i) == "f64" and "ftz" in i.parts:
+        return _gross(lambda a: 1.0 / np.sqrt(a))(i)
+    return approximate(lambda a: 1.0 / np.sqrt(a))(i)
+
+
+def approximate(function: Callable[[Values], Values]) -> Callable[[Instruction], Operation]:
+    """A special function: computed in float64 and rounded once. The hardware's differs within the ISA's bounds."""
+
+    def build(i: Instruction) -> Operation:
+        kind = element_of(type_of(i))
+        ftz = "ftz" in i.parts
+
+        def run(a: Values) -> Values:
+            x = widen(a, kind)
+            if not ftz:
+                return narrow(function(x), kind)
+            return narrow(flush(widen(narrow(function(flush(x, kind)), kind), kind), kind), kind)
+
+        return per_number(i, run)
+
+    return build
+
+
+# ---- bits: instructions that pick or change a sign ------------------------------------------------------------------
+
+
+def _unsigned(kind: str) -> Any:
+    return np.dtype(f"u{dtype_of(kind).itemsize}")
+
+
+def _bit_function(i: Instruction, function: Callable[..., Values]) -> Operation:
+    """An operation on the bit patterns of numbers, with .ftz applied to the sources."""
+    kind = element_of(type_of(i))
+    bits, ftz = _unsigned(kind), "ftz" in i.parts
+
+    def run(*sources: Values) -> Values:
+        if ftz:
+            sources = tuple(flush(s, kind) for s in sources)
+        arrays = [np.asarray(s).view(bits) for s in np.broadcast_arrays(*sources)]
+        return np.asarray(function(*arrays)).astype(bits, copy=False).view(dtype_of(kind))
+
+    return per_number(i, run)
+
+
+def _layout(kind: str) -> tuple[Any, Any]:
+    """The sign bit of a kind's bit pattern, and the pattern of infinity."""
+    unsigned, form = _unsigned(kind).type, FORMATS[kind]
+    sign = unsigned(1 << (8 * dtype_of(kind).itemsize - 1))
+    return sign, sign - unsigned(1 << (form.precision - 1))
+
+
+def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
+    """min and max: of a number and NaN the number, with .NaN NaN; -0 is less than +0.
+
+    .xorsign.abs: of the magnitudes, with the product's sign.
+    """
+
+    def build(i: Instruction) -> Operation:
+        kind = element_of(type_of(i))
+        sign, infinity = _layout(kind)
+        nan, any_nan = _unsigned(kind).type(NAN_BITS[kind]), "NaN" in i.parts
+
+        def of_sizes(a: Values, b: Values) -> Values:
+            found = run(a & ~sign, b & ~sign)
+            return np.where(found > infinity, found, found | ((a ^ b) & sign))
+
+        def run(a: Values, b: Values) -> Values:
+            # Patterns in the order of the numbers that they stand for.
+            order_a, order_b = (np.where(x & sign, ~x, x | sign) for x in (a, b))
+            bad_a, bad_b = ((x & ~sign) > infinity for x in (a, b))
+            first = (order_a < order_b) == smaller
+            found = np.where(bad_b | (first & ~bad_a), a, b)
+            return np.where((bad_a | bad_b) if any_nan else (bad_a & bad_b), nan, found)
+
+        return _bit_function(i, of_sizes if "xorsign" in i.parts else run)
+
+    return build
+
+
+def _signed(function: Callable[[Values, Any], Values]) -> Callable[[Instruction], Operation]:
+    """neg and abs. The ISA leaves their NaN open: ptxas makes additions of them, and narrow ones give canonical NaN."""
+
+    def build(i: Instruction) -> Operation:
+        kind = element_of(type_of(i))
+        sign, infinity = _layout(kind)
+        nan = _unsigned(kind).type(NAN_BITS[kind])
+
+        def run(a: Values) -> Values:
+            found = function(a, sign)
+            return found if kind == "f64" else np.where((a & ~sign) > infinity, nan, found)
+
+        return _bit_function(i, run)
+
+    return build
+
+
+negate = _signed(lambda a, sign: a ^ sign)
+absolute = _signed(lambda a, sign: a & ~sign)
+
+
+def copysign(i: Instruction) -> Operation:
+    """copysign: the sign of a on b."""
+    sign, _ = _layout(type_of(i))
+    return _bit_function(i, lambda a, b: (a & sign) | (b & ~sign))
+
+
+def testp(i: Instruction) -> Operation:
+    """testp: whether a number is of a class; zeros count as normal."""
+    kind = type_of(i)
+    tiny = FORMATS[kind].smallest_normal
+    classes: dict[str, Function] = {
+        "finite": np.isfinite,
+        "infinite": np.isinf,
+        "number": lambda a: ~np.isnan(a),
+        "notanumber": np.isnan,
+        "normal": lambda a: np.isfinite(a) & ((a == 0) | (np.abs(a) >= a.dtype.type(tiny))),
+        "subnormal": lambda a: (a != 0) & (np.abs(a) < a.dtype.type(tiny)),
+    }
+    if i.parts[0] not in classes:
+        raise unsupported(i)
+    return elementwise(i, lambda a: classes[i.parts[0]](np.asarray(a)), out="pred")
+
+
+#: Instructions that exist for floats only.
+BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
+    "fma": multiply_add,
+    "sqrt": sqrt,
+    "rcp": reciprocal,
+    "copysign": copysign,
+    "testp": testp,
+    "ex2": approximate(np.exp2),
+    "lg2": approximate(np.log2),
+    "rsqrt": reciprocal_root,
+    "sin": approximate(np.sin),
+    "cos": approximate(np.cos),
+    "tanh": approximate(np.tanh),
+}

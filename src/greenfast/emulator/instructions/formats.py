@@ -1,0 +1,38 @@
+"""The number formats of matrix operands."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.instructions.convert import E4M3_VALUES, E5M2_VALUES
+from greenfast.emulator.machine.state import Values
+
+#: Bits of an element, by format.
+BITS = {"f64": 64, "tf32": 32, "f16": 16, "bf16": 16, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1}
+INTEGERS = ("s8", "u8", "s4", "u4", "b1")
+
+
+def decode(data: NDArray[np.uint8], kind: str) -> Values:
+    """float32 values (float64 of f64) of the elements that lie in the last axis of bytes; each of them is exact."""
+    if kind == "e4m3":
+        return np.asarray(E4M3_VALUES[data])
+    if kind == "e5m2":
+        return np.asarray(E5M2_VALUES[data])
+    if kind in ("s8", "u8"):
+        return data.view(np.int8 if kind == "s8" else np.uint8).astype(np.float32)
+    if kind == "f16":
+        return data.view(np.float16).astype(np.float32)
+    if kind == "bf16":
+        return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if kind == "tf32":  # the matrix units leave the last 13 bits of a float32 out
+        return (data.view(np.uint32) & np.uint32(0xFFFF_E000)).view(np.float32)
+    if kind == "f64":
+        return data.view(np.float64)
+    if kind in ("s4", "u4"):
+        low, high = data & np.uint8(15), data >> np.uint8(4)
+        found = np.stack([low, high], axis=-1).reshape(*data.shape[:-1], -1).astype(np.float32)
+        return np.where(found > 7, found - 16, found).astype(np.float32) if kind == "s4" else found
+    if kind == "b1":
+        return np.unpackbits(data, axis=-1, bitorder="little").astype(np.float32)
+    raise ValueError(f"format {kind!r}; known are {', '.join(BITS)}")

@@ -1,0 +1,196 @@
+"""Products of matrices whose fragments the lanes of a warp hold: mma.sync, and the layout that WMMA shares.
+
+Facts: PTX ISA, "Matrix Fragments for mma". Lane l holds of A the register's worth of elements from (l % 4) of a group
+of four on, of row l // 4; of B those of column l // 4; of C and D two neighbours of row l // 4. Registers go on first
+in steps of 8 rows, then of four registers along K (A); along K, then of 8 columns (B); 8 rows, then 8 columns (C, D).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.instructions.formats import BITS, INTEGERS, decode
+from greenfast.emulator.instructions.operands import Reader, dtype_of, reader, writer
+from greenfast.emulator.instructions.warp import whole_warps
+from greenfast.emulator.machine.state import WARP, Lanes, Machine, Operation, Values, lane_count
+from greenfast.emulator.ptx.syntax import Instruction, Operand, Vector
+from greenfast.emulator.ptx.unsupported import unsupported
+
+_GROUPS, _MEMBERS = 8, 4  # lanes of a warp: groups of so many members
+
+
+def shape_of(i: Instruction) -> tuple[int, int, int]:
+    """M, N and K of a product or tile."""
+    for part in i.parts:
+        found = re.fullmatch(r"m(\d+)n(\d+)k(\d+)", part)
+        if found:
+            m, n, k = (int(x) for x in found.groups())
+            return m, n, k
+    raise unsupported(i)
+
+
+def register_type(kind: str) -> str:
+    """The type of a register that holds elements of a matrix."""
+    return "b64" if kind == "f64" else "b32"
+
+
+def registers(rows: int, k: int, kind: str) -> int:
+    """How many registers hold a fragment of A (of B with ``rows`` columns)."""
+    bits = 8 * int(dtype_of(register_type(kind)).itemsize)
+    return rows // _GROUPS * k * BITS[kind] // (_MEMBERS * bits)
+
+
+def left_rows(words: Values, rows: int) -> NDArray[np.uint8]:
+    """(warps, rows, bytes of K) from the lanes' (warps, 32, registers) of A."""
+    blocks = rows // _GROUPS
+    table = words.reshape(len(words), _GROUPS, _MEMBERS, -1, blocks).transpose(0, 4, 1, 3, 2)
+    return np.ascontiguousarray(table).reshape(len(words), rows, -1).view(np.uint8)
+
+
+def left_words(data: NDArray[np.uint8], kind: str) -> Values:
+    """The inverse of ``left_rows``."""
+    words = np.ascontiguousarray(data).view(dtype_of(register_type(kind)))
+    table = words.reshape(len(data), -1, _GROUPS, words.shape[2] // _MEMBERS, _MEMBERS).transpose(0, 2, 4, 3, 1)
+    return np.ascontiguousarray(table).reshape(len(data), WARP, -1)
+
+
+def right_rows(words: Values, columns: int) -> NDArray[np.uint8]:
+    """(warps, columns, bytes of K) from the lanes' (warps, 32, registers) of B."""
+    blocks = columns // _GROUPS
+    table = words.reshape(len(words), _GROUPS, _MEMBERS, blocks, -1).transpose(0, 3, 1, 4, 2)
+    return np.ascontiguousarray(table).reshape(len(words), columns, -1).view(np.uint8)
+
+
+def right_words(data: NDArray[np.uint8], kind: str) -> Values:
+    """The inverse of ``right_rows``."""
+    words = np.ascontiguousarray(data).view(dtype_of(register_type(kind)))
+    table = words.reshape(len(data), -1, _GROUPS, words.shape[2] // _MEMBERS, _MEMBERS).transpose(0, 2, 4, 1, 3)
+    return np.ascontiguousarray(table).reshape(len(data), WARP, -1)
+
+
+def sums_matrix(held: Values, rows: int, columns: int) -> Values:
+    """(warps, rows, columns) from the lanes' (warps, 32, elements) of C or D."""
+    table = held.reshape(len(held), _GROUPS, _MEMBERS, columns // 8, rows // 8, 2).transpose(0, 4, 1, 3, 2, 5)
+    return table.reshape(len(held), rows, columns)
+
+
+def sums_held(matrix: Values) -> Values:
+    """The inverse of ``sums_matrix``."""
+    warps, rows, columns = matrix.shape
+    table = matrix.reshape(warps, rows // 8, _GROUPS, columns // 8, _MEMBERS, 2).transpose(0, 2, 4, 3, 1, 5)
+    return table.reshape(warps, WARP, -1)
+
+
+class Registers:
+    """Registers of the lanes that hold the elements of a fragment, several in one where these are narrow."""
+
+    def __init__(self, operand: Operand, kind: str, i: Instruction) -> None:
+        if not isinstance(operand, Vector):
+            raise unsupported(i, "has a fragment that is no list of registers")
+        self.items, self.kind, self.i = operand.items, kind, i
+
+    def reading(self, count: int) -> Callable[[Machine, Lanes], Values]:
+        """A function that gives (warps, 32, count) words, the first of the registers."""
+        if len(self.items) < count:
+            raise unsupported(self.i, "has another number of registers than its shape")
+        read = [reader(r, self.kind, self.i) for r in self.items[:count]]
+        return lambda m, lanes: _stacked(m, read, lanes)
+
+    def writing(self) -> Callable[[Machine, Lanes, Values], None]:
+        """A function that writes (warps, 32, words); registers beyond these repeat them from the first."""
+        write = [writer(r, self.kind, self.i) for r in self.items]
+
+        def run(m: Machine, lanes: Lanes, words: Values) -> None:
+            for n, w in enumerate(write):
+                w(m, lanes, words[:, :, n % words.shape[2]].reshape(-1))
+
+        return run
+
+
+def _stacked(m: Machine, read: Sequence[Reader], lanes: Lanes) -> Values:
+    count = lane_count(lanes)
+    columns = [np.broadcast_to(np.asarray(r(m, lanes)), (count,)) for r in read]
+    return np.stack(columns, axis=1).reshape(-1, WARP, len(read))
+
+
+def product(i: Instruction, d: Operand, a: Operand, b: Operand, c: Operand, kinds: Sequence[str]) -> Operation:
+    """d = a * b + c; ``kinds``: the types of D, A, B and C."""
+    rows, columns, k = shape_of(i)
+    out, left_kind, right_kind, addend = kinds
+    if BITS[left_kind] != BITS[right_kind]:
+        raise unsupported(i)
+    read_a = Registers(a, register_type(left_kind), i).reading(registers(rows, k, left_kind))
+    read_b = Registers(b, register_type(right_kind), i).reading(registers(columns, k, right_kind))
+    read_c = read_sums(c, addend, rows, columns, i)
+    write = write_sums(d, out, rows, columns, i)
+    integer, bits, saturates = left_kind in INTEGERS, left_kind == "b1", "satfinite" in i.parts
+    wide: Any = np.float64 if left_kind == "f64" else np.int64 if integer else np.float32
+    differing = bits and "xor" in i.parts
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        whole_warps(m, lanes, "a matrix instruction")
+        left = decode(left_rows(read_a(m, lanes), rows), left_kind)
+        right = decode(right_rows(read_b(m, lanes), columns), right_kind)
+        found = left @ right.swapaxes(1, 2)
+        if differing:  # bits that differ: those of both but twice the common ones
+            found = left.sum(axis=2)[:, :, None] + right.sum(axis=2)[:, None, :] - 2 * found
+        total = found.astype(wide) + read_c(m, lanes)
+        if saturates and integer:
+            total = np.clip(total, -(2**31), 2**31 - 1)
+        m.counts.matrix(len(total), 2 * rows * columns * k)
+        write(m, lanes, total)
+
+    return run
+
+
+def read_sums(
+    operand: Operand, kind: str, rows: int, columns: int, i: Instruction
+) -> Callable[[Machine, Lanes], Values]:
+    """A function that gives the (warps, rows, columns) of a fragment of C."""
+    dtype = dtype_of(kind)
+    per = 2 if kind == "f16" else 1
+    read = Registers(operand, "b64" if kind == "f64" else "b32", i).reading(rows * columns // WARP // per)
+
+    def run(m: Machine, lanes: Lanes) -> Values:
+        held = np.ascontiguousarray(read(m, lanes)).view(dtype)
+        return sums_matrix(held, rows, columns)
+
+    return run
+
+
+def write_sums(
+    operand: Operand, kind: str, rows: int, columns: int, i: Instruction
+) -> Callable[[Machine, Lanes, Values], None]:
+    """A function that writes (warps, rows, columns) to a fragment of D."""
+    dtype = dtype_of(kind)
+    target = Registers(operand, "b64" if kind == "f64" else "b32", i)
+    if len(target.items) != rows * columns // WARP // (2 if kind == "f16" else 1):
+        raise unsupported(i, "has another number of registers than its shape")
+    write = target.writing()
+
+    def run(m: Machine, lanes: Lanes, matrix: Values) -> None:
+        held = np.ascontiguousarray(sums_held(matrix.astype(dtype, copy=False)))
+        write(m, lanes, held.view(np.uint64 if kind == "f64" else np.uint32))
+
+    return run
+
+
+def mma(i: Instruction) -> Operation:
+    """mma.sync."""
+    kinds = [p for p in i.parts if p in BITS or p in ("f32", "s32")]
+    fragments = [o for o in i.operands if isinstance(o, Vector)]
+    if len(fragments) != 4 or len(i.operands) != 4:
+        raise unsupported(i, "has no four fragments")
+    d, a, b, c = fragments
+    m, n, k = shape_of(i)
+    if (len(a.items), len(b.items)) != (registers(m, k, kinds[1]), registers(n, k, kinds[2])):
+        raise unsupported(i, "has another number of registers than its shape")
+    return product(i, d, a, b, c, kinds)
+
+
+BUILDERS = {"mma": mma}

@@ -1,0 +1,201 @@
+"""mbarrier instructions (PTX ISA, "mbarrier"): asynchronous barriers with phases and transaction bytes.
+
+A wait for a phase that has not completed holds its threads until something changes. Now and then it gives up at once,
+as the hardware may: so code that ignores the result is found. When nothing else can go on, all waits give up; if that
+leads nowhere, the kernel is deadlocked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.instructions.access import addresses, locate, space_of
+from greenfast.emulator.instructions.operands import reader, writer
+from greenfast.emulator.machine.arrivals import PENDING, PHASE_SHIFT, MbarrierError, Rows
+from greenfast.emulator.machine.memory import BARRIER, UNWRITTEN
+from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values, lane_count, lane_indices
+from greenfast.emulator.ptx.syntax import Instruction, Operand
+from greenfast.emulator.ptx.unsupported import unsupported
+
+#: How many of the waits for a phase that has not completed give up at once.
+GIVES_UP = 0.25
+_SIZE = 8
+
+
+@contextlib.contextmanager
+def faults(m: Machine, lanes: Lanes) -> Iterator[None]:
+    """Turn what no mbarrier allows into the fault of its thread."""
+    try:
+        yield
+    except MbarrierError as e:
+        lane = int(lane_indices(lanes)[e.position])
+        raise m.fault(e.reason, lane) from None
+
+
+def rows_of(operand: Operand, i: Instruction, space: str) -> Callable[[Machine, Lanes], Rows]:
+    """A function that gives each thread's mbarrier, by its 8-byte word of shared memory; it must be initialised."""
+    where = _words(operand, i, space)
+
+    def run(m: Machine, lanes: Lanes) -> Rows:
+        rows = where(m, lanes)
+        with faults(m, lanes):
+            m.mbarriers.require(rows)
+        return rows
+
+    return run
+
+
+def _words(operand: Operand, i: Instruction, space: str) -> Callable[[Machine, Lanes], Rows]:
+    where = addresses(operand, i)
+
+    def run(m: Machine, lanes: Lanes) -> Rows:
+        _, offsets, actual = locate(m, space, where(m, lanes), lanes)
+        if actual != "shared":
+            raise m.fault("an mbarrier outside of shared memory", int(lane_indices(lanes)[0]))
+        odd = offsets % _SIZE != 0
+        if odd.any():
+            at = int(np.flatnonzero(odd)[0])
+            raise m.fault("an mbarrier at an address that is no multiple of 8", int(lane_indices(lanes)[at]))
+        rows: Rows = offsets // _SIZE
+        return rows
+
+    return run
+
+
+def _integers(values: Values, lanes: Lanes) -> NDArray[np.int64]:
+    return np.broadcast_to(np.asarray(values).astype(np.int64), lane_count(lanes))
+
+
+def init(i: Instruction) -> Operation:
+    """mbarrier.init."""
+    where, count = _words(i.operands[0], i, space_of(i)), reader(i.operands[1], "u32", i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        rows = where(m, lanes)
+        with faults(m, lanes):
+            m.mbarriers.init(rows, _integers(count(m, lanes), lanes))
+        m.shared.state.reshape(-1, _SIZE)[rows] = BARRIER
+
+    return run
+
+
+def invalidate(i: Instruction) -> Operation:
+    """mbarrier.inval: the memory may be used for something else."""
+    where = rows_of(i.operands[0], i, space_of(i))
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        rows = where(m, lanes)
+        m.mbarriers.live[rows] = False
+        m.shared.state.reshape(-1, _SIZE)[rows] = UNWRITTEN
+
+    return run
+
+
+def transactions(i: Instruction) -> Operation:
+    """mbarrier.expect_tx and mbarrier.complete_tx."""
+    where, count = rows_of(i.operands[0], i, space_of(i)), reader(i.operands[1], "u32", i)
+    sign = 1 if i.parts[0] == "expect_tx" else -1
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        rows = where(m, lanes)
+        with faults(m, lanes):
+            m.mbarriers.expect(rows, sign * _integers(count(m, lanes), lanes))
+
+    return run
+
+
+def arrive(i: Instruction) -> Operation:
+    """mbarrier.arrive and arrive_drop, with .expect_tx and .noComplete; they return the state before them."""
+    operands = list(i.operands)
+    # A remote arrival returns no state, and may be written without a place for one.
+    token = operands.pop(0) if not hasattr(operands[0], "offset") else None
+    where = rows_of(operands[0], i, space_of(i))
+    amount = reader(operands[1], "u32", i) if len(operands) > 1 else None
+    write = writer(token, "b64", i) if token is not None else None
+    expects, drops, open_ = "expect_tx" in i.parts, i.parts[0] == "arrive_drop", "noComplete" in i.parts
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        rows = where(m, lanes)
+        counts = _integers(np.ones((), np.uint32) if amount is None else amount(m, lanes), lanes)
+        state = m.mbarriers.state(rows)
+        m.races.arrive_at(rows, lanes)
+        with faults(m, lanes):
+            if expects:
+                m.mbarriers.expect(rows, counts)
+                counts = np.ones(len(rows), np.int64)
+            m.mbarriers.arrive(rows, counts, drops)
+            if open_ and (m.mbarriers.state(rows) >> PHASE_SHIFT != state >> PHASE_SHIFT).any():
+                raise MbarrierError("an arrival with .noComplete that completes the phase", 0)
+        if write is not None:
+            write(m, lanes, state)
+
+    return run
+
+
+def wait(i: Instruction) -> Operation:
+    """mbarrier.try_wait and test_wait, for a parity or for the state that an arrival returned."""
+    where = rows_of(i.operands[1], i, space_of(i))
+    parity = "parity" in i.parts
+    phase = reader(i.operands[2], "u32" if parity else "u64", i)
+    write = writer(i.operands[0], "pred", i)
+
+    def run(m: Machine, lanes: Lanes) -> Any:
+        rows = where(m, lanes)
+        wanted = _integers(phase(m, lanes), lanes)
+        if parity and (wanted >> 1).any():
+            at = int(np.flatnonzero(wanted >> 1)[0])
+            raise m.fault(f"a phase parity of {wanted[at]}, which must be 0 or 1", int(lane_indices(lanes)[at]))
+        done = m.mbarriers.passed(rows, wanted) if parity else m.mbarriers.phase[rows] > wanted >> PHASE_SHIFT
+        if done.any():
+            m.races.leave(rows[done], lane_indices(lanes)[done])
+        if done.all() or m.random.random() < GIVES_UP:
+            write(m, lanes, done)
+            return None
+        indices = lane_indices(lanes)
+        goes_on = done | m.impatient[indices]
+        m.impatient[indices] = False
+        write(m, indices[goes_on], done[goes_on])
+        m.awaited[indices] = rows
+        return indices[~goes_on]
+
+    return run
+
+
+def pending_count(i: Instruction) -> Operation:
+    """mbarrier.pending_count: of the state that an arrival returned."""
+    read, write = reader(i.operands[1], "u64", i), writer(i.operands[0], "b32", i)
+    return lambda m, lanes: write(m, lanes, (np.asarray(read(m, lanes)) & PENDING).astype(np.uint32))
+
+
+_ACTIONS: dict[str, Callable[[Instruction], Operation]] = {
+    "init": init,
+    "inval": invalidate,
+    "expect_tx": transactions,
+    "complete_tx": transactions,
+    "arrive": arrive,
+    "arrive_drop": arrive,
+    "try_wait": wait,
+    "test_wait": wait,
+    "pending_count": pending_count,
+}
+
+
+def mbarrier(i: Instruction) -> Operation:
+    """Any mbarrier instruction."""
+    action = _ACTIONS.get(i.parts[0])
+    if action is None:
+        raise unsupported(i)
+    return action(i)
+
+
+def describe(m: Machine, row: int) -> str:
+    """An mbarrier by its place, and what it waits for."""
+    return f"the mbarrier at {m.shared_place(row * _SIZE)}, {m.mbarriers.describe(row)}"
+
+
+BUILDERS = {"mbarrier": mbarrier}

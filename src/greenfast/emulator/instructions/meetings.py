@@ -1,0 +1,159 @@
+"""Instructions that need other threads with them: those of a warp (.sync) and of a warpgroup (wgmma).
+
+A thread at a .sync instruction waits until all threads that its membermask names, and that have not ended, are at one
+with the same mask; the mask need not be of a whole warp, and several groups of a warp may be under way. Threads may
+come to bar.warp.sync at different instructions (PTX ISA, "bar.warp.sync"); to the others at one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.instructions.operands import Reader, reader
+from greenfast.emulator.machine.state import WARP, Lanes, Machine, lane_count, lane_indices
+from greenfast.emulator.ptx.syntax import Immediate, Instruction
+
+#: Instructions of a whole warp, and which of their operands names the threads that take part (None: all).
+_OF_WARPS = {"shfl": -1, "vote": -1, "redux": -1, "elect": -1, "match": -1, "mma": None, "wmma": None}
+_OF_WARPS |= {"ldmatrix": None, "stmatrix": None, "movmatrix": None}
+_WARPGROUP = 4
+_ALL = 0xFFFFFFFF
+_BITS = np.uint32(1) << np.arange(WARP, dtype=np.uint32)
+
+
+class Meeting:
+    """How many warps an instruction needs together, and which threads of a warp (None: all of them).
+
+    place: threads at instructions of one place are together; empty for an instruction that is a place by itself.
+    """
+
+    def __init__(self, warps: int, mask: Reader | None, place: str = "") -> None:
+        self.warps, self.mask, self.place = warps, mask, place
+
+
+def meeting_of(i: Instruction) -> Meeting | None:
+    """Whom an instruction waits for; None where each thread may execute it alone."""
+    if i.name == "wgmma":
+        return Meeting(_WARPGROUP if i.parts[0] == "mma_async" else 1, None)
+    if i.name in ("bar", "barrier") and "warp" in i.parts:
+        return Meeting(1, _mask(i, 0), "bar.warp.sync")
+    if i.name not in _OF_WARPS or (i.name != "wmma" and "sync" not in i.parts):
+        return None
+    operand = _OF_WARPS[i.name]
+    return Meeting(1, None if operand is None else _mask(i, operand))
+
+
+def _mask(i: Instruction, operand: int) -> Reader | None:
+    """The reader of a membermask; None where it is the literal that names all threads."""
+    mask = i.operands[operand]
+    if isinstance(mask, Immediate) and mask.bits & _ALL == _ALL:
+        return None
+    return reader(mask, "u32", i)
+
+
+class Meetings:
+    """The threads at instructions that need others with them."""
+
+    def __init__(self, machine: Machine, meetings: dict[int, Meeting]) -> None:
+        self.m, self.meetings = machine, meetings
+        # By place: which threads wait there, for whom, and at which instruction.
+        self.gathered: dict[str | int, NDArray[np.bool_]] = {}
+        self.masks = np.zeros(machine.lanes, np.uint32)
+        self.at = np.zeros(machine.lanes, np.int64)
+
+    def complete(self, pc: int, lanes: Lanes) -> bool:
+        """Whether threads that come to an instruction are complete among themselves, each warp as one group."""
+        meeting = self.meetings[pc]
+        if meeting.warps != 1 or not _whole(lanes):
+            return False
+        if meeting.mask is None:
+            return True
+        return bool((np.asarray(meeting.mask(self.m, lanes)) == _ALL).all())
+
+    def gather(self, pc: int, lanes: Lanes) -> list[NDArray[np.intp]]:
+        """Threads come to an instruction; returns those who can go on now, in groups with one mask for each warp."""
+        meeting = self.meetings[pc]
+        place = meeting.place or pc
+        gathered = self.gathered.get(place)
+        if gathered is None:
+            gathered = self.gathered[place] = np.zeros(self.m.lanes, np.bool_)
+        masks = np.asarray(_ALL, np.uint32) if meeting.mask is None else np.asarray(meeting.mask(self.m, lanes))
+        indices = lane_indices(lanes)
+        absent = np.broadcast_to(masks & _BITS[indices % WARP] == 0, len(indices))
+        if absent.any():
+            lane = int(indices[absent][0])
+            mask = int(np.broadcast_to(masks, len(indices))[absent][0])
+            raise self.m.fault(f"a thread that its own membermask {mask:#010x} does not name", lane)
+        gathered[lanes] = True
+        self.masks[lanes] = masks
+        self.at[lanes] = pc
+        return self._take(place)
+
+    def again(self) -> list[NDArray[np.intp]]:
+        """Look again at incomplete groups, some of whose threads may have ended; returns those who can go on."""
+        return [group for place in list(self.gathered) for group in self._take(place)]
+
+    def _take(self, place: str | int) -> list[NDArray[np.intp]]:
+        """Take the complete groups of a place."""
+        gathered = self.gathered[place]
+        indices = np.flatnonzero(gathered)
+        if not len(indices):
+            return []
+        warps = 1 if isinstance(place, str) else self.meetings[place].warps
+        if warps > 1:
+            go = self._warpgroups(gathered, warps)
+            gathered[go] = False
+            return [go] if len(go) else []
+        masks, warp = self.masks[indices], indices // WARP
+        groups, of_group = np.unique(warp << 32 | masks, return_inverse=True)
+        present = np.zeros(len(groups), np.uint32)
+        np.bitwise_or.at(present, of_group, _BITS[indices % WARP])
+        living = ~self.m.ended.reshape(-1, WARP)[groups >> 32]
+        needed = (living @ _BITS.astype(np.int64)).astype(np.uint32) & (groups & _ALL).astype(np.uint32)
+        complete = (needed & ~present) == 0
+        go = complete[of_group]
+        gathered[indices[go]] = False
+        # A warp's second group is a call by itself: an operation finds one mask in each warp.
+        order = np.zeros(len(groups), np.int64)
+        chosen = np.flatnonzero(complete)
+        _, first = np.unique(groups[chosen] >> 32, return_index=True)
+        starts = np.zeros(len(chosen), np.int64)
+        starts[first] = first
+        order[chosen] = np.arange(len(chosen)) - np.maximum.accumulate(starts)
+        rank = order[of_group]
+        return [indices[go & (rank == n)] for n in np.unique(rank[go])]
+
+    def _warpgroups(self, gathered: NDArray[np.bool_], warps: int) -> NDArray[np.intp]:
+        m = self.m
+        groups = m.warps // warps
+        if not groups:
+            what = f"an instruction of a warpgroup, {warps * WARP} threads, in a block of {m.geometry.threads}"
+            raise m.fault(what, int(np.flatnonzero(gathered)[0]))
+        table = gathered[: groups * warps * m.set_size].reshape(groups, warps, -1, WARP)
+        complete = np.asarray(table.all(axis=(1, 3)))
+        chosen = np.zeros(m.lanes, np.bool_)
+        chosen[: table.size] = np.broadcast_to(complete[:, None, :, None], table.shape).ravel()
+        return np.flatnonzero(gathered & chosen)
+
+    def waits(self, lanes: NDArray[np.intp]) -> dict[int, tuple[int, str]]:
+        """By instruction: how many of these threads wait there, and for whom."""
+        found: dict[int, tuple[int, str]] = {}
+        for gathered in self.gathered.values():
+            here = lanes[gathered[lanes]]
+            for pc in np.unique(self.at[here]):
+                mine = here[self.at[here] == pc]
+                who = "warpgroup" if self.meetings[int(pc)].warps > 1 else "warp"
+                masks: Any = np.unique(self.masks[mine])
+                named = "" if masks.tolist() == [_ALL] else f" in membermask {', '.join(f'{x:#010x}' for x in masks)}"
+                found[int(pc)] = (len(mine), f" for the rest of the {who}{named}")
+        return found
+
+
+def _whole(lanes: Lanes) -> bool:
+    """Whether these are all threads of some warps."""
+    if isinstance(lanes, slice):
+        return True
+    return lane_count(lanes) % WARP == 0 and bool((lanes[WARP - 1 :: WARP] - lanes[::WARP] == WARP - 1).all())

@@ -1,0 +1,170 @@
+"""Read and write operands: from PTX types and registers to NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values, lane_indices
+from greenfast.emulator.ptx.literals import as_float
+from greenfast.emulator.ptx.syntax import CLOCKS, Immediate, Instruction, Operand, Register, Special, Symbol
+from greenfast.emulator.ptx.unsupported import unsupported
+
+Reader: TypeAlias = Callable[[Machine, Lanes], Values]
+Writer: TypeAlias = Callable[[Machine, Lanes, Values], None]
+Function: TypeAlias = Callable[..., Any]
+
+#: PTX type -> NumPy type. Bit types are unsigned; packed halves are kept as their 32 bits.
+TYPES: dict[str, Any] = {
+    "pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16,
+    "s16": np.int16, "f16": np.float16, "bf16": np.uint16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32,
+    "f32": np.float32, "f16x2": np.uint32, "bf16x2": np.uint32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64,
+    "f64": np.float64, "u16x2": np.uint32, "s16x2": np.uint32,
+}  # fmt: skip
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def dtype_of(name: str) -> Any:
+    """The NumPy type of a PTX type."""
+    return np.dtype(TYPES[name])
+
+
+def type_of(instruction: Instruction) -> str:
+    """The last type among an opcode's parts."""
+    for part in reversed(instruction.parts):
+        if part in TYPES:
+            return part
+    raise unsupported(instruction, "has no type that is known")
+
+
+def cast(values: Values, dtype: Any) -> Values:
+    """The low bits of unsigned register values, as ``dtype``; registers may be wider than the type they are read as."""
+    if dtype == np.bool_ or values.dtype == np.bool_:
+        return values.astype(dtype, copy=False)
+    if values.dtype.itemsize != dtype.itemsize:
+        values = values.astype(_UNSIGNED[dtype.itemsize])
+    return values.view(dtype)
+
+
+def reader(operand: Operand, type_name: str, instruction: Instruction) -> Reader:
+    """A function that reads an operand as a PTX type, for some threads; a constant gives one value for all of them."""
+    dtype = dtype_of(type_name)
+    if isinstance(operand, Register):
+        name = operand.name
+
+        def read(m: Machine, lanes: Lanes) -> Values:
+            if m.products is not None:
+                bad = m.products.unreadable(name, lanes)
+                if len(bad):
+                    why = "read of a wgmma's accumulator before a wgmma.wait_group that covers it"
+                    raise m.fault(f"{why} ({name})", int(lane_indices(lanes)[bad[0]]))
+            return cast(m.register(name)[lanes], dtype)
+
+        return read
+    if isinstance(operand, Immediate):
+        constant = _constant(operand, dtype)
+        return lambda m, lanes: constant
+    if isinstance(operand, Special):
+        return _special(operand.name, dtype, instruction)
+    if isinstance(operand, Symbol):
+        symbol, offset = operand.name, operand.offset
+        if symbol.startswith("!"):
+            negated = symbol[1:]
+            return lambda m, lanes: ~m.register(negated)[lanes]
+        return lambda m, lanes: np.asarray(address_of(m, symbol) + offset, dtype=np.uint64).astype(dtype)
+    raise unsupported(instruction, "has an operand that is not known")
+
+
+def _constant(operand: Immediate, dtype: Any) -> Values:
+    size = dtype.itemsize
+    bits = operand.bits
+    if dtype.kind == "f" and not operand.width:
+        return np.asarray(np.int64(np.uint64(bits)), dtype=dtype)
+    if dtype.kind == "f" and operand.width != 8 * size:
+        return np.asarray(as_float(bits, operand.width), dtype=dtype)
+    if dtype == np.bool_:
+        return np.asarray(bool(bits))
+    return np.asarray(bits & (2 ** (8 * size) - 1), dtype=_UNSIGNED[size]).view(dtype)
+
+
+def _special(name: str, dtype: Any, instruction: Instruction) -> Reader:
+    if name in CLOCKS:
+        return lambda m, lanes: m.clock(instruction, lanes).astype(dtype)
+
+    def read(m: Machine, lanes: Lanes) -> Values:
+        found = m.specials.get(name)
+        if found is None:
+            raise unsupported(instruction, f"reads {name}, which is not known to the emulator")
+        return found[lanes].astype(dtype, copy=False)
+
+    return read
+
+
+def address_of(m: Machine, symbol: str) -> int:
+    """A variable's address: an offset in its own space, but for global variables, whose address is generic."""
+    if symbol in m.shared_layout:
+        return m.shared_layout[symbol]
+    if symbol in m.local_layout:
+        return m.local_layout[symbol]
+    if symbol in m.symbols:
+        return m.symbols[symbol]
+    if symbol in m.param_layout:
+        return m.param_layout[symbol]
+    raise m.fault(f"{symbol} is no variable that is known", 0)
+
+
+def writer(operand: Operand, type_name: str, instruction: Instruction) -> Writer:
+    """A function that writes values of a PTX type to a register; a wider register is extended by the type's sign."""
+    if not isinstance(operand, Register):
+        raise unsupported(instruction, "writes to what is no register")
+    dtype = dtype_of(type_name)
+    name = operand.name
+    if name == "_":
+        return lambda m, lanes, values: None
+
+    def write(m: Machine, lanes: Lanes, values: Values) -> None:
+        if m.products is not None and name in m.products.guards:
+            _guard_write(m, name, lanes)
+        register = m.register(name)
+        if register.dtype == np.bool_:
+            register[lanes] = values
+        elif register.dtype.itemsize == dtype.itemsize:
+            register.view(dtype)[lanes] = values
+        else:
+            wide = np.int64 if dtype.kind == "i" else np.uint64
+            bits = np.asarray(values, dtype=dtype)
+            if dtype.kind == "f":
+                bits = bits.view(_UNSIGNED[dtype.itemsize])
+            register[lanes] = bits.astype(wide).view(np.uint64).astype(register.dtype)
+
+    return write
+
+
+def _guard_write(m: Machine, name: str, lanes: Lanes) -> None:
+    """A register that matrix products use is written by another instruction."""
+    assert m.products is not None
+    bad = m.products.unwritable(name, lanes)
+    if len(bad):
+        why = "write to a register that a wgmma under way uses, before a wgmma.wait_group that covers it"
+        raise m.fault(f"{why} ({name})", int(lane_indices(lanes)[bad[0]]))
+    m.products.guards[name].touched[lanes] = m.products.fences[lanes] + 1
+
+
+def elementwise(
+    instruction: Instruction, function: Function, types: list[str] | None = None, out: str = ""
+) -> Operation:
+    """An operation that writes function(sources) to its first operand; ``types``: of the sources, ``out``: its own."""
+    kind = type_of(instruction)
+    destination, *sources = instruction.operands
+    types = types or [kind] * len(sources)
+    if len(types) != len(sources):
+        raise unsupported(instruction)
+    read = [reader(s, t, instruction) for s, t in zip(sources, types, strict=True)]
+    write = writer(destination, out or kind, instruction)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        write(m, lanes, function(*(r(m, lanes) for r in read)))
+
+    return run

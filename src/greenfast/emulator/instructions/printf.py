@@ -1,0 +1,87 @@
+"""Calls of functions that have no PTX: printf and the failure of an assertion."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from greenfast.emulator.instructions.access import locate
+from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values, lane_indices
+from greenfast.emulator.ptx.syntax import Instruction, Symbol, Vector
+from greenfast.emulator.ptx.unsupported import unsupported
+
+_SPECIFIER = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?(hh|h|ll|l|z)?([diouxXeEfFgGcsp%])")
+
+
+def call(i: Instruction) -> Operation:
+    """call of vprintf(format, arguments) or __assertfail(what, file, line, function, size)."""
+    name = next((o.name for o in i.operands if isinstance(o, Symbol)), "")
+    vectors = [[item.name for item in o.items if isinstance(item, Symbol)] for o in i.operands if isinstance(o, Vector)]
+    if name == "__assertfail" and vectors:
+        what, file, line, function = vectors[0][:4]
+
+        def fails(m: Machine, lanes: Lanes) -> None:
+            lane = int(lane_indices(lanes)[0])
+            texts = [_text(m, int(_argument(m, n, np.uint64, lanes)[0]), lane) for n in (what, file, function)]
+            number = int(_argument(m, line, np.uint32, lanes)[0])
+            raise m.fault(f"assertion `{texts[0]}` failed in {texts[2]}, {texts[1]}:{number},", lane)
+
+        return fails
+    if name != "vprintf" or not vectors:
+        raise unsupported(i, "calls a function that is not known to the emulator")
+    *results, (text, values) = vectors
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        formats, buffers = (_argument(m, n, np.uint64, lanes) for n in (text, values))
+        for n, lane in enumerate(lane_indices(lanes)):
+            m.output.append(_formatted(m, int(formats[n]), int(buffers[n]), int(lane)))
+        for result in results[:1]:
+            for name in result:
+                place = m.local_layout[name] + m.local_start[lanes]
+                m.local.write(place, np.zeros((len(place), 4), np.uint8), "result of a call")
+
+    return run
+
+
+def _argument(m: Machine, name: str, dtype: Any, lanes: Lanes) -> Values:
+    """The threads' values of an argument."""
+    size = np.dtype(dtype).itemsize
+    data = m.local.read(m.local_layout[name] + m.local_start[lanes], size, "argument of a call")
+    return np.asarray(data.view(dtype).reshape(-1))
+
+
+def _text(m: Machine, address: int, lane: int) -> str:
+    return _bytes(m, address, 4096, lane).split(b"\0")[0].decode(errors="replace")
+
+
+def _bytes(m: Machine, address: int, size: int, lane: int) -> bytes:
+    one = np.array([lane])
+    arena, offsets, _ = locate(m, "generic", np.array([address], np.int64), one)
+    return arena.data[int(offsets[0]) : int(offsets[0]) + size].tobytes()
+
+
+def _formatted(m: Machine, text_at: int, buffer: int, lane: int) -> str:
+    """What one thread prints; arguments lie in the buffer, each aligned to its size."""
+    text = _text(m, text_at, lane)
+    position = 0
+
+    def one(match: re.Match[str]) -> str:
+        nonlocal position
+        length, kind = match.groups()
+        if kind == "%":
+            return "%"
+        size = 8 if kind in "eEfFgGps" or length in ("l", "ll", "z") else 4
+        position = -(-position // size) * size
+        raw = _bytes(m, buffer + position, size, lane)
+        position += size
+        specifier = match[0].replace(length or "\0", "")
+        if kind in "eEfFgG":
+            return specifier % float(np.frombuffer(raw, np.float64)[0])
+        if kind == "s":
+            return specifier % _text(m, int.from_bytes(raw, "little"), lane)
+        value = int.from_bytes(raw, "little", signed=kind in "di")
+        return f"{value:#x}" if kind == "p" else specifier.replace("u", "d") % value
+
+    return _SPECIFIER.sub(one, text)

@@ -1,0 +1,234 @@
+"""Floating-point formats, and results that are rounded once, in any direction.
+
+A result is first computed in float64 and rounded there to odd, which leaves enough of what was cut off for a second
+rounding to a format of at most 24 bits of significand to be the right one in every direction, subnormals included
+(Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008). float64 results themselves are rounded from
+exact rational numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.machine.state import Values
+
+Wide = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A binary format: bits of significand (the hidden one too), exponent of the smallest subnormal, largest number."""
+
+    precision: int
+    lowest: int
+    largest: float
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest number that is not subnormal."""
+        return 2.0 ** (self.lowest + self.precision - 1)
+
+
+FORMATS: dict[str, Format] = {
+    "f16": Format(11, -24, 65504.0),
+    "bf16": Format(8, -133, (2 - 2.0**-7) * 2.0**127),
+    "tf32": Format(11, -136, (2 - 2.0**-10) * 2.0**127),
+    "f32": Format(24, -149, (2 - 2.0**-23) * 2.0**127),
+    "f64": Format(53, -1074, (2 - 2.0**-52) * 2.0**1023),
+    "e4m3": Format(4, -9, 448.0),
+    "e5m2": Format(3, -16, 57344.0),
+}
+
+#: The bits of the NaN that an instruction makes. The PTX ISA calls it canonical; Hopper's is all ones but the sign,
+#: and TF32's has zeros, too, where the format has no bits (H100, 2026-11-21).
+NAN_BITS = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFF_FFFF, "tf32": 0x7FFF_E000, "f64": 0x7FF8_0000_0000_0000}
+_NAN: dict[str, Values] = {
+    "f16": np.array(NAN_BITS["f16"], np.uint16).view(np.float16),
+    "f32": np.array(NAN_BITS["f32"], np.uint32).view(np.float32),
+    "tf32": np.array(NAN_BITS["tf32"], np.uint32).view(np.float32),
+    "f64": np.array(NAN_BITS["f64"], np.uint64).view(np.float64),
+}
+
+
+def _ties_away(x: Wide) -> Wide:
+    size = np.abs(x)
+    below = np.floor(size)
+    return np.asarray(np.copysign(below + (size - below >= 0.5), x))
+
+
+_WHOLE: dict[str, Callable[[Wide], Wide]] = {
+    "rn": np.rint, "rna": _ties_away, "rz": np.trunc, "rm": np.floor, "rp": np.ceil,
+}  # fmt: skip
+#: PTX rounding modifiers.
+MODES = tuple(_WHOLE)
+
+
+def round_to(x: Values, form: Format, mode: str) -> Wide:
+    """The numbers of a format of at most 24 bits of significand that float64 numbers round to, as float64."""
+    x = np.asarray(x, np.float64)
+    quantum = np.maximum(np.frexp(x)[1] - form.precision, form.lowest)
+    result = np.ldexp(_WHOLE[mode](np.ldexp(x, -quantum)), quantum)
+    beyond = (np.abs(result) > form.largest) & np.isfinite(x)
+    if np.any(beyond):
+        stays: Any = {"rz": True, "rm": x > 0, "rp": x < 0}.get(mode, False)
+        result = np.where(beyond, np.copysign(np.where(stays, form.largest, np.inf), x), result)
+    return np.asarray(result)
+
+
+def widen(values: Values, kind: str) -> Wide:
+    """What stored values of a kind (as operands.TYPES keeps them) stand for, as float64."""
+    if kind == "bf16":
+        values = (np.asarray(values).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return np.asarray(values).astype(np.float64)
+
+
+def narrow(x: Values, kind: str, mode: str = "rn") -> Values:
+    """Numbers of at most 24 significant bits, or rounded to odd, as stored values of a kind; NaN is canonical."""
+    x = np.asarray(x)
+    if kind == "f64":
+        return canonical(x.astype(np.float64), kind)
+    if kind in ("f16", "f32") and mode == "rn":
+        return canonical(x.astype(np.float16 if kind == "f16" else np.float32), kind)
+    rounded = round_to(x, FORMATS[kind], mode)
+    if kind == "f16":
+        return canonical(rounded.astype(np.float16), kind)
+    single = canonical(rounded.astype(np.float32), "tf32" if kind == "tf32" else "f32")
+    if kind == "bf16":
+        return np.asarray(single.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    return single
+
+
+def canonical(values: Values, kind: str) -> Values:
+    """Values with every NaN replaced by the kind's canonical one."""
+    values = np.asarray(values)
+    bad: Values = np.isnan(values)
+    return np.where(bad, np.asarray(_NAN[kind]), values) if bad.any() else values
+
+
+def flush(x: Values, kind: str) -> Values:
+    """Subnormal numbers of a kind to zero of their sign (.ftz)."""
+    x = np.asarray(x)
+    tiny = np.abs(x) < x.dtype.type(FORMATS[kind].smallest_normal)
+    return np.where(tiny, np.copysign(x.dtype.type(0), x), x) if tiny.any() else x
+
+
+def flush_rounded(rounded: Values, kind: str, mode: str, exact: Callable[[NDArray[np.bool_]], Wide]) -> Values:
+    """Rounded numbers of a kind as .ftz leaves them; ``exact``: those of a mask, before rounding or rounded to odd.
+
+    The PTX ISA only says that subnormal results are flushed. The hardware takes for subnormal what lies below the
+    normal numbers when rounded to the kind's significand without a bound on the exponent: 2^-126 (1 - 2^-24) becomes 0
+    in every mode, 2^-126 (1 - 2^-125) to the nearest does not (mul, fma and div on H100, 2026-11-21).
+    """
+    rounded, form = np.asarray(rounded), FORMATS[kind]
+    # Only what was rounded up to the smallest normal number can have been subnormal and not look it.
+    doubtful = np.abs(rounded) == form.smallest_normal
+    flushed = flush(rounded, kind)
+    if not doubtful.any():
+        return flushed
+    unbounded = Format(form.precision, -1000, form.largest)
+    tiny = doubtful.copy()
+    tiny[doubtful] = np.abs(round_to(exact(doubtful), unbounded, mode)) < form.smallest_normal
+    return np.where(tiny, np.copysign(rounded.dtype.type(0), rounded), flushed)
+
+
+# ---- one operation on float64 numbers that hold narrower ones, rounded to odd ---------------------------------------
+
+
+def _bits(x: Wide) -> NDArray[np.int64]:
+    return np.ascontiguousarray(x).view(np.int64).reshape(np.shape(x))
+
+
+def _number(bits: Any) -> Wide:
+    return np.ascontiguousarray(bits).view(np.float64).reshape(np.shape(bits))
+
+
+def sum_to_odd(a: Wide, b: Wide, mode: str = "rn") -> Wide:
+    """a + b, and the sign that a zero gets in a rounding mode."""
+    total = np.asarray(a + b)
+    part = total - a
+    error = (a - (total - part)) + (b - part)  # exact (Knuth's TwoSum)
+    inexact = (error != 0) & np.isfinite(total)
+    bits = _bits(total)
+    away = np.where((error > 0) == (total > 0), 1, -1)
+    odd = _number(np.where(inexact & ((bits & 1) == 0), bits + away, bits))
+    if mode == "rm":  # an exact zero of unlike terms is negative only then
+        odd = np.where((odd == 0) & (np.signbit(a) | np.signbit(b)), -0.0, odd)
+    return odd
+
+
+def _with_rest(found: Wide, kept_bits: int, rest: Callable[[Wide], Wide], away: Callable[[Wide], Any]) -> Wide:
+    """A quotient or root cut to so few bits that what it leaves over is exact; the last bit says that there is some."""
+    cut = _number(_bits(found) & ~((1 << (53 - kept_bits)) - 1))
+    left = rest(cut)
+    sticky = np.isfinite(found) & np.isfinite(left) & (left != 0)
+    return _number(np.where(sticky, _bits(cut) + np.where(away(left), 1, -1), _bits(found)))
+
+
+def quotient_to_odd(a: Wide, b: Wide) -> Wide:
+    """a / b of numbers of at most 24 bits."""
+    found = np.asarray(a / b)
+    return _with_rest(
+        found, 27, lambda q: a - q * b, lambda left: (np.signbit(left) ^ np.signbit(b)) == np.signbit(found)
+    )
+
+
+def root_to_odd(a: Wide) -> Wide:
+    """The square root of a number of at most 24 bits."""
+    return _with_rest(np.asarray(np.sqrt(a)), 26, lambda s: a - s * s, lambda left: left > 0)
+
+
+def integer_to_odd(values: Values) -> Wide:
+    """Integers of up to 64 bits as float64: exact up to 2^53, else cut and marked inexact in the last bit."""
+    values = np.asarray(values)
+    size = np.where(values < 0, np.uint64(0) - values.astype(np.uint64), values.astype(np.uint64))
+    cut = size & ~np.uint64(2047)
+    rough = _number(_bits(cut.astype(np.float64)) | ((size != cut) & (size >= 2**53)))
+    found = np.where(size < 2**53, size.astype(np.float64), rough)
+    return np.asarray(np.where(values < 0, -found, found))
+
+
+# ---- float64 results, from exact rational numbers -------------------------------------------------------------------
+
+
+def double_of(exact: Fraction | int, mode: str) -> float:
+    """The float64 that a rational number rounds to; 0 becomes +0."""
+    try:
+        near = exact.numerator / exact.denominator  # Python rounds this to the nearest, ties to even
+    except OverflowError:
+        near = math.inf if exact > 0 else -math.inf
+    if mode == "rn" or (not math.isinf(near) and Fraction(near) == exact):
+        return near
+    down = mode == "rm" or (mode == "rz" and exact > 0)
+    if math.isinf(near):
+        return near if (near < 0) == down else math.copysign(FORMATS["f64"].largest, near)
+    if Fraction(near) > exact:
+        return math.nextafter(near, -math.inf) if down else near
+    return near if down else math.nextafter(near, math.inf)
+
+
+def doubles(special: Callable[..., Wide], exact: Callable[..., Fraction], mode: str) -> Callable[..., Wide]:
+    """A function of float64 arrays: ``exact`` rounded in a mode where all is finite and not 0, else ``special``."""
+
+    def run(*sources: Wide) -> Wide:
+        arrays = np.broadcast_arrays(*sources)
+        result = np.array(special(*arrays), np.float64)
+        flat, columns = result.reshape(-1), [a.reshape(-1) for a in arrays]
+        for n in range(flat.size):
+            operands = [float(c[n]) for c in columns]
+            if all(map(math.isfinite, operands)) and not math.isnan(flat[n]):
+                try:
+                    value = exact(*map(Fraction, operands))
+                except ZeroDivisionError:
+                    continue
+                if value != 0:
+                    flat[n] = double_of(value, mode)
+        return result
+
+    return run

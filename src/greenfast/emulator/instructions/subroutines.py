@@ -1,0 +1,75 @@
+"""Calls of recursive functions: jumps there and back, and frames that are kept on a thread's stack meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.machine.state import Lanes, Machine, Operation
+from greenfast.emulator.ptx.recursion import COPY, JUMPS, KEEP, LEAVE
+from greenfast.emulator.ptx.syntax import Function, Instruction, Symbol
+
+#: Calls within each other. A thread's stack is 1 KiB unless the host asks for more; a frame takes 16 bytes at least.
+DEEPEST = 1024
+
+
+def jump(m: Machine, i: Instruction, lanes: NDArray[np.intp], pc: int) -> NDArray[np.int64]:
+    """Where threads go on behind a call or a return of a recursive function."""
+    if i.name == LEAVE:
+        return m.stack.pop(lanes)
+    deep = m.stack.depth[lanes] >= DEEPEST
+    if deep.any():
+        raise m.fault(f"calls within each other more than {DEEPEST} deep, more than a stack holds", int(lanes[deep][0]))
+    m.stack.push(lanes, pc + 1)
+    target = i.operands[0]
+    assert isinstance(target, Symbol)
+    return np.full(len(lanes), m.function.labels[target.name], np.int64)
+
+
+def _places(m: Machine, name: str, size: int, lanes: NDArray[np.intp]) -> NDArray[np.int64]:
+    """(threads, size) places of the bytes of a variable in local memory."""
+    return m.local_start[lanes][:, None] + m.local_layout[name] + np.arange(size)[None, :]
+
+
+def build(i: Instruction, function: Function) -> Operation | None:
+    """The operation of one of the instructions above; None for jumps, which are the scheduler's."""
+    if i.name in JUMPS:
+        return None
+    if i.name == COPY:
+        to, source = (o.name for o in i.operands if isinstance(o, Symbol))
+        size = min(function.variables[to].size, function.variables[source].size)
+
+        def copy(m: Machine, lanes: Lanes) -> None:
+            indices = _indices(lanes)
+            into, out = _places(m, to, size, indices), _places(m, source, size, indices)
+            m.local.data[into], m.local.state[into] = m.local.data[out], m.local.state[out]
+
+        return copy
+    frame, keeps = function.frames[i.parts[0]], i.name == KEEP
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        indices = _indices(lanes)
+        for depth in np.unique(m.stack.depth[indices]):
+            here = indices[m.stack.depth[indices] == depth]
+            for name in frame.registers:
+                register = m.register(name)
+                _move(m.stack.slot(depth, name, register, 0), here, register, here, keeps)
+            for name, size in frame.variables.items():
+                places = _places(m, name, size, here)
+                for what, array in (("data", m.local.data), ("state", m.local.state)):
+                    _move(m.stack.slot(depth, f"{name} {what}", array, size), here, array, places, keeps)
+
+    return run
+
+
+def _move(slot: NDArray[Any], here: Any, array: NDArray[Any], places: Any, keeps: bool) -> None:
+    if keeps:
+        slot[here] = array[places]
+    else:
+        array[places] = slot[here]
+
+
+def _indices(lanes: Lanes) -> NDArray[np.intp]:
+    return np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes

@@ -1,0 +1,383 @@
+"""Bulk copies: cp.async.bulk with and without tensor maps, their groups, and the fences of their proxy.
+
+Facts: PTX ISA, "cp.async.bulk" and "Async proxy".
+
+A load is delivered, and counted at its mbarrier, at a moment after its issue that the scheduler chooses; until then
+its destination can be neither read nor written. A store's source cannot be written until its thread waits for its
+group, and its destination not be read until a wait without .read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.instructions.access import addresses, asynchronous_copy, count_access, land, space_of
+from greenfast.emulator.instructions.mbarrier import faults, rows_of
+from greenfast.emulator.instructions.operands import reader
+from greenfast.emulator.machine.memory import CHUNK, GLOBAL_BASE, IN_FLIGHT, PARAM_BASE, WRITTEN
+from greenfast.emulator.machine.state import Lanes, Machine, Operation, lane_indices
+from greenfast.emulator.machine.tensormap import BoundMap, swizzled
+from greenfast.emulator.machine.underway import BulkLoad, BulkStore, hold, pieces_of
+from greenfast.emulator.ptx.syntax import Address, Immediate, Instruction, Operand
+from greenfast.emulator.ptx.unsupported import unsupported
+
+Offsets = NDArray[np.int64]
+
+#: Alignment in shared memory of a tile and of other bulk copies.
+TILE_ALIGNMENT, BULK_ALIGNMENT = 128, 16
+_BARRIER_BYTES = 8
+
+
+def copy(i: Instruction) -> Operation:
+    """cp.async of any kind."""
+    if i.parts[:2] == ("async", "mbarrier"):
+        return _arrive_when_landed(i)
+    if "bulk" not in i.parts:
+        return asynchronous_copy(i)
+    if i.parts[0] != "async":
+        raise unsupported(i)
+    if "commit_group" in i.parts:
+        return _commit
+    if "wait_group" in i.parts:
+        return _wait(i)
+    if "prefetch" in i.parts:
+        return _nothing
+    tensor = "tensor" in i.parts
+    if {"im2col", "im2col_no_offs", "tile:gather4", "tile:scatter4"} & set(i.parts):
+        raise unsupported(i)
+    spaces = [p for p in i.parts if p.split(":")[0] in ("shared", "global")]
+    if "bulk_group" in i.parts and spaces == ["global", "shared:cta"]:
+        return _store(i, tensor)
+    loads = spaces in (["shared:cluster", "global"], ["shared:cta", "global"])
+    if loads and "mbarrier:complete_tx:bytes" in i.parts:
+        return _load(i, tensor)
+    raise unsupported(i)
+
+
+def _arrive_when_landed(i: Instruction) -> Operation:
+    """cp.async.mbarrier.arrive: the threads' earlier cp.async land, and arrive, when the scheduler chooses."""
+    barrier = rows_of(i.operands[0], i, space_of(i))
+    increases = "noinc" not in i.parts
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        indices, rows, issued = lane_indices(lanes), barrier(m, lanes), m.copies_issued
+        if increases:  # the arrival is one more than the phase expects
+            with faults(m, lanes):
+                m.mbarriers.await_more(rows)
+
+        def deliver() -> None:
+            land(m, indices, lambda copy: copy.number < issued)
+            m.races.arrive_at(rows, indices)
+            m.mbarriers.arrive(rows, np.ones(len(rows), np.int64))
+
+        m.arriving.append(BulkLoad(indices, m.current, deliver))
+
+    return run
+
+
+def _nothing(m: Machine, lanes: Lanes) -> None:
+    """Nothing to be done."""
+
+
+# ---- where a copy reads and writes ----------------------------------------------------------------------------------
+
+
+class _Tile:
+    """What the copies of some threads move: (threads, units) offsets into both memories, ``unit`` bytes each.
+
+    shared: into the arena. outer: into global memory, -1 where a tile lies outside of its tensor.
+    """
+
+    def __init__(self, shared: Offsets, outer: Offsets, unit: int) -> None:
+        self.shared, self.outer, self.unit = shared, outer, unit
+
+
+def _shared_start(m: Machine, found: Offsets, lanes: Lanes, size: int, alignment: int) -> Offsets:
+    """The arena offsets of ``size`` bytes in each thread's block; a fault where they do not lie in it or misaligned."""
+    indices = lane_indices(lanes)
+    for at in np.flatnonzero(found % alignment):
+        what = f"a bulk copy at byte {found[at]} of shared memory, which must be a multiple of {alignment}"
+        raise m.fault(what, int(indices[at]))
+    for at in np.flatnonzero((found < 0) | (found + size > m.shared_bytes)):
+        what = f"a bulk copy of {size} bytes out of bounds at byte {found[at]} of {m.shared_bytes} of shared memory"
+        raise m.fault(what, int(indices[at]))
+    return found + m.shared_start[indices]
+
+
+def _map_at(m: Machine, address: int, lane: int) -> BoundMap:
+    """The tensor map at an address, generic or a parameter's own."""
+    known = m.tensor_maps.get(address - PARAM_BASE) or m.tensor_maps.get(address)
+    if known is None:
+        raise m.fault(f"no tensor map at address {address:#x} (it must be that of a parameter)", lane)
+    return known
+
+
+def _tensor_tile(m: Machine, tensor: BoundMap, start: Offsets, corner: Offsets) -> _Tile:
+    """The tiles of copies between shared memory at ``start`` and the boxes at ``corner`` (threads, dimensions)."""
+    copies = len(start)
+    item = tensor.item
+    unit = CHUNK if tensor.shape[0] * item % CHUNK == 0 else item
+    per_row = tensor.box[0] * item // unit
+    first = corner[:, :1] * item + np.arange(per_row) * unit  # byte in the innermost dimension
+    inside = (first >= 0) & (first < tensor.shape[0] * item)
+    offsets = first
+    for n in range(1, len(tensor.box)):
+        at = corner[:, n : n + 1] + np.arange(tensor.box[n])
+        good = (at >= 0) & (at < tensor.shape[n])
+        offsets = (at * tensor.strides[n])[:, :, None] + offsets[:, None, :]
+        inside = good[:, :, None] & inside[:, None, :]
+        offsets, inside = offsets.reshape(copies, -1), inside.reshape(copies, -1)
+    outer = np.where(inside, offsets + tensor.start, -1)
+    linear = np.arange(outer.shape[1]) * unit
+    shared = start[:, None] + linear
+    if tensor.swizzle:
+        base = start // m.shared_stride * m.shared_stride
+        shared = base[:, None] + swizzled(shared - base[:, None], tensor.swizzle)
+    return _Tile(shared, outer, unit)
+
+
+def _tiles(
+    i: Instruction, shared: Operand, outer: Operand, size: Operand | None
+) -> Callable[[Machine, Lanes], Iterator[tuple[NDArray[np.intp], _Tile]]]:
+    """A function that gives what a copy moves, for threads whose copies have one form (a size, or a tensor map) each.
+
+    size: of a copy without a tensor map.
+    """
+    here, there = addresses(shared, i), addresses(outer, i)
+    tile = _tensor_tiles(i, outer) if size is None else _plain_tile
+    amount = there if size is None else reader(size, "u32", i)
+
+    def run(m: Machine, lanes: Lanes) -> Iterator[tuple[NDArray[np.intp], _Tile]]:
+        indices = lane_indices(lanes)
+        forms = np.broadcast_to(np.asarray(amount(m, lanes)), len(indices)).astype(np.int64)
+        start, outward = here(m, lanes), there(m, lanes)
+        for form in np.unique(forms).tolist():
+            mine = forms == form
+            yield indices[mine], tile(m, indices[mine], form, start[mine], outward[mine])
+
+    return run
+
+
+def _plain_tile(m: Machine, indices: NDArray[np.intp], length: int, start: Offsets, outward: Offsets) -> _Tile:
+    """Copies of ``length`` bytes."""
+    if length % BULK_ALIGNMENT:
+        raise m.fault(f"a bulk copy of {length} bytes, which must be a multiple of 16", int(indices[0]))
+    start = _shared_start(m, start, indices, length, BULK_ALIGNMENT)
+    outward = outward - GLOBAL_BASE
+    for at in np.flatnonzero(outward % BULK_ALIGNMENT):
+        where = m.memory.describe(int(outward[at]))
+        raise m.fault(f"a bulk copy at {where}, which must be a multiple of 16", int(indices[at]))
+    pieces = np.arange(0, length, CHUNK)
+    return _Tile(start[:, None] + pieces, outward[:, None] + pieces, CHUNK)
+
+
+def _tensor_tiles(
+    i: Instruction, outer: Operand
+) -> Callable[[Machine, NDArray[np.intp], int, Offsets, Offsets], _Tile]:
+    """A function that gives the tiles of copies through the tensor map at an address."""
+    assert isinstance(outer, Address)
+    rank = int(next(p for p in i.parts if p in ("1d", "2d", "3d", "4d", "5d"))[0])
+    coordinates = [reader(c, "s32", i) for c in outer.coordinates]
+
+    def tile(m: Machine, indices: NDArray[np.intp], address: int, start: Offsets, outward: Offsets) -> _Tile:
+        tensor = _map_at(m, address, int(indices[0]))
+        if len(tensor.box) != rank or len(coordinates) != rank:
+            what = f"a copy of {rank} dimensions with {len(coordinates)} coordinates"
+            raise m.fault(f"{what}, its tensor map has {len(tensor.box)}", int(indices[0]))
+        start = _shared_start(m, start, indices, tensor.box_bytes, TILE_ALIGNMENT)
+        corner = np.stack([np.broadcast_to(c(m, indices), len(indices)) for c in coordinates], axis=1).astype(np.int64)
+        for at in np.flatnonzero(corner[:, 0] * tensor.item % BULK_ALIGNMENT):
+            # The PTX ISA and the driver's manual ask it of the tensor's address and strides only; Hopper answers such
+            # coordinates with an illegal instruction (H100, 2026-11-21; triton-lang/triton issue 7385 of a load,
+            # tile-ai/tilelang pull request 2681 of a store).
+            what = f"a tensor copy at {corner[at, 0]} of the innermost dimension, elements of {tensor.item} bytes"
+            raise m.fault(f"{what}; a tile must begin at a multiple of 16 bytes there", int(indices[at]))
+        return _tensor_tile(m, tensor, start, corner)
+
+    return tile
+
+
+# ---- loads ----------------------------------------------------------------------------------------------------------
+
+
+def _load(i: Instruction, tensor: bool) -> Operation:
+    to, source, *rest = i.operands
+    size = None if tensor else rest.pop(0)
+    tiles = _tiles(i, to, source, size)
+    barrier = rows_of(rest.pop(0), i, "shared")
+    mask = reader(rest[0], "u16", i) if "multicast:cluster" in i.parts else None
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        for indices, tile in tiles(m, lanes):
+            load(m, indices, tile)
+
+    def load(m: Machine, indices: NDArray[np.intp], tile: _Tile) -> None:
+        rows = barrier(m, indices)
+        copies, apart = _targets(m, indices, None if mask is None else mask(m, indices))
+        rows = rows[copies] + apart // _BARRIER_BYTES
+        hidden = ~m.mbarriers.visible[rows]
+        if hidden.any():
+            what = "an mbarrier with neither a fence (mbarrier_init, proxy.async) nor a barrier since its init"
+            what += ", used by a bulk copy"
+            raise m.fault(what, int(indices[copies[np.flatnonzero(hidden)[0]]]))
+        inside = tile.outer >= 0
+        values = np.zeros((*tile.outer.shape, tile.unit), np.uint8)
+        owners = np.broadcast_to(indices[:, None], tile.outer.shape)
+        with m.accessing(owners[inside], "global"):
+            values[inside] = m.memory.read(tile.outer[inside], tile.unit, "bulk read")
+        place = (tile.shared[copies] + apart[:, None]).ravel()
+        data = values[copies].reshape(-1, tile.unit)
+        with m.accessing(owners[copies].ravel(), "shared"):
+            m.shared.require_free(place, tile.unit, "bulk write")
+            m.shared.mark(place, tile.unit, IN_FLIGHT, "bulk write")
+            if m.shared.on_write is not None:
+                m.shared.on_write(place, tile.unit, None)
+        _count(m, False, tile, owners, inside)
+        total = tile.outer.shape[1] * tile.unit
+
+        def land() -> None:
+            m.shared.data.reshape(-1, tile.unit)[place // tile.unit] = data
+            m.shared.state.reshape(-1, tile.unit)[place // tile.unit] = WRITTEN
+            if m.shared.unfenced is not None:
+                m.shared.unfenced[place // CHUNK] = False
+            m.races.arrive_at(rows, indices[copies])
+            m.mbarriers.expect(rows, np.full(len(rows), -total))
+            m.mbarriers.changes += 1
+
+        m.arriving.append(BulkLoad(indices, m.current, land))
+
+    return run
+
+
+def _targets(m: Machine, indices: NDArray[np.intp], masks: Any) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+    """The copies that land: of which of the threads, and how many bytes from their own block's shared memory.
+
+    masks: the blocks of the cluster that each thread's copy goes to; None: its own.
+    """
+    if masks is None:
+        return np.arange(len(indices)), np.zeros(len(indices), np.int64)
+    size = m.geometry.cluster_size
+    chosen = np.broadcast_to(np.asarray(masks).astype(np.int64), len(indices))
+    for at in np.flatnonzero((chosen == 0) | (chosen >> size != 0)):
+        raise m.fault(f"a multicast to blocks {int(chosen[at]):#b} of a cluster of {size}", int(indices[at]))
+    copies, ranks = np.nonzero(chosen[:, None] >> np.arange(size) & 1)
+    return copies, (ranks - m.block_of[indices[copies]] % size) * m.shared_stride
+
+
+def _count(m: Machine, store: bool, tile: _Tile, owners: NDArray[np.intp], inside: NDArray[np.bool_]) -> None:
+    count_access(m, "global", store, tile.outer[inside], owners[inside], tile.unit)
+
+
+# ---- stores ---------------------------------------------------------------------------------------------------------
+
+
+def _store(i: Instruction, tensor: bool) -> Operation:
+    to, source, *rest = i.operands
+    tiles = _tiles(i, source, to, None if tensor else rest[0])
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        for indices, tile in tiles(m, lanes):
+            store(m, indices, tile)
+
+    def store(m: Machine, indices: NDArray[np.intp], tile: _Tile) -> None:
+        owners = np.broadcast_to(indices[:, None], tile.outer.shape)
+        place = tile.shared.ravel()
+        with m.accessing(owners.ravel(), "shared"):
+            values = m.shared.read(place, tile.unit, "bulk read")
+            m.shared.require_fenced(place, "bulk read")
+        inside = tile.outer >= 0
+        if tensor:
+            _require_whole_pieces(m, tile, owners)
+        for other in m.stores:  # some kernels store a tile twice
+            other.settle(m.memory, tile.outer[inside], values[inside.ravel()])
+        with m.accessing(owners[inside], "global"):
+            m.memory.require_free(tile.outer[inside], tile.unit, "bulk write")
+            m.memory.mark(tile.outer[inside], tile.unit, IN_FLIGHT, "bulk write")
+            m.races.global_write(tile.outer[inside], tile.unit, values[inside.ravel()])
+        _count(m, True, tile, owners, inside)
+        pieces = pieces_of(tile.shared)
+        hold(m.shared, pieces)
+        m.stores.append(
+            BulkStore(
+                lanes=indices,
+                groups=m.bulk_groups[indices],
+                pieces=pieces,
+                offsets=tile.outer,
+                values=values.reshape(*tile.outer.shape, tile.unit),
+                instruction=m.current,
+            )
+        )
+
+    return run
+
+
+def _require_whole_pieces(m: Machine, tile: _Tile, owners: NDArray[np.intp]) -> None:
+    """A fault where a row of the tensor ends within 16 bytes that a store writes a part of.
+
+    An H100 writes the whole piece (seen 2026-11-21, tests/gpu/test_hopper_kernels.py), so bytes that are not the
+    tensor's; what it writes there is not known.
+    """
+    pieces = tile.outer.reshape(-1, CHUNK // tile.unit) >= 0
+    cut = np.flatnonzero(pieces.any(axis=1) & ~pieces.all(axis=1))
+    if len(cut):
+        lane = int(owners.reshape(-1, CHUNK // tile.unit)[cut[0], 0])
+        raise m.fault("a tensor store to a row that ends within 16 bytes: a GPU writes those beyond it as well", lane)
+
+
+def _commit(m: Machine, lanes: Lanes) -> None:
+    m.bulk_groups[lanes] += 1
+
+
+def _wait(i: Instruction) -> Operation:
+    """cp.async.bulk.wait_group: the first time, others go first, so that they may meet what is still under way."""
+    allowed = i.operands[0]
+    if not isinstance(allowed, Immediate):
+        raise unsupported(i)
+    only_read = "read" in i.parts
+
+    def run(m: Machine, lanes: Lanes) -> Any:
+        indices = lane_indices(lanes)
+        waiting = np.zeros(m.lanes, np.bool_)
+        waiting[lanes] = True
+        covered = [waiting[s.lanes] & (s.groups < m.bulk_groups[s.lanes] - allowed.bits) for s in m.stores]
+        first = np.zeros(m.lanes, np.bool_)
+        for s, which in zip(m.stores, covered, strict=True):
+            first[s.lanes[which & (s.reading | ~s.landed)]] = True
+        first &= ~m.yielded
+        stay = indices[first[indices]]
+        if len(stay):
+            m.yielded[stay] = True
+            m.events += 1
+            waiting[stay] = False
+        for s, which in zip(m.stores, covered, strict=True):
+            now = which & waiting[s.lanes]
+            s.release(m.shared, now)
+            if not only_read:
+                s.land(m.memory, now)
+        m.stores = [s for s in m.stores if s.reading.any() or not s.landed.all()]
+        m.yielded[waiting] = False
+        return stay
+
+    return run
+
+
+def finish(m: Machine) -> None:
+    """All threads have ended: their stores land. A fault where a copy may still use a block's shared memory."""
+    for load in m.arriving:
+        m.current = load.instruction
+        raise m.fault(
+            "ended before a bulk copy to shared memory was delivered, nothing waits for it", int(load.lanes[0])
+        )
+    for s in m.stores:
+        for at in np.flatnonzero(s.reading):
+            m.current = s.instruction
+            what = "ended while a bulk store may still read shared memory, no cp.async.bulk.wait_group covers it"
+            raise m.fault(what, int(s.lanes[at]))
+        s.land(m.memory, np.ones(len(s.lanes), np.bool_))
+
+
+BUILDERS = {"cp": copy}

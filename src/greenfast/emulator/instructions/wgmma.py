@@ -1,0 +1,338 @@
+"""wgmma: matrix products of a warpgroup, under way until a wait.
+
+Facts: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
+
+A product is computed at its issue, exactly and with float32 sums; the hardware adds 8-bit products with fewer bits
+(about 14 of significand), which is not modelled. Until a wgmma.wait_group covers it, its accumulators can be neither
+read nor written, its A registers not written, and the shared memory that it reads not overwritten.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.instructions.descriptors import Descriptor, DescriptorError
+from greenfast.emulator.instructions.formats import BITS, decode
+from greenfast.emulator.instructions.operands import cast, dtype_of, reader
+from greenfast.emulator.machine.memory import CHUNK
+from greenfast.emulator.machine.state import WARP, Lanes, Machine, Operation, Values, lane_indices
+from greenfast.emulator.machine.underway import MatrixReads, Products, hold, pieces_of, release
+from greenfast.emulator.ptx.syntax import Immediate, Instruction, Operand, Register, Vector
+from greenfast.emulator.ptx.unsupported import unsupported
+
+_WARPS, _M = 4, 64
+_SHAPE = re.compile(r"m64n(\d+)k(\d+)$")
+
+# ---- ordering -------------------------------------------------------------------------------------------------------
+
+
+def _products(m: Machine) -> Products:
+    assert m.products is not None
+    return m.products
+
+
+def _fence(m: Machine, lanes: Lanes) -> None:
+    _products(m).fences[lanes] += 1
+
+
+def _commit(m: Machine, lanes: Lanes) -> None:
+    _products(m).committed[lanes] += 1
+
+
+def _wait(i: Instruction) -> Operation:
+    """wgmma.wait_group: the first time, others go first, so that they may meet what is still under way."""
+    allowed = i.operands[0]
+    if not isinstance(allowed, Immediate):
+        raise unsupported(i)
+
+    def run(m: Machine, lanes: Lanes) -> Any:
+        p = _products(m)
+        indices = lane_indices(lanes)
+        reached = p.committed[indices] - allowed.bits
+        early = (reached > p.done[indices]) & ~m.yielded[indices]
+        stay, go = indices[early], indices[~early]
+        if len(stay):
+            m.yielded[stay] = True
+            m.events += 1
+        if len(go):
+            m.yielded[go] = False
+            p.done[go] = np.maximum(p.done[go], reached[~early])
+            _release(m, go)
+        return stay
+
+    return run
+
+
+def _release(m: Machine, lanes: NDArray[np.intp]) -> None:
+    """Release the shared memory of products that a warp has waited for: its warpgroup executes them as one."""
+    p = _products(m)
+    leads = np.unique(lanes // WARP) * WARP
+    warps, blocks = leads // m.set_size, m.block_of[leads]
+    done = np.full((m.warps, len(m.blocks)), -1, np.int64)
+    done[warps, blocks] = p.done[leads]
+    kept = []
+    for r in p.reads:
+        first = r.warpgroup * _WARPS
+        now = r.open & (r.groups <= done[first : first + _WARPS, r.blocks]).any(axis=0)
+        if now.any():
+            release(m.shared, r.pieces[now])
+            r.open &= ~now
+        if r.open.any():
+            kept.append(r)
+    p.reads = kept
+
+
+# ---- the product ----------------------------------------------------------------------------------------------------
+
+
+def _fragment(values: list[Values], blocks: int) -> Values:
+    """(blocks, 64, N) from the accumulator registers of a warpgroup's threads, laid out [warp][block][lane].
+
+    Warp w holds rows 16w to 16w + 15; register r of lane l row l // 4 + 8 * (r // 2 % 2), column 8 * (r // 4) +
+    2 * (l % 4) + r % 2.
+    """
+    table = np.stack(values).reshape(-1, 2, 2, _WARPS, blocks, 8, 4)
+    return table.transpose(4, 3, 1, 5, 0, 6, 2).reshape(blocks, _M, -1)
+
+
+def _registers(matrix: Values, blocks: int) -> Values:
+    """The inverse of ``_fragment``: (registers, threads)."""
+    table = matrix.reshape(blocks, _WARPS, 2, 8, -1, 4, 2).transpose(4, 2, 6, 1, 0, 3, 5)
+    return np.ascontiguousarray(table).reshape(-1, _WARPS * blocks * WARP)
+
+
+def _register_rows(values: list[Values], blocks: int) -> NDArray[np.uint8]:
+    """(blocks, 64, 32) bytes of A from four registers a thread.
+
+    Register r of lane l holds the four bytes from 4 * (l % 4) + 16 * (r // 2) on of its warp's row l // 4 +
+    8 * (r % 2); for 16-bit elements these are the same bytes.
+    """
+    table = np.stack(values).reshape(2, 2, _WARPS, blocks, 8, 4)
+    rows = np.ascontiguousarray(table.transpose(3, 2, 1, 4, 0, 5)).reshape(blocks, _M, 8)
+    return rows.view(np.uint8)
+
+
+class _Form:
+    """The parts and operands of a wgmma.mma_async."""
+
+    def __init__(self, i: Instruction) -> None:
+        parts = [p for p in i.parts if p != "satfinite"]
+        shape = _SHAPE.match(parts[3]) if len(parts) == 7 else None
+        if shape is None or parts[:3] != ["mma_async", "sync", "aligned"]:
+            raise unsupported(i)
+        self.n, k = int(shape[1]), int(shape[2])
+        self.out, self.a, self.b = parts[4:]
+        wide = self.a in ("f16", "bf16")
+        self.size = BITS.get(self.a, 8) // 8
+        integer = self.a in ("s8", "u8")
+        if (
+            self.a not in BITS
+            or self.b not in BITS
+            or (self.size > 1 and self.a != self.b)
+            or integer != (self.b in ("s8", "u8"))
+            or self.out != ("s32" if integer else "f32")
+            or k * self.size != 32
+            or self.n % 8
+        ):
+            raise unsupported(i)
+        self.saturates = "satfinite" in i.parts
+        self.k = k
+        d, a, b, scale, *rest = i.operands
+        if not isinstance(d, Vector) or len(d.items) != self.n // 2:
+            raise unsupported(i, f"has no {self.n // 2} accumulator registers")
+        self.d = [_name(r, i) for r in d.items]
+        self.a_registers = [_name(r, i) for r in a.items] if isinstance(a, Vector) else []
+        if isinstance(a, Vector) and len(a.items) != 4:
+            raise unsupported(i, "has no 4 registers of A")
+        self.read_a = [reader(r, "b32", i) for r in a.items] if isinstance(a, Vector) else [reader(a, "b64", i)]
+        self.read_b = reader(b, "b64", i)
+        self.accumulates = reader(scale, "pred", i)
+        flags = [_flag(o, i) for o in rest]
+        self.sign = 1
+        if not integer:
+            self.sign = flags[0] * flags[1]
+        turns = flags[2:] if wide else []
+        self.turn_b = bool(turns and turns[-1])
+        self.turn_a = bool(len(turns) == 2 and turns[0])
+
+
+def _name(operand: Operand, i: Instruction) -> str:
+    if not isinstance(operand, Register):
+        raise unsupported(i, "has an operand that is no register")
+    return operand.name
+
+
+def _flag(operand: Operand, i: Instruction) -> int:
+    if not isinstance(operand, Immediate):
+        raise unsupported(i)
+    return int(np.int64(np.uint64(operand.bits)))
+
+
+def multiply(i: Instruction) -> Operation:
+    """wgmma.mma_async."""
+    form = _Form(i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        p = _products(m)
+        indices = lane_indices(lanes)
+        blocks = m.block_of[indices[: len(indices) // _WARPS : WARP]]
+        _check_fences(m, form, lanes)
+        flag = np.broadcast_to(np.asarray(form.accumulates(m, lanes)), len(indices))
+        adds = _of_group(m, i, flag, blocks, lanes, "scale-d")
+        used: list[NDArray[np.int64]] = []
+        if form.a_registers:
+            left = decode(_register_rows([r(m, lanes) for r in form.read_a], len(blocks)), form.a)
+        else:
+            left, pieces = _operand(m, i, form.read_a[0], blocks, lanes, _M, form.a, form.turn_a)
+            used.append(pieces)
+        right, pieces = _operand(m, i, form.read_b, blocks, lanes, form.n, form.b, form.turn_b)
+        used.append(pieces)
+        product = left @ right.swapaxes(1, 2)
+        _accumulate(m, form, lanes, product if form.sign == 1 else -product, adds, len(blocks))
+        m.counts.matrix(len(blocks) * _WARPS, 2 * _M // _WARPS * form.n * form.k)
+        group = p.committed[indices] + 1
+        for name in form.d:
+            p.guard(name).writes[lanes] = group
+        for name in form.a_registers:
+            p.guard(name).reads[lanes] = group
+        every = np.concatenate(used, axis=1)
+        hold(m.shared, every)
+        groups = group.reshape(_WARPS, len(blocks), WARP)[:, :, 0]
+        warpgroup = int(indices[0]) // (m.set_size * _WARPS)
+        p.reads.append(MatrixReads(blocks, every, groups, np.ones(len(blocks), np.bool_), warpgroup))
+
+    return run
+
+
+def _accumulate(m: Machine, form: _Form, lanes: Lanes, product: Values, adds: Values, blocks: int) -> None:
+    dtype = dtype_of(form.out)
+    result: Values = product.astype(dtype)  # sums of 32 products of 8-bit integers are exact in float32
+    if adds.any():
+        held = _fragment([cast(m.register(name)[lanes], dtype) for name in form.d], blocks)
+        if form.saturates:
+            limits = np.iinfo(np.int32)
+            total = np.clip(result.astype(np.int64) + held, limits.min, limits.max).astype(np.int32)
+        else:
+            total = held + result
+        result = total if adds.all() else np.where(adds[:, None, None], total, result)
+    for name, values in zip(form.d, _registers(result, blocks), strict=True):
+        m.register(name).view(dtype)[lanes] = values
+
+
+def _check_fences(m: Machine, form: _Form, lanes: Lanes) -> None:
+    p = _products(m)
+    missing = np.flatnonzero(p.fences[lanes] == 0)
+    if len(missing):
+        raise m.fault("a wgmma with no wgmma.fence before it", int(lane_indices(lanes)[missing[0]]))
+    for name in (*form.d, *form.a_registers):
+        touched = np.flatnonzero(p.guard(name).touched[lanes] > p.fences[lanes])
+        if len(touched):
+            what = f"a wgmma on {name}, which was written with no wgmma.fence since"
+            raise m.fault(what, int(lane_indices(lanes)[touched[0]]))
+
+
+def _of_group(m: Machine, i: Instruction, values: Values, blocks: NDArray[np.intp], lanes: Lanes, what: str) -> Values:
+    """(blocks,) values of which all threads of a warpgroup must have the same."""
+    table = np.broadcast_to(values, len(lane_indices(lanes))).reshape(_WARPS, len(blocks), WARP)
+    differ = np.flatnonzero((table != table[:1, :, :1]).ravel())
+    if len(differ):
+        raise m.fault(f"the threads of a warpgroup differ in {what}", int(lane_indices(lanes)[differ[0]]))
+    return np.ascontiguousarray(table[0, :, 0])
+
+
+def _operand(
+    m: Machine,
+    i: Instruction,
+    read: Callable[[Machine, Lanes], Values],
+    blocks: NDArray[np.intp],
+    lanes: Lanes,
+    rows: int,
+    kind: str,
+    transposed: bool,
+) -> tuple[Values, NDArray[np.int64]]:
+    """(blocks, rows, K) values of an operand in shared memory, and the (blocks, pieces) of memory that hold it."""
+    bits = _of_group(m, i, np.asarray(read(m, lanes)), blocks, lanes, "a matrix descriptor")
+    owner = lane_indices(lanes)[: len(blocks) * WARP : WARP]
+    offsets = np.zeros((len(blocks), 0, 0), np.int64)
+    for descriptor in np.unique(bits).tolist():
+        start, layout = Descriptor.parse(descriptor)
+        mine = np.flatnonzero(bits == descriptor)
+        try:
+            layout.check(start)
+        except DescriptorError as e:
+            raise m.fault(str(e), int(owner[mine[0]])) from None
+        found = layout.offsets(np.array([start], np.int64), rows, 32, transposed)
+        if not offsets.size:
+            offsets = np.zeros((len(blocks), *found.shape[1:]), np.int64)
+        offsets[mine] = found
+    outside = np.flatnonzero(((offsets < 0) | (offsets + CHUNK > m.shared_bytes)).any(axis=(1, 2)))
+    if len(outside):
+        worst = int(offsets[outside[0]].max())
+        what = f"a matrix descriptor that reaches byte {worst} of {m.shared_bytes} of shared memory"
+        raise m.fault(what, int(owner[outside[0]]))
+    place = offsets + (blocks * m.shared_stride)[:, None, None]
+    flat = place.ravel()
+    with m.accessing(np.repeat(owner, place[0].size), "shared"):
+        data = m.shared.read(flat, CHUNK, "wgmma operand read", atomic=True)  # it is held until a wait covers it
+        m.shared.require_fenced(flat, "wgmma operand read")
+    values = decode(data.reshape(*place.shape[:2], -1), kind)
+    return values.swapaxes(1, 2) if transposed else values, pieces_of(place.reshape(len(blocks), -1))
+
+
+# ---- moves ----------------------------------------------------------------------------------------------------------
+
+
+def is_plain(i: Instruction) -> bool:
+    """Whether a mov copies a register or a literal to a register."""
+    plain = isinstance(i.operands[1], (Register, Immediate))
+    return plain and isinstance(i.operands[0], Register) and i.operands[0].name != "_"
+
+
+def move(i: Instruction) -> Operation:
+    """mov of a register in a kernel with wgmma: the state of the source goes with its value.
+
+    Such moves are the compiler's, between a wgmma and its wait and behind a fence too; machine code has one register.
+    """
+    target, source = i.operands
+    assert isinstance(target, Register)
+    kind = "pred" if i.parts[-1] == "pred" else f"b{8 * dtype_of(i.parts[-1]).itemsize}"
+    name, origin = target.name, source.name if isinstance(source, Register) else ""
+    constant = None if origin else reader(source, i.parts[-1], i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        p = _products(m)
+        bad = p.unwritable(name, lanes)
+        if len(bad):
+            why = "write to a register that a wgmma under way uses, before a wgmma.wait_group that covers it"
+            raise m.fault(f"{why} ({name})", int(lane_indices(lanes)[bad[0]]))
+        values = cast(m.register(origin)[lanes], dtype_of(kind)) if constant is None else constant(m, lanes)
+        register = m.register(name)
+        if register.dtype != np.bool_ and values.dtype.itemsize == register.dtype.itemsize:
+            values = values.view(register.dtype)
+        register[lanes] = values
+        if origin in p.guards:
+            p.guard(name).writes[lanes] = p.guards[origin].writes[lanes]
+            p.guard(name).touched[lanes] = p.guards[origin].touched[lanes]
+
+    return run
+
+
+def build(i: Instruction) -> Operation:
+    """Any wgmma instruction."""
+    action = i.parts[0]
+    if action == "wait_group":
+        return _wait(i)
+    if action == "mma_async":
+        return multiply(i)
+    found = {"fence": _fence, "commit_group": _commit}.get(action)
+    if found is None:
+        raise unsupported(i)
+    return found
+
+
+BUILDERS = {"wgmma": build}

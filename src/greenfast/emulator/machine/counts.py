@@ -1,0 +1,158 @@
+"""Deterministic counts of what a kernel executes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.ptx.syntax import SourceLine
+from greenfast.spec.facts import KernelCounts
+
+WARP = 32
+BANKS = 32
+SECTOR = 32
+
+#: (words relative to the first thread's, bytes per thread) -> (passes, conflicts) of a warp's access to shared memory.
+_PATTERNS: dict[tuple[bytes, int], tuple[int, int]] = {}
+
+
+@dataclass
+class Counts:
+    """Counts over all blocks that ran.
+
+    instructions: warps that executed an instruction, by opcode (its first words). threads: threads that did.
+    matrix_instructions: warps that executed a matrix product; matrix_flops: multiply and add counted as two.
+    barriers: warps that arrived at one. sectors: 32-byte pieces of global memory touched, per warp access.
+    conflicts: passes over shared memory beyond the fewest that the access width needs. shared_bytes, bank_conflicts:
+    of loads and stores by source line.
+    """
+
+    instructions: Counter[str] = field(default_factory=Counter)
+    threads: Counter[str] = field(default_factory=Counter)
+    matrix_instructions: int = 0
+    matrix_flops: int = 0
+    exponentials: int = 0
+    barriers: int = 0
+    global_load_bytes: int = 0
+    global_store_bytes: int = 0
+    global_load_sectors: int = 0
+    global_store_sectors: int = 0
+    shared_load_bytes: int = 0
+    shared_store_bytes: int = 0
+    shared_passes: int = 0
+    shared_load_conflicts: int = 0
+    shared_store_conflicts: int = 0
+    shared_bytes: Counter[str] = field(default_factory=Counter)
+    bank_conflicts: Counter[str] = field(default_factory=Counter)
+
+    def matrix(self, products: int, flops: int) -> None:
+        """Count matrix products of as many warps, each of ``flops``."""
+        self.matrix_instructions += products
+        self.matrix_flops += products * flops
+
+    def access(
+        self,
+        space: str,
+        store: bool,
+        offsets: NDArray[np.int64],
+        threads: NDArray[np.intp],
+        size: int,
+        source: SourceLine | None,
+    ) -> None:
+        """Count one access of ``size`` bytes per thread: byte offsets and sorted numbers of its threads."""
+        if not len(offsets):
+            return
+        total = len(offsets) * size
+        if space == "global":
+            sectors = _sectors(offsets, threads // WARP, size)
+            if store:
+                self.global_store_bytes += total
+                self.global_store_sectors += sectors
+            else:
+                self.global_load_bytes += total
+                self.global_load_sectors += sectors
+        elif space == "shared":
+            passes, conflicts = _shared(offsets >> 2, threads, size)
+            self.shared_passes += passes
+            self.shared_bytes[str(source)] += total
+            if store:
+                self.shared_store_bytes += total
+                self.shared_store_conflicts += conflicts
+            else:
+                self.shared_load_bytes += total
+                self.shared_load_conflicts += conflicts
+            if conflicts:
+                self.bank_conflicts[str(source)] += conflicts
+
+    def add(self, other: Counts) -> None:
+        """Add another's counts to these."""
+        for f in fields(self):
+            mine, more = getattr(self, f.name), getattr(other, f.name)
+            if isinstance(mine, Counter):
+                mine.update(more)
+            else:
+                setattr(self, f.name, mine + more)
+
+    def record(self) -> KernelCounts:
+        """The counts as a record holds them, the most frequent first."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in values.items():
+            if isinstance(value, Counter):
+                values[name] = dict(value.most_common())
+        del values["threads"]
+        return KernelCounts(**values)
+
+
+def _sectors(offsets: NDArray[np.int64], warps: NDArray[np.int64], size: int) -> int:
+    first = offsets // SECTOR
+    keys = warps * (1 << 40) + first
+    last = (offsets + size - 1) // SECTOR
+    if (last != first).any():
+        keys = np.concatenate([keys, warps * (1 << 40) + last])
+    return len(np.unique(keys))
+
+
+def _shared(words: NDArray[np.int64], threads: NDArray[np.intp], size: int) -> tuple[int, int]:
+    """Passes over shared memory and how many of them are conflicts, of one access by some warps.
+
+    Most often all warps are whole and access one pattern, each at a place of its own: it is counted once.
+    """
+    rows = words.reshape(-1, WARP) if len(words) % WARP == 0 else None
+    if rows is not None and (threads[WARP - 1 :: WARP] - threads[::WARP] == WARP - 1).all():  # whole warps
+        relative = rows - rows[:, :1]  # moving all words of a warp by as much keeps its conflicts
+        if not (relative == relative[0]).all():
+            return _total(_passes(rows, size))
+        key = relative[0].tobytes(), size
+        found = _PATTERNS.get(key)
+        if found is None:
+            found = _PATTERNS[key] = _total(_passes(rows[:1], size))
+        return found[0] * len(rows), found[1] * len(rows)
+    warps = threads // WARP
+    table = np.full((int(warps[-1]) + 1, WARP), -1, np.int64)
+    table[warps, threads % WARP] = words
+    return _total(_passes(table, size))
+
+
+def _total(passes: NDArray[np.int64]) -> tuple[int, int]:
+    """Passes and conflicts of all parts of warps: a part with a thread in it needs one pass."""
+    return int(passes.sum()), int(np.maximum(passes - 1, 0).sum())
+
+
+def _passes(words: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Passes of each part of each warp's access; words: (warps, 32), the first word per thread, -1 for none.
+
+    A pass serves each bank once, and any number of threads that want its word. Accesses of 8 and 16 bytes are served in
+    halves and quarters of a warp, as the hardware does.
+    """
+    parts = max(1, size // 4)
+    wanted = words[:, :, None] + np.arange(parts)
+    wanted = np.sort(np.where(words[:, :, None] < 0, -1, wanted).reshape(-1, WARP), axis=1)
+    new = wanted >= 0
+    new[:, 1:] &= wanted[:, 1:] != wanted[:, :-1]
+    part = np.broadcast_to(np.arange(len(wanted))[:, None], wanted.shape)
+    banks = np.bincount(part[new] * BANKS + wanted[new] % BANKS, minlength=len(wanted) * BANKS)
+    return np.asarray(banks.reshape(-1, BANKS).max(axis=1))

@@ -1,0 +1,81 @@
+"""Launches in a row: which of them read and wrote a byte, and what one that begins early may touch.
+
+A launch with programmatic stream serialization may begin before the one before it has ended. Until griddepcontrol.wait
+it may not touch what that one writes, nor write what it reads; and ld.global.nc, a promise that nobody writes there
+while the kernel runs, is no way to read it after the wait either: the compiler may move such a load over the wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.machine.memory import GlobalMemory
+
+if TYPE_CHECKING:
+    from greenfast.emulator.ptx.syntax import Instruction
+
+Offsets = NDArray[np.int64]
+
+
+class Launches:
+    """The launches of a chain. Of each byte of global memory: which launch wrote and which read it last, from 1."""
+
+    def __init__(self, memory: GlobalMemory, names: Sequence[str]) -> None:
+        self.memory, self.names = memory, names
+        self.wrote = np.zeros(len(memory.data), np.uint8)
+        self.read = np.zeros(len(memory.data), np.uint8)
+        self.number = 0
+        #: The first launch that may still run while this one does.
+        self.first = 0
+        self.early = False
+
+    def begin(self, number: int, early: bool) -> None:
+        """A launch begins, the first as number 0; those before an early one's last ordinary one have ended."""
+        self.number, self.early = number + 1, early and number > 0
+        if not self.early:
+            self.first = self.number
+
+    def touch(self, offsets: Offsets, size: int, writes: bool) -> None:
+        """Note an access to ``size`` bytes each."""
+        to = self.wrote if writes else self.read
+        to[offsets[:, None] + np.arange(size)] = self.number
+
+    def harm(
+        self, offsets: Offsets, size: int, writes: bool, waited: NDArray[np.bool_], by: Instruction
+    ) -> tuple[int, str] | None:
+        """The first element that an early launch must not touch yet, and why; ``waited``: behind a wait of theirs."""
+        movable = by.name == "ld" and "nc" in by.parts
+        found = self.conflict(offsets, size, writes, waited & (not movable))
+        if found is None:
+            return None
+        row, other = found
+        what = f"{'a write' if writes else 'a read'} of {self.memory.describe(int(offsets[row]))}, which {other},"
+        why = "with no griddepcontrol.wait before it"
+        if waited[row]:
+            why = "by ld.global.nc, which the compiler may move over the griddepcontrol.wait before it"
+        return row, f"{what} in a launch that may begin early, {why}"
+
+    def conflict(self, offsets: Offsets, size: int, writes: bool, waited: Any) -> tuple[int, str] | None:
+        """The first of these accesses that nothing orders behind an earlier launch, and what is wrong with it.
+
+        waited: which of them come behind a griddepcontrol.wait.
+        """
+        places = offsets[:, None] + np.arange(size)
+        found = self._unfinished(self.wrote[places])
+        what = "writes"
+        if writes and not found.any():
+            found, what = self._unfinished(self.read[places]), "reads"
+        bad = found.any(axis=1) & ~waited
+        if not bad.any():
+            return None
+        row = int(np.flatnonzero(bad)[0])
+        launch = int(found[row].max())
+        return row, f"launch {launch} ({self.names[launch - 1]}) {what}"
+
+    def _unfinished(self, launches: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The numbers of launches that may still run, 0 for others."""
+        return np.where((launches >= self.first) & (launches < self.number), launches, np.uint8(0))

@@ -1,0 +1,115 @@
+"""Loops: which of them wait for somebody else, and when nothing can change any more.
+
+A warp runs until it waits or ends. A loop that reads what others may write (atomics, volatile and acquire loads) leaves
+its warp after each turn, any other after many, so that what it waits for can happen. A round of all warps in which no
+memory, barrier or thread changed is quiet; when the registers are those of an earlier quiet round as well, with nothing
+changed between, the blocks wait for ever.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from greenfast.emulator.machine.state import Lanes, Machine, lane_indices
+from greenfast.emulator.ptx.syntax import Function, Instruction, Symbol
+
+#: Turns of a loop after which its warp lets others run.
+TURNS = 4096
+#: How many turns of it a turn counts as, in a loop that lets others run and that nothing leaves.
+ENDLESS = 16
+#: Instructions of a warp, with no barrier and no end of a thread meanwhile, after which it counts as endless.
+STRETCH_LIMIT = 500_000
+#: What a turn of a loop that lets others run counts as, in instructions: about the time that it takes.
+POLL = 100
+#: Instructions after which a warp whose threads part again and again lets others run.
+STRETCH = 100_000
+#: Quiet rounds after which a wait counts as endless although a register still changes, such as a count of the tries.
+QUIET_LIMIT = 200_000
+#: Turns without success after which a loop lets the other threads of its warp run first.
+PATIENCE = 2
+_STRONG = {"volatile", "relaxed", "acquire", "mmio"}
+
+
+def polling_branches(function: Function) -> set[int]:
+    """The branches back of loops that read what other threads may write meanwhile."""
+    reads = np.cumsum([0, *(_is_polled(i) for i in function.code)])
+    found = set()
+    for pc, i in enumerate(function.code):
+        target = i.operands[0] if i.name == "bra" and i.operands else None
+        if isinstance(target, Symbol) and target.name in function.labels:
+            start = function.labels[target.name]
+            if start <= pc and reads[pc + 1] > reads[start]:
+                found.add(pc)
+    return found
+
+
+def endless_branches(function: Function) -> set[int]:
+    """The branches back of loops that nothing leaves."""
+    found = set()
+    for pc, i in enumerate(function.code):
+        target = i.operands[0] if i.name == "bra" and i.operands else None
+        if i.guard is None and isinstance(target, Symbol) and function.labels.get(target.name, pc + 1) <= pc:
+            start = function.labels[target.name]
+            if not any(_leaves(function, other, start, pc) for other in function.code[start:pc]):
+                found.add(pc)
+    return found
+
+
+def _leaves(function: Function, i: Instruction, start: int, end: int) -> bool:
+    """Whether an instruction may lead out of the loop from ``start`` to ``end``."""
+    if i.name in ("ret", "exit", "trap", "brkpt"):
+        return True
+    if i.name != "bra":
+        return i.name in ("brx", "call")
+    target = i.operands[0]
+    return not isinstance(target, Symbol) or not start <= function.labels.get(target.name, -1) <= end
+
+
+def _is_polled(i: Instruction) -> bool:
+    if i.name == "atom":
+        return True
+    return i.name == "ld" and not _STRONG.isdisjoint(i.parts)
+
+
+class Progress:
+    """Whether the blocks of a machine still get anywhere."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.m = machine
+        self._state: tuple[int, ...] = ()
+        self._rounds = 0
+        self._kept = 0
+
+    def quiet(self) -> bool:
+        """Whether nothing but registers has changed since the last call."""
+        m = self.m
+        state = (m.memory.writes, m.shared.writes, m.changes)
+        if state == self._state:
+            return True
+        self._state, self._rounds = state, 0
+        return False
+
+    def stands(self, fragments: list[dict[int, Lanes]]) -> bool:
+        """Whether a quiet round left the registers as an earlier one, or there have been too many."""
+        self._rounds += 1
+        if self._rounds > QUIET_LIMIT:
+            return True
+        power = 1 << self._rounds.bit_length() - 1
+        if self._rounds - power > 2:  # a longer circle is found by a later power of two
+            return False
+        signature = self._signature(fragments)
+        if self._rounds == power:
+            self._kept = signature
+            return False
+        return signature == self._kept
+
+    def _signature(self, fragments: list[dict[int, Lanes]]) -> int:
+        found = 0
+        for waiting in fragments:
+            for pc in sorted(waiting):
+                found = zlib.crc32(lane_indices(waiting[pc]).tobytes(), found ^ pc)
+        for name in sorted(self.m.registers):
+            found = zlib.crc32(self.m.registers[name].tobytes(), found)
+        return zlib.crc32(self.m.local.data.tobytes(), found)

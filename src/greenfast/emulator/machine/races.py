@@ -1,0 +1,399 @@
+"""Data races: two accesses to one byte, one of them a write, neither atomic, by threads that nothing orders.
+
+Between the threads of a warp see within.py. Volatile, relaxed, acquire and release accesses count as atomic ones. A
+write that leaves what is there races with nobody. Of each word the last write is known and, in shared memory, each
+warp's last read; in global memory two blocks that read it last, and that only in buffers that the launch writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.ordering import Ordering
+from greenfast.emulator.machine.records import (
+    WORD,
+    GlobalRecord,
+    Table,
+    TrackReads,
+    changes,
+    places_of,
+    threads_by_unit,
+    units_of,
+)
+from greenfast.emulator.machine.within import Within
+
+if TYPE_CHECKING:
+    from greenfast.emulator.machine.state import Lanes, Machine
+
+Numbers = NDArray[Any]
+WARP = 32
+#: Reads that are kept before they are entered.
+_MOST_READS = 256
+_SHIFT = np.uint64(32)
+#: A tag's bits of the block; between these and the number are those of the lane.
+_LANE, _BLOCK = np.uint64(27), np.uint64((1 << 27) - 1)
+
+
+class Races:
+    """The data races of a machine's threads."""
+
+    def __init__(self, machine: Machine, record: GlobalRecord, ordering: Ordering) -> None:
+        self.m, self.record, self.ordering = machine, record, ordering
+        self.warp = 0
+        self.accessing: Lanes = slice(0, 0)  # the threads of the access, in order
+        self._position = np.full(machine.geometry.blocks, -1, np.int64)  # of a block of the grid among these
+        self._position[machine.blocks] = np.arange(len(machine.blocks))
+        self._shared_writes = {WORD: Table(WORD, len(machine.shared.data), machine.warps)}
+        self._new_reads: list[list[tuple[Numbers, int, int, Lanes]]] = [[] for _ in range(machine.warps)]
+        self._behind_wait: set[int] = set()  # mbarriers at which a thread behind a griddepcontrol.wait has arrived
+        self._shared_reads: list[dict[int, Table]] = [{} for _ in range(machine.warps)]
+        self.within = Within(machine)
+
+    def _begin(self) -> int:
+        number = self.ordering.now = self.record.accesses.add(self.m.current, self.warp)
+        return number
+
+    # ---- synchronizing ----------------------------------------------------------------------------------------------
+
+    def barrier(self, keys: Numbers, waiting: Numbers, of: Numbers, per_block: int) -> None:
+        """Barriers are complete, of ``per_block`` in each block; waiting: threads that leave the barriers ``of``."""
+        m = self.m
+        if m.launches is not None:
+            behind = np.unique(of[m.behind_wait[waiting]])
+            m.behind_wait[waiting[np.isin(of, behind)]] = True
+        living = np.bincount(m.block_of[~m.ended], minlength=len(m.blocks))
+        left = np.bincount(of // per_block, minlength=len(m.blocks))
+        whole = np.unique(keys // per_block)
+        whole = whole[(left[whole] == living[whole]) & (living[whole] > 0)]
+        self.converge(waiting)
+        self.ordering.level_blocks(whole)
+        if len(whole) == len(m.blocks):  # all that was read before is over for everybody
+            for reads in self._new_reads:
+                reads.clear()
+        rest = ~np.isin(of // per_block, whole)
+        if rest.any():
+            pairs = np.unique(of[rest] * m.warps + waiting[rest] // m.set_size)
+            found: dict[int, tuple[int, list[int]]] = {}
+            for key, warp in zip((pairs // m.warps).tolist(), (pairs % m.warps).tolist(), strict=True):
+                found.setdefault(key, (key // per_block, []))[1].append(warp)
+            self.ordering.release(found)
+
+    def converge(self, lanes: Lanes) -> None:
+        """Threads synchronize with others of their warps."""
+        self.within.converge(lanes, self.ordering.now)
+
+    def arrive_at(self, rows: Numbers, lanes: Lanes) -> None:
+        """Threads arrive at mbarriers."""
+        if self.m.launches is not None:
+            self._behind_wait.update(rows[self.m.behind_wait[lanes]].tolist())
+        for row, block, warp in self._each(rows, lanes):
+            self.ordering.pass_to(row, block, warp)
+
+    def leave(self, rows: Numbers, lanes: Lanes) -> None:
+        """Threads have waited for mbarriers."""
+        if self.m.launches is not None and self._behind_wait:
+            self.m.behind_wait[lanes] |= np.isin(rows, list(self._behind_wait))
+        self.converge(lanes)
+        warps = set()
+        for row, block, warp in self._each(rows, lanes):
+            self.ordering.take_from(row, block, warp)
+            warps.add(warp)
+        self.ordering.level(np.array(sorted(warps), np.intp))
+
+    def _each(self, places: Numbers, lanes: Lanes) -> Iterator[tuple[int, int, int]]:
+        """The places that threads name, and block and warp, each once."""
+        m = self.m
+        warps = np.arange(m.lanes)[lanes] // WARP
+        found = np.unique(np.stack([places, warps]), axis=1) if len(places) > 1 else np.stack([places, warps])
+        for place, warp in zip(*found.tolist(), strict=True):
+            yield place, warp % len(m.blocks), warp // len(m.blocks)
+
+    def fence(self, lanes: Lanes) -> None:
+        """Threads execute a fence of the device's or a wider scope."""
+        if self.ordering.through_memory:
+            self.ordering.fence(np.unique(self.m.block_of[lanes]).tolist())
+
+    def synchronize(
+        self, space: str, offsets: Numbers, lanes: Lanes, reads: bool, writes: bool, releases: bool = False
+    ) -> None:
+        """Threads read or write, one after the other, in a way that may synchronize them with others."""
+        if space == "global" and self.m.launches is not None:
+            self.accessing = lanes
+            self._check_launches(offsets, 4, writes)
+        self.converge(lanes)
+        if not self.ordering.through_memory:
+            return
+        warps = set()
+        for offset, block, warp in self._each(offsets, lanes):
+            if reads:
+                warps.add(warp)
+                self.ordering.observe(space, offset, block, warp)
+                self._observe_write(space, offset, block, warp)
+            if writes:
+                self.ordering.publish(space, offset, block, warp, releases)
+        self.ordering.level(np.array(sorted(warps), np.intp))
+
+    def _observe_write(self, space: str, offset: int, block: int, warp: int) -> None:
+        """A place that is read may have been written by an ordinary write, as a flag or a lock."""
+        ordering = self.ordering
+        if space == "global":
+            tag = int(self.record.table(WORD)[offset // WORD])
+            writer, number = int(self._position[(tag & int(_BLOCK)) - 1]) if tag else -1, tag >> 32
+            if writer >= 0 and writer != block:
+                np.maximum(ordering.blocks[block], ordering.fenced[writer], out=ordering.blocks[block])
+                return
+        else:
+            number = int(self._shared_writes[WORD].entries[offset // WORD])
+            writer = block if number else -1
+        by = int(self.record.accesses.warps[number])
+        if writer >= 0 and by != warp:
+            ordering.learn(block, warp, ordering.of(block, by))
+
+    # ---- shared memory ----------------------------------------------------------------------------------------------
+
+    def shared_read(self, offsets: Numbers, size: int) -> None:
+        """Threads read ``size`` bytes each."""
+        number = self._begin()
+        floor, least = self.ordering.floor[self.warp], self.within.least(self.warp)
+        for table in self._shared_writes.values():
+            if table.newest(self.warp) > floor:
+                _, rows, whole = units_of(offsets, size)
+                self._check_shared(table, rows, whole, "read", "write", None)
+            if table.latest[self.warp] > least:
+                unit, rows, whole = units_of(offsets, size)
+                mine = threads_by_unit(self._threads(len(offsets)), len(rows), whole // unit)
+                self._check_within(table, rows, whole, mine, "read", "write", None)
+        self._new_reads[self.warp].append((offsets, size, number, self.accessing))
+        if len(self._new_reads[self.warp]) > _MOST_READS:
+            self._record_reads(self.warp)
+
+    def shared_write(self, offsets: Numbers, size: int, values: Numbers | None) -> None:
+        """Threads write ``size`` bytes each; values: (threads, size) of them, None where they come later."""
+        number = self._begin()
+        threads = self._threads(len(offsets))
+        unit, rows, size = units_of(offsets, size)
+        floor, mine = self.ordering.floor[self.warp], threads_by_unit(threads, len(rows), size // unit)
+        for table in self._shared_writes.values():
+            if table.newest(self.warp) > floor:
+                self._check_shared(table, rows, size, "write", "write", values)
+            if values is not None:
+                self._check_within(table, rows, size, mine, "write", "write", values)
+        for warp, tables in enumerate(self._shared_reads):
+            if warp != self.warp and self._new_reads[warp]:
+                self._record_reads(warp)
+            for table in tables.values() if warp != self.warp else ():
+                if table.latest[warp] > floor:
+                    self._check_shared(table, rows, size, "write", "read", values)
+        if values is None:
+            mine = np.full((len(rows), 1), -1)
+        else:
+            if self._new_reads[self.warp] and self._new_reads[self.warp][-1][2] > self.within.least(self.warp):
+                self._record_reads(self.warp)
+            for table in self._shared_reads[self.warp].values():
+                self._check_within(table, rows, size, mine, "write", "read", values)
+        self._table(self._shared_writes, unit).put(rows, size, number, self.warp, mine)
+
+    def _record_reads(self, warp: int) -> None:
+        """Enter what a warp has read since a barrier: most often none writes there before the next one."""
+        for offsets, size, number, lanes in self._new_reads[warp]:
+            unit, rows, whole = units_of(offsets, size)
+            threads = threads_by_unit(self._threads(len(offsets), lanes), len(rows), whole // unit)
+            self._table(self._shared_reads[warp], unit).put(rows, whole, number, warp, threads)
+        self._new_reads[warp].clear()
+
+    def _table(self, tables: dict[int, Table], unit: int) -> Table:
+        table = tables.get(unit)
+        if table is None:
+            table = tables[unit] = Table(unit, len(self.m.shared.data), self.m.warps)
+        return table
+
+    def _threads(self, count: int, lanes: Lanes | None = None) -> Numbers:
+        """The thread of each element of an access by ``lanes``, of the one at hand if there are none."""
+        lanes = self.accessing if lanes is None else lanes
+        found = np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
+        return found if len(found) == count else found[np.arange(count) * len(found) // count]
+
+    def _check_within(
+        self, table: Table, rows: Numbers, size: int, mine: Numbers, what: str, other: str, values: Any
+    ) -> None:
+        """A fault where an access meets one of another thread of its warp with nothing to synchronize them between."""
+        least = self.within.least(self.warp)
+        if table.latest[self.warp] <= least:
+            return
+        numbers = table.get(rows, size)
+        late = (numbers > least) & (self.record.accesses.warps[numbers] == self.warp)
+        if not late.any():
+            return
+        mine = np.repeat(mine, -(-numbers.shape[1] // mine.shape[1]), axis=1)[:, : numbers.shape[1]]
+        bad = late & self.within.apart(numbers, mine, table.by(rows, size))
+        if bad.any() and values is not None:
+            bad &= changes(self.m.shared, rows * size, size, values)[:, None]
+        if bad.any():
+            row, column = np.argwhere(bad)[0]
+            lane = int(mine[row, column])
+            block = int(self.m.blocks[self.m.block_of[lane]])
+            place = self.m.shared_place(int(rows[row]) * size)
+            raise self._fault(what, other, int(numbers[row, column]), place, block, lane)
+
+    def _check_shared(self, table: Table, rows: Numbers, size: int, what: str, other: str, values: Any) -> None:
+        """A fault where an access meets one of other warps that it does not know to be over."""
+        numbers = table.get(rows, size)
+        floor = self.ordering.floor[self.warp]
+        if int(numbers.max()) <= floor:
+            return
+        late = np.flatnonzero(numbers > floor)
+        late = late[self.record.accesses.warps[numbers.ravel()[late]] != self.warp]
+        if len(late):
+            elements = late // numbers.shape[1]
+            self._judge_shared(numbers.ravel()[late], elements, rows, size, what, other, values)
+
+    def _judge_shared(
+        self, numbers: Numbers, elements: Numbers, rows: Numbers, size: int, what: str, other: str, values: Any
+    ) -> None:
+        """A fault where an access of another warp is not known to be over; elements: which of this access it met."""
+        m = self.m
+        by = self.record.accesses.warps[numbers]
+        bad = numbers > self.ordering.warps[rows[elements] * size // m.shared_stride, self.warp, by]
+        if bad.any() and values is not None:
+            bad &= changes(m.shared, rows * size, size, values)[elements]
+        if bad.any():
+            first = int(np.flatnonzero(bad)[0])
+            row = int(elements[first])
+            lane = self._lane(row, len(rows))
+            block = int(m.blocks[m.block_of[lane]])
+            raise self._fault(what, other, int(numbers[first]), m.shared_place(int(rows[row]) * size), block, lane)
+
+    # ---- global memory ----------------------------------------------------------------------------------------------
+
+    def global_read(self, offsets: Numbers, size: int) -> None:
+        """Threads read ``size`` bytes each."""
+        record = self.record
+        self._check_launches(offsets, size, False)
+        owners = record.memory.owners(offsets)
+        if record.dirty.isdisjoint(owners) and record.tracked.isdisjoint(owners):
+            record.read.update(owners)
+            return
+        number = self._begin()
+        mine = self._mine(number, len(offsets))
+        self._check_global(record.writes, offsets, size, mine, "read", "write", None)
+        record.read.update(owners - record.tracked - record.dirty)
+        unit, places = places_of(offsets, size)
+        mine = mine[:, None]
+        last, other = record.readers(unit)
+        before = last[places]
+        moved = (before & _BLOCK != mine & _BLOCK) & (before > 0)
+        other[places[moved]] = before[moved]
+        last[places] = mine
+        lost = last[places] & _BLOCK != mine & _BLOCK  # two blocks in one access
+        other[places[lost]] = np.broadcast_to(mine, places.shape)[lost]
+
+    def global_write(self, offsets: Numbers, size: int, values: Numbers | None) -> None:
+        """Threads write (threads, size) bytes."""
+        record = self.record
+        self._check_launches(offsets, size, True)
+        owners = record.memory.owners(offsets)
+        for owner in (owners & record.read) - record.tracked:
+            raise TrackReads(record.memory.name_of(owner))
+        record.dirty |= owners
+        number = self._begin()
+        mine = self._mine(number, len(offsets))
+        self._check_global(record.writes, offsets, size, mine, "write", "write", values)
+        for n in range(2):
+            self._check_global({u: t[n] for u, t in record.reads.items()}, offsets, size, mine, "write", "read", values)
+        unit, places = places_of(offsets, size)
+        table = record.table(unit)
+        mine = mine[:, None]
+        table[places] = mine
+        lost = table[places] & _BLOCK != mine & _BLOCK  # another block wrote it in the same access
+        if values is not None and lost.any():
+            self._check_together(offsets, values, lost, number)
+
+    def _check_launches(self, offsets: Numbers, size: int, writes: bool) -> None:
+        """A fault where an early launch touches what launches before it may still use."""
+        m, launches = self.m, self.m.launches
+        if launches is None:
+            return
+        if launches.early:
+            waited = m.behind_wait[self._threads(len(offsets))]
+            found = launches.harm(offsets, size, writes, waited, m.current)
+            if found is not None:
+                raise m.fault(found[1], self._lane(found[0], len(offsets)))
+        launches.touch(offsets, size, writes)
+
+    def _mine(self, number: int, count: int) -> Numbers:
+        threads = self._threads(count)
+        blocks = self.m.blocks[self.m.block_of[threads]].astype(np.uint64)
+        lanes = (threads % WARP).astype(np.uint64)
+        return (blocks + np.uint64(1)) | lanes << _LANE | np.uint64(number) << _SHIFT
+
+    def _check_global(
+        self, tables: dict[int, Numbers], offsets: Numbers, size: int, mine: Numbers, what: str, other: str, values: Any
+    ) -> None:
+        """A fault where an access meets one of another warp or block that it does not know to be over."""
+        m = self.m
+        for unit, table in tables.items():
+            tags = table[offsets[:, None] // unit + np.arange(max(1, size // unit))]
+            if not tags.any():
+                continue
+            numbers, blocks = (tags >> _SHIFT).astype(np.int64), (tags & _BLOCK).astype(np.int64) - 1
+            own = (mine & _BLOCK).astype(np.int64)[:, None] - 1
+            by = self.record.accesses.warps[numbers]
+            here, first = self._position[own], self._position[blocks]
+            inside = first >= 0
+            known = self.ordering.warps[here, self.warp, np.minimum(by, m.warps - 1)]
+            if self.ordering.through_memory:  # blocks that have ended before these began are not asked
+                between = np.where(inside, self.ordering.blocks[here, np.where(inside, first, 0)], numbers)
+            else:
+                between = np.zeros(1, np.int64)
+            same = (blocks == own) & (by == self.warp)
+            bad = (numbers > np.where(blocks == own, known, between)) & ~same
+            if values is not None or what == "read":  # no asynchronous copy
+                lanes = (tags >> _LANE & np.uint64(WARP - 1)).astype(np.int64)
+                others = self.warp * m.set_size + here * WARP + lanes
+                bad |= same & self.within.apart(numbers, self._threads(len(offsets))[:, None], others)
+            if bad.any() and values is not None:
+                bad &= changes(m.memory, offsets, size, values)[:, None]
+            if bad.any():
+                row, column = np.argwhere(bad)[0]
+                place = m.memory.describe(int(offsets[row]))
+                lane = self._lane(int(row), len(offsets))
+                raise self._fault(what, other, int(numbers[row, column]), place, int(blocks[row, column]), lane)
+
+    def _check_together(self, offsets: Numbers, values: Numbers, lost: Numbers, number: int) -> None:
+        """A fault where blocks write different values to one place in the same access.
+
+        Of threads of one warp that do so one wins (CUDA C++ Programming Guide, "SIMT Architecture"), which is no race.
+        """
+        some = np.flatnonzero(lost.any(axis=1))
+        order = np.lexsort((np.arange(len(offsets)), offsets))
+        last = dict(zip(offsets[order].tolist(), order.tolist(), strict=True))
+        for row in some.tolist():
+            winner = last[int(offsets[row])]
+            if (values[winner] != values[row]).any():
+                by = self._lane(winner, len(offsets))
+                block = int(self.m.blocks[self.m.block_of[by]])
+                place = self.m.memory.describe(int(offsets[row]))
+                raise self._fault("write", "write", number, place, block, self._lane(row, len(offsets)))
+
+    # ---- faults -----------------------------------------------------------------------------------------------------
+
+    def _lane(self, row: int, count: int) -> int:
+        """The thread of an element of the access."""
+        return int(self._threads(count)[row])
+
+    def _fault(self, what: str, other: str, number: int, place: str, block: int, lane: int) -> KernelFaultError:
+        """The fault of two accesses that nothing orders; ``block``: of the earlier one."""
+        m = self.m
+        earlier = self.record.accesses.instructions[number]
+        assert earlier is not None
+        who = f"warp {self.record.accesses.warps[number]} of {m.block_name(block)}"
+        return m.fault(
+            f"a data race on {place}: nothing orders this {what} and the {other} at {earlier.source or 'unknown line'} "
+            f"(in: {earlier.text}) by {who}, found",
+            lane,
+        )

@@ -1,0 +1,152 @@
+"""What is kept of accesses: their numbers, and who last wrote and read the words of shared and of global memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.machine.memory import Arena, GlobalMemory
+
+if TYPE_CHECKING:
+    from greenfast.emulator.ptx.syntax import Instruction
+
+Numbers = NDArray[Any]
+#: Units of accesses: words, and for narrower ones bytes.
+WORD = 4
+#: Bytes that are taken together.
+_PIECE = 16
+_STEPS = {1 << n: np.arange(0, _PIECE, 1 << n) for n in range(5)}
+_SHIFTS = {1 << n: n for n in range(5)}
+_VIEWS: dict[int, Any] = {1: np.uint32, 2: np.uint64, 4: np.complex128}
+
+
+class TrackReads(Exception):  # noqa: N818 - no error: the run begins again
+    """A buffer is written whose reads were not recorded: the grid has to run again, with them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+class Accesses:
+    """All accesses of a grid, numbered from 1."""
+
+    def __init__(self) -> None:
+        self.instructions: list[Instruction | None] = [None]
+        self.warps = np.zeros(1 << 12, np.int64)
+
+    def add(self, instruction: Instruction, warp: int) -> int:
+        """The number of a new access."""
+        number = len(self.instructions)
+        self.instructions.append(instruction)
+        if number == len(self.warps):
+            self.warps = np.concatenate([self.warps, np.zeros(number, np.int64)])
+        self.warps[number] = warp
+        return number
+
+
+class GlobalRecord:
+    """Who last wrote and read the words of global memory: (access number << 32) + (lane << 27) + block + 1, or 0."""
+
+    def __init__(self, memory: GlobalMemory, tracked: frozenset[str]) -> None:
+        self.memory = memory
+        self.accesses = Accesses()
+        #: By bytes of a unit: words, and for narrower accesses bytes.
+        self.writes: dict[int, Numbers] = {}
+        self.reads: dict[int, tuple[Numbers, Numbers]] = {}
+        self.dirty: set[int] = set()  # allocations that the launch has written
+        self.read: set[int] = set()  # and such that it has read with no record
+        self.tracked = {memory.number(name) for name in tracked if name in memory.starts}
+
+    def table(self, unit: int) -> Numbers:
+        """The last writes by unit."""
+        if unit not in self.writes:
+            self.writes[unit] = np.zeros(len(self.memory.data) // unit, np.uint64)
+        return self.writes[unit]
+
+    def readers(self, unit: int) -> tuple[Numbers, Numbers]:
+        """The last reads by unit, and those before them of another block."""
+        if unit not in self.reads:
+            size = len(self.memory.data) // unit
+            self.reads[unit] = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
+        return self.reads[unit]
+
+
+class Table:
+    """The number of the last access to each unit of shared memory, and its thread; latest: of each warp to any."""
+
+    def __init__(self, unit: int, size: int, warps: int) -> None:
+        self.unit = unit
+        self.entries = np.zeros(size // unit, np.uint32)
+        self.threads = np.zeros(size // unit, np.int32)
+        self.latest = [0] * warps
+
+    def newest(self, but: int) -> int:
+        """The latest access of any other warp."""
+        return max((n for warp, n in enumerate(self.latest) if warp != but), default=0)
+
+    def put(self, rows: Numbers, size: int, number: int, warp: int, threads: Numbers) -> None:
+        """Threads of a warp (-1: an asynchronous copy) access elements of ``size`` bytes, whole units."""
+        self.threads.reshape(-1, size // self.unit)[rows] = threads
+        view = _VIEWS[size // self.unit]
+        self.entries.view(view)[rows] = np.full(size // self.unit, number, np.uint32).view(view)[0]
+        self.latest[warp] = number
+
+    def by(self, rows: Numbers, size: int) -> Any:
+        """(elements, units) threads, as ``get`` gives the numbers."""
+        units = size // self.unit
+        if units <= 1:
+            return self.threads[rows if units else rows * size // self.unit][:, None]
+        return self.threads.reshape(-1, units)[rows]
+
+    def get(self, rows: Numbers, size: int) -> Any:
+        """(elements, units) numbers; an element may be a part of a unit, or many."""
+        units = size // self.unit
+        if units <= 1:
+            return self.entries[rows if units else rows * size // self.unit][:, None]
+        if units in _VIEWS:
+            return self.entries.view(_VIEWS[units])[rows].view(np.uint32).reshape(-1, units)
+        quarters = (rows * (units // 4))[:, None] + np.arange(units // 4)
+        return self.entries.view(_VIEWS[4])[quarters].view(np.uint32).reshape(-1, units)
+
+
+def units_of(offsets: Numbers, size: int) -> tuple[int, Numbers, int]:
+    """What an access is recorded by: the bytes of a unit, its elements by number, and their size.
+
+    Neighbouring elements that fill 16 bytes, as threads in a row or a matrix fragment have them, are taken together.
+    """
+    many = _PIECE // size
+    if many > 1 and len(offsets) % many == 0:
+        first = int(offsets[0])
+        if not first % _PIECE and int(offsets[many - 1]) - first == _PIECE - size:
+            table = offsets.reshape(-1, many)
+            heads = table[:, 0]
+            if not int(np.bitwise_or.reduce(heads)) % _PIECE and (table - heads[:, None] == _STEPS[size]).all():
+                return WORD, heads >> _SHIFTS[_PIECE], _PIECE
+    return WORD if size >= WORD else 1, offsets >> _SHIFTS[size], size
+
+
+def threads_by_unit(threads: Numbers, elements: int, units: int) -> Numbers:
+    """(elements, units or 1) the thread of each unit of an access; -1 where several share one."""
+    if len(threads) == elements:
+        return threads[:, None]
+    table = threads.reshape(elements, max(1, units), -1) if len(threads) % (elements * max(1, units)) == 0 else None
+    if table is None:  # fewer threads than units: some of them have several
+        return np.repeat(threads, elements * units // len(threads)).reshape(elements, units)
+    one: Numbers = table[:, :, 0]
+    return np.where((table == one[:, :, None]).all(axis=2), one, -1)
+
+
+def places_of(offsets: Numbers, size: int) -> tuple[int, Numbers]:
+    """The bytes of a unit, and the (threads, units) of an access."""
+    unit = WORD if size >= WORD else 1
+    return unit, offsets[:, None] // unit + np.arange(size // unit)
+
+
+def changes(arena: Arena, offsets: Numbers, size: int, values: Numbers) -> Numbers:
+    """Which elements of ``size`` bytes of a write change what is there."""
+    before = arena.data[offsets[:, None] + np.arange(size)]
+    changed: Numbers = (before != values.reshape(-1, size)).any(axis=1)
+    return changed

@@ -1,0 +1,45 @@
+"""The stacks of threads that call recursive functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Stack:
+    """The frames of a machine's threads: how deep each is in calls, where it returns to, and what it keeps."""
+
+    def __init__(self, lanes: int) -> None:
+        self.depth = np.zeros(lanes, np.int64)
+        self.returns: list[NDArray[np.int64]] = []
+        self.kept: list[dict[str, NDArray[Any]]] = []
+
+    def push(self, lanes: NDArray[np.intp], pc: int) -> None:
+        """Threads call, to return to an instruction."""
+        depths = self.depth[lanes]
+        while len(self.returns) <= int(depths.max()):
+            self.returns.append(np.zeros(len(self.depth), np.int64))
+        for depth in np.unique(depths):
+            self.returns[depth][lanes[depths == depth]] = pc
+        self.depth[lanes] += 1
+
+    def pop(self, lanes: NDArray[np.intp]) -> NDArray[np.int64]:
+        """Threads return; gives where to."""
+        self.depth[lanes] -= 1
+        found = np.zeros(len(lanes), np.int64)
+        for depth in np.unique(self.depth[lanes]):
+            here = self.depth[lanes] == depth
+            found[here] = self.returns[depth][lanes[here]]
+        return found
+
+    def slot(self, depth: int, name: str, like: NDArray[Any], width: int) -> NDArray[Any]:
+        """Where a register (width 0) or a variable of ``width`` bytes is kept at a depth."""
+        while len(self.kept) <= depth:
+            self.kept.append({})
+        slots = self.kept[depth]
+        if name not in slots:
+            shape = (len(self.depth), width) if width else (len(self.depth),)
+            slots[name] = np.zeros(shape, like.dtype)
+        return slots[name]

@@ -1,0 +1,99 @@
+"""Tensor maps, and the swizzle that tensor copies and matrix descriptors share.
+
+Facts: CUDA driver API, "Tensor Map Object Management"; PTX ISA, "Swizzling modes".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.machine.memory import GlobalMemory
+from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import TensorMap
+
+#: Bytes of a CUtensorMap.
+MAP_BYTES = 128
+_LONGEST_BOX, _MOST_DIMENSIONS = 256, 5
+
+
+def swizzled(offsets: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+    """Addresses in a block's shared memory, permuted in pieces of 16 bytes within rows of ``width`` bytes.
+
+    width: 0 (as they are), 32, 64 or 128. Bits 4-6 are XORed with bits 7-9 (128), bits 4-5 with 7-8 (64), bit 4 with
+    bit 7 (32).
+    """
+    if not width:
+        return offsets
+    return offsets ^ ((offsets >> 7) & (width // 16 - 1)) << 4
+
+
+@dataclass(frozen=True)
+class BoundMap:
+    """A tensor map over an allocation that begins at offset ``start`` of global memory. Tuples are innermost first."""
+
+    name: str
+    start: int
+    item: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes of one tile."""
+        return math.prod(self.box) * self.item
+
+
+def bind(layout: TensorMap, memory: GlobalMemory) -> BoundMap:
+    """The map over a buffer of the case.
+
+    Raises UsageError for what the driver would refuse, and for a map that reaches beyond its buffer.
+    """
+    if layout.buffer not in memory.starts:
+        raise UsageError(f"tensor map over {layout.buffer!r}, which is no buffer of the case")
+    rank, item = len(layout.shape), np.dtype(layout.dtype).itemsize
+    if not 1 <= rank <= _MOST_DIMENSIONS or len(layout.strides) != rank or len(layout.box) != rank:
+        raise _refused(layout, f"needs 1 to {_MOST_DIMENSIONS} dimensions, as many strides and box extents as extents")
+    if layout.strides[-1] != item:
+        raise _refused(layout, f"its innermost stride must be the element's {item} bytes, not {layout.strides[-1]}")
+    for stride in layout.strides[:-1]:
+        if stride % 16 or not 0 < stride < 1 << 40:
+            raise _refused(layout, f"a stride of {stride} bytes; strides are multiples of 16 below 2^40")
+    for extent in layout.box:
+        if not 1 <= extent <= _LONGEST_BOX:
+            raise _refused(layout, f"a box extent of {extent}; extents are 1 to {_LONGEST_BOX}")
+    inner = layout.box[-1] * item
+    if inner % 16:
+        raise _refused(layout, f"its box is {inner} bytes wide; the width must be a multiple of 16 bytes")
+    if layout.swizzle not in (0, 32, 64, 128):
+        raise _refused(layout, f"a swizzle of {layout.swizzle}; known are 0, 32, 64 and 128")
+    if layout.swizzle and inner > layout.swizzle:
+        raise _refused(layout, f"its box is {inner} bytes wide, more than its swizzle of {layout.swizzle}")
+    if layout.swizzle and inner < layout.swizzle:
+        raise _refused(
+            layout, f"its box is {inner} bytes wide, less than its swizzle of {layout.swizzle} (not emulated)"
+        )
+    reach = sum((extent - 1) * stride for extent, stride in zip(layout.shape, layout.strides, strict=True)) + item
+    if min(layout.shape) < 1 or reach > memory.sizes[layout.buffer]:
+        size = memory.sizes[layout.buffer]
+        raise _refused(layout, f"shape {layout.shape} with strides {layout.strides} needs {reach} bytes of {size}")
+    inward: Any = lambda values: tuple(reversed(values))  # noqa: E731
+    return BoundMap(
+        name=layout.buffer,
+        start=memory.starts[layout.buffer],
+        item=item,
+        shape=inward(layout.shape),
+        strides=inward(layout.strides),
+        box=inward(layout.box),
+        swizzle=layout.swizzle,
+    )
+
+
+def _refused(layout: TensorMap, why: str) -> UsageError:
+    return UsageError(f"tensor map over {layout.buffer!r}: {why}")

@@ -1,0 +1,156 @@
+"""What the threads of some blocks have under way: bulk stores, and matrix products of warpgroups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.machine.memory import CHUNK, WRITTEN, Arena
+from greenfast.emulator.ptx.syntax import Instruction
+
+Lanes = Any  # a slice, or sorted indices
+
+
+@dataclass
+class BulkLoad:
+    """Copies to shared memory that one instruction began; ``land`` delivers them."""
+
+    lanes: NDArray[np.intp]
+    instruction: Instruction
+    land: Callable[[], None]
+
+
+@dataclass
+class BulkStore:
+    """Copies from shared to global memory that one instruction began, a row of each array per copy.
+
+    lanes: their threads. groups: the bulk groups that they belong to. pieces: pieces of shared memory that they read.
+    offsets: of the pieces of global memory that they write, -1 for none. values: (copies, pieces, bytes of a piece).
+    """
+
+    lanes: NDArray[np.intp]
+    groups: NDArray[np.int64]
+    pieces: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    values: NDArray[np.uint8]
+    instruction: Instruction
+    reading: NDArray[np.bool_] = field(init=False)
+    landed: NDArray[np.bool_] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reading = np.ones(len(self.lanes), np.bool_)
+        self.landed = np.zeros(len(self.lanes), np.bool_)
+
+    def release(self, shared: Arena, which: NDArray[np.bool_]) -> None:
+        """The copies have read their sources."""
+        release(shared, self.pieces[which & self.reading])
+        self.reading &= ~which
+
+    def settle(self, memory: Arena, offsets: NDArray[np.int64], values: NDArray[np.uint8]) -> None:
+        """Land the pieces that another store (pieces of the same size) writes too, where it writes the same to all."""
+        size = self.values.shape[2]
+        present = (self.offsets >= 0) & ~self.landed[:, None]
+        own = self.offsets[present]
+        common, mine, other = np.intersect1d(own, offsets, return_indices=True)
+        if values.shape[1] == size and (self.values[present][mine] == values[other]).all():
+            memory.data.reshape(-1, size)[common // size] = values[other]
+            memory.state.reshape(-1, size)[common // size] = WRITTEN
+
+    def land(self, memory: Arena, which: NDArray[np.bool_]) -> None:
+        """The copies have written their data."""
+        now = which & ~self.landed
+        present = (self.offsets >= 0) & now[:, None]
+        size = self.values.shape[2]
+        rows = self.offsets[present] // size
+        memory.data.reshape(-1, size)[rows] = self.values[present]
+        memory.state.reshape(-1, size)[rows] = WRITTEN
+        self.landed |= now
+
+
+def hold(shared: Arena, pieces: NDArray[np.int64]) -> None:
+    """Forbid to overwrite pieces of shared memory, each of them CHUNK bytes; a piece may be held many times."""
+    assert shared.readers is not None
+    np.add.at(shared.readers, pieces.ravel(), 1)
+
+
+def release(shared: Arena, pieces: NDArray[np.int64]) -> None:
+    """Take back one ``hold``."""
+    assert shared.readers is not None
+    np.subtract.at(shared.readers, pieces.ravel(), 1)
+
+
+def pieces_of(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The pieces that offsets into shared memory lie in."""
+    return offsets // CHUNK
+
+
+@dataclass
+class Guard:
+    """A register that matrix products use, per thread.
+
+    writes, reads: the groups of the latest product that writes it and that reads it. touched: the number of the
+    wgmma.fence that has to come before the next product uses it.
+    """
+
+    writes: NDArray[np.int64]
+    reads: NDArray[np.int64]
+    touched: NDArray[np.int64]
+
+
+@dataclass
+class MatrixReads:
+    """Shared memory that one wgmma reads, for the blocks in ``blocks``; pieces: a row per block.
+
+    groups: (4, blocks) the group of each warp. open: (blocks,) whether no warp has waited for it.
+    """
+
+    blocks: NDArray[np.intp]
+    pieces: NDArray[np.int64]
+    groups: NDArray[np.int64]
+    open: NDArray[np.bool_]
+    warpgroup: int
+
+
+class Products:
+    """The wgmma products under way. Groups are counted from 1 per thread; those up to ``done`` have been waited for.
+
+    fences: how many wgmma.fence each thread has executed. guards: by register.
+    """
+
+    def __init__(self, lanes: int, registers: Iterable[str]) -> None:
+        self.lanes = lanes
+        self.committed = np.zeros(lanes, np.int64)
+        self.done = np.zeros(lanes, np.int64)
+        self.fences = np.zeros(lanes, np.int64)
+        self.guards: dict[str, Guard] = {}
+        self.reads: list[MatrixReads] = []
+        for name in registers:
+            self.guard(name)
+
+    def guard(self, name: str) -> Guard:
+        """The guard of a register; a register without one begins one."""
+        found = self.guards.get(name)
+        if found is None:
+            found = self.guards[name] = Guard(*np.zeros((3, self.lanes), np.int64))
+        return found
+
+    def unreadable(self, name: str, lanes: Lanes) -> NDArray[np.intp]:
+        """Positions among ``lanes`` of threads whose register a product has yet to write."""
+        guard = self.guards.get(name)
+        if guard is None:
+            return _NONE
+        return np.flatnonzero(guard.writes[lanes] > self.done[lanes])
+
+    def unwritable(self, name: str, lanes: Lanes) -> NDArray[np.intp]:
+        """Positions among ``lanes`` of threads whose register a product has yet to write or to read."""
+        guard = self.guards.get(name)
+        if guard is None:
+            return _NONE
+        return np.flatnonzero(np.maximum(guard.writes[lanes], guard.reads[lanes]) > self.done[lanes])
+
+
+_NONE = np.zeros(0, np.intp)

@@ -1,0 +1,385 @@
+"""A kernel as one body of code: calls are replaced by what they call, tables of branches by comparisons.
+
+The arguments and results of calls (.param variables of a body) become local variables of the kernel. A function that
+may be called through a pointer is one whose address the module takes; such a call compares with each that fits.
+Functions that call themselves stand once behind the kernel (recursion.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from greenfast.emulator.ptx import recursion
+from greenfast.emulator.ptx.forms import refusal
+from greenfast.emulator.ptx.syntax import (
+    Address,
+    Function,
+    Immediate,
+    Instruction,
+    Module,
+    Operand,
+    Register,
+    Symbol,
+    Variable,
+    Vector,
+)
+from greenfast.emulator.ptx.unsupported import UnsupportedError, unsupported
+
+#: Functions that the emulator knows itself.
+BUILT_IN = ("vprintf", "__assertfail")
+#: A kernel may grow to so many instructions.
+_MOST = 1_000_000
+
+
+def inlined(module: Module, entry: Function) -> Function:
+    """The kernel with all that it calls in its body.
+
+    Raises UnsupportedError for a function that has no body and is not known, and for a recursive one that takes the
+    address of a local variable or calls itself through a pointer.
+    """
+    body = Function(
+        entry.name, True, entry.params, registers=dict(entry.registers), directives=entry.directives, tables={}
+    )
+    inliner = _Inliner(module, body)
+    inliner.add(entry, _Names({}, ""), (entry.name,))
+    inliner.add_subroutines(entry)
+    return body
+
+
+@dataclass
+class _Names:
+    """What the names in a copy of a function stand for. suffix: of its registers, labels and local variables."""
+
+    parameters: Mapping[str, str]
+    suffix: str
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+class _Inliner:
+    """Copies functions into a body."""
+
+    def __init__(self, module: Module, body: Function) -> None:
+        self.module, self.body = module, body
+        self.copies = 0
+        self.own = {p.name for p in body.params}
+        taken = {r.symbol for v in module.variables.values() for r in v.relocations}
+        for function in module.functions.values():
+            taken |= {o.name for i in function.code if i.name != "call" for o in i.operands if isinstance(o, Symbol)}
+        self.pointed_to = [f for name, f in module.functions.items() if name in taken and f.code]
+        self.recursive = recursion.recursive(module)
+        self.called: list[str] = []  # recursive functions whose code is to stand behind the kernel
+        self.current = ""  # the recursive function whose code is being added
+        self.passing = set[str]()  # variables through which values go to and from recursive calls, of no frame
+
+    def add(self, function: Function, names: _Names, callers: tuple[str, ...]) -> None:
+        """Append a function's code; behind it its end, to which it returns."""
+        labels: dict[int, list[str]] = {}
+        for label, at in function.labels.items():
+            labels.setdefault(at, []).append(label)
+        for v in function.variables.values():
+            # Static shared variables exist once, local ones in each copy.
+            own = v.name if v.space == "shared" else v.name + names.suffix
+            names.variables[v.name] = own
+            self.body.variables[own] = replace(v, name=own)
+        for at, i in enumerate(function.code):
+            self.mark(labels.get(at, ()), names)
+            self.instruction(i, function, names, callers)
+        self.mark(labels.get(len(function.code), ()), names)
+
+    def mark(self, labels: Sequence[str], names: _Names) -> None:
+        """Put labels at the next instruction."""
+        for label in labels:
+            self.body.labels[label + names.suffix] = len(self.body.code)
+
+    def instruction(self, i: Instruction, function: Function, names: _Names, callers: tuple[str, ...]) -> None:
+        """Append one instruction, or what stands in its place."""
+        if i.name in ("call", "brx", "ret"):
+            refused = refusal(i.name, i.parts)
+            if refused:
+                raise unsupported(i, refused)
+        target = self.operand(i.operands[0], function, names) if i.operands else None
+        guard = (self.register(i.guard[0], function, names), i.guard[1]) if i.guard else None
+        if i.name == "ret" and len(callers) > 1 and callers[-1] in self.recursive:
+            self.emit(replace(i, name=recursion.LEAVE, operands=(), guard=guard))
+            return
+        if i.name == "ret" and len(callers) > 1:
+            self.emit(replace(i, name="bra", parts=("uni",), operands=(Symbol(_end(names)),), guard=guard))
+            return
+        if i.name == "bra" and isinstance(i.operands[0], Symbol):
+            label = Symbol(i.operands[0].name + names.suffix)
+            self.emit(replace(i, operands=(label,), guard=guard))
+            return
+        if i.name == "brx":
+            self.branch(i, target, guard, function, names)
+            return
+        if i.name == "call":
+            self.call(i, guard, function, names, callers)
+            return
+        operands = tuple(self.operand(o, function, names) for o in i.operands)
+        parts = i.parts
+        if i.name in ("ld", "st") and any(p.split(":")[0] == "param" for p in parts):
+            base = next((o.base for o in operands if isinstance(o, Address)), None)
+            if isinstance(base, Symbol) and base.name not in self.own:
+                parts = tuple("local" if p.split(":")[0] == "param" else p for p in parts)
+        if operands != i.operands or parts != i.parts or guard != i.guard:
+            i = replace(i, operands=operands, parts=parts, guard=guard)
+        self.emit(i)
+
+    def emit(self, i: Instruction) -> None:
+        if len(self.body.code) >= _MOST:
+            raise UnsupportedError(f"{self.body.name} grows beyond {_MOST} instructions when its calls are inlined")
+        self.body.code.append(i)
+
+    # ---- names ------------------------------------------------------------------------------------------------------
+
+    def register(self, name: str, function: Function, names: _Names) -> str:
+        """The body's register for one of a function."""
+        if not names.suffix or name == "_":
+            return name
+        own = name + names.suffix
+        kind = function.register_kind(name)
+        if kind is not None:
+            self.body.registers[own] = kind
+        return own
+
+    def operand(self, o: Operand, function: Function, names: _Names) -> Operand:
+        """An operand of a function as one of the body."""
+        if isinstance(o, Register):
+            own = self.register(o.name, function, names)
+            return o if own == o.name else Register(own)
+        if isinstance(o, Symbol):
+            negated = o.name.startswith("!")
+            if negated:
+                return Symbol("!" + self.register(o.name[1:], function, names))
+            own = names.parameters.get(o.name) or names.variables.get(o.name, o.name)
+            return o if own == o.name else Symbol(own, o.offset)
+        if isinstance(o, Vector):
+            return Vector(tuple(self.operand(item, function, names) for item in o.items))
+        if isinstance(o, Address) and o.base is not None:
+            base = self.operand(o.base, function, names)
+            assert isinstance(base, (Register, Symbol))
+            return Address(base, o.offset, tuple(self.operand(c, function, names) for c in o.coordinates))
+        return o
+
+    # ---- branches by table ------------------------------------------------------------------------------------------
+
+    def branch(
+        self, i: Instruction, index: Operand | None, guard: tuple[str, bool] | None, function: Function, names: _Names
+    ) -> None:
+        """brx.idx: one comparison and branch for each label; an index beyond them is a trap."""
+        table = i.operands[1] if len(i.operands) > 1 else None
+        labels = function.tables.get(table.name) if isinstance(table, Symbol) else None
+        if labels is None or index is None:
+            raise unsupported(i, "names no list of labels")
+        beyond = self.skip(i, guard)
+        for n, label in enumerate(labels):
+            which = self.predicate()
+            self.emit(_compare(i, "eq", "u32", which, index, Immediate(n)))
+            self.emit(_bra(i, label + names.suffix, (which, False)))
+        self.emit(replace(i, name="trap", parts=(), operands=(), guard=None))
+        self.mark_new(beyond)
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        i: Instruction,
+        guard: tuple[str, bool] | None,
+        function: Function,
+        names: _Names,
+        callers: tuple[str, ...],
+    ) -> None:
+        """Replace a call by the function's body, or by that of each function that a pointer may name."""
+        operands = [self.operand(o, function, names) for o in i.operands]
+        results = operands.pop(0) if isinstance(operands[0], Vector) else Vector(())
+        target, *rest = operands
+        given = rest[0] if rest and isinstance(rest[0], Vector) else Vector(())
+        assert isinstance(results, Vector)
+        after = self.skip(i, guard)
+        if isinstance(target, Symbol):
+            if target.name in BUILT_IN:
+                self.emit(
+                    replace(i, operands=tuple(operands if not results.items else (results, *operands)), guard=None)
+                )
+            else:
+                self.copy(i, self.module.functions.get(target.name), target.name, results, given, callers)
+            self.mark_new(after)
+            return
+        end = self.label()
+        for candidate in self.pointed_to:
+            if candidate.name in callers or not _fits(candidate, results, given):
+                continue
+            other, differs = self.label(), self.predicate()
+            self.emit(_compare(i, "ne", "u64", differs, target, Symbol(candidate.name)))
+            self.emit(_bra(i, other, (differs, False)))
+            self.copy(i, candidate, candidate.name, results, given, callers)
+            self.emit(_bra(i, end, None))
+            self.mark_new(other)
+        self.emit(replace(i, name="trap", parts=(), operands=(), guard=None))
+        self.mark_new(end)
+        self.mark_new(after)
+
+    def copy(
+        self,
+        i: Instruction,
+        callee: Function | None,
+        name: str,
+        results: Vector,
+        given: Vector,
+        callers: tuple[str, ...],
+    ) -> None:
+        """Append a copy of a function, whose parameters are the caller's variables."""
+        where = f"at {i.source or 'unknown line'}: {i.text}"
+        if callee is None or not callee.code:
+            raise UnsupportedError(f"a call of {name}, which has no body and is not known to the emulator, {where}")
+        if not _fits(callee, results, given):
+            raise UnsupportedError(f"a call of {name} with other arguments than it takes {where}")
+        if name in self.recursive:
+            self.enter(i, callee, results, given)
+            return
+        if name in callers:
+            raise UnsupportedError(
+                f"{name} calls itself through a pointer, which is not known to the emulator, {where}"
+            )
+        self.copies += 1
+        names = _Names({}, f"~{self.copies}")
+        bound: dict[str, str] = {}
+        for formal, actual in zip((*callee.params, *callee.results), (*given.items, *results.items), strict=True):
+            if formal.space == "reg":
+                self.register(formal.name, callee, names)
+            elif isinstance(actual, Symbol):
+                bound[formal.name] = actual.name
+            else:  # a register or a number
+                bound[formal.name] = own = formal.name + names.suffix
+                self.body.variables[own] = Variable(own, "local", formal.align, formal.size, type=formal.type)
+        names.parameters = bound
+        for formal, actual in zip(callee.params, given.items, strict=True):
+            if formal.space == "reg":
+                register = Register(formal.name + names.suffix)
+                self.emit(replace(i, name="mov", parts=(formal.type,), operands=(register, actual), guard=None))
+            elif not isinstance(actual, Symbol):
+                place = Address(Symbol(bound[formal.name]), 0)
+                self.emit(replace(i, name="st", parts=("local", formal.type), operands=(place, actual), guard=None))
+        self.add(callee, names, (*callers, name))
+        self.mark_new(_end(names))
+        for formal, actual in zip(callee.results, results.items, strict=True):
+            if formal.space == "reg":
+                register = Register(formal.name + names.suffix)
+                self.emit(replace(i, name="mov", parts=(formal.type,), operands=(actual, register), guard=None))
+            elif not isinstance(actual, Symbol):
+                place = Address(Symbol(bound[formal.name]), 0)
+                self.emit(replace(i, name="ld", parts=("local", formal.type), operands=(actual, place), guard=None))
+
+    # ---- recursive functions ----------------------------------------------------------------------------------------
+
+    def enter(self, i: Instruction, callee: Function, results: Vector, given: Vector) -> None:
+        """A call of a recursive function: its parameters and results are variables that belong to its frame."""
+        if callee.name not in self.called:
+            self.called.append(callee.name)
+        suffix = f"~{callee.name}"
+        if self.current:
+            self.pseudo(i, recursion.KEEP, parts=(self.current,))
+        self.copies += 1
+        # What is given may be what is overwritten, so it goes through variables of this call.
+        formals = [(f, self.parameter(f, suffix), self.parameter(f, f"~{self.copies}")) for f in callee.params]
+        back = [(f, self.parameter(f, suffix), self.parameter(f, f"~{self.copies}")) for f in callee.results]
+        self.passing |= {between for _, _, between in (*formals, *back)}
+        for (formal, _, between), actual in zip(formals, given.items, strict=True):
+            self.transfer(i, formal, between, actual, store=True)
+        for _, own, between in formals:
+            self.pseudo(i, recursion.COPY, (Symbol(own), Symbol(between)))
+        self.pseudo(i, recursion.ENTER, (Symbol(f"~start{suffix}"),))
+        self.mark_new(self.label())  # where threads that return may meet again
+        for _, own, between in back:
+            self.pseudo(i, recursion.COPY, (Symbol(between), Symbol(own)))
+        if self.current:
+            self.pseudo(i, recursion.RESTORE, parts=(self.current,))
+        for (formal, _, between), actual in zip(back, results.items, strict=True):
+            self.transfer(i, formal, between, actual, store=False)
+
+    def parameter(self, formal: Variable, suffix: str) -> str:
+        """A local variable for a parameter or result; returns its name."""
+        name = formal.name + suffix
+        self.body.variables[name] = replace(formal, name=name, space="local")
+        return name
+
+    def transfer(self, i: Instruction, formal: Variable, variable: str, actual: Operand, *, store: bool) -> None:
+        """Move what a call is given to a variable (``store``), or a variable to where the caller wants the result."""
+        if isinstance(actual, Symbol):
+            pair = (Symbol(variable), actual) if store else (actual, Symbol(variable))
+            self.pseudo(i, recursion.COPY, pair)
+            return
+        place, parts = Address(Symbol(variable), 0), ("local", formal.type)
+        operands: tuple[Operand, ...] = (place, actual) if store else (actual, place)
+        self.emit(replace(i, name="st" if store else "ld", parts=parts, operands=operands, guard=None))
+
+    def pseudo(
+        self, i: Instruction, name: str, operands: tuple[Operand, ...] = (), parts: tuple[str, ...] = ()
+    ) -> None:
+        """Emit one of the instructions that no PTX has."""
+        self.emit(replace(i, name=name, parts=parts, operands=operands, guard=None))
+
+    def add_subroutines(self, entry: Function) -> None:
+        """Append every recursive function that is called."""
+        if not self.called:
+            return
+        self.emit(Instruction("exit", (), (), None, None, "exit"))
+        for name in self.called:  # grows meanwhile
+            callee, start = self.module.functions[name], len(self.body.code)
+            suffix = f"~{name}"
+            names = _Names({}, suffix)
+            # The variables that hold the parameters; those of a register's are loaded from them.
+            names.parameters = {f.name: f.name + suffix for f in (*callee.params, *callee.results) if f.space != "reg"}
+            if any(f.space == "reg" for f in (*callee.params, *callee.results)):
+                raise UnsupportedError(
+                    f"{name} calls itself with registers as parameters, which is not known to the emulator"
+                )
+            self.current = name
+            self.mark_new(f"~start{suffix}")
+            self.add(callee, names, (entry.name, name))
+            self.emit(replace(self.body.code[-1], name=recursion.LEAVE, parts=(), operands=(), guard=None))
+            self.current = ""
+            frame = recursion.frame_of(self.body, start, len(self.body.code), name)
+            frame.variables = {v: size for v, size in frame.variables.items() if v not in self.passing}
+            self.body.frames[name] = frame
+
+    # ---- labels and predicates of the body --------------------------------------------------------------------------
+
+    def label(self) -> str:
+        self.copies += 1
+        return f"~label{self.copies}"
+
+    def predicate(self) -> str:
+        self.copies += 1
+        name = f"%~p{self.copies}~"
+        self.body.registers[name] = "pred"
+        return name
+
+    def mark_new(self, label: str) -> None:
+        if label:
+            self.body.labels[label] = len(self.body.code)
+
+    def skip(self, i: Instruction, guard: tuple[str, bool] | None) -> str:
+        """Branch past what stands in an instruction's place where its guard is false; the label to put behind it."""
+        if guard is None:
+            return ""
+        label = self.label()
+        self.emit(_bra(i, label, (guard[0], not guard[1])))
+        return label
+
+
+def _end(names: _Names) -> str:
+    return f"~end{names.suffix}"
+
+
+def _bra(i: Instruction, label: str, guard: tuple[str, bool] | None) -> Instruction:
+    return replace(i, name="bra", parts=() if guard else ("uni",), operands=(Symbol(label),), guard=guard)
+
+
+def _compare(i: Instruction, how: str, kind: str, to: str, a: Operand, b: Operand) -> Instruction:
+    return replace(i, name="setp", parts=(how, kind), operands=(Register(to), a, b), guard=None)
+
+
+def _fits(function: Function, results: Vector, given: Vector) -> bool:
+    return len(function.params) == len(given.items) and len(function.results) == len(results.items)

@@ -1,0 +1,86 @@
+"""Functions that call themselves, directly or through others: subroutines, with a stack of frames for each thread.
+
+All other calls are inlined. A recursive function's code stands once, behind the kernel's. A call keeps the caller's
+registers and local variables on the stack, if the caller is recursive itself, fills the parameters and jumps; the
+return jumps back, takes the results, and puts back what was kept. Four instructions that no PTX has do this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from greenfast.emulator.ptx.syntax import Address, Function, Module, Operand, Register, Symbol, Vector
+from greenfast.emulator.ptx.unsupported import UnsupportedError
+
+#: Jump to a label, and back; keep a function's frame, and put it back; copy a variable to another as it is.
+ENTER, LEAVE, KEEP, RESTORE, COPY = "call~", "ret~", "keep~", "restore~", "copy~"
+JUMPS = (ENTER, LEAVE)
+
+
+def recursive(module: Module) -> set[str]:
+    """The names of the functions that call themselves, directly or through others."""
+    calls = {
+        name: {o.name for i in f.code if i.name == "call" for o in i.operands if isinstance(o, Symbol)}
+        for name, f in module.functions.items()
+    }
+    found = set()
+    for name in calls:
+        reached, queue = set[str](), list(calls[name])
+        while queue:
+            other = queue.pop()
+            if other in calls and other not in reached:
+                reached.add(other)
+                queue += calls[other]
+        if name in reached:
+            found.add(name)
+    return found
+
+
+@dataclass
+class Frame:
+    """What belongs to a call of a recursive function: names of its registers, and its variables with their bytes."""
+
+    registers: list[str] = field(default_factory=list)
+    variables: dict[str, int] = field(default_factory=dict)
+
+
+def frame_of(function: Function, start: int, end: int, name: str) -> Frame:
+    """The frame of the function whose code stands from ``start`` to ``end`` of a body.
+
+    Raises UnsupportedError where the function takes the address of a variable in its frame, which here is the same in
+    every call.
+    """
+    frame = Frame()
+    registers = set[str]()
+    for i in function.code[start:end]:
+        for operand in i.operands:
+            _collect(operand, registers, frame, function)
+        if i.guard is not None:
+            registers.add(i.guard[0])
+        if i.name in ("mov", "cvta"):
+            taken = [o.name for o in i.operands if isinstance(o, Symbol) and o.name in frame.variables]
+            if taken:
+                raise UnsupportedError(
+                    f"{name} calls itself and takes the address of its local variable {taken[0]}, which is not known "
+                    f"to the emulator, at {i.source or 'unknown line'}: {i.text}"
+                )
+    frame.registers = sorted(registers - {"_"})
+    return frame
+
+
+def _collect(operand: Operand, registers: set[str], frame: Frame, function: Function) -> None:
+    if isinstance(operand, Register):
+        registers.add(operand.name)
+    elif isinstance(operand, Vector):
+        for item in operand.items:
+            _collect(item, registers, frame, function)
+    elif isinstance(operand, Address) and operand.base is not None:
+        _collect(operand.base, registers, frame, function)
+        for item in operand.coordinates:
+            _collect(item, registers, frame, function)
+    elif isinstance(operand, Symbol):
+        variable = function.variables.get(operand.name)
+        if variable is not None and variable.space == "local":
+            frame.variables[operand.name] = variable.size
+        if operand.name.startswith("!"):
+            registers.add(operand.name[1:])

@@ -1,0 +1,150 @@
+"""A PTX module as plain data: what parser.py reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from greenfast.emulator.ptx.literals import Relocation
+from greenfast.spec.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Register:
+    """A declared register, such as %r12."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Special:
+    """A special register, such as %tid.x."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Immediate:
+    """A literal. ``bits`` is the two's complement of an integer, or the pattern of a float of ``width`` bits."""
+
+    bits: int
+    width: int = 0
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A variable, parameter, function or label by name, or what lies ``offset`` bytes behind one."""
+
+    name: str
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Address:
+    """[base + offset], the base a register or a symbol (or None for an absolute address).
+
+    coordinates: those of [tensor map, {c0, c1, ...}], innermost first.
+    """
+
+    base: Register | Symbol | None
+    offset: int
+    coordinates: tuple[Operand, ...] = ()
+
+
+@dataclass(frozen=True)
+class Vector:
+    """{a, b, ...}."""
+
+    items: tuple[Operand, ...]
+
+
+Operand: TypeAlias = "Register | Special | Immediate | Symbol | Address | Vector"
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """Where an instruction comes from."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction: ``name`` is the opcode's first word, ``parts`` the words after it.
+
+    guard: the predicate register's name and whether it is negated.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    guard: tuple[str, bool] | None
+    source: SourceLine | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable of a module or function.
+
+    space: global, const, shared, local, param, or reg for a parameter of a function in a register. type: an element's.
+
+    data: its initial value, in which the addresses of ``relocations`` are still to be filled in.
+    """
+
+    name: str
+    space: str
+    align: int
+    size: int
+    data: bytes = b""
+    type: str = ""
+    relocations: tuple[Relocation, ...] = ()
+
+
+@dataclass
+class Function:
+    """A kernel or device function: parameters in order, register classes, variables, code and label positions."""
+
+    name: str
+    is_entry: bool
+    params: list[Variable] = field(default_factory=list)
+    results: list[Variable] = field(default_factory=list)
+    registers: dict[str, str] = field(default_factory=dict)  # name, or prefix of a %name<N> declaration -> type
+    variables: dict[str, Variable] = field(default_factory=dict)
+    code: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    directives: str = ""  # such as .maxntid 128 .reqnctapercluster 2
+    tables: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of brx.idx -> labels
+    frames: dict[str, Any] = field(default_factory=dict)  # of recursive functions, see recursion.py
+
+    def register_kind(self, name: str) -> str | None:
+        """The type of a register, b32 and the like; None for one that is not declared."""
+        return self.registers.get(name) or self.registers.get(name.rstrip("0123456789"))
+
+
+@dataclass
+class Module:
+    """A parsed PTX file."""
+
+    target: str = ""
+    variables: dict[str, Variable] = field(default_factory=dict)
+    functions: dict[str, Function] = field(default_factory=dict)
+
+    def entry(self, name: str) -> Function:
+        """The kernel of that name; raises UsageError naming the kernels there are."""
+        function = self.functions.get(name)
+        if function is None or not function.is_entry:
+            entries = [f.name for f in self.functions.values() if f.is_entry]
+            raise UsageError(f"no kernel {name!r} in the PTX; there are: {', '.join(entries) or 'none'}")
+        return function
+
+
+SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4, "s32": 4}
+SIZES |= {"f32": 4, "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16, "pred": 1}
+
+#: Special registers that hold a clock.
+CLOCKS = ("%clock", "%clock64", "%globaltimer", "%globaltimer_lo")
