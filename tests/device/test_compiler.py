@@ -109,6 +109,18 @@ def test_ptx(target: Target) -> None:
     assert "\0" not in ptx
 
 
+@pytest.mark.parametrize("target", [ADA, HOPPER], ids=lambda t: t.name)
+def test_ptx_alone_is_that_of_the_machine_code(target: Target) -> None:
+    for _ in range(2):
+        assert to_ptx(source(SHARED), target, assemble=False) == to_ptx(source(SHARED), target)
+    refused = source(SIMPLE.replace("{", '{ asm("no_such_instruction;");', 1))
+    assert "no_such_instruction" in to_ptx(refused, target, assemble=False)
+    with pytest.raises(CompileError):
+        to_ptx(refused, target)
+    with pytest.raises(CompileError):
+        to_ptx(source(SIMPLE.replace("{", "{ undeclared();", 1)), target, assemble=False)
+
+
 def test_no_machine_path_in_options(tmp_path: Path) -> None:
     folder = write(tmp_path / "project", a="inline __device__ float one() { return 1.0f; }")
     kernel = compile_kernel(source('#include "a.cuh"\n' + SIMPLE, folder), ADA)

@@ -124,7 +124,7 @@ def request(
 def run(*args: Any, seed: int = 0, **more: Any) -> GridResult:
     """Compile a request for Hopper and run it on the emulator."""
     asked = request(*args, **more)
-    ptx, block = to_ptx(asked.kernel, HOPPER), asked.kernel.block
+    ptx, block = to_ptx(asked.kernel, HOPPER, assemble=False), asked.kernel.block
     case = asked.case
     dynamic = asked.kernel.dynamic_smem_bytes
     return run_grid(ptx, "k", block, dynamic, asked.plan, case.inputs, case.outputs, seed=seed)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from greenfast.device.compiler import compile_kernel, to_ptx
+from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import GridResult, run_grid
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.arch import Target
@@ -50,12 +50,12 @@ def request(
 def run(*args: Any, seed: int = 0, **more: Any) -> GridResult:
     """Compile a request and run it on the emulator."""
     asked = request(*args, **more)
-    ptx, case = to_ptx(asked.kernel, asked.target), asked.case
+    ptx, case = to_ptx(asked.kernel, asked.target, assemble=False), asked.case
     return run_grid(ptx, "k", asked.kernel.block, 0, asked.plan, case.inputs, case.outputs, seed=seed)
 
 
 def run_source(source: KernelSource, plan: Launch, case: Case, target: str = "sm_90a", seed: int = 0) -> GridResult:
     """Compile a family's kernel for a target and run it on a case."""
-    ptx = compile_kernel(source, Target(target)).ptx
+    ptx = to_ptx(source, Target(target), assemble=False)
     smem = source.dynamic_smem_bytes
     return run_grid(ptx, source.entry, source.block, smem, plan, case.inputs, case.outputs, seed=seed)

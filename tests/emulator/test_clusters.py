@@ -264,7 +264,7 @@ def test_the_launch_may_say_the_cluster() -> None:
         blocks=4,
         threads=32,
     )
-    ptx = to_ptx(asked.kernel, HOPPER)
+    ptx = to_ptx(asked.kernel, HOPPER, assemble=False)
     plan = replace(asked.plan, cluster=(2, 1, 1))
     found = run_grid(ptx, "k", (32, 1, 1), 0, plan, {}, asked.case.outputs)
     assert found.outputs["y"].tolist() == [20, 21, 20, 21]

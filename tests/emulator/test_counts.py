@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from greenfast.device.compiler import compile_kernel
+from greenfast.device.compiler import compile_kernel, to_ptx
 from greenfast.device.machine_code import disassemble
 from greenfast.emulator.grid import run_grid
 from greenfast.emulator.machine.counts import Counts
@@ -148,7 +148,7 @@ def test_store_conflicts_and_sectors_are_those_of_an_h100() -> None:
     source = task.family.kernel(toggles, "e4m3", dims)
     case = task.problem.make_case(dims, 0, "e4m3")
     found = run_grid(
-        compile_kernel(source, Target("sm_90a")).ptx,
+        to_ptx(source, Target("sm_90a"), assemble=False),
         source.entry,
         source.block,
         source.dynamic_smem_bytes,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from greenfast.cli.main import main
-from greenfast.device.compiler import compile_kernel
+from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import GridResult, run_grid
 from greenfast.judge.artifacts import REPORT
 from greenfast.judge.errors import error_stats, worst_bound_ratio
@@ -175,7 +175,7 @@ def test_the_minimum_of_matrix_work_and_exponentials() -> None:
     toggles = task.config.variant("stage2").values
     source = task.family.kernel(toggles, "e4m3", dims)
     case = task.problem.make_case(dims, 0, "e4m3")
-    ptx = compile_kernel(source, Target("sm_89")).ptx
+    ptx = to_ptx(source, Target("sm_89"), assemble=False)
     plan = task.family.launch(toggles, "e4m3", dims)
     counts, again = (
         run_grid(ptx, source.entry, source.block, source.dynamic_smem_bytes, plan, case.inputs, case.outputs).counts
@@ -202,7 +202,7 @@ def test_debug_print_prints_from_the_kernel(variant: str) -> None:
     source = task.family.kernel(toggles, "int8", dims)
     case = task.problem.make_case(dims, 0, "int8")
     result = run_grid(
-        compile_kernel(source, Target("sm_89")).ptx,
+        to_ptx(source, Target("sm_89"), assemble=False),
         source.entry,
         source.block,
         source.dynamic_smem_bytes,
@@ -275,7 +275,7 @@ def test_the_error_is_the_one_that_a_gpu_recorded() -> None:
     source = task.family.kernel(toggles, "e4m3", row.dims)
     case = task.problem.make_case(row.dims, 0, "e4m3")
     result = run_grid(
-        compile_kernel(source, Target("sm_90a")).ptx,
+        to_ptx(source, Target("sm_90a"), assemble=False),
         source.entry,
         source.block,
         source.dynamic_smem_bytes,

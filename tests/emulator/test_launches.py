@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from greenfast.device.compiler import compile_kernel, to_ptx
+from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import GridResult, Step, run_chain
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.operator import cuda
@@ -25,7 +25,7 @@ SHARED = "__shared__ __align__(128) float s[64]; __shared__ u64 bar;"
 
 def step(body: str, parameters: str, *args: str, early: bool = False, blocks: int = 2) -> Step:
     source = f'{PREAMBLE}\nextern "C" __global__ void k({parameters}) {{\n#line 1 "k.cu"\n{body}\n}}'
-    ptx = to_ptx(KernelSource("k", source, "k.cu", (), (64, 1, 1)), HOPPER)
+    ptx = to_ptx(KernelSource("k", source, "k.cu", (), (64, 1, 1)), HOPPER, assemble=False)
     return Step(ptx, "k", (64, 1, 1), 0, Launch((blocks, 1, 1), args, early))
 
 
@@ -119,7 +119,7 @@ def test_the_launches_of_sdpa_in_a_row(head_dim: int, early: bool) -> None:
         ]
         assert plan.early == (n == 1)
         plan = replace(plan, args=tuple(args), early=plan.early and early)
-        ptx = compile_kernel(source, target).ptx
+        ptx = to_ptx(source, target, assemble=False)
         steps.append(Step(ptx, source.entry, source.block, source.dynamic_smem_bytes, plan))
     outputs = {
         name: OutputSpec(tuple(shape), "uint8" if name.endswith("codes") else "float32")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from greenfast.cli.main import main
-from greenfast.device.compiler import compile_kernel, to_ptx
+from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import GridResult, run_grid
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.phases import OUTSIDE
@@ -37,7 +37,7 @@ def phases(body: str, names: tuple[str, ...], *, threads: int = 64, blocks: int 
     kernel = KernelSource("k", source, "k.cu", (KERNEL_DIR,), (threads, 1, 1))
     outputs = {"y": OutputSpec((threads * blocks,), "float32")}
     plan = Launch((blocks, 1, 1), ("y", PHASE_BUFFER))
-    return run_grid(to_ptx(kernel, TARGET), "k", kernel.block, 0, plan, {}, outputs, phases=names)
+    return run_grid(to_ptx(kernel, TARGET, assemble=False), "k", kernel.block, 0, plan, {}, outputs, phases=names)
 
 
 def test_work_is_counted_in_the_phase_whose_mark_follows() -> None:
@@ -73,7 +73,7 @@ def test_phases_add_up_and_hold_what_they_are_named_for() -> None:
             source = task.family.kernel(toggles, "e4m3", dims, instrumented=True)
             case = task.problem.make_case(dims, 0, "e4m3")
             result = run_grid(
-                compile_kernel(source, Target("sm_90a")).ptx,
+                to_ptx(source, Target("sm_90a"), assemble=False),
                 source.entry,
                 source.block,
                 source.dynamic_smem_bytes,
@@ -125,7 +125,7 @@ def test_a_kernel_without_a_clock_has_no_phases() -> None:
     kernel = KernelSource("k", source, "k.cu", (KERNEL_DIR,), (32, 1, 1))
     plan, outputs = Launch((1, 1, 1), ("y", PHASE_BUFFER)), {"y": OutputSpec((32,), "float32")}
     with pytest.raises(UsageError, match="reads the clock in 0 places"):
-        run_grid(to_ptx(kernel, TARGET), "k", (32, 1, 1), 0, plan, {}, outputs, phases=("a",))
+        run_grid(to_ptx(kernel, TARGET, assemble=False), "k", (32, 1, 1), 0, plan, {}, outputs, phases=("a",))
 
 
 def test_a_clock_grows_where_no_phases_are_counted() -> None:
@@ -134,7 +134,9 @@ def test_a_clock_grows_where_no_phases_are_counted() -> None:
     )
     kernel = KernelSource("k", source, "k.cu", (KERNEL_DIR,), (32, 1, 1))
     outputs = {"y": OutputSpec((1,), "int64")}
-    result = run_grid(to_ptx(kernel, TARGET), "k", (32, 1, 1), 0, Launch((1, 1, 1), ("y",)), {}, outputs)
+    result = run_grid(
+        to_ptx(kernel, TARGET, assemble=False), "k", (32, 1, 1), 0, Launch((1, 1, 1), ("y",)), {}, outputs
+    )
     assert result.outputs["y"][0] > 0
     assert result.phases == {}
 

@@ -72,7 +72,9 @@ def kernel_of(entry: Entry) -> KernelSource:
 
 def ptx_of(entry: Entry) -> str:
     """An entry's PTX."""
-    return entry.source if entry.kind in ("ptx", "triton") else to_ptx(kernel_of(entry), Target(entry.target))
+    if entry.kind in ("ptx", "triton"):
+        return entry.source
+    return to_ptx(kernel_of(entry), Target(entry.target), assemble=False)
 
 
 def classify(entry: Entry, orders: int = ORDERS, limit: float | None = None) -> Outcome:
