@@ -196,23 +196,25 @@ class Scheduler:
             active = lanes
             if i.guard is not None:
                 chosen = m.register(i.guard[0])[lanes] ^ i.guard[1]
+                some = np.count_nonzero(chosen)  # takes a third of the time of chosen.any()
+                every = some == len(chosen)
                 if i.name == "bra":
                     self._count(i, "bra", lanes)
-                    if not chosen.any():
+                    if not some:
                         pc += 1
                         continue
                     target = targets[pc]
                     turns += target <= pc
                     turning = target <= pc and (pc in polling or turns > TURNS)
-                    if chosen.all() and not turning:
+                    if every and not turning:
                         pc = target
                         continue
                     indices = lane_indices(lanes)
                     self._put(n, target, indices[chosen])
-                    if not chosen.all():
+                    if not every:
                         self._put(n, pc + 1, indices[~chosen])
                     return target if turning else None
-                if not chosen.all():
+                if not every:
                     active = lane_indices(lanes)[chosen]
             if lane_count(active):
                 if pc in program.meetings and not self.meetings.complete(pc, active):
@@ -265,14 +267,19 @@ class Scheduler:
                 self._put(n, pc, rest)
 
     def _count(self, i: Instruction, key: str, lanes: Lanes) -> None:
-        count = lane_count(lanes)
-        warps = count // WARP if isinstance(lanes, slice) else 1 + int(np.count_nonzero(np.diff(lanes // WARP)))
-        self.m.counts.instructions[key] += warps
-        self.m.counts.threads[key] += count
+        m = self.m
+        if isinstance(lanes, slice):
+            count = lanes.stop - lanes.start
+            warps = count // WARP
+        else:
+            count = len(lanes)
+            warps = 1 + int(np.count_nonzero(np.diff(lanes // WARP)))
+        m.counts.instructions[key] += warps
+        m.counts.threads[key] += count
         if i.name == "ex2":
-            self.m.counts.exponentials += count
-        self.m.executed += 1
-        if self.m.executed > INSTRUCTION_LIMIT:
+            m.counts.exponentials += count
+        m.executed += 1
+        if m.executed > INSTRUCTION_LIMIT:
             raise self.m.fault(
                 f"no end after {INSTRUCTION_LIMIT} instructions (an endless loop?)", int(lane_indices(lanes)[0])
             )

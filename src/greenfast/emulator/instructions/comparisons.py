@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from greenfast.emulator.instructions.floats import KINDS, element_of
+from greenfast.emulator.instructions.floats import KINDS, element_of, halves
 from greenfast.emulator.instructions.operands import (
     TYPES,
     Function,
@@ -62,10 +62,7 @@ def _comparison(i: Instruction) -> Function:
 
     def run(*sources: Values) -> Values:
         if kind.endswith("x2"):
-            shape = np.broadcast_shapes(*(np.shape(s) for s in sources))
-            sources = tuple(
-                np.ascontiguousarray(np.broadcast_to(s, shape)).view(half).reshape(*shape, 2) for s in sources
-            )
+            sources = tuple(halves(sources, half))
         if "ftz" in i.parts:
             sources = tuple(flush(s, element) for s in sources)
         return np.asarray(compare(*(widen(s, element) if element == "bf16" else s for s in sources)))

@@ -18,7 +18,6 @@ from greenfast.emulator.instructions.rounding import (
     flush_rounded,
     integer_to_odd,
     narrow,
-    round_to,
     widen,
 )
 from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values
@@ -43,18 +42,24 @@ def _table_of(name: str) -> Values:
     return np.where(codes & 128, -value, value).astype(np.float32)
 
 
+def _limits_of(name: str) -> Values:
+    table = _TABLES[name].astype(np.float64)
+    values = table[: int(np.argmax(table == FORMATS[name].largest)) + 1]
+    halfway = (values[:-1] + values[1:]) / 2
+    halfway[1::2] = np.nextafter(halfway[1::2], 0)
+    return halfway
+
+
 _TABLES = {name: _table_of(name) for name in ("e4m3", "e5m2")}
+#: The largest magnitude that rounds to each code but the last: halfway to the next, where the even code wins.
+_LIMITS = {name: _limits_of(name) for name in _TABLES}
 E4M3_VALUES, E5M2_VALUES = _TABLES["e4m3"], _TABLES["e5m2"]
 
 
 def encode(values: Values, name: str) -> Values:
     """Codes of an 8-bit format, rounded to nearest even and saturated (.satfinite); NaN becomes the code 0x7F."""
     x = np.asarray(values, np.float64)
-    form, table = FORMATS[name], _TABLES[name]
-    size = np.minimum(np.abs(round_to(x, form, "rn")), form.largest)
-    fine = np.where(np.isnan(x), 0.0, size).astype(np.float32)
-    # Codes of growing magnitude stand for growing values, so a value's code is its position among them.
-    codes = np.searchsorted(table[: int(np.argmax(table == form.largest)) + 1], fine).astype(np.uint8)
+    codes = _LIMITS[name].searchsorted(np.abs(x)).astype(np.uint8)
     return np.asarray(np.where(np.isnan(x), np.uint8(0x7F), codes | (np.signbit(x).astype(np.uint8) << 7)), np.uint8)
 
 

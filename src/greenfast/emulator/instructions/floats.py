@@ -6,7 +6,7 @@ PTX ISA, "Floating Point", "Half Precision Floating Point Instructions".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -49,12 +49,18 @@ def packed(function: Function, kind: str) -> Function:
     half = dtype_of(element_of(kind))
 
     def run(*sources: Values) -> Values:
-        shape = np.broadcast_shapes(*(np.shape(s) for s in sources))
-        halves = [np.ascontiguousarray(np.broadcast_to(s, shape)).view(half).reshape(*shape, 2) for s in sources]
-        result = np.ascontiguousarray(np.asarray(function(*halves), half))
-        return result.view(np.uint32).reshape(shape)
+        pairs = halves(sources, half)
+        result = np.ascontiguousarray(np.asarray(function(*pairs), half))
+        return result.view(np.uint32).reshape(pairs[0].shape[:-1])
 
     return run
+
+
+def halves(sources: Sequence[Values], half: Any) -> list[Values]:
+    """Registers that hold two numbers of a type each, all in one shape, with these two along a last axis."""
+    shape = np.broadcast_shapes(*[s.shape for s in sources])
+    whole = [s if s.shape == shape else np.broadcast_to(s, shape) for s in sources]
+    return [np.ascontiguousarray(s).view(half).reshape(*shape, 2) for s in whole]
 
 
 def per_number(i: Instruction, function: Function) -> Operation:
@@ -74,14 +80,18 @@ def _finished(i: Instruction, kind: str, function: Function, exact: Function | N
     exact: the function before its result is rounded, or rounded to odd; float64.
     """
     ftz, saturates, clamps = ("ftz" in i.parts, "sat" in i.parts, "relu" in i.parts)
+    mode = rounding(i)
 
     def run(*sources: Values) -> Values:
         if ftz:
             sources = tuple(flush(s, kind) for s in sources)
         result = np.asarray(function(*sources))
         if ftz and exact is not None:
-            arrays = np.broadcast_arrays(*sources)
-            result = flush_rounded(result, kind, rounding(i), lambda mask: exact(*(a[mask] for a in arrays)))
+
+            def unrounded(mask: Values) -> Values:
+                return np.asarray(exact(*(a[mask] for a in np.broadcast_arrays(*sources))))
+
+            result = flush_rounded(result, kind, mode, unrounded)
         elif ftz:
             result = flush(result, kind)
         if saturates:  # NaN becomes +0, and so does -0
@@ -126,7 +136,7 @@ def fused(a: Values, b: Values, c: Values) -> Values:
     addend = np.asarray(c, np.float64)
     total = np.asarray(product + addend)
     doubtful = (total.view(np.int64) & 0x1FFF_FFFF == 0x1000_0000) | ((np.abs(total) < 2.0**-126) & (total != 0))
-    if doubtful.any():
+    if np.count_nonzero(doubtful):
         product, addend = np.broadcast_arrays(product, addend)
         total[doubtful] = sum_to_odd(product[doubtful], addend[doubtful])
     return np.asarray(total.astype(np.float32))

@@ -41,6 +41,8 @@ def type_of(instruction: Instruction) -> str:
 
 def cast(values: Values, dtype: Any) -> Values:
     """The low bits of unsigned register values, as ``dtype``; registers may be wider than the type they are read as."""
+    if values.dtype is dtype:
+        return values
     if dtype == np.bool_ or values.dtype == np.bool_:
         return values.astype(dtype, copy=False)
     if values.dtype.itemsize != dtype.itemsize:
@@ -55,7 +57,7 @@ def reader(operand: Operand, type_name: str, instruction: Instruction) -> Reader
         name = operand.name
 
         def read(m: Machine, lanes: Lanes) -> Values:
-            if m.products is not None:
+            if m.products is not None and name in m.products.guards:
                 bad = m.products.unreadable(name, lanes)
                 if len(bad):
                     why = "read of a wgmma's accumulator before a wgmma.wait_group that covers it"
@@ -128,7 +130,7 @@ def writer(operand: Operand, type_name: str, instruction: Instruction) -> Writer
         if m.products is not None and name in m.products.guards:
             _guard_write(m, name, lanes)
         register = m.register(name)
-        if register.dtype == np.bool_:
+        if register.dtype is dtype or register.dtype == np.bool_:
             register[lanes] = values
         elif register.dtype.itemsize == dtype.itemsize:
             register.view(dtype)[lanes] = values
@@ -164,7 +166,10 @@ def elementwise(
     read = [reader(s, t, instruction) for s, t in zip(sources, types, strict=True)]
     write = writer(destination, out or kind, instruction)
 
-    def run(m: Machine, lanes: Lanes) -> None:
-        write(m, lanes, function(*(r(m, lanes) for r in read)))
-
-    return run
+    if len(read) == 1:
+        (one,) = read
+        return lambda m, lanes: write(m, lanes, function(one(m, lanes)))
+    if len(read) == 2:
+        first, second = read
+        return lambda m, lanes: write(m, lanes, function(first(m, lanes), second(m, lanes)))
+    return lambda m, lanes: write(m, lanes, function(*[r(m, lanes) for r in read]))

@@ -76,7 +76,7 @@ def round_to(x: Values, form: Format, mode: str) -> Wide:
     quantum = np.maximum(np.frexp(x)[1] - form.precision, form.lowest)
     result = np.ldexp(_WHOLE[mode](np.ldexp(x, -quantum)), quantum)
     beyond = (np.abs(result) > form.largest) & np.isfinite(x)
-    if np.any(beyond):
+    if np.count_nonzero(beyond):
         stays: Any = {"rz": True, "rm": x > 0, "rp": x < 0}.get(mode, False)
         result = np.where(beyond, np.copysign(np.where(stays, form.largest, np.inf), x), result)
     return np.asarray(result)
@@ -109,14 +109,14 @@ def canonical(values: Values, kind: str) -> Values:
     """Values with every NaN replaced by the kind's canonical one."""
     values = np.asarray(values)
     bad: Values = np.isnan(values)
-    return np.where(bad, np.asarray(_NAN[kind]), values) if bad.any() else values
+    return np.where(bad, np.asarray(_NAN[kind]), values) if np.count_nonzero(bad) else values
 
 
 def flush(x: Values, kind: str) -> Values:
     """Subnormal numbers of a kind to zero of their sign (.ftz)."""
     x = np.asarray(x)
     tiny = np.abs(x) < x.dtype.type(FORMATS[kind].smallest_normal)
-    return np.where(tiny, np.copysign(x.dtype.type(0), x), x) if tiny.any() else x
+    return np.where(tiny, np.copysign(x.dtype.type(0), x), x) if np.count_nonzero(tiny) else x
 
 
 def flush_rounded(rounded: Values, kind: str, mode: str, exact: Callable[[NDArray[np.bool_]], Wide]) -> Values:
@@ -130,7 +130,7 @@ def flush_rounded(rounded: Values, kind: str, mode: str, exact: Callable[[NDArra
     # Only what was rounded up to the smallest normal number can have been subnormal and not look it.
     doubtful = np.abs(rounded) == form.smallest_normal
     flushed = flush(rounded, kind)
-    if not doubtful.any():
+    if not np.count_nonzero(doubtful):
         return flushed
     unbounded = Format(form.precision, -1000, form.largest)
     tiny = doubtful.copy()

@@ -143,14 +143,14 @@ class Products:
         guard = self.guards.get(name)
         if guard is None:
             return _NONE
-        return np.flatnonzero(guard.writes[lanes] > self.done[lanes])
+        return (guard.writes[lanes] > self.done[lanes]).nonzero()[0]
 
     def unwritable(self, name: str, lanes: Lanes) -> NDArray[np.intp]:
         """Positions among ``lanes`` of threads whose register a product has yet to write or to read."""
         guard = self.guards.get(name)
         if guard is None:
             return _NONE
-        return np.flatnonzero(np.maximum(guard.writes[lanes], guard.reads[lanes]) > self.done[lanes])
+        return (np.maximum(guard.writes[lanes], guard.reads[lanes]) > self.done[lanes]).nonzero()[0]
 
 
 _NONE = np.zeros(0, np.intp)
