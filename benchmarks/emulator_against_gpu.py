@@ -92,7 +92,7 @@ def main() -> None:
                             **msgspec.to_builtins(c),
                         },
                         "hardware": hardware_counts(request, variant, shape, Path(folder))
-                        if shape.name == "mission"
+                        if "mission" in shape.aliases
                         else {},
                     }
                     found.append(row)

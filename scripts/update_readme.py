@@ -112,7 +112,11 @@ def _emulator_page(root: Path) -> dict[Path, str]:
     page, record = root / EMULATOR_PAGE, root / EMULATOR_RECORD
     if not record.is_file():
         return {}
-    content = counts_table(json.loads(record.read_bytes()))
+    counted = json.loads(record.read_bytes())
+    names = find_task(MAIN_TASK).config.shape_names
+    for row in counted["rows"]:
+        row["shape"] = names.get(row["shape"], row["shape"])
+    content = counts_table(counted)
     return {page: fill(page.read_text(encoding="utf-8"), "counts", content, EMULATOR_PAGE)}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from greenfast.cli.options import VERBS
 from greenfast.device.compiler import kernel_hash
-from greenfast.judge.record import AnyRecord, Record
+from greenfast.judge.record import AnyRecord, PeersRecord, Record
 from greenfast.judge.records import is_stale, read_record
 from greenfast.judge.report.markdown import report
 from greenfast.judge.report.peers import readme_section
@@ -204,13 +204,15 @@ def test_the_comparison_with_peers_is_a_section_once_there_is_one(
     assert "stale" in blocks(evidence(root))["peers"]  # its kernel never was
     assert quoted(blocks(evidence(root))["peers"]) == set()
     monkeypatch.setattr(update_readme, "is_stale", lambda record: False)
-    made = blocks(evidence(root))
-    assert made["peers"] == readme_section("evidence/h100/peers", peers_record(), stale=False)
+    ((_, read),) = evidence(root)
+    made = blocks([("evidence/h100/peers", read)])
+    assert isinstance(read, PeersRecord)
+    assert made["peers"] == readme_section("evidence/h100/peers", read, stale=False)
     assert quoted(made["peers"]) == {"evidence/h100/peers"}
     assert (made["verdicts"], made["example"]) == ("", "")
     files = generated(root)
     assert made["peers"] in files[root / "README.md"]
-    assert files[root / "evidence/h100/peers/VALIDATION_REPORT.md"] == report(peers_record())
+    assert files[root / "evidence/h100/peers/VALIDATION_REPORT.md"] == report(read)
 
 
 def test_the_page_of_the_emulator_gets_the_table_of_its_record(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from greenfast.bench.peers import PeersOutcome, PeersWorker, compare_with_peers
 from greenfast.device.worker import WorkerError
 from greenfast.judge.peers import OWN, Checked, PeerContender, PeerRow, Timed
-from greenfast.judge.records import is_stale, read_record
+from greenfast.judge.records import is_stale, read_record, with_shape_names
 from greenfast.judge.report.markdown import report
 from greenfast.spec.errors import MachineError, UsageError, WrongResultError
 from greenfast.spec.facts import DeviceInfo
@@ -146,7 +146,7 @@ def test_the_record_and_its_report_are_kept(session: Session, compare: Compare) 
     outcome = compare(["small", "d64_s1024_causal"])
     record = outcome.record
     assert kept(outcome.folder) == ["VALIDATION_REPORT.md", "performance.png", "record.json"]
-    assert read_record(outcome.folder) == record
+    assert read_record(outcome.folder) == with_shape_names(record, record.task)
     assert (outcome.folder / "VALIDATION_REPORT.md").read_text() == report(record, plot="performance.png")
     assert {row.shape: (row.grid, row.cache) for row in record.rows} == {
         "small": (False, "warm"), "d64_s1024_causal": (True, "beyond L2")

@@ -44,7 +44,7 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
         ((*VALIDATE, "--baseline", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),
         ((*BENCH, "--variant", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),
         (("build", "fp8_sdpa", "--variants", "stage1,stage9"), "unknown variant of task fp8_sdpa 'stage9'"),
-        ((*VALIDATE, "--shapes", "small,big"), "unknown shape of task fp8_sdpa 'big'; allowed: large_batch, long, "),
+        ((*VALIDATE, "--shapes", "small,big"), "unknown shape of task fp8_sdpa 'big'; allowed: b16_h8_s512_d64, "),
         (("build", "fp8_sdpa", "--shapes", "big"), "unknown shape of task fp8_sdpa 'big'"),
         ((*VALIDATE, "--format", "fp4"), "unknown format of task fp8_sdpa 'fp4'; allowed: e4m3, int8"),
         (("build", "fp8_sdpa", "--formats", "fp4"), "unknown format of task fp8_sdpa 'fp4'; allowed: e4m3, int8"),
@@ -79,7 +79,7 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
             "USE_XOR_SWIZZLE=1 needs USE_WMMA_QK=1",
         ),
         # numbers
-        ((*VALIDATE, "--shapes", "small,small"), "shapes small, small: one is named twice"),
+        ((*VALIDATE, "--shapes", "small,small"), "shapes b1_h1_s32_d64, b1_h1_s32_d64: one is named twice"),
         ((*VALIDATE, "--shapes", ","), "argument --shapes: ',' names nothing"),
         ((*VALIDATE, "--seeds", "0,1,0"), "seeds [0, 1, 0]: different whole numbers from 0 up are needed"),
         ((*VALIDATE, "--seeds=-1"), "seeds [-1]: different whole numbers from 0 up are needed"),

@@ -107,7 +107,7 @@ def test_the_third_command(tmp_path: Path) -> None:
     ran = run_command("python", "scripts/compare_results.py", baseline, candidate, "--out", tmp_path / "COMPARE.md")
     assert (ran.code, ran.err) == (0, "")
     assert ran.out == (tmp_path / "COMPARE.md").read_text()
-    assert ran.out.count("| mission | B=1 H=8 S=512 D=64 |") == 6
+    assert ran.out.count("| b1_h8_s512_d64 | B=1 H=8 S=512 D=64 |") == 6
     assert ran.out.count("(geometric mean of 3): 1.829x, nothing required") == 2
 
 

@@ -176,8 +176,8 @@ def test_a_gpu_that_is_not_wanted_is_not_used(
 def test_bench_prints_the_timings(capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path) -> None:
     ran = run_here(capsys, "bench", "fp8_sdpa", "--variant", "stage1", *SMALL, "--out", tmp_path)
     assert (ran.code, ran.err) == (0, "")
-    rows = [line.split() for line in ran.out.splitlines() if line.startswith("small")]
-    assert [row[:3] for row in rows] == [["small", "0", "warm"], ["small", "0", "cold"]]
+    rows = [line.split() for line in ran.out.splitlines() if line.startswith("b1_h1_s32_d64")]
+    assert [row[:3] for row in rows] == [["b1_h1_s32_d64", "0", "warm"], ["b1_h1_s32_d64", "0", "cold"]]
     assert all(float(row[3]) == pytest.approx(20.0, rel=0.01) for row in rows)
     assert isinstance(read_record(last_line(ran)), BenchRecord)
 
@@ -218,7 +218,7 @@ def test_profile_shows_the_share_of_each_phase(
 ) -> None:
     ran = run_here(capsys, "profile", "fp8_sdpa", "--phases", "--shapes", "small", "--out", tmp_path)
     assert (ran.code, ran.err) == (0, "")
-    assert "stage2, small" in ran.out
+    assert "stage2, b1_h1_s32_d64" in ran.out
     shares = {line.rsplit(maxsplit=3)[0]: line.rsplit(maxsplit=3)[1:] for line in ran.out.splitlines()[2:-1]}
     assert shares["Q load"] == ["1", "3.6", "%"]
     assert shares["store"] == ["7", "25.0", "%"]
@@ -286,7 +286,7 @@ def test_json_is_all_that_is_on_standard_output(
     assert msgspec.json.decode(ran.out, type=BenchRecord).side.variant == "stage2"
     assert "PERFORMANCE PASS" in ran.err
     ran = run_here(capsys, "profile", "fp8_sdpa", "--phases", "--json", "--shapes", "small", "--out", tmp_path)
-    assert list(json.loads(ran.out)["phases"]["phase_cycles"]) == ["small"]
+    assert list(json.loads(ran.out)["phases"]["phase_cycles"]) == ["b1_h1_s32_d64"]
 
 
 @pytest.mark.parametrize(
@@ -313,9 +313,11 @@ def test_build_is_a_table_of_every_variant_and_target(capsys: pytest.CaptureFixt
     assert (ran.code, ran.err) == (0, "")
     rows = [line.split()[:4] for line in ran.out.splitlines()[1:]]
     assert sorted(rows) == sorted(
-        [variant, "e4m3", target, "small"] for target in ("sm_89", "sm_90a") for variant in ("stage1", "stage2")
+        [variant, "e4m3", target, "b1_h1_s32_d64"] for target in ("sm_89", "sm_90a") for variant in ("stage1", "stage2")
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
-        f"{variant}-e4m3-small-{target}.sass" for target in ("sm_89", "sm_90a") for variant in ("stage1", "stage2")
+        f"{variant}-e4m3-b1_h1_s32_d64-{target}.sass"
+        for target in ("sm_89", "sm_90a")
+        for variant in ("stage1", "stage2")
     )
-    assert "LDGSTS" in (tmp_path / "stage2-e4m3-small-sm_89.sass").read_text()
+    assert "LDGSTS" in (tmp_path / "stage2-e4m3-b1_h1_s32_d64-sm_89.sass").read_text()

@@ -237,14 +237,17 @@ def test_validate_decides_correctness_on_the_emulator(tmp_path: Path, capsys: py
         "BUILD": "PASS", "RESOURCES": "PASS", "CORRECTNESS": "PASS", "PERFORMANCE": "PENDING", "EVIDENCE": "PASS",
     }  # fmt: skip
     assert record.decision == "PENDING"
-    before, after = record.baseline.counts["small"], record.candidate.counts["small"]
-    assert record.least_work == {"small": {"matrix_flops": after.matrix_flops, "exponentials": 32 * 32}}
+    before, after = record.baseline.counts["b1_h1_s32_d64"], record.candidate.counts["b1_h1_s32_d64"]
+    assert record.least_work == {"b1_h1_s32_d64": {"matrix_flops": after.matrix_flops, "exponentials": 32 * 32}}
     assert 2 * before.matrix_flops == after.matrix_flops  # stage1 does but one of the products on tensor cores
     said = next(g.summary for g in record.gates if g.gate == "EVIDENCE")
     assert f"emulated small: {after.warp_instructions} (baseline {before.warp_instructions}) instructions" in said
     assert f"{after.conflicts} (baseline {before.conflicts}) bank conflicts" in said
     assert said.endswith("matrix_flops 1.00x the least, exponentials 1.12x the least")
-    assert f"| small | exponentials | 1152 | {after.exponentials} | 1.00x | 1024 |" in (folder / REPORT).read_text()
+    assert (
+        f"| b1_h1_s32_d64 | exponentials | 1152 | {after.exponentials} | 1.00x | 1024 |"
+        in (folder / REPORT).read_text()
+    )
     assert "emulated" in next(g.summary for g in record.gates if g.gate == "PERFORMANCE")
     assert main([*argv, "--require", "performance"]) == 1
 
@@ -269,7 +272,7 @@ def test_the_error_is_the_one_that_a_gpu_recorded() -> None:
     """The error that an H100 recorded for small, seed 0: only the order of accumulation may change it."""
     record = read_record(Path(__file__).parents[2] / "evidence/h100/fp8_sdpa-e4m3-stage2")
     assert isinstance(record, Record)
-    (row,) = [r for r in record.candidate.correctness if (r.shape, r.seed) == ("small", 0)]
+    (row,) = [r for r in record.candidate.correctness if (r.shape, r.seed) == ("b1_h1_s32_d64", 0)]
     task = TASKS["fp8_sdpa"]
     toggles = task.config.variant("stage2").values
     source = task.family.kernel(toggles, "e4m3", row.dims)

@@ -150,12 +150,12 @@ def test_profile_shows_what_each_phase_executes(tmp_path: Path, capsys: pytest.C
     record = read_record(folder)
     assert isinstance(record, PhaseRecord)
     assert record.phase_cycles == {}
-    counts = record.phase_counts["small"]
+    counts = record.phase_counts["b1_h1_s32_d64"]
     (line,) = [line for line in out.splitlines() if line.startswith("softmax")]
     assert line.split()[1] == str(counts["softmax"].warp_instructions)
     assert line.split()[5] == str(counts["softmax"].exponentials) == "1152"
     text = report(record)
-    assert "small, `emulated`:" in text
+    assert "b1_h1_s32_d64, `emulated`:" in text
     assert f"| softmax | {counts['softmax'].warp_instructions} |" in text
     assert "cycles" not in text.split("## How to reproduce")[0]
     assert np.isclose(

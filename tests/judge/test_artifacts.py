@@ -135,7 +135,7 @@ def test_perf_baseline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sub: str
 def test_compare_md_is_of_the_two_sides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run(monkeypatch, tmp_path)
     text = (tmp_path / "results" / "COMPARE.md").read_text()
-    rows = re.findall(r"^\| small \| .* \| (\d) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+)x \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| b1_h1_s32_d64 \| .* \| (\d) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+)x \|$", text, re.MULTILINE)
     assert [row[0] for row in rows] == ["0", "1", "0", "1"]  # cold, then warm
     for _, baseline, candidate, speedup in rows:
         assert float(baseline) == pytest.approx(20, rel=0.01)

@@ -56,13 +56,13 @@ def test_a_profile_of_the_gated_shape_is_part_of_the_evidence(monkeypatch: pytes
     gate = evidence(monkeypatch, tmp_path / "out")
     *_, (what, _, path, status) = gate.checks
     assert (what, status) == ("Nsight Compute profile", "PASS")
-    assert path.endswith("-mission-ncu/profile.ncu-rep")
+    assert path.endswith("-b1_h8_s512_d64-ncu/profile.ncu-rep")
     skip, job = (tmp_path / "out" / path).read_text().split(" ", 1)
     assert skip == "2"  # the last of three launches
     assert json.loads(job) == {
         "task": str(shipped("fp8_sdpa").folder),
         "toggles": shipped("fp8_sdpa").config.variant("stage2").values,
-        "shape": "mission",
+        "shape": "b1_h8_s512_d64",
         "seed": 0,
         "format": "e4m3",
         "arch": "sm_89",
@@ -111,7 +111,7 @@ def test_phases_are_counted_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     record, folder = count_phases(asked, asked.task.config.variant("stage2"), repeats=2)
     phases = ("Q load", "K/V prefetch", "dequantization", "QK^T", "softmax", "P*V", "store")
     expected = dict(zip(phases, map(float, range(1, 8)), strict=True))
-    assert record.phase_cycles == {"small": expected, "mission": expected}
+    assert record.phase_cycles == {"b1_h1_s32_d64": expected, "b1_h8_s512_d64": expected}
     assert folder.name.endswith("-phases")
     assert read_record(folder) == record
     assert not is_stale(record)

@@ -84,8 +84,8 @@ def test_a_record_of_the_same_kernels_is_quoted(machines: Machines) -> None:
     gate = performance(outcome)
     assert gate.status == "PASS"
     assert gate.summary.startswith(source)
-    assert "not measured here: small 2." in gate.summary
-    assert [check[0] for check in gate.checks] == ["small, warm L2, quoted"]
+    assert "not measured here: b1_h1_s32_d64 2." in gate.summary
+    assert [check[0] for check in gate.checks] == ["b1_h1_s32_d64, warm L2, quoted"]
     assert quoted is not None
     assert quoted.speedups == measured.record.speedups
     assert (quoted.device, quoted.created, quoted.git) == (L4, measured.record.created, measured.record.git)
@@ -109,7 +109,7 @@ def test_what_is_quoted_cannot_be_taken_for_a_measurement(machines: Machines) ->
     assert "- **Performance**: not measured here, quoted from NVIDIA L4, " in text
     section = text.split("## Performance\n")[1].split("\n## ")[0]
     assert "### Not measured in this run: quoted from NVIDIA L4, " in section
-    assert "| small | warm | 2." in section
+    assert "| b1_h1_s32_d64 | warm | 2." in section
     assert f"| record | {record.quoted.path} |" in section if record.quoted else False
     assert "not measured here, quoted from NVIDIA L4" in short_form(record)
     assert msgspec.json.decode((folder / RECORD).read_bytes(), type=Record) == record
@@ -205,7 +205,7 @@ def timing(**changes: Any) -> Callable[[Record], Record]:
         (edit("candidate", compiler="NVRTC 13.9.1"), "was compiled by NVRTC 13.9.1, not NVRTC 13."),
         (edit("candidate", options=["-arch=sm_89", "-G"]), "was compiled with other options"),
         (gate_failed, "did not pass RESOURCES"),
-        (other_inputs, "had other inputs at small seed 0"),
+        (other_inputs, "had other inputs at b1_h1_s32_d64 seed 0"),
         (timing(method="another clock"), "was timed otherwise"),
         (timing(warmup_iters=7), "was timed otherwise"),
         (timing(timed_iters=499), "was timed otherwise"),
@@ -221,7 +221,7 @@ def timing(**changes: Any) -> Callable[[Record], Record]:
             lambda r: msgspec.structs.replace(
                 r, speedups=[msgspec.structs.replace(row, gated=False) for row in r.speedups]
             ),
-            "did not gate small",
+            "did not gate b1_h1_s32_d64",
         ),
     ],
 )
@@ -240,8 +240,8 @@ def test_a_record_of_anything_else_is_named_and_not_quoted(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"seeds": (0, 1, 2)}, "did not time small seed 2"),
-        ({"shapes": ("small", "ragged")}, "did not time ragged seed 0 (and 1 more)"),
+        ({"seeds": (0, 1, 2)}, "did not time b1_h1_s32_d64 seed 2"),
+        ({"shapes": ("b1_h1_s32_d64", "b1_h2_s100_d64")}, "did not time b1_h2_s100_d64 seed 0 (and 1 more)"),
         ({"timed_iters": 400}, "was timed otherwise"),
         ({"processes": 4}, "was timed otherwise"),
         ({"arch": "sm_90a"}, "is of sm_89, not sm_90a"),
@@ -254,10 +254,10 @@ def test_a_run_that_asks_for_more_or_else_is_pending(machines: Machines, options
 
 
 def test_a_part_of_what_was_measured_can_be_quoted(machines: Machines) -> None:
-    measured = machines.measure(shapes=("small", "ragged"))
-    quoted = machines.quote(measured.folder, shapes=("ragged",), seeds=(1,)).record.quoted
+    measured = machines.measure(shapes=("b1_h1_s32_d64", "b1_h2_s100_d64"))
+    quoted = machines.quote(measured.folder, shapes=("b1_h2_s100_d64",), seeds=(1,)).record.quoted
     assert quoted is not None
-    assert quoted.speedups == [row for row in measured.record.speedups if row.shape == "ragged"]
+    assert quoted.speedups == [row for row in measured.record.speedups if row.shape == "b1_h2_s100_d64"]
 
 
 def test_what_was_measured_once_more_can_be_quoted(machines: Machines) -> None:
@@ -270,7 +270,7 @@ def test_what_was_measured_once_more_can_be_quoted(machines: Machines) -> None:
 
 @pytest.mark.parametrize(
     ("required", "status", "says"),
-    [(1.5, "PASS", "FAST"), (2.5, "FAIL", "SHORT"), (2.0, "PENDING", "cannot tell whether small reaches 2x")],
+    [(1.5, "PASS", "FAST"), (2.5, "FAIL", "SHORT"), (2.0, "PENDING", "cannot tell whether b1_h1_s32_d64 reaches 2x")],
 )
 def test_the_requirement_of_this_run_decides(machines: Machines, required: float, status: str, says: str) -> None:
     outcome = machines.quote(machines.measure().folder, required=required)
@@ -281,22 +281,22 @@ def test_the_requirement_of_this_run_decides(machines: Machines, required: float
 
 
 def test_of_several_kernels_the_record_must_say_which_ran(machines: Machines) -> None:
-    measured = machines.measure(shapes=("small", "ragged")).record
+    measured = machines.measure(shapes=("b1_h1_s32_d64", "b1_h2_s100_d64")).record
     (build,) = measured.candidate.builds
-    assert build.shapes == ["small", "ragged"]
-    other = msgspec.structs.replace(build, kernel_hash="0" * 16, shapes=["ragged"])
+    assert build.shapes == ["b1_h1_s32_d64", "b1_h2_s100_d64"]
+    other = msgspec.structs.replace(build, kernel_hash="0" * 16, shapes=["b1_h2_s100_d64"])
 
     def kept(name: str, *builds: Any) -> Path:
         side = msgspec.structs.replace(measured.candidate, builds=list(builds))
         return keep(machines.folder / name, msgspec.structs.replace(measured, candidate=side))
 
-    mine = msgspec.structs.replace(build, shapes=["small"])
+    mine = msgspec.structs.replace(build, shapes=["b1_h1_s32_d64"])
     assert machines.quote(kept("said", mine, other)).record.quoted is not None
-    ragged = performance(machines.quote(kept("ragged", mine, other), shapes=("ragged",)))
+    ragged = performance(machines.quote(kept("b1_h2_s100_d64", mine, other), shapes=("b1_h2_s100_d64",)))
     assert "is of another candidate kernel (0000000000000000, not " in ragged.summary
     silent = [msgspec.structs.replace(b, shapes=[]) for b in (build, other)]
     gate = performance(machines.quote(kept("silent", *silent)))
-    assert "does not say which of its candidate kernels small ran" in gate.summary
+    assert "does not say which of its candidate kernels b1_h1_s32_d64 ran" in gate.summary
 
 
 def test_records_of_other_variants_are_counted(machines: Machines) -> None:

@@ -9,12 +9,13 @@ import msgspec
 import pytest
 
 from greenfast.judge.bench import bench
-from greenfast.judge.record import BenchRecord, Record, Side
+from greenfast.judge.record import BenchRecord, GateResult, Record, Side
 from greenfast.judge.records import is_stale, read_record, stale_records
 from greenfast.judge.store import to_json
 from greenfast.judge.validate import validate
 from greenfast.spec.errors import UsageError
 from tests.fakes import Watcher, request
+from tests.judge.report.records import record as make_record
 from tests.judge.small_task import FAMILY, loaded, write_task
 
 #: A kernel whose header lies beside its family.
@@ -37,6 +38,47 @@ def record(folder: Path, tmp_path: Path) -> Record:
     task = loaded(folder, family=WITH_HEADER)
     asked = request(tmp_path / "out", task=task, shapes=("tiny",), fmt="float", device=None)
     return validate(asked, task.config.variant("plain"), task.config.variant("fast"), Watcher()).record
+
+
+def test_aliases_of_shapes_are_read_as_their_names(tmp_path: Path) -> None:
+    """In rows, lists and keys, and in what the gates say; the command stays as it was typed."""
+    then = make_record(command="greenfast validate fp8_sdpa --shapes small,mission,long")
+    build = msgspec.structs.replace(then.candidate.builds[0], shapes=["small", "mission"])
+    then = with_side(then, builds=[build])
+    said = GateResult(
+        gate="PERFORMANCE",
+        status="PASS",
+        summary="mission 2.750x [2.727, 2.772], FAST; hopper (small) 96 registers; a long run",
+        reasons=["long: 1.02x", "PERFORMANCE: mission: 1.01x"],
+        checks=[("mission, warm L2", "1.15x", "2.75x", "PASS"), ("candidate stage2 (small): spills", "0", "0", "PASS")],
+    )
+    then = msgspec.structs.replace(then, gates=[*then.gates, said], least_work={"small": {"exponentials": 1}})
+    (tmp_path / "record.json").write_text(to_json(then))
+    now = read_record(tmp_path)
+    assert isinstance(now, Record)
+    assert {row.shape for row in now.speedups} == {"b1_h8_s512_d64"}
+    assert [row.shape for row in then.candidate.correctness] == ["small"] * 3 + ["mission"] * 3
+    assert [row.shape for row in now.candidate.correctness] == ["b1_h1_s32_d64"] * 3 + ["b1_h8_s512_d64"] * 3
+    assert now.candidate.builds[0].shapes == ["b1_h1_s32_d64", "b1_h8_s512_d64"]
+    assert now.least_work == {"b1_h1_s32_d64": {"exponentials": 1}}
+    gate = now.gates[-1]
+    assert gate.summary == (
+        "b1_h8_s512_d64 2.750x [2.727, 2.772], FAST; hopper (b1_h1_s32_d64) 96 registers; a long run"
+    )
+    assert gate.reasons == ["b1_h8_s2048_d64: 1.02x", "PERFORMANCE: b1_h8_s512_d64: 1.01x"]
+    assert [check[0] for check in gate.checks] == [
+        "b1_h8_s512_d64, warm L2",
+        "candidate stage2 (b1_h1_s32_d64): spills",
+    ]
+    assert now.command == then.command
+    (tmp_path / "record.json").write_text(to_json(now))
+    assert read_record(tmp_path) == now  # names are read as they are
+
+
+def test_the_shapes_of_an_unknown_task_keep_their_names(tmp_path: Path) -> None:
+    then = make_record(task="no_more")
+    (tmp_path / "record.json").write_text(to_json(then))
+    assert read_record(tmp_path) == then
 
 
 def with_side(record: Record, **changes: object) -> Record:

@@ -71,7 +71,7 @@ def assert_deferred(outcome: Outcome, failed: str, reason: str) -> None:
             msgspec.structs.replace(record, candidate=timed)
 
 
-@pytest.mark.parametrize("shapes", [("small",), ("small", "mission")])
+@pytest.mark.parametrize("shapes", [("b1_h1_s32_d64",), ("b1_h1_s32_d64", "b1_h8_s512_d64")])
 def test_a_faster_candidate_merges(run: Callable[..., Outcome], shapes: tuple[str, ...]) -> None:
     record = run(shapes=shapes, warmup_iters=10, timed_iters=100).record
     assert record.decision == "MERGE"
@@ -91,7 +91,7 @@ def test_timings_are_as_asked_and_as_scripted(run: Callable[..., Outcome]) -> No
     expected = {"stage1": {"warm": 20.0, "cold": 30.0}, "stage2": {"warm": 10.0, "cold": 12.0}}
     for side in (record.baseline, record.candidate):
         assert [(t.shape, t.seed, t.cache) for t in side.timing] == [
-            ("small", seed, cache) for seed in (0, 1) for cache in ("warm", "cold")
+            ("b1_h1_s32_d64", seed, cache) for seed in (0, 1) for cache in ("warm", "cold")
         ]
         for timing in side.timing:
             us = expected[side.variant][timing.cache]
@@ -146,7 +146,7 @@ def test_what_is_not_fast_enough_is_deferred(run: Callable[..., Outcome], candid
         (behaviours.writes_behind, "memory (memory around 'out' was written)"),
         (behaviours.writes_in_front, "memory (memory around 'q_scale' was written)"),
         (behaviours.races, "repeat (2 runs on the same input gave different bits (a race?))"),
-        (behaviours.right_for_one_seed, "small seed 1: max_abs_err"),
+        (behaviours.right_for_one_seed, "b1_h1_s32_d64 seed 1: max_abs_err"),
         (behaviours.crashes, "ran (crash: the process ended during run (exit -11))"),
         (behaviours.hangs, "ran (hang: run did not end within 30 s"),
     ],
@@ -164,15 +164,18 @@ def test_what_is_not_correct_is_deferred_and_not_timed(
 
 def test_a_wrong_baseline_is_no_baseline(run: Callable[..., Outcome]) -> None:
     outcome = run(baseline=Script(us=20.0, behave=behaviours.all_zeros))
-    assert_deferred(outcome, "CORRECTNESS", "stage1 small seed 0")
+    assert_deferred(outcome, "CORRECTNESS", "stage1 b1_h1_s32_d64 seed 0")
     assert all(row.passed for row in outcome.record.candidate.correctness)
 
 
 @pytest.mark.parametrize(
     ("behave", "reason"),
     [
-        (behaviours.other_bits_later, "candidate small seed 0: the timed launches left other bits than the checked"),
-        (behaviours.changes_an_input_later, "candidate small seed 0: input 'v' was changed"),
+        (
+            behaviours.other_bits_later,
+            "candidate b1_h1_s32_d64 seed 0: the timed launches left other bits than the checked",
+        ),
+        (behaviours.changes_an_input_later, "candidate b1_h1_s32_d64 seed 0: input 'v' was changed"),
         (behaviours.crashes_later, "crash: the process ended during prepare"),
         (behaviours.hangs_later, "hang: prepare did not end within 30 s"),
     ],

@@ -66,10 +66,14 @@ def test_the_thresholds_of_the_mission_are_the_configs(tmp_path: Path) -> None:
         "long": (1, 8, 2048, 64),
     }
     for name, size in sizes.items():
-        assert tuple(config.shape(name).dims[d] for d in "BHSD") == size
+        shape = config.shape(name)
+        assert tuple(shape.dims[d] for d in "BHSD") == size
+        assert shape.name == "b{}_h{}_s{}_d{}".format(*size)
+        assert config.shape(shape.name) is shape
+        assert config.shape_names[name] == shape.name
     assert (config.defaults.baseline, config.defaults.candidate) == ("stage1", "stage2")
-    assert config.defaults.shapes == ["small", "mission"]
-    assert config.timing.gate_shapes == ["mission"]
+    assert config.defaults.shapes == ["b1_h1_s32_d64", "b1_h8_s512_d64"]
+    assert config.timing.gate_shapes == ["b1_h8_s512_d64"]
 
 
 E4M3 = ("formats", "e4m3")
@@ -112,16 +116,23 @@ E4M3 = ("formats", "e4m3")
             r"Invalid enum value 'mma' - at `key` in `\$\.rungs\[0\]\.promises\.at_least`; allowed: cp_async, hmma, ",
         ),
         # names that must be unique, or must exist
-        (doubled("shapes"), "shapes: 'small' appears more than once"),
-        (doubled("shapes", name="small2"), r"shapes \(dims\): 'B=1, D=64, H=1, S=32' appears more than once"),
+        (doubled("shapes"), "shapes: 'b1_h1_s32_d64' appears more than once"),
+        (doubled("shapes", name="other"), "shapes: 'small' appears more than once"),
+        (
+            doubled("shapes", name="small2", aliases=[]),
+            r"shapes \(dims\): 'B=1, D=64, H=1, S=32' appears more than once",
+        ),
         (doubled("rungs"), "rungs: 'scalar' appears more than once"),
         (doubled("seeds"), "seeds: '0' appears more than once"),
         (changed("defaults", "baseline", to="stage9"), "defaults.baseline: 'stage9' is not one of scalar, wmma_qk, st"),
         (changed("defaults", "candidate", to=""), "defaults.candidate: '' is not one of scalar, "),
         (changed("defaults", "format", to="fp4"), "defaults.format: 'fp4' is not one of e4m3, int8"),
-        (changed("defaults", "shapes", to=["big"]), "defaults.shapes: 'big' is not one of small, mission, mission_b2"),
+        (
+            changed("defaults", "shapes", to=["big"]),
+            "defaults.shapes: 'big' is not one of b1_h1_s32_d64, b1_h8_s512_d64",
+        ),
         (changed("defaults", "arch", to="sm_70"), "defaults.arch: unknown target 'sm_70'; allowed: sm_100, sm_120"),
-        (changed("timing", "gate_shapes", to=["big"]), "timing.gate_shapes: 'big' is not one of small, mission"),
+        (changed("timing", "gate_shapes", to=["big"]), "timing.gate_shapes: 'big' is not one of b1_h1_s32_d64, "),
         (changed("rungs", 3, "after", to="stage0"), "rungs.stage2.after: 'stage0' is not one of scalar"),
         (changed("rungs", 0, "toggles", to={"USE": 1}), "rungs.scalar.toggles: 'USE' is not one of USE_CP_ASYNC, "),
         (
@@ -166,7 +177,7 @@ def config() -> TaskConfig:
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda c: c.shape("big"), "unknown shape of task fp8_sdpa 'big'; allowed: large_batch, long, mission, "),
+        (lambda c: c.shape("big"), "unknown shape of task fp8_sdpa 'big'; allowed: b16_h8_s512_d64, b1_h1_s32_d64, "),
         (lambda c: c.rung("stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: kv_lut, scalar, stage1"),
         (lambda c: c.gates("fp4"), "unknown format of task fp8_sdpa 'fp4'; allowed: e4m3, int8"),
         (lambda c: c.variant("stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: kv_lut"),

@@ -22,7 +22,8 @@ def run(args: argparse.Namespace) -> int:
     for folder in task_folders():
         try:
             config = load_task(folder).config
-            rows.append((config.name, config.description, ", ".join(s.name for s in config.shapes), str(folder)))
+            shapes = ", ".join(f"{s.name} ({', '.join(s.aliases)})" if s.aliases else s.name for s in config.shapes)
+            rows.append((config.name, config.description, shapes, str(folder)))
         except UsageError as e:
             broken = True
             rows.append((folder.name, f"does not hold: {e}", "", str(folder)))

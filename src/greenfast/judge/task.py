@@ -33,9 +33,13 @@ class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Shape(_Strict, frozen=True, kw_only=True):
-    """A named problem size; which dimensions it has is the task's own choice (B, H, S, D for attention)."""
+    """A named problem size; which dimensions it has is the task's own choice (B, H, S, D for attention).
+
+    aliases: other names by which options and older records call it; reports show ``name``.
+    """
 
     name: Name
+    aliases: list[Name] = []
     dims: dict[str, Positive]
     purpose: str = ""
 
@@ -185,11 +189,16 @@ class TaskConfig(_Strict, frozen=True, kw_only=True):
     defaults: Defaults
 
     def shape(self, name: str) -> Shape:
-        """The shape of that name; raises UsageError naming the known ones."""
+        """The shape of that name or alias; raises UsageError naming the known ones."""
         for shape in self.shapes:
-            if shape.name == name:
+            if name == shape.name or name in shape.aliases:
                 return shape
         raise unknown(f"shape of task {self.name}", name, (s.name for s in self.shapes))
+
+    @property
+    def shape_names(self) -> dict[str, str]:
+        """Alias -> name, for all shapes."""
+        return {alias: shape.name for shape in self.shapes for alias in shape.aliases}
 
     def rung(self, name: str) -> Rung:
         """The rung of that name; raises UsageError naming the known ones."""
@@ -284,7 +293,7 @@ def _inconsistencies(c: TaskConfig) -> list[str]:
 
     shape_names = [s.name for s in c.shapes]
     rung_names = [r.name for r in c.rungs]
-    unique("shapes", shape_names)
+    unique("shapes", [name for s in c.shapes for name in (s.name, *s.aliases)])
     unique("shapes (dims)", [", ".join(f"{k}={v}" for k, v in sorted(s.dims.items())) for s in c.shapes])
     unique("rungs", rung_names)
     unique("seeds", [str(s) for s in c.seeds])

@@ -100,7 +100,16 @@ def test_a_pending_record() -> None:
     assert row(pending_record(candidate=Side(variant="stage2", toggles={})))[5] == "PENDING"
     caption = ladder_table([("a", pending_record())]).splitlines()[0]
     assert "sm_90a on no device; 2030-01-02;" in caption
-    assert caption.endswith("those of shape mission.")
+    assert caption.endswith("commit 0123456789 (dirty).")
+
+
+def test_the_shape_shown_is_the_one_at_which_most_records_were_gated() -> None:
+    only_long = record(speedups=[speedup_row("mission", gated=False), speedup_row("long")])
+    captions = [
+        ladder_table(pairs).splitlines()[0]
+        for pairs in ([("a", only_long)], [("a", only_long), ("b", record()), ("c", record())])
+    ]
+    assert ["shape long" in caption for caption in captions] == [True, False]
 
 
 def test_a_quoted_speedup_is_told_from_a_measured_one() -> None:

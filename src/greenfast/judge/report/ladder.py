@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import PurePath
 
@@ -24,17 +25,34 @@ _HEADER = (
 _STALE = "stale"
 
 
-def ladder_table(records: Sequence[tuple[str, Record]], *, stale: Collection[str] = (), shape: str = "mission") -> str:
+def ladder_table(
+    records: Sequence[tuple[str, Record]], *, stale: Collection[str] = (), shape: str | None = None
+) -> str:
     """A row per (path of the evidence, record), in the order given; the path becomes the row's link.
 
     Records of one task, format, target and device share a table, under a line that states these, the days and commits
     of the runs, and the shape. stale: paths of records whose kernel is not today's; they are shown as stale, without a
-    number. shape: whose times and speedup are shown. Times are medians over seeds, baseline -> candidate.
+    number. shape: whose times and speedup are shown; by default the one at which most of a table's records were gated.
+    Times are medians over seeds, baseline -> candidate.
     """
     groups: dict[tuple[str, ...], list[tuple[str, Record]]] = {}
     for path, record in records:
         groups.setdefault((record.task, record.format, record.arch, _machine(record)), []).append((path, record))
-    return "\n\n".join(_group(members, stale, shape) for members in groups.values())
+    return "\n\n".join(
+        _group(members, stale, _gated([record for _, record in members]) if shape is None else shape)
+        for members in groups.values()
+    )
+
+
+def _gated(records: Sequence[Record]) -> str:
+    """The shape at which most records were gated; empty where none was timed."""
+    found = Counter(name for record in records for name in {row.shape for row in _speedups(record) if row.gated})
+    return max(found, key=lambda name: (found[name], name), default="")
+
+
+def _speedups(record: Record) -> Sequence[SpeedupRow]:
+    """Of a run that timed nothing, those that it quotes."""
+    return record.quoted.speedups if record.quoted else record.speedups
 
 
 def console_form(record: Record) -> str:
@@ -56,13 +74,15 @@ def _group(records: Sequence[tuple[str, Record]], stale: Collection[str], shape:
 def _caption(records: Sequence[Record], shape: str) -> str:
     first = records[0]
     dims = next((row.dims for record in records for row in record.candidate.correctness if row.shape == shape), None)
-    where = f"shape {shape}{f' ({format.dims(dims)})' if dims else ''}"
+    where = (
+        f" Times and speedups are those of shape {shape}{f' ({format.dims(dims)})' if dims else ''}." if shape else ""
+    )
     days = sorted({record.created[:10] for record in records})
     span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     commits = list(dict.fromkeys(facts.commit(record) for record in records))
     return (
         f"**{first.task}, {first.format}**, {first.arch} on {_machine(first)}; {span}; "
-        f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}. Times and speedups are those of {where}."
+        f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}.{where}"
     )
 
 
@@ -94,9 +114,8 @@ def _row(path: str, record: Record, shape: str) -> list[str]:
 
 
 def _speedup_of(record: Record, shape: str) -> SpeedupRow | None:
-    """The shape's gated speedup, else its first; of a run that timed nothing, the one that it quotes."""
-    speedups = record.quoted.speedups if record.quoted else record.speedups
-    rows = [row for row in speedups if row.shape == shape]
+    """The shape's gated speedup, else its first."""
+    rows = [row for row in _speedups(record) if row.shape == shape]
     return next((row for row in rows if row.gated), rows[0] if rows else None)
 
 
