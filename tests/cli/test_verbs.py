@@ -11,6 +11,7 @@ import pytest
 from greenfast.device.compiler import compile_kernel
 from greenfast.judge.record import BenchRecord, PhaseRecord, Record
 from greenfast.judge.records import is_stale, read_record
+from greenfast.judge.run import GATES
 from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.arch import Target
 from tests.cli.command_line import ROOT, Ran, run_here
@@ -151,8 +152,36 @@ def test_without_a_gpu_performance_is_quoted_from_the_evidence(
     assert ("not measured in this run\n" in ran.out) == fresh
     ran = run_here(capsys, *asked, "--arch", "sm_90a", "--require", "performance", "--no-quote")
     assert (ran.code, "quoted" in ran.out) == (1, False)
-    ran = run_here(capsys, *asked, "--quote", ROOT / kept)
+    ran = run_here(capsys, *asked, "--arch", "sm_89", "--quote", ROOT / kept)
     assert (ran.code, "is of sm_90a, not sm_89" in ran.out.replace("\n", "")) == (0, True)
+
+
+@pytest.mark.parametrize("options", [("--seeds", "0"), pytest.param((), marks=pytest.mark.slow)])
+def test_the_first_command_is_decided_without_a_gpu(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """``make validate``: no target is asked for, so the kept record's is taken and its PERFORMANCE quoted."""
+    kept = read_record(ROOT / "evidence/h100/fp8_sdpa-e4m3-stage2")
+    assert isinstance(kept, Record)
+    ran = run_here(capsys, "validate", "fp8_sdpa", *options, "--require", "all", "--out", tmp_path)
+    if f"{kept.candidate.builds[0].compiler} for" not in ran.out:
+        pytest.skip("another compiler than the record's, which then cannot be quoted")
+    assert (ran.code, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    assert [line.split()[:2] for line in lines[:5]] == [[gate, "PASS"] for gate in GATES]
+    assert f"quoted from NVIDIA H100 80GB HBM3, {kept.created[:10]}, commit " in lines[3]
+    assert "  - target sm_90a, that of the kept record, as there is no GPU: --arch names another" in lines
+    assert "MERGE  stage2 against stage1, e4m3" in lines
+    record = read_record(last_line(ran))
+    assert isinstance(record, Record)
+    assert (record.decision, record.arch) == ("MERGE", "sm_90a")
+
+
+def test_a_target_that_is_asked_for_is_not_changed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Nor is it where nothing is quoted: the task's own stays."""
+    for options in (("--arch", "sm_89"), ("--no-quote",)):
+        ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, *options, "--json", "--out", tmp_path)
+        assert msgspec.json.decode(ran.out, type=Record).arch == "sm_89"
 
 
 def test_a_target_that_the_gpu_does_not_run_is_pending(

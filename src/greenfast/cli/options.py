@@ -88,7 +88,12 @@ def _what(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", type=words, metavar="A,B", help="shapes of the task's config (default: its own)")
     parser.add_argument("--seeds", type=numbers, metavar="0,1", help="seeds of the inputs (default: the task's)")
     parser.add_argument("--format", metavar="FORMAT", help="number format of the task's config (default: its own)")
-    parser.add_argument("--arch", metavar="SM", help="target, such as sm_89 (default: the GPU's own, else the task's)")
+    parser.add_argument(
+        "--arch",
+        metavar="SM",
+        help="target, such as sm_89 (default: the GPU's own; without a GPU, for validate that of a kept record of this "
+        "comparison, else the task's)",
+    )
 
 
 def _where(parser: argparse.ArgumentParser) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from rich.text import Text
 
 from greenfast.cli.console import GateConsole, exit_code, required_gates, show, status
 from greenfast.cli.request import request_of
-from greenfast.judge.quote import Kept, evidence_folders, kept_at, kept_in
+from greenfast.judge.quote import Kept, evidence_folders, kept_at, kept_in, target_of
 from greenfast.judge.request import Request
 from greenfast.judge.store import to_json
 from greenfast.judge.validate import validate
+from greenfast.spec.arch import Target
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,6 +27,13 @@ def run(args: argparse.Namespace) -> int:
     before = rung.after if rung is not None and args.candidate else None
     baseline = config.variant(args.baseline or before or config.defaults.baseline)
     kept = _kept(args, request)
+    note = ""
+    if args.arch is None and kept and request.cannot_run() is None:
+        # Nothing here prefers a target: for the one that was measured, every gate can decide.
+        measured = target_of(kept, config.name, request.format, baseline.name, candidate.name)
+        if measured is not None and measured != request.target.name:
+            request = replace(request, target=Target.parse(measured))
+            note = f"  - target {measured}, that of the kept record, as there is no GPU: --arch names another"
     with GateConsole(to_stderr=args.json) as console:
         outcome = validate(
             request,
@@ -44,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         )
         for reason in record.reasons:
             show(Text(f"  - {reason}"))
+        if note:
+            show(Text(note))
         show(f"\n{outcome.folder}")
     return exit_code(record.gates, required)
 

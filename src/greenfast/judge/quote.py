@@ -78,6 +78,17 @@ def _kept(file: Path, shown: str) -> list[Kept]:
     return [Kept(shown, hashlib.sha256(file.read_bytes()).hexdigest(), record)]
 
 
+def target_of(kept: Sequence[Kept], task: str, fmt: str, baseline: str, candidate: str) -> str | None:
+    """The target of the newest record that compares these two variants, or None where no record does."""
+    found = [
+        k.record
+        for k in kept
+        if (k.record.task, k.record.format) == (task, fmt)
+        and (k.record.baseline.variant, k.record.candidate.variant) == (baseline, candidate)
+    ]
+    return max(found, key=lambda record: record.created).arch if found else None
+
+
 def quote(run: GateRun, kept: Sequence[Kept], required: float | None, reason: str) -> tuple[GateResult, Quote | None]:
     """PERFORMANCE from the newest record that fits, else PENDING: why nothing was timed, and what the nearest lacks.
 
