@@ -3,7 +3,7 @@
 python benchmarks/emulator_against_gpu.py --json FILE [--shapes small,mission] [--variants stage2,...]
 
 Needs a GPU; counts need ncu. The emulator counts PTX instructions, the hardware machine instructions: only matrix work,
-memory sectors and bank conflicts mean the same in both. scripts/update_readme.py makes a table of the record.
+memory sectors and bank conflicts mean the same in both. scripts/update_results.py makes a table of the record.
 """
 
 from __future__ import annotations

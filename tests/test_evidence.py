@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from greenfast.bench.operator import read_operator_record
 from greenfast.cli.options import VERBS
 from greenfast.device.compiler import kernel_hash
 from greenfast.judge.record import AnyRecord, PeersRecord, Record
@@ -20,12 +22,14 @@ from greenfast.judge.store import to_json
 from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.arch import TARGETS
 from greenfast.spec.errors import UsageError
-from scripts import update_readme
-from scripts.update_readme import blocks, evidence, fill, generated
+from scripts import update_results
+from scripts.speed_picture import operator_series
+from scripts.update_results import blocks, evidence, fill, generated
 from tests.judge.report.peer_records import peers_record
 from tests.judge.report.records import record, side
 
 ROOT = Path(__file__).parents[1]
+RESULTS = update_results.RESULTS_PAGE
 FOLDERS = [file.parent.relative_to(ROOT).as_posix() for file in sorted((ROOT / "evidence").glob("*/*/record.json"))]
 EACH_RECORD = pytest.mark.parametrize(
     "folder",
@@ -50,8 +54,9 @@ def expected() -> dict[Path, str]:
 
 
 def test_pages_are_those_that_the_records_make() -> None:
-    for page in (ROOT / "README.md", ROOT / update_readme.EMULATOR_PAGE, ROOT / update_readme.OPERATOR_PAGE):
-        assert page.read_text(encoding="utf-8") == expected()[page], "run python scripts/update_readme.py"
+    for name in ("README", "PICTURE", "RESULTS_PAGE", "EMULATOR_PAGE", "OPERATOR_PAGE"):
+        page = ROOT / getattr(update_results, name)
+        assert page.read_text(encoding="utf-8") == expected()[page], "run python scripts/update_results.py"
 
 
 def test_every_quoted_record_is_there() -> None:
@@ -86,7 +91,7 @@ def test_a_record_says_what_is_needed_to_repeat_it(folder: str) -> None:
 @EACH_RECORD
 def test_the_report_is_the_one_that_the_record_makes(folder: str) -> None:
     path = ROOT / folder / "VALIDATION_REPORT.md"
-    assert path.read_text(encoding="utf-8") == expected()[path], "run python scripts/update_readme.py"
+    assert path.read_text(encoding="utf-8") == expected()[path], "run python scripts/update_results.py"
 
 
 @pytest.mark.parametrize(
@@ -101,12 +106,12 @@ def test_the_report_is_the_one_that_the_record_makes(folder: str) -> None:
         ),
     ],
 )
-def test_readme_names_them_all(what: str, names: list[str]) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_reference_names_them_all(what: str, names: list[str]) -> None:
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     assert [name for name in names if name not in text] == []
 
 
-def test_readme_names_every_variable_that_the_package_reads() -> None:
+def test_the_reference_names_every_variable_that_the_package_reads() -> None:
     found = {
         name
         for file in (ROOT / "src").rglob("*.py")
@@ -114,11 +119,14 @@ def test_readme_names_every_variable_that_the_package_reads() -> None:
         if not name.startswith("CUDA_ERROR")
     }
     assert "GREENFAST_CACHE_DIR" in found
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     assert [name for name in sorted(found) if f"`{name}`" not in text] == []
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))])
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))],
+)
 def test_every_link_to_a_file_leads_to_one(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
@@ -151,10 +159,11 @@ def tree(root: Path, *records: tuple[str, AnyRecord]) -> Path:
     for folder, one in records:
         (root / "evidence" / folder).mkdir(parents=True)
         (root / "evidence" / folder / "record.json").write_text(to_json(one))
-    readme = "".join(
-        f"{name}\n<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in ("verdicts", "peers", "example")
-    )
-    (root / "README.md").write_text(readme)
+    (root / "docs").mkdir()
+    marked = {RESULTS: ("verdicts", "peers", "example"), "README.md": ("speed",)}
+    for page, names in marked.items():
+        text = "".join(f"{name}\n<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in names)
+        (root / page).write_text(text)
     return root
 
 
@@ -190,9 +199,9 @@ def test_a_stale_record_is_shown_without_a_number_and_is_no_example(tmp_path: Pa
 
 
 def test_a_current_record_is_shown_quoted_and_an_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_readme, "stale_records", lambda records: set())
+    monkeypatch.setattr(update_results, "stale_records", lambda records: set())
     made = blocks(evidence(tree(tmp_path, ("h100/stage2-e4m3", rung("stage2", "stage1")))))
-    assert "[stage2-e4m3](evidence/h100/stage2-e4m3)" in made["verdicts"]
+    assert "[stage2-e4m3](../evidence/h100/stage2-e4m3)" in made["verdicts"]
     assert quoted(made["verdicts"]) == {"evidence/h100/stage2-e4m3"}
     assert made["example"].startswith("```text\n$ greenfast validate")
 
@@ -203,22 +212,48 @@ def test_the_comparison_with_peers_is_a_section_once_there_is_one(
     root = tree(tmp_path, ("h100/peers", peers_record()))
     assert "stale" in blocks(evidence(root))["peers"]  # its kernel never was
     assert quoted(blocks(evidence(root))["peers"]) == set()
-    monkeypatch.setattr(update_readme, "is_stale", lambda record: False)
+    monkeypatch.setattr(update_results, "is_stale", lambda record: False)
     ((_, read),) = evidence(root)
     made = blocks([("evidence/h100/peers", read)])
     assert isinstance(read, PeersRecord)
-    assert made["peers"] == readme_section("evidence/h100/peers", read, stale=False)
+    assert made["peers"] == readme_section("../evidence/h100/peers", read, stale=False)
     assert quoted(made["peers"]) == {"evidence/h100/peers"}
     assert (made["verdicts"], made["example"]) == ("", "")
     files = generated(root)
-    assert made["peers"] in files[root / "README.md"]
+    assert made["peers"] in files[root / RESULTS]
     assert files[root / "evidence/h100/peers/VALIDATION_REPORT.md"] == report(read)
+
+
+def test_the_readme_gets_its_table_and_its_picture_once_both_records_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tree(tmp_path, ("h200/peers", peers_record()))
+    page, picture = root / "README.md", root / update_results.PICTURE
+    assert not {page, picture} & set(generated(root))
+    shutil.copy(ROOT / update_results.OPERATOR_RECORD, root / update_results.OPERATOR_RECORD)
+    (root / update_results.OPERATOR_PAGE).write_text("<!-- operator:begin --> <!-- operator:end -->")
+    monkeypatch.setattr(update_results, "operator_is_stale", lambda record: False)
+    files = generated(root)
+    assert "| 4096 | 1.35x / 1.21x | " in files[page]
+    assert files[picture].startswith("<?xml")
+    picture.parent.mkdir()
+    picture.write_text(files[picture] + "<!-- of another matplotlib -->")
+    assert generated(root)[picture] == picture.read_text()  # its numbers are those
+    monkeypatch.setattr("scripts.speed_picture._HEAD_DIM", 64)
+    assert generated(root)[picture] != picture.read_text()
+
+
+def test_the_picture_is_small_and_says_where_it_was_measured() -> None:
+    text = (ROOT / update_results.PICTURE).read_text()
+    assert len(text) < 100_000
+    operator = read_operator_record(ROOT / update_results.OPERATOR_RECORD)
+    assert operator_series(operator)["greenfast FP8"].keys() == {512, 1024, 2048, 4096, 16384}
+    assert "quantization included" in text  # matplotlib keeps each text as a comment
 
 
 def test_the_page_of_the_emulator_gets_the_table_of_its_record(tmp_path: Path) -> None:
     root = tree(tmp_path)
-    (root / "docs").mkdir()
-    page, measured = root / update_readme.EMULATOR_PAGE, root / update_readme.EMULATOR_RECORD
+    page, measured = root / update_results.EMULATOR_PAGE, root / update_results.EMULATOR_RECORD
     page.write_text("before <!-- counts:begin --> <!-- counts:end --> after")
     assert page not in generated(root)
     measured.parent.mkdir()
@@ -232,26 +267,26 @@ def test_the_page_of_the_emulator_gets_the_table_of_its_record(tmp_path: Path) -
 
 def test_no_records_leave_the_blocks_empty(tmp_path: Path) -> None:
     root = tree(tmp_path)
-    assert generated(root) == {root / "README.md": (root / "README.md").read_text()}
+    assert generated(root) == {root / RESULTS: (root / RESULTS).read_text()}
 
 
 def test_check_changes_nothing_and_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tree(tmp_path, ("h100/one", rung("stage2", "stage1")))
-    monkeypatch.setattr(update_readme, "ROOT", root)
+    monkeypatch.setattr(update_results, "ROOT", root)
 
     def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["update_readme.py", *arguments])
-        return update_readme.main()
+        monkeypatch.setattr(sys, "argv", ["update_results.py", *arguments])
+        return update_results.main()
 
-    before = (root / "README.md").read_text()
+    before = (root / RESULTS).read_text()
     assert run("--check") == 1
     told = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in told] == ["README.md", "evidence/h100/one/VALIDATION_REPORT.md"]
-    assert (root / "README.md").read_text() == before
+    assert [line.split(":")[0] for line in told] == [RESULTS, "evidence/h100/one/VALIDATION_REPORT.md"]
+    assert (root / RESULTS).read_text() == before
     assert run() == 0
-    assert "| stage2 | stage1 |" in (root / "README.md").read_text()
+    assert "| stage2 | stage1 |" in (root / RESULTS).read_text()
     assert (root / "evidence/h100/one/VALIDATION_REPORT.md").read_text().startswith("# fp8_sdpa: stage1 -> stage2")
     assert run("--check") == 0
     (root / "evidence/h100/one/record.json").write_text("{}")
@@ -265,10 +300,10 @@ def test_check_changes_nothing_and_tells(
 )
 def test_markers_that_do_not_stand_there_once_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="must stand in it once"):
-        fill(text, "a", "b")
+        fill(text, "a", "b", "page.md")
 
 
 def test_filling_twice_is_filling_once() -> None:
-    once = fill("x <!-- a:begin --> old <!-- a:end --> y", "a", "new")
+    once = fill("x <!-- a:begin --> old <!-- a:end --> y", "a", "new", "page.md")
     assert once == "x <!-- a:begin -->\n\nnew\n\n<!-- a:end --> y"
-    assert fill(once, "a", "new") == once
+    assert fill(once, "a", "new", "page.md") == once

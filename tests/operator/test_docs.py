@@ -10,7 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("page", "heading"), [("README.md", "## In PyTorch"), ("docs/operator.md", "# The operator")])
+@pytest.mark.parametrize(
+    ("page", "heading"), [("README.md", "## Use it in PyTorch"), ("docs/operator.md", "# The operator")]
+)
 def test_the_example_runs(page: str, heading: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / page).read_text(encoding="utf-8").split(heading, 1)[1]
     found = re.search(r"```python\n(.*?)```", text, re.DOTALL)

@@ -1,6 +1,6 @@
-"""Writes what is generated from the records under evidence/: tables of README.md and of docs/, and reports.
+"""Writes what is generated from the records under evidence/: a table and the picture of README.md, docs/, reports.
 
-python scripts/update_readme.py [--check]    (--check changes nothing; exit 1 where something differs)
+python scripts/update_results.py [--check]    (--check changes nothing; exit 1 where something differs)
 
 A record lies at evidence/DEVICE/NAME/record.json, as a run of `greenfast validate` or `greenfast bench` left it.
 """
@@ -26,9 +26,11 @@ from greenfast.judge.report.peers import readme_section
 from greenfast.judge.store import write_whole
 from greenfast.judge.tasks import find_task
 from greenfast.spec.errors import GreenfastError, UsageError
+from scripts.speed_picture import DESCRIPTION, gains_table, numbers_digest, speed_picture
 
 ROOT = Path(__file__).parents[1]
 MAIN_TASK = "fp8_sdpa"
+README, PICTURE, RESULTS_PAGE = "README.md", "docs/images/speed.svg", "docs/results.md"
 EMULATOR_PAGE, EMULATOR_RECORD = "docs/emulator.md", "evidence/emulator-h100.json"
 OPERATOR_PAGE, OPERATOR_RECORD = "docs/operator.md", "evidence/operator-h200.json"
 
@@ -59,7 +61,8 @@ def _order(folder: str, record: AnyRecord) -> tuple[object, ...]:
 
 
 def blocks(records: Evidence) -> dict[str, str]:
-    """Name of a marked block in README.md -> what must stand in it; empty where there is no record for it."""
+    """Name of a marked block in docs/results.md -> its content; empty where there is no record for it."""
+    records = [(f"../{folder}", record) for folder, record in records]  # links from docs/
     comparisons = [(folder, record) for folder, record in records if isinstance(record, Record)]
     stale = stale_records(comparisons)
     example = next((r for folder, r in comparisons if folder not in stale and _is_default(r)), None)
@@ -80,7 +83,7 @@ def _is_default(record: Record) -> bool:
     return sides == (defaults.baseline, defaults.candidate, defaults.format)
 
 
-def fill(text: str, name: str, content: str, page: str = "README.md") -> str:
+def fill(text: str, name: str, content: str, page: str) -> str:
     """The page's text with the block ``name`` replaced. Raises UsageError unless its markers stand there once."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
@@ -93,11 +96,12 @@ def fill(text: str, name: str, content: str, page: str = "README.md") -> str:
 def generated(root: Path) -> dict[Path, str]:
     """Path -> content of every generated file."""
     records = evidence(root)
-    text = (root / "README.md").read_text(encoding="utf-8")
+    text = (root / RESULTS_PAGE).read_text(encoding="utf-8")
     for name, content in blocks(records).items():
-        text = fill(text, name, content)
+        text = fill(text, name, content, RESULTS_PAGE)
     return {
-        root / "README.md": text,
+        root / RESULTS_PAGE: text,
+        **_readme(root, records),
         **_emulator_page(root),
         **_operator_page(root),
         **{
@@ -105,6 +109,23 @@ def generated(root: Path) -> dict[Path, str]:
             for f, record in records
         },
     }
+
+
+def _readme(root: Path, records: Evidence) -> dict[Path, str]:
+    """README.md with its table, and its picture, where there are records for both.
+
+    The picture is compared by the numbers that it shows: its bytes differ between versions of matplotlib.
+    """
+    operator = root / OPERATOR_RECORD
+    peers = next((record for _, record in records if isinstance(record, PeersRecord)), None)
+    if peers is None or not operator.is_file():
+        return {}
+    measured = read_operator_record(operator)
+    page, picture = root / README, root / PICTURE
+    drawn = picture.read_text(encoding="utf-8") if picture.is_file() else ""
+    if f"{DESCRIPTION}{numbers_digest(measured, peers)}" not in drawn:
+        drawn = speed_picture(measured, peers)
+    return {page: fill(page.read_text(encoding="utf-8"), "speed", gains_table(measured), README), picture: drawn}
 
 
 def _emulator_page(root: Path) -> dict[Path, str]:
@@ -143,7 +164,7 @@ def main() -> int:
                 write_whole(path, files[path])
             print(f"{path.relative_to(ROOT)}: {'differs from its records' if args.check else 'written'}")
     except GreenfastError as e:
-        print(f"update_readme: {e}", file=sys.stderr)
+        print(f"update_results: {e}", file=sys.stderr)
         return e.exit_code
     return int(args.check and bool(different))
 

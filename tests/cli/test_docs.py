@@ -1,0 +1,120 @@
+"""Every command in README.md, CONTRIBUTING.md and docs/ is one that the command line takes, and every path is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from greenfast.cli.main import parser
+from greenfast.cli.options import VERBS
+from greenfast.judge.tasks import find_task
+from greenfast.spec.errors import UsageError
+from tests.cli.command_line import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: The task's runner hands its words to this command line.
+RUNNER = ["python", "-m", "tasks.fp8_sdpa_stage_c_wmma.runner"]
+#: What a page writes in place of something of the reader's.
+PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]+\b(?!=)")
+
+
+def fenced(text: str) -> list[str]:
+    """The commands of the fenced blocks without a language, a text or shell one; continued lines are joined."""
+    blocks = re.findall(r"^```(?:text|sh|bash|console)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [
+        line.strip().removeprefix("$ ")
+        for line in lines
+        if re.match(r"\s*(\$ |greenfast |make |python |[A-Z_]+=|scripts/|pip )", line)
+    ]
+
+
+def inline(text: str) -> list[str]:
+    """Whole commands in the running text: those with a verb, something after it, and nothing left out."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    verbs = "|".join(VERBS)
+    return [
+        c
+        for c in re.findall(rf"`(greenfast (?:{verbs}) [^`]+)`", prose.replace("\n", " "))
+        if not PLACEHOLDER.search(c)
+    ]
+
+
+CASES = [
+    pytest.param(command, id=f"{page.name}: {command}"[:100])
+    for page in PAGES
+    for command in dict.fromkeys([*fenced(page.read_text(encoding="utf-8")), *inline(page.read_text(encoding="utf-8"))])
+]
+
+
+def test_there_are_commands() -> None:
+    assert len(CASES) > 30
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_the_command_is_one(command: str) -> None:
+    words = shlex.split(command, comments=True)
+    while re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # variables of the environment
+        del words[0]
+    if words[: len(RUNNER)] == RUNNER:
+        words = ["greenfast", "bench", "fp8_sdpa", *words[len(RUNNER) :]]
+    if words[0] == "greenfast":
+        check_greenfast(words[1:])
+    elif words[0] == "make":
+        assert set(words[1:]) <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    elif words[:3] == ["python", "-m", "pytest"]:
+        paths = [word for word in words[3:] if "/" in word]
+        assert [path for path in paths if not (ROOT / path).exists()] == []
+    elif words[:2] == ["python", "-m"]:
+        assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file()
+    elif words[0] == "python":
+        assert (ROOT / words[1]).is_file()
+    elif words[0].startswith("scripts/"):
+        assert (ROOT / words[0]).is_file()
+    else:
+        assert words == ["pip", "install", "."]
+
+
+def check_greenfast(words: list[str]) -> None:
+    """Raises unless the words parse, and name a task, variants, shapes and formats that are there."""
+    try:
+        args = parser().parse_args(words)
+    except SystemExit:
+        pytest.fail(f"greenfast {shlex.join(words)} is no command")
+    task = getattr(args, "task", None)
+    if task is None or PLACEHOLDER.fullmatch(task):
+        return
+    config = find_task(str(ROOT / task) if "/" in task else task).config
+    variants = [getattr(args, name, None) for name in ("baseline", "candidate", "variant")]
+    for variant in (*variants, *(getattr(args, "variants", None) or [])):
+        if variant not in (None, "auto") and not PLACEHOLDER.fullmatch(variant):
+            config.variant(variant)
+    if not getattr(args, "peers", False):
+        for shape in args.shapes or []:
+            config.shape(shape)
+    if getattr(args, "format", None):
+        config.gates(args.format)
+
+
+@pytest.mark.parametrize(
+    "words", [["validat"], ["validate", "fp8_sdpa", "--shape-s", "small"], ["emulate", "kernel.cu"]]
+)
+def test_what_is_no_command_fails(words: list[str]) -> None:
+    with pytest.raises(pytest.fail.Exception):
+        check_greenfast(words)
+
+
+@pytest.mark.parametrize("words", [["--candidate", "stage9"], ["--shapes", "big"], ["--format", "fp4"]])
+def test_names_that_are_not_there_fail(words: list[str]) -> None:
+    with pytest.raises(UsageError):
+        check_greenfast(["validate", "fp8_sdpa", *words])
+
+
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "reference.md"], ids=lambda p: p.name)
+def test_every_path_in_the_text_is_there(page: Path) -> None:
+    rooms = "src|tests|tasks|docs|scripts|benchmarks|evidence|examples"
+    paths = re.findall(rf"`((?:{rooms})/[\w./-]+)`", page.read_text(encoding="utf-8"))
+    assert [path for path in paths if not PLACEHOLDER.search(path) and not (ROOT / path).exists()] == []
