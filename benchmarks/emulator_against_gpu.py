@@ -23,6 +23,7 @@ import numpy as np
 from greenfast.cli.console import show, table
 from greenfast.cli.options import words
 from greenfast.device.gpu import Gpu
+from greenfast.device.identity import code_hash
 from greenfast.emulator.grid import run_grid
 from greenfast.judge.environment import git_state, now
 from greenfast.judge.gates.sides import build_side
@@ -83,6 +84,8 @@ def main() -> None:
                         "shape": shape.name,
                         "format": fmt,
                         "kernel_hash": side.kernels[shape.name].kernel_hash,
+                        "code_hash": code_hash(side.kernels[shape.name]),
+                        "compiler": side.kernels[shape.name].compiler,
                         "elements": there.size,
                         "different": int((there.view(np.uint16) != here.outputs["out"].view(np.uint16)).sum()),
                         "max_abs_diff": float(difference.max()),

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from greenfast.bench.operator import is_stale as operator_is_stale
+from greenfast.bench.operator import freshness as operator_freshness
 from greenfast.bench.operator import read_operator_record
 from greenfast.bench.operator_report import tables
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT
 from greenfast.judge.record import AnyRecord, PeersRecord, Record
-from greenfast.judge.records import is_stale, read_record, stale_records
+from greenfast.judge.records import freshness, read_record
 from greenfast.judge.report.beside_gpu import counts_table
 from greenfast.judge.report.ladder import console_form, ladder_table
 from greenfast.judge.report.markdown import report
@@ -26,6 +26,7 @@ from greenfast.judge.report.peers import readme_section
 from greenfast.judge.store import write_whole
 from greenfast.judge.tasks import find_task
 from greenfast.spec.errors import GreenfastError, UsageError
+from greenfast.spec.freshness import CURRENT, Freshness
 from scripts.speed_picture import DESCRIPTION, gains_table, numbers_digest, speed_picture
 
 ROOT = Path(__file__).parents[1]
@@ -64,14 +65,19 @@ def blocks(records: Evidence) -> dict[str, str]:
     """Name of a marked block in docs/results.md -> its content; empty where there is no record for it."""
     records = [(f"../{folder}", record) for folder, record in records]  # links from docs/
     comparisons = [(folder, record) for folder, record in records if isinstance(record, Record)]
-    stale = stale_records(comparisons)
-    example = next((r for folder, r in comparisons if folder not in stale and _is_default(r)), None)
+    aged = {folder: answer for folder, record in comparisons if (answer := shown(freshness(record))).status != CURRENT}
+    example = next((r for folder, r in comparisons if folder not in aged and _is_default(r)), None)
     beside_peers = next(((folder, record) for folder, record in records if isinstance(record, PeersRecord)), None)
     return {
-        "verdicts": ladder_table(comparisons, stale=stale),
-        "peers": readme_section(*beside_peers, stale=is_stale(beside_peers[1])) if beside_peers else "",
+        "verdicts": ladder_table(comparisons, aged=aged),
+        "peers": readme_section(*beside_peers, shown(freshness(beside_peers[1]))) if beside_peers else "",
         "example": f"```text\n{console_form(example)}\n```" if example else "",
     }
+
+
+def shown(answer: Freshness) -> Freshness:
+    """What a page says: with another compiler than the record's nobody can tell, and the page stays as it is."""
+    return Freshness() if answer.other_compiler else answer
 
 
 def _is_default(record: Record) -> bool:
@@ -147,7 +153,7 @@ def _operator_page(root: Path) -> dict[Path, str]:
     if not path.is_file():
         return {}
     record = read_operator_record(path)
-    content = tables(record, stale=operator_is_stale(record))
+    content = tables(record, shown(operator_freshness(record)))
     return {page: fill(page.read_text(encoding="utf-8"), "operator", content, OPERATOR_PAGE)}
 
 

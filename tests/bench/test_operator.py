@@ -9,10 +9,11 @@ import pytest
 
 from greenfast.bench import operator as operator_bench
 from greenfast.bench import operator_calls as measure
-from greenfast.bench.operator import is_stale, read_operator_record
+from greenfast.bench.operator import freshness, read_operator_record, timed_kernels
 from greenfast.bench.operator_record import SpeedRow
 from greenfast.bench.operator_report import report
 from greenfast.spec.errors import MachineError, UsageError
+from greenfast.spec.freshness import Freshness
 from tests.bench.test_operator_report import operator_record
 from tests.cli.command_line import run_here
 
@@ -51,8 +52,8 @@ def test_a_run_leaves_its_record_and_report(capsys: pytest.CaptureFixture[str], 
     folder = Path(ran.out.splitlines()[-1])
     record = read_operator_record(folder / "record.json")
     assert record.command.startswith("greenfast bench --operator")
-    assert record.kernels == measure.kernel_hashes()
-    assert not is_stale(record)
+    assert record.kernels == timed_kernels()
+    assert freshness(record) == Freshness()
     assert record.speed[0].clocks == {"sm_mhz": 1700.0, "temperature_c": 60.0}
     assert (folder / "VALIDATION_REPORT.md").read_text(encoding="utf-8") == report(record)
     assert "1.50x at S=4096" in ran.out

@@ -6,6 +6,7 @@ from greenfast.bench.operator_record import ErrorRow, HostRow, OperatorRecord, S
 from greenfast.bench.operator_report import headline, report, tables
 from greenfast.judge.record import GitState
 from greenfast.spec.facts import DeviceInfo
+from greenfast.spec.freshness import Freshness
 
 DIMS = {"B": 1, "H": 16, "S": 4096, "D": 128}
 TIMES = {
@@ -58,7 +59,9 @@ def test_host_times_errors_and_what_is_missing() -> None:
 
 
 def test_a_stale_record_says_so() -> None:
-    assert tables(operator_record(), stale=True).startswith("Stale")
+    assert tables(operator_record(), Freshness("stale", ("the grid differs",))).startswith(
+        "Stale: the grid differs. Measured"
+    )
     assert tables(operator_record()).startswith("Measured")
 
 

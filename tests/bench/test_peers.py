@@ -12,10 +12,11 @@ import pytest
 from greenfast.bench.peers import PeersOutcome, PeersWorker, compare_with_peers
 from greenfast.device.worker import WorkerError
 from greenfast.judge.peers import OWN, Checked, PeerContender, PeerRow, Timed
-from greenfast.judge.records import is_stale, read_record, with_shape_names
+from greenfast.judge.records import freshness, read_record, with_shape_names
 from greenfast.judge.report.markdown import report
 from greenfast.spec.errors import MachineError, UsageError, WrongResultError
 from greenfast.spec.facts import DeviceInfo
+from greenfast.spec.freshness import Freshness
 from tests.fakes import Watcher, request, shipped
 
 H100 = DeviceInfo(
@@ -157,7 +158,7 @@ def test_the_record_and_its_report_are_kept(session: Session, compare: Compare) 
     assert record.device == H100
     assert record.accuracy == []
     assert len(record.side.builds) == 2
-    assert not is_stale(record)
+    assert freshness(record) == Freshness()
 
 
 @pytest.mark.slow

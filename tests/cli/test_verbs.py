@@ -8,12 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from greenfast.device.compiler import compile_kernel
 from greenfast.judge.record import BenchRecord, PhaseRecord, Record
-from greenfast.judge.records import is_stale, read_record
+from greenfast.judge.records import freshness, read_record
 from greenfast.judge.run import GATES
-from greenfast.judge.tasks import find_task, load_family
-from greenfast.spec.arch import Target
 from tests.cli.command_line import ROOT, Ran, run_here
 from tests.fakes import L4, Behaviour, FakeDevice, Script, install, request, right
 from tests.judge import behaviours
@@ -137,11 +134,7 @@ def test_without_a_gpu_performance_is_quoted_from_the_evidence(
     kept = "evidence/h100/fp8_quantize-e4m3-quantize_vector"
     record = read_record(ROOT / kept)
     assert isinstance(record, Record)
-    task = find_task("fp8_quantize").config
-    shape, variant = task.shape("mission"), task.variant(record.candidate.variant)
-    source = load_family(find_task("fp8_quantize")).kernel(variant.values, "e4m3", shape.dims)
-    today = compile_kernel(source, Target(record.arch)).compiler
-    fresh = not is_stale(record) and today == record.candidate.builds[0].compiler
+    fresh = freshness(record).status == "current"
     asked = ("validate", "fp8_quantize", "--shapes", "mission", "--seeds", "0", "--out", tmp_path)
     ran = run_here(capsys, *asked, "--arch", "sm_90a", "--require", "performance")
     assert ran.code == (0 if fresh else 1)

@@ -82,7 +82,7 @@ def test_build_meta(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sub: str, v
     assert meta["build"]["compiler"].startswith("NVRTC ")
     (kernel,) = meta["build"]["kernels"]
     assert set(kernel) == {
-        *("dims", "entry", "kernel_hash", "machine_code"),
+        *("dims", "entry", "kernel_hash", "code_hash", "machine_code"),
         *("registers", "shared_memory_bytes", "static_smem_bytes", "dynamic_smem_bytes", "stack_bytes"),
         *("spill_store_bytes", "spill_load_bytes"),
     }

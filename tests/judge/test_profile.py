@@ -10,9 +10,10 @@ import pytest
 
 from greenfast.judge.profile import count_phases, take_profile
 from greenfast.judge.record import GateResult
-from greenfast.judge.records import is_stale, read_record
+from greenfast.judge.records import freshness, read_record
 from greenfast.judge.validate import validate
 from greenfast.spec.errors import MachineError, UsageError
+from greenfast.spec.freshness import Freshness
 from tests.fakes import FakeDevice, Script, Watcher, install, request, shipped
 
 STAMP = "20300102-030405"
@@ -114,9 +115,10 @@ def test_phases_are_counted_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert record.phase_cycles == {"b1_h1_s32_d64": expected, "b1_h8_s512_d64": expected}
     assert folder.name.endswith("-phases")
     assert read_record(folder) == record
-    assert not is_stale(record)
-    builds = [msgspec.structs.replace(b, kernel_hash="0" * 16) for b in record.side.builds]
-    assert is_stale(msgspec.structs.replace(record, side=msgspec.structs.replace(record.side, builds=builds)))
+    assert freshness(record) == Freshness()
+    builds = [msgspec.structs.replace(b, kernel_hash="0" * 16, code_hash="0" * 16) for b in record.side.builds]
+    changed = msgspec.structs.replace(record, side=msgspec.structs.replace(record.side, builds=builds))
+    assert freshness(changed).status == "stale"
     assert device.launches == 2 * (1 + 2)
     assert device.memory.allocations == 0
     assert all(worker.closed for worker in device.workers)

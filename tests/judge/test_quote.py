@@ -177,6 +177,9 @@ def edit(side: str, **changes: Any) -> Callable[[Record], Record]:
     return change
 
 
+OTHER_CODE = {"kernel_hash": "0" * 16, "code_hash": "0" * 16}
+
+
 def other_inputs(record: Record) -> Record:
     rows = [msgspec.structs.replace(row, inputs_digest="0" * 16) for row in record.candidate.correctness[:1]]
     rows += record.candidate.correctness[1:]
@@ -200,10 +203,20 @@ def timing(**changes: Any) -> Callable[[Record], Record]:
     ("change", "says"),
     [
         (lambda r: msgspec.structs.replace(r, arch="sm_90a"), "is of sm_90a, not sm_89"),
-        (edit("baseline", kernel_hash="0" * 16), "is of another baseline kernel (0000000000000000, not "),
-        (edit("candidate", kernel_hash="0" * 16), "is of another candidate kernel (0000000000000000, not "),
-        (edit("candidate", compiler="NVRTC 13.9.1"), "was compiled by NVRTC 13.9.1, not NVRTC 13."),
-        (edit("candidate", options=["-arch=sm_89", "-G"]), "was compiled with other options"),
+        (edit("baseline", **OTHER_CODE), "is stale: the machine code of the baseline kernel at small differs"),
+        (edit("candidate", **OTHER_CODE), "is stale: the machine code of the candidate kernel at small differs"),
+        (
+            edit("candidate", kernel_hash="0" * 16, code_hash=""),
+            "cannot be compared: the source of the candidate kernel at small or the compiler's options differ",
+        ),
+        (
+            edit("candidate", launches={}),
+            "cannot be compared: the record does not say how the candidate kernel at small",
+        ),
+        (
+            edit("candidate", compiler="NVRTC 13.9.1"),
+            "cannot be compared: it was compiled by NVRTC 13.9.1, and this is",
+        ),
         (gate_failed, "did not pass RESOURCES"),
         (other_inputs, "had other inputs at b1_h1_s32_d64 seed 0"),
         (timing(method="another clock"), "was timed otherwise"),
@@ -284,7 +297,7 @@ def test_of_several_kernels_the_record_must_say_which_ran(machines: Machines) ->
     measured = machines.measure(shapes=("b1_h1_s32_d64", "b1_h2_s100_d64")).record
     (build,) = measured.candidate.builds
     assert build.shapes == ["b1_h1_s32_d64", "b1_h2_s100_d64"]
-    other = msgspec.structs.replace(build, kernel_hash="0" * 16, shapes=["b1_h2_s100_d64"])
+    other = msgspec.structs.replace(build, **OTHER_CODE, shapes=["b1_h2_s100_d64"])
 
     def kept(name: str, *builds: Any) -> Path:
         side = msgspec.structs.replace(measured.candidate, builds=list(builds))
@@ -293,7 +306,7 @@ def test_of_several_kernels_the_record_must_say_which_ran(machines: Machines) ->
     mine = msgspec.structs.replace(build, shapes=["b1_h1_s32_d64"])
     assert machines.quote(kept("said", mine, other)).record.quoted is not None
     ragged = performance(machines.quote(kept("b1_h2_s100_d64", mine, other), shapes=("b1_h2_s100_d64",)))
-    assert "is of another candidate kernel (0000000000000000, not " in ragged.summary
+    assert "the machine code of the candidate kernel at b1_h2_s100_d64 differs" in ragged.summary
     silent = [msgspec.structs.replace(b, shapes=[]) for b in (build, other)]
     gate = performance(machines.quote(kept("silent", *silent)))
     assert "does not say which of its candidate kernels b1_h1_s32_d64 ran" in gate.summary

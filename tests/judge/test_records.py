@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from greenfast.judge import freshness as pipeline_freshness
 from greenfast.judge.bench import bench
-from greenfast.judge.record import BenchRecord, GateResult, Record, Side
-from greenfast.judge.records import is_stale, read_record, stale_records
+from greenfast.judge.record import AnyRecord, BenchRecord, GateResult, Record, Side
+from greenfast.judge.records import freshness, freshness_of, read_record
 from greenfast.judge.store import to_json
 from greenfast.judge.validate import validate
 from greenfast.spec.errors import UsageError
@@ -86,39 +87,86 @@ def with_side(record: Record, **changes: object) -> Record:
     return msgspec.structs.replace(record, candidate=candidate)
 
 
-def test_a_record_of_todays_kernels_is_fresh(record: Record) -> None:
-    assert not is_stale(record)
-    assert stale_records([("now", record)]) == set()
+def said(record: AnyRecord) -> str:
+    return str(freshness(record))
 
 
-def test_a_record_is_stale_when_the_kernels_source_changes(record: Record, folder: Path) -> None:
-    write_task(folder, family=WITH_HEADER.replace('"2.0f"', '"(2.0f)"'))
-    assert stale_records([("then", record)]) == {"then"}
+def test_a_record_of_todays_kernels_is_current(record: Record) -> None:
+    assert said(record) == "current"
+    assert freshness_of([("now", record)]) == {}
 
 
-def test_a_record_is_stale_when_a_header_changes(record: Record, folder: Path) -> None:
-    (folder / "factor.cuh").write_text("// three\n")
-    assert is_stale(record)
+def test_other_text_with_the_same_machine_code_is_current(record: Record, folder: Path) -> None:
+    (folder / "factor.cuh").write_text("// three\nstruct Three { static constexpr int kThree = 3; };\n")
+    assert said(record) == "current"
+    write_task(folder, family=WITH_HEADER.replace('"4.0f * 0.5f"', '"(4.0f) * (0.5f)"'))
+    assert said(record) == "current"
+    older = with_side(record, builds=[msgspec.structs.replace(b, code_hash="") for b in record.candidate.builds])
+    assert said(older) == (
+        "cannot tell: the source of the candidate kernel at tiny or the compiler's options differ, and the record has "
+        "no hash of machine code"
+    )
 
 
-def test_a_record_is_stale_when_only_the_baseline_changes(record: Record, folder: Path) -> None:
-    write_task(folder, family=WITH_HEADER.replace('"4.0f * 0.5f"', '"8.0f * 0.25f"'))
-    assert is_stale(record)
+@pytest.mark.parametrize(
+    ("before", "after", "differs"),
+    [
+        ('"2.0f"', '"3.0f"', "the machine code of the candidate kernel at tiny differs"),
+        ('"4.0f * 0.5f"', '"4.0f * 0.75f"', "the machine code of the baseline kernel at tiny differs"),
+        (
+            "i < n",
+            "i <= n",
+            "the machine code of the baseline kernel at tiny differs; the machine code of",
+        ),
+        ("(-(-dims[", "(1-(-dims[", "the grid (1x1x1, now 2x1x1) of the baseline kernel at tiny differs"),
+        ("np.int32", "np.int64", "argument 2 (int32 5, now int64 5) of the baseline kernel at tiny differs"),
+        ('"y", np', '"x", np', "argument 1 (buffer 1, now buffer 0) of the baseline kernel at tiny differs"),
+        ('["N"])))', '["N"])), early=True)', "the early launch (no, now yes) of the baseline kernel at tiny differs"),
+        ("(256", "(128", "the block (256x1x1, now 128x1x1) of the baseline kernel at tiny differs"),
+        ("(256, 1, 1)", "(256, 1, 1), 64", "the dynamic shared memory (0 bytes, now 64 bytes) of the baseline kernel"),
+        ("threadIdx.x;", "threadIdx.y", "the baseline kernel at tiny cannot be built any more"),
+    ],
+)
+def test_what_makes_a_record_stale_is_named(
+    record: Record, folder: Path, before: str, after: str, differs: str
+) -> None:
+    assert before in WITH_HEADER
+    write_task(folder, family=WITH_HEADER.replace(before, after))
+    assert differs in said(record)
+    assert list(freshness_of([("then", record)])) == ["then"]
+
+
+def test_the_name_of_a_buffer_does_not_matter(record: Record, folder: Path) -> None:
+    write_task(folder, family=WITH_HEADER.replace('("x", "y"', '("first", "second"'))
+    assert said(record) == "current"
+
+
+def test_with_another_compiler_nobody_can_tell(record: Record, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_freshness, "compiler_version", lambda: "NVRTC 99.1.2")
+    ours = record.candidate.builds[0].compiler
+    answer = freshness(record)
+    assert str(answer) == f"cannot tell: it was compiled by {ours}, and this is NVRTC 99.1.2"
+    assert answer.other_compiler
+    write_task(folder, family=WITH_HEADER.replace("np.int32", "np.int64"))
+    assert freshness(record).status == "stale"  # the launch can be compared all the same
+
+
+def test_a_record_that_does_not_say_how_it_launched_cannot_be_compared(record: Record) -> None:
+    older = with_side(record, builds=[msgspec.structs.replace(b, launches={}) for b in record.candidate.builds])
+    assert said(older) == "cannot tell: the record does not say how the candidate kernel was launched"
 
 
 def test_a_record_is_not_stale_because_of_anything_else(record: Record, folder: Path) -> None:
     write_task(folder, family=WITH_HEADER + "\n# a comment\n", description="another one", seeds=[7])
-    assert not is_stale(record)
+    assert said(record) == "current"
 
 
 def test_a_record_without_a_kernel_of_today_is_stale(record: Record, folder: Path) -> None:
-    assert is_stale(with_side(record, builds=[]))
-    assert is_stale(with_side(record, toggles={"NO_SUCH": 1}))
-    assert is_stale(with_side(record, toggles={"FAST": 7}))
-    build = msgspec.structs.replace(record.candidate.builds[0], kernel_hash="0" * 16)
-    assert is_stale(with_side(record, builds=[build]))
+    cases: list[dict[str, object]] = [{"builds": []}, {"toggles": {"NO_SUCH": 1}}, {"toggles": {"FAST": 7}}]
+    for changes in cases:
+        assert freshness(with_side(record, **changes)).status == "stale"
     (folder / "config_forward.json").unlink()
-    assert is_stale(record)
+    assert said(record).startswith("stale: the baseline kernel is no more: ")
 
 
 def test_records_are_read_by_folder_and_by_file(record: Record, tmp_path: Path) -> None:
@@ -135,9 +183,9 @@ def test_a_benchs_record_is_read_and_can_be_stale(folder: Path, tmp_path: Path) 
     again = read_record(outcome.folder)
     assert isinstance(again, BenchRecord)
     assert again == outcome.record
-    assert not is_stale(again)
-    (folder / "factor.cuh").write_text("// three\n")
-    assert is_stale(again)
+    assert said(again) == "current"
+    write_task(folder, family=WITH_HEADER.replace('"2.0f"', '"3.0f"'))
+    assert said(again) == "stale: the machine code of the kernel at tiny differs"
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"schema_version": 1, "created": 5}'])

@@ -13,10 +13,17 @@ import msgspec
 from greenfast import __version__
 from greenfast.bench.operator_record import INPUTS, OperatorRecord, SpeedRow
 from greenfast.bench.operator_report import report
+from greenfast.device.compiler import compile_kernel
 from greenfast.device.gpu import Gpu
+from greenfast.device.identity import code_hash
 from greenfast.judge.artifacts import RECORD, REPORT
 from greenfast.judge.environment import git_state, now, package_versions
+from greenfast.judge.freshness import of_build, of_launch
+from greenfast.judge.record import TimedKernel
 from greenfast.judge.store import check_writable, new_run_folder, read_json, to_json
+from greenfast.spec.facts import LaunchFacts
+from greenfast.spec.freshness import STALE, Freshness, worst
+from greenfast.spec.kernel import KernelSource
 
 #: The folder of runs below ``out``.
 RESULTS = "operator"
@@ -55,7 +62,7 @@ def measure_operator(out: Path, command: str, watch: Callable[[list[SpeedRow]], 
         git=git_state(),
         device=gpu.info(),
         environment=package_versions() | measure.library_versions(),
-        kernels=measure.kernel_hashes(),
+        kernels=timed_kernels(),
         speed=speed,
         host=measure.host(),
         errors=[row for kind in INPUTS for row in measure.errors(kind)],
@@ -72,8 +79,33 @@ def read_operator_record(path: Path) -> OperatorRecord:
     return record
 
 
-def is_stale(record: OperatorRecord) -> bool:
-    """Whether a kernel that was timed has another hash today."""
+def timed_kernels() -> dict[str, TimedKernel]:
+    """What would be timed today, by what it is for; compiles it. Needs no GPU."""
     measure: Any = importlib.import_module("greenfast.bench.operator_calls")
-    hashes: dict[str, str] = measure.kernel_hashes()
-    return hashes != record.kernels
+    found = {}
+    for name, (source, facts) in measure.timed_kernels().items():
+        compiled = compile_kernel(source, measure.TARGET)
+        found[name] = TimedKernel(
+            arch=compiled.target.name,
+            options=list(compiled.options),
+            compiler=compiled.compiler,
+            kernel_hash=compiled.kernel_hash,
+            code_hash=code_hash(compiled),
+            launch=facts,
+        )
+    return found
+
+
+def freshness(record: OperatorRecord) -> Freshness:
+    """Whether the kernels that were timed, and their launches, are today's."""
+    measure: Any = importlib.import_module("greenfast.bench.operator_calls")
+    today: dict[str, tuple[KernelSource, LaunchFacts]] = measure.timed_kernels()
+    answers = [
+        Freshness(STALE, (f"{name} is {'not in the record' if name in today else 'timed no more'}",))
+        for name in sorted(today.keys() ^ record.kernels.keys())
+    ]
+    for name, then in record.kernels.items():
+        if name in today:
+            source, facts = today[name]
+            answers += [of_build(name, then, source), of_launch(name, then.launch, facts)]
+    return worst(answers)

@@ -18,12 +18,14 @@ from greenfast.bench.graphs import call_us, capture, queue_in_turns, rounds_for
 from greenfast.bench.operator_record import ErrorRow, HostRow, SpeedRow
 from greenfast.bench.peer_session import SMALL, grid_shape
 from greenfast.bench.peer_session import library_versions as library_versions
-from greenfast.device.compiler import kernel_hash
+from greenfast.device.identity import launch_facts
 from greenfast.numerics.attention import attention as exact_attention
 from greenfast.operator import cuda
 from greenfast.operator.sdpa import attention, quantize, sdpa
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, WrongResultError
+from greenfast.spec.facts import LaunchFacts
+from greenfast.spec.kernel import KernelSource
 
 HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 16384)
 MISSION = next(dict(shape.dims) for shape in SMALL if shape.name == "mission")
@@ -31,6 +33,8 @@ _ERROR_DIMS = tuple({"B": 1, "H": 8, "S": 2048, "D": d} for d in (64, 128))
 #: An output that is further from exact attention is wrong, not rounded: no times of it are recorded.
 _WRONG = 0.2
 _BATCHES, _BATCH = 60, 50
+#: What the operator is timed on.
+TARGET = Target("sm_90a")
 
 Call = Callable[[], Any]
 
@@ -46,26 +50,28 @@ def require_gpu() -> None:
     """Raise MachineError unless PyTorch shows a GPU that the operator has kernels for."""
     if not torch.cuda.is_available():
         raise MachineError(f"torch {torch.__version__} shows no GPU, which timing the operator needs")
-    if cuda.target_of(torch.cuda.current_device()).name != "sm_90a":
+    if cuda.target_of(torch.cuda.current_device()).name != TARGET.name:
         raise MachineError(f"{torch.cuda.get_device_name()}: the operator is timed on Hopper GPUs alone")
 
 
-def kernel_hashes() -> dict[str, str]:
-    """The hash of every kernel that ``speed`` times, by its step and shape. Needs no GPU."""
-    target = Target("sm_90a")
-    found: dict[str, str] = {}
+def timed_kernels() -> dict[str, tuple[KernelSource, LaunchFacts]]:
+    """Every kernel that ``speed`` times with its launch, by its step and shape. Needs no GPU."""
+    found: dict[str, tuple[KernelSource, LaunchFacts]] = {}
     for dims in shapes():
         x = torch.empty(dims["B"], dims["H"], dims["S"], dims["D"], dtype=torch.bfloat16, device="meta")
         name = ", ".join(f"{key}={value}" for key, value in dims.items())
         for precision in ("fp8", "int8"):
-            config = cuda.sdpa_config(target, x.shape[3], x.dtype, precision, dims.get("CAUSAL", 0))
+            config = cuda.sdpa_config(TARGET, x.shape[3], x.dtype, precision, dims.get("CAUSAL", 0))
             kept = replace(config, quantizes_queries=False)
             steps = {
                 "quantize": cuda.quantize_step(x, x, x, kept),
-                "attention": cuda.attention_step(kept, cuda.sizes_of(x.shape, x.shape), 1.0, target),
-                "sdpa": cuda.sdpa_steps(x, x, x, config, 1.0, target)[1],
+                "attention": cuda.attention_step(kept, cuda.sizes_of(x.shape, x.shape), 1.0, TARGET),
+                "sdpa": cuda.sdpa_steps(x, x, x, config, 1.0, TARGET)[1],
             }
-            found |= {f"{step} {precision}, {name}": kernel_hash(s.source) for step, s in steps.items()}
+            found |= {
+                f"{step} {precision}, {name}": (s.source, launch_facts(s.source, s.launch, dims))
+                for step, s in steps.items()
+            }
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from greenfast.judge.record import GitState
+from greenfast.judge.record import GitState, TimedKernel
 from greenfast.spec.facts import DeviceInfo
 
 
@@ -73,7 +73,7 @@ class ErrorRow(_Data, frozen=True, kw_only=True):
 class OperatorRecord(_Data, frozen=True, kw_only=True):
     """A run on one GPU.
 
-    kernels: hash of each kernel that was timed, by what it is for; see ``operator.measure.kernel_hashes``.
+    kernels: each kernel that was timed, by what it is for; see ``operator.measure.timed_kernels``.
     """
 
     created: str
@@ -82,7 +82,7 @@ class OperatorRecord(_Data, frozen=True, kw_only=True):
     git: GitState
     device: DeviceInfo
     environment: dict[str, str]
-    kernels: dict[str, str]
+    kernels: dict[str, TimedKernel]
     speed: list[SpeedRow]
     host: list[HostRow]
     errors: list[ErrorRow]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from greenfast.bench.operator_record import INPUTS, OperatorRecord, SpeedRow
+from greenfast.spec.freshness import STALE, Freshness
 
 _BYTES = 3  # that quantization must move for each element: two read, one written
 
@@ -109,11 +110,11 @@ def headline(record: OperatorRecord) -> str:
     )
 
 
-def tables(record: OperatorRecord, *, stale: bool = False) -> str:
+def tables(record: OperatorRecord, answer: Freshness | None = None) -> str:
     """All tables with a line of provenance, and whether the kernels have changed since."""
     commit, day, torch = record.git.sha[:10], record.created[:10], record.environment.get("torch", "?")
     kinds = [kind for kind in dict.fromkeys(row.inputs for row in record.errors) if kind in INPUTS and kind != "normal"]
-    measured = "Stale, as kernels have changed since: measured" if stale else "Measured"
+    measured = f"{str(answer).capitalize()}. Measured" if answer and answer.status == STALE else "Measured"
     return "\n\n".join(
         (
             f"{measured} on {record.device.name}, {day}, commit {commit}, torch {torch}. {headline(record)}",

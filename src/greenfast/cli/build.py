@@ -9,6 +9,7 @@ from typing import Any
 
 from greenfast.cli.console import show, table
 from greenfast.cli.options import words
+from greenfast.device.identity import code_hash
 from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.judge.gates.sides import BuiltSide, build_side
 from greenfast.judge.store import write_whole
@@ -76,6 +77,7 @@ def _rows(side: BuiltSide, target: Target, fmt: str, sass_folder: Path | None) -
                 "compile_ms": round(kernel.compile_ms, 1),
                 "from_cache": kernel.from_cache,
                 "kernel_hash": kernel.kernel_hash,
+                "code_hash": code_hash(kernel),
             }
         )
     return rows

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from greenfast.judge.record import AnyRecord, PeersRecord, Record
-from greenfast.judge.records import read_record, stale_records
+from greenfast.judge.records import freshness_of, read_record
 from greenfast.judge.report.ladder import ladder_table
 from greenfast.judge.report.markdown import report, short_form
 from greenfast.judge.report.peers_plot import save_peers_plot
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"{', '.join(wrong)}: a run of one variant; a table or plot needs a comparison's record")
     if args.table:
         pairs = [(str(p), r) for p, r in records.items() if isinstance(r, Record)]
-        print(ladder_table(pairs, stale=stale_records(pairs)))
+        print(ladder_table(pairs, aged=freshness_of(pairs)))
         return 0
     if args.plot and len(records) > 1:
         raise UsageError("--plot draws one run; give one")

@@ -76,7 +76,6 @@ def compile_kernel(
             f"{source.name}: no kernel {source.entry!r}, only: {', '.join(found) or 'none'}; "
             f'is it a __global__ function declared extern "C"?'
         )
-    version = _COMPILER.search(output.ptx)
     return CompiledKernel(
         source=source,
         target=target,
@@ -87,12 +86,25 @@ def compile_kernel(
             parse_resources(output.log, source.entry, source.dynamic_smem_bytes),
             global_bytes=device_variable_bytes(output.ptx),
         ),
-        compiler=f"NVRTC {version[1]}" if version else "NVRTC",
-        options=tuple(flag.decode() for flag in _options(source, target, ()).as_bytes("nvrtc", "cubin")),
+        compiler=_compiler_of(output.ptx),
+        options=compile_options(source, target),
         kernel_hash=kernel_hash(source),
         compile_ms=compile_ms,
         from_cache=from_cache,
     )
+
+
+def compiler_version() -> str:
+    """The compiler of this machine with its patch release, as in ``CompiledKernel.compiler``; raises as that does."""
+    empty = KernelSource(
+        entry="", source="// which compiler is this?\n", name="version.cu", include_dirs=(), block=(1, 1, 1)
+    )
+    return _compiler_of(to_ptx(empty, Target("sm_90")))
+
+
+def compile_options(source: KernelSource, target: Target) -> tuple[str, ...]:
+    """The compiler's options for a kernel, as in ``CompiledKernel.options``."""
+    return tuple(flag.decode() for flag in _options(source, target, ()).as_bytes("nvrtc", "cubin"))
 
 
 def to_ptx(
@@ -110,6 +122,11 @@ def to_ptx(
 def entries(ptx: str) -> list[str]:
     """The kernels of a PTX text, under the names that the compiler gave them."""
     return _ENTRY.findall(ptx)
+
+
+def _compiler_of(ptx: str) -> str:
+    version = _COMPILER.search(ptx)
+    return f"NVRTC {version[1]}" if version else "NVRTC"
 
 
 def kernel_hash(source: KernelSource) -> str:

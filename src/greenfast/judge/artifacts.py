@@ -44,6 +44,7 @@ def build_meta(run: Run, side: Side) -> dict[str, Any]:
             "dims": b.dims,
             "entry": b.entry,
             "kernel_hash": b.kernel_hash,
+            "code_hash": b.code_hash,
             "registers": b.resources.registers,
             "shared_memory_bytes": b.resources.smem_bytes,
             "static_smem_bytes": b.resources.static_smem_bytes,

@@ -1,6 +1,6 @@
 """PERFORMANCE of a machine without a GPU: the speedups of a kept record of the very same kernels, quoted.
 
-A record is quoted only where nothing that decides a time differs: the hashes of both sides' kernels, compiler, options,
+A record is quoted only where nothing that decides a time differs: both sides' machine code and launches, compiler,
 target, format, shapes with their dimensions and inputs, the timing protocol; and where its own gates passed (its
 PERFORMANCE may have failed: then that is quoted). Its age does not matter; its date is shown.
 """
@@ -14,7 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from greenfast.device.identity import launch_facts
 from greenfast.judge.artifacts import RECORD
+from greenfast.judge.freshness import of_build, of_launch
 from greenfast.judge.gates.performance import gated_shapes, judge
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE
 from greenfast.judge.record import Build, GateResult, Quote, Record, Side, SpeedupRow, TimingRow
@@ -25,6 +27,7 @@ from greenfast.judge.task import Timing
 from greenfast.judge.timing.interleaved import METHOD, WARM
 from greenfast.judge.timing.statistics import Interval, verdict
 from greenfast.spec.errors import UsageError
+from greenfast.spec.freshness import CURRENT, STALE, worst
 
 EVIDENCE = "evidence"
 _TASKS = "tasks"
@@ -171,18 +174,23 @@ def differences(record: Record, run: GateRun, required: float | None) -> list[st
 def _of_kernels(role: str, side: Side, run: GateRun) -> list[str]:
     built = run.built(role)
     assert built is not None
+    dims = {shape.name: shape.dims for shape in run.request.shapes}
+    timed = {row.shape for row in side.timing}
     found = []
     for shape, kernel in built.kernels.items():
+        if shape not in timed:
+            continue  # the rows of the inputs say so
         then = _build_of(side, shape)
         if then is None:
-            if any(row.shape == shape for row in side.timing):
-                found.append(f"does not say which of its {role} kernels {shape} ran")
-        elif then.kernel_hash != kernel.kernel_hash:
-            found.append(f"is of another {role} kernel ({then.kernel_hash}, not {kernel.kernel_hash})")
-        elif then.compiler != kernel.compiler:
-            found.append(f"was compiled by {then.compiler}, not {kernel.compiler}")
-        elif then.arch == kernel.target.name and then.options != list(kernel.options):
-            found.append("was compiled with other options")
+            found.append(f"does not say which of its {role} kernels {shape} ran")
+        elif then.arch == kernel.target.name:
+            what = f"the {role} kernel at {shape}"
+            facts = launch_facts(kernel.source, built.launches[shape], dims[shape])
+            answer = worst(
+                (of_build(what, then, kernel.source, kernel), of_launch(what, then.launches.get(shape), facts))
+            )
+            if answer.status != CURRENT:
+                found.append(f"{'is stale' if answer.status == STALE else 'cannot be compared'}: {answer.reasons[0]}")
     return list(dict.fromkeys(found))
 
 

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from greenfast.judge.peers import OWN, PeerAccuracyRow, PeerContender, PeerRow
-from greenfast.spec.facts import DeviceInfo, KernelCounts, Resources
+from greenfast.spec.facts import DeviceInfo, KernelCounts, LaunchFacts, Resources
 
 SCHEMA_VERSION = 1
 
@@ -36,9 +36,11 @@ class GitState(_Data, frozen=True, kw_only=True):
 
 
 class Build(_Data, frozen=True, kw_only=True):
-    """One compiled kernel. ``kernel_hash`` covers the rendered source and every project header that it includes.
+    """One compiled kernel.
 
-    dims: of the first shape that it is for. shapes: all of them by name; empty in records of older versions.
+    kernel_hash: over the rendered source and every project header that it includes (``device.compiler``). code_hash:
+    over the machine code (``device.identity``). dims: of the first shape that it is for. shapes: all of them by name.
+    launches: by shape. shapes, code_hash and launches are empty in records of older versions.
     """
 
     entry: str
@@ -53,6 +55,19 @@ class Build(_Data, frozen=True, kw_only=True):
     resources: Resources
     machine_code: dict[str, int] = {}
     shapes: list[str] = []
+    code_hash: str = ""
+    launches: dict[str, LaunchFacts] = {}
+
+
+class TimedKernel(_Data, frozen=True, kw_only=True):
+    """What tells whether a kernel that was timed is still today's; the fields are those of ``record.Build``."""
+
+    arch: str
+    options: list[str]
+    compiler: str
+    kernel_hash: str
+    code_hash: str
+    launch: LaunchFacts
 
 
 class ErrorStats(_Data, frozen=True, kw_only=True):

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from greenfast.device.compiler import kernel_hash
+from greenfast.device.identity import launch_facts
 from greenfast.judge.artifacts import RECORD
-from greenfast.judge.record import AnyRecord, BenchRecord, PeersRecord, PhaseRecord, Record, Side
+from greenfast.judge.freshness import of_build, of_launch
+from greenfast.judge.gates.sides import BASELINE, CANDIDATE
+from greenfast.judge.record import AnyRecord, BenchRecord, Build, PeersRecord, PhaseRecord, Record, Side
 from greenfast.judge.store import read_json
 from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.errors import UsageError
+from greenfast.spec.freshness import CURRENT, STALE, Freshness, worst
+from greenfast.spec.kernel import Family, KernelSource
 
 #: Fields that hold a mapping whose keys are shapes.
-_BY_SHAPE = {"counts", "least_work", "phase_cycles", "phase_counts"}
+_BY_SHAPE = {"counts", "launches", "least_work", "phase_cycles", "phase_counts"}
 _Named = TypeVar("_Named", bound=msgspec.Struct)
 
 
@@ -62,27 +66,48 @@ def _renamed(value: object, field: str, names: Mapping[str, str], in_text: re.Pa
     return value
 
 
-def stale_records(records: Sequence[tuple[str, Record]]) -> set[str]:
-    """The names of those records that measured a kernel which today's sources no longer render."""
-    return {name for name, record in records if is_stale(record)}
+def freshness_of(records: Sequence[tuple[str, AnyRecord]]) -> dict[str, Freshness]:
+    """By name, the answer for each record that is not current."""
+    found = {name: freshness(record) for name, record in records}
+    return {name: answer for name, answer in found.items() if answer.status != CURRENT}
 
 
-def is_stale(record: AnyRecord) -> bool:
-    """Whether any kernel of the record has another hash today, or can no longer be rendered."""
-    sides = [record.baseline, record.candidate] if isinstance(record, Record) else [record.side]
-    return any(_side_is_stale(record, side) for side in sides)
+def freshness(record: AnyRecord) -> Freshness:
+    """Whether a record is of today's kernels and launches, as far as this machine's compiler can tell."""
+    sides = (
+        {BASELINE: record.baseline, CANDIDATE: record.candidate} if isinstance(record, Record) else {"": record.side}
+    )
+    return worst(answer for role, side in sides.items() for answer in _of_side(record, side, f"{role} kernel".strip()))
 
 
-def _side_is_stale(record: AnyRecord, side: Side) -> bool:
+def _of_side(record: AnyRecord, side: Side, what: str) -> Iterator[Freshness]:
+    if not side.builds:
+        yield Freshness(STALE, (f"the record has no {what}",))
+    for build in side.builds:
+        yield from _of_build(record, side, build, f"the {what}")
+
+
+def _of_build(record: AnyRecord, side: Side, build: Build, what: str) -> Iterator[Freshness]:
+    """Of the kernel, and of its launch for each shape."""
+    if not build.launches:
+        yield of_launch(what, None)
+    shapes = {shape: then.dims for shape, then in build.launches.items()} or {str(build.dims): build.dims}
     try:
-        task = find_task(record.task)
-        family = load_family(task)
-        toggles = task.config.toggle_values(side.toggles)
-        instrumented = isinstance(record, PhaseRecord)
-        hashes = {
-            b.kernel_hash: kernel_hash(family.kernel(toggles, record.format, b.dims, instrumented=instrumented))
-            for b in side.builds
-        }
-    except UsageError:  # the task, a toggle or the format is no more
-        return True
-    return not hashes or any(then != today for then, today in hashes.items())
+        family, toggles = family_of(record, side)
+        sources: dict[KernelSource, list[str]] = {}
+        for shape, dims in shapes.items():
+            source = family.kernel(toggles, record.format, dims, instrumented=isinstance(record, PhaseRecord))
+            sources.setdefault(source, []).append(shape)
+            if then := build.launches.get(shape):
+                now = launch_facts(source, family.launch(toggles, record.format, dims), dims)
+                yield of_launch(f"{what} at {shape}", then, now)
+        for source, names in sources.items():
+            yield of_build(f"{what} at {', '.join(names)}", build, source)
+    except UsageError as e:
+        yield Freshness(STALE, (f"{what} is no more: {e}",))
+
+
+def family_of(record: AnyRecord, side: Side) -> tuple[Family, dict[str, int]]:
+    """The kernel family of a record and a side's toggles. Raises UsageError where one of them is no more."""
+    task = find_task(record.task)
+    return load_family(task), task.config.toggle_values(side.toggles)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from greenfast import __version__
+from greenfast.device.identity import code_hash, launch_facts
 from greenfast.judge.environment import git_state, now, package_versions
 from greenfast.judge.gates import build, correctness, evidence, resources
 from greenfast.judge.gates.correctness import CorrectnessOutcome
@@ -157,6 +158,12 @@ class GateRun:
                 resources=k.resources,
                 machine_code=counts[k.kernel_hash],
                 shapes=[name for name, other in side.kernels.items() if other.kernel_hash == k.kernel_hash],
+                code_hash=code_hash(k),
+                launches={
+                    name: launch_facts(other.source, side.launches[name], dims[name])
+                    for name, other in side.kernels.items()
+                    if other.kernel_hash == k.kernel_hash
+                },
             )
             for shape, k in side.distinct
         ]

@@ -45,6 +45,22 @@ class Resources(_Data, frozen=True, kw_only=True):
         return self.spill_store_bytes + self.spill_load_bytes
 
 
+class LaunchFacts(_Data, frozen=True, kw_only=True):
+    """What a launch decides, as ``device.identity.launch_facts`` states it.
+
+    dims: of the shape. arguments: in order, between semicolons, as "buffer 0" (numbered by first use), "int32 512" or a
+    tensor map with its extents.
+    """
+
+    dims: dict[str, int]
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    dynamic_smem_bytes: int
+    cluster: tuple[int, int, int]
+    early: bool
+    arguments: str
+
+
 class KernelCounts(_Data, frozen=True, kw_only=True):
     """What one launch executes, counted in its PTX by the emulator; over all blocks.
 

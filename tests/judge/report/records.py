@@ -103,6 +103,7 @@ def build(entry: str, registers: int, dynamic_smem: int, counters: dict[str, int
         options=["-std=c++17", "--use_fast_math"],
         compiler="NVRTC 13.0.88",
         kernel_hash=f"hash-{entry}",
+        code_hash=f"code-{entry}",
         compile_ms=812.0,
         from_cache=False,
         resources=Resources(

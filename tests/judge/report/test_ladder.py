@@ -7,6 +7,7 @@ import pytest
 
 from greenfast.judge.record import GitState, Record, Side
 from greenfast.judge.report.ladder import console_form, ladder_table
+from greenfast.spec.freshness import Freshness
 from tests.judge.report.records import gates, pending_record, quoting_record, record, side, speedup_row, timing_row
 
 CAPTION = (
@@ -89,9 +90,20 @@ def test_no_records_make_no_table() -> None:
 
 
 def test_a_stale_record_shows_no_number() -> None:
-    ((_, rows),) = tables(ladder_table([("a", record()), ("b", record())], stale={"a"}))
-    assert rows[0] == ["stage2", "stage1", *["-"] * 5, "stale", "stale", "[a](a)"]
+    aged = {"x/a": Freshness("stale", ("the grid differs",))}
+    table, notes = ladder_table([("x/a", record()), ("b", record())], aged=aged).rsplit("\n\n", 1)
+    assert notes == "- a is stale: the grid differs"
+    ((_, rows),) = tables(table)
+    assert rows[0] == ["stage2", "stage1", *["-"] * 5, "stale", "stale", "[a](x/a)"]
     assert rows[1][7] == "FAST"
+
+
+def test_a_record_of_another_compiler_is_shown_with_a_note() -> None:
+    answer = Freshness("cannot tell", ("this is NVRTC 2",), True)
+    plain = ladder_table([("x/a", record())])
+    assert ladder_table([("x/a", record())], aged={"x/a": answer}) == (
+        f"{plain}\n\n- cannot tell whether the kernels of a are today's: this is NVRTC 2"
+    )
 
 
 def test_a_pending_record() -> None:

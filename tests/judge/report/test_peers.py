@@ -20,6 +20,7 @@ from greenfast.judge.report.peers import (
     reasons,
     summary,
 )
+from greenfast.spec.freshness import Freshness
 from tests.judge.report.peer_records import CONTENDERS, peers_record, row, rows
 
 
@@ -110,12 +111,12 @@ def test_the_report_shows_spread_and_what_is_needed_to_repeat_it() -> None:
 
 def test_the_readmes_section_is_quoted_or_stale() -> None:
     path = "evidence/h100/peers"
-    text = readme_section(path, peers_record(), stale=False)
+    text = readme_section(path, peers_record())
     assert text.startswith("## Beside its peers\n\nThe Hopper kernel of `fp8_attention`")
     assert f"]({path})" in text
     assert "NVIDIA H100; 2030-01-02; commit 0123456789 (dirty); fa3-fwd 0.0.3; " in text
     assert summary(peers_record()) in text
-    stale = readme_section(path, peers_record(), stale=True)
+    stale = readme_section(path, peers_record(), Freshness("stale", ("the grid differs",)))
     assert "stale" in stale.splitlines()[-1]
     assert not any(character.isdigit() for character in stale.replace("h100", ""))
 

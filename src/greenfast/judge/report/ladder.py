@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from greenfast.judge.record import Record, SpeedupRow
 from greenfast.judge.report import facts, format
 from greenfast.judge.report.speedups import quoted_from
+from greenfast.spec.freshness import STALE, Freshness
 
 _HEADER = (
     "rung",
@@ -22,24 +23,23 @@ _HEADER = (
     "decision",
     "evidence",
 )
-_STALE = "stale"
 
 
 def ladder_table(
-    records: Sequence[tuple[str, Record]], *, stale: Collection[str] = (), shape: str | None = None
+    records: Sequence[tuple[str, Record]], *, aged: Mapping[str, Freshness] | None = None, shape: str | None = None
 ) -> str:
     """A row per (path of the evidence, record), in the order given; the path becomes the row's link.
 
     Records of one task, format, target and device share a table, under a line that states these, the days and commits
-    of the runs, and the shape. stale: paths of records whose kernel is not today's; they are shown as stale, without a
-    number. shape: whose times and speedup are shown; by default the one at which most of a table's records were gated.
-    Times are medians over seeds, baseline -> candidate.
+    of the runs, and the shape. aged: by path, the records that are stale, which are shown without a number, and the
+    records of which nobody can tell; the reasons stand under the table. shape: whose times and speedup are shown; by
+    default the one at which most of a table's records were gated. Times are medians over seeds, baseline -> candidate.
     """
     groups: dict[tuple[str, ...], list[tuple[str, Record]]] = {}
     for path, record in records:
         groups.setdefault((record.task, record.format, record.arch, _machine(record)), []).append((path, record))
     return "\n\n".join(
-        _group(members, stale, _gated([record for _, record in members]) if shape is None else shape)
+        _group(members, aged or {}, _gated([record for _, record in members]) if shape is None else shape)
         for members in groups.values()
     )
 
@@ -65,10 +65,18 @@ def console_form(record: Record) -> str:
     return "\n".join([*lines, *(f"  - {reason}" for reason in record.reasons)])
 
 
-def _group(records: Sequence[tuple[str, Record]], stale: Collection[str], shape: str) -> str:
+def _group(records: Sequence[tuple[str, Record]], aged: Mapping[str, Freshness], shape: str) -> str:
+    stale = {path for path, answer in aged.items() if answer.status == STALE}
     rows = [_stale_row(path, record) if path in stale else _row(path, record, shape) for path, record in records]
     table = format.table(_HEADER, rows, right=("p50 µs", "speedup", "required"))
-    return f"{_caption([record for _, record in records], shape)}\n\n{table}"
+    said = [f"{_name(path)} is {aged[path]}" for path, _ in records if path in stale]
+    said += [_undecided(path, aged[path]) for path, _ in records if path in aged and path not in stale]
+    notes = f"\n\n{format.bullets(said)}" if said else ""
+    return f"{_caption([record for _, record in records], shape)}\n\n{table}{notes}"
+
+
+def _undecided(path: str, answer: Freshness) -> str:
+    return f"cannot tell whether the kernels of {_name(path)} are today's: {'; '.join(answer.reasons)}"
 
 
 def _caption(records: Sequence[Record], shape: str) -> str:
@@ -95,7 +103,7 @@ def _machine(record: Record) -> str:
 
 def _stale_row(path: str, record: Record) -> list[str]:
     withheld = [format.NONE] * (len(_HEADER) - 5)
-    return [record.candidate.variant, record.baseline.variant, *withheld, _STALE, _STALE, _link(path)]
+    return [record.candidate.variant, record.baseline.variant, *withheld, STALE, STALE, _link(path)]
 
 
 def _row(path: str, record: Record, shape: str) -> list[str]:
@@ -144,7 +152,12 @@ def _correctness_cell(record: Record) -> str:
 
 
 def _link(path: str) -> str:
-    """A link to the evidence under the name of its run: the folder's, also where the path is a file's."""
+    """A link to the evidence under the name of its run."""
+    return f"[{_name(path)}]({path})"
+
+
+def _name(path: str) -> str:
+    """The name of a run: its folder's, also where the path is a file's."""
     parts = PurePath(path)
     name = parts.parent.name if parts.suffix == ".json" else parts.name
-    return f"[{name or path}]({path})"
+    return name or path

@@ -355,7 +355,8 @@ def _metadata(record: Run) -> str:
                 f"{build.entry} in {build.source}, {build.compiler}, {build.arch}, {build.compile_ms:.0f} ms{cached}",
             ),
             (f"{kernel}: options", " ".join(build.options) or format.NONE),
-            (f"{kernel}: kernel hash", build.kernel_hash),
+            (f"{kernel}: hash of the source", build.kernel_hash),
+            (f"{kernel}: hash of the machine code", build.code_hash or format.NONE),
         ]
     git = record.git
     rows.append(("git", f"{git.sha} on {git.branch}, {'dirty' if git.dirty else 'clean'}"))

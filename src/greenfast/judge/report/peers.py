@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from greenfast.judge.peers import OWN, PeerAccuracyRow, PeerContender, PeerRow
 from greenfast.judge.record import PeersRecord
 from greenfast.judge.report import facts, format
+from greenfast.spec.freshness import STALE, Freshness
 
 _RATIO = "greenfast / better FP8 peer"
 
@@ -96,11 +97,11 @@ def summary(record: PeersRecord) -> str:
     return "\n\n".join([*parts, *([format.bullets(said)] if said else [])])
 
 
-def readme_section(path: str, record: PeersRecord, *, stale: bool) -> str:
+def readme_section(path: str, record: PeersRecord, answer: Freshness | None = None) -> str:
     """The README's section with its heading; without a number where the record's kernel is not today's."""
     heading = "## Beside its peers"
-    if stale:
-        return f"{heading}\n\nThe measurement in [{path}]({path}) is stale: the kernel has changed since."
+    if answer and answer.status == STALE:
+        return f"{heading}\n\nThe measurement in [{path}]({path}) is {answer}."
     versions = ", ".join(c.version for c in record.contenders if c.version and c.name != OWN and c.precision == "fp8")
     return (
         f"{heading}\n\nThe Hopper kernel of `{record.task}` and libraries that compute the same, timed in turns in one "

@@ -1,0 +1,133 @@
+"""Says of every record under evidence/ whether it is of today's kernels, and brings its hashes up to date.
+
+python scripts/refresh_hashes.py [--check]    (--check changes nothing; exit 1 where a record is not current)
+
+A record of an older version, whose kernels have the same text and compiler today, gets the hash of their machine code
+and their launches. One whose kernels make the same machine code from other text gets the hash of that text, so that
+nothing needs to be compiled to see that it is current. Nothing else changes, and a stale record is left as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from greenfast.bench.operator import freshness as operator_freshness
+from greenfast.bench.operator import read_operator_record, timed_kernels
+from greenfast.bench.operator_record import OperatorRecord
+from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
+from greenfast.device.identity import code_hash, launch_facts
+from greenfast.judge.artifacts import RECORD
+from greenfast.judge.record import AnyRecord, Build, PeersRecord, PhaseRecord, Record, Side
+from greenfast.judge.records import family_of, freshness, read_record
+from greenfast.judge.store import to_json, write_whole
+from greenfast.judge.tasks import find_task, load, load_peers
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import GreenfastError
+from greenfast.spec.freshness import CURRENT, Freshness
+
+ROOT = Path(__file__).parents[1]
+OPERATOR_RECORD = "evidence/operator-h200.json"
+
+
+def refreshed(record: AnyRecord) -> AnyRecord:
+    """The record with the hashes and launches of today's kernels, where they are those that it measured."""
+    sides = ("baseline", "candidate") if isinstance(record, Record) else ("side",)
+    changed = {name: _side(record, getattr(record, name)) for name in sides}
+    found: AnyRecord = msgspec.structs.replace(record, **changed)
+    return found
+
+
+def _side(record: AnyRecord, side: Side) -> Side:
+    return msgspec.structs.replace(side, builds=[_build(record, side, build) for build in side.builds])
+
+
+def _build(record: AnyRecord, side: Side, build: Build) -> Build:
+    if build.compiler != compiler_version():
+        return build
+    family, toggles = family_of(record, side)
+    instrumented = isinstance(record, PhaseRecord)
+    source = family.kernel(toggles, record.format, build.dims, instrumented=instrumented)
+    text, code = kernel_hash(source), build.code_hash
+    if code != (today := code_hash(compile_kernel(source, Target(build.arch)))):
+        if code or text != build.kernel_hash:
+            return build  # stale, or nobody can tell any more
+        code = today
+    launches = dict(build.launches)
+    dims = _dims(record)
+    for shape in build.shapes or _shapes(record):
+        if shape not in launches:
+            launched = family.kernel(toggles, record.format, dims[shape], instrumented=instrumented)
+            plan = family.launch(toggles, record.format, dims[shape])
+            launches[shape] = launch_facts(launched, plan, dims[shape])
+    return msgspec.structs.replace(build, kernel_hash=text, code_hash=code, launches=launches)
+
+
+def _shapes(record: AnyRecord) -> list[str]:
+    """The shapes that an older record names: it has one kernel for all of them."""
+    if isinstance(record, PhaseRecord):
+        return list(record.phase_cycles or record.phase_counts)
+    side = record.candidate if isinstance(record, Record) else record.side
+    return list(dict.fromkeys(row.shape for row in side.correctness))
+
+
+def _dims(record: AnyRecord) -> Mapping[str, Mapping[str, int]]:
+    """The dimensions of every shape of the record's task."""
+    task = find_task(record.task)
+    found = {shape.name: shape.dims for shape in task.config.shapes}
+    if isinstance(record, PeersRecord):
+        peers = load_peers(load(task))
+        found |= {s.name: s.dims for s in (*peers.GRID, *peers.SMALL, *(cell.shape for cell in peers.ACCURACY))}
+    return found
+
+
+def refreshed_operator(record: OperatorRecord) -> OperatorRecord:
+    """The same of the operator's record: other text that makes the same machine code."""
+    today = timed_kernels()
+    kernels = {
+        name: msgspec.structs.replace(then, kernel_hash=today[name].kernel_hash)
+        if name in today and (today[name].code_hash, today[name].compiler) == (then.code_hash, then.compiler)
+        else then
+        for name, then in record.kernels.items()
+    }
+    return msgspec.structs.replace(record, kernels=kernels)
+
+
+def main() -> int:
+    """Look at every record; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a record is not current")
+    args = parser.parse_args()
+    answers: list[Freshness] = []
+    try:
+        for path in sorted((ROOT / "evidence").glob(f"*/*/{RECORD}")):
+            record = read_record(path)
+            if not args.check:
+                _write(path, record, record := refreshed(record))
+            answers.append(_tell(path.parent, freshness(record)))
+        operator = read_operator_record(path := ROOT / OPERATOR_RECORD)
+        if not args.check:
+            _write(path, operator, operator := refreshed_operator(operator))
+        answers.append(_tell(path, operator_freshness(operator)))
+    except GreenfastError as e:
+        print(f"refresh_hashes: {e}", file=sys.stderr)
+        return e.exit_code
+    return int(any(answer.status != CURRENT for answer in answers))
+
+
+def _write(path: Path, before: AnyRecord | OperatorRecord, after: AnyRecord | OperatorRecord) -> None:
+    if after != before:
+        write_whole(path, to_json(after))
+
+
+def _tell(path: Path, answer: Freshness) -> Freshness:
+    print(f"{path.relative_to(ROOT)}: {answer}", flush=True)
+    return answer
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""What a measurement is of: the machine code that ran, and how it was launched. Equal for two kernels that do the same.
+
+The machine code of a kernel does not change when a struct is renamed, a header moved or a comment written anew, so a
+hash over it says whether a time that was measured is still that of today's kernel. The text of the sources
+(``compiler.kernel_hash``) says so only where not even the text has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from greenfast.device.compiler import CompiledKernel
+from greenfast.device.elf import ALLOC, UNDEFINED, Image
+from greenfast.device.machine_code import disassemble
+from greenfast.spec.errors import MachineError
+from greenfast.spec.facts import LaunchFacts
+from greenfast.spec.kernel import Argument, KernelSource, Launch, Struct, TensorMap
+
+# Attributes of .nv.info that name symbols by their number, which changes with every unused constant.
+_PARAM_CBANK, _EXTERNS = 0x0A, 0x0F
+_SIZED = 4  # the format of an attribute with bytes of its own; the others hold a number of 16 bits
+# c[0x4] holds the addresses of the module's variables, those of unused ``static constexpr`` members too.
+_ADDRESSES = ".nv.constant4"
+_ADDRESS = re.compile(r"^\s*/\*([0-9a-f]+)\*/.*?\bc\[0x4\]\[([^\]]*)\]", re.MULTILINE)
+# Of an instruction's first eight bytes. The offset counts units of 4 bytes, in LDCU of 8.
+_OFFSET_AT, _OFFSET_MASK, _BANK_AT, _BANK_MASK = 40, 0x3FFF, 54, 0x1F
+
+
+def code_hash(kernel: CompiledKernel) -> str:
+    """16 hexadecimal digits of a SHA-256 over what a launch of the kernel executes.
+
+    That is its instructions and those of the functions that it calls, its constant banks, the initial values of the
+    variables that it refers to, registers, stack and static shared memory, the layout of its parameters, bounds on
+    threads, and cluster. Not names, line tables or paths, nor variables of the module that nothing refers to; what the
+    launch decides (grid, block, dynamic shared memory, arguments) is in ``launch_facts``.
+
+    Raises MachineError where the cubin has no such kernel, or there is no nvdisasm.
+    """
+    return _Code(kernel).digest()
+
+
+def launch_facts(source: KernelSource, launch: Launch, dims: Mapping[str, int]) -> LaunchFacts:
+    """What a launch for a shape decides. Buffers are numbered by first use: their names and addresses do not matter."""
+    numbers: dict[str, int] = {}
+    return LaunchFacts(
+        dims=dict(dims),
+        grid=launch.grid,
+        block=source.block,
+        dynamic_smem_bytes=source.dynamic_smem_bytes,
+        cluster=launch.cluster,
+        early=launch.early,
+        arguments="; ".join(_argument(a, lambda name: numbers.setdefault(name, len(numbers))) for a in launch.args),
+    )
+
+
+def launch_differences(then: LaunchFacts, now: LaunchFacts) -> list[str]:
+    """What differs between two launches, as "the grid (1x8x1, now 2x8x1)"; empty where nothing does."""
+    before, after = then.arguments.split("; "), now.arguments.split("; ")
+    pairs = [
+        ("the grid", _by(then.grid), _by(now.grid)),
+        ("the block", _by(then.block), _by(now.block)),
+        ("the dynamic shared memory", f"{then.dynamic_smem_bytes} bytes", f"{now.dynamic_smem_bytes} bytes"),
+        ("the cluster", _by(then.cluster), _by(now.cluster)),
+        ("the early launch", "yes" if then.early else "no", "yes" if now.early else "no"),
+        ("the number of arguments", str(len(before)), str(len(after))),
+    ]
+    if len(before) == len(after):
+        pairs += [(f"argument {i}", *both) for i, both in enumerate(zip(before, after, strict=True))]
+    return [f"{what} ({old}, now {new})" for what, old, new in pairs if old != new]
+
+
+def _by(extents: Sequence[int]) -> str:
+    return "x".join(map(str, extents))
+
+
+def _argument(argument: Argument | np.generic | Any, number: Callable[[str], int]) -> str:
+    if isinstance(argument, str):
+        return f"buffer {number(argument)}"
+    if isinstance(argument, TensorMap):
+        return (
+            f"tensor map of buffer {number(argument.buffer)}: {argument.dtype} {_by(argument.shape)}, strides "
+            f"{_by(argument.strides)}, box {_by(argument.box)}, swizzle {argument.swizzle}"
+        )
+    if isinstance(argument, Struct):
+        return f"{{{', '.join(_argument(field, number) for field in argument.fields)}}}"
+    if isinstance(argument, np.number | np.bool_):
+        return f"{argument.dtype} {argument!s}"
+    if isinstance(argument, np.ndarray):
+        return f"{argument.dtype} {_by(argument.shape)} {argument.tobytes().hex()}"
+    return f"bytes {argument.tobytes().hex() if isinstance(argument, np.generic) else bytes(argument).hex()}"
+
+
+class _Code:
+    """The digest over one kernel of a cubin.
+
+    Sections other than the kernel's own count by what reaches them: each variable or function that is referred to is
+    numbered by first use and stands with its content, so neither names nor places in the image matter.
+    """
+
+    def __init__(self, kernel: CompiledKernel) -> None:
+        self._entry = kernel.source.entry
+        try:
+            self._image = Image(kernel.cubin)
+        except ValueError as e:
+            raise MachineError(f"the machine code of {self._entry!r} cannot be read: {e}") from e
+        text = self._image.find(f".text.{self._entry}")
+        if text is None:
+            raise MachineError(f"the machine code has no kernel {self._entry!r}")
+        self._text = text
+        self._listing: Callable[[], str] = lambda: disassemble(kernel.cubin, self._entry)
+        self._digest = hashlib.sha256()
+        self._seen: dict[tuple[int, int], int] = {}  # (section, offset) -> number
+
+    def digest(self) -> str:
+        image = self._image
+        self._add("image", image.flags)
+        self._instructions()
+        for section in image.sections:
+            if section.name.endswith(f".{self._entry}") and section.name.startswith((".nv.constant", ".nv.shared")):
+                index = image.find(section.name)
+                assert index is not None
+                kind = section.name.removesuffix(self._entry)
+                self._add(kind, section.size, section.alignment, section.data)
+                self._relocations(index)
+            elif self._is_of_the_module(section.name, section.flags):
+                self._add(section.name, section.size, section.data)
+        self._attributes()
+        return self._digest.hexdigest()[:16]
+
+    def _is_of_the_module(self, name: str, flags: int) -> bool:
+        """Whether a section is loaded for every kernel, such as bank 3, ``__constant__`` variables."""
+        # .nv.merc: Blackwell's second form of the same code, from which later tools may make it anew.
+        by_use = (".text.", ".nv.global", ".nv.shared", ".nv.merc.", _ADDRESSES)
+        of_a_kernel = re.match(r"\.nv\.constant\d+\.", name) is not None
+        return bool(flags & ALLOC) and not name.startswith(by_use) and not of_a_kernel
+
+    def _add(self, what: str, *values: int | bytes) -> None:
+        self._digest.update(f"\n{what}".encode())
+        for value in values:
+            data = value if isinstance(value, bytes) else str(value).encode()
+            self._digest.update(b":%d:" % len(data) + data)
+
+    def _instructions(self) -> None:
+        """The kernel's section, which holds the functions that it calls too.
+
+        Where an instruction reads an address from bank 4, which has a place there for each variable of the module, the
+        variable counts and not its place.
+        """
+        section = self._image.sections[self._text]
+        code = bytearray(section.data)
+        addresses = self._image.find(_ADDRESSES)
+        used: list[tuple[int, int]] = []
+        if addresses is not None:
+            for at, offset in self._address_reads(bytes(code)):
+                if offset is None:  # computed: any of them may be meant
+                    self._add("addresses", self._image.sections[addresses].data)
+                    self._relocations(addresses)
+                    continue
+                word = int.from_bytes(code[at : at + 8], "little") & ~(_OFFSET_MASK << _OFFSET_AT)
+                code[at : at + 8] = word.to_bytes(8, "little")
+                used.append((at, offset))
+        self._add("text", section.flags, bytes(code))
+        self._relocations(self._text)
+        places = {r.offset: r for r in self._image.relocations(addresses)} if addresses is not None else {}
+        for at, offset in used:
+            whole = offset - offset % 8  # an address, or its upper half
+            self._add("reads", at, offset % 8)
+            if whole in places:
+                self._target(places[whole].symbol, places[whole].addend)
+
+    def _address_reads(self, code: bytes) -> Iterator[tuple[int, int | None]]:
+        """(place of the instruction, offset in bank 4) of every read of an address; no offset where it is computed."""
+        for place, spelled in _ADDRESS.findall(self._listing()):
+            at = int(place, 16)
+            word = int.from_bytes(code[at : at + 8], "little")
+            constant = spelled.replace("URZ", "0x0")  # the register that is always zero
+            offset = int(constant, 16) if re.fullmatch(r"0x[0-9a-f]+", constant) else None
+            units, bank = word >> _OFFSET_AT & _OFFSET_MASK, word >> _BANK_AT & _BANK_MASK
+            yield at, offset if bank == 4 and offset in (4 * units, 8 * units) else None
+
+    def _relocations(self, section: int) -> None:
+        for r in self._image.relocations(section):
+            self._add("address", r.offset, r.kind)
+            self._target(r.symbol, r.addend)
+
+    def _target(self, symbol: int, addend: int) -> None:
+        """What an address leads to: a place in the kernel, a variable with its content, or something outside."""
+        found = self._image.symbols[symbol]
+        if found.section == UNDEFINED:
+            self._add("outside", found.name.encode(), addend)
+            return
+        if found.section == self._text:
+            self._add("own", found.value + addend)
+            return
+        if found.section >= len(self._image.sections):  # an absolute value
+            self._add("value", found.value, addend)
+            return
+        start, size = found.value, found.size
+        if found.is_section:
+            start, size, addend = self._variable_at(found.section, addend)
+        known = (found.section, start) in self._seen
+        number = self._seen.setdefault((found.section, start), len(self._seen))
+        self._add("variable", number, addend)
+        if known:
+            return
+        section = self._image.sections[found.section]
+        self._add("content", size, section.data[start : start + size])
+        for r in self._image.relocations(found.section):
+            if start <= r.offset < start + size:
+                self._add("address", r.offset - start, r.kind)
+                self._target(r.symbol, r.addend)
+
+    def _variable_at(self, section: int, offset: int) -> tuple[int, int, int]:
+        """Start and size of the variable that holds a place in a section, and the place in it; else the section."""
+        for s in self._image.symbols:
+            if s.section == section and not s.is_section and s.value <= offset < s.value + s.size:
+                return s.value, s.size, offset - s.value
+        return 0, self._image.sections[section].size, offset
+
+    def _attributes(self) -> None:
+        """What the driver is told of the kernel: registers, stack, parameters, bounds, cluster."""
+        found = []
+        for code, value in self._attributes_of(f".nv.info.{self._entry}"):
+            if code == _PARAM_CBANK:
+                found.append((code, value[4:]))
+            elif code != _EXTERNS:
+                found.append((code, value))
+        for code, value in self._attributes_of(".nv.info"):  # of every kernel and function: (symbol, number)
+            if len(value) < 8:
+                found.append((code, value))
+                continue
+            symbol = self._image.symbols[int.from_bytes(value[:4], "little")]
+            if symbol.section == self._text:
+                found.append((code, symbol.value.to_bytes(8, "little") + value[4:]))
+        for code, value in sorted(found):
+            self._add("attribute", code, value)
+
+    def _attributes_of(self, name: str) -> Iterator[tuple[int, bytes]]:
+        """(attribute, its bytes) of a section of them."""
+        index = self._image.find(name)
+        data, at = self._image.sections[index].data if index is not None else b"", 0
+        while at < len(data):
+            form, code, value = struct.unpack_from("<BBH", data, at)
+            at += 4
+            if form == _SIZED:
+                yield code, data[at : at + value]
+                at += -(-value // 4) * 4
+            else:
+                yield code, value.to_bytes(2, "little")

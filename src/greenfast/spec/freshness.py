@@ -1,0 +1,40 @@
+"""Whether a record that was kept is still of today's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+CURRENT: Literal["current"] = "current"
+STALE: Literal["stale"] = "stale"
+CANNOT_TELL: Literal["cannot tell"] = "cannot tell"
+
+
+@dataclass(frozen=True)
+class Freshness:
+    """An answer in words.
+
+    status: "current": the kernels are the same machine code, launched in the same way; "stale": something of that
+    differs; "cannot tell": another compiler is installed than the record's, or the record lacks what to compare.
+    reasons: what differs or is lacking; empty for "current". other_compiler: whether the compiler alone is why nobody
+    can tell.
+    """
+
+    status: Literal["current", "stale", "cannot tell"] = CURRENT
+    reasons: tuple[str, ...] = ()
+    other_compiler: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.status}: {'; '.join(self.reasons)}" if self.reasons else self.status
+
+
+def worst(answers: Iterable[Freshness]) -> Freshness:
+    """One answer for all: "stale" where one is, else "cannot tell" where one is; with the reasons for that."""
+    found = list(answers)
+    for status in (STALE, CANNOT_TELL):
+        said = [answer for answer in found if answer.status == status]
+        if said:
+            reasons = dict.fromkeys(reason for answer in said for reason in answer.reasons)
+            return Freshness(status, tuple(reasons), all(answer.other_compiler for answer in said))
+    return Freshness()

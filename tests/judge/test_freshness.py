@@ -1,0 +1,136 @@
+"""Kept records and real kernels: a clean-up of the sources leaves a record current, a change of what runs does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from greenfast.device.compiler import compiler_version
+from greenfast.judge.record import AnyRecord, BenchRecord, Record, Side
+from greenfast.judge.records import freshness, read_record
+from greenfast.kernels import KERNEL_DIR
+from greenfast.kernels.attention import hopper
+from greenfast.kernels.ladder import family as ladder
+from greenfast.spec.kernel import Launch
+
+EVIDENCE = Path(__file__).parents[2] / "evidence"
+#: A record of each kernel family, and the shape whose kernels are compared.
+KEPT = {"hopper": "h200/fp8_attention-int8-hopper", "ladder": "h100/fp8_sdpa-e4m3-stage3b"}
+
+
+def kept(name: str) -> AnyRecord:
+    """The record, with the kernels of mission alone."""
+    record = read_record(EVIDENCE / KEPT[name])
+
+    def small(side: Side) -> Side:
+        return msgspec.structs.replace(side, builds=[b for b in side.builds if "mission" in b.shapes])
+
+    if isinstance(record, Record):
+        return msgspec.structs.replace(record, baseline=small(record.baseline), candidate=small(record.candidate))
+    assert isinstance(record, BenchRecord)
+    return msgspec.structs.replace(record, side=small(record.side))
+
+
+@pytest.fixture(params=list(KEPT))
+def record(request: pytest.FixtureRequest) -> AnyRecord:
+    found = kept(request.param)
+    side = found.candidate if isinstance(found, Record) else found.side
+    assert side.builds
+    if side.builds[0].compiler != compiler_version():
+        pytest.skip(f"{compiler_version()} is not the record's {side.builds[0].compiler}")
+    return found
+
+
+@pytest.fixture
+def headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the kernels' folder, which the families read in its place."""
+    copy = tmp_path / "kernels"
+    shutil.copytree(KERNEL_DIR, copy)
+    for family in (hopper, ladder):
+        monkeypatch.setattr(family, "KERNEL_DIR", copy)
+    return copy
+
+
+def rewrite(folder: Path, change: Callable[[str], str]) -> int:
+    """Change every header; returns in how many that made a difference."""
+    changed = 0
+    for path in folder.rglob("*.cuh"):
+        before = path.read_text()
+        path.write_text(after := change(before))
+        changed += after != before
+    return changed
+
+
+def test_nothing_is_stale_after_a_clean_up(record: AnyRecord, headers: Path) -> None:
+    """Structs renamed, headers moved, comments written anew, and two twins joined: all at once."""
+    text = "\n".join(path.read_text() for path in headers.rglob("*.cuh"))
+    structs = set(re.findall(r"^\s*(?:template.*> )?struct (?:alignas\(.*?\) )?(?!alignas)(\w+)", text, re.MULTILINE))
+    structs.remove("TensorMap")  # which the rendered source names
+    assert len(structs) > 20
+    renamed = re.compile(rf"\b({'|'.join(structs)})\b(?!\.cuh)")
+    assert rewrite(headers, lambda t: renamed.sub(r"\1Renamed", t)) > 10
+    assert rewrite(headers, lambda t: "// A new first line.\n\n" + re.sub(r"//.*", "// as it says", t)) > 10
+    (headers / "ptx").rename(headers / "instructions")
+    assert rewrite(headers, lambda t: t.replace('"ptx/', '"instructions/')) > 10
+    twins = [headers / "instructions" / name for name in ("math.cuh", "inverse.cuh")]
+    (headers / "special.cuh").write_text("\n".join(["#pragma once", *(path.read_text() for path in twins)]))
+    for path in twins:
+        path.unlink()
+    joined = re.compile(r'"instructions/(math|inverse)\.cuh"')
+    assert rewrite(headers, lambda t: joined.sub('"special.cuh"', t)) > 1
+    assert str(freshness(record)) == "current"
+
+
+@pytest.mark.parametrize(
+    ("record", "old", "new"),
+    [
+        pytest.param("hopper", "ex2.approx.ftz.f32", "ex2.approx.f32", id="an instruction"),
+        pytest.param("ladder", "1.4426950408889634f", "1.4416950408889634f", id="a constant"),
+    ],
+    indirect=["record"],
+)
+def test_a_change_of_the_machine_code_is_named(record: AnyRecord, headers: Path, old: str, new: str) -> None:
+    assert rewrite(headers, lambda text: text.replace(old, new)) > 0
+    answer = freshness(record)
+    assert answer.status == "stale"
+    assert re.fullmatch(r"the machine code of the (candidate )?kernel at .*mission.* differs", answer.reasons[-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        (lambda launch: {"grid": (1, *launch.grid[1:])}, r"the grid \(\d+x\d+x1, now 1x\d+x1\)"),
+        (lambda launch: {"args": (*launch.args[:4], launch.args[3], *launch.args[5:])}, r"argument 4 \(buffer 4, now"),
+        (lambda launch: {"args": tuple(map(doubled, launch.args))}, r"argument \d+ \(\w+ [\d.]+, now \w+ [\d.]+\)"),
+        (lambda launch: {"early": True}, r"the early launch \(no, now yes\)"),
+    ],
+)
+def test_a_change_of_the_launch_is_named(
+    record: AnyRecord, monkeypatch: pytest.MonkeyPatch, change: Callable[[Launch], dict[str, Any]], differs: str
+) -> None:
+    for family in (hopper, ladder):
+        plan = family.launch
+        monkeypatch.setattr(
+            family, "launch", lambda *given, plan=plan, **more: with_changes(plan(*given, **more), change)
+        )
+    answer = freshness(record)
+    assert answer.status == "stale"
+    said = [reason for reason in answer.reasons if reason.endswith("kernel at mission differs")]
+    assert re.match(differs, said[0])
+
+
+def with_changes(launch: Launch, change: Callable[[Launch], dict[str, Any]]) -> Launch:
+    return dataclasses.replace(launch, **change(launch))
+
+
+def doubled(argument: Any) -> Any:
+    """Of a number, twice that; everything else as it is."""
+    return type(argument)(argument * 2) if isinstance(argument, np.number) else argument
