@@ -3,17 +3,27 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: validate test test-slow lint clean
+# As many processes as cores, a thread in each.
+PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --dist worksteal
+
+HAS_GPU := import sys; from cuda.bindings import driver; sys.exit(int(driver.cuInit(0)[0]))
+
+.PHONY: validate test test-gpu test-slow lint clean
 
 validate: $(READY)
 	$(BIN)/greenfast validate fp8_sdpa
 
 test: $(READY)
-	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not gpu and not slow"
+	$(PYTEST) --numprocesses auto -m "not gpu and not slow"
+	@if $(BIN)/python -c "$(HAS_GPU)" 2>/dev/null; then $(MAKE) test-gpu; else echo "no GPU here: make test-gpu was left out"; fi
+
+# Its processes share one GPU: more than 16 bring nothing and need memory there.
+test-gpu: $(READY)
+	$(BIN)/python -m tests.gpu.compile_ahead
+	$(PYTEST) --numprocesses auto --maxprocesses 16 -m "gpu and not slow" --require-gpu
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m slow
+	$(PYTEST) --numprocesses auto -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check

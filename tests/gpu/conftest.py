@@ -5,6 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from greenfast.problems import attention as attention_problem
+from greenfast.problems import ladder as ladder_problem
+from tests.gpu import references
+
+
+@pytest.fixture(autouse=True)
+def references_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The problems compute their references on the GPU."""
+    for problem in (attention_problem, ladder_problem):
+        monkeypatch.setattr(problem, "attention", references.attention)
+        monkeypatch.setattr(problem, "attention_rounding_bound", references.attention_rounding_bound)
+
 
 @pytest.fixture
 def hopper_gpu() -> None:

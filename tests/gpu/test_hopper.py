@@ -18,17 +18,30 @@ from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims
 from greenfast.kernels.attention.tiling import ONE_LEVEL_KEYS, tiling
-from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS, attention, attention_rounding_bound
+from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS
 from greenfast.numerics.codes import transposed_values
 from greenfast.numerics.formats import dequantize, quantize
 from greenfast.problems import attention as fast_problem
 from greenfast.problems.attention import mask_of
 from greenfast.spec.arch import Target
 from greenfast.spec.problem import Case, OutputSpec
+from tests.gpu.references import attention, attention_rounding_bound
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (1, 7, 63, 65, 127, 129, 1000)
+GRID = {"B": 3, "H": 16, "HK": 4, "S": 1000}
+LONG = {"B": 1, "H": 3, "S": 4097}
+HARD = {"B": 1, "H": 2, "S": 700}
+SHAPES: tuple[dict[str, int], ...] = (*({"B": 1, "H": 2, "S": length} for length in LENGTHS), GRID, LONG, HARD)
+#: Lengths of queries and keys that differ.
+PAIRS = ((1, 4097), (130, 333), (333, 130), (64, 128), (200, 70))
+#: Shapes, and of how many multiprocessors: few make blocks of several warpgroups, each with several pieces of work.
+TILINGS: tuple[tuple[int, dict[str, int]], ...] = (
+    (132, {"B": 1, "H": 4, "HK": 2, "S": 200, "KV": 130, "CAUSAL": 2}),
+    (2, {"B": 1, "H": 2, "S": 600}),
+    (2, {"B": 1, "H": 2, "S": 1000, "CAUSAL": 1}),
+)
 
 
 @cache
@@ -39,12 +52,16 @@ def gpu() -> Gpu:
     return found
 
 
-def run(dims: dict[str, int], case: Case, fmt: str = "e4m3") -> dict[str, NDArray[Any]]:
-    """The outputs of two runs that agree in every bit and leave all other memory as it was."""
-    source = hopper.kernel(*read_dims(dims, fmt))
+def run(dims: dict[str, int], case: Case, fmt: str = "e4m3", size: int = 132) -> dict[str, NDArray[Any]]:
+    """The outputs of two runs that agree in every bit and leave all other memory as it was.
+
+    size: for how many multiprocessors the work is divided.
+    """
+    config, sizes = read_dims(dims, fmt)
+    source = hopper.kernel(config, sizes, size)
     compiled = compile_kernel(source, Target("sm_90a"))
     image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
-    bound = gpu().bind(image, hopper.launch(*read_dims(dims, fmt)), case)
+    bound = gpu().bind(image, hopper.launch(config, sizes, multiprocessors=size), case)
     first, second = bound.run(), bound.run()
     assert bound.violations() == []
     bound.free()
@@ -78,12 +95,12 @@ def test_any_length(head_dim: int, causal: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [0, 1])
 def test_grids_that_fill_the_chip(head_dim: int, causal: int) -> None:
-    dims = {"B": 3, "H": 16, "HK": 4, "S": 1000, "D": head_dim, "CAUSAL": causal}
+    dims = {**GRID, "D": head_dim, "CAUSAL": causal}
     check(dims, fast_problem.make_case(dims, 0, "e4m3"))
 
 
 @pytest.mark.parametrize("causal", [0, 1, 2])
-@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 4097), (130, 333), (333, 130), (64, 128), (200, 70)])
+@pytest.mark.parametrize(("q_len", "kv_len"), PAIRS)
 def test_lengths_that_differ(q_len: int, kv_len: int, causal: int) -> None:
     dims = {"B": 2, "H": 8, "HK": 1, "S": q_len, "KV": kv_len, "D": 128, "CAUSAL": causal}
     check(dims, fast_problem.make_case(dims, 0, "e4m3"))
@@ -92,7 +109,7 @@ def test_lengths_that_differ(q_len: int, kv_len: int, causal: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [0, 1])
 def test_long(head_dim: int, causal: int) -> None:
-    dims = {"B": 1, "H": 3, "S": 4097, "D": head_dim, "CAUSAL": causal}
+    dims = {**LONG, "D": head_dim, "CAUSAL": causal}
     check(dims, fast_problem.make_case(dims, 0, "e4m3"))
 
 
@@ -115,7 +132,7 @@ def hard_case(dims: dict[str, int], q: Tensor, k: Tensor, v: Tensor) -> Case:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kind", ["outliers", "constant V", "overflow", "all negative", "zero Q", "growing"])
 def test_hard_inputs(kind: str, head_dim: int) -> None:
-    dims = {"B": 1, "H": 2, "S": 700, "D": head_dim}
+    dims = {**HARD, "D": head_dim}
     generator = torch.Generator().manual_seed(head_dim)
     q, k, v = (torch.randn(2, 700, head_dim, generator=generator) for _ in range(3))
     if kind == "outliers":  # N(0, 1) + N(0, 100) Bernoulli(0.001)
@@ -146,18 +163,11 @@ EXTRAS: tuple[dict[str, int], ...] = (
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("fmt", ["e4m3", "int8"])
 @pytest.mark.parametrize("extras", EXTRAS, ids=str)
-def test_formats_scales_and_outputs(
-    extras: dict[str, int], fmt: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for multiprocessors, shape in (
-        (132, {"B": 1, "H": 4, "HK": 2, "S": 200, "KV": 130, "CAUSAL": 2}),
-        (2, {"B": 1, "H": 2, "S": 600}),  # blocks of several warpgroups, and several pieces of work for each
-        (2, {"B": 1, "H": 2, "S": 1000, "CAUSAL": 1}),
-    ):
-        monkeypatch.setattr(hopper, "MULTIPROCESSORS", multiprocessors)
+def test_formats_scales_and_outputs(extras: dict[str, int], fmt: str, head_dim: int) -> None:
+    for multiprocessors, shape in TILINGS:
         dims = {**shape, "D": head_dim, **extras}
         references = fast_problem.references(dims, 0, fmt)
-        outputs = run(dims, fast_problem.make_case(dims, 0, fmt), fmt)
+        outputs = run(dims, fast_problem.make_case(dims, 0, fmt), fmt, multiprocessors)
         out = fast_problem.decode(outputs, fmt)
         assert worst_bound_ratio(out, references.exact, references.bounds["e4m3_polynomial"]) <= 1, dims
         assert error_stats(out, references.exact, 1).relative_error <= 0.03, dims

@@ -17,13 +17,13 @@ from greenfast.judge.task import Rung
 from greenfast.judge.tasks import find_task
 from greenfast.kernels.ladder import family as ladder
 from greenfast.kernels.quantize import family as quantizer
-from greenfast.numerics.attention import attention, attention_rounding_bound
 from greenfast.numerics.formats import dequantize, quantize
 from greenfast.problems import ladder as sdpa_problem
 from greenfast.problems import quantize as quantize_problem
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import Family, Launch
 from greenfast.spec.problem import Case, OutputSpec
+from tests.gpu.references import attention, attention_rounding_bound
 
 pytestmark = pytest.mark.gpu
 
