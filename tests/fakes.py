@@ -328,24 +328,30 @@ def _session(device: FakeDevice, process: int) -> GpuSession:
     return session
 
 
+#: Modules that look for the GPUs of this machine.
+_ASKING = ("judge.environment", "cli.warmup")
+
+
 def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
     """Put the fake device in the place of the GPU of this machine, if it has one."""
     monkeypatch.setattr("greenfast.device.gpu.driver", device.memory)
     monkeypatch.setattr("greenfast.device.gpu.launch", _launch)
-    monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 1)
+    for module in _ASKING:
+        monkeypatch.setattr(f"greenfast.{module}.device_count", lambda: 1)
 
     def start(ordinal: int = 0, *, timeout_s: float) -> Worker:
         assert ordinal == 0
         return FakeWorker(device, timeout_s=timeout_s)
 
-    for module in ("request", "environment"):
-        monkeypatch.setattr(f"greenfast.judge.{module}.Worker", start)
+    for module in ("judge.request", *_ASKING):
+        monkeypatch.setattr(f"greenfast.{module}.Worker", start)
     return device
 
 
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this machine one without a GPU, here and in processes that it starts."""
-    monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 0)
+    for module in _ASKING:
+        monkeypatch.setattr(f"greenfast.{module}.device_count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 

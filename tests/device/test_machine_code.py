@@ -153,5 +153,5 @@ def test_failures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         disassemble(kernel.cubin, "til")
     monkeypatch.setattr(toolchain, "find_nvidia_binary_utility", lambda _: None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MachineError, match="pip: nvidia-cuda-nvdisasm"):
+    with pytest.raises(MachineError, match=r"pip: nvidia-cuda-nvdisasm, which 'greenfast\[judge\]' brings"):
         disassemble(kernel.cubin, "tile")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from greenfast.cli.console import exit_code
@@ -56,7 +56,7 @@ def test_what_cannot_run_is_pending_with_its_reason(
 
 
 def test_what_is_emulated_is_judged_but_never_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    emulated = msgspec.structs.replace(L4, kind="emulated", name="an emulator")
+    emulated = replace(L4, kind="emulated", name="an emulator")
     asked = request(tmp_path, device=emulated)
     device = install(monkeypatch, FakeDevice(asked, {"stage1": Script(us=20.0), "stage2": Script(us=10.0)}))
     config = asked.task.config

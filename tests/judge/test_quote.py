@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from tests.fakes import L4, FakeDevice, Script, Watcher, install, request
 from tests.judge import behaviours
 
 SLOW, FAST = Script(us=20.0), Script(us=10.0)
-EMULATED = msgspec.structs.replace(L4, kind="emulated", name="an emulator")
+EMULATED = dataclasses.replace(L4, kind="emulated", name="an emulator")
 
 
 class Machines:
@@ -203,15 +204,18 @@ def timing(**changes: Any) -> Callable[[Record], Record]:
     ("change", "says"),
     [
         (lambda r: msgspec.structs.replace(r, arch="sm_90a"), "is of sm_90a, not sm_89"),
-        (edit("baseline", **OTHER_CODE), "is stale: the machine code of the baseline kernel at small differs"),
-        (edit("candidate", **OTHER_CODE), "is stale: the machine code of the candidate kernel at small differs"),
+        (edit("baseline", **OTHER_CODE), "is stale: the machine code of the baseline kernel at b1_h1_s32_d64 differs"),
+        (
+            edit("candidate", **OTHER_CODE),
+            "is stale: the machine code of the candidate kernel at b1_h1_s32_d64 differs",
+        ),
         (
             edit("candidate", kernel_hash="0" * 16, code_hash=""),
-            "cannot be compared: the source of the candidate kernel at small or the compiler's options differ",
+            "cannot be compared: the source of the candidate kernel at b1_h1_s32_d64 or the compiler's options differ",
         ),
         (
             edit("candidate", launches={}),
-            "cannot be compared: the record does not say how the candidate kernel at small",
+            "cannot be compared: the record does not say how the candidate kernel at b1_h1_s32_d64",
         ),
         (
             edit("candidate", compiler="NVRTC 13.9.1"),

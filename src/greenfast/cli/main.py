@@ -13,10 +13,14 @@ from collections.abc import Sequence
 from greenfast import __version__
 from greenfast.cli.options import VERBS
 from greenfast.spec.errors import GreenfastError
+from greenfast.spec.extras import require
 
 #: 0: all requested gates hold. 1: a gate fell short. 2: usage or configuration. 3: the machine. 130: interrupted.
 EXIT_INTERNAL = 3
 EXIT_INTERRUPTED = 130
+
+#: Verb -> the extra that it needs, where that is not ``judge``; None: what every installation has.
+_EXTRAS = {"doctor": None, "emulate": "emulator", "warmup": None}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     args.command = shlex.join(["greenfast", *arguments])
     try:
+        extra = _EXTRAS.get(args.verb, "judge")
+        if extra:
+            require(f"greenfast {args.verb}", extra)
         # Only the verb's own module is loaded: the others' imports would cost every command their time.
         verb = importlib.import_module(f"greenfast.cli.{args.verb}")
         code = int(verb.run(args))

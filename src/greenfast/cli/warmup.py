@@ -1,4 +1,4 @@
-"""``greenfast warmup``."""
+"""``greenfast warmup``. An installation without extras has it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from greenfast.cli.console import show
 from greenfast.device import cache
 from greenfast.device.compiler import CompiledKernel
-from greenfast.judge.environment import choose_device, choose_target, device_info
+from greenfast.device.gpu import device_count
+from greenfast.device.worker import Worker
+from greenfast.spec.arch import Target
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -24,27 +22,25 @@ _CAUSAL = {"both": (False, True), "yes": (True,), "no": (False,)}
 
 
 class _Steps:
-    """A progress bar, or a line per compiled kernel where the output is no terminal."""
+    """A count that moves, or a line per compiled kernel where the output is no terminal."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done = total, 0
-        self._plain = not sys.stdout.isatty()
-        columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=Console(), transient=True, disable=self._plain)
-        self._task = self._progress.add_task("", total=total)
+        self._terminal = sys.stdout.isatty()
 
     def __enter__(self) -> _Steps:
-        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        if self._terminal and self._done:
+            print()
 
     def __call__(self, kernel: CompiledKernel) -> None:
         self._done += 1
-        self._progress.advance(self._task)
-        if self._plain and not kernel.from_cache:
-            show(f"{self._done}/{self._total} {kernel.source.entry} {kernel.compile_ms:.0f} ms")
+        if self._terminal:
+            print(f"\rcompiling {self._done}/{self._total}", end="", flush=True)
+        elif not kernel.from_cache:
+            print(f"{self._done}/{self._total} {kernel.source.entry} {kernel.compile_ms:.0f} ms")
 
 
 def _operator() -> ModuleType:
@@ -52,12 +48,21 @@ def _operator() -> ModuleType:
     return importlib.import_module("greenfast.operator.warmup")
 
 
+def _target(named: str | None) -> Target:
+    """The target of ``--arch``, else of the first GPU, which is asked in a process of its own, else Hopper."""
+    if named:
+        return Target.parse(named)
+    if device_count():
+        with Worker(0, timeout_s=_GPU_TIMEOUT_S) as worker:
+            return Target.of_device(worker.info().capability)
+    target = Target(_DEFAULT_TARGET)
+    print(f"no GPU here: compiling for {target.name}, {target.description}; --arch names another target")
+    return target
+
+
 def run(args: argparse.Namespace) -> int:
     """Compile into the cache what calls in PyTorch will ask for."""
-    device = None if args.arch else device_info(choose_device("auto"), _GPU_TIMEOUT_S)
-    target = choose_target(args.arch, device, _DEFAULT_TARGET)
-    if not args.arch and (device is None or device.kind != "gpu"):
-        show(f"no GPU here: compiling for {target.name}, {target.description}; --arch names another target")
+    target = _target(args.arch)
     operator = _operator()
     left_out: list[str] = []
     sources = operator.kernels_for(
@@ -71,11 +76,11 @@ def run(args: argparse.Namespace) -> int:
         left_out=left_out.append,
     )
     if left_out:
-        show(f"without a kernel on {target.name}, so that calls refuse them: {'; '.join(left_out)}")
+        print(f"without a kernel on {target.name}, so that calls refuse them: {'; '.join(left_out)}")
     with _Steps(len(sources)) as steps:
         done = operator.warm(sources, target, steps)
     entries, size = cache.usage()
-    show(
+    print(
         f"{target.name}: {done.compiled} kernels compiled, {done.cached} already cached, {done.seconds:.1f} s\n"
         f"{cache.cache_dir()}: {entries} entries, {size / 2**20:.1f} MiB"
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
 from cuda.core import ProgramOptions
 from cuda.core.utils import make_program_cache_key
 
@@ -82,7 +81,7 @@ def compile_kernel(
         cubin=output.cubin,
         ptx=output.ptx,
         log=output.log,
-        resources=msgspec.structs.replace(
+        resources=replace(
             parse_resources(output.log, source.entry, source.dynamic_smem_bytes),
             global_bytes=device_variable_bytes(output.ptx),
         ),

@@ -60,7 +60,7 @@ def nvdisasm() -> Path:
     """The disassembler. Raises MachineError where there is none."""
     path: str | None = find_nvidia_binary_utility("nvdisasm") or shutil.which("nvdisasm")
     if path is None:
-        remedy = _REMEDY.format("nvidia-cuda-nvdisasm")
+        remedy = _REMEDY.format("nvidia-cuda-nvdisasm, which 'greenfast[judge]' brings,")
         raise MachineError(f"nvdisasm, the CUDA disassembler, was not found; {remedy}")
     return Path(path)
 

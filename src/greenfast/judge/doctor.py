@@ -41,16 +41,10 @@ except ImportError as e:
 
 Status = Literal["OK", "MISSING", "OPTIONAL"]
 
-#: Packages that every static gate imports, with the least version; pyproject.toml says the same.
-PACKAGES = {
-    "torch": "2.11",
-    "numpy": "2.0",
-    "msgspec": "0.19",
-    "cuda-core": "1.2",
-    "cuda-bindings": "13",
-    "rich": "13",
-    "matplotlib": "3.9",
-}
+#: Packages of every installation, and those that validate needs more, with the least version as in pyproject.toml.
+_CORE = {"torch": "2.11", "numpy": "2.0", "cuda-core": "1.2", "cuda-bindings": "13"}
+_JUDGE = {"msgspec": "0.19", "ml-dtypes": "0.5", "rich": "13", "scipy": "1.13", "matplotlib": "3.9", "nvtx": "0.2.11"}
+PACKAGES = _CORE | _JUDGE
 _PYTHON = ((3, 10), (3, 13))
 _GPU_TIMEOUT_S = 30.0
 _DEFAULT_TARGET = "sm_89"
@@ -92,7 +86,7 @@ def examine(environment: Mapping[str, str] | None = None) -> list[Finding]:
     variables = os.environ if environment is None else environment
     findings = [python(), *packages()]
     if _ABSENT:
-        remedy = "install the packages above, as in: pip install -e . (or run make, which does)"
+        remedy = "pip install 'greenfast[judge]' (in a checkout make installs all)"
         return [*findings, Finding("everything else", "MISSING", f"not looked at: {_ABSENT}", remedy)]
     devices = gpus()
     target = next((target for target, _ in devices if target), None)
@@ -127,7 +121,8 @@ def packages() -> list[Finding]:
         except importlib.metadata.PackageNotFoundError:
             version = ""
         fits = bool(version) and _numbers(version) >= _numbers(least)
-        remedy = "" if fits else f'pip install "{name}>={least}"'
+        wanted = "'greenfast[judge]'" if name in _JUDGE else f'"{name}>={least}"'
+        remedy = "" if fits else f"pip install {wanted}"
         findings.append(Finding(name, "OK" if fits else "MISSING", version or "not installed", remedy))
     return findings
 
@@ -224,9 +219,8 @@ def gpus() -> list[tuple[Target | None, Finding]]:
 
 def _gpu(ordinal: int, info: DeviceInfo) -> tuple[Target | None, Finding]:
     what = f"{info.name}, compute capability {info.compute_capability}, driver {info.driver} (CUDA {info.cuda_version})"
-    major, minor = map(int, info.compute_capability.split("."))
     try:
-        target = Target.of_device((major, minor))
+        target = Target.of_device(info.capability)
     except UsageError as e:
         return None, Finding(f"GPU {ordinal}", "OPTIONAL", f"{what}: {e}", "PERFORMANCE needs another")
     return target, Finding(f"GPU {ordinal}", "OK", f"{what}, target {target.name}")

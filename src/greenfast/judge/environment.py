@@ -102,6 +102,5 @@ def choose_target(text: str | None, device: DeviceInfo | None, default: str) -> 
     if text is not None:
         return Target.parse(text)
     if device is not None and device.kind == "gpu":
-        major, minor = device.compute_capability.split(".")
-        return Target.of_device((int(major), int(minor)))
+        return Target.of_device(device.capability)
     return Target.parse(default)

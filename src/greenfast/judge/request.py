@@ -78,8 +78,7 @@ class Request:
             return "no GPU: nothing can run the kernel here"
         if self.device.kind != "gpu":
             return None
-        major, minor = self.device.compute_capability.split(".")
-        if not self.target.runs_on((int(major), int(minor))):
+        if not self.target.runs_on(self.device.capability):
             return f"{self.target.name} code does not run on {self.device.name} ({self.device.compute_capability})"
         return None
 

@@ -6,7 +6,9 @@ They are registered with ``torch.library.Library``, whose calls cost the host le
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import flop_counter
 
-from greenfast.operator import autograd, cuda, reference
+from greenfast.operator import autograd, reference
 from greenfast.operator.backward import sdpa_backward
 from greenfast.operator.layout import empty_rows
 from greenfast.operator.quantized import QuantizedQKV, check_codes_once, check_tensors, config_of
@@ -41,6 +43,16 @@ _SCHEMAS = {
 Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
+@cache
+def gpu() -> Any:
+    """``greenfast.operator.cuda``, imported for the first CUDA tensor: cuda.core takes longer than all else here."""
+    return importlib.import_module("greenfast.operator.cuda")
+
+
+def _on_gpu(name: str) -> Callable[..., Any]:
+    return lambda *args: getattr(gpu(), name)(*args)
+
+
 def _quantize_cpu(
     query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, values: str, key_mean: bool,
     rotate: bool,
@@ -56,18 +68,18 @@ def _quantize_shapes(
 ) -> Seven:  # fmt: skip
     check_tensors(query, key, value)
     config = config_of(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
-    sizes = cuda.quantized_sizes(query.shape, key.shape, config)
-    return tuple(query.new_empty(shape, dtype=cuda.buffer_dtype(name)) for name, shape in sizes.items())  # type: ignore[return-value]
+    sizes = gpu().quantized_sizes(query.shape, key.shape, config)
+    return tuple(query.new_empty(shape, dtype=gpu().buffer_dtype(name)) for name, shape in sizes.items())  # type: ignore[return-value]
 
 
-def _attention_cuda(*args: Any) -> Tensor:
+def _attention_cuda(*args: Any) -> Any:
     check_codes_once(args[:6], *args[6:10])
-    return cuda.attention(*args)
+    return gpu().attention(*args)
 
 
-def _attention_lse_cuda(*args: Any) -> tuple[Tensor, Tensor]:
+def _attention_lse_cuda(*args: Any) -> Any:
     check_codes_once(args[:6], *args[6:10])
-    return cuda.attention_lse(*args)
+    return gpu().attention_lse(*args)
 
 
 def _attention_cpu(*args: Any) -> Tensor:
@@ -152,11 +164,11 @@ def _batched_refusal(info: Any, in_dims: Any, grad: Tensor, size: list[int], mes
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
-    "quantize": (_quantize_cpu, cuda.quantize, _quantize_shapes),
+    "quantize": (_quantize_cpu, _on_gpu("quantize"), _quantize_shapes),
     "attention": (_attention_cpu, _attention_cuda, _attention_shape),
     "attention_lse": (_attention_lse_cpu, _attention_lse_cuda, _attention_lse_shapes),
-    "sdpa": (_sdpa_cpu, cuda.sdpa, _sdpa_shape),
-    "sdpa_lse": (_sdpa_lse_cpu, cuda.sdpa_lse, _sdpa_lse_shapes),
+    "sdpa": (_sdpa_cpu, _on_gpu("sdpa"), _sdpa_shape),
+    "sdpa_lse": (_sdpa_lse_cpu, _on_gpu("sdpa_lse"), _sdpa_lse_shapes),
     "sdpa_backward": (reference.gradients, sdpa_backward, _backward_shapes),
     "mean_scores": (
         _mean_scores,

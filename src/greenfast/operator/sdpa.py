@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from greenfast.operator import cuda, ops
+from greenfast.operator import ops
 from greenfast.operator.arguments import causal_of, check_cast, check_flag, dropout_of, scale_of
 from greenfast.operator.quantized import PRECISIONS, QuantizedQKV, check_choice, check_tensors
 from greenfast.operator.rules import Form, Refusal, arranged, dtype_of, form_of, is_plain, restored
@@ -98,7 +99,7 @@ def sdpa(
     if return_lse:
         found: tuple[Tensor, Tensor] = ops.SDPA_LSE(query, key, value, precision, causal, factor)
         return found
-    op = cuda.sdpa if ops.undisturbed(query, key, value) else ops.SDPA
+    op: Callable[..., Tensor] = ops.gpu().sdpa if ops.undisturbed(query, key, value) else ops.SDPA
     return op(query, key, value, precision, causal, factor)
 
 
@@ -250,7 +251,7 @@ def attention(
         factor,
     )  # fmt: skip
     if not return_lse:
-        op = cuda.attention if ops.undisturbed(*args[:6]) else ops.ATTENTION
+        op: Callable[..., Tensor] = ops.gpu().attention if ops.undisturbed(*args[:6]) else ops.ATTENTION
         return op(*args)
     if quantized.key_mean is not None and quantized.mean_scores is None:
         raise ValueError(

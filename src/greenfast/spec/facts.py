@@ -1,15 +1,15 @@
-"""Facts that a device, a compiler and an emulator state, as records keep them; units are in the names."""
+"""Facts that a device, a compiler and an emulator state, as records keep them; units are in the names.
+
+They are dataclasses, which msgspec reads and writes as its own structs, so that the operator needs no msgspec.
+"""
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import dataclass
 
 
-class _Data(msgspec.Struct, frozen=True, kw_only=True):
-    pass
-
-
-class DeviceInfo(_Data, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
     """The device that ran the kernels. ``kind`` is "gpu" or "emulated"."""
 
     kind: str
@@ -22,8 +22,15 @@ class DeviceInfo(_Data, frozen=True, kw_only=True):
     memory_bytes: int = 0
     l2_bytes: int = 0
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """(major, minor) compute capability of a GPU."""
+        major, minor = self.compute_capability.split(".")
+        return int(major), int(minor)
 
-class Resources(_Data, frozen=True, kw_only=True):
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
     """The compiler's report on one kernel; global_bytes are those of the __device__ variables that it uses."""
 
     registers: int
@@ -45,7 +52,8 @@ class Resources(_Data, frozen=True, kw_only=True):
         return self.spill_store_bytes + self.spill_load_bytes
 
 
-class LaunchFacts(_Data, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class LaunchFacts:
     """What a launch decides, as ``device.identity.launch_facts`` states it.
 
     dims: of the shape. arguments: in order, between semicolons, as "buffer 0" (numbered by first use), "int32 512" or a
@@ -61,7 +69,8 @@ class LaunchFacts(_Data, frozen=True, kw_only=True):
     arguments: str
 
 
-class KernelCounts(_Data, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class KernelCounts:
     """What one launch executes, counted in its PTX by the emulator; over all blocks.
 
     instructions: executions by a warp, by opcode. matrix_flops: of matrix instructions, multiply and add counted as

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from typing import Any
+
 import msgspec
 
 from greenfast.judge.record import BenchRecord, Record, Side
@@ -11,12 +14,12 @@ from greenfast.spec.facts import KernelCounts
 from tests.judge.report.records import record
 
 
-def counts(first: int, **changes: int | dict[str, int]) -> KernelCounts:
+def counts(first: int, **changes: Any) -> KernelCounts:
     """Counts that all differ, from ``first`` on."""
-    names = [name for name in KernelCounts.__struct_fields__ if name not in ("instructions", *LINES)]
+    names = [f.name for f in fields(KernelCounts) if f.name not in ("instructions", *LINES)]
     numbers = {name: first + n for n, name in enumerate(names)}
     lines = {"shared_bytes": {"a.cuh:9": 10 * first, "a.cuh:10": 20 * first}, "bank_conflicts": {"a.cuh:10": first}}
-    return msgspec.structs.replace(
+    return replace(
         KernelCounts(**numbers, **lines, instructions={"add": first, "mul": 1}),  # type: ignore[arg-type]
         **changes,
     )

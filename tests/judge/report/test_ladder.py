@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -62,7 +64,7 @@ def test_days_and_commits_of_several_records() -> None:
 def test_rows_stand_in_the_order_given_and_formats_and_devices_apart() -> None:
     h100 = record().device
     assert h100 is not None
-    other = record(device=msgspec.structs.replace(h100, name="NVIDIA L4"), arch="sm_89")
+    other = record(device=replace(h100, name="NVIDIA L4"), arch="sm_89")
     e4m3 = record(format="e4m3")
     found = tables(ladder_table([("z", e4m3), ("b", record()), ("l4", other), ("a", record())]))
     assert [[cells[-1] for cells in rows] for _, rows in found] == [["[z](z)"], ["[b](b)", "[a](a)"], ["[l4](l4)"]]

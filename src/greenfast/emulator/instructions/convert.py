@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from greenfast.emulator.instructions.floats import KINDS, element_of, rounding
@@ -12,6 +13,7 @@ from greenfast.emulator.instructions.operands import TYPES, Function, dtype_of, 
 from greenfast.emulator.instructions.rounding import (
     FORMATS,
     NAN_BITS,
+    bf16_values,
     canonical,
     double_of,
     flush,
@@ -28,39 +30,22 @@ _EIGHT_BITS = ("e4m3x2", "e5m2x2")
 _TO_INTEGER: dict[str, Function] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
-def _table_of(name: str) -> Values:
-    """The numbers that an 8-bit format's codes stand for, as float32."""
-    form = FORMATS[name]
-    codes, fraction_bits = np.arange(256), form.precision - 1
-    exponent, fraction = codes >> fraction_bits & (1 << (7 - fraction_bits)) - 1, codes & (1 << fraction_bits) - 1
-    significand = np.where(exponent == 0, fraction, fraction + (1 << fraction_bits))
-    value = np.ldexp(significand.astype(np.float32), np.maximum(exponent, 1) - 1 + form.lowest)
-    if name == "e5m2":
-        value = np.where(value > form.largest, np.where(fraction == 0, np.inf, np.nan), value)
-    else:
-        value = np.where(codes & 127 == 127, np.nan, value)
-    return np.where(codes & 128, -value, value).astype(np.float32)
-
-
-def _limits_of(name: str) -> Values:
-    table = _TABLES[name].astype(np.float64)
-    values = table[: int(np.argmax(table == FORMATS[name].largest)) + 1]
-    halfway = (values[:-1] + values[1:]) / 2
-    halfway[1::2] = np.nextafter(halfway[1::2], 0)
-    return halfway
-
-
-_TABLES = {name: _table_of(name) for name in ("e4m3", "e5m2")}
-#: The largest magnitude that rounds to each code but the last: halfway to the next, where the even code wins.
-_LIMITS = {name: _limits_of(name) for name in _TABLES}
+#: The 8-bit formats; ml_dtypes has all their codes, and rounds float32 to the nearest as the hardware does.
+_DTYPES = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e5m2": np.dtype(ml_dtypes.float8_e5m2)}
+_TABLES = {name: np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32) for name, dtype in _DTYPES.items()}
+_LARGEST = {name: table[np.isfinite(table)].max() for name, table in _TABLES.items()}
 E4M3_VALUES, E5M2_VALUES = _TABLES["e4m3"], _TABLES["e5m2"]
 
 
 def encode(values: Values, name: str) -> Values:
-    """Codes of an 8-bit format, rounded to nearest even and saturated (.satfinite); NaN becomes the code 0x7F."""
-    x = np.asarray(values, np.float64)
-    codes = _LIMITS[name].searchsorted(np.abs(x)).astype(np.uint8)
-    return np.asarray(np.where(np.isnan(x), np.uint8(0x7F), codes | (np.signbit(x).astype(np.uint8) << 7)), np.uint8)
+    """Codes of float16 or float32 numbers in an 8-bit format, to the nearest even and saturated (.satfinite).
+
+    NaN becomes 0x7F. ml_dtypes alone gives NaN or infinity beyond the largest number, and keeps the sign of NaN.
+    """
+    x, largest = np.asarray(values, np.float32), _LARGEST[name]
+    bad = np.isnan(x)
+    codes = np.clip(np.where(bad, np.float32(0), x), -largest, largest).astype(_DTYPES[name]).view(np.uint8)
+    return np.where(bad, np.uint8(0x7F), codes)
 
 
 def convert(i: Instruction) -> Operation:
@@ -93,7 +78,7 @@ def _conversion(i: Instruction, to: str, source: str) -> Function:
         function = _to_float(i, to, source)
         return lambda a: function(a).view(np.uint32)
     if (to, source) == ("f32", "bf16") and not {"ftz", "sat"} & set(i.parts):
-        return lambda a: (np.asarray(a).astype(np.uint32) << np.uint32(16)).view(np.float32)  # NaN as it is
+        return lambda a: bf16_values(np.asarray(a))  # NaN as it is
     if to in KINDS:
         return _to_float(i, to, source)
     if source in KINDS:

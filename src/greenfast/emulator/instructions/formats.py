@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.convert import E4M3_VALUES, E5M2_VALUES
+from greenfast.emulator.instructions.rounding import bf16_values
 from greenfast.emulator.machine.state import Values
 
 #: Bits of an element, by format.
@@ -24,7 +25,7 @@ def decode(data: NDArray[np.uint8], kind: str) -> Values:
     if kind == "f16":
         return data.view(np.float16).astype(np.float32)
     if kind == "bf16":
-        return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return bf16_values(data.view(np.uint16))
     if kind == "tf32":  # the matrix units leave the last 13 bits of a float32 out
         return (data.view(np.uint32) & np.uint32(0xFFFF_E000)).view(np.float32)
     if kind == "f64":

@@ -3,7 +3,7 @@
 A result is first computed in float64 and rounded there to odd, which leaves enough of what was cut off for a second
 rounding to a format of at most 24 bits of significand to be the right one in every direction, subnormals included
 (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008). float64 results themselves are rounded from
-exact rational numbers.
+exact rational numbers. ml_dtypes would round float64 twice, by way of float32, and to the nearest only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,8 +43,6 @@ FORMATS: dict[str, Format] = {
     "tf32": Format(11, -136, (2 - 2.0**-10) * 2.0**127),
     "f32": Format(24, -149, (2 - 2.0**-23) * 2.0**127),
     "f64": Format(53, -1074, (2 - 2.0**-52) * 2.0**1023),
-    "e4m3": Format(4, -9, 448.0),
-    "e5m2": Format(3, -16, 57344.0),
 }
 
 #: The bits of the NaN that an instruction makes. The PTX ISA calls it canonical; Hopper's is all ones but the sign,
@@ -82,10 +81,15 @@ def round_to(x: Values, form: Format, mode: str) -> Wide:
     return np.asarray(result)
 
 
+def bf16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The numbers that patterns of bfloat16 stand for; NaN keeps its sign and payload."""
+    return np.asarray(bits.view(ml_dtypes.bfloat16), np.float32)
+
+
 def widen(values: Values, kind: str) -> Wide:
     """What stored values of a kind (as operands.TYPES keeps them) stand for, as float64."""
     if kind == "bf16":
-        values = (np.asarray(values).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        values = bf16_values(np.asarray(values))
     return np.asarray(values).astype(np.float64)
 
 

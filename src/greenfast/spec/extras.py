@@ -1,0 +1,31 @@
+"""Extras of pip: the optional packages, and the error of a command that lacks one."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from greenfast.spec.errors import MachineError
+
+_EMULATOR = ("ml_dtypes", "msgspec", "rich")
+
+#: Extra -> the modules that it brings, as pyproject.toml has them.
+EXTRAS = {
+    "emulator": _EMULATOR,
+    "judge": (*_EMULATOR, "matplotlib", "nvtx", "scipy"),
+}
+
+
+def require(what: str, extra: str) -> None:
+    """Raise MachineError, which names the extra, where one of its modules is not installed. Imports none of them."""
+    missing = [module for module in EXTRAS[extra] if not _installed(module)]
+    if missing:
+        raise MachineError(
+            f"{what} needs greenfast[{extra}]: pip install 'greenfast[{extra}]' (no module {', '.join(missing)})"
+        )
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # a finder that refuses it; a module without a spec
+        return False

@@ -1,0 +1,156 @@
+"""What works without extras, what a command says that lacks one, and what importing greenfast loads."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from greenfast.cli.options import VERBS
+from greenfast.spec.extras import EXTRAS
+
+ROOT = Path(__file__).parents[1]
+OPTIONAL = sorted({"transformers", *(module for modules in EXTRAS.values() for module in modules)})
+#: Modules -> the packages that bring them, where the names differ.
+PACKAGES = {"ml_dtypes": "ml-dtypes"}
+WITHOUT_EXTRAS = ("doctor", "warmup")
+ARGUMENTS = {
+    "compare": ["before", "after"],
+    "emulate": ["kernel.cu", "--grid", "1", "--block", "32"],
+    "report": ["run"],
+    "tasks": [],
+}
+
+# A finder in front of all others: as if some modules were not installed.
+LACKING = """
+import sys
+class Lacking:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {lacking!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Lacking())
+"""
+COMMAND = "from greenfast.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+SDPA = """
+import greenfast, torch
+q = torch.randn(1, 2, 100, 64, dtype=torch.bfloat16, requires_grad=True)
+k, v = (torch.randn(1, 1, 130, 64, dtype=torch.bfloat16) for _ in range(2))
+for precision in ("fp8", "int8"):
+    out, lse = greenfast.sdpa(q, k, v, is_causal=True, enable_gqa=True, precision=precision, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (1, 2, 100) and out.isfinite().all()
+greenfast.sdpa(q, k, v, enable_gqa=True).sum().backward()
+assert q.grad.isfinite().all()
+codes = greenfast.quantize(q.detach(), k, v)
+assert greenfast.attention(codes).shape == q.shape
+assert str(greenfast.explain(q, k, v, enable_gqa=True))
+with greenfast.use():
+    torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+"""
+
+
+def run_lacking(modules: list[str], code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process in which modules cannot be imported."""
+    text = LACKING.format(lacking=set(modules)) + code
+    return subprocess.run([sys.executable, "-c", text, *args], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def requirements(table: str) -> set[str]:
+    """The packages that a list of pyproject.toml names, without versions."""
+    found = re.search(rf"^{table} = \[(.*?)\]\s*$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert found, table
+    return set(re.findall(r'"([\w-]+(?:\[[\w,]+\])?)', found[1]))
+
+
+def test_the_operator_works_without_extras() -> None:
+    done = run_lacking(OPTIONAL, SDPA)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_transformers_is_named_by_what_needs_it() -> None:
+    done = run_lacking(OPTIONAL, "import greenfast\ngreenfast.register_with_transformers()")
+    assert done.stderr.splitlines()[-1].endswith("pip install 'greenfast[transformers]'")
+
+
+@pytest.mark.parametrize("verb", sorted(set(VERBS) - {*WITHOUT_EXTRAS}))
+def test_a_command_names_its_extra(verb: str) -> None:
+    done = run_lacking(OPTIONAL, COMMAND, verb, *ARGUMENTS.get(verb, ["fp8_sdpa"]))
+    extra = "emulator" if verb == "emulate" else "judge"
+    needs = f"greenfast: greenfast {verb} needs greenfast[{extra}]: pip install 'greenfast[{extra}]'"
+    assert done.stderr == f"{needs} (no module {', '.join(EXTRAS[extra])})\n"
+    assert (done.returncode, done.stdout) == (3, "")
+
+
+def test_one_missing_module_is_named_alone() -> None:
+    done = run_lacking(["scipy"], COMMAND, "validate", "fp8_sdpa")
+    assert done.returncode == 3
+    assert done.stderr == (
+        "greenfast: greenfast validate needs greenfast[judge]: pip install 'greenfast[judge]' (no module scipy)\n"
+    )
+
+
+def test_commands_that_need_no_extra() -> None:
+    warmup = run_lacking(OPTIONAL, COMMAND, "warmup", "--arch", "sm_80", "--head-dims", "64")
+    assert warmup.returncode == 2
+    assert "nothing that was asked for can be compiled for sm_80" in warmup.stderr, "the operator's own answer"
+    doctor = run_lacking(OPTIONAL, COMMAND, "doctor")
+    assert (doctor.returncode, doctor.stderr) == (3, "")
+    assert "pip install 'greenfast[judge]'" in doctor.stdout
+    assert run_lacking(OPTIONAL, COMMAND, "--help").returncode == 0
+
+
+def test_the_emulator_needs_its_own_extra_only(tmp_path: Path) -> None:
+    kernel = tmp_path / "twice.cu"
+    kernel.write_text('extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2; }')
+    others = sorted(set(OPTIONAL) - {*EXTRAS["emulator"]})
+    arguments = ("--grid", "1", "--block", "32", "--arg", "inout:x=f32[32]:ones")
+    done = run_lacking(others, COMMAND, "emulate", str(kernel), *arguments)
+    assert done.returncode == 0, done.stderr
+
+
+def test_extras_are_those_of_pyproject() -> None:
+    packages = {name: {PACKAGES.get(m, m) for m in modules} for name, modules in EXTRAS.items()}
+    assert requirements("emulator") == packages["emulator"]
+    own = {"greenfast[emulator]", "nvidia-cuda-nvdisasm"}
+    assert requirements("judge") - own == packages["judge"] - packages["emulator"]
+    assert requirements("judge") >= own
+    assert requirements("all") == {"greenfast[judge,transformers]"}
+    assert "greenfast[all]" in requirements("dev")
+    assert not requirements("dependencies") & {*packages["judge"], "nvidia-cuda-nvdisasm"}
+
+
+def test_the_lock_has_all_that_extras_bring() -> None:
+    locked = set(re.findall(r"^([\w-]+)==", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
+    for table in ("dependencies", "emulator", "judge", "transformers", "dev"):
+        assert {name for name in requirements(table) if "[" not in name} <= locked
+
+
+def loaded_by(code: str) -> set[str]:
+    """Modules that a process has which ran code after ``import torch``, and would not have had."""
+    text = f"import sys, torch; before = set(sys.modules)\n{code}\nprint(*sorted(set(sys.modules) - before))"
+    return set(subprocess.check_output([sys.executable, "-c", text], cwd=ROOT, text=True).split())
+
+
+def test_import_greenfast_loads_nothing_else() -> None:
+    assert loaded_by("import greenfast") == {"greenfast"}
+
+
+def test_the_operator_loads_no_extra_and_cuda_core_for_cuda_tensors_only() -> None:
+    loaded = loaded_by("import greenfast; q = torch.ones(1, 1, 16, 64).half(); greenfast.sdpa(q, q, q)")
+    assert "greenfast.operator.sdpa" in loaded
+    heavy = {*OPTIONAL, "cuda.core", "greenfast.operator.cuda"}
+    assert {name for name in loaded if name in heavy or name.split(".")[0] in heavy} == set()
+
+
+@pytest.mark.slow  # a busy machine may need more
+@pytest.mark.parametrize(("what", "most"), [("import greenfast", 5), ("from greenfast import sdpa", 50)])
+def test_import_costs_less_than_50_ms_beyond_torch(what: str, most: float, tmp_path: Path) -> None:
+    """Milliseconds of this process alone, with what Python compiled in the first run."""
+    code = f"import time, torch; t = time.process_time(); {what}; print((time.process_time() - t) * 1e3)"
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
+    command = [sys.executable, "-c", code]
+    times = [float(subprocess.check_output(command, cwd=ROOT, text=True, env=environment)) for _ in range(7)]
+    assert min(times[1:]) < most, times
