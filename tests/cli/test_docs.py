@@ -21,6 +21,10 @@ RUNNER = ["python", "-m", "tasks.fp8_sdpa_stage_c_wmma.runner"]
 PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]+\b(?!=)")
 
 
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+
+
 def fenced(text: str) -> list[str]:
     """The commands of the fenced blocks without a language, a text or shell one; continued lines are joined."""
     blocks = re.findall(r"^```(?:text|sh|bash|console)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
@@ -64,7 +68,7 @@ def test_the_command_is_one(command: str) -> None:
     if words[0] == "greenfast":
         check_greenfast(words[1:])
     elif words[0] == "make":
-        assert set(words[1:]) <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        assert set(words[1:]) <= TARGETS
     elif words[:3] == ["python", "-m", "pytest"]:
         paths = [word for word in words[3:] if "/" in word]
         assert [path for path in paths if not (ROOT / path).exists()] == []
@@ -75,7 +79,9 @@ def test_the_command_is_one(command: str) -> None:
     elif words[0].startswith("scripts/"):
         assert (ROOT / words[0]).is_file()
     else:
-        assert words == ["pip", "install", "."]
+        assert re.fullmatch(r"pip install \.|pip install '?\.\[(\w+)\]'?", command), command
+        extras = re.findall(r"\[(\w+)\]", command)
+        assert [name for name in extras if not re.search(rf"^{name} = \[", PYPROJECT, re.MULTILINE)] == []
 
 
 def check_greenfast(words: list[str]) -> None:
@@ -111,6 +117,14 @@ def test_what_is_no_command_fails(words: list[str]) -> None:
 def test_names_that_are_not_there_fail(words: list[str]) -> None:
     with pytest.raises(UsageError):
         check_greenfast(["validate", "fp8_sdpa", *words])
+
+
+def test_the_public_ci_calls_the_same_make_targets() -> None:
+    steps = re.findall(r"run: (.*)", (ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    local = re.findall(r"^make .*", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert [step.split()[0] for step in steps] == ["make"] * len(steps)
+    assert {target for step in steps for target in step.split()[1:]} <= TARGETS
+    assert set(steps) <= set(local)
 
 
 @pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "reference.md"], ids=lambda p: p.name)
