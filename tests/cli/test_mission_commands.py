@@ -92,10 +92,10 @@ def test_a_wrong_value_in_the_environment_is_2(
     assert list(tmp_path.iterdir()) == []
 
 
-def saved(folder: Path, variant: str, us: float) -> Path:
+def saved(folder: Path, variant: str, us: float, shape: str = "b1_h8_s512_d64") -> Path:
     """A perf_baseline.json as a run leaves it, with timings that are made up."""
     rows = [timing_row("mission", seed, us, cache=cache) for seed in (0, 1, 2) for cache in ("warm", "cold")]
-    results = [{**msgspec.to_builtins(row), **row.dims} for row in rows]
+    results = [{**msgspec.to_builtins(row), **row.dims, "shape": shape} for row in rows]
     content = {"task": "fp8_sdpa", "variant": variant, "format": "e4m3", "results": results, "pending": None}
     folder.mkdir()
     (folder / "perf_baseline.json").write_text(json.dumps(content))
@@ -103,7 +103,8 @@ def saved(folder: Path, variant: str, us: float) -> Path:
 
 
 def test_the_third_command(tmp_path: Path) -> None:
-    baseline, candidate = saved(tmp_path / "a", "stage1", 1200.8), saved(tmp_path / "b", "stage2", 656.4)
+    """Also of a run from before shapes got their names."""
+    baseline, candidate = saved(tmp_path / "a", "stage1", 1200.8, "mission"), saved(tmp_path / "b", "stage2", 656.4)
     ran = run_command("python", "scripts/compare_results.py", baseline, candidate, "--out", tmp_path / "COMPARE.md")
     assert (ran.code, ran.err) == (0, "")
     assert ran.out == (tmp_path / "COMPARE.md").read_text()

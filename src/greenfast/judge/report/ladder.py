@@ -1,4 +1,4 @@
-"""The ladder of rungs as Markdown, for the README: verdict tables, and one run as the console showed it."""
+"""The ladder of rungs as Markdown, for docs/results.md: verdict tables, and one run as the console showed it."""
 
 from __future__ import annotations
 
