@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 ON_AN_H100 = {
     row["variant"]: row["hardware"]
     for row in json.loads((ROOT / "evidence" / "emulator-h100.json").read_text())["rows"]
-    if row["shape"] == "mission"
+    if row["shape"] in ("mission", "b1_h8_s512_d64")
 }
 
 

@@ -98,7 +98,7 @@ def test_processes_are_fresh_and_never_shared(device: FakeDevice) -> None:
 def test_as_many_launches_are_timed_as_asked(device: FakeDevice, timing: Timing, blocks: list[int]) -> None:
     result = run(device, timing)
     assert set(result.timed) == {
-        (label, "small", seed, cache) for label in LABELS for seed in (0, 1) for cache in (WARM, COLD)
+        (label, "b1_h1_s32_d64", seed, cache) for label in LABELS for seed in (0, 1) for cache in (WARM, COLD)
     }
     for timed in result.timed.values():
         assert len(timed.samples) == timing.timed_iters
@@ -121,12 +121,12 @@ def test_every_case_is_warmed_up_before_it_is_timed(device: FakeDevice) -> None:
 def test_what_the_last_launches_left_is_kept(device: FakeDevice) -> None:
     result = run(device)
     assert {key: len(finals) for key, finals in result.finals.items()} == {
-        (label, "small", seed): 5 for label in LABELS for seed in (0, 1)
+        (label, "b1_h1_s32_d64", seed): 5 for label in LABELS for seed in (0, 1)
     }
     case = device.request.task.problem.make_case(device.request.shapes[0].dims, 1, "e4m3")
     expected = device.right(case.digest)["out"]
     for label in LABELS:
-        for final in result.finals[label, "small", 1]:
+        for final in result.finals[label, "b1_h1_s32_d64", 1]:
             assert final.violations == []
             assert final.outputs["out"].tobytes() == expected.tobytes()
 
