@@ -241,7 +241,9 @@ def test_validate_decides_correctness_on_the_emulator(tmp_path: Path, capsys: py
     assert record.least_work == {"b1_h1_s32_d64": {"matrix_flops": after.matrix_flops, "exponentials": 32 * 32}}
     assert 2 * before.matrix_flops == after.matrix_flops  # stage1 does but one of the products on tensor cores
     said = next(g.summary for g in record.gates if g.gate == "EVIDENCE")
-    assert f"emulated small: {after.warp_instructions} (baseline {before.warp_instructions}) instructions" in said
+    assert (
+        f"emulated b1_h1_s32_d64: {after.warp_instructions} (baseline {before.warp_instructions}) instructions" in said
+    )
     assert f"{after.conflicts} (baseline {before.conflicts}) bank conflicts" in said
     assert said.endswith("matrix_flops 1.00x the least, exponentials 1.12x the least")
     assert (

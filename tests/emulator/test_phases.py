@@ -145,7 +145,7 @@ def test_profile_shows_what_each_phase_executes(tmp_path: Path, capsys: pytest.C
     command = ["profile", "fp8_sdpa", "--phases", "--device", "emulator", "--shapes", "small", "--out", str(tmp_path)]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert "stage2, small, emulated" in out
+    assert "stage2, b1_h1_s32_d64, emulated" in out
     (folder,) = (tmp_path / "fp8_wmma_baseline").iterdir()
     record = read_record(folder)
     assert isinstance(record, PhaseRecord)
