@@ -26,7 +26,7 @@ from greenfast.judge.report.peers import readme_section
 from greenfast.judge.store import write_whole
 from greenfast.judge.tasks import find_task
 from greenfast.spec.errors import GreenfastError, UsageError
-from greenfast.spec.freshness import CURRENT, Freshness
+from greenfast.spec.freshness import CURRENT, Freshness, worst
 from scripts.speed_picture import DESCRIPTION, gains_table, numbers_digest, speed_picture
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ def blocks(records: Evidence) -> dict[str, str]:
 
 
 def shown(answer: Freshness) -> Freshness:
-    """What a page says: with another compiler than the record's nobody can tell, and the page stays as it is."""
+    """What a page says: with another compiler than the record's this cannot be told, and the page stays as it is."""
     return Freshness() if answer.other_compiler else answer
 
 
@@ -131,7 +131,10 @@ def _readme(root: Path, records: Evidence) -> dict[Path, str]:
     drawn = picture.read_text(encoding="utf-8") if picture.is_file() else ""
     if f"{DESCRIPTION}{numbers_digest(measured, peers)}" not in drawn:
         drawn = speed_picture(measured, peers)
-    return {page: fill(page.read_text(encoding="utf-8"), "speed", gains_table(measured), README), picture: drawn}
+    table, aged = gains_table(measured), worst([shown(operator_freshness(measured)), shown(freshness(peers))])
+    if aged.status != CURRENT:
+        table += "\n\nKernels have changed since these numbers, or the ones in the picture, were measured."
+    return {page: fill(page.read_text(encoding="utf-8"), "speed", table, README), picture: drawn}
 
 
 def _emulator_page(root: Path) -> dict[Path, str]:

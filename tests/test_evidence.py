@@ -221,7 +221,7 @@ def test_records_stand_by_task_format_and_rung(tmp_path: Path) -> None:
 
 def test_a_stale_record_is_shown_without_a_number_and_is_no_example(tmp_path: Path) -> None:
     made = blocks(evidence(tree(tmp_path, ("h100/stage2-e4m3", rung("stage2", "stage1")))))
-    (line,) = [line for line in made["verdicts"].splitlines() if "(evidence/h100/stage2-e4m3)" in line]
+    (line,) = [line for line in made["verdicts"].splitlines() if "(../evidence/h100/stage2-e4m3)" in line]
     assert re.findall(r"\d\.\d", line) == []
     assert "| stale |" in line
     assert quoted(made["verdicts"]) == set()
@@ -262,13 +262,17 @@ def test_the_readme_gets_its_table_and_its_picture_once_both_records_are_there(
     assert not {page, picture} & set(generated(root))
     shutil.copy(ROOT / update_results.OPERATOR_RECORD, root / update_results.OPERATOR_RECORD)
     (root / update_results.OPERATOR_PAGE).write_text("<!-- operator:begin --> <!-- operator:end -->")
-    monkeypatch.setattr(update_results, "operator_is_stale", lambda record: False)
+    monkeypatch.setattr(update_results, "operator_freshness", lambda record: Freshness())
+    monkeypatch.setattr(update_results, "freshness", lambda record: Freshness())
     files = generated(root)
     assert "| 4096 | 1.35x / 1.21x | " in files[page]
+    assert "have changed" not in files[page]
     assert files[picture].startswith("<?xml")
     picture.parent.mkdir()
     picture.write_text(files[picture] + "<!-- of another matplotlib -->")
     assert generated(root)[picture] == picture.read_text()  # its numbers are those
+    monkeypatch.setattr(update_results, "freshness", lambda record: Freshness("stale", ("other code",)))
+    assert "have changed since these numbers, or the ones in the picture, were measured" in generated(root)[page]
     monkeypatch.setattr("scripts.speed_picture._HEAD_DIM", 64)
     assert generated(root)[picture] != picture.read_text()
 
