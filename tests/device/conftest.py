@@ -1,4 +1,4 @@
-"""Every test compiles into a cache of its own."""
+"""What tests of the compiler share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The test's cache folder; it does not exist yet."""
+    """A compile cache for this test alone; the folder does not exist yet."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("GREENFAST_CACHE_DIR", str(folder))
     return folder

@@ -21,6 +21,8 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError
 from greenfast.spec.kernel import KernelSource
 
+pytestmark = pytest.mark.usefixtures("cache_folder")
+
 ADA = Target("sm_89")
 HOPPER = Target("sm_90a")
 

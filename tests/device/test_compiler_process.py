@@ -17,6 +17,8 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError
 from greenfast.spec.kernel import KernelSource
 
+pytestmark = pytest.mark.usefixtures("cache_folder")
+
 ADA = Target("sm_89")
 SIMPLE = 'extern "C" __global__ void k(float* out) { out[threadIdx.x] = 1.0f; }\n'
 # A program that compiles once, says its compiler's process id, and goes on as its argument says. An empty job is

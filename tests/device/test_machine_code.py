@@ -15,6 +15,8 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import KernelSource
 
+pytestmark = pytest.mark.usefixtures("cache_folder")
+
 # An E4M3 mma, one cp.async, one exp2, barriers; and a second kernel that must not be counted.
 TILE = """extern "C" __global__ void tile(float* out, const void* in, unsigned a, unsigned b) {
     __shared__ char stage[256];

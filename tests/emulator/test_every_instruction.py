@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from greenfast.device.compiler import compile_kernel
+from greenfast.device.compiler import compile_kernel, to_ptx
 from greenfast.emulator.program import BUILDERS
 from greenfast.spec.arch import Target
 from tests.emulator.instructions.case import Case, emulate, kernel_source
@@ -25,7 +25,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 @pytest.mark.parametrize("unit", units(), ids=lambda unit: f"{unit[0].name}-to-{unit[-1].name}")
 def test_results_are_those_of_the_definition(unit: tuple[Case, ...]) -> None:
-    ptx = compile_kernel(kernel_source(unit), TARGET).ptx
+    ptx = to_ptx(kernel_source(unit), TARGET, assemble=False)
     wrong = []
     for case in unit:
         operands = case.operands(ROWS)
@@ -33,6 +33,12 @@ def test_results_are_those_of_the_definition(unit: tuple[Case, ...]) -> None:
         rows = np.flatnonzero(compare(case, operands, found, expected).wrong)
         wrong += [f"{case.name}: {row_text(case, int(n), operands, found, expected)}" for n in rows[:2]]
     assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", units(), ids=lambda unit: f"{unit[0].name}-to-{unit[-1].name}")
+def test_the_assembler_takes_them_all(unit: tuple[Case, ...]) -> None:
+    assert compile_kernel(kernel_source(unit), TARGET).cubin
 
 
 def test_every_opcode_is_tried() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -30,21 +31,29 @@ SHIPPED = [load_task(folder).config.name for folder in task_folders()]
 TASKS = {name: load(find_task(name)) for name in (*SHIPPED, "examples/row_softmax")}
 FULL_FUSION = ["stage3b", "stage3b_pipe3", "stage3b_specialized", "stage3b_persistent"]
 VARIANTS = [
-    pytest.param(name, rung.name, fmt, id=f"{task.config.name}-{rung.name}-{fmt}")
+    pytest.param(
+        name,
+        rung.name,
+        fmt,
+        target,
+        id=f"{task.config.name}-{rung.name}-{fmt}-{target}",
+        # of the ladder the other three pairs of a format and a target stay
+        marks=[pytest.mark.slow] if (name, fmt, target) == ("fp8_sdpa", "int8", "sm_90a") else [],
+    )
+    for target in ("sm_89", "sm_90a")
     for name, task in TASKS.items()
     for rung in task.config.rungs
     for fmt in task.config.formats
 ]
 
 
-@pytest.mark.parametrize("target", ["sm_89", "sm_90a"])
-@pytest.mark.parametrize(("task_name", "rung", "fmt"), VARIANTS)
+@pytest.mark.parametrize(("task_name", "rung", "fmt", "target"), VARIANTS)
 def test_every_variant_is_right(task_name: str, rung: str, fmt: str, target: str) -> None:
     """A registry of its own is not needed: a variant with an instruction that is not known fails here, named."""
     task = TASKS[task_name]
     toggles = task.config.variant(rung).values
     small = task.config.shape("small").dims
-    ragged = [{**small, "S": 45, "D": 128}] if (task_name, fmt, target) == ("fp8_sdpa", "e4m3", "sm_89") else []
+    ragged = [{**small, "S": 35, "D": 128}] if (task_name, fmt, target) == ("fp8_sdpa", "e4m3", "sm_89") else []
     if (task_name, rung, fmt) == ("fp8_attention", "stage2", "int8"):
         with pytest.raises(UsageError, match="V is E4M3"):
             task.family.kernel(toggles, fmt, small)
@@ -79,7 +88,7 @@ def run_rung(
 def test_full_fusion_at_any_length(rung: str, head_dim: int, fmt: str) -> None:
     """Groups without a key, tails of a tile and of a block, stages used again; in other orders of the warps too."""
     problem = TASKS["fp8_sdpa"].problem
-    for length in (1, 33, 65, 300) if fmt == "e4m3" else (7, 100):  # the formats differ in conversions alone
+    for length in (1, 33, 130) if fmt == "e4m3" else (7, 100):  # the formats differ in conversions alone
         dims = {"B": 1, "H": 2, "S": length, "D": head_dim}
         case = problem.make_case(dims, 5, fmt)
         results = [run_rung(rung, fmt, dims, case, seed) for seed in ((0, 1) if length == 33 else (length,))]
@@ -98,7 +107,7 @@ def test_full_fusion_at_any_length(rung: str, head_dim: int, fmt: str) -> None:
 @pytest.mark.parametrize("rung", FULL_FUSION)
 def test_bases_that_move_with_rising_scores(rung: str, head_dim: int, target: str) -> None:
     """Normal inputs outgrow the base of the first tile by no factor of 2^8; these do on every tile."""
-    length, heads = 300, 2
+    length, heads = 200, 2
     generator = torch.Generator().manual_seed(11)
     x = torch.randn(3, heads, length, head_dim, generator=generator)
     ramp = torch.linspace(0, 20, length)[:, None]
@@ -114,48 +123,57 @@ def test_bases_that_move_with_rising_scores(rung: str, head_dim: int, target: st
     out = result.outputs["out"].astype(np.float64)
     assert worst_bound_ratio(out, attention(q, k, v, scale).numpy(), bound) <= 1
     normal = run_rung(rung, "e4m3", dims, TASKS["fp8_sdpa"].problem.make_case(dims, 0, "e4m3"), target=target)
-    assert result.counts.exponentials > 1.05 * normal.counts.exponentials  # two for each base that a thread moves
+    assert result.counts.exponentials > 1.03 * normal.counts.exponentials  # two for each base that a thread moves
+
+
+#: A shape on which rungs are compared, its blocks and its tiles of keys.
+COMPARED = {"B": 1, "H": 1, "S": 512, "D": 64}
+BLOCKS, TILES = 16, 16
+
+
+@cache
+def compared(rung: str) -> GridResult:
+    return run_rung(rung, "e4m3", COMPARED, TASKS["fp8_sdpa"].problem.make_case(COMPARED, 0, "e4m3"))
 
 
 def test_full_fusion_beside_stage_2() -> None:
     """What it is for: scores, P and half tiles are not in shared memory, and no barrier of the block is in the loop."""
-    dims = TASKS["fp8_sdpa"].config.shape("mission").dims
-    case = TASKS["fp8_sdpa"].problem.make_case(dims, 0, "e4m3")
-    before, after = (run_rung(rung, "e4m3", dims, case).counts for rung in ("stage2", "stage3b"))
-    tiles, products = 16, before.matrix_flops
+    dims = COMPARED
+    before, after = (compared(rung).counts for rung in ("stage2", "stage3b"))
+    products = before.matrix_flops
     assert after.matrix_flops == products * 34 // 32  # the sums of the weights as products with ones
     assert after.exponentials < before.exponentials
     assert after.bank_conflicts == {}
     assert 3 * after.shared_passes < before.shared_passes
-    assert after.barriers == 128 * (2 * tiles + 2 * 8)
+    assert after.barriers == BLOCKS * (2 * TILES + 2 * 8)
     assert after.global_store_sectors == dims["H"] * dims["S"] * dims["D"] * 2 // 32  # each once
 
 
 def test_a_warp_that_copies_beside_stage_3b() -> None:
     """The same work to the bit; warps that multiply meet no named barrier between the block's first and its last."""
-    dims = TASKS["fp8_sdpa"].config.shape("mission").dims
-    case = TASKS["fp8_sdpa"].problem.make_case(dims, 0, "e4m3")
-    before, after = (run_rung(rung, "e4m3", dims, case) for rung in ("stage3b", "stage3b_specialized"))
+    before, after = (compared(rung) for rung in ("stage3b", "stage3b_specialized"))
     assert after.outputs["out"].tobytes() == before.outputs["out"].tobytes()
     for same in ("matrix_flops", "exponentials", "global_load_sectors", "global_store_sectors", "bank_conflicts"):
         assert getattr(after.counts, same) == getattr(before.counts, same), same
-    assert after.counts.barriers == 128 * (9 + 2 * 8)
+    assert after.counts.barriers == BLOCKS * (9 + 2 * 8)
     arrivals = {
         k: n for k, n in after.counts.instructions.items() if k.startswith(("mbarrier.arrive", "cp.async.mbarrier"))
     }
-    assert sum(arrivals.values()) == 128 * 16 * (
-        1 + 2
-    )  # for each tile one of its copies, two of those that have read it
+    # for each tile one of its copies, two of those that have read it
+    assert sum(arrivals.values()) == BLOCKS * TILES * (1 + 2)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", pytest.param("int8", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("head_dim", "lengths"), [(64, (1, 33, 100)), *(pytest.param(d, (300,), marks=pytest.mark.slow) for d in (64, 128))]
+)
 def test_any_number_of_persistent_blocks_gives_the_bits_of_stage_3b(
-    head_dim: int, fmt: str, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, lengths: tuple[int, ...], fmt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks with several works, whose heads change on the way, as many for each block or not."""
     problem = TASKS["fp8_sdpa"].problem
-    for length, multiprocessors in ((1, 1), (33, 1), (100, 1), (300, 4)):
+    for length in lengths:
+        multiprocessors = 4 if length == 300 else 1
         monkeypatch.setattr(hopper, "MULTIPROCESSORS", multiprocessors)
         dims = {"B": 1, "H": 3, "S": length, "D": head_dim}
         case = problem.make_case(dims, 6, fmt)
@@ -251,7 +269,7 @@ def test_validate_decides_correctness_on_the_emulator(tmp_path: Path, capsys: py
         in (folder / REPORT).read_text()
     )
     assert "emulated" in next(g.summary for g in record.gates if g.gate == "PERFORMANCE")
-    assert main([*argv, "--require", "performance"]) == 1
+    assert main([*argv, "--seeds", "0", "--require", "performance"]) == 1
 
 
 def test_a_wrong_kernel_fails_on_the_emulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

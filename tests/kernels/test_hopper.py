@@ -12,7 +12,7 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.judge.tasks import find_task
 from greenfast.kernels.attention import hopper, tiling
-from greenfast.kernels.attention.config import FORMATS, AttentionConfig, Mask, Sizes, Strides, read_dims
+from greenfast.kernels.attention.config import AttentionConfig, Mask, Sizes, Strides, read_dims
 from greenfast.kernels.attention.tiling import Tiling
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
@@ -47,8 +47,9 @@ FEW = 128
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", [0, 1])
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("fmt", "causal"), [("e4m3", 0), ("e4m3", 1), ("int8", 1), pytest.param("int8", 0, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("extras", EXTRAS, ids=str)
 def test_no_spills(extras: dict[str, int], fmt: str, head_dim: int, causal: int) -> None:
     dims = {**BIG, "D": head_dim, "CAUSAL": causal, **extras}
