@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.kernels.attention import hopper
 from greenfast.kernels.ladder import family as ladder
 from greenfast.problems import ladder as sdpa_problem
 from greenfast.spec.arch import Target
@@ -250,7 +249,7 @@ def test_persistent_blocks_are_what_the_multiprocessors_hold(
 ) -> None:
     assert f"__launch_bounds__(256, {blocks})" in render("stage3b_persistent", head_dim=head_dim).source
     for multiprocessors in (1, 58, 132):
-        monkeypatch.setattr(hopper, "MULTIPROCESSORS", multiprocessors)
+        monkeypatch.setattr(ladder, "_PERSISTENT_ON", Target("sm_90a", multiprocessors))
         for S, works in ((32, 6), (33, 12), (2048, 384)):
             dims = {"B": 2, "H": 3, "S": S, "D": head_dim}
             found = ladder.launch(toggles("stage3b_persistent"), "e4m3", dims)
