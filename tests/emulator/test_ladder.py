@@ -19,7 +19,7 @@ from greenfast.judge.record import Record
 from greenfast.judge.records import read_record
 from greenfast.judge.task import load_task
 from greenfast.judge.tasks import find_task, load, task_folders
-from greenfast.kernels.attention import hopper
+from greenfast.kernels.ladder import family as ladder
 from greenfast.numerics.attention import attention, attention_rounding_bound
 from greenfast.numerics.formats import dequantize, quantize
 from greenfast.spec.arch import Target
@@ -174,7 +174,7 @@ def test_any_number_of_persistent_blocks_gives_the_bits_of_stage_3b(
     problem = TASKS["fp8_sdpa"].problem
     for length in lengths:
         multiprocessors = 4 if length == 300 else 1
-        monkeypatch.setattr(hopper, "MULTIPROCESSORS", multiprocessors)
+        monkeypatch.setattr(ladder, "_PERSISTENT_ON", Target("sm_90a", multiprocessors))
         dims = {"B": 1, "H": 3, "S": length, "D": head_dim}
         case = problem.make_case(dims, 6, fmt)
         expected = run_rung("stage3b", fmt, dims, case)
