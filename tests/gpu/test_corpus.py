@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda.core import LaunchConfig, ObjectCode, launch
+from cuda.core import ObjectCode
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Gpu, GuardedBuffer, KernelImage, load_kernel, tensor_map
+from greenfast.device.gpu import Gpu, GuardedBuffer, KernelImage, load_kernel
+from greenfast.device.prepared import Prepared
 from greenfast.spec.arch import Target
-from greenfast.spec.kernel import TensorMap
+from greenfast.spec.kernel import Launch
 from tests.emulator.corpus.entry import Bound, Entry, bind
 from tests.emulator.corpus.everything import ENTRIES
 from tests.emulator.corpus.runner import kernel_of
@@ -44,16 +45,9 @@ def _run(entry: Entry, bound: Bound, gpu: Gpu) -> dict[str, Any]:
     buffers = {n: GuardedBuffer(int(np.prod(shape)) * np.dtype(kind).itemsize) for n, (shape, kind) in shapes.items()}
     for name, a in bound.inputs.items():
         buffers[name].upload(np.ascontiguousarray(a))
-    args: list[Any] = []
-    for argument in bound.args:
-        if isinstance(argument, str):
-            args.append(buffers[argument].pointer)
-        elif isinstance(argument, TensorMap):
-            args.append(tensor_map(argument, buffers[argument.buffer].pointer))
-        else:
-            args.append(argument)
-    config = LaunchConfig(grid=entry.grid, block=entry.block, shmem_size=entry.smem)
-    launch(gpu.stream, config, _kernel(entry, gpu), *args)
+    pointers = {name: int(buffer.pointer) for name, buffer in buffers.items()}
+    plan = Launch(entry.grid, tuple(bound.args))
+    Prepared(_kernel(entry, gpu), entry.block, entry.smem, plan, pointers, int(gpu.stream.handle))()
     gpu.stream.sync()
     found = {n: buffers[n].download(o.shape, o.dtype) for n, o in bound.outputs.items()}
     assert all(b.guards_intact() for b in buffers.values())

@@ -114,8 +114,8 @@ def rounded(kind: str, value: Any, mode: str = "rn") -> float:
     return decode(kind, _round(kind, value, mode))  # type: ignore[no-any-return]
 
 
-def _same(kinds: str, expected: NDArray[Any], rtol: float) -> Callable[[NDArray[Any]], str]:
-    """Equal bits, or both NaN, or within ``rtol``."""
+def _same(kinds: str, expected: NDArray[Any], rtol: float, atol: float) -> Callable[[NDArray[Any]], str]:
+    """Equal bits, or both NaN, or within ``rtol`` or ``atol``."""
 
     def check(found: NDArray[Any]) -> str:
         for n, (a, b) in enumerate(zip(found.ravel().tolist(), expected.ravel().tolist(), strict=True)):
@@ -123,7 +123,7 @@ def _same(kinds: str, expected: NDArray[Any], rtol: float) -> Callable[[NDArray[
                 continue
             if kinds in _FORMATS:
                 u, v = decode(kinds, a), decode(kinds, b)
-                if (u != u and v != v) or (rtol and abs(u - v) <= rtol * max(abs(v), 2.0**-126)):
+                if (u != u and v != v) or (rtol and abs(u - v) <= max(rtol * abs(v), rtol * 2.0**-126, atol)):
                     continue
                 return f"row {n}: {u!r} ({a:#x}), not {v!r} ({b:#x})"
             return f"row {n}: {a:#x}, not {b:#x}"
@@ -141,6 +141,7 @@ def ptx(
     *,
     rows: Sequence[Sequence[int]] | None = None,
     rtol: float = 0.0,
+    atol: float = 0.0,
     before: str = "",
     target: str = "sm_90a",
     refused: str = "",
@@ -192,7 +193,7 @@ def ptx(
             arrays.append(np.array([row[n] for row in whole], f"u{max(16, width(kind)) // 8}"))
         for n, kind in enumerate(kinds_out):
             expected = np.array([encode(kind, row[n]) for row in results], f"u{max(16, width(kind)) // 8}")
-            arrays.append(Out(expected, check=_same(kind, expected, rtol)))
+            arrays.append(Out(expected, check=_same(kind, expected, rtol, atol)))
         return tuple(arrays)
 
     source = "\n".join(lines)
