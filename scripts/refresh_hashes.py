@@ -16,14 +16,14 @@ from pathlib import Path
 
 import msgspec
 
-from greenfast.bench.operator import freshness as operator_freshness
-from greenfast.bench.operator import read_operator_record, timed_kernels
-from greenfast.bench.operator_record import OperatorRecord
+from greenfast.bench.comparison import Comparison
+from greenfast.bench.record import Benchmark
+from greenfast.bench.records import AnyRecord, freshness, operator_comparison, read_record, timed_kernels
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, launch_facts
 from greenfast.judge.artifacts import RECORD
-from greenfast.judge.record import AnyRecord, Build, PeersRecord, PhaseRecord, Record, Side
-from greenfast.judge.records import family_of, freshness, read_record
+from greenfast.judge.record import Build, PhaseRecord, Record, Side
+from greenfast.judge.records import family_of
 from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.tasks import find_task, load, load_peers
 from greenfast.spec.arch import Target
@@ -36,6 +36,8 @@ OPERATOR_RECORD = "evidence/operator-h200.json"
 
 def refreshed(record: AnyRecord) -> AnyRecord:
     """The record with the hashes and launches of today's kernels, where they are those that it measured."""
+    if isinstance(record, Benchmark) and record.side is None:
+        return _operator(record)
     sides = ("baseline", "candidate") if isinstance(record, Record) else ("side",)
     changed = {name: _side(record, getattr(record, name)) for name in sides}
     found: AnyRecord = msgspec.structs.replace(record, **changed)
@@ -71,7 +73,7 @@ def _shapes(record: AnyRecord) -> list[str]:
     """The shapes that an older record names: it has one kernel for all of them."""
     if isinstance(record, PhaseRecord):
         return list(record.phase_cycles or record.phase_counts)
-    side = record.candidate if isinstance(record, Record) else record.side
+    (_, side) = record.sides()[-1]
     return list(dict.fromkeys(row.shape for row in side.correctness))
 
 
@@ -79,15 +81,15 @@ def _dims(record: AnyRecord) -> Mapping[str, Mapping[str, int]]:
     """The dimensions of every shape of the record's task."""
     task = find_task(record.task)
     found = {shape.name: shape.dims for shape in task.config.shapes}
-    if isinstance(record, PeersRecord):
-        peers = load_peers(load(task))
-        found |= {s.name: s.dims for s in (*peers.GRID, *peers.SMALL, *(cell.shape for cell in peers.ACCURACY))}
+    if isinstance(record, Benchmark):
+        peers: Comparison = load_peers(load(task)).peers()
+        found |= {cell.shape.name: cell.shape.dims for cell in (*peers.timed, *peers.accuracy)}
     return found
 
 
-def refreshed_operator(record: OperatorRecord) -> OperatorRecord:
-    """The same of the operator's record: other text that makes the same machine code."""
-    today = timed_kernels()
+def _operator(record: Benchmark) -> Benchmark:
+    """The operator's record: other text that makes the same machine code."""
+    today = timed_kernels(operator_comparison())
     kernels = {
         name: msgspec.structs.replace(then, kernel_hash=today[name].kernel_hash)
         if name in today and (today[name].code_hash, today[name].compiler) == (then.code_hash, then.compiler)
@@ -104,22 +106,18 @@ def main() -> int:
     args = parser.parse_args()
     answers: list[Freshness] = []
     try:
-        for path in sorted((ROOT / "evidence").glob(f"*/*/{RECORD}")):
+        for path in [*sorted((ROOT / "evidence").glob(f"*/*/{RECORD}")), ROOT / OPERATOR_RECORD]:
             record = read_record(path)
             if not args.check:
                 _write(path, record, record := refreshed(record))
-            answers.append(_tell(path.parent, freshness(record)))
-        operator = read_operator_record(path := ROOT / OPERATOR_RECORD)
-        if not args.check:
-            _write(path, operator, operator := refreshed_operator(operator))
-        answers.append(_tell(path, operator_freshness(operator)))
+            answers.append(_tell(path.parent if path.name == RECORD else path, freshness(record)))
     except GreenfastError as e:
         print(f"refresh_hashes: {e}", file=sys.stderr)
         return e.exit_code
     return int(any(answer.status != CURRENT for answer in answers))
 
 
-def _write(path: Path, before: AnyRecord | OperatorRecord, after: AnyRecord | OperatorRecord) -> None:
+def _write(path: Path, before: AnyRecord, after: AnyRecord) -> None:
     if after != before:
         write_whole(path, to_json(after))
 

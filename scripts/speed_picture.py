@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from greenfast.bench.operator_record import OperatorRecord, SpeedRow
-from greenfast.judge.record import PeersRecord
+from greenfast.bench.record import Benchmark, Versus
+from greenfast.bench.report import ratios
 from greenfast.judge.report import facts, format
 from greenfast.judge.report.plots import clean
 
@@ -32,58 +32,47 @@ _COLORS = {
     "PyTorch cuDNN bf16": "#777777",
     "PyTorch flash (FA2) bf16": "#BBBBBB",
 }
-_CALLS = {"sdpa fp8": "greenfast FP8", "torch cudnn": "PyTorch cuDNN bf16", "torch flash": "PyTorch flash (FA2) bf16"}
-_CONTENDERS = {
-    "greenfast": "greenfast FP8",
-    "fa3": "FlashAttention-3 FP8",
-    "cudnn": "cuDNN FP8",
-    "torch_cudnn": "PyTorch cuDNN bf16",
-    "torch_flash": "PyTorch flash (FA2) bf16",
-}
-
-
-def _flops(dims: Mapping[str, int]) -> float:
-    """As the FlashAttention papers count: 4·B·H·S²·D, half of it with a mask."""
-    full = 4.0 * dims["B"] * dims["H"] * dims["S"] ** 2 * dims["D"]
-    return full / 2 if dims.get("CAUSAL") else full
+_TORCH = {"torch_cudnn": "PyTorch cuDNN bf16", "torch_flash": "PyTorch flash (FA2) bf16"}
+_CALLS = {"sdpa_fp8": "greenfast FP8", **_TORCH}
+_KERNELS = {"greenfast": "greenfast FP8", "fa3": "FlashAttention-3 FP8", "cudnn": "cuDNN FP8", **_TORCH}
 
 
 def _shown(dims: Mapping[str, int]) -> bool:
     return dims["D"] == _HEAD_DIM and dims.get("CAUSAL", 0) == _CAUSAL
 
 
-def operator_series(record: OperatorRecord) -> Series:
+def operator_series(record: Benchmark) -> Series:
     """Whole calls on bfloat16 tensors."""
-    found: Series = {label: {} for label in _CALLS.values()}
-    for row in record.speed:
-        if row.call in _CALLS and _shown(row.dims):
-            found[_CALLS[row.call]][row.dims["S"]] = _flops(row.dims) / row.median_us / 1e6
-    return found
+    return _series(record, _CALLS)
 
 
-def kernel_series(record: PeersRecord) -> Series:
+def kernel_series(record: Benchmark) -> Series:
     """Kernels alone, those of FP8 on codes that exist already."""
-    found: Series = {label: {} for label in _CONTENDERS.values()}
+    return _series(record, _KERNELS)
+
+
+def _series(record: Benchmark, labels: Mapping[str, str]) -> Series:
+    found: Series = {label: {} for label in labels.values()}
     for row in record.rows:
-        if row.grid and row.median_us is not None and _shown(row.dims):
-            found[_CONTENDERS[row.contender]][row.dims["S"]] = _flops(row.dims) / row.median_us / 1e6
+        if row.grid and row.tflops is not None and row.contender in labels and _shown(row.dims):
+            found[labels[row.contender]][row.dims["S"]] = row.tflops
     return found
 
 
-def numbers_digest(operator: OperatorRecord, peers: PeersRecord) -> str:
+def numbers_digest(operator: Benchmark, peers: Benchmark) -> str:
     """Of what the picture shows; with other numbers or another caption it is another one."""
     shown = [operator_series(operator), kernel_series(peers), _caption(operator, peers)]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 
 
-def _caption(operator: OperatorRecord, peers: PeersRecord) -> str:
+def _caption(operator: Benchmark, peers: Benchmark) -> str:
     return (
         f"head dim {_HEAD_DIM}, {'causal' if _CAUSAL else 'no'} mask, 16,384 tokens, forward; "
-        f"left: {operator.device.name}, {operator.created[:10]}; right: {facts.device(peers)}, {peers.created[:10]}"
+        f"left: {facts.device(operator)}, {operator.created[:10]}; right: {facts.device(peers)}, {peers.created[:10]}"
     )
 
 
-def speed_picture(operator: OperatorRecord, peers: PeersRecord) -> str:
+def speed_picture(operator: Benchmark, peers: Benchmark) -> str:
     """The picture as SVG."""
     digest = numbers_digest(operator, peers)
     with rc_context({"svg.hashsalt": digest, "font.size": 10}):
@@ -114,23 +103,16 @@ def _draw(axes: Axes, series: Series, title: str) -> None:
     axes.grid(visible=False, axis="x")
 
 
-def gains_table(record: OperatorRecord) -> str:
+def gains_table(record: Benchmark) -> str:
     """Per length and head dim, the time of PyTorch's faster bfloat16 backend over that of ``sdpa`` in FP8."""
     found: dict[int, dict[tuple[int, int], str]] = {}
-    for dims, calls in _by_shape(record):
-        rival = min(row.median_us for name, row in calls.items() if name.startswith("torch"))
-        ratio = f"{rival / calls['sdpa fp8'].median_us:.2f}x"
-        found.setdefault(dims["S"], {})[dims["D"], dims.get("CAUSAL", 0)] = ratio
+    dims = {row.shape: row.dims for row in record.rows}
+    for shape, ratio in ratios(record.rows, Versus(own="sdpa_fp8", rivals=list(_TORCH), title="")).items():
+        at = dims[shape]
+        found.setdefault(at["S"], {})[at["D"], at.get("CAUSAL", 0)] = f"{ratio:.2f}x"
     head_dims = sorted({head_dim for cells in found.values() for head_dim, _ in cells})
     header = ("sequence length", *(f"head dim {d}" for d in head_dims))
     rows: Sequence[Sequence[str]] = [
         (str(length), *(f"{cells[d, 0]} / {cells[d, 1]}" for d in head_dims)) for length, cells in found.items()
     ]
     return format.table(header, rows, right=header)
-
-
-def _by_shape(record: OperatorRecord) -> list[tuple[dict[str, int], dict[str, SpeedRow]]]:
-    found: dict[tuple[tuple[str, int], ...], dict[str, SpeedRow]] = {}
-    for row in record.speed:
-        found.setdefault(tuple(row.dims.items()), {})[row.call] = row
-    return [(dict(dims), calls) for dims, calls in found.items()]

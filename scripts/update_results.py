@@ -13,16 +13,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from greenfast.bench.operator import freshness as operator_freshness
-from greenfast.bench.operator import read_operator_record
-from greenfast.bench.operator_report import tables
+from greenfast.bench.record import Benchmark
+from greenfast.bench.records import AnyRecord, freshness, read_benchmark, read_record
+from greenfast.bench.report import benchmark_report, section
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT
-from greenfast.judge.record import AnyRecord, PeersRecord, Record
-from greenfast.judge.records import freshness, read_record
+from greenfast.judge.record import Record
 from greenfast.judge.report.beside_gpu import counts_table
 from greenfast.judge.report.ladder import console_form, ladder_table
 from greenfast.judge.report.markdown import report
-from greenfast.judge.report.peers import readme_section
 from greenfast.judge.store import write_whole
 from greenfast.judge.tasks import find_task
 from greenfast.spec.errors import GreenfastError, UsageError
@@ -46,7 +44,7 @@ def evidence(root: Path) -> list[tuple[str, AnyRecord]]:
 
 
 def _order(folder: str, record: AnyRecord) -> tuple[object, ...]:
-    side = record.candidate if isinstance(record, Record) else record.side
+    variant = record.sides()[-1][1].variant if record.sides() else ""
     against = record.baseline.variant if isinstance(record, Record) else None
     task = (record.task != MAIN_TASK, record.task)
     device = folder.split("/")[1]
@@ -56,7 +54,7 @@ def _order(folder: str, record: AnyRecord) -> tuple[object, ...]:
         return (*task, 1, 0, record.format, device, 1, 0, True, folder)
     formats, rungs = list(config.formats), [rung.name for rung in config.rungs]
     fmt = formats.index(record.format) if record.format in formats else len(formats)
-    rung = rungs.index(side.variant) if side.variant in rungs else len(rungs)
+    rung = rungs.index(variant) if variant in rungs else len(rungs)
     before = config.rungs[rung].after if rung < len(rungs) else None
     return (*task, 0, fmt, record.format, device, 0, rung, against != before, folder)
 
@@ -67,10 +65,10 @@ def blocks(records: Evidence) -> dict[str, str]:
     comparisons = [(folder, record) for folder, record in records if isinstance(record, Record)]
     aged = {folder: answer for folder, record in comparisons if (answer := shown(freshness(record))).status != CURRENT}
     example = next((r for folder, r in comparisons if folder not in aged and _is_default(r)), None)
-    beside_peers = next(((folder, record) for folder, record in records if isinstance(record, PeersRecord)), None)
+    peers = _peers(records)
     return {
         "verdicts": ladder_table(comparisons, aged=aged),
-        "peers": readme_section(*beside_peers, shown(freshness(beside_peers[1]))) if beside_peers else "",
+        "peers": f"## Compared with other libraries\n\n{_section(*peers)}" if peers else "",
         "example": f"```text\n{console_form(example)}\n```" if example else "",
     }
 
@@ -78,6 +76,15 @@ def blocks(records: Evidence) -> dict[str, str]:
 def shown(answer: Freshness) -> Freshness:
     """What a page says: with another compiler than the record's this cannot be told, and the page stays as it is."""
     return Freshness() if answer.other_compiler else answer
+
+
+def _peers(records: Evidence) -> tuple[str, Benchmark] | None:
+    """The first comparison of a kernel with other libraries."""
+    return next(((folder, r) for folder, r in records if isinstance(r, Benchmark) and r.comparison == "peers"), None)
+
+
+def _section(path: str, record: Benchmark) -> str:
+    return section(record, path, shown(freshness(record)))
 
 
 def _is_default(record: Record) -> bool:
@@ -110,11 +117,12 @@ def generated(root: Path) -> dict[Path, str]:
         **_readme(root, records),
         **_emulator_page(root),
         **_operator_page(root),
-        **{
-            root / f / REPORT: report(record, plot=PLOT if (root / f / PLOT).is_file() else None)
-            for f, record in records
-        },
+        **{root / f / REPORT: _report(record, PLOT if (root / f / PLOT).is_file() else None) for f, record in records},
     }
+
+
+def _report(record: AnyRecord, plot: str | None) -> str:
+    return benchmark_report(record, plot=plot) if isinstance(record, Benchmark) else report(record, plot=plot)
 
 
 def _readme(root: Path, records: Evidence) -> dict[Path, str]:
@@ -123,10 +131,10 @@ def _readme(root: Path, records: Evidence) -> dict[Path, str]:
     The picture is compared by the numbers that it shows: its bytes differ between versions of matplotlib.
     """
     operator = root / OPERATOR_RECORD
-    peers = next((record for _, record in records if isinstance(record, PeersRecord)), None)
-    if peers is None or not operator.is_file():
+    found = _peers(records)
+    if found is None or not operator.is_file():
         return {}
-    measured = read_operator_record(operator)
+    (_, peers), measured = found, read_benchmark(operator)
     page, picture = root / README, root / PICTURE
     drawn = picture.read_text(encoding="utf-8") if picture.is_file() else ""
     if f"{DESCRIPTION}{numbers_digest(measured, peers)}" not in drawn:
@@ -155,8 +163,7 @@ def _operator_page(root: Path) -> dict[Path, str]:
     page, path = root / OPERATOR_PAGE, root / OPERATOR_RECORD
     if not path.is_file():
         return {}
-    record = read_operator_record(path)
-    content = tables(record, shown(operator_freshness(record)))
+    content = _section(f"../{OPERATOR_RECORD}", read_benchmark(path))
     return {page: fill(page.read_text(encoding="utf-8"), "operator", content, OPERATOR_PAGE)}
 
 

@@ -307,7 +307,7 @@ class FakeWorker(Worker):
     def close(self) -> None:
         self.closed = True
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         assert not self.closed, "a closed worker was used"
         try:
             return getattr(self.session, method)(*args)

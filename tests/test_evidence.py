@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from greenfast.bench import operator as operator_bench
-from greenfast.bench.operator import read_operator_record
+from greenfast.bench.record import Benchmark
+from greenfast.bench.records import AnyRecord, freshness, read_benchmark, read_record
+from greenfast.bench.report import benchmark_report, section
 from greenfast.cli.options import VERBS
 from greenfast.device.compiler import compile_kernel, kernel_hash
 from greenfast.device.identity import code_hash
-from greenfast.judge.record import AnyRecord, PeersRecord, Record
-from greenfast.judge.records import freshness, read_record
-from greenfast.judge.report.markdown import report
-from greenfast.judge.report.peers import readme_section
+from greenfast.judge.record import Record
 from greenfast.judge.store import to_json
 from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.arch import TARGETS, Target
@@ -28,7 +26,7 @@ from greenfast.spec.freshness import Freshness
 from scripts import update_results
 from scripts.speed_picture import operator_series
 from scripts.update_results import blocks, evidence, fill, generated
-from tests.judge.report.peer_records import peers_record
+from tests.bench.benchmarks import peers_record
 from tests.judge.report.records import record, side
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +71,7 @@ def test_a_quoted_record_is_current(folder: str) -> None:
 
 
 def test_the_operators_record_is_current() -> None:
-    require_current(operator_bench.freshness(read_operator_record(ROOT / update_results.OPERATOR_RECORD)))
+    require_current(freshness(read_benchmark(ROOT / update_results.OPERATOR_RECORD)))
 
 
 def require_current(answer: Freshness) -> None:
@@ -85,7 +83,7 @@ def require_current(answer: Freshness) -> None:
 @EACH_RECORD
 def test_a_record_with_timings_is_correct(folder: str) -> None:
     one = read_record(ROOT / folder)
-    sides = [one.baseline, one.candidate] if isinstance(one, Record) else [one.side]
+    sides = [side for _, side in one.sides()]
     if any(s.timing for s in sides):
         assert one.gate_status("CORRECTNESS") == "PASS"
         for s in sides:
@@ -245,13 +243,15 @@ def test_the_comparison_with_peers_is_a_section_once_there_is_one(
     monkeypatch.setattr(update_results, "freshness", lambda record: Freshness())
     ((_, read),) = evidence(root)
     made = blocks([("evidence/h100/peers", read)])
-    assert isinstance(read, PeersRecord)
-    assert made["peers"] == readme_section("../evidence/h100/peers", read)
+    assert isinstance(read, Benchmark)
+    heading, _, rest = made["peers"].partition("\n\n")
+    assert heading == "## Compared with other libraries"
+    assert rest == section(read, "../evidence/h100/peers")
     assert quoted(made["peers"]) == {"evidence/h100/peers"}
     assert (made["verdicts"], made["example"]) == ("", "")
     files = generated(root)
     assert made["peers"] in files[root / RESULTS]
-    assert files[root / "evidence/h100/peers/VALIDATION_REPORT.md"] == report(read)
+    assert files[root / "evidence/h100/peers/VALIDATION_REPORT.md"] == benchmark_report(read)
 
 
 def test_the_readme_gets_its_table_and_its_picture_once_both_records_are_there(
@@ -262,7 +262,6 @@ def test_the_readme_gets_its_table_and_its_picture_once_both_records_are_there(
     assert not {page, picture} & set(generated(root))
     shutil.copy(ROOT / update_results.OPERATOR_RECORD, root / update_results.OPERATOR_RECORD)
     (root / update_results.OPERATOR_PAGE).write_text("<!-- operator:begin --> <!-- operator:end -->")
-    monkeypatch.setattr(update_results, "operator_freshness", lambda record: Freshness())
     monkeypatch.setattr(update_results, "freshness", lambda record: Freshness())
     files = generated(root)
     assert "| 4096 | 1.35x / 1.21x | " in files[page]
@@ -280,7 +279,7 @@ def test_the_readme_gets_its_table_and_its_picture_once_both_records_are_there(
 def test_the_picture_is_small_and_says_where_it_was_measured() -> None:
     text = (ROOT / update_results.PICTURE).read_text()
     assert len(text) < 100_000
-    operator = read_operator_record(ROOT / update_results.OPERATOR_RECORD)
+    operator = read_benchmark(ROOT / update_results.OPERATOR_RECORD)
     assert operator_series(operator)["greenfast FP8"].keys() == {512, 1024, 2048, 4096, 16384}
     assert "quantization included" in text  # matplotlib keeps each text as a comment
 

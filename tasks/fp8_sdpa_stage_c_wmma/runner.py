@@ -1,4 +1,4 @@
-"""A door to ``greenfast bench fp8_sdpa``: one variant, its toggles read from the environment.
+"""A door to ``greenfast bench kernel fp8_sdpa``: one variant, its toggles read from the environment.
 
 USE_CP_ASYNC=1 USE_WMMA_PV=1 python -m tasks.fp8_sdpa_stage_c_wmma.runner --shapes small,mission --iters 100
 
@@ -12,4 +12,5 @@ from greenfast.cli.main import main
 
 if __name__ == "__main__":
     target = os.environ.get("TORCH_CUDA_ARCH_LIST")
-    sys.exit(main(["bench", "fp8_sdpa", "--from-env", *(["--arch", target] if target else []), *sys.argv[1:]]))
+    arch = ["--arch", target] if target else []
+    sys.exit(main(["bench", "kernel", "fp8_sdpa", "--from-env", *arch, *sys.argv[1:]]))

@@ -1,4 +1,4 @@
-"""The peers are called as their libraries expect it: layouts, scales and masks, on libraries made up here."""
+"""Contenders are called as their libraries expect it: layouts, scales and masks, on libraries made up here."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from greenfast.bench import contenders
-from greenfast.bench.contenders import CONTENDERS, FP8, Contender, Inputs, Ready, make_inputs
-from greenfast.bench.peer_session import sample
-from greenfast.judge.peers import OWN
+from greenfast.bench.contenders import CONTENDERS, FP8, KERNEL, Contender, Ready
+from greenfast.bench.inputs import INPUTS, Inputs, make_inputs
+from greenfast.bench.references import reference
 from greenfast.kernels.attention import config
 from greenfast.numerics.codes import transposed_values
 from greenfast.spec.errors import UsageError
@@ -40,7 +40,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tenso
 def error(found: Inputs, ready: Ready) -> float:
     out = ready.call()
     assert out.shape == tuple(DIMS[d] for d in "BHSD")
-    checked = sample(found, 80).check(out.float().flatten(0, 1) * ready.unit, False)
+    checked = reference(found, 80, codes=False).check(out.float().flatten(0, 1) * ready.unit, False)
     assert checked.finite
     assert checked.error is not None
     return checked.error
@@ -52,10 +52,13 @@ def prepare(name: str, found: Inputs) -> Ready:
     return function(found)
 
 
-def test_greenfast_comes_first_and_is_the_one_without_a_library() -> None:
-    assert next(iter(CONTENDERS)) == OWN
-    assert [name for name, c in CONTENDERS.items() if c.prepare is None] == [OWN]
-    assert [name for name, c in CONTENDERS.items() if c.precision == "fp8"] == [OWN, "fa3", "cudnn"]
+def test_the_tasks_kernel_alone_is_not_bound_to_inputs_here() -> None:
+    assert [name for name, c in CONTENDERS.items() if c.prepare is None] == [KERNEL]
+    assert [name for name, c in CONTENDERS.items() if c.same_codes] == [KERNEL, "fa3"]
+    assert {name for name, c in CONTENDERS.items() if not c.own} == {
+        "copy", "fa3", "cudnn", "fa3_bf16", "torch_flash", "torch_cudnn", "torch"
+    }  # fmt: skip
+    assert [name for name, c in CONTENDERS.items() if not c.attention] == ["quantize_fp8", "copy"]
 
 
 @pytest.mark.parametrize("length", [1, 16, 33])
@@ -78,16 +81,31 @@ def test_inputs_are_drawn_once_and_have_outliers_where_asked() -> None:
     assert not torch.equal(first.values["k"], first.values["v"])
 
 
+@pytest.mark.parametrize("kind", INPUTS)
+def test_every_kind_of_inputs_differs_from_normal_as_it_says(kind: str) -> None:
+    normal, found = inputs().values, inputs(kind=kind).values
+    changed = {name for name in "qkv" if not torch.equal(normal[name], found[name])}
+    only = {"normal": "", "constant queries": "q", "loud key": "k", "logits 4": "qk", "logits 8": "qk"}
+    only["biased keys"] = "kv"  # V is another draw, after that of the biases
+    assert changed == set(only.get(kind, "qkv"))
+    scores = {"logits 4": 4.0, "logits 8": 8.0, "tiny": 1.0}
+    if kind in scores:
+        ratio = (found["q"].double() @ found["k"].double().transpose(1, 2)).std() / math.sqrt(64)
+        assert ratio.item() == pytest.approx(scores[kind], rel=0.05)
+    assert all(bool(torch.isfinite(found[name]).all()) for name in "qkv")
+
+
 @pytest.mark.parametrize("dims", [{"HK": 1}, {"KV": 90}, {"CAUSAL": 2}])
-def test_shapes_that_peers_do_not_share_are_refused(dims: dict[str, int]) -> None:
+def test_shapes_that_contenders_do_not_share_are_refused(dims: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="compared on equal lengths and heads"):
         make_inputs({**DIMS, **dims}, 0, "normal", "cpu")
 
 
 @CAUSAL
-def test_torch_is_right(causal: int) -> None:
+@pytest.mark.parametrize("name", ["torch_flash", "torch"])
+def test_torch_is_right(causal: int, name: str) -> None:
     found = inputs(causal)
-    assert error(found, prepare("torch_flash", found)) < 0.01
+    assert error(found, prepare(name, found)) < 0.01
 
 
 @pytest.mark.parametrize("also_lse", [False, True])
@@ -112,6 +130,34 @@ def test_flash_attention_3_gets_lengths_before_heads_and_a_scale_per_head(
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", module)
     found = inputs(causal)
     assert error(found, prepare("fa3", found)) < 0.07
+
+
+@CAUSAL
+def test_flash_attention_3_takes_bfloat16_too(monkeypatch: pytest.MonkeyPatch, causal: int) -> None:
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}
+        assert all(x.is_contiguous() and x.shape == (2, 80, 3, 64) for x in (q, k, v))
+        q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+        return attend(q, k, v, 1 / 8, causal).transpose(1, 2).bfloat16()
+
+    module = ModuleType("fa3_fwd_interface")
+    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", module)
+    found = inputs(causal)
+    assert error(found, prepare("fa3_bf16", found)) < 0.01
+
+
+@pytest.mark.parametrize(("name", "most"), [("sdpa_fp8", 0.07), ("sdpa_int8", 0.05), ("attention_fp8", 0.07)])
+@CAUSAL
+def test_the_operator_is_called_with_the_mask_and_precision(causal: int, name: str, most: float) -> None:
+    found = inputs(causal)
+    assert 0.01 < error(found, prepare(name, found)) < most
+
+
+def test_a_copy_moves_as_many_bytes_as_quantization_must() -> None:
+    found = inputs()
+    to = prepare("copy", found).call()
+    assert 2 * to.numel() == pytest.approx(3 * 3 * found.values["q"].numel(), abs=1)
 
 
 class FakeGraph:
@@ -194,7 +240,7 @@ def test_cudnn_gets_a_scale_per_tensor_and_an_output_scale_that_cannot_overflow(
 
 
 def made(module: str) -> Contender:
-    return Contender("x", "X", "fp8", module, "x-wheel", False, lambda found: Ready(lambda: found.values["q"]))
+    return Contender("x", "X", "fp8", module, "x-wheel", lambda found: Ready(lambda: found.values["q"]))
 
 
 def test_a_library_that_is_missing_or_broken_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from greenfast.cli.main import parser
+from greenfast.bench.attention import operator, peers
+from greenfast.cli.main import parser, spelled
 from greenfast.cli.options import VERBS
 from greenfast.judge.tasks import find_task
 from greenfast.spec.errors import UsageError
@@ -87,9 +88,13 @@ def test_the_command_is_one(command: str) -> None:
 def check_greenfast(words: list[str]) -> None:
     """Raises unless the words parse, and name a task, variants, shapes and formats that are there."""
     try:
-        args = parser().parse_args(words)
+        args = parser().parse_args(spelled(words))
     except SystemExit:
         pytest.fail(f"greenfast {shlex.join(words)} is no command")
+    if getattr(args, "what", None) in ("peers", "operator"):
+        comparison = peers() if args.what == "peers" else operator()
+        assert set(args.shapes or []) <= {cell.shape.name for cell in comparison.timed}
+        return
     task = getattr(args, "task", None)
     if task is None or PLACEHOLDER.fullmatch(task):
         return
@@ -98,9 +103,8 @@ def check_greenfast(words: list[str]) -> None:
     for variant in (*variants, *(getattr(args, "variants", None) or [])):
         if variant not in (None, "auto") and not PLACEHOLDER.fullmatch(variant):
             config.variant(variant)
-    if not getattr(args, "peers", False):
-        for shape in args.shapes or []:
-            config.shape(shape)
+    for shape in args.shapes or []:
+        config.shape(shape)
     if getattr(args, "format", None):
         config.gates(args.format)
 

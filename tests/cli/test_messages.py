@@ -54,12 +54,6 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
             (*VALIDATE, "--require", "speed"),
             "--require speed: allowed are build, resources, correctness, performance, ",
         ),
-        (("bench",), "bench needs a task (see `greenfast tasks`), or --operator"),
-        (
-            ("bench", "--operator", "--rounds", "3"),
-            "--rounds is not for bench --operator, which takes --out and --json",
-        ),
-        ((*BENCH, "--operator"), "task is not for bench --operator"),
         ((*BENCH, "--require", "evidence"), "--require evidence: bench does not look at the machine code"),
         (("judge", "fp8_sdpa"), "invalid choice: 'judge'"),
         ((*VALIDATE, "--fast"), "unrecognized arguments: --fast"),

@@ -1,7 +1,8 @@
-"""Who computes attention beside greenfast, and how each is called: FlashAttention-3, cuDNN, and torch's own backends.
+"""What takes part in comparisons: greenfast's kernels and operator, FlashAttention-3, cuDNN, and torch's own backends.
 
-All read the same draw of inputs. FlashAttention-3 (Shah et al., 2024) reads greenfast's codes with their scale per
-head; cuDNN's FP8 attention takes one scale per tensor, so it quantizes the draw again; torch's read it as bfloat16.
+All read the same draw of inputs. FlashAttention-3 (Shah et al., 2024) in FP8 reads greenfast's codes with their scale
+per head; cuDNN's FP8 attention takes one scale per tensor, so it quantizes the draw again; whatever else there is reads
+the draw as bfloat16.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -18,116 +19,54 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from greenfast.judge.peers import OWN, PeerContender
-from greenfast.kernels.attention.config import VALUE_FORMAT, AttentionConfig, Mask, Sizes, read_dims
+from greenfast.bench.inputs import Inputs
+from greenfast.bench.record import ContenderFacts
 from greenfast.numerics.formats import quantize
-from greenfast.spec.errors import UsageError
+from greenfast.operator import sdpa as operator
 
+#: The contender that is a task's own kernel, built by the task's family.
+KERNEL = "greenfast"
 FP8 = torch.float8_e4m3fn
-#: Outliers as in the FlashAttention-3 paper: N(0, 1) + N(0, 100) * Bernoulli(0.001).
-_OUTLIER_SIGMA, _OUTLIER_SHARE = 10.0, 0.001
-#: Realistic inputs: their rank, and what signal, noise and the bias of a share of channels are multiplied by.
-_RANK, _SIGNAL, _NOISE = 16, 0.8, 0.3
-_BIASED_SHARE, _BIAS = 0.05, {"qk": 8.0, "v": 2.0}
-_KEY_BIAS, _QUERY_CONSTANT, _LOUD_KEY, _TINY = 10.0, 10.0, 100.0, 1e-20
 #: cuDNN multiplies the softmax's weights, at most 1, by this before it rounds them to E4M3, whose largest is 448.
 _CUDNN_WEIGHT_SCALE = 256.0
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One draw of q, k and v, by name: float32 values, their uint8 codes, and a float32 scale per (batch, head).
-
-    values and codes are of shape (batch * heads, length, head_dim), scales of shape (batch * heads,).
-    """
-
-    config: AttentionConfig
-    sizes: Sizes
-    values: dict[str, Tensor]
-    codes: dict[str, Tensor]
-    scales: dict[str, Tensor]
-
-    def by_batch(self, x: Tensor) -> Tensor:
-        """(batch * heads, ...) as (batch, heads, ...)."""
-        return x.view(self.sizes.batch, self.sizes.heads, *x.shape[1:])
-
-
-def make_inputs(dims: Mapping[str, int], seed: int, kind: str, device: str) -> Inputs:
-    """Draw on the device from N(0, 1), changed as ``kind``, a key of ``spec.operator.INPUTS``, says there.
-
-    Raises UsageError for grouped heads and unequal lengths. The draw is that of a torch.Generator of the device with
-    the seed: q, k and v in turn.
-    """
-    config, sizes = read_dims(dims, VALUE_FORMAT)
-    if sizes.kv_heads != sizes.heads or sizes.kv_len != sizes.q_len or config.mask == Mask.LOWER_RIGHT:
-        raise UsageError(f"the peers are compared on equal lengths and heads, CAUSAL 0 or 1; got {dict(dims)}")
-    generator = torch.Generator(device).manual_seed(seed)
-    shape = (sizes.batch * sizes.heads, sizes.q_len, config.head_dim)
-    values, codes, scales = {}, {}, {}
-    for name in "qkv":
-        x = torch.randn(shape, generator=generator, device=device)
-        if kind == "outliers":
-            large = _OUTLIER_SIGMA * torch.randn(shape, generator=generator, device=device)
-            x += large * (torch.rand(shape, generator=generator, device=device) < _OUTLIER_SHARE)
-        elif kind == "realistic":
-            x = _NOISE * x + _low_rank_and_bias(shape, name, generator)
-        elif kind == "uniform":
-            x = torch.rand(shape, generator=generator, device=device)
-        elif kind == "tiny":
-            x *= _TINY if name != "q" else 1 / _TINY
-        elif kind in ("logits 4", "logits 8") and name != "v":
-            x *= math.sqrt(float(kind.split()[1]))
-        elif kind == "biased keys" and name == "k":
-            x += _KEY_BIAS * torch.randn(shape[0], 1, shape[2], generator=generator, device=device)
-        elif kind == "constant queries" and name == "q":
-            x += _QUERY_CONSTANT
-        elif kind == "loud key" and name == "k":
-            x[:, 0] *= _LOUD_KEY
-        values[name] = x
-        codes[name], scales[name] = quantize(x, "e4m3")
-    return Inputs(config, sizes, values, codes, scales)
-
-
-def _low_rank_and_bias(shape: tuple[int, int, int], name: str, generator: torch.Generator) -> Tensor:
-    device, (heads, length, head_dim) = generator.device, shape
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device=device)
-
-    whole = normal(heads, length, _RANK) @ normal(heads, _RANK, head_dim) * (_SIGNAL / math.sqrt(_RANK))
-    biased = torch.rand(heads, 1, head_dim, generator=generator, device=device) < _BIASED_SHARE
-    return whole + _BIAS["v" if name == "v" else "qk"] * normal(heads, 1, head_dim) * biased
 
 
 @dataclass(frozen=True)
 class Ready:
     """A contender bound to inputs.
 
-    call: queues one call on torch's current stream and returns its output, (batch, heads, length, head_dim). unit:
-    what 1 in that output stands for.
+    call: queues one call on torch's current stream and returns its output; that of an attention is a tensor (batch,
+    heads, length, head_dim). unit: what 1 in that output stands for.
     """
 
-    call: Callable[[], Tensor]
+    call: Callable[[], Any]
     unit: float = 1.0
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One who computes attention.
+    """A library or kernel that takes part.
 
-    module: what is imported. package: whose version counts. same_codes: whether it reads greenfast's codes. prepare:
-    binds it to inputs, and raises what the library raises where it cannot; None for greenfast's own kernel.
+    module: what is imported. package: whose version counts; "greenfast" makes it an own one. prepare: binds it to
+    inputs, and raises what the library raises where it cannot; None for a task's own kernel. same_codes: whether it
+    reads the codes of the draw. attention: whether its output is that of attention, and is checked.
     """
 
     name: str
     label: str
-    precision: Literal["fp8", "bf16"]
+    precision: Literal["fp8", "int8", "bf16", "none"]
     module: str
     package: str
-    same_codes: bool
     prepare: Callable[[Inputs], Ready] | None
+    same_codes: bool = False
+    attention: bool = True
 
-    def describe(self) -> PeerContender:
+    @property
+    def own(self) -> bool:
+        """Whether it is greenfast's."""
+        return self.package == "greenfast"
+
+    def describe(self) -> ContenderFacts:
         """What a record says of it: its version, or why it is missing."""
         version, missing = "", ""
         try:
@@ -137,7 +76,7 @@ class Contender:
             missing = f"{self.package} is not installed (no module {e.name}): pip install {self.package}"
         except Exception as e:  # whatever a library raises on import, such as for a library of CUDA that it lacks
             missing = f"{self.module} cannot be imported: {first_line(e)}"
-        return PeerContender(
+        return ContenderFacts(
             name=self.name, label=self.label, precision=self.precision, version=version, missing=missing
         )
 
@@ -156,24 +95,27 @@ def _version(package: str, module: Any) -> str:
     return f"{package} {version}"
 
 
-def _length_first(inputs: Inputs, x: Tensor) -> Tensor:
-    """(batch * heads, length, head_dim) as contiguous (batch, length, heads, head_dim)."""
-    return inputs.by_batch(x).transpose(1, 2).contiguous()
+def _flash_attention_3(precision: Literal["fp8", "bf16"]) -> Callable[[Inputs], Ready]:
+    """FlashAttention-3 of the fa3-fwd wheel, on E4M3 or bfloat16; its output is bfloat16 with both."""
 
+    def prepare(inputs: Inputs) -> Ready:
+        fa3 = importlib.import_module("fa3_fwd_interface")
+        scales = {}
+        if precision == "fp8":
+            q, k, v = (inputs.length_first(inputs.codes[name]).view(FP8) for name in "qkv")
+            scales = {f"{name}_descale": inputs.by_batch(inputs.scales[name]) for name in "qkv"}
+        else:
+            q, k, v = (inputs.length_first(inputs.values[name].bfloat16()) for name in "qkv")
+        causal = bool(inputs.config.causal)
 
-def _flash_attention_3(inputs: Inputs) -> Ready:
-    """FlashAttention-3 on E4M3 with bfloat16 output, of the fa3-fwd wheel."""
-    fa3 = importlib.import_module("fa3_fwd_interface")
-    q, k, v = (_length_first(inputs, inputs.codes[name]).view(FP8) for name in "qkv")
-    scales = {f"{name}_descale": inputs.by_batch(inputs.scales[name]) for name in "qkv"}
-    causal = bool(inputs.config.causal)
+        def call() -> Tensor:
+            found = fa3.flash_attn_func(q, k, v, causal=causal, **scales)
+            out: Tensor = found[0] if isinstance(found, tuple) else found  # some releases give the log-sum-exp too
+            return out.transpose(1, 2)
 
-    def call() -> Tensor:
-        found = fa3.flash_attn_func(q, k, v, causal=causal, **scales)
-        out: Tensor = found[0] if isinstance(found, tuple) else found  # some releases give the log-sum-exp too
-        return out.transpose(1, 2)
+        return Ready(call)
 
-    return Ready(call)
+    return prepare
 
 
 @cache
@@ -189,7 +131,7 @@ def _cudnn_fp8(inputs: Inputs) -> Ready:
     codes, scales = {}, {}
     for name in "qkv":
         whole, scale = quantize(inputs.values[name].unsqueeze(0), "e4m3")  # the whole tensor as one head
-        codes[name] = _length_first(inputs, whole[0]).transpose(1, 2)
+        codes[name] = inputs.length_first(whole[0]).transpose(1, 2)
         scales[name] = scale.view(1, 1, 1, 1)
     out = torch.empty(
         sizes.batch, sizes.q_len, sizes.heads, config.head_dim, device=device, dtype=torch.uint8
@@ -245,36 +187,81 @@ def _cudnn_fp8(inputs: Inputs) -> Ready:
     return Ready(call, unit)
 
 
-def torch_call(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
-    """torch's scaled_dot_product_attention by that backend alone."""
-
-    def call() -> Tensor:
-        with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return call
-
-
-def _torch(backend: SDPBackend) -> Callable[[Inputs], Ready]:
-    """The same in bfloat16, of inputs."""
+def _torch(backend: SDPBackend | None = None) -> Callable[[Inputs], Ready]:
+    """torch's scaled_dot_product_attention on bfloat16, by that backend alone or by torch's choice."""
 
     def prepare(inputs: Inputs) -> Ready:
-        q, k, v = (inputs.by_batch(inputs.values[name].bfloat16()) for name in "qkv")
-        return Ready(torch_call(backend, q, k, v, bool(inputs.config.causal)))
+        q, k, v = inputs.bfloat16
+        causal, attend = bool(inputs.config.causal), torch.nn.functional.scaled_dot_product_attention
+
+        def call() -> Tensor:
+            if backend is None:
+                return attend(q, k, v, is_causal=causal)
+            with sdpa_kernel(backend):
+                return attend(q, k, v, is_causal=causal)
+
+        return Ready(call)
 
     return prepare
 
 
-#: By name, greenfast first.
+def _sdpa(precision: Literal["fp8", "int8"]) -> Callable[[Inputs], Ready]:
+    """greenfast.sdpa on bfloat16, quantization included."""
+
+    def prepare(inputs: Inputs) -> Ready:
+        (q, k, v), causal = inputs.bfloat16, bool(inputs.config.causal)
+        return Ready(lambda: operator.sdpa(q, k, v, is_causal=causal, precision=precision))
+
+    return prepare
+
+
+def _on_codes(**choices: Any) -> Callable[[Inputs], Ready]:
+    """greenfast.attention on codes that are kept; choices: of greenfast.quantize."""
+
+    def prepare(inputs: Inputs) -> Ready:
+        codes, causal = operator.quantize(*inputs.bfloat16, **choices), bool(inputs.config.causal)
+        return Ready(lambda: operator.attention(codes, is_causal=causal))
+
+    return prepare
+
+
+def _quantize(inputs: Inputs) -> Ready:
+    """greenfast.quantize alone."""
+    q, k, v = inputs.bfloat16
+    return Ready(lambda: operator.quantize(q, k, v))
+
+
+def _copy(inputs: Inputs) -> Ready:
+    """A copy that moves as many bytes as quantization must: two read and one written for each element."""
+    moved = torch.empty(9 * inputs.values["q"].numel(), dtype=torch.uint8, device=inputs.values["q"].device)
+    to, of = moved[: len(moved) // 2], moved[len(moved) - len(moved) // 2 :]
+    return Ready(lambda: to.copy_(of))
+
+
+_GREENFAST = ("greenfast", "greenfast")
+_FA3 = ("fa3_fwd_interface", "fa3-fwd")
+_TORCH = ("torch", "torch")
+_PLAIN = {"subtract_key_mean": False, "rotate": False}
+#: By name.
 CONTENDERS = {
     c.name: c
     for c in (
-        Contender(OWN, "greenfast FP8", "fp8", "greenfast", "greenfast", True, None),
-        Contender("fa3", "FA3 FP8", "fp8", "fa3_fwd_interface", "fa3-fwd", True, _flash_attention_3),
-        Contender("cudnn", "cuDNN FP8", "fp8", "cudnn", "nvidia-cudnn-frontend", False, _cudnn_fp8),
-        Contender("torch_flash", "torch flash bf16", "bf16", "torch", "torch", False,
-                  _torch(SDPBackend.FLASH_ATTENTION)),
-        Contender("torch_cudnn", "torch cuDNN bf16", "bf16", "torch", "torch", False,
-                  _torch(SDPBackend.CUDNN_ATTENTION)),
+        Contender(KERNEL, "greenfast FP8", "fp8", *_GREENFAST, None, same_codes=True),
+        Contender("sdpa_fp8", "sdpa fp8", "fp8", *_GREENFAST, _sdpa("fp8")),
+        Contender("sdpa_int8", "sdpa int8", "int8", *_GREENFAST, _sdpa("int8")),
+        Contender("attention_fp8", "fp8, on kept codes", "fp8", *_GREENFAST, _on_codes()),
+        Contender("fp8_channel", "fp8, a scale for each channel of V", "fp8", *_GREENFAST,
+                  _on_codes(value_scales="channel")),
+        Contender("fp8_plain", "fp8, not rotated, no mean", "fp8", *_GREENFAST, _on_codes(**_PLAIN)),
+        Contender("int8_plain", "int8, not rotated, no mean", "int8", *_GREENFAST,
+                  _on_codes(precision="int8", **_PLAIN)),
+        Contender("quantize_fp8", "quantize fp8", "none", *_GREENFAST, _quantize, attention=False),
+        Contender("copy", "copy", "none", *_TORCH, _copy, attention=False),
+        Contender("fa3", "FA3 FP8", "fp8", *_FA3, _flash_attention_3("fp8"), same_codes=True),
+        Contender("cudnn", "cuDNN FP8", "fp8", "cudnn", "nvidia-cudnn-frontend", _cudnn_fp8),
+        Contender("fa3_bf16", "FA3 bf16", "bf16", *_FA3, _flash_attention_3("bf16")),
+        Contender("torch_flash", "torch flash bf16", "bf16", *_TORCH, _torch(SDPBackend.FLASH_ATTENTION)),
+        Contender("torch_cudnn", "torch cuDNN bf16", "bf16", *_TORCH, _torch(SDPBackend.CUDNN_ATTENTION)),
+        Contender("torch", "torch bf16", "bf16", *_TORCH, _torch()),
     )
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Calls on torch's memory, captured in CUDA graphs and timed in turns."""
+"""Calls on torch's memory, captured in CUDA graphs and timed interleaved."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-#: A replay of a graph should take so long, with so many calls at most.
+#: What a replay of a graph should take, and the most calls that it holds.
 _REPLAY_US, _MOST_CALLS = 2000.0, 50
-#: Each is timed for about so long, in so many rounds at least and at most.
+#: For how long each graph is timed, and the least and most rounds for it.
 _TIMED_US, _LEAST_ROUNDS, _MOST_ROUNDS = 60_000.0, 7, 200
 
 Marks = dict[str, list[tuple[Any, Any]]]
 
 
 def order(names: Sequence[str], turn: int) -> list[str]:
-    """The order of a round: everyone is first in their turn, and every other round runs the other way around.
+    """The order of a round: each name comes first in some rounds, and every other round runs the other way around.
 
     A plain rotation would leave each behind the same one throughout, in its caches and its heat.
     """
@@ -29,7 +29,7 @@ def order(names: Sequence[str], turn: int) -> list[str]:
 
 
 def rounds_for(replay_us: Sequence[float]) -> int:
-    """How many rounds give each about its time, where their replays take so long."""
+    """How many rounds give each graph about its time; replay_us: the microseconds of one replay of each."""
     return max(_LEAST_ROUNDS, min(_MOST_ROUNDS, math.ceil(_TIMED_US / median(replay_us))))
 
 
@@ -45,7 +45,7 @@ def event() -> Any:
 
 
 def graph_of(call: Callable[[], Any], calls: int) -> tuple[Any, Any]:
-    """A graph of so many calls, and what the last one returned."""
+    """A graph of N calls, and what the last one returned."""
     graph: Any = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):
@@ -84,8 +84,8 @@ def capture(call: Callable[[], Any]) -> Captured:
     return Captured(graph, out, calls, replay_us(graph))
 
 
-def queue_in_turns(graphs: Mapping[str, Any], rounds: int) -> Marks:
-    """Queue everyone's replay once per round, after a warm-up: the events around each.
+def queue_interleaved(graphs: Mapping[str, Any], rounds: int) -> Marks:
+    """Queue a replay of every graph once per round, after a warm-up; returns the events around each.
 
     All of it is queued before the GPU gets there, so that no time of the host lies between the events.
     """

@@ -1,22 +1,32 @@
-"""``greenfast bench``."""
+"""``greenfast bench``: one kernel, or a comparison of contenders."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from rich.text import Text
+
+from greenfast.bench.comparison import Comparison
+from greenfast.bench.record import Row, Versus
+from greenfast.bench.records import operator_comparison
+from greenfast.bench.report import clocks_line, console_table, headline, ratios, reasons
+from greenfast.bench.runner import Outcome, compare
 from greenfast.cli.console import GateConsole, exit_code, required_gates, show, table
-from greenfast.cli.operator import bench_operator
-from greenfast.cli.peers import beside_peers
 from greenfast.cli.request import request_of
 from greenfast.judge.bench import bench
 from greenfast.judge.choose import chosen_rung
+from greenfast.judge.report import format
 from greenfast.judge.store import to_json
 from greenfast.judge.task import TaskConfig
+from greenfast.judge.tasks import load_peers
 from greenfast.judge.variant import Variant
 from greenfast.spec.errors import UsageError
+
+#: The task whose problem the operator solves.
+_OPERATOR_TASK = "fp8_attention"
 
 
 def variant_of_environment(config: TaskConfig, environment: Mapping[str, str]) -> Variant:
@@ -34,15 +44,12 @@ def variant_of_environment(config: TaskConfig, environment: Mapping[str, str]) -
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check and time one variant; prints each gate, the timings and where the artifacts are."""
-    if args.operator:
-        return bench_operator(args)
-    if args.task is None:
-        raise UsageError("bench needs a task (see `greenfast tasks`), or --operator")
-    if args.peers:
-        return beside_peers(args)
-    if args.grid or args.rounds is not None:
-        raise UsageError("--grid and --rounds are for --peers")
+    """Measure, and print what was found and where the artifacts are."""
+    return _kernel(args) if args.what == "kernel" else _comparison(args)
+
+
+def _kernel(args: argparse.Namespace) -> int:
+    """Check and time one variant; prints each gate and the timings."""
     required = required_gates(args.require)
     if "evidence" in args.require:
         raise UsageError("--require evidence: bench does not look at the machine code; validate does")
@@ -70,3 +77,62 @@ def run(args: argparse.Namespace) -> int:
             show(table(("shape", "seed", "L2", "p50 µs", "p90 µs", "mean µs", "std µs"), rows, title=variant.name))
         show(f"\n{outcome.folder}")
     return exit_code(outcome.record.gates, required)
+
+
+class ComparisonConsole(GateConsole):
+    """A GateConsole that also says each shape as it has been timed: a run takes a minute."""
+
+    def __init__(self, versus: Sequence[Versus], *, to_stderr: bool) -> None:
+        super().__init__(to_stderr=to_stderr)
+        self._versus = versus
+
+    def cell(self, rows: Sequence[Row]) -> None:
+        """Print a shape's times in microseconds and its ratios."""
+        times = [f"{r.contender} {r.median_us:.1f}" for r in rows if r.median_us is not None]
+        found = [f"; {v.title} {ratio:.3f}x" for v in self._versus for ratio in ratios(rows, v).values()]
+        text = f"{rows[0].shape:18}{', '.join(times)} µs{''.join(found)}"
+        self._console.print(Text(text), soft_wrap=True)
+
+
+def _comparison(args: argparse.Namespace) -> int:
+    """Compare contenders; prints each shape as it is done and the tables."""
+    names, args.shapes = args.shapes, None  # they are of the comparison, not of the task
+    if args.what == "operator":
+        args.task = _OPERATOR_TASK
+    args.seeds = args.format = args.arch = None
+    request = request_of(args)
+    comparison: Comparison
+    if args.what == "operator":
+        comparison, variant = operator_comparison(), None
+    else:
+        config = request.task.config
+        comparison, variant = load_peers(request.task).peers(), config.variant(config.defaults.candidate)
+    console = ComparisonConsole(comparison.versus, to_stderr=args.json)
+    with console:
+        outcome = compare(
+            comparison, request, variant, console, shapes=names, grid=args.grid, rounds=args.rounds
+        )  # fmt: skip
+    if args.json:
+        print(to_json(outcome.record), end="")
+    else:
+        _show(outcome)
+    return 0
+
+
+def _show(outcome: Outcome) -> None:
+    record = outcome.record
+    header, rows = console_table(record)
+    show(table(header, rows, title=f"{record.what}: µs and TFLOP/s per call"))
+    if record.host:
+        host = [(r.contender, f"{r.median_us:.1f}", f"{r.least_us:.1f}") for r in record.host]
+        show(table(("contender", "median µs", "least µs"), host, title="host time of an eager call"))
+    if record.accuracy:
+        errors = [
+            (format.dims(r.dims), r.inputs, r.contender, format.error(r.error), format.error(r.kernel_error))
+            for r in record.accuracy
+        ]
+        show(table(("dims", "inputs", "contender", "error", "kernel error"), errors, title="relative errors"))
+    show(f"\n{headline(record.rows, record.versus)}. {clocks_line(record)}")
+    for reason in reasons(record):
+        show(Text(f"  - {reason}"))
+    show(f"\n{outcome.folder}")

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from greenfast import __version__
-from greenfast.cli.options import VERBS
+from greenfast.cli.options import BENCHMARKS, VERBS
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.extras import require
 
@@ -37,10 +37,19 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def spelled(arguments: list[str]) -> list[str]:
+    """The arguments as they are spelled today: ``bench TASK``, ``bench TASK --peers`` and ``bench --operator``."""
+    verb, rest = arguments[:1], arguments[1:]
+    if verb != ["bench"] or not rest or rest[0] in (*BENCHMARKS, "-h", "--help"):
+        return arguments
+    what = next((name for name in ("peers", "operator") if f"--{name}" in rest), "kernel")
+    return ["bench", what, *(word for word in rest if word != f"--{what}")]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's); returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = parser().parse_args(arguments)
+    args = parser().parse_args(spelled(arguments))
     args.command = shlex.join(["greenfast", *arguments])
     try:
         extra = _EXTRAS.get(args.verb, "judge")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 
 def words(text: str) -> list[str]:
@@ -77,11 +77,8 @@ def _speedup(text: str) -> float:
     return value
 
 
-def _task(parser: argparse.ArgumentParser, *, needed: bool = True) -> None:
-    count: dict[str, Any] = {} if needed else {"nargs": "?"}
-    parser.add_argument(
-        "task", help="a task's name (see `greenfast tasks`), or the folder of a task of your own", **count
-    )
+def _task(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", help="a task's name (see `greenfast tasks`), or the folder of a task of your own")
 
 
 def _what(parser: argparse.ArgumentParser) -> None:
@@ -110,8 +107,12 @@ def _how_long(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, metavar="N", help="fresh processes to spread them over")
 
 
-def _outcome(parser: argparse.ArgumentParser) -> None:
+def _json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the record as JSON instead of text")
+
+
+def _outcome(parser: argparse.ArgumentParser) -> None:
+    _json(parser)
     parser.add_argument(
         "--require",
         type=words,
@@ -146,33 +147,41 @@ def validate(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(parser: argparse.ArgumentParser) -> None:
-    """Options of ``greenfast bench``."""
-    _task(parser, needed=False)
+    """What ``greenfast bench`` measures, each with its own options."""
+    what = parser.add_subparsers(dest="what", metavar="kernel|peers|operator", required=True)
+    for name, (text, options) in BENCHMARKS.items():
+        options(what.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."))
+
+
+def _kernel(parser: argparse.ArgumentParser) -> None:
+    _task(parser)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--operator",
-        action="store_true",
-        help="in place of a task: time greenfast.sdpa, quantization included, in turns with PyTorch's own backends; "
-        "its host time and its errors",
-    )
     which.add_argument(
         "--variant",
         metavar="VARIANT",
         help="a name, TOGGLE=VALUE,..., or auto for what the shapes should take (default: the candidate)",
     )
     which.add_argument("--from-env", action="store_true", help="read the task's toggles from the environment")
-    which.add_argument(
-        "--peers",
-        action="store_true",
-        help="time the task's default candidate in turns with libraries that compute the same; --shapes then takes the "
-        "shapes of that comparison, and without --shapes or --grid errors are compared too",
-    )
-    parser.add_argument("--grid", action="store_true", help="with --peers: the shapes that fill the GPU alone")
-    parser.add_argument("--rounds", type=_rounds, metavar="N", help="with --peers: rounds per shape (default: by time)")
     _what(parser)
     _how_long(parser)
     _where(parser)
     _outcome(parser)
+
+
+def _peers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", nargs="?", default="fp8_attention", help="default: %(default)s")
+    _comparison(parser)
+
+
+def _comparison(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--shapes", type=words, metavar="A,B", help="shapes of the comparison (default: all, with errors too)"
+    )
+    which.add_argument("--grid", action="store_true", help="the shapes that fill the GPU alone")
+    parser.add_argument("--rounds", type=_rounds, metavar="N", help="rounds per shape (default: by time)")
+    _where(parser)
+    _json(parser)
 
 
 def build(parser: argparse.ArgumentParser) -> None:
@@ -308,10 +317,17 @@ def doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
+_Options: TypeAlias = tuple[str, Callable[[argparse.ArgumentParser], None]]
+#: What ``greenfast bench`` measures -> (help, its options).
+BENCHMARKS: dict[str, _Options] = {
+    "kernel": ("check one variant of a task and time it over shapes", _kernel),
+    "peers": ("compare a task's kernel with libraries that compute the same: times, errors", _peers),
+    "operator": ("compare greenfast.sdpa with PyTorch's attention and others: times, host times, errors", _comparison),
+}
 #: Verb -> (help, its options), in the order of --help.
-VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+VERBS: dict[str, _Options] = {
     "validate": ("judge a candidate against a baseline through the five gates", validate),
-    "bench": ("check one variant and time it over shapes", bench),
+    "bench": ("time one kernel, or compare kernels or the operator with other libraries", bench),
     "build": ("compile variants for targets: resources and machine code, without a GPU", build),
     "warmup": ("fill the kernel cache ahead, so that the first calls in PyTorch compile nothing", warmup),
     "compare": ("compare the timings of two saved runs", compare),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from greenfast.judge.record import AnyRecord, PeersRecord, Record
-from greenfast.judge.records import freshness_of, read_record
+from greenfast.bench.plot import save_benchmark_plot
+from greenfast.bench.record import Benchmark
+from greenfast.bench.records import AnyRecord, read_record
+from greenfast.bench.report import benchmark_report
+from greenfast.judge.record import Record
+from greenfast.judge.records import freshness_of
 from greenfast.judge.report.ladder import ladder_table
 from greenfast.judge.report.markdown import report, short_form
-from greenfast.judge.report.peers_plot import save_peers_plot
 from greenfast.judge.report.plots import save_plot
 from greenfast.spec.errors import MachineError, UsageError
 
@@ -17,7 +20,7 @@ from greenfast.spec.errors import MachineError, UsageError
 def run(args: argparse.Namespace) -> int:
     """Print the reports of saved runs, or one verdict table of them all."""
     records = {path: read_record(path) for path in args.run}
-    drawn = (Record,) if args.table else (Record, PeersRecord)
+    drawn = (Record,) if args.table else (Record, Benchmark)
     if args.table or args.plot:
         wrong = [str(p) for p, r in records.items() if not isinstance(r, drawn)]
         if wrong:
@@ -38,12 +41,13 @@ def _text(record: AnyRecord, short: bool, plot: Path | None) -> str:
         if plot.suffix not in (".png", ".svg"):
             raise UsageError(f"--plot {plot}: the name must end in .png or .svg")
         try:
-            if isinstance(record, PeersRecord):
-                save_peers_plot(record, plot)
+            if isinstance(record, Benchmark):
+                save_benchmark_plot(record, plot)
             elif isinstance(record, Record):
                 save_plot(record, plot)
         except OSError as e:
             raise MachineError(f"{plot} cannot be written ({e.strerror})") from e
     if short and isinstance(record, Record):
         return short_form(record)
-    return report(record, plot=str(plot) if plot else None)
+    picture = str(plot) if plot else None
+    return benchmark_report(record, plot=picture) if isinstance(record, Benchmark) else report(record, plot=picture)

@@ -85,7 +85,8 @@ class Worker:
         self._process.kill()
         self._process.join()
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
+        """What the session's method returns."""
         if not self._started:
             self._answer("start", START_S)
             self._started = True
@@ -116,34 +117,34 @@ class Worker:
 
     def info(self) -> DeviceInfo:
         """The device."""
-        result: DeviceInfo = self._call("info")
+        result: DeviceInfo = self.call("info")
         return result
 
     def run(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> RunResult:
         """Run a case (see GpuSession.run)."""
-        result: RunResult = self._call("run", image, plan, case, repeats)
+        result: RunResult = self.call("run", image, plan, case, repeats)
         return result
 
     def prepare(self, key: str, image: KernelImage, plan: Launch, case: Case, warmup: int) -> None:
         """Bind a case under a key for timing, and warm up."""
-        self._call("prepare", key, image, plan, case, warmup)
+        self.call("prepare", key, image, plan, case, warmup)
 
     def time(self, key: str, warmup: int, iters: int, cold: bool) -> Block:
         """Time one block of launches of a prepared case."""
-        block: Block = self._call("time", key, warmup, iters, cold)
+        block: Block = self.call("time", key, warmup, iters, cold)
         return block
 
     def finish(self, key: str) -> RunResult:
         """The outputs that the last timed launch left; frees the case."""
-        result: RunResult = self._call("finish", key)
+        result: RunResult = self.call("finish", key)
         return result
 
     def phases(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> dict[str, float]:
         """Mean SM cycles per block and phase of an instrumented build."""
-        result: dict[str, float] = self._call("phases", image, plan, case, repeats)
+        result: dict[str, float] = self.call("phases", image, plan, case, repeats)
         return result
 
     def phase_counts(self, image: KernelImage, plan: Launch, case: Case) -> dict[str, KernelCounts]:
         """What each phase of an instrumented build executes."""
-        result: dict[str, KernelCounts] = self._call("phase_counts", image, plan, case)
+        result: dict[str, KernelCounts] = self.call("phase_counts", image, plan, case)
         return result

@@ -23,6 +23,7 @@ from greenfast.judge.record import Build, GateResult, Quote, Record, Side, Speed
 from greenfast.judge.records import read_record
 from greenfast.judge.report.speedups import quoted_from
 from greenfast.judge.run import GATES, GateRun, pending
+from greenfast.judge.store import read_json
 from greenfast.judge.task import Timing
 from greenfast.judge.timing.interleaved import METHOD, WARM
 from greenfast.judge.timing.statistics import Interval, verdict
@@ -31,6 +32,10 @@ from greenfast.spec.freshness import CURRENT, STALE, worst
 
 EVIDENCE = "evidence"
 _TASKS = "tasks"
+
+
+class _Kind(msgspec.Struct):
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ def kept_at(path: Path) -> list[Kept]:
 
 
 def _kept(file: Path, shown: str) -> list[Kept]:
+    if read_json(file, _Kind, "record").kind not in ("", "comparison"):  # of one variant, or a benchmark
+        return []
     record = read_record(file)
     if not isinstance(record, Record) or record.device is None or record.device.kind != "gpu" or not record.speedups:
         return []

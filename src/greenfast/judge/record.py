@@ -10,7 +10,6 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from greenfast.judge.peers import OWN, PeerAccuracyRow, PeerContender, PeerRow
 from greenfast.spec.facts import DeviceInfo, KernelCounts, LaunchFacts, Resources
 
 SCHEMA_VERSION = 1
@@ -220,6 +219,10 @@ class Run(_Data, frozen=True, kw_only=True):
     clocks: dict[str, float] = {}
     least_work: dict[str, dict[str, int]] = {}
 
+    def sides(self) -> list[tuple[str, Side]]:
+        """The role, or the variant's name, and side of each variant."""
+        return []
+
     def gate_status(self, gate: str) -> Status:
         """The status of a gate by name; PENDING where it did not run."""
         return status_of(self.gates, gate)
@@ -239,6 +242,10 @@ class PhaseRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="phases"
     phase_cycles: dict[str, dict[str, float]]
     phase_counts: dict[str, dict[str, KernelCounts]] = {}
 
+    def sides(self) -> list[tuple[str, Side]]:
+        """The variant's name and its side."""
+        return [(self.side.variant, self.side)]
+
 
 class BenchRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="bench"):
     """One variant, checked and timed. Raises ValueError as Record does."""
@@ -247,6 +254,10 @@ class BenchRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="bench")
 
     def __post_init__(self) -> None:
         self._require_correct(bool(self.side.timing))
+
+    def sides(self) -> list[tuple[str, Side]]:
+        """The variant's name and its side."""
+        return [(self.side.variant, self.side)]
 
 
 class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison"):
@@ -271,25 +282,10 @@ class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison")
         if timed and self.quoted is not None:
             raise ValueError("a record holds timings of its own or quotes another's, never both")
 
-
-class PeersRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="peers"):
-    """The task's own kernel beside its peers, all timed in one run on one GPU; ``side`` holds the kernel's builds.
-
-    Raises ValueError as Record does, and for a time of the own kernel without its error on that shape.
-    """
-
-    side: Side
-    contenders: list[PeerContender]
-    rows: list[PeerRow]
-    accuracy: list[PeerAccuracyRow] = []
-
-    def __post_init__(self) -> None:
-        timed = [row for row in self.rows if row.median_us is not None]
-        self._require_correct(bool(timed or self.side.timing))
-        unchecked = [row.shape for row in timed if row.contender == OWN and row.kernel_error is None]
-        if unchecked:
-            raise ValueError(f"{', '.join(unchecked)}: a time of {OWN} without its error")
+    def sides(self) -> list[tuple[str, Side]]:
+        """Each role and its side."""
+        return [("baseline", self.baseline), ("candidate", self.candidate)]
 
 
-#: What a record.json may hold; its ``kind`` says which.
-AnyRecord: TypeAlias = "Record | BenchRecord | PhaseRecord | PeersRecord"
+#: What a record.json of the gates may hold; its ``kind`` says which.
+AnyRecord: TypeAlias = "Record | BenchRecord | PhaseRecord"

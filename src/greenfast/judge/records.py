@@ -12,8 +12,7 @@ import msgspec
 from greenfast.device.identity import launch_facts
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.freshness import of_build, of_launch
-from greenfast.judge.gates.sides import BASELINE, CANDIDATE
-from greenfast.judge.record import AnyRecord, BenchRecord, Build, PeersRecord, PhaseRecord, Record, Side
+from greenfast.judge.record import AnyRecord, BenchRecord, Build, PhaseRecord, Record, Run, Side
 from greenfast.judge.store import read_json
 from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.errors import UsageError
@@ -31,7 +30,7 @@ def read_record(run: Path) -> AnyRecord:
     Raises UsageError for anything else.
     """
     path = run / RECORD if run.is_dir() else run
-    record: AnyRecord = read_json(path, Record | BenchRecord | PhaseRecord | PeersRecord, "record")
+    record: AnyRecord = read_json(path, Record | BenchRecord | PhaseRecord, "record")
     return with_shape_names(record, record.task)
 
 
@@ -66,28 +65,28 @@ def _renamed(value: object, field: str, names: Mapping[str, str], in_text: re.Pa
     return value
 
 
-def freshness_of(records: Sequence[tuple[str, AnyRecord]]) -> dict[str, Freshness]:
+def freshness_of(records: Sequence[tuple[str, Run]]) -> dict[str, Freshness]:
     """By name, the answer for each record that is not current."""
     found = {name: freshness(record) for name, record in records}
     return {name: answer for name, answer in found.items() if answer.status != CURRENT}
 
 
-def freshness(record: AnyRecord) -> Freshness:
+def freshness(record: Run) -> Freshness:
     """Whether a record is of today's kernels and launches, as far as this machine's compiler can tell."""
-    sides = (
-        {BASELINE: record.baseline, CANDIDATE: record.candidate} if isinstance(record, Record) else {"": record.side}
+    sides = record.sides()
+    return worst(
+        answer for name, side in sides for answer in _of_side(record, side, f"{name} kernel" if sides[1:] else "kernel")
     )
-    return worst(answer for role, side in sides.items() for answer in _of_side(record, side, f"{role} kernel".strip()))
 
 
-def _of_side(record: AnyRecord, side: Side, what: str) -> Iterator[Freshness]:
+def _of_side(record: Run, side: Side, what: str) -> Iterator[Freshness]:
     if not side.builds:
         yield Freshness(STALE, (f"the record has no {what}",))
     for build in side.builds:
         yield from _of_build(record, side, build, f"the {what}")
 
 
-def _of_build(record: AnyRecord, side: Side, build: Build, what: str) -> Iterator[Freshness]:
+def _of_build(record: Run, side: Side, build: Build, what: str) -> Iterator[Freshness]:
     """Of the kernel, and of its launch for each shape."""
     if not build.launches:
         yield of_launch(what, None)
@@ -107,7 +106,7 @@ def _of_build(record: AnyRecord, side: Side, build: Build, what: str) -> Iterato
         yield Freshness(STALE, (f"{what} is no more: {e}",))
 
 
-def family_of(record: AnyRecord, side: Side) -> tuple[Family, dict[str, int]]:
+def family_of(record: Run, side: Side) -> tuple[Family, dict[str, int]]:
     """The kernel family of a record and a side's toggles. Raises UsageError where one of them is no more."""
     task = find_task(record.task)
     return load_family(task), task.config.toggle_values(side.toggles)

@@ -171,8 +171,8 @@ class TaskConfig(_Strict, frozen=True, kw_only=True):
 
     family, problem: an importable module, or a Python file beside the config (``family.py``). The family renders
     kernels (``greenfast.spec.kernel.Family``), the problem makes inputs and references
-    (``greenfast.spec.problem.Problem``). peers: an importable module with the kernel's peers
-    (``greenfast.judge.peers.Peers``); empty where the task has none.
+    (``greenfast.spec.problem.Problem``). peers: an importable module whose
+    function ``peers`` makes the ``greenfast.bench.comparison.Comparison`` with other libraries; empty for none.
     """
 
     name: Name

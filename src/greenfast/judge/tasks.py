@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import cast
 
-from greenfast.judge.peers import Peers
 from greenfast.judge.task import CONFIG_NAME, Task, TaskConfig, load_task
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import GreenfastError, UsageError, unknown
@@ -90,11 +89,11 @@ def load_family(task: Task) -> Family:
     return cast(Family, _module(task, "family", task.config.family, ("kernel", "launch")))
 
 
-def load_peers(task: LoadedTask) -> Peers:
+def load_peers(task: LoadedTask) -> ModuleType:
     """Import the module of the task's peers. Raises UsageError where it has none, or one that lacks something."""
     if not task.config.peers:
-        raise UsageError(f"task {task.config.name} names no peers to be measured beside; fp8_attention does")
-    return cast(Peers, _module(Task(task.config, task.folder), "peers", task.config.peers, ("PeerSession", "flops")))
+        raise UsageError(f"task {task.config.name} names no peers to be compared with; fp8_attention does")
+    return _module(Task(task.config, task.folder), "peers", task.config.peers, ("peers",))
 
 
 def _module(task: Task, key: str, name: str, functions: tuple[str, ...]) -> ModuleType:

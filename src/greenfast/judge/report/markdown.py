@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from greenfast.judge.record import (
     AnyRecord,
     BenchRecord,
     Build,
     CorrectnessRow,
-    PeersRecord,
     PhaseRecord,
     Record,
     Run,
-    Side,
 )
-from greenfast.judge.report import facts, format, peers
+from greenfast.judge.report import facts, format
 from greenfast.judge.report.counts import PHASE_HEADER, counts_section, phase_rows
 from greenfast.judge.report.speedups import quoted_from, quoted_section, speedup_line, speedup_table
 from greenfast.spec.facts import Resources
@@ -27,15 +25,14 @@ def validation_report(record: Record, *, plot: str | None = None) -> str:
     """The whole report. ``plot`` is the path of a figure of this record, relative to where the report will stand."""
     title = f"# {record.task}: {record.baseline.variant} -> {record.candidate.variant}, {record.decision}"
     sections = [
-        ("Gates", _gates(record)),
+        ("Gates", gates(record)),
         ("Correctness", _correctness(record)),
         ("Parity of the two sides", _parity(record)),
         ("Performance", _performance(record, plot)),
-        ("Compiler resources", _resources(record)),
+        ("Compiler resources", resources(record)),
         ("Evidence", _evidence(record)),
         ("Decision", _decision(record)),
-        ("How to reproduce", _reproduce(record)),
-        ("Build metadata", _metadata(record)),
+        *provenance(record),
     ]
     body = [f"## {name}\n\n{text}" for name, text in sections]
     return "\n\n".join([title, format.bullets(_headline(record)), *body]) + "\n"
@@ -45,8 +42,6 @@ def report(record: AnyRecord, *, plot: str | None = None) -> str:
     """The whole report of any record; ``plot`` as validation_report takes it."""
     if isinstance(record, Record):
         return validation_report(record, plot=plot)
-    if isinstance(record, PeersRecord):
-        return peers_report(record, plot=plot)
     return bench_report(record) if isinstance(record, BenchRecord) else phase_report(record)
 
 
@@ -64,47 +59,32 @@ def phase_report(record: PhaseRecord) -> str:
     if rows:
         header = ("shape", "phase", "cycles per block", "share")
         tables.append(format.table(header, rows, right=("cycles per block", "share")))
-    return _document(
+    return document(
         f"{record.task}: phases of {record.side.variant}",
         [
             ("Phases", "\n\n".join(tables)),
-            ("How to reproduce", _reproduce(record)),
-            ("Build metadata", _metadata(record)),
+            *provenance(record),
         ],
     )
 
 
-def peers_report(record: PeersRecord, *, plot: str | None = None) -> str:
-    """The report of a kernel beside its peers; ``plot`` as validation_report takes it."""
-    picture = f"![throughput and times beside the peers]({plot})\n\n" if plot else ""
-    sections = [
-        ("Summary", picture + peers.summary(record)),
-        ("Gates", _gates(record)),
-        ("Times", peers.samples_table(record)),
-        ("Compiler resources", _resources(record)),
-        ("How to reproduce", _reproduce(record)),
-        ("Build metadata", _metadata(record)),
-    ]
-    return _document(f"{record.task}: {record.side.variant} beside its peers", sections)
-
-
-def _document(title: str, sections: list[tuple[str, str]]) -> str:
+def document(title: str, sections: Sequence[tuple[str, str]]) -> str:
+    """A page of sections by their names."""
     return "\n\n".join([f"# {title}", *(f"## {name}\n\n{text}" for name, text in sections)]) + "\n"
 
 
 def bench_report(record: BenchRecord) -> str:
     """The report of one variant that was checked and timed alone."""
-    counted = counts_section(_sides(record), record.least_work)
+    counted = counts_section(record.sides(), record.least_work)
     sections = [
-        ("Gates", _gates(record)),
+        ("Gates", gates(record)),
         ("Correctness", _correctness(record)),
         ("Timing", "\n\n".join(_timings(record)) or facts.gate_line(record, "PERFORMANCE")),
-        ("Compiler resources", _resources(record)),
+        ("Compiler resources", resources(record)),
         *([("Counts", counted)] if counted else []),
-        ("How to reproduce", _reproduce(record)),
-        ("Build metadata", _metadata(record)),
+        *provenance(record),
     ]
-    return _document(f"{record.task}: {record.side.variant}", sections)
+    return document(f"{record.task}: {record.side.variant}", sections)
 
 
 def short_form(record: Record) -> str:
@@ -167,7 +147,8 @@ def _resources_line(record: Record) -> str:
     return f"{line(after)} (baseline: {line(before)})"
 
 
-def _gates(record: Run) -> str:
+def gates(record: Run) -> str:
+    """The gates as a table, and each with what it said."""
     if not record.gates:
         return "PENDING: no gate ran"
     rows = [
@@ -179,15 +160,8 @@ def _gates(record: Run) -> str:
     return format.table(("gate", "what", "target", "actual", "status"), rows) + "\n\n" + format.bullets(lines)
 
 
-def _sides(record: Run) -> list[tuple[str, Side]]:
-    """The role and side of each variant of a record."""
-    if isinstance(record, Record):
-        return [("baseline", record.baseline), ("candidate", record.candidate)]
-    return [(record.side.variant, record.side)] if isinstance(record, BenchRecord | PhaseRecord | PeersRecord) else []
-
-
 def _correctness(record: Run) -> str:
-    rows = [_correctness_cells(name, row) for name, side in _sides(record) for row in side.correctness]
+    rows = [_correctness_cells(name, row) for name, side in record.sides() for row in side.correctness]
     if not rows:
         return facts.gate_line(record, "CORRECTNESS")
     numbers = ("max", "mean", "bad %", "format max", "format mean", "kernel relative", "kernel / bound")
@@ -264,7 +238,7 @@ def _timings(record: Run) -> Iterator[str]:
             f"{row.iters_per_sec:.0f}",
             f"{row.timed_iters} after {row.warmup_iters}, {row.discarded_iters} discarded",
         )
-        for name, side in _sides(record)
+        for name, side in record.sides()
         for row in side.timing
     ]
     if rows:
@@ -275,12 +249,13 @@ def _timings(record: Run) -> Iterator[str]:
 
 def _builds(record: Run) -> Iterator[tuple[str, str, Build]]:
     """(side, variant, build) of every kernel."""
-    for name, side in _sides(record):
+    for name, side in record.sides():
         for build in side.builds:
             yield name, side.variant, build
 
 
-def _resources(record: Run) -> str:
+def resources(record: Run) -> str:
+    """What the compiler gave every kernel, as a table."""
     rows = [
         (
             side,
@@ -304,7 +279,7 @@ def _evidence(record: Record) -> str:
     builds = list(_builds(record))
     counters = sorted({counter for _, _, build in builds for counter in build.machine_code})
     lead = facts.gate_line(record, "EVIDENCE")
-    counted = counts_section(_sides(record), record.least_work)
+    counted = counts_section(record.sides(), record.least_work)
     lead = f"{lead}\n\n{counted}" if counted else lead
     if not counters:
         return lead
@@ -321,10 +296,15 @@ def _decision(record: Record) -> str:
     return f"**{record.decision}**" + (f"\n\n{reasons}" if reasons else "")
 
 
+def provenance(record: Run) -> list[tuple[str, str]]:
+    """The sections that say how to repeat a run, and on what it ran."""
+    return [("How to reproduce", _reproduce(record)), ("Build metadata", _metadata(record))]
+
+
 def _reproduce(record: Run) -> str:
     command = f"```\n{record.command}\n```"
     found: dict[tuple[str, int], tuple[str, dict[str, str]]] = {}
-    for name, side in _sides(record):
+    for name, side in record.sides():
         for row in side.correctness:
             _, digests = found.setdefault((row.shape, row.seed), (format.dims(row.dims), {}))
             digests[name] = row.inputs_digest
@@ -345,7 +325,7 @@ def _digest_cell(digests: dict[str, str]) -> str:
 
 def _metadata(record: Run) -> str:
     rows = [("created", record.created), ("task", record.task), ("format", record.format), ("arch", record.arch)]
-    rows += [(f"{name} toggles", format.dims(side.toggles)) for name, side in _sides(record)]
+    rows += [(f"{name} toggles", format.dims(side.toggles)) for name, side in record.sides()]
     for side, _, build in _builds(record):
         kernel = f"{side} kernel, {format.dims(build.dims)}"
         cached = ", from cache" if build.from_cache else ""

@@ -1,4 +1,4 @@
-"""The comparison with peers as one figure: throughput on the grid, time on the small shapes."""
+"""A comparison of contenders as one figure: throughput on the grid, time on the small shapes."""
 
 from __future__ import annotations
 
@@ -9,29 +9,26 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from greenfast.judge.peers import OWN, PeerContender, PeerRow
-from greenfast.judge.record import PeersRecord
+from greenfast.bench.record import Benchmark, ContenderFacts, Row
+from greenfast.bench.report import headline, ratios
 from greenfast.judge.report import facts, format
-from greenfast.judge.report.peers import headline, ratios
 from greenfast.judge.report.plots import clean
 
-# Okabe and Ito's colours: the own kernel stands out, the peers of a precision are near each other.
-_OWN = "#D55E00"
-_PEERS = {"fp8": ("#0072B2", "#56B4E9"), "bf16": ("#999999", "#CCCCCC")}
+# Okabe and Ito's colours: greenfast's stand out, other libraries of a precision are near each other.
+_OWN = ("#D55E00", "#E69F00", "#CC79A7")
+_OTHERS = {"fp8": ("#0072B2", "#56B4E9"), "bf16": ("#777777", "#AAAAAA", "#CCCCCC")}
 _WIDTH = 0.8  # of a shape's bars together
 
 
-def save_peers_plot(record: PeersRecord, path: Path) -> None:
+def save_benchmark_plot(record: Benchmark, path: Path) -> None:
     """Write the figure as PNG or SVG, by the path's suffix: a panel per head dim of the grid, and one of small shapes.
 
-    Above each shape's bars stands greenfast's speed over that of the better FP8 peer. Raises ValueError for another
-    suffix, OSError where the file cannot be written.
+    Above each shape's bars stands the first ratio of the record. Raises ValueError for another suffix, OSError where
+    the file cannot be written.
     """
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"a plot is .png or .svg, got {path.name!r}")
-    timed = [row for row in record.rows if row.median_us is not None]
-    names = {row.contender for row in timed}
-    contenders = [c for c in record.contenders if c.name in names]
+    timed = [row for row in record.rows if row.tflops is not None]
     grid = [row for row in timed if row.grid]
     panels = [
         (f"head dim {d}: TFLOP/s", [row for row in grid if row.dims["D"] == d], "tflops")
@@ -43,10 +40,11 @@ def save_peers_plot(record: PeersRecord, path: Path) -> None:
     figure = Figure(figsize=(13, max(2.5, 1.0 + 2.7 * len(panels))), layout="constrained")
     FigureCanvasAgg(figure)
     where = f"{facts.device(record)}, commit {facts.commit(record)}"
-    figure.suptitle(f"{headline(record.rows, record.contenders)}\n{where}", fontsize=12)
-    found = ratios(record.rows, record.contenders)
+    figure.suptitle(f"{headline(record.rows, record.versus[:1])}\n{where}", fontsize=12)
+    colors = _colors(record, {row.contender for row in timed})
+    found = ratios(record.rows, record.versus[0])
     for i, (title, rows, value) in enumerate(panels):
-        _draw(figure.add_subplot(len(panels), 1, i + 1), title, rows, contenders, value, found)
+        _draw(figure.add_subplot(len(panels), 1, i + 1), title, rows, colors, value, found)
     if panels:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=10, frameon=False)
@@ -55,22 +53,26 @@ def save_peers_plot(record: PeersRecord, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def _colors(record: Benchmark, names: set[str]) -> list[tuple[ContenderFacts, str]]:
+    """The contenders that were timed, each with its colour."""
+    own, others = iter(_OWN), {precision: iter(colors) for precision, colors in _OTHERS.items()}
+    return [
+        (c, next(own if c.name in record.own else others.get(c.precision, iter(())), "#000000"))
+        for c in record.contenders
+        if c.name in names
+    ]
+
+
 def _draw(
-    axes: Axes,
-    title: str,
-    rows: Sequence[PeerRow],
-    contenders: Sequence[PeerContender],
-    value: str,
+    axes: Axes, title: str, rows: Sequence[Row], colors: Sequence[tuple[ContenderFacts, str]], value: str,
     found: dict[str, float],
-) -> None:
+) -> None:  # fmt: skip
     shapes = list(dict.fromkeys(row.shape for row in rows))
-    width = _WIDTH / len(contenders)
-    colors = {precision: iter(pair) for precision, pair in _PEERS.items()}
+    width = _WIDTH / len(colors)
     tallest = dict.fromkeys(shapes, 0.0)
-    for n, contender in enumerate(contenders):
+    for n, (contender, color) in enumerate(colors):
         heights = {row.shape: getattr(row, value) for row in rows if row.contender == contender.name}
         at = [i + (n + 0.5) * width - _WIDTH / 2 for i, shape in enumerate(shapes) if shape in heights]
-        color = _OWN if contender.name == OWN else next(colors[contender.precision], "#000000")
         axes.bar(at, [heights[s] for s in shapes if s in heights], width * 0.95, color=color, label=contender.label)
         for shape, height in heights.items():
             tallest[shape] = max(tallest[shape], height)
@@ -87,7 +89,7 @@ def _draw(
     axes.grid(visible=False, axis="x")
 
 
-def _name(row: PeerRow) -> str:
+def _name(row: Row) -> str:
     if not row.grid:
         return row.shape
     return f"S {row.dims['S']}{', causal' if row.dims.get('CAUSAL') else ''}"

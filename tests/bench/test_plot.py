@@ -1,4 +1,4 @@
-"""The comparison with peers as a figure: who is drawn, how high, and what stands above the bars."""
+"""A comparison as a figure: what is drawn, how high, and what stands above the bars."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from greenfast.judge.record import PeersRecord
-from greenfast.judge.report.peers_plot import save_peers_plot
+from greenfast.bench.plot import save_benchmark_plot
+from greenfast.bench.record import Benchmark
+from tests.bench.benchmarks import operator_record, peers_record, rows
 from tests.judge.report.figures import drawn_by
-from tests.judge.report.peer_records import peers_record, rows
 
 
-def figure_of(record: PeersRecord, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Figure:
-    return drawn_by(lambda: save_peers_plot(record, folder / "plot.png"), monkeypatch)
+def figure_of(record: Benchmark, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Figure:
+    return drawn_by(lambda: save_benchmark_plot(record, folder / "plot.png"), monkeypatch)
 
 
 def test_a_panel_per_head_dim_and_one_of_small_shapes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -28,6 +28,14 @@ def test_a_panel_per_head_dim_and_one_of_small_shapes(monkeypatch: pytest.Monkey
     assert [bar.get_height() for c in small.containers for bar in c] == [5.5, 11.0, 9.9]
 
 
+def test_parts_of_an_attention_are_not_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (axes,) = figure_of(operator_record(), monkeypatch, tmp_path).axes
+    assert [c.get_label() for c in axes.containers] == [
+        "sdpa fp8", "sdpa int8", "attention fp8", "torch flash", "torch cudnn"
+    ]  # fmt: skip
+    assert [t.get_text() for t in axes.texts] == ["1.500x", "1.500x"]
+
+
 def test_nothing_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     untimed = [r for r in rows() if r.median_us is None]
     found = figure_of(peers_record(rows=untimed, accuracy=[]), monkeypatch, tmp_path)
@@ -36,7 +44,7 @@ def test_nothing_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    save_peers_plot(peers_record(), tmp_path / "a.svg")
+    save_benchmark_plot(peers_record(), tmp_path / "a.svg")
     assert "<svg" in (tmp_path / "a.svg").read_text()
     with pytest.raises(ValueError, match=r"\.png or \.svg"):
-        save_peers_plot(peers_record(), tmp_path / "a.pdf")
+        save_benchmark_plot(peers_record(), tmp_path / "a.pdf")

@@ -1,0 +1,152 @@
+"""What attention is compared on: the Hopper kernel with libraries that compute the same, and the operator with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from greenfast.bench.comparison import Cell, Comparison, Limits
+from greenfast.bench.contenders import CONTENDERS, KERNEL
+from greenfast.bench.inputs import INPUTS
+from greenfast.bench.record import Versus
+from greenfast.bench.session import Session
+from greenfast.device.identity import launch_facts
+from greenfast.judge.task import Shape
+from greenfast.kernels.attention.config import VALUE_FORMAT, read_dims
+from greenfast.operator import cuda
+from greenfast.spec.arch import Target
+from greenfast.spec.facts import LaunchFacts
+from greenfast.spec.kernel import KernelSource
+
+_TOKENS, _HIDDEN = 16384, 2048
+#: The operator is timed on Hopper GPUs alone.
+_OPERATOR_ARCH = "sm_90a"
+#: An output of the operator that is further from exact attention is wrong, not rounded: no times of it are recorded.
+_OPERATOR_LIMIT = 0.2
+
+_PEERS = (KERNEL, "fa3", "cudnn", "torch_flash", "torch_cudnn")
+_BF16 = ("torch_flash", "torch_cudnn", "fa3_bf16")
+_OPERATOR = ("sdpa_fp8", "sdpa_int8", "attention_fp8", "quantize_fp8", "copy", *_BF16)
+_OPERATOR_ERRORS = ("sdpa_fp8", "sdpa_int8", "fp8_channel", "fp8_plain", "int8_plain", "fa3", "cudnn", *_BF16)
+
+
+def grid_shape(head_dim: int, length: int, causal: bool) -> Shape:
+    """16,384 tokens and a hidden size of 2048, as the FlashAttention papers measure."""
+    dims = {"B": _TOKENS // length, "H": _HIDDEN // head_dim, "S": length, "D": head_dim}
+    name = f"d{head_dim}_s{length}{'_causal' if causal else ''}"
+    return Shape(name=name, dims={**dims, "CAUSAL": 1} if causal else dims)
+
+
+def _grid(*lengths: int) -> tuple[Shape, ...]:
+    return tuple(grid_shape(d, s, c) for d in (64, 128, 256) for s in lengths for c in (False, True))
+
+
+def _shape(name: str, b: int, h: int, s: int, d: int) -> Shape:
+    return Shape(name=name, dims={"B": b, "H": h, "S": s, "D": d})
+
+
+_MISSION = _shape("mission", 1, 8, 512, 64)
+#: Shapes that do not fill a GPU, those of the task.
+SMALL = (
+    _shape("small", 1, 1, 32, 64), _MISSION, _shape("mission_b2", 2, 8, 256, 64), _shape("long", 1, 8, 2048, 64),
+)  # fmt: skip
+
+
+def _error_cells(contenders: tuple[str, ...], kinds: tuple[str, ...]) -> tuple[Cell, ...]:
+    """Errors by kind of inputs and head dim."""
+    cells = []
+    for kind in kinds:
+        for head_dim in (64, 128):
+            shape = _shape(f"accuracy_d{head_dim}_{kind.replace(' ', '_')}", 1, 8, 2048, head_dim)
+            cells.append(Cell(shape, contenders, kind, seed=1, sampled=2048, series="inputs"))
+    return tuple(cells)
+
+
+def flops(dims: Mapping[str, int]) -> float:
+    """Operations that a shape counts as: 4 B H S^2 D, half of it with a mask, as the FlashAttention papers count."""
+    config, sizes = read_dims(dims, VALUE_FORMAT)
+    full = 4.0 * sizes.batch * sizes.heads * sizes.q_len * sizes.kv_len * config.head_dim
+    return full / 2 if config.causal else full
+
+
+def _elements(dims: Mapping[str, int]) -> int:
+    config, sizes = read_dims(dims, VALUE_FORMAT)
+    return sizes.batch * sizes.heads * sizes.q_len * config.head_dim
+
+
+def peers() -> Comparison:
+    """The Hopper kernel on E4M3 codes compared with FP8 attention of other libraries; torch's in bfloat16 is shown."""
+    same_codes = tuple(name for name in _PEERS if CONTENDERS[name].same_codes)
+    lengths = tuple(
+        Cell(_shape(f"accuracy_s{s}", 1, 1, s, 128), same_codes, seed=1, sampled=512, series="length")
+        for s in (2048, 8192, 32768, 131072)
+    )
+    return Comparison(
+        name="peers",
+        what="",
+        own=(KERNEL,),
+        versus=(Versus(own=KERNEL, rivals=["fa3", "cudnn"], title="greenfast / better FP8 peer"),),
+        timed=(
+            *(Cell(shape, _PEERS, grid=True) for shape in _grid(1024, 4096, 16384)),
+            *(Cell(shape, _PEERS) for shape in SMALL),
+        ),
+        accuracy=(*_error_cells(_PEERS, ("normal", "outliers")), *lengths),
+        inputs=INPUTS,
+        session=Session,
+        flops=flops,
+        bytes_moved=lambda dims: 5 * _elements(dims),  # codes, and an output in half
+    )
+
+
+def operator() -> Comparison:
+    """greenfast.sdpa on bfloat16, quantization included, compared with bfloat16 attention of torch and others."""
+    return Comparison(
+        name="operator",
+        what="greenfast.sdpa, quantization included",
+        own=tuple(name for name in dict.fromkeys(_OPERATOR + _OPERATOR_ERRORS) if _is_own_attention(name)),
+        versus=(
+            Versus(own="sdpa_fp8", rivals=list(_BF16), title="sdpa fp8 / best bf16"),
+            Versus(own="sdpa_int8", rivals=list(_BF16), title="sdpa int8 / best bf16"),
+        ),
+        timed=tuple(
+            Cell(shape, _OPERATOR, sampled=shape.dims["S"], grid=True) for shape in _grid(512, 1024, 2048, 4096, 16384)
+        ),
+        accuracy=_error_cells(_OPERATOR_ERRORS, tuple(INPUTS)),
+        inputs=INPUTS,
+        session=Session,
+        flops=flops,
+        bytes_moved=lambda dims: 8 * _elements(dims),  # inputs and an output in bfloat16
+        host=Cell(_MISSION, ("sdpa_fp8", "attention_fp8", "torch"), sampled=1),
+        limits=Limits(error=_OPERATOR_LIMIT),
+        kernels=operator_kernels,
+        arch=_OPERATOR_ARCH,
+    )
+
+
+def _is_own_attention(name: str) -> bool:
+    return CONTENDERS[name].own and CONTENDERS[name].attention
+
+
+def operator_kernels() -> dict[str, tuple[KernelSource, LaunchFacts]]:
+    """Every kernel that ``operator`` times with its launch, by its step and shape. Needs no GPU."""
+    target = Target(_OPERATOR_ARCH)
+    found: dict[str, tuple[KernelSource, LaunchFacts]] = {}
+    for cell in operator().timed:
+        dims = cell.shape.dims
+        x = torch.empty(dims["B"], dims["H"], dims["S"], dims["D"], dtype=torch.bfloat16, device="meta")
+        name = ", ".join(f"{key}={value}" for key, value in dims.items())
+        for precision in ("fp8", "int8"):
+            config = cuda.sdpa_config(target, x.shape[3], x.dtype, precision, dims.get("CAUSAL", 0))
+            kept = replace(config, quantizes_queries=False)
+            steps = {
+                "quantize": cuda.quantize_step(x, x, x, kept),
+                "attention": cuda.attention_step(kept, cuda.sizes_of(x.shape, x.shape), 1.0, target),
+                "sdpa": cuda.sdpa_steps(x, x, x, config, 1.0, target)[1],
+            }
+            found |= {
+                f"{step} {precision}, {name}": (s.source, launch_facts(s.source, s.launch, dims))
+                for step, s in steps.items()
+            }
+    return found

@@ -1,0 +1,126 @@
+"""The inputs of a comparison: one draw of Q, K and V that all contenders read, of one of several distributions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+from torch import Generator, Tensor
+
+from greenfast.kernels.attention.config import VALUE_FORMAT, AttentionConfig, Mask, Sizes, read_dims
+from greenfast.numerics.formats import quantize
+from greenfast.spec.errors import UsageError
+
+#: Outliers as in the FlashAttention-3 paper: N(0, 1) + N(0, 100) * Bernoulli(0.001).
+_OUTLIER_SIGMA, _OUTLIER_SHARE = 10.0, 0.001
+#: Realistic inputs: their rank, and what signal, noise and the bias of a share of channels are multiplied by.
+_RANK, _SIGNAL, _NOISE = 16, 0.8, 0.3
+_BIASED_SHARE, _BIAS = 0.05, {"q": 8.0, "k": 8.0, "v": 2.0}
+_TINY = 1e-20
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One draw of q, k and v, by name: float32 values, their uint8 codes, and a float32 scale per (batch, head).
+
+    values and codes are of shape (batch * heads, length, head_dim), scales of shape (batch * heads,).
+    """
+
+    config: AttentionConfig
+    sizes: Sizes
+    values: dict[str, Tensor]
+    codes: dict[str, Tensor]
+    scales: dict[str, Tensor]
+
+    def by_batch(self, x: Tensor) -> Tensor:
+        """(batch * heads, ...) as (batch, heads, ...)."""
+        return x.view(self.sizes.batch, self.sizes.heads, *x.shape[1:])
+
+    def length_first(self, x: Tensor) -> Tensor:
+        """(batch * heads, length, head_dim) as contiguous (batch, length, heads, head_dim)."""
+        return self.by_batch(x).transpose(1, 2).contiguous()
+
+    @cached_property
+    def bfloat16(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V rounded to bfloat16, (batch, heads, length, head_dim)."""
+        q, k, v = (self.by_batch(self.values[name].bfloat16()) for name in "qkv")
+        return q, k, v
+
+
+def _uniform(x: Tensor, _: str, draw: Generator) -> Tensor:
+    return torch.rand(x.shape, generator=draw, device=x.device)
+
+
+def _outliers(x: Tensor, _: str, draw: Generator) -> Tensor:
+    large = _OUTLIER_SIGMA * torch.randn(x.shape, generator=draw, device=x.device)
+    return x + large * (torch.rand(x.shape, generator=draw, device=x.device) < _OUTLIER_SHARE)
+
+
+def _realistic(x: Tensor, name: str, draw: Generator) -> Tensor:
+    heads, length, head_dim = x.shape
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=draw, device=x.device)
+
+    whole = normal(heads, length, _RANK) @ normal(heads, _RANK, head_dim) * (_SIGNAL / math.sqrt(_RANK))
+    biased = torch.rand(heads, 1, head_dim, generator=draw, device=x.device) < _BIASED_SHARE
+    return _NOISE * x + (whole + _BIAS[name] * normal(heads, 1, head_dim) * biased)
+
+
+def _biased_keys(x: Tensor, name: str, draw: Generator) -> Tensor:
+    if name != "k":
+        return x
+    return x + 10.0 * torch.randn(x.shape[0], 1, x.shape[2], generator=draw, device=x.device)
+
+
+def _loud_key(x: Tensor, name: str, _: Generator) -> Tensor:
+    return torch.cat([100.0 * x[:, :1], x[:, 1:]], dim=1) if name == "k" else x
+
+
+_Change: TypeAlias = Callable[[Tensor, str, Generator], Tensor]
+#: Kind -> how it differs from N(0, 1), and what makes it of q, k or v drawn from N(0, 1).
+_KINDS: dict[str, tuple[str, _Change]] = {
+    "normal": ("N(0, 1)", lambda x, name, draw: x),
+    "uniform": ("all of Q, K and V from 0 to 1", _uniform),
+    "outliers": ("with N(0, 100) added to one number in a thousand", _outliers),
+    "realistic": ("of rank 16 with noise, and a bias in 5 % of the channels", _realistic),
+    "biased keys": ("with N(0, 100) for each channel added to all keys", _biased_keys),
+    "constant queries": ("with 10 added to all of Q", lambda x, name, draw: x + 10.0 if name == "q" else x),
+    "logits 4": (
+        "Q and K times 2, so that scores have a deviation of 4",
+        lambda x, name, draw: x if name == "v" else x * 2.0,
+    ),
+    "logits 8": (
+        "Q and K times 2.8, so that scores have a deviation of 8",
+        lambda x, name, draw: x if name == "v" else x * math.sqrt(8.0),
+    ),
+    "loud key": ("with the first key times 100", _loud_key),
+    "tiny": (
+        "K and V times 1e-20, Q times 1e20",
+        lambda x, name, draw: x * (1 / _TINY if name == "q" else _TINY),
+    ),
+}
+#: Kind -> how it differs from N(0, 1).
+INPUTS = {kind: text for kind, (text, _) in _KINDS.items()}
+
+
+def make_inputs(dims: Mapping[str, int], seed: int, kind: str, device: str) -> Inputs:
+    """Draw on the device from N(0, 1), changed as ``kind``, a key of INPUTS, says there.
+
+    Raises UsageError for grouped heads and unequal lengths. The draw is that of a torch.Generator of the device with
+    the seed: q, then k, then v.
+    """
+    config, sizes = read_dims(dims, VALUE_FORMAT)
+    if sizes.kv_heads != sizes.heads or sizes.kv_len != sizes.q_len or config.mask == Mask.LOWER_RIGHT:
+        raise UsageError(f"contenders are compared on equal lengths and heads, CAUSAL 0 or 1; got {dict(dims)}")
+    draw = torch.Generator(device).manual_seed(seed)
+    shape = (sizes.batch * sizes.heads, sizes.q_len, config.head_dim)
+    values, codes, scales = {}, {}, {}
+    for name in "qkv":
+        values[name] = _KINDS[kind][1](torch.randn(shape, generator=draw, device=device), name, draw)
+        codes[name], scales[name] = quantize(values[name], "e4m3")
+    return Inputs(config, sizes, values, codes, scales)

@@ -1,0 +1,84 @@
+"""Saved comparisons of contenders: read them, and tell which measured kernels are no longer today's."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from greenfast.bench.comparison import Comparison
+from greenfast.bench.record import Benchmark
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.identity import code_hash
+from greenfast.judge import records as judged
+from greenfast.judge.artifacts import RECORD
+from greenfast.judge.freshness import of_build, of_launch
+from greenfast.judge.record import BenchRecord, PhaseRecord, Record, TimedKernel
+from greenfast.judge.store import read_json
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError
+from greenfast.spec.freshness import STALE, Freshness, worst
+from greenfast.spec.kernel import KernelSource
+
+AnyRecord: TypeAlias = "Record | BenchRecord | PhaseRecord | Benchmark"
+
+
+def read_record(run: Path) -> AnyRecord:
+    """The record of any run: its folder, or its record's file; shapes under the names that the task gives them today.
+
+    Raises UsageError for anything else.
+    """
+    path = run / RECORD if run.is_dir() else run
+    record: AnyRecord = read_json(path, Record | BenchRecord | PhaseRecord | Benchmark, "record")
+    return judged.with_shape_names(record, record.task)
+
+
+def read_benchmark(run: Path) -> Benchmark:
+    """The record of a comparison of contenders, as ``read_record`` reads it; raises UsageError for any other."""
+    record = read_record(run)
+    if not isinstance(record, Benchmark):
+        raise UsageError(f"{run}: not a record of greenfast bench peers or greenfast bench operator")
+    return record
+
+
+def operator_comparison() -> Comparison:
+    """What ``greenfast bench operator`` measures."""
+    # By its name, as kernel families are loaded: what only reads records needs no PyTorch.
+    found: Comparison = importlib.import_module("greenfast.bench.attention").operator()
+    return found
+
+
+def timed_kernels(comparison: Comparison) -> dict[str, TimedKernel]:
+    """The kernels of a comparison that times another one than a task's own, by what each is for; compiles them.
+
+    Needs no GPU.
+    """
+    wanted = comparison.kernels() if comparison.kernels else {}
+    facts: dict[KernelSource, dict[str, Any]] = {}
+    for source in dict.fromkeys(source for source, _ in wanted.values()):  # many shapes share one
+        compiled = compile_kernel(source, Target(comparison.arch))
+        facts[source] = {
+            "arch": compiled.target.name,
+            "options": list(compiled.options),
+            "compiler": compiled.compiler,
+            "kernel_hash": compiled.kernel_hash,
+            "code_hash": code_hash(compiled),
+        }
+    return {name: TimedKernel(**facts[source], launch=launch) for name, (source, launch) in wanted.items()}
+
+
+def freshness(record: AnyRecord) -> Freshness:
+    """Whether a record is of today's kernels and launches, as far as this machine's compiler can tell."""
+    if not isinstance(record, Benchmark) or record.side is not None:
+        return judged.freshness(record)
+    kernels = operator_comparison().kernels
+    today = kernels() if kernels else {}
+    answers = [
+        Freshness(STALE, (f"{name} is {'not in the record' if name in today else 'timed no more'}",))
+        for name in sorted(today.keys() ^ record.kernels.keys())
+    ]
+    for name, then in record.kernels.items():
+        if name in today:
+            source, launch = today[name]
+            answers += [of_build(name, then, source), of_launch(name, then.launch, launch)]
+    return worst(answers)

@@ -1,0 +1,67 @@
+"""What attention is on a draw of inputs, in float64, and how far a contender's output is from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from greenfast.bench.comparison import Checked
+from greenfast.bench.inputs import Inputs
+from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS, attention, attention_rounding_bound
+from greenfast.numerics.formats import dequantize
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Some query rows of every head, and what attention is there; float64 (heads, rows, head_dim).
+
+    rows: (heads, rows). full: on the unquantized values. exact: on what the codes stand for. bound: how far roundings
+    can take a kernel with weights in E4M3 from ``exact``. Both are empty where no contender reads the codes.
+    """
+
+    rows: Tensor
+    full: Tensor
+    exact: Tensor
+    bound: Tensor
+
+    def check(self, out: Tensor, same_codes: bool) -> Checked:
+        """Errors of a whole output, float32 (heads, length, head_dim); same_codes: whether it is of the codes."""
+        heads = torch.arange(len(self.rows), device=out.device).unsqueeze(1)
+        found = out[heads, self.rows].double()
+        error, finite = float((found - self.full).norm() / self.full.norm()), bool(torch.isfinite(out).all())
+        if not same_codes:
+            return Checked(error, finite=finite)
+        off = (found - self.exact).abs()
+        return Checked(error, float(off.norm() / self.exact.norm()), float((off / self.bound).max()), finite)
+
+
+def reference(inputs: Inputs, count: int, *, codes: bool) -> Reference:
+    """References for up to ``count`` rows of each head, other ones in each; the first and the last are among them."""
+    config, sizes = inputs.config, inputs.sizes
+    scale, device = 1.0 / math.sqrt(config.head_dim), inputs.values["q"].device
+    generator = torch.Generator().manual_seed(sizes.q_len)
+    keys = torch.arange(sizes.kv_len, device=device)
+    rows, full, exact, bound = [], [], [], []
+    for head in range(sizes.batch * sizes.heads):
+        if count < sizes.q_len:
+            drawn = torch.randperm(sizes.q_len, generator=generator)[:count]
+            drawn[0], drawn[-1] = 0, sizes.q_len - 1
+        else:
+            drawn = torch.arange(sizes.q_len)
+        chosen = drawn.to(device)
+        mask = keys <= chosen.unsqueeze(1) if config.causal else None
+        one = slice(head, head + 1)
+        q, k, v = (inputs.values[name][one] for name in "qkv")
+        full.append(attention(q[:, chosen], k, v, scale, mask))
+        rows.append(chosen)
+        if codes:
+            q, k, v = (dequantize(inputs.codes[name][one], inputs.scales[name][one], "e4m3") for name in "qkv")
+            exact.append(attention(q[:, chosen], k, v, scale, mask))
+            bound.append(attention_rounding_bound(q[:, chosen], k, v, scale, mask, E4M3_POLYNOMIAL_WEIGHTS))
+    none = torch.empty(0, device=device)
+    return Reference(
+        torch.stack(rows), torch.cat(full), torch.cat(exact) if codes else none, torch.cat(bound) if codes else none
+    )

@@ -1,0 +1,304 @@
+"""A comparison of contenders as tables: for its report, the pages and the console."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from greenfast.bench.record import AccuracyRow, Benchmark, ContenderFacts, Row, Versus
+from greenfast.judge.report import facts, format
+from greenfast.judge.report.markdown import document, gates, provenance, resources
+from greenfast.spec.freshness import STALE, Freshness
+
+#: Bytes that quantization must move for each element: two read, one written.
+_QUANTIZE_BYTES = 3
+
+
+def ratios(rows: Sequence[Row], versus: Versus) -> dict[str, float]:
+    """By shape, the time of the fastest rival over that of own: above 1 own is faster.
+
+    Without the shapes where own or every rival has no time.
+    """
+    found = {}
+    for shape, cells in _by_shape(rows).items():
+        times = {name: row.median_us for name, row in cells.items() if row.median_us is not None}
+        rivals = [us for name, us in times.items() if name in versus.rivals]
+        if versus.own in times and rivals:
+            found[shape] = min(rivals) / times[versus.own]
+    return found
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """exp of the mean logarithm."""
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+def headline(rows: Sequence[Row], versus: Iterable[Versus]) -> str:
+    """For each ratio the geometric mean over the grid, or over what was measured of it, and the worst shape."""
+    return "; ".join(_headline(rows, one) for one in versus)
+
+
+def _headline(rows: Sequence[Row], versus: Versus) -> str:
+    found = ratios(rows, versus)
+    if not found:
+        return f"speed of {versus.title}: not timed"
+    grid = {shape: found[shape] for shape in dict.fromkeys(r.shape for r in rows if r.grid) if shape in found}
+    where, what = (grid, "of the grid") if grid else (found, "outside of the grid")
+    worst = min(where, key=lambda shape: where[shape])
+    every = len({row.shape for row in rows if row.grid == bool(grid)})
+    of = "" if len(where) == every else f" of {every}"
+    return (
+        f"speed of {versus.title}: {format.speedup(geometric_mean(list(where.values())))}, geometric mean over "
+        f"{len(where)}{of} shapes {what}; worst {worst} {format.speedup(where[worst])}"
+    )
+
+
+def reasons(record: Benchmark) -> list[str]:
+    """Why contenders have no numbers: what is missing, and on which shapes the others failed."""
+    found: dict[tuple[str, str], list[str]] = {}
+    everywhere = [(row.contender, row.reason, row.shape) for row in record.rows]
+    everywhere += [
+        (row.contender, row.reason, f"accuracy at {format.dims(row.dims)}, {row.inputs}") for row in record.accuracy
+    ]
+    for contender, reason, where in everywhere:
+        if reason:
+            found.setdefault((_label(record, contender), reason), []).append(where)
+    missing = {(c.label, c.missing) for c in record.contenders}
+    return [
+        f"{label}: {reason}" if (label, reason) in missing else f"{label} on {', '.join(shapes)}: {reason}"
+        for (label, reason), shapes in found.items()
+    ]
+
+
+def console_table(record: Benchmark) -> tuple[list[str], list[list[str]]]:
+    """(header, rows): per shape each contender's microseconds and TFLOP/s, and the ratios."""
+    shown = _columns(record, record.rows)
+    found = [ratios(record.rows, versus) for versus in record.versus]
+    lines = [
+        [shape, *(_console_cell(cells.get(c.name)) for c in shown), *(_speedup(ratio, shape) for ratio in found)]
+        for shape, cells in _by_shape(record.rows).items()
+    ]
+    return ["shape", *(c.label for c in shown), *(versus.title for versus in record.versus)], lines
+
+
+def _console_cell(row: Row | None) -> str:
+    if row is None or row.median_us is None or row.tflops is None:
+        return format.NONE
+    return f"{format.micros(row.median_us)} µs {row.tflops:.0f}"
+
+
+def summary(record: Benchmark) -> str:
+    """The headline, all tables, and the reasons where numbers are missing."""
+    grid, small = ([row for row in record.rows if row.grid == wanted] for wanted in (True, False))
+    by_inputs, by_length = ([r for r in record.accuracy if r.series == series] for series in ("inputs", "length"))
+    said = reasons(record)
+    parts = (
+        f"{_capitalized(headline(record.rows, record.versus))}. {clocks_line(record)}".strip(),
+        _lengths_table(record, grid),
+        _times_table(record, grid, _rate, "TFLOP/s, counted as 4·B·H·S²·D, half of it with a mask"),
+        _times_table(
+            record, small, _micros, "Small shapes, µs per call; warm: all data of a call lie in L2 from the call before"
+        ),
+        _quantize_table(record),
+        _host_table(record),
+        _error_table(
+            record, by_inputs, lambda row: (row.inputs, _sizes(row.dims)), lambda row: row.error,
+            ("inputs", "B, H, S, D"),
+            "Relative error of the output (Frobenius) against attention on the inputs before any rounding",
+        ),
+        _inputs_line(record),
+        _error_table(
+            record, by_length, lambda row: (str(row.dims["S"]),), lambda row: row.kernel_error, ("S",),
+            "Error of the kernel alone, against exact arithmetic on the same codes, by length "
+            + (f"(D={by_length[0].dims['D']}, one head, {by_length[0].sampled} of its query rows)" if by_length else "")
+        ),
+        format.bullets(said),
+    )  # fmt: skip
+    return "\n\n".join(part for part in parts if part)
+
+
+def section(record: Benchmark, path: str, answer: Freshness | None = None) -> str:
+    """What a page says: provenance and summary, or for a record whose kernels are not today's no number."""
+    if answer and answer.status == STALE:
+        return f"The measurement in [{path}]({path}) is {answer}."
+    own = f"greenfast {record.package_version}"
+    versions = dict.fromkeys(c.version for c in record.contenders if c.version not in ("", own))
+    return (
+        f"Measured: {record.what}, compared with other libraries, interleaved in one run on {facts.device(record)}; "
+        f"{record.created[:10]}; commit {facts.commit(record)}; {', '.join(versions)}; "
+        f"[record]({path}).\n\n{summary(record)}"
+    )
+
+
+def benchmark_report(record: Benchmark, *, plot: str | None = None) -> str:
+    """The whole report. ``plot`` is the path of a figure of this record, relative to where the report will stand."""
+    picture = f"![throughput and times of all contenders]({plot})\n\n" if plot else ""
+    sections = [
+        ("Summary", picture + summary(record)),
+        ("Gates", gates(record)),
+        ("Times", _samples_table(record)),
+        *([("Compiler resources", resources(record))] if record.side else []),
+        *provenance(record),
+    ]
+    return document(f"{record.what}, compared with other libraries", sections)
+
+
+def clocks_line(record: Benchmark) -> str:
+    """The range of clocks and temperatures, where the driver tells them: a hot board is a slow one."""
+    ranges = [
+        f"{name} {record.clocks[f'{key}_min']:.0f} to {record.clocks[f'{key}_max']:.0f} {unit}"
+        for key, name, unit in (("sm_mhz", "SM clock", "MHz"), ("temperature_c", "temperature", "°C"))
+        if f"{key}_min" in record.clocks
+    ]
+    return f"{', '.join(ranges)}." if ranges else ""
+
+
+def _samples_table(record: Benchmark) -> str:
+    """Every contender on every shape, with the spread of its rounds and the clocks."""
+    numbers = ("median µs", "p25 µs", "p75 µs", "TFLOP/s", "error", "kernel error")
+    lines = [
+        (
+            row.shape,
+            _label(record, row.contender),
+            *(format.NONE if us is None else format.micros(us) for us in (row.median_us, row.p25_us, row.p75_us)),
+            format.NONE if row.tflops is None else f"{row.tflops:.1f}",
+            format.error(row.error),
+            format.error(row.kernel_error),
+            f"{row.rounds} x {row.calls}" if row.rounds else format.NONE,
+            row.cache,
+            ", ".join(f"{name} {value:.0f}" for name, value in row.clocks.items()),
+            row.reason,
+        )
+        for row in record.rows
+    ]
+    header = ("shape", "contender", *numbers, "rounds x calls", "L2", "clocks", "reason")
+    return (
+        f"{format.table(header, lines, right=numbers)}\n\nA time is that of a replay of a captured CUDA graph of N "
+        "calls, divided by N; a round replays each contender's graph once, in an order that moves on. Inputs are drawn "
+        "from N(0, 1) on the GPU by a torch.Generator with seed 0; codes that a contender reads, and bfloat16, are "
+        "made of them before the timing. error: relative (Frobenius), against attention in float64 on the draw, over "
+        "rows of every head; kernel error: against exact arithmetic on the codes, for contenders that read them."
+    )
+
+
+def _by_shape(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(row.shape, {})[row.contender] = row
+    return found
+
+
+def _label(record: Benchmark, name: str) -> str:
+    return next((c.label for c in record.contenders if c.name == name), name)
+
+
+def _columns(record: Benchmark, rows: Sequence[Row]) -> list[ContenderFacts]:
+    """The contenders of these rows that compute a whole attention, or have a reason why they do not."""
+    names = {row.contender for row in rows if row.tflops is not None or row.reason}
+    return [c for c in record.contenders if c.name in names]
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _sizes(dims: Mapping[str, int]) -> str:
+    return ", ".join(str(dims[name]) for name in "BHSD")
+
+
+def _speedup(found: Mapping[str, float], shape: str) -> str:
+    return format.speedup(found[shape]) if shape in found else format.NONE
+
+
+def _rate(row: Row | None) -> str:
+    return format.NONE if row is None or row.tflops is None else f"{row.tflops:.0f}"
+
+
+def _micros(row: Row | None) -> str:
+    return format.NONE if row is None or row.median_us is None else format.micros(row.median_us)
+
+
+def _times_table(record: Benchmark, rows: Sequence[Row], value: Callable[[Row | None], str], text: str) -> str:
+    """A row per shape with a value per contender and the ratios; empty without rows."""
+    if not rows:
+        return ""
+    shown, found = _columns(record, rows), [ratios(rows, versus) for versus in record.versus]
+    lines = []
+    for shape, cells in _by_shape(rows).items():
+        first = next(iter(cells.values()))
+        where = [_sizes(first.dims), "causal" if first.dims.get("CAUSAL") else "full"]
+        if not first.grid:
+            where = [f"{shape} ({where[0]})", first.cache]
+        lines.append((*where, *(value(cells.get(c.name)) for c in shown), *(_speedup(one, shape) for one in found)))
+    numbers = [*(c.label for c in shown), *(versus.title for versus in record.versus)]
+    lead = ("B, H, S, D", "mask") if rows[0].grid else ("shape (B, H, S, D)", "L2")
+    return f"{text}:\n\n{format.table((*lead, *numbers), lines, right=numbers)}"
+
+
+def _lengths_table(record: Benchmark, rows: Sequence[Row]) -> str:
+    """The ratios by length and mask, geometric means over head dims."""
+    if not rows:
+        return ""
+    of = {row.shape: (row.dims["S"], row.dims.get("CAUSAL", 0)) for row in rows}
+    head_dims = ", ".join(map(str, sorted({row.dims["D"] for row in rows})))
+    cells: dict[tuple[int, str], list[float]] = {}
+    for versus in record.versus:
+        for shape, ratio in ratios(rows, versus).items():
+            length, causal = of[shape]
+            cells.setdefault((length, f"{versus.title}, {'causal' if causal else 'full'}"), []).append(ratio)
+    names = list(dict.fromkeys(name for _, name in cells))
+    lines = [
+        (str(s), *(format.speedup(geometric_mean(cells[s, n])) if (s, n) in cells else format.NONE for n in names))
+        for s in dict.fromkeys(length for length, _ in of.values())
+    ]
+    table = format.table(("S", *names), lines, right=names)
+    return f"Speed by length and mask, geometric mean over head dims {head_dims}:\n\n{table}"
+
+
+def _quantize_table(record: Benchmark) -> str:
+    """Bandwidth of the quantization, its three bytes for each element counted, and of a copy of as many bytes."""
+    lines = []
+    for cells in _by_shape(record.rows).values():
+        row, copy = cells.get("quantize_fp8"), cells.get("copy")
+        if row is None or row.median_us is None or row.dims.get("CAUSAL"):
+            continue
+        rate = _QUANTIZE_BYTES * 3 * math.prod(row.dims[d] for d in "BHSD") / row.median_us / 1e6
+        share = f"{100 * copy.median_us / row.median_us:.0f} %" if copy and copy.median_us else format.NONE
+        lines.append((_sizes(row.dims), format.micros(row.median_us), f"{rate:.2f}", share))
+    if not lines:
+        return ""
+    header = ("B, H, S, D", "µs", "TB/s", "of a copy's bandwidth")
+    return (
+        "Quantization of Q, K and V alone, counting the three bytes that each element must move, and a copy of as "
+        f"many:\n\n{format.table(header, lines, right=header[1:])}"
+    )
+
+
+def _host_table(record: Benchmark) -> str:
+    if not record.host:
+        return ""
+    header = ("contender", "median µs", "least µs")
+    lines = [(_label(record, r.contender), f"{r.median_us:.1f}", f"{r.least_us:.1f}") for r in record.host]
+    return (
+        f"Host time of an eager call at {format.dims(record.host[0].dims)}:\n\n"
+        f"{format.table(header, lines, right=header[1:])}"
+    )
+
+
+def _error_table(
+    record: Benchmark, rows: Sequence[AccuracyRow], key: Callable[[AccuracyRow], tuple[str, ...]],
+    value: Callable[[AccuracyRow], float | None], header: tuple[str, ...], text: str,
+) -> str:  # fmt: skip
+    """Errors with a column per contender; empty without rows."""
+    if not rows:
+        return ""
+    found = {(key(row), row.contender): value(row) for row in rows}
+    shown = [c for c in record.contenders if c.name in {row.contender for row in rows}]
+    lines = [(*at, *(format.error(found.get((at, c.name))) for c in shown)) for at in dict.fromkeys(map(key, rows))]
+    labels = [c.label for c in shown]
+    return f"{text}:\n\n{format.table((*header, *labels), lines, right=labels)}"
+
+
+def _inputs_line(record: Benchmark) -> str:
+    kinds = [f"*{kind}* {text}" for kind, text in record.inputs.items() if kind != "normal"]
+    return f"Inputs are N(0, 1), or {'; '.join(kinds)}." if kinds else ""

@@ -1,0 +1,156 @@
+"""Synthetic records of comparisons; numbers in them are distinct, so that a swapped column shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from greenfast.bench.contenders import KERNEL
+from greenfast.bench.record import AccuracyRow, Benchmark, ContenderFacts, HostRow, Row, Versus
+from greenfast.judge.record import GateResult, Side, TimedKernel
+from greenfast.spec.facts import LaunchFacts
+from tests.judge.report.records import build, record
+
+CONTENDERS = [
+    ContenderFacts(name=KERNEL, label="greenfast FP8", precision="fp8", version="greenfast 0.1.0"),
+    ContenderFacts(name="fa3", label="FA3 FP8", precision="fp8", version="fa3-fwd 0.0.3"),
+    ContenderFacts(name="cudnn", label="cuDNN FP8", precision="fp8", missing="no module cudnn"),
+    ContenderFacts(name="torch_flash", label="torch flash bf16", precision="bf16", version="torch 2.11.0"),
+]
+VERSUS = Versus(own=KERNEL, rivals=["fa3", "cudnn"], title="greenfast / better FP8 peer")
+GRID = {
+    "d64_s1024": {"B": 16, "H": 32, "S": 1024, "D": 64},
+    "d64_s1024_causal": {"B": 16, "H": 32, "S": 1024, "D": 64, "CAUSAL": 1},
+}
+SMALL = {"mission": {"B": 1, "H": 8, "S": 512, "D": 64}}
+
+
+def row(shape: str, contender: str, us: float | None, **changes: Any) -> Row:
+    dims = {**GRID, **SMALL}[shape]
+    fields: dict[str, Any] = {
+        "shape": shape,
+        "dims": dims,
+        "grid": shape in GRID,
+        "contender": contender,
+        "cache": "beyond L2" if shape in GRID else "warm",
+        "error": 0.0531,
+        "kernel_error": 0.0212 if contender == KERNEL else None,
+    }
+    if us is not None:
+        fields |= {"median_us": us, "p25_us": 0.98 * us, "p75_us": 1.03 * us, "rounds": 31, "calls": 13,
+                   "tflops": 1e5 / us, "clocks": {"sm_mhz": 1755.0}}  # fmt: skip
+    return Row(**(fields | changes))
+
+
+def rows() -> list[Row]:
+    absent = {"reason": "no module cudnn", "error": None}
+    return [
+        row("d64_s1024", KERNEL, 100.0),
+        row("d64_s1024", "fa3", 125.0),
+        row("d64_s1024", "cudnn", None, **absent),
+        row("d64_s1024", "torch_flash", 80.0),
+        row("d64_s1024_causal", KERNEL, 200.0),
+        row("d64_s1024_causal", "fa3", 160.0),
+        row("d64_s1024_causal", "cudnn", None, **absent),
+        row("d64_s1024_causal", "torch_flash", None, reason="RuntimeError: out of luck"),
+        row("mission", KERNEL, 5.5),
+        row("mission", "fa3", 11.0),
+        row("mission", "cudnn", None, **absent),
+        row("mission", "torch_flash", 9.9),
+    ]
+
+
+def accuracy() -> list[AccuracyRow]:
+    found = []
+    for n, kind in enumerate(("normal", "outliers")):
+        for m, contender in enumerate((KERNEL, "fa3")):
+            found.append(
+                AccuracyRow(
+                    series="inputs", inputs=kind, dims={"B": 1, "H": 8, "S": 2048, "D": 128}, contender=contender,
+                    sampled=2048, error=0.051 + 0.001 * n + 0.0003 * m, kernel_error=0.02,
+                )
+            )  # fmt: skip
+    for n, s in enumerate((2048, 131072)):
+        for m, contender in enumerate((KERNEL, "fa3")):
+            found.append(
+                AccuracyRow(
+                    series="length", inputs="normal", dims={"B": 1, "H": 1, "S": s, "D": 128}, contender=contender,
+                    sampled=512, error=0.05, kernel_error=0.021 + 0.003 * n + 0.01 * m,
+                )
+            )  # fmt: skip
+    return found
+
+
+def peers_record(**changes: Any) -> Benchmark:
+    base = record()
+    fields: dict[str, Any] = {
+        "created": base.created,
+        "task": "fp8_attention",
+        "format": "e4m3",
+        "arch": "sm_90a",
+        "command": "greenfast bench peers",
+        "package_version": base.package_version,
+        "gates": [GateResult(gate="CORRECTNESS", status="PASS", summary="all of them")],
+        "git": base.git,
+        "device": base.device,
+        "side": Side(variant="hopper", toggles={"USE_WGMMA": 1}, builds=[build("fp8_attention", 168, 230000, {})]),
+        "comparison": "peers",
+        "what": "fp8_attention: hopper",
+        "own": [KERNEL],
+        "versus": [VERSUS],
+        "contenders": CONTENDERS,
+        "rows": rows(),
+        "accuracy": accuracy(),
+    }
+    return Benchmark(**(fields | changes))
+
+
+TIMED = TimedKernel(
+    arch="sm_90a",
+    options=["-std=c++17"],
+    compiler="NVRTC 13.0.88",
+    kernel_hash="hash-sdpa",
+    code_hash="code-sdpa",
+    launch=LaunchFacts(
+        dims=GRID["d64_s1024"], grid=(132, 1, 1), block=(384, 1, 1), dynamic_smem_bytes=230000, cluster=(1, 1, 1),
+        early=False, arguments="buffer 0; int32 1024",
+    ),
+)  # fmt: skip
+OPERATOR = {
+    "sdpa_fp8": 100.0, "sdpa_int8": 125.0, "quantize_fp8": 20.0, "copy": 15.0, "attention_fp8": 80.0,
+    "torch_flash": 300.0, "torch_cudnn": 150.0,
+}  # fmt: skip
+OPERATOR_DIMS = {"B": 1, "H": 16, "S": 4096, "D": 128}
+
+
+def operator_record(**clocks: float) -> Benchmark:
+    rivals = ["torch_flash", "torch_cudnn"]
+    shapes = {"d128_s4096": OPERATOR_DIMS, "d128_s4096_causal": {**OPERATOR_DIMS, "CAUSAL": 1}}
+    return peers_record(
+        comparison="operator",
+        what="greenfast.sdpa",
+        command="greenfast bench operator",
+        own=["sdpa_fp8", "sdpa_int8"],
+        versus=[Versus(own=f"sdpa_{x}", rivals=rivals, title=f"sdpa {x} / best bf16") for x in ("fp8", "int8")],
+        contenders=[
+            ContenderFacts(name=name, label=name.replace("_", " "), precision="fp8") for name in [*OPERATOR, "fa3"]
+        ],
+        rows=[
+            Row(
+                shape=shape, dims=dims, grid=True, contender=name, cache="beyond L2", median_us=us, p25_us=us,
+                p75_us=us, tflops=None if name in ("copy", "quantize_fp8") else 1e5 / us, rounds=9, calls=1,
+            )
+            for shape, dims in shapes.items()
+            for name, us in OPERATOR.items()
+        ],
+        host=[HostRow(contender="torch_flash", dims=OPERATOR_DIMS, median_us=16.0, least_us=15.0, batches=2, calls=3)],
+        accuracy=[
+            AccuracyRow(
+                series="inputs", inputs=kind, dims=OPERATOR_DIMS, contender="sdpa_fp8", sampled=4096, error=error
+            )
+            for kind, error in (("normal", 0.05), ("tiny", 0.06))
+        ],
+        inputs={"normal": "N(0, 1)", "tiny": "K and V times 1e-20"},
+        clocks=clocks,
+        side=None,
+        kernels={"sdpa fp8": TIMED},
+    )  # fmt: skip
