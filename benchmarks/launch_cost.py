@@ -1,10 +1,10 @@
-"""What one launch through the runtime costs the host, and where it goes. Needs a GPU.
+"""What one launch through the runtime costs the host. Needs a GPU.
 
 python benchmarks/launch_cost.py [--device 0] [--batches 200] [--json FILE]
 
 Each way of launching is timed over batches of launches that are queued without waiting. The queue is empty when a batch
-begins and holds far more launches than a batch has, so the host never waits for the device inside one. The ways take
-turns, a batch each, so that a drift of the clock meets them all. The kernel is stage2 on shape small.
+begins and holds far more launches than a batch has, so the host never waits for the device inside one. The ways are
+interleaved, a batch each, so that a drift of the clock meets them all. The kernel is stage2 on shape small.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from cuda.bindings import driver
-from cuda.core import LaunchConfig, launch
 
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.gpu import Bound, Gpu, KernelImage
-from greenfast.device.gpu import check as checked
 from greenfast.judge.environment import git_state, package_versions
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.store import to_json, write_whole
@@ -38,7 +35,6 @@ AIM_US = 10.0
 VARIANT, SHAPE = "stage2", "small"
 LAUNCHES = 100  # per batch; the driver's queue takes about a thousand before a launch waits
 WARMUP_BATCHES = 5
-_C_TYPES: dict[type, str] = {int: "void*", np.int32: "int", np.int64: "long long", np.float32: "float"}
 
 
 @dataclass(frozen=True)
@@ -51,9 +47,9 @@ class Cost:
     p90_us: float
 
 
-def empty_image(target: Target, parameters: str) -> KernelImage:
-    """A kernel that does nothing, with these parameters."""
-    source = KernelSource("empty", f'extern "C" __global__ void empty({parameters}) {{}}\n', "empty.cu", (), (32, 1, 1))
+def empty_image(target: Target) -> KernelImage:
+    """A kernel that does nothing."""
+    source = KernelSource("empty", 'extern "C" __global__ void empty() {}\n', "empty.cu", (), (32, 1, 1))
     return KernelImage(compile_kernel(source, target).cubin, source.entry, source.block, 0)
 
 
@@ -65,37 +61,6 @@ def bind(gpu: Gpu, target: Target) -> Bound:
     side = build_side("timed", task.family, config.variant(VARIANT), fmt, [shape], target)
     case = task.problem.make_case(shape.dims, config.seeds[0], fmt)
     return gpu.bind(side.image(shape.name), side.launches[shape.name], case)
-
-
-class Packed:
-    """A launch by the bare driver call, its arguments packed once: what no wrapper can go below."""
-
-    def __init__(self, gpu: Gpu, bound: Bound) -> None:
-        # Bound's own pieces, so that this is the same launch.
-        config = bound._config
-        self._stream = gpu.stream.handle
-        self._values = [
-            np.array([value], dtype=np.uint64 if isinstance(value, int) else value.dtype) for value in bound._args
-        ]
-        self._addresses = np.array([value.ctypes.data for value in self._values], dtype=np.uint64)
-        self._call = (
-            driver.CUfunction(int(bound._kernel.handle)),
-            *config.grid,
-            *config.block,
-            config.shmem_size,
-            self._stream,
-            self._addresses.ctypes.data,
-            0,
-        )
-
-    def launch(self) -> None:
-        """Queue one launch."""
-        driver.cuLaunchKernel(*self._call)
-
-    def check(self) -> None:
-        """Launch once and wait; raises MachineError where that fails: a wrong launch must not pass for a fast one."""
-        checked(driver.cuLaunchKernel(*self._call))
-        checked(driver.cuStreamSynchronize(self._stream))
 
 
 def measure(gpu: Gpu, ways: dict[str, Callable[[], None]], batches: int) -> list[Cost]:
@@ -119,26 +84,17 @@ def measure(gpu: Gpu, ways: dict[str, Callable[[], None]], batches: int) -> list
     return [Cost(what, *(round(float(np.quantile(us, q)), 3) for q in (0.5, 0.1, 0.9))) for what, us in samples.items()]
 
 
-def ways_to_launch(gpu: Gpu, bound: Bound, target: Target) -> dict[str, Callable[[], None]]:
-    """The launch that the runtime makes, and its parts."""
-    config, kernel, args = bound._config, bound._kernel, bound._args
-    few = LaunchConfig(grid=1, block=32)
-    none = gpu.load(empty_image(target, ""))
-    same = gpu.load(empty_image(target, ", ".join(_C_TYPES[type(arg)] for arg in args)))
-    packed = Packed(gpu, bound)
-    packed.check()
+def ways_to_launch(bound: Bound, empty: Bound) -> dict[str, Callable[[], None]]:
+    """The launch that the runtime makes, one that needs least of it, and the loop alone."""
     return {
         "Bound.launch": bound.launch,
-        "cuda.core.launch": lambda: launch(gpu.stream, config, kernel, *args),
-        "cuda.core.launch, empty kernel, same arguments": lambda: launch(gpu.stream, few, same, *args),
-        "cuda.core.launch, empty kernel, no arguments": lambda: launch(gpu.stream, few, none),
-        "cuLaunchKernel, arguments packed once": packed.launch,
+        "Bound.launch, empty kernel, no arguments": empty.launch,
         "a Python call that does nothing": lambda: None,
     }
 
 
 def main() -> None:
-    """Print the cost of each way and what the differences say; exit 3 without a GPU."""
+    """Print the cost of each way; exit 3 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", type=int, default=0, metavar="N", help="the GPU's number (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=200, metavar="N", help="timed batches (default: %(default)s)")
@@ -150,23 +106,15 @@ def main() -> None:
         gpu = Gpu(args.device)
         target = Target.of_device(gpu.capability)
         bound = bind(gpu, target)
-        costs = measure(gpu, ways_to_launch(gpu, bound, target), args.batches)
-        empty = gpu.bind(empty_image(target, ""), Launch((1, 1, 1), ()), Case({}, {}))
+        empty = gpu.bind(empty_image(target), Launch((1, 1, 1), ()), Case({}, {}))
+        costs = measure(gpu, ways_to_launch(bound, empty), args.batches)
         device_us = {
             what: statistics.median(gpu.time(timed, 20, 200, cold=False))
             for what, timed in ((f"{VARIANT} on {SHAPE}", bound), ("an empty kernel, the least that shows", empty))
         }
     except GreenfastError as e:
         parser.exit(e.exit_code, f"launch_cost measures launches on a GPU: {e}\n")
-    by_name = {cost.what: cost.median_us for cost in costs}
-    runtime, core, same, none, raw, nothing = by_name.values()
-    parts = {
-        "cuLaunchKernel": raw - nothing,
-        "the arguments (empty kernels, with less without)": same - none,
-        "the rest of cuda.core.launch": (core - raw) - (same - none),
-        "Bound.launch around it": runtime - core,
-        "the loop and a Python call": nothing,
-    }
+    runtime = costs[0].median_us
     info = gpu.info()
     print(
         f"{info.name}, driver {info.driver}; {VARIANT} on {SHAPE}, {LAUNCHES} launches a batch, {args.batches} batches"
@@ -174,9 +122,6 @@ def main() -> None:
     print(f"\n{'host time of one launch, µs':48} {'median':>7} {'p10':>7} {'p90':>7}")
     for cost in costs:
         print(f"{cost.what:48} {cost.median_us:7.2f} {cost.p10_us:7.2f} {cost.p90_us:7.2f}")
-    print(f"\n{'where it goes, µs':60}")
-    for what, us in parts.items():
-        print(f"{what:60} {us:7.2f}")
     held = "within" if runtime <= AIM_US else "OVER"
     print(f"\nBound.launch: {runtime:.2f} µs, {held} the aim of {AIM_US:.0f} µs")
     for what, us in device_us.items():
@@ -194,7 +139,6 @@ def main() -> None:
             "batches": args.batches,
             "aim_us": AIM_US,
             "costs": [asdict(cost) for cost in costs],
-            "parts_us": {what: round(us, 3) for what, us in parts.items()},
             "device_us": {what: round(us, 3) for what, us in device_us.items()},
         }
         write_whole(args.json, to_json(result))

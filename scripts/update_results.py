@@ -139,7 +139,7 @@ def _readme(root: Path, records: Evidence) -> dict[Path, str]:
     drawn = picture.read_text(encoding="utf-8") if picture.is_file() else ""
     if f"{DESCRIPTION}{numbers_digest(measured, peers)}" not in drawn:
         drawn = speed_picture(measured, peers)
-    table, aged = gains_table(measured), worst([shown(operator_freshness(measured)), shown(freshness(peers))])
+    table, aged = gains_table(measured), worst([shown(freshness(measured)), shown(freshness(peers))])
     if aged.status != CURRENT:
         table += "\n\nKernels have changed since these numbers, or the ones in the picture, were measured."
     return {page: fill(page.read_text(encoding="utf-8"), "speed", table, README), picture: drawn}

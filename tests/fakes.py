@@ -43,7 +43,7 @@ CLOCK_MHZ = 2040.0
 class HostDriver:
     """The driver's memory calls on host memory; an access outside of an allocation is an illegal address."""
 
-    class CUresult(enum.Enum):
+    class CUresult(enum.IntEnum):
         CUDA_SUCCESS = 0
         CUDA_ERROR_ILLEGAL_ADDRESS = 700
 
@@ -65,9 +65,6 @@ class HostDriver:
             return (self.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
         act()
         return (self._ok,)
-
-    def cuGetErrorName(self, status: Any) -> tuple[Any, bytes]:  # noqa: N802
-        return self._ok, str(status.name).encode()
 
     def cuMemAlloc(self, nbytes: int) -> tuple[Any, int]:  # noqa: N802
         block = ctypes.create_string_buffer(nbytes)
@@ -247,8 +244,16 @@ class HostKernel:
             call.write(PHASE_BUFFER, cycles.tobytes())
 
 
-def _launch(stream: object, config: object, kernel: HostKernel, *args: Any) -> None:
-    kernel(args)
+class HostLaunch:
+    """A launch of a kernel that is Python, in the place of ``Prepared``."""
+
+    def __init__(self, kernel: HostKernel, block: object, smem: int, plan: Launch, pointers: Mapping[str, int],
+                 stream: int, name: str) -> None:  # fmt: skip
+        self._kernel = kernel
+        self._args = [pointers[a] if isinstance(a, str) else a for a in plan.args]
+
+    def __call__(self) -> None:
+        self._kernel(self._args)
 
 
 class FakeGpu:
@@ -260,7 +265,7 @@ class FakeGpu:
         self._drift = device.rng.standard_normal()
         self._next: tuple[Launch, str]
         self._on: dict[int, tuple[KernelImage, str]] = {}
-        self.stream = SimpleNamespace(sync=lambda: None, handle=None)
+        self.stream = SimpleNamespace(sync=lambda: None, handle=0)
 
     def info(self) -> DeviceInfo:
         info = self._device.request.device
@@ -335,7 +340,7 @@ _ASKING = ("judge.environment", "cli.warmup")
 def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
     """Put the fake device in the place of the GPU of this machine, if it has one."""
     monkeypatch.setattr("greenfast.device.gpu.driver", device.memory)
-    monkeypatch.setattr("greenfast.device.gpu.launch", _launch)
+    monkeypatch.setattr("greenfast.device.gpu.Prepared", HostLaunch)
     for module in _ASKING:
         monkeypatch.setattr(f"greenfast.{module}.device_count", lambda: 1)
 

@@ -164,10 +164,10 @@ def test_the_comparison_of_emulator_and_gpu_is_of_todays_kernels() -> None:
 
 def test_the_readme_states_the_measured_errors() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
-    rows = [row for row in read_operator_record(ROOT / update_results.OPERATOR_RECORD).errors if row.inputs == "normal"]
+    record = read_benchmark(ROOT / update_results.OPERATOR_RECORD)
+    rows = [row for row in record.accuracy if row.inputs == "normal"]
     fp8, int8, bf16 = (
-        max(row.error or 0.0 for row in rows if row.call == call)
-        for call in ("sdpa fp8", "sdpa int8", "torch cuDNN bf16")
+        max(row.error or 0.0 for row in rows if row.contender == name) for name in ("sdpa_fp8", "sdpa_int8", "torch")
     )
     assert f'error of {fp8:.1%} ({int8:.1%} with `precision="int8"`), where bfloat16 has {bf16:.1%}.' == next(
         iter(re.findall(r"error of .*? has [\d.]+ ?%\.", text)), ""

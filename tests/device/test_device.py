@@ -10,7 +10,8 @@ import pytest
 import torch
 from cuda.bindings import driver
 
-from greenfast.device.gpu import GUARD_BYTES, Gpu, GuardedBuffer, check, device_count
+from greenfast.device.gpu import GUARD_BYTES, Gpu, GuardedBuffer, device_count
+from greenfast.device.prepared import check
 from greenfast.device.session import same_bits
 from greenfast.spec.errors import MachineError
 from tests.fakes import HostDriver

@@ -72,7 +72,7 @@ def test_a_wrong_kernel_is_found_out(session: Session) -> None:
     assert (right.bound_ratio or 9) <= 1
     assert session.time(7).changed == []
     # A softmax of another scale, and half of the heads.
-    scaled = replace(plan, args=(*plan.args[:-1], np.float32(0.2)))
+    scaled = replace(plan, args=tuple(np.float32(0.2) if isinstance(a, np.float32) else a for a in plan.args))
     session.open(cell, (image, scaled))
     assert (session.add(KERNEL, False).kernel_error or 0) > 0.03
     fewer = replace(plan, args=tuple(np.int32(4) if i == 8 else a for i, a in enumerate(plan.args)))

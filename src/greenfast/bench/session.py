@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from cuda.core import LaunchConfig, Stream, launch
 from torch import Tensor
 
 from greenfast.bench.comparison import Cell, Checked, Facts, Timed
@@ -24,10 +23,11 @@ from greenfast.bench.graphs import Captured, call_us, capture, order, queue_inte
 from greenfast.bench.inputs import Inputs, make_inputs
 from greenfast.bench.record import HostRow
 from greenfast.bench.references import Reference, reference
-from greenfast.device.gpu import Gpu, KernelImage, tensor_map
+from greenfast.device.gpu import Gpu, KernelImage
+from greenfast.device.prepared import Prepared
 from greenfast.numerics.codes import transposed_values
 from greenfast.spec.errors import MachineError
-from greenfast.spec.kernel import Launch, TensorMap
+from greenfast.spec.kernel import Launch
 
 #: An output of another library that is further off than this is no attention but a call that went wrong.
 _WRONG = 0.25
@@ -173,20 +173,18 @@ class Session:
         buffers["out"] = out
         _poison(out)
 
-        def argument(a: Any) -> Any:
-            if isinstance(a, TensorMap):
-                return tensor_map(a, buffers[a.buffer].data_ptr())
-            return buffers[a].data_ptr() if isinstance(a, str) else a
-
+        pointers = {name: x.data_ptr() for name, x in buffers.items()}
+        launches: dict[int, Prepared] = {}  # by stream: a graph is captured on another
         torch.cuda.synchronize()
-        arguments = [argument(a) for a in plan.args]
-        config = LaunchConfig(grid=plan.grid, block=image.block, shmem_size=image.dynamic_smem_bytes)
         shaped = inputs.by_batch(out)
 
         # The buffers are an argument so that they live as long as the call.
         def call(keep: Any = buffers) -> Tensor:
-            stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-            launch(stream, config, kernel, *arguments)
+            stream = torch.cuda.current_stream().cuda_stream
+            if stream not in launches:
+                block, smem = image.block, image.dynamic_smem_bytes
+                launches[stream] = Prepared(kernel, block, smem, plan, pointers, stream, name=image.entry)
+            launches[stream]()
             return shaped
 
         return Ready(call)

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
-from cuda.core import (
-    Device,
-    EventOptions,
-    LaunchConfig,
-    ObjectCode,
-    TensorMapDescriptor,
-    TensorMapDescriptorOptions,
-    launch,
-    system,
-)
-from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # in 1.2 no public module exports them
-from cuda.core.utils import StridedMemoryView
+from cuda.core import Device, EventOptions, ObjectCode, system
 
 from greenfast.device.compiler import compile_kernel
+from greenfast.device.prepared import Prepared, check
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import MachineError, UsageError
+from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import DeviceInfo
-from greenfast.spec.kernel import PHASE_BUFFER, Argument, KernelSource, Launch, TensorMap
+from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
 from greenfast.spec.problem import Array, Case, OutputSpec
 
 #: Bytes in front of and behind every buffer. They and unwritten outputs hold 0xFF: NaN as float32, float16 and E4M3.
@@ -59,15 +48,6 @@ class KernelImage:
     dynamic_smem_bytes: int
     phases: tuple[str, ...] = ()
     ptx: str = ""
-
-
-def check(result: tuple[Any, ...]) -> Any:
-    """The value of a driver call; raises MachineError with the error's name where it failed."""
-    status, *values = result
-    if status != driver.CUresult.CUDA_SUCCESS:
-        _, name = driver.cuGetErrorName(status)
-        raise MachineError(f"CUDA: {name.decode() if name else status}")
-    return values[0] if len(values) == 1 else values
 
 
 def device_count() -> int:
@@ -144,45 +124,12 @@ class GuardedBuffer:
         check(driver.cuMemFree(self._base))
 
 
-@dataclass(frozen=True)
-class _DeviceArray:
-    """Device memory as an array, in the protocol that cuda.core reads."""
-
-    pointer: int
-    layout: TensorMap
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": self.layout.shape,
-            "strides": self.layout.strides,
-            "typestr": np.dtype(self.layout.dtype).str,
-            "data": (self.pointer, False),
-            "version": 3,
-        }
-
-
-def tensor_map(layout: TensorMap, pointer: int) -> TensorMapDescriptor:
-    """The descriptor of device memory at ``pointer``, ready to be an argument of a launch."""
-    options = TensorMapDescriptorOptions(
-        box_dim=layout.box,
-        swizzle=TensorMapSwizzle[f"SWIZZLE_{layout.swizzle}B" if layout.swizzle else "NONE"],
-        l2_promotion=TensorMapL2Promotion.L2_128B,
-    )
-    view = StridedMemoryView.from_cuda_array_interface(_DeviceArray(pointer, layout), stream_ptr=-1)
-    return view.as_tensor_map(options=options)
-
-
 class Bound:
     """A kernel bound to one case in fresh device memory, ready to launch."""
 
     def __init__(self, gpu: Gpu, image: KernelImage, plan: Launch, case: Case) -> None:
         self._gpu = gpu
         self._case = case
-        self._kernel = gpu.load(image)
-        if plan.cluster != (1, 1, 1):
-            raise UsageError(f"{image.entry}: a launch in clusters on a GPU; give the kernel __cluster_dims__ instead")
-        self._config = LaunchConfig(grid=plan.grid, block=image.block, shmem_size=image.dynamic_smem_bytes)
         self._inputs = {name: np.ascontiguousarray(a) for name, a in case.inputs.items()}
         self._outputs = dict(case.outputs)
         if image.phases:
@@ -194,33 +141,9 @@ class Bound:
             self._buffers[name].upload(array)
         for name, spec in self._outputs.items():
             self._buffers[name] = GuardedBuffer(int(np.prod(spec.shape)) * np.dtype(spec.dtype).itemsize)
-        self._args = [self._argument(a) for a in plan.args]
-        if len(self._args) != self._kernel.num_arguments:
-            raise UsageError(
-                f"{image.entry} has {self._kernel.num_arguments} parameters, its launch gives {len(self._args)}"
-            )
-
-    def _argument(self, argument: Argument) -> Any:
-        if argument == PHASE_BUFFER and argument not in self._buffers:
-            return 0
-        if isinstance(argument, TensorMap):
-            return tensor_map(argument, self._buffer(argument.buffer).pointer)
-        if isinstance(argument, str):
-            return self._buffer(argument).pointer
-        if not isinstance(argument, np.number):
-            raise UsageError(
-                "a struct by value in a launch on a GPU; give its fields as arguments, or use the emulator"
-            )
-        return argument
-
-    def _buffer(self, name: str) -> GuardedBuffer:
-        if name not in self._buffers:
-            raise UsageError(f"launch argument {name!r} is no buffer of the case: {', '.join(self._buffers)}")
-        return self._buffers[name]
-
-    def launch(self) -> None:
-        """Queue one launch."""
-        launch(self._gpu.stream, self._config, self._kernel, *self._args)
+        pointers = {PHASE_BUFFER: 0} | {name: buffer.pointer for name, buffer in self._buffers.items()}
+        block, smem, stream = image.block, image.dynamic_smem_bytes, int(gpu.stream.handle)
+        self.launch = Prepared(gpu.load(image), block, smem, plan, pointers, stream, name=image.entry)
 
     def run(self) -> dict[str, Array]:
         """Poison the outputs, launch once, wait, and return the outputs."""
@@ -269,8 +192,7 @@ class Gpu:
         self.stream = self.device.create_stream()
         self._kernels: dict[KernelImage, Any] = {}
         self._flush: GuardedBuffer | None = None
-        self._spin_kernel: Any = None
-        self._spin_config = LaunchConfig(grid=1, block=1)
+        self._spin_launch: Prepared | None = None
 
     def info(self) -> DeviceInfo:
         """Name, compute capability, driver and sizes of the device."""
@@ -337,10 +259,12 @@ class Gpu:
         return [(end - start) * 1e3 for start, end in pairs]
 
     def _spin(self) -> None:
-        if self._spin_kernel is None:
+        if self._spin_launch is None:
             compiled = compile_kernel(_SPIN, Target.of_device(self.capability))
-            self._spin_kernel = self.load(KernelImage(compiled.cubin, _SPIN.entry, _SPIN.block, 0))
-        launch(self.stream, self._spin_config, self._spin_kernel, ctypes.c_longlong(_SPIN_NS))
+            kernel = self.load(KernelImage(compiled.cubin, _SPIN.entry, _SPIN.block, 0))
+            plan = Launch((1, 1, 1), (np.int64(_SPIN_NS),))
+            self._spin_launch = Prepared(kernel, _SPIN.block, 0, plan, {}, int(self.stream.handle))
+        self._spin_launch()
 
     def _flush_l2(self) -> None:
         if self._flush is None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver
 
-from greenfast.device.gpu import check
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.kernel import Argument, Launch, TensorMap, value_bytes
 
@@ -25,6 +24,14 @@ _SWIZZLES = {
     64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
     128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
 }
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """The value of a driver call; raises MachineError with the error's name where it failed."""
+    status, *values = result
+    if status:
+        raise MachineError(f"CUDA: {status.name}")
+    return values[0] if len(values) == 1 else values
 
 
 def encoded(layout: TensorMap, pointer: int) -> bytes:
@@ -67,16 +74,21 @@ class Prepared:
         plan: Launch,
         pointers: Mapping[str, int],
         stream: int,
+        name: str = "the kernel",
     ) -> None:
         """kernel: a loaded kernel of cuda.core. pointers: device address of each buffer that ``plan`` names.
 
-        Raises UsageError where the plan's arguments are not the kernel's, and MachineError where the driver refuses.
+        Raises UsageError, with the kernel's name, where the plan's arguments are not the kernel's or name no buffer,
+        and MachineError where the driver refuses.
         """
         if plan.cluster != (1, 1, 1):
-            raise UsageError("a launch in clusters on a GPU; give the kernel __cluster_dims__ instead")
+            raise UsageError(f"{name}: a launch in clusters on a GPU; give the kernel __cluster_dims__ instead")
         if len(plan.args) != kernel.num_arguments:
-            raise UsageError(f"a kernel of {kernel.num_arguments} parameters, and its launch gives {len(plan.args)}")
-        packed = [_bytes_of(argument, pointers) for argument in plan.args]
+            raise UsageError(f"{name} has {kernel.num_arguments} parameters, its launch gives {len(plan.args)}")
+        try:
+            packed = [_bytes_of(argument, pointers) for argument in plan.args]
+        except KeyError as e:
+            raise UsageError(f"launch argument {e.args[0]!r} is no buffer of the case: {', '.join(pointers)}") from None
         places = np.cumsum([0, *(-(-len(p) // _SLOT) * _SLOT for p in packed)])
         self._storage = ctypes.create_string_buffer(int(places[-1]) + _SLOT)
         base = -(-ctypes.addressof(self._storage) // _SLOT) * _SLOT
