@@ -35,8 +35,9 @@ def assert_emulated(ran: Ran) -> None:
     assert statuses == {"BUILD": "PASS", "RESOURCES": "PASS", "CORRECTNESS": "PASS", "PERFORMANCE": "PENDING"}
 
 
-def test_the_first_command(tmp_path: Path) -> None:
-    ran = run_command(*FIRST, "--out", tmp_path, USE_CP_ASYNC="1", USE_WMMA_PV="1")
+@pytest.mark.parametrize("more", [("--shapes", "small"), pytest.param((), marks=pytest.mark.slow)])
+def test_the_first_command(more: tuple[str, ...], tmp_path: Path) -> None:
+    ran = run_command(*FIRST, *more, "--out", tmp_path, USE_CP_ASYNC="1", USE_WMMA_PV="1")
     assert_emulated(ran)
     build = build_of(ran)
     assert (build["USE_CP_ASYNC"], build["USE_WMMA_PV"], build["arch"]) == (1, 1, "sm_89")
