@@ -23,7 +23,7 @@ WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
 
 
 def source(body: str) -> KernelSource:
-    text = f"""#include "ptx/grid_order.cuh"
+    text = f"""#include "ptx/griddepcontrol.cuh"
 extern "C" __global__ void f(const float* before, float* out, int n) {{ {body} }}"""
     return KernelSource(entry="f", source=text, name="f.cu", include_dirs=(KERNEL_DIR,), block=(32, 1, 1))
 

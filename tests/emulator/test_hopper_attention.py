@@ -195,31 +195,31 @@ def test_two_levels_at_head_dim_256(monkeypatch: pytest.MonkeyPatch) -> None:
 #: What is taken out of a header, how often it stands there, and the fault that must follow.
 MUTANTS = {
     "transposed V without a fence of its proxy": (
-        "attention_hopper_row_major.cuh",
+        "attention/sm90/load_v_row_major.cuh",
         "        ptx::fence_proxy_async();\n        __syncwarp();\n",
         "        __syncwarp();\n",
         "no fence.proxy.async since",
     ),
     "transposed V before its stage is free": (
-        "attention_hopper_row_major.cuh",
+        "attention/sm90/load_v_row_major.cuh",
         "        shared.v_empty[s].wait(ring.parity ^ 1);\n",
         "",
         "to where an asynchronous operation still reads",
     ),
     "ones behind V without a fence": (
-        "attention_hopper.cuh",
+        "attention/sm90/kernel.cuh",
         "    ptx::fence_proxy_async();\n  }\n  __syncthreads();\n",
         "  }\n  __syncthreads();\n",
         "no fence.proxy.async since",
     ),
     "O before its product has ended": (
-        "hopper_consumer.cuh",
-        "    ptx::wgmma_wait<0>();\n    if constexpr (Cfg::kTwoLevels) {\n",
-        "    if constexpr (Cfg::kTwoLevels) {\n",
+        "attention/sm90/mainloop.cuh",
+        "    ptx::wgmma_wait<0>();\n    if constexpr (Traits::kTwoLevels) {\n",
+        "    if constexpr (Traits::kTwoLevels) {\n",
         "accumulator before a wgmma.wait_group",
     ),
     "rows of V before they have come": (
-        "attention_hopper_row_major.cuh",
+        "attention/sm90/load_v_row_major.cuh",
         "        shared.rows_full[r].wait(row_ring.parity);\n",
         "",
         "has not delivered",
@@ -264,7 +264,7 @@ def test_queries_that_lack_a_step_are_caught(old: str, says: str, tmp_path: Path
     config, sizes = read_dims({**dims, "QBLOCK": 16}, "e4m3")
     config = replace(config, quantizes_queries=True)
     own = Case(case.inputs | {"q": np.full((1, 1, 130, 64), 0x3C00, np.uint16)}, case.outputs)
-    source = without(hopper.kernel(config, sizes), "attention_hopper_input.cuh", old, "", tmp_path)
+    source = without(hopper.kernel(config, sizes), "attention/sm90/load_q_input.cuh", old, "", tmp_path)
 
     def in_several_orders() -> None:
         for seed in range(6):

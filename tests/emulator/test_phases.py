@@ -23,7 +23,7 @@ from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
 from greenfast.spec.problem import OutputSpec
 from tests.emulator.kernels import TARGET
 
-BEFORE = '#include "phase_clock.cuh"\n#include "ptx/math.cuh"\n'
+BEFORE = '#include "common/phase_clock.cuh"\n#include "ptx/math.cuh"\n'
 
 
 def phases(body: str, names: tuple[str, ...], *, threads: int = 64, blocks: int = 3) -> GridResult:

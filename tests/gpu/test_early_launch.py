@@ -15,9 +15,9 @@ from greenfast.spec.kernel import KernelSource, Launch
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 # Lets the next launch begin at once, waits for 300 µs, and only then writes what that reads.
-LATE = """#include "ptx/grid_order.cuh"
+LATE = """#include "ptx/griddepcontrol.cuh"
 extern "C" __global__ void late(const uint4* from, uint4* to, long long count) {
-  greenfast::ptx::let_next_grid_begin();
+  greenfast::ptx::launch_dependent_grids();
   unsigned long long start, now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
   do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - start < 300000);

@@ -80,11 +80,11 @@ def test_nothing_is_stale_after_a_clean_up(record: AnyRecord, headers: Path) -> 
     assert rewrite(headers, lambda t: "// A new first line.\n\n" + re.sub(r"//.*", "// as it says", t)) > 10
     (headers / "ptx").rename(headers / "instructions")
     assert rewrite(headers, lambda t: t.replace('"ptx/', '"instructions/')) > 10
-    twins = [headers / "instructions" / name for name in ("math.cuh", "inverse.cuh")]
+    twins = [headers / "instructions" / name for name in ("math.cuh", "store.cuh")]
     (headers / "special.cuh").write_text("\n".join(["#pragma once", *(path.read_text() for path in twins)]))
     for path in twins:
         path.unlink()
-    joined = re.compile(r'"instructions/(math|inverse)\.cuh"')
+    joined = re.compile(r'"instructions/(math|store)\.cuh"')
     assert rewrite(headers, lambda t: joined.sub('"special.cuh"', t)) > 1
     assert str(freshness(record)) == "current"
 

@@ -150,7 +150,7 @@ def test_the_kernel_refuses_it_too(rung: str, edit: tuple[str, str], message: st
     with pytest.raises(CompileError) as caught:
         compile_kernel(dataclasses.replace(source, source=source.source.replace(*edit)), ADA)
     assert f'static assertion failed with "{message}"' in str(caught.value)
-    header = re.findall(r'#include "(\w+\.cuh)"', source.source)[0]
+    header = re.findall(r'#include "ladder/(\w+\.cuh)"', source.source)[0]
     assert f"{header}(" in str(caught.value)
 
 
@@ -209,14 +209,16 @@ def plans(correction: int = 0) -> KernelSource:
         for head_dim in ladder.HEAD_DIMS
         if is_legal(t)
     ]
-    found = sorted({re.findall(r'"(\w+)\.cuh".*struct Cfg (\{.*?\n\});', source, re.DOTALL)[0] for source in sources})
+    found = sorted(
+        {re.findall(r'"ladder/(\w+)\.cuh".*struct Cfg (\{.*?\n\});', source, re.DOTALL)[0] for source in sources}
+    )
     storages = {
-        "attention_ladder": "SharedStorage",
-        "attention_registers": "RegistersStorage",
-        "attention_specialized": "SpecializedStorage",
-        "attention_persistent": "PersistentStorage",
+        "staged": "SharedStorage",
+        "registers": "RegistersStorage",
+        "specialized": "SpecializedStorage",
+        "persistent": "PersistentStorage",
     }
-    text = [f'#include "{header}.cuh"' for header in storages]
+    text = [f'#include "ladder/{header}.cuh"' for header in storages]
     for i, (header, struct) in enumerate(found):
         size = f"sizeof(greenfast::{storages[header]}<Cfg{i}>)"
         text.append(f"struct Cfg{i} {struct};")

@@ -1,4 +1,4 @@
-"""CUDA C++ sources: one wrapper per instruction in ``ptx/``, shared pieces, and one file per kernel family."""
+"""CUDA C++ sources; README.md says which file is for what."""
 
 from pathlib import Path
 

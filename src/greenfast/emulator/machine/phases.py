@@ -1,4 +1,4 @@
-"""Counts per phase of an instrumented build (kernels/phase_clock.cuh)."""
+"""Counts per phase of an instrumented build (kernels/common/phase_clock.cuh)."""
 
 from __future__ import annotations
 

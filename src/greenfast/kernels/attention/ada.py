@@ -1,4 +1,4 @@
-"""The Ada kernel: toggles and shape to CUDA source and launch (``kernels/attention_ada.cuh``)."""
+"""The Ada kernel: toggles and shape to CUDA source and launch (``kernels/attention/sm89/kernel.cuh``)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def kernel(config: AttentionConfig) -> KernelSource:
         raise UsageError(f"{refused}; got {config}")
     smem = _BLOCK * config.head_dim * (1 + 2 * _STAGES)
     blocks = 3 if config.head_dim == 64 else 2  # on a multiprocessor at least: a limit on registers
-    source = f"""#include "attention_ada.cuh"
+    source = f"""#include "attention/sm89/kernel.cuh"
 
 struct Cfg {{
   static constexpr int kHeadDim = {config.head_dim};

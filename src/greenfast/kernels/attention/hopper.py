@@ -1,4 +1,4 @@
-"""The Hopper kernel, ``kernels/attention_hopper.cuh``: an attention to CUDA source and launch."""
+"""The Hopper kernel, ``kernels/attention/sm90/``: an attention to CUDA source and launch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def kernel(config: AttentionConfig, sizes: Sizes, multiprocessors: int = TARGET.
     smem, (registers, fetching) = tiles.smem_bytes(config), tiles.registers
     threads = 128 * (tiles.consumers + 1)
     flags = {
-        "Turns": tiles.turns,
+        "PingPong": tiles.turns,
         "Overlap": tiles.overlap,
         "TwoLevels": tiles.two_levels,
         "Causal": config.causal,
@@ -54,21 +54,24 @@ def kernel(config: AttentionConfig, sizes: Sizes, multiprocessors: int = TARGET.
     constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
     if tiles.row_stages:
         constants = f"  static constexpr int kRowStages = {tiles.row_stages};\n{constants}"
-    function, q_parameters, q_argument = "attention_hopper", "const __grid_constant__ TensorMap q", "q"
+    headers, loaders, q_parameters, q_argument = ["kernel"], "", "const __grid_constant__ TensorMap q", "q"
     row_major = config.value_layout == "row_major"
     if row_major:
-        function = "attention_hopper_row_major"
+        headers.append("load_v_row_major")
+        loaders = ", greenfast::CodedQueries, greenfast::RowMajorValues"
     if config.quantizes_queries:
         if row_major or config.query_scales == "head" or not quantizes_queries(config.head_dim):
             raise UsageError(
                 "a Q that the Hopper kernel quantizes: head dims are 64 and 128, scales of Q and K those of blocks, "
                 "and V is transposed"
             )
-        function = "attention_hopper_input"
+        headers.append("load_q_input")
+        loaders = ", greenfast::InputQueries"
         q_parameters, q_argument = f"{q_parameters}, int q_heads", "{q, q_heads}"
         constants += f"\n  static constexpr int kQueryColumns = {config.columns};"
         constants += f"\n  using In = {CUDA_TYPES[config.dtype]};"
-    source = f"""#include "{function}.cuh"
+    includes = "\n".join(f'#include "attention/sm90/{header}.cuh"' for header in headers)
+    source = f"""{includes}
 
 struct Cfg {{
   static constexpr int kHeadDim = {config.head_dim};
@@ -91,10 +94,10 @@ extern "C" __global__ void __launch_bounds__({threads}, 1)
         const float* q_scale, const float* k_scale, const float* v_scale, void* out, float* lse, int heads,
         int heads_per_kv, int q_len, int kv_len, int causal_shift, int heads_at_once, float softmax_scale,
         long long out_gap, long long out_head, long long out_row, unsigned out_heads, int out_columns) {{
-  greenfast::{function}<Cfg>({{q_scale, k_scale, v_scale, out, lse, heads, heads_per_kv, q_len, kv_len,
-                                    causal_shift, heads_at_once, softmax_scale,
-                                    {{out_gap, out_head, out_row, out_heads, out_columns}}}},
-                                   {q_argument}, k, v);
+  greenfast::attention_sm90<Cfg{loaders}>(
+      {{q_scale, k_scale, v_scale, out, lse, heads, heads_per_kv, q_len, kv_len, causal_shift, heads_at_once,
+        softmax_scale, {{out_gap, out_head, out_row, out_heads, out_columns}}}},
+      {q_argument}, k, v);
 }}
 """
     return KernelSource(

@@ -1,8 +1,8 @@
 """The staged attention ladder as a kernel family: toggles to CUDA source, shape to launch.
 
-The kernels themselves are ``kernels/attention_ladder.cuh`` and, for full fusion, ``kernels/attention_registers.cuh``
-with ``attention_specialized.cuh`` and ``attention_persistent.cuh``; this module renders their configuration, refuses
-what their static_asserts refuse, and plans their shared memory.
+The kernels themselves are in ``kernels/ladder``: ``staged.cuh`` and, for full fusion, ``registers.cuh``,
+``specialized.cuh`` and ``persistent.cuh``; this module renders their configuration, refuses what their static_asserts
+refuse, and plans their shared memory.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _OF_FULL_FUSION = ("USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION", "USE_PERSI
 
 @dataclass(frozen=True)
 class _Kernel:
-    """One of the ladder's kernels: its function (and header), the members of its Cfg that are its own, its launch."""
+    """One of the ladder's kernels: its header and function, the members of its Cfg that are its own, its launch."""
 
-    function: str
+    header: str
     members: Mapping[str, bool | int]
     smem_bytes: int
     threads: int
@@ -108,30 +108,28 @@ def _smem_bytes(toggles: Mapping[str, int], head_dim: int) -> int:
 
 
 def _staged(toggles: Mapping[str, int], head_dim: int) -> _Kernel:
-    """Scores and P in shared memory: attention_ladder.cuh."""
+    """Scores and P in shared memory: staged.cuh."""
     members = {member: bool(toggles[name]) for name, member in _MEMBERS.items()}
     # Shared memory lets no more than three or four blocks on a multiprocessor; without this the compiler aims for more
     # and spills.
-    return _Kernel(
-        "attention_ladder", members, _smem_bytes(toggles, head_dim), threads=128, min_blocks=3, phases=PHASES
-    )
+    return _Kernel("staged", members, _smem_bytes(toggles, head_dim), threads=128, min_blocks=3, phases=PHASES)
 
 
 def _fused(toggles: Mapping[str, int], head_dim: int) -> _Kernel:
-    """Scores and P in registers: attention_registers.cuh, or one of the headers that divide its work otherwise."""
+    """Scores and P in registers: registers.cuh, or one of the headers that divide its work otherwise."""
     stages = 3 if toggles["USE_THREE_STAGE_PIPE"] else 2
     members = {"kStages": stages, "kDebugPrint": bool(toggles["DEBUG_PRINT"])}
     # Tiles of K and V of 2 KB each for four groups of keys; then eight warps' partial results, each 16 rows of 64
     # columns, a bias and a sum.
     tiles, partial = stages * 4 * 2 * 2048, 8 * 16 * (64 + 2) * 4
-    function, smem, threads = "attention_registers", max(tiles, partial), 256
+    header, smem, threads = "registers", max(tiles, partial), 256
     if toggles["USE_WARP_SPECIALIZATION"]:
         # Two mbarriers for each stage; one more warp.
-        function, smem, threads = "attention_specialized", smem + stages * 4 * 2 * 8, 256 + 32
+        header, smem, threads = "specialized", smem + stages * 4 * 2 * 8, 256 + 32
     if toggles["USE_PERSISTENT_CTAS"]:
         # The partial results take the place of the second stages alone.
-        function, smem = "attention_persistent", tiles // 2 + max(tiles // 2, partial)
-    return _Kernel(function, members, smem, threads, _fused_blocks(head_dim), REGISTER_PHASES)
+        header, smem = "persistent", tiles // 2 + max(tiles // 2, partial)
+    return _Kernel(header, members, smem, threads, _fused_blocks(head_dim), REGISTER_PHASES)
 
 
 def _fused_blocks(head_dim: int) -> int:
@@ -151,7 +149,7 @@ def kernel(
     ]
     # Persistent blocks cannot read the number of heads off their grid.
     parameter, argument = (", int heads", ", heads") if toggles["USE_PERSISTENT_CTAS"] else ("", "")
-    source = f"""#include "{chosen.function}.cuh"
+    source = f"""#include "ladder/{chosen.header}.cuh"
 
 struct Cfg {{
   static constexpr int kHeadDim = {dims["D"]};
@@ -164,7 +162,7 @@ extern "C" __global__ void __launch_bounds__({chosen.threads}, {chosen.min_block
 {ENTRY}(const unsigned char* q, const unsigned char* k, const unsigned char* v, const float* q_scale,
          const float* k_scale, const float* v_scale, half* out, int seq_len, float softmax_scale,
          long long* phase_cycles{parameter}) {{
-  greenfast::{chosen.function}<Cfg>(
+  greenfast::attention_{chosen.header}<Cfg>(
       {{q, k, v, q_scale, k_scale, v_scale, out, seq_len, softmax_scale, phase_cycles}}{argument});
 }}
 """

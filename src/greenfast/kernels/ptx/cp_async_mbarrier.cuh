@@ -1,7 +1,7 @@
 // Barriers that cp.async arrives at (PTX ISA, "cp.async.mbarrier.arrive", "mbarrier.test_wait"; sm_80 and up).
 #pragma once
 
-#include "mbarrier.cuh"
+#include "ptx/mbarrier.cuh"
 
 namespace greenfast::ptx {
 

@@ -1,4 +1,4 @@
-// Special-function instructions.
+// Arithmetic that C++ has no operator for: the special-function unit, and a maximum that keeps NaN.
 #pragma once
 
 namespace greenfast::ptx {
@@ -8,6 +8,20 @@ __device__ __forceinline__ float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// 1 / x to 1 ulp, of numbers that are normal as their inverses are (MUFU.RCP). __fdividef takes more registers.
+__device__ __forceinline__ float inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Like fmaxf, but NaN where one of the two is (PTX ISA, "max"; sm_80 and up).
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
 }
 
 }  // namespace greenfast::ptx

@@ -1,4 +1,4 @@
-// Barriers in shared memory that count arrivals and bytes, and barriers among warps (PTX ISA, "mbarrier", "bar").
+// Barriers in shared memory that count arrivals and bytes (PTX ISA, "mbarrier").
 #pragma once
 
 namespace greenfast::ptx {
@@ -47,25 +47,5 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 
 // Makes this thread's stores to shared memory visible to tensor cores and asynchronous copies.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Waits at a named barrier until `threads` threads have come to it, by sync or by arrive.
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// The registers of each thread of this warpgroup from here on; the sum over all warps must fit the multiprocessor.
-template <int kRegisters>
-__device__ __forceinline__ void raise_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-template <int kRegisters>
-__device__ __forceinline__ void lower_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
 
 }  // namespace greenfast::ptx

@@ -1,4 +1,6 @@
-// Warp-level matrix fragments with documented layouts (PTX ISA, "ldmatrix" and "mma.m16n8k16"; sm_80 and up).
+// Warp-level matrix products and the loads of their operands (PTX ISA, "ldmatrix", "mma.m16n8k16": sm_80 and up;
+// "mma.m16n8k32" on E4M3: sm_89 and up). E4M3 is native on Ada, where it is QMMA; on Hopper the compiler unpacks to
+// half.
 #pragma once
 
 namespace greenfast::ptx {
@@ -21,13 +23,34 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], const void* 
                : "memory");
 }
 
+// c += a * b of one instruction, whose accumulators are "+f" or "+r".
+#define GF_MMA(instruction, accumulator, c, a, b0, b1)                                                             \
+  asm volatile("mma.sync.aligned." instruction " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"  \
+               : accumulator(c[0]), accumulator(c[1]), accumulator(c[2]), accumulator(c[3])                        \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
 // c (16x8, fp32) += a (16x16, half, row-major) * b (16x8, half, column-major).
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  GF_MMA("m16n8k16.row.col.f32.f16.f16.f32", "+f", c, a, b0, b1);
 }
+
+// The same of bfloat16.
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  GF_MMA("m16n8k16.row.col.f32.bf16.bf16.f32", "+f", c, a, b0, b1);
+}
+
+// c (16x8, fp32) += a (16x32, E4M3, row-major) * b (32x8, E4M3, column-major). Lane l holds of a rows l / 4 and
+// l / 4 + 8, columns 4 (l % 4) .. + 3 and those 16 further on; of b the same rows of k in column l / 4; of c columns
+// 2 (l % 4), + 1.
+__device__ __forceinline__ void mma_m16n8k32(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  GF_MMA("m16n8k32.row.col.f32.e4m3.e4m3.f32", "+f", c, a, b0, b1);
+}
+
+// The same on int8, exact.
+__device__ __forceinline__ void mma_m16n8k32(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  GF_MMA("m16n8k32.row.col.s32.s8.s8.s32", "+r", c, a, b0, b1);
+}
+
+#undef GF_MMA
 
 }  // namespace greenfast::ptx

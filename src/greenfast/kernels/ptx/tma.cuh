@@ -1,7 +1,7 @@
 // Copies of tiles between global and shared memory by the copy engine (PTX ISA, "cp.async.bulk.tensor"; sm_90 and up).
 #pragma once
 
-#include "mbarrier.cuh"
+#include "ptx/mbarrier.cuh"
 
 namespace greenfast::ptx {
 
@@ -14,7 +14,8 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// One thread copies the box at (x, y, z) or (x, y, z, w), x innermost, and adds its bytes to the barrier; elements outside are zero.
+// One thread copies the box at (x, y, z) or (x, y, z, w), x innermost, and adds its bytes to the barrier; elements
+// outside are zero.
 __device__ __forceinline__ void tma_load_3d(void* smem_dst, const TensorMap& map, Mbarrier& full, int x, int y, int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
@@ -26,7 +27,8 @@ __device__ __forceinline__ void tma_load_4d(void* smem_dst, const TensorMap& map
                                             int w) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
-      "[%2];" ::"r"(shared_address(smem_dst)), "l"(&map), "r"(shared_address(&full.word)), "r"(x), "r"(y), "r"(z), "r"(w)
+      "[%2];"
+      ::"r"(shared_address(smem_dst)), "l"(&map), "r"(shared_address(&full.word)), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
 

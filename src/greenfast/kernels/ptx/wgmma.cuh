@@ -1,13 +1,24 @@
-// Warpgroup matrix products on E4M3 with float32 accumulators, and on int8 with int32 (PTX ISA, "wgmma.mma_async";
-// sm_90a).
+// Warpgroup matrix products on E4M3 with float32 accumulators, and on int8 with int32, and the registers of a warpgroup
+// (PTX ISA, "wgmma.mma_async", "setmaxnreg"; sm_90a).
 //
 // Of the accumulator of an m64nN product, warp w of the warpgroup holds rows 16 w .. 16 w + 15: lane l holds, of rows
 // l / 4 and l / 4 + 8, columns 8 j + 2 (l % 4) and the next one, in d[4 j], d[4 j + 1] and d[4 j + 2], d[4 j + 3].
 #pragma once
 
-#include "mbarrier.cuh"
+#include "ptx/mbarrier.cuh"
 
 namespace greenfast::ptx {
+
+// The registers of each thread of this warpgroup from here on; the sum over all warps must fit the multiprocessor.
+template <int kRegisters>
+__device__ __forceinline__ void warpgroup_reg_alloc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void warpgroup_reg_dealloc() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
 
 // K-major operands in shared memory whose rows are `kSwizzle` bytes long (32, 64 or 128), in the copy engine's swizzle
 // of that width; 8 rows follow each other without a gap, and so do groups of 8 rows.

@@ -28,7 +28,7 @@ def kernel(
     vector = 8 if toggles["USE_VECTOR_LOADS"] else 1
     if dims["S"] * dims["D"] % vector:
         raise UsageError(f"USE_VECTOR_LOADS=1 needs S * D to be a multiple of 8, got {dims['S']} * {dims['D']}")
-    source = f"""#include "quantize.cuh"
+    source = f"""#include "quantize/heads.cuh"
 
 struct Cfg {{
   static constexpr greenfast::Format kFormat = greenfast::Format::{_FORMATS[fmt]};

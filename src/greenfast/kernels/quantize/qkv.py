@@ -1,4 +1,4 @@
-"""The kernel that quantizes Q, K and V for the fast attention kernels, ``kernels/quantize_qkv.cuh``."""
+"""The kernel that quantizes Q, K and V for the fast attention kernels, ``kernels/quantize/qkv.cuh``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def kernel(config: AttentionConfig, sizes: Sizes) -> KernelSource:
         "Rotate": config.rotate,
     }
     constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
-    source = f"""#include "quantize_qkv.cuh"
+    source = f"""#include "quantize/qkv.cuh"
 
 struct Cfg {{
   static constexpr int kHeadDim = {config.head_dim};

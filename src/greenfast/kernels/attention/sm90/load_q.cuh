@@ -1,0 +1,62 @@
+// Axis: the load of Q. Here Q comes as codes that a quantizer has left, by TMA.
+//
+// A loader of Q has, for the producer's thread: begin() before the first work tile, and fetch(shared, sequence,
+// first_row) for each. For all threads of a consumer warpgroup, in this order for each work tile: prepare(...), which
+// gives the scale of a thread's rows; wait(...), after which the warpgroup's codes may be read from Storage::q;
+// release(...), after which they may be overwritten. Source is what the kernel gets in place of Q's tensor map, and
+// Storage<Tiles> what Tiles becomes with its own shared memory. InputQueries (load_q_input.cuh) is the other one.
+#pragma once
+
+#include "attention/scheduler.cuh"
+#include "attention/sm90/traits.cuh"
+#include "ptx/tma.cuh"
+
+namespace greenfast {
+
+template <class Traits>
+struct CodedQueries {
+  using Source = ptx::TensorMap;
+  template <class Tiles>
+  using Storage = Tiles;
+
+  const ptx::TensorMap& map;
+  unsigned parity = 0;  // of the rounds
+
+  __device__ __forceinline__ explicit CodedQueries(const ptx::TensorMap& map) : map(map) {}
+
+  __device__ __forceinline__ void begin() const { ptx::prefetch_map(map); }
+
+  __device__ __forceinline__ void fetch(FlashStorage<Traits>& shared, const Sequence& sequence, int first_row) {
+    for (int w = 0; w < Traits::kConsumers; ++w) {
+      shared.q_empty[w].wait(parity ^ 1);
+      shared.q_full[w].arrive_expect(sizeof(shared.q[w]));
+      for (int i = 0; i < Traits::kDimPanels; ++i) {
+        ptx::tma_load_3d(shared.q[w][i], map, shared.q_full[w], i * Traits::kDimPanel,
+                         sequence.q_row(first_row + w * Traits::kRows), sequence.head);
+      }
+    }
+    parity ^= 1;
+  }
+
+  // The scale is the same for a warp: rows behind the last have that row's.
+  __device__ __forceinline__ float prepare(const FlashParams& p, FlashStorage<Traits>&, int, const Sequence& sequence,
+                                           int first_row) {
+    if constexpr (Traits::kQueryBlockScales) {
+      const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // known to be uniform: saves registers
+      return p.q_scale[sequence.first_q_block() + min(first_row / kQueryBlock + warp, sequence.q_blocks() - 1)];
+    } else {
+      return p.q_scale[sequence.head];
+    }
+  }
+
+  __device__ __forceinline__ void wait(FlashStorage<Traits>& shared, int warpgroup) {
+    shared.q_full[warpgroup].wait(parity);
+    parity ^= 1;
+  }
+
+  __device__ __forceinline__ void release(FlashStorage<Traits>& shared, int warpgroup) const {
+    if (threadIdx.x % 32 == 0) shared.q_empty[warpgroup].arrive();
+  }
+};
+
+}  // namespace greenfast

@@ -1,0 +1,145 @@
+// Online softmax of raw scores in registers (Milakov and Gimelshein, 2018), in base 2, and its weights as E4M3
+// operands.
+//
+// Of scores and of O a thread has two rows: register i of either belongs to row i / 2 % 2 of the two.
+#pragma once
+
+#include <math_constants.h>
+
+#include "attention/variant.cuh"
+#include "ptx/e4m3.cuh"
+#include "ptx/math.cuh"
+
+namespace greenfast {
+
+// Traits: kBlockN, kPolynomials, kSumsByProduct.
+template <class Traits>
+struct OnlineSoftmax {
+  using Scales = ScoreScales<Traits>;
+  static constexpr int kScores = Traits::kBlockN / 2;  // per thread
+  static constexpr int kSteps = Traits::kBlockN / 32;  // of P V
+  static constexpr int kScales = Scales::kScales;
+  // A row's largest weight is stored as 448 = 2^kOffset, E4M3's largest number, so that small ones keep their bits.
+  static constexpr float kOffset = 8.807355f;
+
+  float max[2];  // of scores so far, in base 2; -inf before the first key
+  float sum[2];  // of weights, of this thread's columns; unused where kSumsByProduct
+
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      max[r] = -CUDART_INF_F;
+      sum[r] = 0.0f;
+    }
+  }
+
+  // Turns raw scores into weights, of which `pack` makes operands; gives the factors for what came before.
+  //
+  // Of each 16 weights the first kPolynomials come from the FMA pipe, as pairs of halves (ptx::exp2_halves), the
+  // others from the special-function unit, which is the narrow one: 16 powers per multiprocessor and clock.
+  template <class Score>
+  __device__ __forceinline__ void weigh(const Score (&s)[kScores], const Scales& scales, float (&w)[kScores],
+                                        float (&rescale)[2]) {
+    float top[2] = {-CUDART_INF_F, -CUDART_INF_F}, bias[2], half_bias[2];
+#pragma unroll
+    for (int h = 0; h < kScales; ++h) {
+      float raw[2];
+      thread_maxima(s, h, raw);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        top[r] = h == 0 ? raw[r] * scales.factor[h] : fmaxf(top[r], raw[r] * scales.factor[h]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 1));
+      top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 2));
+      top[r] = fmaxf(top[r], max[r]);
+      const float base = top[r] == -CUDART_INF_F ? 0.0f : top[r];  // no key so far: any base gives weights 0
+      rescale[r] = ptx::ex2(max[r] - base);
+      bias[r] = kOffset - base;
+      half_bias[r] = fmaf(bias[r], ptx::kExp2HalfScale, ptx::kExp2HalfBias);
+      max[r] = top[r];
+      sum[r] *= rescale[r];
+    }
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) {
+      const int r = i / 2 % 2;
+      const float scale = scales.factor[i / (kScores / kScales)];
+      const float low = static_cast<float>(s[i]), high = static_cast<float>(s[i + 1]);
+      if (by_polynomial(i)) {
+        const float half_scale = scale * ptx::kExp2HalfScale;
+        w[i] = __uint_as_float(
+            ptx::exp2_halves(fmaf(low, half_scale, half_bias[r]), fmaf(high, half_scale, half_bias[r])));
+      } else {
+        w[i] = ptx::ex2(fmaf(low, scale, bias[r]));
+        w[i + 1] = ptx::ex2(fmaf(high, scale, bias[r]));
+        if (!Traits::kSumsByProduct) sum[r] += w[i] + w[i + 1];
+      }
+    }
+  }
+
+  // Weights as A operands of P V.
+  __device__ __forceinline__ static void pack(const float (&w)[kScores], unsigned (&weights)[kSteps][4]) {
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // row i % 2, columns 16 (i / 2) on
+        const int first = 16 * t + 8 * (i / 2) + 2 * (i % 2), second = first + 4;
+        if (by_polynomial(first)) {
+          weights[t][i] = ptx::pack_e4m3(__float_as_uint(w[first]), __float_as_uint(w[second]));
+        } else {
+          const float four[4] = {w[first], w[first + 1], w[second], w[second + 1]};
+          weights[t][i] = ptx::pack_e4m3(four);
+        }
+      }
+    }
+  }
+
+ private:
+  // Weights come in groups of 16 that make the four registers of an A operand: registers 0, 1 and 4, 5 the first, of
+  // row 0, 2, 3 and 6, 7 the second, of row 1, and so on.
+  __device__ static constexpr bool by_polynomial(int i) {
+    return 8 * (i / 8 % 2) + 4 * (i / 2 % 2) < Traits::kPolynomials;
+  }
+
+  // The largest raw scores of a thread's two rows among those of a scale of K, if above the row's largest so far. As
+  // integers, three at a time and starting from 0, positive floats compare as they should. Where 0 comes out and the
+  // row had nothing above 0 before, all are negative: of these the largest has the smallest bits.
+  __device__ __forceinline__ void thread_maxima(const float (&s)[kScores], int scale, float (&top)[2]) {
+    constexpr int kCount = kScores / kScales;
+    int whole[2] = {0, 0};
+#pragma unroll
+    for (int i = scale * kCount; i < (scale + 1) * kCount; i += 2) {
+      int& m = whole[i / 2 % 2];
+      m = __vimax3_s32(m, __float_as_int(s[i]), __float_as_int(s[i + 1]));
+    }
+    top[0] = __int_as_float(whole[0]);
+    top[1] = __int_as_float(whole[1]);
+    if (__any_sync(0xffffffffu, (whole[0] == 0 && max[0] < 0.0f) || (whole[1] == 0 && max[1] < 0.0f))) {
+      unsigned least[2] = {0xff800000u, 0xff800000u};  // of -inf
+#pragma unroll
+      for (int i = scale * kCount; i < (scale + 1) * kCount; i += 2) {
+        unsigned& m = least[i / 2 % 2];
+        m = __vimin3_u32(m, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (whole[r] == 0) top[r] = __uint_as_float(least[r]);
+      }
+    }
+  }
+  __device__ __forceinline__ void thread_maxima(const int (&s)[kScores], int scale, float (&top)[2]) {
+    constexpr int kCount = kScores / kScales;
+    int whole[2] = {-2147483647 - 1, -2147483647 - 1};
+#pragma unroll
+    for (int i = scale * kCount; i < (scale + 1) * kCount; i += 2) {
+      int& m = whole[i / 2 % 2];
+      m = __vimax3_s32(m, s[i], s[i + 1]);
+    }
+    top[0] = static_cast<float>(whole[0]);
+    top[1] = static_cast<float>(whole[1]);
+  }
+};
+
+}  // namespace greenfast

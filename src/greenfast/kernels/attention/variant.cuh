@@ -1,0 +1,64 @@
+// Axis: from scores to exponents. What a raw score is multiplied by to be an exponent of two.
+//
+// A raw score is the product of a row's codes of Q and a key's codes of K. A softcap, or anything else that is no
+// product, turns raw scores into others between Mainloop::end_scores and the mask.
+#pragma once
+
+#include "attention/seqlen.cuh"
+#include "ptx/griddepcontrol.cuh"
+
+namespace greenfast {
+
+// A raw score: of E4M3 codes, which the tensor cores accumulate in float, and of int8 codes, exact. Of a masked tile
+// they are floats in both: -inf for a key that a row does not attend to, whatever the scale.
+template <bool kInt8>
+struct RawScore {
+  using Type = float;
+};
+template <>
+struct RawScore<true> {
+  using Type = int;
+};
+
+// Scales of Q, K and the softmax, and log2 e, of the current tile. No factor is 0, which times -inf would be NaN.
+template <class Traits>
+struct ScoreScales {
+  static constexpr int kScales = Traits::kKeyBlockScales ? Traits::kBlockN / kRowBlock : 1;  // of K, in a tile
+  static constexpr float kLeast = 1.17549435e-38f;
+
+  float factor[kScales];  // of a tile's scores, in as many equal parts
+  int next_block, last_block;  // of K's scales: the next tile's first, and the head's last
+  float q_factor;              // what a score in units of K's scale is multiplied by
+
+  // q_scale: of the rows of this thread. Without scales of blocks the factor is NaN where q_scale or K's scale is.
+  __device__ __forceinline__ void start(const FlashParams& p, const Sequence& sequence,
+                                        const KeyRows& keys, float q_scale) {
+    const float log2_e = 1.4426950408889634f;
+    const float of_row = q_scale * p.softmax_scale * log2_e;
+    if constexpr (Traits::kKeyBlockScales) {
+      next_block = static_cast<int>(sequence.first_kv_block(keys));
+      last_block = next_block + sequence.kv_blocks() - 1;
+      q_factor = of_row;
+    } else {
+      const float scale = of_row * p.k_scale[keys.kv_head];
+      factor[0] = scale < kLeast ? kLeast : scale;
+    }
+  }
+
+  // What all scores of a row are multiplied by; NaN where a scale is.
+  __device__ __forceinline__ float row_factor() const { return Traits::kKeyBlockScales ? q_factor : factor[0]; }
+
+  // Reads the factors of the next tile. A scale that is NaN, whose codes are 0, counts as the least.
+  __device__ __forceinline__ void next(const FlashParams& p) {
+    if constexpr (Traits::kKeyBlockScales) {
+#pragma unroll
+      for (int h = 0; h < kScales; ++h) {
+        const int at = kScales == 1 ? next_block : min(next_block + h, last_block);
+        factor[h] = fmaxf(q_factor * ptx::load_written(p.k_scale + at), kLeast);
+      }
+      next_block += kScales;
+    }
+  }
+};
+
+}  // namespace greenfast

@@ -1,0 +1,160 @@
+// A tile of 128 rows of K to codes with one scale, or of Q with one for each 16: read once.
+#pragma once
+
+#include "quantize/rows_transform.cuh"
+
+namespace greenfast {
+
+// Keys, spread over a head, by which its mean is estimated: as the median of the means of groups of four.
+constexpr int kMeanKeys = 32, kMeanGroup = 4, kMeanGroups = kMeanKeys / kMeanGroup;
+
+// Sorts by a bitonic network (Batcher, 1968).
+template <int kCount>
+__device__ __forceinline__ void sort(float (&x)[kCount]) {
+#pragma unroll
+  for (int size = 2; size <= kCount; size *= 2) {
+#pragma unroll
+    for (int distance = size / 2; distance > 0; distance /= 2) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int j = i ^ distance;
+        if (j < i) continue;
+        const float low = fminf(x[i], x[j]), high = fmaxf(x[i], x[j]);
+        x[i] = i & size ? high : low;
+        x[j] = i & size ? low : high;
+      }
+    }
+  }
+}
+
+template <class Cfg>
+struct RowsStorage {
+  float group_mean[kMeanGroups][Cfg::kHeadDim];
+  float mean[Cfg::kHeadDim];
+  float amax[Cfg::kThreads / 32];
+};
+
+template <class Cfg>
+struct RowsQuantizer {
+  using Rows = RowsTransform<Cfg>;
+  using Values = typename Rows::Values;
+  static_assert(Cfg::kThreads / 32 * kQueryBlock == kRowBlock * Rows::kSplit, "a tile of rows for the warps");
+
+  RowsStorage<Cfg>& shared;
+  const HeadRows<Cfg> head;
+  const Rows rows;
+  const int group;  // of the tile's 16 rows, which this warp has
+
+  __device__ __forceinline__ RowsQuantizer(RowsStorage<Cfg>& shared, const HeadRows<Cfg>& head)
+      : shared(shared), head(head), group(threadIdx.x / 32 / Rows::kSplit) {}
+
+  __device__ __forceinline__ void read(const int (&row)[2], Values& x) const {
+    rows.transform([&](int r, int column) { return head.load(row[r], column); }, x);
+  }
+
+  __device__ __forceinline__ void write(const Values& x, float scale, const int (&row)[2], unsigned char* codes) const {
+    rows.cast(x, scale, [&](int r, int column, const typename Rows::Codes& out) {
+      if (row[r] < head.length) {
+        *reinterpret_cast<typename Rows::Codes*>(codes + static_cast<long long>(row[r]) * Cfg::kHeadDim + column) = out;
+      }
+    });
+  }
+
+  // What is taken from all keys of the head: a mean of which no single key decides, as an outlier would of a sum, and
+  // which is finite where most keys are. Keys are transformed as they will be; all blocks of a head find the same, one
+  // stores it.
+  __device__ __forceinline__ void find_mean(float* k_mean) const {
+    if (group < kMeanKeys / kQueryBlock) {
+      // Lanes of rows i and i + 4 hold a group of four neighbouring samples. A sample lies anywhere in its 32nd of the
+      // keys, so that no period of the keys meets them all.
+      const int lane_row = Rows::row_of_warp(), first = (group * 4 + lane_row % 4) * kMeanGroup + lane_row / 4 * 2;
+      int row[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int i = first + r, within = i * 19 % kMeanKeys;
+        row[r] =
+            static_cast<int>(static_cast<long long>(i * kMeanKeys + within) * head.length / (kMeanKeys * kMeanKeys));
+      }
+      Values x;
+      read(row, x);
+#pragma unroll
+      for (int i = 0; i < Rows::kOwnParts * Rows::kGroups * 4; ++i) {
+        const int part = i / 16, m = i / 4 % 4, e = i % 4;
+        float sum = (x[part][0][m][e] + x[part][1][m][e]) * (1.0f / kMeanGroup);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 16);
+        if (lane_row < 4) shared.group_mean[group * 4 + lane_row][rows.column_of(part, m) + e] = sum;
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x < Cfg::kHeadDim) {
+      float means[kMeanGroups];
+#pragma unroll
+      for (int g = 0; g < kMeanGroups; ++g) {
+        const float one = shared.group_mean[g][threadIdx.x];
+        means[g] = fabsf(one) < CUDART_INF_F ? one : 0.0f;
+      }
+      sort(means);
+      const float mean = 0.5f * means[kMeanGroups / 2 - 1] + 0.5f * means[kMeanGroups / 2];
+      shared.mean[threadIdx.x] = mean;
+      if (k_mean != nullptr) k_mean[threadIdx.x] = mean * Rows::kFactor;
+    }
+    __syncthreads();
+  }
+
+  // Tiles `tile` .. `stop` - 1 of K; k_mean: where the mean is stored, if it is subtracted.
+  __device__ __forceinline__ void keys(int tile, int stop, unsigned char* codes, float* scales, float* k_mean) const {
+    if constexpr (Cfg::kKeyMean) {
+      constexpr int kLine = 64, kLines = Cfg::kHeadDim / kLine;  // columns, and how many times so many in a row
+      for (int i = threadIdx.x; i < kRowBlock * kLines; i += Cfg::kThreads) {
+        head.prefetch(tile * kRowBlock + i / kLines, i % kLines * kLine);
+      }
+      find_mean(tile == 0 ? k_mean : nullptr);
+    }
+    for (; tile < stop; ++tile) {
+      key_tile(tile, codes, scales);
+      if (tile + 1 < stop) __syncthreads();  // all have read what the next tile overwrites
+    }
+  }
+
+  __device__ __forceinline__ void key_tile(int tile, unsigned char* codes, float* scales) const {
+    const int first = tile * kRowBlock + group * kQueryBlock + Rows::row_of_warp(), row[2] = {first, first + 8};
+    Values x;
+    read(row, x);
+    if constexpr (Cfg::kKeyMean) {
+#pragma unroll
+      for (int i = 0; i < Rows::kOwnParts * Rows::kGroups; ++i) {
+        const int part = i / 4, m = i % 4;
+        const float4 mean = *reinterpret_cast<const float4*>(shared.mean + rows.column_of(part, m));
+        const float four[4] = {mean.x, mean.y, mean.z, mean.w};
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          float& value = x[part][e / 4][m][e % 4];
+          value = row[e / 4] < head.length ? value - four[e % 4] : 0.0f;
+        }
+      }
+    }
+    const float scale = Rows::scale_for(over_block<Cfg::kThreads>(shared.amax, Rows::largest(x)));
+    if (threadIdx.x == 0) scales[tile] = scale;
+    write(x, scale, row, codes);
+  }
+
+  // A tile of Q.
+  __device__ __forceinline__ void queries(int tile, unsigned char* codes, float* scales) const {
+    const int block = tile * (kRowBlock / kQueryBlock) + group;
+    const int first = block * kQueryBlock + Rows::row_of_warp(), row[2] = {first, first + 8};
+    Values x;
+    read(row, x);
+    float amax = over_warp(Rows::largest(x));
+    if constexpr (Rows::kSplit > 1) {
+      const int warp = threadIdx.x / 32;
+      shared.amax[warp] = amax;
+      __syncthreads();
+      amax = ptx::max_nan(amax, shared.amax[warp ^ 1]);
+    }
+    const float scale = Rows::scale_for(amax);
+    if (threadIdx.x % (32 * Rows::kSplit) == 0 && block * kQueryBlock < head.length) scales[block] = scale;
+    write(x, scale, row, codes);
+  }
+};
+
+}  // namespace greenfast

@@ -1,0 +1,148 @@
+// Rows of Q or K, as threads hold them to quantize them: rotated by the tensor cores, and cast.
+//
+// A warp takes kQueryBlock rows, of 256 columns a half: kSplit warps share the rows. Of row t / 4 and t / 4 + 8 (t: its
+// lane) a thread reads columns 32 i + 8 (t % 4) .. + 7 for all i. Written in bits, a column is i, quad lane, half b of
+// eight, element e of four: the Hadamard matrix of Sylvester's order is a product over bits. Its 16 x 16 part over
+// (quad lane, e) is a matrix product, exact on 16-bit inputs, whose operands and results can be ordered so that each
+// thread gets the columns that it gave; the part over b and the lowest bit of i is sums and differences of a thread's
+// own values; and that over the other bits of i is a sum of products with signs.
+//
+// Before, half of the columns change their sign, without which equal columns would all become one: negative are those
+// whose bits c0, c1, .. have c0 c1 + c2 c5 + c3 c4 + c6 c7 odd. That is a bent function (Rothaus, 1976) of 6 or 8 bits:
+// its Walsh spectrum is flat, so of equal columns, and of any other row of the Hadamard matrix, all results are equally
+// large (with 7 bits half of them, and the others 0). The signs are in the operand of the matrix product, and cost
+// nothing.
+#pragma once
+
+#include "ptx/mma_input.cuh"
+#include "quantize/common.cuh"
+
+namespace greenfast {
+
+// Cfg: kHeadDim; kColumns, those of the input; kRotate; kInt8, whether codes are int8, or E4M3; In, the input's type.
+template <class Cfg>
+struct RowsTransform {
+  static constexpr int kParts = Cfg::kHeadDim / 64;  // of 64 columns
+  static constexpr int kSplit = Cfg::kHeadDim <= 128 ? 1 : 2;
+  static constexpr int kOwnParts = kParts / kSplit;
+  static constexpr int kGroups = 4;  // of four columns, in a part
+  static constexpr float kCodeMax = Cfg::kInt8 ? 127.0f : 448.0f;
+  using Mma = ptx::InputMma<typename Cfg::In>;
+  using Loaded = typename HeadRows<Cfg>::Loaded;
+  using Values = float[kOwnParts][2][kGroups][4];  // part, row, group, element
+  using Codes = Pack<unsigned char, kVector>;
+
+  const int first_part;  // of this warp's own
+  // Of the 16 x 16 matrix: a column's signs of two neighbouring rows, on 1 / (2 kHeadDim), with which no sum overflows.
+  // Result e and row e' add the sign of (e & e'), the same for all threads.
+  unsigned signs;
+  unsigned other_signs;  // where the sign of first_part and a column's own bits comes to it
+
+  __device__ __forceinline__ RowsTransform()
+      : first_part(kSplit == 1 ? 0 : __shfl_sync(0xffffffffu, threadIdx.x / 32 % kSplit * kOwnParts, 0)) {
+    const int column = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+    const unsigned low = __popc(column / 2 & quad) & 1 ^ (quad == 3), high = low ^ column & 1;  // whether negative
+    constexpr unsigned kExponent = Cfg::kHeadDim == 64 ? 7 : Cfg::kHeadDim == 128 ? 8 : 9;
+    signs = Mma::inverse_power(kExponent) | low << 15 | high << 31;
+    other_signs = first_part > 0 ? signs ^ 0x80008000u : signs;
+  }
+
+  __device__ __forceinline__ static int row_of_warp() { return threadIdx.x % 32 / 4; }
+  __device__ __forceinline__ int column_of(int part, int group) const {
+    return (first_part + part) * 64 + group / 2 * 32 + threadIdx.x % 4 * 8 + group % 2 * 4;
+  }
+
+  // The warp's parts in float, times signs and the Hadamard matrix where kRotate, and over kFactor. load(r, column)
+  // gives eight columns of row r of a thread's two.
+  template <class Load>
+  __device__ __forceinline__ void transform(Load load, Values& x) const {
+    if constexpr (!Cfg::kRotate) {
+#pragma unroll
+      for (int i = 0; i < kOwnParts * 4; ++i) {
+        const int part = i / 4, r = i / 2 % 2, group = i % 2 * 2;
+        const Loaded eight = load(r, column_of(part, group));
+#pragma unroll
+        for (int c = 0; c < kVector; ++c) x[part][r][group + c / 4][c % 4] = 0.5f * static_cast<float>(eight.values[c]);
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kOwnParts * 2 * kGroups * 4; ++i) x[i / 32][i / 16 % 2][i / 4 % 4][i % 4] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2 * kParts; ++i) {
+      const Loaded rows[2] = {load(0, i * 32 + threadIdx.x % 4 * 8), load(1, i * 32 + threadIdx.x % 4 * 8)};
+      const unsigned(&low)[4] = reinterpret_cast<const unsigned(&)[4]>(rows[0]);
+      const unsigned(&high)[4] = reinterpret_cast<const unsigned(&)[4]>(rows[1]);
+#pragma unroll
+      for (int part = 0; part < kOwnParts; ++part) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {  // of the eight columns
+          const bool negative = (__popc(part & i / 2) ^ half & i ^ (i / 2 == 3)) & 1;
+          const unsigned of_part = kSplit > 1 && i / 2 & kOwnParts ? other_signs : signs;
+          const unsigned flip = negative ? 0x80008000u : 0u;
+          const unsigned a[4] = {low[2 * half], high[2 * half], low[2 * half + 1], high[2 * half + 1]};
+          float(&to)[2][kGroups][4] = x[part];
+          const int m = i % 2 * 2 + half;
+#pragma unroll
+          for (int side = 0; side < 2; ++side) {
+            float c[4] = {to[0][m][2 * side], to[0][m][2 * side + 1], to[1][m][2 * side], to[1][m][2 * side + 1]};
+            const unsigned b[2] = {of_part ^ flip, of_part ^ flip ^ (side == 0 ? 0x80000000u : 0x00008000u)};
+            Mma::add(c, a, b);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) to[e / 2][m][2 * side + e % 2] = c[e];
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int distance = 1; distance < kGroups; distance *= 2) {
+#pragma unroll
+      for (int i = 0; i < kOwnParts * 2 * kGroups * 4; ++i) {
+        const int part = i / 32, r = i / 16 % 2, m = i / 4 % 4, e = i % 4;
+        if (m & distance) continue;
+        const float a = x[part][r][m][e], b = x[part][r][m + distance][e];
+        x[part][r][m][e] = a + b;
+        x[part][r][m + distance][e] = a - b;
+      }
+    }
+  }
+
+  // What transform leaves out, so that neither its sums nor differences from a mean overflow.
+  static constexpr float kRoot = Cfg::kHeadDim == 64 ? 8.0f : Cfg::kHeadDim == 128 ? 11.313708499f : 16.0f;
+  static constexpr float kFactor = Cfg::kRotate ? 2.0f * kRoot : 2.0f;
+
+  // The largest magnitude of a thread's values; NaN where there is one.
+  __device__ __forceinline__ static float largest(const Values& x) {
+    float some[4] = {};  // each waits for its own
+#pragma unroll
+    for (int i = 0; i < kOwnParts * 2 * kGroups * 4; ++i) {
+      some[i % 4] = ptx::max_nan(some[i % 4], fabsf(x[i / 32][i / 16 % 2][i / 4 % 4][i % 4]));
+    }
+    return ptx::max_nan(ptx::max_nan(some[0], some[1]), ptx::max_nan(some[2], some[3]));
+  }
+
+  // The scale of values of which `amax` is the largest magnitude, kFactor among them.
+  __device__ __forceinline__ static float scale_for(float amax) { return scale_of(amax, kCodeMax, kFactor); }
+
+  // Calls store(r, column, codes) for each eight columns that this thread has: codes of row r of its two.
+  template <class Store>
+  __device__ __forceinline__ void cast(const Values& x, float true_scale, Store store) const {
+    const float scale = true_scale * (1.0f / kFactor), inverse = __frcp_rn(scale);
+    const bool known = scale == scale;
+#pragma unroll
+    for (int i = 0; i < kOwnParts * 4; ++i) {
+      const int part = i / 4, r = i / 2 % 2, group = i % 2 * 2;
+      Codes out;
+#pragma unroll
+      for (int c = 0; c < kVector; ++c) {
+        const float value = x[part][r][group + c / 4][c % 4];
+        // Rotated values are sums, and as near to those of the reference with a product as with a quotient.
+        const float quotient = Cfg::kRotate ? value * inverse : divide(value, scale, inverse);
+        out.values[c] = encode<Cfg::kInt8 ? Format::kInt8 : Format::kE4M3>(quotient);
+      }
+      store(r, column_of(part, group), known ? out : Codes{});
+    }
+  }
+};
+
+}  // namespace greenfast
