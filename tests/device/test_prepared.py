@@ -77,7 +77,7 @@ def test_only_a_launch_that_may_begin_early_does(driver: Driver, early: bool) ->
 
 
 def test_a_launch_of_another_kernel_is_refused(driver: Driver) -> None:
-    with pytest.raises(UsageError, match="a kernel of 4 parameters, and its launch gives 5"):
+    with pytest.raises(UsageError, match="the kernel has 4 parameters, its launch gives 5"):
         Prepared(Kernel(4), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)
 
 
