@@ -3,9 +3,9 @@
 python benchmarks/accumulation_error.py [--device 0] [--json FILE]
 
 One head of 512 queries, inputs N(0, 1) as E4M3 codes; the error is relative (Frobenius), against attention in float64
-on the codes. With one level the tensor cores sum P V over all tiles, in which they keep about 14 bits; with two they
-sum a tile, and float32 the tiles. At head dim 128 the tensor cores sum the weights too; at 256 with one level float32
-does.
+on the codes. With one level the tensor cores accumulate P V over all tiles, keeping about 14 bits; with two they
+accumulate one tile, and the tiles are summed in float32. At head dim 128 the tensor cores also sum the weights; at 256
+with one level they are summed in float32.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from greenfast.kernels.attention import hopper, tiling
 from greenfast.kernels.attention.config import AttentionConfig, read_dims
 from greenfast.kernels.attention.tiling import Tiling
 from greenfast.numerics.attention import attention
-from greenfast.problems import attention as fast_problem
+from greenfast.problems import attention as attention_problem
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.problem import Case
 
 QUERIES = 512
 LENGTHS = (512, 2048, 8192, 16384, 32768, 131072)
-#: By head dim, the kernel with two levels; with one it is the same at 128, and the overlapped one at 256.
+#: By head dim, the kernel with two levels; with one level it is the same at 128, and the overlapped kernel at 256.
 TWO_LEVELS = {128: Tiling(128, 2, 4, 128, True, 8, overlap=True), 256: Tiling(128, 2, 2, 128, True)}
 ONE_LEVEL = {
     128: replace(TWO_LEVELS[128], two_levels=False),
@@ -43,7 +43,7 @@ ONE_LEVEL = {
 
 @dataclass(frozen=True)
 class Row:
-    """The errors of both at one number of keys."""
+    """The errors of both kernels at one number of keys."""
 
     head_dim: int
     keys: int
@@ -57,7 +57,7 @@ def exact(dims: Mapping[str, int], case: Case) -> torch.Tensor:
     codes = {
         name: (torch.from_numpy(case.inputs[name]), torch.from_numpy(case.inputs[f"{name}_scale"])) for name in "qkv"
     }
-    q, k, v = (x.cuda() for x in fast_problem.dequantized(codes, config))
+    q, k, v = (x.cuda() for x in attention_problem.dequantized(codes, config))
     return attention(q, k, v, config.head_dim**-0.5).cpu()
 
 
@@ -79,7 +79,7 @@ def error(gpu: Gpu, dims: Mapping[str, int], case: Case, tiles: Tiling, wanted: 
 
 
 def main() -> None:
-    """Measure, print a table and perhaps write a record."""
+    """Measure, print a table and optionally write a record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -93,7 +93,7 @@ def main() -> None:
     for head_dim in TWO_LEVELS:
         for keys in LENGTHS:
             dims = {"B": 1, "H": 1, "S": QUERIES, "KV": keys, "D": head_dim}
-            case = fast_problem.make_case(dims, 0, "e4m3")
+            case = attention_problem.make_case(dims, 0, "e4m3")
             wanted = exact(dims, case)
             one, two = (error(gpu, dims, case, tiles[head_dim], wanted) for tiles in (ONE_LEVEL, TWO_LEVELS))
             rows.append(Row(head_dim, keys, one, two))

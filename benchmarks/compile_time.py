@@ -2,8 +2,8 @@
 
 python benchmarks/compile_time.py [--targets sm_89,sm_90a] [--formats e4m3,int8] [--json FILE]
 
-The cache is a temporary folder, so every first compile is a cold one. The cached times are each kernel's first load in
-a fresh process, as in the next run of a command.
+The cache is a temporary folder, so every first compile is cold. The cached times are each kernel's first load in a new
+process, as in the next run of a command.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def pass_over_the_ladder(formats: list[str], targets: list[Target]) -> Times:
 
 
 def in_fresh_process(formats: list[str], targets: list[Target]) -> Times:
-    """The same in a new process, so that nothing is in its memory yet."""
+    """The same in a new process, with nothing in memory yet."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(pass_over_the_ladder, (formats, targets))
 
 
 def main() -> None:
-    """Print a row per kernel and the slowest of each column against its aim."""
+    """Print a row per kernel, and the slowest of each column compared with its target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", type=words, default=["sm_89", "sm_90a"], help="default: sm_89,sm_90a")
     parser.add_argument("--formats", type=words, default=["e4m3"], help="default: e4m3")

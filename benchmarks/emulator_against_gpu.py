@@ -1,9 +1,9 @@
-"""The emulator beside a GPU: the same kernels in both places, outputs bit by bit, counts beside Nsight Compute's.
+"""The emulator compared with a GPU: the same kernels on both, outputs bit by bit, counts next to Nsight Compute's.
 
 python benchmarks/emulator_against_gpu.py --json FILE [--shapes small,mission] [--variants stage2,...]
 
 Needs a GPU; counts need ncu. The emulator counts PTX instructions, the hardware machine instructions: only matrix work,
-memory sectors and bank conflicts mean the same in both. scripts/update_results.py makes a table of the record.
+memory sectors and bank conflicts are comparable. scripts/update_results.py makes a table from the record.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from greenfast.judge.request import make_request
 from greenfast.judge.store import to_json
 from greenfast.judge.tasks import find_task, load
 
-#: What is kept of a profile: names that hold one of these, in Nsight Compute's own words.
+#: The metrics kept from a profile: names that contain one of these.
 _KEPT = ("inst_executed.sum", "bank_conflicts", "pipe_tensor", "t_sectors_pipe_lsu_mem_global", "lts__t_sectors_op")
 
 

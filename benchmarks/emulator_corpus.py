@@ -1,8 +1,8 @@
 """Run the corpus of kernels on the emulator: ``PYTHONPATH=src python -m benchmarks.emulator_corpus [PATTERN ...]``.
 
-Prints every entry that is not right (or, for a kernel with a bug, not found), then the counts. A PATTERN is a regular
-expression that an entry's ``kind:name`` must contain. ``--page FILE`` renews the table between the markers of a page;
-it needs all entries, so no PATTERN, and the package ``triton``.
+Prints every entry that fails (for a kernel with a bug: whose bug is not found), then the counts. A PATTERN is a regular
+expression searched in an entry's ``kind:name``. ``--page FILE`` updates the table between the markers of a page; it
+needs all entries, so no PATTERN, and the package ``triton``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BEGIN, _END = "<!-- corpus:begin -->", "<!-- corpus:end -->"
 
 
 def entries(patterns: Sequence[str]) -> Iterator[Entry]:
-    """The entries that a pattern fits; those of Triton where it is installed."""
+    """The entries that match a pattern; Triton's only if it is installed."""
 
     def fits(kind: str, name: str) -> bool:
         return not patterns or any(re.search(p, f"{kind}:{name}") for p in patterns)

@@ -1,9 +1,9 @@
-"""Every instruction of the emulator beside a GPU: the same PTX in both places, results compared bit by bit.
+"""Every instruction of the emulator compared with a GPU: the same PTX on both, results compared bit by bit.
 
 PYTHONPATH=src python -m benchmarks.emulator_instructions --json FILE [--device 0] [--rows 8192] [--only TEXT]
 
-Run it from the root of the checkout. Where the PTX ISA bounds a result (ex2.approx, ...) it may differ by so much, and
-where it leaves a result open (a division by zero, which NaN) differences are shown and not counted as wrong.
+Run it from the root of the checkout. Results may differ within the bounds that the PTX ISA gives (ex2.approx, ...).
+Where it leaves a result open (a division by zero, the bits of a NaN), differences are shown but not counted as wrong.
 --device emulator compares with the definitions that the tests use instead. Exit code 1: something is wrong.
 """
 
@@ -33,15 +33,15 @@ from tests.emulator.instructions.case import BLOCK, Case, Words, emulate, kernel
 from tests.emulator.instructions.catalog import CASES, units
 from tests.emulator.instructions.compare import compare, row_text
 
-#: Seconds that one kernel may take, and failed ones in a row after which the device is given up.
+#: Seconds that one kernel may take, and the number of consecutive failures after which the device is given up.
 TIMEOUT_S = 20.0
 MAX_FAILURES = 20
-#: Rows that differ, per instruction: so many are printed, and so many go into the record.
+#: The number of differing rows per instruction that are printed, and that go into the record.
 PRINTED, RECORDED = 3, 64
 
 
 class Device:
-    """A GPU in a process of its own, which is started anew after a kernel that broke it."""
+    """A GPU in a separate process, which is restarted after a kernel breaks it."""
 
     def __init__(self, ordinal: int) -> None:
         self._ordinal = ordinal
@@ -49,14 +49,14 @@ class Device:
         self.failures = 0
 
     def run(self, image: KernelImage, case: Case, x: Words) -> Words:
-        """The rows of ``y``. Raises WorkerError where the kernel failed, or too many did before it."""
+        """The rows of ``y``. Raises WorkerError if the kernel failed, or too many did before it."""
         if self.failures >= MAX_FAILURES:
             raise WorkerError(f"not run: {MAX_FAILURES} kernels failed one after the other")
         if self._worker is None:
             self._worker = Worker(self._ordinal, timeout_s=TIMEOUT_S)
         problem = Problem({"x": x}, {"y": OutputSpec((len(x), case.words_out()), "uint32")})
         try:
-            # The PTX is for the emulator; there is no need to send it.
+            # The PTX is for the emulator only, so do not send it.
             result = self._worker.run(replace(image, ptx=""), launch(len(x)), problem, 1)
         except WorkerError:
             self._worker, self.failures = None, self.failures + 1
@@ -73,7 +73,7 @@ class Device:
 
 
 def images(unit: Sequence[Case], target: Target) -> Iterator[tuple[Case, KernelImage | str]]:
-    """Each case with its kernel, or with the compiler's message where it does not compile."""
+    """Each case with its kernel, or with the compiler's message if it does not compile."""
     try:
         compiled = compile_kernel(kernel_source(unit), target)
     except GreenfastError as e:
@@ -88,7 +88,7 @@ def images(unit: Sequence[Case], target: Target) -> Iterator[tuple[Case, KernelI
 
 
 def try_case(case: Case, image: KernelImage | str, device: Device | None, rows: int) -> dict[str, Any]:
-    """One row of the record; an error becomes part of it. Without a device the definition is the reference."""
+    """One row of the record, with any error in it. Without a device the definition is the reference."""
     row: dict[str, Any] = {"instruction": case.name, "allowed": case.bound, "operands": rows}
     if isinstance(image, str):
         return {**row, "error": f"does not compile: {image}"}
@@ -100,7 +100,7 @@ def try_case(case: Case, image: KernelImage | str, device: Device | None, rows: 
         return {**row, "error": f"device: {e}"}
     try:
         here = case.unpack(emulate(case, image.ptx, x))
-    except Exception as e:  # whatever it is, the other instructions are still worth a try
+    except Exception as e:  # whatever it is, go on with the other instructions
         return {**row, "error": f"emulator: {type(e).__name__}: {e}"}
     found = compare(case, operands, there, here)
     differ = ~found.same
@@ -124,7 +124,7 @@ def try_case(case: Case, image: KernelImage | str, device: Device | None, rows: 
 
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
-    """A table by opcode, then the instructions that do not agree bit by bit."""
+    """A table by opcode, then the instructions whose bits differ."""
     opcodes = defaultdict(list)
     for row in rows:
         opcodes[row["instruction"].split(".")[0].split()[0]].append(row)
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong, errors = sum(bool(row.get("wrong")) for row in rows), sum("error" in row for row in rows)
     same = sum(row.get("identical") == row["operands"] for row in rows)
     print(
-        f"{len(rows)} instructions in {seconds:.0f} s: {same} the same bit by bit, {wrong} wrong, {errors} could not "
+        f"{len(rows)} instructions in {seconds:.0f} s: {same} bit-identical, {wrong} wrong, {errors} could not "
         f"be compared ({target.name}, {args.json})"
     )
     return int(bool(wrong or errors))

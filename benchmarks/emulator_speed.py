@@ -1,9 +1,9 @@
-"""How fast the emulator runs the ladder, and where its time goes: by rung, by kind of instruction, by function.
+"""The emulator's speed on the ladder, and where its time goes: by rung, by kind of instruction, by function.
 
 python benchmarks/emulator_speed.py [--shapes small,mission] [--variants stage2,...] [--details stage2,...] [--md FILE]
 
-Each rung runs in a process of its own, whose peak memory is its own too. Kinds and functions are of the variants of
---details on the last shape; taking the times costs time, so their sums are larger than the seconds of the first table.
+Each rung runs in a separate process, which gives its peak memory. Kinds and functions are for the variants of --details
+on the last shape; timing has overhead, so their sums exceed the seconds of the first table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from greenfast.spec.arch import Target
 _SHOWN = 15
 SPEED = ("variant", "shape", "seconds", "warp instructions/s", "thread instructions/s", "peak GiB")
 KINDS = ("kind", "warp instructions", "seconds", "share", "warp instructions/s")
-FUNCTIONS = ("function", "calls", "seconds of its own", "share")
+FUNCTIONS = ("function", "calls", "self seconds", "share")
 
 
 class Launched:
@@ -63,7 +63,7 @@ def speed(job: tuple[str, str]) -> tuple[str, ...]:
 
 
 def kinds(job: tuple[str, str]) -> list[tuple[str, ...]]:
-    """By kind of instruction: its share of the time of all operations, and how many of them run per second."""
+    """By kind of instruction: its share of the time of all operations, and its instructions per second."""
     launched = Launched(*job)
     spent: dict[str, float] = defaultdict(float)
 
@@ -97,7 +97,7 @@ def kinds(job: tuple[str, str]) -> list[tuple[str, ...]]:
 
 
 def functions(job: tuple[str, str]) -> list[tuple[str, ...]]:
-    """The interpreter's functions that take most time themselves, by cProfile."""
+    """The interpreter's functions with the most self time, by cProfile."""
     launched = Launched(*job)
     profile = cProfile.Profile()
     profile.runcall(launched.run)

@@ -64,7 +64,7 @@ def bind(gpu: Gpu, target: Target) -> Bound:
 
 
 def measure(gpu: Gpu, ways: dict[str, Callable[[], None]], batches: int) -> list[Cost]:
-    """Host time per call of each way, its device work waited for outside the timed part."""
+    """Host time per call of each way; waiting for the device is outside the timed part."""
     samples: dict[str, list[float]] = {what: [] for what in ways}
     gc.collect()
     gc.disable()
@@ -110,7 +110,7 @@ def main() -> None:
         costs = measure(gpu, ways_to_launch(bound, empty), args.batches)
         device_us = {
             what: statistics.median(gpu.time(timed, 20, 200, cold=False))
-            for what, timed in ((f"{VARIANT} on {SHAPE}", bound), ("an empty kernel, the least that shows", empty))
+            for what, timed in ((f"{VARIANT} on {SHAPE}", bound), ("an empty kernel, the smallest measurable", empty))
         }
     except GreenfastError as e:
         parser.exit(e.exit_code, f"launch_cost measures launches on a GPU: {e}\n")

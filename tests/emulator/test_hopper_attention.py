@@ -165,7 +165,7 @@ def test_it_is_right(name: str, fmt: str) -> None:
     ],
     ids=str,
 )
-def test_the_output_lies_as_its_caller_wants_it(dims: dict[str, int], head_dim: int, order: str) -> None:
+def test_the_output_has_the_callers_layout(dims: dict[str, int], head_dim: int, order: str) -> None:
     """Its rows are tight, in any order of batch, heads and queries; nothing is written beside them."""
     case = fast_problem.make_case(dims, 0, "e4m3")
     plain = run_source(hopper.kernel(*read_dims(dims, "e4m3")), hopper.launch(*read_dims(dims, "e4m3")), case)

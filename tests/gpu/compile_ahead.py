@@ -1,7 +1,7 @@
 """Compile what the GPU tests run, in parallel, into the cache: ``python -m tests.gpu.compile_ahead``.
 
-In the tests themselves several processes would compile one kernel at once, and the GPU would wait. A kernel that is not
-listed here is compiled by the test that needs it.
+In the tests, several processes would compile the same kernel at once while the GPU waits. A kernel that is not listed
+here is compiled by the test that needs it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def sources(target: Target) -> Iterator[KernelSource]:
 
 
 def _attention() -> Iterator[KernelSource]:
-    """Those of test_hopper.py, beyond what calls in PyTorch take."""
+    """The kernels of test_hopper.py that calls in PyTorch do not use."""
     for shape, head_dim, causal in product(test_hopper.SHAPES, (64, 128, 256), (0, 1)):
         yield hopper.kernel(*read_dims({**shape, "D": head_dim, "CAUSAL": causal}, "e4m3"))
     for (q_len, kv_len), causal in product(test_hopper.PAIRS, (0, 1, 2)):
@@ -55,7 +55,7 @@ def _attention() -> Iterator[KernelSource]:
 
 
 def main() -> None:
-    """Compile for the first GPU, and say what came of it."""
+    """Compile for the first GPU, and print a summary."""
     target = Target.of_device(Gpu(0).capability)
     wanted = dict.fromkeys(sources(target))
     done = warmup.warm(wanted, target)

@@ -1,4 +1,4 @@
-"""The references in float64, computed on the GPU: on the CPU they take most of the GPU tests' time."""
+"""The references in float64, computed on the GPU: on the CPU they would take most of the GPU tests' time."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch import Tensor
 
 from greenfast.numerics import attention as on_cpu
 
-#: Bytes of the GPU's memory that a process may keep for the next reference; many processes share the GPU.
+#: Bytes of GPU memory that a process may keep for the next reference; many processes share the GPU.
 _KEPT = 1 << 30
 
 
 def attention(*args: Any) -> Tensor:
-    """``numerics.attention.attention``; arguments and result lie on the CPU."""
+    """``numerics.attention.attention``; arguments and result are on the CPU."""
     return _on_gpu(on_cpu.attention, args)
 
 
 def attention_rounding_bound(*args: Any) -> Tensor:
-    """``numerics.attention.attention_rounding_bound``; arguments and result lie on the CPU."""
+    """``numerics.attention.attention_rounding_bound``; arguments and result are on the CPU."""
     return _on_gpu(on_cpu.attention_rounding_bound, args)
 
 
 def _on_gpu(function: Any, args: tuple[Any, ...]) -> Tensor:
-    if not torch.cuda.is_available():  # a GPU may be there all the same
+    if not torch.cuda.is_available():  # also if this torch cannot use the GPU
         found: Tensor = function(*args)
         return found
     found = function(*[a.cuda() if isinstance(a, Tensor) else a for a in args]).cpu()

@@ -1,4 +1,4 @@
-"""The Ada kernel on whatever GPU there is: right from sm_89 up, native on sm_89 alone."""
+"""The Ada kernel on any GPU from sm_89 up; it is native on sm_89 only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from greenfast.device.gpu import Gpu, KernelImage
 from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import ada
 from greenfast.kernels.attention.config import FORMATS, read_dims
-from greenfast.problems import attention as fast_problem
+from greenfast.problems import attention as attention_problem
 from greenfast.spec.arch import Target
 
 pytestmark = pytest.mark.gpu
@@ -27,12 +27,12 @@ def test_it_is_right(fmt: str, head_dim: int, causal: int, q_len: int, kv_len: i
     source = ada.kernel(read_dims(dims, fmt)[0])
     compiled = compile_kernel(source, Target.of_device(gpu.capability))
     image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
-    bound = gpu.bind(image, ada.launch(*read_dims(dims, fmt)), fast_problem.make_case(dims, 0, fmt))
+    bound = gpu.bind(image, ada.launch(*read_dims(dims, fmt)), attention_problem.make_case(dims, 0, fmt))
     first, second = bound.run(), bound.run()
     assert bound.violations() == []
     bound.free()
     assert first["out"].tobytes() == second["out"].tobytes()
-    references = fast_problem.references(dims, 0, fmt)
-    out = fast_problem.decode(first, fmt)
+    references = attention_problem.references(dims, 0, fmt)
+    out = attention_problem.decode(first, fmt)
     assert worst_bound_ratio(out, references.exact, references.bounds["e4m3"]) <= 1
     assert error_stats(out, references.exact, 1).relative_error <= 0.03

@@ -1,4 +1,4 @@
-"""The corpus of kernels on a Hopper GPU: its expectations are those of the hardware, too."""
+"""The corpus of kernels on a Hopper GPU: the hardware gives the expected results, too."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _kernel(entry: Entry, gpu: Gpu) -> Any:
 
 
 def _run(entry: Entry, bound: Bound, gpu: Gpu) -> dict[str, Any]:
-    """The outputs; buffers that are inputs too begin filled, all others with poison."""
+    """The outputs; buffers that are also inputs start filled, all others poisoned."""
     shapes = {n: (a.shape, a.dtype.str) for n, a in bound.inputs.items()}
     shapes |= {n: (o.shape, o.dtype) for n, o in bound.outputs.items()}
     buffers = {n: GuardedBuffer(int(np.prod(shape)) * np.dtype(kind).itemsize) for n, (shape, kind) in shapes.items()}

@@ -1,4 +1,4 @@
-"""Attention begins while the launch before it ends, and reads nothing of that before its end, however late it is."""
+"""Attention begins while the launch before it ends, and reads none of its output early, however late that is."""
 
 from __future__ import annotations
 

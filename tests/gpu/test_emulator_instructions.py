@@ -1,6 +1,6 @@
 """Instructions of the emulator's tests on a GPU: the catalog's, and kernels around groups, tiles, calls and clusters.
 
-The hardware's part runs in a process of its own, which is started anew after a kernel that broke it.
+The hardware runs in a separate process, which is restarted after a kernel breaks it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def device() -> Iterator[Device]:
 
 @pytest.mark.parametrize("unit", units(CASES), ids=lambda unit: f"{unit[0].name}-to-{unit[-1].name}")
 def test_an_instruction_gives_what_the_hardware_gives(unit: Sequence[Case], device: Device) -> None:
-    """The benchmark writes all of it down; this says only what is wrong."""
+    """The benchmark records everything; this reports only what is wrong."""
     target = Target.of_device(Gpu().capability)
     rows = [try_case(case, image, device, ROWS) for case, image in images(unit, target)]
     wrong = [
@@ -61,7 +61,7 @@ def test_an_instruction_gives_what_the_hardware_gives(unit: Sequence[Case], devi
 
 
 def _both(asked: Any, emulated: GridResult, target: Target) -> GridResult:
-    """The emulator's result, once the hardware has been seen to give the same bits."""
+    """The emulator's result, after checking that the hardware gives the same bits."""
     compiled = compile_kernel(asked.kernel, target)
     image = KernelImage(compiled.cubin, "k", asked.kernel.block, asked.kernel.dynamic_smem_bytes)
     if not _worker:
@@ -79,7 +79,7 @@ def _both(asked: Any, emulated: GridResult, target: Target) -> GridResult:
 
 @pytest.fixture
 def on_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of other modules on the emulator and on the GPU."""
+    """Runs the kernels of other modules on the emulator and on the GPU."""
     if Gpu().capability != (9, 0):
         pytest.skip("these kernels are Hopper's")
     emulate, emulate_hopper = kernels.run, hopper.run

@@ -1,4 +1,4 @@
-"""The operator on inputs that are tiny, huge, biased, outlying or no numbers, compared with PyTorch in float64."""
+"""The operator on tiny, huge, biased, outlying or NaN inputs, compared with PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_tiny_and_huge_tensors(of_q: float, of_k: float, of_v: float, head_dim: 
 
 
 @HEAD_DIMS
-def test_a_scale_that_float32_lacks(head_dim: int) -> None:
+def test_a_scale_beyond_float32(head_dim: int) -> None:
     q, k, v = inputs(head_dim=head_dim)
     for causal in (False, True):
         found = greenfast.sdpa(q, k, v, is_causal=causal, scale=1e-50)
@@ -92,7 +92,7 @@ def test_blocks_of_values_differ_by_any_factor(units: tuple[float, ...], head_di
 @HEAD_DIMS
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", ["k", "v"])
-def test_what_is_not_finite_reaches_the_rows_that_see_its_block_alone(
+def test_non_finite_input_reaches_only_rows_that_attend_to_its_block(
     name: str, bad: float, head_dim: int, precision: Any
 ) -> None:
     q, k, v = inputs(1024, head_dim)
@@ -115,7 +115,7 @@ def test_what_is_not_finite_reaches_the_rows_that_see_its_block_alone(
 
 @PRECISIONS
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_loud_key_hurts_no_row_that_does_not_see_it(head_dim: int, precision: Any) -> None:
+def test_a_large_key_affects_only_rows_that_attend_to_it(head_dim: int, precision: Any) -> None:
     q, k, v = inputs(1024, head_dim)
     for place in (512, 992, 1023):
         loud = k.clone()
@@ -136,7 +136,7 @@ def test_a_constant_over_channels_costs_no_precision(constant: int, head_dim: in
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_another_recipe_at_the_same_addresses(head_dim: int) -> None:
+def test_another_configuration_at_the_same_addresses(head_dim: int) -> None:
     q, k, v = inputs(400, head_dim)
     wanted = exact(q, k, v)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Gradients on a GPU: as good as those of 16-bit attention on any inputs, of a forward that is the same in any mode."""
+"""Gradients on a GPU: as good as in 16-bit attention on any inputs; the forward is the same in any mode."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.utils.checkpoint import checkpoint
 
 import greenfast
 from greenfast.operator import backward, reference
-from tests.operator.gradient_cases import KINDS, Sizes, bound, case, error, gradients, of_torch
+from tests.operator.gradient_cases import KINDS, Sizes, bound, case, error, gradients, torch_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 sdpa: Any = greenfast.sdpa
 of_reference: Any = reference.gradients
 of_gpu: Any = backward.sdpa_backward
 
-SIZES = (  # of one key dQ is 0, and what 16 bits leave of it has no relative error
+SIZES = (  # with one key dQ is 0, for which a relative error in 16 bits is meaningless
     Sizes(1, 200, heads=4, causal=2),
     Sizes(300, 300, 128, heads=4, kv_heads=1, causal=1),
     Sizes(130, 300, 128, causal=1),
     Sizes(130, 300, heads=4, causal=2),
     Sizes(300, 130, 72, kv_heads=1, causal=1),
-    Sizes(300, 130, 40, causal=2),  # rows that attend to nothing
+    Sizes(300, 130, 40, causal=2),  # rows that attend to no key
     Sizes(1000, 1000, 256, causal=1),
     Sizes(129, 257, 256),
 )
@@ -42,10 +42,10 @@ def test_within_three_times_the_error_of_16_bits(kind: str, dtype: torch.dtype) 
     for sizes in SIZES:
         inputs, grad = on_gpu(kind, sizes, dtype)
         found = gradients(lambda q, k, v, s=sizes: sdpa(q, k, v, **s.options()), inputs, grad)
-        theirs = gradients(lambda q, k, v, s=sizes: of_torch(q, k, v, s.causal), inputs, grad)
+        theirs = gradients(lambda q, k, v, s=sizes: torch_attention(q, k, v, s.causal), inputs, grad)
         with sdpa_kernel(SDPBackend.MATH):
             doubles = [x.double() for x in inputs]
-            exact = gradients(lambda q, k, v, s=sizes: of_torch(q, k, v, s.causal), doubles, grad.double())
+            exact = gradients(lambda q, k, v, s=sizes: torch_attention(q, k, v, s.causal), doubles, grad.double())
         for name, x, mine, other, wanted in zip("qkv", inputs, found, theirs, exact, strict=True):
             assert mine.stride() == x.stride()
             assert error(mine, wanted, grad) <= bound(other, wanted, grad), (sizes, name)
@@ -70,7 +70,7 @@ def test_each_of_pytorchs_kernels(sizes: Sizes, cudnn: bool, monkeypatch: pytest
         found = of_gpu(grad, *tensors, sizes.causal, sizes.head_dim**-0.5)
         for x, mine, theirs in zip(tensors, found, wanted, strict=True):
             assert mine.stride() == torch.empty_like(x).stride()
-            assert error(mine, theirs, grad) < 0.1, "as bfloat16, of biased keys"
+            assert error(mine, theirs, grad) < 0.1, "as bfloat16, with biased keys"
     for mine, theirs in zip(
         of_gpu(odd[3], *odd[:3], sizes.causal, sizes.head_dim**-0.5),
         of_reference(odd[3], *odd[:3], sizes.causal, sizes.head_dim**-0.5),
@@ -101,7 +101,7 @@ def test_expanded_and_shared() -> None:
     shared = leaves[1][:, :1].expand(1, 4, 300, 128)
     sdpa(leaves[0], shared, leaves[2]).sum().backward()
     wanted = gradients(
-        lambda q, k, v: of_torch(q, k[:, :1].expand(1, 4, 300, 128), v, 0), [q, k, v], torch.ones_like(q)
+        lambda q, k, v: torch_attention(q, k[:, :1].expand(1, 4, 300, 128), v, 0), [q, k, v], torch.ones_like(q)
     )
     for x, theirs in zip(leaves, wanted, strict=True):
         assert x.grad is not None

@@ -21,7 +21,7 @@ from greenfast.kernels.attention.tiling import ONE_LEVEL_KEYS, tiling
 from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS
 from greenfast.numerics.codes import transposed_values
 from greenfast.numerics.formats import dequantize, quantize
-from greenfast.problems import attention as fast_problem
+from greenfast.problems import attention as attention_problem
 from greenfast.problems.attention import mask_of
 from greenfast.spec.arch import Target
 from greenfast.spec.problem import Case, OutputSpec
@@ -34,9 +34,9 @@ GRID = {"B": 3, "H": 16, "HK": 4, "S": 1000}
 LONG = {"B": 1, "H": 3, "S": 4097}
 HARD = {"B": 1, "H": 2, "S": 700}
 SHAPES: tuple[dict[str, int], ...] = (*({"B": 1, "H": 2, "S": length} for length in LENGTHS), GRID, LONG, HARD)
-#: Lengths of queries and keys that differ.
+#: Different lengths of queries and keys.
 PAIRS = ((1, 4097), (130, 333), (333, 130), (64, 128), (200, 70))
-#: Shapes, and of how many multiprocessors: few make blocks of several warpgroups, each with several pieces of work.
+#: Shapes and numbers of multiprocessors: few make blocks of several warpgroups, each with several work tiles.
 TILINGS: tuple[tuple[int, dict[str, int]], ...] = (
     (132, {"B": 1, "H": 4, "HK": 2, "S": 200, "KV": 130, "CAUSAL": 2}),
     (2, {"B": 1, "H": 2, "S": 600}),
@@ -53,9 +53,9 @@ def gpu() -> Gpu:
 
 
 def run(dims: dict[str, int], case: Case, fmt: str = "e4m3", size: int = 132) -> dict[str, NDArray[Any]]:
-    """The outputs of two runs that agree in every bit and leave all other memory as it was.
+    """The outputs of two runs, which must be bit-identical and leave all other memory unchanged.
 
-    size: for how many multiprocessors the work is divided.
+    size: the number of multiprocessors that the work is distributed over.
     """
     config, sizes = read_dims(dims, fmt)
     source = hopper.kernel(config, sizes, size)
@@ -89,35 +89,35 @@ def check(dims: dict[str, int], case: Case) -> None:
 def test_any_length(head_dim: int, causal: int) -> None:
     for length in LENGTHS:
         dims = {"B": 1, "H": 2, "S": length, "D": head_dim, "CAUSAL": causal}
-        check(dims, fast_problem.make_case(dims, length, "e4m3"))
+        check(dims, attention_problem.make_case(dims, length, "e4m3"))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [0, 1])
 def test_grids_that_fill_the_chip(head_dim: int, causal: int) -> None:
     dims = {**GRID, "D": head_dim, "CAUSAL": causal}
-    check(dims, fast_problem.make_case(dims, 0, "e4m3"))
+    check(dims, attention_problem.make_case(dims, 0, "e4m3"))
 
 
 @pytest.mark.parametrize("causal", [0, 1, 2])
 @pytest.mark.parametrize(("q_len", "kv_len"), PAIRS)
 def test_lengths_that_differ(q_len: int, kv_len: int, causal: int) -> None:
     dims = {"B": 2, "H": 8, "HK": 1, "S": q_len, "KV": kv_len, "D": 128, "CAUSAL": causal}
-    check(dims, fast_problem.make_case(dims, 0, "e4m3"))
+    check(dims, attention_problem.make_case(dims, 0, "e4m3"))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [0, 1])
 def test_long(head_dim: int, causal: int) -> None:
     dims = {**LONG, "D": head_dim, "CAUSAL": causal}
-    check(dims, fast_problem.make_case(dims, 0, "e4m3"))
+    check(dims, attention_problem.make_case(dims, 0, "e4m3"))
 
 
 @pytest.mark.parametrize("heads", [1, 132])
 def test_two_levels_at_head_dim_256(heads: int) -> None:
     dims = {"B": 1, "H": heads, "HK": 1, "S": 100, "KV": ONE_LEVEL_KEYS + 1, "D": 256}
     assert tiling(*read_dims(dims, "e4m3"), 132)[0].two_levels
-    check(dims, fast_problem.make_case(dims, 0, "e4m3"))
+    check(dims, attention_problem.make_case(dims, 0, "e4m3"))
 
 
 def hard_case(dims: dict[str, int], q: Tensor, k: Tensor, v: Tensor) -> Case:
@@ -166,14 +166,14 @@ EXTRAS: tuple[dict[str, int], ...] = (
 def test_formats_scales_and_outputs(extras: dict[str, int], fmt: str, head_dim: int) -> None:
     for multiprocessors, shape in TILINGS:
         dims = {**shape, "D": head_dim, **extras}
-        references = fast_problem.references(dims, 0, fmt)
-        outputs = run(dims, fast_problem.make_case(dims, 0, fmt), fmt, multiprocessors)
-        out = fast_problem.decode(outputs, fmt)
+        references = attention_problem.references(dims, 0, fmt)
+        outputs = run(dims, attention_problem.make_case(dims, 0, fmt), fmt, multiprocessors)
+        out = attention_problem.decode(outputs, fmt)
         assert worst_bound_ratio(out, references.exact, references.bounds["e4m3_polynomial"]) <= 1, dims
         assert error_stats(out, references.exact, 1).relative_error <= 0.03, dims
         if "LSE" in dims:
-            wanted = fast_problem.log_sum_exp(dims, 0, fmt)
+            wanted = attention_problem.log_sum_exp(dims, 0, fmt)
             assert (np.isinf(outputs["lse"]) == np.isinf(wanted)).all()
             finite = np.isfinite(wanted)
-            # The tensor cores keep 14 bits of a score's products, whose magnitudes add up to D * 0.64 / sqrt(D).
+            # The tensor cores keep 14 bits of a score's sum of products, whose magnitudes add up to D * 0.64 / sqrt(D).
             assert np.abs(outputs["lse"] - wanted)[finite].max() <= 1e-4 + 2**-12 * math.sqrt(head_dim), dims

@@ -1,6 +1,6 @@
-"""The emulator's tests of Hopper instructions, their kernels run on the hardware too.
+"""The emulator's tests of Hopper instructions, with their kernels run on the hardware too.
 
-The hardware's part runs in a process of its own, which is started anew after a kernel that broke it.
+The hardware runs in a separate process, which is restarted after a kernel breaks it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.emulator import test_hopper_products as products
 
 pytestmark = pytest.mark.gpu
 
-# Hopper adds products of 8-bit floats with some 14 bits of significand; the largest sum decides what is lost.
+# Hopper adds products of 8-bit floats with about 14 bits of significand; the largest sum determines what is lost.
 LOST = 2.0**-10
 TIMEOUT_S = 20.0
 
@@ -41,7 +41,7 @@ def worker_ends() -> Iterator[None]:
 
 
 def on_gpu(asked: hopper.Request) -> RunResult:
-    """What the hardware makes of a kernel. Raises WorkerError where it fails."""
+    """The hardware's result. Raises WorkerError if the kernel fails."""
     compiled = compile_kernel(asked.kernel, hopper.HOPPER)
     image = KernelImage(compiled.cubin, "k", asked.kernel.block, asked.kernel.dynamic_smem_bytes)
     if not _worker:
@@ -54,7 +54,7 @@ def on_gpu(asked: hopper.Request) -> RunResult:
 
 
 def both(*args: Any, seed: int = 0, **more: Any) -> GridResult:
-    """What the emulator makes of a kernel, once the hardware has been seen to make the same."""
+    """The emulator's result, after checking that the hardware's is the same."""
     emulated = hopper.run(*args, seed=seed, **more)
     measured = on_gpu(hopper.request(*args, **more))
     assert measured.violations == []
@@ -68,7 +68,7 @@ def both(*args: Any, seed: int = 0, **more: Any) -> GridResult:
 
 
 def both_or_neither(*args: Any, **more: Any) -> GridResult:
-    """As ``both``; where the emulator finds a fault, the hardware must refuse the kernel, too."""
+    """As ``both``; if the emulator finds a fault, the hardware must refuse the kernel, too."""
     try:
         return both(*args, **more)
     except KernelFaultError:

@@ -1,4 +1,4 @@
-"""Every rung on a GPU, on shapes and inputs that the task's own configs do not hold."""
+"""Every rung on a GPU, on shapes and inputs that the task's configs do not have."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def image(family: Family, toggles: dict[str, int], fmt: str, dims: dict[str, int
 
 
 def run(family: Family, rung: Rung, fmt: str, dims: dict[str, int], case: Case) -> dict[str, np.ndarray]:
-    """The outputs of two runs that must agree in every bit and leave all other memory as it was."""
+    """The outputs of two runs, which must be bit-identical and leave all other memory unchanged."""
     toggles = CONFIG.rung_variant(rung).values
     plan: Launch = family.launch(toggles, fmt, dims)
     bound = gpu().bind(image(family, toggles, fmt, dims), plan, case)
@@ -70,7 +70,7 @@ def test_any_length_and_both_head_dims(rung: Rung, fmt: str) -> None:
 
 
 def unusual_inputs(heads: int, length: int, head_dim: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, q, k and v stacked) of inputs far from the standard normal ones."""
+    """(name, q, k and v stacked) of inputs far from standard normal."""
     generator = torch.Generator().manual_seed(11)
     normal = torch.randn(3, heads, length, head_dim, generator=generator)
     yield "scores that overflow a naive exponential", torch.stack([30 * normal[0], 30 * normal[1], normal[2]])

@@ -1,4 +1,4 @@
-"""How outputs lie on a GPU: in the order of the query, tight. And other forms of calls, and kept codes."""
+"""The memory layout of outputs on a GPU: dense, in the query's order. Also other forms of calls, and kept codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from greenfast.kernels.attention.config import Strides, read_dims
 from greenfast.operator import ops
 from greenfast.operator.layout import row_strides
 from greenfast.operator.sdpa import Precision
-from greenfast.problems import attention as fast_problem
+from greenfast.problems import attention as attention_problem
 from greenfast.spec.arch import Target
 from greenfast.spec.problem import Case, OutputSpec
 
@@ -43,7 +43,7 @@ def in_order(x: Tensor, order: tuple[int, ...]) -> Tensor:
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 80, 96, 128, 136, 200, 256])
-def test_an_output_lies_as_its_query_does(head_dim: int, precision: Precision) -> None:
+def test_an_output_has_the_layout_of_its_query(head_dim: int, precision: Precision) -> None:
     q, k, v = inputs(head_dim)
     wanted = greenfast.sdpa(q, k, v, is_causal=True, enable_gqa=True, precision=precision)
     exact = torch.nn.functional.scaled_dot_product_attention(
@@ -60,7 +60,7 @@ def test_an_output_lies_as_its_query_does(head_dim: int, precision: Precision) -
 
 
 @pytest.mark.parametrize("head_dim", [72, 256])
-def test_the_log_sum_exp_is_that_of_any_order(head_dim: int) -> None:
+def test_the_log_sum_exp_does_not_depend_on_the_order(head_dim: int) -> None:
     q, k, v = inputs(head_dim)
     wanted = greenfast.sdpa(q, k, v, enable_gqa=True, return_lse=True)
     query = in_order(q, (0, 2, 1, 3))
@@ -71,19 +71,19 @@ def test_the_log_sum_exp_is_that_of_any_order(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize(("padded", "head_dim"), [(64, 8), (64, 40), (128, 72), (256, 136)])
-@pytest.mark.parametrize("own_queries", [False, True])
-def test_nothing_is_written_outside(padded: int, head_dim: int, own_queries: bool) -> None:
-    """Into (B, S, H, head_dim), tight, between guards; rows of 150 queries end within a block."""
+@pytest.mark.parametrize("unquantized_queries", [False, True])
+def test_nothing_is_written_outside(padded: int, head_dim: int, unquantized_queries: bool) -> None:
+    """Output into a dense (B, S, H, head_dim) between guards; 150 query rows end within a block."""
     gpu = Gpu(0)
-    if own_queries and not hopper.quantizes_queries(padded):
+    if unquantized_queries and not hopper.quantizes_queries(padded):
         pytest.skip("at this head dim the kernel takes codes of Q")
     dims = {"B": 2, "H": 2, "S": 150, "D": padded, "KBLOCK": 128, "VBLOCK": 128, "QBLOCK": 16}
-    case = fast_problem.make_case(dims, 0, "e4m3")
+    case = attention_problem.make_case(dims, 0, "e4m3")
     config, sizes = read_dims(dims, "e4m3")
-    config = replace(config, columns=head_dim, quantizes_queries=own_queries)
+    config = replace(config, columns=head_dim, quantizes_queries=unquantized_queries)
     rows = (300 * head_dim, head_dim, 2 * head_dim)
     inputs = dict(case.inputs)
-    if own_queries:
+    if unquantized_queries:
         inputs["q"] = np.random.default_rng(0).standard_normal((2, 150, 2, head_dim)).astype(np.float16).view(np.uint16)
     tight = Case(inputs, {"out": OutputSpec((2, 150, 2, head_dim), "float16")})
     source = hopper.kernel(config, sizes)
@@ -130,7 +130,7 @@ def test_queries_that_are_copied_first(query: str) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
 @pytest.mark.parametrize("head_dim", [64, 72])
-def test_compiled_calls_lie_as_eager_ones(order: tuple[int, ...], head_dim: int) -> None:
+def test_compiled_calls_have_the_layout_of_eager_ones(order: tuple[int, ...], head_dim: int) -> None:
     q, k, v = inputs(head_dim)
     q = in_order(q, order)
 
@@ -171,10 +171,10 @@ def test_other_forms(shapes: tuple[tuple[int, ...], ...], options: dict[str, Any
         assert on_meta.stride() == out.stride()
 
 
-def test_masks_on_a_gpu_are_not_looked_at() -> None:
+def test_masks_on_a_gpu_are_not_read() -> None:
     q, k, v = inputs(64)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cuda")
-    with pytest.raises(NotImplementedError, match="attn_mask: the kernels know causal masks alone"):
+    with pytest.raises(NotImplementedError, match="attn_mask: the kernels take causal masks only"):
         greenfast.sdpa(q, k, v, mask, enable_gqa=True)
     bias = causal_lower_right(LENGTH, 150)
     k, v = k[:, :, :150], v[:, :, :150]

@@ -1,4 +1,4 @@
-"""The operator on a GPU: results are the CPU's within the kernel's error, and it behaves as PyTorch users expect."""
+"""The operator on a GPU: it agrees with the CPU within the kernel's error and behaves as PyTorch users expect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from greenfast.operator.quantized import config_of
 from greenfast.spec.kernel import Choice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
-sdpa_of_torch = torch.nn.functional.scaled_dot_product_attention
+torch_sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
 def inputs(
@@ -47,7 +47,9 @@ def error(found: Tensor, wanted: Tensor) -> float:
     ],
     ids=str,
 )
-def test_as_on_the_cpu(sizes: dict[str, int], options: dict[str, Any], dtype: torch.dtype, precision: Any) -> None:
+def test_agrees_with_the_cpu(
+    sizes: dict[str, int], options: dict[str, Any], dtype: torch.dtype, precision: Any
+) -> None:
     q, k, v = inputs(dtype=dtype, **sizes)
     found, lse = greenfast.sdpa(q, k, v, precision=precision, return_lse=True, **options)
     plain = greenfast.sdpa(q, k, v, precision=precision, **options)
@@ -68,14 +70,14 @@ def test_as_on_the_cpu(sizes: dict[str, int], options: dict[str, Any], dtype: to
      ("fp8", True, "head", False, False), ("fp8", False, "head", True, True)],
     ids=str,
 )  # fmt: skip
-def test_the_codes_of_the_reference(choices: tuple[str, bool, str, bool, bool], head_dim: int, length: int) -> None:
+def test_codes_equal_the_references(choices: tuple[str, bool, str, bool, bool], head_dim: int, length: int) -> None:
     q, k, v = inputs(length, head_dim=head_dim, heads=3, kv_heads=1)
     config = config_of(head_dim, q.dtype, *choices)
     found = ops.QUANTIZE(q, k, v, *choices)
     wanted = reference.quantize(q.cpu(), k.cpu(), v.cpu(), config)
     codes = (wanted.query, wanted.key, wanted.value)
     scales = (wanted.query_scale, wanted.key_scale, wanted.value_scale)
-    # Else sums are taken in another order, or PyTorch divides by 448 as it does on a GPU, by a product.
+    # Otherwise the order of sums differs, or PyTorch divides by 448 through a multiplication, as it does on a GPU.
     exact = config.value_scales == "block" and not (config.key_mean or config.rotate)
     few = 0 if exact else 2e-3 if config.value_scales == "block" else 1e-2
     for mine, theirs in zip(found[:3], codes, strict=True):
@@ -92,15 +94,15 @@ def test_quantized_inputs_are_kept() -> None:
         for choices in ({}, {"scales": "head", "value_scales": "channel"}):
             quantized = greenfast.quantize(q, k, v, precision=precision, log_sum_exp=True, **choices)  # type: ignore[arg-type]
             out, lse = greenfast.attention(quantized, is_causal=True, return_lse=True)
-            exact = sdpa_of_torch(q.double().cpu(), k.double().cpu(), v.double().cpu(), is_causal=True)
+            exact = torch_sdpa(q.double().cpu(), k.double().cpu(), v.double().cpu(), is_causal=True)
             assert error(out, exact) < (0.06 if precision == "fp8" else 0.05)
             assert torch.isfinite(lse).all()
             assert error(greenfast.attention(quantized, is_causal=True), exact) < 0.06
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
-def test_the_way_of_ada(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes by PyTorch with a scale a head, and the Ada kernel, which a Hopper GPU can run."""
+def test_the_ada_kernel(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes by PyTorch with one scale per head, and the Ada kernel, which a Hopper GPU can run."""
 
     def of_heads(target: object, head_dim: int, dtype: torch.dtype, precision: str, mask: int, *, lse: bool) -> object:
         return replace(config_of(head_dim, dtype, precision, False, "head"), mask=Mask(mask), log_sum_exp=lse)
@@ -111,7 +113,7 @@ def test_the_way_of_ada(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cuda, "_ATTENTION_LAUNCHES", {})
     q, k, v = inputs(300, heads=4, kv_heads=2, head_dim=128, dtype=torch.float16)
     found = greenfast.sdpa(q, k, v, is_causal=True, enable_gqa=True, precision=precision)
-    wanted = sdpa_of_torch(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)
+    wanted = torch_sdpa(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)
     assert error(found, wanted) < 0.07
 
 
@@ -125,8 +127,8 @@ def test_strides_make_no_copies() -> None:
     assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 2, "the workspace and the output"
     assert torch.equal(found, wanted)
     odd: Any = [torch.cat([x, x[..., :1]], -1)[..., 1:] for x in (q, k, v)]
-    found = greenfast.sdpa(*odd)  # rows that begin anywhere: these are copied
-    assert error(found, sdpa_of_torch(*[x.float().cpu() for x in odd])) < 0.07
+    found = greenfast.sdpa(*odd)  # unaligned rows, which are copied
+    assert error(found, torch_sdpa(*[x.float().cpu() for x in odd])) < 0.07
 
 
 def test_memory_is_the_codes_and_the_output() -> None:
@@ -203,7 +205,7 @@ def test_from_several_threads() -> None:
     assert wrong == []
 
 
-def test_from_a_thread_that_has_done_nothing_else() -> None:
+def test_from_a_new_thread() -> None:
     q, k, v = inputs(100)
     wanted = greenfast.sdpa(q, k, v)
     found: list[Tensor] = []
@@ -236,7 +238,7 @@ def test_nothing_to_compute() -> None:
     assert torch.isneginf(lse).all()
 
 
-def test_what_is_not_a_number_shows() -> None:
+def test_nan_propagates() -> None:
     for precision in ("fp8", "int8"):
         q, k, v = inputs(64)
         k[0, 1, 3, 5] = float("nan")
@@ -251,7 +253,7 @@ def test_autocast() -> None:
         assert greenfast.sdpa(q, k, v).dtype == torch.float16
 
 
-def test_devices_that_do_not_agree() -> None:
+def test_different_devices() -> None:
     q, k, v = inputs(64)
     with pytest.raises(ValueError, match="key: it is on cpu, query on cuda:0"):
         greenfast.sdpa(q, k.cpu(), v)

@@ -27,7 +27,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def test_the_kernel_that_is_named_runs() -> None:
+def test_the_named_kernel_runs() -> None:
     q, k, v = inputs(kv_heads=2)
     launches_nothing = torch.cuda.memory_stats()["allocation.all.allocated"]
     found = greenfast.explain(q, k, v, is_causal=True, enable_gqa=True)
@@ -111,7 +111,7 @@ def test_a_llama() -> None:
     assert routed.fallen_back.total() == 6
 
 
-def test_math_alone_is_respected() -> None:
+def test_a_choice_of_math_only_is_respected() -> None:
     q, k, v = inputs(512)
     with sdpa_kernel(SDPBackend.MATH):
         wanted = attention(q, k, v)

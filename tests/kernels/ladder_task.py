@@ -1,4 +1,4 @@
-"""The ladder's task, and its legal and illegal toggles as its documents state them."""
+"""The ladder's task, and its legal and illegal toggles as documented."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from greenfast.judge.task import load_task
 
 CONFIG = load_task(Path(__file__).parents[2] / "tasks" / "fp8_sdpa_stage_c_wmma").config
 RUNGS = [rung.name for rung in CONFIG.rungs]
-#: The toggles of Stage 3B's further forms.
+#: The toggles of Stage 3B's variants.
 FORMS = ("USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION", "USE_PERSISTENT_CTAS")
 SMALL = CONFIG.shape("small").dims
 
 
 def toggles(rung: str, **changes: int) -> dict[str, int]:
-    """A rung's complete toggles, some of them changed."""
+    """All toggles of a rung, with changes."""
     return {**CONFIG.rung_variant(CONFIG.rung(rung)).values, **changes}
 
 
@@ -29,8 +29,8 @@ def all_toggles() -> Iterator[dict[str, int]]:
 def is_legal(t: dict[str, int]) -> bool:
     """Stage 3A reuses the score tile for the P of WMMA P*V; swizzled tiles are read by tensor-core loads only.
 
-    Stage 3B multiplies on tensor cores what cp.async fetched, has no half tiles, and alone has further forms, one at a
-    time.
+    Stage 3B multiplies on tensor cores what cp.async fetched and has no half tiles. Only Stage 3B has variants, one at
+    a time.
     """
     forms = sum(t[name] for name in FORMS)
     tensor_cores = bool(t["USE_WMMA_QK"] and t["USE_WMMA_PV"])
@@ -42,5 +42,5 @@ def is_legal(t: dict[str, int]) -> bool:
 
 
 def is_full_fusion(t: dict[str, int]) -> bool:
-    """Whether these toggles are for the kernel of Stage 3B."""
+    """Whether these toggles select the kernel of Stage 3B."""
     return t["USE_FUSED_SOFTMAX_PV"] == 2

@@ -1,4 +1,4 @@
-"""The Ada kernel: native FP8 instructions for sm_89 within its budget, right on the emulator, and what is refused."""
+"""The Ada kernel: native FP8 instructions for sm_89 within budget, correct on the emulator, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.judge.tasks import find_task
 from greenfast.kernels.attention import ada
 from greenfast.kernels.attention.config import FORMATS, Strides, read_dims
-from greenfast.problems import attention as fast_problem
+from greenfast.problems import attention as attention_problem
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Case, OutputSpec
@@ -35,7 +35,7 @@ def test_native_products_within_the_budget(fmt: str, head_dim: int, causal: int)
     assert compiled.resources.smem_bytes <= budget.smem_bytes
     assert compiled.resources.spill_bytes == 0
     counts = count_instructions(disassemble(compiled.cubin, ada.ENTRY))
-    # Of a tile of 64 keys: 4 x D / 32 pairs of products for the scores, 2 x D / 16 for P V.
+    # Per tile of 64 keys: 4 x D / 32 pairs of products for the scores, 2 x D / 16 for P V.
     scores, output = 2 * 4 * head_dim // 32, 2 * 2 * head_dim // 16
     assert counts["qmma"] == (output if fmt == "int8" else scores + output)
     assert counts["imma"] == (scores if fmt == "int8" else 0)
@@ -56,17 +56,17 @@ def test_native_products_within_the_budget(fmt: str, head_dim: int, causal: int)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_it_is_right(fmt: str, dims: dict[str, int]) -> None:
     source = ada.kernel(read_dims(dims, fmt)[0])
-    case = fast_problem.make_case(dims, 0, fmt)
+    case = attention_problem.make_case(dims, 0, fmt)
     result = run_source(source, ada.launch(*read_dims(dims, fmt)), case, "sm_89")
     assert not any(result.unwritten.values())
-    references = fast_problem.references(dims, 0, fmt)
-    out = fast_problem.decode(result.outputs, fmt)
+    references = attention_problem.references(dims, 0, fmt)
+    out = attention_problem.decode(result.outputs, fmt)
     assert worst_bound_ratio(out, references.exact, references.bounds["e4m3"]) <= 1
     assert error_stats(out, references.exact, 1).relative_error <= 0.03
-    assert sum(result.counts.bank_conflicts.values()) == 0, "the shuffle of pieces is there to avoid them"
+    assert sum(result.counts.bank_conflicts.values()) == 0, "the swizzle is there to avoid them"
 
 
-def test_what_it_refuses() -> None:
+def test_unsupported_configurations() -> None:
     with pytest.raises(UsageError, match=r"the Ada kernel is for head dims 64, 128; got head_dim 256"):
         ada.kernel(read_dims({**DIMS, "D": 256}, "e4m3")[0])
     with pytest.raises(UsageError, match=r"fp4.*e4m3.*int8"):
@@ -75,10 +75,10 @@ def test_what_it_refuses() -> None:
         ada.kernel(read_dims({**DIMS, "LSE": 1}, "e4m3")[0])
 
 
-def test_the_output_lies_as_its_caller_wants_it() -> None:
-    """(B, S, H, 72) in memory, tight, of the kernel for head dim 128."""
+def test_the_output_has_the_callers_layout() -> None:
+    """(B, S, H, 72) in memory, dense, from the kernel for head dim 128."""
     dims = {"B": 2, "H": 2, "S": 70, "D": 128}
-    case, source = fast_problem.make_case(dims, 0, "e4m3"), ada.kernel(read_dims(dims, "e4m3")[0])
+    case, source = attention_problem.make_case(dims, 0, "e4m3"), ada.kernel(read_dims(dims, "e4m3")[0])
     plain = run_source(source, ada.launch(*read_dims(dims, "e4m3")), case, "sm_89")
     config, sizes = read_dims(dims, "e4m3")
     plan = ada.launch(replace(config, columns=72), sizes, strides=Strides(out=(70 * 2 * 72, 72, 2 * 72)))
@@ -91,7 +91,7 @@ def test_the_output_lies_as_its_caller_wants_it() -> None:
 
 def test_a_scale_of_scores_that_float32_lacks_counts_as_nothing() -> None:
     dims = {"B": 1, "H": 1, "S": 70, "D": 64, "CAUSAL": 1}
-    case = fast_problem.make_case(dims, 0, "e4m3")
+    case = attention_problem.make_case(dims, 0, "e4m3")
     config, sizes = read_dims(dims, "e4m3")
     out = run_source(ada.kernel(config), ada.launch(config, sizes, 1e-50), case, "sm_89").outputs["out"]
     codes = torch.from_numpy(case.inputs["v"]).view(torch.float8_e4m3fn).float().numpy()[0]

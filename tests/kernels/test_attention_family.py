@@ -1,4 +1,4 @@
-"""The fast kernels as a family: which kernel toggles name, which one a call should take, and what is refused."""
+"""The attention kernels as a family: which kernel toggles select, which one suits a call, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Hopper kernel's family: which tiles a shape gets, what is built, how work is dealt, and what is refused."""
+"""The Hopper kernel's family: the tiles of a shape, what is built, how work is distributed, and what is refused."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ EXTRAS: tuple[dict[str, int], ...] = (
     {},
     {"LSE": 1, "BF16": 1, "KBLOCK": 128, "VCHANNEL": 1},
     {"BF16": 1, "QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128},
-    {"BF16": 1, "QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128, "OWN": 1},  # the kernel quantizes Q
+    {"BF16": 1, "QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128, "QUANTIZES_Q": 1},
     {"VROWS": 1},
 )
-#: Bytes that four warpgroups at head dim 64 store and load a thread at the most, with what takes more registers.
+#: The most bytes that four warpgroups at head dim 64 spill per thread, with options that take more registers.
 FEW = 128
 
 
@@ -62,9 +62,11 @@ FEW = 128
 @pytest.mark.parametrize("extras", EXTRAS, ids=str)
 def test_no_spills(extras: dict[str, int], fmt: str, head_dim: int, causal: int) -> None:
     dims = {**BIG, "D": head_dim, "CAUSAL": causal, **extras}
-    own = "OWN" in dims and hopper.quantizes_queries(head_dim)
-    config, sizes = read_dims({key: n for key, n in dims.items() if key != "OWN"}, fmt)
-    compiled = compile_kernel(hopper.kernel(replace(config, quantizes_queries=own), sizes), Target("sm_90a"))
+    quantizes_queries = "QUANTIZES_Q" in dims and hopper.quantizes_queries(head_dim)
+    config, sizes = read_dims({key: n for key, n in dims.items() if key != "QUANTIZES_Q"}, fmt)
+    compiled = compile_kernel(
+        hopper.kernel(replace(config, quantizes_queries=quantizes_queries), sizes), Target("sm_90a")
+    )
     allowed = FEW if head_dim == 64 and "KBLOCK" in extras else 0
     assert compiled.resources.spill_bytes <= allowed
     assert compiled.resources.stack_bytes <= allowed
@@ -82,8 +84,8 @@ def test_tiles_by_shape() -> None:
         assert few.consumers == 1
         assert "1 should take the least time for 2 heads of 100 queries on 132" in why
     two = tiles({"B": 1, "H": 8, "S": 2048, "D": 64})
-    assert two.consumers == 2, "128 blocks in one wave, where one warpgroup a block needs two"
-    assert tiles({"B": 1, "H": 8, "S": 2048, "D": 64}, 66).consumers == 4, "of half as many multiprocessors"
+    assert two.consumers == 2, "128 blocks in one wave; one warpgroup per block would need two waves"
+    assert tiles({"B": 1, "H": 8, "S": 2048, "D": 64}, 66).consumers == 4, "with half as many multiprocessors"
     many = {d: tiles({"B": 16, "H": 2048 // d, "S": 1024, "D": d}) for d in (64, 128, 256)}
     assert [many[d].consumers for d in (64, 128, 256)] == [4, 2, 2]
     assert [many[d].two_levels for d in (64, 128, 256)] == [True, True, False]
@@ -92,8 +94,8 @@ def test_tiles_by_shape() -> None:
         tiles({**BIG, "D": 96})
 
 
-def test_what_it_is_not_built_for() -> None:
-    with pytest.raises(UsageError, match=r"sm_90a alone.*--arch sm_90a"):
+def test_unsupported_targets_and_formats() -> None:
+    with pytest.raises(UsageError, match=r"sm_90a only.*--arch sm_90a"):
         compile_kernel(hopper.kernel(*read_dims({**BIG, "D": 64}, "e4m3")), Target("sm_89"))
     with pytest.raises(UsageError, match=r"fp4.*e4m3.*int8"):
         hopper.kernel(*read_dims({**BIG, "D": 64}, "fp4"))
@@ -119,12 +121,12 @@ def test_causal_work_is_dealt_evenly(heads: int, length: int, block_m: int, bloc
     sizes = Sizes(1, heads, heads, length, length)
     width, blocks = tiling.heads_at_once(Mask.UPPER_LEFT, sizes, block_m, block_n, 132), -(-length // block_m)
     loads, seen = np.zeros(132), set()
-    for piece in range(blocks * heads):
-        group, within = divmod(piece, blocks * width)
+    for work_tile in range(blocks * heads):
+        group, within = divmod(work_tile, blocks * width)
         at_once = min(width, heads - group * width)
         head, block = group * width + within % at_once, blocks - 1 - within // at_once
         seen.add((head, block))
-        number, place = divmod(piece, 132)
+        number, place = divmod(work_tile, 132)
         tiles = -(-min(length, (block + 1) * block_m) // block_n)
         loads[132 - 1 - place if number % 2 else place] += tiles + 1
     assert len(seen) == blocks * heads
@@ -135,8 +137,8 @@ def test_without_a_mask_one_head_at_a_time() -> None:
     assert tiling.heads_at_once(Mask.NONE, Sizes(1, 32, 32, 8192, 8192), 256, 128, 132) == 1
 
 
-def test_queries_as_they_come() -> None:
-    """Any strides, those of a dimension of 1 too; what the kernel does not quantize is refused."""
+def test_strides_of_unquantized_queries() -> None:
+    """Any strides, also of a dimension of 1; strides that the kernel cannot quantize from are refused."""
     config = AttentionConfig(
         head_dim=64, columns=40, query_scales="block", key_scales="block", value_scales="block", quantizes_queries=True
     )

@@ -1,4 +1,4 @@
-"""Every rung as machine code: budgets, promises, and what the toggles really do to it."""
+"""Every rung's machine code: budgets, promises, and what the toggles change in it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from greenfast.spec.kernel import KernelSource
 from tests.kernels.ladder_task import CONFIG, RUNGS, SMALL, is_full_fusion, toggles
 
 ARCHS = ("sm_89", "sm_90a")
-LARGEST_SMEM = 99 * 1024  # that a block of sm_89 may have
+LARGEST_SMEM = 99 * 1024  # per block on sm_89
 
 Variant = tuple[str, int, str, str]  # rung, head dim, format, arch
-# Every rung for every architecture and head dim; the formats differ in a few instructions only, so they take turns.
+# Every rung for every architecture and head dim; the formats differ in a few instructions only, so they alternate.
 VARIANTS: list[Variant] = [
     (rung, head_dim, "int8" if (head_dim, arch) == (128, "sm_89") else "e4m3", arch)
     for arch in ARCHS
@@ -88,7 +88,7 @@ def test_budget(builds: dict[Variant, Built], variant: Variant) -> None:
     rung, head_dim, *_ = variant
     resources = builds[variant].kernel.resources
     budget = CONFIG.rung(rung).budget
-    if head_dim == 64:  # that of every shape of the task
+    if head_dim == 64:  # as in every shape of the task
         assert resources.registers <= min(budget.registers, 128)
         assert resources.smem_bytes <= budget.smem_bytes
     assert resources.smem_bytes <= LARGEST_SMEM
@@ -108,7 +108,7 @@ def test_promises(builds: dict[Variant, Built], variant: Variant) -> None:
 
 @BY_VARIANT
 def test_instructions_follow_the_toggles(builds: dict[Variant, Built], variant: Variant) -> None:
-    """Whatever the config promises: a toggle that is off leaves nothing, one that is on at least one tile's work."""
+    """Whatever the config promises: a toggle that is off adds no instruction, one that is on at least a tile's work."""
     rung, head_dim, *_ = variant
     t, counts = toggles(rung), builds[variant].counts
     fused = is_full_fusion(t)
@@ -137,7 +137,7 @@ def test_tensor_cores_come_in_steps(builds: dict[Variant, Built]) -> None:
         assert scalar["cp_async"] == 0
 
 
-def test_no_two_rungs_are_one_kernel(builds: dict[Variant, Built]) -> None:
+def test_no_two_rungs_are_the_same_kernel(builds: dict[Variant, Built]) -> None:
     for arch in ARCHS:
         kernels = [builds[(rung, 64, "e4m3", arch)].kernel for rung in RUNGS]
         assert len({kernel.cubin for kernel in kernels}) == len(RUNGS)
@@ -166,7 +166,7 @@ def test_a_third_stage_takes_its_memory_and_full_fusion_fewer_barriers(builds: d
             assert stage2.counts["bar_sync"] >= 5
 
 
-def test_a_warp_that_copies_takes_no_registers_from_those_that_multiply_but_fits_beside_them(
+def test_a_copying_warp_fits_without_taking_registers_from_the_multiplying_warps(
     builds: dict[Variant, Built],
 ) -> None:
     for arch in ARCHS:
@@ -182,13 +182,13 @@ def test_a_warp_that_copies_takes_no_registers_from_those_that_multiply_but_fits
         assert "ARRIVES.LDGSTSBAR" in one.sass
 
 
-def test_persistent_blocks_keep_the_next_tiles_apart_from_the_partial_results(builds: dict[Variant, Built]) -> None:
+def test_persistent_blocks_keep_the_next_tiles_separate_from_partial_results(builds: dict[Variant, Built]) -> None:
     for arch in ARCHS:
         one, before = (builds[(rung, 64, "e4m3", arch)] for rung in ("stage3b_persistent", "stage3b"))
         first = 4 * 2 * 2048  # of each group of keys a tile of K and one of V
         smem = one.kernel.resources.smem_bytes
         assert smem == before.kernel.resources.smem_bytes + first
-        assert 2 * (smem + 1024) <= 100 * 1024, "two blocks, as Ada's multiprocessors have it too"
+        assert 2 * (smem + 1024) <= 100 * 1024, "two blocks, as on Ada's multiprocessors too"
         assert one.kernel.resources.registers <= 65536 // (2 * 256)
         # where the partial results have been read
         assert one.counts["bar_sync"] == before.counts["bar_sync"] + 1

@@ -1,4 +1,4 @@
-"""What the ladder refuses, in Python and in the kernel, and what it renders and launches."""
+"""What the ladder refuses in Python and in the kernel, and what it renders and launches."""
 
 from __future__ import annotations
 

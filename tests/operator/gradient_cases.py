@@ -1,4 +1,4 @@
-"""Inputs that gradients are judged on, and PyTorch's gradients in float64 and in the inputs' dtype."""
+"""Inputs for checking gradients, and PyTorch's gradients in float64 and in the inputs' dtype."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: What the inputs are like: N(0, 1) but for this.
+#: The inputs: N(0, 1) except for this.
 KINDS = ("normal", "uniform", "biased 3", "biased 10", "biased 30", "outliers", "logits 4", "logits 8")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a case; causal: 0, 1 (aligned at the first key) or 2 (at the last)."""
+    """The sizes of a case; causal: 0, 1 (aligned at the first key) or 2 (at the last)."""
 
     q_len: int
     kv_len: int
@@ -25,7 +25,7 @@ class Sizes:
     causal: int = 0
 
     def options(self) -> dict[str, Any]:
-        """What ``greenfast.sdpa`` is called with."""
+        """Keyword arguments for ``greenfast.sdpa``."""
         alignment = "lower_right" if self.causal == 2 else "upper_left"
         return {"is_causal": self.causal > 0, "causal_alignment": alignment, "enable_gqa": True}
 
@@ -52,7 +52,7 @@ def case(kind: str, sizes: Sizes, dtype: torch.dtype) -> tuple[Any, Tensor]:
     return [x.to(dtype) for x in (q, k, v)], normal(*shape).to(dtype)
 
 
-def of_torch(query: Tensor, key: Tensor, value: Tensor, causal: int) -> Tensor:
+def torch_attention(query: Tensor, key: Tensor, value: Tensor, causal: int) -> Tensor:
     """PyTorch's attention, in the inputs' dtype."""
     mask = None
     if causal:
@@ -70,11 +70,11 @@ def gradients(function: Callable[..., Any], inputs: list[Tensor], grad: Tensor) 
 
 
 def error(found: Tensor, wanted: Tensor, grad: Tensor) -> float:
-    """Relative (Frobenius); of a gradient that is 0, as that of Q is with one key, relative to a millionth of grad."""
+    """Relative (Frobenius); for a zero gradient, such as Q's with one key, relative to a millionth of grad."""
     size = wanted.double().norm() + 1e-6 * grad.double().norm()
     return float((found.double() - wanted.double()).norm() / size)
 
 
 def bound(theirs: Tensor, exact: Tensor, grad: Tensor) -> float:
-    """What a gradient may err: three times what 16-bit attention errs, or 4 %."""
+    """The largest allowed error of a gradient: three times the error of 16-bit attention, or 4 %."""
     return max(3 * error(theirs, exact, grad), 0.04)

@@ -13,7 +13,7 @@ from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims
 from greenfast.operator.sdpa import Precision, attention, quantize, sdpa
-from greenfast.problems import attention as fast_problem
+from greenfast.problems import attention as attention_problem
 from tests.emulator.kernels import run_source
 
 CASES = (
@@ -24,13 +24,13 @@ CASES = (
 )
 
 
-#: What the scales of ``quantize`` are by default.
+#: The default scales of ``quantize``.
 BLOCKS = {"QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128}
 
 
 def inputs(dims: dict[str, int], seed: int = 0) -> list[Tensor]:
     config, sizes = read_dims(dims, "e4m3")
-    return [x.view(sizes.batch, -1, *x.shape[1:]) for x in fast_problem._tensors(config, sizes, seed)]
+    return [x.view(sizes.batch, -1, *x.shape[1:]) for x in attention_problem._tensors(config, sizes, seed)]
 
 
 def options(dims: dict[str, int]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def options(dims: dict[str, int]) -> dict[str, Any]:
 @pytest.mark.parametrize("dims", CASES, ids=str)
 def test_within_the_kernels_error(dims: dict[str, int], precision: Precision) -> None:
     fmt = "int8" if precision == "int8" else "e4m3"
-    references = fast_problem.references({**dims, **BLOCKS}, 0, fmt)
+    references = attention_problem.references({**dims, **BLOCKS}, 0, fmt)
     quantized = quantize(*inputs(dims), precision=precision, subtract_key_mean=False, rotate=False)
     found = attention(quantized, **options(dims))
     assert isinstance(found, Tensor)
@@ -53,12 +53,12 @@ def test_within_the_kernels_error(dims: dict[str, int], precision: Precision) ->
 
 
 @pytest.mark.parametrize("dims", CASES, ids=str)
-def test_beside_the_hopper_kernel(dims: dict[str, int]) -> None:
-    """On the same codes the two differ by what rounding the weights here and there explains."""
+def test_agrees_with_the_hopper_kernel(dims: dict[str, int]) -> None:
+    """On the same codes the two differ only by how each rounds the weights."""
     whole = {**dims, **BLOCKS}
-    case = fast_problem.make_case(whole, 0, "e4m3")
+    case = attention_problem.make_case(whole, 0, "e4m3")
     result = run_source(hopper.kernel(*read_dims(whole, "e4m3")), hopper.launch(*read_dims(whole, "e4m3")), case)
-    theirs = fast_problem.decode(result.outputs, "e4m3")
+    theirs = attention_problem.decode(result.outputs, "e4m3")
     mine = attention(quantize(*inputs(dims), subtract_key_mean=False, rotate=False), **options(dims))
     assert isinstance(mine, Tensor)
     assert error_stats(mine.flatten(0, 1).double().numpy(), theirs, 1).relative_error <= 0.03
@@ -67,7 +67,7 @@ def test_beside_the_hopper_kernel(dims: dict[str, int]) -> None:
 @pytest.mark.parametrize("bias", [0, 3, 10, 30])
 @pytest.mark.parametrize("rotate", [False, True])
 def test_log_sum_exp(bias: int, rotate: bool) -> None:
-    """It errs by what the codes explain, whatever the keys have in common."""
+    """Its error is within the codes' error, whatever mean the keys have."""
     dims = {"B": 1, "H": 4, "HK": 2, "S": 50, "KV": 60, "D": 64, "CAUSAL": 2}
     q, k, v = inputs(dims)
     k = k + bias * torch.randn(64, generator=torch.Generator().manual_seed(1)).half()
@@ -112,7 +112,7 @@ def test_nothing_to_compute(shape: tuple[int, ...]) -> None:
     assert found.dtype == torch.bfloat16
 
 
-def test_many_rows_are_those_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     quantized = quantize(*inputs({"B": 1, "H": 2, "S": 70, "D": 64}))
     whole = attention(quantized, is_causal=True)
     monkeypatch.setattr("greenfast.operator.reference._ROWS", 16)
@@ -130,7 +130,7 @@ def test_a_padded_head_dim_keeps_its_scale() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
-def test_a_scale_that_is_none(scale: float) -> None:
+def test_an_invalid_scale(scale: float) -> None:
     with pytest.raises(ValueError, match=r"scale: .*positive, finite"):
         attention(quantize(*inputs({"B": 1, "H": 1, "S": 4, "D": 64})), scale=scale)
 

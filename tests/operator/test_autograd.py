@@ -1,4 +1,4 @@
-"""How the operators behave under differentiation: what works does so as PyTorch's attention, and the rest raises."""
+"""The operators under differentiation: they behave as PyTorch's attention, or raise."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def same(found: Any, wanted: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def test_one_arithmetic_in_grad_mode_and_without() -> None:
+def test_grad_mode_does_not_change_the_result() -> None:
     tensors = inputs(grad=True)
     trained = sdpa(*tensors)
     assert trained.requires_grad
@@ -92,7 +92,7 @@ def test_graphs_that_are_kept_and_hooks() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 72])
-def test_what_is_computed_may_be_changed_in_place(head_dim: int) -> None:
+def test_results_may_be_changed_in_place(head_dim: int) -> None:
     tensors, grad = case("normal", Sizes(20, 20, head_dim), torch.bfloat16)
 
     def doubled(*x: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def test_second_derivatives_are_refused() -> None:
         torch.func.jacrev(torch.func.jacrev(lambda q: loss(q, k, v)))(q)
 
 
-def test_codes_are_used_in_grad_mode_but_stop_gradients_loudly() -> None:
+def test_codes_work_in_grad_mode_but_refuse_gradients() -> None:
     tensors = inputs(grad=True)
     found = of_codes(*tensors)
     with torch.no_grad():
@@ -191,7 +191,7 @@ def test_codes_are_used_in_grad_mode_but_stop_gradients_loudly() -> None:
     assert not torch.autograd.grad(of_codes(*tensors) * 0, tensors)[0].any()
 
 
-def test_no_gradient_vanishes_in_the_log_sum_exp() -> None:
+def test_a_gradient_of_the_log_sum_exp_raises() -> None:
     tensors = inputs(grad=True)
     out, lse = sdpa(*tensors, is_causal=True, return_lse=True)
     with pytest.raises(NotImplementedError, match=LSE):
@@ -231,7 +231,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("decomposed", [False, True])
-def test_an_export_in_grad_mode_is_that_of_inference(decomposed: bool) -> None:
+def test_an_export_in_grad_mode_equals_one_without(decomposed: bool) -> None:
     model, x = Model(), inputs()[0]
     exported = torch.export.export(model, (x,))
     if decomposed:
@@ -283,7 +283,7 @@ def flops(function: Callable[[], Any]) -> int:
     return int(counter.get_total_flops())
 
 
-def test_flops_are_those_of_pytorchs_attention() -> None:
+def test_flops_equal_pytorchs() -> None:
     sizes = Sizes(20, 50, 72, heads=4, kv_heads=2)
     (q, k, v), _ = case("normal", sizes, torch.bfloat16)
     meta = [x.to("meta").repeat_interleave(4 // x.shape[1], 1) for x in (q, k, v)]
@@ -304,13 +304,13 @@ def test_flops_are_those_of_pytorchs_attention() -> None:
 def test_the_registration(op: str, head_dim: int, grad: bool) -> None:
     tensors, _ = case("normal", Sizes(60, 60, head_dim), torch.bfloat16)
     tensors = [x.requires_grad_(grad) for x in tensors]
-    # With gradients, the last of the checks asks for one of each output: of the log-sum-exp, which is refused.
+    # With gradients, the last check asks for one of every output, also of the log-sum-exp, which is refused.
     names = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     some = names[: 3 if grad and op == "sdpa_lse" else 4]
     torch.library.opcheck(getattr(torch.ops.greenfast, op).default, (*tensors, "fp8", 1, 0.125), test_utils=some)
 
 
-def test_the_registration_of_the_others() -> None:
+def test_the_registration_of_the_other_operators() -> None:
     (q, k, v), grad = case("normal", Sizes(150, 150), torch.bfloat16)
     for flags in ((True, "block", True, True), (True, "channel", True, True), (False, "head", False, False)):
         codes = ops.QUANTIZE(q, k, v, "int8", *flags)
@@ -327,7 +327,7 @@ def test_the_registration_of_the_others() -> None:
 
 
 def all_results(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Of every operator, with biased keys, whose mean is most of the scores."""
+    """The results of every operator, with biased keys, whose mean dominates the scores."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out, lse = sdpa(*leaves, is_causal=True, return_lse=True)
     (out.float() * torch.arange(64)).sum().backward()

@@ -1,4 +1,4 @@
-"""QuantizedQKV as what users keep: its fields agree, and it moves, is saved, copied and mapped over like a tensor."""
+"""QuantizedQKV as users keep it: its fields agree; it is moved, saved, copied and mapped over like a tensor."""
 
 from __future__ import annotations
 
@@ -117,15 +117,15 @@ def test_the_operators_check_too(op: Any, change: dict[str, Any], says: str) -> 
         op(*args, 0, 1.0)
 
 
-def test_a_kind_that_was_seen_is_not_another() -> None:
-    """What a GPU's operator checks once a kind: every shape, stride, dtype and number is part of it."""
+def test_the_check_per_kind_sees_every_difference() -> None:
+    """A GPU's operator checks codes once per kind; every shape, stride, dtype and number is part of the kind."""
     args = [getattr(PLAIN, f.name) for f in fields(PLAIN) if f.name not in ("key_mean", "mean_scores")]
     check_codes_once(args[:6], *args[6:])
     check_codes_once(args[:6], *args[6:])
     for change, error, says in WRONG:
         values = {f.name: getattr(PLAIN, f.name) for f in fields(PLAIN)} | change
         if {"key_mean", "mean_scores", "head_dim"} & {*change} or not isinstance(values["query"], Tensor):
-            continue  # no operator has the mean, and a schema makes whole numbers of its arguments
+            continue  # no operator takes the mean, and a schema converts its arguments to whole numbers
         wrong = [values[f.name] for f in fields(PLAIN) if f.name not in ("key_mean", "mean_scores")]
         with pytest.raises(error, match=says):
             check_codes_once(wrong[:6], *wrong[6:])
@@ -138,7 +138,7 @@ def test_what_quantize_gives_is_accepted(choices: dict[str, Any]) -> None:
     assert greenfast.attention(quantized).shape == (2, 4, 40, 72)
 
 
-def test_it_moves() -> None:
+def test_it_moves_to_a_device() -> None:
     moved = LSE.to("meta")
     assert moved.device == torch.device("meta")
     assert all(x.is_meta for x in pytree.tree_leaves(moved))
@@ -180,8 +180,8 @@ def test_it_is_saved_and_copied(choices: dict[str, Any]) -> None:
     assert torch.equal(greenfast.attention(loaded), greenfast.attention(quantized))
 
 
-def test_what_was_quantized_with_gradients_is_saved_and_copied_without() -> None:
-    """The scales know that no gradient flows through them; a copy of their numbers knows nothing."""
+def test_codes_of_tensors_with_gradients_are_saved_without_history() -> None:
+    """The scales have autograd history, which refuses gradients; a copy of their values has none."""
     q, k, v = (torch.randn(1, 2, 40, 64).bfloat16().requires_grad_() for _ in range(3))
     quantized = greenfast.quantize(q, k, v, log_sum_exp=True)
     assert quantized.query_scale.requires_grad
@@ -222,7 +222,7 @@ def test_it_is_a_pytree() -> None:
     assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
 
 
-def test_what_was_mapped_is_checked_before_kernels_read_it() -> None:
+def test_results_of_tree_map_are_checked_before_kernels_read_them() -> None:
     again = pytree.tree_map(torch.clone, PLAIN)
     assert torch.equal(greenfast.attention(again), greenfast.attention(PLAIN))
     cut = pytree.tree_map(lambda x: x[:, :1], PLAIN)

@@ -1,4 +1,4 @@
-"""The examples of README.md and docs/operator.md run as they stand, on tensors that a CPU computes in a moment."""
+"""The examples of README.md and docs/operator.md run unchanged, on tensors that are quick on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PyTorch's attention accepts: greenfast.sdpa is right or refuses it by name, and explain says which."""
+"""What PyTorch's attention accepts: greenfast.sdpa computes it right or names what it refuses, as explain says."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ import greenfast.operator.ops
 Shape = tuple[int, ...]
 Case = tuple[tuple[Shape, Shape, Shape], dict[str, Any]]
 
-#: What the docs say that is refused, although PyTorch computes it.
+#: What the docs say is refused although PyTorch computes it.
 DOCUMENTED = (
-    "attn_mask: the kernels know causal masks alone",
+    "attn_mask: the kernels take causal masks only",
     "dropout_p: the kernels have no dropout",
     "query: head_dim",
     "value: head_dim",
 )
 LEADING = ((), (3,), (2, 3), (2, 1, 3), (1, 2, 1, 3))
-TOLERANCE = 0.1  # of outputs of few numbers; of many, fp8 errs by 0.053
+TOLERANCE = 0.1  # for outputs with few elements; with many, the error of fp8 is 0.053
 
 
 def of_any_rank() -> Iterator[Case]:
@@ -60,7 +60,7 @@ def head_dims() -> Iterator[Case]:
     yield ((2, 4, 6, 40), (1, 2, 7, 40), (1, 2, 7, 24)), {"enable_gqa": True}
 
 
-def nothing() -> Iterator[Case]:
+def empty() -> Iterator[Case]:
     for zero, causal in product(range(5), (False, True)):
         batch, heads, q_len, kv_len, head_dim = (0 if i == zero else n for i, n in enumerate((2, 3, 5, 7, 16)))
         kv = (batch, heads, kv_len, head_dim)
@@ -76,7 +76,7 @@ def masks() -> Iterator[Case]:
         ones = torch.ones(shape, dtype=torch.bool)
         for mask in (ones, ones.bfloat16() - 1, ones.bfloat16(), ones.float() - 1):
             yield plain, {"attn_mask": mask}
-            if shape in ((6, 8), (2, 3, 6, 8)):  # others PyTorch cannot join with a causal mask
+            if shape in ((6, 8), (2, 3, 6, 8)):  # PyTorch cannot combine others with a causal mask
                 yield plain, {"attn_mask": mask, "is_causal": True}
     padded = torch.ones(2, 1, 1, 8, dtype=torch.bool)
     padded[1, ..., 5:] = False
@@ -129,7 +129,7 @@ def outcome(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor 
         (broadcast, 250, 0),
         (shared_heads, 120, 0),
         (head_dims, 92, 50),
-        (nothing, 20, 0),
+        (empty, 20, 0),
         (masks, 45, 30),
     ],
 )
@@ -196,7 +196,7 @@ def test_log_sum_exp_and_gradients(shapes: tuple[Shape, ...], options: dict[str,
         assert float((mine.grad.double() - theirs.grad).norm() / theirs.grad.norm()) < 0.2
 
 
-def test_gradients_of_nothing_are_zeros() -> None:
+def test_gradients_of_empty_inputs_are_zeros() -> None:
     q, k, v = (x.requires_grad_() for x in tensors(((2, 3, 5, 16), (2, 3, 0, 16), (2, 3, 0, 24))))
     torch.autograd.backward(greenfast.sdpa(q, k, v).sum())
     assert q.grad is not None
@@ -206,7 +206,7 @@ def test_gradients_of_nothing_are_zeros() -> None:
 
 
 def test_broadcast_heads_are_not_quantized_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One head of K and V for all stays one; batches that share them are the same memory."""
+    """One head of K and V for all queries stays one; batches that share K and V share memory."""
     seen: list[tuple[Shape, Shape, int]] = []
     op = greenfast.operator.ops.SDPA
 
@@ -222,7 +222,7 @@ def test_broadcast_heads_are_not_quantized_again(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4), (3, 0, 1, 2, 4)])
 @pytest.mark.parametrize("of_values", [16, 24, 8])
-def test_outputs_of_other_forms_lie_as_their_queries(order: Shape, of_values: int) -> None:
+def test_outputs_of_other_forms_have_the_layout_of_their_queries(order: Shape, of_values: int) -> None:
     sizes = (2, 2, 3, 5, 16)
     q = torch.randn([sizes[d] for d in order]).bfloat16().permute([order.index(d) for d in range(5)])
     k, v = tensors(((2, 2, 3, 7, 16), (2, 2, 3, 7, of_values)))
@@ -252,11 +252,11 @@ def test_float32_by_choice(cast: torch.dtype) -> None:
     with pytest.raises(TypeError, match="another dtype"):
         greenfast.sdpa(q, k.half() if cast == torch.bfloat16 else k.bfloat16(), v, float32_as=cast)
     with torch.autocast("cpu", torch.bfloat16):
-        assert greenfast.sdpa(q, k, v, float32_as=cast).dtype == torch.bfloat16, "as autocast has it"
+        assert greenfast.sdpa(q, k, v, float32_as=cast).dtype == torch.bfloat16, "as autocast casts"
 
 
 def test_float32_errs_as_its_cast_does() -> None:
-    """The cast adds little to what eight bits lose: what the docs say."""
+    """The cast adds little to the error of eight bits, as the docs say."""
     q, k, v = tensors(((1, 4, 512, 64),) * 3, torch.float32)
     wanted = scaled_dot_product_attention(q.double(), k.double(), v.double())
     for cast in (torch.bfloat16, torch.float16):
@@ -295,7 +295,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(
     ("change", "error", "says"), WRONG, ids=lambda x: str({k: type(v) for k, v in x.items()} if type(x) is dict else x)
 )
-def test_what_is_wrong_is_named(change: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_a_wrong_argument_is_named(change: dict[str, Any], error: type[Exception], says: str) -> None:
     call = {"query": Q, "key": K, "value": V, **change}
     with pytest.raises(error, match=says):
         greenfast.sdpa(**call)
@@ -345,7 +345,7 @@ def test_flags_of_other_functions(function: Any) -> None:
 
 
 @pytest.mark.parametrize("length", ["4096", 1.5, None, True, -1])
-def test_lengths_that_are_none(length: Any) -> None:
+def test_invalid_lengths(length: Any) -> None:
     for function in (
         lambda: greenfast.explain(Q, K, V, min_length=length),
         lambda: greenfast.use(min_length=length),

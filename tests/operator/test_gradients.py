@@ -1,4 +1,4 @@
-"""Gradients: those of full-precision attention, whatever the inputs, lengths and masks; good to train by."""
+"""Gradients are close to full-precision attention's for all inputs, lengths and masks, and good enough to train."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import greenfast
 from greenfast.operator import backward, reference
-from tests.operator.gradient_cases import KINDS, Sizes, bound, case, error, gradients, of_torch
+from tests.operator.gradient_cases import KINDS, Sizes, bound, case, error, gradients, torch_attention
 
 sdpa: Any = greenfast.sdpa
 of_reference: Any = reference.gradients
@@ -24,7 +24,7 @@ SIZES = (
     Sizes(70, 70, causal=1),
     Sizes(130, 300, heads=4, causal=2),
     Sizes(300, 130, 72, kv_heads=1, causal=1),
-    Sizes(300, 130, 40, causal=2),  # rows that attend to nothing
+    Sizes(300, 130, 40, causal=2),  # rows that attend to no key
     Sizes(129, 257, 128),
     Sizes(33, 17, 256, causal=1),
 )
@@ -34,9 +34,9 @@ def judge(kind: str, several: Sequence[Sizes], dtype: torch.dtype) -> None:
     for sizes in several:
         inputs, grad = case(kind, sizes, dtype)
         found = gradients(lambda q, k, v, s=sizes: sdpa(q, k, v, **s.options()), inputs, grad)
-        theirs = gradients(lambda q, k, v, s=sizes: of_torch(q, k, v, s.causal), inputs, grad)
+        theirs = gradients(lambda q, k, v, s=sizes: torch_attention(q, k, v, s.causal), inputs, grad)
         doubles = [x.double() for x in inputs]
-        exact = gradients(lambda q, k, v, s=sizes: of_torch(q, k, v, s.causal), doubles, grad.double())
+        exact = gradients(lambda q, k, v, s=sizes: torch_attention(q, k, v, s.causal), doubles, grad.double())
         for name, mine, other, wanted in zip("qkv", found, theirs, exact, strict=True):
             assert mine.dtype == dtype
             assert torch.isfinite(wanted).all()
@@ -85,7 +85,7 @@ def test_a_scale_and_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shapes", [((0, 2, 5, 64), (0, 2, 5, 64)), ((1, 2, 0, 64), (1, 2, 3, 64)),
                                     ((1, 2, 3, 64), (1, 2, 0, 64))], ids=str)  # fmt: skip
 @pytest.mark.parametrize("function", [reference.gradients, backward.sdpa_backward])
-def test_of_nothing(shapes: Any, function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_empty_inputs(shapes: Any, function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     q, k = (torch.ones(shape, dtype=torch.bfloat16) for shape in shapes)
     found = function(q, q, k, k, 0, 0.125)
@@ -114,17 +114,17 @@ def test_one_input_alone_and_gradients_of_any_layout() -> None:
 def test_the_parts_for_kernels_that_align_masks_at_the_end(
     q_len: int, kv_len: int, causal: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a GPU's backward asks PyTorch's kernels for adds up, with stand-ins for them."""
+    """The parts that a GPU's backward passes to PyTorch's kernels add up, with stand-ins for those kernels."""
 
     def kernels(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, masked: bool, scale: float) -> tuple[Tensor, ...]:
         assert not masked or q.shape[2] <= k.shape[2]
         return reference.gradients(grad, q, k, v, 2 if masked else 0, scale)
 
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(backward, "_of_torch", kernels)
+    monkeypatch.setattr(backward, "_by_torch", kernels)
     inputs, grad = case("normal", Sizes(q_len, kv_len, heads=4), torch.float16)
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
-    sliced = [torch.cat([x, x], -1)[..., :64] for x in strided]  # as of a product that gives Q, K and V at once
+    sliced = [torch.cat([x, x], -1)[..., :64] for x in strided]  # as from one projection to Q, K and V
     for tensors in (inputs, strided, sliced):
         found = of_gpu(grad.expand(1, 4, q_len, 64), *tensors, causal, 1 / 8)
         wanted = of_reference(grad, *inputs, causal, 1 / 8)
@@ -137,8 +137,8 @@ def test_the_parts_for_kernels_that_align_masks_at_the_end(
 @pytest.mark.parametrize(
     "sizes", [Sizes(50, 50), Sizes(20, 50, heads=4, causal=2), Sizes(50, 20, 72, causal=1)], ids=str
 )
-def test_pytorchs_kernels_take_what_they_are_given(sizes: Sizes, cudnn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as meta tensors show it."""
+def test_pytorchs_kernels_accept_the_arguments(sizes: Sizes, cudnn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as meta tensors can show."""
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(backward, "_chooses_cudnn", lambda *args: cudnn)
     inputs, grad = case("normal", sizes, torch.bfloat16)
@@ -172,7 +172,7 @@ class Block(nn.Module):
 
 
 def losses(attention: Any, text: Tensor, steps: int, length: int = 64) -> Tensor:
-    """Of a model of two layers that learns to continue the text: the mean of each 40 steps."""
+    """The losses of a two-layer model that learns to continue the text, averaged over every 40 steps."""
     torch.manual_seed(0)
     symbols = int(text.max()) + 1
     symbol, place = nn.Embedding(symbols, 64), nn.Embedding(length, 64)

@@ -1,4 +1,4 @@
-"""A launch that is kept is the one that would be made anew, though all addresses are the same."""
+"""A cached launch equals a newly made one, even where all addresses are the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Call = Callable[..., Any]
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What is launched, on CPU tensors that all lie at one address."""
+    """The launches, on CPU tensors that all have the same address."""
     found: list[Any] = []
 
     def prepared(step: cuda._Step, device: int, pointers: dict[str, int], stream: int) -> tuple[Any, ...]:
@@ -79,7 +79,7 @@ def calls() -> list[Call]:
     return found
 
 
-def test_a_kept_launch_is_the_one_that_would_be_made_anew(launched: list[Any]) -> None:
+def test_a_cached_launch_equals_a_new_one(launched: list[Any]) -> None:
     every = calls()
     for call in every:
         clear()

@@ -1,4 +1,4 @@
-"""How outputs lie in memory: as PyTorch's own attention leaves them, tight, the same in every implementation."""
+"""The memory layout of outputs: dense, as in PyTorch's own attention, and the same in every implementation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH, HEADS, LENGTH = 2, 3, 5
 
 
 def ordered(order: tuple[int, ...], head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """(BATCH, HEADS, LENGTH, head_dim) whose dimensions lie in memory in this order."""
+    """A tensor (BATCH, HEADS, LENGTH, head_dim) with its dimensions in memory in this order."""
     sizes = (BATCH, HEADS, LENGTH, head_dim)
     x = torch.randn([sizes[d] for d in order], generator=torch.Generator().manual_seed(0)).to(dtype)
     return x.permute([order.index(d) for d in range(4)])
@@ -33,7 +33,7 @@ ORDERS = [(*first, 3) for first in permutations(range(3))]
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("head_dim", [40, 64, 80])
-def test_an_output_lies_as_its_query_does(order: tuple[int, ...], head_dim: int) -> None:
+def test_an_output_has_the_layout_of_its_query(order: tuple[int, ...], head_dim: int) -> None:
     q, k, v = ordered(order, head_dim), ordered(ORDERS[1], head_dim), ordered(ORDERS[2], head_dim)
     for out in (greenfast.sdpa(q, k, v), greenfast.sdpa(q, k, v, return_lse=True)[0]):
         assert out.stride() == q.stride()
@@ -48,7 +48,7 @@ def test_an_output_lies_as_its_query_does(order: tuple[int, ...], head_dim: int)
 
 
 def test_heads_and_columns_merge_in_a_view() -> None:
-    """What models do after attention, with queries from one projection or from one of Q, K and V together."""
+    """What models do after attention, with queries from a separate projection or from a fused one of Q, K and V."""
     packed = torch.randn(2, 5, 3, 4, 80, dtype=torch.bfloat16)
     q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
     out = greenfast.sdpa(q, k, v)
@@ -93,7 +93,7 @@ def test_an_output_of_kept_codes_is_contiguous() -> None:
     ids=lambda x: f"{tuple(x.shape)} {x.stride()}",
 )
 def test_strides_of_any_query(query: Tensor) -> None:
-    """Dense, columns last, as ``empty_like`` orders the other three, and the same once the query has been copied."""
+    """Dense, columns last, the other dimensions as in ``empty_like``, and the same after the query has been copied."""
     query = query.half()
     strides = row_strides(query, 64)
     copied = readable(query, by_tma=True)
@@ -138,7 +138,7 @@ def test_without_a_layout_the_output_is_contiguous(family: object) -> None:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[int, ...]]]:
-    """The code for GPUs on CPU tensors: kernels of a target are planned, and none is launched; gives the addresses."""
+    """The GPU code on CPU tensors: plans a target's kernels, launches none, and returns the addresses."""
     prepared: list[tuple[int, ...]] = []
 
     def prepare(plan: object, names: tuple[str, ...], addresses: tuple[int, ...]) -> tuple[()]:

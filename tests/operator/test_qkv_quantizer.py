@@ -1,4 +1,4 @@
-"""The quantizing kernel on the emulator: the codes and scales are those of the reference."""
+"""The quantizing kernel on the emulator: its codes and scales equal the reference's."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def config_for(head_dim: int, dtype: torch.dtype, **choices: Any) -> AttentionCo
     ],
     ids=str,
 )
-def test_the_codes_of_the_cpu(
+def test_codes_equal_the_cpus(
     head_dim: int, kv_len: int, dtype: torch.dtype, choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kv_len >= 200:

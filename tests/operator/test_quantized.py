@@ -1,4 +1,4 @@
-"""Quantized inputs: the codes are the kernels' own, options change no score, and what does not fit is named."""
+"""Quantized inputs: the codes are in the kernels' form, options change no score, and errors name the argument."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import greenfast
 from greenfast.kernels.attention.config import read_dims
 from greenfast.operator.reference import dequantized_keys, dequantized_queries, rotation
 from greenfast.operator.sdpa import attention, quantize
-from greenfast.problems import attention as fast_problem
+from greenfast.problems import attention as attention_problem
 
 
 def tensors(
@@ -33,10 +33,10 @@ def tensors(
         ("block", {"QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128}),
     ],
 )
-def test_the_codes_are_those_of_the_kernels_problem(values: Any, extras: dict[str, int], fmt: str) -> None:
+def test_codes_equal_the_problems(values: Any, extras: dict[str, int], fmt: str) -> None:
     dims = {"B": 2, "H": 4, "HK": 2, "S": 40, "KV": 300, "D": 64, **extras}
-    case = fast_problem.make_case(dims, 3, fmt)
-    q, k, v = fast_problem._tensors(*read_dims(dims, fmt), 3)
+    case = attention_problem.make_case(dims, 3, fmt)
+    q, k, v = attention_problem._tensors(*read_dims(dims, fmt), 3)
     found = quantize(
         *(x.view(2, -1, *x.shape[1:]) for x in (q, k, v)),
         precision="int8" if fmt == "int8" else "fp8",
@@ -53,7 +53,7 @@ def test_the_codes_are_those_of_the_kernels_problem(values: Any, extras: dict[st
         assert np.array_equal(tensor.flatten(0, 1).numpy().reshape(wanted.shape), wanted), name
 
 
-def test_it_is_public_and_loaded_when_asked_for() -> None:
+def test_it_is_public_and_loaded_on_demand() -> None:
     assert greenfast.quantize is quantize
     assert {"quantize", "QuantizedQKV"} <= set(dir(greenfast))
     with pytest.raises(AttributeError, match="nothing"):
@@ -116,7 +116,7 @@ def test_rotation_spreads_outliers_of_int8() -> None:
 
 
 @pytest.mark.parametrize("bad", [1e3, -6e4, torch.inf, torch.nan])
-def test_no_key_decides_the_mean(bad: float) -> None:
+def test_no_single_key_dominates_the_mean(bad: float) -> None:
     q, k, v = tensors(length=1024, keys=1024)
     for place in (0, 32, 64, 1023):
         hurt = k.clone()
@@ -128,7 +128,7 @@ def test_no_key_decides_the_mean(bad: float) -> None:
 
 
 @pytest.mark.parametrize("period", [16, 31, 32, 33, 64, 128])
-def test_keys_that_recur_are_no_more_than_their_share_of_the_mean(period: int) -> None:
+def test_recurring_keys_do_not_dominate_the_mean(period: int) -> None:
     q, k, v = tensors(length=1024, keys=1024)
     loud = k.clone()
     loud[:, :, ::period] += 100
@@ -142,7 +142,7 @@ def test_the_mean_of_biased_keys() -> None:
     biased = k + 8 * torch.randn(1, 1, 1, 64, generator=torch.Generator().manual_seed(2)).half()
     found = quantize(q, biased, v, rotate=False)
     assert found.key_mean is not None
-    assert (found.key_mean - biased.float().mean(2)).abs().max() < 1, "that of some keys is near that of all"
+    assert (found.key_mean - biased.float().mean(2)).abs().max() < 1, "the mean of some keys is near the mean of all"
     whole = dequantized_keys(found) + found.key_mean.unsqueeze(2)
     plain = dequantized_keys(quantize(q, biased, v, subtract_key_mean=False, rotate=False))
     assert (whole - biased).norm() < 0.3 * (plain - biased).norm()
@@ -156,10 +156,10 @@ def test_the_mean_of_biased_keys() -> None:
         (
             {"key": torch.zeros(1, 2, 300, 64).bfloat16()},
             TypeError,
-            "key: its dtype is torch.bfloat16, that of query torch.float16",
+            "key: its dtype is torch.bfloat16, query's torch.float16",
         ),
         ({"query": torch.zeros(4, 40, 64).half()}, ValueError, r"query: its shape is \(4, 40, 64\); \(batch, heads"),
-        ({"value": torch.zeros(1, 2, 299, 64).half()}, ValueError, "value: its shape is .*299.*that of key"),
+        ({"value": torch.zeros(1, 2, 299, 64).half()}, ValueError, "value: its shape is .*299.*, key's "),
         ({"query": torch.zeros(2, 4, 40, 64).half()}, ValueError, "batch and head_dim must agree"),
         ({"query": torch.zeros(1, 3, 40, 64).half()}, ValueError, "key: it has 2 heads, query 3"),
         ({"precision": "fp4"}, ValueError, "precision: 'fp4'; allowed are 'fp8', 'int8'"),
@@ -168,7 +168,7 @@ def test_the_mean_of_biased_keys() -> None:
         ({"value_scales": "block", "scales": "head"}, ValueError, "value_scales: 'block' goes with scales='block'"),
     ],
 )
-def test_what_does_not_fit_is_named(change: dict[str, object], error: type[Exception], says: str) -> None:
+def test_arguments_that_do_not_fit_are_named(change: dict[str, object], error: type[Exception], says: str) -> None:
     q, k, v = tensors()
     with pytest.raises(error, match=says):
         quantize(**{"query": q, "key": k, "value": v, **change})  # type: ignore[arg-type]
@@ -182,6 +182,6 @@ def test_head_dims_that_no_kernel_has(head_dim: int) -> None:
 
 @pytest.mark.parametrize(("blocks", "values", "says"), [(False, "block", "goes with scales"), (True, "row", "'row'")])
 def test_the_operator_itself_refuses_scales_that_no_kernel_writes(blocks: bool, values: str, says: str) -> None:
-    """Else a GPU's quantizer would write scales of blocks into a buffer for those of heads."""
+    """Otherwise a GPU's quantizer would write per-block scales into a buffer for per-head scales."""
     with pytest.raises(ValueError, match=says):
         torch.ops.greenfast.quantize(*tensors(), "fp8", blocks, values, True, True)

@@ -1,4 +1,4 @@
-"""Which calls of PyTorch's attention are routed, and that the rules are those of greenfast.sdpa."""
+"""Which calls of PyTorch's attention are routed, by the same rules as greenfast.sdpa."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import greenfast
 from greenfast.operator import cuda, routing
 from greenfast.spec.arch import Target
 
-MASK = "attn_mask: the kernels know causal masks alone"
+MASK = "attn_mask: the kernels take causal masks only"
 
 
 def tensors(
@@ -31,7 +31,7 @@ def tensors(
 
 
 class Named(torch.Tensor):
-    """A subclass, as those that shard or compress are."""
+    """A subclass of Tensor, such as sharded and compressed tensors are."""
 
 
 def named(x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def named(x: Tensor) -> Tensor:
 
 Q, K, V = tensors()
 LONG = (torch.zeros(2, 4, 40, 264).half(),) * 3
-#: Calls that greenfast.sdpa refuses: what is other than (Q, K, V), and the reason.
+#: Calls that greenfast.sdpa refuses: the change from (Q, K, V), and the reason.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attn_mask": torch.zeros(40, 40).bool()}, MASK),
     ({"dropout_p": 0.1}, "dropout_p: the kernels have no dropout"),
@@ -55,8 +55,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"value": V[:, :, :30]}, "value: another length than key"),
     ({"key": torch.cat([K, K[:1]]), "value": torch.cat([V, V[:1]])}, "key: another batch than query"),
     ({"key": K[..., :32], "value": V[..., :32]}, "key: another head_dim than query"),
-    ({"key": K[:, :2], "value": V[:, :2]}, "key: its heads are not those of query"),
-    ({"key": K[:, :3], "value": V[:, :3], "enable_gqa": True}, "key: the heads of query are no multiple"),
+    ({"key": K[:, :2], "value": V[:, :2]}, "key: its heads differ from query's"),
+    ({"key": K[:, :3], "value": V[:, :3], "enable_gqa": True}, "key: the heads of query are not a multiple"),
     (
         {"query": Q[..., :60], "key": K[..., :60], "value": V[..., :60]},
         "query: head_dim 60; the kernels",
@@ -64,7 +64,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(zip(("query", "key", "value"), LONG, strict=True)), "query: head_dim 264; the kernels take multiples"),
     ({"key": K.to("meta"), "value": V.to("meta")}, "key: on another device than query"),
 ]
-#: Calls that greenfast.sdpa computes and routing leaves to PyTorch all the same.
+#: Calls that greenfast.sdpa computes but routing leaves to PyTorch.
 LEFT: list[tuple[dict[str, Any], str]] = [
     ({"query": named(Q)}, "query: a Named; the kernels take plain tensors"),
     ({"value": named(V)}, "value: a Named; the kernels take plain tensors"),
@@ -113,13 +113,13 @@ def test_what_pytorch_keeps_and_why(change: dict[str, Any], reason: str) -> None
 
 
 @pytest.mark.parametrize("change", [c for c, _ in REFUSED], ids=names)
-def test_what_is_refused_greenfast_refuses(change: dict[str, Any]) -> None:
+def test_greenfast_refuses_what_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError, NotImplementedError)):
         call(greenfast.sdpa, change)
 
 
 @pytest.mark.parametrize("change", TAKEN, ids=names)
-def test_what_is_taken_greenfast_computes(change: dict[str, Any]) -> None:
+def test_greenfast_computes_what_is_taken(change: dict[str, Any]) -> None:
     found = call(greenfast.explain, change)
     on_meta = "query" in change and change["query"].is_meta
     assert found.kernel == ("meta" if on_meta else "reference")
@@ -157,7 +157,7 @@ def test_what_is_not_taken_is_as_without_routing(change: dict[str, Any], reason:
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tensors_are_pytorchs(layout: torch.layout) -> None:
+def test_nested_tensors_are_left_to_pytorch(layout: torch.layout) -> None:
     parts = [torch.randn(n, 2, 16).bfloat16() for n in (3, 5)]
     x = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
     found = greenfast.explain(x, x, x)
@@ -183,7 +183,7 @@ def test_autocast_decides_the_dtype() -> None:
         ({"causal_alignment": "middle"}, "causal_alignment: 'middle'"),
     ],
 )
-def test_choices_that_there_are_not(wrong: dict[str, Any], says: str) -> None:
+def test_unknown_choices(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         greenfast.explain(Q, K, V, **wrong)
     if "precision" in wrong:
@@ -200,7 +200,7 @@ def test_an_explanation_does_not_change() -> None:
 
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Sets what GPU there is."""
+    """Sets the GPU that greenfast finds."""
 
     def set_target(name: str) -> None:
         routing._cuda_kernel.cache_clear()
@@ -215,7 +215,7 @@ def on_gpu(x: Tensor, device: str = "cuda") -> Tensor:
         return torch.empty(x.shape, dtype=x.dtype, device=device)
 
 
-def test_of_a_gpu_the_kernel_that_would_run(target: Callable[[str], None]) -> None:
+def test_explains_which_kernel_a_gpu_would_run(target: Callable[[str], None]) -> None:
     q, k, v = (on_gpu(x) for x in (Q, K, V))
     target("sm_90a")
     config = cuda.sdpa_config(Target("sm_90a"), q.shape[3], q.dtype, "fp8", 1)
@@ -231,12 +231,12 @@ def test_of_a_gpu_the_kernel_that_would_run(target: Callable[[str], None]) -> No
     assert "sm_80" in old.reason
 
 
-def test_of_other_devices_there_is_no_kernel() -> None:
+def test_other_devices_have_no_kernel() -> None:
     q, k, v = (on_gpu(x, "xpu") for x in (Q, K, V))
     assert str(greenfast.explain(q, k, v)) == "torch: query: on xpu, for which there are no kernels"
 
 
-def test_of_a_gpu_while_a_graph_is_traced(target: Callable[[str], None]) -> None:
+def test_explains_a_gpus_kernel_while_a_graph_is_traced(target: Callable[[str], None]) -> None:
     def f(x: Tensor) -> Tensor:
         name, _ = routing._traced_kernel(0, 64, torch.bfloat16, "fp8", 1)
         return x + 1 if name == "hopper" else x

@@ -14,7 +14,7 @@ import greenfast
 from greenfast.device.prepared import NoContextError
 from greenfast.operator import cuda, ops
 
-sdpa_of_torch = torch.nn.functional.scaled_dot_product_attention
+torch_sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
 def inputs(
@@ -42,20 +42,20 @@ def error(found: Tensor, wanted: Tensor) -> float:
     ],
     ids=str,
 )
-def test_what_pytorch_computes(sizes: dict[str, Any], options: dict[str, Any], precision: Any) -> None:
+def test_agrees_with_pytorch(sizes: dict[str, Any], options: dict[str, Any], precision: Any) -> None:
     q, k, v = inputs(**sizes)
     found = greenfast.sdpa(q, k, v, precision=precision, **options)
-    wanted = sdpa_of_torch(q.float(), k.float(), v.float(), **options)
+    wanted = torch_sdpa(q.float(), k.float(), v.float(), **options)
     assert found.shape == wanted.shape
     assert found.dtype == q.dtype
-    assert error(found, wanted) < (0.07 if precision == "fp8" else 0.06), "what the formats explain"
+    assert error(found, wanted) < (0.07 if precision == "fp8" else 0.06), "within the formats' error"
 
 
 def test_the_lower_right_alignment_and_the_log_sum_exp() -> None:
     q, k, v = inputs(20, 50)
     out, lse = greenfast.sdpa(q, k, v, is_causal=True, causal_alignment="lower_right", return_lse=True)
     mask = torch.arange(50) <= torch.arange(20).unsqueeze(1) + 30
-    assert error(out, sdpa_of_torch(q.float(), k.float(), v.float(), attn_mask=mask)) < 0.07
+    assert error(out, torch_sdpa(q.float(), k.float(), v.float(), attn_mask=mask)) < 0.07
     scores = (q.float() @ k.float().transpose(-1, -2) / 8).masked_fill(~mask, -math.inf)
     assert (lse - torch.logsumexp(scores, -1)).abs().max() < 0.15
 
@@ -93,7 +93,7 @@ def test_autocast_takes_its_dtype() -> None:
         assert greenfast.sdpa(q, k, v).dtype == torch.bfloat16
 
 
-def test_what_is_not_a_number_shows() -> None:
+def test_nan_propagates() -> None:
     for precision in ("fp8", "int8"):
         q, k, v = inputs()
         k[0, 1, 3, 5] = math.nan
@@ -127,7 +127,7 @@ def test_nothing_to_compute() -> None:
         ({}, {"scale": math.nan}, ValueError, "scale: nan; a positive, finite number"),
         ({}, {"causal_alignment": "middle"}, ValueError, "causal_alignment: 'middle'; allowed are 'upper_left'"),
         ({"kv_heads": 2}, {}, ValueError, r"key: its heads .*enable_gqa=True.*key \(2, 2, 60, 64\)"),
-        ({"kv_heads": 3}, {"enable_gqa": True}, ValueError, "key: the heads of query are no multiple of its heads"),
+        ({"kv_heads": 3}, {"enable_gqa": True}, ValueError, "key: the heads of query are not a multiple of its heads"),
         ({"head_dim": 60}, {}, NotImplementedError, "query: head_dim 60; the kernels take multiples of 8"),
         ({"dtype": torch.float32}, {}, TypeError, r"query: its dtype is torch\.float32; .*torch\.float16.*float32_as"),
     ],
@@ -151,31 +151,31 @@ class Subclass(Tensor):
     pass
 
 
-def test_the_dispatcher_is_skipped_for_plain_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dispatcher_is_skipped_for_plain_calls_only(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-    assert ops.undisturbed(x)
-    assert not ops.undisturbed(torch.nn.Parameter(x))
+    assert ops.may_skip_dispatcher(x)
+    assert not ops.may_skip_dispatcher(torch.nn.Parameter(x))
     with torch._subclasses.FakeTensorMode():
-        assert not ops.undisturbed(x)
+        assert not ops.may_skip_dispatcher(x)
     with torch.autograd.profiler.profile():
-        assert not ops.undisturbed(x)
+        assert not ops.may_skip_dispatcher(x)
     for disturbed in (torch.autocast("cpu", torch.bfloat16), forward_ad.dual_level()):
         with disturbed:
-            assert not ops.undisturbed(x)
+            assert not ops.may_skip_dispatcher(x)
     wanted = torch.zeros(1, requires_grad=True)
-    assert not ops.undisturbed(x, x, wanted)
+    assert not ops.may_skip_dispatcher(x, x, wanted)
     with torch.no_grad():
-        assert ops.undisturbed(x, x, wanted)
-    assert not ops.undisturbed(x, x.as_subclass(Subclass), x)
+        assert ops.may_skip_dispatcher(x, x, wanted)
+    assert not ops.may_skip_dispatcher(x, x.as_subclass(Subclass), x)
 
     def transformed(y: Tensor) -> Tensor:
-        assert not ops.undisturbed(x)
+        assert not ops.may_skip_dispatcher(x)
         return y
 
     torch.vmap(transformed)(x)
     monkeypatch.undo()
-    assert not ops.undisturbed(x), "nor on the CPU"
+    assert not ops.may_skip_dispatcher(x), "nor on the CPU"
 
 
 def test_the_first_launch_of_a_thread_gets_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_the_first_launch_of_a_thread_gets_a_context(monkeypatch: pytest.MonkeyP
     assert current == [3]
 
 
-def test_a_value_that_is_not_a_number_shows_in_the_rows_that_attend_to_it() -> None:
+def test_nan_in_a_value_reaches_the_rows_that_attend_to_it() -> None:
     q, k, v = inputs(300)
     v[0, 1, 200, 5] = math.nan
     out = greenfast.sdpa(q, k, v, is_causal=True)

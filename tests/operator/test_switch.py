@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import greenfast
 from greenfast.operator import routing, switch
 
-MASK = "attn_mask: the kernels know causal masks alone"
+MASK = "attn_mask: the kernels take causal masks only"
 Q, K, V = torch.randn(3, 2, 4, 40, 64, generator=torch.Generator().manual_seed(40)).bfloat16()
 
 
@@ -43,7 +43,7 @@ def test_under_any_name(function: Callable[[Tensor], Tensor]) -> None:
     assert torch.equal(function(Q), PLAIN)
 
 
-def test_short_calls_are_left_by_default() -> None:
+def test_short_calls_are_left_to_pytorch_by_default() -> None:
     with greenfast.use() as routed:
         attend(Q)
     assert routed.fallen_back == {
@@ -66,7 +66,7 @@ def test_a_decorator_counts_all_calls() -> None:
     assert torch.equal(attend(Q), PLAIN)
 
 
-def test_of_nested_ones_the_innermost_decides() -> None:
+def test_the_innermost_of_nested_switches_decides() -> None:
     outer, inner = greenfast.use(min_length=0), greenfast.use(min_length=1000)
     with outer as routed:
         with inner:
@@ -118,7 +118,7 @@ def test_multi_head_attention(grad: bool) -> None:
     found, wanted = found.detach(), wanted.detach()
     assert routed.taken == 1
     assert routed.fallen_back == {MASK: 1}
-    # of N(0, 1) inputs the FP8 kernels err by 0.053 (evidence/h200/peers), and the projections add roundings
+    # on N(0, 1) inputs the error of the FP8 kernels is 0.053 (evidence/h200/peers), and the projections add roundings
     assert 0.01 < float((found - wanted).norm() / wanted.norm()) < 0.08
 
 
@@ -137,7 +137,7 @@ def test_a_transformer_layer(causal: bool) -> None:
     layer = nn.TransformerEncoderLayer(128, 2, 64, batch_first=True, dropout=0.0, dtype=torch.bfloat16).eval()
     x = torch.randn(2, 50, 128).bfloat16()
     mask = nn.Transformer.generate_square_subsequent_mask(50, dtype=torch.bfloat16) if causal else None
-    with torch.no_grad():  # the fast path, which is one function without attention in it, is left off under routing
+    with torch.no_grad():  # routing turns off the fast path, a single function that does not call attention
         wanted = layer(x, src_mask=mask, is_causal=causal)
         with greenfast.use(min_length=0) as routed:
             found = layer(x, src_mask=mask, is_causal=causal)
@@ -218,7 +218,7 @@ def test_compiled_for_any_length() -> None:
             found = compiled(x)
         assert torch.equal(found, fp8(x) if length >= 30 else attend(x)), length
         frames.append(counter.frame_count)
-    assert frames[0] == frames[2] < frames[3] == frames[5], "traced again at min_length alone"
+    assert frames[0] == frames[2] < frames[3] == frames[5], "traced again only at min_length"
 
 
 def test_compiled_multi_head_attention_is_left_to_pytorch() -> None:

@@ -32,8 +32,8 @@ def attend() -> Tensor:
 RESULTS = {"torch": attend(), "fp8": greenfast.sdpa(Q, K, V), "int8": greenfast.sdpa(Q, K, V, precision="int8")}
 
 
-def who() -> str:
-    """What computes a call of attention here."""
+def computed_by() -> str:
+    """The name of what computes a call of attention here."""
     found = attend()
     (name,) = (name for name, x in RESULTS.items() if torch.equal(x, found))
     return name
@@ -48,50 +48,50 @@ def _nothing_is_left_behind() -> Iterator[None]:
     assert modes() == []
     yield
     assert modes() == []
-    assert who() == "torch"
+    assert computed_by() == "torch"
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
-class Turns:
-    """Lets tasks take the steps of a list in its order."""
+class Sequencer:
+    """Runs steps of several tasks in a given order."""
 
     def __init__(self, order: str) -> None:
         self.order = list(order)
         self.changed = asyncio.Condition()
 
-    async def turn(self, name: str) -> None:
+    async def wait_for(self, name: str) -> None:
         async with self.changed:
             await self.changed.wait_for(lambda: self.order[:1] == [name])
             self.order.pop(0)
             self.changed.notify_all()
 
 
-#: Each task enters, attends and leaves at its own turns; in the last two a task outlives the one that entered before.
+#: Each letter is a step of that task: enter, attend, leave. In the last two a task outlives the one entered before it.
 @pytest.mark.parametrize("order", ["aaabbbccc", "abcabcabc", "abcbacacb", "abcabccba", "cbaabcabc"])
 def test_tasks_do_not_see_each_other(order: str) -> None:
-    async def task(turns: Turns, name: str, route: greenfast.use | None, wanted: str) -> None:
-        await turns.turn(name)
+    async def task(steps: Sequencer, name: str, route: greenfast.use | None, wanted: str) -> None:
+        await steps.wait_for(name)
         if route is None:
-            assert who() == wanted
-            await turns.turn(name)
+            assert computed_by() == wanted
+            await steps.wait_for(name)
         else:
             with route:
-                assert who() == wanted
-                await turns.turn(name)
-                assert who() == wanted
-        assert who() == "torch"
-        await turns.turn(name)
-        assert who() == "torch"
+                assert computed_by() == wanted
+                await steps.wait_for(name)
+                assert computed_by() == wanted
+        assert computed_by() == "torch"
+        await steps.wait_for(name)
+        assert computed_by() == "torch"
 
     async def main() -> None:
-        turns = Turns(order)
+        steps = Sequencer(order)
         await asyncio.gather(
-            task(turns, "a", routes("fp8"), "fp8"),
-            task(turns, "b", routes("int8"), "int8"),
-            task(turns, "c", None, "torch"),
+            task(steps, "a", routes("fp8"), "fp8"),
+            task(steps, "b", routes("int8"), "int8"),
+            task(steps, "c", None, "torch"),
         )
 
     run(main())
@@ -100,16 +100,16 @@ def test_tasks_do_not_see_each_other(order: str) -> None:
 def test_tasks_may_share_one_switch() -> None:
     route = routes()
 
-    async def task(turns: Turns, name: str) -> None:
-        await turns.turn(name)
+    async def task(steps: Sequencer, name: str) -> None:
+        await steps.wait_for(name)
         with route:
-            await turns.turn(name)
-            assert who() == "fp8"
-        assert who() == "torch"
+            await steps.wait_for(name)
+            assert computed_by() == "fp8"
+        assert computed_by() == "torch"
 
     async def main() -> None:
-        turns = Turns("abab")
-        await asyncio.gather(task(turns, "a"), task(turns, "b"))
+        steps = Sequencer("abab")
+        await asyncio.gather(task(steps, "a"), task(steps, "b"))
 
     run(main())
     assert route.routed.taken == 2
@@ -120,15 +120,15 @@ def test_it_holds_in_tasks_that_are_started_inside_while_it_is_open() -> None:
         left = asyncio.Event()
 
         async def child() -> list[str]:
-            found = [who()]
+            found = [computed_by()]
             with routes("int8"):
-                found.append(who())
+                found.append(computed_by())
                 await left.wait()
-                found.append(who())
-            return [*found, who()]
+                found.append(computed_by())
+            return [*found, computed_by()]
 
         with routes():
-            assert await asyncio.gather(asyncio.to_thread(who), wrapped()) == ["torch", "fp8"]  # type: ignore[comparison-overlap]
+            assert await asyncio.gather(asyncio.to_thread(computed_by), wrapped()) == ["torch", "fp8"]  # type: ignore[comparison-overlap]
             task = asyncio.create_task(child())
             await asyncio.sleep(0)
         left.set()
@@ -136,7 +136,7 @@ def test_it_holds_in_tasks_that_are_started_inside_while_it_is_open() -> None:
 
     async def wrapped() -> str:
         await asyncio.sleep(0)
-        return who()
+        return computed_by()
 
     run(main())
 
@@ -155,7 +155,7 @@ def test_a_task_is_cancelled_and_another_fails() -> None:
         tasks = [asyncio.create_task(sleeps()), asyncio.create_task(fails())]
         with pytest.raises(KeyError):
             await tasks[1]
-        assert who() == "torch"
+        assert computed_by() == "torch"
         tasks[0].cancel()
         with pytest.raises(asyncio.CancelledError):
             await tasks[0]
@@ -168,11 +168,11 @@ def test_it_is_left_in_any_order() -> None:
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert who() == "int8"
+    assert computed_by() == "int8"
     third.__enter__()
-    assert who() == "torch"
+    assert computed_by() == "torch"
     second.__exit__(None, None, None)
-    assert who() == "torch"
+    assert computed_by() == "torch"
     assert third.routed.fallen_back.total() == 2
     third.__exit__(None, None, None)
 
@@ -193,26 +193,26 @@ def test_other_modes_stay_where_they_are() -> None:
         route = routes()
         route.__enter__()
         stack.enter_context(above)
-        assert who() == "fp8"
-        assert (below.seen, above.seen) == (0, 1), "what is taken, modes below do not see"
+        assert computed_by() == "fp8"
+        assert (below.seen, above.seen) == (0, 1), "modes below do not see calls that are taken"
         route.__exit__(None, None, None)
         assert modes() == [below, above]
-        assert who() == "torch"
+        assert computed_by() == "torch"
         assert (below.seen, above.seen) == (1, 2)
         stack.enter_context(torch.device("meta"))
         with routes():
             assert torch.empty(1).is_meta
-            assert who() == "fp8"
+            assert computed_by() == "fp8"
 
 
 def test_it_is_left_in_another_context() -> None:
-    """As by frameworks that run the two halves of a dependency in contexts of their own."""
+    """As in frameworks that run the two halves of a dependency in separate contexts."""
     route, outer = routes(), routes("int8")
     with outer:
         contextvars.copy_context().run(route.__enter__)
-        assert who() == "int8", "that context alone has entered it"
+        assert computed_by() == "int8", "only that context has entered it"
         contextvars.copy_context().run(route.__exit__, None, None, None)
-        assert who() == "int8"
+        assert computed_by() == "int8"
 
 
 def test_it_cannot_be_left_in_another_thread() -> None:
@@ -226,8 +226,8 @@ def test_it_cannot_be_left_in_another_thread() -> None:
 
     with route:
         in_thread(leave)
-        assert who() == "fp8"
-    assert raised == ["greenfast.use: left in a thread that has not entered it; do both in the same one"]
+        assert computed_by() == "fp8"
+    assert raised == ["greenfast.use: left in a thread that has not entered it; enter and leave it in one thread"]
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
@@ -240,11 +240,11 @@ def in_thread(function: Callable[[], Any]) -> Any:
 
 def test_it_holds_in_its_thread_alone() -> None:
     with routes() as routed:
-        assert in_thread(who) == "torch"
+        assert in_thread(computed_by) == "torch"
         context = contextvars.copy_context()
-        assert in_thread(lambda: context.run(who)) == "torch", "a context that is carried over brings no mode"
-        assert in_thread(lambda: context.run(routes("int8")(who))) == "int8"
-        assert who() == "fp8"
+        assert in_thread(lambda: context.run(computed_by)) == "torch", "a copied context brings no mode"
+        assert in_thread(lambda: context.run(routes("int8")(computed_by))) == "int8"
+        assert computed_by() == "fp8"
     assert routed.taken == 1
 
 
@@ -270,10 +270,10 @@ def test_calls_of_many_threads_are_all_counted() -> None:
 
 async def asks(*between: Callable[[], Awaitable[Any]]) -> list[str]:
     """What computes attention at its start and after each step."""
-    found = [who()]
+    found = [computed_by()]
     for wait in between:
         await wait()
-        found.append(who())
+        found.append(computed_by())
     return found
 
 
@@ -292,11 +292,11 @@ def test_a_decorated_coroutine() -> None:
 
         task = asyncio.create_task(decorated(pause, lambda: asyncio.sleep(0)))
         await waiting.wait()
-        assert who() == "torch"
+        assert computed_by() == "torch"
         with routes("int8"):
             go.set()
             assert await task == ["fp8"] * 3
-            assert who() == "int8"
+            assert computed_by() == "int8"
 
     run(main())
     assert route.routed.taken == 3
@@ -318,18 +318,18 @@ def test_a_coroutine_that_is_driven_by_hand_holds_nothing_between(thread: bool) 
 
     @routes()
     async def body() -> tuple[str, str, str]:
-        first = who()
+        first = computed_by()
         got = await Pause()
-        return first, got, who()
+        return first, got, computed_by()
 
     coroutine = body()
     assert coroutine.send(None) == "paused"
-    assert who() == "torch"
+    assert computed_by() == "torch"
 
     def finish() -> Any:
         with routes("int8"), pytest.raises(StopIteration) as stopped:
             coroutine.send("sent")
-        assert who() == "torch"
+        assert computed_by() == "torch"
         return stopped.value.value
 
     assert (in_thread(finish) if thread else finish()) == ("fp8", "sent", "fp8")
@@ -346,9 +346,9 @@ def test_a_coroutine_that_is_cancelled_ends_routed() -> None:
         try:
             await asyncio.sleep(60)
         finally:
-            found.append(who())
+            found.append(computed_by())
             await asyncio.sleep(0)
-            found.append(who())
+            found.append(computed_by())
 
     async def main() -> None:
         task = asyncio.create_task(body())
@@ -363,12 +363,12 @@ def test_a_coroutine_that_is_cancelled_ends_routed() -> None:
 
 def generator() -> Generator[str, str, str]:
     """Yields what computes attention, and what it was sent and thrown."""
-    got = yield who()
+    got = yield computed_by()
     try:
-        yield f"{got} {who()}"
+        yield f"{got} {computed_by()}"
     except KeyError:
-        yield f"caught {who()}"
-    return who()
+        yield f"caught {computed_by()}"
+    return computed_by()
 
 
 def test_a_decorated_generator() -> None:
@@ -377,10 +377,10 @@ def test_a_decorated_generator() -> None:
     assert inspect.isgeneratorfunction(decorated)
     steps = decorated()
     assert next(steps) == "fp8"
-    assert who() == "torch", "not where it is suspended"
+    assert computed_by() == "torch", "not where it is suspended"
     with routes("int8"):
         assert steps.send("sent") == "sent fp8"
-        assert who() == "int8"
+        assert computed_by() == "int8"
     assert in_thread(lambda: steps.throw(KeyError())) == "caught fp8", "in the thread that takes the step"
     with pytest.raises(StopIteration) as stopped:
         next(steps)
@@ -390,7 +390,7 @@ def test_a_decorated_generator() -> None:
         decorated().throw(ValueError("thrown"))
 
 
-def test_generators_in_turns() -> None:
+def test_interleaved_generators() -> None:
     pairs = zip(routes("fp8")(generator)(), routes("int8")(generator)(), generator(), strict=True)
     assert list(pairs) == [("fp8", "int8", "torch"), ("None fp8", "None int8", "None torch")]
 
@@ -403,7 +403,7 @@ def test_a_generator_that_is_closed_early_ends_routed() -> None:
         try:
             yield 1
         finally:
-            found.append(who())
+            found.append(computed_by())
 
     steps = body()
     next(steps)
@@ -420,12 +420,12 @@ def test_a_with_block_in_a_generator_is_left_when_that_is_closed() -> None:
     def body(precision: str) -> Iterator[str]:
         with routes(precision):
             while True:
-                yield who()
+                yield computed_by()
 
     first, second = body("fp8"), body("int8")
     assert [next(first), next(second)] == ["fp8", "int8"]
     first.close()  # type: ignore[attr-defined]
-    assert who() == "int8"
+    assert computed_by() == "int8"
     second.close()  # type: ignore[attr-defined]
 
 
@@ -433,24 +433,24 @@ def test_a_context_manager_made_of_a_decorated_generator() -> None:
     @contextmanager
     @routes()
     def body() -> Iterator[str]:
-        yield who()
+        yield computed_by()
 
     with body() as found:
-        assert (found, who()) == ("fp8", "torch")
+        assert (found, computed_by()) == ("fp8", "torch")
 
 
 async def items() -> AsyncIterator[str]:
     """Yields what computes attention, before and after it waits."""
     try:
         for _ in range(3):
-            found = who()
+            found = computed_by()
             await asyncio.sleep(0)
-            yield f"{found} {who()}"
+            yield f"{found} {computed_by()}"
     except KeyError:
-        yield f"caught {who()}"
+        yield f"caught {computed_by()}"
     finally:
         await asyncio.sleep(0)
-        ENDS.append(who())
+        ENDS.append(computed_by())
 
 
 ENDS: list[str] = []
@@ -463,7 +463,7 @@ def test_a_decorated_async_generator() -> None:
     async def main() -> None:
         ENDS.clear()
         async for item in decorated():
-            assert (item, who()) == ("fp8 fp8", "torch")
+            assert (item, computed_by()) == ("fp8 fp8", "torch")
         async with aclosing(decorated()) as steps:
             assert await anext(steps) == "fp8 fp8"
         thrown: Any = decorated()
@@ -495,7 +495,7 @@ def test_other_coroutine_functions(function: Any) -> None:
 
 
 def test_a_class_cannot_be_decorated() -> None:
-    with pytest.raises(TypeError, match="Callables is a class; decorate the method that attends, as forward"):
+    with pytest.raises(TypeError, match="Callables is a class; decorate a method of it, such as forward"):
         routes()(Callables)
 
 
@@ -503,7 +503,7 @@ def test_a_class_cannot_be_decorated() -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_math_alone_is_respected(inside: bool) -> None:
+def test_a_choice_of_math_only_is_respected(inside: bool) -> None:
     outer, inner = (routes(), sdpa_kernel(SDPBackend.MATH)) if inside else (sdpa_kernel(SDPBackend.MATH), routes())
     with outer, inner:
         route = outer if isinstance(outer, greenfast.use) else inner
@@ -519,9 +519,9 @@ def test_math_alone_is_respected(inside: bool) -> None:
 @pytest.mark.parametrize(
     "backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 )
-def test_beside_a_fused_backend_greenfast_is_one_more(backend: SDPBackend) -> None:
+def test_greenfast_runs_where_a_fused_backend_is_allowed(backend: SDPBackend) -> None:
     with sdpa_kernel(backend), routes():
-        assert who() == "fp8"
+        assert computed_by() == "fp8"
         assert greenfast.explain(Q, K, V).taken
 
 

@@ -17,7 +17,7 @@ from greenfast.operator import transformers as integration
 from greenfast.operator.routing import Routed
 
 library: Any = importlib.import_module("transformers")
-MASK = "attn_mask: the kernels know causal masks alone"
+MASK = "attn_mask: the kernels take causal masks only"
 LAYERS = 2
 
 
@@ -50,13 +50,13 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize("with_mask", [False, True])
-def test_a_llama_beside_its_sdpa(llama: Any, tokens: Tensor, with_mask: bool, precision: Any) -> None:
-    """A mask of ones is none: transformers leaves it out."""
+def test_a_llama_agrees_with_its_sdpa(llama: Any, tokens: Tensor, with_mask: bool, precision: Any) -> None:
+    """A mask of ones counts as no mask: transformers leaves it out."""
     more = {"attention_mask": torch.ones_like(tokens)} if with_mask else {}
     routed = greenfast.register_with_transformers(precision, min_length=0)
     found = logits(llama, tokens, "greenfast", **more)
     assert (routed.taken, routed.fallen_back) == (LAYERS, {})
-    # Each layer adds to its input what attention gives, which errs by 0.053 in FP8 (evidence/h200/peers).
+    # Each layer adds attention to its input; attention's error in FP8 is 0.053 (evidence/h200/peers).
     assert error(found, logits(llama, tokens, "sdpa", **more)) < 0.053
 
 
@@ -123,7 +123,7 @@ def test_generation_takes_the_prompt_and_leaves_decoding(llama: Any, tokens: Ten
 
 
 def test_a_cache_in_fp8_continues_as_the_whole(llama: Any, tokens: Tensor) -> None:
-    """The second part of a prompt has a mask, so transformers computes it, on keys of layers that were in FP8."""
+    """The second part of a prompt has a mask, so transformers computes it, on keys from layers computed in FP8."""
     routed = greenfast.register_with_transformers(min_length=0)
     whole = logits(llama, tokens, "sdpa")
     llama.set_attn_implementation("greenfast")
@@ -145,7 +145,7 @@ def test_compiled(llama: Any, tokens: Tensor) -> None:
 
 
 class Layer(nn.Module):
-    """What transformers gives of a layer."""
+    """The attributes of a layer that transformers passes on."""
 
     def __init__(self, model_type: str = "llama", **more: Any) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def inputs(q_len: int = 20, keys: int = 20) -> list[Tensor]:
 
 
 def attend(layer: Layer, tensors: list[Tensor], attention_mask: Tensor | None = None, **more: Any) -> Tensor:
-    """(B, H, S, D), as PyTorch's attention gives it."""
+    """(B, H, S, D), as PyTorch's attention returns it."""
     found, weights = library.AttentionInterface()["greenfast"](layer, *tensors, attention_mask, **more)
     assert weights is None
     assert found.is_contiguous(), "the layer views it as (B, S, H * D)"
@@ -190,7 +190,7 @@ def test_the_mask_and_scale_that_the_layer_means(
     q, k, v = inputs(**sizes)
     found = attend(Layer(**attributes), [q, k, v], **more)
     assert routed.taken == 1
-    keys = q.shape[2] if causal else k.shape[2]  # those of a static cache that are not there yet play no part
+    keys = q.shape[2] if causal else k.shape[2]  # unfilled keys of a static cache do not count
     choices: dict[str, Any] = {"is_causal": causal, "scale": more.get("scaling"), "enable_gqa": True}
     assert torch.equal(found, greenfast.sdpa(q, k[:, :, :keys], v[:, :, :keys], **choices))
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, **choices)
@@ -230,7 +230,7 @@ def test_attention_with_more_than_products_is_refused(name: str) -> None:
 
 
 def test_attention_that_is_causal_by_mistake_is_not() -> None:
-    """Transformers' own "sdpa" takes the word of the layer, and differs from "eager"."""
+    """Transformers' own "sdpa" believes the layer's attribute, and differs from "eager"."""
     greenfast.register_with_transformers(min_length=0)
     layer = type("Phi4MultimodalVisionAttention", (Layer,), {})(is_causal=True)
     q, k, v = inputs()
@@ -248,7 +248,7 @@ def test_registering_again_replaces(llama: Any, tokens: Tensor) -> None:
     assert "fallen_back={'query: shorter" in repr(second)
 
 
-def test_use_takes_a_model_as_it_is(llama: Any, tokens: Tensor) -> None:
+def test_use_routes_an_unchanged_model(llama: Any, tokens: Tensor) -> None:
     with greenfast.use(min_length=0) as routed:
         found = logits(llama, tokens, "sdpa")
     greenfast.register_with_transformers(min_length=0)
@@ -256,7 +256,7 @@ def test_use_takes_a_model_as_it_is(llama: Any, tokens: Tensor) -> None:
     assert routed.taken == LAYERS
 
 
-def test_a_precision_that_there_is_not() -> None:
+def test_an_unknown_precision() -> None:
     with pytest.raises(ValueError, match="precision: 'fp4'; allowed are 'fp8', 'int8'"):
         greenfast.register_with_transformers("fp4")  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Which models of transformers may have greenfast: those that keep their masks under it, and no others."""
+"""Which models of transformers may use greenfast: only models that keep their masks with it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TYPES = sorted(library.models.auto.configuration_auto.CONFIG_MAPPING)
 PARTS = 8  # of the sweep, for several processes
 #: float32 models agree to 1e-6 where the attention is the same; a lost mask changes them by 1e-2 and more.
 SAME = 1e-3
-#: By how much the FP8 kernels err more than bfloat16 attention, on N(0, 1) inputs (docs/operator.md, Numbers).
+#: The ratio of the FP8 kernels' error to that of bfloat16 attention, on N(0, 1) inputs (docs/operator.md, Numbers).
 FORMATS = 0.0538 / 0.0037
 INDEPENDENT = 1e-6  # of a change elsewhere, apart from the order of sums
 #: Models that would lose their masks, or be wrong when padded, and some that ask for "sdpa" by name.
@@ -35,7 +35,7 @@ UNFIT = (
     "longformer", "splinter", "mpt", "canine", "mpnet", "rembert", "imagegpt", "falcon", "deepseek_v32",
 )  # fmt: skip
 FIT = ("llama", "bert", "gpt2", "whisper", "gemma3_text", "vit", "t5", "deepseek_v3")
-#: Where transformers' own "sdpa" and "eager" differ; greenfast is then as "sdpa", the default of transformers.
+#: Where transformers' own "sdpa" and "eager" differ; greenfast then agrees with "sdpa", transformers' default.
 AS_SDPA = {
     "colpali": 'no token_type_ids reach PaliGemma: its prefix attends to all of itself with "sdpa", "eager" is causal',
     "doge": "before 5.23, no causal mask reaches its attention where there is no padding",
@@ -60,7 +60,7 @@ class Verdict:
 
 @contextmanager
 def exact_attention() -> Iterator[None]:
-    """Exact attention, of float32 too, in place of the FP8 arithmetic: what can differ then are masks and scales."""
+    """Exact attention, also in float32, in place of FP8 arithmetic, so that only masks and scales can differ."""
 
     def explained(query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any) -> greenfast.Explanation:
         return explain(query.bfloat16(), key.bfloat16(), value.bfloat16(), *args, **more)
@@ -75,7 +75,7 @@ def exact_attention() -> Iterator[None]:
 
 
 def judge(name: str) -> Verdict:
-    """What becomes of a type of model under greenfast, against "eager"."""
+    """The verdict on a type of model with greenfast, compared with "eager"."""
     try:
         configs = list(zoo.variants(zoo.small(library.models.auto.configuration_auto.CONFIG_MAPPING[name])))
         kind = zoo.model_class(configs[0])
@@ -129,14 +129,14 @@ def error(model: Any, given: dict[str, Tensor], wanted: list[Tensor]) -> float:
     return float((found - wanted[0]).norm() / wanted[0].norm())
 
 
-def apart(found: Tensor, wanted: Tensor) -> float:
+def difference(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
 
 
 def differences(mine: Any, eager: Any, given: dict[str, Tensor], wanted: list[Tensor]) -> Iterator[str]:
-    """What is not the same with greenfast: without padding, padded on either side, and where no token may look."""
+    """Differences with greenfast: without padding, padded on either side, and dependence on masked tokens."""
     found = zoo.outputs(mine, given)
-    yield from (f"output {i} differs by {e:.1e}" for i, e in enumerate(map(apart, found, wanted)) if not e < SAME)
+    yield from (f"output {i} differs by {e:.1e}" for i, e in enumerate(map(difference, found, wanted)) if not e < SAME)
     parameters = inspect.signature(type(eager).forward).parameters
     name = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
     if name not in given or wanted[0].shape[:2] != given[name].shape:
@@ -154,15 +154,15 @@ def differences(mine: Any, eager: Any, given: dict[str, Tensor], wanted: list[Te
             except Exception:  # it takes no such mask
                 return
             left, left_changed = (zoo.outputs(mine, x)[0][rows] for x in (with_mask, changed))
-            if not apart(left, right) < SAME:
-                yield f"padded on the {side}: differs by {apart(left, right):.1e}"
-            if apart(right_changed, right) < INDEPENDENT <= (leak := apart(left_changed, left)):
+            if not difference(left, right) < SAME:
+                yield f"padded on the {side}: differs by {difference(left, right):.1e}"
+            if difference(right_changed, right) < INDEPENDENT <= (leak := difference(left_changed, left)):
                 yield f"padded on the {side}: depends on a padded token, {leak:.1e}"
     if name == "input_ids" and "past_key_values" in parameters:
         yield from chunks_differ(mine, eager, given)
     changed = {**given, name: torch.cat((given[name][:, :-1], other(given[name][:, -1:])), dim=1)}
     after, before = (zoo.outputs(model, changed)[0][:, :-1] for model in (mine, eager))
-    if apart(before, wanted[0][:, :-1]) < INDEPENDENT <= (leak := apart(after, found[0][:, :-1])):
+    if difference(before, wanted[0][:, :-1]) < INDEPENDENT <= (leak := difference(after, found[0][:, :-1])):
         yield f"depends on a later token, {leak:.1e}"
 
 
@@ -183,8 +183,8 @@ def chunks_differ(mine: Any, eager: Any, given: dict[str, Tensor]) -> Iterator[s
     except Exception:  # it has no such cache
         return
     for i, (a, b) in enumerate(zip(in_chunks(mine), wanted, strict=True)):
-        if not apart(a, b) < SAME:
-            yield f"chunk {i} differs by {apart(a, b):.1e}"
+        if not difference(a, b) < SAME:
+            yield f"chunk {i} differs by {difference(a, b):.1e}"
 
 
 def other(tokens: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def made(name: str, attention: Any) -> Any:
 
 @pytest.mark.parametrize("name", UNFIT)
 def test_models_that_would_lose_their_masks_are_refused(name: str) -> None:
-    """When they are made, when they are given the name, and, given it behind transformers' back, when they run."""
+    """When they are made, when they are given the name, and, if it is set in the config directly, when they run."""
     greenfast.register_with_transformers(min_length=0)
     with pytest.raises(ValueError, match=REFUSAL):
         made(name, "greenfast")
@@ -239,7 +239,7 @@ def test_models_that_would_lose_their_masks_are_refused(name: str) -> None:
         found = zoo.outputs(model, given)
     except ValueError as e:
         refused = str(e)
-    assert REFUSAL in refused or apart(found[0], wanted[0]) < SAME, "the latter where it makes its masks itself"
+    assert REFUSAL in refused or difference(found[0], wanted[0]) < SAME, "the latter where it makes its masks itself"
 
 
 def first_that_runs(model: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -268,8 +268,8 @@ def test_a_model_is_refused_for_one_of_its_parts() -> None:
     assert model.decoder.config._attn_implementation == "eager", "transformers warns, and leaves it"
 
 
-class OfMine(library.PreTrainedModel):  # type: ignore[misc]
-    """A model from elsewhere, with attention of its own."""
+class CustomModel(library.PreTrainedModel):  # type: ignore[misc]
+    """A model from outside transformers, with custom attention."""
 
     config_class = library.LlamaConfig
 
@@ -277,9 +277,9 @@ class OfMine(library.PreTrainedModel):  # type: ignore[misc]
 def test_models_from_elsewhere_are_refused_unless_they_support_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     greenfast.register_with_transformers()
     config = library.LlamaConfig(attn_implementation="greenfast")
-    with pytest.raises(ValueError, match=f"OfMine: {REFUSAL}"):
-        OfMine(config)
-    supporting = type("Supporting", (OfMine,), {"_supports_sdpa": True, "__module__": __name__})
+    with pytest.raises(ValueError, match=f"CustomModel: {REFUSAL}"):
+        CustomModel(config)
+    supporting = type("Supporting", (CustomModel,), {"_supports_sdpa": True, "__module__": __name__})
     supporting(library.LlamaConfig(attn_implementation="greenfast"))
     monkeypatch.setattr(library.PreTrainedModel, "get_correct_attn_implementation", None)
     with pytest.raises(ImportError, match=r"has no PreTrainedModel\.get_correct_attn_implementation"):

@@ -1,4 +1,4 @@
-"""Compiling ahead: the kernels found are those that calls take, and they are in the cache afterwards."""
+"""Compiling ahead: it finds the kernels that calls need, and they are in the cache afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Shape = tuple[int, ...]
 
 @pytest.fixture
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own; the folder does not exist yet."""
+    """A separate cache for the test; the folder does not exist yet."""
     monkeypatch.setenv("GREENFAST_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -61,7 +61,7 @@ def tiny(count: int) -> list[KernelSource]:
 # Which kernels
 
 
-def test_every_call_finds_its_kernels_among_them() -> None:
+def test_every_call_finds_its_kernels_compiled() -> None:
     found, seen = set(kernels_for(HOPPER, log_sum_exp=True)), set()
     draw = random.Random(0)
     lengths = (1, 7, 64, 100, 200, 256, 300, 500, 512, 1000, 1024, 2048, 4096, 9000, 16384, 16385, 32768, 70000)
@@ -75,7 +75,7 @@ def test_every_call_finds_its_kernels_among_them() -> None:
         call = kernels_of_a_call(query, key, dtype, precision, causal, lse)
         assert found.issuperset(call), (query, key, dtype, precision, causal, lse)
         seen.update(call)
-    assert len(seen) > 0.8 * len(found), "few that no call takes"
+    assert len(seen) > 0.8 * len(found), "few kernels that no call needs"
 
 
 @pytest.mark.parametrize("length", [1, 100, 128, 512, 2048, 8192])
@@ -87,7 +87,7 @@ def test_one_length_is_enough_for_any_number_of_heads(length: int) -> None:
             assert found.issuperset(kernels_of_a_call((1, heads, length, 64), (1, heads, length, 64), lse=lse)), heads
 
 
-def test_a_padded_head_dim_has_a_quantizer_of_its_own() -> None:
+def test_a_padded_head_dim_has_its_own_quantizer() -> None:
     found = kernels_for(HOPPER, head_dims=[80], lengths=[300])
     assert set(found).issuperset(kernels_of_a_call((2, 3, 300, 80), (2, 3, 300, 80)))
     assert len(found) == len(set(found))
@@ -111,7 +111,7 @@ def test_the_options_leave_kernels_out() -> None:
     ):
         assert word in everything
         assert word not in texts(**{"log_sum_exp": True, option: value}), option
-    assert "kLse = false" in everything, "inference beside training"
+    assert "kLse = false" in everything, "inference as well as training"
 
 
 def test_what_a_target_has_no_kernel_for_is_left_out_and_named() -> None:
@@ -196,7 +196,7 @@ def test_processes_that_warm_at_once_leave_a_whole_cache(cache_folder: Path) -> 
         assert process.stdout.readline() == "ready\n"
     assert not cache_folder.exists()
     seen = 0
-    with ThreadPoolExecutor(len(processes)) as pool:  # all are let go before the first is waited for
+    with ThreadPoolExecutor(len(processes)) as pool:  # start all before waiting for the first
         ends = [pool.submit(process.communicate, "go\n", 120) for process in processes]
         while not all(end.done() for end in ends):
             for entry in cache_folder.glob("entries/*/*"):
@@ -219,7 +219,7 @@ def test_processes_that_warm_at_once_leave_a_whole_cache(cache_folder: Path) -> 
 
 @pytest.mark.usefixtures("cache_folder")
 def test_workers_compile_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of two waits for the other, which one alone would do for ever."""
+    """Two workers wait for each other; a single one would wait for ever."""
     both, compiled = Barrier(2, timeout=30), warmup._kept
 
     def meet(source: KernelSource, target: Target) -> CompiledKernel:
@@ -233,7 +233,7 @@ def test_workers_compile_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cache_that_keeps_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("GREENFAST_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.raises(MachineError, match=r"file/cache does not keep .* set GREENFAST_CACHE_DIR to a folder that can"):
+    with pytest.raises(MachineError, match=r"file/cache does not keep .* set GREENFAST_CACHE_DIR to a writable"):
         warm(tiny(1), HOPPER)
 
 
@@ -281,7 +281,7 @@ def test_a_kernel_that_does_not_compile_is_named() -> None:
     ],
     ids=str,
 )
-def test_arguments_that_are_no_sequences_of_what_they_should_be(wrong: dict[str, Any]) -> None:
+def test_arguments_of_the_wrong_type(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(UsageError, match=f"{name}: .*; a sequence of"):
         kernels_for(HOPPER, **{**SMALL, **wrong})

@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers, each built small from its default configuration, and what they are given."""
+"""Models of Hugging Face transformers, each built small from its default configuration, and their inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTH = 24
 MAX_PARAMETERS = 30_000_000
 
 _KV_HEADS = r"(.*_)?(num_)?(key_value|kv)_heads|n_head_kv|multi_query_group_num"
-#: What the numbers of a configuration become, by the first pattern that their name matches.
+#: Smaller values for the numbers of a configuration, by the first pattern that matches their name.
 _SIZES: list[tuple[str, int]] = [
     (_KV_HEADS, 2),
     (r"(.*_)?(attention_|mamba_num_)?heads|(.*_)?n_heads?", 4),
@@ -40,7 +40,7 @@ _SIZES: list[tuple[str, int]] = [
     (r"patch_size", 8),
     (r"num_frames|frames", 4),
 ]
-#: What the defaults of a configuration leave open, or have for the size of the original alone.
+#: Values that a configuration's defaults leave open, or that only fit the size of the original.
 _MORE: dict[str, dict[str, Any]] = {
     "BambaConfig": {"attn_layer_indices": [1]},
     "DbrxConfig": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
@@ -70,7 +70,7 @@ def _default(plain: Any, name: str) -> Any:
 
 
 def _smaller(plain: Any, name: str) -> Any:
-    """What this number becomes; None where it stays."""
+    """The smaller value for this number; None where it stays."""
     value = _default(plain, name)
     if isinstance(value, bool) or not isinstance(value, int):
         return None
@@ -85,7 +85,7 @@ def _smaller(plain: Any, name: str) -> Any:
 
 
 def small(kind: Any) -> Any:
-    """A configuration of this class with few, narrow layers, one of each type where there are several types."""
+    """A configuration of this class with few narrow layers, one of each type if there are several types."""
     names = {name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "kwargs")}
     names |= set(getattr(kind, "__dataclass_fields__", ()))
     plain = kind()
@@ -135,12 +135,12 @@ def model_class(config: Any) -> Any:
 
 
 def _tokens(generator: torch.Generator) -> Tensor:
-    """(2, LENGTH), none of them special."""
+    """(2, LENGTH), without special tokens."""
     return torch.randint(5, VOCABULARY - 25, (2, LENGTH), generator=generator)
 
 
 def inputs(model: Any) -> Iterator[dict[str, Tensor]]:
-    """What a model may take: tokens, pixels, sound or patches, two examples of them, the likeliest first."""
+    """Inputs that a model may take (tokens, pixels, sound or patches), two examples each, the likeliest first."""
     generator = torch.Generator().manual_seed(0)
     config = model.config
     parameters = inspect.signature(type(model).forward).parameters
@@ -189,7 +189,7 @@ def variants(config: Any) -> Iterator[Any]:
 
 
 def build(kind: Any, config: Any, attention: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model in evaluation, always with the same weights. They are large enough for attention to be far from even."""
+    """A model in evaluation mode, always with the same weights, large enough for attention to be far from uniform."""
     config = copy.deepcopy(config)
     config._attn_implementation = attention
     torch.manual_seed(0)
@@ -203,7 +203,7 @@ def build(kind: Any, config: Any, attention: str, dtype: torch.dtype = torch.flo
 
 
 def outputs(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
-    """The floating tensors that a model gives, logits first."""
+    """The floating tensors that a model returns, logits first."""
     torch.manual_seed(0)
     with torch.no_grad():
         found = model(**given)

@@ -1,4 +1,4 @@
-"""The fast kernels' problem: masks, grouped heads, lengths that differ, and V as the kernel reads it."""
+"""The attention kernels' problem: masks, grouped heads, different lengths, and V as the kernel reads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from greenfast.kernels.attention.config import KEY_ORDER, Mask, Sizes, read_dims
 from greenfast.numerics.codes import transposed_values
 from greenfast.numerics.formats import dequantize
-from greenfast.problems import attention as fast_problem
+from greenfast.problems import attention as attention_problem
 from greenfast.problems import ladder as sdpa_problem
 from greenfast.problems.attention import mask_of
 from greenfast.spec.errors import UsageError
@@ -19,10 +19,10 @@ from greenfast.spec.errors import UsageError
 PLAIN = {"B": 1, "H": 2, "S": 40, "D": 64}
 
 
-def test_without_extras_it_is_the_ladders_problem() -> None:
-    mine, theirs = fast_problem.make_case(PLAIN, 3, "e4m3"), sdpa_problem.make_case(PLAIN, 3, "e4m3")
+def test_without_options_it_equals_the_ladders_problem() -> None:
+    mine, theirs = attention_problem.make_case(PLAIN, 3, "e4m3"), sdpa_problem.make_case(PLAIN, 3, "e4m3")
     assert all((mine.inputs[name] == array).all() for name, array in theirs.inputs.items())
-    mine_too, theirs_too = fast_problem.references(PLAIN, 3, "e4m3"), sdpa_problem.references(PLAIN, 3, "e4m3")
+    mine_too, theirs_too = attention_problem.references(PLAIN, 3, "e4m3"), sdpa_problem.references(PLAIN, 3, "e4m3")
     assert (mine_too.exact == theirs_too.exact).all()
     assert (mine_too.bound == theirs_too.bound).all()
 
@@ -40,7 +40,7 @@ def test_transposed_values(keys: int) -> None:
 @pytest.mark.parametrize("causal", [0, 1, 2])
 def test_references_attend_to_what_the_mask_leaves(causal: int) -> None:
     dims = {"B": 2, "H": 4, "HK": 2, "S": 12, "KV": 7, "D": 64, "CAUSAL": causal}
-    case, found = fast_problem.make_case(dims, 1, "e4m3"), fast_problem.references(dims, 1, "e4m3")
+    case, found = attention_problem.make_case(dims, 1, "e4m3"), attention_problem.references(dims, 1, "e4m3")
     arrays = {name: torch.from_numpy(a) for name, a in case.inputs.items()}
     q, k, v = (dequantize(arrays[name], arrays[f"{name}_scale"], "e4m3").numpy() for name in "qkv")
     for head in range(8):
@@ -57,14 +57,14 @@ def test_references_attend_to_what_the_mask_leaves(causal: int) -> None:
 
 
 def test_the_bound_of_e4m3_weights_is_the_wider_one() -> None:
-    found = fast_problem.references(PLAIN, 0, "e4m3")
+    found = attention_problem.references(PLAIN, 0, "e4m3")
     assert (found.bounds["e4m3"] > 8 * found.bound).all()
     with pytest.raises(UsageError, match=r"fp4.*e4m3"):
         found.bound_of("fp4")
 
 
 def test_least_work_counts_what_the_mask_leaves() -> None:
-    least = fast_problem.least_work({"B": 2, "H": 3, "S": 4, "D": 64, "CAUSAL": 1})
+    least = attention_problem.least_work({"B": 2, "H": 3, "S": 4, "D": 64, "CAUSAL": 1})
     assert least["exponentials"] == 2 * 3 * (1 + 2 + 3 + 4)
     assert least["matrix_flops"] == 4 * 64 * least["exponentials"]
 
@@ -87,14 +87,14 @@ def test_dimensions_that_do_not_fit(dims: dict[str, int], says: str) -> None:
         read_dims(dims, "e4m3")
 
 
-def test_no_mask_is_no_tensor() -> None:
+def test_without_a_mask_there_is_no_tensor() -> None:
     assert mask_of(Mask.NONE, Sizes(1, 1, 1, 4, 4)) is None
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "int8"])
 def test_scales_of_blocks_and_channels(fmt: str) -> None:
     dims = {"B": 1, "H": 2, "S": 5, "KV": 300, "D": 64, "KBLOCK": 128, "VCHANNEL": 1}
-    case = fast_problem.make_case(dims, 0, fmt)
+    case = attention_problem.make_case(dims, 0, fmt)
     assert case.inputs["k_scale"].shape == (2, 3), "of 128, 128 and 44 keys"
     assert case.inputs["v_scale"].shape == (2, 64)
     k, v = (torch.from_numpy(case.inputs[name]) for name in "kv")
@@ -110,7 +110,7 @@ def test_the_error_of_finer_scales_and_int8_is_smaller() -> None:
     base = {"B": 1, "H": 2, "S": 256, "D": 64}
 
     def error(fmt: str, extras: dict[str, int]) -> float:
-        found = fast_problem.references({**base, **extras}, 0, fmt)
+        found = attention_problem.references({**base, **extras}, 0, fmt)
         return float(np.linalg.norm(found.exact - found.full) / np.linalg.norm(found.full))
 
     assert error("int8", {}) < 0.8 * error("e4m3", {})
@@ -119,13 +119,13 @@ def test_the_error_of_finer_scales_and_int8_is_smaller() -> None:
 
 def test_bfloat16_is_decoded() -> None:
     dims = {**PLAIN, "BF16": 1}
-    assert fast_problem.make_case(dims, 0, "e4m3").outputs["out"].dtype == "uint16"
+    assert attention_problem.make_case(dims, 0, "e4m3").outputs["out"].dtype == "uint16"
     wanted = torch.randn(2, 40, 64).to(torch.bfloat16)
-    found = fast_problem.decode({"out": wanted.view(torch.int16).numpy().view(np.uint16)}, "e4m3")
+    found = attention_problem.decode({"out": wanted.view(torch.int16).numpy().view(np.uint16)}, "e4m3")
     assert (found == wanted.double().numpy()).all()
 
 
 def test_log_sum_exp_of_a_row_without_a_key() -> None:
-    found = fast_problem.log_sum_exp({"B": 1, "H": 1, "S": 3, "KV": 1, "D": 64, "CAUSAL": 2}, 0, "e4m3")
+    found = attention_problem.log_sum_exp({"B": 1, "H": 1, "S": 3, "KV": 1, "D": 64, "CAUSAL": 2}, 0, "e4m3")
     assert np.isinf(found[0, :2]).all()
     assert np.isfinite(found[0, 2])

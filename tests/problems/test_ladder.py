@@ -1,4 +1,4 @@
-"""The attention problem: references, and the errors of the number formats that the thresholds are chosen from."""
+"""The ladder's problem: references, and the errors of the number formats, from which the thresholds are derived."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_perfect_kernel_in_half_passes_both_gates(fmt: str) -> None:
         ("e4m3", "mission_b2", 4, 0.061, 0.094, 0.0037, 0.001, 0.047),
     ],
 )
-def test_format_errors_are_those_documented(
+def test_format_errors_are_as_documented(
     fmt: str,
     shape: str,
     seeds: int,

@@ -1,4 +1,4 @@
-"""The quantization problem asks for the exact codes and scales, and sees every other one."""
+"""The quantization problem accepts only the exact codes and scales."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_scales_of_two_heads_swapped_are_caught(fmt: str) -> None:
 
 
 def test_other_codes_and_scales_of_the_same_numbers_are_caught() -> None:
-    """Half the scale with codes twice as large stands for the same numbers; the format defines only one of the two."""
+    """Half the scale with codes twice as large gives the same values; the format defines only one of the two."""
     dims = {"B": 1, "H": 1, "S": 1, "D": 2}
     wanted = references(dims, 0, "e4m3")
     x = torch.from_numpy(make_case(dims, 0, "e4m3").inputs["x"])
@@ -100,7 +100,7 @@ def test_other_codes_and_scales_of_the_same_numbers_are_caught() -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_head_of_zeros_has_scale_one(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zero codes stand for zero at any scale, yet only one scale is right."""
+    """Zero codes are zero at any scale, yet only one scale is right."""
     monkeypatch.setattr(quantize_problem, "_tensor", lambda dims, seed: torch.zeros(6, 20, 64).half())
     outputs: Outputs = {"codes": np.zeros((6, 20, 64), np.uint8), "scale": np.ones(6, np.float32)}
     assert bound_ratio(outputs, fmt) == 0.0

@@ -1,4 +1,4 @@
-"""What callers hand over besides tensors: flags, numbers and lengths, each refused by its name where it is none."""
+"""Checks of the arguments other than tensors: flags, numbers and lengths. Errors name the argument."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _CAUSAL = {"upper_left": 1, "lower_right": 2}
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raises TypeError for what is neither True nor False, as PyTorch's attention does."""
+    """Raises TypeError for anything but True and False, as PyTorch's attention does."""
     if value is not True and value is not False and not isinstance(value, torch.SymBool):
         raise TypeError(f"{name}: {value!r}; True or False is needed, not a {type(value).__name__}")
 
 
 def check_length(name: str, value: object) -> None:
-    """Raises TypeError for what is no whole number, ValueError for one below 0."""
+    """Raises TypeError for anything but a whole number, ValueError for a negative one."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
         raise TypeError(f"{name}: {value!r}; a whole number is needed, not a {type(value).__name__}")
     if value < 0:
@@ -29,9 +29,9 @@ def check_length(name: str, value: object) -> None:
 
 
 def causal_of(is_causal: bool, alignment: str) -> int:
-    """The mask a Mask of ``kernels.attention.config``.
+    """The mask as a Mask of ``kernels.attention.config``.
 
-    Raises TypeError for what is no flag, ValueError for an alignment that there is not.
+    Raises TypeError unless ``is_causal`` is True or False, ValueError for an unknown alignment.
     """
     check_flag("is_causal", is_causal)
     check_choice("causal_alignment", alignment, _CAUSAL)
@@ -39,12 +39,12 @@ def causal_of(is_causal: bool, alignment: str) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """A number of Python, NumPy or a tensor without dimensions. Raises TypeError for what is none."""
+    """A Python or NumPy number, or a tensor without dimensions, as a float. Raises TypeError for anything else."""
     if type(value) is float:
         return value
     if isinstance(value, Tensor) and not value.is_nested and value.dim() == 0 and not value.is_complex():
         if value.requires_grad:
-            raise TypeError(f"{name}: a tensor that requires grad; none flows to it, so hand over {name}.item()")
+            raise TypeError(f"{name}: a tensor that requires grad, but no gradient flows to it; pass {name}.item()")
         if value.dtype != torch.bool:
             return float(value)
     real = isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
@@ -60,9 +60,9 @@ def _shown(value: object) -> str:
 
 
 def scale_of(scale: Any, head_dim: int) -> float:
-    """What scores are multiplied by: 1 / sqrt(head_dim) by default; of head dim 0, whose scores are 0, any will do.
+    """The factor of the scores: 1 / sqrt(head_dim) by default, and 1 for head dim 0, where all scores are 0.
 
-    Raises TypeError for what is no number, ValueError for one that is not positive and finite.
+    Raises TypeError for anything but a number, ValueError for one that is not positive and finite.
     """
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
@@ -78,7 +78,7 @@ def usable_scale(factor: float) -> bool:
 
 
 def dropout_of(dropout_p: Any) -> float:
-    """The probability. Raises TypeError for what is no number, ValueError for one that is not from 0 to 1."""
+    """The probability. Raises TypeError for anything but a number, ValueError for one outside 0 to 1."""
     found = 0.0 if dropout_p is False else number("dropout_p", dropout_p)
     if not 0.0 <= found <= 1.0:
         raise ValueError(f"dropout_p: {found}; a probability from 0 to 1 is needed")

@@ -1,7 +1,7 @@
-"""What autograd, forward-mode differentiation and autocast meet above the operators: kernels of their dispatch keys.
+"""The operators' kernels for the dispatch keys of autograd, forward-mode differentiation and autocast.
 
 ``torch.library.register_autograd`` makes a node that functorch refuses and forward-mode differentiation does not see;
-these nodes are met by both.
+both see the nodes made here.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.autograd import forward_ad
 
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _AUTOCAST = ("AutocastCPU", "AutocastCUDA")
-_LSE = "greenfast.sdpa: a gradient reaches its log-sum-exp, through which none flows; lse.detach() where none is meant"
+_LSE = "greenfast.sdpa: a gradient reaches its log-sum-exp, which has none; use lse.detach() if none is meant"
 
 
 class _Node(torch.autograd.Function):
-    """A node for one call of an operator; its arguments: the operator, the dispatcher's keys, and those of the call."""
+    """The autograd node of one operator call. Arguments: the operator, the dispatch keys, then the call's arguments."""
 
     @classmethod
-    def of(cls, *args: Any) -> Any:
-        """``apply``, which under a functorch transform is meant for calls from outside the dispatcher alone."""
+    def call(cls, *args: Any) -> Any:
+        """``apply``, also under a functorch transform, where it expects calls from outside the dispatcher only."""
         if torch._C._functorch.peek_interpreter_stack() is None:
             return cls.apply(*args)  # type: ignore[no-untyped-call]
         single: Any = super(torch.autograd.Function, cls)
@@ -65,7 +65,7 @@ class _Attention(_Node):
 
 
 class _Undifferentiable(_Node):
-    """The others: what they compute may be used, but a gradient that reaches it ends in an error."""
+    """The other operators: their results may be used, but a gradient that reaches them raises an error."""
 
     @staticmethod
     def forward(ctx: Any, op: Any, keys: Any, message: str, *args: Any) -> Any:
@@ -84,9 +84,9 @@ class _Undifferentiable(_Node):
 
 
 def _refusals(message: str, needed: Any, shapes: Any, grad: Tensor) -> list[Tensor | None]:
-    """Zeros of these shapes where ``grad`` is zero: that is looked at when the operator runs, not when it is traced.
+    """Zeros of these shapes where ``grad`` is zero, which is checked when the operator runs, not when it is traced.
 
-    AOTAutograd and reentrant checkpoints send zeros to each output that a loss does not depend on.
+    AOTAutograd and reentrant checkpoints send zeros to every output that the loss does not depend on.
     """
     refuse = torch.ops.greenfast.refuse_gradient
     return [refuse(grad, shape, message) if need else None for need, shape in zip(needed, shapes, strict=True)]
@@ -100,13 +100,13 @@ def refuse_gradient(grad: Tensor, size: list[int], message: str) -> Tensor:
 
 
 def _below(op: Any, keys: Any, args: tuple[Any, ...]) -> Any:
-    """The operator itself. Its results are no views to autograd, which would refuse to have them changed in place."""
+    """Call the operator itself. Its results must not be views to autograd, which refuses to change those in place."""
     with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
         return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
 def _below_node(op: Any, keys: Any, args: tuple[Any, ...]) -> Any:
-    """Within ``forward`` of a node all differentiation is off, which functorch's outer transforms must not find so."""
+    """``_below`` in a node's ``forward``, which turns differentiation off; outer functorch transforms need it on."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return _below(op, keys, args)
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
@@ -117,14 +117,14 @@ def _kernel(op: Any, node: type[_Node], *first: Any) -> Callable[..., Any]:
     def kernel(keys: Any, *args: Any) -> Any:
         wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
         if wanted or forward_ad._current_level >= 0:
-            return node.of(op, keys, *first, *args)
+            return node.call(op, keys, *first, *args)
         return _below(op, keys, args)
 
     return kernel
 
 
 def _without_autocast(op: Any) -> Callable[..., Any]:
-    """What an operator computes with is its own: an autocast context chooses the inputs of ``greenfast.sdpa`` alone."""
+    """The operator outside autocast, which casts the inputs of ``greenfast.sdpa`` but not the operator's arithmetic."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
         torch._C.DispatchKey.AutocastCUDA
     )
@@ -139,8 +139,8 @@ def _without_autocast(op: Any) -> Callable[..., Any]:
 def register(library: Any, name: str, message: str | None) -> None:
     """Register the kernels of ``torch.ops.greenfast.<name>``.
 
-    message: what a gradient that reaches its results is answered with, after its public name and a colon; None where it
-    has gradients.
+    message: of the error for a gradient that reaches its results, after its public name and a colon; None where it has
+    gradients.
     """
     op = getattr(torch.ops.greenfast, name).default
     kernel = _kernel(op, _Attention) if message is None else _kernel(op, _Undifferentiable, message)

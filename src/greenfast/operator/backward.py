@@ -15,11 +15,11 @@ _ATEN = torch.ops.aten
 def sdpa_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch.ops.greenfast.sdpa_backward`` of CUDA tensors: each gradient like the tensor that it is of.
+    """``torch.ops.greenfast.sdpa_backward`` of CUDA tensors: gradients with the dtypes and strides of their tensors.
 
-    The forward is computed again in 16 bits, so that weights, output and log-sum-exp are of one arithmetic. The FP8
-    forward's do not go with the weights of the backward, and where keys have a mean, dQ is what such a difference
-    leaves of large numbers.
+    The forward pass is recomputed in 16 bits, so that weights, output and log-sum-exp come from the same arithmetic.
+    The output and log-sum-exp of the FP8 forward do not match the weights of the backward pass, and where the keys have
+    a mean, dQ is a small difference of large numbers, in which such a mismatch dominates.
     """
     if not torch.backends.cuda.is_flash_attention_available():
         return reference.gradients(grad, query, key, value, causal, scale)
@@ -29,7 +29,7 @@ def sdpa_backward(
         places = (queries, keys, keys)
         rows = zip((*inputs, grad), (*places, queries), strict=True)
         q, k, v, g = (readable(x[:, :, at], by_tma=True) for x, at in rows)
-        parts = zip(inputs, places, _of_torch(g, q, k, v, masked, scale), strict=True)
+        parts = zip(inputs, places, _by_torch(g, q, k, v, masked, scale), strict=True)
         some = [_whole(x, at, part) for x, at, part in parts]
         found = [a + b for a, b in zip(found, some, strict=True)] if found else some
     by_query, by_key, by_value = found or [torch.zeros_like(x) for x in inputs]
@@ -37,7 +37,7 @@ def sdpa_backward(
 
 
 def _whole(x: Tensor, at: slice, part: Tensor) -> Tensor:
-    """A gradient like x whose rows there are ``part``, and else 0."""
+    """A gradient like x: ``part`` in the rows ``at``, 0 elsewhere."""
     if part.shape == x.shape and part.stride() == torch.empty_like(x, device="meta").stride():
         return part
     whole = torch.zeros_like(x)
@@ -46,9 +46,9 @@ def _whole(x: Tensor, at: slice, part: Tensor) -> Tensor:
 
 
 def _parts(q_len: int, kv_len: int, causal: int) -> list[tuple[slice, slice, bool]]:
-    """Queries, keys and whether there is a mask: attentions that make up the whole, of queries that attend to any key.
+    """The attentions that add up to the whole, as (queries, keys, masked); queries that attend to no key are left out.
 
-    A mask is aligned at the last key. Parts that have one are square but where queries are fewer and so aligned.
+    A masked part is square, or has fewer queries than keys and its mask aligned at the last key.
     """
     everything = slice(0, q_len), slice(0, kv_len)
     if not causal:
@@ -60,10 +60,10 @@ def _parts(q_len: int, kv_len: int, causal: int) -> list[tuple[slice, slice, boo
     return parts if q_len <= kv_len else [*parts, (slice(kv_len, q_len), everything[1], False)]
 
 
-def _of_torch(
+def _by_torch(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by cuDNN where PyTorch would choose it, else by FlashAttention: its mask is aligned at the end."""
+    """The gradients by cuDNN where PyTorch would choose it, else by FlashAttention, whose mask ends at the last key."""
     if not (masked and query.shape[2] != key.shape[2]) and _chooses_cudnn(query, key, value, masked, scale):
         out, lse, from_q, from_k, most_q, most_k, seed, offset, _ = _ATEN._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, masked, False, scale=scale

@@ -1,7 +1,7 @@
 """The operators on a GPU: which kernels a call takes, their memory, and launches that are prepared once per shape.
 
-A call costs the host what PyTorch's dispatcher, two allocations and two launches cost; all else is looked up by shapes,
-strides and dtypes, and checked when it is first met.
+On the host a call costs PyTorch's dispatcher, two allocations and two launches. Everything else is looked up by shapes,
+strides and dtypes, and checked once for each combination.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from greenfast.spec.kernel import Choice, KernelSource, Launch, TensorMap
 
 _ALIGNMENT = 256  # bytes, of buffers in the workspace
 _MOST_PLANS = 4096
-_MOST_LAUNCHES = 256  # of a plan: sets of addresses
+_MOST_LAUNCHES = 256  # per plan, one for each set of addresses
 _COMPILING = threading.Lock()
 _PLANS: dict[tuple[Any, ...], _Plan] = {}
 _ATTENTION_LAUNCHES: dict[tuple[Any, ...], tuple[Prepared, ...]] = {}
@@ -66,11 +66,11 @@ def kernel_for(target: Target, config: AttentionConfig, sizes: Sizes) -> Choice:
 def sdpa_config(
     target: Target, head_dim: int, dtype: torch.dtype, precision: str, mask: int, *, lse: bool = False
 ) -> AttentionConfig:
-    """What ``sdpa`` computes on a target: with scales of blocks where its kernel reads them, which may quantize Q."""
+    """How ``sdpa`` computes on a target: block scales where the kernel reads them, and then Q quantized inside it."""
     blocks = target.name == hopper.TARGET.name
     config = config_of(head_dim, dtype, precision, blocks, "block" if blocks else "head")
-    own = blocks and hopper.quantizes_queries(config.head_dim)
-    return replace(config, mask=Mask(mask), log_sum_exp=lse, quantizes_queries=own)
+    quantizes_queries = blocks and hopper.quantizes_queries(config.head_dim)
+    return replace(config, mask=Mask(mask), log_sum_exp=lse, quantizes_queries=quantizes_queries)
 
 
 def sizes_of(query: Shape, key: Shape) -> Sizes:
@@ -95,11 +95,11 @@ def _loaded(source: KernelSource, device: int) -> Any:
     return load_kernel(image, Device(device))
 
 
-def _remember(cache: dict[tuple[Any, ...], Value], at: tuple[Any, ...], value: Value, most: int) -> Value:
-    """Keep a value, of so many at the most: a full cache starts again."""
+def _cached(cache: dict[tuple[Any, ...], Value], key: tuple[Any, ...], value: Value, most: int) -> Value:
+    """Store a value and return it; a cache of ``most`` entries is cleared first."""
     if len(cache) >= most:
         cache.clear()
-    cache[at] = value
+    cache[key] = value
     return value
 
 
@@ -140,9 +140,9 @@ class _Plan:
         stream, workspace, *others = addresses
         pointers = dict(zip(names, others, strict=True)) | {n: workspace + at for n, at in self.work.items()}
         with torch.cuda.device(self.device):
-            Device(self.device).set_current()  # in a thread of its own PyTorch may have had no need to
+            Device(self.device).set_current()  # in a new thread PyTorch may not have done so yet
             launches = tuple(step.prepared(self.device, pointers, stream) for step in self.steps)
-        return _remember(self.launches, addresses, launches, _MOST_LAUNCHES)
+        return _cached(self.launches, addresses, launches, _MOST_LAUNCHES)
 
 
 def quantize_step(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig) -> _Step:
@@ -159,7 +159,7 @@ def attention_step(
     target: Target,
     strides: Strides = Strides(),  # noqa: B008
 ) -> _Step:
-    """The launch that computes attention on codes of K and V, and codes of Q or tensors of these strides."""
+    """The launch that computes attention on codes of K and V, and on codes of Q or unquantized Q with these strides."""
     names = {"k": "k_codes", "v_t": "v_codes"} | ({} if config.quantizes_queries else {"q": "q_codes"})
     if kernel_for(target, config, sizes).rung == "ada":
         return _Step(ada.kernel(config), ada.launch(config, sizes, scale, strides), names)
@@ -171,7 +171,7 @@ def attention_step(
 def sdpa_steps(
     query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, scale: float, target: Target
 ) -> tuple[_Step, _Step]:
-    """The launches of ``sdpa`` on tensors like these: K and V are quantized, and Q by attention where it can."""
+    """The launches of ``sdpa`` on tensors like these: quantization, and attention, which quantizes Q where it can."""
     strides = Strides(query=query.stride()[:3], out=row_strides(query, query.shape[3])[:3])
     attending = attention_step(config, sizes_of(query.shape, key.shape), scale, target, strides)
     return quantize_step(query, key, value, config), attending
@@ -199,7 +199,7 @@ def buffer_dtype(name: str) -> torch.dtype:
 
 
 def _stream(device: int) -> int:
-    """The current stream; torch.cuda.current_stream() makes an object first, for forty times the cost."""
+    """The current stream; torch.cuda.current_stream() makes an object for it, at forty times the cost."""
     return torch._C._cuda_getCurrentRawStream(device)
 
 
@@ -219,7 +219,7 @@ def quantize(
     at = (config, device, *(x.shape for x in given), *(x.stride() for x in given))
     plan = _PLANS.get(at)
     if plan is None:
-        plan = _remember(_PLANS, at, _Plan(device, (quantize_step(query, key, value, config),)), _MOST_PLANS)
+        plan = _cached(_PLANS, at, _Plan(device, (quantize_step(query, key, value, config),)), _MOST_PLANS)
     names, buffers = ("q", "k", "v", *found), (*given, *found.values())
     addresses = (_stream(device), 0, *(x.data_ptr() for x in buffers))
     _launch(device, plan.launches.get(addresses) or plan.prepare(names, addresses))
@@ -241,7 +241,7 @@ def _attention(
     precision: str, head_dim: int, key_length: int, dtype: torch.dtype, causal: int, scale: float,
     strides: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """strides: of the output, which else is contiguous."""
+    """strides: of the output, which is contiguous by default."""
     device, shape = query.get_device(), query.shape
     out_shape = (*shape[:3], head_dim)
     if strides is None:
@@ -260,19 +260,19 @@ def _attention(
     launches = _ATTENTION_LAUNCHES.get(at)
     if launches is None:
         if out.numel() == 0 or key_length == 0:
-            return _nothing(out, sums)
+            return _without_keys(out, sums)
         blocks, values = query_scale.dim() == 3, {2: "head", 3: "block", 4: "channel"}[value_scale.dim()]
         config = config_of(head_dim, dtype, precision, blocks, values)
         config = replace(config, mask=Mask(causal), log_sum_exp=lse)
         sizes, rows = sizes_of(shape, (*key.shape[:2], key_length)), Strides(out=out.stride()[:3])
         plan = _Plan(device, (attention_step(config, sizes, scale, target_of(device), rows),))
-        launches = _remember(_ATTENTION_LAUNCHES, at, plan.prepare(_QUANTIZED, addresses), _MOST_PLANS)
+        launches = _cached(_ATTENTION_LAUNCHES, at, plan.prepare(_QUANTIZED, addresses), _MOST_PLANS)
     _launch(device, launches)
     return out, sums
 
 
 def _launch(device: int, launches: tuple[Prepared, ...]) -> None:
-    """Queue launches, on the device that they were prepared for."""
+    """Queue launches on the device that they were prepared for."""
     if torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
             _launch(device, launches)
@@ -286,8 +286,8 @@ def _launch(device: int, launches: tuple[Prepared, ...]) -> None:
             launch()
 
 
-def _nothing(out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Of no keys: zeros, and the logarithm of nothing."""
+def _without_keys(out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """The results where there are no keys: zeros, and a log-sum-exp of -inf."""
     return out.zero_(), torch.full_like(sums, -float("inf"))
 
 
@@ -303,14 +303,14 @@ def sdpa_lse(
     out, more = _sdpa(True, query, key, value, precision, causal, scale)
     if len(more) == 1:
         return out, more[0]
-    lse, mean = more  # of scores that lack what the mean of the keys adds; the kernel has rotated it
+    lse, mean = more  # the log-sum-exp of scores without the mean of the keys; that mean, which the kernel has rotated
     return out, lse.add_(reference.mean_scores(query, mean, rotated=True), alpha=scale)
 
 
 def _sdpa(
     lse: bool, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output, and with ``lse`` the log-sum-exp and mean of the keys as the kernels give them."""
+    """The output, and with ``lse`` the log-sum-exp and the mean of the keys as the kernels write them."""
     device, shape = query.get_device(), query.shape
     try:
         strides = query.stride(), key.stride(), value.stride()
@@ -332,7 +332,7 @@ def _sdpa(
         config = sdpa_config(target_of(device), shape[3], query.dtype, precision, causal, lse=lse)
         if config.key_scales == "head":
             return _sdpa_unfused(query, key, value, config, scale)
-        plan = _remember(_PLANS, at, _sdpa_plan(query, key, value, config, scale), _MOST_PLANS)
+        plan = _cached(_PLANS, at, _sdpa_plan(query, key, value, config, scale), _MOST_PLANS)
     out = query.new_empty_strided(shape, plan.out_strides)
     workspace = query.new_empty(plan.work_elements)
     more: tuple[Tensor, ...] = ()
@@ -355,7 +355,7 @@ def _sdpa(
 def _sdpa_unfused(
     query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, scale: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """``_sdpa`` where the attention kernel takes one scale a head, which PyTorch computes in several passes."""
+    """``_sdpa`` where the attention kernel takes one scale per head, which PyTorch computes in several passes."""
     kernel_for(target_of(query.get_device()), config, sizes_of(query.shape, key.shape))  # before any work is done
     codes, lse = reference.quantize(query, key, value, config), config.log_sum_exp
     out, sums = _attention(
@@ -367,14 +367,14 @@ def _sdpa_unfused(
 
 
 def _sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, scale: float) -> _Plan:
-    """Quantization of K and V, and attention, with the codes between them in a workspace."""
+    """Quantization, then attention, with the codes in a workspace."""
     device = query.get_device()
     steps = sdpa_steps(query, key, value, config, scale, target_of(device))
     used = set().union(*(step.buffers() for step in steps))
     work, size = {}, 0
     for name, shape in quantized_sizes(query.shape, key.shape, config).items():
         if name not in used or (config.log_sum_exp and name == "k_mean"):
-            continue  # the attention kernel quantizes Q, or the mean is the caller's
+            continue  # the attention kernel quantizes Q, or the caller allocates the mean
         work[name] = size
         size += -(-torch.Size(shape).numel() * buffer_dtype(name).itemsize // _ALIGNMENT) * _ALIGNMENT
     strides = row_strides(query, config.columns)

@@ -1,4 +1,4 @@
-"""How tensors (batch, heads, length, head_dim) lie in memory, and what the kernels can read of that."""
+"""Memory layouts of tensors (batch, heads, length, head_dim), and which of them the kernels can read."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _ROW_ALIGNMENT = 16  # bytes, of the rows that the quantizer reads
 
 
 def row_strides(x: Tensor, head_dim: int) -> tuple[int, ...]:
-    """Strides of a dense (B, H, S, head_dim) whose first three dimensions lie in the order of those of x, columns last.
+    """Strides of a dense (B, H, S, head_dim) with the first three dimensions in the memory order of x, columns last.
 
-    The order is that of ``torch.empty_like``, as in PyTorch's own attention: for x in (B, S, H, D) that of x, so that
-    heads and columns can be merged in a view.
+    The order is as in ``torch.empty_like`` and PyTorch's own attention: an x laid out as (B, S, H, D) gives an output
+    laid out the same way, so that heads and columns can be merged in a view.
     """
     rows = torch.empty_like(x[..., 0] if x.shape[3] else x.sum(3), device="meta")
     return (*(stride * head_dim for stride in rows.stride()), 1)
@@ -24,7 +24,7 @@ def empty_rows(x: Tensor, head_dim: int) -> Tensor:
 
 
 def padded(x: Tensor, head_dim: int) -> Tensor:
-    """x with zeros behind its columns, up to ``head_dim`` of them; the other dimensions keep their order."""
+    """x zero-padded to ``head_dim`` columns; the other dimensions keep their order."""
     strides = row_strides(x, 1)
     order = [0, 1, 2]
     for i, j in ((0, 1), (1, 2), (0, 1)):
@@ -35,15 +35,15 @@ def padded(x: Tensor, head_dim: int) -> Tensor:
 
 
 def aligned(address: int) -> bool:
-    """Whether rows may begin there; of several addresses, their bitwise or."""
+    """Whether rows may begin at an address; for several addresses, pass their bitwise or."""
     return address % _ROW_ALIGNMENT == 0
 
 
 def readable(x: Tensor, *, by_tma: bool = False) -> Tensor:
-    """x, or a copy of it, in the same order, where a kernel could not read its rows.
+    """x, or a copy in the same order where a kernel could not read its rows.
 
-    They begin at multiples of 16 bytes; those that TMA reads, which are Q's in ``sdpa``, do not lie on each other, as
-    those of ``expand`` do.
+    Rows must begin at multiples of 16 bytes. Rows that TMA reads, which are Q's in ``sdpa``, must not overlap, as they
+    do after ``expand``.
     """
     strides = [stride for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
     fits = x.stride(3) == 1 and all(stride % 8 == 0 for stride in strides) and not (by_tma and 0 in strides)

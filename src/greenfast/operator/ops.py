@@ -1,7 +1,7 @@
 """The operators as PyTorch knows them, ``torch.ops.greenfast``: schemas, implementations, shapes, vmap, FLOPs.
 
-They are registered with ``torch.library.Library``, whose calls cost the host less than those of
-``torch.library.custom_op``. The functions that users call are in ``greenfast.operator.sdpa``.
+They are registered with ``torch.library.Library``, which costs the host less per call than ``torch.library.custom_op``.
+The functions that users call are in ``greenfast.operator.sdpa``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from greenfast.operator.quantized import QuantizedQKV, check_codes_once, check_t
 
 LIBRARY: Any = torch.library.Library("greenfast", "DEF")  # type: ignore[no-untyped-call]
 _INPUTS = "Tensor query, Tensor key, Tensor value"
-_RECIPE = "str precision, bool blocks, str values, bool key_mean, bool rotate"
+_OPTIONS = "str precision, bool blocks, str values, bool key_mean, bool rotate"
 _QUANTIZED = (
     f"{_INPUTS}, Tensor query_scale, Tensor key_scale, Tensor value_scale, str precision, int head_dim, "
     "int key_length, ScalarType dtype, int causal, float scale"
 )
 _SCHEMAS = {
-    "quantize": f"({_INPUTS}, {_RECIPE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "quantize": f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "attention": f"({_QUANTIZED}) -> Tensor",
     "attention_lse": f"({_QUANTIZED}) -> (Tensor, Tensor)",
     "sdpa": f"({_INPUTS}, str precision, int causal, float scale) -> Tensor",
@@ -40,12 +40,13 @@ _SCHEMAS = {
     "refuse_gradient": "(Tensor grad, SymInt[] size, str message) -> Tensor",
 }
 
-Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+#: The codes of Q, K and V, their scales, and the mean of the keys.
+QuantizedTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @cache
 def gpu() -> Any:
-    """``greenfast.operator.cuda``, imported for the first CUDA tensor: cuda.core takes longer than all else here."""
+    """``greenfast.operator.cuda``, imported for the first CUDA tensor: most of the import time is cuda.core."""
     return importlib.import_module("greenfast.operator.cuda")
 
 
@@ -56,7 +57,7 @@ def _on_gpu(name: str) -> Callable[..., Any]:
 def _quantize_cpu(
     query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, values: str, key_mean: bool,
     rotate: bool,
-) -> Seven:  # fmt: skip
+) -> QuantizedTensors:  # fmt: skip
     check_tensors(query, key, value)
     config = config_of(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
     return reference.quantize(query, key, value, config).tensors()
@@ -65,7 +66,7 @@ def _quantize_cpu(
 def _quantize_shapes(
     query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, values: str, key_mean: bool,
     rotate: bool,
-) -> Seven:  # fmt: skip
+) -> QuantizedTensors:  # fmt: skip
     check_tensors(query, key, value)
     config = config_of(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
     sizes = gpu().quantized_sizes(query.shape, key.shape, config)
@@ -177,7 +178,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callab
     ),
     "refuse_gradient": (autograd.refuse_gradient, autograd.refuse_gradient, lambda grad, size, _: grad.new_empty(size)),
 }
-#: What a gradient is answered with that reaches the results of an operator; None: it has gradients.
+#: The error for a gradient that reaches an operator's results; None where the operator has gradients.
 _CODES = "no gradient flows to codes; greenfast.sdpa on the tensors themselves has gradients"
 _REFUSALS = {
     "quantize": f"greenfast.quantize: {_CODES}",
@@ -200,12 +201,12 @@ for _name, (_cpu, _cuda, _shapes) in _IMPLEMENTATIONS.items():
     _rule = _batched_refusal if _name == "refuse_gradient" else _batched(getattr(torch.ops.greenfast, _name))
     torch.library.register_vmap(f"greenfast::{_name}", _rule, lib=LIBRARY)
 for _name, _layout in product(("quantize", "sdpa", "sdpa_lse"), ("Sparse", "SparseCsr")):
-    for _device in ("CPU", "CUDA"):  # else the dispatcher lists for pages what there are kernels for
+    for _device in ("CPU", "CUDA"):  # without these the dispatcher's error is a page-long list of registered kernels
         LIBRARY.impl(_name, lambda query, key, value, *rest: check_tensors(query, key, value), _layout + _device)
 
 
 def _flops(products: int, query: Any, keys: int) -> int:
-    """As ``FlopCounterMode`` counts PyTorch's attention: so many products of (S, D) and (D, KV), whatever the mask."""
+    """As ``FlopCounterMode`` counts PyTorch's attention: ``products`` times (S, D) by (D, KV), whatever the mask."""
     batch, heads, length, head_dim = query
     return products * 2 * batch * heads * length * keys * head_dim  # type: ignore[no-any-return]
 
@@ -223,21 +224,21 @@ def _attention_flops(query: Tensor, *args: Any, **kwargs: Any) -> int:
 
 @flop_counter.register_flop_formula(torch.ops.greenfast.sdpa_backward)
 def _backward_flops(grad: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
-    return _flops(5, query, key[2])  # as of PyTorch's backward, so without the forward that it computes again
+    return _flops(5, query, key[2])  # as for PyTorch's backward: the recomputed forward is not counted
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """What an autocast context makes of an input of attention, as of PyTorch's: of all floats but float64 its dtype."""
+    """The dtype that autocast gives an input of attention: its own for all floats but float64, as in PyTorch."""
     dtype, device = tensor.dtype, tensor.device.type
     eligible = dtype.is_floating_point and dtype != torch.float64 and device in ("cpu", "cuda")
     return torch.get_autocast_dtype(device) if eligible and torch.is_autocast_enabled(device) else dtype
 
 
-def undisturbed(*tensors: Tensor) -> bool:
-    """Whether an eager call may skip the dispatcher, a third of its host time: CUDA tensors, and nobody looks on.
+def may_skip_dispatcher(*tensors: Tensor) -> bool:
+    """Whether an eager call on CUDA tensors may skip the dispatcher, a third of its host time: nothing observes it.
 
     False under torch.compile, tracing, modes such as FakeTensorMode, functorch transforms, dual numbers, autocast and
-    the profiler, where a gradient is wanted, and for subclasses of Tensor: all these see the registered operator.
+    the profiler, where a gradient is wanted, and for subclasses of Tensor: these must see the registered operator.
     """
     if torch.compiler.is_compiling():
         return False

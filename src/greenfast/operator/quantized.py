@@ -1,4 +1,4 @@
-"""Q, K and V as the kernels take them, and which tensors can become that."""
+"""Quantized Q, K and V as the kernels take them, and the checks of tensors and codes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from greenfast.kernels.attention.config import QUERY_BLOCK, ROW_BLOCK, AttentionConfig, padded_keys
 
-#: Precision -> the format of Q and K; V is E4M3 in each.
+#: Precision -> the format of Q and K; V is always E4M3.
 PRECISIONS = {"fp8": "e4m3", "int8": "int8"}
 PRECISION_OF = {fmt: precision for precision, fmt in PRECISIONS.items()}
-#: What has a scale of V: each 128 keys, each head, or each channel of a head.
+#: The granularity of V's scales: one per 128 keys, per head, or per channel of a head.
 VALUE_SCALES = ("block", "head", "channel")
-#: Head dims of the kernels; others are padded with zeros to the next of them.
+#: Head dims of the kernels; others are zero-padded to the next one.
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -26,10 +26,10 @@ def config_of(
     head_dim: int, dtype: torch.dtype, precision: str, blocks: bool = True, values: str = "block",
     key_mean: bool = True, rotate: bool = True,
 ) -> AttentionConfig:  # fmt: skip
-    """How tensors of that head dim and dtype are quantized (see ``greenfast.quantize``).
+    """How tensors of this head dim and dtype are quantized (see ``greenfast.quantize``).
 
-    blocks: whether Q and K have scales of blocks, or of heads. values: a choice of VALUE_SCALES; "block" goes with
-    blocks. Raises ValueError for scales of V that there are not, or that do not go with those of Q and K.
+    blocks: whether Q and K have scales per block, or per head. values: one of VALUE_SCALES; "block" needs ``blocks``.
+    Raises ValueError for other ``values``, and for "block" without ``blocks``.
     """
     check_choice("value_scales", values, VALUE_SCALES)
     if values == "block" and not blocks:
@@ -49,24 +49,24 @@ def config_of(
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The smallest head dim of a kernel that is not below ``head_dim``."""
+    """The smallest head dim of a kernel that is at least ``head_dim``."""
     return next(d for d in HEAD_DIMS if d >= head_dim)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedQKV:
-    """Codes and scales of one attention.
+    """Codes and scales of the inputs of one attention.
 
-    query: uint8 (B, H, S, D). key: uint8 (B, HK, KV, D). value: uint8 (B, HK, D, KV rounded up to 16), transposed with
+    query: uint8 (B, H, S, D). key: uint8 (B, HK, KV, D). value: uint8 (B, HK, D, KV rounded up to 16), transposed, with
     its keys in the kernels' order. D is one of HEAD_DIMS; ``head_dim`` is the caller's, without the padding.
-    query_scale: float32 (B, H, blocks) with a scale for each 16 rows, or (B, H). key_scale: (B, HK, blocks) with one
-    for each 128 rows, or (B, HK).
-    value_scale: the same as key_scale, or (B, HK, 1, D) with a scale for each channel.
-    key_mean: float32 (B, HK, D), what was subtracted from every key, or None. It changes no weight: a query's scores
-    all move by the same amount, which the log-sum-exp takes back.
-    dtype: that of the caller's tensors and of the output.
-    mean_scores: float32 (B, H, S), the product of each query, unquantized, with key_mean, or None: what the log-sum-exp
-    is given back, in ``attention(..., return_lse=True)``.
+    query_scale: float32 (B, H, blocks), one scale per 16 rows, or (B, H). key_scale: (B, HK, blocks), one per 128 rows,
+    or (B, HK).
+    value_scale: as key_scale, or (B, HK, 1, D), one scale per channel.
+    key_mean: float32 (B, HK, D), which was subtracted from every key, or None. It changes no weight: all scores of a
+    query move by the same amount.
+    dtype: of the caller's tensors and of the output.
+    mean_scores: float32 (B, H, S), the product of each unquantized query with key_mean, or None:
+    ``attention(..., return_lse=True)`` adds it to the log-sum-exp, times the scale.
 
     Tensors are contiguous and on one device. It is a pytree (torch.utils._pytree), can be copied and pickled, and once
     this class has been imported ``torch.load`` takes it with weights_only=True.
@@ -91,7 +91,7 @@ class QuantizedQKV:
         self.check()
 
     def check(self) -> None:
-        """Raises TypeError and ValueError, with the field's name, for fields that do not make one attention."""
+        """Raises TypeError and ValueError, naming the field, for fields that do not fit together."""
         if not self._checked:
             check_codes(self._named(), self.precision, self.head_dim, self.key_length, self.dtype)
             object.__setattr__(self, "_checked", True)
@@ -103,7 +103,7 @@ class QuantizedQKV:
 
     @property
     def device(self) -> torch.device:
-        """That of all tensors."""
+        """The device of all tensors."""
         return self.query.device
 
     @property
@@ -112,7 +112,7 @@ class QuantizedQKV:
         return sum(x.nbytes for x in self._named().values())
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> QuantizedQKV:
-        """The same on a device; itself where it is there already. Raises TypeError for what names no device."""
+        """A copy on a device; itself if it is there already. Raises TypeError for anything that names no device."""
         if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
             raise TypeError(
                 f"device: {device!r}; a torch.device, its name or its number is needed. Codes have no dtype to change"
@@ -122,7 +122,7 @@ class QuantizedQKV:
         return self if all(moved[name] is x for name, x in tensors.items()) else replace(self, **moved)  # type: ignore[arg-type]
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Codes, scales and the mean, which is empty where there is none: the results of the operator ``quantize``."""
+        """Codes, scales and the mean (empty where there is none): the results of the operator ``quantize``."""
         mean = self.query_scale.new_empty(0) if self.key_mean is None else self.key_mean
         return (self.query, self.key, self.value, self.query_scale, self.key_scale, self.value_scale, mean)
 
@@ -138,11 +138,11 @@ class QuantizedQKV:
         )
 
     def __copy__(self) -> QuantizedQKV:
-        """With the same tensors, and what refuses their gradients."""
+        """A copy that shares the tensors and their autograd history, which refuses gradients."""
         return replace(self)
 
     def __reduce__(self) -> tuple[type[QuantizedQKV], tuple[Any, ...]]:
-        """For pickle and deepcopy, whose tensors have no history: torch deeply copies none that has one."""
+        """For pickle and deepcopy, with detached tensors: torch cannot deepcopy one with autograd history."""
         values = (getattr(self, field.name) for field in fields(self))
         return QuantizedQKV, tuple(x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in values)
 
@@ -159,7 +159,7 @@ def _shown(x: object) -> str:
 
 
 def _leaves(x: QuantizedQKV) -> dict[str, Tensor]:
-    """Its tensors, long names first: torch.export (2.13) takes a name for the begin of another that follows it."""
+    """Its tensors, long names first: torch.export (2.13) takes a name for the prefix of a longer one after it."""
     return dict(sorted(x._named().items(), key=lambda named: -len(named[0])))
 
 
@@ -173,7 +173,7 @@ def _flatten_with_keys(x: QuantizedQKV) -> tuple[list[tuple[Any, Tensor]], tuple
 
 
 def _unflatten(leaves: Iterable[Any], context: tuple[Any, ...]) -> QuantizedQKV:
-    """Unchecked: a leaf may be anything that a function of ``tree_map`` gives; ``greenfast.attention`` checks it."""
+    """Unchecked, as ``tree_map`` may make anything of a leaf; ``greenfast.attention`` checks it."""
     whole = object.__new__(QuantizedQKV)
     given = dict(zip(context[0], leaves, strict=True)) | dict(zip(_OTHERS, context[1:], strict=True))
     for name in (*_TENSORS, *_OTHERS):
@@ -196,9 +196,9 @@ torch.serialization.add_safe_globals([QuantizedQKV])
 def check_codes(
     tensors: Mapping[str, Tensor], precision: str, head_dim: int, key_length: int, dtype: torch.dtype
 ) -> None:
-    """Raises TypeError and ValueError for codes and scales, by the names of QuantizedQKV's fields, that do not fit.
+    """Raises TypeError and ValueError for codes and scales (by the names of QuantizedQKV's fields) that do not fit.
 
-    Kernels read them by their addresses, so every dtype, device, shape and stride is looked at.
+    Kernels read them by address, so every dtype, device, shape and stride is checked.
     """
     check_choice("precision", precision, PRECISIONS)
     if dtype not in DTYPES:
@@ -235,7 +235,7 @@ def check_codes(
 def check_codes_once(
     tensors: Sequence[Tensor], precision: str, head_dim: int, key_length: int, dtype: torch.dtype
 ) -> None:
-    """``check_codes`` of the six that an operator gets, unless it has seen the like: a fifth of its time."""
+    """``check_codes`` of an operator's six tensors, once per combination: the check is a fifth of a call's time."""
     of_tensors = tuple((x.dtype, x.device, x.shape, x.stride()) for x in tensors)
     kind = (of_tensors, precision, head_dim, key_length, dtype)
     if kind not in _SEEN:
@@ -248,7 +248,7 @@ def check_codes_once(
 def _shapes_of_codes(
     tensors: Mapping[str, Tensor], head_dim: int, key_length: int
 ) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The shapes that each field may have beside the others."""
+    """The shapes that each field may have, given the others."""
     (batch, heads, q_len, _), kv_heads = tensors["query"].shape, tensors["key"].shape[1]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"key: it has {kv_heads} heads, query {heads}; the heads of query must be a multiple of them")
@@ -269,7 +269,7 @@ def _shapes_of_codes(
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raises as quantize does for tensors that make no attention."""
+    """Raises as ``greenfast.quantize`` does for tensors that do not fit together."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: a torch.Tensor is needed, got {type(x).__name__}")
@@ -281,14 +281,14 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         if x.dim() != 4:
             raise ValueError(f"{name}: its shape is {tuple(x.shape)}; (batch, heads, length, head_dim) is needed")
         if x.dtype != query.dtype:
-            raise TypeError(f"{name}: its dtype is {x.dtype}, that of query {query.dtype}; they must agree")
+            raise TypeError(f"{name}: its dtype is {x.dtype}, query's {query.dtype}; they must agree")
         if x.device != query.device:
             raise ValueError(f"{name}: it is on {x.device}, query on {query.device}; they must agree")
     if key.shape != value.shape:
-        raise ValueError(f"value: its shape is {tuple(value.shape)}, that of key {tuple(key.shape)}; they must agree")
+        raise ValueError(f"value: its shape is {tuple(value.shape)}, key's {tuple(key.shape)}; they must agree")
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         raise ValueError(
-            f"key: its shape is {tuple(key.shape)}, that of query {tuple(query.shape)}; batch and head_dim must agree"
+            f"key: its shape is {tuple(key.shape)}, query's {tuple(query.shape)}; batch and head_dim must agree"
         )
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         raise ValueError(
@@ -300,11 +300,11 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def refused_head_dim(name: str, found: int, allowed: str = "multiples of 8") -> str:
-    """Why a head dim is refused."""
+    """The message for a head dim that is refused."""
     return f"{name}: head_dim {found}; the kernels take {allowed} up to {HEAD_DIMS[-1]}"
 
 
 def check_choice(name: str, value: str, allowed: Collection[str]) -> None:
-    """Raises ValueError unless ``value`` is one of those that an argument may have."""
+    """Raises ValueError unless ``value`` is one of ``allowed``."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}: {value!r}; allowed are {', '.join(map(repr, allowed))}")

@@ -1,4 +1,4 @@
-"""What the kernels compute, in PyTorch on any device: quantization, attention on codes, and the gradients."""
+"""The kernels' arithmetic in PyTorch, on any device: quantization, attention on codes, and the gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from greenfast.numerics import formats
 from greenfast.numerics.codes import quantize_blocks, transposed_values
 from greenfast.operator.quantized import PRECISION_OF, QuantizedQKV
 
-#: A row's largest weight is kept as E4M3's largest number.
+#: A row's largest weight is scaled to E4M3's largest number.
 _LARGEST = 448.0
 _ROWS = 1024  # query rows at a time, so that their scores stay small
 
@@ -30,7 +30,7 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig)
     """Codes and scales, of tensors that ``check_tensors`` accepts."""
     padding = config.head_dim - config.columns
     q, k, v = (torch.nn.functional.pad(x.float(), (0, padding)) for x in (query, key, value))
-    # Sums of the rotation, and differences from the mean, are of fractions of the numbers, which cannot overflow.
+    # The numbers are scaled down first, so that the sums of the rotation and k - mean cannot overflow.
     factor = 2.0
     if config.rotate:
         factor *= math.sqrt(q.shape[-1])
@@ -68,10 +68,10 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig)
 
 
 def _robust_mean(k: Tensor) -> Tensor:
-    """An estimate (B, HK, D) of the mean of k (B, HK, KV, D) of which no single key decides; 0 without keys.
+    """An estimate (B, HK, D) of the mean of k (B, HK, KV, D) that no single key dominates; 0 without keys.
 
-    Of MEAN_KEYS keys, each anywhere in its share of them, groups of MEAN_GROUP neighbours have means. The estimate is
-    the median of these, by channel. Means that are not finite count as 0.
+    The keys are divided into MEAN_KEYS ranges and one key is sampled from each. The estimate is, per channel, the
+    median over the means of MEAN_GROUP consecutive samples; means that are not finite count as 0.
     """
     if k.shape[2] == 0:
         return k.new_zeros(*k.shape[:2], k.shape[3])
@@ -87,7 +87,7 @@ def _robust_mean(k: Tensor) -> Tensor:
 def _per_head(x: Tensor, fmt: str, rows: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """Codes and scales of x * factor, x (B, H, length, D).
 
-    A scale is that of each ``rows`` rows, (B, H, blocks), or with 0 of each head, (B, H).
+    One scale per ``rows`` rows, (B, H, blocks), or with 0 one per head, (B, H).
     """
     blocks = [-(-x.shape[2] // rows)] if rows else []
     if x.numel() == 0:
@@ -100,8 +100,8 @@ def _per_head(x: Tensor, fmt: str, rows: int, factor: float = 1.0) -> tuple[Tens
 def rotation(size: int) -> Tensor:
     """The orthogonal matrix by which rows of Q and K are multiplied, float32 (size, size); size is a power of two.
 
-    It is the Hadamard matrix of Sylvester's construction, with signs of its rows: those of a bent function (Rothaus,
-    1976; of 7 bits: of 6 of them), so that channels which are all equal do not become one large number.
+    It is Sylvester's Hadamard matrix with row signs from a bent function (Rothaus, 1976; for 7 bits, of 6 of them), so
+    that equal channels do not add up to one large number.
     """
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
@@ -112,24 +112,24 @@ def rotation(size: int) -> Tensor:
 
 
 def dequantized_keys(quantized: QuantizedQKV) -> Tensor:
-    """What the codes of K stand for, float32 (B, HK, KV, D), without the mean."""
+    """The values of the codes of K, float32 (B, HK, KV, D), without the mean."""
     return _numbers(quantized.key, quantized.format) * _by_row(quantized.key_scale, quantized.key_length, ROW_BLOCK)
 
 
 def dequantized_queries(quantized: QuantizedQKV) -> Tensor:
-    """What the codes of Q stand for, float32 (B, H, S, D)."""
+    """The values of the codes of Q, float32 (B, H, S, D)."""
     each = _by_row(quantized.query_scale, quantized.query.shape[2], QUERY_BLOCK)
     return _numbers(quantized.query, quantized.format) * each
 
 
 def _by_row(scale: Tensor, length: int, rows: int) -> Tensor:
-    """Scales of heads, (B, H), or of each so many rows as one for each row: (B, H, 1 or length, 1)."""
+    """Scales per head, (B, H), or per ``rows`` rows, (B, H, blocks), for multiplying rows: (B, H, 1 or length, 1)."""
     each = scale.unsqueeze(-1) if scale.dim() == 2 else scale.repeat_interleave(rows, -1)[..., :length]
     return each.unsqueeze(-1)
 
 
 def dequantized_values(quantized: QuantizedQKV) -> Tensor:
-    """What the codes of V stand for, float32 (B, HK, KV, D), its keys in their own order again."""
+    """The values of the codes of V, float32 (B, HK, KV, D), its keys back in their original order."""
     codes = quantized.value
     places = torch.empty(KEY_GROUP, dtype=torch.long, device=codes.device)
     places[list(KEY_ORDER)] = torch.arange(KEY_GROUP, device=codes.device)
@@ -148,12 +148,12 @@ def attention(quantized: QuantizedQKV, causal: int, scale: float) -> tuple[Tenso
     """softmax(scale * Q K^T) V with weights rounded to E4M3, as the kernels round them.
 
     causal: a Mask of ``kernels.attention.config``. Returns (B, H, S, head_dim) of the caller's dtype and the natural
-    log-sum-exp of each row's scores, float32 (B, H, S), of keys without their mean.
+    log-sum-exp of each row's scores, float32 (B, H, S), without the contribution of the keys' mean.
     """
     q, k, v = dequantized_queries(quantized), dequantized_keys(quantized), dequantized_values(quantized)
     share = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    unknown = v.isnan().any(dim=-1).unsqueeze(-2)  # keys; a weight of 0 times such a value would be NaN too
+    unknown = v.isnan().any(dim=-1).unsqueeze(-2)  # per key; even a weight of 0 times NaN would be NaN
     v = v.nan_to_num(0.0)
     out = torch.empty(q.shape, dtype=quantized.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -182,10 +182,10 @@ def _masked(scores: Tensor, rows: slice, q_len: int, causal: int) -> Tensor:
 
 
 def _weighted(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of O and their log-sum-exp, of scores (B, H, rows, KV)."""
+    """The rows of O and their log-sum-exp, from scores (B, H, rows, KV)."""
     if scores.shape[-1] == 0:
-        nothing = scores.new_zeros(*scores.shape[:-1], v.shape[-1])
-        return nothing, scores.new_full(scores.shape[:-1], -math.inf)
+        zeros = scores.new_zeros(*scores.shape[:-1], v.shape[-1])
+        return zeros, scores.new_full(scores.shape[:-1], -math.inf)
     top = scores.amax(dim=-1, keepdim=True)
     base = torch.where(top == -math.inf, torch.zeros_like(top), top)
     exact = torch.exp(scores - base) * _LARGEST
@@ -197,14 +197,14 @@ def _weighted(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _rotated_back(size: int, device: torch.device) -> Tensor:
-    """The inverse of ``rotation``, float64; kept, so that a CUDA graph may capture its use."""
+    """The inverse of ``rotation``, float64; cached, so that a CUDA graph may capture its use."""
     return rotation(size).T.double().to(device)
 
 
 def mean_scores(query: Tensor, key_mean: Tensor, *, rotated: bool) -> Tensor:
-    """What the product of each query with any key lacks since the mean was taken from the keys, float32 (B, H, S).
+    """What subtracting the mean from the keys took off each query's products with them, float32 (B, H, S).
 
-    query: (B, H, S, D), as it was before it was quantized: its codes err by percents, of what may be a large number.
+    query: (B, H, S, D), unquantized: its codes are off by percents, which of a large product is too much.
     key_mean: float32 (B, HK, D or more), rotated or not. No float32 matrix product is used, since these may be rounded
     to fewer bits (torch.set_float32_matmul_precision).
     """
@@ -217,10 +217,10 @@ def mean_scores(query: Tensor, key_mean: Tensor, *, rotated: bool) -> Tensor:
 def gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of attention by ``grad`` of its output, computed in float32 from the inputs alone.
+    """The gradients of attention, computed in float32 from its inputs and the gradient ``grad`` of its output.
 
-    query, grad: (B, H, S, D); key, value: (B, HK, KV, D). Returns those of query, key and value, each like the tensor
-    that it is of. A row that attends to nothing has none.
+    query, grad: (B, H, S, D); key, value: (B, HK, KV, D). Returns the gradients of query, key and value, with their
+    dtypes and strides. A row that attends to no key contributes none.
     """
     share = query.shape[1] // key.shape[1]
     k, v = (x.float().repeat_interleave(share, 1) for x in (key, value))

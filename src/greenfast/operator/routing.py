@@ -1,4 +1,4 @@
-"""Which calls of PyTorch's attention the FP8 kernels take: the rules, and the counts of what became of calls."""
+"""Which calls of PyTorch's attention the FP8 kernels take: the rules, and the counts of calls."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from greenfast.operator.quantized import PRECISIONS, check_choice, padded_head_d
 from greenfast.operator.rules import Form, Refusal, dtype_of, form_of
 from greenfast.operator.sdpa import Alignment, Precision
 
-TORCH = "torch"  # the kernel of an Explanation where PyTorch's own attention is left to it
+TORCH = "torch"  # the kernel of an Explanation where PyTorch's own attention computes the call
 NOTHING = "none"  # where there is nothing to compute
-#: Keys and queries below which quantization costs more than the FP8 products save, as measured with a causal mask, the
-#: worse case (docs/operator.md).
+#: Below this many keys or queries quantization costs more than the FP8 products save, as measured with a causal mask,
+#: the worse case (docs/operator.md).
 MIN_LENGTH = 4096
 
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # every other subclass says itself what attention is
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # other subclasses define attention themselves
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What computes a call of attention, and why.
+    """Which kernel computes a call of attention, and why.
 
     kernel: "hopper" or "ada"; "reference" for CPU tensors, "meta" for meta tensors, "none" where there is nothing to
-    compute; "torch" where no kernel computes the call, so that PyTorch's own attention has to.
+    compute; "torch" where no kernel can, so that PyTorch's own attention has to.
     """
 
     kernel: str
@@ -70,22 +70,22 @@ def explain(
     float32_as: torch.dtype | None = None,
     min_length: int = 0,
 ) -> Explanation:
-    """What ``greenfast.sdpa`` with these arguments would run; of a call that it refuses, why. Launches nothing.
+    """What ``greenfast.sdpa`` would run with these arguments, or why it refuses them. Launches nothing.
 
-    These are the rules of ``greenfast.use`` and of ``greenfast.register_with_transformers``. PyTorch keeps calls
-      - with ``dropout_p``, a ``scale`` that is not positive and finite, or an ``attn_mask`` other than ``sdpa`` knows;
-      - where ``torch.nn.attention.sdpa_kernel`` or ``torch.backends.cuda`` allow none of its fused backends;
+    ``greenfast.use`` and ``greenfast.register_with_transformers`` follow the same rules. They leave calls to PyTorch
+        - with ``dropout_p``, a ``scale`` that is not positive and finite, or an ``attn_mask`` that ``sdpa`` refuses;
+      - where ``torch.nn.attention.sdpa_kernel`` or ``torch.backends.cuda`` allow none of PyTorch's fused backends;
       - on tensors that are nested, sparse or of a subclass;
       - of dtypes other than float16 and bfloat16, after autocast and ``float32_as``;
-      - whose queries and keys have a head dim that is no multiple of 8 up to 256, or whose values have one above 256;
-      - whose shapes cannot be broadcast, or share heads unevenly: PyTorch's error;
-      - on devices that no kernel is for;
-      - where query or key are shorter than ``min_length``. A call quantizes all of Q, K and V. What FP8 saves grows
-        with queries x keys, what quantization costs with queries + keys, so both have to be long: one query over a
-        long cache, as in decoding, would have all of K and V quantized again for each token.
+      - with a head dim of Q and K that is not a multiple of 8 up to 256, or a head dim of V above 256;
+      - with shapes that cannot be broadcast or share heads unevenly, for which PyTorch raises its error;
+      - on devices that have no kernel;
+      - where query or key is shorter than ``min_length``. A call quantizes all of Q, K and V. What FP8 saves grows
+        with queries x keys, what quantization costs with queries + keys, so both must be long: one query over a long
+        cache, as in decoding, would quantize all of K and V again for every token.
 
-    Raises TypeError for flags, numbers and lengths that are none, and ValueError for a ``precision``,
-    ``causal_alignment`` or probability that there is not: no call has these.
+    Raises TypeError for flags, numbers and lengths of the wrong type, and ValueError for an unknown ``precision`` or
+    ``causal_alignment`` and for a probability outside 0 to 1.
     """
     check_choice("precision", precision, PRECISIONS)
     causal = causal_of(is_causal, causal_alignment)
@@ -112,12 +112,12 @@ def explain(
 
 
 def _fused_allowed() -> bool:
-    """Whether any of PyTorch's fused backends may run: who leaves ``SDPBackend.MATH`` alone wants no other kernel."""
+    """Whether any of PyTorch's fused backends may run: a user who allows only ``SDPBackend.MATH`` wants none."""
     backends: Any = torch.backends.cuda
     return bool(backends.flash_sdp_enabled() or backends.mem_efficient_sdp_enabled() or backends.cudnn_sdp_enabled())
 
 
-# A constant of the graph, as the backends of PyTorch's own graphs are; see _traced_kernel.
+# A constant of the graph, like the backends in PyTorch's own graphs; see _traced_kernel.
 _fused_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -129,7 +129,7 @@ def _kernel(query: Tensor, form: Form, dtype: torch.dtype, precision: str) -> Ex
         return Explanation("meta", "a shape and a dtype: meta tensors hold no numbers")
     if device.type != "cuda":
         return Explanation(TORCH, f"query: on {device.type}, for which there are no kernels")
-    if torch.compiler.is_compiling():  # lengths may be symbols there, and head_dim, of which the padded one is none
+    if torch.compiler.is_compiling():  # lengths and head_dim may be symbols there; the padded head dim is not
         head_dim = padded_head_dim(form.query[3])
         name, reason = _traced_kernel(query.get_device(), head_dim, dtype, precision, form.causal)
         return Explanation(name, reason)
@@ -150,36 +150,36 @@ def _cuda_kernel(
 
 
 def _traced_kernel(device: int, head_dim: int, dtype: torch.dtype, precision: str, causal: int) -> tuple[str, str]:
-    """The kernel's name and the reason, as torch.compile takes them: constants, found while it traces."""
+    """The kernel's name and the reason as constants, which torch.compile evaluates while it traces."""
     shape = (1, 1, MIN_LENGTH, head_dim)
     found = _cuda_kernel(device, shape, shape, dtype, precision, causal)
     return found.kernel, found.reason
 
 
-# What torch.compiler.assume_constant_result does, for which it first loads all of torch._dynamo: two seconds.
+# What torch.compiler.assume_constant_result does, but that loads all of torch._dynamo first, which takes two seconds.
 _traced_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-_COUNTING = threading.Lock()  # one for all: what is counted is copied with the models that count
+_COUNTING = threading.Lock()  # one for all counts: they are copied together with models, and a lock cannot be
 
 
 class Routed:
-    """What became of the calls: how many greenfast has ``taken``, and the others by the reason, ``fallen_back``."""
+    """Counts of calls: how many greenfast has ``taken``, and the others by reason, ``fallen_back``."""
 
     def __init__(self) -> None:
         self.taken = 0
-        self._left: dict[str, int] = {}  # torch.compile, which may trace this, can make no Counter
+        self._left: dict[str, int] = {}  # not a Counter, which torch.compile cannot trace
 
     @property
     def fallen_back(self) -> Counter[str]:
-        """How many calls PyTorch has computed, by the reason."""
+        """How many calls PyTorch has computed, by reason."""
         return Counter(self._left)
 
     def count(self, explanation: Explanation) -> None:
-        """Count a call. A graph that torch.compile made runs without this, and its calls are not counted."""
+        """Count a call. Calls in a graph of torch.compile are not counted."""
         if torch.compiler.is_compiling():
             return
-        with _COUNTING:  # of threads that share a model
+        with _COUNTING:  # threads may share a model
             if explanation.taken:
                 self.taken += 1
             else:

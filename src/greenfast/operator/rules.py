@@ -1,7 +1,7 @@
-"""Which calls of attention the kernels take, and as what: PyTorch's many forms become (batch, heads, length, head_dim).
+"""Which calls of attention the kernels take, and how PyTorch's many forms become (batch, heads, length, head_dim).
 
-The rules are those of ``greenfast.sdpa``, which raises what they refuse, and of ``greenfast.explain``, which says it.
-Reasons hold no lengths: these may be symbols of a graph that is being traced.
+``greenfast.sdpa`` raises the refusals as errors, ``greenfast.explain`` returns them. Reasons contain no lengths, which
+may be symbols of a graph that is being traced.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from greenfast.operator.quantized import DTYPES, HEAD_DIMS, refused_head_dim
 
 Shape = tuple[int, ...]
 
-_BIAS = "torch.nn.attention.bias"  # loads for seconds: who has such a mask has loaded it
+_BIAS = "torch.nn.attention.bias"  # takes seconds to import; a caller with such a mask has imported it already
 
 
 class Refusal(NamedTuple):
-    """Why a call is not taken, and the error that it ends in where nobody else computes it."""
+    """Why a call is not taken, and the error that ``greenfast.sdpa`` raises for it."""
 
     error: type[Exception]
     reason: str
 
 
 class Form(NamedTuple):
-    """A call as the kernels compute it.
+    """The shapes of a call as the kernels compute it.
 
-    query: (B, H, S, D); key: (B, HK, KV, D), also that of the value. D is the wider head dim of the two where they
-    differ, as zeros change no score. out: the shape that the caller gets. causal: a Mask of
+    query: (B, H, S, D); key: (B, HK, KV, D), also for the value. Where the head dims of key and value differ, D is the
+    larger one: zero padding changes no score. out: the shape that the caller gets. causal: a Mask of
     ``kernels.attention.config``.
     """
 
@@ -42,15 +42,15 @@ class Form(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether there is no row to compute, or no key that one attends to."""
+        """Whether there is no row to compute, or no key to attend to."""
         return 0 in self.query[:3] or 0 in self.key[:3]
 
 
 def is_plain(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
-    """Whether three tensors have shapes that the operators take, which look at the rest themselves.
+    """Whether three tensors have shapes that the operators take as they are; the operators check the rest.
 
-    Most calls have, and what they cost the host counts: this looks at no more than it must. It compares no length of Q
-    with one of K, on which a graph for any length would then depend.
+    This is the path of most calls, whose host time counts, so it checks no more than it must. It does not compare the
+    lengths of Q and K, which would make a graph for any length depend on the outcome.
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return False
@@ -68,7 +68,7 @@ def form_of(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, causal: int, enable_gqa: bool,
     float32_as: torch.dtype | None,
 ) -> Form | Refusal:  # fmt: skip
-    """The form of a call, or why it is refused; ``dropout_p`` and ``causal`` as ``arguments`` has read them."""
+    """The form of a call, or why it is refused; ``dropout_p`` and ``causal`` as ``arguments`` returns them."""
     if dropout_p:
         return Refusal(NotImplementedError, "dropout_p: the kernels have no dropout")
     refused = _refused_tensors(query, key, value, float32_as)
@@ -83,7 +83,7 @@ def form_of(
 
 
 def dtype_of(x: Tensor, float32_as: torch.dtype | None) -> torch.dtype:
-    """What autocast and ``float32_as`` make of an input."""
+    """The dtype that autocast and ``float32_as`` give an input."""
     dtype = ops.autocast_dtype(x)
     return float32_as if float32_as is not None and dtype == torch.float32 else dtype
 
@@ -110,7 +110,7 @@ def _refused_tensors(query: Any, key: Any, value: Any, float32_as: torch.dtype |
 
 
 def _shapes(query: Shape, key: Shape, value: Shape, enable_gqa: bool) -> Form | Refusal:
-    """The form of shapes, without a mask."""
+    """The form for these shapes, without a mask."""
     if key[-2] != value[-2]:
         return Refusal(ValueError, "value: another length than key")
     if query[-1] != key[-1]:
@@ -126,12 +126,12 @@ def _shapes(query: Shape, key: Shape, value: Shape, enable_gqa: bool) -> Form | 
             return Refusal(ValueError, "enable_gqa: with it, query, key and value have heads, (..., H, length, D)")
         for name, count in (("key", key_heads), ("value", value_heads)):
             if heads % count if count else heads:
-                return Refusal(ValueError, f"{name}: the heads of query are no multiple of its heads")
+                return Refusal(ValueError, f"{name}: the heads of query are not a multiple of its heads")
     else:
         merged = _broadcast([(heads,), (key_heads,), (value_heads,)])
         if merged is None:
             shared = "; enable_gqa=True lets query heads share them"
-            return Refusal(ValueError, f"key: its heads are not those of query, nor can they be broadcast{shared}")
+            return Refusal(ValueError, f"key: its heads differ from query's and cannot be broadcast{shared}")
         heads = merged[0]
     batch = _broadcast([x[:-3] for x in shapes])
     if batch is None:
@@ -166,13 +166,13 @@ def _broadcast(shapes: list[Shape]) -> Shape | None:
 
 
 def _masked(form: Form, mask: Any, query: Tensor, causal: int) -> Form | Refusal:
-    """The form with the mask that ``attn_mask`` means, where that is known without reading a GPU's memory."""
+    """The form with the mask that ``attn_mask`` stands for, where that is known without reading a GPU's memory."""
     if not isinstance(mask, Tensor):
         return Refusal(TypeError, f"attn_mask: a torch.Tensor is needed, got {type(mask).__name__}")
     if type(mask).__name__ == "CausalBias" and type(mask).__module__ == _BIAS:
         return _biased(form, mask, causal)
-    refused = Refusal(NotImplementedError, "attn_mask: the kernels know causal masks alone")
-    if not _legible(mask):
+    refused = Refusal(NotImplementedError, "attn_mask: the kernels take causal masks only")
+    if not _readable(mask):
         return refused
     dtypes = (torch.bool, torch.float32, query.dtype, ops.autocast_dtype(query))
     if mask.dtype not in dtypes or mask.device != query.device:
@@ -187,18 +187,18 @@ def _masked(form: Form, mask: Any, query: Tensor, causal: int) -> Form | Refusal
 
 
 def _biased(form: Form, bias: Any, causal: int) -> Form | Refusal:
-    """As torch.nn.attention.bias dispatches: of equal lengths, either variant is aligned at the first key."""
+    """As torch.nn.attention.bias dispatches: with equal lengths, either variant is aligned at the first key."""
     if causal:
-        return Refusal(ValueError, "attn_mask: a CausalBias goes without is_causal")
+        return Refusal(ValueError, "attn_mask: a CausalBias cannot be combined with is_causal")
     if bias.seq_len_q == bias.seq_len_kv or bias.variant.name == "UPPER_LEFT":
         return form._replace(causal=1)
     if (bias.seq_len_q, bias.seq_len_kv) != (form.query[2], form.key[2]):
-        return Refusal(ValueError, "attn_mask: a CausalBias for other lengths than those of query and key")
+        return Refusal(ValueError, "attn_mask: the lengths of the CausalBias differ from query's and key's")
     return form._replace(causal=2)
 
 
-def _legible(mask: Tensor) -> bool:
-    """Whether one may look at a mask's numbers at no cost, and nobody else does: plain CPU tensors, in eager calls."""
+def _readable(mask: Tensor) -> bool:
+    """Whether a mask's values can be read at no cost and unobserved: a plain CPU tensor in an eager call."""
     return (
         not torch.compiler.is_compiling()
         and type(mask) is Tensor
@@ -212,13 +212,13 @@ def _legible(mask: Tensor) -> bool:
 
 
 def arranged(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors in that form: views where they can be, copies where dimensions merge or head dims are padded."""
+    """The tensors in a form: views where possible, copies where dimensions merge or head dims are padded."""
     batch = form.out[:-3] if len(form.out) > 2 else ()
 
     def shaped(x: Tensor, shape: Shape) -> Tensor:
         if x.dim() == 2:
             x = x.unsqueeze(0)
-        if x.shape[-3] not in (1, shape[1]):  # key and value with other numbers of heads: each is repeated
+        if x.shape[-3] not in (1, shape[1]):  # key and value have different numbers of heads: repeat each
             x = x.repeat_interleave(shape[1] // x.shape[-3], -3)
         x = x.expand(*batch, shape[1], *x.shape[-2:]).reshape(*shape[:3], x.shape[-1])
         return x if x.shape[3] == shape[3] else padded(x, shape[3])
@@ -227,7 +227,7 @@ def arranged(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[Ten
 
 
 def restored(form: Form, out: Tensor) -> Tensor:
-    """An output (B, H, S, D) of that form as the caller's: only a value's own head dim makes a copy."""
+    """An output (B, H, S, D) in the caller's shape; copied only where the value has a head dim of another size."""
     if out.shape[3] != form.out[-1]:
         out = out[..., : form.out[-1]].clone()
     return out.reshape(form.out)

@@ -1,4 +1,4 @@
-"""Attention as PyTorch users call it: on their tensors, or on codes that they keep."""
+"""Attention as PyTorch users call it: on tensors, or on codes that were quantized before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from greenfast.operator.rules import Form, Refusal, arranged, dtype_of, form_of,
 Precision = Literal["fp8", "int8"]
 Alignment = Literal["upper_left", "lower_right"]
 
-_overridden: Any = handle_torch_function  # for subclasses of Tensor, modes, and torch.fx, which traces the call so
+_overridden: Any = handle_torch_function  # for subclasses of Tensor, modes, and torch.fx, which traces calls this way
 _ALTERNATIVE = "; torch.nn.functional.scaled_dot_product_attention has it"
 
 
@@ -51,9 +51,9 @@ def sdpa(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """FP8 attention with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
 
-    query: (B, H, S, D); key and value: (B, HK, KV, D), where HK divides H with ``enable_gqa`` and is H without; float16
+    query: (B, H, S, D); key and value: (B, HK, KV, D), where HK is H, or with ``enable_gqa`` a divisor of H; float16
     or bfloat16, of any strides, D a multiple of 8 up to 256. Also (..., S, D) with any number of leading dimensions,
-    which are broadcast, the last of them being the heads; and a value of another head dim, up to 256.
+    the last of them the heads, which are broadcast; and a value with another head dim, up to 256.
     attn_mask: a ``torch.nn.attention.bias.CausalBias``, or a tensor on the CPU that masks nothing (all True, or zeros
     that need no gradient). is_causal: query i attends to keys 0 .. i; with ``causal_alignment="lower_right"`` to keys
     0 .. i + KV - S. scale: positive, 1 / sqrt(D) by default. float32_as: float16 or bfloat16, to which float32 tensors
@@ -61,23 +61,23 @@ def sdpa(
     precision: "fp8" computes both products in E4M3, "int8" Q K^T in int8 and P V in E4M3. Q and K are rotated by a
     Hadamard matrix, and the mean of K is subtracted, before they are quantized: neither changes the result.
 
-    Returns (B, H, S, D) of the inputs' dtype, in memory in the order that query's dimensions have, as PyTorch; with
-    ``return_lse`` also the natural log-sum-exp of each row's scores, float32 (B, H, S). A row that attends to nothing
+    Returns (B, H, S, D) of the inputs' dtype, with its dimensions in memory in query's order, as in PyTorch; with
+    ``return_lse`` also the natural log-sum-exp of each row's scores, float32 (B, H, S). A row that attends to no key
     is 0, its log-sum-exp -inf. NaN or infinity in a query makes its block of 16 rows NaN, in a key or value the rows
-    that attend to any of its block of 128 keys. Gradients are those of attention on the unquantized tensors, which the
+    that attend to any key of its block of 128. The gradients are of attention on the unquantized tensors, which the
     backward pass computes again in 16 bits; there is no forward mode and no second derivative, and a gradient that
     reaches the log-sum-exp raises NotImplementedError.
 
-    Raises TypeError for dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit, and
-    NotImplementedError for other masks, ``dropout_p``, nested and sparse tensors, head dims and GPUs that no kernel is
-    for; each names the argument and what is allowed.
+    Raises TypeError for wrong dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit,
+    and NotImplementedError for other masks, ``dropout_p``, nested and sparse tensors, and head dims and GPUs without a
+    kernel; each error names the argument and what is allowed.
     """
     if has_torch_function_variadic(query, key, value):
         return _overridden(  # type: ignore[no-any-return]
             sdpa, (query, key, value), query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             precision=precision, causal_alignment=causal_alignment, return_lse=return_lse, float32_as=float32_as,
         )  # fmt: skip
-    # What most calls have is looked at in place: functions would cost the host as much as all else here.
+    # The common case is checked inline: function calls would cost the host as much as everything else here.
     if causal_alignment == "upper_left" and (is_causal is False or is_causal is True):
         causal = 1 if is_causal else 0
     else:
@@ -99,7 +99,7 @@ def sdpa(
     if return_lse:
         found: tuple[Tensor, Tensor] = ops.SDPA_LSE(query, key, value, precision, causal, factor)
         return found
-    op: Callable[..., Tensor] = ops.gpu().sdpa if ops.undisturbed(query, key, value) else ops.SDPA
+    op: Callable[..., Tensor] = ops.gpu().sdpa if ops.may_skip_dispatcher(query, key, value) else ops.SDPA
     return op(query, key, value, precision, causal, factor)
 
 
@@ -107,7 +107,7 @@ def _other_form(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, causal: int,
     scale: float | None, enable_gqa: bool, precision: Precision, return_lse: bool, float32_as: torch.dtype | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """``sdpa`` of what has to be brought into the form of the kernels, and of what is refused."""
+    """``sdpa`` of inputs that have to be brought into the kernels' form, and of inputs that are refused."""
     check_cast(float32_as)
     form = form_of(query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as)
     if isinstance(form, Refusal):
@@ -118,7 +118,7 @@ def _other_form(
     query, key, value = (x.to(dtype_of(x, float32_as)) for x in (query, key, value))
     lse: Tensor | None
     if form.empty:
-        out, lse = _of_nothing(form, query, key, value)
+        out, lse = _empty(form, query, key, value)
     else:
         tensors = arranged(form, query, key, value)
         alignment: Alignment = "lower_right" if form.causal == 2 else "upper_left"
@@ -132,8 +132,8 @@ def _other_form(
     return out if lse is None or not return_lse else (out, lse.reshape(form.out[:-1]))
 
 
-def _of_nothing(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """No rows, or rows that attend to no key: zeros, whose gradients are zeros, and the logarithm of nothing."""
+def _empty(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The results without rows or without keys: zeros, whose gradients are zeros, and a log-sum-exp of -inf."""
     out = query.new_zeros(form.out)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         out = out + sum(x[..., :0].sum() for x in (query, key, value))
@@ -141,7 +141,7 @@ def _of_nothing(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[
 
 
 def _shapes(*tensors: object) -> str:
-    """The shapes of a call, for an error that is raised; none where one of them has none."""
+    """The shapes of a call, for an error message; empty unless all three have one."""
     if not all(isinstance(x, Tensor) and not x.is_nested for x in tensors):
         return ""
     named = zip(("query", "key", "value"), tensors, strict=True)
@@ -160,22 +160,22 @@ def quantize(
     rotate: bool = True,
     log_sum_exp: bool = False,
 ) -> QuantizedQKV:
-    """Quantize attention inputs, for callers who keep them.
+    """Quantize the inputs of attention, for callers that use the codes more than once.
 
     query: (B, H, S, D); key and value: (B, HK, KV, D) with HK a divisor of H; float16 or bfloat16, of any strides, D a
-    multiple of 8 up to 256. precision: "fp8" is E4M3 for Q, K and V, "int8" int8 for Q and K. scales: "block"
-    gives each 16 rows of Q and each 128 of K one, "head" each head. value_scales: of V, "block" for each 128 keys,
-    "head", or "channel" for each channel of a head; by default as ``scales``. One kernel quantizes where all scales are
-    of blocks, else PyTorch in several passes.
-    subtract_key_mean: takes from every key a mean that is estimated from 32 of them, which changes no weight; it helps
-    where channels are biased (SageAttention, Zhang et al. 2024, with the mean of all). rotate: multiplies Q and K by a
-    Hadamard matrix with signs, which changes no score and spreads outliers over all channels (QuaRot, Ashkboos et al.
-    2024). log_sum_exp: also
-    keeps what ``attention(..., return_lse=True)`` adds back for the mean, which takes one more pass over Q. A gradient
-    that reaches the results raises NotImplementedError in the backward pass.
+    multiple of 8 up to 256. precision: "fp8" is E4M3 for Q, K and V, "int8" int8 for Q and K. scales: "block" for one
+    per 16 rows of Q and one per 128 rows of K, "head" for one per head. value_scales: of V, "block" for one per 128
+    keys, "head", or "channel" for one per channel of a head; by default as ``scales``. If all scales are per block, one
+    kernel quantizes; otherwise PyTorch does, in several passes.
+    subtract_key_mean: subtracts from every key a mean estimated from 32 of them, which changes no weight and helps
+    where channels are biased (SageAttention, Zhang et al. 2024, with the mean of all keys). rotate: multiplies Q and K
+    by a Hadamard matrix with signed rows, which changes no score and spreads outliers over all channels
+    (QuaRot, Ashkboos et al. 2024). log_sum_exp: also computes what ``attention(..., return_lse=True)`` adds back for
+    the mean, at one more pass over Q. A gradient that reaches the results raises NotImplementedError in the backward
+    pass.
 
-    Raises TypeError for what is no floating tensor of these dtypes, ValueError for shapes, devices and choices that do
-    not fit, NotImplementedError for a head dim that no kernel has.
+    Raises TypeError for anything but tensors of these dtypes, ValueError for shapes, devices and choices that do not
+    fit, NotImplementedError for a head dim without a kernel.
     """
     if has_torch_function_variadic(query, key, value):
         return _overridden(  # type: ignore[no-any-return]
@@ -226,10 +226,10 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * Q K^T) V of quantized inputs; arguments, results and errors are those of ``sdpa``.
+    """softmax(scale * Q K^T) V of quantized inputs; arguments, results and errors as for ``sdpa``.
 
-    return_lse: raises ValueError for codes that ``quantize`` took the mean of the keys from without ``log_sum_exp``. A
-    gradient that reaches the results raises NotImplementedError in the backward pass: none flows to codes.
+    return_lse: raises ValueError for codes that were quantized with ``subtract_key_mean`` but without ``log_sum_exp``.
+    A gradient that reaches the results raises NotImplementedError in the backward pass: none flows to codes.
     """
     if has_torch_function_variadic(quantized):
         return _overridden(  # type: ignore[no-any-return]
@@ -238,7 +238,7 @@ def attention(
         )  # fmt: skip
     if not isinstance(quantized, QuantizedQKV):
         raise TypeError(
-            f"quantized: what greenfast.quantize gives is needed, a QuantizedQKV; got {type(quantized).__name__}"
+            f"quantized: a QuantizedQKV, as greenfast.quantize returns, is needed; got {type(quantized).__name__}"
         )
     quantized.check()
     if return_lse is not False:
@@ -251,7 +251,7 @@ def attention(
         factor,
     )  # fmt: skip
     if not return_lse:
-        op: Callable[..., Tensor] = ops.gpu().attention if ops.undisturbed(*args[:6]) else ops.ATTENTION
+        op: Callable[..., Tensor] = ops.gpu().attention if ops.may_skip_dispatcher(*args[:6]) else ops.ATTENTION
         return op(*args)
     if quantized.key_mean is not None and quantized.mean_scores is None:
         raise ValueError(

@@ -29,24 +29,24 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use()
     """Routes ``torch.nn.functional.scaled_dot_product_attention`` to ``greenfast.sdpa`` where ``explain`` says so.
 
-    A context manager and a decorator; what it gives, ``routed``, counts the calls:
+    A context manager and a decorator; ``routed``, which it returns, counts the calls:
 
         with greenfast.use() as routed:
             model(x)
         print(routed.taken, routed.fallen_back)
 
-    It takes PyTorch's function under any name it was imported by, also in ``torch.nn.MultiheadAttention`` (which needs
-    PyTorch 2.13) and under torch.compile, where ``with greenfast.use():`` may be around the compiled call or inside.
-    It can be entered again; of nested ones the innermost decides. min_length: see ``explain``.
+    It routes PyTorch's function under any name it was imported by, also in ``torch.nn.MultiheadAttention`` (which needs
+    PyTorch 2.13) and under torch.compile, where ``with greenfast.use():`` may be around the compiled call or inside it.
+    It can be entered again; if nested, the innermost one decides. min_length: see ``explain``.
 
-    It holds in the thread and the asyncio task that entered it, and in tasks that were started inside, while it is
-    open; other threads and tasks do not see it. Of a decorated generator or coroutine, it holds while the body runs and
-    not where it is suspended. Activation checkpointing recomputes in the backward pass, outside of it: decorate the
-    function that is checkpointed, not the step around it.
+    It applies to the thread and the asyncio task that entered it, and to tasks started inside, until it is left; other
+    threads and tasks do not see it. On a decorated generator or coroutine it applies while the body runs, not while it
+    is suspended. Activation checkpointing recomputes in the backward pass, outside of it: decorate the function that is
+    checkpointed, not the step around it.
     """
 
     def __init__(self, precision: Precision = "fp8", min_length: int = MIN_LENGTH) -> None:
-        """Raises ValueError for a precision that there is not, and TypeError or ValueError for what is no length."""
+        """Raises ValueError for an unknown precision, and TypeError or ValueError for an invalid length."""
         check_choice("precision", precision, PRECISIONS)
         check_length("min_length", min_length)
         self.precision: Precision = precision
@@ -54,7 +54,7 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
         self.routed = Routed()
 
     def __enter__(self) -> Routed:
-        if torch.compiler.is_compiling():  # which traces no context variable; inside a graph no task is switched
+        if torch.compiler.is_compiling():  # it cannot trace context variables; inside a graph no task switch happens
             outer = next((mode for mode in _modes() if isinstance(mode, _Routing) and mode.decided), None)
             if outer is not None:
                 outer.decided = False
@@ -64,7 +64,7 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
         return self.routed
 
     def __exit__(self, *raised: object) -> None:
-        """Raises RuntimeError where this thread and task have not entered it."""
+        """Raises RuntimeError if this thread and task have not entered it."""
         if torch.compiler.is_compiling():
             mode = torch._C._pop_torch_function_stack()
             if mode.outer is not None:
@@ -81,15 +81,15 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
         for mode in reversed(_modes()):  # entered in another context
             if isinstance(mode, _Routing) and mode.open and mode.settings is self:
                 return mode
-        raise RuntimeError("greenfast.use: left in a thread that has not entered it; do both in the same one")
+        raise RuntimeError("greenfast.use: left in a thread that has not entered it; enter and leave it in one thread")
 
     def __call__(self, func: _Function) -> _Function:
-        """``func``, routed whenever it runs; it may be a coroutine function or a generator function of either kind.
+        """``func``, routed whenever it runs; it may be a coroutine function or a generator function, async or not.
 
-        Raises TypeError for a class, whose construction alone would be routed.
+        Raises TypeError for a class, of which only the construction would be routed.
         """
         if isinstance(func, type):
-            raise TypeError(f"greenfast.use: {func.__name__} is a class; decorate the method that attends, as forward")
+            raise TypeError(f"greenfast.use: {func.__name__} is a class; decorate a method of it, such as forward")
         body = func if inspect.isroutine(func) or isinstance(func, functools.partial) else type(func).__call__
         routed: Any
         if inspect.iscoroutinefunction(body):
@@ -125,17 +125,17 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
         return functools.wraps(func)(routed)  # type: ignore[return-value]
 
     def _recreate_cm(self) -> use:
-        """What a call of a decorated function enters: torch.compile enters only what it has seen being made."""
+        """The context that a call of a decorated function enters: torch.compile must see it constructed."""
         again = use(self.precision, self.min_length)
         again.routed = self.routed
         return again
 
 
 class _Routing(TorchFunctionMode):
-    """One entry of ``use``. It decides in contexts where it is the innermost open one, on threads where it is a mode.
+    """One entry of ``use``. It decides where it is the context's innermost open entry and a mode of the thread.
 
-    outer: that which decided before. open: until it is left. decided: that it did when this thread last entered or left
-    one; for torch.compile, whose guards see no context.
+    outer: the entry that decided before. open: not left yet. decided: whether it decided when this thread last entered
+    or left an entry; for torch.compile, whose guards cannot see context variables.
     """
 
     def __init__(self, settings: use, outer: _Routing | None) -> None:
@@ -146,13 +146,13 @@ class _Routing(TorchFunctionMode):
         self.decided = True
 
     def resume(self) -> None:
-        """Decide from here on in this context, as a mode of this thread."""
+        """From here on, decide in this context, as a mode of this thread."""
         self.outer = _innermost()
         _INNERMOST.set(self)
         _settle(entering=self)
 
     def suspend(self, stays: bool) -> None:
-        """Decide no longer in this context; where it stays a mode of the thread, in those that were copied from it."""
+        """Stop deciding in this context; with ``stays``, remain a mode of the thread, for contexts copied from it."""
         _INNERMOST.set(self.outer)
         _settle(leaving=None if stays else self)
 
@@ -191,7 +191,7 @@ class _Routing(TorchFunctionMode):
         return _TORCH_SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
-#: The innermost entry of a context. Tasks inherit it; it may have been left meanwhile.
+#: The innermost entry of a context. Tasks inherit it; it may have been left since.
 _INNERMOST: ContextVar[_Routing | None] = ContextVar("greenfast.use", default=None)
 
 
@@ -208,7 +208,7 @@ def _modes() -> list[Any]:
 
 
 def _settle(entering: _Routing | None = None, leaving: _Routing | None = None) -> None:
-    """Take what was left, in whichever order, off this thread's stack of modes, and note which one decides."""
+    """Remove the entries that were left, in any order, from this thread's stack of modes; note which entry decides."""
     stack = _modes()
     wanted = [mode for mode in stack if not isinstance(mode, _Routing) or (mode.open and mode is not leaving)]
     if entering is not None and entering not in wanted:
@@ -227,7 +227,7 @@ def _settle(entering: _Routing | None = None, leaving: _Routing | None = None) -
 
 
 def _run(route: use, body: Any, stays: bool) -> Generator[Any, Any, Any]:
-    """The generator or coroutine ``body``, routed while its code runs; of a coroutine also in the tasks it started."""
+    """The generator or coroutine ``body``, routed while its code runs, and for a coroutine in the tasks it starts."""
     mode = _Routing(route, None)
     step, value = body.send, None
     try:
@@ -253,7 +253,7 @@ def _run(route: use, body: Any, stays: bool) -> Generator[Any, Any, Any]:
 
 @dataclass(frozen=True)
 class _Awaited:
-    """``body`` to be awaited, as ``_run`` runs it."""
+    """An awaitable for ``body``, run by ``_run``."""
 
     route: use
     body: Any

@@ -1,4 +1,4 @@
-"""FP8 attention as one of Hugging Face transformers' implementations, which models are asked for by name."""
+"""FP8 attention as one of Hugging Face transformers' attention implementations, which are chosen by name."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from greenfast.operator.sdpa import Precision, sdpa
 NAME = "greenfast"
 _REGISTERING = threading.Lock()
 
-#: What a layer may ask of attention beyond scaled products, which transformers' "sdpa" would leave out without a word.
+#: What a layer may ask of attention besides scaled products and transformers' "sdpa" would silently leave out.
 _REFUSED = ("softcap", "s_aux", "sinks", "indices", "block_indices")
-#: What transformers' own function does, and greenfast does not.
+#: What transformers' own function computes and greenfast does not.
 _LEFT = ("position_bias", "cache")
-#: Attention that its models mean to be without a causal mask, although it says otherwise; "sdpa" has it causal.
+#: Attention that is meant to be without a causal mask although its attribute says otherwise; "sdpa" makes it causal.
 _NOT_CAUSAL = ("Phi4MultimodalVisionAttention",)
-#: How the code of a model asks for an implementation by name.
+#: Code of a model that treats an implementation by name.
 _BY_NAME = re.compile(r"""attn_implementation\s*(==|!=|in|not in)\s[^:=]{0,80}["']sdpa["']""")
 _EAGER = 'use attn_implementation="eager"'
 _ROUTED = 'use attn_implementation="sdpa" under `with greenfast.use():`'
@@ -39,17 +39,17 @@ def register_with_transformers(precision: Precision = "fp8", *, min_length: int 
         greenfast.register_with_transformers()
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, attn_implementation="greenfast")
 
-    A layer's attention is computed in FP8 where ``greenfast.explain`` says so with this ``min_length``, and elsewhere
-    by transformers' own "sdpa": with a mask, as of padded batches, windows and chunks of a prompt after the first; with
-    dropout; and in decoding, whose queries are few. Heads of K and V that queries share are not repeated.
-    Registering again replaces what was chosen before, also for models that are there already.
+    A layer's attention is computed in FP8 where ``greenfast.explain`` says so with this ``min_length``, and otherwise
+    by transformers' own "sdpa": with a mask (padded batches, windows, chunks of a prompt after the first), with
+    dropout, and in decoding, which has few queries. Heads of K and V that queries share are not repeated.
+    Registering again replaces the settings, also for existing models.
 
-    Models that do not support "sdpa", or treat it by name, raise ValueError when they are made or given the name, and
-    so does each such part of a model: their masks would be lost. A layer whose attention has more than scaled products
-    (soft caps, sinks, selected keys) raises ValueError when it runs.
+    Models, and parts of models, that do not support "sdpa" or treat it by name raise ValueError when they are made or
+    given the name, as their masks would be lost. A layer whose attention has more than scaled products (soft caps,
+    sinks, selected keys) raises ValueError when it runs.
 
-    Raises ImportError where transformers is missing or too old, ValueError for a precision that there is not, and
-    TypeError or ValueError for a ``min_length`` that is no length.
+    Raises ImportError where transformers is missing or too old, ValueError for an unknown precision, and TypeError or
+    ValueError for an invalid ``min_length``.
     """
     check_choice("precision", precision, PRECISIONS)
     check_length("min_length", min_length)
@@ -63,17 +63,17 @@ def register_with_transformers(precision: Precision = "fp8", *, min_length: int 
         ) from e
     with _REGISTERING:
         attention = _Attention(precision, min_length, attentions()["sdpa"])
-        _guard(model)  # before there is anything to choose; the masks before attention, which goes without otherwise
+        _guard(model)  # before the name can be chosen; then masks before attention, which would run without them
         masks.register(NAME, _Masks(model, masks()["sdpa"]))
         attentions.register(NAME, attention.attend)
     return attention.routed
 
 
 def _guard(model: Any) -> None:
-    """Have transformers ask, where it asks whether a model may take an implementation, whether it may take ours.
+    """Add our check to transformers' check of whether a model may use an implementation.
 
-    Of names that it does not know it asks nothing: models with attention of their own then run without their masks,
-    since the masks are made, or left out, as the name has it.
+    Transformers does not check names that it does not know. Models with custom attention would then run without their
+    masks, because transformers makes masks, or leaves them out, by the name.
     """
     chosen = getattr(model, "get_correct_attn_implementation", None)
     if chosen is None:
@@ -104,23 +104,23 @@ def _check_model(model: Any) -> None:
 
 @functools.cache
 def _unfit(model: Any) -> str | None:
-    """Why a class of models cannot have an implementation of another name than transformers' own; None if it can."""
+    """Why a class of models cannot use an implementation with a name other than transformers' own; None if it can."""
     if not getattr(model, "_supports_sdpa", False):
         return f'it does not support "sdpa", so its attention would run without the masks that it needs; {_EAGER}'
     for name in {base.__module__ for base in model.__mro__} - {"builtins"}:
         module = sys.modules.get(name)
         for attribute, classes in vars(module).items() if module else ():
             if attribute.endswith("ATTENTION_CLASSES") and isinstance(classes, dict) and NAME not in classes:
-                return f"its attention is chosen by name from {attribute}, which has no other; {_ROUTED}"
+                return f"its attention is chosen by name from {attribute}, which lacks this one; {_ROUTED}"
         if module and name.rpartition(".")[2].startswith("modeling_") and _BY_NAME.search(_source(module)):
-            return f'it treats "sdpa" by name, and would have other masks or queries under another one; {_ROUTED}'
+            return f'it treats "sdpa" by name, and would get other masks or queries under another name; {_ROUTED}'
     return None
 
 
 def _source(module: Any) -> str:
     try:
         return inspect.getsource(module)
-    except (OSError, TypeError):  # there is none that can be read
+    except (OSError, TypeError):  # no readable source
         return ""
 
 
@@ -132,7 +132,7 @@ def _refusal(name: str, reason: str) -> str:
 
 
 class _Masks:
-    """The masks of "sdpa", for models that may have them: nobody has checked one whose config was changed by hand."""
+    """The masks of "sdpa", after a check that ``_guard`` cannot make of a model whose config was edited by hand."""
 
     def __init__(self, model: Any, masks: Any) -> None:
         self.model = model
@@ -149,7 +149,7 @@ class _Masks:
 
 @functools.cache
 def _unfit_config(model: Any, config: Any) -> str | None:
-    """Why no class of models with this configuration can have greenfast; None if one can, or there is none."""
+    """Why no class of models with this configuration can use greenfast; None if one can, or if there is no class."""
     reasons, classes = [], [model]
     while classes:
         kind = classes.pop()
@@ -179,7 +179,7 @@ class _Attention:
             is_causal = False
         if attention_mask is None and query.shape[2] > 1:
             causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        if causal and key.shape[2] > query.shape[2]:  # a static cache that is being filled: the rest is not there yet
+        if causal and key.shape[2] > query.shape[2]:  # a static cache that is only partly filled
             k, v = (x[:, :, : query.shape[2]] for x in (key, value))
         found = self._explain(query, k, v, attention_mask, dropout, causal, scaling, more)
         self.routed.count(found)
@@ -207,7 +207,7 @@ class _Attention:
 
 
 def _check(module: nn.Module, more: dict[str, Any]) -> None:
-    """Raises ValueError for attention that neither greenfast nor "sdpa" computes as the model means it."""
+    """Raises ValueError for attention that neither greenfast nor "sdpa" computes as the model defines it."""
     for name in _REFUSED:
         if more.get(name) is not None:
             raise ValueError(

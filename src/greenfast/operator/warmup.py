@@ -1,4 +1,4 @@
-"""Compiling ahead: which kernels calls will take, and how they come into the cache before the first of them.
+"""Compiling ahead: which kernels calls will need, and compiling them into the cache before the first call.
 
 The shapes of a call decide its kernels, so none of this needs a GPU.
 """
@@ -25,11 +25,11 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError, unknown
 from greenfast.spec.kernel import KernelSource
 
-#: Lengths that reach, in all pairs, every kernel that shapes of any length take; a test compares the two.
+#: Lengths whose pairs need every kernel that any lengths need; a test compares the two.
 LENGTHS = (128, 512, 1024, 32768)
-#: Heads of all batches together that reach every kernel of a length: what counts is how they fill the GPU.
+#: Heads over all batches that need every kernel of a length: the choice depends on how they fill the GPU.
 _HEADS = tuple(2**n for n in range(12))
-#: Rows of all queries above which the attention kernel is always the same.
+#: Query rows over all heads above which the attention kernel is always the same.
 _MOST_ROWS = 1 << 17
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _MOST_WORKERS = 16  # each holds some 50 MiB
@@ -37,7 +37,7 @@ _MOST_WORKERS = 16  # each holds some 50 MiB
 
 @dataclass(frozen=True)
 class Warmed:
-    """What filling the cache came to: kernels compiled, kernels that were there already, wall time."""
+    """What filling the cache did: kernels compiled, kernels already cached, wall time."""
 
     compiled: int
     cached: int
@@ -55,13 +55,13 @@ def kernels_for(
     lengths: Sequence[int] = LENGTHS,
     left_out: Callable[[str], None] = lambda combination: None,
 ) -> list[KernelSource]:
-    """The kernels, each once, of calls of ``greenfast.sdpa``, and of ``quantize`` and ``attention`` by default.
+    """The kernels, each once, of ``greenfast.sdpa``, and of ``quantize`` and ``attention`` with default options.
 
-    They are those for tensors of any batch and heads, with each pair of ``lengths`` as those of queries and keys.
-    log_sum_exp: also the kernels that return it, which ``return_lse`` takes. left_out: called with each
-    combination that the target has no kernel for, and calls refuse.
+    They cover tensors of any batch and heads, with each pair of ``lengths`` as the lengths of queries and keys.
+    log_sum_exp: include the kernels that return it, which ``return_lse`` needs. left_out: called with each combination
+    that the target has no kernel for.
 
-    Raises UsageError for what no call can have, and where the target has no kernel for any of the combinations.
+    Raises UsageError for arguments that no call can have, and if the target has no kernel for any combination.
     """
     _check(head_dims, dtypes, precisions, causal, lengths)
     found: dict[KernelSource, None] = {}
@@ -80,7 +80,7 @@ def kernels_for(
 
 
 def _tensors(head_dim: int, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Queries and keys, without memory, of all pairs of lengths and of few heads to many."""
+    """Meta tensors of queries and keys, for all pairs of lengths and from few heads to many."""
     for heads, q_len, kv_len in product(_HEADS, lengths, lengths):
         shapes = ((1, heads, length, head_dim) for length in (q_len, kv_len))
         query, key = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
@@ -110,11 +110,11 @@ def warm(
     *,
     workers: int | None = None,
 ) -> Warmed:
-    """Compile what the cache lacks, in threads: NVRTC runs without Python's lock. Several processes may do so at once.
+    """Compile what the cache lacks, in threads, as NVRTC runs without the GIL. Several processes may do so at once.
 
-    progress: called in this thread with each kernel as it is done. workers: threads; one per processor by default.
-    Raises as ``compile_kernel`` does, and MachineError where the cache does not keep a kernel. What was compiled by
-    then, or before an interrupt, stays in the cache.
+    progress: called in this thread with each kernel once it is done. workers: threads; one per processor by default.
+    Raises as ``compile_kernel`` does, and MachineError where the cache does not keep a kernel. Kernels compiled by
+    then, or before an interrupt, stay in the cache.
     """
     start = time.perf_counter()
     compiled = cached = 0
@@ -130,7 +130,7 @@ def warm(
 
 
 def _kept(source: KernelSource, target: Target) -> CompiledKernel:
-    """Compile through the cache, and see that the next one who asks finds it there."""
+    """Compile through the cache, and check that the next call will find the kernel there."""
     kernel = compile_kernel(source, target)
     if not kernel.from_cache and not compile_kernel(source, target).from_cache:
         try:
@@ -138,8 +138,8 @@ def _kept(source: KernelSource, target: Target) -> CompiledKernel:
         except RuntimeError as e:
             where = f"the kernel cache ({e})"
         raise MachineError(
-            f"{where} does not keep what is compiled; set GREENFAST_CACHE_DIR to a folder that can be written, on a "
-            "disk that is not full"
+            f"{where} does not keep compiled kernels; set GREENFAST_CACHE_DIR to a writable folder on a disk that is "
+            "not full"
         )
     return kernel
 
