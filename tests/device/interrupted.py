@@ -1,4 +1,4 @@
-"""A program with a worker that works for minutes; a test interrupts it. Prints what it is at."""
+"""A program with a worker that works for minutes; a test interrupts it. Prints its progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that a test interrupts, and what is left of them."""
+"""Programs that a test interrupts, and the processes that remain of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """Start a program from the repository's root in a process group of its own, as a terminal does."""
+    """Start a program from the repository's root in a new process group, as a terminal does."""
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -22,13 +22,13 @@ def start(command: Sequence[str | Path], environment: Mapping[str, str] | None =
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Where the tests run in the background SIGINT is ignored, and that would be inherited.
+        # Tests that run in the background ignore SIGINT, which the program would inherit.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
 def interrupt(program: subprocess.Popen[str]) -> tuple[str, str]:
-    """Ctrl-C: a signal to the whole process group. Returns what is left on standard output and error."""
+    """Ctrl-C: a signal to the whole process group. Returns the rest of standard output and error."""
     os.killpg(program.pid, signal.SIGINT)
     try:
         return program.communicate(timeout=30)
@@ -38,7 +38,7 @@ def interrupt(program: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process still runs; one that ended and waits to be reaped does not."""
+    """Whether the process still runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -59,7 +59,7 @@ def group_of(group: int) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Whether the condition came true in that time."""
+    """Whether the condition became true in time."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

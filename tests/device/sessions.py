@@ -1,4 +1,4 @@
-"""Small sessions for Worker's processes: one that works, and one that does what a bad kernel does to its process."""
+"""Small sessions for Worker's processes: one that works, and one that breaks its process as a bad kernel does."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EchoSession:
 
 
 class BadSession(EchoSession):
-    """``phases`` does what its last argument says, as an index into ACTS."""
+    """``phases`` does what its last argument, an index into ACTS, selects."""
 
     def phases(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> Any:
         return ACTS[repeats]()

@@ -1,4 +1,4 @@
-"""Compiling: what comes back, what the cache keeps, and how failures read."""
+"""Compiling: results, the cache, and error messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LOCAL_ARRAY = """extern "C" __global__ void k(float* x, int n) {
     for (int i = 0; i < 64; ++i) v[(i * n) & 63] = x[i];
     x[0] = v[n & 63];
 }"""
-# 96 values are live at once, and 1024 threads leave 64 registers to each.
+# 96 values are live at once, and with 1024 threads each has 64 registers.
 SPILLING = """extern "C" __global__ void __launch_bounds__(1024) k(float* x, int n) {
     float v[96];
 #pragma unroll
@@ -68,7 +68,7 @@ def same_build(a: CompiledKernel, b: CompiledKernel) -> bool:
     return plain(a) == plain(b)
 
 
-# What comes back
+# Results
 
 
 @pytest.mark.parametrize("target", [ADA, HOPPER], ids=lambda t: t.name)
@@ -112,7 +112,7 @@ def test_ptx(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", [ADA, HOPPER], ids=lambda t: t.name)
-def test_ptx_alone_is_that_of_the_machine_code(target: Target) -> None:
+def test_ptx_without_assembly_equals_that_of_the_machine_code(target: Target) -> None:
     for _ in range(2):
         assert to_ptx(source(SHARED), target, assemble=False) == to_ptx(source(SHARED), target)
     refused = source(SIMPLE.replace("{", '{ asm("no_such_instruction;");', 1))
@@ -153,7 +153,7 @@ def test_hash_survives_include_cycles_and_folders(tmp_path: Path) -> None:
     base = source('  #  include <sub/a.cuh>\n#include "missing.cuh"\n' + SIMPLE, tmp_path)
     before = kernel_hash(base)
     write(tmp_path / "sub", b='#pragma once\n#include "a.cuh"\n#define B 2')
-    assert kernel_hash(base) != before, "b.cuh is reached beside a.cuh"
+    assert kernel_hash(base) != before, "b.cuh is found next to a.cuh"
 
 
 # The cache
@@ -168,7 +168,7 @@ def test_cache_hit_is_identical() -> None:
     assert not compile_kernel(source(SHARED), ADA, use_cache=False).from_cache
 
 
-def test_cache_tells_builds_apart() -> None:
+def test_cache_distinguishes_builds() -> None:
     compile_kernel(source(SHARED), ADA)
     assert not compile_kernel(source(SHARED), HOPPER).from_cache
     assert not compile_kernel(source(SHARED + "\n"), ADA).from_cache
@@ -221,7 +221,7 @@ def test_unwritable_entries(cache_folder: Path) -> None:
     assert not compile_kernel(source(SIMPLE), ADA).from_cache
 
 
-def test_damaged_entry_is_compiled_anew(cache_folder: Path) -> None:
+def test_damaged_entry_is_compiled_again(cache_folder: Path) -> None:
     first = compile_kernel(source(SIMPLE), ADA)
     (entry,) = cache_folder.glob("entries/*/*")
     for damaged in (entry.read_bytes()[:-1], b"", b"not json\nrest"):
@@ -231,7 +231,7 @@ def test_damaged_entry_is_compiled_anew(cache_folder: Path) -> None:
         assert again.cubin == first.cubin
 
 
-def test_what_the_cache_holds(cache_folder: Path) -> None:
+def test_cache_usage(cache_folder: Path) -> None:
     assert cache.usage() == (0, 0)
     for key in (b"one", b"two"):
         cache.store(key, [bytes(1000)])
@@ -302,7 +302,7 @@ def test_missing_header_is_named() -> None:
     )
 
 
-def test_warnings_are_kept_beside_errors() -> None:
+def test_warnings_are_kept_with_errors() -> None:
     message = compile_error('extern "C" __global__ void k(float* x) {\n    int unused;\n    x[0] = y;\n}')
     assert 'ladder.cu(2): warning #177-D: variable "unused"' in message
     assert 'ladder.cu(3): error: identifier "y"' in message
@@ -319,13 +319,13 @@ def test_too_much_shared_memory() -> None:
     assert "Entry function 'k' uses too much shared data (0x3e800 bytes" in compile_error(text)
 
 
-def test_entry_that_is_not_there() -> None:
+def test_missing_entry() -> None:
     message = compile_error(SIMPLE.replace('extern "C" ', ""))
     assert "ladder.cu: no kernel 'k', only: _Z1kPf" in message
     assert 'extern "C"' in message
 
 
-def test_a_cached_source_is_asked_for_its_kernel_too() -> None:
+def test_a_cached_source_is_checked_for_its_kernel() -> None:
     compile_kernel(source(SIMPLE), ADA)
     with pytest.raises(CompileError, match="no kernel 'other', only: k"):
         compile_kernel(dataclasses.replace(source(SIMPLE), entry="other"), ADA)
@@ -351,7 +351,7 @@ def test_missing_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nvrtc_is_loaded_with_its_builtins_before_a_thread_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in cuda.pathfinder, whose second caller is content with the library alone."""
+    """As in cuda.pathfinder, which gives its second caller the library without waiting for the builtins."""
     loaded: list[str] = []
 
     def load(name: str) -> SimpleNamespace:
@@ -370,7 +370,7 @@ def test_nvrtc_is_loaded_with_its_builtins_before_a_thread_uses_it(monkeypatch: 
         assert list(pool.map(load_and_look, range(2))) == [["nvrtc", "builtins"]] * 2
 
 
-def test_nothing_asks_nvrtc_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvrtc_is_not_called_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key of the cache holds NVRTC's version."""
 
     def absent() -> None:
@@ -382,8 +382,8 @@ def test_nothing_asks_nvrtc_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch)
         compile_kernel(source(SIMPLE), ADA)
 
 
-def test_a_file_is_the_same_in_a_layer_of_an_image(tmp_path: Path) -> None:
-    """There its time is in whole seconds."""
+def test_a_file_has_the_same_fingerprint_in_an_image_layer(tmp_path: Path) -> None:
+    """Layers of images keep times in whole seconds."""
     file = tmp_path / "libnvrtc.so"
     file.write_bytes(b"1234")
     os.utime(file, ns=(0, 7_000_000_123))

@@ -1,4 +1,4 @@
-"""NVRTC in a process of its own: a crash is an error like others, and no process is started or left without need."""
+"""NVRTC in a separate process: a crash is an error like others, and no process is started or left without need."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.usefixtures("cache_folder")
 
 ADA = Target("sm_89")
 SIMPLE = 'extern "C" __global__ void k(float* out) { out[threadIdx.x] = 1.0f; }\n'
-# A program that compiles once, says its compiler's process id, and goes on as its argument says. An empty job is
+# A program that compiles once, prints its compiler's process id, and goes on as its argument selects. An empty job is
 # interrupted, as from a keyboard, and never ends.
 PROGRAM = """
 import os, signal, sys, time
-from greenfast.device import compiler_process as apart, nvrtc
-apart._CHILD = '''
+from greenfast.device import compiler_process, nvrtc
+compiler_process._CHILD = '''
 import os, signal, sys, time
 sys.path[:] = sys.argv[1:]
 from greenfast.device import nvrtc
@@ -38,20 +38,21 @@ def run(job):
 nvrtc.run = run
 nvrtc.serve()
 '''
-print(apart.run(nvrtc.Job("text", "k.cu", ())).log, apart._COMPILER._process._child.pid, flush=True)
+compiler = compiler_process._COMPILER
+print(compiler_process.run(nvrtc.Job("text", "k.cu", ())).log, compiler._process._child.pid, flush=True)
 if sys.argv[1] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[1] == "forks":
     if not os.fork():
-        print(apart.run(nvrtc.Job("child", "k.cu", ())).log, flush=True)
+        print(compiler_process.run(nvrtc.Job("child", "k.cu", ())).log, flush=True)
         sys.exit()
     os.wait()
-    print(apart.run(nvrtc.Job("parent", "k.cu", ())).log, flush=True)
+    print(compiler_process.run(nvrtc.Job("parent", "k.cu", ())).log, flush=True)
 if sys.argv[1] == "interrupted":
     try:
-        apart.run(nvrtc.Job("", "k.cu", ()))
+        compiler_process.run(nvrtc.Job("", "k.cu", ()))
     except KeyboardInterrupt:
-        print(apart.run(nvrtc.Job("again", "k.cu", ())).log, flush=True)
+        print(compiler_process.run(nvrtc.Job("again", "k.cu", ())).log, flush=True)
 """
 
 
@@ -61,7 +62,7 @@ def source(text: str) -> KernelSource:
 
 @pytest.fixture
 def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test in which starting a process fails it."""
+    """Starting a process fails the test."""
     monkeypatch.setattr(compiler_process, "_COMPILER", compiler_process._Compiler())
     monkeypatch.setattr(compiler_process, "_Process", lambda: pytest.fail("a process is started"))
 
@@ -70,24 +71,24 @@ def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_crash_is_a_compile_error_and_the_next_compile_works() -> None:
     for _ in range(2):
         with pytest.raises(CompileError) as caught:
-            compile_kernel(source(SIMPLE + "// crash"), ADA, apart=True)
+            compile_kernel(source(SIMPLE + "// crash"), ADA, isolated=True)
         message = str(caught.value)
         assert message.startswith("k.cu: kernel 'k': the compiler, NVRTC ")
         assert "crashed (SIGSEGV) while it compiled for sm_89" in message
         assert "nvcc" in message
-        kernel = compile_kernel(source(SIMPLE), ADA, use_cache=False, apart=True)
+        kernel = compile_kernel(source(SIMPLE), ADA, use_cache=False, isolated=True)
         here = compile_kernel(source(SIMPLE), ADA, use_cache=False)
         assert (kernel.cubin, kernel.ptx, kernel.resources) == (here.cubin, here.ptx, here.resources)
 
 
 @pytest.mark.usefixtures("crashing_compiler")
-def test_one_process_serves_all_compiles_and_tells_other_errors_as_this_one_does() -> None:
+def test_one_process_serves_all_compiles_and_reports_the_same_errors() -> None:
     processes = set()
     for text, target in ((SIMPLE, ADA), ("#error no", ADA), (SIMPLE, Target("sm_1"))):
         said = []
-        for apart in (True, False):
+        for isolated in (True, False):
             try:
-                said.append(to_ptx(source(text), target, use_cache=False, apart=apart))
+                said.append(to_ptx(source(text), target, use_cache=False, isolated=isolated))
             except (CompileError, MachineError) as e:
                 said.append(repr(e))
         assert said[0] == said[1] != ""
@@ -98,21 +99,21 @@ def test_one_process_serves_all_compiles_and_tells_other_errors_as_this_one_does
 
 
 @pytest.mark.usefixtures("no_start")
-def test_nothing_is_started_for_a_cached_kernel_or_where_none_is_asked_for() -> None:
+def test_no_process_is_started_for_a_cached_kernel_or_without_isolation() -> None:
     assert not compile_kernel(source(SIMPLE), ADA).from_cache
-    assert compile_kernel(source(SIMPLE), ADA, apart=True).from_cache
+    assert compile_kernel(source(SIMPLE), ADA, isolated=True).from_cache
     with pytest.raises(pytest.fail.Exception, match="a process is started"):
-        compile_kernel(source(SIMPLE), ADA, use_cache=False, apart=True)
+        compile_kernel(source(SIMPLE), ADA, use_cache=False, isolated=True)
 
 
 @pytest.mark.parametrize("attribute", ["executable", "child"])
-def test_where_no_process_starts_it_compiles_in_this_one(attribute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_process_it_compiles_in_this_one(attribute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_process, "_COMPILER", compiler_process._Compiler())
     if attribute == "executable":
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
     else:
         monkeypatch.setattr(compiler_process, "_CHILD", "raise SystemExit(1)")
-    assert compile_kernel(source(SIMPLE), ADA, apart=True).cubin
+    assert compile_kernel(source(SIMPLE), ADA, isolated=True).cubin
     assert compiler_process._COMPILER._process is None
 
 
@@ -129,7 +130,7 @@ def start(how: str) -> subprocess.Popen[str]:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs; one that ended may wait for whoever adopted it."""
+    """Whether a process runs; one that ended may be a zombie until its new parent reaps it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

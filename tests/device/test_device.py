@@ -1,4 +1,4 @@
-"""Device memory and cases bound to it, on host memory behind the driver's calls."""
+"""Device memory and cases bound to it, with host memory behind the driver's calls."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> HostDriver:
     return host
 
 
-def test_what_was_never_written_is_nan_in_every_format(memory: HostDriver) -> None:
+def test_unwritten_memory_is_nan_in_every_format(memory: HostDriver) -> None:
     for dtype in ("float16", "float32", "float64"):
         assert np.isnan(GuardedBuffer(64).download((64 // np.dtype(dtype).itemsize,), dtype)).all()
     codes = torch.from_numpy(GuardedBuffer(64).download((64,), "uint8")).view(torch.float8_e4m3fn)
     assert bool(torch.isnan(codes.float()).all())
 
 
-def test_arrays_come_back_as_they_went_and_are_poisoned_on_demand(memory: HostDriver) -> None:
+def test_arrays_round_trip_and_are_poisoned_on_demand(memory: HostDriver) -> None:
     buffer = GuardedBuffer(16)
     buffer.upload(np.arange(4, dtype=np.float32))
     assert buffer.download((2, 2), "float32").tolist() == [[0, 1], [2, 3]]
@@ -43,21 +43,21 @@ def test_arrays_come_back_as_they_went_and_are_poisoned_on_demand(memory: HostDr
 
 
 @pytest.mark.parametrize("offset", [-GUARD_BYTES, -1, 16, 16 + GUARD_BYTES - 1])
-def test_a_byte_beside_the_buffer_is_noticed(memory: HostDriver, offset: int) -> None:
+def test_a_write_next_to_the_buffer_is_noticed(memory: HostDriver, offset: int) -> None:
     buffer = GuardedBuffer(16)
     check(memory.cuMemsetD8(buffer.pointer + offset, 0, 1))
     assert not buffer.guards_intact()
 
 
 @pytest.mark.parametrize("offset", [0, 15])
-def test_a_byte_of_the_buffer_is_its_own(memory: HostDriver, offset: int) -> None:
+def test_a_write_inside_the_buffer_is_allowed(memory: HostDriver, offset: int) -> None:
     buffer = GuardedBuffer(16)
     check(memory.cuMemsetD8(buffer.pointer + offset, 0, 1))
     assert buffer.guards_intact()
 
 
-def test_what_fills_a_buffer_is_done_before_a_launch_on_another_stream(memory: HostDriver) -> None:
-    """On a GPU that several processes share, the fill of new outputs came after a kernel had written them."""
+def test_fills_are_complete_before_a_launch_on_another_stream(memory: HostDriver) -> None:
+    """On a GPU shared by several processes, the fill of new outputs once ran after a kernel had written them."""
     buffer = GuardedBuffer(16)
     assert memory.underway == 0
     buffer.upload(np.zeros(2))
@@ -74,7 +74,7 @@ def test_an_empty_buffer_has_guards_too(memory: HostDriver) -> None:
     assert memory.allocations == 0
 
 
-def test_a_driver_error_is_the_machines_and_names_itself(memory: HostDriver) -> None:
+def test_a_driver_error_is_a_machine_error_with_its_name(memory: HostDriver) -> None:
     buffer = GuardedBuffer(16)
     buffer.free()
     with pytest.raises(MachineError, match="CUDA: CUDA_ERROR_ILLEGAL_ADDRESS"):

@@ -1,4 +1,4 @@
-"""Kernels that are launched early touch nothing of the launch before them until they have waited for it."""
+"""Kernels that are launched early access no data of the launch before them until they have waited for it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def faults(kernel: KernelSource) -> list[str]:
         f"if (threadIdx.x) {{ {WAIT} out[1] = before[2]; }} else {{ {WAIT} out[0] = before[1]; }}",
     ],
 )
-def test_what_waits_has_no_fault(body: str) -> None:
+def test_a_kernel_that_waits_has_no_fault(body: str) -> None:
     assert faults(source(body)) == []
 
 
@@ -58,7 +58,7 @@ def test_what_waits_has_no_fault(body: str) -> None:
         ("out[threadIdx.x] = before[threadIdx.x];", "never waits"),
     ],
 )
-def test_what_does_not_wait_is_named(body: str, says: str) -> None:
+def test_an_access_before_the_wait_is_named(body: str, says: str) -> None:
     found = faults(source(body))
     assert found
     assert any(says in fault for fault in found)

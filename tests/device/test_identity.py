@@ -1,4 +1,4 @@
-"""The hash of machine code: equal for kernels that do the same, whatever their text looks like, and else not."""
+"""The hash of machine code: equal exactly for kernels that do the same, whatever their text looks like."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import Argument, KernelSource, Launch, Struct, TensorMap
 
-#: One of each that a cubin can hold: constants, tables, a pointer to one, functions, strings, shared memory, branches.
+#: One of each thing in a cubin: constants, tables, a pointer to one, functions, strings, shared memory, branches.
 SOURCE = """
 struct Sizes { static constexpr int kRows = 3; static constexpr int kColumns = 5; };
 __constant__ float bank[4] = {1, 2, 3, 4};
@@ -93,15 +93,15 @@ def test_names_comments_folders_and_unused_constants_do_not_matter(arch: str, tm
         ("float* x, int n", "float* x, long long before, int n"),
     ],
 )
-def test_what_runs_otherwise_has_another_hash(arch: str, old: str, new: str) -> None:
+def test_different_behaviour_changes_the_hash(arch: str, old: str, new: str) -> None:
     if "cluster" in new and arch == "sm_89":
         pytest.skip("clusters begin with sm_90")
     assert old in SOURCE
     assert code_hash(compiled(SOURCE.replace(old, new), arch)) != code_hash(compiled(SOURCE, arch))
 
 
-def test_a_kernel_counts_alone() -> None:
-    """Its neighbours in the source do not, but for ``__constant__`` variables, which are loaded with each."""
+def test_other_kernels_of_a_source_do_not_count() -> None:
+    """Other kernels of the source do not count, except ``__constant__`` variables, which are loaded with each."""
     before = code_hash(compiled(SOURCE, "sm_90a", "other"))
     assert before != code_hash(compiled(SOURCE, "sm_90a"))
     assert code_hash(compiled(SOURCE.replace("sum *= 2;", "sum *= 3;"), "sm_90a", "other")) == before
@@ -113,7 +113,7 @@ def test_the_text_that_a_kernel_prints_counts() -> None:
     assert len(hashes) == 2
 
 
-def test_what_is_no_kernel_is_refused() -> None:
+def test_bytes_without_the_kernel_are_refused() -> None:
     kernel = compiled(SOURCE, "sm_90a")
     for cubin in (b"", b"\x7fELF\x02\x01", kernel.cubin[:300]):
         with pytest.raises(MachineError, match="cannot be read"):
@@ -135,7 +135,7 @@ def test_sections_symbols_and_relocations_are_read() -> None:
     assert leads_to == [("table", 0), ("table", 16)]
 
 
-# What a launch decides.
+# Launch facts.
 
 LAUNCH = Launch((2, 3, 1), ("x", np.int32(5), "out", "x", np.float32(0.125)))
 KERNEL = KernelSource("k", "", "k.cu", (), (128, 1, 1), 1024)
@@ -167,7 +167,7 @@ def test_each_difference_of_a_launch_is_named(source: dict[str, Any], launch: di
     assert launch_differences(then, now) == [differs]
 
 
-def test_arguments_of_every_kind_are_told_apart() -> None:
+def test_arguments_of_every_kind_are_distinguished() -> None:
     class Pair(ctypes.Structure):
         _fields_ = (("a", ctypes.c_int), ("b", ctypes.c_int))
 

@@ -1,4 +1,4 @@
-"""Disassembling and counting: what a kernel is made of, from real machine code."""
+"""Disassembling and counting the instructions of real machine code."""
 
 from __future__ import annotations
 

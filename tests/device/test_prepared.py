@@ -49,7 +49,7 @@ PLAN = Launch(
 )
 
 
-def test_arguments_lie_where_the_parameters_point(driver: Driver) -> None:
+def test_arguments_are_where_the_parameters_point(driver: Driver) -> None:
     launch = Prepared(Kernel(5), (128, 1, 1), 4096, PLAN, {"a": 2**40 + 16, "b": 9}, 0)
     launch()
     launch()

@@ -60,7 +60,7 @@ def bad() -> Iterator[Worker]:
         yield worker
 
 
-def test_a_worker_answers_from_a_process_of_its_own(bad: Worker) -> None:
+def test_a_worker_answers_from_another_process(bad: Worker) -> None:
     assert bad.info().name.startswith("device 3 in ")
     assert pid_of(bad) != os.getpid()
     result = bad.run(IMAGE, PLAN, case(), 5)
@@ -147,7 +147,7 @@ def test_what_a_kernel_prints_is_seen_when_its_call_ends(capfd: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("at", ["working", "starting"])
-def test_an_interrupt_is_the_parents_and_takes_the_worker_with_it(at: str) -> None:
+def test_the_parent_handles_an_interrupt_and_ends_the_worker(at: str) -> None:
     """Ctrl-C goes to both processes: the parent raises KeyboardInterrupt, the child says nothing and ends."""
     program = start([sys.executable, "-m", "tests.device.interrupted", at])
     assert program.stdout is not None

@@ -12,7 +12,7 @@ from greenfast.numerics.formats import dequantize, quantize
 
 TILE = 32
 
-#: Mistakes that a kernel can make, each of which the gates must see.
+#: Faults that a kernel can have, each of which the gates must detect.
 Fault = Literal[
     "last key dropped",
     "padding counted as a key",
@@ -29,7 +29,7 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
 class QuantizedInputs:
-    """Codes and scales as a kernel reads them, and the numbers that they stand for."""
+    """Codes and scales as a kernel reads them, and their values."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, fmt: str = "e4m3") -> None:
         pairs = [quantize(x, fmt) for x in (q, k, v)]

@@ -1,4 +1,4 @@
-"""The float64 reference: against PyTorch's own attention, and what must hold of attention whatever computes it."""
+"""The float64 reference: compared with PyTorch's attention, and properties that any attention must have."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_order_of_keys_does_not_matter() -> None:
     assert not close(attention(q, k[:, order], v, SCALE), out, 0.1)
 
 
-def test_order_of_queries_is_that_of_the_output() -> None:
+def test_order_of_queries_is_the_order_of_the_output() -> None:
     q, k, v = draw()
     assert close(attention(q.flip(1), k, v, SCALE), attention(q, k, v, SCALE).flip(1))
 

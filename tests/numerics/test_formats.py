@@ -29,17 +29,17 @@ def e4m3_by_its_bits(code: int) -> float:
 
 
 def code_values(fmt: str) -> list[float]:
-    """What codes 0..255 stand for at scale 1."""
+    """The values of codes 0..255 at scale 1."""
     return [e4m3_by_its_bits(c) if fmt == "e4m3" else float(c - 256 if c > 127 else c) for c in range(256)]
 
 
 def used_codes(fmt: str) -> list[int]:
-    """The codes that quantization may give: no NaN, and no -128, which has no positive counterpart."""
+    """The codes that quantization may return: not NaN, and not -128, which has no positive counterpart."""
     return [code for code, value in enumerate(code_values(fmt)) if abs(value) <= CODE_MAX[fmt]]
 
 
 def nearest_even(x: NDArray[np.float64], fmt: str) -> NDArray[np.float64]:
-    """The nearest value of a code, of two equally near the one whose code is even; by search, without rounding."""
+    """The code with the nearest value, the even code on a tie; by search, without rounding."""
     values = code_values(fmt)
     codes = np.array([code for code in used_codes(fmt) if values[code] > 0 or code == 0])
     grid = np.array([values[code] for code in codes])
@@ -64,7 +64,7 @@ def test_every_code_stands_for_its_value(fmt: str) -> None:
     np.testing.assert_array_equal(decoded[0].numpy(), code_values(fmt))
 
 
-def test_e4m3_is_the_type_of_torch() -> None:
+def test_e4m3_equals_torchs_type() -> None:
     codes = as_codes(list(range(256)))
     torch.testing.assert_close(
         dequantize(codes, ONE, "e4m3"), codes.view(torch.float8_e4m3fn).double(), rtol=0, atol=0, equal_nan=True
@@ -162,7 +162,7 @@ def test_tiny_and_huge_heads_keep_their_digits(fmt: str, size: float) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_shows_in_its_scale_alone(fmt: str, bad: float) -> None:
+def test_non_finite_input_shows_only_in_its_scale(fmt: str, bad: float) -> None:
     codes, scale = encode(torch.tensor([[1.0, bad], [1.0, 2.0]]), fmt)
     assert scale.isnan().tolist() == [True, False]
     assert codes[0].tolist() == [0, 0]

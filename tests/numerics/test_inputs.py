@@ -1,4 +1,4 @@
-"""Seeded inputs: the same bits on every machine, other bits for every other seed."""
+"""Seeded inputs: the same bits on every machine, different bits for every seed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_inputs_of_seed_0_are_these(dims: dict[str, int], fmt: str, digest: str)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "int8"])
-def test_every_seed_shape_and_format_has_inputs_of_its_own(fmt: str) -> None:
+def test_every_seed_shape_and_format_has_different_inputs(fmt: str) -> None:
     def digest(dims: dict[str, int], seed: int) -> str:
         return sdpa_problem.make_case(dims, seed, fmt).digest
 
@@ -38,7 +38,7 @@ def test_every_seed_shape_and_format_has_inputs_of_its_own(fmt: str) -> None:
     assert sdpa_problem.make_case(SMALL, 0, "e4m3").digest != sdpa_problem.make_case(SMALL, 0, "int8").digest
 
 
-def test_the_recipe_is_what_is_done() -> None:
+def test_inputs_follow_the_recipe() -> None:
     generator = np.random.Generator(np.random.PCG64(7))
     expected = [generator.standard_normal((2, 3), dtype=np.float32).astype(np.float16) for _ in range(3)]
     drawn = standard_normal((2, 3), 3, 7)

@@ -1,4 +1,4 @@
-"""The gate on the kernel error: it lets every right kernel through, and none of the wrong ones."""
+"""The gate on the kernel error: it passes every correct kernel and no wrong one."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _e4m3_terms(target: float) -> list[float]:
 
 
 def weighted_keys(*groups: tuple[int, float, float]) -> QuantizedInputs:
-    """One key with weight 1 and V = 0, and for each group (count, weight, V) so many more of that weight and V."""
+    """One key with weight 1 and V = 0, and for each group (count, weight, V) that many more keys."""
     seq_len = 1 + sum(count for count, _, _ in groups)
     q, k, v = torch.zeros(3, 1, seq_len, 64)
     q[..., 0] = 448  # makes the scale of Q 1; no key looks at it
@@ -113,7 +113,7 @@ def weighted_keys(*groups: tuple[int, float, float]) -> QuantizedInputs:
 
 @pytest.mark.parametrize("count", [32, 200])
 def test_the_bound_is_nearly_reached_where_all_roundings_conspire(count: int) -> None:
-    """Weights that a half cannot hold: those of V = 1 all round down, those of V = -1 up, by half a step each."""
+    """Weights that a half cannot represent: with V = 1 all round down, with V = -1 up, by half a step each."""
     down, up = 0.5 * (1 + 2.0**-11) * (1 - 2.0**-16), 0.25 * (1 + 2.0**-11) * (1 + 2.0**-16)
     inputs = weighted_keys((count, down, 1.0), (2 * count, up, -1.0))
     ratio, _ = kernel_error(inputs, run_kernel(inputs))
@@ -121,7 +121,7 @@ def test_the_bound_is_nearly_reached_where_all_roundings_conspire(count: int) ->
 
 
 def test_the_bound_is_nearly_reached_where_small_weights_are_lost() -> None:
-    """Weights just below half of the smallest half become zero, however many they are."""
+    """Weights just below half of the smallest half become zero, however many there are."""
     inputs = weighted_keys((300, 2.0**-25 * (1 - 2.0**-8), 448.0))
     out = run_kernel(inputs)
     assert not out.any()

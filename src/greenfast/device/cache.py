@@ -1,7 +1,7 @@
-"""The build's cache on disk: what was compiled or disassembled once is read back in milliseconds.
+"""The build cache on disk: kernels compiled or disassembled once are read back in milliseconds.
 
-It lies in ``$GREENFAST_CACHE_DIR``, else ``$XDG_CACHE_HOME/greenfast``, else ``~/.cache/greenfast``. A folder that
-cannot be used is no error: everything is then built anew.
+It is in ``$GREENFAST_CACHE_DIR``, else ``$XDG_CACHE_HOME/greenfast``, else ``~/.cache/greenfast``. An unusable folder
+is not an error: everything is then built again.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from pathlib import Path
 
 from cuda.core.utils import FileStreamProgramCache
 
-# Some 10,000 kernels; beyond it the least recently read entries go.
+# About 10,000 kernels; beyond it the least recently read entries are evicted.
 _MAX_BYTES = 1 << 30
 
 
 def cache_dir() -> Path:
-    """The cache's folder by the environment; it need not exist. Raises RuntimeError where there is no home folder."""
+    """The cache folder that the environment selects; it may not exist. Raises RuntimeError without a home folder."""
     if own := os.environ.get("GREENFAST_CACHE_DIR"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "greenfast"
 
 
 def usage() -> tuple[int, int]:
-    """How many files the folder holds, and their bytes. Raises as ``cache_dir`` does, and OSError."""
+    """Number of files in the folder, and their bytes. Raises as ``cache_dir`` does, and OSError."""
     sizes = []
     for file in cache_dir().rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # another process has taken it away meanwhile
+        with contextlib.suppress(FileNotFoundError):  # another process has deleted it since
             if file.is_file():
                 sizes.append(file.stat().st_size)
     return len(sizes), sum(sizes)
 
 
 def load(key: bytes) -> list[bytes] | None:
-    """The parts stored under ``key``, or None where there is no whole entry."""
+    """The parts stored under ``key``, or None if there is no complete entry."""
     cache = _open_cache()
     try:
         entry: bytes | None = cache.get(key) if cache else None
@@ -55,15 +55,15 @@ def load(key: bytes) -> list[bytes] | None:
 
 
 def store(key: bytes, parts: Sequence[bytes]) -> None:
-    """Keep ``parts`` under ``key``, where the folder can be written.
+    """Store ``parts`` under ``key`` if the folder is writable.
 
-    They are one entry, so a log is never read back with another build's machine code.
+    They form one entry, so a log is never read back with another build's machine code.
     """
     cache = _open_cache()
     if cache is None:
         return
     header = json.dumps([len(part) for part in parts]).encode()
-    # A read-only or full disk costs the next build's time, not this build.
+    # With a read-only or full disk this build still succeeds; the next one compiles again.
     with contextlib.suppress(OSError):
         cache[key] = header + b"\n" + b"".join(parts)
 

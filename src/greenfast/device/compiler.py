@@ -19,8 +19,8 @@ from greenfast.spec.errors import CompileError, MachineError, UsageError
 from greenfast.spec.facts import Resources
 from greenfast.spec.kernel import KernelSource
 
-# NVRTC looks for quoted includes in the program's own folder first, by default the current one, where a stray file
-# could replace a project header unseen. No such folder exists; it also keeps the current one out of the line table.
+# NVRTC looks for quoted includes in the program's folder first, by default the current one, where a stray file could
+# silently replace a project header. This folder does not exist; it also keeps the current one out of the line table.
 _NO_FOLDER = "/greenfast-rendered/"
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(["<])([^">\n]+)[">]', re.MULTILINE)
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
@@ -29,11 +29,11 @@ _COMPILER = re.compile(r"Cuda compilation tools, release [\d.]+, V([\d.]+)")
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """One kernel as machine code, with what the compiler said of it.
+    """One kernel as machine code, with the compiler's report.
 
-    cubin: an ELF image for ``target``; it holds include folders in its line table, so equal kernels of two machines
-    share ``kernel_hash`` but not always these bytes. log: the compiler's messages, of ``ptxas -v`` too.
-    options: as given to the compiler, folders left out. compile_ms: wall time of this call's compile or cache load.
+    cubin: an ELF image for ``target``; its line table contains include folders, so equal kernels on two machines share
+    ``kernel_hash`` but not always these bytes. log: the compiler's messages, with those of ``ptxas -v``.
+    options: as given to the compiler, without folders. compile_ms: wall time of this call's compile or cache load.
     """
 
     source: KernelSource
@@ -50,24 +50,24 @@ class CompiledKernel:
 
 
 def compile_kernel(
-    source: KernelSource, target: Target, *, use_cache: bool = True, apart: bool = False
+    source: KernelSource, target: Target, *, use_cache: bool = True, isolated: bool = False
 ) -> CompiledKernel:
     """Compile one kernel.
 
-    apart: run NVRTC in a process of its own, for kernels that others wrote: on some it crashes, which ends the process
-    that it is in. A kernel from the cache starts none.
+    isolated: run NVRTC in a separate process, for third-party kernels: NVRTC crashes on some, which kills its process.
+    A cached kernel starts no process.
 
-    Raises CompileError with the compiler's messages where it refuses the source or the source has no such kernel, or
-    where it crashes in a process of its own, and MachineError where NVRTC or the CUDA headers are missing, or NVRTC
-    does not know the target. Raises UsageError for a target that is not the one that the source requires.
+    Raises CompileError with the compiler's messages if it refuses the source, if the source has no such kernel, or if
+    it crashes in a separate process; MachineError if NVRTC or the CUDA headers are missing or NVRTC does not know the
+    target; UsageError for a target other than the one that the source requires.
     """
     if source.requires and source.requires != target.name:
         raise UsageError(
-            f"{source.name}: kernel {source.entry!r} is for {source.requires} alone and cannot be built for "
+            f"{source.name}: kernel {source.entry!r} is for {source.requires} only and cannot be built for "
             f"{target.name}; --arch {source.requires} builds it"
         )
     start = time.perf_counter()
-    output, from_cache = _build(source, target, use_cache, apart)
+    output, from_cache = _build(source, target, use_cache, isolated)
     compile_ms = (time.perf_counter() - start) * 1e3
     found = entries(output.ptx)
     if source.entry not in found:
@@ -94,7 +94,7 @@ def compile_kernel(
 
 
 def compiler_version() -> str:
-    """The compiler of this machine with its patch release, as in ``CompiledKernel.compiler``; raises as that does."""
+    """This machine's compiler with its patch release, as in ``CompiledKernel.compiler``; raises as a compile does."""
     empty = KernelSource(
         entry="", source="// which compiler is this?\n", name="version.cu", include_dirs=(), block=(1, 1, 1)
     )
@@ -107,19 +107,19 @@ def compile_options(source: KernelSource, target: Target) -> tuple[str, ...]:
 
 
 def to_ptx(
-    source: KernelSource, target: Target, *, use_cache: bool = True, apart: bool = False, assemble: bool = True
+    source: KernelSource, target: Target, *, use_cache: bool = True, isolated: bool = False, assemble: bool = True
 ) -> str:
-    """The PTX that the machine code of ``compile_kernel`` is assembled from, with ``.loc`` lines; raises the same.
+    """The PTX that ``compile_kernel``'s machine code is assembled from, with ``.loc`` lines; raises the same errors.
 
-    It holds every kernel of the source; ``source.entry`` need not be one of them and may be empty.
+    It contains every kernel of the source; ``source.entry`` may be empty or name none of them.
 
-    assemble: False saves the half of the time that machine code takes, and does not find what its assembler refuses.
+    assemble: False skips machine code, which is half of the time, and misses what the assembler would refuse.
     """
-    return _build(source, target, use_cache, apart, assemble)[0].ptx
+    return _build(source, target, use_cache, isolated, assemble)[0].ptx
 
 
 def entries(ptx: str) -> list[str]:
-    """The kernels of a PTX text, under the names that the compiler gave them."""
+    """The kernels of a PTX text, by their compiled names."""
     return _ENTRY.findall(ptx)
 
 
@@ -129,9 +129,9 @@ def _compiler_of(ptx: str) -> str:
 
 
 def kernel_hash(source: KernelSource) -> str:
-    """16 hexadecimal digits of a SHA-256 over what decides the kernel.
+    """16 hexadecimal digits of a SHA-256 over everything that determines the kernel.
 
-    That is the entry, the source, the project headers that it reaches, the block and the dynamic shared memory; not
+    That is the entry, the source, the project headers that it includes, the block and the dynamic shared memory; not
     file names or folders, the target or the compiler.
     """
     launch = f"{source.entry};{source.block};{source.dynamic_smem_bytes};".encode()
@@ -139,17 +139,17 @@ def kernel_hash(source: KernelSource) -> str:
 
 
 def _build(
-    source: KernelSource, target: Target, use_cache: bool, apart: bool, assemble: bool = True
+    source: KernelSource, target: Target, use_cache: bool, isolated: bool, assemble: bool = True
 ) -> tuple[nvrtc.Output, bool]:
     """The compiler's output for a source, and whether it came from the cache."""
     if not use_cache:
-        return _run_nvrtc(source, target, apart, assemble), False
+        return _run_nvrtc(source, target, isolated, assemble), False
     key: bytes = make_program_cache_key(
         code=source.source,
         code_type="c++",
         options=_options(source, target, (), assemble),
         target_type="cubin" if assemble else "ptx",
-        # In place of the folders' names, which say nothing about the content; the key's own compiler version has no
+        # Instead of the folders' names, which say nothing about the content; the compiler version in the key has no
         # patch release.
         extra_digest=_sources_digest(source) + toolchain.fingerprint(),
     )
@@ -157,29 +157,29 @@ def _build(
     if parts is not None and len(parts) == 3:
         cubin, ptx, log = parts
         return nvrtc.Output("NVRTC_SUCCESS", cubin, ptx.decode(), log.decode()), True
-    output = _run_nvrtc(source, target, apart, assemble)
+    output = _run_nvrtc(source, target, isolated, assemble)
     cache.store(key, [output.cubin, output.ptx.encode(), output.log.encode()])
     return output, False
 
 
-def _run_nvrtc(source: KernelSource, target: Target, apart: bool, assemble: bool) -> nvrtc.Output:
+def _run_nvrtc(source: KernelSource, target: Target, isolated: bool, assemble: bool) -> nvrtc.Output:
     toolchain.nvrtc_library()
     folders = (*(folder.resolve() for folder in source.include_dirs), *toolchain.cuda_include_dirs())
     options = tuple(_options(source, target, folders, assemble).as_bytes("nvrtc", "cubin"))
     job = nvrtc.Job(source.source, _NO_FOLDER + source.name, options)
     what = f"{source.name}{f': kernel {source.entry!r}' if source.entry else ''}"
     try:
-        output = compiler_process.run(job) if apart else nvrtc.run(job)
+        output = compiler_process.run(job) if isolated else nvrtc.run(job)
     except compiler_process.CompilerCrashError as e:
         raise CompileError(
-            f"{what}: the compiler, {_nvrtc_version()}, crashed ({e}) while it compiled for {target.name} and said "
-            f"nothing of why; shorten the kernel until it compiles, or see what nvcc says of it"
+            f"{what}: the compiler, {_nvrtc_version()}, crashed ({e}) while it compiled for {target.name}, without a "
+            f"message; shorten the kernel until it compiles, or try nvcc"
         ) from None
     ptx, log = _text(output.ptx, source), _text(output.log, source)
     if output.status == "NVRTC_ERROR_COMPILATION":
         raise CompileError(f"{what} does not compile for {target.name}:\n{readable(log, ptx)}")
     if output.status == "NVRTC_ERROR_INVALID_OPTION":
-        said = f"{_nvrtc_version()} does not take the options for {target.name}, a newer one may"
+        said = f"{_nvrtc_version()} does not take the options for {target.name}, but a newer one may"
         raise MachineError(f"{said}: {log.strip()}")
     if output.status != "NVRTC_SUCCESS":
         raise RuntimeError(f"{what}: {output.status}: {log.strip()}")
@@ -193,27 +193,27 @@ def _nvrtc_version() -> str:
 def _options(source: KernelSource, target: Target, folders: tuple[Path, ...], assemble: bool = True) -> ProgramOptions:
     return ProgramOptions(
         name=_NO_FOLDER + source.name,
-        # For a virtual architecture NVRTC stops at the PTX.
+        # For a virtual architecture NVRTC stops after PTX.
         arch=target.name if assemble else target.name.replace("sm_", "compute_"),
         std="c++17",
         lineinfo=True,
         ptxas_options=["-v"] if assemble else None,
-        # With a driver at hand NVRTC keeps a cache of its own, and what comes from there has no ptxas log.
+        # With a driver installed NVRTC keeps its own cache, whose results have no ptxas log.
         no_cache=True,
         include_path=[str(folder) for folder in folders],
     )
 
 
 def _text(text: str, source: KernelSource) -> str:
-    """What the compiler wrote, with the source under the name that the user knows."""
+    """The compiler's output, with the source under the name that the user knows."""
     return text.replace(_NO_FOLDER + source.name, source.name).rstrip() + "\n" if text else ""
 
 
 def _sources_digest(source: KernelSource) -> bytes:
-    """SHA-256 over the source and, in the order of their includes, the project headers that it reaches.
+    """SHA-256 over the source and the project headers that it includes, in the order of inclusion.
 
-    Includes are followed wherever they resolve in ``include_dirs`` or beside the including header; the others are the
-    compiler's own, or missing. Conditions are not evaluated, so a header that is never read may count as well.
+    Includes are followed if they resolve in ``include_dirs`` or next to the including header; the others are the
+    compiler's, or missing. Conditions are not evaluated, so a header that is never read may count too.
     """
     digest = hashlib.sha256()
     seen: set[Path] = set()
@@ -221,8 +221,8 @@ def _sources_digest(source: KernelSource) -> bytes:
     def visit(spelled: bytes, text: bytes, folder: Path | None) -> None:
         digest.update(b"%d:%s;%d:%s;" % (len(spelled), spelled, len(text), text))
         for quote, name in _INCLUDE.findall(text):
-            beside = [folder] if folder is not None and quote == b'"' else []
-            for candidate in (*beside, *source.include_dirs):
+            including = [folder] if folder is not None and quote == b'"' else []
+            for candidate in (*including, *source.include_dirs):
                 path = candidate / name.decode(errors="replace")
                 if path.is_file():
                     if path.resolve() not in seen:

@@ -1,7 +1,7 @@
-"""NVRTC in a process of its own, so that a source on which it crashes takes only that process with it.
+"""NVRTC in a separate process, so that a source on which it crashes kills only that process.
 
-The process starts with the first compile and serves all later ones; one that crashed is replaced at the next. It is no
-``multiprocessing`` one: these import the caller's main module again, which a script without a guard does not survive.
+The process starts with the first compile and serves all later ones; after a crash the next compile starts a new one. It
+does not use ``multiprocessing``, which imports the caller's main module again: a script without a guard would break.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class CompilerCrashError(Exception):
 
 
 class _Process:
-    """The child, and the two pipes to it. Raises OSError, ValueError or EOFError where it cannot start."""
+    """The child and the two pipes to it. Raises OSError, ValueError or EOFError if it cannot start."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
         command = [sys.executable or "", "-c", _CHILD, *sys.path]
-        # An interrupt is the parent's to handle: the child inherits the blocked signal.
+        # The parent handles interrupts: the child inherits the blocked signal.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -44,11 +44,11 @@ class _Process:
 
     @property
     def usable(self) -> bool:
-        """Whether it runs, and was not inherited through a fork: its pipes are the parent's then."""
+        """Whether it runs and was not inherited through a fork, after which its pipes belong to the parent."""
         return self._owner == os.getpid() and self._child.poll() is None
 
     def run(self, job: nvrtc.Job) -> nvrtc.Output:
-        """As nvrtc.run. Raises CompilerCrashError where the process ends; it is of no use after any other exception."""
+        """As nvrtc.run. Raises CompilerCrashError if the process ends; after any other exception it is unusable."""
         assert self._child.stdin is not None
         try:
             pickle.dump(job, self._child.stdin)
@@ -71,13 +71,13 @@ class _Process:
         self._child.kill()
         self._child.wait()
         for pipe in (self._child.stdin, self._child.stdout):
-            with contextlib.suppress(OSError):  # of what was not yet written to it
+            with contextlib.suppress(OSError):  # unwritten data in the pipe's buffer
                 if pipe is not None:
                     pipe.close()
 
 
 class _Compiler:
-    """The one process of this program, and whether there can be one."""
+    """This program's single compiler process, and whether one can be started."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class _Compiler:
                 return nvrtc.run(job)
             try:
                 return self._process.run(job)
-            except BaseException:  # an interrupt leaves an answer in the pipe, which is that of no later job
+            except BaseException:  # an interrupt leaves an answer in the pipe, which a later job must not read
                 self._close()
                 raise
 
@@ -120,9 +120,9 @@ atexit.register(_COMPILER.close)
 
 
 def run(job: nvrtc.Job) -> nvrtc.Output:
-    """As nvrtc.run, in the process beside this one; in this one where no other can be started.
+    """As nvrtc.run, in the separate process, or in this one if none can be started.
 
-    Raises CompilerCrashError where the compiler crashes, and RuntimeError as nvrtc.run does. Threads take turns.
+    Raises CompilerCrashError if the compiler crashes, and RuntimeError as nvrtc.run does. Threads wait for each other.
     """
     return _COMPILER.run(job)
 

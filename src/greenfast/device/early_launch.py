@@ -1,8 +1,8 @@
-"""What the machine code of a kernel may do wrong that begins while the launch before it ends.
+"""Errors in the machine code of a kernel that may begin while the launch before it ends.
 
-Such a kernel (CUDA's programmatic dependent launch; PTX ISA, "griddepcontrol") may touch what the launch before it
-writes only behind its wait, ACQBULK in machine code. Source order is no proof of that: the compiler may move a load
-that is said to be of constant memory, LDG.CONSTANT, in front of the wait, as __ldg and const __restrict__ allow.
+Such a kernel (CUDA's programmatic dependent launch; PTX ISA, "griddepcontrol") may access what the launch before it
+writes only after its wait, ACQBULK in machine code. Source order does not prove that: the compiler may move a load
+declared read-only (LDG.CONSTANT, from __ldg or const __restrict__) ahead of the wait.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 _WAIT = "ACQBULK"
-# Of global memory. Bulk copies (UBLKCP, UTMALDG) are left out: which data they bring is not in the instruction.
+# Accesses to global memory. Bulk copies (UBLKCP, UTMALDG) are left out: the instruction does not show what they copy.
 _ACCESSES = frozenset(("LDG", "LD", "STG", "ST", "ATOM", "ATOMG", "RED", "REDG", "LDGSTS", "UTMASTG", "UTMAREDG"))
 _LABEL = re.compile(r"^([.$\w]+):")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*)")
@@ -18,10 +18,10 @@ _TARGET = re.compile(r"`\(([.$\w]+)\)")
 
 
 def early_launch_faults(sass: str) -> list[str]:
-    """Accesses to global memory that may come before the wait, of a listing as ``machine_code.disassemble`` gives it.
+    """Accesses to global memory that may happen before the wait, in a listing from ``machine_code.disassemble``.
 
     One line each, with the instruction and its address in the kernel; empty for a kernel that may be launched early.
-    Every path from the entry is followed, as if each branch could go both ways.
+    Every path from the entry is followed, as if every branch could go both ways.
     """
     code: list[tuple[str, str, str, str]] = []  # address, predicate, opcode, operands
     labels: dict[str, int] = {}
@@ -31,7 +31,7 @@ def early_launch_faults(sass: str) -> list[str]:
         elif found := _INSTRUCTION.match(line):
             code.append((found[1], found[2] or "", found[3], found[4]))
     faults = [
-        f"{opcode} at {address}: a load of constant memory, which the compiler may move in front of the wait"
+        f"{opcode} at {address}: a load of constant memory, which the compiler may move ahead of the wait"
         for address, _, opcode, _ in code
         if opcode.split(".")[0] == "LDG" and "CONSTANT" in opcode
     ]
@@ -45,7 +45,7 @@ def early_launch_faults(sass: str) -> list[str]:
 
 
 def _before_wait(code: list[tuple[str, str, str, str]], labels: dict[str, int]) -> set[int]:
-    """The instructions that some path from the entry reaches before ACQBULK."""
+    """The instructions that a path from the entry reaches before ACQBULK."""
     reached: set[int] = set()
     ahead = [0]
     while ahead:
@@ -57,9 +57,9 @@ def _before_wait(code: list[tuple[str, str, str, str]], labels: dict[str, int]) 
         kind = opcode.split(".")[0]
         if kind == _WAIT:
             continue
-        if kind in ("BRX", "JMX"):  # a table of addresses
+        if kind in ("BRX", "JMX"):  # indirect branch
             ahead += labels.values()
-        if kind != "BSSY":  # which names where paths meet again
+        if kind != "BSSY":  # its target is a reconvergence point
             ahead += [labels[target] for target in _TARGET.findall(operands) if target in labels]
         always = not predicate and (kind in ("EXIT", "RET") or (kind == "BRA" and operands.lstrip().startswith("`")))
         if not always:

@@ -1,6 +1,6 @@
-"""The parts of an ELF64 image that a cubin needs: sections, symbols and relocations, little endian.
+"""A reader for the parts of ELF64 that a cubin uses: sections, symbols and relocations, little endian.
 
-Cubins are plain ELF, so this is four struct formats; what is NVIDIA's own in them is read in ``identity``.
+Cubins are plain ELF, so this is four struct formats; NVIDIA's sections are read in ``identity``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 NOBITS, ALLOC = 8, 2
 _RELA, _REL, _SYMTAB = 4, 9, 2
-UNDEFINED = 0  # the section of a symbol that is defined elsewhere
+UNDEFINED = 0  # the section index of a symbol that is defined elsewhere
 _SECTION_SYMBOL = 3
 
 
@@ -19,8 +19,8 @@ _SECTION_SYMBOL = 3
 class Section:
     """One section.
 
-    data: its bytes; empty for one without (NOBITS), whose ``size`` counts zeros. applies_to: of a section of
-    relocations, the index of the section that they are in.
+    data: its bytes; empty for NOBITS, whose ``size`` counts zeros. applies_to: for a relocation section, the index of
+    the section that it patches.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A name for bytes of a section, from ``value`` on; ``is_section`` for one that stands for a section itself."""
+    """A name for bytes of a section, from ``value`` on; ``is_section`` if it stands for the section itself."""
 
     name: str
     section: int
@@ -46,7 +46,7 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Relocation:
-    """An address that is filled in when the image is loaded: of ``symbol`` plus ``addend``, at ``offset``."""
+    """An address to fill in when the image is loaded: ``symbol`` plus ``addend``, at ``offset``."""
 
     offset: int
     kind: int
@@ -55,7 +55,7 @@ class Relocation:
 
 
 class Image:
-    """An ELF image. Raises ValueError for bytes that are none."""
+    """An ELF image. Raises ValueError for other bytes."""
 
     def __init__(self, data: bytes) -> None:
         if data[:6] != b"\x7fELF\x02\x01":
@@ -84,18 +84,18 @@ class Image:
         self.symbols = [symbol for s in self.sections if s.kind == _SYMTAB for symbol in self._symbols(s)]
 
     def find(self, name: str) -> int | None:
-        """The index of the section of that name."""
+        """The index of the section with this name."""
         return next((i for i, section in enumerate(self.sections) if section.name == name), None)
 
     def relocations(self, section: int) -> list[Relocation]:
-        """Those in a section, by offset."""
+        """The relocations of a section, by offset."""
         found = []
         for s in self.sections:
             if s.kind not in (_RELA, _REL) or s.applies_to != section:
                 continue
             if s.kind == _RELA:
                 rows = struct.iter_unpack("<QQq", s.data)
-            else:  # the addend is what the place holds
+            else:  # the addend is stored at the offset
                 held = self.sections[section].data
                 rows = ((at, info, _signed(held, at)) for at, info in struct.iter_unpack("<QQ", s.data))
             found += [Relocation(at, info & 0xFFFFFFFF, info >> 32, addend) for at, info, addend in rows]

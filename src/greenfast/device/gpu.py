@@ -18,11 +18,11 @@ from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
 from greenfast.spec.problem import Array, Case, OutputSpec
 
-#: Bytes in front of and behind every buffer. They and unwritten outputs hold 0xFF: NaN as float32, float16 and E4M3.
+#: Guard bytes before and after every buffer. They and unwritten outputs are 0xFF: NaN as float32, float16 and E4M3.
 GUARD_BYTES = 4096
 POISON = 0xFF
 
-# Longer than the host needs to queue one timed iteration, so that the device never waits for the host inside one.
+# Longer than the host needs to queue one timed iteration, so that the device never waits for the host within one.
 _SPIN_NS = 60_000
 _SPIN = KernelSource(
     entry="spin",
@@ -40,7 +40,7 @@ _SPIN = KernelSource(
 
 @dataclass(frozen=True)
 class KernelImage:
-    """A compiled kernel: cubin, kernel's name, block, dynamic shared memory, phase names, and PTX for the emulator."""
+    """A compiled kernel: cubin, entry, block, dynamic shared memory, phase names, and PTX for the emulator."""
 
     cubin: bytes
     entry: str
@@ -51,7 +51,7 @@ class KernelImage:
 
 
 def device_count() -> int:
-    """How many CUDA devices there are; 0 where there is no driver."""
+    """The number of CUDA devices; 0 without a driver."""
     try:
         if driver.cuInit(0)[0] != driver.CUresult.CUDA_SUCCESS:
             return 0
@@ -61,9 +61,9 @@ def device_count() -> int:
 
 
 def load_kernel(image: KernelImage, device: Device) -> Any:
-    """The kernel of an image on a device (cuda.core Kernel), whose context is the current one.
+    """The kernel of an image (cuda.core Kernel), loaded on a device whose context is current.
 
-    Raises MachineError where it asks for more shared memory than a block can have there.
+    Raises MachineError if it asks for more shared memory than a block can have there.
     """
     limit = device.properties.max_shared_memory_per_block_optin
     if image.dynamic_smem_bytes > limit:
@@ -73,7 +73,7 @@ def load_kernel(image: KernelImage, device: Device) -> Any:
         )
     kernel = ObjectCode.from_cubin(image.cubin).get_kernel(image.entry)
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    # Beyond 48 KB a launch is refused unless the kernel has been allowed its dynamic shared memory.
+    # Above 48 KB a launch fails unless the kernel's dynamic shared memory limit has been raised.
     check(driver.cuKernelSetAttribute(attribute, image.dynamic_smem_bytes, kernel.handle, device.device_id))
     return kernel
 
@@ -81,8 +81,8 @@ def load_kernel(image: KernelImage, device: Device) -> Any:
 class GuardedBuffer:
     """Device memory for one array, between two guard bands that must never change.
 
-    What fills it is done when a method returns: it runs on the default stream, and launches on others do not wait for
-    that.
+    Copies and fills are complete when a method returns: they run on the default stream, for which launches on other
+    streams do not wait.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -99,7 +99,7 @@ class GuardedBuffer:
             check(driver.cuCtxSynchronize())  # small copies return before they have arrived
 
     def download(self, shape: Sequence[int], dtype: str) -> Array:
-        """Copy the buffer out as an array of that shape and dtype."""
+        """Copy the buffer out as an array of this shape and dtype."""
         array = np.empty(shape, dtype)
         if self.nbytes:
             check(driver.cuMemcpyDtoH(array.ctypes.data, self.pointer, self.nbytes))
@@ -111,7 +111,7 @@ class GuardedBuffer:
             check(driver.cuMemsetD8Async(self.pointer, POISON, self.nbytes, stream.handle))
 
     def guards_intact(self) -> bool:
-        """Whether nothing wrote to the bands in front of and behind the buffer."""
+        """Whether nothing wrote to the guard bands before and after the buffer."""
         for start in (self._base, self.pointer + self.nbytes):
             band = np.empty(GUARD_BYTES, np.uint8)
             check(driver.cuMemcpyDtoH(band.ctypes.data, start, GUARD_BYTES))
@@ -120,7 +120,7 @@ class GuardedBuffer:
         return True
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         check(driver.cuMemFree(self._base))
 
 
@@ -162,7 +162,7 @@ class Bound:
         return {name: self._buffers[name].download(spec.shape, spec.dtype) for name, spec in self._outputs.items()}
 
     def violations(self) -> list[str]:
-        """What the kernel did to memory that is not its own: changed inputs, overwritten guard bands."""
+        """Memory that the kernel must not write but did: changed inputs, overwritten guard bands."""
         found = []
         for name, array in self._inputs.items():
             if self._buffers[name].download(array.shape, array.dtype.str).tobytes() != array.tobytes():
@@ -171,7 +171,7 @@ class Bound:
         return found
 
     def free(self) -> None:
-        """Give back the device memory."""
+        """Free the device memory."""
         for buffer in self._buffers.values():
             buffer.free()
         self._buffers.clear()
@@ -180,7 +180,7 @@ class Bound:
 class Gpu:
     """One CUDA device, made current in this process.
 
-    Raises MachineError where there is no such device.
+    Raises MachineError if there is no such device.
     """
 
     def __init__(self, ordinal: int = 0) -> None:
@@ -227,22 +227,22 @@ class Gpu:
         return Bound(self, image, plan, case)
 
     def clocks(self) -> dict[str, float]:
-        """SM clock in MHz and temperature in degrees Celsius now; empty where the driver does not tell."""
+        """Current SM clock in MHz and temperature in degrees Celsius; empty if the driver does not report them."""
         try:
             board = self.device.to_system_device()
             return {
                 "sm_mhz": float(board.get_clock("sm").get_current_mhz()),
                 "temperature_c": float(board.temperature.get_sensor()),
             }
-        except Exception:  # any NVML refusal; clocks are extra information that virtual machines often withhold
+        except Exception:  # any NVML error; clocks are optional, and virtual machines often withhold them
             return {}
 
     def time(self, bound: Bound, warmup: int, iters: int, *, cold: bool) -> list[float]:
-        """Device time in microseconds of each of ``iters`` launches, between two events around each.
+        """Device time in microseconds of each of ``iters`` launches, between two events around it.
 
-        Each iteration queues something else first - warm: a kernel that only spins; cold: a write over twice the L2
-        cache - so that events and launch are all queued before the device reaches them and no host time is measured.
-        The outputs are poisoned before each launch, so that what the last one leaves is its own.
+        Each iteration first queues other work - warm: a kernel that only spins; cold: a write over twice the L2 cache -
+        so that events and launch are all queued before the device reaches them and no host time is measured.
+        The outputs are poisoned before each launch, so that only the last launch can have written what is left.
         """
         spacer = self._flush_l2 if cold else self._spin
         for _ in range(warmup):

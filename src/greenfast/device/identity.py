@@ -1,8 +1,8 @@
-"""What a measurement is of: the machine code that ran, and how it was launched. Equal for two kernels that do the same.
+"""The identity of what was measured: the machine code, and how it was launched.
 
-The machine code of a kernel does not change when a struct is renamed, a header moved or a comment written anew, so a
-hash over it says whether a time that was measured is still that of today's kernel. The text of the sources
-(``compiler.kernel_hash``) says so only where not even the text has changed.
+The machine code of a kernel does not change when a struct is renamed, a header moved or a comment rewritten, so a hash
+over it tells whether a measured time still holds for today's kernel. A hash over the sources
+(``compiler.kernel_hash``) tells so only if not even the text has changed.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import Argument, KernelSource, Launch, Struct, TensorMap
 
-# Attributes of .nv.info that name symbols by their number, which changes with every unused constant.
+# Attributes of .nv.info that refer to symbols by number, which changes with every unused constant.
 _PARAM_CBANK, _EXTERNS = 0x0A, 0x0F
-_SIZED = 4  # the format of an attribute with bytes of its own; the others hold a number of 16 bits
-# c[0x4] holds the addresses of the module's variables, those of unused ``static constexpr`` members too.
+_SIZED = 4  # the format of an attribute with a length and bytes; others have a 16-bit value
+# c[0x4] holds the addresses of the module's variables, including unused ``static constexpr`` members.
 _ADDRESSES = ".nv.constant4"
 _ADDRESS = re.compile(r"^\s*/\*([0-9a-f]+)\*/.*?\bc\[0x4\]\[([^\]]*)\]", re.MULTILINE)
-# Of an instruction's first eight bytes. The offset counts units of 4 bytes, in LDCU of 8.
+# Fields of an instruction's first eight bytes. The offset is in units of 4 bytes, in LDCU of 8.
 _OFFSET_AT, _OFFSET_MASK, _BANK_AT, _BANK_MASK = 40, 0x3FFF, 54, 0x1F
 
 
 def code_hash(kernel: CompiledKernel) -> str:
     """16 hexadecimal digits of a SHA-256 over what a launch of the kernel executes.
 
-    That is its instructions and those of the functions that it calls, its constant banks, the initial values of the
-    variables that it refers to, registers, stack and static shared memory, the layout of its parameters, bounds on
-    threads, and cluster. Not names, line tables or paths, nor variables of the module that nothing refers to; what the
-    launch decides (grid, block, dynamic shared memory, arguments) is in ``launch_facts``.
+    That is the instructions of the kernel and of the functions that it calls, its constant banks, the initial values of
+    the variables that it refers to, registers, stack and static shared memory, the layout of its parameters, launch
+    bounds, and cluster. Not names, line tables or paths, nor unreferenced variables of the module; what the launch
+    decides (grid, block, dynamic shared memory, arguments) is in ``launch_facts``.
 
-    Raises MachineError where the cubin has no such kernel, or there is no nvdisasm.
+    Raises MachineError if the cubin has no such kernel, or if nvdisasm is missing.
     """
     return _Code(kernel).digest()
 
 
 def launch_facts(source: KernelSource, launch: Launch, dims: Mapping[str, int]) -> LaunchFacts:
-    """What a launch for a shape decides. Buffers are numbered by first use: their names and addresses do not matter."""
+    """The facts of a launch for a shape. Buffers are numbered by first use: their names and addresses do not matter."""
     numbers: dict[str, int] = {}
     return LaunchFacts(
         dims=dict(dims),
@@ -60,7 +60,7 @@ def launch_facts(source: KernelSource, launch: Launch, dims: Mapping[str, int]) 
 
 
 def launch_differences(then: LaunchFacts, now: LaunchFacts) -> list[str]:
-    """What differs between two launches, as "the grid (1x8x1, now 2x8x1)"; empty where nothing does."""
+    """The differences between two launches, such as "the grid (1x8x1, now 2x8x1)"; empty if there are none."""
     before, after = then.arguments.split("; "), now.arguments.split("; ")
     pairs = [
         ("the grid", _by(then.grid), _by(now.grid)),
@@ -99,8 +99,8 @@ def _argument(argument: Argument | np.generic | Any, number: Callable[[str], int
 class _Code:
     """The digest over one kernel of a cubin.
 
-    Sections other than the kernel's own count by what reaches them: each variable or function that is referred to is
-    numbered by first use and stands with its content, so neither names nor places in the image matter.
+    Sections other than the kernel's count only where they are referred to: each variable or function is numbered by
+    first use and hashed with its content, so neither names nor positions in the image matter.
     """
 
     def __init__(self, kernel: CompiledKernel) -> None:
@@ -135,7 +135,7 @@ class _Code:
 
     def _is_of_the_module(self, name: str, flags: int) -> bool:
         """Whether a section is loaded for every kernel, such as bank 3, ``__constant__`` variables."""
-        # .nv.merc: Blackwell's second form of the same code, from which later tools may make it anew.
+        # .nv.merc: Blackwell's second form of the same code, from which later tools may regenerate it.
         by_use = (".text.", ".nv.global", ".nv.shared", ".nv.merc.", _ADDRESSES)
         of_a_kernel = re.match(r"\.nv\.constant\d+\.", name) is not None
         return bool(flags & ALLOC) and not name.startswith(by_use) and not of_a_kernel
@@ -147,10 +147,10 @@ class _Code:
             self._digest.update(b":%d:" % len(data) + data)
 
     def _instructions(self) -> None:
-        """The kernel's section, which holds the functions that it calls too.
+        """The kernel's section, which also holds the functions that it calls.
 
-        Where an instruction reads an address from bank 4, which has a place there for each variable of the module, the
-        variable counts and not its place.
+        Where an instruction reads an address from bank 4, which has an entry for each variable of the module, the
+        variable counts, not the entry's offset.
         """
         section = self._image.sections[self._text]
         code = bytearray(section.data)
@@ -158,7 +158,7 @@ class _Code:
         used: list[tuple[int, int]] = []
         if addresses is not None:
             for at, offset in self._address_reads(bytes(code)):
-                if offset is None:  # computed: any of them may be meant
+                if offset is None:  # computed: it may be any entry
                     self._add("addresses", self._image.sections[addresses].data)
                     self._relocations(addresses)
                     continue
@@ -169,17 +169,17 @@ class _Code:
         self._relocations(self._text)
         places = {r.offset: r for r in self._image.relocations(addresses)} if addresses is not None else {}
         for at, offset in used:
-            whole = offset - offset % 8  # an address, or its upper half
+            whole = offset - offset % 8  # the read may be of an address's upper half
             self._add("reads", at, offset % 8)
             if whole in places:
                 self._target(places[whole].symbol, places[whole].addend)
 
     def _address_reads(self, code: bytes) -> Iterator[tuple[int, int | None]]:
-        """(place of the instruction, offset in bank 4) of every read of an address; no offset where it is computed."""
+        """(offset of the instruction, offset in bank 4) of every read of an address; None where that is computed."""
         for place, spelled in _ADDRESS.findall(self._listing()):
             at = int(place, 16)
             word = int.from_bytes(code[at : at + 8], "little")
-            constant = spelled.replace("URZ", "0x0")  # the register that is always zero
+            constant = spelled.replace("URZ", "0x0")  # the zero register
             offset = int(constant, 16) if re.fullmatch(r"0x[0-9a-f]+", constant) else None
             units, bank = word >> _OFFSET_AT & _OFFSET_MASK, word >> _BANK_AT & _BANK_MASK
             yield at, offset if bank == 4 and offset in (4 * units, 8 * units) else None
@@ -190,7 +190,7 @@ class _Code:
             self._target(r.symbol, r.addend)
 
     def _target(self, symbol: int, addend: int) -> None:
-        """What an address leads to: a place in the kernel, a variable with its content, or something outside."""
+        """What an address refers to: an offset in the kernel, a variable with its content, or something outside."""
         found = self._image.symbols[symbol]
         if found.section == UNDEFINED:
             self._add("outside", found.name.encode(), addend)
@@ -217,14 +217,14 @@ class _Code:
                 self._target(r.symbol, r.addend)
 
     def _variable_at(self, section: int, offset: int) -> tuple[int, int, int]:
-        """Start and size of the variable that holds a place in a section, and the place in it; else the section."""
+        """Start and size of the variable around an offset in a section, and the offset within it; else the section."""
         for s in self._image.symbols:
             if s.section == section and not s.is_section and s.value <= offset < s.value + s.size:
                 return s.value, s.size, offset - s.value
         return 0, self._image.sections[section].size, offset
 
     def _attributes(self) -> None:
-        """What the driver is told of the kernel: registers, stack, parameters, bounds, cluster."""
+        """The kernel's attributes for the driver: registers, stack, parameters, bounds, cluster."""
         found = []
         for code, value in self._attributes_of(f".nv.info.{self._entry}"):
             if code == _PARAM_CBANK:
@@ -242,7 +242,7 @@ class _Code:
             self._add("attribute", code, value)
 
     def _attributes_of(self, name: str) -> Iterator[tuple[int, bytes]]:
-        """(attribute, its bytes) of a section of them."""
+        """(attribute, its bytes) for each attribute of a section."""
         index = self._image.find(name)
         data, at = self._image.sections[index].data if index is not None else b"", 0
         while at < len(data):

@@ -29,13 +29,12 @@ _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)
 
 
 def disassemble(cubin: bytes, entry: str) -> str:
-    """The SASS of kernel ``entry`` and of the functions that it calls, as nvdisasm prints it.
+    """The SASS of kernel ``entry`` and the functions that it calls, as nvdisasm prints it.
 
-    Read from the cache where it was disassembled before. Raises MachineError where there is no nvdisasm, where it
-    cannot read the cubin, or where the cubin has no such kernel.
+    Cached. Raises MachineError if nvdisasm is missing or cannot read the cubin, or if the cubin has no such kernel.
     """
     tool = toolchain.nvdisasm()
-    # nvdisasm takes a quarter of a second to start, the cache a millisecond.
+    # nvdisasm takes a quarter of a second to start, a cache load a millisecond.
     what = f"sass;{toolchain.file_fingerprint(tool)};{entry};".encode()
     key = hashlib.sha256(what + cubin).digest()
     cached = cache.load(key)
@@ -53,9 +52,9 @@ def disassemble(cubin: bytes, entry: str) -> str:
 
 
 def count_instructions(sass: str) -> dict[str, int]:
-    """Instructions in a listing by the counters of ``greenfast.judge.task.Counter``, and their ``total``.
+    """Instruction counts of a listing, by the counters of ``greenfast.judge.task.Counter``, and their ``total``.
 
-    Static counts: an instruction in a loop counts once. NOP, which pads the end of a kernel, does not count.
+    The counts are static: an instruction in a loop counts once. NOPs, which pad the end of a kernel, do not count.
     """
     opcodes = [opcode for opcode in _INSTRUCTION.findall(sass) if opcode != "NOP"]
     counts = {
@@ -66,7 +65,7 @@ def count_instructions(sass: str) -> dict[str, int]:
 
 
 def _section(listing: str, entry: str) -> str:
-    """The part of nvdisasm's listing that holds ``entry``: each kernel has a section of its own."""
+    """The section of nvdisasm's listing for kernel ``entry``."""
     start = listing.find(f"\t.section\t.text.{entry},")
     if start < 0:
         raise MachineError(f"the machine code has no kernel {entry!r}")

@@ -1,6 +1,6 @@
-"""One run of NVRTC: plain data in, plain data out, and a process that serves such runs. Imports little: it starts fast.
+"""One run of NVRTC, with plain data in and out, and a process that serves such runs. Imports little, to start fast.
 
-NVRTC crashes on some sources and takes its process along, so whoever compiles kernels that others wrote does it in
+NVRTC crashes on some sources and kills its process, so third-party kernels are compiled through
 ``greenfast.device.compiler_process``.
 """
 
@@ -17,7 +17,7 @@ from cuda.bindings import nvrtc
 
 @dataclass(frozen=True)
 class Job:
-    """A source to compile: its text, the name that messages give it, and the compiler's options."""
+    """A source to compile: its text, its name in messages, and the compiler's options."""
 
     source: str
     name: str
@@ -26,10 +26,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Output:
-    """What one run gives. status: NVRTC's name of it; cubin: empty where that is not NVRTC_SUCCESS.
+    """The result of one run. status: NVRTC's name for it. cubin: empty unless that is NVRTC_SUCCESS.
 
-    log and ptx: there as well where the run failed; ptx is empty where the compiler did not get that far. It is of the
-    same run as the machine code.
+    log and ptx: also present if the run failed; ptx is empty if the compiler did not get that far, and is from the same
+    run as the machine code.
     """
 
     status: str
@@ -39,7 +39,7 @@ class Output:
 
 
 def run(job: Job) -> Output:
-    """Compile in this process. Raises RuntimeError where NVRTC does not even take the source."""
+    """Compile in this process. Raises RuntimeError if NVRTC cannot create a program from the source."""
     status, program = nvrtc.nvrtcCreateProgram(job.source.encode(), job.name.encode(), 0, [], [])
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise RuntimeError(f"nvrtcCreateProgram: {status.name}")
@@ -75,10 +75,10 @@ def _text(get_size: Callable[..., Any], get: Callable[..., Any], program: Any) -
 
 
 def serve() -> None:
-    """Child process: say that it started, then answer each Job on standard input until that closes.
+    """Child process: report that it started, then answer each Job on standard input until that closes.
 
-    An answer is an Output, or the text of an error. Both ways are pickled; what the compiler itself may print goes to
-    standard error.
+    An answer is an Output, or the text of an error. Messages both ways are pickled; anything that the compiler prints
+    goes to standard error.
     """
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -89,7 +89,7 @@ def serve() -> None:
             answers.flush()
             job = pickle.load(jobs)
         except (EOFError, BrokenPipeError):
-            os._exit(0)  # the parent has gone, or wants no more
+            os._exit(0)  # the parent has exited or closed the pipe
         try:
             answer = run(job)
         except Exception as e:

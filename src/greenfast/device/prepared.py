@@ -1,4 +1,4 @@
-"""A launch whose arguments are packed once: each further one costs the host a single driver call."""
+"""A launch whose arguments are packed once: each repetition costs the host a single driver call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.kernel import Argument, Launch, TensorMap, value_bytes
 
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
-_SLOT = 64  # bytes that an argument's place is a multiple of: what a tensor map asks for
+_SLOT = 64  # alignment of each argument in bytes, as a tensor map requires
 _TYPES = {
     "uint8": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     "uint16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
@@ -56,14 +56,14 @@ def encoded(layout: TensorMap, pointer: int) -> bytes:
 
 
 class NoContextError(MachineError):
-    """The thread has no CUDA context yet: PyTorch makes one current only where it has to."""
+    """The thread has no current CUDA context: PyTorch sets one only when it needs it."""
 
 
 class Prepared:
-    """One launch of a loaded kernel, on a stream and on device memory that stay the same.
+    """One launch of a loaded kernel on a fixed stream and fixed device memory.
 
-    Calling it queues the launch. It holds no memory of the device, so its pointers are the caller's to keep valid, and
-    nothing in it changes: threads may share it.
+    Calling it queues the launch. It owns no device memory, so the caller must keep its pointers valid. It is immutable,
+    so threads may share it.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Prepared:
         self._config = config
 
     def __call__(self) -> None:
-        """Queue the launch. Raises MachineError where the driver refuses it, NoContextError without a context."""
+        """Queue the launch. Raises MachineError if the driver refuses it, NoContextError without a context."""
         status = driver.cuLaunchKernelEx(self._config, self._function, self._parameters, 0)[0]
         if status:
             if status == _NO_CONTEXT:

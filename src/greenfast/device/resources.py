@@ -9,7 +9,7 @@ from collections import Counter
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import Resources
 
-# One section per kernel; functions that it calls without inlining follow inside its section with frames of their own:
+# One section per kernel; functions that it calls without inlining follow within its section, with their own frames:
 #   ptxas info    : Compiling entry function 'k' for 'sm_89'
 #   ptxas info    : Function properties for k
 #   ptxas         .     144 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
@@ -26,7 +26,7 @@ _CUMULATIVE_STACK = re.compile(r"(\d+) bytes cumulative stack size")
 def device_variable_bytes(ptx: str) -> int:
     """Bytes of the module's variables in global memory that its code refers to.
 
-    What ptxas -v calls gmem also counts constants that only the compiler used, such as ``static constexpr`` members.
+    The gmem of ptxas -v also counts constants that only the compiler used, such as ``static constexpr`` members.
     """
     total = 0
     words = Counter(_WORD.findall(ptx))
@@ -38,10 +38,10 @@ def device_variable_bytes(ptx: str) -> int:
 
 
 def parse_resources(log: str, entry: str, dynamic_smem_bytes: int) -> Resources:
-    """What the compiler says that kernel ``entry`` uses.
+    """The resources of kernel ``entry``, from the compiler's log.
 
-    Spills are those of the kernel and of every function that it calls; the stack is the kernel's deepest.
-    Raises MachineError naming what the log lacks: nothing is taken for zero that was not read.
+    Spills are summed over the kernel and every function that it calls; the stack is the deepest.
+    Raises MachineError naming what the log lacks: a missing value never counts as zero.
     """
     _, *pieces = _SECTION.split(log)
     sections = dict(zip(pieces[::2], pieces[1::2], strict=True))
@@ -56,7 +56,7 @@ def parse_resources(log: str, entry: str, dynamic_smem_bytes: int) -> Resources:
         raise MachineError(f"the compiler's log does not state the stack frame and spills of kernel {entry!r}")
     if used is None:
         raise MachineError(f"the compiler's log does not state the registers of kernel {entry!r}")
-    # ptxas leaves shared memory out of the line where a kernel has none.
+    # ptxas omits shared memory from the line if a kernel has none.
     smem = _SMEM.search(used[2])
     cumulative = _CUMULATIVE_STACK.search(used[2])
     return Resources(

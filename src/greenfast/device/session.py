@@ -1,4 +1,4 @@
-"""What a worker process does for the pipeline: run kernels on cases, check them, time them."""
+"""A session on a device, as worker processes serve it: run kernels on cases, check them, time them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from greenfast.spec.problem import Array, Case
 
 @dataclass(frozen=True)
 class RunResult:
-    """The outputs of one case, what the kernel did to others' memory, and whether repeats agreed in bits.
+    """The outputs of one case, memory violations, and whether repeats agreed bit by bit.
 
-    counts: what the kernel executed; None where nothing counts it, as on a GPU.
+    counts: what the kernel executed; None if the device does not count it, as on a GPU.
     """
 
     outputs: dict[str, Array]
@@ -29,7 +29,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive timed launches of one kernel: device times in microseconds and the clocks right after them."""
+    """Consecutive timed launches of one kernel: device times in microseconds, and the clocks right after them."""
 
     samples_us: list[float]
     clocks: dict[str, float]
@@ -57,7 +57,7 @@ class Session(Protocol):
         """Mean SM cycles per block and phase of an instrumented build, after one run to warm up."""
 
     def phase_counts(self, image: KernelImage, plan: Launch, case: Case) -> dict[str, KernelCounts]:
-        """What each phase of an instrumented build executes, where the device counts it; else MachineError."""
+        """What each phase of an instrumented build executes; MachineError if the device does not count it."""
 
 
 def same_bits(a: dict[str, Array], b: dict[str, Array]) -> bool:
@@ -78,7 +78,7 @@ class GpuSession:
 
     def run(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> RunResult:
         """Run a case ``repeats`` times, each in memory of its own, and compare the outputs bit by bit."""
-        # All are allocated before one is freed, or the second would get the first one's addresses.
+        # Allocate all before freeing any, or the second would get the first one's addresses.
         bounds = [self._gpu.bind(image, plan, case) for _ in range(repeats)]
         results = [bound.run() for bound in bounds]
         violations = list(dict.fromkeys(v for bound in bounds for v in bound.violations()))
@@ -116,5 +116,5 @@ class GpuSession:
         return dict(zip(image.phases, map(float, cycles), strict=True))
 
     def phase_counts(self, image: KernelImage, plan: Launch, case: Case) -> dict[str, KernelCounts]:
-        """Refuse: a GPU counts the cycles of phases, and no instructions."""
+        """Raises MachineError: a GPU counts cycles per phase, not instructions."""
         raise MachineError("instructions are counted by phase in the emulator only")

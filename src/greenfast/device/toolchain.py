@@ -1,4 +1,4 @@
-"""Where the compiler, its headers and the disassembler are on this machine, and what to install where they are not."""
+"""Where the compiler, its headers and the disassembler are on this machine, and what to install if they are missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cuda.pathfinder import (
 
 from greenfast.spec.errors import MachineError
 
-# A header of each package that kernels include from, and the pip package that brings it.
+# A header from each package that kernels include, and the pip package that provides it.
 _HEADERS = {
     "cuda_fp8.h": "nvidia-cuda-runtime",
     "crt/mma.h": "nvidia-cuda-crt",
@@ -27,10 +27,10 @@ _REMEDY = "install with pip: {} (version 13), or install a CUDA toolkit and set 
 
 
 def nvrtc_library() -> Path:
-    """The NVRTC library that compiles, loaded into this process. Raises MachineError where there is none.
+    """The NVRTC library, loaded into this process. Raises MachineError if it is missing.
 
-    To be called before NVRTC is: the finder loads the library and then its builtins, and a thread that comes in between
-    finds the one and compiles without the other, which fails.
+    Call this before any NVRTC function: the finder loads the library and then its builtins, and a thread that compiles
+    between the two fails for lack of the builtins.
     """
     try:
         with _LOADING:
@@ -43,8 +43,8 @@ def nvrtc_library() -> Path:
 def cuda_include_dirs() -> tuple[Path, ...]:
     """The folders of the CUDA and CCCL headers, in the compiler's order.
 
-    Packages in the Python environment come first, then CUDA_PATH or CUDA_HOME, then /usr/local/cuda; the first folder
-    that is complete is taken. Raises MachineError naming the missing headers and the packages that bring them.
+    Packages in the Python environment come first, then CUDA_PATH or CUDA_HOME, then /usr/local/cuda; the first complete
+    one is taken. Raises MachineError naming the missing headers and the packages that provide them.
     """
     missing = list(_HEADERS)
     for folder in _header_folders():
@@ -57,7 +57,7 @@ def cuda_include_dirs() -> tuple[Path, ...]:
 
 
 def nvdisasm() -> Path:
-    """The disassembler. Raises MachineError where there is none."""
+    """The disassembler. Raises MachineError if it is missing."""
     path: str | None = find_nvidia_binary_utility("nvdisasm") or shutil.which("nvdisasm")
     if path is None:
         remedy = _REMEDY.format("nvidia-cuda-nvdisasm, which 'greenfast[judge]' brings,")
@@ -73,10 +73,10 @@ def fingerprint() -> bytes:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Name, size and time of a file, standing for its content; not its folder.
+    """Name, size and modification time of a file, which stand for its content; not its folder.
 
-    The time is in whole seconds, which is what layers of container images keep: a cache that was filled while an image
-    was made is then of use in the image.
+    The time is in whole seconds, as layers of container images store it: a cache that was filled while an image was
+    built then works in the image.
     """
     stat = path.stat()
     return f"{path.name}:{stat.st_size}:{int(stat.st_mtime)}"
@@ -90,7 +90,7 @@ def _header_folders() -> list[Path]:
 
 
 def _cccl_folder(include: Path) -> list[Path]:
-    """CCCL lies in a folder of its own from CUDA 13 on, among the other headers before."""
+    """CCCL has its own folder from CUDA 13 on; before, it is among the other headers."""
     if (include / _CCCL_HEADER).is_file():
         return []
     found: str | None = find_nvidia_header_directory("cccl")

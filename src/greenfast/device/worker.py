@@ -1,4 +1,4 @@
-"""A Session in a process of its own, so that a kernel that crashes or hangs takes only that process with it."""
+"""A Session in a separate process, so that a kernel that crashes or hangs kills only that process."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from greenfast.spec.facts import DeviceInfo, KernelCounts
 from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import Case
 
-#: Seconds that a process may take to start, with Python and the driver, before any time-out of a kernel counts.
+#: Seconds that a process may take to start Python and the driver, which do not count toward a kernel's time-out.
 START_S = 30.0
 
 
 class WorkerError(GreenfastError):
-    """A kernel's process failed: it crashed, hung beyond its time-out, or its device reported an error."""
+    """A kernel's process failed: it crashed, exceeded its time-out, or its device reported an error."""
 
 
 def _serve(connection: Connection, make_session: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Child process: say whether it started, then answer (method, args) until the pipe closes.
+    """Child process: report whether it started, then answer (method, args) until the pipe closes.
 
     Every message is ("ok", result) or ("error", message).
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle; it closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts, and closes the pipe
 
     def attempt(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
         try:
@@ -54,16 +54,16 @@ def _serve(connection: Connection, make_session: Callable[..., Any], args: tuple
 class Worker:
     """A session in a child process. Use as a context manager; leaving it ends the process.
 
-    Every method raises WorkerError where the process dies, exceeds ``timeout_s`` or reports an error; the worker is
-    closed then.
+    Every method raises WorkerError, and closes the worker, if the process dies, exceeds ``timeout_s`` or reports an
+    error.
     """
 
     def __init__(self, ordinal: int = 0, *, timeout_s: float, make_session: Callable[..., Any] = GpuSession) -> None:
         context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make_session, (ordinal,)), daemon=True)
-        # A child that still imports would answer an interrupt with a traceback: it inherits the blocked signal.
-        resource_tracker.ensure_running()  # else start() does this, and unblocks the signal
+        # A child that is still importing would print a traceback on an interrupt, so it inherits the blocked signal.
+        resource_tracker.ensure_running()  # otherwise start() does this and unblocks the signal
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
@@ -95,7 +95,7 @@ class Worker:
         return self._answer(method, self._timeout_s)
 
     def _answer(self, what: str, seconds: float) -> Any:
-        """The child's next answer. Raises WorkerError, the worker closed, where none comes in time, or an error."""
+        """The child's next answer. If it is an error or late, closes the worker and raises WorkerError."""
         with self._failures(what):
             if not self._connection.poll(seconds):
                 self.close()
@@ -108,7 +108,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _failures(self, what: str) -> Iterator[None]:
-        """Turn a broken pipe into the crash that it means."""
+        """Report a broken pipe as the crash that caused it."""
         try:
             yield
         except (EOFError, OSError) as e:

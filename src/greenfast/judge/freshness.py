@@ -32,7 +32,7 @@ def of_build(
                 CANNOT_TELL,
                 (f"the source of {what} or the compiler's options differ, and the record has no hash of machine code",),
             )
-        today = code_hash(compiled or compile_kernel(now, target, apart=True))
+        today = code_hash(compiled or compile_kernel(now, target, isolated=True))
     except (CompileError, UsageError) as e:
         return Freshness(STALE, (f"{what} cannot be built any more: {str(e).splitlines()[0].rstrip(':')}",))
     return Freshness() if today == then.code_hash else Freshness(STALE, (f"the machine code of {what} differs",))

@@ -1,4 +1,4 @@
-"""Attention in float64, and how far rounding can take a kernel from it."""
+"""Attention in float64, and a bound on a kernel's rounding error against it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FLOAT_STEP = 2.0**-23  # one float32 spacing: tensor cores may truncate where F
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a kernel rounds: relative and absolute error of a weight (the row's largest is 1), and of a sum of products.
+    """How a kernel rounds: relative and absolute error of a weight (a row's largest is 1), and of a sum of products.
 
     A sum's error is relative to the sum of the products' magnitudes. second_order: a factor for products of errors.
     """
@@ -24,13 +24,13 @@ class Rounding:
     second_order: float
 
 
-#: P kept in half; its subnormals have a spacing of 2^-24. Sums in float32.
+#: P in half precision, whose subnormals have a spacing of 2^-24. Sums in float32.
 HALF_WEIGHTS = Rounding(2.0**-11, 2.0**-25, _FLOAT_STEP, 1.01)
-#: P times 2^8 kept in E4M3, with 3 bits behind the leading one and subnormals 2^-9 apart. The tensor cores of Hopper
-#: keep about 14 bits of a sum of E4M3 products.
+#: P times 2^8 in E4M3, with 3 mantissa bits and a subnormal spacing of 2^-9. The tensor cores of Hopper keep about 14
+#: bits of a sum of E4M3 products.
 E4M3_WEIGHTS = Rounding(2.0**-4 + 2.0**-9, 2.0**-18, 2.0**-13, 1.15)
 
-#: The same where powers come from a polynomial in half (exp2_halves in kernels/ptx/e4m3.cuh), off by up to 0.9 %.
+#: The same with powers from a half-precision polynomial (exp2_halves in kernels/ptx/e4m3.cuh), off by up to 0.9 %.
 E4M3_POLYNOMIAL_WEIGHTS = Rounding(2.0**-4 + 2.0**-6, 2.0**-18, 2.0**-13, 1.15)
 
 _HALF_OUTPUT, _HALF_OUTPUT_SMALLEST = 2.0**-11, 2.0**-25
@@ -39,14 +39,14 @@ _HALF_OUTPUT, _HALF_OUTPUT_SMALLEST = 2.0**-11, 2.0**-25
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
     """softmax(scale * q k^T) v in float64. q: (heads, q_len, head_dim), k and v: (heads, kv_len, head_dim).
 
-    mask: bool (q_len, kv_len), true where a query attends to a key; a query that attends to none gives 0. The result
+    mask: bool (q_len, kv_len), true where a query attends to a key; a query that attends to no key gives 0. The result
     has the shape of q.
     """
     return _weights(q.double() @ k.double().transpose(-1, -2) * scale, mask)[0] @ v.double()
 
 
 def _weights(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The softmax of scores, its numerators with the largest of a row at 1, and the maxima."""
+    """The softmax of scores, its numerators (a row's largest is 1), and the row maxima."""
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     top = scores.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)
@@ -57,15 +57,15 @@ def _weights(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tenso
 def attention_rounding_bound(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, rounding: Rounding = HALF_WEIGHTS
 ) -> Tensor:
-    """Per element, the largest error of an attention kernel that rounds P and its sums so, and all else to float32.
+    """Per element, the largest error of an attention kernel that rounds P and its sums this way, all else to float32.
 
     q, k, v, mask: as in ``attention``, the exact (dequantized) inputs. Returns float64 of the shape of q.
 
     With weights p_j off by e_j, and the divisor summed over the same rounded weights, the output is off by exactly
     sum_j e_j (v_j - o) / sum_j (p_j + e_j); a divisor summed before the rounding only drops the term of o. Each e_j has
-    a relative part (the rounding of p_j, ex2, and the error of its score) and an absolute one (a p_j among the
-    subnormals). On top come accumulation over the keys, one rescale per tile of at least 32 keys, and the rounding of
-    the output to half.
+    a relative part (the rounding of p_j, ex2, and the error of its score) and an absolute one (a subnormal p_j). Added
+    to this are accumulation over the keys, one rescale per tile of at least 32 keys, and the rounding of the output to
+    half.
     """
     q, k, v = q.double(), k.double(), v.double()
     head_dim, kv_len = q.shape[-1], k.shape[-2]
@@ -74,7 +74,7 @@ def attention_rounding_bound(
     total = p.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     out = (p @ v) / total
 
-    # A score: its sum of exact products; scaling and the subtraction of the maximum round 4 times.
+    # A score is a sum of exact products; scaling and subtracting the maximum round 4 times.
     products = q.abs() @ k.abs().transpose(-1, -2) * scale
     sums = max(head_dim * _FLOAT_STEP, rounding.sum)
     score_err = sums * products + 4 * _FLOAT_STEP * (scores.abs() + top.abs())

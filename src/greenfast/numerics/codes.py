@@ -1,4 +1,4 @@
-"""Codes as the attention kernels read them: with scales of blocks or channels, and V transposed."""
+"""Codes as the attention kernels read them: with scales per block or channel, and V transposed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from greenfast.numerics.formats import encode
 
 
 def transposed_values(codes: Tensor) -> Tensor:
-    """V as the fast kernels read it: uint8 (heads, kv_len, head_dim) to (heads, head_dim, padded_keys), reordered.
+    """V as the attention kernels read it: uint8 (heads, kv_len, head_dim) to (heads, head_dim, padded_keys), reordered.
 
-    The keys beyond the last are zeros. The result is on the device of ``codes``.
+    The padding keys are zeros. The result is on the device of ``codes``.
     """
     heads, kv_len, head_dim = codes.shape
     padded = padded_keys(kv_len)
@@ -22,7 +22,7 @@ def transposed_values(codes: Tensor) -> Tensor:
 
 
 def quantize_blocks(x: Tensor, fmt: str, rows: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Codes and scales of x * factor, x (heads, length, head_dim), with a scale for each ``rows`` rows.
+    """Codes and scales of x * factor, x (heads, length, head_dim), with one scale per ``rows`` rows.
 
     Scales are (heads, blocks).
     """

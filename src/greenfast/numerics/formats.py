@@ -1,8 +1,7 @@
 """The two 8-bit number formats: one byte per element and one float32 scale per head.
 
 A code c with scale s stands for value(c) * s. ``e4m3`` codes are ``torch.float8_e4m3fn`` bits with scale amax / 448;
-``int8`` codes are symmetric two's-complement integers with scale amax / 127, zero exactly at zero. Zeros alone have
-scale 1.
+``int8`` codes are symmetric two's-complement integers with scale amax / 127; zero is exact. All-zero input has scale 1.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from greenfast.spec.errors import UsageError, unknown
 #: Format -> the largest magnitude that a code stands for.
 CODE_MAX = {"e4m3": 448.0, "int8": 127.0}
 
-#: The smallest scale: its inverse is a finite float32, also over a factor of up to 32.
+#: The smallest scale: its inverse, even times a factor of up to 32, is a finite float32.
 LEAST_SCALE = 2.0**-122
 
 
 def quantize(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Quantize each leading slice of ``x`` with a scale of its own.
+    """Quantize each leading slice of ``x`` with a separate scale.
 
     x: (heads, ...) of any floating dtype. Returns uint8 codes of x's shape and float32 scales of shape (heads,).
     The quotient x / scale is taken in float32 and rounded to nearest even, saturating.
@@ -32,9 +31,9 @@ def quantize(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
 
 
 def encode(x: Tensor, fmt: str, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """``quantize`` of x * factor, which may exceed float32, and need not be finite.
+    """``quantize`` of x * factor, which may exceed float32 and need not be finite.
 
-    A slice with NaN or infinity has a scale of NaN, and codes of 0.
+    A slice with NaN or infinity gets a NaN scale and zero codes.
     """
     if fmt not in CODE_MAX:
         raise unknown("format", fmt, CODE_MAX)
@@ -49,7 +48,7 @@ def encode(x: Tensor, fmt: str, factor: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scale: Tensor, fmt: str) -> Tensor:
-    """The exact values (float64, shape of ``codes``) that uint8 codes and their per-head float32 scales stand for."""
+    """The exact values (float64, shape of ``codes``) of uint8 codes with per-head float32 scales."""
     if fmt not in CODE_MAX:
         raise unknown("format", fmt, CODE_MAX)
     values = codes.view(torch.float8_e4m3fn if fmt == "e4m3" else torch.int8).double()

@@ -1,4 +1,4 @@
-"""Seeded inputs that any machine can draw again."""
+"""Seeded inputs that any machine can reproduce."""
 
 from __future__ import annotations
 

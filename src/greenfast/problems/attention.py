@@ -36,7 +36,7 @@ def _tensors(config: AttentionConfig, sizes: Sizes, seed: int) -> list[Tensor]:
     """Unquantized q (batch * heads, q_len, head_dim), k and v (batch * kv_heads, kv_len, head_dim), float16."""
     q_shape = (sizes.batch * sizes.heads, sizes.q_len, config.head_dim)
     kv_shape = (sizes.batch * sizes.kv_heads, sizes.kv_len, config.head_dim)
-    if q_shape == kv_shape:  # the ladder's inputs, drawn together
+    if q_shape == kv_shape:  # as the ladder draws its inputs, together
         return standard_normal(q_shape, 3, seed)
     return [*standard_normal(q_shape, 1, seed), *standard_normal(kv_shape, 2, seed + 1_000_000)]
 
@@ -49,7 +49,7 @@ def mask_of(mask: Mask, sizes: Sizes) -> Tensor | None:
 
 
 def _rows_of_a_scale(config: AttentionConfig) -> dict[str, int]:
-    """How many rows of q, k and v share a scale; 0: all of a head, or for v those of a channel."""
+    """How many rows of q, k and v share a scale; 0: all rows of a head, or for v of a channel."""
     return {
         "q": QUERY_BLOCK if config.query_scales == "block" else 0,
         "k": ROW_BLOCK if config.key_scales == "block" else 0,
@@ -58,7 +58,7 @@ def _rows_of_a_scale(config: AttentionConfig) -> dict[str, int]:
 
 
 def quantized(tensors: list[Tensor], config: AttentionConfig) -> dict[str, tuple[Tensor, Tensor]]:
-    """Codes and scales of q, k and v, with the scales that the config asks for."""
+    """Codes and scales of q, k and v, at the config's granularity."""
     found = {}
     for (name, rows), x in zip(_rows_of_a_scale(config).items(), tensors, strict=True):
         of = VALUE_FORMAT if name == "v" else config.format
@@ -70,7 +70,7 @@ def quantized(tensors: list[Tensor], config: AttentionConfig) -> dict[str, tuple
 
 
 def dequantized(codes: Mapping[str, tuple[Tensor, Tensor]], config: AttentionConfig) -> list[Tensor]:
-    """What the codes and scales of q, k and v stand for, in float64."""
+    """The values of the codes and scales of q, k and v, in float64."""
     rows = _rows_of_a_scale(config)
     found = []
     for name, (code, scale) in codes.items():
@@ -86,9 +86,9 @@ def dequantized(codes: Mapping[str, tuple[Tensor, Tensor]], config: AttentionCon
 
 
 def make_case(dims: Mapping[str, int], seed: int, fmt: str) -> Case:
-    """Codes q, k, v (uint8), v_t (V transposed, see transposed_values) and float32 scales; output out, and perhaps lse.
+    """Codes q, k, v (uint8), v_t (V transposed, see transposed_values) and float32 scales; output out, optionally lse.
 
-    out is float16, or with BF16 the bits of bfloat16 as uint16; lse is float32.
+    out is float16, or with BF16 bfloat16 bits as uint16; lse is float32.
     """
     inputs: dict[str, Array] = {}
     config, sizes = read_dims(dims, fmt)
@@ -108,7 +108,7 @@ def output_specs(config: AttentionConfig, sizes: Sizes) -> dict[str, OutputSpec]
 
 
 def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
-    """Attention on the unquantized and the dequantized inputs, and what P kept in half or in E4M3 can explain."""
+    """Attention on the unquantized and the dequantized inputs, and error bounds for P in half and in E4M3."""
     config, sizes = read_dims(dims, fmt)
     scale, mask = 1.0 / math.sqrt(config.head_dim), mask_of(config.mask, sizes)
     tensors = _tensors(config, sizes, seed)
@@ -138,7 +138,7 @@ def _dequantized_per_query_head(
 
 
 def log_sum_exp(dims: Mapping[str, int], seed: int, fmt: str) -> NDArray[np.float64]:
-    """What ``lse`` must hold, (batch * heads, q_len): the natural logarithm, -inf for a row that attends to no key."""
+    """The reference for ``lse``, (batch * heads, q_len): natural logarithm, -inf for a row that attends to no key."""
     config, sizes = read_dims(dims, fmt)
     q, k, _ = _dequantized_per_query_head(_tensors(config, sizes, seed), config, sizes)
     scores, mask = q @ k.transpose(-1, -2) / math.sqrt(config.head_dim), mask_of(config.mask, sizes)
@@ -157,7 +157,7 @@ def decode(outputs: Mapping[str, NDArray[Any]], fmt: str) -> NDArray[np.float64]
 
 
 def least_work(dims: Mapping[str, int]) -> dict[str, int]:
-    """Two products of 2 D operations and a power for each score that the mask leaves."""
+    """Two products of 2 D operations and one exponential for each unmasked score."""
     config, sizes = read_dims(dims, VALUE_FORMAT)
     mask = mask_of(config.mask, sizes)
     per_head = sizes.q_len * sizes.kv_len if mask is None else int(mask.sum())

@@ -33,7 +33,7 @@ def make_case(dims: Mapping[str, int], seed: int, fmt: str) -> Case:
 
 
 def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
-    """Attention on the unquantized and on the dequantized inputs, and what P kept in half can explain."""
+    """Attention on the unquantized and on the dequantized inputs, and the error bound for P in half."""
     scale = 1.0 / math.sqrt(dims["D"])
     unquantized = _tensors(dims, seed)
     q, k, v = (dequantize(*quantize(x, fmt), fmt) for x in unquantized)
@@ -50,6 +50,6 @@ def decode(outputs: Mapping[str, NDArray[Any]], fmt: str) -> NDArray[np.float64]
 
 
 def least_work(dims: Mapping[str, int]) -> dict[str, int]:
-    """Two products of 2 S^2 D operations and a power per score, for every head."""
+    """Two products of 2 S^2 D operations and one exponential per score, for every head."""
     scores = dims["B"] * dims["H"] * dims["S"] ** 2
     return {"matrix_flops": 4 * scores * dims["D"], "exponentials": scores}

@@ -26,7 +26,7 @@ def make_case(dims: Mapping[str, int], seed: int, fmt: str) -> Case:
 
 
 def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
-    """The tensor itself, and its exact quantization: no rounding of the kernel's own is allowed (bound 0)."""
+    """The tensor itself, and its exact quantization: the kernel may not round differently (bound 0)."""
     x = _tensor(dims, seed)
     codes, scale = quantize(x, fmt)
     exact = _with_scale(dequantize(codes, scale, fmt), scale)
@@ -34,12 +34,12 @@ def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
 
 
 def decode(outputs: Mapping[str, NDArray[Any]], fmt: str) -> NDArray[np.float64]:
-    """Per head the S * D numbers that the codes stand for, and the scale: (B*H, S*D + 1)."""
+    """Per head the S * D values of the codes, and the scale: (B*H, S*D + 1)."""
     codes, scale = torch.from_numpy(outputs["codes"]), torch.from_numpy(outputs["scale"])
     return _with_scale(dequantize(codes, scale, fmt), scale)
 
 
 def _with_scale(values: Tensor, scale: Tensor) -> NDArray[np.float64]:
-    # Codes twice as large with half the scale stand for the same numbers; only beside the scale are the codes unique.
+    # Codes twice as large with half the scale have the same values, so the scale is compared too.
     joined: NDArray[np.float64] = torch.cat([values.flatten(1), scale.double().view(-1, 1)], dim=1).numpy()
     return joined

@@ -55,6 +55,6 @@ def build_side(
     kernels, launches = {}, {}
     for shape in shapes:
         source = family.kernel(variant.values, fmt, shape.dims, instrumented=instrumented)
-        kernels[shape.name] = compile_kernel(source, target, apart=True)
+        kernels[shape.name] = compile_kernel(source, target, isolated=True)
         launches[shape.name] = family.launch(variant.values, fmt, shape.dims)
     return BuiltSide(role, variant, kernels, launches)
