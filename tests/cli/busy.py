@@ -1,4 +1,4 @@
-"""Tasks that keep ``greenfast validate`` busy at a certain place until they are interrupted."""
+"""Tasks that keep ``greenfast validate`` busy at a given point until they are interrupted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import greenfast.judge.validate
 greenfast.judge.validate.validation_report = _wait
 """
 
-#: Where -> (family, problem) of a task that waits there.
+#: Point -> (family, problem) of a task that waits there.
 PLACES: dict[str, tuple[str, str]] = {
     "import": (FAMILY, PROBLEM + _WAIT + "_wait()\n"),
     "build": (_WAIT + FAMILY.replace("    source =", "    _wait()\n    source ="), PROBLEM),
@@ -26,6 +26,6 @@ PLACES: dict[str, tuple[str, str]] = {
 
 
 def busy_task(folder: Path, place: str) -> Path:
-    """Write the task that waits at that place."""
+    """Write the task that waits at this point."""
     family, problem = PLACES[place]
     return write_task(folder, family=family, problem=problem)

@@ -1,4 +1,4 @@
-"""Run command lines: in this process, and as a person would."""
+"""Run command lines: in this process, and as a shell does."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 from greenfast.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-#: What a machine's environment may hold that changes what greenfast does.
+#: Environment variables that change what greenfast does.
 MACHINE_VARIABLES = ("GREENFAST_TASKS", "GREENFAST_GIT_SHA", "TORCH_CUDA_ARCH_LIST")
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command did."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -38,7 +38,7 @@ def run_here(capsys: pytest.CaptureFixture[str], *args: str | Path) -> Ran:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment, in which greenfast can be imported from the sources, with some variables more."""
+    """This process's environment with greenfast importable from the sources, and more variables."""
     return {**os.environ, "PYTHONPATH": str(ROOT / "src"), **variables}
 
 
@@ -50,5 +50,5 @@ def run_command(*command: str | Path, **variables: str) -> Ran:
 
 
 def files_below(folder: Path) -> list[str]:
-    """All files, and hidden folders too."""
+    """All files, including hidden folders."""
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() or p.name.startswith("."))

@@ -1,4 +1,4 @@
-"""Every command in README.md, CONTRIBUTING.md and docs/ is one that the command line takes, and every path is there."""
+"""Every command in README.md, CONTRIBUTING.md and docs/ is valid, and every path exists."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from greenfast.spec.errors import UsageError
 from tests.cli.command_line import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-#: The task's runner hands its words to this command line.
+#: The task's runner passes its arguments to this command line.
 RUNNER = ["python", "-m", "tasks.fp8_sdpa_stage_c_wmma.runner"]
-#: What a page writes in place of something of the reader's.
+#: Placeholders for the reader's names.
 PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]+\b(?!=)")
 
 
@@ -27,7 +27,7 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 
 def fenced(text: str) -> list[str]:
-    """The commands of the fenced blocks without a language, a text or shell one; continued lines are joined."""
+    """The commands in fenced blocks with no language, text or shell; continued lines are joined."""
     blocks = re.findall(r"^```(?:text|sh|bash|console)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [
@@ -38,7 +38,7 @@ def fenced(text: str) -> list[str]:
 
 
 def inline(text: str) -> list[str]:
-    """Whole commands in the running text: those with a verb, something after it, and nothing left out."""
+    """Complete commands in the running text: with a verb, something after it, and no omission."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     verbs = "|".join(VERBS)
     return [
@@ -60,7 +60,7 @@ def test_there_are_commands() -> None:
 
 
 @pytest.mark.parametrize("command", CASES)
-def test_the_command_is_one(command: str) -> None:
+def test_the_command_is_valid(command: str) -> None:
     words = shlex.split(command, comments=True)
     while re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # variables of the environment
         del words[0]
@@ -86,7 +86,7 @@ def test_the_command_is_one(command: str) -> None:
 
 
 def check_greenfast(words: list[str]) -> None:
-    """Raises unless the words parse, and name a task, variants, shapes and formats that are there."""
+    """Raises unless the words parse and name an existing task, variants, shapes and formats."""
     try:
         args = parser().parse_args(spelled(words))
     except SystemExit:
@@ -112,13 +112,13 @@ def check_greenfast(words: list[str]) -> None:
 @pytest.mark.parametrize(
     "words", [["validat"], ["validate", "fp8_sdpa", "--shape-s", "small"], ["emulate", "kernel.cu"]]
 )
-def test_what_is_no_command_fails(words: list[str]) -> None:
+def test_an_invalid_command_fails(words: list[str]) -> None:
     with pytest.raises(pytest.fail.Exception):
         check_greenfast(words)
 
 
 @pytest.mark.parametrize("words", [["--candidate", "stage9"], ["--shapes", "big"], ["--format", "fp4"]])
-def test_names_that_are_not_there_fail(words: list[str]) -> None:
+def test_unknown_names_fail(words: list[str]) -> None:
     with pytest.raises(UsageError):
         check_greenfast(["validate", "fp8_sdpa", *words])
 
@@ -132,7 +132,7 @@ def test_the_public_ci_calls_the_same_make_targets() -> None:
 
 
 @pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "reference.md"], ids=lambda p: p.name)
-def test_every_path_in_the_text_is_there(page: Path) -> None:
+def test_every_path_in_the_text_exists(page: Path) -> None:
     rooms = "src|tests|tasks|docs|scripts|benchmarks|evidence|examples"
     paths = re.findall(rf"`((?:{rooms})/[\w./-]+)`", page.read_text(encoding="utf-8"))
     assert [path for path in paths if not PLACEHOLDER.search(path) and not (ROOT / path).exists()] == []

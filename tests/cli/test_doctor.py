@@ -1,4 +1,4 @@
-"""``greenfast doctor``: every fault is named with its remedy, and the exit code says whether validate can work here."""
+"""``greenfast doctor``: every fault is named with its remedy; the exit code tells whether validate can run here."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_each_gpu_and_the_target_picked_for_it(monkeypatch: pytest.MonkeyPatch) 
     assert not doctor.gpu_gates([*found, Finding("torch", "MISSING", "not installed")])
 
 
-def test_no_gpu_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_not_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_why_no_gpu", lambda: "no NVIDIA driver")
     ((target, found),) = doctor.gpus()
     assert target is None
@@ -241,7 +241,7 @@ def test_variables_in_force_are_shown_and_judged(tmp_path: Path) -> None:
     assert "environment" in by_name(doctor.tasks_and_variables({}))
 
 
-def test_a_task_that_does_not_hold_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_task_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config_forward.json").write_text("{}")
     monkeypatch.setenv("GREENFAST_TASKS", str(tmp_path))

@@ -1,4 +1,4 @@
-"""``greenfast emulate`` as the author of a kernel without a GPU uses it."""
+"""``greenfast emulate`` as a kernel's author without a GPU uses it."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_missing_barrier_is_found(capsys: pytest.CaptureFixture[str], files: P
         assert "found at reduce.cu:12" in later.err
 
 
-def test_bank_conflicts_stand_by_source_line(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+def test_bank_conflicts_are_listed_by_source_line(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     (files / "banks.cu").write_text(
         "__global__ void k(float* y) {\n  __shared__ float s[1024];\n  s[32 * threadIdx.x] = 1;\n  __syncwarp();\n"
         "  y[threadIdx.x] = s[32 * (31 - threadIdx.x)];\n}\n"
@@ -186,7 +186,7 @@ def test_a_ptx_file_runs_too(capsys: pytest.CaptureFixture[str], files: Path) ->
 
 
 def test_a_damaged_ptx_file_is_a_usage_error(capsys: pytest.CaptureFixture[str], files: Path) -> None:
-    """Wherever it was cut off."""
+    """Wherever it is truncated."""
     text = to_ptx(KernelSource("", SAXPY, "saxpy.cu", (), (32, 1, 1)), Target("sm_80"))
     for place in range(0, text.rindex("}"), 71):
         (files / "saxpy.ptx").write_text(text[:place])
@@ -298,7 +298,7 @@ def test_a_struct_by_value(capsys: pytest.CaptureFixture[str], files: Path) -> N
         assert_said(emulate(capsys, files / "k.cu", *out, "--arg", wrong), 2, said)
 
 
-def test_a_template_without_an_instantiation_is_told(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+def test_a_template_without_an_instantiation_is_reported(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     template = "template <int N> __global__ void k(int* y) { y[0] = N; }\n"
     (files / "k.cu").write_text(template)
     assert_said(emulate(capsys, files / "k.cu", "--kernel", "k"), 2, "a template needs an explicit instantiation")
@@ -308,7 +308,7 @@ def test_a_template_without_an_instantiation_is_told(capsys: pytest.CaptureFixtu
     assert np.load(files / "out" / "y.npy").tolist() == [7]
 
 
-def test_what_does_not_compile_is_1_with_file_and_line(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+def test_a_compile_error_is_1_with_file_and_line(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     (files / "k.cu").write_text("__global__ void k(int* y) {\n  y[0] = WIDTH;\n}\n")
     ran = emulate(capsys, files / "k.cu", "--kernel", "k", "--define", "OTHER=1")
     assert (ran.code, ran.out) == (1, "")

@@ -1,4 +1,4 @@
-"""What is wrong is said on standard error, in words, with what would be right; the exit code says whose fault it is."""
+"""Errors go to standard error and name what is allowed; the exit code tells whose fault it is."""
 
 from __future__ import annotations
 
@@ -139,20 +139,18 @@ def test_a_wrong_toggle_in_the_environment_is_named(
 
 
 @pytest.mark.parametrize("verb", ["validate", "bench", "profile"])
-def test_a_gpu_that_is_not_there_is_the_machines_fault(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
-) -> None:
+def test_a_missing_gpu_is_a_machine_error(capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str) -> None:
     ran = run_here(capsys, verb, "fp8_sdpa", "--device", "99", "--out", tmp_path)
     assert_said(ran, 3, "device 99: the driver shows 0 GPU(s); use --device none to run without one")
 
 
-def test_a_profile_without_a_gpu_is_the_machines_fault(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_without_a_gpu_is_a_machine_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert_said(run_here(capsys, "profile", "fp8_sdpa"), 3, "a profile needs a GPU; emulated")
     assert_said(run_here(capsys, "profile", "fp8_sdpa", "--device", "none"), 3, "a profile needs a GPU; no GPU")
 
 
 @pytest.mark.parametrize("verb", ["validate", "bench"])
-def test_a_results_folder_that_cannot_be_made_is_the_machines_fault(
+def test_a_results_folder_that_cannot_be_made_is_a_machine_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -186,7 +184,7 @@ def test_runs_that_cannot_be_compared_say_why(
     assert not (tmp_path / "COMPARE.md").exists()
 
 
-def test_a_comparison_that_cannot_be_written_is_the_machines_fault(
+def test_a_comparison_that_cannot_be_written_is_a_machine_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run = perf_file(tmp_path / "a").parent
@@ -194,7 +192,7 @@ def test_a_comparison_that_cannot_be_written_is_the_machines_fault(
     assert_said(ran, 3, "COMPARE.md cannot be written (Not a directory)")
 
 
-def test_a_run_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_run_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert_said(run_here(capsys, "report", tmp_path / "none"), 2, "none: cannot be read (No such file or directory)")
     assert_said(run_here(capsys, "compare", tmp_path, tmp_path), 2, "perf_baseline.json: cannot be read (No such file")
     (tmp_path / "record.json").write_text("{}")
@@ -217,7 +215,7 @@ def test_a_run_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tm
     ],
 )
 @pytest.mark.parametrize("verb", ["validate", "bench"])
-def test_a_task_that_does_not_hold_is_named(
+def test_an_invalid_task_is_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str, files: dict[str, Any], said: str
 ) -> None:
     folder = write_task(tmp_path / "mine", **files)
@@ -270,10 +268,10 @@ def test_a_kernel_that_crashes_the_compiler_fails_build(capsys: pytest.CaptureFi
     assert "crashed (SIGSEGV) while it compiled for sm_89" in ran.err
 
 
-def test_a_task_module_that_fails_while_it_works_is_told_from_greenfast(
+def test_a_failing_task_module_is_distinguished_from_greenfast(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A bug of a task's author: the traceback is what he needs."""
+    """A bug in a task's module: its author needs the traceback."""
     folder = write_task(tmp_path / "mine", family=FAMILY.replace("    source =", "    1 / 0\n    source ="))
     ran = run_here(capsys, "validate", folder, "--out", tmp_path / "out")
     assert ran.code == 3

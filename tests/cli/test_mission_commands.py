@@ -1,4 +1,4 @@
-"""The mission's four commands, as they are written there, on a machine without a GPU."""
+"""The mission's four commands, verbatim, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build_of(ran: Ran) -> dict[str, Any]:
 
 
 def assert_emulated(ran: Ran) -> None:
-    """Without a GPU the emulator decides what is not about time."""
+    """Without a GPU the emulator decides everything but time."""
     assert (ran.code, ran.err) == (0, "")
     statuses = {line.split()[0]: line.split()[1] for line in ran.out.splitlines() if line[:1].isupper()}
     assert statuses == {"BUILD": "PASS", "RESOURCES": "PASS", "CORRECTNESS": "PASS", "PERFORMANCE": "PENDING"}
@@ -54,7 +54,7 @@ def test_the_second_command(tmp_path: Path) -> None:
 
 
 def run_door(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: Path, **variables: str) -> Ran:
-    """The second command in this process, which costs no imports."""
+    """The second command in this process, which saves the imports."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["runner.py", *SECOND[3:], "--out", str(out)])
@@ -94,7 +94,7 @@ def test_a_wrong_value_in_the_environment_is_2(
 
 
 def saved(folder: Path, variant: str, us: float, shape: str = "b1_h8_s512_d64") -> Path:
-    """A perf_baseline.json as a run leaves it, with timings that are made up."""
+    """A perf_baseline.json as a run writes it, with made-up timings."""
     rows = [timing_row("mission", seed, us, cache=cache) for seed in (0, 1, 2) for cache in ("warm", "cold")]
     results = [{**msgspec.to_builtins(row), **row.dims, "shape": shape} for row in rows]
     content = {"task": "fp8_sdpa", "variant": variant, "format": "e4m3", "results": results, "pending": None}
@@ -104,7 +104,7 @@ def saved(folder: Path, variant: str, us: float, shape: str = "b1_h8_s512_d64") 
 
 
 def test_the_third_command(tmp_path: Path) -> None:
-    """Also of a run from before shapes got their names."""
+    """Also from a run before shapes got their names."""
     baseline, candidate = saved(tmp_path / "a", "stage1", 1200.8, "mission"), saved(tmp_path / "b", "stage2", 656.4)
     ran = run_command("python", "scripts/compare_results.py", baseline, candidate, "--out", tmp_path / "COMPARE.md")
     assert (ran.code, ran.err) == (0, "")
@@ -120,7 +120,7 @@ def test_the_third_command_without_runs_is_2(tmp_path: Path) -> None:
 
 
 def profile(tmp_path: Path, *args: str) -> Ran:
-    """Run scripts/profile_ncu.sh; where the checkout has no environment of its own, its python3 is this one."""
+    """Run scripts/profile_ncu.sh; if the checkout has no virtual environment, its python3 is this one."""
     python = tmp_path / "python3"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)

@@ -25,7 +25,7 @@ GREENFAST = (sys.executable, "-m", "greenfast")
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupt_leaves_nothing_half_written(tmp_path: Path, place: str) -> None:
-    """Ctrl-C, which the whole process group gets."""
+    """Ctrl-C, which goes to the whole process group."""
     task, out = busy_task(tmp_path / "mine", place), tmp_path / "out"
     program = start([*GREENFAST, "validate", task, "--out", out, "--json"], environment())
     assert program.stdout is not None
@@ -57,8 +57,8 @@ def test_a_usage_error_is_2_for_the_shell_too() -> None:
 
 
 @pytest.mark.parametrize("option", ["--schema", "--json"])
-def test_a_reader_that_goes_away_is_no_error(option: str) -> None:
-    """As in ``greenfast tasks --schema | true``; what --json prints fits into a buffer until the end."""
+def test_a_closed_pipe_is_not_an_error(option: str) -> None:
+    """As in ``greenfast tasks --schema | true``; the output of --json would fit into the pipe's buffer."""
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -98,7 +98,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_help_answers_at_once() -> None:
-    """Asked for within 0.3 s; the limit here is ten times that, for a busy machine."""
+    """The requirement is 0.3 s; the limit here is ten times that, for a busy machine."""
     start = time.perf_counter()
     ran = run_command(*GREENFAST, "validate", "--help")
     assert time.perf_counter() - start < 3.0

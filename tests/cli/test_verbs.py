@@ -1,4 +1,4 @@
-"""The verbs on a fake device and without one: exit codes, what is printed where, and what is kept."""
+"""The verbs on a fake device and without one: exit codes, output, and files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_merge_is_0_and_says_where_its_files_are(
     assert isinstance(record, Record)
     assert last_line(ran).parent == out / "fp8_wmma_baseline"
     assert record.device == L4
-    assert record.arch == "sm_89"  # the device's own
+    assert record.arch == "sm_89"  # the device's
     assert record.command == f"greenfast validate fp8_sdpa {' '.join(SMALL)} --out '{out}'"
     assert {t.timed_iters for t in record.candidate.timing} == {60}
     assert {t.warmup_iters for t in record.candidate.timing} == {5}
@@ -130,7 +130,7 @@ def test_without_a_gpu_the_emulator_decides_correctness(
 def test_without_a_gpu_performance_is_quoted_from_the_evidence(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """As far as this repository's evidence is of today's kernels and compiler."""
+    """If this repository's evidence is of today's kernels and compiler."""
     kept = "evidence/h100/fp8_quantize-e4m3-quantize_vector"
     record = read_record(ROOT / kept)
     assert isinstance(record, Record)
@@ -154,7 +154,7 @@ def test_without_a_gpu_performance_is_quoted_from_the_evidence(
 def test_the_first_command_is_decided_without_a_gpu(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """``make validate``: no target is asked for, so the kept record's is taken and its PERFORMANCE quoted."""
+    """``make validate``: without a requested target the stored record's is taken and its PERFORMANCE quoted."""
     kept = read_record(ROOT / "evidence/h100/fp8_sdpa-e4m3-stage2")
     assert isinstance(kept, Record)
     ran = run_here(capsys, "validate", "fp8_sdpa", *options, "--require", "all", "--out", tmp_path)
@@ -164,15 +164,15 @@ def test_the_first_command_is_decided_without_a_gpu(
     lines = ran.out.splitlines()
     assert [line.split()[:2] for line in lines[:5]] == [[gate, "PASS"] for gate in GATES]
     assert f"quoted from NVIDIA H100 80GB HBM3, {kept.created[:10]}, commit " in lines[3]
-    assert "  - target sm_90a, that of the kept record, as there is no GPU: --arch names another" in lines
+    assert "  - target sm_90a, from the stored record, as there is no GPU; --arch selects another" in lines
     assert "MERGE  stage2 against stage1, e4m3" in lines
     record = read_record(last_line(ran))
     assert isinstance(record, Record)
     assert (record.decision, record.arch) == ("MERGE", "sm_90a")
 
 
-def test_a_target_that_is_asked_for_is_not_changed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Nor is it where nothing is quoted: the task's own stays."""
+def test_a_requested_target_is_not_changed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Nor without quoting: the task's target stays."""
     for options in (("--arch", "sm_89"), ("--no-quote",)):
         ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, *options, "--json", "--out", tmp_path)
         assert msgspec.json.decode(ran.out, type=Record).arch == "sm_89"
@@ -188,9 +188,7 @@ def test_a_target_that_the_gpu_does_not_run_is_pending(
     assert device.launches == 0
 
 
-def test_a_gpu_that_is_not_wanted_is_not_used(
-    capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
-) -> None:
+def test_an_unwanted_gpu_is_not_used(capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path) -> None:
     ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--device", "none", "--out", tmp_path)
     assert ran.code == 0
     assert device.workers == []
@@ -205,7 +203,7 @@ def test_bench_prints_the_timings(capsys: pytest.CaptureFixture[str], device: Fa
     assert isinstance(read_record(last_line(ran)), BenchRecord)
 
 
-def test_bench_of_what_is_wrong_is_1(capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path) -> None:
+def test_bench_of_a_wrong_kernel_is_1(capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path) -> None:
     device.scripts["stage2"] = Script(behave=behaviours.races)
     ran = run_here(capsys, "bench", "fp8_sdpa", *SMALL, "--out", tmp_path)
     assert ran.code == 1
@@ -222,7 +220,7 @@ def test_toggles_of_the_environment_make_the_variant(
     assert ran.code == 0
     meta = json.loads((last_line(ran) / "build_meta.json").read_text())
     on = {name for name in meta["build"] if name.isupper() and meta["build"][name]}
-    assert on == {"USE_WMMA_QK", "USE_WMMA_PV", "USE_KV_LUT"}  # the defaults but for these two
+    assert on == {"USE_WMMA_QK", "USE_WMMA_PV", "USE_KV_LUT"}  # the defaults with those two changed
     record = read_record(last_line(ran))
     assert record.command.startswith("USE_CP_ASYNC=0 USE_KV_LUT=")  # or the command would not repeat the run
     assert "greenfast bench fp8_sdpa --from-env --shapes small" in record.command
@@ -249,7 +247,7 @@ def test_profile_shows_the_share_of_each_phase(
     assert isinstance(read_record(last_line(ran)), PhaseRecord)
 
 
-def test_profile_without_ncu_is_the_machines_fault(
+def test_profile_without_ncu_is_a_machine_error(
     capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
 ) -> None:
     ran = run_here(capsys, "profile", "fp8_sdpa", "--ncu", "--shapes", "small", "--out", tmp_path)
@@ -257,7 +255,7 @@ def test_profile_without_ncu_is_the_machines_fault(
     assert "ncu is not on the PATH: install NVIDIA Nsight Compute" in ran.err
 
 
-def test_report_says_it_again(capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path) -> None:
+def test_report_prints_it_again(capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path) -> None:
     folder = last_line(run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--out", tmp_path))
     whole = run_here(capsys, "report", folder)
     assert whole.code == 0

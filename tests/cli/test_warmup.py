@@ -1,4 +1,4 @@
-"""``greenfast warmup``: what is compiled for which options and target, and what a person sees of it."""
+"""``greenfast warmup``: what is compiled for which options and target, and what is printed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONE = ("--head-dims", "64", "--dtypes", "float16", "--precisions", "fp8", "--cau
 
 @pytest.fixture
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own, and of each length one kernel for one head."""
+    """A separate cache, and one kernel with one head for each length."""
     monkeypatch.setenv("GREENFAST_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(warmup, "_HEADS", (1,))
     return tmp_path / "cache"
@@ -58,7 +58,7 @@ def test_the_first_run_compiles_and_the_second_finds_it(capsys: pytest.CaptureFi
 
 
 @pytest.mark.usefixtures("cache_folder")
-def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_counter(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     ran = run_here(capsys, "warmup", *ONE)
@@ -83,14 +83,12 @@ def test_the_options_reach_the_kernels(
     assert asked.pop()[0] == set(kernels_for(hopper, causal=[False], precisions=["int8"], lengths=[64]))
 
 
-def test_what_calls_refuse_is_said(
+def test_combinations_that_calls_refuse_are_printed(
     capsys: pytest.CaptureFixture[str], asked: list[tuple[set[KernelSource], str]]
 ) -> None:
     ran = run_here(capsys, "warmup", "--arch", "sm_89", "--dtypes", "float16", "--precisions", "int8")
     assert ran.code == 0
-    assert (
-        ran.out.splitlines()[0] == "without a kernel on sm_89, so that calls refuse them: head dim 256, float16, int8"
-    )
+    assert ran.out.splitlines()[0] == "no kernel on sm_89, so calls refuse these: head dim 256, float16, int8"
     assert asked[0][0] == set(
         kernels_for(Target("sm_89"), dtypes=["float16"], precisions=["int8"], head_dims=[64, 128])
     )

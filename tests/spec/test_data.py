@@ -1,4 +1,4 @@
-"""Targets, cases, errors and the record's own rule."""
+"""Targets, cases, errors and the rule for records."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_device_gets_the_best_target_that_runs_on_it(capability: tuple[int, in
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (11, 0)])
-def test_a_device_that_nothing_runs_on_is_refused(capability: tuple[int, int]) -> None:
+def test_a_device_without_a_target_is_refused(capability: tuple[int, int]) -> None:
     assert not any(Target(name).runs_on(capability) for name in TARGETS)
     with pytest.raises(UsageError, match=rf"{capability[0]}\.{capability[1]} is not supported"):
         Target.of_device(capability)
@@ -108,7 +108,7 @@ def test_no_record_is_wrong_but_fast(status: Status | None) -> None:
             record(gates=found, **fields)
 
 
-def test_a_problem_may_say_the_least_work_in_counts_that_there_are() -> None:
+def test_a_problem_may_give_least_work_for_known_counts_only() -> None:
     def problem(found: dict[str, int] | None) -> Any:
         return SimpleNamespace(least_work=lambda dims: found) if found is not None else SimpleNamespace()
 

@@ -44,7 +44,7 @@ def doubled(key: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.parent.name)
-def test_a_shipped_config_holds(path: Path) -> None:
+def test_a_shipped_config_is_valid(path: Path) -> None:
     assert load_task(path.parent).folder == path.parent
 
 
@@ -149,13 +149,13 @@ E4M3 = ("formats", "e4m3")
         ),
     ],
 )
-def test_what_is_wrong_is_named_with_what_is_allowed(tmp_path: Path, config: object, said: str) -> None:
+def test_an_error_names_what_is_allowed(tmp_path: Path, config: object, said: str) -> None:
     with pytest.raises(UsageError, match=rf"config_forward\.json: .*{said}") as caught:
         read(tmp_path, config)
     assert str(tmp_path) in str(caught.value)
 
 
-def test_several_wrong_names_are_told_at_once(tmp_path: Path) -> None:
+def test_several_wrong_names_are_reported_at_once(tmp_path: Path) -> None:
     config = changed("defaults", "baseline", to="a")
     config["defaults"]["candidate"] = "b"
     with pytest.raises(UsageError, match=r"defaults\.baseline: 'a' .*; defaults\.candidate: 'b'"):
@@ -163,7 +163,7 @@ def test_several_wrong_names_are_told_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b'{"name": "\xff"}', b"{} {}"])
-def test_what_is_no_json_is_named(tmp_path: Path, raw: bytes) -> None:
+def test_invalid_json_is_named(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "config_forward.json").write_bytes(raw)
     with pytest.raises(UsageError, match=r"config_forward\.json: "):
         load_task(tmp_path)
@@ -199,7 +199,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(
         ask(config)
 
 
-def test_a_rung_switches_on_what_it_names_and_nothing_else(config: TaskConfig) -> None:
+def test_a_rung_switches_on_only_what_it_names(config: TaskConfig) -> None:
     assert not any(config.variant("scalar").values.values())
     on = {name for name, value in config.variant("stage1").values.items() if value}
     assert on == {"USE_WMMA_QK", "USE_CP_ASYNC"}
@@ -216,7 +216,7 @@ def test_toggles_fill_in_the_defaults_and_find_their_rung(config: TaskConfig) ->
     assert own.values["USE_CP_ASYNC"] == 0
 
 
-def test_an_error_gate_of_its_own_for_some_shapes() -> None:
+def test_a_separate_error_gate_for_some_shapes() -> None:
     gates = load_task(SHIPPED[0].parents[1] / "fp8_attention").config.gates("e4m3")
     assert gates.error_for({"S": 512, "CAUSAL": 1}).max_abs_err == 0.23
     assert gates.error_for({"S": 1}).pct_bad == 12.0

@@ -30,7 +30,7 @@ _OPERATOR_TASK = "fp8_attention"
 
 
 def variant_of_environment(config: TaskConfig, environment: Mapping[str, str]) -> Variant:
-    """The variant that the task's toggles in the environment make. Raises UsageError for what is no whole number."""
+    """The variant that the environment's toggles select. Raises UsageError for anything but whole numbers."""
     given = {}
     for name in config.toggles:
         if name in environment:
@@ -57,7 +57,7 @@ def _kernel(args: argparse.Namespace) -> int:
     config = request.task.config
     if args.from_env:
         variant = variant_of_environment(config, os.environ)
-        # The command alone would not repeat the run.
+        # The command without the environment would not repeat the run.
         toggles = [f"{name}={os.environ[name]}" for name in config.toggles if name in os.environ]
         request = replace(request, command=" ".join([*toggles, request.command]))
     elif args.variant == "auto":

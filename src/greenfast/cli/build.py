@@ -20,7 +20,7 @@ _COUNTERS = ("cp_async", "ldsm", "hmma", "imma", "qmma", "hgmma", "qgmma", "mufu
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile variants for targets; one row per different kernel."""
+    """Compile variants for targets; one row per distinct kernel."""
     task = find_task(args.task)
     config, family = task.config, load_family(task)
     names = [rung.name for rung in config.rungs]
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(side: BuiltSide, target: Target, fmt: str, sass_folder: Path | None) -> list[dict[str, Any]]:
-    """One row per different kernel of a side; its machine code goes to ``sass_folder`` if there is one."""
+    """One row per distinct kernel of a side; its machine code is written to ``sass_folder``, if given."""
     rows: list[dict[str, Any]] = []
     for shape, kernel in side.distinct:
         sass = disassemble(kernel.cubin, kernel.source.entry)

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on, and the exit code in the end."""
+"""Console output during a run, and the exit code."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | 
 
 
 def show(what: Table | Text | str) -> None:
-    """Print to standard output; text as it is, and wide tables are not cut where the output is a file or a pipe."""
+    """Print to standard output: text unchanged, and wide tables uncut if the output is a file or a pipe."""
     width = None if sys.stdout.isatty() else 200
     Console(width=width, highlight=False).print(what, markup=False, soft_wrap=isinstance(what, str))
 
 
 class GateConsole:
-    """An Observer that prints each gate as it ends, with a progress line while it runs, on standard error or output."""
+    """An Observer that prints each gate when it ends, and a progress line before, on standard error or output."""
 
     def __init__(self, *, to_stderr: bool) -> None:
         stream = sys.stderr if to_stderr else sys.stdout
@@ -77,7 +77,7 @@ class GateConsole:
         if task is not None:
             self._progress.remove_task(task)  # type: ignore[arg-type]
         line = Text.assemble(f"{result.gate:12}", status(f"{result.status:8}"), result.summary)
-        self._console.print(line, soft_wrap=not self._console.is_terminal)  # in a file a gate is a line
+        self._console.print(line, soft_wrap=not self._console.is_terminal)  # in a file, one line per gate
         for reason in result.reasons[:_MAX_REASONS]:
             self._console.print(Text(f"{'':12}- {reason}"))
         if len(result.reasons) > _MAX_REASONS:
@@ -85,7 +85,7 @@ class GateConsole:
 
 
 def required_gates(names: Sequence[str]) -> set[str]:
-    """The gates of ``--require``, in capitals. Raises UsageError for a name that is none."""
+    """The gates of ``--require``, in capitals. Raises UsageError for an unknown name."""
     wanted = set(_GATES) if "all" in names else set(names)
     unknown = wanted - set(_GATES)
     if unknown:
@@ -94,6 +94,6 @@ def required_gates(names: Sequence[str]) -> set[str]:
 
 
 def exit_code(gates: Sequence[GateResult], required: set[str]) -> int:
-    """0 where no gate failed and none of the required ones is pending, else 1."""
+    """0 if no gate failed and no required gate is pending, else 1."""
     short = any(g.status == "FAIL" or (g.status == "PENDING" and g.gate in required) for g in gates)
     return int(short)

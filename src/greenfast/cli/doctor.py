@@ -12,9 +12,9 @@ EXIT_MACHINE = 3
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what is here and what is missing; 0 where validate can decide the static gates, else 3.
+    """Print what is installed and what is missing; 0 if validate can decide the static gates, else 3.
 
-    The table is plain text: rich may be what is missing.
+    The table is plain text, as rich may be missing.
     """
     findings = examine()
     static = static_gates(findings)

@@ -15,7 +15,7 @@ from greenfast.spec.facts import KernelCounts
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a kernel; 0 where nothing is known to be wrong with what it did, else 1."""
+    """Run a kernel; 0 if no fault was found, else 1."""
     if args.orders == 0:
         raise UsageError("--orders 0: give at least 1")
     asked = Emulate(
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         found = emulate(asked)
     except KernelFaultError as e:
-        if e.printed:  # what a kernel printed before its fault is what its author looks for
+        if e.printed:  # what the kernel printed before the fault helps to find it
             print(e.printed, end="", file=sys.stderr if args.json else sys.stdout)
         raise
     if args.json:
@@ -82,7 +82,7 @@ def _show(found: Emulated) -> None:
 
 
 def count_rows(counts: KernelCounts) -> list[tuple[str, str, str]]:
-    """What a kernel executed, a row per count: name, number, and its kind or place."""
+    """What a kernel executed, one row per count: name, number, and its kind or source line."""
     rows = [(title, str(getattr(counts, name)), "") for name, title in SHOWN.items()]
     rows += [("warp instructions", str(n), kind) for kind, n in counts.instructions.items()]
     return rows + [("bank conflicts", str(n), f"at {where}") for where, n in counts.bank_conflicts.items()]

@@ -19,7 +19,7 @@ from greenfast.spec.extras import require
 EXIT_INTERNAL = 3
 EXIT_INTERRUPTED = 130
 
-#: Verb -> the extra that it needs, where that is not ``judge``; None: what every installation has.
+#: Verb -> the extra that it needs, if that is not ``judge``; None: the core installation.
 _EXTRAS = {"doctor": None, "emulate": "emulator", "warmup": None}
 
 
@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         extra = _EXTRAS.get(args.verb, "judge")
         if extra:
             require(f"greenfast {args.verb}", extra)
-        # Only the verb's own module is loaded: the others' imports would cost every command their time.
+        # Only the verb's module is imported: importing all of them would slow down every command.
         verb = importlib.import_module(f"greenfast.cli.{args.verb}")
         code = int(verb.run(args))
-        sys.stdout.flush()  # here, where a reader that has gone is expected
+        sys.stdout.flush()  # here, where a closed pipe is handled
         return code
     except GreenfastError as e:
         print(f"greenfast: {e}", file=sys.stderr)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("greenfast: interrupted; nothing half-written was kept", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone, as in `greenfast ... | head`
+    except BrokenPipeError:  # the reader closed the pipe, as in `greenfast ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception:

@@ -1,4 +1,4 @@
-"""Every verb's options. Imports nothing heavy, so that --help answers at once; what a verb does is in its own file."""
+"""Every verb's options. Imports nothing heavy, so that --help answers at once; verbs are implemented in their files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def numbers(text: str) -> list[int]:
 
 
 def _extent(text: str) -> tuple[int, int, int]:
-    """X, X,Y or X,Y,Z; what is left out is 1."""
+    """X, X,Y or X,Y,Z; omitted extents are 1."""
     sizes = numbers(text)
     if len(sizes) > 3 or min(sizes) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give X, X,Y or X,Y,Z, whole numbers from 1 up")
@@ -56,7 +56,7 @@ def _named_file(text: str) -> tuple[str, Path]:
 
 
 def _tolerance(text: str) -> float:
-    """A largest difference."""
+    """A largest allowed difference."""
     try:
         value = float(text)
     except ValueError:
@@ -140,7 +140,7 @@ def validate(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="PATH",
         help="without a GPU, quote PERFORMANCE from a record of the same kernels: a run's folder, its record.json, or "
-        "a folder of runs (default: the task's own evidence folder, and that beside its folder of tasks)",
+        "a folder of runs (default: the evidence folders in the task and next to its folder of tasks)",
     )
     quoting.add_argument("--no-quote", action="store_true", help="quote nothing: without a GPU, PERFORMANCE is PENDING")
     _outcome(parser)
@@ -220,7 +220,7 @@ def warmup(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         type=numbers,
         metavar="N,...",
-        help="lengths that queries and keys will have, in any pair (default: such that reach every kernel)",
+        help="lengths that queries and keys will have, in any pair (default: lengths that need every kernel)",
     )
     parser.add_argument("--arch", metavar="SM", help="target, such as sm_90a (default: the GPU's own, else sm_90a)")
 
@@ -241,7 +241,7 @@ def profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--phases",
         action="store_true",
-        help="count the cycles of the kernel's phases only; on the emulator what they execute",
+        help="only count the cycles of the kernel's phases; on the emulator, what they execute",
     )
     parser.add_argument("--launches", type=int, default=3, metavar="N", help="profile the last of N (default: 3)")
     _what(parser)

@@ -18,7 +18,7 @@ from greenfast.spec.errors import MachineError, UsageError
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the reports of saved runs, or one verdict table of them all."""
+    """Print the reports of saved runs, or one verdict table of all of them."""
     records = {path: read_record(path) for path in args.run}
     drawn = (Record,) if args.table else (Record, Benchmark)
     if args.table or args.plot:

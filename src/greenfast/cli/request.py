@@ -11,7 +11,7 @@ from greenfast.spec.errors import UsageError
 
 
 def request_of(args: argparse.Namespace) -> Request:
-    """Load the task and check the options that verbs share; raises UsageError or MachineError."""
+    """Load the task and check the shared options; raises UsageError or MachineError."""
     if not 0 < args.timeout < math.inf:
         raise UsageError(f"--timeout {args.timeout:g}: give a number of seconds above 0")
     return make_request(

@@ -14,7 +14,7 @@ from greenfast.spec.errors import UsageError
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the tasks; a task whose config does not hold is listed with what is wrong, and the exit code is 2."""
+    """List the tasks; a task with an invalid config is listed with its error, and the exit code is 2."""
     if args.schema:
         print(json.dumps(msgspec.json.schema(TaskConfig), indent=2))
         return 0
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
             rows.append((config.name, config.description, shapes, str(folder)))
         except UsageError as e:
             broken = True
-            rows.append((folder.name, f"does not hold: {e}", "", str(folder)))
+            rows.append((folder.name, f"invalid: {e}", "", str(folder)))
     if args.json:
         keys = ("name", "description", "shapes", "folder")
         print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=2))

@@ -17,23 +17,23 @@ from greenfast.spec.arch import Target
 
 
 def run(args: argparse.Namespace) -> int:
-    """Judge the candidate; prints each gate as it ends, then the verdict and where the artifacts are."""
+    """Judge the candidate; prints each gate when it ends, then the verdict and where the artifacts are."""
     required = required_gates(args.require)
     request = request_of(args)
     config = request.task.config
     candidate = config.variant(args.candidate or config.defaults.candidate)
     rung = next((r for r in config.rungs if r.name == candidate.name), None)
-    # A candidate named alone is compared with the rung before it.
+    # Without a baseline the candidate is compared with the rung before it.
     before = rung.after if rung is not None and args.candidate else None
     baseline = config.variant(args.baseline or before or config.defaults.baseline)
     kept = _kept(args, request)
     note = ""
     if args.arch is None and kept and request.cannot_run() is None:
-        # Nothing here prefers a target: for the one that was measured, every gate can decide.
+        # Without a GPU or --arch, take the measured target, for which every gate can decide.
         measured = target_of(kept, config.name, request.format, baseline.name, candidate.name)
         if measured is not None and measured != request.target.name:
             request = replace(request, target=Target.parse(measured))
-            note = f"  - target {measured}, that of the kept record, as there is no GPU: --arch names another"
+            note = f"  - target {measured}, from the stored record, as there is no GPU; --arch selects another"
     with GateConsole(to_stderr=args.json) as console:
         outcome = validate(
             request,
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _kept(args: argparse.Namespace, request: Request) -> list[Kept]:
-    """The records that PERFORMANCE may be quoted from; they are not looked for where it can be measured."""
+    """The records that PERFORMANCE may be quoted from; none are searched for if it can be measured."""
     if args.quote is not None:
         return kept_at(args.quote)
     if args.no_quote or request.cannot_time() is None:

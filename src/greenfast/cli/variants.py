@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _choose(args: argparse.Namespace) -> int:
-    """Say which variant each shape should take, and why."""
+    """Print the recommended variant for each shape, and why."""
     task, target = load(find_task(args.task)), Target.parse(args.choose)
     config = task.config
     shapes = [config.shape(name) for name in args.shapes] if args.shapes else config.shapes

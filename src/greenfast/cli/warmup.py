@@ -1,4 +1,4 @@
-"""``greenfast warmup``. An installation without extras has it."""
+"""``greenfast warmup``. Needs no extras."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CAUSAL = {"both": (False, True), "yes": (True,), "no": (False,)}
 
 
 class _Steps:
-    """A count that moves, or a line per compiled kernel where the output is no terminal."""
+    """A progress counter on a terminal, otherwise one line per compiled kernel."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done = total, 0
@@ -44,12 +44,12 @@ class _Steps:
 
 
 def _operator() -> ModuleType:
-    """``greenfast.operator.warmup``, which loads PyTorch: other verbs, and --help, do without."""
+    """``greenfast.operator.warmup``, which imports PyTorch; other verbs and --help do not need it."""
     return importlib.import_module("greenfast.operator.warmup")
 
 
 def _target(named: str | None) -> Target:
-    """The target of ``--arch``, else of the first GPU, which is asked in a process of its own, else Hopper."""
+    """The target of ``--arch``, else of the first GPU, which a separate process queries, else Hopper."""
     if named:
         return Target.parse(named)
     if device_count():
@@ -61,7 +61,7 @@ def _target(named: str | None) -> Target:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile into the cache what calls in PyTorch will ask for."""
+    """Compile into the cache the kernels that calls in PyTorch will need."""
     target = _target(args.arch)
     operator = _operator()
     left_out: list[str] = []
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         left_out=left_out.append,
     )
     if left_out:
-        print(f"without a kernel on {target.name}, so that calls refuse them: {'; '.join(left_out)}")
+        print(f"no kernel on {target.name}, so calls refuse these: {'; '.join(left_out)}")
     with _Steps(len(sources)) as steps:
         done = operator.warm(sources, target, steps)
     entries, size = cache.usage()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from greenfast.spec.errors import UsageError, unknown
 
 # cp.async and WMMA on shared memory as used here start with sm_80; E4M3 conversions in hardware with sm_89.
-# Target -> the GPUs that it stands for, and the multiprocessors of the first of them.
+# Target -> the GPUs that it stands for, and the number of multiprocessors of the first one.
 _TARGETS = {
     "sm_80": ("Ampere (A100)", 108),
     "sm_86": ("Ampere (A10, RTX 30)", 72),
@@ -23,9 +23,9 @@ TARGETS: tuple[str, ...] = tuple(_TARGETS)
 
 @dataclass(frozen=True)
 class Target:
-    """One architecture name as NVRTC takes it, such as ``sm_89`` or ``sm_90a``, and the size of the GPU.
+    """An architecture name as NVRTC takes it, such as ``sm_89`` or ``sm_90a``, and the size of the GPU.
 
-    multiprocessors: those of the GPU; 0 stands for those of the first GPU of ``description``.
+    multiprocessors: their number; 0 stands for the number of the first GPU of ``description``.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Target:
 
     @staticmethod
     def of_device(compute_capability: tuple[int, int], multiprocessors: int = 0) -> Target:
-        """The target whose code a device of this compute capability runs best."""
+        """The best target for a device of this compute capability."""
         major, minor = compute_capability
         specific = f"sm_{major}{minor}a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
         if specific in _TARGETS:
             return Target(specific, multiprocessors)
-        # Machine code runs on a higher minor version of the same major one.
+        # Machine code also runs on higher minor versions of the same major version.
         older = [n for n in _TARGETS if not n.endswith("a") and Target(n).capability[0] == major]
         runnable = [n for n in older if Target(n).capability[1] <= minor]
         if not runnable:
@@ -73,7 +73,7 @@ class Target:
         return _TARGETS[self.name][0]
 
     def runs_on(self, compute_capability: tuple[int, int]) -> bool:
-        """Whether machine code for this target loads on a device of that compute capability."""
+        """Whether machine code for this target loads on a device of this compute capability."""
         if self.name.endswith("a"):
             return compute_capability == self.capability
         return self.capability[0] == compute_capability[0] and self.capability[1] <= compute_capability[1]

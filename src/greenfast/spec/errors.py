@@ -1,4 +1,4 @@
-"""The errors a user can meet, each with the exit code that the command line gives it."""
+"""The errors that users see, each with its exit code on the command line."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class MachineError(GreenfastError):
 
 
 class CompileError(GreenfastError):
-    """NVRTC refused a kernel, or crashed on it; the message carries the compiler's own, with file and line."""
+    """NVRTC refused a kernel, or crashed on it; the message contains the compiler's, with file and line."""
 
     exit_code = 1
 
 
 class WrongResultError(GreenfastError):
-    """A kernel computed something wrong, so that nothing about its speed may be said."""
+    """A kernel computed a wrong result, so its speed must not be reported."""
 
     exit_code = 1
 
 
 def unknown(what: str, got: str, allowed: Iterable[str]) -> UsageError:
-    """The error for a name that is none of the known ones."""
+    """The error for an unknown name."""
     return UsageError(f"unknown {what} {got!r}; allowed: {', '.join(sorted(allowed))}")

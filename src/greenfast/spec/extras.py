@@ -1,4 +1,4 @@
-"""Extras of pip: the optional packages, and the error of a command that lacks one."""
+"""pip extras: the optional packages, and the error of a command that lacks one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from greenfast.spec.errors import MachineError
 
 _EMULATOR = ("ml_dtypes", "msgspec", "rich")
 
-#: Extra -> the modules that it brings, as pyproject.toml has them.
+#: Extra -> the modules that it installs, as in pyproject.toml.
 EXTRAS = {
     "emulator": _EMULATOR,
     "judge": (*_EMULATOR, "matplotlib", "nvtx", "scipy"),
@@ -16,7 +16,7 @@ EXTRAS = {
 
 
 def require(what: str, extra: str) -> None:
-    """Raise MachineError, which names the extra, where one of its modules is not installed. Imports none of them."""
+    """Raise MachineError, naming the extra, if one of its modules is not installed. Imports none of them."""
     missing = [module for module in EXTRAS[extra] if not _installed(module)]
     if missing:
         raise MachineError(
@@ -27,5 +27,5 @@ def require(what: str, extra: str) -> None:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # a finder that refuses it; a module without a spec
+    except (ImportError, ValueError):  # a finder refuses it; a module without a spec
         return False

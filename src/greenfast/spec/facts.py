@@ -1,6 +1,6 @@
-"""Facts that a device, a compiler and an emulator state, as records keep them; units are in the names.
+"""Facts from the device, the compiler and the emulator, as records store them; units are in the names.
 
-They are dataclasses, which msgspec reads and writes as its own structs, so that the operator needs no msgspec.
+They are dataclasses, which msgspec reads and writes like its structs, so that the operator does not need msgspec.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The compiler's report on one kernel; global_bytes are those of the __device__ variables that it uses."""
+    """The compiler's report on one kernel; global_bytes: of the __device__ variables that it uses."""
 
     registers: int
     static_smem_bytes: int
@@ -54,10 +54,10 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFacts:
-    """What a launch decides, as ``device.identity.launch_facts`` states it.
+    """What a launch decides, from ``device.identity.launch_facts``.
 
-    dims: of the shape. arguments: in order, between semicolons, as "buffer 0" (numbered by first use), "int32 512" or a
-    tensor map with its extents.
+    dims: of the shape. arguments: in order, separated by semicolons, as "buffer 0" (numbered by first use), "int32 512"
+    or a tensor map with its extents.
     """
 
     dims: dict[str, int]
@@ -71,12 +71,12 @@ class LaunchFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCounts:
-    """What one launch executes, counted in its PTX by the emulator; over all blocks.
+    """What one launch executes, over all blocks, counted in PTX by the emulator.
 
-    instructions: executions by a warp, by opcode. matrix_flops: of matrix instructions, multiply and add counted as
-    two. exponentials: by a thread. barriers: arrivals of warps. sectors: 32-byte pieces per warp access. shared_passes:
-    passes over shared memory; conflicts: those beyond the fewest that the access width needs. shared_bytes,
-    bank_conflicts: of loads and stores by source line.
+    instructions: per warp, by opcode. matrix_flops: of matrix instructions, a multiply-add counted as two.
+    exponentials: per thread. barriers: warp arrivals. sectors: 32-byte sectors per warp access. shared_passes: passes
+    over shared memory; conflicts: passes beyond the minimum for the access width. shared_bytes, bank_conflicts: of
+    loads and stores, by source line.
     """
 
     instructions: dict[str, int]
@@ -98,7 +98,7 @@ class KernelCounts:
 
     @property
     def warp_instructions(self) -> int:
-        """Instructions executed by warps, of all kinds."""
+        """All instructions executed, counted per warp."""
         return sum(self.instructions.values())
 
     @property

@@ -1,4 +1,4 @@
-"""Whether a record that was kept is still of today's kernels."""
+"""Whether a stored record still describes today's kernels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ CANNOT_TELL: Literal["cannot tell"] = "cannot tell"
 
 @dataclass(frozen=True)
 class Freshness:
-    """An answer in words.
+    """The answer, with its reasons.
 
-    status: "current": the kernels are the same machine code, launched in the same way; "stale": something of that
-    differs; "cannot tell": another compiler is installed than the record's, or the record lacks what to compare.
-    reasons: what differs or is lacking; empty for "current". other_compiler: whether the compiler alone is why nobody
-    can tell.
+    status: "current": the kernels are the same machine code, launched the same way; "stale": something of that
+    differs; "cannot tell": a compiler other than the record's is installed, or the record lacks what to compare.
+    reasons: what differs or is missing; empty for "current". other_compiler: whether the compiler is the only reason
+    for "cannot tell".
     """
 
     status: Literal["current", "stale", "cannot tell"] = CURRENT
@@ -30,7 +30,7 @@ class Freshness:
 
 
 def worst(answers: Iterable[Freshness]) -> Freshness:
-    """One answer for all: "stale" where one is, else "cannot tell" where one is; with the reasons for that."""
+    """One answer for all: "stale" if any is, else "cannot tell" if any is, with the reasons for it."""
     found = list(answers)
     for status in (STALE, CANNOT_TELL):
         said = [answer for answer in found if answer.status == status]

@@ -1,4 +1,4 @@
-"""What a kernel is before it is compiled, how it is launched, and what a kernel family offers."""
+"""A kernel's source, its launch, and the interface of a kernel family."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor map (CUtensorMap) over a buffer of the case: what a TMA copy reads or writes, and in tiles of what box.
+    """A tensor map (CUtensorMap) over a buffer of the case, which TMA copies read or write in tiles.
 
-    The kernel takes it by value, as a ``const __grid_constant__ CUtensorMap`` parameter. Reads outside give zeros.
+    The kernel takes it by value, as a ``const __grid_constant__ CUtensorMap`` parameter. Reads out of bounds give 0.
 
     buffer: name of the buffer. dtype: NumPy name of its elements. shape: elements per dimension, outermost first.
-    strides: bytes per dimension, outermost first, multiples of 16 but for the last, which is the element's size.
+    strides: bytes per dimension, outermost first, multiples of 16 except the last, which is the element size.
     box: elements of a tile per dimension, at most 256. swizzle: 0 (none), 32, 64 or 128 bytes, at least the box's
     innermost extent in bytes.
     """
@@ -34,20 +34,20 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Struct:
-    """A struct that a kernel takes by value, its fields laid out as C++ does: each at a multiple of its alignment.
+    """A struct that a kernel takes by value, laid out as in C++: each field at a multiple of its alignment.
 
-    fields: a buffer's name stands for a pointer to it, an array for an array member; structs nest.
+    fields: a buffer's name is a pointer to it, an array is an array member; structs nest.
     """
 
     fields: tuple[str | np.generic | NDArray[Any] | Struct, ...]
 
     @property
     def alignment(self) -> int:
-        """Bytes that its address is a multiple of."""
+        """Alignment in bytes."""
         return max((_alignment(f) for f in self.fields), default=1)
 
     def layout(self, pointer_to: Callable[[str], int]) -> bytes:
-        """Its bytes, with the addresses of buffers; padding is zero."""
+        """Its bytes, with the addresses of buffers and zero padding."""
         data = b""
         for f in self.fields:
             data = data.ljust(-(-len(data) // _alignment(f)) * _alignment(f), b"\0")
@@ -65,7 +65,7 @@ def value_bytes(
     argument: str | np.generic | NDArray[Any] | bytes | ctypes.Structure | ctypes.Union | Struct,
     pointer_to: Callable[[str], int],
 ) -> bytes:
-    """The bytes of an argument that is no tensor map; ``pointer_to`` gives the address of a buffer."""
+    """The bytes of an argument other than a tensor map; ``pointer_to`` gives the address of a buffer."""
     if isinstance(argument, str):
         return pointer_to(argument).to_bytes(8, "little")
     if isinstance(argument, Struct):
@@ -75,11 +75,11 @@ def value_bytes(
     return argument.tobytes()
 
 
-#: A kernel argument: the name of a buffer of the case, a typed scalar, a struct (its fields, its bytes, a structured
-#: NumPy scalar or a ctypes one), or a tensor map over a buffer.
+#: A kernel argument: the name of a buffer of the case, a typed scalar, a struct (a Struct, its bytes, a structured
+#: NumPy scalar or a ctypes struct), or a tensor map over a buffer.
 Argument: TypeAlias = "str | np.generic | bytes | ctypes.Structure | ctypes.Union | Struct | TensorMap"
 
-#: The argument that an instrumented build writes its cycle counts to, int64 (blocks, phases); null in other builds.
+#: The buffer that an instrumented build writes its cycle counts to, int64 (blocks, phases); null in other builds.
 PHASE_BUFFER = "@phase_cycles"
 
 
@@ -89,11 +89,11 @@ class KernelSource:
 
     entry: the ``extern "C"`` name of the kernel.
     source: CUDA C++ text; ``#include "..."`` lines resolve in ``include_dirs``, in order.
-    name: file name that the compiler's messages carry.
+    name: file name in the compiler's messages.
     block: threads per block (x, y, z).
-    dynamic_smem_bytes: dynamic shared memory that each launch asks for.
+    dynamic_smem_bytes: dynamic shared memory of each launch.
     phases: names of the phase counters of an instrumented build, in the kernel's order; else empty.
-    requires: the one target that its instructions exist for, such as "sm_90a"; empty where there are several.
+    requires: the only target that has its instructions, such as "sm_90a"; empty if there are several.
     """
 
     entry: str
@@ -110,8 +110,9 @@ class KernelSource:
 class Launch:
     """One launch: ``grid`` blocks of the kernel with ``args`` in the order of its parameters.
 
-    early: whether it may begin while the launch before it in the stream ends; the kernel waits where it has to.
-    cluster: blocks of a thread block cluster (x, y, z), where the kernel does not say it itself; on the emulator alone.
+    early: whether it may begin while the launch before it in the stream ends (programmatic dependent launch); the
+    kernel waits where it must.
+    cluster: blocks per thread block cluster (x, y, z), if the kernel does not declare it; on the emulator only.
     """
 
     grid: tuple[int, int, int]
@@ -122,16 +123,16 @@ class Launch:
 
 @dataclass(frozen=True)
 class Choice:
-    """The rung that a call should take, and why."""
+    """The recommended rung for a call, and why."""
 
     rung: str
     reason: str
 
 
 class Family(Protocol):
-    """A kernel family: a module with these two functions, and perhaps ``choose(target, fmt, dims)``, a Choice.
+    """A kernel family: a module with these two functions, and optionally ``choose(target, fmt, dims)``, a Choice.
 
-    Toggles are the task's (0 or 1 as a rule), ``fmt`` is a number format of its config, ``dims`` a shape's dimensions.
+    Toggles are the task's (usually 0 or 1), ``fmt`` is a number format of its config, ``dims`` a shape's dimensions.
     """
 
     def kernel(
@@ -140,8 +141,8 @@ class Family(Protocol):
         """Render the kernel for a variant. Equal results for two shapes are compiled once.
 
         instrumented: the build that counts cycles per phase; a family without one raises UsageError.
-        Raises UsageError, naming the rule, where the toggles or dimensions make no legal kernel.
+        Raises UsageError, naming the rule, for illegal toggles or dimensions.
         """
 
     def launch(self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
-        """The grid and arguments of that kernel for a shape; the buffers named are those of the problem's case."""
+        """The grid and arguments of that kernel for a shape; arguments name buffers of the problem's case."""

@@ -1,4 +1,4 @@
-"""What a kernel is asked to compute: inputs, outputs and references."""
+"""What a kernel has to compute: inputs, outputs and references."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class Case:
-    """One problem instance: named input arrays and the outputs that the kernel must write whole."""
+    """One problem instance: named input arrays, and the outputs that the kernel must write completely."""
 
     inputs: dict[str, Array]
     outputs: dict[str, OutputSpec]
@@ -48,8 +48,8 @@ class References:
 
     full: exact arithmetic on the unquantized inputs.
     exact: exact arithmetic on the inputs as the kernel sees them (dequantized).
-    bound: for each element the largest |kernel - exact| that the kernel's documented roundings can explain.
-    bounds: by name, the same for kernels that round otherwise; a rung's ``kernel_error.rounding`` names its own.
+    bound: for each element the largest |kernel - exact| that the kernel's documented roundings can cause.
+    bounds: by name, the same for kernels that round differently; a rung's ``kernel_error.rounding`` names one.
     """
 
     full: NDArray[np.float64]
@@ -58,7 +58,7 @@ class References:
     bounds: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 
     def bound_of(self, rounding: str) -> NDArray[np.float64]:
-        """The bound of that name, ``bound`` for no name; raises UsageError naming the known ones."""
+        """The bound with this name, ``bound`` for an empty name; raises UsageError naming the known ones."""
         if rounding and rounding not in self.bounds:
             raise unknown("rounding of the problem's bounds", rounding, self.bounds)
         return self.bounds[rounding] if rounding else self.bound
@@ -67,7 +67,7 @@ class References:
 class Problem(Protocol):
     """A problem: a module with these three functions. All of them are deterministic in their arguments.
 
-    It may have a fourth, ``least_work(dims)``: what the problem needs of the counts of a launch (see least_work).
+    It may have a fourth, ``least_work(dims)``: minima for a launch's counts (see least_work).
     """
 
     def make_case(self, dims: Mapping[str, int], seed: int, fmt: str) -> Case:
@@ -77,7 +77,7 @@ class Problem(Protocol):
         """The references for the same case."""
 
     def decode(self, outputs: Mapping[str, Array], fmt: str) -> NDArray[np.float64]:
-        """The real numbers that raw output buffers stand for, in the shape of the references."""
+        """The real values of raw output buffers, in the shape of the references."""
 
 
 #: The counts that a problem may give a minimum for.
@@ -85,9 +85,9 @@ LEAST_WORK = tuple(name for name, kind in KernelCounts.__annotations__.items() i
 
 
 def least_work(problem: Problem, dims: Mapping[str, int]) -> dict[str, int]:
-    """What the problem needs for these dimensions, by the name of the count; empty where it says nothing.
+    """The minimum counts that the problem needs for these dimensions, by name; empty if it has no ``least_work``.
 
-    Raises UsageError for a name that is none of LEAST_WORK.
+    Raises UsageError for a name that is not in LEAST_WORK.
     """
     function = getattr(problem, "least_work", None)
     found: dict[str, int] = dict(function(dims)) if function else {}
