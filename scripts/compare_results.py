@@ -1,4 +1,4 @@
-"""A door to ``greenfast compare BASELINE CANDIDATE``."""
+"""Runs ``greenfast compare BASELINE CANDIDATE``."""
 
 import sys
 

@@ -16,7 +16,7 @@ _INT = "u16|u32|u64|s16|s32|s64"
 _BITS = "b16|b32|b64"
 _SHARED = "shared|shared:cta|shared:cluster"
 _FLOATS = "eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu|num|nan"
-#: Sets of words that many forms share, and their name on the page.
+#: Sets of modifiers that many forms share, and their name on the page.
 SETS = {
     "rnd": "rn|rz|rm|rp",
     "rndi": "rni|rzi|rmi|rpi",
@@ -56,7 +56,7 @@ def _alternatives(words: list[str]) -> str:
 
 
 def text_of(form: str) -> str:
-    """A form as the PTX ISA would write it: {} around what may be left out, () around one of several."""
+    """A form as the PTX ISA would write it: {} around optional parts, () around alternatives."""
     parts = []
     for group in groups_of(form):
         words = _alternatives(group.words)
@@ -66,7 +66,7 @@ def text_of(form: str) -> str:
 
 
 def table() -> str:
-    """The sets, then a row for all opcodes with the same forms."""
+    """The sets, then one row per group of opcodes with the same forms."""
     lines = ["| in the forms | one of |", "| --- | --- |"]
     for name, words in SETS.items():
         if not name.startswith("m64"):
@@ -82,7 +82,7 @@ def table() -> str:
 
 
 def updated(page: str) -> str:
-    """The page with its table renewed."""
+    """The page with its table updated."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}"
 

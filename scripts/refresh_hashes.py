@@ -1,10 +1,10 @@
-"""Says of every record under evidence/ whether it is of today's kernels, and brings its hashes up to date.
+"""Reports for every record under evidence/ whether it describes today's kernels, and updates its hashes.
 
 python scripts/refresh_hashes.py [--check]    (--check changes nothing; exit 1 where a record is not current)
 
-A record of an older version, whose kernels have the same text and compiler today, gets the hash of their machine code
-and their launches. One whose kernels make the same machine code from other text gets the hash of that text, so that
-nothing needs to be compiled to see that it is current. Nothing else changes, and a stale record is left as it is.
+A record of an older version whose kernels have the same text and compiler today gets the hash of their machine code
+and their launches. One whose kernels have the same machine code but different text gets the hash of that text, so that
+seeing that it is current needs no compile. Nothing else changes, and a stale record is left unchanged.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _build(record: AnyRecord, side: Side, build: Build) -> Build:
     text, code = kernel_hash(source), build.code_hash
     if code != (today := code_hash(compile_kernel(source, Target(build.arch)))):
         if code or text != build.kernel_hash:
-            return build  # stale, or nobody can tell any more
+            return build  # stale, or cannot tell
         code = today
     launches = dict(build.launches)
     dims = _dims(record)
@@ -70,7 +70,7 @@ def _build(record: AnyRecord, side: Side, build: Build) -> Build:
 
 
 def _shapes(record: AnyRecord) -> list[str]:
-    """The shapes that an older record names: it has one kernel for all of them."""
+    """The shapes of an older record, which has one kernel for all of them."""
     if isinstance(record, PhaseRecord):
         return list(record.phase_cycles or record.phase_counts)
     (_, side) = record.sides()[-1]
@@ -100,7 +100,7 @@ def _operator(record: Benchmark) -> Benchmark:
 
 
 def main() -> int:
-    """Look at every record; returns the exit code."""
+    """Check every record; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a record is not current")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The picture and the table of README.md: speed compared with what people use today, from records under evidence/."""
+"""The picture and the table of README.md: speed compared with common alternatives, from records under evidence/."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from greenfast.bench.report import ratios
 from greenfast.judge.report import facts, format
 from greenfast.judge.report.plots import clean
 
-#: In the picture's metadata: before the digest of the numbers that it shows.
+#: In the picture's metadata: the prefix of the digest of the numbers that it shows.
 DESCRIPTION = "numbers: sha256 "
 #: The head dim and mask of the picture; the table and docs/results.md hold the others.
 _HEAD_DIM, _CAUSAL = 128, 1
 
 Series = dict[str, dict[int, float]]  # label -> length -> TFLOP/s
 
-# Okabe and Ito's colours: greenfast stands out, the others of a precision are near each other.
+# Okabe and Ito's colours: greenfast stands out, the others of a precision have similar colours.
 _COLORS = {
     "greenfast FP8": "#D55E00",
     "FlashAttention-3 FP8": "#0072B2",

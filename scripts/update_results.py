@@ -1,8 +1,8 @@
-"""Writes what is generated from the records under evidence/: a table and the picture of README.md, docs/, reports.
+"""Writes everything generated from the records under evidence/: README.md's table and picture, docs/, reports.
 
 python scripts/update_results.py [--check]    (--check changes nothing; exit 1 where something differs)
 
-A record lies at evidence/DEVICE/NAME/record.json, as a run of `greenfast validate` or `greenfast bench` left it.
+Records are at evidence/DEVICE/NAME/record.json, as `greenfast validate` or `greenfast bench` wrote them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _order(folder: str, record: AnyRecord) -> tuple[object, ...]:
     device = folder.split("/")[1]
     try:
         config = find_task(record.task).config
-    except UsageError:  # the task is no more: its records are stale, and stand last
+    except UsageError:  # the task no longer exists: its records are stale and come last
         return (*task, 1, 0, record.format, device, 1, 0, True, folder)
     formats, rungs = list(config.formats), [rung.name for rung in config.rungs]
     fmt = formats.index(record.format) if record.format in formats else len(formats)
@@ -60,7 +60,7 @@ def _order(folder: str, record: AnyRecord) -> tuple[object, ...]:
 
 
 def blocks(records: Evidence) -> dict[str, str]:
-    """Name of a marked block in docs/results.md -> its content; empty where there is no record for it."""
+    """Name of a marked block in docs/results.md -> its content; empty if there is no record for it."""
     records = [(f"../{folder}", record) for folder, record in records]  # links from docs/
     comparisons = [(folder, record) for folder, record in records if isinstance(record, Record)]
     aged = {folder: answer for folder, record in comparisons if (answer := shown(freshness(record))).status != CURRENT}
@@ -88,7 +88,7 @@ def _section(path: str, record: Benchmark) -> str:
 
 
 def _is_default(record: Record) -> bool:
-    """Whether this is a run of ``greenfast validate fp8_sdpa`` as it is without options."""
+    """Whether this is a run of ``greenfast validate fp8_sdpa`` without options."""
     if record.task != MAIN_TASK:
         return False
     defaults = find_task(MAIN_TASK).config.defaults
@@ -97,10 +97,10 @@ def _is_default(record: Record) -> bool:
 
 
 def fill(text: str, name: str, content: str, page: str) -> str:
-    """The page's text with the block ``name`` replaced. Raises UsageError unless its markers stand there once."""
+    """The page's text with the block ``name`` replaced. Raises UsageError unless its markers occur exactly once."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise UsageError(f"{page}: {begin} and then {end} must stand in it once")
+        raise UsageError(f"{page}: {begin} and then {end} must each occur once")
     head, rest = text.split(begin)
     body = f"\n\n{content}\n\n" if content else "\n"
     return f"{head}{begin}{body}{end}{rest.split(end)[1]}"
@@ -126,7 +126,7 @@ def _report(record: AnyRecord, plot: str | None) -> str:
 
 
 def _readme(root: Path, records: Evidence) -> dict[Path, str]:
-    """README.md with its table, and its picture, where there are records for both.
+    """README.md with its table and picture, if there are records for both.
 
     The picture is compared by the numbers that it shows: its bytes differ between versions of matplotlib.
     """
@@ -146,7 +146,7 @@ def _readme(root: Path, records: Evidence) -> dict[Path, str]:
 
 
 def _emulator_page(root: Path) -> dict[Path, str]:
-    """docs/emulator.md with its table, where there is a record for it."""
+    """docs/emulator.md with its table, if there is a record for it."""
     page, record = root / EMULATOR_PAGE, root / EMULATOR_RECORD
     if not record.is_file():
         return {}
@@ -159,7 +159,7 @@ def _emulator_page(root: Path) -> dict[Path, str]:
 
 
 def _operator_page(root: Path) -> dict[Path, str]:
-    """docs/operator.md with its tables, where there is a record for them."""
+    """docs/operator.md with its tables, if there is a record for them."""
     page, path = root / OPERATOR_PAGE, root / OPERATOR_RECORD
     if not path.is_file():
         return {}

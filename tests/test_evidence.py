@@ -295,7 +295,7 @@ def test_the_page_of_the_emulator_gets_the_table_of_its_record(tmp_path: Path) -
     measured.write_text(json.dumps({"device": {"name": "GPU"}, "rows": [row]}))
     assert "| v | s | warp instructions: PTX, machine code | - | 7 | - |" in generated(root)[page]
     page.write_text("")
-    with pytest.raises(UsageError, match=r"docs/emulator\.md: .*must stand in it once"):
+    with pytest.raises(UsageError, match=r"docs/emulator\.md: .*must each occur once"):
         generated(root)
 
 
@@ -333,7 +333,7 @@ def test_check_changes_nothing_and_tells(
     ["", "<!-- a:begin -->", "<!-- a:end --><!-- a:begin -->", "<!-- a:begin --><!-- a:begin --><!-- a:end -->"],
 )
 def test_markers_that_do_not_stand_there_once_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="must stand in it once"):
+    with pytest.raises(UsageError, match="must each occur once"):
         fill(text, "a", "b", "page.md")
 
 
