@@ -97,7 +97,7 @@ def test_a_hang_is_an_error_and_its_process_is_gone(what: int) -> None:
 
 
 def test_a_hang_while_the_device_is_opened_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting has a time-out of its own, for it is no fault of a kernel."""
+    """Starting has a separate time-out, as it is not the kernel's fault."""
     monkeypatch.setattr("greenfast.device.worker.START_S", 1.0)
     with (
         Worker(timeout_s=600, make_session=HangingStart) as worker,

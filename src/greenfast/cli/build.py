@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     task = find_task(args.task)
     config, family = task.config, load_family(task)
     names = [rung.name for rung in config.rungs]
-    if args.variants:  # a list of names may also be given with commas; a TOGGLE=VALUE setting has commas of its own
+    if args.variants:  # names may also be separated by commas; a TOGGLE=VALUE setting contains commas itself
         names = [name for text in args.variants for name in ([text] if "=" in text else words(text))]
     formats = args.formats or [config.defaults.format]
     for fmt in formats:

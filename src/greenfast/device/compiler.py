@@ -32,7 +32,7 @@ class CompiledKernel:
     """One kernel as machine code, with the compiler's report.
 
     cubin: an ELF image for ``target``; its line table contains include folders, so equal kernels on two machines share
-    ``kernel_hash`` but not always these bytes. log: the compiler's messages, with those of ``ptxas -v``.
+    ``kernel_hash`` but not always these bytes. log: the compiler's messages, including ``ptxas -v``.
     options: as given to the compiler, without folders. compile_ms: wall time of this call's compile or cache load.
     """
 

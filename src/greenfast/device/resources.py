@@ -43,8 +43,8 @@ def parse_resources(log: str, entry: str, dynamic_smem_bytes: int) -> Resources:
     Spills are summed over the kernel and every function that it calls; the stack is the deepest.
     Raises MachineError naming what the log lacks: a missing value never counts as zero.
     """
-    _, *pieces = _SECTION.split(log)
-    sections = dict(zip(pieces[::2], pieces[1::2], strict=True))
+    _, *parts = _SECTION.split(log)
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
     if entry not in sections:
         raise MachineError(
             f"the compiler's log has no section for kernel {entry!r}; it has: {', '.join(sections) or 'none'}"

@@ -42,7 +42,7 @@ class Session(Protocol):
         """The device."""
 
     def run(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> RunResult:
-        """Run a case ``repeats`` times, each in memory of its own, and compare the outputs bit by bit."""
+        """Run a case ``repeats`` times, each in separate memory, and compare the outputs bit by bit."""
 
     def prepare(self, key: str, image: KernelImage, plan: Launch, case: Case, warmup: int) -> None:
         """Bind a case under a key for timing, and warm up."""
@@ -51,7 +51,7 @@ class Session(Protocol):
         """Time one block of launches of a prepared case."""
 
     def finish(self, key: str) -> RunResult:
-        """The outputs that the last timed launch left, checked like those of a run; frees the case."""
+        """The outputs that the last timed launch left, checked as after a run; frees the case."""
 
     def phases(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> dict[str, float]:
         """Mean SM cycles per block and phase of an instrumented build, after one run to warm up."""
@@ -77,7 +77,7 @@ class GpuSession:
         return self._gpu.info()
 
     def run(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> RunResult:
-        """Run a case ``repeats`` times, each in memory of its own, and compare the outputs bit by bit."""
+        """Run a case ``repeats`` times, each in separate memory, and compare the outputs bit by bit."""
         # Allocate all before freeing any, or the second would get the first one's addresses.
         bounds = [self._gpu.bind(image, plan, case) for _ in range(repeats)]
         results = [bound.run() for bound in bounds]
@@ -101,7 +101,7 @@ class GpuSession:
         return Block(samples, self._gpu.clocks())
 
     def finish(self, key: str) -> RunResult:
-        """The outputs that the last timed launch left, checked like those of a run; frees the case."""
+        """The outputs that the last timed launch left, checked as after a run; frees the case."""
         bound = self._bound.pop(key)
         result = RunResult(bound.outputs(), bound.violations())
         bound.free()
