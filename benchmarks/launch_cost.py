@@ -1,10 +1,10 @@
-"""What one launch through the runtime costs the host. Needs a GPU.
+"""The host time of one launch through the runtime. Needs a GPU.
 
 python benchmarks/launch_cost.py [--device 0] [--batches 200] [--json FILE]
 
 Each way of launching is timed over batches of launches that are queued without waiting. The queue is empty when a batch
-begins and holds far more launches than a batch has, so the host never waits for the device inside one. The ways are
-interleaved, a batch each, so that a drift of the clock meets them all. The kernel is stage2 on shape small.
+begins and has room for far more launches, so the host never waits for the device within a batch. The batches of the
+ways are interleaved, so that a drift of the clock affects all of them. The kernel is stage2 on shape small.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def measure(gpu: Gpu, ways: dict[str, Callable[[], None]], batches: int) -> list
 
 
 def ways_to_launch(bound: Bound, empty: Bound) -> dict[str, Callable[[], None]]:
-    """The launch that the runtime makes, one that needs least of it, and the loop alone."""
+    """The runtime's launch, the smallest launch, and the loop alone."""
     return {
         "Bound.launch": bound.launch,
         "Bound.launch, empty kernel, no arguments": empty.launch,

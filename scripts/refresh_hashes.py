@@ -35,7 +35,7 @@ OPERATOR_RECORD = "evidence/operator-h200.json"
 
 
 def refreshed(record: AnyRecord) -> AnyRecord:
-    """The record with the hashes and launches of today's kernels, where they are those that it measured."""
+    """The record with the hashes and launches of today's kernels, if it measured the same kernels."""
     if isinstance(record, Benchmark) and record.side is None:
         return _operator(record)
     sides = ("baseline", "candidate") if isinstance(record, Record) else ("side",)
@@ -88,7 +88,7 @@ def _dims(record: AnyRecord) -> Mapping[str, Mapping[str, int]]:
 
 
 def _operator(record: Benchmark) -> Benchmark:
-    """The operator's record: other text that makes the same machine code."""
+    """The same for the operator's record: different text with the same machine code."""
     today = timed_kernels(operator_comparison())
     kernels = {
         name: msgspec.structs.replace(then, kernel_hash=today[name].kernel_hash)

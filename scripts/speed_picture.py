@@ -47,7 +47,7 @@ def operator_series(record: Benchmark) -> Series:
 
 
 def kernel_series(record: Benchmark) -> Series:
-    """Kernels alone, those of FP8 on codes that exist already."""
+    """Kernels only, the FP8 ones on precomputed codes."""
     return _series(record, _KERNELS)
 
 
@@ -60,7 +60,7 @@ def _series(record: Benchmark, labels: Mapping[str, str]) -> Series:
 
 
 def numbers_digest(operator: Benchmark, peers: Benchmark) -> str:
-    """Of what the picture shows; with other numbers or another caption it is another one."""
+    """The digest of the picture's numbers and caption."""
     shown = [operator_series(operator), kernel_series(peers), _caption(operator, peers)]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 
@@ -104,7 +104,7 @@ def _draw(axes: Axes, series: Series, title: str) -> None:
 
 
 def gains_table(record: Benchmark) -> str:
-    """Per length and head dim, the time of PyTorch's faster bfloat16 backend over that of ``sdpa`` in FP8."""
+    """Per length and head dim, the time of PyTorch's faster bfloat16 backend over the time of ``sdpa`` in FP8."""
     found: dict[int, dict[tuple[int, int], str]] = {}
     dims = {row.shape: row.dims for row in record.rows}
     for shape, ratio in ratios(record.rows, Versus(own="sdpa_fp8", rivals=list(_TORCH), title="")).items():

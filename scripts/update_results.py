@@ -74,7 +74,7 @@ def blocks(records: Evidence) -> dict[str, str]:
 
 
 def shown(answer: Freshness) -> Freshness:
-    """What a page says: with another compiler than the record's this cannot be told, and the page stays as it is."""
+    """The freshness that a page shows: current also if only another compiler makes it impossible to tell."""
     return Freshness() if answer.other_compiler else answer
 
 

@@ -1,4 +1,4 @@
-"""``greenfast bench``: how it is spelled, what comparisons print, and what is refused."""
+"""``greenfast bench``: its spelling, the output of comparisons, and what is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PEERS = ("bench", "peers")
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """A comparison that has been made, and what it was asked for."""
+    """A finished comparison, and its request."""
     found: dict[str, Any] = {}
 
     def compare(comparison: Any, request: Any, variant: Any, watcher: Any, **options: Any) -> Outcome:

@@ -1,4 +1,4 @@
-"""What tests of the compiler share."""
+"""Fixtures of the compiler's tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparisons on a GPU, on a small shape: times of what is installed, and a wrong kernel found out."""
+"""Comparisons on a GPU, on a small shape: they time what is installed and detect a wrong kernel."""
 
 from __future__ import annotations
 

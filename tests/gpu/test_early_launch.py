@@ -14,7 +14,7 @@ from greenfast.spec.kernel import KernelSource, Launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
-# Lets the next launch begin at once, waits for 300 µs, and only then writes what that reads.
+# Lets the next launch begin at once, waits 300 µs, and only then writes what it reads.
 LATE = """#include "ptx/griddepcontrol.cuh"
 extern "C" __global__ void late(const uint4* from, uint4* to, long long count) {
   greenfast::ptx::launch_dependent_grids();

@@ -116,8 +116,8 @@ def test_tensor_maps_describe_the_buffers() -> None:
     ("heads", "length", "block_m", "block_n"),
     [(8, 16384, 128, 128), (32, 16384, 256, 128), (32, 4096, 128, 128), (512, 1024, 256, 128), (16, 16384, 128, 256)],
 )
-def test_causal_work_is_dealt_evenly(heads: int, length: int, block_m: int, block_n: int) -> None:
-    """Counted as the kernel deals it (StaticScheduler and WorkTile in attention/scheduler.cuh)."""
+def test_causal_work_is_distributed_evenly(heads: int, length: int, block_m: int, block_n: int) -> None:
+    """Counted as the kernel distributes it (StaticScheduler and WorkTile in attention/scheduler.cuh)."""
     sizes = Sizes(1, heads, heads, length, length)
     width, blocks = tiling.heads_at_once(Mask.UPPER_LEFT, sizes, block_m, block_n, 132), -(-length // block_m)
     loads, seen = np.zeros(132), set()

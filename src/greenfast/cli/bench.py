@@ -44,7 +44,7 @@ def variant_of_environment(config: TaskConfig, environment: Mapping[str, str]) -
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print what was found and where the artifacts are."""
+    """Measure, and print the results and where the artifacts are."""
     return _kernel(args) if args.what == "kernel" else _comparison(args)
 
 
@@ -80,7 +80,7 @@ def _kernel(args: argparse.Namespace) -> int:
 
 
 class ComparisonConsole(GateConsole):
-    """A GateConsole that also says each shape as it has been timed: a run takes a minute."""
+    """A GateConsole that also prints each shape once it has been timed, as a run takes a minute."""
 
     def __init__(self, versus: Sequence[Versus], *, to_stderr: bool) -> None:
         super().__init__(to_stderr=to_stderr)
@@ -95,7 +95,7 @@ class ComparisonConsole(GateConsole):
 
 
 def _comparison(args: argparse.Namespace) -> int:
-    """Compare contenders; prints each shape as it is done and the tables."""
+    """Compare contenders; prints each shape once it is done, and the tables."""
     names, args.shapes = args.shapes, None  # they are of the comparison, not of the task
     if args.what == "operator":
         args.task = _OPERATOR_TASK

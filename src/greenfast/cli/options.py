@@ -147,7 +147,7 @@ def validate(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(parser: argparse.ArgumentParser) -> None:
-    """What ``greenfast bench`` measures, each with its own options."""
+    """Subcommands of ``greenfast bench``, with their options."""
     what = parser.add_subparsers(dest="what", metavar="kernel|peers|operator", required=True)
     for name, (text, options) in BENCHMARKS.items():
         options(what.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."))
@@ -178,7 +178,7 @@ def _comparison(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--shapes", type=words, metavar="A,B", help="shapes of the comparison (default: all, with errors too)"
     )
-    which.add_argument("--grid", action="store_true", help="the shapes that fill the GPU alone")
+    which.add_argument("--grid", action="store_true", help="only the shapes that fill the GPU")
     parser.add_argument("--rounds", type=_rounds, metavar="N", help="rounds per shape (default: by time)")
     _where(parser)
     _json(parser)

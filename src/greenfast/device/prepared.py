@@ -27,7 +27,7 @@ _SWIZZLES = {
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """The value of a driver call; raises MachineError with the error's name where it failed."""
+    """The value of a driver call; raises MachineError with the error's name if it failed."""
     status, *values = result
     if status:
         raise MachineError(f"CUDA: {status.name}")
@@ -78,8 +78,8 @@ class Prepared:
     ) -> None:
         """kernel: a loaded kernel of cuda.core. pointers: device address of each buffer that ``plan`` names.
 
-        Raises UsageError, with the kernel's name, where the plan's arguments are not the kernel's or name no buffer,
-        and MachineError where the driver refuses.
+        Raises UsageError, with the kernel's name, if the plan's arguments do not match the kernel or name no buffer,
+        and MachineError if the driver refuses.
         """
         if plan.cluster != (1, 1, 1):
             raise UsageError(f"{name}: a launch in clusters on a GPU; give the kernel __cluster_dims__ instead")
