@@ -36,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     return found
 
 
-def test_each_shape_is_said_as_it_ends_and_all_are_tables(
+def test_each_shape_is_printed_when_it_ends_and_all_in_tables(
     capsys: pytest.CaptureFixture[str], asked: dict[str, Any], tmp_path: Path
 ) -> None:
     ran = run_here(capsys, *PEERS)
@@ -118,7 +118,7 @@ def test_old_spellings_reach_what_they_mean(capsys: pytest.CaptureFixture[str], 
         ((*PEERS, "--device", "none"), 3, "this needs a GPU; no GPU"),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_impossible_requests_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, args: tuple[str, ...], code: int, said: str
 ) -> None:
     ran = run_here(capsys, *args, "--out", tmp_path)

@@ -81,7 +81,7 @@ def test_a_launch_of_another_kernel_is_refused(driver: Driver) -> None:
         Prepared(Kernel(4), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)
 
 
-def test_a_thread_without_a_context_is_told(driver: Driver) -> None:
+def test_a_thread_without_a_context_is_reported(driver: Driver) -> None:
     driver.status = vars(prepared)["_NO_CONTEXT"]
     with pytest.raises(NoContextError, match="no context"):
         Prepared(Kernel(5), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)()

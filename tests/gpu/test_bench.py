@@ -60,7 +60,7 @@ def session() -> Iterator[Session]:
     torch.cuda.set_stream(before)
 
 
-def test_a_wrong_kernel_is_found_out(session: Session) -> None:
+def test_a_wrong_kernel_is_detected(session: Session) -> None:
     dims = SMALL[1].dims
     image, plan = image_of(dims)
     cell = Cell(SMALL[1], (KERNEL,), sampled=64)
