@@ -9,14 +9,22 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver
 
-from greenfast.spec.errors import MachineError, UsageError
+from greenfast.spec.errors import MachineError, UsageError, unknown
 from greenfast.spec.kernel import Argument, Launch, TensorMap, value_bytes
 
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 _SLOT = 64  # alignment of each argument in bytes, as a tensor map requires
+_KINDS = driver.CUtensorMapDataType
 _TYPES = {
-    "uint8": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-    "uint16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+    "uint8": _KINDS.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    "uint16": _KINDS.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+    "uint32": _KINDS.CU_TENSOR_MAP_DATA_TYPE_UINT32,
+    "uint64": _KINDS.CU_TENSOR_MAP_DATA_TYPE_UINT64,
+    "int32": _KINDS.CU_TENSOR_MAP_DATA_TYPE_INT32,
+    "int64": _KINDS.CU_TENSOR_MAP_DATA_TYPE_INT64,
+    "float16": _KINDS.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    "float32": _KINDS.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    "float64": _KINDS.CU_TENSOR_MAP_DATA_TYPE_FLOAT64,
 }
 _SWIZZLES = {
     0: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
@@ -35,11 +43,16 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 def encoded(layout: TensorMap, pointer: int) -> bytes:
-    """The 128 bytes of a tensor map (CUtensorMap) over device memory at ``pointer``."""
-    rank = len(layout.shape)
+    """The 128 bytes of a tensor map (CUtensorMap) over device memory at ``pointer``.
+
+    Raises UsageError for a type of elements that a tensor map does not have, and MachineError where the driver refuses.
+    """
+    rank, name = len(layout.shape), np.dtype(layout.dtype).name
+    if name not in _TYPES:
+        raise unknown("type of a tensor map's elements", name, _TYPES)
     found = check(
         driver.cuTensorMapEncodeTiled(
-            _TYPES[layout.dtype],
+            _TYPES[name],
             rank,
             pointer,
             [driver.cuuint64_t(n) for n in reversed(layout.shape)],
