@@ -95,6 +95,10 @@ def scalar(i: Instruction) -> Operation:
         raise unsupported(
             i, "saturates into a part of a register, for which ptxas gives other results than the PTX ISA"
         )
+    if merged == "h1":
+        raise unsupported(
+            i, "writes the upper half of a register, for which ptxas takes other bits of the result than the PTX ISA"
+        )
     bits = {"": 32, "b": 8, "h": 16}[merged[:1]]
     at = bits * int(merged[1:] or 0)
 
