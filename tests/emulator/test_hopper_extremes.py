@@ -42,7 +42,7 @@ def exact(dims: Mapping[str, int], case: Case, fmt: str = "e4m3") -> NDArray[np.
     config, sizes = read_dims(dims, fmt)
     q, k, v = fast_problem.dequantized(codes, config)
     mask = fast_problem.mask_of(config.mask, sizes)
-    found: NDArray[np.float64] = attention(q, k, v, config.head_dim**-0.5, mask).numpy()
+    found: NDArray[np.float64] = attention(q, k, v, config.head_dim**-0.5, mask, config.softcap).numpy()
     return found
 
 
@@ -144,3 +144,27 @@ def test_scores_that_are_all_negative(head_dim: int) -> None:
     case = changed(dims, {"q": q, "k": k})
     wanted = exact(dims, case)
     assert np.linalg.norm(run(dims, case)["out"] - wanted) < 0.04 * np.linalg.norm(wanted)
+
+
+SOFTCAPS = {
+    "causal, log-sum-exp": {"S": 150, "D": 64, "CAUSAL": 1, "LSE": 1, "SOFTCAP": 30},
+    "scales of blocks": {"S": 70, "KV": 300, "D": 128, "SOFTCAP": 50, **BLOCKS},
+    "head dim 256": {"S": 70, "D": 256, "SOFTCAP": 50},
+}
+
+
+@pytest.mark.parametrize("name", SOFTCAPS)
+@pytest.mark.parametrize("fmt", ["e4m3", "int8"])
+def test_softcap(name: str, fmt: str) -> None:
+    """Of scores up to about 100, which without a cap would give other weights."""
+    dims = {"B": 1, "H": 1, **SOFTCAPS[name]}
+    case = changed(dims, fmt=fmt)
+    case = changed(dims, {"q_scale": case.inputs["q_scale"] * 25}, fmt)
+    found, wanted = run(dims, case, fmt), exact(dims, case, fmt)
+    without = exact({k: n for k, n in dims.items() if k != "SOFTCAP"}, case, fmt)
+    norm = np.linalg.norm(wanted)
+    assert np.linalg.norm(found["out"] - wanted) < 0.03 * norm
+    assert np.linalg.norm(without - wanted) > 0.2 * norm
+    if "LSE" in dims:
+        assert np.isfinite(found["lse"]).all()
+        assert found["lse"].max() < 30 + np.log(dims["S"])

@@ -13,21 +13,21 @@ from greenfast.numerics import attention as on_cpu
 _KEPT = 1 << 30
 
 
-def attention(*args: Any) -> Tensor:
+def attention(*args: Any, **options: float) -> Tensor:
     """``numerics.attention.attention``; arguments and result are on the CPU."""
-    return _on_gpu(on_cpu.attention, args)
+    return _on_gpu(on_cpu.attention, args, options)
 
 
-def attention_rounding_bound(*args: Any) -> Tensor:
+def attention_rounding_bound(*args: Any, **options: float) -> Tensor:
     """``numerics.attention.attention_rounding_bound``; arguments and result are on the CPU."""
-    return _on_gpu(on_cpu.attention_rounding_bound, args)
+    return _on_gpu(on_cpu.attention_rounding_bound, args, options)
 
 
-def _on_gpu(function: Any, args: tuple[Any, ...]) -> Tensor:
+def _on_gpu(function: Any, args: tuple[Any, ...], options: dict[str, float]) -> Tensor:
     if not torch.cuda.is_available():  # also if this torch cannot use the GPU
-        found: Tensor = function(*args)
+        found: Tensor = function(*args, **options)
         return found
-    found = function(*[a.cuda() if isinstance(a, Tensor) else a for a in args]).cpu()
+    found = function(*[a.cuda() if isinstance(a, Tensor) else a for a in args], **options).cpu()
     if torch.cuda.memory_reserved() > _KEPT:
         torch.cuda.empty_cache()
     return found

@@ -50,6 +50,7 @@ EXTRAS: tuple[dict[str, int], ...] = (
     {"BF16": 1, "QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128},
     {"BF16": 1, "QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128, "QUANTIZES_Q": 1},
     {"VROWS": 1},
+    {"SOFTCAP": 50},
 )
 #: The most bytes that four warpgroups at head dim 64 spill per thread, with options that take more registers.
 FEW = 128

@@ -33,16 +33,27 @@ E4M3_WEIGHTS = Rounding(2.0**-4 + 2.0**-9, 2.0**-18, 2.0**-13, 1.15)
 #: The same with powers from a half-precision polynomial (exp2_halves in kernels/ptx/e4m3.cuh), off by up to 0.9 %.
 E4M3_POLYNOMIAL_WEIGHTS = Rounding(2.0**-4 + 2.0**-6, 2.0**-18, 2.0**-13, 1.15)
 
+#: Relative error of tanh.approx.f32 (PTX ISA).
+_TANH = 2.0**-11
 _HALF_OUTPUT, _HALF_OUTPUT_SMALLEST = 2.0**-11, 2.0**-25
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """softmax(scale * q k^T) v in float64. q: (heads, q_len, head_dim), k and v: (heads, kv_len, head_dim).
+def scores_of(q: Tensor, k: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
+    """scale * q k^T in float64, or with a softcap softcap * tanh(scale * q k^T / softcap)."""
+    scores = q.double() @ k.double().transpose(-1, -2) * scale
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
 
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, softcap: float = 0.0
+) -> Tensor:
+    """softmax(scores) v in float64, with the scores of ``scores_of``.
+
+    q: (heads, q_len, head_dim), k and v: (heads, kv_len, head_dim).
     mask: bool (q_len, kv_len), true where a query attends to a key; a query that attends to no key gives 0. The result
     has the shape of q.
     """
-    return _weights(q.double() @ k.double().transpose(-1, -2) * scale, mask)[0] @ v.double()
+    return _weights(scores_of(q, k, scale, softcap), mask)[0] @ v.double()
 
 
 def _weights(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,8 +66,9 @@ def _weights(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tenso
 
 
 def attention_rounding_bound(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, rounding: Rounding = HALF_WEIGHTS
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, rounding: Rounding = HALF_WEIGHTS,
+    softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Per element, the largest error of an attention kernel that rounds P and its sums this way, all else to float32.
 
     q, k, v, mask: as in ``attention``, the exact (dequantized) inputs. Returns float64 of the shape of q.
@@ -69,7 +81,7 @@ def attention_rounding_bound(
     """
     q, k, v = q.double(), k.double(), v.double()
     head_dim, kv_len = q.shape[-1], k.shape[-2]
-    scores = q @ k.transpose(-1, -2) * scale
+    scores = scores_of(q, k, scale, softcap)
     _, p, top = _weights(scores, mask)
     total = p.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     out = (p @ v) / total
@@ -78,6 +90,8 @@ def attention_rounding_bound(
     products = q.abs() @ k.abs().transpose(-1, -2) * scale
     sums = max(head_dim * _FLOAT_STEP, rounding.sum)
     score_err = sums * products + 4 * _FLOAT_STEP * (scores.abs() + top.abs())
+    if softcap:  # whose derivative is at most 1
+        score_err = score_err + _TANH * (scores.abs() + top.abs())
     weight_err = p * (rounding.weight + 2.0**-21 + score_err) + rounding.smallest_weight * (p > 0)
     from_weights = (weight_err @ v.abs() + weight_err.sum(dim=-1, keepdim=True) * out.abs()) / total
 

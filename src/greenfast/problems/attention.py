@@ -25,6 +25,7 @@ from greenfast.numerics.attention import (
     E4M3_WEIGHTS,
     attention,
     attention_rounding_bound,
+    scores_of,
 )
 from greenfast.numerics.codes import quantize_blocks, quantize_values, transposed_values
 from greenfast.numerics.formats import dequantize, quantize
@@ -115,11 +116,11 @@ def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
     unquantized, exact = _per_query_head(tensors, sizes), _dequantized_per_query_head(tensors, config, sizes)
     roundings = {"e4m3": E4M3_WEIGHTS, "e4m3_polynomial": E4M3_POLYNOMIAL_WEIGHTS}
     return References(
-        full=attention(*unquantized, scale, mask).numpy(),
-        exact=attention(*exact, scale, mask).numpy(),
-        bound=attention_rounding_bound(*exact, scale, mask).numpy(),
+        full=attention(*unquantized, scale, mask, config.softcap).numpy(),
+        exact=attention(*exact, scale, mask, config.softcap).numpy(),
+        bound=attention_rounding_bound(*exact, scale, mask, softcap=config.softcap).numpy(),
         bounds={
-            name: attention_rounding_bound(*exact, scale, mask, rounding).numpy()
+            name: attention_rounding_bound(*exact, scale, mask, rounding, config.softcap).numpy()
             for name, rounding in roundings.items()
         },
     )
@@ -141,7 +142,8 @@ def log_sum_exp(dims: Mapping[str, int], seed: int, fmt: str) -> NDArray[np.floa
     """The reference for ``lse``, (batch * heads, q_len): natural logarithm, -inf for a row that attends to no key."""
     config, sizes = read_dims(dims, fmt)
     q, k, _ = _dequantized_per_query_head(_tensors(config, sizes, seed), config, sizes)
-    scores, mask = q @ k.transpose(-1, -2) / math.sqrt(config.head_dim), mask_of(config.mask, sizes)
+    scores = scores_of(q, k, 1.0 / math.sqrt(config.head_dim), config.softcap)
+    mask = mask_of(config.mask, sizes)
     found: NDArray[np.float64] = torch.logsumexp(
         scores if mask is None else scores.masked_fill(~mask, -math.inf), -1
     ).numpy()

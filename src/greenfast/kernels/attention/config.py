@@ -51,6 +51,7 @@ class AttentionConfig:
     query_scales, key_scales: "head", one scale for each head of a batch, or "block", one for each QUERY_BLOCK rows of Q
     and each ROW_BLOCK rows of K.
     value_scales: the same for V, in blocks of ROW_BLOCK keys, or "channel", one for each column of a head.
+    softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2 (Gemma Team, 2024); 0 leaves them as they are.
     value_layout: "transposed", (head_dim, keys) in KEY_ORDER, or "row_major", (keys, head_dim).
     quantizes_queries: whether the attention kernel reads Q as the caller has it, and quantizes it in blocks itself.
     key_mean: whether K is quantized without an estimate of its mean over the keys, which changes no weight.
@@ -68,6 +69,7 @@ class AttentionConfig:
     query_scales: str = field(default="head", metadata={"QBLOCK": {QUERY_BLOCK: "block"}})
     key_scales: str = field(default="head", metadata={"KBLOCK": {ROW_BLOCK: "block"}})
     value_scales: str = field(default="head", metadata={"VBLOCK": {ROW_BLOCK: "block"}, "VCHANNEL": {1: "channel"}})
+    softcap: float = field(default=0.0, metadata={"SOFTCAP": {30: 30.0, 50: 50.0}})
     value_layout: str = field(default="transposed", metadata={"VROWS": {1: "row_major"}})
     quantizes_queries: bool = False
     key_mean: bool = False

@@ -83,6 +83,7 @@ struct Cfg {{
   static constexpr int kConsumerRegisters = {registers};
   static constexpr int kProducerRegisters = {fetching};
   static constexpr int kSmemBytes = {smem};
+  static constexpr float kSoftcap = {config.softcap}f;
 {constants}
   using Out = {CUDA_TYPES[config.dtype]};
 }};

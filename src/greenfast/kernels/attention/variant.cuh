@@ -1,11 +1,12 @@
 // Axis: from scores to exponents. What a raw score is multiplied by to be an exponent of two.
 //
-// A raw score is the product of a row's codes of Q and a key's codes of K. A softcap, or anything else that is no
-// product, turns raw scores into others between Mainloop::end_scores and the mask.
+// A raw score is the product of a row's codes of Q and a key's codes of K. What is no product of these, such as a
+// softcap, turns raw scores into others before the mask: ScoreVariant.
 #pragma once
 
 #include "attention/seqlen.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "ptx/math.cuh"
 
 namespace greenfast {
 
@@ -58,6 +59,40 @@ struct ScoreScales {
       }
       next_block += kScales;
     }
+  }
+};
+
+// Raw scores of a tile as the mask and the softmax take them, and the scales that turn these into exponents.
+template <class Traits, bool kCapped = (Traits::kSoftcap > 0.0f)>
+struct ScoreVariant {
+  template <int kCount, class Score>
+  __device__ __forceinline__ static Score (&scores(Score (&s)[kCount], const ScoreScales<Traits>&))[kCount] {
+    return s;
+  }
+  __device__ __forceinline__ static const ScoreScales<Traits>& scales(const ScoreScales<Traits>& of_tile) {
+    return of_tile;
+  }
+};
+
+// Softcap: the hyperbolic tangents take the place of the scores, as floats, and all have one scale.
+template <class Traits>
+struct ScoreVariant<Traits, true> {
+  static constexpr float kLog2E = 1.4426950408889634f;
+
+  template <int kCount, class Score>
+  __device__ __forceinline__ static float (&scores(Score (&s)[kCount], const ScoreScales<Traits>& of_tile))[kCount] {
+    float(&capped)[kCount] = reinterpret_cast<float(&)[kCount]>(s);
+    constexpr int kOfScale = kCount / ScoreScales<Traits>::kScales;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float scale = of_tile.factor[i / kOfScale] * (1.0f / (Traits::kSoftcap * kLog2E));
+      capped[i] = ptx::tanh(static_cast<float>(s[i]) * scale);
+    }
+    return capped;
+  }
+  __device__ __forceinline__ static ScoreScales<Traits> scales(ScoreScales<Traits> of_tile) {
+    for (float& factor : of_tile.factor) factor = Traits::kSoftcap * kLog2E;
+    return of_tile;
   }
 };
 

@@ -188,10 +188,12 @@ struct Mainloop {
   template <bool kMasked>
   __device__ __forceinline__ void weigh(Score (&s)[kScores], const int (&end)[2], float (&w)[kScores],
                                         float (&rescale)[2]) {
+    using Variant = ScoreVariant<Traits>;
+    auto& scores = Variant::scores(s, scales);
     if constexpr (kMasked) {
-      softmax.weigh(Traits::Mask::apply(s, end), scales, w, rescale);
+      softmax.weigh(Traits::Mask::apply(scores, end), Variant::scales(scales), w, rescale);
     } else {
-      softmax.weigh(s, scales, w, rescale);
+      softmax.weigh(scores, Variant::scales(scales), w, rescale);
     }
   }
 

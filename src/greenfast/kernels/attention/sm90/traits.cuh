@@ -15,6 +15,7 @@
 //   bool kTwoLevels         whether the sums over tiles are float32, not the tensor cores' own of about 14 bits
 //   bool kCausal            whether row i attends to keys 0 .. i + causal_shift alone
 //   bool kLse               whether the log-sum-exp of each row is written
+//   float kSoftcap          scores s become kSoftcap * tanh(s / kSoftcap), or with 0 stay
 //   bool kInt8              whether codes of Q and K are int8, or E4M3. Those of V, and weights, are E4M3
 //   bool kQueryBlockScales  whether each kQueryBlock rows of Q have a scale, or each head
 //   bool kKeyBlockScales    whether each kRowBlock keys have a scale of K, or each head
