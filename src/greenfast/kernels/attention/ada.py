@@ -72,7 +72,7 @@ def launch(
     scale: float | None = None,
     strides: Strides = Strides(),  # noqa: B008
 ) -> Launch:
-    """One block per 64 query rows and head. scale: of the scores, > 0; strides: those of out alone."""
+    """One block per 64 query rows and head. scale: of the scores, > 0; strides: of out only."""
     return Launch(
         grid=(-(-sizes.q_len // _BLOCK), sizes.batch * sizes.heads, 1),
         args=(

@@ -1,6 +1,6 @@
 """What an attention computes: every option in one typed place, and the sizes of the tensors that it is computed on.
 
-A shape of a task spells an option as a dimension beside B, H, S and D, such as CAUSAL=1; each field below says how.
+A shape of a task spells an option as a dimension in addition to B, H, S and D, such as CAUSAL=1; see each field below.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 
 #: Rows that share a scale where Q, or K and V, have scales of blocks.
 QUERY_BLOCK, ROW_BLOCK = 16, 128
-#: The format of V, and of the softmax's weights, whatever that of Q and K.
+#: The format of V, and of the softmax's weights, whatever the format of Q and K.
 VALUE_FORMAT = "e4m3"
 
 FORMATS = ("e4m3", "int8")
@@ -135,7 +135,7 @@ class Strides:
 
 
 def strides_of(heads: int, length: int, columns: int) -> Stride3:
-    """Those of a contiguous (batch, heads, length, columns)."""
+    """Strides of a contiguous (batch, heads, length, columns)."""
     return (heads * length * columns, length * columns, columns)
 
 
@@ -156,7 +156,7 @@ def padded_keys(kv_len: int) -> int:
     return -(-kv_len // KEY_GROUP) * KEY_GROUP
 
 
-#: Field -> the dimensions that set it, each with its numbers besides 0 and what they stand for.
+#: Field -> the dimensions that set it, each with its numbers other than 0 and what they stand for.
 _SPELLED = {f.name: f.metadata for f in fields(AttentionConfig) if f.metadata}
 _DIMENSIONS = {key: (0, *numbers) for spelled in _SPELLED.values() for key, numbers in spelled.items()}
 _ALLOWED = {

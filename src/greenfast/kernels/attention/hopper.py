@@ -39,7 +39,7 @@ def kernel(config: AttentionConfig, sizes: Sizes, multiprocessors: int = TARGET.
     smem, (registers, fetching) = tiles.smem_bytes(config), tiles.registers
     threads = 128 * (tiles.consumers + 1)
     flags = {
-        "PingPong": tiles.turns,
+        "PingPong": tiles.ping_pong,
         "Overlap": tiles.overlap,
         "TwoLevels": tiles.two_levels,
         "Causal": config.causal,
@@ -62,7 +62,7 @@ def kernel(config: AttentionConfig, sizes: Sizes, multiprocessors: int = TARGET.
     if config.quantizes_queries:
         if row_major or config.query_scales == "head" or not quantizes_queries(config.head_dim):
             raise UsageError(
-                "a Q that the Hopper kernel quantizes: head dims are 64 and 128, scales of Q and K those of blocks, "
+                "a Q that the Hopper kernel quantizes: head dims are 64 and 128, scales of Q and K are per block, "
                 "and V is transposed"
             )
         headers.append("load_q_input")
@@ -121,7 +121,7 @@ def launch(
 ) -> Launch:
     """A block per multiprocessor, or per work tile where there are fewer.
 
-    scale: of the scores, > 0; by default one over the root of head_dim. strides: those of out, and of Q where the
+    scale: of the scores, > 0; by default one over the root of head_dim. strides: of out, and of Q where the
     kernel quantizes it; tensors are contiguous by default.
     """
     tiles, _ = tiling(config, sizes, multiprocessors)
@@ -167,7 +167,7 @@ def _queries(config: AttentionConfig, sizes: Sizes, strides: Stride3 | None) -> 
     """Q as its caller has it, (batch, heads, q_len, columns) of 16 bits, and its heads."""
     shape = (sizes.batch, sizes.heads, sizes.q_len, config.columns)
     given = strides or strides_of(*shape[1:])
-    # Nothing reads along a dimension of 1, whose stride may be any.
+    # A dimension of 1 may have any stride: it is never stepped along.
     in_bytes = [16 if n == 1 else 2 * stride for n, stride in zip(shape, given, strict=False)]
     box = (1, 1, ROWS, config.head_dim)
     return TensorMap("q", "uint16", shape, (*in_bytes, 2), box, 0), np.int32(sizes.heads)

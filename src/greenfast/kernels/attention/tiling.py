@@ -20,18 +20,19 @@ _WIDEST = 256  # columns of a product
 class Tiling:
     """How the Hopper kernel cuts its work.
 
-    block_n: keys of a tile. consumers: warpgroups of 64 query rows each that share it. stages: tiles on their way.
-    out_columns: columns of O that one product computes. turns: whether warpgroups take turns at the tensor cores.
-    polynomials: of 16 exponentials, how many are computed on the FMA pipe. overlap: whether P V of a tile runs beside
-    the softmax of the next. two_levels: whether the sums over tiles are float32, not the tensor cores' own. row_stages:
-    tiles of a row-major V on their way, which the fetching warpgroup transposes; 0 where V comes transposed.
+    block_n: keys of a tile. consumers: warpgroups of 64 query rows each that share it. stages: tiles in flight.
+    out_columns: columns of O that one product computes. ping_pong: whether two warpgroups alternate on the tensor
+    cores. polynomials: of 16 exponentials, how many are computed on the FMA pipe. overlap: whether P V of a tile
+    overlaps with the softmax of the next. two_levels: whether the sums over tiles are float32, not the tensor cores'
+    own. row_stages: tiles of a row-major V in flight, which the producer warpgroup transposes; 0 where V comes
+    transposed.
     """
 
     block_n: int
     consumers: int
     stages: int
     out_columns: int
-    turns: bool = False
+    ping_pong: bool = False
     polynomials: int = 0
     overlap: bool = False
     two_levels: bool = True
@@ -44,7 +45,7 @@ class Tiling:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread of a computing and of the fetching warpgroup; no more than a block starts with."""
+        """Registers per thread of a consumer and of the producer warpgroup; no more than a block starts with."""
         if self.row_stages:
             return {1: (240, 96), 2: (224, 56)}[self.consumers]
         return {1: (240, 40), 2: (240, 24), 4: (112, 32)}[self.consumers]
@@ -64,11 +65,11 @@ def _whole_kilobytes(size: int) -> int:
     return -(-size // 1024) * 1024
 
 
-#: Up to so many keys one level of accumulation has the error of two (docs/performance-log.md). Two levels cost nothing
-#: at head dims 64 and 128; at 256 their registers are what P V beside the next softmax needs.
+#: Up to this number of keys one level of accumulation has the error of two (docs/performance-log.md). Two levels are
+#: free at head dims 64 and 128; at 256 they take the registers that overlapping P V with the next softmax needs.
 ONE_LEVEL_KEYS = 16384
 
-#: How long a block with so many warpgroups takes for its rows, measured; one warpgroup is 1.
+#: Number of warpgroups of a block -> its measured time for its rows, relative to one warpgroup.
 _COST = {1: 1.0, 2: 1.42, 4: 2.75}
 
 
@@ -78,7 +79,7 @@ def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
     if config.value_layout == "row_major":  # by what fits without spills, not measured yet
         stages, polynomials, row_stages = {64: (4, 8, 2), 128: (3, 8, 2), 256: (2, 0, 1)}[head_dim]
         common = Tiling(128, 1, stages, min(head_dim, 128), False, polynomials, row_stages=row_stages)
-        two = replace(common, consumers=2, turns=head_dim > 64, overlap=head_dim == 64)
+        two = replace(common, consumers=2, ping_pong=head_dim > 64, overlap=head_dim == 64)
         found: tuple[Tiling, ...] = (common,) if causal and head_dim == 256 else (common, two)
     elif head_dim == 64:
         # With a scale for each block of V, a tile is a block. With a mask and scales of blocks or the log-sum-exp four
@@ -102,7 +103,7 @@ def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
 
 
 def tiling(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tuple[Tiling, str]:
-    """The tiles for an attention on a GPU of so many multiprocessors, and why.
+    """The tiles for an attention on a GPU with this number of multiprocessors, and why.
 
     Raises UsageError for a head dim that the kernel does not compute.
     """
@@ -137,7 +138,7 @@ def heads_at_once(mask: Mask, sizes: Sizes, block_m: int, block_n: int, multipro
         return 1
     row_blocks, heads = -(-sizes.q_len // block_m), sizes.batch * sizes.heads
     ends = np.minimum(np.arange(row_blocks, 0, -1) * block_m, sizes.q_len) + sizes.shift(mask)
-    # and the way in and out of a work tile
+    # + 1 for entering and leaving a work tile
     tiles = np.clip(-(-np.minimum(ends, sizes.kv_len) // block_n), 0, None) + 1.0
     candidates = [2**n for n in range(heads.bit_length()) if 2**n < heads] + [heads]
     evenness = [_evenness(tiles, heads, width, multiprocessors) for width in candidates]
@@ -146,11 +147,11 @@ def heads_at_once(mask: Mask, sizes: Sizes, block_m: int, block_n: int, multipro
 
 
 def _evenness(tiles: np.ndarray, heads: int, width: int, multiprocessors: int) -> float:
-    """The mean load of a block over the largest, of work tiles dealt to and fro, ``width`` heads at a time."""
+    """Mean load of a block over the largest, when work tiles are dealt back and forth, ``width`` heads at a time."""
     groups = [np.repeat(tiles, min(width, heads - first)) for first in range(0, heads, width)]
-    pieces = np.concatenate(groups)
-    rounds = np.zeros((-(-len(pieces) // multiprocessors), multiprocessors))
-    rounds.ravel()[: len(pieces)] = pieces
+    loads = np.concatenate(groups)
+    rounds = np.zeros((-(-len(loads) // multiprocessors), multiprocessors))
+    rounds.ravel()[: len(loads)] = loads
     rounds[1::2] = rounds[1::2, ::-1]
-    loads = rounds.sum(axis=0)
-    return float(loads.mean() / loads.max())
+    totals = rounds.sum(axis=0)
+    return float(totals.mean() / totals.max())

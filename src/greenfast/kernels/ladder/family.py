@@ -26,7 +26,7 @@ REGISTER_PHASES = ("Q load", "K/V prefetch", "QK^T", "softmax", "P*V", "combine"
 FULL_FUSION = 2  # of USE_FUSED_SOFTMAX_PV
 
 _BLOCK_M = _BLOCK_N = 32
-_PERSISTENT_ON = Target("sm_90a")  # whose multiprocessors persistent blocks fill; elsewhere some run later
+_PERSISTENT_ON = Target("sm_90a")  # persistent blocks fill its multiprocessors; on others some blocks run later
 _MAX_HEADS = 65535  # CUDA's limit on a grid's second dimension
 _FORMATS = {"e4m3": "kE4M3", "int8": "kInt8"}
 _MEMBERS = {  # toggle -> member of Cfg

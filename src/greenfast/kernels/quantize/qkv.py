@@ -9,7 +9,7 @@ from greenfast.kernels.attention.config import ROW_BLOCK, AttentionConfig, Sizes
 from greenfast.spec.kernel import KernelSource, Launch
 
 ENTRY = "quantize_qkv"
-#: Keys, spread over a head, by which its mean is estimated, as the median of the means of groups of so many.
+#: A head's mean is estimated from MEAN_KEYS keys spread over it, as the median of the means of groups of MEAN_GROUP.
 MEAN_KEYS, MEAN_GROUP = 32, 4
 #: Threads of a block, by head dim of the codes: a warp, or two, for each 16 rows of a tile.
 _THREADS = {64: 256, 128: 256, 256: 512}
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__({threads}, {_BLOCKS[config.head_dim
 def launch(config: AttentionConfig, sizes: Sizes, strides: Strides = Strides()) -> Launch:  # noqa: B008
     """A block for each work tile; buffers are named as in ``problems.attention``, and k_mean.
 
-    Q is left out where ``config.quantizes_queries``. strides: those of query, key and value; contiguous by default.
+    Q is left out where ``config.quantizes_queries``. strides: of query, key and value; contiguous by default.
     """
     queries = not config.quantizes_queries
     q_len = sizes.q_len if queries else 0
