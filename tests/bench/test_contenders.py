@@ -86,7 +86,7 @@ def test_every_kind_of_inputs_differs_from_normal_as_it_says(kind: str) -> None:
     normal, found = inputs().values, inputs(kind=kind).values
     changed = {name for name in "qkv" if not torch.equal(normal[name], found[name])}
     only = {"normal": "", "constant queries": "q", "loud key": "k", "logits 4": "qk", "logits 8": "qk"}
-    only["biased keys"] = "kv"  # V is another draw, after that of the biases
+    only["biased keys"] = "kv"  # V is another draw, after the biases
     assert changed == set(only.get(kind, "qkv"))
     scores = {"logits 4": 4.0, "logits 8": 8.0, "tiny": 1.0}
     if kind in scores:

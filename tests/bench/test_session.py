@@ -134,7 +134,7 @@ def test_the_reference_is_exact_and_sees_what_is_wrong(causal: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this torch has a GPU")
 def test_a_torch_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own, as the comparison starts it."""
+    """In a separate process, as the comparison starts it."""
     with (
         Worker(0, timeout_s=60, make_session=Session) as worker,
         pytest.raises(WorkerError, match=r"start: torch [\w.+]+ is built .* and shows no GPU; a comparison needs"),

@@ -48,7 +48,7 @@ def _shape(name: str, b: int, h: int, s: int, d: int) -> Shape:
 
 
 _MISSION = _shape("mission", 1, 8, 512, 64)
-#: Shapes that do not fill a GPU, those of the task.
+#: Shapes that do not fill a GPU: the task's.
 SMALL = (
     _shape("small", 1, 1, 32, 64), _MISSION, _shape("mission_b2", 2, 8, 256, 64), _shape("long", 1, 8, 2048, 64),
 )  # fmt: skip

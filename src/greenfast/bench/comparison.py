@@ -1,4 +1,4 @@
-"""What a comparison of contenders is: who takes part, on which inputs, what is right; and what its session answers."""
+"""What a comparison of contenders is: the contenders, their inputs, what is correct; and what its session answers."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Comparison:
     """What one command measures.
 
     what: greenfast's part in it, in words; empty for "TASK: VARIANT". own: greenfast's contenders whose outputs must
-    be right. versus: the ratios of times to report. host: the inputs and contenders whose host time is measured.
+    be correct. versus: the ratios of times to report. host: the inputs and contenders whose host time is measured.
     inputs: kind -> how it differs from N(0, 1). session: makes what measures in a process, as ``session.Session``
-    does. limits: what a right output is; None takes the gate of the task's own kernel, which is built for every cell.
+    does. limits: what a correct output is; None takes the gate of the task's own kernel, which is built for every cell.
     kernels: the kernels that are timed, with their launches, where the task's own kernel is not; arch: their target.
     """
 
@@ -98,7 +98,7 @@ class Checked:
 class Timed:
     """Microseconds per call of each replay, and calls per replay, by contender.
 
-    changed: contenders whose timed launches left another output than the one that was checked.
+    changed: contenders whose timed launches left an output that differs from the checked one.
     """
 
     samples_us: dict[str, list[float]]

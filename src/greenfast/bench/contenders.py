@@ -1,4 +1,4 @@
-"""What takes part in comparisons: greenfast's kernels and operator, FlashAttention-3, cuDNN, and torch's own backends.
+"""The contenders of comparisons: greenfast's kernels and operator, FlashAttention-3, cuDNN, and torch's own backends.
 
 All read the same draw of inputs. FlashAttention-3 (Shah et al., 2024) in FP8 reads greenfast's codes with their scale
 per head; cuDNN's FP8 attention takes one scale per tensor, so it quantizes the draw again; whatever else there is reads
@@ -35,8 +35,8 @@ _CUDNN_WEIGHT_SCALE = 256.0
 class Ready:
     """A contender bound to inputs.
 
-    call: queues one call on torch's current stream and returns its output; that of an attention is a tensor (batch,
-    heads, length, head_dim). unit: what 1 in that output stands for.
+    call: queues one call on torch's current stream and returns its output; for attention a tensor (batch, heads,
+    length, head_dim). unit: what 1 in that output stands for.
     """
 
     call: Callable[[], Any]
@@ -45,11 +45,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Contender:
-    """A library or kernel that takes part.
+    """A library or kernel that is compared.
 
-    module: what is imported. package: whose version counts; "greenfast" makes it an own one. prepare: binds it to
-    inputs, and raises what the library raises where it cannot; None for a task's own kernel. same_codes: whether it
-    reads the codes of the draw. attention: whether its output is that of attention, and is checked.
+    module: what is imported. package: the one whose version is recorded; "greenfast" marks our own. prepare: binds
+    it to inputs, and raises what the library raises where it cannot; None for a task's own kernel. same_codes: whether
+    it reads the codes of the draw. attention: whether its output is attention's, and is checked.
     """
 
     name: str

@@ -105,5 +105,5 @@ def queue_interleaved(graphs: Mapping[str, Any], rounds: int) -> Marks:
 
 
 def call_us(marks: Marks, calls: Mapping[str, int]) -> dict[str, list[float]]:
-    """Microseconds per call of each replay, once the GPU has done them all."""
+    """Microseconds per call of each replay, once the GPU has finished them all."""
     return {name: [1e3 * a.elapsed_time(b) / calls[name] for a, b in pairs] for name, pairs in marks.items()}

@@ -111,8 +111,8 @@ INPUTS = {kind: text for kind, (text, _) in _KINDS.items()}
 def make_inputs(dims: Mapping[str, int], seed: int, kind: str, device: str) -> Inputs:
     """Draw on the device from N(0, 1), changed as ``kind``, a key of INPUTS, says there.
 
-    Raises UsageError for grouped heads and unequal lengths. The draw is that of a torch.Generator of the device with
-    the seed: q, then k, then v.
+    Raises UsageError for grouped heads and unequal lengths. A torch.Generator of the device with the seed draws q,
+    then k, then v.
     """
     config, sizes = read_dims(dims, VALUE_FORMAT)
     if sizes.kv_heads != sizes.heads or sizes.kv_len != sizes.q_len or config.mask == Mask.LOWER_RIGHT:

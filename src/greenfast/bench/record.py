@@ -27,7 +27,7 @@ class ContenderFacts(_Data, frozen=True, kw_only=True):
 
 
 class Versus(_Data, frozen=True, kw_only=True):
-    """A ratio to report: the time of the fastest of ``rivals`` over that of ``own``, above 1 where own is faster."""
+    """A ratio to report: the time of the fastest of ``rivals`` over the time of ``own``; above 1 own is faster."""
 
     own: str
     rivals: list[str]

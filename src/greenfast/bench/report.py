@@ -15,7 +15,7 @@ _QUANTIZE_BYTES = 3
 
 
 def ratios(rows: Sequence[Row], versus: Versus) -> dict[str, float]:
-    """By shape, the time of the fastest rival over that of own: above 1 own is faster.
+    """By shape, the time of the fastest rival divided by the time of own: above 1 own is faster.
 
     Without the shapes where own or every rival has no time.
     """
@@ -118,7 +118,7 @@ def summary(record: Benchmark) -> str:
 
 
 def section(record: Benchmark, path: str, answer: Freshness | None = None) -> str:
-    """What a page says: provenance and summary, or for a record whose kernels are not today's no number."""
+    """What a page says: provenance and summary, or for a record whose kernels are not today's, no number."""
     if answer and answer.status == STALE:
         return f"The measurement in [{path}]({path}) is {answer}."
     own = f"greenfast {record.package_version}"
@@ -173,7 +173,7 @@ def _samples_table(record: Benchmark) -> str:
     ]
     header = ("shape", "contender", *numbers, "rounds x calls", "L2", "clocks", "reason")
     return (
-        f"{format.table(header, lines, right=numbers)}\n\nA time is that of a replay of a captured CUDA graph of N "
+        f"{format.table(header, lines, right=numbers)}\n\nA time is for one replay of a captured CUDA graph of N "
         "calls, divided by N; a round replays each contender's graph once, in an order that moves on. Inputs are drawn "
         "from N(0, 1) on the GPU by a torch.Generator with seed 0; codes that a contender reads, and bfloat16, are "
         "made of them before the timing. error: relative (Frobenius), against attention in float64 on the draw, over "

@@ -29,12 +29,12 @@ from greenfast.spec.errors import CompileError, MachineError, UsageError, WrongR
 
 #: Seconds that one call of the session may take: the first one loads every library.
 _TIMEOUT_S = 180.0
-#: A contender that broke its process on so many shapes is left out of the others.
+#: A contender that broke its process on this many shapes is left out of the others.
 _MOST_CRASHES = 2
 
 
 class Watcher(Observer, Protocol):
-    """Whoever watches a comparison."""
+    """Callbacks that follow a comparison's progress."""
 
     def cell(self, rows: Sequence[Row]) -> None:
         """A shape has been timed."""
@@ -144,7 +144,7 @@ def compare(
 ) -> Outcome:  # fmt: skip
     """Measure, and write record and report.
 
-    variant: the task's own kernel, where it takes part. shapes: by name; grid: those of the grid; else all, and errors
+    variant: the task's own kernel, where it takes part. shapes: by name; grid: its shapes; else all, and errors
     and host times too. rounds: of a shape (default: by time). Raises UsageError for unknown shapes, MachineError
     without a GPU or where the libraries cannot use it, and WrongResultError where greenfast computes something wrong.
     """

@@ -1,7 +1,7 @@
 """Contenders on one GPU: each output is checked, then all are timed interleaved; host time of eager calls.
 
-Kernel time is that of a captured CUDA graph of N calls, divided by N. A session lives in a process of its own
-(device/worker.py), because a library that breaks its CUDA context breaks it for all that follow there.
+Kernel time is the time of a captured CUDA graph of N calls, divided by N. A session lives in a separate process
+(device/worker.py), because a library that breaks its CUDA context breaks it for every later contender there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from greenfast.numerics.codes import transposed_values
 from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import Launch
 
-#: An output of another library that is further off than this is no attention but a call that went wrong.
+#: An output of another library that is further off than this is not attention but a call that went wrong.
 _WRONG = 0.25
 #: How far the output of its timed launches may be from what was checked, relative; greenfast's must be the same.
 _CHANGED = 1e-3
