@@ -292,7 +292,7 @@ def test_a_struct_by_value(capsys: pytest.CaptureFixture[str], files: Path) -> N
     for wrong, said in (
         ("i32:1", "is .b8[32] (a struct by value: give struct:FIELD,...)"),
         ("struct:i8=1", "parameter 3 of"),
-        ("struct:i8=1,z", "'z' is no field; give TYPE=NUMBER"),
+        ("struct:i8=1,z", "'z' is not a field; give TYPE=NUMBER"),
         ("struct:i8=300", "int8 holds -128 to 127"),
     ):
         assert_said(emulate(capsys, files / "k.cu", *out, "--arg", wrong), 2, said)

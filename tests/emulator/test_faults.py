@@ -1,4 +1,4 @@
-"""Each thing that the emulator must find, shown by a kernel that does it, beside one that does not."""
+"""Each thing that the emulator must find, shown by a kernel that does it, and one that does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Hopper attention kernel on the emulator: its tiles and turns, masks, grouped heads and lengths that differ."""
+"""The Hopper attention kernel on the emulator: tiles, ping-pong, masks, grouped heads and lengths that differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from greenfast.kernels.attention import hopper, tiling
 from greenfast.kernels.attention.config import QUERY_BLOCK, Strides, read_dims
 from greenfast.numerics.codes import quantize_blocks
 from greenfast.operator import reference
-from greenfast.problems import attention as fast_problem
+from greenfast.problems import attention as attention_problem
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.kernel import KernelSource
 from greenfast.spec.problem import Case, OutputSpec
@@ -28,15 +28,15 @@ from tests.emulator.kernels import run_source
 SMALL = {"B": 1, "H": 2, "S": 150, "D": 64}
 BLOCKS = {"QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128}
 #: A shape, of how many multiprocessors, and warpgroups a block: few multiprocessors make blocks of several warpgroups,
-#: and blocks that do several pieces.
+#: and blocks that do several work tiles.
 CASES = {
     "one query": ({"B": 1, "H": 2, "S": 1, "D": 64}, 132, 1),
     "grouped heads, last query": ({"B": 1, "H": 4, "HK": 2, "S": 33, "KV": 270, "D": 128, "CAUSAL": 2}, 132, 1),
     "queries without a key": ({"B": 1, "H": 4, "HK": 1, "S": 200, "KV": 70, "D": 64, "CAUSAL": 2}, 132, 1),
-    "wide tiles, turns": ({"B": 1, "H": 2, "S": 330, "D": 64}, 1, 2),
+    "wide tiles, ping-pong": ({"B": 1, "H": 2, "S": 330, "D": 64}, 1, 2),
     "causal": ({"B": 1, "H": 2, "S": 220, "D": 64, "CAUSAL": 1}, 1, 4),
     "causal, log-sum-exp": ({"B": 1, "H": 1, "S": 400, "D": 64, "CAUSAL": 1, "LSE": 1}, 1, 4),
-    "head dim 128, turns": ({"B": 1, "H": 2, "S": 200, "D": 128}, 1, 2),
+    "head dim 128, ping-pong": ({"B": 1, "H": 2, "S": 200, "D": 128}, 1, 2),
     "head dim 128, causal": ({"B": 1, "H": 3, "S": 300, "D": 128, "CAUSAL": 1}, 2, 2),
     "head dim 256, one level": ({"B": 1, "H": 2, "S": 200, "D": 256, "CAUSAL": 1}, 2, 2),
     "bfloat16": ({**SMALL, "BF16": 1}, 132, 1),
@@ -46,7 +46,7 @@ CASES = {
     "scales, head dim 128": ({"B": 1, "H": 1, "S": 200, "D": 128, "KBLOCK": 128, "VCHANNEL": 1}, 1, 2),
     "scales, head dim 256": ({**SMALL, "D": 256, "KBLOCK": 128, "VCHANNEL": 1, "BF16": 1, "LSE": 1}, 132, 1),
     "scales of all blocks": ({"B": 1, "H": 2, "S": 200, "KV": 300, "D": 64, **BLOCKS}, 1, 4),
-    "scales of all blocks, turns": ({"B": 1, "H": 2, "S": 100, "KV": 400, "D": 64, **BLOCKS}, 2, 2),
+    "scales of all blocks, ping-pong": ({"B": 1, "H": 2, "S": 100, "KV": 400, "D": 64, **BLOCKS}, 2, 2),
     "scales of all blocks, causal": (
         {"B": 1, "H": 2, "HK": 1, "S": 200, "D": 128, "CAUSAL": 1, "BF16": 1, **BLOCKS},
         2,
@@ -57,7 +57,7 @@ CASES = {
 ROW_MAJOR = {
     "row-major V": ({"B": 1, "H": 2, "HK": 1, "S": 70, "KV": 270, "D": 64, "CAUSAL": 2, "VROWS": 1}, 132, 1),
     "row-major V, one key": ({"B": 1, "H": 2, "S": 1, "D": 128, "VROWS": 1}, 132, 1),
-    "row-major V, turns": ({"B": 1, "H": 1, "S": 200, "D": 64, "VROWS": 1}, 1, 2),
+    "row-major V, ping-pong": ({"B": 1, "H": 1, "S": 200, "D": 64, "VROWS": 1}, 1, 2),
     "row-major V, head dim 128": ({"B": 1, "H": 2, "S": 256, "KV": 700, "D": 128, "VROWS": 1}, 2, 2),
     "row-major V, head dim 256": ({"B": 1, "H": 1, "S": 130, "KV": 200, "D": 256, "VROWS": 1, "LSE": 1}, 1, 2),
     "row-major V, head dim 256, causal": ({"B": 1, "H": 1, "S": 150, "D": 256, "VROWS": 1, "CAUSAL": 1}, 132, 1),
@@ -66,7 +66,7 @@ CASES |= ROW_MAJOR
 INT8 = (
     "causal",
     "queries without a key",
-    "head dim 128, turns",
+    "head dim 128, ping-pong",
     "scales of blocks, wide tiles",
     "scales, head dim 256",
 )
@@ -77,7 +77,7 @@ def emulate(
 ) -> GridResult:
     """On a GPU of ``size`` multiprocessors."""
     config, sizes = read_dims(dims, fmt)
-    case = fast_problem.make_case(dims, 0, fmt)
+    case = attention_problem.make_case(dims, 0, fmt)
     plan = hopper.launch(config, sizes, multiprocessors=size)
     result = run_source(source or hopper.kernel(config, sizes, size), plan, case, seed=seed)
     assert not any(result.unwritten.values())
@@ -98,13 +98,13 @@ def test_queries_that_the_kernel_quantizes(
     dims: dict[str, int], head_dim: int, dtype: torch.dtype, consumers: int, fmt: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """They come as (B, S, H, D), and the output is that of their codes."""
+    """They come as (B, S, H, D), and the output is computed from their codes."""
     monkeypatch.setattr(tiling, "_COST", {n: 1.0 if n == consumers else 100.0 for n in (1, 2, 4)})
     dims = {**dims, **BLOCKS}
     coded, sizes = read_dims(dims, fmt)
     config = replace(coded, columns=head_dim, quantizes_queries=True)
     assert tiling.tiling(config, sizes, 2)[0].consumers == consumers
-    case = fast_problem.make_case(dims, 0, fmt)
+    case = attention_problem.make_case(dims, 0, fmt)
     shape = (dims["B"], dims["S"], dims["H"], head_dim)
     q = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype).transpose(1, 2)
     inputs = case.inputs | {"q": q.transpose(1, 2).contiguous().view(torch.uint16).numpy()}
@@ -118,25 +118,25 @@ def test_queries_that_the_kernel_quantizes(
     codes, scale = quantize_blocks(rotated.flatten(0, 1), fmt, QUERY_BLOCK)
     of_codes = Case(case.inputs | {"q": codes.numpy(), "q_scale": scale.numpy()}, case.outputs)
     outputs = run_source(hopper.kernel(coded, sizes), hopper.launch(coded, sizes), of_codes).outputs
-    wanted = fast_problem.decode(outputs, fmt).reshape(*q.shape[:3], -1)[..., :head_dim]
-    found = fast_problem.decode(result.outputs, fmt)
+    wanted = attention_problem.decode(outputs, fmt).reshape(*q.shape[:3], -1)[..., :head_dim]
+    found = attention_problem.decode(result.outputs, fmt)
     assert np.linalg.norm(found - wanted) < 2e-3 * np.linalg.norm(wanted)  # a code in a thousand may differ by one
 
 
 def check(outputs: dict[str, NDArray[Any]], dims: dict[str, int], fmt: str) -> None:
-    references = fast_problem.references(dims, 0, fmt)
-    out = fast_problem.decode(outputs, fmt)
+    references = attention_problem.references(dims, 0, fmt)
+    out = attention_problem.decode(outputs, fmt)
     assert worst_bound_ratio(out, references.exact, references.bounds["e4m3_polynomial"]) <= 1
     assert error_stats(out, references.exact, 1).relative_error <= 0.03
     if dims.get("LSE"):
-        wanted = fast_problem.log_sum_exp(dims, 0, fmt)
+        wanted = attention_problem.log_sum_exp(dims, 0, fmt)
         assert (np.isinf(outputs["lse"]) == np.isinf(wanted)).all()
         finite = np.isfinite(wanted)
         assert np.abs(outputs["lse"] - wanted)[finite].max() <= 1e-4
 
 
-#: Cases that take long, beside others of the same code.
-SLOW = ("wide tiles, turns", "row-major V, head dim 128", "head dim 128, causal", "scales of blocks")
+#: Cases that take long; quicker ones cover the same code.
+SLOW = ("wide tiles, ping-pong", "row-major V, head dim 128", "head dim 128, causal", "scales of blocks")
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_it_is_right(name: str, fmt: str) -> None:
     ids=str,
 )
 def test_the_output_has_the_callers_layout(dims: dict[str, int], head_dim: int, order: str) -> None:
-    """Its rows are tight, in any order of batch, heads and queries; nothing is written beside them."""
-    case = fast_problem.make_case(dims, 0, "e4m3")
+    """Its rows are tight, in any order of batch, heads and queries; nothing is written outside of them."""
+    case = attention_problem.make_case(dims, 0, "e4m3")
     plain = run_source(hopper.kernel(*read_dims(dims, "e4m3")), hopper.launch(*read_dims(dims, "e4m3")), case)
     sizes = {"B": dims["B"], "H": dims["H"], "S": dims["S"], "D": head_dim}
     shape = tuple(sizes[d] for d in order)
@@ -260,7 +260,7 @@ def without(source: KernelSource, header: str, old: str, new: str, folder: Path)
 )
 def test_queries_that_lack_a_step_are_caught(old: str, says: str, tmp_path: Path) -> None:
     dims = {"B": 1, "H": 1, "S": 130, "KV": 130, "D": 64, "KBLOCK": 128, "VBLOCK": 128}
-    case = fast_problem.make_case(dims, 0, "e4m3")
+    case = attention_problem.make_case(dims, 0, "e4m3")
     config, sizes = read_dims({**dims, "QBLOCK": 16}, "e4m3")
     config = replace(config, quantizes_queries=True)
     own = Case(case.inputs | {"q": np.full((1, 1, 130, 64), 0x3C00, np.uint16)}, case.outputs)

@@ -93,7 +93,7 @@ def test_swizzle_of_shared_memory() -> None:
 
 
 @pytest.mark.parametrize("start", [8, 16])
-def test_rows_that_end_between_pieces_of_16_bytes(start: int) -> None:
+def test_rows_that_end_between_chunks_of_16_bytes(start: int) -> None:
     x = RNG.integers(0, 2**16, (16, 24)).astype(np.uint16)
     short = TensorMap("x", "uint16", (16, 20), x.strides, (8, 8), 0)
     maps = (short, TensorMap("y", "uint16", x.shape, x.strides, (8, 8), 0))
@@ -107,7 +107,7 @@ def test_rows_that_end_between_pieces_of_16_bytes(start: int) -> None:
     assert np.array_equal(found, expected)
 
 
-def test_a_store_to_a_row_that_ends_between_pieces_is_refused() -> None:
+def test_a_store_to_a_row_that_ends_between_chunks_is_refused() -> None:
     x = RNG.integers(0, 2**16, (16, 24)).astype(np.uint16)
     maps = (tensor_map("x", x, (8, 8)), TensorMap("y", "uint16", (16, 20), x.strides, (8, 8), 0))
     body = ROUND_TRIP.replace("BYTES", "128").replace("32, 8", "8, 5").replace("64, 0", "8, 0")
@@ -117,7 +117,7 @@ def test_a_store_to_a_row_that_ends_between_pieces_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [("&bar, 32, 8", "&bar, 3, 8"), ("s, 64, 0", "s, 1, 0")])
-def test_tiles_that_begin_between_pieces_of_16_bytes_are_refused(old: str, new: str) -> None:
+def test_tiles_that_begin_between_chunks_of_16_bytes_are_refused(old: str, new: str) -> None:
     x = RNG.integers(0, 2**16, (32, 128)).astype(np.uint16)
     maps = (tensor_map("x", x, (8, 8)), TensorMap("y", "uint16", x.shape, x.strides, (8, 8), 0))
     body = ROUND_TRIP.replace("BYTES", "128")
@@ -225,7 +225,7 @@ def test_wrong_tensor_copies(old: str, new: str, says: str) -> None:
         ({"swizzle": 64}, r"less than its swizzle of 64"),
         ({"shape": (33, 128)}, r"shape \(33, 128\) with strides \(128, 1\) needs 4224 bytes of 4096"),
         ({"box": (16,)}, r"needs 1 to 5 dimensions"),
-        ({"buffer": "z"}, r"tensor map over 'z', which is no buffer of the case"),
+        ({"buffer": "z"}, r"tensor map over 'z', which is not a buffer of the case"),
     ],
 )
 def test_wrong_tensor_maps(changed: dict[str, Any], says: str) -> None:

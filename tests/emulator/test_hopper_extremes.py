@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims
 from greenfast.numerics.attention import attention
-from greenfast.problems import attention as fast_problem
+from greenfast.problems import attention as attention_problem
 from greenfast.spec.problem import Array, Case
 from tests.emulator.kernels import run_source
 
@@ -23,7 +23,7 @@ BLOCKS = {"QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128}
 
 def changed(dims: Mapping[str, int], inputs: Mapping[str, Array] | None = None, fmt: str = "e4m3") -> Case:
     """The case of these dimensions with other codes or scales."""
-    case = fast_problem.make_case(dims, 0, fmt)
+    case = attention_problem.make_case(dims, 0, fmt)
     return dataclasses.replace(case, inputs={**case.inputs, **(inputs or {})})
 
 
@@ -33,15 +33,15 @@ def run(
     config, sizes = read_dims(dims, fmt)
     plan = hopper.launch(config, sizes, scale, multiprocessors=multiprocessors)
     outputs = run_source(hopper.kernel(config, sizes, multiprocessors), plan, case).outputs
-    return {**outputs, "out": fast_problem.decode(outputs, fmt)}
+    return {**outputs, "out": attention_problem.decode(outputs, fmt)}
 
 
 def exact(dims: Mapping[str, int], case: Case, fmt: str = "e4m3") -> NDArray[np.float64]:
     """Attention on what the codes of a case stand for."""
     codes = {n: (torch.from_numpy(case.inputs[n]), torch.from_numpy(case.inputs[f"{n}_scale"])) for n in "qkv"}
     config, sizes = read_dims(dims, fmt)
-    q, k, v = fast_problem.dequantized(codes, config)
-    mask = fast_problem.mask_of(config.mask, sizes)
+    q, k, v = attention_problem.dequantized(codes, config)
+    mask = attention_problem.mask_of(config.mask, sizes)
     found: NDArray[np.float64] = attention(q, k, v, config.head_dim**-0.5, mask, config.softcap).numpy()
     return found
 
@@ -133,7 +133,7 @@ def test_values_of_a_block_that_weighs_nothing_may_be_huge() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_scores_that_are_all_negative(head_dim: int) -> None:
-    """Of one head all, of the other those of every other row with the first tile."""
+    """All rows of one head, of the other every other row with the first tile."""
     dims = {"B": 1, "H": 2, "S": 300, "D": head_dim, **BLOCKS}
     plain = changed(dims).inputs
     q, k = plain["q"].copy(), plain["k"].copy()

@@ -49,7 +49,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("task_name", "rung", "fmt", "target"), VARIANTS)
 def test_every_variant_is_right(task_name: str, rung: str, fmt: str, target: str) -> None:
-    """A registry of its own is not needed: a variant with an instruction that is not known fails here, named."""
+    """No separate registry is needed: a variant with an instruction that is not known fails here, named."""
     task = TASKS[task_name]
     toggles = task.config.variant(rung).values
     small = task.config.shape("small").dims

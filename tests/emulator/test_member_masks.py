@@ -107,7 +107,7 @@ def test_exchanges_stay_in_their_group(name: str) -> None:
 
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_a_shuffle_reads_from_its_group(name: str) -> None:
-    """Each thread reads the next of its group, in a circle; and one outside of it, whose value nobody may rely on."""
+    """Each thread reads the next of its group, in a circle; and one outside of it, whose value is not defined."""
     masks = masks_of(PARTITIONS[name]) * 3
     found, _ = exchange(
         "{ .reg .b32 above, lane; mov.u32 lane, %%laneid; shl.b32 above, -2, lane; and.b32 above, above, %3; "

@@ -97,7 +97,7 @@ def test_phases_add_up_and_hold_what_they_are_named_for() -> None:
                 assert result.phases["softmax"].exponentials == total.exponentials > 0
             assert result.phases["store"].global_store_bytes == 2 * dims["B"] * dims["H"] * dims["S"] * dims["D"]
             outside = result.phases[OUTSIDE]  # parameters, the first clock and the sums themselves
-            alone = variant == "stage3b_specialized"  # a warp of its own copies, in no phase
+            alone = variant == "stage3b_specialized"  # a separate warp copies, in no phase
             blocks, tiles = -(-dims["S"] // 32) * dims["H"], -(-dims["S"] // 32)
             copies = 2 * 2048 // 128 * tiles * blocks
             assert (outside.shared_passes, outside.barriers) == ((copies, blocks) if alone else (0, 0))

@@ -112,7 +112,7 @@ def test_addresses_in_initial_values() -> None:
 
 
 def test_an_address_of_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match="initial value of table names nowhere, which is no variable"):
+    with pytest.raises(UsageError, match="initial value of table names nowhere, which is not a variable"):
         run("", 1, ".global .u64 table[1] = {nowhere};")
 
 
@@ -132,7 +132,7 @@ def test_names_like_those_of_special_registers() -> None:
         ("ld.global.b32 %r1, [%out+x];", UsageError, "cannot read the address or name '%out\\+x'"),
         ("ld.global.b32 %r1, [4096];", UnsupportedError, "has an address that is not known"),
         ("add.u32 %r1, %r2;", UnsupportedError, "has 2 operands in place of 3"),
-        ("add.u32 5, %r2, %r3;", UnsupportedError, "writes to what is no register"),
+        ("add.u32 5, %r2, %r3;", UnsupportedError, "writes to something that is not a register"),
         (".reg .b128 %q1;", UsageError, "registers of a type that is not emulated: .reg .b128 %q1"),
         (".reg .v4 .f32 %v1;", UsageError, "registers of a type that is not emulated"),
         ("@%p1;", UsageError, "cannot read '@%p1'"),

@@ -158,7 +158,7 @@ def test_a_race_is_found_in_every_order(body: str, blocks: int, says: str, seed:
 @pytest.mark.parametrize(
     ("body", "blocks", "first"),
     [
-        pytest.param("y[0] = 5;", 4, 5, id="everybody writes the same"),
+        pytest.param("y[0] = 5;", 4, 5, id="all write the same"),
         pytest.param(
             "__shared__ int any; any = 0; __syncthreads(); if (x[threadIdx.x] > 3) any = 1; __syncthreads();"
             "if (threadIdx.x == 0) y[0] = any;",

@@ -76,7 +76,7 @@ def test_a_struct_of_another_size_is_refused() -> None:
         launch(bytes(24))
     with pytest.raises(UsageError, match="parameter k_param_0 has 56 bytes, its launch gives 4"):
         launch(np.int32(1))
-    with pytest.raises(UsageError, match="'nothing' is no buffer"):
+    with pytest.raises(UsageError, match="'nothing' is not a buffer"):
         launch(Struct(("nothing",)))
 
 

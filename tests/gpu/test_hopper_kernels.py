@@ -105,14 +105,14 @@ def test_copies_of_tiles(swizzle: int) -> None:
 
 
 @pytest.mark.parametrize("start", [8, 16])
-def test_rows_that_end_between_pieces_of_16_bytes(start: int) -> None:
-    copies.test_rows_that_end_between_pieces_of_16_bytes(start)
+def test_rows_that_end_between_chunks_of_16_bytes(start: int) -> None:
+    copies.test_rows_that_end_between_chunks_of_16_bytes(start)
 
 
 @pytest.mark.parametrize(("old", "new"), [("&bar, 32, 8", "&bar, 3, 8"), ("s, 64, 0", "s, 1, 0")])
-def test_tiles_that_begin_between_pieces_of_16_bytes(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_that_begin_between_chunks_of_16_bytes(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "run", both_or_neither)
-    copies.test_tiles_that_begin_between_pieces_of_16_bytes_are_refused(old, new)
+    copies.test_tiles_that_begin_between_chunks_of_16_bytes_are_refused(old, new)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

@@ -115,7 +115,9 @@ def _struct(found: Arguments, text: str, fields: str) -> Struct:
             values.append(several[0] if len(several) == 1 else np.array(several, _NAMES[kind]))
         else:
             what = "TYPE=NUMBER, TYPE=NUMBER:NUMBER:... or the NAME of a buffer given before"
-            raise UsageError(f"--arg {text!r}: {field_text!r} is no field; give {what}; types are {', '.join(TYPES)}")
+            raise UsageError(
+                f"--arg {text!r}: {field_text!r} is not a field; give {what}; types are {', '.join(TYPES)}"
+            )
     return Struct(tuple(values))
 
 
@@ -130,7 +132,7 @@ def _fits(parameter: Variable, argument: Argument) -> bool:
 
 
 def _number(text: str, number: str, dtype: str) -> np.number[Any]:
-    """One value of a type. Raises UsageError for what is no number, or none that the type holds."""
+    """One value of a type. Raises UsageError for text that is not a number, or a number that the type does not hold."""
     whole = np.dtype(dtype).kind in "iu"
     try:
         value: float = int(number, 0) if whole else float(number)
@@ -174,7 +176,7 @@ def _spec(text: str, spec: str) -> tuple[str, tuple[int, ...], str | None]:
     except ValueError:
         shape = ()
     if not shape or min(shape) < 1:
-        raise UsageError(f"--arg {text!r}: [{match[2]}] is no shape; give whole numbers from 1 up, such as [8,64]")
+        raise UsageError(f"--arg {text!r}: [{match[2]}] is not a shape; give whole numbers from 1 up, such as [8,64]")
     dtype = _NAMES[match[1]]
     if math.prod(shape) * np.dtype(dtype).itemsize > _MAX_BYTES:
         raise UsageError(f"--arg {text!r}: too large to emulate; a buffer may have up to 1 GiB")

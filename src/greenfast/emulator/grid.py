@@ -94,7 +94,7 @@ def run_grid(
     """Run every block of the grid.
 
     Output bytes that nothing wrote read as ``poison``. A name among both the inputs and the outputs is one buffer,
-    which the kernel finds filled and may change. phases: those of an instrumented build, to count each.
+    which the kernel finds filled and may change. phases: of an instrumented build, to count each.
     Raises KernelFaultError for what the kernel does wrong, UnsupportedError for an instruction that is not known, and
     UsageError where phases cannot be told apart.
     """
@@ -325,7 +325,7 @@ def _initial(v: Variable, symbols: Mapping[str, int]) -> bytes:
     data = bytearray(v.data)
     for r in v.relocations:
         if r.symbol not in symbols:
-            raise UsageError(f"PTX: the initial value of {v.name} names {r.symbol}, which is no variable in memory")
+            raise UsageError(f"PTX: the initial value of {v.name} names {r.symbol}, which is not a variable in memory")
         data[r.offset : r.offset + r.size] = r.value(symbols[r.symbol])
     return bytes(data)
 
@@ -353,7 +353,7 @@ def _pack(variables: Sequence[Variable], start: int = 0) -> tuple[dict[str, int]
 
 
 def _layout(module: Module, function: Function, dynamic_bytes: int) -> tuple[dict[str, int], int]:
-    """Shared variables: the static ones, then the dynamic array (of no size of its own)."""
+    """Shared variables: the static ones, then the dynamic array (declared without a size)."""
     shared = [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
     layout, end = _pack([v for v in shared if v.size])
     dynamic = [v for v in shared if not v.size]
@@ -365,9 +365,9 @@ def _layout(module: Module, function: Function, dynamic_bytes: int) -> tuple[dic
 
 
 def _pointer(name: str, memory: GlobalMemory) -> int:
-    """The address of a buffer; null for that of phases, where they are not counted."""
+    """The address of a buffer; null for the phases' buffer, where they are not counted."""
     if name not in memory.starts and name != PHASE_BUFFER:
-        raise UsageError(f"launch argument {name!r} is no buffer of the case")
+        raise UsageError(f"launch argument {name!r} is not a buffer of the case")
     return memory.address(name) if name in memory.starts else 0
 
 

@@ -3,7 +3,7 @@
 A quantum runs one warp of every block until all of its threads wait or have ended; the order of the warps is shuffled
 from a seed, so that a missing barrier shows in some order. Threads of a warp at different instructions run lowest first
 and join where they meet, which is how structured code reconverges. Instructions of a whole warp (shuffles, matrix
-fragments) wait for all of its threads, those of a warpgroup (wgmma) for its four warps.
+fragments) wait for all of its threads, instructions of a warpgroup (wgmma) for its four warps.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Scheduler:
         self.progress = Progress(machine)
         machine.memory.compares = machine.shared.compares = bool(program.polling)
         self.in_vain = [0] * machine.warps  # how often a loop of each warp has turned and nothing was there for it
-        self.spent = 0  # what turns of loops that wait cost, in instructions
+        self.spent = 0  # what iterations of waiting loops cost, in instructions
         self.turned = Counter[int]()  # how often loops have let others run, by branch
         # What each warp has executed with no event meanwhile, and how many events there had been.
         self.stretches = [(0, -1)] * machine.warps
@@ -104,7 +104,7 @@ class Scheduler:
     def _run_warp(self, n: int) -> None:
         """Run a warp until its threads wait or have ended, or go round in a loop that waits for others.
 
-        After some turns of such a loop in vain the warp's other threads run first: they may be what it waits for.
+        After some iterations of such a loop in vain the warp's other threads run first: they may be what it waits for.
         """
         fragments, turning = self.fragments[n], set[int]()
         writes = self.m.memory.writes + self.m.shared.writes
@@ -260,7 +260,7 @@ class Scheduler:
             pc += 1
 
     def _part(self, n: int, pc: int, lanes: Lanes, without: Lanes) -> None:
-        """Let those of ``lanes`` go on that are not in ``without``."""
+        """Let the ``lanes`` that are not in ``without`` go on."""
         if without is not lanes:
             rest = np.setdiff1d(lane_indices(lanes), lane_indices(without), assume_unique=True)
             if len(rest):
@@ -342,8 +342,8 @@ class Scheduler:
             lanes = np.flatnonzero(mine & (np.arange(m.lanes) // m.set_size == n) & m.exists)
             found = {pc: f"{count} threads" for pc, count in self.barriers.waits(lanes).items()}
             notes = dict.fromkeys(found, "")
-            for pc, (count, whom) in self.meetings.waits(lanes).items():
-                found[pc], notes[pc] = f"{count} threads", whom
+            for pc, (count, others) in self.meetings.waits(lanes).items():
+                found[pc], notes[pc] = f"{count} threads", others
             for pc, staying in self.staying[n].items():
                 here = np.intersect1d(lane_indices(staying), lanes)
                 if len(here):

@@ -5,10 +5,10 @@ A kernel is called ``k``. Its parameters are given in order by what a builder re
     an array            a buffer that it reads and must not change
     Out(expected)       a buffer that it must write whole; ``expected`` comes from NumPy
     InOut(start, ...)   a buffer that it finds filled and may change
-    Scratch(array)      the same, and nobody looks at what it leaves
+    Scratch(array)      the same, and what it leaves is not checked
     a NumPy scalar      a number, or a struct by value (``numpy.void``)
     Map(array, box)     a tensor map over an array that is among them too
-    Beyond(...)         a buffer that is no parameter
+    Beyond(...)         a buffer that is not a parameter
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Entry:
     """A kernel of the corpus.
 
     kind: cuda, ptx, triton or bug. faults: what the fault of a kernel with a bug must say, a regular expression; the
-    lines that it may name are marked ``// <-`` in the source, and are those of the functions in ``inside``. refused:
+    lines that it may name are marked ``// <-`` in the source, and belong to the functions in ``inside``. refused:
     the name of the instruction that the emulator does not know, where that is how it stands. prints: a regular
     expression for what it prints. kernel: its name in the PTX. limit: seconds, where the runner's are too few.
     """

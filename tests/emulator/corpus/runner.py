@@ -2,7 +2,7 @@
 
 right: every output is what it must be. refused: an instruction that the emulator does not know, by name. wrong: an
 output is not. accused: a fault in a kernel that has none. found: the fault of a kernel with a bug, with its line.
-missed: no fault, or another one, or another line. crashed: an error that is no message to a user. slow: no end within
+missed: no fault, or another one, or another line. crashed: an error without a message to the user. slow: no end within
 LIMIT_S.
 """
 
@@ -98,9 +98,9 @@ def _run(entry: Entry, ptx: str, orders: int) -> tuple[str, str]:
         except KernelFaultError as fault:
             return _judged(entry, str(fault))
         except UnsupportedError as e:
-            # What the emulator did not foresee comes as a message too; it is a crash of its own all the same.
+            # What the emulator did not foresee comes as a message too; it counts as a crash all the same.
             return ("crashed" if "the emulator cannot execute this" in str(e) else "refused"), str(e)
-        except GreenfastError as e:  # a refusal that is no question of an instruction
+        except GreenfastError as e:  # a refusal for a reason other than an instruction
             return "refused", f"{type(e).__name__}: {e}"
         except Exception as e:  # whatever it is, it is what the corpus looks for
             return "crashed", f"{type(e).__name__}: {e}"

@@ -1,4 +1,4 @@
-"""Two columns of results beside each other: bits, and where the PTX ISA leaves them open what it bounds."""
+"""Two columns of results compared: bits, and where the PTX ISA leaves them open what it bounds."""
 
 from __future__ import annotations
 

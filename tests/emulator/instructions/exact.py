@@ -21,7 +21,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Number:
-    """A value that a pattern stands for. kind: nan, inf or real; negative: its sign, that of zero too."""
+    """A value that a pattern stands for. kind: nan, inf or real; negative: its sign, also for zero."""
 
     kind: str
     negative: bool

@@ -260,7 +260,7 @@ def within(
         fixed = absolute(number_of(operands[0], form)) if callable(absolute) else absolute
         size = np.where(np.isfinite(values), np.abs(values), 0)
         total = fixed + relative * size + (ulps + 1) * last_bit(values, form)
-        if ftz:  # beside the smallest normal number a result may as well have been flushed
+        if ftz:  # next to the smallest normal number a result may also have been flushed
             smallest = float(exact.smallest_normal(form))
             total = np.where(size <= smallest * (1 + 2.0**-9), np.maximum(total, smallest * (1 + 2.0**-9)), total)
         return np.asarray(total)
@@ -304,7 +304,7 @@ def _near_one(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _special() -> list[Case]:
-    """The bounds are those of the PTX ISA 9.0, in the words of each instruction's notes."""
+    """The bounds of the PTX ISA 9.0, in the words of each instruction's notes."""
     logarithm = lambda x: -math.inf if x == 0 else math.log2(x)  # noqa: E731
     inverse_root = lambda x: _signed_inverse(x) if x == 0 else 1 / math.sqrt(x)  # noqa: E731
     power = lambda x: 2.0**x  # noqa: E731
@@ -359,7 +359,7 @@ def _special() -> list[Case]:
 
 
 def _divisions() -> list[Case]:
-    """div.full and div.approx, which is a * (1 / b) with limits of its own for large b."""
+    """div.full and div.approx, which is a * (1 / b) with separate limits for large b."""
     found = []
     for ftz in ("", ".ftz"):
         full = rounded(lambda a, b, mode: exact.divide(a, b), "f32", f"div{ftz}")

@@ -244,7 +244,7 @@ def _carries() -> list[Case]:
             Case(f"sub.cc.{kind} subc.cc subc", assembly(three, ins[:3], (kind, kind)), ins[:3], (kind, kind), borrows)
         )
 
-        # Mixed chains: the machine code's carry of a - b is that of a + ~b + 1, and a - b with it a + ~b + carry.
+        # Mixed chains: the machine code's carry of a - b is the carry of a + ~b + 1, and a - b with it a + ~b + carry.
         for first, second in itertools.product(("add.cc", "sub.cc"), ("addc", "subc")):
             if first[:3] == second[:3]:
                 continue

@@ -79,7 +79,7 @@ def _loads_and_stores() -> list[Case]:
 
 
 def _global_loads() -> list[Case]:
-    """ldu and red on global memory, each thread at a place of its own."""
+    """ldu and red on global memory, each thread at a different place."""
     ldu = 'asm volatile("ldu.global.v2.u32 {%0, %1}, [%2];" : "=r"(d0), "=r"(d1) : "l"(x));'
     found = [Case("ldu.global.v2.u32", ldu, ("b32", "b32"), ("b32", "b32"), lambda a, b: (a, b))]
     sums: dict[str, tuple[str, Callable[[int, int], int]]] = {
@@ -105,7 +105,7 @@ def _decrement(old: int, limit: int) -> int:
 
 
 def _float_sum(form: str, ftz: bool) -> Callable[[int, int], int]:
-    """The sum that an atomic operation forms; on global memory that of float32 flushes subnormal numbers."""
+    """The sum that an atomic operation forms; on global memory the float32 sum flushes subnormal numbers."""
 
     def total(a: int, b: int) -> int:
         x, y = (flush(decode(p, form), form) if ftz else decode(p, form) for p in (a, b))
@@ -116,7 +116,7 @@ def _float_sum(form: str, ftz: bool) -> Callable[[int, int], int]:
 
 
 def _atomics() -> list[Case]:
-    """Each thread has a place of its own: what the instruction returns, and what it leaves."""
+    """Each thread has a separate place: what the instruction returns, and what it leaves."""
     found = []
     operations: dict[str, tuple[str, Callable[..., int]]] = {}
     for kind in ("u32", "s32", "u64", "s64"):

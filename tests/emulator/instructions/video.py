@@ -34,7 +34,7 @@ def _case(name: str, operands: str, meaning: Callable[..., int]) -> Case:
 
 
 def _several() -> list[Case]:
-    """Two halves or four bytes: plain, saturated, summed, and with a mask and pieces of both operands."""
+    """Two halves or four bytes: plain, saturated, summed, and with a mask and parts of both operands."""
     found = []
     plain, letters = "%0, %1, %2, %3", {2: "h", 4: "b"}
     for op, count, kind in itertools.product(_TWO, (2, 4), ("u32", "s32")):

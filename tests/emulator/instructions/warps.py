@@ -223,7 +223,7 @@ def _mma() -> list[Case]:
 
 
 def _ldmatrix() -> list[Case]:
-    """Each lane writes its four words to shared memory as one row of a tile, at a place of its own."""
+    """Each lane writes its four words to shared memory as one row of a tile, each at a different place."""
     found = []
     ins, outs = ("b32",) * 4, ("b32",) * 4
     for count, transposed in itertools.product((1, 2, 4), (False, True)):
@@ -233,7 +233,7 @@ def _ldmatrix() -> list[Case]:
         body = (
             "unsigned* mine = (unsigned*)(s + 16 * threadIdx.x); "
             "mine[0] = a0; mine[1] = a1; mine[2] = a2; mine[3] = a3; __syncthreads(); "
-            # The row of lane n is that of lane 5 n + 3 of its warp: any order of rows is allowed.
+            # Lane n takes the row of lane 5 n + 3 of its warp: any order of rows is allowed.
             "unsigned from = threadIdx.x / 32 * 32 + (5 * threadIdx.x + 3) % 32; "
             "unsigned at = (unsigned)__cvta_generic_to_shared(s) + 16 * from; "
             f'asm volatile("ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{registers}}}, [%{count}];" '

@@ -27,7 +27,7 @@ from greenfast.emulator.ptx.unsupported import unsupported
 
 Offsets = NDArray[np.int64]
 
-#: What makes a load or store one that races with nobody, and that threads may synchronize through.
+#: Qualifiers of loads and stores that are never a race, and that threads may synchronize through.
 STRONG = frozenset({"volatile", "relaxed", "acquire", "release", "mmio"})
 
 
@@ -64,7 +64,7 @@ def addresses(operand: Operand, i: Instruction) -> Callable[[Machine, Lanes], Of
 def by_space(
     space: str, where: Callable[[Machine, Lanes], Offsets], run: Callable[[Machine, Lanes, Offsets], None]
 ) -> Operation:
-    """An operation on each thread's address; threads whose generic addresses lie in different spaces go in turns."""
+    """An operation on each thread's address; generic addresses in different spaces are handled one space at a time."""
 
     def parted(m: Machine, lanes: Lanes) -> None:
         found = where(m, lanes)
@@ -86,7 +86,7 @@ def locate(m: Machine, space: str, found: Offsets, lanes: Lanes) -> tuple[Arena,
         spaces = [window(int(a)) for a in np.unique(found >> WINDOW_BITS) << WINDOW_BITS]
         if len(spaces) != 1 or "none" in spaces:
             lost = next((n for n, a in enumerate(found) if window(int(a)) == "none"), -1)
-            why = "lies in no memory" if lost >= 0 else "lies in another memory than those of other threads"
+            why = "lies in no memory" if lost >= 0 else "lies in another memory than other threads' addresses"
             raise m.fault(f"generic address {int(found[lost]):#x} {why}", int(lane_indices(lanes)[lost]))
         space = spaces[0]
         found = found - BASES[space]
@@ -203,7 +203,7 @@ _ATOMIC: dict[str, Any] = {
 
 
 def atomic(i: Instruction) -> Operation:
-    """atom and red: the threads of a warp take their turns in order."""
+    """atom and red: the threads of a warp go one after the other, in order."""
     space = space_of(i)
     kind = type_of(i)
     dtype = dtype_of(kind)

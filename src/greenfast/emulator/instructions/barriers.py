@@ -30,7 +30,7 @@ class NamedBarriers:
         size = len(machine.blocks) * BARRIERS
         self.arrived = np.zeros(size, np.int64)
         self.expected = np.zeros(size, np.int64)
-        self.everybody = np.zeros(size, np.bool_)  # came with no count
+        self.all_threads = np.zeros(size, np.bool_)  # came with no count
         self.came = np.zeros((BARRIERS, machine.lanes), np.bool_)
         self.waiting = np.full(machine.lanes, _NOT_WAITING, np.int64)  # block * BARRIERS + barrier
         self.at = np.zeros(machine.lanes, np.int64)  # the instruction that a thread waits at
@@ -57,7 +57,7 @@ class NamedBarriers:
             which, first, new = np.unique(keys, return_index=True, return_counts=True)
         fresh = self.arrived[which] == 0
         self.expected[which[fresh]] = count[first[fresh]]
-        self.everybody[which[fresh]] = form.everybody
+        self.all_threads[which[fresh]] = form.all_threads
         differ = self.expected[keys] != count
         if differ.any():
             at = int(np.flatnonzero(differ)[0])
@@ -85,7 +85,7 @@ class NamedBarriers:
         return form.waits
 
     def settle(self) -> None:
-        """Threads have ended: release what waits for nobody else now."""
+        """Threads have ended: release barriers that now wait for no other thread."""
         begun = np.flatnonzero(self.arrived)
         if len(begun):
             self._release(begun[self._complete(begun)])
@@ -101,7 +101,7 @@ class NamedBarriers:
             block, number = divmod(int(keys[at]), BARRIERS)
             gone = ended[:, block]
             came = self.came[number].reshape(ended.shape)[:, block]
-            if self.everybody[keys[at]]:
+            if self.all_threads[keys[at]]:
                 full[at] = bool((came | gone).all())
             else:
                 there = came.any(axis=1) & (came | gone).all(axis=1)
@@ -184,7 +184,7 @@ class _Form:
         self.number: Callable[[Machine, Lanes], Any] = (
             reader(operands[0], "u32", i) if operands else lambda m, lanes: np.uint32(0)
         )
-        self.everybody = len(operands) < 2
+        self.all_threads = len(operands) < 2
         self.count: Callable[[Machine, Lanes], Any] = (
             reader(operands[1], "u32", i) if len(operands) > 1 else lambda m, lanes: np.uint32(m.geometry.threads)
         )

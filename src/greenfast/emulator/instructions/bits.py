@@ -120,7 +120,7 @@ def insert_bits(i: Instruction) -> Operation:
 
 
 def extract_bits(i: Instruction) -> Operation:
-    """bfe: ``length`` bits of a from ``position`` on; a signed one is filled with its sign, beyond a with that of a."""
+    """bfe: ``length`` bits of a from ``position`` on; a signed one is filled with its sign, beyond a with a's."""
     kind = type_of(i)
     dtype = dtype_of(kind)
     bits = 8 * dtype.itemsize

@@ -52,7 +52,7 @@ def _ordered(name: str, of_floats: bool, i: Instruction) -> Function:
 
 
 def _comparison(i: Instruction) -> Function:
-    """The comparison of setp and set as a function of sources; of packed halves along a last axis of its own."""
+    """The comparison of setp and set as a function of sources; of packed halves along a separate last axis."""
     kind = type_of(i)
     compare = _ordered(i.parts[0], kind in KINDS, i)
     if kind not in KINDS or kind == "f64":

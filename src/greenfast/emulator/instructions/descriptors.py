@@ -50,10 +50,10 @@ class Descriptor:
             )
 
     def offsets(self, address: NDArray[np.int64], rows: int, width: int, transposed: bool) -> NDArray[np.int64]:
-        """(matrices, a, b) offsets of 16-byte pieces in the block's shared memory; ``address``: where matrices start.
+        """(matrices, a, b) offsets of 16-byte chunks in the block's shared memory; ``address``: where matrices start.
 
         rows: extent in M or N; width: bytes of K that a row has (K-major), or 2 * K (transposed, 16-bit elements).
-        K-major: a is the row, b the piece along K. Transposed: a is k, b the piece along M or N.
+        K-major: a is the row, b the chunk along K. Transposed: a is k, b the chunk along M or N.
         """
         relative = _transposed(self, rows, width) if transposed else _k_major(self, rows, width)
         return swizzled(address[:, None, None] + relative, self.swizzle)
@@ -61,17 +61,17 @@ class Descriptor:
 
 @lru_cache(maxsize=256)
 def _k_major(d: Descriptor, rows: int, width: int) -> NDArray[np.int64]:
-    row, piece = np.arange(rows)[:, None], np.arange(width // CHUNK)[None, :]
+    row, chunk = np.arange(rows)[:, None], np.arange(width // CHUNK)[None, :]
     if d.swizzle:
-        return row // _ROWS * d.stride + row % _ROWS * d.swizzle + piece * CHUNK
-    return row // _ROWS * d.stride + row % _ROWS * CHUNK + piece * d.leading
+        return row // _ROWS * d.stride + row % _ROWS * d.swizzle + chunk * CHUNK
+    return row // _ROWS * d.stride + row % _ROWS * CHUNK + chunk * d.leading
 
 
 @lru_cache(maxsize=256)
 def _transposed(d: Descriptor, rows: int, width: int) -> NDArray[np.int64]:
-    k, piece = np.arange(width // 2)[:, None], np.arange(rows * 2 // CHUNK)[None, :]
+    k, chunk = np.arange(width // 2)[:, None], np.arange(rows * 2 // CHUNK)[None, :]
     if d.swizzle:
         per_row = d.swizzle // CHUNK
-        along = piece // per_row * d.leading + piece % per_row * CHUNK
+        along = chunk // per_row * d.leading + chunk % per_row * CHUNK
         return along + k % _ROWS * d.swizzle + k // _ROWS * d.stride
-    return piece * d.stride + k % _ROWS * CHUNK + k // _ROWS * d.leading
+    return chunk * d.stride + k % _ROWS * CHUNK + k // _ROWS * d.leading

@@ -13,7 +13,7 @@ def _nothing(m: Machine, lanes: Lanes) -> None:
 
 
 def fence(i: Instruction) -> Operation:
-    """fence and membar: those of the device order what blocks do, as far as races go.
+    """fence and membar: the ones of device scope order what blocks do, as far as races go.
 
     fence.proxy.async and fence.mbarrier_init make what their block stored, or its mbarriers, visible to bulk copies and
     matrix products; which thread stored what is not kept.

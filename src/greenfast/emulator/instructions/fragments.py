@@ -1,8 +1,8 @@
 """Products of matrices whose fragments the lanes of a warp hold: mma.sync, and the layout that WMMA shares.
 
-Facts: PTX ISA, "Matrix Fragments for mma". Lane l holds of A the register's worth of elements from (l % 4) of a group
-of four on, of row l // 4; of B those of column l // 4; of C and D two neighbours of row l // 4. Registers go on first
-in steps of 8 rows, then of four registers along K (A); along K, then of 8 columns (B); 8 rows, then 8 columns (C, D).
+Facts: PTX ISA, "Matrix Fragments for mma". Lane l holds of A one register of elements, number l % 4 of a group of four,
+of row l // 4; of B the same of column l // 4; of C and D two neighbours of row l // 4. Further registers go first in
+steps of 8 rows, then of four registers along K (A); along K, then of 8 columns (B); 8 rows, then 8 columns (C, D).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from greenfast.emulator.machine.state import WARP, Lanes, Machine, Operation, Va
 from greenfast.emulator.ptx.syntax import Instruction, Operand, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
-_GROUPS, _MEMBERS = 8, 4  # lanes of a warp: groups of so many members
+_GROUPS, _MEMBERS = 8, 4  # lanes of a warp: number of groups, and of members of a group
 
 
 def shape_of(i: Instruction) -> tuple[int, int, int]:
@@ -91,7 +91,7 @@ class Registers:
 
     def __init__(self, operand: Operand, kind: str, i: Instruction) -> None:
         if not isinstance(operand, Vector):
-            raise unsupported(i, "has a fragment that is no list of registers")
+            raise unsupported(i, "has a fragment that is not a list of registers")
         self.items, self.kind, self.i = operand.items, kind, i
 
     def reading(self, count: int) -> Callable[[Machine, Lanes], Values]:
@@ -137,7 +137,7 @@ def product(i: Instruction, d: Operand, a: Operand, b: Operand, c: Operand, kind
         left = decode(left_rows(read_a(m, lanes), rows), left_kind)
         right = decode(right_rows(read_b(m, lanes), columns), right_kind)
         found = left @ right.swapaxes(1, 2)
-        if differing:  # bits that differ: those of both but twice the common ones
+        if differing:  # bits that differ: the bits of both minus twice the common ones
             found = left.sum(axis=2)[:, :, None] + right.sum(axis=2)[:, None, :] - 2 * found
         total = found.astype(wide) + read_c(m, lanes)
         if saturates and integer:

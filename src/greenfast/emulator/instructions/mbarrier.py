@@ -60,7 +60,7 @@ def _words(operand: Operand, i: Instruction, space: str) -> Callable[[Machine, L
         odd = offsets % _SIZE != 0
         if odd.any():
             at = int(np.flatnonzero(odd)[0])
-            raise m.fault("an mbarrier at an address that is no multiple of 8", int(lane_indices(lanes)[at]))
+            raise m.fault("an mbarrier at an address that is not a multiple of 8", int(lane_indices(lanes)[at]))
         rows: Rows = offsets // _SIZE
         return rows
 

@@ -1,4 +1,4 @@
-"""Instructions that need other threads with them: those of a warp (.sync) and of a warpgroup (wgmma).
+"""Instructions that several threads execute together: of a warp (.sync) and of a warpgroup (wgmma).
 
 A thread at a .sync instruction waits until all threads that its membermask names, and that have not ended, are at one
 with the same mask; the mask need not be of a whole warp, and several groups of a warp may be under way. Threads may
@@ -35,7 +35,7 @@ class Meeting:
 
 
 def meeting_of(i: Instruction) -> Meeting | None:
-    """Whom an instruction waits for; None where each thread may execute it alone."""
+    """What an instruction waits for; None where each thread may execute it alone."""
     if i.name == "wgmma":
         return Meeting(_WARPGROUP if i.parts[0] == "mma_async" else 1, None)
     if i.name in ("bar", "barrier") and "warp" in i.parts:
@@ -59,7 +59,7 @@ class Meetings:
 
     def __init__(self, machine: Machine, meetings: dict[int, Meeting]) -> None:
         self.m, self.meetings = machine, meetings
-        # By place: which threads wait there, for whom, and at which instruction.
+        # By place: which threads wait there, for which others, and at which instruction.
         self.gathered: dict[str | int, NDArray[np.bool_]] = {}
         self.masks = np.zeros(machine.lanes, np.uint32)
         self.at = np.zeros(machine.lanes, np.int64)
@@ -74,7 +74,7 @@ class Meetings:
         return bool((np.asarray(meeting.mask(self.m, lanes)) == _ALL).all())
 
     def gather(self, pc: int, lanes: Lanes) -> list[NDArray[np.intp]]:
-        """Threads come to an instruction; returns those who can go on now, in groups with one mask for each warp."""
+        """Threads come to an instruction; returns those that can go on now, in groups with one mask for each warp."""
         meeting = self.meetings[pc]
         place = meeting.place or pc
         gathered = self.gathered.get(place)
@@ -93,7 +93,7 @@ class Meetings:
         return self._take(place)
 
     def again(self) -> list[NDArray[np.intp]]:
-        """Look again at incomplete groups, some of whose threads may have ended; returns those who can go on."""
+        """Look again at incomplete groups, some of whose threads may have ended; returns the ones that can go on."""
         return [group for place in list(self.gathered) for group in self._take(place)]
 
     def _take(self, place: str | int) -> list[NDArray[np.intp]]:
@@ -139,16 +139,16 @@ class Meetings:
         return np.flatnonzero(gathered & chosen)
 
     def waits(self, lanes: NDArray[np.intp]) -> dict[int, tuple[int, str]]:
-        """By instruction: how many of these threads wait there, and for whom."""
+        """By instruction: how many of these threads wait there, and for which others."""
         found: dict[int, tuple[int, str]] = {}
         for gathered in self.gathered.values():
             here = lanes[gathered[lanes]]
             for pc in np.unique(self.at[here]):
                 mine = here[self.at[here] == pc]
-                who = "warpgroup" if self.meetings[int(pc)].warps > 1 else "warp"
+                group = "warpgroup" if self.meetings[int(pc)].warps > 1 else "warp"
                 masks: Any = np.unique(self.masks[mine])
                 named = "" if masks.tolist() == [_ALL] else f" in membermask {', '.join(f'{x:#010x}' for x in masks)}"
-                found[int(pc)] = (len(mine), f" for the rest of the {who}{named}")
+                found[int(pc)] = (len(mine), f" for the rest of the {group}{named}")
         return found
 
 

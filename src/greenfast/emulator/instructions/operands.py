@@ -114,13 +114,13 @@ def address_of(m: Machine, symbol: str) -> int:
         return m.symbols[symbol]
     if symbol in m.param_layout:
         return m.param_layout[symbol]
-    raise m.fault(f"{symbol} is no variable that is known", 0)
+    raise m.fault(f"{symbol} is not a known variable", 0)
 
 
 def writer(operand: Operand, type_name: str, instruction: Instruction) -> Writer:
     """A function that writes values of a PTX type to a register; a wider register is extended by the type's sign."""
     if not isinstance(operand, Register):
-        raise unsupported(instruction, "writes to what is no register")
+        raise unsupported(instruction, "writes to something that is not a register")
     dtype = dtype_of(type_name)
     name = operand.name
     if name == "_":

@@ -124,7 +124,7 @@ def flush(x: Values, kind: str) -> Values:
 
 
 def flush_rounded(rounded: Values, kind: str, mode: str, exact: Callable[[NDArray[np.bool_]], Wide]) -> Values:
-    """Rounded numbers of a kind as .ftz leaves them; ``exact``: those of a mask, before rounding or rounded to odd.
+    """Rounded numbers of a kind as .ftz leaves them; ``exact``: a mask's numbers before rounding, or rounded to odd.
 
     The PTX ISA only says that subnormal results are flushed. The hardware takes for subnormal what lies below the
     normal numbers when rounded to the kind's significand without a bound on the exponent: 2^-126 (1 - 2^-24) becomes 0

@@ -1,6 +1,6 @@
 """Tiles of 8x8 16-bit elements that a warp holds in registers: ldmatrix, stmatrix and movmatrix.
 
-Lane l holds the elements 2 * (l % 4) and the next of row l // 4, of each tile in a register of its own (PTX ISA).
+Lane l holds the elements 2 * (l % 4) and the next of row l // 4, of each tile in a separate register (PTX ISA).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _registers(operand: Operand) -> tuple[Operand, ...]:
 def _rows_of(
     i: Instruction, operand: Operand, count: int
 ) -> Callable[[Machine, Lanes], tuple[NDArray[np.intp], Arena, Offsets, str]]:
-    """A function that gives the lanes that name rows (8n to 8n + 7 those of tile n), and where these rows lie."""
+    """A function that gives the lanes that name rows (8n to 8n + 7 for tile n), and where these rows lie."""
     where, space = addresses(operand, i), space_of(i)
 
     def run(m: Machine, lanes: Lanes) -> tuple[NDArray[np.intp], Arena, Offsets, str]:

@@ -21,7 +21,7 @@ from greenfast.emulator.instructions.operands import reader
 from greenfast.emulator.machine.memory import CHUNK, GLOBAL_BASE, IN_FLIGHT, PARAM_BASE, WRITTEN
 from greenfast.emulator.machine.state import Lanes, Machine, Operation, lane_indices
 from greenfast.emulator.machine.tensormap import BoundMap, swizzled
-from greenfast.emulator.machine.underway import BulkLoad, BulkStore, hold, pieces_of
+from greenfast.emulator.machine.underway import BulkLoad, BulkStore, chunks_of, hold
 from greenfast.emulator.ptx.syntax import Address, Immediate, Instruction, Operand
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -112,7 +112,7 @@ def _map_at(m: Machine, address: int, lane: int) -> BoundMap:
     """The tensor map at an address, generic or a parameter's own."""
     known = m.tensor_maps.get(address - PARAM_BASE) or m.tensor_maps.get(address)
     if known is None:
-        raise m.fault(f"no tensor map at address {address:#x} (it must be that of a parameter)", lane)
+        raise m.fault(f"no tensor map at address {address:#x} (it must be a parameter's)", lane)
     return known
 
 
@@ -171,8 +171,8 @@ def _plain_tile(m: Machine, indices: NDArray[np.intp], length: int, start: Offse
     for at in np.flatnonzero(outward % BULK_ALIGNMENT):
         where = m.memory.describe(int(outward[at]))
         raise m.fault(f"a bulk copy at {where}, which must be a multiple of 16", int(indices[at]))
-    pieces = np.arange(0, length, CHUNK)
-    return _Tile(start[:, None] + pieces, outward[:, None] + pieces, CHUNK)
+    chunks = np.arange(0, length, CHUNK)
+    return _Tile(start[:, None] + chunks, outward[:, None] + chunks, CHUNK)
 
 
 def _tensor_tiles(
@@ -291,7 +291,7 @@ def _store(i: Instruction, tensor: bool) -> Operation:
             m.shared.require_fenced(place, "bulk read")
         inside = tile.outer >= 0
         if tensor:
-            _require_whole_pieces(m, tile, owners)
+            _require_whole_chunks(m, tile, owners)
         for other in m.stores:  # some kernels store a tile twice
             other.settle(m.memory, tile.outer[inside], values[inside.ravel()])
         with m.accessing(owners[inside], "global"):
@@ -299,13 +299,13 @@ def _store(i: Instruction, tensor: bool) -> Operation:
             m.memory.mark(tile.outer[inside], tile.unit, IN_FLIGHT, "bulk write")
             m.races.global_write(tile.outer[inside], tile.unit, values[inside.ravel()])
         _count(m, True, tile, owners, inside)
-        pieces = pieces_of(tile.shared)
-        hold(m.shared, pieces)
+        chunks = chunks_of(tile.shared)
+        hold(m.shared, chunks)
         m.stores.append(
             BulkStore(
                 lanes=indices,
                 groups=m.bulk_groups[indices],
-                pieces=pieces,
+                chunks=chunks,
                 offsets=tile.outer,
                 values=values.reshape(*tile.outer.shape, tile.unit),
                 instruction=m.current,
@@ -315,14 +315,14 @@ def _store(i: Instruction, tensor: bool) -> Operation:
     return run
 
 
-def _require_whole_pieces(m: Machine, tile: _Tile, owners: NDArray[np.intp]) -> None:
+def _require_whole_chunks(m: Machine, tile: _Tile, owners: NDArray[np.intp]) -> None:
     """A fault where a row of the tensor ends within 16 bytes that a store writes a part of.
 
-    An H100 writes the whole piece (seen 2026-11-21, tests/gpu/test_hopper_kernels.py), so bytes that are not the
+    An H100 writes the whole chunk (seen 2026-11-21, tests/gpu/test_hopper_kernels.py), so bytes that are not the
     tensor's; what it writes there is not known.
     """
-    pieces = tile.outer.reshape(-1, CHUNK // tile.unit) >= 0
-    cut = np.flatnonzero(pieces.any(axis=1) & ~pieces.all(axis=1))
+    chunks = tile.outer.reshape(-1, CHUNK // tile.unit) >= 0
+    cut = np.flatnonzero(chunks.any(axis=1) & ~chunks.all(axis=1))
     if len(cut):
         lane = int(owners.reshape(-1, CHUNK // tile.unit)[cut[0], 0])
         raise m.fault("a tensor store to a row that ends within 16 bytes: a GPU writes those beyond it as well", lane)

@@ -134,14 +134,14 @@ def multiply_add(i: Instruction) -> Operation:
     return run
 
 
-def _pieces(words: Values, bits: int, kind: str) -> Wide:
-    """(..., pieces) of registers."""
+def _parts_of(words: Values, bits: int, kind: str) -> Wide:
+    """(..., halves or bytes) of registers."""
     shifts = np.arange(0, 32, bits)
     return _signed(np.asarray(words).astype(np.int64)[..., None] >> shifts, bits, kind)
 
 
 def _chosen(i: Instruction, selector: str, default: str, count: int) -> list[int]:
-    """Which pieces of (a, b) an operand is made of, the lowest first."""
+    """Which halves or bytes of (a, b) an operand is made of, the lowest first."""
     letter, digits = ("h" if count == 2 else "b"), selector[1:] or default
     if (
         (selector and selector[0] != letter)
@@ -177,7 +177,7 @@ def several(i: Instruction) -> Operation:
 
     def run(m: Machine, lanes: Lanes) -> None:
         a, b, c = np.broadcast_arrays(*(np.asarray(r(m, lanes)) for r in read))
-        both = [np.concatenate([_pieces(a, bits, kind), _pieces(b, bits, kind)], axis=-1) for kind in (left, right)]
+        both = [np.concatenate([_parts_of(a, bits, kind), _parts_of(b, bits, kind)], axis=-1) for kind in (left, right)]
         found = operation(both[0][..., pick_a], both[1][..., pick_b])
         if saturates:
             found = np.clip(found, *_limits(out, bits))
@@ -185,7 +185,7 @@ def several(i: Instruction) -> Operation:
             total = np.where(kept, found, 0).sum(axis=-1) + c.astype(np.int64)
         else:
             low = (1 << bits) - 1
-            total = (np.where(kept, found & low, _pieces(c, bits, "u32")) << shifts).sum(axis=-1)
+            total = (np.where(kept, found & low, _parts_of(c, bits, "u32")) << shifts).sum(axis=-1)
         write(m, lanes, (total & 0xFFFF_FFFF).astype(np.uint32))
 
     return run

@@ -1,6 +1,6 @@
 """Instructions in which the threads of a warp work together: shuffles, votes, matches, reductions, elections.
 
-Who takes part is said twice: by the threads that execute the instruction now, which the scheduler decides, and by each
+Two things name the participants: the threads that execute the instruction now, which the scheduler decides, and each
 thread's member mask. Threads of a warp that give the same mask are one group and exchange values among themselves;
 threads that the mask names and that do not execute (they have ended) take no part.
 """
@@ -46,8 +46,8 @@ class _Members:
     """The threads of some warps that execute an instruction together, and which of them form groups.
 
     rows, columns: the warp (counted among these) and lane of each thread, None where all warps are whole.
-    present: (warps, 32) which lanes execute. masks: (warps, 32) member masks, 0 for the others; None where everybody
-    is in one group with the whole warp.
+    present: (warps, 32) which lanes execute. masks: (warps, 32) member masks, 0 for the others; None where every
+    thread is in one group with the whole warp.
     """
 
     warps: int
@@ -56,7 +56,7 @@ class _Members:
     masks: NDArray[np.uint32] | None
 
     def table(self, values: Values, fill: Any = 0) -> Values:
-        """(warps, 32) values of the threads, ``fill`` for lanes that do not execute; a constant is everybody's."""
+        """(warps, 32) values of the threads, ``fill`` for lanes that do not execute; a constant is every lane's."""
         values = np.asarray(values)
         if self.rows is None:
             return np.broadcast_to(values, self.warps * WARP).reshape(-1, WARP)

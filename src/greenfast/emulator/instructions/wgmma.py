@@ -21,7 +21,7 @@ from greenfast.emulator.instructions.formats import BITS, decode
 from greenfast.emulator.instructions.operands import cast, dtype_of, reader
 from greenfast.emulator.machine.memory import CHUNK
 from greenfast.emulator.machine.state import WARP, Lanes, Machine, Operation, Values, lane_indices
-from greenfast.emulator.machine.underway import MatrixReads, Products, hold, pieces_of, release
+from greenfast.emulator.machine.underway import MatrixReads, Products, chunks_of, hold, release
 from greenfast.emulator.ptx.syntax import Immediate, Instruction, Operand, Register, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -80,7 +80,7 @@ def _release(m: Machine, lanes: NDArray[np.intp]) -> None:
         first = r.warpgroup * _WARPS
         now = r.open & (r.groups <= done[first : first + _WARPS, r.blocks]).any(axis=0)
         if now.any():
-            release(m.shared, r.pieces[now])
+            release(m.shared, r.chunks[now])
             r.open &= ~now
         if r.open.any():
             kept.append(r)
@@ -156,14 +156,14 @@ class _Form:
         self.sign = 1
         if not integer:
             self.sign = flags[0] * flags[1]
-        turns = flags[2:] if wide else []
-        self.turn_b = bool(turns and turns[-1])
-        self.turn_a = bool(len(turns) == 2 and turns[0])
+        transposes = flags[2:] if wide else []
+        self.transpose_b = bool(transposes and transposes[-1])
+        self.transpose_a = bool(len(transposes) == 2 and transposes[0])
 
 
 def _name(operand: Operand, i: Instruction) -> str:
     if not isinstance(operand, Register):
-        raise unsupported(i, "has an operand that is no register")
+        raise unsupported(i, "has an operand that is not a register")
     return operand.name
 
 
@@ -188,10 +188,10 @@ def multiply(i: Instruction) -> Operation:
         if form.a_registers:
             left = decode(_register_rows([r(m, lanes) for r in form.read_a], len(blocks)), form.a)
         else:
-            left, pieces = _operand(m, i, form.read_a[0], blocks, lanes, _M, form.a, form.turn_a)
-            used.append(pieces)
-        right, pieces = _operand(m, i, form.read_b, blocks, lanes, form.n, form.b, form.turn_b)
-        used.append(pieces)
+            left, chunks = _operand(m, i, form.read_a[0], blocks, lanes, _M, form.a, form.transpose_a)
+            used.append(chunks)
+        right, chunks = _operand(m, i, form.read_b, blocks, lanes, form.n, form.b, form.transpose_b)
+        used.append(chunks)
         product = left @ right.swapaxes(1, 2)
         _accumulate(m, form, lanes, product if form.sign == 1 else -product, adds, len(blocks))
         m.counts.matrix(len(blocks) * _WARPS, 2 * _M // _WARPS * form.n * form.k)
@@ -255,7 +255,7 @@ def _operand(
     kind: str,
     transposed: bool,
 ) -> tuple[Values, NDArray[np.int64]]:
-    """(blocks, rows, K) values of an operand in shared memory, and the (blocks, pieces) of memory that hold it."""
+    """(blocks, rows, K) values of an operand in shared memory, and the (blocks, chunks) of memory that hold it."""
     bits = _of_group(m, i, np.asarray(read(m, lanes)), blocks, lanes, "a matrix descriptor")
     owner = lane_indices(lanes)[: len(blocks) * WARP : WARP]
     offsets = np.zeros((len(blocks), 0, 0), np.int64)
@@ -281,7 +281,7 @@ def _operand(
         data = m.shared.read(flat, CHUNK, "wgmma operand read", atomic=True)  # it is held until a wait covers it
         m.shared.require_fenced(flat, "wgmma operand read")
     values = decode(data.reshape(*place.shape[:2], -1), kind)
-    return values.swapaxes(1, 2) if transposed else values, pieces_of(place.reshape(len(blocks), -1))
+    return values.swapaxes(1, 2) if transposed else values, chunks_of(place.reshape(len(blocks), -1))
 
 
 # ---- moves ----------------------------------------------------------------------------------------------------------

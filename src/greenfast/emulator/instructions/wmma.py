@@ -49,7 +49,7 @@ def wmma(i: Instruction) -> Operation:
 
 
 class _Tile:
-    """Where the pieces of a tile lie: elements, or bytes where several elements are in one.
+    """Where the units of a tile lie: elements, or bytes where several elements are in one.
 
     a row is one of the (rows, K) of A, of the (columns, K) of B, or of the (rows, columns) of C and D.
     """
@@ -61,7 +61,7 @@ class _Tile:
         m, n, k = shape_of(i)
         self.rows, self.length = {"a": (m, k), "b": (n, k)}.get(self.which, (m, n))
         bits = BITS.get(self.kind, 32)
-        self.per_piece = max(1, 8 // bits)
+        self.per_unit = max(1, 8 // bits)
         self.size = max(1, bits // 8)
         # The memory's rows are the fragment's, or its columns.
         self.across = (i.parts[4] == "row") == (self.which == "b")
@@ -70,7 +70,7 @@ class _Tile:
         self.space, self.where = space_of(i), addresses(address, i)
 
     def places(self, m: Machine, lanes: Lanes) -> tuple[Arena, _Places, NDArray[np.intp], str]:
-        """The arena, (warps, rows, pieces) offsets into it, each warp's first thread, and the state space."""
+        """The arena, (warps, rows, units) offsets into it, each warp's first thread, and the state space."""
         table = whole_warps(m, lanes, "a WMMA access")
         first = self.where(m, lanes).reshape(-1, WARP)
         steps = np.broadcast_to(np.asarray(self.pitch(m, lanes)), lane_count(lanes)).reshape(-1, WARP)
@@ -79,11 +79,11 @@ class _Tile:
             if not uniform.all():
                 raise m.fault(f"the {what} of a WMMA tile differs within a warp", int(table[~uniform][0, 0]))
         step = steps[:, :1, None].astype(np.int64)
-        row, piece = np.arange(self.rows)[:, None], np.arange(0, self.length, self.per_piece)
-        element = piece * step + row if self.across else row * step + piece
+        row, unit = np.arange(self.rows)[:, None], np.arange(0, self.length, self.per_unit)
+        element = unit * step + row if self.across else row * step + unit
         lead = table[:, 0]
         arena, start, actual = locate(m, self.space, first[:, 0], lead)
-        return arena, start[:, None, None] + element * self.size // self.per_piece, lead, actual
+        return arena, start[:, None, None] + element * self.size // self.per_unit, lead, actual
 
     def count(self, m: Machine, space: str, store: bool, offsets: _Places, lead: NDArray[np.intp]) -> None:
         """Count the access of a tile as the hardware's threads make it.

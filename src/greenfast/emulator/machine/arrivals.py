@@ -66,7 +66,7 @@ class Mbarriers:
         self._settle(rows)
 
     def show(self, which: NDArray[np.int64], blocks: int) -> None:
-        """Those of some of the blocks (by number; ``blocks``: of how many) are visible from now on."""
+        """Arrivals of some blocks (by number, out of ``blocks``) are visible from now on."""
         if self._hidden:
             self.visible.reshape(blocks, -1)[which] = True
             self._hidden = not self.visible[self.live].all()

@@ -26,7 +26,7 @@ class Counts:
 
     instructions: warps that executed an instruction, by opcode (its first words). threads: threads that did.
     matrix_instructions: warps that executed a matrix product; matrix_flops: multiply and add counted as two.
-    barriers: warps that arrived at one. sectors: 32-byte pieces of global memory touched, per warp access.
+    barriers: warps that arrived at one. sectors: 32-byte sectors of global memory touched, per warp access.
     conflicts: passes over shared memory beyond the fewest that the access width needs. shared_bytes, bank_conflicts:
     of loads and stores by source line.
     """
@@ -119,7 +119,7 @@ def _sectors(offsets: NDArray[np.int64], warps: NDArray[np.int64], size: int) ->
 def _shared(words: NDArray[np.int64], threads: NDArray[np.intp], size: int) -> tuple[int, int]:
     """Passes over shared memory and how many of them are conflicts, of one access by some warps.
 
-    Most often all warps are whole and access one pattern, each at a place of its own: it is counted once.
+    Most often all warps are whole and access one pattern, each at a different place: it is counted once.
     """
     rows = words.reshape(-1, WARP) if len(words) % WARP == 0 else None
     if rows is not None and (threads[WARP - 1 :: WARP] - threads[::WARP] == WARP - 1).all():  # whole warps

@@ -1,8 +1,8 @@
 """Launches in a row: which of them read and wrote a byte, and what one that begins early may touch.
 
 A launch with programmatic stream serialization may begin before the one before it has ended. Until griddepcontrol.wait
-it may not touch what that one writes, nor write what it reads; and ld.global.nc, a promise that nobody writes there
-while the kernel runs, is no way to read it after the wait either: the compiler may move such a load over the wait.
+it may not touch what that one writes, nor write what it reads; and ld.global.nc, which promises that nothing is written
+there while the kernel runs, must not read it even after the wait: the compiler may move the load ahead of the wait.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Global and shared memory that know which bytes exist and which were written.
 
-Both are byte arrays beside a state per byte, so that a read or write outside of an allocation, of a byte that nothing
+Both are byte arrays with a state per byte, so that a read or write outside of an allocation, of a byte that nothing
 wrote, or of a byte that an asynchronous copy has not delivered is found where it happens.
 """
 
@@ -137,7 +137,7 @@ class Arena:
         raise BadAccessError(reason, i, int(offsets[i]))
 
     def read(self, offsets: Addresses, size: int, what: str, atomic: bool = False) -> Bytes:
-        """(count, size) bytes; every byte must have been written. ``atomic``: it races with nobody."""
+        """(count, size) bytes; every byte must have been written. ``atomic``: it takes part in no race."""
         rows = self._rows(offsets, size, what)
         self._require(rows, offsets, size, what)
         if self.on_read is not None and not atomic and len(offsets):

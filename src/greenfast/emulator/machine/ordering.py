@@ -1,7 +1,7 @@
 """What is known to have happened before what, between the warps of a block and between blocks.
 
 Accesses are numbered in the order of their execution. Of every warp it is kept up to which number it knows the accesses
-of each warp of its block, and of every block, as a whole, those of each other block. Barriers and mbarriers pass
+of each warp of its block, and of every block, as a whole, the accesses of each other block. Barriers and mbarriers pass
 knowledge on inside a block. Between blocks, and through flags and locks, atomic, volatile and acquire or release
 accesses do: a write passes on what its block knew at its last fence (a release: what it knows), a read takes up what
 was passed on there. A write that is not atomic is taken for such a one where somebody waits for it in this way.

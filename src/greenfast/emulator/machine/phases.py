@@ -21,7 +21,7 @@ class PhaseCounts:
     """Counts by the read of the clock that the counted warp came to next.
 
     Which phase a read ends stands nowhere in the PTX, but the kernel's own sums tell it. Here a thread's clock gains a
-    bit of its own the first time that the thread comes to each read, and nothing else moves it: so the bits in the sum
+    unique bit the first time that the thread comes to each read, and nothing else moves it: so the bits in the sum
     of a phase name the reads that end it. Threads of a warp that part share what the warp has counted since.
     """
 

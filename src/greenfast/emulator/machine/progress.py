@@ -1,9 +1,9 @@
 """Loops: which of them wait for somebody else, and when nothing can change any more.
 
 A warp runs until it waits or ends. A loop that reads what others may write (atomics, volatile and acquire loads) leaves
-its warp after each turn, any other after many, so that what it waits for can happen. A round of all warps in which no
-memory, barrier or thread changed is quiet; when the registers are those of an earlier quiet round as well, with nothing
-changed between, the blocks wait for ever.
+its warp after each iteration, any other after many, so that what it waits for can happen. A round of all warps in which
+no memory, barrier or thread changed is quiet; when the registers too equal an earlier quiet round's, with nothing
+changed in between, the blocks wait for ever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from greenfast.emulator.ptx.syntax import Function, Instruction, Symbol
 
 #: Turns of a loop after which its warp lets others run.
 TURNS = 4096
-#: How many turns of it a turn counts as, in a loop that lets others run and that nothing leaves.
+#: How many iterations one counts as, in a loop that lets other warps run and that no thread leaves.
 ENDLESS = 16
 #: Instructions of a warp, with no barrier and no end of a thread meanwhile, after which it counts as endless.
 STRETCH_LIMIT = 500_000

@@ -1,7 +1,7 @@
 """Data races: two accesses to one byte, one of them a write, neither atomic, by threads that nothing orders.
 
 Between the threads of a warp see within.py. Volatile, relaxed, acquire and release accesses count as atomic ones. A
-write that leaves what is there races with nobody. Of each word the last write is known and, in shared memory, each
+write that leaves what is there is never a race. Of each word the last write is known and, in shared memory, each
 warp's last read; in global memory two blocks that read it last, and that only in buffers that the launch writes.
 """
 
@@ -35,7 +35,7 @@ WARP = 32
 #: Reads that are kept before they are entered.
 _MOST_READS = 256
 _SHIFT = np.uint64(32)
-#: A tag's bits of the block; between these and the number are those of the lane.
+#: A tag's bits of the block; between these and the number are the lane's.
 _LANE, _BLOCK = np.uint64(27), np.uint64((1 << 27) - 1)
 
 
@@ -72,7 +72,7 @@ class Races:
         whole = whole[(left[whole] == living[whole]) & (living[whole] > 0)]
         self.converge(waiting)
         self.ordering.level_blocks(whole)
-        if len(whole) == len(m.blocks):  # all that was read before is over for everybody
+        if len(whole) == len(m.blocks):  # every earlier read is ordered before all that follows
             for reads in self._new_reads:
                 reads.clear()
         rest = ~np.isin(of // per_block, whole)
@@ -367,7 +367,7 @@ class Races:
     def _check_together(self, offsets: Numbers, values: Numbers, lost: Numbers, number: int) -> None:
         """A fault where blocks write different values to one place in the same access.
 
-        Of threads of one warp that do so one wins (CUDA C++ Programming Guide, "SIMT Architecture"), which is no race.
+        Of threads of one warp that do so one wins (CUDA C++ Programming Guide, "SIMT Architecture"): not a race.
         """
         some = np.flatnonzero(lost.any(axis=1))
         order = np.lexsort((np.arange(len(offsets)), offsets))
@@ -391,9 +391,9 @@ class Races:
         m = self.m
         earlier = self.record.accesses.instructions[number]
         assert earlier is not None
-        who = f"warp {self.record.accesses.warps[number]} of {m.block_name(block)}"
+        reader = f"warp {self.record.accesses.warps[number]} of {m.block_name(block)}"
         return m.fault(
             f"a data race on {place}: nothing orders this {what} and the {other} at {earlier.source or 'unknown line'} "
-            f"(in: {earlier.text}) by {who}, found",
+            f"(in: {earlier.text}) by {reader}, found",
             lane,
         )

@@ -1,4 +1,4 @@
-"""What is kept of accesses: their numbers, and who last wrote and read the words of shared and of global memory."""
+"""What is kept of accesses: their numbers, and the last writers and readers of words of shared and global memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Accesses:
 
 
 class GlobalRecord:
-    """Who last wrote and read the words of global memory: (access number << 32) + (lane << 27) + block + 1, or 0."""
+    """Last writers and readers of words of global memory: (access number << 32) + (lane << 27) + block + 1, or 0."""
 
     def __init__(self, memory: GlobalMemory, tracked: frozenset[str]) -> None:
         self.memory = memory

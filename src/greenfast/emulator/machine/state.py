@@ -93,7 +93,7 @@ class Geometry:
         return self.cluster[0] * self.cluster[1] * self.cluster[2]
 
     def order(self) -> NDArray[np.int64]:
-        """The linear indices of all blocks, those of a cluster next to each other, by their rank in it."""
+        """The linear indices of all blocks, a cluster's next to each other, by their rank in it."""
         index = np.arange(self.blocks)
         if self.cluster_size == 1:
             return index
@@ -263,7 +263,7 @@ class Machine:
         cluster, size = self.geometry.cluster, self.geometry.cluster_size
         found |= {"%cluster_ctarank": self.block_of % size, "%cluster_nctarank": np.full(self.lanes, size)}
         place = unflatten(block, self.geometry.grid)
-        # Blocks go to the multiprocessors of an H100 in turn.
+        # Blocks go to the multiprocessors of an H100 round-robin.
         found |= {"%smid": block % MULTIPROCESSORS, "%nsmid": np.full(self.lanes, MULTIPROCESSORS)}
         for name, value in (
             ("%nwarpid", self.warps),

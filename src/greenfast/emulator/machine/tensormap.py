@@ -22,7 +22,7 @@ _LONGEST_BOX, _MOST_DIMENSIONS = 256, 5
 
 
 def swizzled(offsets: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-    """Addresses in a block's shared memory, permuted in pieces of 16 bytes within rows of ``width`` bytes.
+    """Addresses in a block's shared memory, permuted in chunks of 16 bytes within rows of ``width`` bytes.
 
     width: 0 (as they are), 32, 64 or 128. Bits 4-6 are XORed with bits 7-9 (128), bits 4-5 with 7-8 (64), bit 4 with
     bit 7 (32).
@@ -56,7 +56,7 @@ def bind(layout: TensorMap, memory: GlobalMemory) -> BoundMap:
     Raises UsageError for what the driver would refuse, and for a map that reaches beyond its buffer.
     """
     if layout.buffer not in memory.starts:
-        raise UsageError(f"tensor map over {layout.buffer!r}, which is no buffer of the case")
+        raise UsageError(f"tensor map over {layout.buffer!r}, which is not a buffer of the case")
     rank, item = len(layout.shape), np.dtype(layout.dtype).itemsize
     if not 1 <= rank <= _MOST_DIMENSIONS or len(layout.strides) != rank or len(layout.box) != rank:
         raise _refused(layout, f"needs 1 to {_MOST_DIMENSIONS} dimensions, as many strides and box extents as extents")

@@ -28,13 +28,13 @@ class BulkLoad:
 class BulkStore:
     """Copies from shared to global memory that one instruction began, a row of each array per copy.
 
-    lanes: their threads. groups: the bulk groups that they belong to. pieces: pieces of shared memory that they read.
-    offsets: of the pieces of global memory that they write, -1 for none. values: (copies, pieces, bytes of a piece).
+    lanes: their threads. groups: the bulk groups that they belong to. chunks: of shared memory that they read. offsets:
+    of the chunks of global memory that they write, -1 for none. values: (copies, chunks, bytes of a chunk).
     """
 
     lanes: NDArray[np.intp]
     groups: NDArray[np.int64]
-    pieces: NDArray[np.int64]
+    chunks: NDArray[np.int64]
     offsets: NDArray[np.int64]
     values: NDArray[np.uint8]
     instruction: Instruction
@@ -47,11 +47,11 @@ class BulkStore:
 
     def release(self, shared: Arena, which: NDArray[np.bool_]) -> None:
         """The copies have read their sources."""
-        release(shared, self.pieces[which & self.reading])
+        release(shared, self.chunks[which & self.reading])
         self.reading &= ~which
 
     def settle(self, memory: Arena, offsets: NDArray[np.int64], values: NDArray[np.uint8]) -> None:
-        """Land the pieces that another store (pieces of the same size) writes too, where it writes the same to all."""
+        """Land the chunks that another store (chunks of the same size) writes too, where it writes the same to all."""
         size = self.values.shape[2]
         present = (self.offsets >= 0) & ~self.landed[:, None]
         own = self.offsets[present]
@@ -71,20 +71,20 @@ class BulkStore:
         self.landed |= now
 
 
-def hold(shared: Arena, pieces: NDArray[np.int64]) -> None:
-    """Forbid to overwrite pieces of shared memory, each of them CHUNK bytes; a piece may be held many times."""
+def hold(shared: Arena, chunks: NDArray[np.int64]) -> None:
+    """Forbid to overwrite chunks of shared memory, each of them CHUNK bytes; a chunk may be held many times."""
     assert shared.readers is not None
-    np.add.at(shared.readers, pieces.ravel(), 1)
+    np.add.at(shared.readers, chunks.ravel(), 1)
 
 
-def release(shared: Arena, pieces: NDArray[np.int64]) -> None:
+def release(shared: Arena, chunks: NDArray[np.int64]) -> None:
     """Take back one ``hold``."""
     assert shared.readers is not None
-    np.subtract.at(shared.readers, pieces.ravel(), 1)
+    np.subtract.at(shared.readers, chunks.ravel(), 1)
 
 
-def pieces_of(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The pieces that offsets into shared memory lie in."""
+def chunks_of(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The chunks that offsets into shared memory lie in."""
     return offsets // CHUNK
 
 
@@ -103,13 +103,13 @@ class Guard:
 
 @dataclass
 class MatrixReads:
-    """Shared memory that one wgmma reads, for the blocks in ``blocks``; pieces: a row per block.
+    """Shared memory that one wgmma reads, for the blocks in ``blocks``; chunks: a row per block.
 
     groups: (4, blocks) the group of each warp. open: (blocks,) whether no warp has waited for it.
     """
 
     blocks: NDArray[np.intp]
-    pieces: NDArray[np.int64]
+    chunks: NDArray[np.int64]
     groups: NDArray[np.int64]
     open: NDArray[np.bool_]
     warpgroup: int

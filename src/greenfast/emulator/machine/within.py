@@ -2,8 +2,8 @@
 
 Two accesses of different threads of a warp are ordered where both threads have taken part in something that
 synchronizes since the first: a barrier, __syncwarp, any other instruction of a whole warp (shuffles, votes, matrix
-fragments), a wait for an mbarrier, an atomic or volatile access. That is more lenient than the memory model: nobody
-asks whether it was the same barrier. In the same way a block must wait for something between the last access of another
+fragments), a wait for an mbarrier, an atomic or volatile access. That is more lenient than the memory model: it
+need not be the same barrier. In the same way a block must wait for something between the last access of another
 block of its cluster to its shared memory and its end.
 """
 
@@ -77,7 +77,7 @@ class Within:
         return found
 
     def apart(self, numbers: NDArray[Any], mine: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
-        """Which accesses of other threads of a warp (-1: of nobody) this one's threads have not synchronized with."""
+        """Which accesses of other threads of a warp (-1: of none) this one's threads have not synchronized with."""
         known = np.minimum(self.synced[mine], self.synced[others])
         found: NDArray[np.bool_] = (others >= 0) & (mine >= 0) & (others != mine) & (known < numbers)
         return found

@@ -2,8 +2,8 @@
 
 A form is a list of an opcode's modifiers and types: ``a|b`` is one of several, a ``?`` behind them says that they may
 be left out. An instruction is accepted if one of its opcode's forms has all of its parts and it has all that the form
-demands. The order of types is the form's; that of other modifiers is free, as ptxas takes them in any. Whatever is not
-here is refused by name, so a modifier that nobody thought of is never ignored.
+demands. The order of types is the form's; other modifiers may come in any order, as for ptxas. Whatever is not here is
+refused by name, so an unforeseen modifier is never ignored.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ def fits(parts: tuple[str, ...], groups: tuple[_Group, ...]) -> bool:
     for n, group in enumerate(groups):
         if first in group.words:
             before = groups[:n]
-            # What stands before a word whose order counts must not come behind it.
+            # Modifiers before a word whose order counts must not come after it.
             skipped = [g for g in before if group.in_order and g.in_order]
             if all(g.optional for g in skipped):
                 left = tuple(g for g in before if g not in skipped) + groups[n + 1 :]

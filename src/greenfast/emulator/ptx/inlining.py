@@ -28,7 +28,7 @@ from greenfast.emulator.ptx.unsupported import UnsupportedError, unsupported
 
 #: Functions that the emulator knows itself.
 BUILT_IN = ("vprintf", "__assertfail")
-#: A kernel may grow to so many instructions.
+#: The most instructions that a kernel may grow to.
 _MOST = 1_000_000
 
 
@@ -190,7 +190,7 @@ class _Inliner:
         names: _Names,
         callers: tuple[str, ...],
     ) -> None:
-        """Replace a call by the function's body, or by that of each function that a pointer may name."""
+        """Replace a call by the function's body, or by the body of each function that a pointer may name."""
         operands = [self.operand(o, function, names) for o in i.operands]
         results = operands.pop(0) if isinstance(operands[0], Vector) else Vector(())
         target, *rest = operands
@@ -329,7 +329,7 @@ class _Inliner:
             callee, start = self.module.functions[name], len(self.body.code)
             suffix = f"~{name}"
             names = _Names({}, suffix)
-            # The variables that hold the parameters; those of a register's are loaded from them.
+            # The variables that hold the parameters; the ones in registers are loaded from them.
             names.parameters = {f.name: f.name + suffix for f in (*callee.params, *callee.results) if f.space != "reg"}
             if any(f.space == "reg" for f in (*callee.params, *callee.results)):
                 raise UnsupportedError(

@@ -44,7 +44,7 @@ _VARIABLE = re.compile(
     re.DOTALL,
 )
 _LOC = re.compile(r"\.loc\s+(\d+ \d+)(?: \d+)?(?:.*?inlined_at (\d+ \d+))?")
-#: Up to so many calls lead from a library's line to the caller's own; beyond, as in a circle, any of them may stand.
+#: The most inlined calls followed from a library's line to the caller's; beyond that (a cycle) any of them is named.
 _INLINED = 16
 _TABLE = re.compile(r"([\w$]+)\s*:\s*\.branchtargets\s+([^;]*);")
 _PROTOTYPE = re.compile(r"[\w$]+\s*:\s*\.callprototype[^;]*;")
@@ -76,7 +76,7 @@ class _Lines:
         return SourceLine("ptx", bisect_left(self._ends, position) + 1)
 
     def source(self, loc: re.Match[str]) -> SourceLine:
-        """The line of a .loc directive; the directive of an inlined line follows that of its caller."""
+        """The line of a .loc directive; an inlined line's directive follows its caller's."""
         place, caller = loc.groups()
         if caller:
             self._callers[place] = caller
@@ -146,7 +146,7 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
     if position == len(text):
         raise UsageError(f"PTX: {function.name} has no end")
     function.directives = text[header.end() : position]
-    if text[position] == ";":  # a declaration only, such as that of vprintf
+    if text[position] == ";":  # a declaration only, such as vprintf's
         module.functions.setdefault(function.name, function)
         return position + 1
     scopes, position, source = [Scope(function)], position + 1, None
@@ -194,7 +194,7 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
 
 
 def _register_parameter(declaration: str, function: Function) -> Variable | None:
-    """A parameter or result of a function that is a register; None for what is no declaration of one."""
+    """A parameter or result of a function that is a register; None for anything but a declaration of one."""
     match = re.fullmatch(r"\.reg\s*\.(\w+)\s+([%\w$]+)", declaration)
     if match is None or match[1] not in SIZES or match[1] == "b128":
         return None
@@ -289,7 +289,7 @@ def _operand(text: str) -> Operand:
         return Vector(tuple(_operand(item) for item in text.split("|")))
     if _SPECIAL.fullmatch(text):
         return Special(text)
-    if text[0] == "%" or text == "_":  # _ takes a result that nobody wants
+    if text[0] == "%" or text == "_":  # _ takes a result that is not used
         return Register(text)
     number = integer(text)
     if number is not None:

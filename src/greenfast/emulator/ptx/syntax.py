@@ -43,7 +43,7 @@ class Symbol:
 class Address:
     """[base + offset], the base a register or a symbol (or None for an absolute address).
 
-    coordinates: those of [tensor map, {c0, c1, ...}], innermost first.
+    coordinates: as in [tensor map, {c0, c1, ...}], innermost first.
     """
 
     base: Register | Symbol | None
