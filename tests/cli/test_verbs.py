@@ -154,7 +154,7 @@ def test_without_a_gpu_performance_is_quoted_from_the_evidence(
 def test_the_first_command_is_decided_without_a_gpu(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """``make validate``: without a requested target the stored record's is taken and its PERFORMANCE quoted."""
+    """``make validate``: without a requested target the kept record's is taken and its PERFORMANCE quoted."""
     kept = read_record(ROOT / "evidence/h100/fp8_sdpa-e4m3-stage2")
     assert isinstance(kept, Record)
     ran = run_here(capsys, "validate", "fp8_sdpa", *options, "--require", "all", "--out", tmp_path)
@@ -164,7 +164,7 @@ def test_the_first_command_is_decided_without_a_gpu(
     lines = ran.out.splitlines()
     assert [line.split()[:2] for line in lines[:5]] == [[gate, "PASS"] for gate in GATES]
     assert f"quoted from NVIDIA H100 80GB HBM3, {kept.created[:10]}, commit " in lines[3]
-    assert "  - target sm_90a, from the stored record, as there is no GPU; --arch selects another" in lines
+    assert "  - target sm_90a, from the kept record, as there is no GPU; --arch selects another" in lines
     assert "MERGE  stage2 against stage1, e4m3" in lines
     record = read_record(last_line(ran))
     assert isinstance(record, Record)

@@ -88,7 +88,7 @@ def _what(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arch",
         metavar="SM",
-        help="target, such as sm_89 (default: the GPU's; without a GPU, for validate that of a stored record of this "
+        help="target, such as sm_89 (default: the GPU's; without a GPU, for validate the one of a kept record of this "
         "comparison, else the task's)",
     )
 

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         measured = target_of(kept, config.name, request.format, baseline.name, candidate.name)
         if measured is not None and measured != request.target.name:
             request = replace(request, target=Target.parse(measured))
-            note = f"  - target {measured}, from the stored record, as there is no GPU; --arch selects another"
+            note = f"  - target {measured}, from the kept record, as there is no GPU; --arch selects another"
     with GateConsole(to_stderr=args.json) as console:
         outcome = validate(
             request,

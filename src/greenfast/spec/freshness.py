@@ -1,4 +1,4 @@
-"""Whether a stored record still describes today's kernels."""
+"""Whether a kept record still describes today's kernels."""
 
 from __future__ import annotations
 
