@@ -18,7 +18,7 @@ from greenfast.bench.records import AnyRecord, freshness, read_benchmark, read_r
 from greenfast.bench.report import benchmark_report, section
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT
 from greenfast.judge.record import Record
-from greenfast.judge.report.beside_gpu import counts_table
+from greenfast.judge.report.compared_with_gpu import counts_table
 from greenfast.judge.report.ladder import console_form, ladder_table
 from greenfast.judge.report.markdown import report
 from greenfast.judge.store import write_whole

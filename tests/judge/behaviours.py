@@ -1,4 +1,4 @@
-"""Kernels that are wrong, each in a way of its own, for the fake device."""
+"""Kernels that are wrong, each in a different way, for the fake device."""
 
 from __future__ import annotations
 

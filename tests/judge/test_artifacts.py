@@ -1,4 +1,4 @@
-"""What a run leaves behind: the files, and in each the fields that the mission lists and exactly these beside them."""
+"""What a run leaves behind: the files, and in each the fields that the mission lists and exactly these in addition."""
 
 from __future__ import annotations
 

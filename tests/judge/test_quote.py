@@ -115,15 +115,15 @@ def test_what_is_quoted_cannot_be_taken_for_a_measurement(machines: Machines) ->
     assert "not measured here, quoted from NVIDIA L4" in short_form(record)
     assert msgspec.json.decode((folder / RECORD).read_bytes(), type=Record) == record
     timed = machines.measure().record
-    with pytest.raises(ValueError, match="timings of its own or quotes another's, never both"):
+    with pytest.raises(ValueError, match="its own timings or quotes another's, never both"):
         msgspec.structs.replace(record, speedups=timed.speedups)
-    with pytest.raises(ValueError, match="timings of its own or quotes another's, never both"):
+    with pytest.raises(ValueError, match="its own timings or quotes another's, never both"):
         msgspec.structs.replace(record, candidate=timed.candidate)
 
 
 def test_a_record_that_quotes_is_not_quoted_again(machines: Machines) -> None:
     outcome = machines.quote(machines.measure().folder)
-    with pytest.raises(UsageError, match=r"no record\.json there is that of a comparison measured on a GPU"):
+    with pytest.raises(UsageError, match=r"no record\.json there holds a comparison measured on a GPU"):
         kept_at(outcome.folder)
 
 
@@ -356,7 +356,7 @@ def test_what_holds_no_comparison_is_refused(
     one = bench(asked, asked.task.config.variant("stage2"), Watcher()).folder
     (tmp_path / "empty").mkdir()
     for path in (one, one / RECORD, tmp_path / "empty"):
-        with pytest.raises(UsageError, match=r"no record\.json there is that of a comparison measured on a GPU"):
+        with pytest.raises(UsageError, match=r"no record\.json there holds a comparison measured on a GPU"):
             kept_at(path)
     with pytest.raises(UsageError, match="cannot be read"):
         kept_at(tmp_path / "none")

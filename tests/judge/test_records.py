@@ -19,7 +19,7 @@ from tests.fakes import Watcher, request
 from tests.judge.report.records import record as make_record
 from tests.judge.small_task import FAMILY, loaded, write_task
 
-#: A kernel whose header lies beside its family.
+#: A kernel whose header lies next to its family.
 WITH_HEADER = FAMILY.replace('source = """', 'source = """#include "factor.cuh"\n').replace(
     '"twice.cu", ()', '"twice.cu", (__import__("pathlib").Path(__file__).parent,)'
 )
@@ -196,7 +196,7 @@ def test_what_is_no_record_is_a_usage_error(tmp_path: Path, content: str) -> Non
 
 
 def test_a_forged_record_cannot_be_read(record: Record, tmp_path: Path) -> None:
-    """Timings beside a correctness that is pending."""
+    """Timings with a correctness that is pending."""
     forged = json.loads(to_json(record))
     forged["speedups"] = [
         *({"shape": "tiny", "cache": "warm", "speedup": 9.0, "ci_low": 8.0, "ci_high": 10.0, "confidence": 0.95}

@@ -25,7 +25,7 @@ FAST, SLOW = Script(us=10.0), Script(us=20.0)
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Outcome]:
-    """Validate stage1 -> stage2 with these scripts; other options are those of ``request``."""
+    """Validate stage1 -> stage2 with these scripts; other options are as in ``request``."""
 
     def run(baseline: Script = SLOW, candidate: Script = FAST, **options: Any) -> Outcome:
         asked = request(tmp_path / "results", **options)
@@ -191,7 +191,7 @@ def test_what_goes_wrong_only_when_timed_leaves_no_timings(
 
 
 def edited_task(folder: Path, edit: Callable[[dict[str, Any]], None]) -> LoadedTask:
-    """The attention task with its config changed, in a folder of its own."""
+    """The attention task with its config changed, in a separate folder."""
     from_config = load_task(Path(__file__).parents[2] / "tasks" / "fp8_sdpa_stage_c_wmma")
     config = json.loads(msgspec.json.encode(from_config.config))
     edit(config)

@@ -109,7 +109,7 @@ def correctness_summary(run: Run, side: Side) -> dict[str, Any]:
 
 
 def performance(run: Run, side: Side) -> dict[str, Any]:
-    """Timings per (shape, seed) and cache state, dimensions beside the mission's fields."""
+    """Timings per (shape, seed) and cache state, with dimensions in addition to the mission's fields."""
     return {
         "task": run.task,
         "variant": side.variant,

@@ -283,7 +283,7 @@ def _error(a: Array, b: Array) -> NDArray[np.float64]:
 
 
 def _largest(errors: Sequence[NDArray[np.float64]]) -> float:
-    """The largest of all; infinite where one is no number."""
+    """The largest of all; infinite where one is NaN."""
     largest = [float(error.max()) for error in errors]
     return max(value if value == value else math.inf for value in largest)
 

@@ -88,7 +88,7 @@ def choose_device(text: str) -> int | str | None:
 
 
 def device_info(ordinal: int | str | None, timeout_s: float) -> DeviceInfo | None:
-    """The chosen device; a GPU as seen from a process of its own, so that this one never holds a CUDA context."""
+    """The chosen device; a GPU as seen from a separate process, so that this one never holds a CUDA context."""
     if ordinal is None:
         return None
     if isinstance(ordinal, str):

@@ -19,7 +19,7 @@ from greenfast.spec.arch import Target
 
 
 def main(text: str) -> None:
-    """Build, upload, launch and download, each in a range of its own."""
+    """Build, upload, launch and download, each in a separate NVTX range."""
     job = json.loads(text)
     task = load(load_task(Path(job["task"])))
     shape = task.config.shape(job["shape"])

@@ -48,7 +48,7 @@ class Kept:
 
 
 def evidence_folders(task_folder: Path) -> list[Path]:
-    """Where the records of a task are kept: the task's own evidence folder, and that beside its folder of tasks."""
+    """Where the records of a task are kept: its evidence folder, and the one next to the folder of tasks it lies in."""
     folder = task_folder.resolve()
     found = [folder / EVIDENCE]
     if folder.parent.name == _TASKS:
@@ -75,7 +75,7 @@ def kept_at(path: Path) -> list[Kept]:
     files = sorted(path.rglob(RECORD)) if path.is_dir() else [path]
     found = [kept for file in files for kept in _kept(file, str(file))]
     if not found:
-        raise UsageError(f"--quote {path}: no {RECORD} there is that of a comparison measured on a GPU")
+        raise UsageError(f"--quote {path}: no {RECORD} there holds a comparison measured on a GPU")
     return found
 
 

@@ -59,7 +59,7 @@ class Build(_Data, frozen=True, kw_only=True):
 
 
 class TimedKernel(_Data, frozen=True, kw_only=True):
-    """What tells whether a kernel that was timed is still today's; the fields are those of ``record.Build``."""
+    """What tells whether a kernel that was timed is still today's; the fields are as in ``record.Build``."""
 
     arch: str
     options: list[str]
@@ -263,9 +263,9 @@ class BenchRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="bench")
 class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison"):
     """A whole comparison.
 
-    quoted: where nothing was timed, what PERFORMANCE was quoted from; such a record holds no timings or speedups of its
-    own. Raises ValueError where a timing stands beside a correctness that did not pass (no record is wrong but fast),
-    and for one that was both timed and quoted.
+    quoted: where nothing was timed, what PERFORMANCE was quoted from; such a record has no timings or speedups itself.
+    Raises ValueError for timings of a kernel whose correctness did not pass (no record is wrong but fast), and for a
+    record that was both timed and quoted.
     """
 
     baseline: Side
@@ -280,7 +280,7 @@ class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison")
         timed = bool(self.speedups or self.baseline.timing or self.candidate.timing)
         self._require_correct(timed or self.quoted is not None)
         if timed and self.quoted is not None:
-            raise ValueError("a record holds timings of its own or quotes another's, never both")
+            raise ValueError("a record holds its own timings or quotes another's, never both")
 
     def sides(self) -> list[tuple[str, Side]]:
         """Each role and its side."""

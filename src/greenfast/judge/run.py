@@ -92,7 +92,7 @@ class GateRun:
         return reason is None
 
     def _own_gates(self) -> dict[str, KernelErrorGate]:
-        """The kernel-error gates of the roles whose rungs have one of their own."""
+        """The kernel-error gates of the roles whose rungs define one."""
         rungs = {role: resources.rung_of(self.request.task.config, v) for role, v in self.variants.items()}
         return {role: rung.kernel_error for role, rung in rungs.items() if rung.kernel_error is not None}
 

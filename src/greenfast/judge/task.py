@@ -58,7 +58,7 @@ class Budget(_Strict, frozen=True, kw_only=True):
 
 
 class BudgetWhere(Budget, frozen=True, kw_only=True):
-    """A budget for shapes whose dimensions include those of ``when``, such as {"D": 128}."""
+    """A budget for shapes whose dimensions include the ones in ``when``, such as {"D": 128}."""
 
     when: Annotated[dict[str, Positive], Meta(min_length=1)]
 
@@ -74,7 +74,7 @@ class Promises(_Strict, frozen=True, kw_only=True):
 class KernelErrorGate(_Strict, frozen=True, kw_only=True):
     """Limits on the error against exact arithmetic on the same dequantized inputs.
 
-    relative_error: Frobenius norm of the error over that of the exact result.
+    relative_error: Frobenius norm of the error over the norm of the exact result.
     bound_factor: an element may err by at most this multiple of what the problem derives from its roundings.
     rounding: which of the problem's bounds that is; empty for its first.
     """
@@ -127,7 +127,7 @@ class ErrorGate(_Strict, frozen=True, kw_only=True):
 
 
 class ErrorWhere(ErrorGate, frozen=True, kw_only=True):
-    """An error gate for shapes whose dimensions include those of ``when``, such as {"CAUSAL": 1}."""
+    """An error gate for shapes whose dimensions include the ones in ``when``, such as {"CAUSAL": 1}."""
 
     when: Annotated[dict[str, Positive], Meta(min_length=1)]
 
@@ -169,7 +169,7 @@ class Defaults(_Strict, frozen=True, kw_only=True):
 class TaskConfig(_Strict, frozen=True, kw_only=True):
     """The content of a task's ``config_forward.json``.
 
-    family, problem: an importable module, or a Python file beside the config (``family.py``). The family renders
+    family, problem: an importable module, or a Python file next to the config (``family.py``). The family renders
     kernels (``greenfast.spec.kernel.Family``), the problem makes inputs and references
     (``greenfast.spec.problem.Problem``). peers: an importable module whose
     function ``peers`` makes the ``greenfast.bench.comparison.Comparison`` with other libraries; empty for none.

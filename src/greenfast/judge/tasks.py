@@ -33,7 +33,7 @@ class LoadedTask:
 
 
 def _roots() -> Iterator[Path]:
-    """Folders whose subfolders are tasks, first found first."""
+    """Folders whose subfolders are tasks, in order of precedence."""
     for entry in os.environ.get(TASKS_VARIABLE, "").split(os.pathsep):
         if entry:
             yield Path(entry)
@@ -111,7 +111,7 @@ def _module(task: Task, key: str, name: str, functions: tuple[str, ...]) -> Modu
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a task author's file under a name of its own, so that two tasks' family.py do not meet."""
+    """Import a task author's file under a unique module name, so that two tasks' family.py do not collide."""
     name = f"greenfast_task_{path.parent.name}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():

@@ -47,7 +47,7 @@ def validate(
 ) -> Outcome:
     """Run the gates in order, decide, and write the artifacts.
 
-    required: the speedup that PERFORMANCE asks for, in place of that of the candidate's rung.
+    required: the speedup that PERFORMANCE asks for, in place of the one of the candidate's rung.
     profile: whether EVIDENCE takes a Nsight Compute profile where that can be had.
     kept: records that PERFORMANCE may be quoted from where nothing can be timed.
     Raises MachineError for a folder that cannot be written, before anything is run.

@@ -1,4 +1,4 @@
-"""The tests of this folder compile into the cache that those of the pipeline use."""
+"""The tests of this folder compile into the cache of the pipeline's tests."""
 
 from __future__ import annotations
 

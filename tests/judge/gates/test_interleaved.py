@@ -1,4 +1,4 @@
-"""Interleaved timing on a fake device: who is timed when, how often, and what a low clock costs."""
+"""Interleaved timing on a fake device: which kernel is timed when, how often, and what a low clock costs."""
 
 from __future__ import annotations
 

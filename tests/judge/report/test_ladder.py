@@ -14,7 +14,7 @@ from tests.judge.report.records import gates, pending_record, quoting_record, re
 
 CAPTION = (
     "**fp8_sdpa, int8**, sm_90a on NVIDIA H100 (driver 580.95, CUDA 13.0); 2030-01-02; commit 0123456789 (dirty). "
-    "Times and speedups are those of shape mission (B=1 H=8 S=512 D=64)."
+    "Times and speedups are for shape mission (B=1 H=8 S=512 D=64)."
 )
 
 

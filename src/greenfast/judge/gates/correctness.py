@@ -27,7 +27,7 @@ REPEATS = 2
 class CorrectnessOutcome:
     """What the gate found: rows by role, parity, and a digest of each output by (role, shape, seed).
 
-    counts: by role and shape, those of the first seed; empty where nothing counts.
+    counts: by role and shape, from the first seed; empty where nothing counts.
     """
 
     rows: dict[str, list[CorrectnessRow]] = field(default_factory=dict)
@@ -55,9 +55,9 @@ def check(
     make_worker: Callable[[], Worker],
     progress: Callable[[float, str], None],
 ) -> tuple[GateResult, CorrectnessOutcome]:
-    """Run every side on every (shape, seed), each in a process of its own; a side whose process fails is not run on.
+    """Run every side on every (shape, seed), each in a separate process; a side whose process fails is not run further.
 
-    own_gates: by role, the kernel-error gate of a side whose rung has one of its own.
+    own_gates: by role, the kernel-error gate of a side whose rung defines one.
 
     Raises UsageError for a problem whose references are not finite or not of the shape that it decodes.
     """

@@ -20,7 +20,7 @@ def instruction_counts(side: BuiltSide) -> dict[str, dict[str, int]]:
 def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None, emulated: str = "") -> GateResult:
     """Compare the candidate's machine code with its rung's promises, and with what an early launch allows.
 
-    rung: None for toggles that are no rung and so promise nothing. predecessor: the rung's, built for the same shapes,
+    rung: None for toggles that are not a rung: no promises. predecessor: the rung's, built for the same shapes,
     where a promise compares with it. emulated: what was counted while the kernel ran, for the summary; no promise.
     """
     counts = instruction_counts(candidate)

@@ -1,4 +1,4 @@
-"""PERFORMANCE: the candidate's speedup over the baseline, with its interval, beside an A/A run of the same protocol."""
+"""PERFORMANCE: the candidate's speedup over the baseline, with its interval, and an A/A run of the same protocol."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def timing_rows(measurement: Measurement, role: str, shapes: Sequence[Shape], ti
 
 
 def gated_shapes(shapes: Sequence[Shape], timing: Timing) -> list[str]:
-    """The shapes that decide: those of ``timing.gate_shapes``, all where none of them is asked for."""
+    """The shapes that decide: ``timing.gate_shapes``, or all where none of them is asked for."""
     return [s.name for s in shapes if s.name in timing.gate_shapes] or [s.name for s in shapes]
 
 

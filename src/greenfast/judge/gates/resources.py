@@ -11,7 +11,7 @@ from greenfast.judge.variant import Variant
 
 
 def rung_of(config: TaskConfig, variant: Variant) -> Rung:
-    """The rung that a variant answers to: its own, or the task's default candidate for toggles that are no rung."""
+    """The rung that a variant answers to: its own, or the task's default candidate for toggles that are not a rung."""
     names = {rung.name for rung in config.rungs}
     return config.rung(variant.name if variant.name in names else config.defaults.candidate)
 

@@ -1,4 +1,4 @@
-"""Two sets of timings beside each other: the content of ``results/COMPARE.md``."""
+"""Two sets of timings compared: the content of ``results/COMPARE.md``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def compare_markdown(baseline: Sequence[TimingRow], candidate: Sequence[TimingRo
     methods or cache states come as one table each; (shape, seed) pairs of one side only are named.
 
     Raises UsageError where the two sides were not timed by the same methods and cache states (never mix two in one
-    comparison), a pair appears twice, a shape has different dimensions, a p50 is no positive number, nothing is common,
-    or ``required`` is below 1.
+    comparison), a pair appears twice, a shape has different dimensions, a p50 is not a positive number, nothing is in
+    common, or ``required`` is below 1.
     """
     if required is not None and not 1 <= required < math.inf:
         raise UsageError(f"required speedup must be a ratio >= 1 such as 1.15, got {required}")

@@ -1,4 +1,4 @@
-"""The emulator's counts as tables: each side beside the other and beside what the problem needs."""
+"""The emulator's counts as tables: the two sides next to each other and to what the problem needs."""
 
 from __future__ import annotations
 

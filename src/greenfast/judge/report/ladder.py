@@ -32,7 +32,7 @@ def ladder_table(
 
     Records of one task, format, target and device share a table, under a line that states these, the days and commits
     of the runs, and the shape. aged: by path, the records that are stale, which are shown without a number, and the
-    records of which nobody can tell; the reasons stand under the table. shape: whose times and speedup are shown; by
+    records for which that cannot be told; the reasons stand under the table. shape: the one shown; by
     default the one at which most of a table's records were gated. Times are medians over seeds, baseline -> candidate.
     """
     groups: dict[tuple[str, ...], list[tuple[str, Record]]] = {}
@@ -82,9 +82,7 @@ def _undecided(path: str, answer: Freshness) -> str:
 def _caption(records: Sequence[Record], shape: str) -> str:
     first = records[0]
     dims = next((row.dims for record in records for row in record.candidate.correctness if row.shape == shape), None)
-    where = (
-        f" Times and speedups are those of shape {shape}{f' ({format.dims(dims)})' if dims else ''}." if shape else ""
-    )
+    where = f" Times and speedups are for shape {shape}{f' ({format.dims(dims)})' if dims else ''}." if shape else ""
     days = sorted({record.created[:10] for record in records})
     span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     commits = list(dict.fromkeys(facts.commit(record) for record in records))

@@ -168,7 +168,7 @@ def _correctness(record: Run) -> str:
     text = format.table(("side", "shape", "seed", *numbers, "status", "failed, notes"), rows, right=numbers)
     return (
         f"{text}\n\nmax, mean and bad % are absolute errors against the unquantized reference; format errors are "
-        "those of exact arithmetic on the dequantized inputs, which no kernel can better; kernel errors are against "
+        "of exact arithmetic on the dequantized inputs, which no kernel can better; kernel errors are against "
         "that exact arithmetic, relative (Frobenius) and as the worst element over what rounding explains."
     )
 

@@ -119,7 +119,7 @@ def _draw_forest(axes: Axes, rows: Sequence[SpeedupRow]) -> None:
         said = f"{format.speedup(row.speedup)} {format.interval(row.ci_low, row.ci_high)}\n{row.verdict}"
         if row.required:
             said += f", required {format.requirement(row.required)}"
-        # Beside the axes, where it cannot cover a mark; the layout makes room.
+        # Outside the axes, where it cannot cover a mark; the layout makes room.
         axes.text(1.02, y, said, transform=axes.get_yaxis_transform(), va="center", fontsize=10)
     axes.set_yticks(range(len(rows)), [f"{row.shape}\n{row.cache}{', gated' if row.gated else ''}" for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)

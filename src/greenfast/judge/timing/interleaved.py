@@ -1,4 +1,4 @@
-"""Time several kernels in interleaved blocks of random order, each in a process of its own, over fresh processes.
+"""Time several kernels in interleaved blocks of random order, each in a separate process, over fresh processes.
 
 Why so: see docs/measurement.md. Sequential windows call identical kernels different most of the time; blocks that
 alternate in random order see the same drift, and fresh processes show what one process's memory layout hides.

@@ -52,11 +52,11 @@ def speedup_interval(
 ) -> Interval:
     """The speedup and its two-sided interval: exp(median log ratio -+ t * bootstrap standard error).
 
-    The standard error is that of a hierarchical bootstrap (processes, then blocks within them); t is Student's with
+    The standard error comes from a hierarchical bootstrap (processes, then blocks within them); t is Student's with
     ``processes - 1`` degrees of freedom, because the spread between processes is known from that few values. Swapping
     the sides inverts the interval. The same input and ``seed`` give the same interval.
 
-    Measured coverage of the 95 % interval in %, in brackets that of the plain percentile bootstrap on the same
+    Measured coverage of the 95 % interval in %, in brackets with the plain percentile bootstrap on the same
     resamples (Monte Carlo, 2000 trials a cell, so +-0.5; 21 blocks, 0.5 % drift per process, 0.3 % noise per block
     and side, 3 % of blocks slow by 3 % on average; the ratio differs between processes with the standard deviation
     that heads the column):

@@ -1,4 +1,4 @@
-"""The emulator's counts beside Nsight Compute's, from the record that benchmarks/emulator_against_gpu.py writes."""
+"""The emulator's counts compared with Nsight Compute's, from the record of benchmarks/emulator_against_gpu.py."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The emulator's counts beside Nsight Compute's: numbers in their columns, and what a record does not say."""
+"""The emulator's counts compared with Nsight Compute's: numbers in their columns, and what a record does not say."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from greenfast.judge.report.beside_gpu import MATRIX_METRIC, counts_table
+from greenfast.judge.report.compared_with_gpu import MATRIX_METRIC, counts_table
 
 CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared"
 
