@@ -21,7 +21,7 @@ Marks = dict[str, list[tuple[Any, Any]]]
 def order(names: Sequence[str], turn: int) -> list[str]:
     """The order of a round: each name comes first in some rounds, and every other round runs the other way around.
 
-    A plain rotation would leave each behind the same one throughout, in its caches and its heat.
+    A plain rotation would run each after the same one throughout, with its caches and its heat.
     """
     start = turn // 2 % len(names)
     rotated = [*names[start:], *names[:start]]

@@ -53,7 +53,7 @@ class Tiling:
     def smem_bytes(self, config: AttentionConfig) -> int:
         """The size of the kernel's FlashStorage or RowMajorStorage; the kernel asserts that it is the same."""
         head_dim = config.head_dim
-        ones = 0 if config.log_sum_exp or self.out_columns == _WIDEST else 8  # rows behind V^T
+        ones = 0 if config.log_sum_exp or self.out_columns == _WIDEST else 8  # rows after V^T
         tiles = self.consumers * ROWS * head_dim + self.stages * self.block_n * (2 * head_dim + ones)
         flash = _whole_kilobytes(tiles + 8 * (2 * self.consumers + 4 * self.stages))
         rows = self.row_stages * (self.block_n * head_dim + 16)
