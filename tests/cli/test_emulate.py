@@ -103,7 +103,7 @@ def test_json_is_all_that_is_on_standard_output(capsys: pytest.CaptureFixture[st
 
 def test_a_fault_is_1_and_says_where(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     ran = emulate(capsys, files / "saxpy.cu", "--arg", "i32:101", *SAXPY_ARGS[2:])
-    assert_said(ran, 1, "4-byte read out of bounds: 0 bytes behind the end of 'x' (400 bytes) at saxpy.cu:3, block (3,")
+    assert_said(ran, 1, "4-byte read out of bounds: 0 bytes past the end of 'x' (400 bytes) at saxpy.cu:3, block (3,")
     assert "thread (4, 0, 0)" in ran.err
 
 

@@ -35,9 +35,9 @@ def output(body: str, *, threads: int = 64, before: str = "", seed: int = 0) -> 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("y[threadIdx.x] = x[threadIdx.x + 1];", r"4-byte read out of bounds: 0 bytes behind the end of 'x' .*k\.cu:1"),
+        ("y[threadIdx.x] = x[threadIdx.x + 1];", r"4-byte read out of bounds: 0 bytes past the end of 'x' .*k\.cu:1"),
         ("y[threadIdx.x] = x[(int)threadIdx.x - 1];", r"read out of bounds: 4 bytes in front of 'x'"),
-        ("y[threadIdx.x + 1] = x[threadIdx.x];", r"write out of bounds: 0 bytes behind the end of 'y'"),
+        ("y[threadIdx.x + 1] = x[threadIdx.x];", r"write out of bounds: 0 bytes past the end of 'y'"),
         (
             "y[threadIdx.x] = *(const float*)((const char*)x + 2);",
             r"misaligned 4-byte read: byte 2 of 'x' .*k\.cu:1, block \(0, 0, 0\), thread \(0, 0, 0\)",

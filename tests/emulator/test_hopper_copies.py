@@ -164,7 +164,7 @@ def test_bulk_copies_without_a_tensor_map() -> None:
         ("bulk_load(s + 16", "bulk_load(s + 8", r"a bulk copy at byte 1032 of shared memory, .* multiple of 16"),
         ("bulk_load(s + 16", "bulk_load(s + 528", r"bulk copy of 512 bytes out of bounds at byte 1552 of 2048"),
         ("x, 512, &bar", "x + 8, 512, &bar", r"a bulk copy at byte 8 of 'x' \(512 bytes\), .* multiple of 16"),
-        ("x, 512, &bar", "x + 16, 512, &bar", r"bulk read out of bounds: 0 bytes behind the end of 'x'"),
+        ("x, 512, &bar", "x + 16, 512, &bar", r"bulk read out of bounds: 0 bytes past the end of 'x'"),
         ("x, 512, &bar", "x, 500, &bar", r"bulk copy of 500 bytes, which must be a multiple of 16"),
         ("store_wait_read<0>();", "", r"ended while a bulk store may still read shared memory.*bulk_group"),
         (

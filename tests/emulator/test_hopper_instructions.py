@@ -172,7 +172,7 @@ if (threadIdx.x < 8) y[threadIdx.x] = order[threadIdx.x];
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_two_warpgroups_take_turns(seed: int) -> None:
+def test_two_warpgroups_ping_pong(seed: int) -> None:
     body = PING_PONG.replace("LAST", 'asm volatile("barrier.arrive 1, 256;" ::: "memory");')
     assert one(body, 8, threads=256, seed=seed).tolist() == [0, 1] * 4
     with pytest.raises(KernelFaultError, match=r"deadlock.*32 threads of warp 0 wait at k\.cu:\d+ \(.*1, 256\)"):

@@ -230,7 +230,7 @@ def test_a_register_of_a_may_be_read_but_not_written_under_way() -> None:
     a, b = codes(64, 32), codes(8, 32)
     direct(body.replace("mma_wait", read + "mma_wait"), 8, a, b, before)
     write = 'asm volatile("add.u32 %0, %0, 1;" : "+r"(r[0]));'
-    with pytest.raises(KernelFaultError, match=r"write to a register that a wgmma under way uses"):
+    with pytest.raises(KernelFaultError, match=r"write to a register that a wgmma in flight uses"):
         direct(body.replace("mma_wait", write + "mma_wait"), 8, a, b, before)
 
 

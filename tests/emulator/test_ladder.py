@@ -136,7 +136,7 @@ def compared(rung: str) -> GridResult:
     return run_rung(rung, "e4m3", COMPARED, TASKS["fp8_sdpa"].problem.make_case(COMPARED, 0, "e4m3"))
 
 
-def test_full_fusion_beside_stage_2() -> None:
+def test_full_fusion_compared_with_stage_2() -> None:
     """What it is for: scores, P and half tiles are not in shared memory, and no barrier of the block is in the loop."""
     dims = COMPARED
     before, after = (compared(rung).counts for rung in ("stage2", "stage3b"))
@@ -149,7 +149,7 @@ def test_full_fusion_beside_stage_2() -> None:
     assert after.global_store_sectors == dims["H"] * dims["S"] * dims["D"] * 2 // 32  # each once
 
 
-def test_a_warp_that_copies_beside_stage_3b() -> None:
+def test_a_warp_that_copies_compared_with_stage_3b() -> None:
     """The same work to the bit; warps that multiply meet no named barrier between the block's first and its last."""
     before, after = (compared(rung) for rung in ("stage3b", "stage3b_specialized"))
     assert after.outputs["out"].tobytes() == before.outputs["out"].tobytes()
@@ -277,8 +277,8 @@ def test_a_wrong_kernel_fails_on_the_emulator(tmp_path: Path, capsys: pytest.Cap
     argv = ["bench", task, "--shapes", "even", "--seeds", "0", "--device", "emulator", "--out", str(tmp_path)]
     for variant, says in (
         ("tail_unwritten", None),
-        ("reads_behind", "behind the end of 'x'"),
-        ("writes_behind", "behind the end of 'y'"),
+        ("reads_behind", "past the end of 'x'"),
+        ("writes_behind", "past the end of 'y'"),
         ("unwritten", "never written"),
         ("wild_pointer", "out of bounds"),
     ):

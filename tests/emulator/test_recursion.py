@@ -60,7 +60,7 @@ __noinline__ __device__ int select(int* a, int low, int high, int k) {
 """
 
 
-def test_frames_outlive_deeper_calls_and_shared_memory_is_everyones() -> None:
+def test_frames_outlive_deeper_calls_and_shared_memory_is_the_blocks() -> None:
     body = """__shared__ int s[64][9];
 int t = threadIdx.x;
 for (int i = 0; i < 9; ++i) s[t][i] = x[t * 9 + i];

@@ -32,7 +32,7 @@ def output(use: str) -> list[float]:
         "s[threadIdx.x] = v; __syncthreads(); y[threadIdx.x] = threadIdx.x == 63 ? 7.f : s[threadIdx.x];",
     ],
 )
-def test_a_value_that_is_thrown_away_harms_nobody(use: str) -> None:
+def test_a_value_that_is_thrown_away_is_no_fault(use: str) -> None:
     assert output(use)[63] == 7
 
 

@@ -134,7 +134,7 @@ def test_other_8_bit_floats() -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", [pipeline.test_producer_and_two_consumers, instructions.test_two_warpgroups_take_turns]
+    "kernel", [pipeline.test_producer_and_two_consumers, instructions.test_two_warpgroups_ping_pong]
 )
 def test_pipelines(kernel: Callable[[int], None]) -> None:
     kernel(0)

@@ -36,7 +36,7 @@ MAX_LANES = 16_384
 #: What is resident at once of a kernel whose blocks may wait for each other, as on an H100: multiprocessors, and of
 #: each the threads, blocks and bytes of shared memory (CUDA C++ Programming Guide, "Compute Capabilities").
 MULTIPROCESSORS, THREADS, BLOCKS, SHARED = 132, 2048, 32, 233_472
-#: The allocation of the runtime's that a grid of cooperative groups synchronizes through: its size and a barrier.
+#: The runtime's allocation through which a grid of cooperative groups synchronizes: its size and a barrier.
 WORKSPACE, _WORKSPACE_BYTES = "cooperative groups' workspace", 8
 
 
@@ -120,7 +120,7 @@ def run_chain(
     """Run launches one after the other on the same buffers; counts are of all. Raises what ``run_grid`` does.
 
     A launch that may begin early (Launch.early) is a fault where it touches what launches before it read or write with
-    no griddepcontrol.wait, and where it reads what they write by a load that the compiler may move over the wait.
+    no griddepcontrol.wait, and where it reads what they write by a load that the compiler may move ahead of the wait.
     """
 
     def run(garbage: int | None) -> GridResult:
@@ -151,7 +151,7 @@ _GARBAGE = (0xFF, 0x00, 0x3F)
 def _in_spite_of(run: Callable[[int], GridResult]) -> GridResult | None:
     """What a kernel leaves that reads what nothing has written, if it does not depend on it; else None.
 
-    Some kernels read so ahead and use none of it, as CUB's merge does, or copy the padding of a structure.
+    Some kernels read ahead like this and use none of it, as CUB's merge does, or copy the padding of a structure.
     """
     results: list[GridResult] = []
     for garbage in _GARBAGE:
@@ -255,7 +255,7 @@ class _Chain:
                 except KernelFaultError as e:
                     e.printed = "".join([*self.printed, *machine.output])
                     raise
-                except _UNFORESEEN as e:  # in an instruction of somebody's kernel
+                except _UNFORESEEN as e:  # in an instruction of the user's kernel
                     i = machine.current
                     raise UnsupportedError(
                         f"{function.name}: the emulator cannot execute this at {i.source or 'unknown line'} "
@@ -285,7 +285,7 @@ class _Chain:
         return result
 
 
-#: What NumPy and Python raise for operands that no check foresaw.
+#: What NumPy and Python raise for operands that no check covers.
 _UNFORESEEN = (ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError, StopIteration)
 #: How many parts the blocks of a grid run in where their order is drawn.
 _PARTS = 3
@@ -343,7 +343,7 @@ def resident_blocks(program: Program, geometry: Geometry, shared_bytes: int) -> 
 
 
 def _pack(variables: Sequence[Variable], start: int = 0) -> tuple[dict[str, int], int]:
-    """Offsets of variables laid one behind the other, and where the last one ends."""
+    """Offsets of variables laid out one after the other, and where the last one ends."""
     layout, end = {}, start
     for v in variables:
         end = -(-end // v.align) * v.align

@@ -27,9 +27,9 @@ from greenfast.emulator.ptx.syntax import Instruction
 
 #: Instructions per warp after which a kernel counts as endless.
 INSTRUCTION_LIMIT = 20_000_000
-#: How many rounds in which every wait gave up and nothing came of it make a deadlock.
+#: Rounds in which every wait gave up and nothing changed, after which the kernel is deadlocked.
 FRUITLESS_ROUNDS = 2
-#: How often a bulk copy under way is delivered although something else could run.
+#: How often a bulk copy in flight is delivered although something else could run.
 EARLY_DELIVERY = 0.25
 
 
@@ -40,7 +40,7 @@ class Scheduler:
         self.m, self.program = machine, program
         self.code = program.function.code
         self.random = machine.random = random.Random(seed)
-        # Of each warp: threads by the instruction that they are at, those that can run and those that have to stay.
+        # For each warp: threads by the instruction that they are at, the ones that can run and the ones that must stay.
         self.fragments: list[dict[int, Lanes]] = []
         self.staying: list[dict[int, Lanes]] = [{} for _ in range(machine.warps)]
         for n in range(machine.warps):
@@ -52,7 +52,7 @@ class Scheduler:
         self.meetings = Meetings(machine, program.meetings)
         self.progress = Progress(machine)
         machine.memory.compares = machine.shared.compares = bool(program.polling)
-        self.in_vain = [0] * machine.warps  # how often a loop of each warp has turned and nothing was there for it
+        self.in_vain = [0] * machine.warps  # how many iterations a loop of each warp has waited in vain
         self.spent = 0  # what iterations of waiting loops cost, in instructions
         self.turned = Counter[int]()  # how often loops have let others run, by branch
         # What each warp has executed with no event meanwhile, and how many events there had been.
@@ -102,7 +102,7 @@ class Scheduler:
             self._limit(n, self.m.executed + self.spent - before)
 
     def _run_warp(self, n: int) -> None:
-        """Run a warp until its threads wait or have ended, or go round in a loop that waits for others.
+        """Run a warp until its threads wait or have ended, or iterate in a loop that waits for others.
 
         After some iterations of such a loop in vain the warp's other threads run first: they may be what it waits for.
         """
@@ -130,7 +130,7 @@ class Scheduler:
             self.in_vain[n] = 0
 
     def _limit(self, n: int, executed: int) -> None:
-        """A fault where a warp has executed too much with nothing that others can see."""
+        """A fault where a warp has executed too much without an effect that others can see."""
         total, events = self.stretches[n]
         self.stretches[n] = (total + executed if events == self.m.changes else executed, self.m.changes)
         if self.stretches[n][0] > STRETCH_LIMIT and self.fragments[n]:
@@ -151,7 +151,7 @@ class Scheduler:
             staying.clear()
 
     def _deliver(self) -> None:
-        """Deliver one of the bulk copies under way."""
+        """Deliver one of the bulk copies in flight."""
         load = self.m.arriving.pop(self.random.randrange(len(self.m.arriving)))
         self.m.current = load.instruction
         load.land()
@@ -175,9 +175,9 @@ class Scheduler:
                 self._put(int(n), int(pc), here[here // self.m.set_size == n])
 
     def _run_fragment(self, n: int, pc: int, lanes: Lanes) -> int | None:
-        """Run threads from an instruction on, until they part, wait, end, or come to where others may join them.
+        """Run threads from an instruction on, until they diverge, wait, end, or come to where others may join them.
 
-        Returns where they are when they go round in a loop and let others run.
+        Returns where they are when they iterate in a loop and let others run.
         """
         m, program = self.m, self.program
         operations, code, keys, joins = program.operations, self.code, program.keys, program.joins
@@ -285,7 +285,7 @@ class Scheduler:
             )
 
     def _end(self, lanes: Lanes) -> None:
-        """Threads end: barriers and groups of their warp that wait for all others need them no more."""
+        """Threads end: barriers and groups of their warp that wait for all others no longer need them."""
         self.ended[lanes] = True
         self.m.races.within.end(lanes)
         self.m.events += 1
@@ -332,7 +332,7 @@ class Scheduler:
     # ---- deadlock ---------------------------------------------------------------------------------------------------
 
     def _stuck(self) -> KernelFaultError:
-        """The fault of a block whose threads wait, or go round in a loop, for what never comes."""
+        """The fault of a block whose threads wait, or iterate in a loop, for what never comes."""
         m = self.m
         waiting = np.flatnonzero(~self.ended)
         block = int(m.block_of[waiting[0]])

@@ -339,7 +339,7 @@ extern "C" __global__ void k(volatile int* flag, int* y) {
 }""",
     r"(?i)deadlock|no end|for ever|forever|nothing can go on|never",
 )
-def flag_that_nobody_sets(rng: Rng) -> Args:
+def flag_that_is_never_set(rng: Rng) -> Args:
     return Scratch(np.zeros(1, I32)), Out(np.zeros(32, I32))
 
 
@@ -414,7 +414,7 @@ extern "C" __global__ void k(const float4* x, float4* y) {
   __shared__ float4 s[64];
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(at(s + threadIdx.x)), "l"(x + threadIdx.x)); // <-
   asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory"); // <-
-  y[threadIdx.x] = s[63 - threadIdx.x]; // <- its own copies have landed, not those of the others
+  y[threadIdx.x] = s[63 - threadIdx.x]; // <- its own copies have landed, not the copies of the others
 }""",
     RACE + "|asynchronous copy has not delivered",
     block=64,
@@ -470,7 +470,7 @@ extern "C" __global__ void k(const float* x, float* y, int tiles) {
   __syncthreads();
   float sum = 0;
   if (threadIdx.x == 32) {
-    for (int i = 0; i < tiles; ++i) { // nobody says that a stage may be overwritten
+    for (int i = 0; i < tiles; ++i) { // nothing says that a stage may be overwritten
       expect(&full[i % 2], 128); // <-
       bulk_load(s[i % 2], x + i * 32, 128, &full[i % 2]); // <-
     }

@@ -28,10 +28,10 @@ extern "C" __global__ void k(int* count, int* order) {
 
 
 def _locked(threads: int) -> Args:
-    def everyone(found: NDArray[Any]) -> str:
+    def every_thread_once(found: NDArray[Any]) -> str:
         return "" if sorted(found.tolist()) == list(range(threads)) else "a thread's turn is lost"
 
-    order = Out(np.zeros(threads, I32), check=everyone)
+    order = Out(np.zeros(threads, I32), check=every_thread_once)
     return InOut(np.zeros(1, I32), Out(np.array([threads], I32))), order
 
 

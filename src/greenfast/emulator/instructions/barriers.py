@@ -91,7 +91,7 @@ class NamedBarriers:
             self._release(begun[self._complete(begun)])
 
     def _complete(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of these barriers have all that they wait for."""
+        """Which of these barriers have all arrivals that they wait for."""
         m = self.m
         full: NDArray[np.bool_] = self.arrived[keys] == self.expected[keys]
         if full.all() or not m.ended.any():
@@ -156,7 +156,7 @@ class NamedBarriers:
                 writer(i.operands[0], "pred", i)(self.m, here, value)
 
     def take_released(self) -> list[NDArray[np.intp]]:
-        """The threads whose barrier completed since the last call; they go on behind the instruction they waited at."""
+        """The threads whose barrier completed since the last call; they continue after the one they waited at."""
         found, self.released = self.released, []
         return found
 

@@ -35,7 +35,7 @@ def fence(i: Instruction) -> Operation:
 
 
 def grid_order(i: Instruction) -> Operation:
-    """griddepcontrol: behind a wait, what launches before this one did is done; for the warp of whoever waits."""
+    """griddepcontrol: after a wait, earlier launches are complete for the warps of the waiting threads."""
     waits = "wait" in i.parts
 
     def run(m: Machine, lanes: Lanes) -> None:

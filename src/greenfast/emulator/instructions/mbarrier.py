@@ -1,8 +1,8 @@
 """mbarrier instructions (PTX ISA, "mbarrier"): asynchronous barriers with phases and transaction bytes.
 
 A wait for a phase that has not completed holds its threads until something changes. Now and then it gives up at once,
-as the hardware may: so code that ignores the result is found. When nothing else can go on, all waits give up; if that
-leads nowhere, the kernel is deadlocked.
+as the hardware may, so that code that ignores the result is found. When nothing else can go on, all waits give up; if
+nothing comes of that, the kernel is deadlocked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SIZE = 8
 
 @contextlib.contextmanager
 def faults(m: Machine, lanes: Lanes) -> Iterator[None]:
-    """Turn what no mbarrier allows into the fault of its thread."""
+    """Turn what an mbarrier does not allow into the fault of its thread."""
     try:
         yield
     except MbarrierError as e:

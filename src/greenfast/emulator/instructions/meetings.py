@@ -1,7 +1,7 @@
 """Instructions that several threads execute together: of a warp (.sync) and of a warpgroup (wgmma).
 
 A thread at a .sync instruction waits until all threads that its membermask names, and that have not ended, are at one
-with the same mask; the mask need not be of a whole warp, and several groups of a warp may be under way. Threads may
+with the same mask; the mask need not be of a whole warp, and several groups of a warp may be waiting. Threads may
 come to bar.warp.sync at different instructions (PTX ISA, "bar.warp.sync"); to the others at one.
 """
 

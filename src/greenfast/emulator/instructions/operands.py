@@ -149,7 +149,7 @@ def _guard_write(m: Machine, name: str, lanes: Lanes) -> None:
     assert m.products is not None
     bad = m.products.unwritable(name, lanes)
     if len(bad):
-        why = "write to a register that a wgmma under way uses, before a wgmma.wait_group that covers it"
+        why = "write to a register that a wgmma in flight uses, before a wgmma.wait_group that covers it"
         raise m.fault(f"{why} ({name})", int(lane_indices(lanes)[bad[0]]))
     m.products.guards[name].touched[lanes] = m.products.fences[lanes] + 1
 

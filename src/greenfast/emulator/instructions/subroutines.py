@@ -1,4 +1,4 @@
-"""Calls of recursive functions: jumps there and back, and frames that are kept on a thread's stack meanwhile."""
+"""Calls of recursive functions: jumps there and back, with frames on a stack of each thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEEPEST = 1024
 
 
 def jump(m: Machine, i: Instruction, lanes: NDArray[np.intp], pc: int) -> NDArray[np.int64]:
-    """Where threads go on behind a call or a return of a recursive function."""
+    """Where threads go on after a call or a return of a recursive function."""
     if i.name == LEAVE:
         return m.stack.pop(lanes)
     deep = m.stack.depth[lanes] >= DEEPEST

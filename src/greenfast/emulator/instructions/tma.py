@@ -333,7 +333,7 @@ def _commit(m: Machine, lanes: Lanes) -> None:
 
 
 def _wait(i: Instruction) -> Operation:
-    """cp.async.bulk.wait_group: the first time, others go first, so that they may meet what is still under way."""
+    """cp.async.bulk.wait_group: the first time, others go first, so that they may meet what is still in flight."""
     allowed = i.operands[0]
     if not isinstance(allowed, Immediate):
         raise unsupported(i)

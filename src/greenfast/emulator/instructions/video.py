@@ -1,6 +1,6 @@
 """Video instructions: on a part of a register each, or on two halves or four bytes at once (PTX ISA, "Video").
 
-A selector behind a register names the bytes that an operand is made of: %r1.b3, %r1.h0, %r1.b7210 (of both operands).
+A selector after a register names the bytes that an operand is made of: %r1.b3, %r1.h0, %r1.b7210 (of both operands).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _JOINS: dict[str, Callable[[Wide, Wide], Wide]] = {"add": lambda a, b: a + b, "m
 
 
 def _split(operand: Operand) -> tuple[Operand, str]:
-    """A register and the selector behind it."""
+    """A register and the selector after it."""
     if isinstance(operand, Register) and "." in operand.name:
         name, _, selector = operand.name.partition(".")
         return Register(name), selector

@@ -1,4 +1,4 @@
-"""wgmma: matrix products of a warpgroup, under way until a wait.
+"""wgmma: matrix products of a warpgroup, in flight until a wait.
 
 Facts: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 
@@ -45,7 +45,7 @@ def _commit(m: Machine, lanes: Lanes) -> None:
 
 
 def _wait(i: Instruction) -> Operation:
-    """wgmma.wait_group: the first time, others go first, so that they may meet what is still under way."""
+    """wgmma.wait_group: the first time, others go first, so that they may meet what is still in flight."""
     allowed = i.operands[0]
     if not isinstance(allowed, Immediate):
         raise unsupported(i)
@@ -296,7 +296,7 @@ def is_plain(i: Instruction) -> bool:
 def move(i: Instruction) -> Operation:
     """mov of a register in a kernel with wgmma: the state of the source goes with its value.
 
-    Such moves are the compiler's, between a wgmma and its wait and behind a fence too; machine code has one register.
+    Such moves are the compiler's, between a wgmma and its wait and after a fence too; machine code has one register.
     """
     target, source = i.operands
     assert isinstance(target, Register)
@@ -308,7 +308,7 @@ def move(i: Instruction) -> Operation:
         p = _products(m)
         bad = p.unwritable(name, lanes)
         if len(bad):
-            why = "write to a register that a wgmma under way uses, before a wgmma.wait_group that covers it"
+            why = "write to a register that a wgmma in flight uses, before a wgmma.wait_group that covers it"
             raise m.fault(f"{why} ({name})", int(lane_indices(lanes)[bad[0]]))
         values = cast(m.register(origin)[lanes], dtype_of(kind)) if constant is None else constant(m, lanes)
         register = m.register(name)

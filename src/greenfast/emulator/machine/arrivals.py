@@ -21,7 +21,7 @@ PENDING = np.uint64(MOST_ARRIVALS)
 
 
 class MbarrierError(Exception):
-    """What an operation did that no mbarrier allows, and the position of its row among the operation's rows."""
+    """What an operation did that an mbarrier does not allow, and the position of its row among the operation's rows."""
 
     def __init__(self, reason: str, position: int) -> None:
         super().__init__(reason)

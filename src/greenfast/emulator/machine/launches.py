@@ -47,7 +47,7 @@ class Launches:
     def harm(
         self, offsets: Offsets, size: int, writes: bool, waited: NDArray[np.bool_], by: Instruction
     ) -> tuple[int, str] | None:
-        """The first element that an early launch must not touch yet, and why; ``waited``: behind a wait of theirs."""
+        """The first element that an early launch must not touch yet, and why; ``waited``: after their wait."""
         movable = by.name == "ld" and "nc" in by.parts
         found = self.conflict(offsets, size, writes, waited & (not movable))
         if found is None:
@@ -60,9 +60,9 @@ class Launches:
         return row, f"{what} in a launch that may begin early, {why}"
 
     def conflict(self, offsets: Offsets, size: int, writes: bool, waited: Any) -> tuple[int, str] | None:
-        """The first of these accesses that nothing orders behind an earlier launch, and what is wrong with it.
+        """The first of these accesses that nothing orders after an earlier launch, and what is wrong with it.
 
-        waited: which of them come behind a griddepcontrol.wait.
+        waited: which of them come after a griddepcontrol.wait.
         """
         places = offsets[:, None] + np.arange(size)
         found = self._unfinished(self.wrote[places])

@@ -261,13 +261,13 @@ class GlobalMemory(Arena):
         return self.state[self.starts[name] : self.starts[name] + self.sizes[name]]
 
     def describe(self, offset: int) -> str:
-        """Where an offset lies: in, before or behind which allocation."""
+        """Where an offset lies: in, before or after which allocation."""
         for name, start in self.starts.items():
             size = self.sizes[name]
             if start <= offset < start + size:
                 return f"byte {offset - start} of {name!r} ({size} bytes)"
             if start + size <= offset < start + size + _GAP // 2:
-                return f"{offset - start - size} bytes behind the end of {name!r} ({size} bytes)"
+                return f"{offset - start - size} bytes past the end of {name!r} ({size} bytes)"
             if start - _GAP // 2 <= offset < start:
                 return f"{start - offset} bytes in front of {name!r}"
         return "in no allocation"

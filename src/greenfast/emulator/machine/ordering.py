@@ -1,10 +1,10 @@
 """What is known to have happened before what, between the warps of a block and between blocks.
 
-Accesses are numbered in the order of their execution. Of every warp it is kept up to which number it knows the accesses
-of each warp of its block, and of every block, as a whole, the accesses of each other block. Barriers and mbarriers pass
+Accesses are numbered in the order of their execution. Each warp has a vector clock: up to which number it knows the
+accesses of each warp of its block; each block, as a whole, has one for the other blocks. Barriers and mbarriers pass
 knowledge on inside a block. Between blocks, and through flags and locks, atomic, volatile and acquire or release
 accesses do: a write passes on what its block knew at its last fence (a release: what it knows), a read takes up what
-was passed on there. A write that is not atomic is taken for such a one where somebody waits for it in this way.
+was passed on there. An ordinary write counts as one of these where another thread waits for it in this way.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Ordering:
         #: [block, warp, warp of the block]: which accesses of the latter the former knows to be over.
         self.warps = np.zeros((blocks, warps, warps), np.int64)
         self.warps[:, range(warps), range(warps)] = EVERYTHING
-        #: Of each warp number, what every block's warp knows at least of all others.
+        #: For each warp number, what every block's warp knows at least of all others.
         self.floor = [EVERYTHING if warps == 1 else 0] * warps
         self.now = 0
         count = blocks if through_memory else 0
@@ -61,7 +61,7 @@ class Ordering:
         np.maximum(mine, known, out=mine)
 
     def level(self, warps: NDArray[np.intp]) -> None:
-        """Find again what these warps know at least."""
+        """Recompute what these warps know at least."""
         count = self.warps.shape[1]
         for warp in warps.tolist():
             self.floor[warp] = int(self.warps[:, warp].min()) if count > 1 else EVERYTHING

@@ -20,9 +20,9 @@ _MOST_READS = 63  # bits of a sum that is signed
 class PhaseCounts:
     """Counts by the read of the clock that the counted warp came to next.
 
-    Which phase a read ends stands nowhere in the PTX, but the kernel's own sums tell it. Here a thread's clock gains a
-    unique bit the first time that the thread comes to each read, and nothing else moves it: so the bits in the sum
-    of a phase name the reads that end it. Threads of a warp that part share what the warp has counted since.
+    The PTX does not say which phase a read ends, but the kernel's own sums do. Here a thread's clock gains a unique
+    bit the first time that the thread comes to each read, and nothing else advances it: so the bits in the sum of a
+    phase name the reads that end it. Threads of a warp that diverge share what the warp has counted since.
     """
 
     def __init__(self, function: Function) -> None:

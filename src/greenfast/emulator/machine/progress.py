@@ -1,4 +1,4 @@
-"""Loops: which of them wait for somebody else, and when nothing can change any more.
+"""Loops: which of them wait for other threads, and when nothing can change any more.
 
 A warp runs until it waits or ends. A loop that reads what others may write (atomics, volatile and acquire loads) leaves
 its warp after each iteration, any other after many, so that what it waits for can happen. A round of all warps in which
@@ -15,25 +15,25 @@ import numpy as np
 from greenfast.emulator.machine.state import Lanes, Machine, lane_indices
 from greenfast.emulator.ptx.syntax import Function, Instruction, Symbol
 
-#: Turns of a loop after which its warp lets others run.
+#: Iterations of a loop after which its warp lets others run.
 TURNS = 4096
 #: How many iterations one counts as, in a loop that lets other warps run and that no thread leaves.
 ENDLESS = 16
 #: Instructions of a warp, with no barrier and no end of a thread meanwhile, after which it counts as endless.
 STRETCH_LIMIT = 500_000
-#: What a turn of a loop that lets others run counts as, in instructions: about the time that it takes.
+#: What an iteration of a loop that lets others run counts as, in instructions: about the time that it takes.
 POLL = 100
-#: Instructions after which a warp whose threads part again and again lets others run.
+#: Instructions after which a warp whose threads keep diverging lets others run.
 STRETCH = 100_000
 #: Quiet rounds after which a wait counts as endless although a register still changes, such as a count of the tries.
 QUIET_LIMIT = 200_000
-#: Turns without success after which a loop lets the other threads of its warp run first.
+#: Iterations without success after which a loop lets the other threads of its warp run first.
 PATIENCE = 2
 _STRONG = {"volatile", "relaxed", "acquire", "mmio"}
 
 
 def polling_branches(function: Function) -> set[int]:
-    """The branches back of loops that read what other threads may write meanwhile."""
+    """The backward branches of loops that read what other threads may write meanwhile."""
     reads = np.cumsum([0, *(_is_polled(i) for i in function.code)])
     found = set()
     for pc, i in enumerate(function.code):
@@ -46,7 +46,7 @@ def polling_branches(function: Function) -> set[int]:
 
 
 def endless_branches(function: Function) -> set[int]:
-    """The branches back of loops that nothing leaves."""
+    """The backward branches of loops without an exit."""
     found = set()
     for pc, i in enumerate(function.code):
         target = i.operands[0] if i.name == "bra" and i.operands else None
@@ -74,7 +74,7 @@ def _is_polled(i: Instruction) -> bool:
 
 
 class Progress:
-    """Whether the blocks of a machine still get anywhere."""
+    """Whether the blocks of a machine still make progress."""
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine

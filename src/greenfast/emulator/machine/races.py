@@ -1,8 +1,8 @@
 """Data races: two accesses to one byte, one of them a write, neither atomic, by threads that nothing orders.
 
 Between the threads of a warp see within.py. Volatile, relaxed, acquire and release accesses count as atomic ones. A
-write that leaves what is there is never a race. Of each word the last write is known and, in shared memory, each
-warp's last read; in global memory two blocks that read it last, and that only in buffers that the launch writes.
+write that leaves what is there is never a race. For each word the last write is kept and, in shared memory, each
+warp's last read; in global memory the two blocks that read it last, and only in buffers that the launch writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Numbers = NDArray[Any]
 WARP = 32
-#: Reads that are kept before they are entered.
+#: Reads that are collected before they are recorded.
 _MOST_READS = 256
 _SHIFT = np.uint64(32)
 #: A tag's bits of the block; between these and the number are the lane's.
@@ -50,7 +50,7 @@ class Races:
         self._position[machine.blocks] = np.arange(len(machine.blocks))
         self._shared_writes = {WORD: Table(WORD, len(machine.shared.data), machine.warps)}
         self._new_reads: list[list[tuple[Numbers, int, int, Lanes]]] = [[] for _ in range(machine.warps)]
-        self._behind_wait: set[int] = set()  # mbarriers at which a thread behind a griddepcontrol.wait has arrived
+        self._behind_wait: set[int] = set()  # mbarriers at which a thread past a griddepcontrol.wait has arrived
         self._shared_reads: list[dict[int, Table]] = [{} for _ in range(machine.warps)]
         self.within = Within(machine)
 
@@ -199,7 +199,7 @@ class Races:
         self._table(self._shared_writes, unit).put(rows, size, number, self.warp, mine)
 
     def _record_reads(self, warp: int) -> None:
-        """Enter what a warp has read since a barrier: most often none writes there before the next one."""
+        """Record what a warp has read since a barrier: most often no warp writes there before the next one."""
         for offsets, size, number, lanes in self._new_reads[warp]:
             unit, rows, whole = units_of(offsets, size)
             threads = threads_by_unit(self._threads(len(offsets), lanes), len(rows), whole // unit)
@@ -241,7 +241,7 @@ class Races:
             raise self._fault(what, other, int(numbers[row, column]), place, block, lane)
 
     def _check_shared(self, table: Table, rows: Numbers, size: int, what: str, other: str, values: Any) -> None:
-        """A fault where an access meets one of other warps that it does not know to be over."""
+        """A fault where an access meets one of other warps that is not known to be complete."""
         numbers = table.get(rows, size)
         floor = self.ordering.floor[self.warp]
         if int(numbers.max()) <= floor:
@@ -255,7 +255,7 @@ class Races:
     def _judge_shared(
         self, numbers: Numbers, elements: Numbers, rows: Numbers, size: int, what: str, other: str, values: Any
     ) -> None:
-        """A fault where an access of another warp is not known to be over; elements: which of this access it met."""
+        """A fault where an access of another warp may not be complete; elements: which of this access it met."""
         m = self.m
         by = self.record.accesses.warps[numbers]
         bad = numbers > self.ordering.warps[rows[elements] * size // m.shared_stride, self.warp, by]
@@ -334,7 +334,7 @@ class Races:
     def _check_global(
         self, tables: dict[int, Numbers], offsets: Numbers, size: int, mine: Numbers, what: str, other: str, values: Any
     ) -> None:
-        """A fault where an access meets one of another warp or block that it does not know to be over."""
+        """A fault where an access meets one of another warp or block that is not known to be complete."""
         m = self.m
         for unit, table in tables.items():
             tags = table[offsets[:, None] // unit + np.arange(max(1, size // unit))]
@@ -346,7 +346,7 @@ class Races:
             here, first = self._position[own], self._position[blocks]
             inside = first >= 0
             known = self.ordering.warps[here, self.warp, np.minimum(by, m.warps - 1)]
-            if self.ordering.through_memory:  # blocks that have ended before these began are not asked
+            if self.ordering.through_memory:  # blocks that ended before these began are not looked at
                 between = np.where(inside, self.ordering.blocks[here, np.where(inside, first, 0)], numbers)
             else:
                 between = np.zeros(1, np.int64)

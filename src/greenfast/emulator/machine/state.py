@@ -57,7 +57,7 @@ def lane_count(lanes: Lanes) -> int:
 
 @dataclass
 class Copy:
-    """A cp.async under way: which threads, where to, what, and the group that it belongs to, per thread.
+    """A cp.async in flight: which threads, where to, what, and the group that it belongs to, per thread.
 
     number: how many were issued before it.
     """
@@ -198,7 +198,7 @@ class Machine:
         if self.geometry.cluster_size == 1:  # else warps of several blocks touch a block's shared memory
             self.shared.on_read, self.shared.on_write = self.races.shared_read, self.races.shared_write
         self.memory.on_read, self.memory.on_write = self.races.global_read, self.races.global_write
-        #: Which threads come behind a griddepcontrol.wait of theirs, or of one that they have waited for since.
+        #: Which threads are past a griddepcontrol.wait, theirs or of a thread that they have waited for since.
         self.behind_wait = np.zeros(self.lanes, np.bool_)
         self.executed = 0
         self.current: Instruction = self.function.code[0]

@@ -1,4 +1,4 @@
-"""What the threads of some blocks have under way: bulk stores, and matrix products of warpgroups."""
+"""What the threads of some blocks have in flight: bulk stores, and matrix products of warpgroups."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class BulkStore:
 
 
 def hold(shared: Arena, chunks: NDArray[np.int64]) -> None:
-    """Forbid to overwrite chunks of shared memory, each of them CHUNK bytes; a chunk may be held many times."""
+    """Forbid overwriting chunks of shared memory, each of them CHUNK bytes; a chunk may be held many times."""
     assert shared.readers is not None
     np.add.at(shared.readers, chunks.ravel(), 1)
 
@@ -116,7 +116,7 @@ class MatrixReads:
 
 
 class Products:
-    """The wgmma products under way. Groups are counted from 1 per thread; those up to ``done`` have been waited for.
+    """The wgmma products in flight. Groups are counted from 1 per thread; those up to ``done`` have been waited for.
 
     fences: how many wgmma.fence each thread has executed. guards: by register.
     """
@@ -132,7 +132,7 @@ class Products:
             self.guard(name)
 
     def guard(self, name: str) -> Guard:
-        """The guard of a register; a register without one begins one."""
+        """The guard of a register; a register without one gets one."""
         found = self.guards.get(name)
         if found is None:
             found = self.guards[name] = Guard(*np.zeros((3, self.lanes), np.int64))

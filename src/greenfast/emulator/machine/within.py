@@ -37,7 +37,7 @@ class Within:
         self._from_outside: dict[int, tuple[int, int, Instruction]] = {}
 
     def reach_out(self, blocks: NDArray[np.intp], lanes: NDArray[np.intp]) -> None:
-        """Threads access the shared memory of blocks, perhaps of others than their own."""
+        """Threads access the shared memory of blocks, possibly of other blocks than theirs."""
         m = self.m
         self._outside += 1
         for n in np.flatnonzero(blocks != m.block_of[lanes]).tolist():
@@ -57,7 +57,7 @@ class Within:
         self._least.clear()
 
     def end(self, lanes: Lanes) -> None:
-        """Threads end: what they did is over for those that synchronize from now on.
+        """Threads end: what they did is complete for threads that synchronize from now on.
 
         Raises KernelFaultError where a block has ended whose shared memory another one still accessed.
         """

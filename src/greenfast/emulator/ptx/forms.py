@@ -1,6 +1,6 @@
 """What the emulator implements of each instruction: the table that decides what is accepted.
 
-A form is a list of an opcode's modifiers and types: ``a|b`` is one of several, a ``?`` behind them says that they may
+A form is a list of an opcode's modifiers and types: ``a|b`` is one of several, a ``?`` after them says that they may
 be left out. An instruction is accepted if one of its opcode's forms has all of its parts and it has all that the form
 demands. The order of types is the form's; other modifiers may come in any order, as for ptxas. Whatever is not here is
 refused by name, so an unforeseen modifier is never ignored.
@@ -86,7 +86,7 @@ _WIDE, _LONG, _SHORT = ("|".join(f"m64n{n}k{k}" for n in range(8, 257, 8)) for k
 _FLOAT8 = "e4m3|e5m2"
 _TILES = "m16n16k16|m8n32k16|m32n8k16"
 
-#: Forms by opcode; "" is an opcode with nothing behind it.
+#: Forms by opcode; "" is an opcode with nothing after it.
 FORMS: dict[str, tuple[str, ...]] = {
     # integers and floating point
     "add": (_INTEGERS, "u16x2|s16x2", "sat s32", f"cc {_WORDS}", *_SUMS),

@@ -2,7 +2,7 @@
 
 The arguments and results of calls (.param variables of a body) become local variables of the kernel. A function that
 may be called through a pointer is one whose address the module takes; such a call compares with each that fits.
-Functions that call themselves stand once behind the kernel (recursion.py).
+Functions that call themselves stand once after the kernel (recursion.py).
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class _Inliner:
             taken |= {o.name for i in function.code if i.name != "call" for o in i.operands if isinstance(o, Symbol)}
         self.pointed_to = [f for name, f in module.functions.items() if name in taken and f.code]
         self.recursive = recursion.recursive(module)
-        self.called: list[str] = []  # recursive functions whose code is to stand behind the kernel
+        self.called: list[str] = []  # recursive functions whose code is to stand after the kernel
         self.current = ""  # the recursive function whose code is being added
         self.passing = set[str]()  # variables through which values go to and from recursive calls, of no frame
 
     def add(self, function: Function, names: _Names, callers: tuple[str, ...]) -> None:
-        """Append a function's code; behind it its end, to which it returns."""
+        """Append a function's code, then its end, to which it returns."""
         labels: dict[int, list[str]] = {}
         for label, at in function.labels.items():
             labels.setdefault(at, []).append(label)
@@ -361,7 +361,7 @@ class _Inliner:
             self.body.labels[label] = len(self.body.code)
 
     def skip(self, i: Instruction, guard: tuple[str, bool] | None) -> str:
-        """Branch past what stands in an instruction's place where its guard is false; the label to put behind it."""
+        """Branch past what stands in an instruction's place where its guard is false; the label to put after it."""
         if guard is None:
             return ""
         label = self.label()

@@ -39,7 +39,7 @@ _EVERYTHING = 2**64 - 1
 
 
 def integer(text: str) -> int | None:
-    """An integer in decimal, hexadecimal, octal (0777) or binary (0b1), U behind it or not; None for other text."""
+    """An integer in decimal, hexadecimal, octal (0777) or binary (0b1), may end in U; None for other text."""
     match = _INTEGER.match(text)
     if match is None:
         return None

@@ -131,7 +131,7 @@ def _skip_space(text: str, position: int) -> int:
 
 
 def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -> int:
-    """Read one function from its header on; returns the position behind it."""
+    """Read one function from its header on; returns the position after it."""
     function = Function(header["name"], header["kind"] == "entry")
     for into, listed in ((function.params, header["params"]), (function.results, header["results"])):
         for declaration in (listed or "").split(","):

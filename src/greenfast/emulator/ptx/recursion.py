@@ -1,8 +1,8 @@
 """Functions that call themselves, directly or through others: subroutines, with a stack of frames for each thread.
 
-All other calls are inlined. A recursive function's code stands once, behind the kernel's. A call keeps the caller's
+All other calls are inlined. A recursive function's code stands once, after the kernel's. A call keeps the caller's
 registers and local variables on the stack, if the caller is recursive itself, fills the parameters and jumps; the
-return jumps back, takes the results, and puts back what was kept. Four instructions that no PTX has do this.
+return jumps back, takes the results, and restores what was kept. Four instructions that PTX does not have do this.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Scope:
         self.function.labels[name + self.suffix] = len(self.function.code)
 
     def close(self) -> None:
-        """Point the branches of this block to its own labels, which may stand behind them."""
+        """Point the branches of this block to its own labels, which may come after them."""
         if not self.suffix or not self.labels:
             return
         code = self.function.code

@@ -33,7 +33,7 @@ class Immediate:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A variable, parameter, function or label by name, or what lies ``offset`` bytes behind one."""
+    """A variable, parameter, function or label by name, or what lies ``offset`` bytes after one."""
 
     name: str
     offset: int = 0
