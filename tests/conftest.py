@@ -27,7 +27,7 @@ nvrtc.serve()
 
 @pytest.fixture
 def crashing_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """NVRTC, in a process of its own, crashes on every source that has the comment ``// crash``."""
+    """NVRTC, in a separate process, crashes on every source that has the comment ``// crash``."""
     fresh = compiler_process._Compiler()
     monkeypatch.setattr(compiler_process, "_CHILD", _CRASHING)
     monkeypatch.setattr(compiler_process, "_COMPILER", fresh)

@@ -50,7 +50,7 @@ class HostDriver:
     def __init__(self) -> None:
         self._blocks: dict[int, Any] = {}
         self._ok = self.CUresult.CUDA_SUCCESS
-        self.underway = 0  # fills and copies to the device that nobody has waited for
+        self.underway = 0  # fills and copies to the device that have not been waited for
 
     @property
     def allocations(self) -> int:
@@ -105,7 +105,7 @@ class Call:
     serial: int  # among all launches of the device
 
     def write(self, name: str, data: bytes, offset: int = 0) -> None:
-        """Write to a buffer, or beside it."""
+        """Write to a buffer, or outside of it."""
         ctypes.memmove(self.pointers[name] + offset, data, len(data))
 
     def write_all(self, outputs: Mapping[str, Array]) -> None:

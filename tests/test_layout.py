@@ -38,7 +38,7 @@ MAX_LINES = 400
 
 
 def room_of(module: str) -> str | None:
-    """The room of a module by its dotted name below the package: that of the longest name that it begins with."""
+    """The room of a module by its dotted name below the package, by the longest prefix that has one."""
     found = [
         (len(name), room) for room, (_, names) in ROOMS.items() for name in names if f"{module}.".startswith(f"{name}.")
     ]

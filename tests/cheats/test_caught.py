@@ -1,7 +1,7 @@
 """Every cheat and accident that a gate must catch, as a real kernel on a real GPU.
 
 Each is a kernel of the doubling task (``doubling/*.cu``, whose first lines say what is wrong with it) that goes through
-the pipeline as any candidate does. Beside it stands the evaluator of naive.py, without poison, guard bands, repeats and
+the pipeline as any candidate does. It is compared with naive.py's evaluator, without poison, guard bands, repeats and
 second looks: what it takes for right is what these checks are there for.
 
 Some cheats of the list cannot be tried, because a candidate here is machine code and never a launcher:
@@ -155,7 +155,7 @@ def test_a_hang_is_one_failed_gate_and_the_run_is_whole(tmp_path: Path) -> None:
     argv += ["--iters", "40", "--processes", "3", "--timeout", str(HANG_TIMEOUT), "--no-profile"]
     assert main([*argv, "--out", str(tmp_path)]) == 1
 
-    (folder,) = (tmp_path / CONFIG.defaults.results).iterdir()  # and nothing unfinished beside it
+    (folder,) = (tmp_path / CONFIG.defaults.results).iterdir()  # and nothing unfinished next to it
     record = read_record(folder)
     assert isinstance(record, Record)
     assert [(g.gate, g.status) for g in record.gates] == [

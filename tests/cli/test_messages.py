@@ -91,7 +91,7 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
         ((*VALIDATE, "--quote", "none"), "greenfast: none: cannot be read (No such file or directory)"),
         (
             (*VALIDATE, "--quote", str(Path(__file__).parent)),
-            "tests/cli: no record.json there is that of a comparison measured on a GPU",
+            "tests/cli: no record.json there holds a comparison measured on a GPU",
         ),
         ((*VALIDATE, "--quote", "a", "--no-quote"), "not allowed with argument"),
         (("warmup", "--arch", "sm_75"), "unknown target 'sm_75'; allowed: sm_100, sm_120, sm_80, "),

@@ -323,7 +323,7 @@ def test_records_of_other_variants_are_counted(machines: Machines) -> None:
     assert gate.summary.endswith("; none of 1 kept records compares stage1 with stage2")
 
 
-def test_evidence_lies_with_the_task_or_beside_the_tasks(tmp_path: Path) -> None:
+def test_evidence_lies_with_the_task_or_next_to_the_tasks(tmp_path: Path) -> None:
     mine, shipped = tmp_path / "mine", tmp_path / "repo" / "tasks" / "mine"
     for folder in (mine, shipped):
         folder.mkdir(parents=True)

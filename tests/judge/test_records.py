@@ -141,7 +141,7 @@ def test_the_name_of_a_buffer_does_not_matter(record: Record, folder: Path) -> N
     assert said(record) == "current"
 
 
-def test_with_another_compiler_nobody_can_tell(record: Record, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_compiler_cannot_tell(record: Record, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_freshness, "compiler_version", lambda: "NVRTC 99.1.2")
     ours = record.candidate.builds[0].compiler
     answer = freshness(record)

@@ -1,6 +1,6 @@
 """What this machine has for greenfast, what is missing, and the remedy. Loads no torch.
 
-It also runs where packages that the rest of greenfast imports are missing, since it is what names them.
+It also runs where packages that the rest of greenfast imports are missing, since it names them.
 """
 
 from __future__ import annotations

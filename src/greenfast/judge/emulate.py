@@ -1,4 +1,4 @@
-"""Run one kernel of a CUDA or PTX file, of anybody's, on the emulator."""
+"""Run one kernel of any CUDA or PTX file on the emulator."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def _entry(asked: Emulate, found: Sequence[str]) -> str:
         fitting = list(found)
     elif asked.kernel in found:
         fitting = [asked.kernel]
-    else:  # a mangled name holds the name behind its length (Itanium C++ ABI, 5.1.5)
+    else:  # a mangled name holds the name after its length (Itanium C++ ABI, 5.1.5)
         part = re.compile(rf"_Z(?:.*\D)?{len(asked.kernel)}{re.escape(asked.kernel)}")
         fitting = [name for name in found if part.match(name)]
     if len(fitting) == 1:

@@ -1,4 +1,4 @@
-"""Whether what was measured is what would run today: the same machine code, launched in the same way."""
+"""Whether what was measured would run the same today: the same machine code, launched in the same way."""
 
 from __future__ import annotations
 

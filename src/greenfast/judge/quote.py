@@ -57,7 +57,7 @@ def evidence_folders(task_folder: Path) -> list[Path]:
 
 
 def kept_in(folder: Path) -> list[Kept]:
-    """The measured comparisons below an evidence folder; what cannot be read there is passed over."""
+    """The measured comparisons below an evidence folder; what cannot be read there is skipped."""
     found = []
     for file in sorted(folder.rglob(RECORD)):
         try:
@@ -161,7 +161,7 @@ def _rejudged(row: SpeedupRow, required: float | None, gated: Sequence[str]) -> 
 
 
 def differences(record: Record, run: GateRun, required: float | None) -> list[str]:
-    """What keeps a record from speaking for this run, in words that follow its name; empty where nothing does."""
+    """Why a record cannot stand for this run, in words that follow its name; empty where it can."""
     request = run.request
     found = []
     if record.arch != request.target.name:

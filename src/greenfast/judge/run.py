@@ -22,7 +22,7 @@ NOT_CORRECT = "not asked: a kernel that is not correct is not timed"
 
 
 def pending(gate: str, reason: str) -> GateResult:
-    """A gate that could not be asked."""
+    """A gate that could not be run."""
     return GateResult(gate=gate, status="PENDING", summary=reason)
 
 
@@ -56,7 +56,7 @@ class GateRun:
         """BUILD, RESOURCES and CORRECTNESS; says whether the sides may be timed.
 
         Where they may not, what follows is added as PENDING with its reason (EVIDENCE only where nothing was built).
-        untimed: makes PERFORMANCE of that reason where the sides are correct but nothing can be timed here.
+        untimed: makes PERFORMANCE from that reason where the sides are correct but nothing can be timed here.
         """
         request = self.request
         result, self.sides = build.check(

@@ -142,7 +142,7 @@ def _evidence(run: GateRun, profile: bool) -> None:
 def _promising_rung(request: Request, candidate: BuiltSide) -> tuple[Rung | None, BuiltSide | None]:
     """The candidate's rung, and its predecessor built for the same shapes and format, where it has them.
 
-    No rung for toggles that are none.
+    No rung for toggles that do not belong to one.
     """
     config = request.task.config
     rung = next((r for r in config.rungs if r.name == candidate.variant.name), None)

@@ -1,4 +1,4 @@
-// Waits for a flag that nobody sets.
+// Waits for a flag that is never set.
 #include "element.cuh"
 
 __device__ volatile int flag;

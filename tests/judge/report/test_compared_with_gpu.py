@@ -21,7 +21,7 @@ def cells(text: str) -> dict[str, list[str]]:
     return {row[2]: row[3:] for row in rows[2:]}
 
 
-def test_each_count_stands_beside_its_metric() -> None:
+def test_each_count_is_compared_with_its_metric() -> None:
     emulated = {
         "ptx_warp_instructions": 150,
         "matrix_flops": 10 * 4096,

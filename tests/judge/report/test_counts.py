@@ -44,7 +44,7 @@ def row(text: str, *start: str) -> list[str]:
     return [cell.strip() for cell in found.strip("|").split("|")][len(start) :]
 
 
-def test_each_side_stands_beside_the_other_and_the_least() -> None:
+def test_each_side_is_compared_with_the_other_and_the_least() -> None:
     made = counted(counts(1000), counts(3000, exponentials=2360), least_work={"mission": {"exponentials": 2000}})
     text = validation_report(made)
     assert "`emulated`" in text

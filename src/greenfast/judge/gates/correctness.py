@@ -19,7 +19,7 @@ from greenfast.spec.errors import UsageError
 from greenfast.spec.facts import KernelCounts
 from greenfast.spec.problem import Array, Case, Problem, References
 
-#: Each case runs this often on equal input in fresh memory; outputs that differ in a bit betray a race.
+#: Each case runs this often on equal input in fresh memory; outputs that differ in a bit show a race.
 REPEATS = 2
 
 

@@ -46,8 +46,8 @@ def time_sides(
 ) -> Measurement:
     """Time all sides (and the first one again, for A/A) and check that the timed launches computed what was checked.
 
-    digests: the outputs that passed CORRECTNESS. Raises WorkerError where a timed launch left different bits, wrote out
-    of its outputs, crashed or hung.
+    digests: the outputs that passed CORRECTNESS. Raises WorkerError where a timed launch left different bits, wrote
+    outside of its outputs, crashed or hung.
     """
     cells = [Cell(shape.name, seed, problem.make_case(shape.dims, seed, fmt)) for shape in shapes for seed in seeds]
     labelled = [(side.role, side) for side in sides] + ([(_AGAIN, sides[0])] if again else [])

@@ -1,4 +1,4 @@
-"""How numbers, names and tables look in every report: the one home of formatting."""
+"""How numbers, names and tables look in every report: all formatting is here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Time several kernels in interleaved blocks of random order, each in a separate process, over fresh processes.
 
-Why so: see docs/measurement.md. Sequential windows call identical kernels different most of the time; blocks that
+See docs/measurement.md for why. Sequential windows mostly find identical kernels different; blocks that
 alternate in random order see the same drift, and fresh processes show what one process's memory layout hides.
 """
 

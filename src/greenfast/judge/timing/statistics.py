@@ -195,7 +195,7 @@ def _resampled_medians(ratios: list[_Floats], resamples: int, seed: int) -> _Flo
         raise ValueError(f"resamples must be at least 2, got {resamples}")
     lengths = np.array([len(r) for r in ratios])
     widest = int(lengths.max())
-    padded = np.full((len(ratios), widest), np.inf)  # np.inf sorts behind every block and so is never drawn or read
+    padded = np.full((len(ratios), widest), np.inf)  # np.inf sorts after every block and so is never drawn or read
     for p, r in enumerate(ratios):
         padded[p, : len(r)] = r
     rng = np.random.default_rng(seed)
