@@ -29,11 +29,13 @@ _COLORS = {
     "greenfast FP8": "#D55E00",
     "FlashAttention-3 FP8": "#0072B2",
     "cuDNN FP8": "#56B4E9",
-    "PyTorch cuDNN bf16": "#777777",
-    "PyTorch flash (FA2) bf16": "#BBBBBB",
+    "FlashAttention-3 bf16": "#444444",
+    "PyTorch cuDNN bf16": "#888888",
+    "PyTorch flash (FA2) bf16": "#C4C4C4",
 }
 _TORCH = {"torch_cudnn": "PyTorch cuDNN bf16", "torch_flash": "PyTorch flash (FA2) bf16"}
-_CALLS = {"sdpa_fp8": "greenfast FP8", **_TORCH}
+_BF16 = {"fa3_bf16": "FlashAttention-3 bf16", **_TORCH}
+_CALLS = {"sdpa_fp8": "greenfast FP8", **_BF16}
 _KERNELS = {"greenfast": "greenfast FP8", "fa3": "FlashAttention-3 FP8", "cudnn": "cuDNN FP8", **_TORCH}
 
 
@@ -76,14 +78,19 @@ def speed_picture(operator: Benchmark, peers: Benchmark) -> str:
     """The picture as SVG."""
     digest = numbers_digest(operator, peers)
     with rc_context({"svg.hashsalt": digest, "font.size": 10}):
-        figure = Figure(figsize=(10, 4.2), layout="constrained")
+        figure = Figure(figsize=(10, 4.5), layout="constrained")
         FigureCanvasSVG(figure)
         left, right = figure.subplots(1, 2, sharey=True)
         _draw(left, operator_series(operator), "Whole call on bf16 tensors (FP8: quantization included)")
         _draw(right, kernel_series(peers), "Kernel alone: FP8 on codes, bf16 on tensors")
         left.set_ylabel("TFLOP/s (higher is better)")
-        handles, labels = right.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+        shown = {
+            label: handle
+            for axes in (right, left)
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        shown = {label: shown[label] for label in _COLORS}
+        figure.legend(shown.values(), shown, loc="outside upper center", ncols=3, frameon=False)
         figure.supxlabel(f"sequence length; {_caption(operator, peers)}", fontsize=9)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Description": f"{DESCRIPTION}{digest}"})
@@ -104,10 +111,10 @@ def _draw(axes: Axes, series: Series, title: str) -> None:
 
 
 def gains_table(record: Benchmark) -> str:
-    """Per length and head dim, the time of PyTorch's faster bfloat16 backend over the time of ``sdpa`` in FP8."""
+    """Per length and head dim, the least time of the bfloat16 libraries over the time of ``sdpa`` in FP8."""
     found: dict[int, dict[tuple[int, int], str]] = {}
     dims = {row.shape: row.dims for row in record.rows}
-    for shape, ratio in ratios(record.rows, Versus(own="sdpa_fp8", rivals=list(_TORCH), title="")).items():
+    for shape, ratio in ratios(record.rows, Versus(own="sdpa_fp8", rivals=list(_BF16), title="")).items():
         at = dims[shape]
         found.setdefault(at["S"], {})[at["D"], at.get("CAUSAL", 0)] = f"{ratio:.2f}x"
     head_dims = sorted({head_dim for cells in found.values() for head_dim, _ in cells})

@@ -265,7 +265,7 @@ def test_the_readme_gets_its_table_and_its_picture_once_both_records_are_there(
     (root / update_results.OPERATOR_PAGE).write_text("<!-- operator:begin --> <!-- operator:end -->")
     monkeypatch.setattr(update_results, "freshness", lambda record: Freshness())
     files = generated(root)
-    assert "| 4096 | 1.35x / 1.21x | " in files[page]
+    assert "| 4096 | 1.23x / 1.07x | " in files[page]
     assert "have changed" not in files[page]
     assert files[picture].startswith("<?xml")
     picture.parent.mkdir()
