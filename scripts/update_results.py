@@ -30,7 +30,7 @@ from scripts.speed_picture import DESCRIPTION, gains_table, numbers_digest, spee
 ROOT = Path(__file__).parents[1]
 MAIN_TASK = "fp8_sdpa"
 README, PICTURE, RESULTS_PAGE = "README.md", "docs/images/speed.svg", "docs/results.md"
-EMULATOR_PAGE, EMULATOR_RECORD = "docs/emulator.md", "evidence/emulator-h100.json"
+EMULATOR_PAGE, EMULATOR_RECORD = "docs/emulator.md", "evidence/emulator-h200.json"
 OPERATOR_PAGE, OPERATOR_RECORD = "docs/operator.md", "evidence/operator-h200.json"
 
 Evidence = Sequence[tuple[str, AnyRecord]]
