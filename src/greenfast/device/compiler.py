@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import time
@@ -93,6 +94,7 @@ def compile_kernel(
     )
 
 
+@functools.cache  # of the library that this process has loaded
 def compiler_version() -> str:
     """This machine's compiler with its patch release, as in ``CompiledKernel.compiler``; raises as a compile does."""
     empty = KernelSource(

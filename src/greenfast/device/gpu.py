@@ -141,7 +141,9 @@ class Bound:
             self._buffers[name].upload(array)
         for name, spec in self._outputs.items():
             self._buffers[name] = GuardedBuffer(int(np.prod(spec.shape)) * np.dtype(spec.dtype).itemsize)
-        pointers = {PHASE_BUFFER: 0} | {name: buffer.pointer for name, buffer in self._buffers.items()}
+        pointers = {name: buffer.pointer for name, buffer in self._buffers.items()}
+        if PHASE_BUFFER in plan.args:
+            pointers.setdefault(PHASE_BUFFER, 0)  # only an instrumented build writes it
         block, smem, stream = image.block, image.dynamic_smem_bytes, int(gpu.stream.handle)
         self.launch = Prepared(gpu.load(image), block, smem, plan, pointers, stream, name=image.entry)
 

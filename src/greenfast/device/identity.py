@@ -121,10 +121,8 @@ class _Code:
         image = self._image
         self._add("image", image.flags)
         self._instructions()
-        for section in image.sections:
+        for index, section in enumerate(image.sections):
             if section.name.endswith(f".{self._entry}") and section.name.startswith((".nv.constant", ".nv.shared")):
-                index = image.find(section.name)
-                assert index is not None
                 kind = section.name.removesuffix(self._entry)
                 self._add(kind, section.size, section.alignment, section.data)
                 self._relocations(index)

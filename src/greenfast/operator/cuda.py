@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +44,8 @@ _COMPILING = threading.Lock()
 _PLANS: dict[tuple[Any, ...], _Plan] = {}
 _ATTENTION_LAUNCHES: dict[tuple[Any, ...], tuple[Prepared, ...]] = {}
 _QUANTIZED = ("q_codes", "k_codes", "v_codes", "q_scale", "k_scale", "v_scale", "out", "lse")
+
+_config_of = lru_cache(maxsize=1024)(config_of)  # eager calls repeat their options; making a config takes longer
 
 Shape = tuple[int, ...]
 Value = TypeVar("Value")
@@ -208,7 +210,8 @@ def quantize(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """``torch.ops.greenfast.quantize`` of CUDA tensors."""
     check_tensors(query, key, value)
-    config = config_of(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
+    choices = (query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
+    config = _config_of(*choices)
     if query.numel() == 0 or key.numel() == 0 or values != "block":
         return reference.quantize(query, key, value, config).tensors()
     device = query.get_device()
@@ -216,7 +219,7 @@ def quantize(
     shapes = quantized_sizes(query.shape, key.shape, config)
     found = {name: query.new_empty(shape, dtype=buffer_dtype(name)) for name, shape in shapes.items()}
     given = (query, key, value)
-    at = (config, device, *(x.shape for x in given), *(x.stride() for x in given))
+    at = (choices, device, *(x.shape for x in given), *(x.stride() for x in given))
     plan = _PLANS.get(at)
     if plan is None:
         plan = _cached(_PLANS, at, _Plan(device, (quantize_step(query, key, value, config),)), _MOST_PLANS)
