@@ -11,10 +11,8 @@ from greenfast.bench.record import Benchmark
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.identity import code_hash
 from greenfast.judge import records as judged
-from greenfast.judge.artifacts import RECORD
 from greenfast.judge.freshness import of_build, of_launch
 from greenfast.judge.record import BenchRecord, PhaseRecord, Record, TimedKernel
-from greenfast.judge.store import read_json
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import STALE, Freshness, worst
@@ -28,9 +26,8 @@ def read_record(run: Path) -> AnyRecord:
 
     Raises UsageError for anything else.
     """
-    path = run / RECORD if run.is_dir() else run
-    record: AnyRecord = read_json(path, Record | BenchRecord | PhaseRecord | Benchmark, "record")
-    return judged.with_shape_names(record, record.task)
+    record: AnyRecord = judged.read_run(run, Record | BenchRecord | PhaseRecord | Benchmark)
+    return record
 
 
 def read_benchmark(run: Path) -> Benchmark:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,8 +29,13 @@ def read_record(run: Path) -> AnyRecord:
 
     Raises UsageError for anything else.
     """
-    path = run / RECORD if run.is_dir() else run
-    record: AnyRecord = read_json(path, Record | BenchRecord | PhaseRecord, "record")
+    record: AnyRecord = read_run(run, Record | BenchRecord | PhaseRecord)
+    return record
+
+
+def read_run(run: Path, kinds: Any) -> Any:
+    """The same of ``kinds``, a union of records. Raises UsageError for anything else."""
+    record = read_json(run / RECORD if run.is_dir() else run, kinds, "record")
     return with_shape_names(record, record.task)
 
 
