@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Gpu, KernelImage
+from greenfast.device.gpu import Executable, Gpu, KernelImage
 from greenfast.judge.environment import git_state, package_versions
 from greenfast.judge.store import to_json, write_whole
 from greenfast.kernels.attention import hopper, tiling
@@ -72,7 +72,7 @@ def error(gpu: Gpu, dims: Mapping[str, int], case: Case, tiles: Tiling, wanted: 
         source, plan = hopper.kernel(*attention_of), hopper.launch(*attention_of)
     compiled = compile_kernel(source, hopper.TARGET)
     image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
-    bound = gpu.bind(image, plan, case)
+    bound = gpu.bind(Executable.single(image, plan), case)
     out = torch.from_numpy(bound.run()["out"].astype(np.float64))
     bound.free()
     return float((out - wanted).norm() / wanted.norm())

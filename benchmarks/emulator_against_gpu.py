@@ -70,8 +70,9 @@ def main() -> None:
                 side = build_side("compared", task.family, variant, fmt, request.shapes, request.target)
                 for shape in request.shapes:
                     case = task.problem.make_case(shape.dims, 0, fmt)
-                    image, plan = side.image(shape.name), side.launches[shape.name]
-                    bound = gpu.bind(image, plan, case)
+                    executable, (kernel,) = side.executable(shape.name), side.programs[shape.name].kernels
+                    ((image, plan),) = executable.steps
+                    bound = gpu.bind(executable, case)
                     there = bound.run()["out"]
                     bound.free()
                     here = run_grid(
@@ -83,9 +84,9 @@ def main() -> None:
                         "variant": name,
                         "shape": shape.name,
                         "format": fmt,
-                        "kernel_hash": side.kernels[shape.name].kernel_hash,
-                        "code_hash": code_hash(side.kernels[shape.name]),
-                        "compiler": side.kernels[shape.name].compiler,
+                        "kernel_hash": kernel.kernel_hash,
+                        "code_hash": code_hash(kernel),
+                        "compiler": kernel.compiler,
                         "elements": there.size,
                         "different": int((there.view(np.uint16) != here.outputs["out"].view(np.uint16)).sum()),
                         "max_abs_diff": float(difference.max()),

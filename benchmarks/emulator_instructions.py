@@ -21,7 +21,7 @@ import numpy as np
 
 from greenfast.cli.console import show, table
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import KernelImage
+from greenfast.device.gpu import Executable, KernelImage
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.environment import choose_device, device_info, git_state, now, package_versions
 from greenfast.judge.store import to_json
@@ -57,7 +57,8 @@ class Device:
         problem = Problem({"x": x}, {"y": OutputSpec((len(x), case.words_out()), "uint32")})
         try:
             # The PTX is for the emulator only, so do not send it.
-            result = self._worker.run(replace(image, ptx=""), launch(len(x)), problem, 1)
+            executable = Executable.single(replace(image, ptx=""), launch(len(x)))
+            result = self._worker.run(executable, problem, 1)
         except WorkerError:
             self._worker, self.failures = None, self.failures + 1
             raise

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Bound, Gpu, KernelImage
+from greenfast.device.gpu import Bound, Executable, Gpu, KernelImage
 from greenfast.judge.environment import git_state, package_versions
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.store import to_json, write_whole
@@ -60,7 +60,7 @@ def bind(gpu: Gpu, target: Target) -> Bound:
     shape, fmt = config.shape(SHAPE), config.defaults.format
     side = build_side("timed", task.family, config.variant(VARIANT), fmt, [shape], target)
     case = task.problem.make_case(shape.dims, config.seeds[0], fmt)
-    return gpu.bind(side.image(shape.name), side.launches[shape.name], case)
+    return gpu.bind(side.executable(shape.name), case)
 
 
 def measure(gpu: Gpu, ways: dict[str, Callable[[], None]], batches: int) -> list[Cost]:
@@ -106,7 +106,7 @@ def main() -> None:
         gpu = Gpu(args.device)
         target = Target.of_device(gpu.capability)
         bound = bind(gpu, target)
-        empty = gpu.bind(empty_image(target), Launch((1, 1, 1), ()), Case({}, {}))
+        empty = gpu.bind(Executable.single(empty_image(target), Launch((1, 1, 1), ())), Case({}, {}))
         costs = measure(gpu, ways_to_launch(bound, empty), args.batches)
         device_us = {
             what: statistics.median(gpu.time(timed, 20, 200, cold=False))

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from greenfast.device.gpu import Bound, KernelImage
+from greenfast.device.gpu import Bound, Executable, KernelImage
 from greenfast.device.session import GpuSession
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.gates.sides import build_side
@@ -275,9 +275,10 @@ class FakeGpu:
     def load(self, image: KernelImage) -> HostKernel:
         return HostKernel(self._device, image, *self._next)
 
-    def bind(self, image: KernelImage, plan: Launch, case: Case) -> Bound:
+    def bind(self, executable: Executable, case: Case) -> Bound:
+        ((image, plan),) = executable.steps
         self._next = (plan, case.digest)
-        bound = Bound(self, image, plan, case)  # type: ignore[arg-type]
+        bound = Bound(self, executable, case)  # type: ignore[arg-type]
         self._on[id(bound)] = (image, case.digest)
         return bound
 

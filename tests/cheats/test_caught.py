@@ -125,7 +125,7 @@ def test_an_evaluator_without_the_gates_would_be_fooled(cheat: Cheat, request_fo
     side = build_side("naive", family, CONFIG.variant(cheat.name), "fp32", [shape], request.target)
     case = problem.make_case(shape.dims, cheat.seeds[0], "fp32")
     tolerance = CONFIG.gates("fp32").error.max_abs_err
-    assert says_right(gpu, side.image(shape.name), side.launches[shape.name], case, tolerance) is cheat.fools
+    assert says_right(gpu, *side.executable(shape.name).steps[0], case, tolerance) is cheat.fools
 
 
 @pytest.mark.parametrize(("name", "says"), FAILURES.items(), ids=list(FAILURES))

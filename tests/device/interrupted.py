@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from greenfast.device.worker import Worker
-from tests.device.sessions import IMAGE, PLAN, SLEEP, BadSession, case
+from tests.device.sessions import EXECUTABLE, SLEEP, BadSession, case
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
         print(worker.info().name.split()[-1], flush=True)
         if sys.argv[1] == "working":
             print("ready", flush=True)
-        worker.phases(IMAGE, PLAN, case(), SLEEP)
+        worker.phases(EXECUTABLE, case(), SLEEP)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from greenfast.device.gpu import KernelImage
+from greenfast.device.gpu import Executable, KernelImage
 from greenfast.device.session import RunResult
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import DeviceInfo
@@ -19,6 +19,7 @@ from greenfast.spec.problem import Case, OutputSpec
 
 IMAGE = KernelImage(b"cubin", "entry", (32, 1, 1), 0)
 PLAN = Launch((1, 1, 1), ("x", "y", np.int32(3)))
+EXECUTABLE = Executable.single(IMAGE, PLAN)
 
 
 def case(size: int = 4) -> Case:
@@ -34,14 +35,15 @@ class EchoSession:
     def info(self) -> DeviceInfo:
         return DeviceInfo(kind="gpu", name=self._name, compute_capability="8.9", cuda_version="13.0", driver="1")
 
-    def run(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> RunResult:
+    def run(self, executable: Executable, case: Case, repeats: int) -> RunResult:
+        ((image, plan),) = executable.steps
         return RunResult({"y": case.inputs["x"]}, [f"{image.entry} {plan.args[2]!r} x{repeats}"])
 
 
 class BadSession(EchoSession):
     """``phases`` does what its last argument, an index into ACTS, selects."""
 
-    def phases(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> Any:
+    def phases(self, executable: Executable, case: Case, repeats: int) -> Any:
         return ACTS[repeats]()
 
 

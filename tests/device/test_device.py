@@ -10,7 +10,7 @@ import pytest
 import torch
 from cuda.bindings import driver
 
-from greenfast.device.gpu import GUARD_BYTES, Gpu, GuardedBuffer, device_count
+from greenfast.device.gpu import GUARD_BYTES, POISON, Gpu, GuardedBuffer, device_count
 from greenfast.device.prepared import check
 from greenfast.device.session import same_bits
 from greenfast.spec.errors import MachineError
@@ -37,7 +37,7 @@ def test_arrays_round_trip_and_are_poisoned_on_demand(memory: HostDriver) -> Non
     buffer = GuardedBuffer(16)
     buffer.upload(np.arange(4, dtype=np.float32))
     assert buffer.download((2, 2), "float32").tolist() == [[0, 1], [2, 3]]
-    buffer.queue_poison(STREAM)
+    buffer.queue_initial(POISON, STREAM)
     assert np.isnan(buffer.download((4,), "float32")).all()
     assert buffer.guards_intact()
 
@@ -67,7 +67,7 @@ def test_fills_are_complete_before_a_launch_on_another_stream(memory: HostDriver
 def test_an_empty_buffer_has_guards_too(memory: HostDriver) -> None:
     buffer = GuardedBuffer(0)
     buffer.upload(np.empty(0))
-    buffer.queue_poison(STREAM)
+    buffer.queue_initial(POISON, STREAM)
     assert buffer.download((0, 3), "float16").shape == (0, 3)
     assert buffer.guards_intact()
     buffer.free()
@@ -78,7 +78,7 @@ def test_a_driver_error_is_a_machine_error_with_its_name(memory: HostDriver) -> 
     buffer = GuardedBuffer(16)
     buffer.free()
     with pytest.raises(MachineError, match="CUDA: CUDA_ERROR_ILLEGAL_ADDRESS"):
-        buffer.queue_poison(STREAM)
+        buffer.queue_initial(POISON, STREAM)
 
 
 def no_library(flags: int) -> Any:

@@ -9,14 +9,14 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.device.early_launch import early_launch_faults
 from greenfast.device.machine_code import disassemble
 from greenfast.judge.gates import evidence
-from greenfast.judge.gates.sides import BuiltSide
+from greenfast.judge.gates.sides import BuiltProgram, BuiltSide
 from greenfast.judge.variant import Variant
 from greenfast.kernels import KERNEL_DIR
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims
 from greenfast.operator import cuda
 from greenfast.spec.arch import Target
-from greenfast.spec.kernel import KernelSource, Launch
+from greenfast.spec.kernel import KernelSource, Launch, Program, Step
 
 HOPPER = Target("sm_90a")
 WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
@@ -84,7 +84,8 @@ def test_the_operators_other_launches_do_not_begin_early() -> None:
 def test_evidence_refuses_a_kernel_that_may_read_too_early() -> None:
     bad = source(f"{WAIT} out[threadIdx.x] = __ldg(before + threadIdx.x);")
     launch = Launch((1, 1, 1), ("before", "out"), early=True)
-    side = BuiltSide("candidate", Variant("bad", ()), {"small": compile_kernel(bad, HOPPER)}, {"small": launch})
+    built = BuiltProgram(Program((Step(bad, launch),)), (compile_kernel(bad, HOPPER),))
+    side = BuiltSide("candidate", Variant("bad", ()), {"small": built})
     result = evidence.check(side, None, None)
     assert result.status == "FAIL"
     assert "begins early" in result.reasons[0]

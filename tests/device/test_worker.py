@@ -15,9 +15,8 @@ from greenfast.device.worker import Worker, WorkerError
 from tests.device.processes import group_of, interrupt, is_alive, start, wait_until
 from tests.device.sessions import (
     DEAF,
+    EXECUTABLE,
     EXIT,
-    IMAGE,
-    PLAN,
     PRINT,
     RAISE,
     SEGV,
@@ -37,7 +36,7 @@ def pid_of(worker: Worker) -> int:
 
 
 def act(worker: Worker, what: int) -> dict[str, float]:
-    return worker.phases(IMAGE, PLAN, case(), what)
+    return worker.phases(EXECUTABLE, case(), what)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +62,7 @@ def bad() -> Iterator[Worker]:
 def test_a_worker_answers_from_another_process(bad: Worker) -> None:
     assert bad.info().name.startswith("device 3 in ")
     assert pid_of(bad) != os.getpid()
-    result = bad.run(IMAGE, PLAN, case(), 5)
+    result = bad.run(EXECUTABLE, case(), 5)
     assert result.violations == [f"entry {np.int32(3)!r} x5"]
     assert result.outputs["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
@@ -71,7 +70,7 @@ def test_a_worker_answers_from_another_process(bad: Worker) -> None:
 def test_large_arrays_go_both_ways(bad: Worker) -> None:
     """64 MB, far more than a pipe holds."""
     large = case(2**24)
-    result = bad.run(IMAGE, PLAN, large, 1)
+    result = bad.run(EXECUTABLE, large, 1)
     assert np.array_equal(result.outputs["y"], large.inputs["x"])
 
 
@@ -129,7 +128,7 @@ def test_a_process_that_fails_is_an_error_and_the_other_goes_on(bad: Worker, wha
         assert not is_alive(pid)
         with pytest.raises(WorkerError):  # closed: never answers again
             bad.info()
-        assert other.run(IMAGE, PLAN, case(), 1).outputs["y"].size == 4
+        assert other.run(EXECUTABLE, case(), 1).outputs["y"].size == 4
 
 
 def test_a_device_that_cannot_be_opened_says_why() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Gpu, KernelImage
+from greenfast.device.gpu import Executable, Gpu, KernelImage
 from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import ada
 from greenfast.kernels.attention.config import FORMATS, read_dims
@@ -27,7 +27,8 @@ def test_it_is_right(fmt: str, head_dim: int, causal: int, q_len: int, kv_len: i
     source = ada.kernel(read_dims(dims, fmt)[0])
     compiled = compile_kernel(source, Target.of_device(gpu.capability))
     image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
-    bound = gpu.bind(image, ada.launch(*read_dims(dims, fmt)), attention_problem.make_case(dims, 0, fmt))
+    executable = Executable.single(image, ada.launch(*read_dims(dims, fmt)))
+    bound = gpu.bind(executable, attention_problem.make_case(dims, 0, fmt))
     first, second = bound.run(), bound.run()
     assert bound.violations() == []
     bound.free()

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.emulator_instructions import Device, images, try_case
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Gpu, KernelImage
+from greenfast.device.gpu import Executable, Gpu, KernelImage
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.emulator.grid import GridResult
 from greenfast.spec.arch import Target
@@ -73,7 +73,7 @@ def _both(asked: Any, emulated: GridResult, target: Target) -> GridResult:
     if not _worker:
         _worker.append(Worker(0, timeout_s=TIMEOUT_S))
     try:
-        measured = _worker[0].run(image, asked.plan, asked.case, 1)
+        measured = _worker[0].run(Executable.single(image, asked.plan), asked.case, 1)
     except WorkerError:
         _worker.clear()  # it is closed
         raise

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Gpu, KernelImage
+from greenfast.device.gpu import Executable, Gpu, KernelImage
 from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims
@@ -61,7 +61,7 @@ def run(dims: dict[str, int], case: Case, fmt: str = "e4m3", size: int = 132) ->
     source = hopper.kernel(config, sizes, size)
     compiled = compile_kernel(source, Target("sm_90a"))
     image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
-    bound = gpu().bind(image, hopper.launch(config, sizes, multiprocessors=size), case)
+    bound = gpu().bind(Executable.single(image, hopper.launch(config, sizes, multiprocessors=size)), case)
     first, second = bound.run(), bound.run()
     assert bound.violations() == []
     bound.free()

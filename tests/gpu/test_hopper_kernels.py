@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Gpu, KernelImage
+from greenfast.device.gpu import Executable, Gpu, KernelImage
 from greenfast.device.session import RunResult
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.emulator.grid import GridResult
@@ -47,7 +47,7 @@ def on_gpu(asked: hopper.Request) -> RunResult:
     if not _worker:
         _worker.append(Worker(0, timeout_s=TIMEOUT_S))
     try:
-        return _worker[0].run(image, asked.plan, asked.case, 1)
+        return _worker[0].run(Executable.single(image, asked.plan), asked.case, 1)
     except WorkerError:
         _worker.clear()  # it is closed
         raise

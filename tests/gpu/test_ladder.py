@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Gpu, KernelImage
+from greenfast.device.gpu import Executable, Gpu, KernelImage
 from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.judge.task import Rung
 from greenfast.judge.tasks import find_task
@@ -48,7 +48,7 @@ def run(family: Family, rung: Rung, fmt: str, dims: dict[str, int], case: Case) 
     """The outputs of two runs, which must be bit-identical and leave all other memory unchanged."""
     toggles = CONFIG.rung_variant(rung).values
     plan: Launch = family.launch(toggles, fmt, dims)
-    bound = gpu().bind(image(family, toggles, fmt, dims), plan, case)
+    bound = gpu().bind(Executable.single(image(family, toggles, fmt, dims), plan), case)
     first, second = bound.run(), bound.run()
     assert bound.violations() == []
     assert first["out"].tobytes() == second["out"].tobytes()
@@ -108,7 +108,7 @@ def test_quantizer_is_bit_for_bit_the_format(fmt: str, vector: int) -> None:
     for dims in ({"B": 1, "H": 1, "S": 1, "D": 8}, {"B": 2, "H": 3, "S": 100, "D": 64}):
         case = quantize_problem.make_case(dims, 3, fmt)
         kernel = image(quantizer, {"USE_VECTOR_LOADS": vector}, fmt, dims)
-        bound = gpu().bind(kernel, quantizer.launch({}, fmt, dims), case)
+        bound = gpu().bind(Executable.single(kernel, quantizer.launch({}, fmt, dims)), case)
         decoded = quantize_problem.decode(bound.run(), fmt)
         assert bound.violations() == []
         bound.free()

@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import greenfast
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Gpu, KernelImage
+from greenfast.device.gpu import Executable, Gpu, KernelImage
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import Strides, read_dims
 from greenfast.operator import ops
@@ -89,12 +89,16 @@ def test_nothing_is_written_outside(padded: int, head_dim: int, unquantized_quer
     source = hopper.kernel(config, sizes)
     compiled = compile_kernel(source, Target.of_device(gpu.capability))
     image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
-    bound = gpu.bind(image, hopper.launch(config, sizes, strides=Strides(query=rows, out=rows)), tight)
+
+    def launched(strides: Strides) -> Executable:
+        return Executable.single(image, hopper.launch(config, sizes, strides=strides))
+
+    bound = gpu.bind(launched(Strides(query=rows, out=rows)), tight)
     found = bound.run()["out"]
     assert bound.violations() == []
     bound.free()
     by_head = {"out": OutputSpec((2, 2, 150, head_dim), "float16")}
-    plain = gpu.bind(image, hopper.launch(config, sizes, strides=Strides(query=rows)), Case(inputs, by_head))
+    plain = gpu.bind(launched(Strides(query=rows)), Case(inputs, by_head))
     wanted = plain.run()["out"]
     plain.free()
     assert np.array_equal(found.transpose(0, 2, 1, 3), wanted)

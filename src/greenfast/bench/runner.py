@@ -70,7 +70,7 @@ class _Contest:
         Raises WrongResultError where an output of greenfast's is not finite or, before a timing, not right.
         """
         name = cell.shape.name
-        kernel = (self._side.image(name), self._side.launches[name]) if self._side else None
+        kernel = self._side.executable(name).steps[0] if self._side else None
         broken: dict[str, Checked] = {}
         while True:
             self._worker.call("open", cell, kernel)

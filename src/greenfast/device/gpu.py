@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from greenfast.device.prepared import Prepared, check
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import DeviceInfo
-from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
+from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch, Workspace
 from greenfast.spec.problem import Array, Case, OutputSpec
 
 #: Guard bytes before and after every buffer. They and unwritten outputs are 0xFF: NaN as float32, float16 and E4M3.
@@ -48,6 +48,24 @@ class KernelImage:
     dynamic_smem_bytes: int
     phases: tuple[str, ...] = ()
     ptx: str = ""
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A program that is compiled: its kernels with their launches, and its scratch buffers."""
+
+    steps: tuple[tuple[KernelImage, Launch], ...]
+    workspaces: Mapping[str, Workspace] = field(default_factory=dict)
+
+    @classmethod
+    def single(cls, image: KernelImage, plan: Launch) -> Executable:
+        """One launch of one kernel."""
+        return cls(((image, plan),))
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The names of the phase counters of an instrumented build, which has one launch; else empty."""
+        return self.steps[0][0].phases
 
 
 def device_count() -> int:
@@ -105,10 +123,14 @@ class GuardedBuffer:
             check(driver.cuMemcpyDtoH(array.ctypes.data, self.pointer, self.nbytes))
         return array
 
-    def queue_poison(self, stream: Any) -> None:
-        """Queue overwriting the buffer with NaN."""
-        if self.nbytes:
-            check(driver.cuMemsetD8Async(self.pointer, POISON, self.nbytes, stream.handle))
+    def queue_initial(self, initial: int | GuardedBuffer, stream: Any) -> None:
+        """Queue overwriting the buffer with a byte, or with another buffer of its size."""
+        if not self.nbytes:
+            return
+        if isinstance(initial, int):
+            check(driver.cuMemsetD8Async(self.pointer, initial, self.nbytes, stream.handle))
+        else:
+            check(driver.cuMemcpyDtoDAsync(self.pointer, initial.pointer, self.nbytes, stream.handle))
 
     def guards_intact(self) -> bool:
         """Whether nothing wrote to the guard bands before and after the buffer."""
@@ -125,27 +147,41 @@ class GuardedBuffer:
 
 
 class Bound:
-    """A kernel bound to one case in fresh device memory, ready to launch."""
+    """A program bound to one case in fresh device memory, ready to launch."""
 
-    def __init__(self, gpu: Gpu, image: KernelImage, plan: Launch, case: Case) -> None:
+    def __init__(self, gpu: Gpu, executable: Executable, case: Case) -> None:
         self._gpu = gpu
-        self._case = case
         self._inputs = {name: np.ascontiguousarray(a) for name, a in case.inputs.items()}
         self._outputs = dict(case.outputs)
-        if image.phases:
+        if executable.phases:
+            (_, plan) = executable.steps[0]
             blocks = plan.grid[0] * plan.grid[1] * plan.grid[2]
-            self._outputs[PHASE_BUFFER] = OutputSpec((blocks, len(image.phases)), "int64")
-        self._buffers: dict[str, GuardedBuffer] = {}
+            self._outputs[PHASE_BUFFER] = OutputSpec((blocks, len(executable.phases)), "int64")
+        changed: dict[str, OutputSpec | Workspace] = {**self._outputs, **executable.workspaces}
+        sizes = {name: array.nbytes for name, array in self._inputs.items()}
+        sizes |= {name: spec.nbytes for name, spec in changed.items()}
+        self._buffers = {name: GuardedBuffer(nbytes) for name, nbytes in sizes.items()}
         for name, array in self._inputs.items():
-            self._buffers[name] = GuardedBuffer(array.nbytes)
             self._buffers[name].upload(array)
-        for name, spec in self._outputs.items():
-            self._buffers[name] = GuardedBuffer(int(np.prod(spec.shape)) * np.dtype(spec.dtype).itemsize)
+        #: What each buffer that a launch may change holds before it: a byte, or for what is changed in place a copy.
+        self._initial: dict[str, int | GuardedBuffer] = {}
+        for name, spec in changed.items():
+            self._initial[name] = 0 if spec.zeros else POISON
+            if name in self._inputs:
+                self._initial[name] = copy = GuardedBuffer(sizes[name])
+                copy.upload(self._inputs[name])
         pointers = {name: buffer.pointer for name, buffer in self._buffers.items()}
-        if PHASE_BUFFER in plan.args:
-            pointers.setdefault(PHASE_BUFFER, 0)  # only an instrumented build writes it
-        block, smem, stream = image.block, image.dynamic_smem_bytes, int(gpu.stream.handle)
-        self.launch = Prepared(gpu.load(image), block, smem, plan, pointers, stream, name=image.entry)
+        pointers.setdefault(PHASE_BUFFER, 0)  # only an instrumented build writes it
+        stream = int(gpu.stream.handle)
+        self._launches = [
+            Prepared(gpu.load(image), image.block, image.dynamic_smem_bytes, plan, pointers, stream, name=image.entry)
+            for image, plan in executable.steps
+        ]
+
+    def launch(self) -> None:
+        """Queue the program's launches."""
+        for launch in self._launches:
+            launch()
 
     def run(self) -> dict[str, Array]:
         """Poison the outputs, launch once, wait, and return the outputs."""
@@ -155,9 +191,9 @@ class Bound:
         return self.outputs()
 
     def queue_poison(self) -> None:
-        """Queue overwriting all outputs with NaN."""
-        for name in self._outputs:
-            self._buffers[name].queue_poison(self._gpu.stream)
+        """Queue overwriting what a launch may change with what it holds before: NaN, zeros or an input."""
+        for name, initial in self._initial.items():
+            self._buffers[name].queue_initial(initial, self._gpu.stream)
 
     def outputs(self) -> dict[str, Array]:
         """The outputs as they are now."""
@@ -167,6 +203,8 @@ class Bound:
         """Memory that the kernel must not write but did: changed inputs, overwritten guard bands."""
         found = []
         for name, array in self._inputs.items():
+            if name in self._outputs:
+                continue
             if self._buffers[name].download(array.shape, array.dtype.str).tobytes() != array.tobytes():
                 found.append(f"input {name!r} was changed")
         found += [f"memory around {name!r} was written" for name, b in self._buffers.items() if not b.guards_intact()]
@@ -174,9 +212,10 @@ class Bound:
 
     def free(self) -> None:
         """Free the device memory."""
-        for buffer in self._buffers.values():
+        for buffer in (*self._buffers.values(), *(b for b in self._initial.values() if not isinstance(b, int))):
             buffer.free()
         self._buffers.clear()
+        self._initial.clear()
 
 
 class Gpu:
@@ -224,9 +263,9 @@ class Gpu:
             self._kernels[image] = load_kernel(image, self.device)
         return self._kernels[image]
 
-    def bind(self, image: KernelImage, plan: Launch, case: Case) -> Bound:
-        """Upload a case to fresh memory and bind a kernel to it."""
-        return Bound(self, image, plan, case)
+    def bind(self, executable: Executable, case: Case) -> Bound:
+        """Upload a case to fresh memory and bind a program to it."""
+        return Bound(self, executable, case)
 
     def clocks(self) -> dict[str, float]:
         """Current SM clock in MHz and temperature in degrees Celsius; empty if the driver does not report them."""

@@ -20,7 +20,7 @@ from greenfast.device.elf import ALLOC, UNDEFINED, Image
 from greenfast.device.machine_code import disassemble
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import LaunchFacts
-from greenfast.spec.kernel import Argument, KernelSource, Launch, Struct, TensorMap
+from greenfast.spec.kernel import Argument, KernelSource, Launch, Program, Struct, TensorMap
 
 # Attributes of .nv.info that refer to symbols by number, which changes with every unused constant.
 _PARAM_CBANK, _EXTERNS = 0x0A, 0x0F
@@ -57,6 +57,17 @@ def launch_facts(source: KernelSource, launch: Launch, dims: Mapping[str, int]) 
         early=launch.early,
         arguments="; ".join(_argument(a, lambda name: numbers.setdefault(name, len(numbers))) for a in launch.args),
     )
+
+
+def launches_of(program: Program, shape: str, dims: Mapping[str, int]) -> dict[str, tuple[KernelSource, LaunchFacts]]:
+    """Each launch of a program by its name in records: the shape, and where there are several "SHAPE launch NUMBER"."""
+    return {
+        shape if len(program.steps) == 1 else f"{shape} launch {n}": (
+            step.kernel,
+            launch_facts(step.kernel, step.launch, dims),
+        )
+        for n, step in enumerate(program.steps)
+    }
 
 
 def launch_differences(then: LaunchFacts, now: LaunchFacts) -> list[str]:

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import numpy as np
 
-from greenfast.device.gpu import Bound, Gpu, KernelImage
+from greenfast.device.gpu import Bound, Executable, Gpu
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import DeviceInfo, KernelCounts
-from greenfast.spec.kernel import PHASE_BUFFER, Launch
+from greenfast.spec.kernel import PHASE_BUFFER
 from greenfast.spec.problem import Array, Case
 
 
@@ -41,10 +41,10 @@ class Session(Protocol):
     def info(self) -> DeviceInfo:
         """The device."""
 
-    def run(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> RunResult:
+    def run(self, executable: Executable, case: Case, repeats: int) -> RunResult:
         """Run a case ``repeats`` times, each in separate memory, and compare the outputs bit by bit."""
 
-    def prepare(self, key: str, image: KernelImage, plan: Launch, case: Case, warmup: int) -> None:
+    def prepare(self, key: str, executable: Executable, case: Case, warmup: int) -> None:
         """Bind a case under a key for timing, and warm up."""
 
     def time(self, key: str, warmup: int, iters: int, cold: bool) -> Block:
@@ -53,10 +53,10 @@ class Session(Protocol):
     def finish(self, key: str) -> RunResult:
         """The outputs that the last timed launch left, checked as after a run; frees the case."""
 
-    def phases(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> dict[str, float]:
+    def phases(self, executable: Executable, case: Case, repeats: int) -> dict[str, float]:
         """Mean SM cycles per block and phase of an instrumented build, after one run to warm up."""
 
-    def phase_counts(self, image: KernelImage, plan: Launch, case: Case) -> dict[str, KernelCounts]:
+    def phase_counts(self, executable: Executable, case: Case) -> dict[str, KernelCounts]:
         """What each phase of an instrumented build executes; MachineError if the device does not count it."""
 
 
@@ -76,19 +76,19 @@ class GpuSession:
         """The device."""
         return self._gpu.info()
 
-    def run(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> RunResult:
+    def run(self, executable: Executable, case: Case, repeats: int) -> RunResult:
         """Run a case ``repeats`` times, each in separate memory, and compare the outputs bit by bit."""
         # Allocate all before freeing any, or the second would get the first one's addresses.
-        bounds = [self._gpu.bind(image, plan, case) for _ in range(repeats)]
+        bounds = [self._gpu.bind(executable, case) for _ in range(repeats)]
         results = [bound.run() for bound in bounds]
         violations = list(dict.fromkeys(v for bound in bounds for v in bound.violations()))
         for bound in bounds:
             bound.free()
         return RunResult(results[0], violations, all(same_bits(results[0], other) for other in results[1:]))
 
-    def prepare(self, key: str, image: KernelImage, plan: Launch, case: Case, warmup: int) -> None:
+    def prepare(self, key: str, executable: Executable, case: Case, warmup: int) -> None:
         """Bind a case under a key for timing, and warm up."""
-        bound = self._gpu.bind(image, plan, case)
+        bound = self._gpu.bind(executable, case)
         bound.run()
         for _ in range(warmup):
             bound.launch()
@@ -107,14 +107,14 @@ class GpuSession:
         bound.free()
         return result
 
-    def phases(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> dict[str, float]:
+    def phases(self, executable: Executable, case: Case, repeats: int) -> dict[str, float]:
         """Mean SM cycles per block and phase of an instrumented build, after one run to warm up."""
-        bound = self._gpu.bind(image, plan, case)
+        bound = self._gpu.bind(executable, case)
         bound.run()
         cycles = np.mean([bound.run()[PHASE_BUFFER].mean(axis=0) for _ in range(repeats)], axis=0)
         bound.free()
-        return dict(zip(image.phases, map(float, cycles), strict=True))
+        return dict(zip(executable.phases, map(float, cycles), strict=True))
 
-    def phase_counts(self, image: KernelImage, plan: Launch, case: Case) -> dict[str, KernelCounts]:
+    def phase_counts(self, executable: Executable, case: Case) -> dict[str, KernelCounts]:
         """Raises MachineError: a GPU counts cycles per phase, not instructions."""
         raise MachineError("instructions are counted by phase in the emulator only")

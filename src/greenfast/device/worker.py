@@ -11,11 +11,10 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
-from greenfast.device.gpu import KernelImage
+from greenfast.device.gpu import Executable
 from greenfast.device.session import Block, GpuSession, RunResult
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.facts import DeviceInfo, KernelCounts
-from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import Case
 
 #: Seconds that a process may take to start Python and the driver, which do not count toward a kernel's time-out.
@@ -120,14 +119,14 @@ class Worker:
         result: DeviceInfo = self.call("info")
         return result
 
-    def run(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> RunResult:
+    def run(self, executable: Executable, case: Case, repeats: int) -> RunResult:
         """Run a case (see GpuSession.run)."""
-        result: RunResult = self.call("run", image, plan, case, repeats)
+        result: RunResult = self.call("run", executable, case, repeats)
         return result
 
-    def prepare(self, key: str, image: KernelImage, plan: Launch, case: Case, warmup: int) -> None:
+    def prepare(self, key: str, executable: Executable, case: Case, warmup: int) -> None:
         """Bind a case under a key for timing, and warm up."""
-        self.call("prepare", key, image, plan, case, warmup)
+        self.call("prepare", key, executable, case, warmup)
 
     def time(self, key: str, warmup: int, iters: int, cold: bool) -> Block:
         """Time one block of launches of a prepared case."""
@@ -139,12 +138,12 @@ class Worker:
         result: RunResult = self.call("finish", key)
         return result
 
-    def phases(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> dict[str, float]:
+    def phases(self, executable: Executable, case: Case, repeats: int) -> dict[str, float]:
         """Mean SM cycles per block and phase of an instrumented build."""
-        result: dict[str, float] = self.call("phases", image, plan, case, repeats)
+        result: dict[str, float] = self.call("phases", executable, case, repeats)
         return result
 
-    def phase_counts(self, image: KernelImage, plan: Launch, case: Case) -> dict[str, KernelCounts]:
+    def phase_counts(self, executable: Executable, case: Case) -> dict[str, KernelCounts]:
         """What each phase of an instrumented build executes."""
-        result: dict[str, KernelCounts] = self.call("phase_counts", image, plan, case)
+        result: dict[str, KernelCounts] = self.call("phase_counts", executable, case)
         return result

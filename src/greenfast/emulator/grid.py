@@ -28,7 +28,7 @@ from greenfast.emulator.ptx.unsupported import UnsupportedError
 from greenfast.emulator.scheduler import Scheduler
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap, value_bytes
+from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap, Workspace, value_bytes
 from greenfast.spec.problem import Array, OutputSpec
 
 #: Threads that run at once. More would need more memory (some hundred bytes of registers each) and gain little.
@@ -113,6 +113,7 @@ def run_chain(
     inputs: Mapping[str, Array],
     outputs: Mapping[str, OutputSpec],
     *,
+    workspaces: Mapping[str, Workspace] | None = None,
     seed: int = 0,
     poison: int = 0xFF,
     phases: Sequence[str] = (),
@@ -125,7 +126,7 @@ def run_chain(
 
     def run(garbage: int | None) -> GridResult:
         while True:
-            chain = _Chain(steps, inputs, outputs, garbage)
+            chain = _Chain(steps, inputs, outputs, workspaces or {}, garbage)
             try:
                 for n, step in enumerate(steps):
                     chain.launch(n, step, seed, phases)
@@ -179,12 +180,14 @@ class _Chain:
         steps: Sequence[Step],
         inputs: Mapping[str, Array],
         outputs: Mapping[str, OutputSpec],
+        workspaces: Mapping[str, Workspace],
         garbage: int | None,
     ) -> None:
         self.garbage = garbage
         self.inputs = {name: np.ascontiguousarray(a) for name, a in inputs.items()}
         sizes = {name: a.nbytes for name, a in self.inputs.items()}
-        sizes |= {n: int(np.prod(o.shape)) * np.dtype(o.dtype).itemsize for n, o in outputs.items()}
+        changed: dict[str, OutputSpec | Workspace] = {**outputs, **workspaces}
+        sizes |= {name: spec.nbytes for name, spec in changed.items()}
         self.variables = []
         for n, step in enumerate(steps):
             module, _ = program_of(step.ptx, step.entry)
@@ -195,6 +198,10 @@ class _Chain:
         sizes[WORKSPACE] = _WORKSPACE_BYTES
         self.memory = memory = GlobalMemory(sizes)
         memory.states_of(WORKSPACE)[:] = WRITTEN
+        for name, spec in changed.items():
+            if spec.zeros:
+                memory.bytes_of(name)[:] = 0
+                memory.states_of(name)[:] = WRITTEN
         for name, a in self.inputs.items():
             memory.bytes_of(name)[:] = a.reshape(-1).view(np.uint8)
             memory.states_of(name)[:] = WRITTEN

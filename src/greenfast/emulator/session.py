@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from greenfast.device.gpu import KernelImage
+import math
+
+from greenfast.device.gpu import Executable
 from greenfast.device.session import Block, RunResult, same_bits
-from greenfast.emulator.grid import GridResult, run_grid
+from greenfast.emulator.grid import GridResult, Step, run_chain, run_grid
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import DeviceInfo, KernelCounts
-from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import Case
 
 #: Up to this many threads a case is run once per repeat, each in another order of warps; larger ones once, for time.
@@ -32,11 +33,11 @@ class EmulatorSession:
             driver="",
         )
 
-    def run(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> RunResult:
+    def run(self, executable: Executable, case: Case, repeats: int) -> RunResult:
         """Run a case; small ones ``repeats`` times with differently shuffled warps, whose bits must agree."""
-        threads = plan.grid[0] * plan.grid[1] * plan.grid[2] * image.block[0] * image.block[1] * image.block[2]
+        threads = sum(math.prod(plan.grid) * math.prod(image.block) for image, plan in executable.steps)
         orders = range(repeats if threads <= REPEAT_THREADS else 1)
-        results = [_run(image, plan, case, seed) for seed in orders]
+        results = [_run(executable, case, seed) for seed in orders]
         first = results[0]
         violations = [f"input {name!r} was changed" for name in first.changed_inputs]
         violations += [
@@ -45,7 +46,7 @@ class EmulatorSession:
         repeatable = all(same_bits(first.outputs, r.outputs) for r in results[1:])
         return RunResult(first.outputs, violations, repeatable, first.counts.record())
 
-    def prepare(self, key: str, image: KernelImage, plan: Launch, case: Case, warmup: int) -> None:
+    def prepare(self, key: str, executable: Executable, case: Case, warmup: int) -> None:
         """Refuse: nothing can be timed here."""
         raise MachineError(_NO_TIME)
 
@@ -57,27 +58,29 @@ class EmulatorSession:
         """Refuse: nothing can be timed here."""
         raise MachineError(_NO_TIME)
 
-    def phases(self, image: KernelImage, plan: Launch, case: Case, repeats: int) -> dict[str, float]:
+    def phases(self, executable: Executable, case: Case, repeats: int) -> dict[str, float]:
         """Refuse: nothing can be timed here."""
         raise MachineError(_NO_TIME)
 
-    def phase_counts(self, image: KernelImage, plan: Launch, case: Case) -> dict[str, KernelCounts]:
+    def phase_counts(self, executable: Executable, case: Case) -> dict[str, KernelCounts]:
         """What each phase of an instrumented build executes; "outside": what lies before the first and after the last.
 
         Raises UsageError where its phases cannot be told apart.
         """
-        return {name: counts.record() for name, counts in _run(image, plan, case, 0, image.phases).phases.items()}
+        ((image, plan),) = executable.steps
+        result = run_grid(
+            image.ptx,
+            image.entry,
+            image.block,
+            image.dynamic_smem_bytes,
+            plan,
+            case.inputs,
+            case.outputs,
+            phases=image.phases,
+        )
+        return {name: counts.record() for name, counts in result.phases.items()}
 
 
-def _run(image: KernelImage, plan: Launch, case: Case, seed: int, phases: tuple[str, ...] = ()) -> GridResult:
-    return run_grid(
-        image.ptx,
-        image.entry,
-        image.block,
-        image.dynamic_smem_bytes,
-        plan,
-        case.inputs,
-        case.outputs,
-        seed=seed,
-        phases=phases,
-    )
+def _run(executable: Executable, case: Case, seed: int) -> GridResult:
+    steps = [Step(i.ptx, i.entry, i.block, i.dynamic_smem_bytes, plan) for i, plan in executable.steps]
+    return run_chain(steps, case.inputs, case.outputs, workspaces=executable.workspaces, seed=seed)

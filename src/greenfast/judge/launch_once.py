@@ -30,7 +30,7 @@ def main(text: str) -> None:
         case = task.problem.make_case(shape.dims, job["seed"], job["format"])
     with nvtx.annotate("upload"):
         gpu = Gpu(job["ordinal"])
-        bound = gpu.bind(side.image(shape.name), side.launches[shape.name], case)
+        bound = gpu.bind(side.executable(shape.name), case)
     with nvtx.annotate("launches"):
         for _ in range(job["launches"]):
             bound.launch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from greenfast.judge.task import Shape
 from greenfast.judge.variant import Variant
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import KernelCounts
+from greenfast.spec.kernel import program_of
 
 PROFILE_NAME = "profile.ncu-rep"
 _NCU_TIMEOUT_S = 300
@@ -47,7 +49,7 @@ def take_profile(
     tool = ncu()
     if tool is None:
         raise MachineError("ncu is not on the PATH: install NVIDIA Nsight Compute, or add its folder to PATH")
-    entry = request.task.family.kernel(variant.values, request.format, shape.dims).entry
+    program = program_of(request.task.family, variant.values, request.format, shape.dims)
     job = {
         "task": str(request.task.folder),
         "toggles": variant.values,
@@ -64,11 +66,11 @@ def take_profile(
         command += ["--metrics", ",".join(metrics)] if metrics else []
         command += [
             "--kernel-name",
-            entry,
+            f"regex:^({'|'.join(re.escape(entry) for entry in {step.kernel.entry for step in program.steps})})$",
             "--launch-skip",
-            str(launches - 1),
+            str((launches - 1) * len(program.steps)),
             "--launch-count",
-            "1",
+            str(len(program.steps)),
             "--export",
             str(work / PROFILE_NAME),
         ]
@@ -113,12 +115,12 @@ def count_phases(request: Request, variant: Variant, *, repeats: int = 5) -> tup
     counts: dict[str, dict[str, KernelCounts]] = {}
     with request.make_worker() as worker:
         for shape in request.shapes:
-            image, plan = side.image(shape.name), side.launches[shape.name]
+            executable = side.executable(shape.name)
             case = problem.make_case(shape.dims, request.seeds[0], request.format)
             if request.device.kind == "gpu":
-                cycles[shape.name] = worker.phases(image, plan, case, repeats)
+                cycles[shape.name] = worker.phases(executable, case, repeats)
             else:
-                counts[shape.name] = worker.phase_counts(image, plan, case)
+                counts[shape.name] = worker.phase_counts(executable, case)
     run.sides = [side]
     record = PhaseRecord(**run.facts(), side=run.side(CANDIDATE, []), phase_cycles=cycles, phase_counts=counts)
     with new_run_folder(parent, f"{run.stamp}-phases") as (work, publish):

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 
-from greenfast.device.identity import launch_facts
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.freshness import of_build, of_launch
 from greenfast.judge.gates.performance import gated_shapes, judge
@@ -184,28 +183,32 @@ def _of_kernels(role: str, side: Side, run: GateRun) -> list[str]:
     dims = {shape.name: shape.dims for shape in run.request.shapes}
     timed = {row.shape for row in side.timing}
     found = []
-    for shape, kernel in built.kernels.items():
-        if shape not in timed:
-            continue  # the rows of the inputs say so
-        then = _build_of(side, shape)
+    launches = {
+        name: launched
+        for shape, program in built.programs.items()
+        if shape in timed  # the rows of the inputs say so where it is not
+        for name, launched in program.facts(shape, dims[shape]).items()
+    }
+    for name, (kernel, facts) in launches.items():
+        then = _build_of(side, name)
         if then is None:
-            found.append(f"does not say which of its {role} kernels {shape} ran")
+            found.append(f"does not say which of its {role} kernels {name} ran")
         elif then.arch == kernel.target.name:
-            what = f"the {role} kernel at {shape}"
-            facts = launch_facts(kernel.source, built.launches[shape], dims[shape])
+            what = f"the {role} kernel at {name}"
             answer = worst(
-                (of_build(what, then, kernel.source, kernel), of_launch(what, then.launches.get(shape), facts))
+                (of_build(what, then, kernel.source, kernel), of_launch(what, then.launches.get(name), facts))
             )
             if answer.status != CURRENT:
                 found.append(f"{'is stale' if answer.status == STALE else 'cannot be compared'}: {answer.reasons[0]}")
     return list(dict.fromkeys(found))
 
 
-def _build_of(side: Side, shape: str) -> Build | None:
-    """The kernel that a shape ran; None where an older record does not say."""
+def _build_of(side: Side, launch: str) -> Build | None:
+    """The kernel of a launch by its name; None where an older record does not say."""
     if len(side.builds) == 1:
         return side.builds[0]
-    return next((build for build in side.builds if shape in build.shapes), None)
+    of_several = " launch " in launch
+    return next((b for b in side.builds if launch in (b.launches if of_several else b.shapes)), None)
 
 
 def _of_inputs(record: Record, run: GateRun) -> list[str]:

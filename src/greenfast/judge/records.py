@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from greenfast.device.identity import launch_facts
+from greenfast.device.identity import launches_of
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.freshness import of_build, of_launch
 from greenfast.judge.record import AnyRecord, BenchRecord, Build, PhaseRecord, Record, Run, Side
@@ -17,7 +17,7 @@ from greenfast.judge.store import read_json
 from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import CURRENT, STALE, Freshness, worst
-from greenfast.spec.kernel import Family, KernelSource
+from greenfast.spec.kernel import Family, KernelSource, program_of
 
 #: Fields that hold a mapping whose keys are shapes.
 _BY_SHAPE = {"counts", "launches", "least_work", "phase_cycles", "phase_counts"}
@@ -95,16 +95,20 @@ def _of_build(record: Run, side: Side, build: Build, what: str) -> Iterator[Fres
     """Of the kernel, and of its launch for each shape."""
     if not build.launches:
         yield of_launch(what, None)
-    shapes = {shape: then.dims for shape, then in build.launches.items()} or {str(build.dims): build.dims}
+    launches = {name: then.dims for name, then in build.launches.items()} or {str(build.dims): build.dims}
     try:
         family, toggles = family_of(record, side)
         sources: dict[KernelSource, list[str]] = {}
-        for shape, dims in shapes.items():
-            source = family.kernel(toggles, record.format, dims, instrumented=isinstance(record, PhaseRecord))
-            sources.setdefault(source, []).append(shape)
-            if then := build.launches.get(shape):
-                now = launch_facts(source, family.launch(toggles, record.format, dims), dims)
-                yield of_launch(f"{what} at {shape}", then, now)
+        for name, dims in launches.items():
+            shape = name.partition(" launch ")[0]
+            program = program_of(family, toggles, record.format, dims, instrumented=isinstance(record, PhaseRecord))
+            source, now = launches_of(program, shape, dims).get(name, (None, None))
+            if source is None:
+                yield Freshness(STALE, (f"the {what} of {name} is launched no more",))
+                continue
+            sources.setdefault(source, []).append(name)
+            if then := build.launches.get(name):
+                yield of_launch(f"{what} at {name}", then, now)
         for source, names in sources.items():
             yield of_build(f"{what} at {', '.join(names)}", build, source)
     except UsageError as e:

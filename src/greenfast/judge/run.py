@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from greenfast import __version__
-from greenfast.device.identity import code_hash, launch_facts
+from greenfast.device.identity import code_hash
 from greenfast.judge.environment import git_state, now, package_versions
 from greenfast.judge.gates import build, correctness, evidence, resources
 from greenfast.judge.gates.correctness import CorrectnessOutcome
@@ -157,11 +157,16 @@ class GateRun:
                 from_cache=k.from_cache,
                 resources=k.resources,
                 machine_code=counts[k.kernel_hash],
-                shapes=[name for name, other in side.kernels.items() if other.kernel_hash == k.kernel_hash],
+                shapes=[
+                    name
+                    for name, program in side.programs.items()
+                    if any(other.kernel_hash == k.kernel_hash for other in program.kernels)
+                ],
                 code_hash=code_hash(k),
                 launches={
-                    name: launch_facts(other.source, side.launches[name], dims[name])
-                    for name, other in side.kernels.items()
+                    name: facts
+                    for shape, program in side.programs.items()
+                    for name, (other, facts) in program.facts(shape, dims[shape]).items()
                     if other.kernel_hash == k.kernel_hash
                 },
             )

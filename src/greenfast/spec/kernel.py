@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -122,6 +122,30 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Step:
+    """A kernel and how it is launched."""
+
+    kernel: KernelSource
+    launch: Launch
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A scratch buffer of a program; it holds NaN, or zeros, when the program begins."""
+
+    nbytes: int
+    zeros: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """What computes a case: launches in order on one stream, and by name the scratch buffers that they share."""
+
+    steps: tuple[Step, ...]
+    workspaces: Mapping[str, Workspace] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Choice:
     """The recommended rung for a call, and why."""
 
@@ -131,6 +155,8 @@ class Choice:
 
 class Family(Protocol):
     """A kernel family: a module with these two functions, and optionally ``choose(target, fmt, dims)``, a Choice.
+
+    A family of several launches has ``program`` in place of both, with the parameters of ``kernel``: a Program.
 
     Toggles are the task's (usually 0 or 1), ``fmt`` is a number format of its config, ``dims`` a shape's dimensions.
     """
@@ -146,3 +172,15 @@ class Family(Protocol):
 
     def launch(self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
         """The grid and arguments of that kernel for a shape; arguments name buffers of the problem's case."""
+
+
+def program_of(
+    family: Family, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
+) -> Program:
+    """A family's program for a shape: its ``program``, or the one launch of its ``kernel``. Raises what they raise."""
+    several = getattr(family, "program", None)
+    if several is not None:
+        made: Program = several(toggles, fmt, dims, instrumented=instrumented)
+        return made
+    kernel = family.kernel(toggles, fmt, dims, instrumented=instrumented)
+    return Program((Step(kernel, family.launch(toggles, fmt, dims)),))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,15 +19,24 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """Shape and NumPy dtype of one output buffer."""
+    """Shape and NumPy dtype of one output buffer; zeros: it holds zeros, not NaN, before a launch."""
 
     shape: tuple[int, ...]
     dtype: str
+    zeros: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem instance: named input arrays, and the outputs that the kernel must write completely."""
+    """One problem instance: named input arrays, and the outputs that the kernel must write completely.
+
+    A name among both is one buffer, changed in place: it holds the input before each launch.
+    """
 
     inputs: dict[str, Array]
     outputs: dict[str, OutputSpec]

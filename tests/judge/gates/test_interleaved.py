@@ -29,7 +29,7 @@ def run(device: FakeDevice, timing: Timing | None = None, *, order_seed: int = 0
     kernels = {}
     for label, name in LABELS.items():
         side = build_side(label, r.task.family, r.task.config.variant(name), r.format, r.shapes, r.target)
-        kernels[label] = {shape.name: (side.image(shape.name), side.launches[shape.name]) for shape in r.shapes}
+        kernels[label] = {shape.name: side.executable(shape.name) for shape in r.shapes}
     cells = [
         Cell(shape.name, seed, r.task.problem.make_case(shape.dims, seed, r.format))
         for shape in r.shapes

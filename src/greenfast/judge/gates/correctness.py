@@ -79,8 +79,7 @@ def check(
                 try:
                     if side.role in broken:
                         raise WorkerError(f"not run: {broken[side.role]}")
-                    plan = side.launches[shape.name]
-                    result = workers[side.role].run(side.image(shape.name), plan, case, REPEATS)
+                    result = workers[side.role].run(side.executable(shape.name), case, REPEATS)
                     decoded[side.role] = values = problem.decode(result.outputs, fmt)
                     if values.shape != references.exact.shape:
                         shapes_differ = f"{values.shape}, the references have {references.exact.shape}"

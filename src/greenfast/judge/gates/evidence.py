@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from greenfast.device.early_launch import early_launch_faults
@@ -33,22 +34,27 @@ def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None
         if not held:
             reasons.append(f"{shape}: {counter} is {actual}, promised {target}")
 
-    for shape, kernel in candidate.distinct:
-        found = counts[kernel.kernel_hash]
-        if rung is None:
+    seen = set()
+    for shape, program in candidate.programs.items():
+        hashes = tuple(kernel.kernel_hash for kernel in program.kernels)
+        if rung is None or hashes in seen:
             continue
+        seen.add(hashes)
+        found = sum((Counter(counts[found]) for found in hashes), Counter())
         for counter, least in rung.promises.at_least.items():
             promise(shape, counter, f">= {least}", found[counter], found[counter] >= least)
         for counter, most in rung.promises.at_most.items():
             promise(shape, counter, f"<= {most}", found[counter], found[counter] <= most)
         if predecessor is not None:
-            earlier = before[predecessor.kernels[shape].kernel_hash]
+            kernels = predecessor.programs[shape].kernels
+            earlier = sum((Counter(before[kernel.kernel_hash]) for kernel in kernels), Counter())
             for counter in rung.promises.more_than_predecessor:
                 target = f"> {earlier[counter]} ({predecessor.variant.name})"
                 promise(shape, counter, target, found[counter], found[counter] > earlier[counter])
-    for shape, plan in candidate.launches.items():
-        if plan.early:
-            kernel = candidate.kernels[shape]
+    for shape, program in candidate.programs.items():
+        for kernel, step in zip(program.kernels, program.program.steps, strict=True):
+            if not step.launch.early:
+                continue
             faults = early_launch_faults(disassemble(kernel.cubin, kernel.source.entry))
             checks.append((f"{shape}: accesses before the wait", "0", str(len(faults)), "FAIL" if faults else "PASS"))
             reasons += [f"{shape}: it begins early, with {fault}" for fault in faults]

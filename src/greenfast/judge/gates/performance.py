@@ -51,7 +51,7 @@ def time_sides(
     """
     cells = [Cell(shape.name, seed, problem.make_case(shape.dims, seed, fmt)) for shape in shapes for seed in seeds]
     labelled = [(side.role, side) for side in sides] + ([(_AGAIN, sides[0])] if again else [])
-    kernels = {label: {s.name: (side.image(s.name), side.launches[s.name]) for s in shapes} for label, side in labelled}
+    kernels = {label: {s.name: side.executable(s.name) for s in shapes} for label, side in labelled}
     result = measure(kernels, cells, timing, make_worker, progress, order_seed=order_seed)
     roles = {label: side.role for label, side in labelled}
     for (label, shape, seed), finals in result.finals.items():

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel
-from greenfast.device.gpu import KernelImage
+from greenfast.device.gpu import Executable, KernelImage
+from greenfast.device.identity import launches_of
 from greenfast.judge.task import Shape
 from greenfast.judge.variant import Variant
 from greenfast.spec.arch import Target
-from greenfast.spec.kernel import Family, Launch
+from greenfast.spec.facts import LaunchFacts
+from greenfast.spec.kernel import Family, Program, program_of
 
 BASELINE, CANDIDATE = "baseline", "candidate"
+
+
+@dataclass(frozen=True)
+class BuiltProgram:
+    """A program for one shape, with the compiled kernel of each step."""
+
+    program: Program
+    kernels: tuple[CompiledKernel, ...]
+
+    @property
+    def executable(self) -> Executable:
+        """What a device runs."""
+        plans = (step.launch for step in self.program.steps)
+        return Executable(tuple(zip(map(image_of, self.kernels), plans, strict=True)), self.program.workspaces)
+
+    def facts(self, shape: str, dims: Mapping[str, int]) -> dict[str, tuple[CompiledKernel, LaunchFacts]]:
+        """Each launch with its kernel, by its name in records."""
+        names = launches_of(self.program, shape, dims).items()
+        return {name: (kernel, facts) for kernel, (name, (_, facts)) in zip(self.kernels, names, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -21,24 +42,26 @@ class BuiltSide:
 
     role: str
     variant: Variant
-    kernels: dict[str, CompiledKernel]  # by shape name, as launches
-    launches: dict[str, Launch]
+    programs: dict[str, BuiltProgram]  # by shape name
 
     @property
     def distinct(self) -> list[tuple[str, CompiledKernel]]:
         """Each different kernel once, with the first shape that uses it."""
         seen: dict[str, tuple[str, CompiledKernel]] = {}
-        for shape, kernel in self.kernels.items():
-            seen.setdefault(kernel.kernel_hash, (shape, kernel))
+        for shape, program in self.programs.items():
+            for kernel in program.kernels:
+                seen.setdefault(kernel.kernel_hash, (shape, kernel))
         return list(seen.values())
 
-    def image(self, shape: str) -> KernelImage:
-        """What a device loads to run the kernel of a shape."""
-        kernel = self.kernels[shape]
-        source = kernel.source
-        return KernelImage(
-            kernel.cubin, source.entry, source.block, source.dynamic_smem_bytes, source.phases, kernel.ptx
-        )
+    def executable(self, shape: str) -> Executable:
+        """What a device runs for a shape."""
+        return self.programs[shape].executable
+
+
+def image_of(kernel: CompiledKernel) -> KernelImage:
+    """What a device loads of a kernel."""
+    source = kernel.source
+    return KernelImage(kernel.cubin, source.entry, source.block, source.dynamic_smem_bytes, source.phases, kernel.ptx)
 
 
 def build_side(
@@ -52,9 +75,9 @@ def build_side(
     instrumented: bool = False,
 ) -> BuiltSide:
     """Compile a variant for every shape. Raises CompileError, or UsageError for an illegal variant."""
-    kernels, launches = {}, {}
+    programs = {}
     for shape in shapes:
-        source = family.kernel(variant.values, fmt, shape.dims, instrumented=instrumented)
-        kernels[shape.name] = compile_kernel(source, target, isolated=True)
-        launches[shape.name] = family.launch(variant.values, fmt, shape.dims)
-    return BuiltSide(role, variant, kernels, launches)
+        program = program_of(family, variant.values, fmt, shape.dims, instrumented=instrumented)
+        kernels = tuple(compile_kernel(step.kernel, target, isolated=True) for step in program.steps)
+        programs[shape.name] = BuiltProgram(program, kernels)
+    return BuiltSide(role, variant, programs)

@@ -14,11 +14,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from greenfast.device.gpu import KernelImage
+from greenfast.device.gpu import Executable
 from greenfast.device.session import RunResult
 from greenfast.device.worker import Worker
 from greenfast.judge.task import Timing
-from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import Case
 
 #: What lies in the L2 cache when a timed launch starts: the previous launch's data, or nothing of it.
@@ -31,8 +30,8 @@ MIN_CLOCK_SHARE = 0.75
 _BLOCK_WARMUP = 5
 
 
-#: Shape name -> the kernel for it and how it is launched.
-Kernels: TypeAlias = Mapping[str, tuple[KernelImage, Launch]]
+#: Shape name -> what is launched for it.
+Programs: TypeAlias = Mapping[str, Executable]
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Measurement:
 
 
 def measure(
-    kernels: Mapping[str, Kernels],
+    programs: Mapping[str, Programs],
     cells: Sequence[Cell],
     timing: Timing,
     make_worker: Callable[[], Worker],
@@ -83,7 +82,7 @@ def measure(
 ) -> Measurement:
     """Time every label's kernel on every cell.
 
-    kernels: label -> shape name -> kernel and launch. Two labels may hold the same kernel (an A/A comparison).
+    programs: label -> shape name -> program. Two labels may hold the same program (an A/A comparison).
     timing: how many processes, blocks and launches; block b of one label is paired with block b of the others.
     Raises WorkerError where a kernel crashes, hangs or fails.
     """
@@ -94,11 +93,11 @@ def measure(
     steps, step = timing.processes * len(cells), 0
     for process in range(timing.processes):
         with contextlib.ExitStack() as stack:
-            workers = {label: stack.enter_context(make_worker()) for label in kernels}
+            workers = {label: stack.enter_context(make_worker()) for label in programs}
             for cell in cells:
                 progress(step / steps, f"process {process + 1}/{timing.processes}: {cell.shape} seed {cell.seed}")
                 step += 1
-                _time_cell(result, workers, kernels, cell, timing, caches, blocks[process], shuffler)
+                _time_cell(result, workers, programs, cell, timing, caches, blocks[process], shuffler)
     return result
 
 
@@ -110,7 +109,7 @@ def _spread(total: int, parts: int) -> list[int]:
 def _time_cell(
     result: Measurement,
     workers: Mapping[str, Worker],
-    kernels: Mapping[str, Kernels],
+    programs: Mapping[str, Programs],
     cell: Cell,
     timing: Timing,
     caches: Sequence[str],
@@ -124,7 +123,7 @@ def _time_cell(
     key = f"{cell.shape}/{cell.seed}"
     labels = list(workers)
     for label in labels:
-        workers[label].prepare(key, *kernels[label][cell.shape], cell.case, timing.warmup_iters)
+        workers[label].prepare(key, programs[label][cell.shape], cell.case, timing.warmup_iters)
     for cache in caches:
         kept = {label: result.timed.setdefault((label, cell.shape, cell.seed, cache), Timed()) for label in labels}
         for timed in kept.values():

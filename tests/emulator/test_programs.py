@@ -1,0 +1,81 @@
+"""Programs of several launches: scratch buffers, outputs that begin as zeros, and buffers changed in place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.gpu import Executable
+from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.session import EmulatorSession
+from greenfast.judge.gates.sides import build_side, image_of
+from greenfast.judge.task import Shape
+from greenfast.judge.variant import Variant
+from greenfast.kernels import KERNEL_DIR
+from greenfast.spec.kernel import KernelSource, Launch, Program, Step, Workspace
+from greenfast.spec.problem import Case, OutputSpec
+from tests.emulator.kernels import TARGET
+
+N = 64
+
+
+def source(entry: str, parameters: str, body: str) -> KernelSource:
+    text = f'extern "C" __global__ void {entry}({parameters}) {{ int i = threadIdx.x; {body} }}'
+    return KernelSource(entry, text, f"{entry}.cu", (KERNEL_DIR,), (N, 1, 1))
+
+
+def executable(program: Program) -> Executable:
+    steps = ((image_of(compile_kernel(step.kernel, TARGET)), step.launch) for step in program.steps)
+    return Executable(tuple(steps), program.workspaces)
+
+
+SQUARE = Step(source("square", "const float* x, float* w", "w[i] = x[i] * x[i];"), Launch((1, 1, 1), ("x", "scratch")))
+SUM = Step(source("sum", "const float* w, float* y", "atomicAdd(y, w[i]);"), Launch((1, 1, 1), ("scratch", "y")))
+NORM = Program((SQUARE, SUM), {"scratch": Workspace(4 * N)})
+
+
+def test_launches_share_scratch_buffers_and_an_output_may_begin_as_zeros() -> None:
+    x = np.arange(N, dtype=np.float32)
+    case = Case({"x": x}, {"y": OutputSpec((1,), "float32", zeros=True)})
+    found = EmulatorSession().run(executable(NORM), case, 2)
+    assert found.outputs["y"] == (x * x).sum()
+    assert (found.violations, found.repeatable) == ([], True)
+
+
+def test_a_scratch_buffer_holds_zeros_only_where_it_is_asked_for() -> None:
+    case = Case({}, {"y": OutputSpec((1,), "float32", zeros=True)})
+    zeros = Program((SUM,), {"scratch": Workspace(4 * N, zeros=True)})
+    assert EmulatorSession().run(executable(zeros), case, 1).outputs["y"] == 0
+    unwritten = Program((SUM,), {"scratch": Workspace(4 * N)})
+    with pytest.raises(KernelFaultError, match="nothing has written: byte 0 of 'scratch'"):
+        EmulatorSession().run(executable(unwritten), case, 1)
+
+
+def test_a_buffer_changed_in_place_is_no_violation() -> None:
+    twice = Step(source("twice", "float* x", "x[i] *= 2;"), Launch((1, 1, 1), ("x",)))
+    x = np.arange(N, dtype=np.float32)
+    found = EmulatorSession().run(
+        executable(Program((twice, twice))), Case({"x": x}, {"x": OutputSpec((N,), "float32")}), 2
+    )
+    assert np.array_equal(found.outputs["x"], 4 * x)
+    assert (found.violations, found.repeatable) == ([], True)
+
+
+class NormFamily:
+    """A family of several launches."""
+
+    def program(self, toggles: object, fmt: str, dims: object, *, instrumented: bool = False) -> Program:
+        return NORM
+
+
+def test_a_side_holds_every_launch_by_a_name_of_its_own() -> None:
+    shape = Shape(name="one", dims={"N": N})
+    side = build_side("candidate", NormFamily(), Variant("norm", ()), "fp32", [shape], TARGET)  # type: ignore[arg-type]
+    assert [kernel.source.entry for _, kernel in side.distinct] == ["square", "sum"]
+    facts = side.programs["one"].facts("one", shape.dims)
+    assert {name: kernel.source.entry for name, (kernel, _) in facts.items()} == {
+        "one launch 0": "square",
+        "one launch 1": "sum",
+    }
+    assert len(side.executable("one").steps) == 2
