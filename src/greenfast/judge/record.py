@@ -17,8 +17,9 @@ SCHEMA_VERSION = 1
 Status = Literal["PASS", "FAIL", "PENDING"]
 Decision = Literal["MERGE", "DEFER", "PENDING"]
 #: FAST: the whole interval is at or above the required speedup. SHORT: faster beyond the noise, but the whole interval
-#: is below the requirement. NO EFFECT: the whole interval lies inside the noise floor. SLOWER: the whole interval lies
-#: below it. INCONCLUSIVE: the interval is too wide for any of these.
+#: is below the requirement. SLOWER: the whole interval lies below the noise. NO EFFECT: none of these, and the whole
+#: interval lies within 1 % of 1, a margin that does not depend on the noise; in records of version 1: within the noise.
+#: INCONCLUSIVE: the interval is too wide for any of these, or the noise is above the margin.
 SpeedVerdict = Literal["FAST", "SHORT", "NO EFFECT", "SLOWER", "INCONCLUSIVE"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
@@ -174,20 +175,77 @@ class TestNoiseFloor:
         (1.0051, 1.02, 0.005, 0, "FAST"),
         (1.005, 1.02, 0.005, 0, "INCONCLUSIVE"),  # beyond the band, not on its edge
         (1.005, 1.02, 0.005, 1.15, "INCONCLUSIVE"),
-        (1 / 1.005, 1.005, 0.005, 1.15, "NO EFFECT"),  # the band's ends belong to it
-        (1 / 1.005, 1.0051, 0.005, 1.15, "INCONCLUSIVE"),
-        (0.9950, 1.005, 0.005, 0, "INCONCLUSIVE"),
+        (1 / 1.01, 1.01, 0.005, 1.15, "NO EFFECT"),  # the margin's ends belong to it
+        (1 / 1.01, 1.0101, 0.005, 1.15, "INCONCLUSIVE"),
+        (0.9900, 1.01, 0.005, 0, "INCONCLUSIVE"),
+        (0.9950, 1.005, 0.010, 0, "NO EFFECT"),
+        (0.9950, 1.005, 0.011, 0, "INCONCLUSIVE"),  # identical kernels differ by more than the margin here
+        (0.991, 0.994, 0.005, 0, "SLOWER"),  # a small effect, well resolved
         (1.002, 1.004, 0.005, 1.001, "NO EFFECT"),  # a requirement inside the noise is not met by noise
         (0.90, 0.995, 0.005, 1.15, "SLOWER"),
         (0.90, 1 / 1.005, 0.005, 1.15, "INCONCLUSIVE"),
         (0.90, 1.20, 0.005, 0, "INCONCLUSIVE"),
-        (1.02, 1.03, 0.04, 0, "NO EFFECT"),
+        (1.02, 1.03, 0.04, 0, "INCONCLUSIVE"),  # inside the noise, and yet no equivalence
         (1.0, 1.0, 0.0, 0, "NO EFFECT"),
     ],
 )
 def test_verdict(low: float, high: float, floor: float, required: float, expected: str) -> None:
     interval = Interval(math.sqrt(low * high), low, high)
     assert verdict(interval, noise_floor=floor, required=required) == expected
+
+
+def judged(
+    rng: np.random.Generator, truth: float, *, noise: float, offset: float, trials: int
+) -> tuple[Counter[str], float]:
+    """Verdicts of whole runs (interval, A/A and verdict), nothing required, and the share of intervals with the truth.
+
+    offset: standard deviation of each label's times between its processes, beyond what they share.
+    """
+    verdicts: Counter[str] = Counter()
+    covered = 0
+    for trial in range(trials):
+        slow = (rng.random((3, 5, 20)) < 0.03) * rng.exponential(0.03, (3, 5, 20))
+        times = rng.normal(0, noise, (3, 5, 20)) + slow + rng.normal(0, offset, (3, 5, 1))
+        times[1] -= math.log(truth)
+        baseline, candidate, again = np.round(10 * np.exp(times), 3)
+        found = speedup_interval(baseline, candidate, resamples=1000, seed=trial)
+        floor = noise_floor(baseline, again, resamples=1000, seed=trial)
+        covered += found.low <= truth <= found.high
+        verdicts[verdict(found, noise_floor=floor, required=0)] += 1
+    return verdicts, covered / trials
+
+
+@pytest.mark.parametrize(("noise", "offset"), [(0.003, 0.02), (0.02, 0.005), (0.02, 0.02)])
+def test_an_effect_of_two_percent_is_not_called_equivalence_by_a_noisy_machine(noise: float, offset: float) -> None:
+    verdicts, _ = judged(np.random.default_rng(21), 1.02, noise=noise, offset=offset, trials=100)
+    assert verdicts["NO EFFECT"] <= 1
+    assert verdicts["SLOWER"] == 0
+
+
+def test_a_quiet_machine_tells_equivalence() -> None:
+    verdicts, _ = judged(np.random.default_rng(22), 1.0, noise=0.003, offset=0.0, trials=60)
+    assert verdicts == {"NO EFFECT": 60}
+
+
+@pytest.mark.slow
+def test_identical_kernels_are_never_called_fast_in_3600_runs() -> None:
+    rng = np.random.default_rng(23)
+    coverage = []
+    for noise in (0.003, 0.02, 0.05):
+        for offset in (0.0, 0.002, 0.005):
+            verdicts, covered = judged(rng, 1.0, noise=noise, offset=offset, trials=400)
+            assert verdicts["FAST"] == verdicts["SLOWER"] == 0
+            coverage.append(covered)
+    assert np.mean(coverage) >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.003, 0.02, 0.05])
+def test_processes_that_differ_by_two_percent_cost_power_not_truth(noise: float) -> None:
+    verdicts, covered = judged(np.random.default_rng(24), 1.0, noise=noise, offset=0.02, trials=400)
+    assert verdicts["FAST"] + verdicts["SLOWER"] <= 4
+    assert verdicts["NO EFFECT"] == 0
+    assert covered >= 0.93
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ _Floats: TypeAlias = npt.NDArray[np.float64]
 
 #: No effect below half a percent is claimed, however quiet the machine (fraction).
 MIN_NOISE_FLOOR = 0.005
+#: NO EFFECT claims that the speedup lies within 1 / 1.01 and 1.01. Fixed: the noisier the machine, the harder the claim.
+EQUIVALENCE_MARGIN = 0.01
 _NOISE_QUANTILE = 0.95
 
 
@@ -91,9 +93,9 @@ def noise_floor(a: Blocks, a2: Blocks, *, resamples: int = 4000, seed: int = 0) 
     delta = max(0.5 %, 95th percentile of |A/A|), where A/A is the *estimate* of a run of this size: the percentile is
     taken over the hierarchical bootstrap of the A/A run's median log ratio. Not over single blocks: the floor is
     compared with the interval of an estimate, from some 60 blocks, which is several times quieter than one block. A
-    per-block floor (0.8 % at 0.3 % noise) would never shrink with more blocks, would call a well-resolved effect of
-    0.7 % NO EFFECT, and would make that claim easier the noisier the machine is. What remains in the estimate's floor
-    is what the interval of A/B cannot see for itself: a bias of the protocol and spread between processes.
+    per-block floor (0.8 % at 0.3 % noise) would never shrink with more blocks and would hide a well-resolved effect of
+    0.7 %. What remains in the estimate's floor is what the interval of A/B cannot see for itself: a bias of the
+    protocol and spread between processes.
 
     Run the A/A with as many processes and blocks as the comparison. Raises ValueError as ``speedup_interval`` does.
     """
@@ -107,6 +109,8 @@ def verdict(interval: Interval, *, noise_floor: float, required: float) -> Speed
     required: the least speedup as a ratio (1.15 for +15 %), or 0 for any speedup beyond the noise.
     noise_floor: a fraction; the noise band runs from 1 / (1 + floor) to 1 + floor, ends included, so that swapping the
     sides swaps FAST and SLOWER. FAST always needs the whole interval above the band too, whatever is required.
+    NO EFFECT needs the whole interval within ``EQUIVALENCE_MARGIN``, ends included, and a floor no larger than it: where
+    the protocol reports more than the margin between identical kernels, it cannot tell equivalence.
 
     Raises ValueError for an interval out of order, a floor that is negative, or a requirement between 0 and 1 (a margin
     such as 0.15 where 1.15 was meant).
@@ -123,10 +127,11 @@ def verdict(interval: Interval, *, noise_floor: float, required: float) -> Speed
         return "FAST"
     if interval.low > top and interval.high < required:
         return "SHORT"
-    if bottom <= interval.low and interval.high <= top:
-        return "NO EFFECT"
     if interval.high < bottom:
         return "SLOWER"
+    margin = 1 + EQUIVALENCE_MARGIN
+    if noise_floor <= EQUIVALENCE_MARGIN and 1 / margin <= interval.low and interval.high <= margin:
+        return "NO EFFECT"
     return "INCONCLUSIVE"
 
 
