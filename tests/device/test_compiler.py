@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from cuda.pathfinder import DynamicLibNotFoundError
 
 from greenfast.device import cache, compiler, toolchain
 from greenfast.device.compiler import CompiledKernel, compile_kernel, entries, kernel_hash, to_ptx
+from greenfast.device.machine_code import disassemble
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError
 from greenfast.spec.kernel import KernelSource
@@ -221,14 +223,60 @@ def test_unwritable_entries(cache_folder: Path) -> None:
     assert not compile_kernel(source(SIMPLE), ADA).from_cache
 
 
-def test_damaged_entry_is_compiled_again(cache_folder: Path) -> None:
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+NOTICE = re.compile(
+    r"greenfast: an entry of the build cache in \S+ is damaged \(its SHA-256 differs\); it is built again\n"
+)
+
+
+def test_damaged_entry_is_compiled_again(cache_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first = compile_kernel(source(SIMPLE), ADA)
     (entry,) = cache_folder.glob("entries/*/*")
-    for damaged in (entry.read_bytes()[:-1], b"", b"not json\nrest"):
+    whole = entry.read_bytes()
+    code = whole.index(first.cubin) + len(first.cubin) // 2  # one bit of the machine code: it was used silently
+    damages = [flipped(whole, at) for at in (code, 0, 70, len(whole) - 1)]
+    for damaged in (*damages, whole[:-1], whole + b"\0", b"", b"not json\nrest", b"\xff\xfe"):
         entry.write_bytes(damaged)
         again = compile_kernel(source(SIMPLE), ADA)
         assert not again.from_cache
         assert again.cubin == first.cubin
+        assert NOTICE.fullmatch(capfd.readouterr().err)
+        assert compile_kernel(source(SIMPLE), ADA).from_cache  # it was replaced
+        assert capfd.readouterr().err == ""
+
+
+def test_a_damaged_entry_that_cannot_be_replaced_is_told_of_once(
+    cache_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cache.store(b"key", [b"value"])
+    (entry,) = cache_folder.glob("entries/*/*")
+    entry.write_bytes(flipped(entry.read_bytes(), -1 % entry.stat().st_size))
+    assert cache.load(b"key") is None
+    assert cache.load(b"key") is None
+    assert NOTICE.fullmatch(capfd.readouterr().err)
+
+
+def test_an_entry_under_another_key_is_damaged(cache_folder: Path) -> None:
+    cache.store(b"one", [b"1"])
+    (one,) = cache_folder.glob("entries/*/*")
+    cache.store(b"two", [b"2"])
+    (two,) = set(cache_folder.glob("entries/*/*")) - {one}
+    two.write_bytes(one.read_bytes())
+    assert cache.load(b"one") == [b"1"]
+    assert cache.load(b"two") is None
+
+
+def test_a_listing_of_machine_code_is_made_again(cache_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    kernel = compile_kernel(source(SIMPLE), ADA)
+    before = set(cache_folder.glob("entries/*/*"))
+    listing = disassemble(kernel.cubin, "k")
+    (entry,) = set(cache_folder.glob("entries/*/*")) - before
+    entry.write_bytes(entry.read_bytes().replace(b"STG", b"LDG"))
+    assert disassemble(kernel.cubin, "k") == listing
+    assert NOTICE.fullmatch(capfd.readouterr().err)
 
 
 def test_cache_usage(cache_folder: Path) -> None:

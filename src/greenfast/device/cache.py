@@ -1,15 +1,18 @@
 """The build cache on disk: kernels compiled or disassembled once are read back in milliseconds.
 
 It is in ``$GREENFAST_CACHE_DIR``, else ``$XDG_CACHE_HOME/greenfast``, else ``~/.cache/greenfast``. An unusable folder
-is not an error: everything is then built again.
+is not an error: everything is then built again. Each entry holds a SHA-256 over its content, which is checked when it
+is read: a disk or another program that changed a bit must not change a kernel.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +20,10 @@ from cuda.core.utils import FileStreamProgramCache
 
 # About 10,000 kernels; beyond it the least recently read entries are evicted.
 _MAX_BYTES = 1 << 30
+#: In every key: entries of older formats, which have no SHA-256, are never found.
+_FORMAT = b"entry with SHA-256;"
+#: Keys of damaged entries that this process has told of and could not replace yet.
+_told: set[bytes] = set()
 
 
 def cache_dir() -> Path:
@@ -37,21 +44,33 @@ def usage() -> tuple[int, int]:
 
 
 def load(key: bytes) -> list[bytes] | None:
-    """The parts stored under ``key``, or None if there is no complete entry."""
+    """The parts stored under ``key``, or None if there is no entry or it is damaged.
+
+    A damaged one is told of in one line on stderr; the caller builds again and stores in its place.
+    """
     cache = _open_cache()
     try:
-        entry: bytes | None = cache.get(key) if cache else None
-        if entry is None:
-            return None
-        header, _, body = entry.partition(b"\n")
-        lengths: list[int] = json.loads(header)
-    except (OSError, ValueError):
+        entry: bytes | None = cache.get(_FORMAT + key) if cache else None
+    except OSError:
         return None
+    if entry is None:
+        return None
+    digest, _, content = entry.partition(b"\n")
+    if digest.decode(errors="replace") != _digest(key, content):
+        if key not in _told:
+            _told.add(key)
+            print(
+                f"greenfast: an entry of the build cache in {cache_dir()} is damaged (its SHA-256 differs); "
+                f"it is built again",
+                file=sys.stderr,
+            )
+        return None
+    header, _, body = content.partition(b"\n")
     parts = []
-    for length in lengths:
+    for length in json.loads(header):
         parts.append(body[:length])
         body = body[length:]
-    return parts if [len(part) for part in parts] == lengths and not body else None
+    return parts
 
 
 def store(key: bytes, parts: Sequence[bytes]) -> None:
@@ -62,10 +81,16 @@ def store(key: bytes, parts: Sequence[bytes]) -> None:
     cache = _open_cache()
     if cache is None:
         return
-    header = json.dumps([len(part) for part in parts]).encode()
+    content = json.dumps([len(part) for part in parts]).encode() + b"\n" + b"".join(parts)
     # With a read-only or full disk this build still succeeds; the next one compiles again.
     with contextlib.suppress(OSError):
-        cache[key] = header + b"\n" + b"".join(parts)
+        cache[_FORMAT + key] = _digest(key, content).encode() + b"\n" + content
+        _told.discard(key)
+
+
+def _digest(key: bytes, content: bytes) -> str:
+    """Over the key too, so that an entry that was moved to another key is damaged."""
+    return hashlib.sha256(b"%d:%s" % (len(key), key) + content).hexdigest()
 
 
 def _open_cache() -> FileStreamProgramCache | None:

@@ -24,7 +24,7 @@ _Floats: TypeAlias = npt.NDArray[np.float64]
 
 #: No effect below half a percent is claimed, however quiet the machine (fraction).
 MIN_NOISE_FLOOR = 0.005
-#: NO EFFECT claims that the speedup lies within 1 / 1.01 and 1.01. Fixed: the noisier the machine, the harder the claim.
+#: NO EFFECT claims a speedup within 1 / 1.01 and 1.01. Fixed: the noisier the machine, the harder the claim.
 EQUIVALENCE_MARGIN = 0.01
 _NOISE_QUANTILE = 0.95
 
@@ -109,8 +109,8 @@ def verdict(interval: Interval, *, noise_floor: float, required: float) -> Speed
     required: the least speedup as a ratio (1.15 for +15 %), or 0 for any speedup beyond the noise.
     noise_floor: a fraction; the noise band runs from 1 / (1 + floor) to 1 + floor, ends included, so that swapping the
     sides swaps FAST and SLOWER. FAST always needs the whole interval above the band too, whatever is required.
-    NO EFFECT needs the whole interval within ``EQUIVALENCE_MARGIN``, ends included, and a floor no larger than it: where
-    the protocol reports more than the margin between identical kernels, it cannot tell equivalence.
+    NO EFFECT needs the whole interval within ``EQUIVALENCE_MARGIN``, ends included, and a floor no larger than it:
+    where the protocol reports more than the margin between identical kernels, it cannot tell equivalence.
 
     Raises ValueError for an interval out of order, a floor that is negative, or a requirement between 0 and 1 (a margin
     such as 0.15 where 1.15 was meant).
