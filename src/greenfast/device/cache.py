@@ -50,7 +50,8 @@ def load(key: bytes) -> list[bytes] | None:
     """
     cache = _open_cache()
     try:
-        entry: bytes | None = cache.get(_FORMAT + key) if cache else None
+        # a cache's truth is its length, for which it walks its folder
+        entry: bytes | None = cache.get(_FORMAT + key) if cache is not None else None
     except OSError:
         return None
     if entry is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import re
+import stat
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -218,19 +220,30 @@ def _sources_digest(source: KernelSource) -> bytes:
     compiler's, or missing. Conditions are not evaluated, so a header that is never read may count too.
     """
     digest = hashlib.sha256()
-    seen: set[Path] = set()
+    folders = [os.fspath(folder) for folder in source.include_dirs]
+    seen: set[tuple[int, int]] = set()
 
-    def visit(spelled: bytes, text: bytes, folder: Path | None) -> None:
+    def visit(spelled: bytes, text: bytes, folder: str | None) -> None:
         digest.update(b"%d:%s;%d:%s;" % (len(spelled), spelled, len(text), text))
-        for quote, name in _INCLUDE.findall(text):
+        for quote, name in _includes(text):
             including = [folder] if folder is not None and quote == b'"' else []
-            for candidate in (*including, *source.include_dirs):
-                path = candidate / name.decode(errors="replace")
-                if path.is_file():
-                    if path.resolve() not in seen:
-                        seen.add(path.resolve())
-                        visit(name, path.read_bytes(), path.parent)
+            for candidate in (*including, *folders):
+                path = os.path.join(candidate, name.decode(errors="replace"))
+                try:
+                    found = os.stat(path)
+                except (OSError, ValueError):
+                    continue
+                if stat.S_ISREG(found.st_mode):
+                    if (found.st_dev, found.st_ino) not in seen:
+                        seen.add((found.st_dev, found.st_ino))
+                        visit(name, Path(path).read_bytes(), os.path.dirname(path))
                     break
 
     visit(b"", source.source.encode(), None)
     return digest.digest()
+
+
+@functools.lru_cache(maxsize=512)
+def _includes(text: bytes) -> list[tuple[bytes, bytes]]:
+    """(opening quote, name) of each include: a process hashes the same headers for every kernel."""
+    return _INCLUDE.findall(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import Resources
@@ -19,7 +18,6 @@ _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 _USED = re.compile(r"Used (\d+) registers(.*)")
 _SMEM = re.compile(r"(\d+) bytes smem")
 _GLOBAL = re.compile(r"^[\w. ]*\.global\s+(?:\.align\s+\d+\s+)?\.[a-z]+(\d+)\s+([\w$]+)((?:\[\d+\])*)", re.MULTILINE)
-_WORD = re.compile(r"[\w$]+")
 _CUMULATIVE_STACK = re.compile(r"(\d+) bytes cumulative stack size")
 
 
@@ -29,10 +27,9 @@ def device_variable_bytes(ptx: str) -> int:
     The gmem of ptxas -v also counts constants that only the compiler used, such as ``static constexpr`` members.
     """
     total = 0
-    words = Counter(_WORD.findall(ptx))
     for declaration in _GLOBAL.finditer(ptx):
         bits, name, dims = declaration.groups()
-        if words[name] > 1:
+        if len(re.findall(rf"(?<![\w$]){re.escape(name)}(?![\w$])", ptx)) > 1:
             total += int(bits) // 8 * math.prod(int(n) for n in re.findall(r"\d+", dims))
     return total
 
