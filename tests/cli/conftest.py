@@ -9,11 +9,10 @@ from tests.fakes import no_gpu, shipped
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a GPU (a test may install a fake one) or a profiler, with nothing set in the environment."""
     for name in (*MACHINE_VARIABLES, *shipped("fp8_sdpa").config.toggles):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GREENFAST_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "kernel-cache"))
     monkeypatch.setattr("greenfast.judge.profile.ncu", lambda: None)
     monkeypatch.setattr("greenfast.judge.validate.save_plot", lambda record, path: path.touch())  # slow to draw
     no_gpu(monkeypatch)
