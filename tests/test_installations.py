@@ -16,7 +16,7 @@ from greenfast.spec.extras import EXTRAS
 ROOT = Path(__file__).parents[1]
 OPTIONAL = sorted({"transformers", *(module for modules in EXTRAS.values() for module in modules)})
 #: Modules -> the packages that bring them, where the names differ.
-PACKAGES = {"ml_dtypes": "ml-dtypes"}
+PACKAGES = {"markdown_it": "markdown-it-py", "ml_dtypes": "ml-dtypes"}
 WITHOUT_EXTRAS = ("doctor", "warmup")
 ARGUMENTS = {
     "compare": ["before", "after"],

@@ -126,7 +126,8 @@ def test_perf_baseline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sub: str
     assert set(content) == {"task", "variant", "format", "results", "pending"}
     assert len(content["results"]) == 4  # two seeds, warm and cold
     for row in content["results"]:
-        assert set(row) == SHAPE | TIMES | {"dims", "method", "cache", "discarded_iters", "block_medians_us"}
+        blocks = {"block_medians_us", "block_mhz", "block_watts"}
+        assert set(row) == SHAPE | TIMES | {"dims", "method", "cache", "discarded_iters"} | blocks
         assert (row["B"], row["H"], row["S"], row["D"]) == (1, 1, 32, 64)
     side = outcome.record.candidate if sub == "." else outcome.record.baseline
     assert msgspec.json.decode(path.read_bytes(), type=PerformanceFile).results == side.timing

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.judge.errors import bound_histogram, error_histogram, error_stats, worst_bound_ratio
 
 REFERENCE = np.array([[4.0, -2.0], [0.001, 0.0]])
 ACTUAL = np.array([[4.5, -2.0], [0.101, -0.25]])  # errors 0.5, 0, 0.1, 0.25
@@ -92,3 +92,21 @@ def test_worst_bound_ratio(errors: list[float], bounds: list[float], worst: floa
 def test_a_value_that_is_not_finite_is_within_no_bound(bad: float) -> None:
     ratio = worst_bound_ratio(np.array([0.0, bad]), np.zeros(2), np.ones(2))
     assert not ratio <= 1.0
+
+
+def test_histograms_by_hand() -> None:
+    exact = np.zeros(6)
+    actual = np.array([0.0, 1e-5, -0.9e-5, 2.0, 150.0, 1.0])
+    found = error_histogram(actual, exact)
+    assert (found.first, found.per_decade, sum(found.counts)) == (-9, 2, 6)
+    assert len(found.counts) == 2 * 11 + 2
+    # 0 is below all edges; 1e-5 on the ninth edge, 0.9e-5 below it; 1 on the 19th, 2 above it; 150 beyond the last
+    assert {i: n for i, n in enumerate(found.counts) if n} == {0: 1, 8: 1, 9: 1, 19: 2, 23: 1}
+
+
+def test_a_histogram_of_bounds_has_every_element() -> None:
+    found = bound_histogram(np.array([0.0, 1.0, 1.0, 0.5]), np.zeros(4), np.array([0.0, 0.0, 2.0, 1.0]))
+    assert (found.counts[0], found.counts[-1], sum(found.counts)) == (1, 1, 4)  # 0/0 is no error, 1/0 beyond all
+    edges = 10.0 ** (found.first + np.arange(len(found.counts) - 1) / found.per_decade)
+    (index,) = [i for i, n in enumerate(found.counts) if n == 2]
+    assert edges[index - 1] <= 0.5 < edges[index]

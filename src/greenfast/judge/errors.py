@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.judge.record import ErrorStats
+from greenfast.judge.record import ErrorStats, Histogram
 
 Floats = NDArray[np.float64]
+
+# log10 of the lowest and the highest edge, and edges per decade, of the histograms that records hold.
+_ERROR_BINS = (-9, 2, 2)
+_BOUND_BINS = (-5, 2, 4)
 
 
 def error_stats(actual: Floats, reference: Floats, bad_abs_err: float) -> ErrorStats:
@@ -37,7 +41,26 @@ def error_stats(actual: Floats, reference: Floats, bad_abs_err: float) -> ErrorS
 
 def worst_bound_ratio(actual: Floats, exact: Floats, bound: Floats) -> float:
     """The largest |actual - exact| / bound over all elements; no error is 0, an error beyond a zero bound infinity."""
+    return float(_bound_ratios(actual, exact, bound).max(initial=0.0))
+
+
+def error_histogram(actual: Floats, exact: Floats) -> Histogram:
+    """Of |actual - exact|, from 1e-9 to 100."""
+    return _histogram(np.abs(actual - exact), *_ERROR_BINS)
+
+
+def bound_histogram(actual: Floats, exact: Floats, bound: Floats) -> Histogram:
+    """Of |actual - exact| / bound, from 1e-5 to 100."""
+    return _histogram(_bound_ratios(actual, exact, bound), *_BOUND_BINS)
+
+
+def _bound_ratios(actual: Floats, exact: Floats, bound: Floats) -> Floats:
     err = np.abs(actual - exact)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(err == 0, 0.0, err / bound)
-    return float(ratio.max(initial=0.0))
+        return np.where(err == 0, 0.0, err / bound)
+
+
+def _histogram(values: Floats, first: int, last: int, per_decade: int) -> Histogram:
+    edges = 10.0 ** (first + np.arange((last - first) * per_decade + 1) / per_decade)
+    bins = np.searchsorted(edges, values.ravel(), side="right")
+    return Histogram(first=first, per_decade=per_decade, counts=np.bincount(bins, minlength=len(edges) + 1).tolist())

@@ -80,12 +80,26 @@ class ErrorStats(_Data, frozen=True, kw_only=True):
     pct_bad: float
 
 
+class Histogram(_Data, frozen=True, kw_only=True):
+    """How many elements lie in each bin of a logarithmic scale.
+
+    first: log10 of the lowest edge; the others follow at ``per_decade`` a decade. counts: below the first edge (zeros
+    too), between each two edges, and from the last one up.
+    """
+
+    first: int
+    per_decade: int
+    counts: list[int]
+
+
 class CorrectnessRow(_Data, frozen=True, kw_only=True):
     """One side's correctness on one (shape, seed).
 
     error: kernel output against the unquantized reference. format_error: exact arithmetic on dequantized inputs
     against the same. kernel_error: kernel output against exact arithmetic. bound_ratio: the worst element's kernel
-    error over the largest that rounding explains. gates: name -> held.
+    error over the largest that rounding explains. gates: name -> held. case_bytes: of all inputs and outputs, 0 in
+    records of older versions. error_histogram, bound_histogram: of each element's absolute kernel error, and of that
+    error over what rounding explains; None where there is no kernel error, and in records of older versions.
     """
 
     shape: str
@@ -98,6 +112,9 @@ class CorrectnessRow(_Data, frozen=True, kw_only=True):
     bound_ratio: float | None
     gates: dict[str, bool]
     notes: list[str] = []
+    case_bytes: int = 0
+    error_histogram: Histogram | None = None
+    bound_histogram: Histogram | None = None
 
     @property
     def passed(self) -> bool:
@@ -116,7 +133,11 @@ class ParityRow(_Data, frozen=True, kw_only=True):
 
 
 class TimingRow(_Data, frozen=True, kw_only=True):
-    """One side's timing on one (shape, seed); method and cache label what was timed."""
+    """One side's timing on one (shape, seed); method and cache label what was timed.
+
+    block_mhz, block_watts: SM clock and power of the board during each block, as block_medians_us is nested; empty
+    where they were not sampled.
+    """
 
     shape: str
     dims: dict[str, int]
@@ -132,6 +153,8 @@ class TimingRow(_Data, frozen=True, kw_only=True):
     std_us: float
     iters_per_sec: float
     block_medians_us: list[list[float]] = []  # [process][block]
+    block_mhz: list[list[float]] = []
+    block_watts: list[list[float]] = []
 
 
 class SpeedupRow(_Data, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ _EMULATOR = ("ml_dtypes", "msgspec", "rich")
 #: Extra -> the modules that it installs, as in pyproject.toml.
 EXTRAS = {
     "emulator": _EMULATOR,
-    "judge": (*_EMULATOR, "matplotlib", "nvtx", "scipy"),
+    "judge": (*_EMULATOR, "jinja2", "markdown_it", "matplotlib", "nvtx", "scipy"),
 }
 
 

@@ -42,6 +42,12 @@ class Case:
     outputs: dict[str, OutputSpec]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all inputs and outputs."""
+        written = sum(math.prod(out.shape) * np.dtype(out.dtype).itemsize for out in self.outputs.values())
+        return written + sum(array.nbytes for array in self.inputs.values())
+
+    @property
     def digest(self) -> str:
         """SHA-256 over the names, dtypes, shapes and bytes of all inputs; equal digests mean equal inputs."""
         h = hashlib.sha256()

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from greenfast.device.session import RunResult
 from greenfast.device.worker import Worker, WorkerError
-from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.judge.errors import bound_histogram, error_histogram, error_stats, worst_bound_ratio
 from greenfast.judge.gates.sides import BuiltSide
-from greenfast.judge.record import CorrectnessRow, ErrorStats, GateResult, ParityRow, Status
+from greenfast.judge.record import CorrectnessRow, ErrorStats, GateResult, Histogram, ParityRow, Status
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.errors import UsageError
 from greenfast.spec.facts import KernelCounts
@@ -125,6 +125,7 @@ def _row(
     bad = gate.bad_abs_err
     format_error = error_stats(references.exact, references.full, bad)
     error = kernel_error = bound_ratio = None
+    histograms: dict[str, Histogram] = {}
     held = {"format_error_pass": _within(format_error, gate)}
     notes = [result] if isinstance(result, str) else list(result.violations)
     if isinstance(result, str) or decoded is None:
@@ -141,7 +142,10 @@ def _row(
         else:
             error = error_stats(decoded, references.full, bad)
             kernel_error = error_stats(decoded, references.exact, bad)
-            bound_ratio = worst_bound_ratio(decoded, references.exact, references.bound_of(kernel_gate.rounding))
+            bound = references.bound_of(kernel_gate.rounding)
+            bound_ratio = worst_bound_ratio(decoded, references.exact, bound)
+            histograms["error_histogram"] = error_histogram(decoded, references.exact)
+            histograms["bound_histogram"] = bound_histogram(decoded, references.exact, bound)
             held["max_abs_err_pass"] = error.max_abs_err <= gate.max_abs_err
             held["mean_abs_err_pass"] = error.mean_abs_err <= gate.mean_abs_err
             held["pct_bad_pass"] = error.pct_bad <= gate.pct_bad
@@ -158,6 +162,8 @@ def _row(
         bound_ratio=bound_ratio,
         gates=held,
         notes=notes,
+        case_bytes=case.nbytes,
+        **histograms,
     )
 
 
