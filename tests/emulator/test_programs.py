@@ -14,7 +14,7 @@ from greenfast.judge.task import Shape
 from greenfast.judge.variant import Variant
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.kernel import KernelSource, Launch, Program, Step, Workspace
-from greenfast.spec.problem import Case, OutputSpec
+from greenfast.spec.problem import Case, OutputSpec, dtype_of
 from tests.emulator.kernels import TARGET
 
 N = 64
@@ -79,3 +79,15 @@ def test_a_side_holds_every_launch_by_a_name_of_its_own() -> None:
         "one launch 1": "sum",
     }
     assert len(side.executable("one").steps) == 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_buffers_may_hold_the_small_formats(dtype: str) -> None:
+    copy = Step(
+        source("copy", "const char* x, char* y", "y[i] = x[i];"),
+        Launch((1, 1, 1), ("x", "y")),
+    )
+    kind = dtype_of(dtype)
+    x = np.arange(N // kind.itemsize).astype(kind)
+    found = EmulatorSession().run(executable(Program((copy,))), Case({"x": x}, {"y": OutputSpec(x.shape, dtype)}), 2)
+    assert (found.outputs["y"].dtype, found.outputs["y"].tobytes()) == (kind, x.tobytes())

@@ -16,7 +16,7 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch, Workspace
-from greenfast.spec.problem import Array, Case, OutputSpec
+from greenfast.spec.problem import Array, Case, OutputSpec, dtype_of
 
 #: Guard bytes before and after every buffer. They and unwritten outputs are 0xFF: NaN as float32, float16 and E4M3.
 GUARD_BYTES = 4096
@@ -116,7 +116,7 @@ class GuardedBuffer:
             check(driver.cuMemcpyHtoD(self.pointer, array.ctypes.data, self.nbytes))
             check(driver.cuCtxSynchronize())  # small copies return before they have arrived
 
-    def download(self, shape: Sequence[int], dtype: str) -> Array:
+    def download(self, shape: Sequence[int], dtype: str | np.dtype[Any]) -> Array:
         """Copy the buffer out as an array of this shape and dtype."""
         array = np.empty(shape, dtype)
         if self.nbytes:
@@ -197,7 +197,9 @@ class Bound:
 
     def outputs(self) -> dict[str, Array]:
         """The outputs as they are now."""
-        return {name: self._buffers[name].download(spec.shape, spec.dtype) for name, spec in self._outputs.items()}
+        return {
+            name: self._buffers[name].download(spec.shape, dtype_of(spec.dtype)) for name, spec in self._outputs.items()
+        }
 
     def violations(self) -> list[str]:
         """Memory that the kernel must not write but did: changed inputs, overwritten guard bands."""
@@ -205,7 +207,7 @@ class Bound:
         for name, array in self._inputs.items():
             if name in self._outputs:
                 continue
-            if self._buffers[name].download(array.shape, array.dtype.str).tobytes() != array.tobytes():
+            if self._buffers[name].download(array.shape, array.dtype).tobytes() != array.tobytes():
                 found.append(f"input {name!r} was changed")
         found += [f"memory around {name!r} was written" for name, b in self._buffers.items() if not b.guards_intact()]
         return found

@@ -29,7 +29,7 @@ from greenfast.emulator.scheduler import Scheduler
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap, Workspace, value_bytes
-from greenfast.spec.problem import Array, OutputSpec
+from greenfast.spec.problem import Array, OutputSpec, dtype_of
 
 #: Threads that run at once. More would need more memory (some hundred bytes of registers each) and gain little.
 MAX_LANES = 16_384
@@ -280,7 +280,7 @@ class _Chain:
             data, states = memory.bytes_of(name), memory.states_of(name)
             unwritten[name] = int((states == UNWRITTEN).sum())
             data[states == UNWRITTEN] = poison
-            found[name] = data.copy().view(o.dtype).reshape(o.shape)
+            found[name] = data.copy().view(dtype_of(o.dtype)).reshape(o.shape)
         changed = [
             n for n, a in self.inputs.items() if n not in outputs and memory.bytes_of(n).tobytes() != a.tobytes()
         ]

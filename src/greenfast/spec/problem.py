@@ -17,9 +17,22 @@ from greenfast.spec.facts import KernelCounts
 Array = NDArray[Any]
 
 
+def dtype_of(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of that name, those of ml_dtypes included. Raises TypeError for another name."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes  # noqa: F401 - registers its names; only the judge's extras have it
+
+        return np.dtype(name)
+
+
 @dataclass(frozen=True)
 class OutputSpec:
-    """Shape and NumPy dtype of one output buffer; zeros: it holds zeros, not NaN, before a launch."""
+    """Shape and dtype of one output buffer; zeros: it holds zeros, not NaN, before a launch.
+
+    dtype: NumPy's name, or one of ml_dtypes: bfloat16, float8_e4m3fn, float8_e5m2.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -28,7 +41,7 @@ class OutputSpec:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ class Case:
     @property
     def nbytes(self) -> int:
         """Bytes of all inputs and outputs."""
-        written = sum(math.prod(out.shape) * np.dtype(out.dtype).itemsize for out in self.outputs.values())
+        written = sum(out.nbytes for out in self.outputs.values())
         return written + sum(array.nbytes for array in self.inputs.values())
 
     @property
