@@ -35,6 +35,12 @@ class WrongResultError(GreenfastError):
     exit_code = 1
 
 
+class SolutionError(GreenfastError):
+    """A solution's own code ended without a verdict: it exited, crashed, hung, or answered with what is no data."""
+
+    exit_code = 5
+
+
 def unknown(what: str, got: str, allowed: Iterable[str]) -> UsageError:
     """The error for an unknown name."""
     return UsageError(f"unknown {what} {got!r}; allowed: {', '.join(sorted(allowed))}")

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +94,7 @@ class KernelSource:
     dynamic_smem_bytes: dynamic shared memory of each launch.
     phases: names of the phase counters of an instrumented build, in the kernel's order; else empty.
     requires: the only target that has its instructions, such as "sm_90a"; empty if there are several.
+    language: of ``source``; a "cubin" has its machine code in ``binary`` and no source.
     """
 
     entry: str
@@ -104,6 +105,8 @@ class KernelSource:
     dynamic_smem_bytes: int = 0
     phases: tuple[str, ...] = ()
     requires: str = ""
+    language: Literal["cuda", "ptx", "cubin"] = "cuda"
+    binary: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,18 @@
+"""The process that runs a solution's Python code: it is confined first, and answers in data only.
+
+``process.SolutionProcess`` starts it with the ends of two pipes, folders that it may read, and one that it may write.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from greenfast.judge.solution.sandbox import confine
+
+
+def main(questions: int, answers: int, readable: Sequence[str], writable: str) -> None:
+    """Confine this process, then answer questions until their pipe closes."""
+    held = confine(readable, writable)
+    # Only now: NumPy may start threads, and some confinement is of the calling thread and what it starts.
+    importlib.import_module("greenfast.judge.solution.serving").serve(questions, answers, held)

@@ -1,0 +1,168 @@
+"""From a solution without code (CUDA, PTX, cubin) and a shape's dimensions to its program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from greenfast.judge.solution.expressions import evaluate, whole
+from greenfast.judge.solution.schema import Expression, FoundSolution, LaunchSpec, TensorMapSpec, read_bytes, read_text
+from greenfast.spec.errors import UsageError, unknown
+from greenfast.spec.kernel import Argument, KernelSource, Launch, Program, Step, Struct, TensorMap, Workspace
+
+SCALARS = (
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("bool", "float16", "float32", "float64"),
+)
+_SCALAR = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+#: A block's threads per dimension, and a grid's blocks.
+_MOST_THREADS = (1024, 1024, 64)
+_MOST_BLOCKS = (2**31 - 1, 65535, 65535)
+_MAX_THREADS = 1024
+_MAX_SHARED = 1 << 20
+_MAX_WORKSPACE = 1 << 37
+
+
+def declared_program(found: FoundSolution, dims: Mapping[str, int]) -> Program:
+    """The program of a solution for a shape. Raises UsageError naming the file, the key and the reason."""
+    names = constants(found, dims)
+    steps = tuple(_step(found, number, spec, names) for number, spec in enumerate(found.solution.launches))
+    return Program(steps, workspaces(found, names))
+
+
+def constants(found: FoundSolution, dims: Mapping[str, int]) -> dict[str, int]:
+    """The dimensions and the values of the solution's constants for them. Raises UsageError as above."""
+    names = dict(dims)
+    for name, text in found.solution.constants.items():
+        if name in dims:
+            raise UsageError(f"{found.where}: constants.{name}: a dimension of the shape has this name; choose another")
+        names[name] = _whole(found, f"constants.{name}", text, names)
+    return names
+
+
+def workspaces(found: FoundSolution, names: Mapping[str, int]) -> dict[str, Workspace]:
+    """The solution's scratch buffers for these dimensions and constants. Raises UsageError as above."""
+    made = {}
+    for name, spec in found.solution.workspaces.items():
+        key = f"workspaces.{name}.bytes"
+        nbytes = _whole(found, key, spec.bytes, names)
+        if not 0 < nbytes <= _MAX_WORKSPACE:
+            raise UsageError(f"{found.where}: {key}: {nbytes}; from 1 byte to {_MAX_WORKSPACE >> 30} GiB are allowed")
+        made[name] = Workspace(nbytes, spec.zeros)
+    return made
+
+
+def extents(
+    found: FoundSolution, key: str, given: Sequence[Expression], names: Mapping[str, int], most: Sequence[int]
+) -> tuple[int, int, int]:
+    """Three extents, of which missing ones are 1. Raises UsageError for one below 1 or above ``most``."""
+    values = [_whole(found, f"{key}[{n}]", text, names) for n, text in enumerate(given)]
+    x, y, z = (*values, 1, 1)[:3]
+    for n, (value, limit) in enumerate(zip((x, y, z), most, strict=True)):
+        if not 1 <= value <= limit:
+            raise UsageError(f"{found.where}: {key}[{n}]: {value}; from 1 to {limit} is allowed")
+    return x, y, z
+
+
+def grid_of(found: FoundSolution, number: int, names: Mapping[str, int]) -> tuple[int, int, int]:
+    """The blocks of the launch with this number. Raises UsageError as above."""
+    return extents(found, f"launches[{number}].grid", found.solution.launches[number].grid, names, _MOST_BLOCKS)
+
+
+def arguments(found: FoundSolution, number: int, names: Mapping[str, int]) -> tuple[Argument, ...]:
+    """The arguments of the launch with this number. Raises UsageError as above."""
+    made: list[Argument] = []
+    for n, given in enumerate(found.solution.launches[number].args):
+        key = f"launches[{number}].args[{n}]"
+        if isinstance(given, TensorMapSpec):
+            made.append(_tensor_map(found, key, given, names))
+        elif isinstance(given, str):
+            made.append(_argument(found, key, given, names))
+        else:
+            made.append(Struct(tuple(_argument(found, key, field, names) for field in given)))
+    return tuple(made)
+
+
+def _step(found: FoundSolution, number: int, spec: LaunchSpec, names: Mapping[str, int]) -> Step:
+    solution, key = found.solution, f"launches[{number}]"
+    block = extents(found, f"{key}.block", spec.block or (), names, _MOST_THREADS)
+    threads = block[0] * block[1] * block[2]
+    if threads > _MAX_THREADS:
+        raise UsageError(f"{found.where}: {key}.block: {threads} threads; a block has at most {_MAX_THREADS}")
+    shared = _whole(found, f"{key}.shared", spec.shared, names)
+    if not 0 <= shared <= _MAX_SHARED:
+        raise UsageError(f"{found.where}: {key}.shared: {shared} bytes; no GPU's block has more than {_MAX_SHARED}")
+    kernel = KernelSource(
+        entry=spec.kernel,
+        source="" if solution.language == "cubin" else _source(found, names),
+        name=found.file.name,
+        include_dirs=(found.file.parent, *([found.folder] if found.file.parent != found.folder else [])),
+        block=block,
+        dynamic_smem_bytes=shared,
+        requires=solution.target,
+        language=solution.language,  # type: ignore[arg-type]  # one of DECLARED
+        binary=read_bytes(found.file) if solution.language == "cubin" else b"",
+    )
+    cluster = extents(found, f"{key}.cluster", spec.cluster, names, (16, 16, 16))
+    launch = Launch(grid_of(found, number, names), arguments(found, number, names), spec.early, cluster)
+    return Step(kernel, launch)
+
+
+def _source(found: FoundSolution, names: Mapping[str, int]) -> str:
+    """The source's text, in CUDA after its constants as macros; lines keep their numbers."""
+    text = read_text(found.file)
+    if not found.solution.constants:
+        return text
+    macros = "".join(f"#define {name} {names[name]}\n" for name in found.solution.constants)
+    return f"{macros}#line 1\n{text}" if found.solution.language == "cuda" else text
+
+
+def _whole(found: FoundSolution, key: str, text: Expression, names: Mapping[str, int]) -> int:
+    try:
+        return whole(text, names)
+    except UsageError as e:
+        raise UsageError(f"{found.where}: {key}: {e}") from None
+
+
+def _argument(found: FoundSolution, key: str, text: str, names: Mapping[str, int]) -> str | np.generic:
+    if _IDENTIFIER.fullmatch(text):
+        return text
+    try:
+        return scalar(text, names)
+    except UsageError as e:
+        raise UsageError(f"{found.where}: {key}: {e}") from None
+
+
+def scalar(text: str, names: Mapping[str, int]) -> np.generic:
+    """A typed scalar such as "int32(R)". Raises UsageError where its value does not fit the type."""
+    typed = _SCALAR.fullmatch(text.strip())
+    if typed is None:
+        raise UsageError(f"{text!r} is neither a buffer's name nor a typed scalar such as int32(R)")
+    if typed[1] not in SCALARS:
+        raise unknown("type", typed[1], SCALARS)
+    dtype = np.dtype(typed[1])
+    value = evaluate(typed[2], names)
+    if dtype.kind in "iub":
+        value = whole(typed[2], names)
+        least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        if not least <= value <= most:
+            raise UsageError(f"{text} is {value}, which does not fit {dtype}")
+    made: np.generic = dtype.type(value)
+    return made
+
+
+def _tensor_map(found: FoundSolution, key: str, spec: TensorMapSpec, names: Mapping[str, int]) -> TensorMap:
+    def all_of(part: str, given: Sequence[Expression]) -> tuple[int, ...]:
+        return tuple(_whole(found, f"{key}.{part}[{n}]", text, names) for n, text in enumerate(given))
+
+    return TensorMap(
+        buffer=spec.buffer,
+        dtype=spec.dtype,
+        shape=all_of("shape", spec.shape),
+        strides=all_of("strides", spec.strides),
+        box=all_of("box", spec.box),
+        swizzle=spec.swizzle,
+    )

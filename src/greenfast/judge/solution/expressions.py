@@ -1,0 +1,122 @@
+"""Expressions in a shape's dimensions, as solution.json has them: parsed by ``ast`` and never run as Python."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping
+
+from greenfast.spec.errors import UsageError
+
+#: The longest text, and the largest magnitude of a whole number at any step.
+MAX_LENGTH = 500
+MAX_VALUE = 2**63 - 1
+
+Number = int | float
+
+_OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Div: operator.truediv,
+}
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Number, Number], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+_FUNCTIONS: dict[str, Callable[..., Number]] = {
+    "min": min,
+    "max": max,
+    "ceildiv": lambda a, b: -(-a // b),
+    "sqrt": math.sqrt,
+}
+_WHOLE = "whole numbers, + - * // % **, comparisons, min, max, ceildiv and `a if condition else b`"
+
+
+def whole(text: str | int, names: Mapping[str, int]) -> int:
+    """The value of an expression in whole numbers. Raises UsageError, which quotes it, for anything else."""
+    value = evaluate(str(text), names)
+    if not isinstance(value, int):
+        raise UsageError(f"{text!r} is not a whole number; use // in place of /")
+    return value
+
+
+def evaluate(text: str, names: Mapping[str, int]) -> Number:
+    """The value of an expression; / and sqrt give floats. Raises UsageError, which quotes the expression."""
+    try:
+        return _value(parse(text), names, text)
+    except ZeroDivisionError:
+        raise UsageError(f"{text!r} divides by zero for {_shown(names)}") from None
+    except (ArithmeticError, ValueError, TypeError) as e:
+        raise UsageError(f"{text!r}: {e}") from None
+
+
+def parse(text: str) -> ast.expr:
+    """The syntax tree of an expression. Raises UsageError for what is not one."""
+    if len(text) > MAX_LENGTH:
+        raise UsageError(f"an expression of {len(text)} characters; at most {MAX_LENGTH} are read")
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise UsageError(f"{text!r} is not an expression; allowed are {_WHOLE}") from None
+
+
+def _value(node: ast.expr, names: Mapping[str, int], text: str) -> Number:
+    def of(inner: ast.expr) -> Number:
+        return _value(inner, names, text)
+
+    found: Number
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            found = value
+        case ast.Name(id=name):
+            if name not in names:
+                raise UsageError(f"{text!r}: {name} is not known; known are {', '.join(names) or 'no names'}")
+            found = names[name]
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            found = -of(inner)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            found = _power(of(left), of(right), text)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            found = _OPERATORS[type(op)](of(left), of(right))
+        case ast.Compare(left=left, ops=ops, comparators=others) if all(type(op) in _COMPARISONS for op in ops):
+            values = [of(left), *map(of, others)]
+            found = all(_COMPARISONS[type(op)](a, b) for op, a, b in zip(ops, values, values[1:], strict=False))
+        case ast.IfExp(test=test, body=body, orelse=other):
+            found = of(body) if of(test) else of(other)
+        case ast.Call(func=ast.Name(id=name), args=[_, *_] as given, keywords=[]) if name in _FUNCTIONS:
+            found = _FUNCTIONS[name](*map(of, given))
+        case _:
+            raise UsageError(f"{text!r}: {ast.unparse(node)!r} is not allowed; allowed are {_WHOLE}")
+    return _bounded(found, text)
+
+
+def _power(base: Number, exponent: Number, text: str) -> Number:
+    if not isinstance(exponent, int) or not 0 <= exponent <= 62:
+        raise UsageError(f"{text!r}: the exponent is {exponent:.6g}; whole numbers from 0 to 62 are allowed")
+    if isinstance(base, int) and base.bit_length() * exponent > 64 * 2:
+        raise UsageError(_too_large(text))
+    return base**exponent
+
+
+def _bounded(value: Number, text: str) -> Number:
+    if isinstance(value, float):
+        return value
+    if abs(value) > MAX_VALUE:
+        raise UsageError(_too_large(text))
+    return int(value)  # a comparison is 0 or 1
+
+
+def _too_large(text: str) -> str:
+    return f"{text[:80]!r} exceeds 2**63 - 1"
+
+
+def _shown(names: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in names.items()) or "no names"

@@ -1,0 +1,139 @@
+"""Solutions as kernel families, so that all that builds, judges and profiles a family serves them too."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from greenfast.judge.solution.declared import declared_program
+from greenfast.judge.solution.process import SolutionProcess
+from greenfast.judge.solution.schema import FoundSolution, Solution
+from greenfast.judge.solution.wire import (
+    Choose,
+    Chosen,
+    Load,
+    Loaded,
+    Raised,
+    Refused,
+    Render,
+    Rendered,
+    decode_program,
+)
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import SolutionError, UsageError
+from greenfast.spec.kernel import Choice, KernelSource, Launch, Program, Step
+
+
+class _Single:
+    """``kernel`` and ``launch`` of a family that has ``program``."""
+
+    def program(
+        self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
+    ) -> Program:
+        """The program for a shape."""
+        raise NotImplementedError
+
+    def kernel(
+        self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
+    ) -> KernelSource:
+        """The kernel of a program of one launch. Raises UsageError for another program."""
+        return self._step(toggles, fmt, dims, instrumented).kernel
+
+    def launch(self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
+        """The launch of a program of one launch. Raises UsageError for another program."""
+        return self._step(toggles, fmt, dims, False).launch
+
+    def _step(self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], instrumented: bool) -> Step:
+        steps = self.program(toggles, fmt, dims, instrumented=instrumented).steps
+        if len(steps) != 1:
+            raise UsageError(f"the program has {len(steps)} launches, not one")
+        return steps[0]
+
+
+class DeclaredFamily(_Single):
+    """A solution in CUDA, PTX or as a cubin: nothing of it is run here."""
+
+    def __init__(self, found: FoundSolution) -> None:
+        self._found = found
+        #: What protects from the solution's code.
+        self.sandbox: list[str] = ["no code of the solution but its kernels is run"]
+
+    def program(
+        self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
+    ) -> Program:
+        """The program for a shape. Raises UsageError naming the file and the key."""
+        if instrumented:
+            raise UsageError(f"{self._found.solution.name}: a solution has no instrumented build")
+        return declared_program(self._found, dims)
+
+
+class RemoteFamily(_Single):
+    """A family or solution whose Python code runs in a process of its kind only; data comes back.
+
+    Raises UsageError where its code cannot be imported, SolutionError where it ends or does not answer.
+    """
+
+    def __init__(
+        self, what: str, folder: Path, solution: Solution, *, module: str = "", target: Target | None = None
+    ) -> None:
+        """Start the process and import the code.
+
+        what: the solution in words, for errors. module: an importable module, in place of the solution's file.
+        target: what the solution is compiled for where its language asks.
+        """
+        self._what = what
+        self._target = target or Target("sm_90a")
+        self._toggles = dict(solution.toggles)
+        self._process = SolutionProcess(what, folder)
+        self.sandbox = self._process.sandbox
+        said = self._process.ask(Load(solution, str(folder.resolve()), module))
+        if isinstance(said, Raised):
+            self._process.close()
+            if said.text.startswith("called sys.exit"):
+                raise self._process.raised(said)
+            lines = "".join(f"\n  {line}" for line in said.lines[-5:])
+            raise UsageError(f"{what} cannot be imported: {said.text}{lines}")
+        if isinstance(said, Refused):
+            self._process.close()
+            raise UsageError(f"{what}: {said.text}")
+        if not isinstance(said, Loaded):
+            raise self._unexpected(said)
+        #: The names of its functions.
+        self.functions = tuple(said.functions)
+
+    def program(
+        self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
+    ) -> Program:
+        """The program for a shape. Raises UsageError where the solution refuses, SolutionError where it fails."""
+        target = self._target
+        given = {**self._toggles, **toggles}
+        said = self._process.ask(Render(given, fmt, dict(dims), target.name, target.multiprocessors, instrumented))
+        if not isinstance(said, Rendered):
+            raise self._unexpected(said)
+        try:
+            return decode_program(said)
+        except (ValueError, TypeError) as e:
+            raise UsageError(f"{self._what}: {e}") from None
+
+    def __getattr__(self, name: str) -> Any:
+        """``choose``, where the family has it."""
+        if name == "choose" and "choose" in self.__dict__.get("functions", ()):
+            return self._choose
+        raise AttributeError(name)
+
+    def _choose(self, target: Target, fmt: str, dims: Mapping[str, int]) -> Choice:
+        said = self._process.ask(Choose(target.name, target.multiprocessors, fmt, dict(dims)))
+        if not isinstance(said, Chosen):
+            raise self._unexpected(said)
+        return Choice(said.rung, said.reason)
+
+    def _unexpected(self, said: Any) -> UsageError | SolutionError:
+        if isinstance(said, Refused):
+            return UsageError(said.text)
+        if isinstance(said, Raised):
+            return self._process.raised(said)
+        with contextlib.suppress(Exception):
+            self._process.close()
+        return SolutionError(f"{self._what}: the solution ended without a verdict: it answered another question")

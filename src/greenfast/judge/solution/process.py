@@ -1,0 +1,189 @@
+"""The judge's end of a solution's process: questions with time limits; answers of limited size, strictly decoded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from greenfast.judge.solution.wire import MAX_MESSAGE, Answer, Choose, Confined, Load, Question, Raised, Render
+from greenfast.spec.errors import SolutionError
+
+#: Seconds that the process may take to start, and to answer one question (Triton compiles a kernel in some of them).
+START_S = 60.0
+ANSWER_S = 180.0
+
+_CHILD = (
+    "import sys; questions, answers, readable, writable, *path = sys.argv[1:]; sys.path[:] = path; "
+    "from greenfast.judge.solution.child import main; "
+    "main(int(questions), int(answers), readable.split(chr(0x1f)), writable)"
+)
+#: The environment that a solution's code sees; everything else of the caller's stays out.
+_KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME", "TZ")
+_MOST_SHOWN = 2000
+_CONTROLS = re.compile(r"[^\n\x20-\x7e\u00a0-\ud7ff\ue000-\uffff]")
+
+
+class SolutionProcess:
+    """A confined process that has a solution's code. It starts at once and lives until ``close`` or collection.
+
+    what: the solution in words, for errors. folder: of its code, which it may read.
+    Every method raises SolutionError where the code ends, hangs or answers with what is no answer.
+    """
+
+    def __init__(self, what: str, folder: Path, *, answer_s: float = ANSWER_S) -> None:
+        self._what = what
+        self._answer_s = answer_s
+        self._number = 0
+        self._buffer = b""
+        self._scratch = tempfile.mkdtemp(prefix="greenfast-solution-")
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+        their_questions, self._questions = os.pipe()
+        self._answers, their_answers = os.pipe()
+        try:
+            self._child = _start(their_questions, their_answers, folder.resolve(), self._scratch, self._output)
+        finally:
+            os.close(their_questions)
+            os.close(their_answers)
+        os.set_blocking(self._questions, False)
+        pipes = (self._questions, self._answers)
+        self._finalizer = weakref.finalize(self, _end, self._child, pipes, self._scratch, self._output)
+        said = self._hear(0, time.monotonic() + START_S)
+        if not isinstance(said, Confined):
+            raise self._ended("it answered before it was asked")
+        #: What protects this process from the solution, such as "no network".
+        self.sandbox = list(said.sandbox)
+
+    def close(self) -> None:
+        """End the process, whatever it is doing, and remove its folder."""
+        self._finalizer()
+
+    def ask(self, question: Load | Render | Choose) -> Any:
+        """The answer to a question: one of the messages of ``wire``."""
+        if not self._finalizer.alive:
+            raise SolutionError(f"{self._what}: the solution's process has ended")
+        self._number += 1
+        deadline = time.monotonic() + self._answer_s
+        self._signal(signal.SIGCONT)
+        self._tell(msgspec.msgpack.encode(Question(self._number, question)), deadline)
+        said = self._hear(self._number, deadline)
+        # Between questions it does nothing: no thread of it can disturb what is measured.
+        self._signal(signal.SIGSTOP)
+        return said
+
+    def raised(self, said: Raised) -> SolutionError:
+        """The error for an exception of the solution's code."""
+        lines = "".join(f"\n  {line}" for line in said.lines[-5:])
+        return SolutionError(
+            _shown(f"{self._what}: the solution ended without a verdict: it raised {said.text}{lines}")
+        )
+
+    def _tell(self, data: bytes, deadline: float) -> None:
+        view = memoryview(len(data).to_bytes(4, "little") + data)
+        while view:
+            _, ready, _ = select.select([], [self._questions], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._ended(f"it did not answer within {self._answer_s:g} s")
+            try:
+                view = view[os.write(self._questions, view) :]
+            except OSError:
+                raise self._ended(self._ending()) from None
+
+    def _hear(self, number: int, deadline: float) -> Any:
+        size = int.from_bytes(self._take(4, deadline), "little")
+        if size > MAX_MESSAGE:
+            raise self._ended(f"it answered with {size} bytes; at most {MAX_MESSAGE} are read")
+        try:
+            answer = msgspec.msgpack.decode(self._take(size, deadline), type=Answer)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+            raise self._ended(f"its answer is not what was asked for: {e}") from None
+        if answer.number != number:
+            raise self._ended(f"it answered question {answer.number}, not {number}")
+        return answer.said
+
+    def _take(self, size: int, deadline: float) -> bytes:
+        """The next bytes of the answers' pipe."""
+        while len(self._buffer) < size:
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._ended(f"it did not answer within {self._answer_s if self._number else START_S:g} s")
+            part = os.read(self._answers, 1 << 20)
+            if not part:
+                raise self._ended(self._ending())
+            self._buffer += part
+        taken, self._buffer = self._buffer[:size], self._buffer[size:]
+        return taken
+
+    def _ending(self) -> str:
+        """How the process ended, in words."""
+        try:
+            code = self._child.wait(5)
+        except subprocess.TimeoutExpired:
+            return "it closed its pipe"
+        if code >= 0:
+            return f"its process ended with exit code {code}"
+        with contextlib.suppress(ValueError):
+            return f"its process was ended by {signal.Signals(-code).name}"
+        return f"its process was ended by signal {-code}"
+
+    def _ended(self, how: str) -> SolutionError:
+        """The error for a process that gives no more answers, with the last lines that it printed; ends it."""
+        with contextlib.suppress(OSError):
+            size = self._output.seek(0, os.SEEK_END)
+            self._output.seek(max(0, size - _MOST_SHOWN))
+            printed = self._output.read(_MOST_SHOWN).decode(errors="replace").strip()
+            if printed:
+                how += "\n  it printed: " + "\n  ".join(printed.splitlines()[-5:])
+        self.close()
+        return SolutionError(_shown(f"{self._what}: the solution ended without a verdict: {how}"))
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, number)
+
+
+def _shown(text: str) -> str:
+    """Text of the solution without what a terminal would act on, and not too long."""
+    text = _CONTROLS.sub("?", text)
+    return text if len(text) <= 2 * _MOST_SHOWN else text[: 2 * _MOST_SHOWN] + " ..."
+
+
+def _start(questions: int, answers: int, folder: Path, scratch: str, output: IO[bytes]) -> subprocess.Popen[bytes]:
+    path = [os.path.abspath(entry) for entry in sys.path]
+    readable = [str(folder), sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), *path]
+    environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    folders = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "GREENFAST_CACHE_DIR"), scratch)
+    quiet = {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-I", "-c", _CHILD, str(questions), str(answers), "\x1f".join(readable), scratch, *path],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        cwd=scratch,
+        env={**environment, **folders, **quiet, "OMP_NUM_THREADS": "1"},
+        pass_fds=(questions, answers),
+        start_new_session=True,
+    )
+
+
+def _end(child: subprocess.Popen[bytes], pipes: Sequence[int], scratch: str, output: IO[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    for pipe in pipes:
+        os.close(pipe)
+    output.close()
+    shutil.rmtree(scratch, ignore_errors=True)

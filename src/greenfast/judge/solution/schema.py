@@ -1,0 +1,293 @@
+"""solution.json: what a solution says of itself. A single file carries the same JSON in its first comment.
+
+The types below are the schema: msgspec checks every key and type. Expressions are those of ``expressions``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError
+
+CONFIG_NAME = "solution.json"
+
+Language = Literal["cuda", "ptx", "cubin", "triton", "cute", "family", "callable"]
+#: Languages without Python code: their kernels and launches are read, never run, in the judge's process.
+DECLARED = ("cuda", "ptx", "cubin")
+_OF_SUFFIX: dict[str, Language] = {".cu": "cuda", ".ptx": "ptx", ".cubin": "cubin"}
+
+Identifier = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
+#: A kernel's compiled name.
+Entry = Annotated[str, Meta(pattern=r"^[A-Za-z_$%.][\w$.]*$", max_length=1000)]
+#: A solution's name also names its folder of results.
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$", max_length=100)]
+#: A whole number, or an expression in the shape's dimensions and the constants.
+Expression = int | str
+
+_MAX_CONFIG = 1 << 20
+_MAX_SOURCE = 32 << 20
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class TensorMapSpec(_Strict, frozen=True, kw_only=True):
+    """A tensor map over a buffer, for TMA copies; the fields are as in ``spec.kernel.TensorMap``."""
+
+    buffer: Identifier
+    dtype: str
+    shape: list[Expression]
+    strides: list[Expression]
+    box: list[Expression]
+    swizzle: int = 0
+
+
+class LaunchSpec(_Strict, frozen=True, kw_only=True):
+    """One launch.
+
+    kernel: its compiled name. grid, block: up to three extents; Triton's block follows from num_warps.
+    shared: bytes of dynamic shared memory. args: in the order of the kernel's parameters, each a buffer's name,
+    a typed scalar such as "int32(R)", a list of those for a struct by value, or a tensor map.
+    early: as in ``spec.kernel.Launch``. num_warps, num_stages: of Triton.
+    """
+
+    kernel: Entry
+    grid: Annotated[list[Expression], Meta(min_length=1, max_length=3)]
+    block: Annotated[list[Expression], Meta(min_length=1, max_length=3)] | None = None
+    shared: Expression = 0
+    args: list[str | list[str] | TensorMapSpec] = []
+    early: bool = False
+    cluster: Annotated[list[Expression], Meta(max_length=3)] = []
+    num_warps: Expression = 4
+    num_stages: Expression = 3
+
+
+class WorkspaceSpec(_Strict, frozen=True, kw_only=True):
+    """A scratch buffer: its size, and whether it holds zeros before the program, else NaN."""
+
+    bytes: Expression
+    zeros: bool = False
+
+
+class Solution(_Strict, frozen=True, kw_only=True):
+    """The content of solution.json.
+
+    name: of the solution in reports. problem: the known task that it solves, for when ``--problem`` is left out.
+    file: its source, relative to the folder; quoted includes resolve in the folder. target: the only one that it is
+    for, such as "sm_90a". constants: macros in CUDA, constexpr in Triton; each may use the ones before it.
+    toggles: what a ``family`` is given as its toggles.
+    """
+
+    name: Name
+    problem: str = ""
+    author: str = ""
+    description: str = ""
+    language: Language = "cuda"
+    file: str = ""
+    target: str = ""
+    constants: dict[Identifier, Expression] = {}
+    launches: list[LaunchSpec] = []
+    workspaces: dict[Identifier, WorkspaceSpec] = {}
+    toggles: dict[Identifier, int] = {}
+
+
+@dataclass(frozen=True)
+class FoundSolution:
+    """A solution and where it was found.
+
+    folder: quoted includes and its source resolve there. where: the file that holds the JSON, for messages.
+    """
+
+    solution: Solution
+    folder: Path
+    where: Path
+
+    @property
+    def file(self) -> Path:
+        """Its source."""
+        return self.folder / self.solution.file
+
+    @property
+    def is_code(self) -> bool:
+        """Whether Python code of the solution has to be run."""
+        return self.solution.language not in DECLARED
+
+
+def is_solution(path: Path) -> bool:
+    """Whether a path names a solution: a folder with solution.json, that file, or a source file."""
+    if path.is_dir():
+        return (path / CONFIG_NAME).is_file()
+    return path.is_file() and path.suffix in (*_OF_SUFFIX, ".py", ".json")
+
+
+def find_solution(path: Path) -> FoundSolution:
+    """Read and check a solution: a folder with solution.json, that file, or a source with the JSON in its header.
+
+    Raises UsageError that names the file, the key and what is allowed.
+    """
+    if path.is_dir():
+        path = path / CONFIG_NAME
+    if path.suffix == ".json":
+        found = FoundSolution(_decoded(_read(path, _MAX_CONFIG), path, {}), path.parent, path)
+    else:
+        found = FoundSolution(_from_header(path), path.parent, path)
+    _check(found)
+    return found
+
+
+def read_text(path: Path) -> str:
+    """A source's text. Raises UsageError where it cannot be read, is too large, or is not UTF-8."""
+    try:
+        return _read(path, _MAX_SOURCE).decode()
+    except UnicodeDecodeError as e:
+        raise UsageError(f"{path}: byte {e.start} is not UTF-8; save the file as UTF-8") from None
+
+
+def read_bytes(path: Path) -> bytes:
+    """A binary's content. Raises UsageError where it cannot be read or is too large."""
+    return _read(path, _MAX_SOURCE)
+
+
+def _read(path: Path, most: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except (OSError, ValueError) as e:
+        reason = getattr(e, "strerror", None) or e
+        hint = f"; a solution's folder holds a {CONFIG_NAME}" if path.name == CONFIG_NAME else ""
+        raise UsageError(f"{path}: cannot be read ({reason}){hint}") from None
+    if len(data) > most:
+        raise UsageError(f"{path}: larger than {most >> 20} MiB, which is the most that is read")
+    return data
+
+
+def _from_header(path: Path) -> Solution:
+    text = "" if path.suffix == ".cubin" else read_text(path)
+    if path.suffix == ".py":
+        return _decoded(_python_header(text, path), path, {"file": path.name})
+    if path.suffix not in _OF_SUFFIX or path.suffix == ".cubin":
+        raise UsageError(
+            f"{path}: a solution is a folder with {CONFIG_NAME}, or a .cu, .ptx or .py file with the JSON in its header"
+        )
+    header = _comment_header(text)
+    if header is None:
+        example = '{"name": "mine", "launches": [{"kernel": ..., "grid": [...], "block": [...], "args": [...]}]}'
+        raise UsageError(
+            f"{path}: its first comment does not begin with `greenfast: `; write /* greenfast: {example} */"
+        )
+    return _decoded(header.encode(), path, {"file": path.name, "language": _OF_SUFFIX[path.suffix]})
+
+
+_BLOCK = re.compile(r"\s*/\*\s*greenfast:(.*?)\*/", re.DOTALL)
+_LINES = re.compile(r"\s*//\s*greenfast:[^\n]*(?:\n[ \t]*//[^\n]*)*")
+
+
+def _comment_header(text: str) -> str | None:
+    """The JSON of a comment at the start: a block, or lines of which the first says `greenfast:`."""
+    if found := _BLOCK.match(text):
+        return found[1].strip()
+    found = _LINES.match(text)
+    if found is None:
+        return None
+    lines = (line.strip().removeprefix("//") for line in found[0].strip().splitlines())
+    return "\n".join(lines).strip().removeprefix("greenfast:").strip()
+
+
+def _python_header(text: str, path: Path) -> bytes:
+    """GREENFAST of a Python file, a literal; the file is not run."""
+    example = 'GREENFAST = {"name": "mine", "language": "triton", "launches": [...]}'
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as e:
+        line = getattr(e, "lineno", None)
+        raise UsageError(f"{path}: not Python{f', line {line}' if line else ''}: {str(e).splitlines()[0]}") from None
+    for statement in body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="GREENFAST")], value=value):
+                try:
+                    return msgspec.json.encode(ast.literal_eval(value))
+                except (ValueError, TypeError, MemoryError, RecursionError):
+                    raise UsageError(
+                        f"{path}: line {statement.lineno}: GREENFAST is not a literal of JSON's types; it is read "
+                        "without running the file"
+                    ) from None
+    raise UsageError(f"{path}: has no GREENFAST at the top level; write {example}")
+
+
+def _decoded(text: bytes, path: Path, implied: Mapping[str, str]) -> Solution:
+    """The solution of a JSON text; implied: the keys that the file itself answers."""
+    try:
+        raw = msgspec.json.decode(text)
+        if isinstance(raw, dict):
+            for key, value in implied.items():
+                if raw.setdefault(key, value) != value:
+                    raise UsageError(f"{path}: {key}: {raw[key]!r}, but this file is {value!r}; leave the key out")
+            if "language" not in raw and isinstance(raw.get("file"), str):
+                language = _OF_SUFFIX.get(Path(raw["file"]).suffix)
+                if language is None:
+                    allowed = ", ".join(get_args(Language))
+                    raise UsageError(f"{path}: language: missing, and {raw['file']} does not tell; one of {allowed}")
+                raw["language"] = language
+        return msgspec.convert(raw, Solution)
+    except msgspec.ValidationError as e:
+        raise UsageError(f"{path}: {e}{_allowed(str(e))}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise UsageError(f"{path}: not JSON: {e}") from None
+
+
+def _allowed(message: str) -> str:
+    """What is allowed at the key that a message of msgspec names."""
+    kinds: dict[str, type[msgspec.Struct]] = {"launches": LaunchSpec, "workspaces": WorkspaceSpec}
+    within = re.search(r"\$\.(\w+)", message)
+    kind = kinds.get(within[1], Solution) if within else Solution
+    if "unknown field" in message or "missing required field" in message:
+        return f"; its keys are {', '.join(kind.__struct_fields__)}"
+    if "Invalid enum value" in message:
+        return f"; allowed: {', '.join(get_args(Language))}"
+    return ""
+
+
+def _check(found: FoundSolution) -> None:
+    """What the types cannot say."""
+    solution, where = found.solution, found.where
+    if not solution.file:
+        raise UsageError(f"{where}: file: missing; name the solution's source, such as kernel.cu")
+    try:
+        inside = found.file.resolve().is_relative_to(found.folder.resolve())
+        there = found.file.is_file()
+    except (OSError, ValueError, RuntimeError) as e:
+        raise UsageError(f"{where}: file: {solution.file!r} is no path ({e})") from None
+    if not inside:
+        raise UsageError(f"{where}: file: {solution.file} is outside of the solution's folder; copy it there")
+    if not there:
+        raise UsageError(f"{where}: file: {found.file} does not exist")
+    if solution.target:
+        try:
+            Target.parse(solution.target)
+        except UsageError as e:
+            raise UsageError(f"{where}: target: {e}") from None
+    if solution.language in DECLARED:
+        if not solution.launches:
+            raise UsageError(f"{where}: launches: missing; name each kernel with its grid, block and args")
+        for number, launch in enumerate(solution.launches):
+            if launch.block is None:
+                raise UsageError(f"{where}: launches[{number}].block: missing; give the threads of a block")
+    if solution.language != "cuda" and solution.language in DECLARED and solution.constants:
+        used = set(re.findall(r"\w+", str(msgspec.to_builtins([solution.launches, solution.workspaces]))))
+        if unused := sorted(solution.constants.keys() - used):
+            raise UsageError(f"{where}: constants: {', '.join(unused)} not used; {solution.language} takes no macros")
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of solution.json."""
+    return msgspec.json.schema(Solution)

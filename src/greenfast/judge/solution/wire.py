@@ -1,0 +1,307 @@
+"""What the judge and a solution's process say to each other: MessagePack with a schema, and nothing that can run.
+
+A message is four bytes of length, least first, and that many bytes. Every question has a number that its answer
+repeats.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import ml_dtypes
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from greenfast.judge.solution.schema import Solution
+from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import Argument, KernelSource, Launch, Program, Step, Struct, TensorMap, Workspace
+
+#: The longest message, bytes, and how many launches and arguments a program may have.
+MAX_MESSAGE = 64 << 20
+
+_DTYPES = {
+    name: np.dtype(name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64"),
+    )
+} | {name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
+
+Text = Annotated[str, Meta(max_length=1000)]
+Line = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=1000)]
+Entry = Annotated[str, Meta(pattern=r"^[A-Za-z_$%.][\w$.]*$", max_length=1000)]
+Count = Annotated[int, Meta(ge=0, le=2**40)]
+Extent = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Extents = tuple[Extent, Extent, Extent]
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class BufferData(_Message, frozen=True, tag="buffer"):
+    """A buffer's name."""
+
+    name: Line
+
+
+class ScalarData(_Message, frozen=True, tag="scalar"):
+    """A NumPy scalar."""
+
+    dtype: Text
+    data: bytes
+
+
+class BytesData(_Message, frozen=True, tag="bytes"):
+    """A struct by value."""
+
+    data: bytes
+
+
+class ArrayData(_Message, frozen=True, tag="array"):
+    """An array member of a struct."""
+
+    dtype: Text
+    shape: list[Count]
+    data: bytes
+
+
+class StructData(_Message, frozen=True, tag="struct"):
+    """A struct whose fields are laid out when it is launched."""
+
+    fields: list[BufferData | ScalarData | ArrayData | StructData]
+
+
+class TensorMapData(_Message, frozen=True, tag="map"):
+    """A tensor map; the fields are as in ``spec.kernel.TensorMap``."""
+
+    buffer: Line
+    dtype: Text
+    shape: list[Count]
+    strides: list[Count]
+    box: list[Count]
+    swizzle: int
+
+
+ArgumentData = BufferData | ScalarData | BytesData | StructData | TensorMapData
+
+
+class StepData(_Message, frozen=True):
+    """A kernel and its launch."""
+
+    entry: Entry
+    source: str
+    name: Line
+    include_dirs: list[Line]
+    block: tuple[
+        Annotated[int, Meta(ge=1, le=1024)], Annotated[int, Meta(ge=1, le=1024)], Annotated[int, Meta(ge=1, le=64)]
+    ]
+    dynamic_smem_bytes: Annotated[int, Meta(ge=0, le=1 << 20)]
+    phases: list[Line]
+    requires: Line
+    language: Literal["cuda", "ptx", "cubin"]
+    binary: bytes
+    grid: Extents
+    args: Annotated[list[ArgumentData], Meta(max_length=4096)]
+    early: bool
+    cluster: tuple[
+        Annotated[int, Meta(ge=1, le=16)], Annotated[int, Meta(ge=1, le=16)], Annotated[int, Meta(ge=1, le=16)]
+    ]
+
+
+class WorkspaceData(_Message, frozen=True):
+    """A scratch buffer."""
+
+    nbytes: Annotated[int, Meta(ge=1, le=1 << 37)]
+    zeros: bool
+
+
+class Load(_Message, frozen=True, tag="load"):
+    """Import a solution's code. module: an importable name, in place of the folder's file; empty for none."""
+
+    solution: Solution
+    folder: str
+    module: str = ""
+
+
+class Render(_Message, frozen=True, tag="render"):
+    """The program for a shape."""
+
+    toggles: dict[str, int]
+    format: str
+    dims: dict[str, int]
+    target: str
+    multiprocessors: int
+    instrumented: bool = False
+
+
+class Choose(_Message, frozen=True, tag="choose"):
+    """The rung that a family recommends."""
+
+    target: str
+    multiprocessors: int
+    format: str
+    dims: dict[str, int]
+
+
+class Question(_Message, frozen=True):
+    """What the judge asks."""
+
+    number: int
+    ask: Load | Render | Choose
+
+
+class Confined(_Message, frozen=True, tag="confined"):
+    """The first message, before any code of the solution is run: what protects from it."""
+
+    sandbox: list[Line]
+
+
+class Loaded(_Message, frozen=True, tag="loaded"):
+    """The solution's code is imported; it has these functions."""
+
+    functions: list[Line]
+
+
+class Rendered(_Message, frozen=True, tag="rendered"):
+    """A program."""
+
+    steps: Annotated[list[StepData], Meta(min_length=1, max_length=1024)]
+    workspaces: dict[Line, WorkspaceData]
+
+
+class Chosen(_Message, frozen=True, tag="chosen"):
+    """A family's recommendation."""
+
+    rung: Line
+    reason: Text
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    """The solution says that it does not do what was asked."""
+
+    text: str
+
+
+class Raised(_Message, frozen=True, tag="raised"):
+    """The solution's code raised; text: the exception, lines: where in its files."""
+
+    text: str
+    lines: list[str]
+
+
+class Answer(_Message, frozen=True):
+    """What the solution's process says."""
+
+    number: int
+    said: Confined | Loaded | Rendered | Chosen | Refused | Raised
+
+
+def encode_program(program: Program) -> Rendered:
+    """A program as data. Raises UsageError for an argument that is no data."""
+    return Rendered(
+        [_step(step) for step in program.steps],
+        {name: WorkspaceData(w.nbytes, w.zeros) for name, w in program.workspaces.items()},
+    )
+
+
+def _step(step: Step) -> StepData:
+    kernel, launch = step.kernel, step.launch
+    return StepData(
+        entry=kernel.entry,
+        source=kernel.source,
+        name=kernel.name,
+        include_dirs=[str(folder) for folder in kernel.include_dirs],
+        block=_three(kernel.block),
+        dynamic_smem_bytes=int(kernel.dynamic_smem_bytes),
+        phases=list(kernel.phases),
+        requires=kernel.requires,
+        language=kernel.language,
+        binary=kernel.binary,
+        grid=_three(launch.grid),
+        args=[_argument(argument) for argument in launch.args],
+        early=bool(launch.early),
+        cluster=_three(launch.cluster),
+    )
+
+
+def _three(extents: tuple[int, int, int]) -> tuple[int, int, int]:
+    x, y, z = map(int, extents)
+    return x, y, z
+
+
+def _argument(argument: Argument) -> ArgumentData:
+    if isinstance(argument, TensorMap):
+        sizes = (argument.shape, argument.strides, argument.box)
+        shape, strides, box = ([int(n) for n in values] for values in sizes)
+        return TensorMapData(argument.buffer, argument.dtype, shape, strides, box, argument.swizzle)
+    if isinstance(argument, (ctypes.Structure, ctypes.Union, bytes)):
+        return BytesData(bytes(argument))
+    if isinstance(argument, np.void):
+        return BytesData(argument.tobytes())
+    field = _field(argument)
+    if isinstance(field, ArrayData):
+        raise UsageError("an argument of a launch is an array; give a buffer's name, or a Struct with an array")
+    return field
+
+
+def _field(field: Any) -> BufferData | ScalarData | ArrayData | StructData:
+    if isinstance(field, str):
+        return BufferData(field)
+    if isinstance(field, Struct):
+        return StructData([_field(inner) for inner in field.fields])
+    if isinstance(field, (np.generic, np.ndarray)) and field.dtype.name in _DTYPES:
+        if isinstance(field, np.ndarray):
+            return ArrayData(field.dtype.name, list(field.shape), field.tobytes())
+        return ScalarData(field.dtype.name, field.tobytes())
+    raise UsageError(
+        f"{field!r} ({type(field).__name__}) cannot be an argument of a launch; give a buffer's name, a NumPy scalar "
+        "such as numpy.int32(n), a struct as bytes or a Struct, or a TensorMap"
+    )
+
+
+def decode_program(data: Rendered) -> Program:
+    """The program of a message. Raises ValueError for values that do not fit each other."""
+    steps = []
+    for step in data.steps:
+        x, y, z = step.block
+        if x * y * z > 1024:
+            raise ValueError(f"kernel {step.entry} asks for {x * y * z} threads per block; at most 1024 are allowed")
+        kernel = KernelSource(
+            entry=step.entry,
+            source=step.source,
+            name=step.name,
+            include_dirs=tuple(map(Path, step.include_dirs)),
+            block=step.block,
+            dynamic_smem_bytes=step.dynamic_smem_bytes,
+            phases=tuple(step.phases),
+            requires=step.requires,
+            language=step.language,
+            binary=step.binary,
+        )
+        arguments = tuple(_decoded(argument) for argument in step.args)
+        steps.append(Step(kernel, Launch(step.grid, arguments, step.early, step.cluster)))
+    return Program(tuple(steps), {name: Workspace(w.nbytes, w.zeros) for name, w in data.workspaces.items()})
+
+
+def _decoded(data: ArgumentData | ArrayData) -> Any:
+    if isinstance(data, BufferData):
+        return data.name
+    if isinstance(data, BytesData):
+        return data.data
+    if isinstance(data, StructData):
+        return Struct(tuple(map(_decoded, data.fields)))
+    if isinstance(data, TensorMapData):
+        shape, strides, box = (tuple(values) for values in (data.shape, data.strides, data.box))
+        return TensorMap(data.buffer, data.dtype, shape, strides, box, data.swizzle)
+    if data.dtype not in _DTYPES:
+        raise ValueError(f"the dtype {data.dtype!r}")
+    dtype = _DTYPES[data.dtype]
+    if isinstance(data, ArrayData):
+        return np.frombuffer(data.data, dtype).reshape(data.shape)
+    if len(data.data) != dtype.itemsize:
+        raise ValueError(f"a {dtype} of {len(data.data)} bytes")
+    return np.frombuffer(data.data, dtype)[0]
