@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 
 from greenfast.device.gpu import Bound, Executable, KernelImage
 from greenfast.device.session import GpuSession
-from greenfast.device.worker import Worker, WorkerError
+from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.record import GateResult
 from greenfast.judge.request import Request
 from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.spec.arch import Target
+from greenfast.spec.errors import UnsupportedError
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.kernel import PHASE_BUFFER, Launch
 from greenfast.spec.problem import Array, Case, Problem
@@ -321,6 +322,8 @@ class FakeWorker(Worker):
             problem = f"crash: the process ended during {method} (exit -11)"
         except HangError:
             problem = f"hang: {method} did not end within {self._timeout_s:g} s; its process was killed"
+        except UnsupportedError as e:
+            raise UnsupportedByDeviceError(f"{method}: {e}") from None
         except Exception as e:
             problem = f"{method}: {type(e).__name__}: {e}"
         self.close()

@@ -12,7 +12,7 @@ import numpy as np
 
 from greenfast.device.gpu import Executable, KernelImage
 from greenfast.device.session import RunResult
-from greenfast.spec.errors import MachineError
+from greenfast.spec.errors import MachineError, UnsupportedError
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import Case, OutputSpec
@@ -45,6 +45,10 @@ class BadSession(EchoSession):
 
     def phases(self, executable: Executable, case: Case, repeats: int) -> Any:
         return ACTS[repeats]()
+
+
+class EmulatingSession(BadSession):
+    emulates = True
 
 
 class UnstartableSession:
@@ -83,5 +87,22 @@ def _deaf() -> None:
     time.sleep(600)
 
 
-ACTS = [_sleeps, lambda: os._exit(7), lambda: os.kill(os.getpid(), signal.SIGSEGV), sys.exit, _raises, _deaf, _prints]
-SLEEP, EXIT, SEGV, SYS_EXIT, RAISE, DEAF, PRINT = range(len(ACTS))
+def _segv() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _lacks() -> None:
+    raise UnsupportedError("no such instruction")
+
+
+ACTS = [
+    _sleeps,
+    lambda: os._exit(7),
+    lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    sys.exit,
+    _raises,
+    _deaf,
+    _prints,
+    _lacks,
+]
+SLEEP, EXIT, SEGV, SYS_EXIT, RAISE, DEAF, PRINT, LACK = range(len(ACTS))

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from greenfast.device.worker import Worker, WorkerError
+from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from tests.device.processes import group_of, interrupt, is_alive, start, wait_until
 from tests.device.sessions import (
     DEAF,
     EXECUTABLE,
     EXIT,
+    LACK,
     PRINT,
     RAISE,
     SEGV,
@@ -24,6 +25,7 @@ from tests.device.sessions import (
     SYS_EXIT,
     BadSession,
     EchoSession,
+    EmulatingSession,
     HangingStart,
     SlowStart,
     UnstartableSession,
@@ -129,6 +131,23 @@ def test_a_process_that_fails_is_an_error_and_the_other_goes_on(bad: Worker, wha
         with pytest.raises(WorkerError):  # closed: never answers again
             bad.info()
         assert other.run(EXECUTABLE, case(), 1).outputs["y"].size == 4
+
+
+def test_what_a_device_cannot_run_is_not_a_failure_and_its_process_goes_on(bad: Worker) -> None:
+    pid = pid_of(bad)
+    with pytest.raises(UnsupportedByDeviceError, match=r"^phases: no such instruction$") as found:
+        act(bad, LACK)
+    assert (found.value.ended, pid_of(bad)) == (False, pid)
+
+
+@pytest.mark.parametrize(("what", "said"), [(EXIT, r"crash: .* \(exit 7\)"), (SLEEP, "hang: phases did not end")])
+def test_an_emulator_that_ends_or_is_late_says_nothing_of_the_kernel(what: int, said: str) -> None:
+    with Worker(timeout_s=30, make_session=EmulatingSession) as worker:
+        worker.info()
+        worker._timeout_s = 1
+        with pytest.raises(UnsupportedByDeviceError, match=said) as found:
+            act(worker, what)
+        assert found.value.ended
 
 
 def test_a_device_that_cannot_be_opened_says_why() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.emulator.ptx.unsupported import UnsupportedError
+from greenfast.spec.errors import UnsupportedError
 from tests.emulator.kernels import run
 from tests.emulator.test_ptx_text import run as run_ptx
 

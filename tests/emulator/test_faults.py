@@ -10,7 +10,7 @@ import pytest
 from greenfast.emulator import scheduler
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.emulator.ptx.unsupported import UnsupportedError
+from greenfast.spec.errors import UnsupportedError
 from tests.emulator.kernels import run
 
 X = np.arange(64, dtype=np.float32)
@@ -206,7 +206,7 @@ def test_what_no_check_foresaw_is_named_with_its_line(monkeypatch: pytest.Monkey
         raise ValueError("shapes do not match")
 
     monkeypatch.setattr(Counts, "access", broken)
-    says = r"k: the emulator cannot execute this at k\.cu:1 \(in: ld\.global.*\): ValueError: shapes do not match"
+    says = r"k at k\.cu:1 \(in: ld\.global.*\): a bug in the emulator: ValueError: shapes do not match"
     with pytest.raises(UnsupportedError, match=says):
         output("y[threadIdx.x] = x[threadIdx.x];")
 

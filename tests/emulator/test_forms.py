@@ -11,7 +11,7 @@ from greenfast.emulator.ptx.forms import FORMS, fits, groups_of, refusal
 from greenfast.emulator.ptx.inlining import inlined
 from greenfast.emulator.ptx.parser import parse
 from greenfast.emulator.ptx.recursion import JUMPS
-from greenfast.emulator.ptx.unsupported import UnsupportedError
+from greenfast.spec.errors import UnsupportedError
 from scripts import emulator_forms
 
 #: Modifiers and types of the PTX ISA.

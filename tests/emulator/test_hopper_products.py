@@ -8,7 +8,7 @@ import pytest
 from greenfast.emulator.grid import program_of
 from greenfast.emulator.instructions.convert import E4M3_VALUES
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.emulator.ptx.unsupported import UnsupportedError
+from greenfast.spec.errors import UnsupportedError
 from tests.emulator.hopper import D_STORE, run, tensor_map, wgmma
 
 RNG = np.random.default_rng(3)

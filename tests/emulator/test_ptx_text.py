@@ -10,8 +10,7 @@ import pytest
 from greenfast.emulator.grid import run_grid
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.ptx.literals import initial, integer
-from greenfast.emulator.ptx.unsupported import UnsupportedError
-from greenfast.spec.errors import UsageError
+from greenfast.spec.errors import UnsupportedError, UsageError
 from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import OutputSpec
 

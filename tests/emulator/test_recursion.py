@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.emulator.ptx.unsupported import UnsupportedError
+from greenfast.spec.errors import UnsupportedError
 from tests.emulator.kernels import run
 
 SIGNATURE = {"parameters": "const int* x, int* y", "args": ("x", "y")}

@@ -13,7 +13,7 @@ from typing import Any
 
 from greenfast.device.gpu import Executable
 from greenfast.device.session import Block, GpuSession, RunResult
-from greenfast.spec.errors import GreenfastError
+from greenfast.spec.errors import GreenfastError, UnsupportedError
 from greenfast.spec.facts import DeviceInfo, KernelCounts
 from greenfast.spec.problem import Case
 
@@ -25,21 +25,34 @@ class WorkerError(GreenfastError):
     """A kernel's process failed: it crashed, exceeded its time-out, or its device reported an error."""
 
 
+class UnsupportedByDeviceError(WorkerError):
+    """The device could not run a kernel that may be right, so nothing is known of it: what it lacks, and where.
+
+    ended: whether the worker's process is gone; else other kernels, and other cases of this one, may run.
+    """
+
+    def __init__(self, message: str, ended: bool = False) -> None:
+        super().__init__(message)
+        self.ended = ended
+
+
 def _serve(connection: Connection, make_session: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Child process: report whether it started, then answer (method, args) until the pipe closes.
 
-    Every message is ("ok", result) or ("error", message).
+    Every message is ("ok", result), ("unsupported", message) after an UnsupportedError, or ("error", message).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts, and closes the pipe
 
     def attempt(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
         try:
             return "ok", function(*arguments)
+        except UnsupportedError as e:
+            return "unsupported", str(e)
         except Exception as e:
             return "error", f"{e}" if isinstance(e, GreenfastError) else f"{type(e).__name__}: {e}"
 
     status, session = attempt(make_session, args)
-    connection.send((status, session if status == "error" else None))
+    connection.send((status, None if status == "ok" else session))
     while status == "ok":
         try:
             method, arguments = connection.recv()
@@ -54,7 +67,8 @@ class Worker:
     """A session in a child process. Use as a context manager; leaving it ends the process.
 
     Every method raises WorkerError, and closes the worker, if the process dies, exceeds ``timeout_s`` or reports an
-    error.
+    error. What the device cannot run is an UnsupportedByDeviceError, after which the worker can be used further. So is
+    a process that dies or is late, if the session ``emulates``: an emulator's process is not at a kernel's mercy.
     """
 
     def __init__(self, ordinal: int = 0, *, timeout_s: float, make_session: Callable[..., Any] = GpuSession) -> None:
@@ -71,6 +85,7 @@ class Worker:
         theirs.close()
         self._timeout_s = timeout_s
         self._started = False
+        self._emulates = bool(getattr(make_session, "emulates", False))
 
     def __enter__(self) -> Worker:
         return self
@@ -94,16 +109,22 @@ class Worker:
         return self._answer(method, self._timeout_s)
 
     def _answer(self, what: str, seconds: float) -> Any:
-        """The child's next answer. If it is an error or late, closes the worker and raises WorkerError."""
+        """The child's next answer. If it is an error or late, closes the worker. Raises as every method does."""
         with self._failures(what):
             if not self._connection.poll(seconds):
                 self.close()
-                raise WorkerError(f"hang: {what} did not end within {seconds:g} s; its process was killed")
+                raise self._lost(f"hang: {what} did not end within {seconds:g} s; its process was killed")
             status, value = self._connection.recv()
+        if status == "unsupported":
+            raise UnsupportedByDeviceError(f"{what}: {value}")
         if status == "error":
             self.close()
             raise WorkerError(f"{what}: {value}")
         return value
+
+    def _lost(self, message: str) -> WorkerError:
+        """The error for a process that has ended."""
+        return UnsupportedByDeviceError(message, ended=True) if self._emulates else WorkerError(message)
 
     @contextlib.contextmanager
     def _failures(self, what: str) -> Iterator[None]:
@@ -112,7 +133,7 @@ class Worker:
             yield
         except (EOFError, OSError) as e:
             self._process.join(5)
-            raise WorkerError(f"crash: the process ended during {what} (exit {self._process.exitcode})") from e
+            raise self._lost(f"crash: the process ended during {what} (exit {self._process.exitcode})") from e
 
     def info(self) -> DeviceInfo:
         """The device."""

@@ -24,10 +24,10 @@ from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.inlining import inlined
 from greenfast.emulator.ptx.parser import parse
 from greenfast.emulator.ptx.syntax import Function, Module, Variable
-from greenfast.emulator.ptx.unsupported import UnsupportedError
+from greenfast.emulator.ptx.unsupported import own_bug
 from greenfast.emulator.scheduler import Scheduler
 from greenfast.kernels import KERNEL_DIR
-from greenfast.spec.errors import UsageError
+from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap, Workspace, value_bytes
 from greenfast.spec.problem import Array, OutputSpec, dtype_of
 
@@ -95,8 +95,8 @@ def run_grid(
 
     Output bytes that nothing wrote read as ``poison``. A name among both the inputs and the outputs is one buffer,
     which the kernel finds filled and may change. phases: of an instrumented build, to count each.
-    Raises KernelFaultError for what the kernel does wrong, UnsupportedError for an instruction that is not known, and
-    UsageError where phases cannot be told apart.
+    Raises KernelFaultError for what the kernel does wrong, UnsupportedError for an instruction that is not known and
+    for a failure of the emulator itself, and UsageError where phases cannot be told apart.
     """
     outputs = dict(outputs)
     if phases:
@@ -126,15 +126,17 @@ def run_chain(
 
     def run(garbage: int | None) -> GridResult:
         while True:
-            chain = _Chain(steps, inputs, outputs, workspaces or {}, garbage)
             try:
+                chain = _Chain(steps, inputs, outputs, workspaces or {}, garbage)
                 for n, step in enumerate(steps):
                     chain.launch(n, step, seed, phases)
+                return chain.result(outputs, poison, phases)
             except TrackReads as found:
-                program = chain.running
-                program.tracked |= {found.name}
-                continue
-            return chain.result(outputs, poison, phases)
+                chain.running.tracked |= {found.name}
+            except GreenfastError:
+                raise
+            except Exception as e:
+                raise own_bug(steps[0].entry, e) from e
 
     try:
         return run(None)
@@ -262,12 +264,11 @@ class _Chain:
                 except KernelFaultError as e:
                     e.printed = "".join([*self.printed, *machine.output])
                     raise
-                except _UNFORESEEN as e:  # in an instruction of the user's kernel
+                except (GreenfastError, TrackReads):
+                    raise
+                except Exception as e:
                     i = machine.current
-                    raise UnsupportedError(
-                        f"{function.name}: the emulator cannot execute this at {i.source or 'unknown line'} "
-                        f"(in: {i.text}): {type(e).__name__}: {e}"
-                    ) from e
+                    raise own_bug(f"{function.name} at {i.source or 'unknown line'} (in: {i.text})", e) from e
                 if by_phase:
                     by_phase.end()
                 self.printed += machine.output
@@ -292,8 +293,6 @@ class _Chain:
         return result
 
 
-#: What NumPy and Python raise for operands that no check covers.
-_UNFORESEEN = (ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError, StopIteration)
 #: How many parts the blocks of a grid run in where their order is drawn.
 _PARTS = 3
 

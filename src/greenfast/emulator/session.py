@@ -20,6 +20,9 @@ _NO_TIME = "the emulator executes a kernel's PTX; it says nothing about time"
 class EmulatorSession:
     """A Session on the emulator."""
 
+    #: A kernel cannot end this process or hold it: endless loops and faults are found and reported.
+    emulates = True
+
     def __init__(self, ordinal: int = 0) -> None:
         """Take a number as a GPU's session does; there is one emulator."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from greenfast.judge.record import Record, Run, Side, TimingRow
+from greenfast.judge.report.facts import side_status
 from greenfast.judge.report.speedups import quoted_from
 from greenfast.spec.errors import UsageError
 
@@ -76,7 +77,7 @@ def build_meta(run: Run, side: Side) -> dict[str, Any]:
 
 
 def correctness_summary(run: Run, side: Side) -> dict[str, Any]:
-    """Errors and gates per (shape, seed); ``all_pass`` is null where nothing ran."""
+    """Errors and gates per (shape, seed); null for what did not run, ``all_pass`` also where that alone is missing."""
     results = []
     for row in side.correctness:
         error = row.error
@@ -93,8 +94,8 @@ def correctness_summary(run: Run, side: Side) -> dict[str, Any]:
                 "kernel_error": row.kernel_error,
                 "bound_ratio": row.bound_ratio,
                 "inputs_digest": row.inputs_digest,
-                "gates": dict.fromkeys(_ERROR_GATES, False) | row.gates,
-                "pass": row.passed,
+                "gates": dict.fromkeys(_ERROR_GATES, False if row.gates else None) | row.gates,
+                "pass": row.passed if row.gates else None,
                 "notes": row.notes,
             }
         )
@@ -103,7 +104,7 @@ def correctness_summary(run: Run, side: Side) -> dict[str, Any]:
         "variant": side.variant,
         "format": run.format,
         "results": results,
-        "all_pass": all(row.passed for row in side.correctness) if results else None,
+        "all_pass": {"PASS": True, "FAIL": False}.get(side_status(side)),
         "pending": _pending(run, "CORRECTNESS"),
     }
 

@@ -21,6 +21,7 @@ from greenfast.emulator.grid import GridResult, program_of, run_grid
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.syntax import Module
+from greenfast.emulator.ptx.unsupported import own_bug
 from greenfast.emulator.session import REPEAT_THREADS
 from greenfast.judge.store import check_writable, write_whole
 from greenfast.spec.arch import Target
@@ -107,8 +108,7 @@ def emulate(asked: Emulate) -> Emulated:
     """Compile, run and look at the outputs.
 
     Raises UsageError for what is asked wrongly, CompileError, KernelFaultError for what the kernel does wrong,
-    UnsupportedError for an instruction that the emulator does not know, and MachineError for a folder that cannot be
-    written.
+    UnsupportedError for what the emulator cannot run, and MachineError for a folder that cannot be written.
     """
     start = time.perf_counter()
     _check_launch(asked)
@@ -213,9 +213,9 @@ def _program(asked: Emulate, ptx: str, entry: str) -> tuple[Module, Program]:
     """The kernel's program. Raises UsageError for PTX that was cut off or edited into what no compiler writes."""
     try:
         return program_of(ptx, entry)
-    except (AssertionError, AttributeError, IndexError, KeyError, ValueError):
+    except (AssertionError, AttributeError, IndexError, KeyError, ValueError) as e:
         if asked.file.suffix != ".ptx":
-            raise
+            raise own_bug(entry, e) from e
         raise UsageError(f"{asked.file}: {entry} cannot be read as PTX; is the file whole?") from None
 
 

@@ -19,6 +19,7 @@ from greenfast.spec.problem import least_work
 
 GATES = ("BUILD", "RESOURCES", "CORRECTNESS", "PERFORMANCE", "EVIDENCE")
 NOT_CORRECT = "not asked: a kernel that is not correct is not timed"
+NOT_DECIDED = "not asked: what has not been shown to be correct is not timed"
 
 
 def pending(gate: str, reason: str) -> GateResult:
@@ -84,7 +85,7 @@ class GateRun:
             self.progress("CORRECTNESS"),
         )
         if self.add(result).status != "PASS":
-            self.add(pending("PERFORMANCE", NOT_CORRECT))
+            self.add(pending("PERFORMANCE", NOT_CORRECT if result.status == "FAIL" else NOT_DECIDED))
             return False
         reason = request.cannot_time()
         if reason:

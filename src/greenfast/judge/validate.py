@@ -99,7 +99,7 @@ def decide(gates: Sequence[GateResult]) -> tuple[Decision, list[str]]:
         return "DEFER", [f"{r.gate}: {reason}" for r in failed for reason in (r.reasons or [r.summary])]
     waiting = [r for r in gates if r.status == "PENDING"]
     if waiting:
-        return "PENDING", [f"{r.gate}: {r.summary}" for r in waiting]
+        return "PENDING", [f"{r.gate}: {reason}" for r in waiting for reason in (r.reasons or [r.summary])]
     return "MERGE", ["all five gates hold"]
 
 

@@ -23,6 +23,12 @@ class MachineError(GreenfastError):
     exit_code = 3
 
 
+class UnsupportedError(GreenfastError):
+    """A device cannot run a kernel that may be right: the message names what it lacks, and where the kernel has it."""
+
+    exit_code = 3
+
+
 class CompileError(GreenfastError):
     """NVRTC refused a kernel, or crashed on it; the message contains the compiler's, with file and line."""
 

@@ -19,9 +19,8 @@ from types import FrameType
 from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import run_grid
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.emulator.ptx.unsupported import UnsupportedError
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import GreenfastError
+from greenfast.spec.errors import GreenfastError, UnsupportedError
 from greenfast.spec.kernel import KernelSource, Launch
 from tests.emulator.corpus.entry import Bound, Entry, bind
 
@@ -99,7 +98,7 @@ def _run(entry: Entry, ptx: str, orders: int) -> tuple[str, str]:
             return _judged(entry, str(fault))
         except UnsupportedError as e:
             # What the emulator did not foresee comes as a message too; it counts as a crash all the same.
-            return ("crashed" if "the emulator cannot execute this" in str(e) else "refused"), str(e)
+            return ("crashed" if "a bug in the emulator" in str(e) else "refused"), str(e)
         except GreenfastError as e:  # a refusal for a reason other than an instruction
             return "refused", f"{type(e).__name__}: {e}"
         except Exception as e:  # whatever it is, it is what the corpus looks for

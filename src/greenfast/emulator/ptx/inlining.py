@@ -24,7 +24,8 @@ from greenfast.emulator.ptx.syntax import (
     Variable,
     Vector,
 )
-from greenfast.emulator.ptx.unsupported import UnsupportedError, unsupported
+from greenfast.emulator.ptx.unsupported import unsupported
+from greenfast.spec.errors import UnsupportedError
 
 #: Functions that the emulator knows itself.
 BUILT_IN = ("vprintf", "__assertfail")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from greenfast.emulator.ptx.syntax import Address, Function, Module, Operand, Register, Symbol, Vector
-from greenfast.emulator.ptx.unsupported import UnsupportedError
+from greenfast.spec.errors import UnsupportedError
 
 #: Jump to a label, and back; keep a function's frame, and put it back; copy a variable to another as it is.
 ENTER, LEAVE, KEEP, RESTORE, COPY = "call~", "ret~", "keep~", "restore~", "copy~"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from greenfast.emulator.ptx.syntax import Instruction
-from greenfast.spec.errors import GreenfastError
+from greenfast.spec.errors import UnsupportedError
 
 
-class UnsupportedError(GreenfastError):
-    """The kernel holds an instruction that the emulator does not know; the message names it and its source line."""
-
-    exit_code = 3
+def own_bug(where: str, error: Exception) -> UnsupportedError:
+    """The error for a failure of the emulator itself, for which the kernel is not to blame; ``where``: what it ran."""
+    what = "there is not enough memory to emulate this" if isinstance(error, MemoryError) else "a bug in the emulator"
+    return UnsupportedError(f"{where}: {what}: {type(error).__name__}: {error}")
 
 
 def unsupported(instruction: Instruction, why: str = "is not known to the emulator") -> UnsupportedError:

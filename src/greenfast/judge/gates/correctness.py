@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.device.session import RunResult
-from greenfast.device.worker import Worker, WorkerError
+from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.judge.errors import bound_histogram, error_histogram, error_stats, worst_bound_ratio
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record import CorrectnessRow, ErrorStats, GateResult, Histogram, ParityRow, Status
@@ -57,13 +57,15 @@ def check(
 ) -> tuple[GateResult, CorrectnessOutcome]:
     """Run every side on every (shape, seed), each in a separate process; a side whose process fails is not run further.
 
+    What the device could not run is no fault of the kernel: the gate is PENDING, or FAIL where another case was wrong.
+
     own_gates: by role, the kernel-error gate of a side whose rung defines one.
 
     Raises UsageError for a problem whose references are not finite or not of the shape that it decodes.
     """
     outcome = CorrectnessOutcome({side.role: [] for side in sides})
     workers = {side.role: make_worker() for side in sides}
-    broken: dict[str, str] = {}
+    broken: dict[str, WorkerError] = {}
     cells = [(shape, seed) for shape in shapes for seed in seeds]
     try:
         for done, (shape, seed) in enumerate(cells):
@@ -75,10 +77,10 @@ def check(
                 raise UsageError(f"{where}: the references hold NaN or infinity; the problem's inputs must not")
             decoded: dict[str, NDArray[np.float64]] = {}
             for side in sides:
-                result: RunResult | str
+                result: RunResult | WorkerError
                 try:
                     if side.role in broken:
-                        raise WorkerError(f"not run: {broken[side.role]}")
+                        raise type(broken[side.role])(f"not run: {broken[side.role]}")
                     result = workers[side.role].run(side.executable(shape.name), case, REPEATS)
                     decoded[side.role] = values = problem.decode(result.outputs, fmt)
                     if values.shape != references.exact.shape:
@@ -88,8 +90,9 @@ def check(
                     if result.counts is not None:
                         outcome.counts.setdefault(side.role, {}).setdefault(shape.name, result.counts)
                 except WorkerError as e:
-                    broken.setdefault(side.role, str(e))
-                    result = str(e)
+                    result = e
+                    if not isinstance(e, UnsupportedByDeviceError) or e.ended:
+                        broken.setdefault(side.role, e)
                 kernel_gate = own_gates.get(side.role, gates.kernel_error)
                 row = _row(
                     shape,
@@ -118,17 +121,22 @@ def _row(
     references: References,
     gate: ErrorGate,
     kernel_gate: KernelErrorGate,
-    result: RunResult | str,
+    result: RunResult | WorkerError,
     decoded: NDArray[np.float64] | None,
 ) -> CorrectnessRow:
-    """One side's row; a kernel that did not run, or wrote NaN, has no error statistics and fails."""
+    """One side's row; a kernel that did not run, or wrote NaN, has no error statistics and fails.
+
+    A row of what the device cannot run has no gates.
+    """
     bad = gate.bad_abs_err
     format_error = error_stats(references.exact, references.full, bad)
     error = kernel_error = bound_ratio = None
     histograms: dict[str, Histogram] = {}
     held = {"format_error_pass": _within(format_error, gate)}
-    notes = [result] if isinstance(result, str) else list(result.violations)
-    if isinstance(result, str) or decoded is None:
+    notes = [str(result)] if isinstance(result, WorkerError) else list(result.violations)
+    if isinstance(result, UnsupportedByDeviceError):
+        held = {}
+    elif isinstance(result, WorkerError) or decoded is None:
         held["ran_pass"] = False
     else:
         held["memory_pass"] = not result.violations
@@ -190,30 +198,35 @@ def _parity(shape: Shape, seed: int, same_bits: bool, a: NDArray[np.float64], b:
 def _result(outcome: CorrectnessOutcome, sides: Sequence[BuiltSide]) -> GateResult:
     checks: list[tuple[str, str, str, Status]] = []
     reasons: list[str] = []
+    unknown: list[str] = []
     counts = []
     for side in sides:
         rows = outcome.rows[side.role]
         passed = sum(row.passed for row in rows)
+        before = len(reasons), len(unknown)
+        for row in rows:
+            where = f"{side.variant.name} {row.shape} seed {row.seed}"
+            if not row.gates:
+                unknown.append(f"{where}: could not be run here: {'; '.join(row.notes)}")
+            elif not row.passed:
+                missed = ", ".join(name.removesuffix("_pass") for name, ok in row.gates.items() if not ok)
+                detail = f" ({'; '.join(row.notes)})" if row.notes else ""
+                reasons.append(f"{where}: {missed}{detail}")
         counts.append(f"{side.variant.name} {passed}/{len(rows)}")
         checks.append(
             (
                 f"{side.role} {side.variant.name}",
                 f"{len(rows)}/{len(rows)}",
                 f"{passed}/{len(rows)}",
-                "PASS" if passed == len(rows) else "FAIL",
+                "FAIL" if len(reasons) > before[0] else "PENDING" if len(unknown) > before[1] else "PASS",
             )
         )
-        for row in rows:
-            if not row.passed:
-                missed = ", ".join(name.removesuffix("_pass") for name, ok in row.gates.items() if not ok)
-                detail = f" ({'; '.join(row.notes)})" if row.notes else ""
-                reasons.append(f"{side.variant.name} {row.shape} seed {row.seed}: {missed}{detail}")
     identical = sum(p.identical for p in outcome.parity)
     parity = f"; outputs identical on {identical}/{len(outcome.parity)}" if outcome.parity else ""
     return GateResult(
         gate="CORRECTNESS",
-        status="FAIL" if reasons else "PASS",
-        summary=", ".join(counts) + parity,
-        reasons=reasons,
+        status="FAIL" if reasons else "PENDING" if unknown else "PASS",
+        summary=", ".join(counts) + parity + (f"; {len(unknown)} could not be run here" if unknown else ""),
+        reasons=[*reasons, *unknown],
         checks=checks,
     )
