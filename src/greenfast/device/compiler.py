@@ -1,4 +1,7 @@
-"""Compile a kernel with NVRTC to machine code and PTX, through the cache. Needs no GPU and no driver."""
+"""Compile a kernel to machine code and PTX, through the cache. Needs no GPU and no driver.
+
+CUDA is compiled by NVRTC, PTX assembled by ptxas; a cubin is read.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ import stat
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from cuda.core import ProgramOptions
 from cuda.core.utils import make_program_cache_key
 
-from greenfast.device import cache, compiler_process, nvrtc, toolchain
+from greenfast.device import assembler, cache, compiler_process, nvrtc, toolchain
+from greenfast.device.cubin import cubin_capability, cubin_entries, cubin_resources, read_cubin
 from greenfast.device.diagnostics import readable
 from greenfast.device.resources import device_variable_bytes, parse_resources
 from greenfast.spec.arch import Target
@@ -34,9 +39,13 @@ _COMPILER = re.compile(r"Cuda compilation tools, release [\d.]+, V([\d.]+)")
 class CompiledKernel:
     """One kernel as machine code, with the compiler's report.
 
+    A kernel that was given as PTX has neither machine code nor resources where nothing can assemble it; one that was
+    given as a cubin has no PTX.
+
     cubin: an ELF image for ``target``; its line table contains include folders, so equal kernels on two machines share
     ``kernel_hash`` but not always these bytes. log: the compiler's messages, including ``ptxas -v``.
     options: as given to the compiler, without folders. compile_ms: wall time of this call's compile or cache load.
+    reported: its resources, None where there is no machine code.
     """
 
     source: KernelSource
@@ -44,12 +53,19 @@ class CompiledKernel:
     cubin: bytes
     ptx: str
     log: str
-    resources: Resources
+    reported: Resources | None
     compiler: str
     options: tuple[str, ...]
     kernel_hash: str
     compile_ms: float
     from_cache: bool
+
+    @property
+    def resources(self) -> Resources:
+        """Its resources. Raises MachineError where there is no machine code."""
+        if self.reported is None:
+            raise MachineError(f"{self.source.name}: {assembler.MISSING}")
+        return self.reported
 
 
 def compile_kernel(
@@ -59,6 +75,8 @@ def compile_kernel(
 
     isolated: run NVRTC in a separate process, for third-party kernels: NVRTC crashes on some, which kills its process.
     A cached kernel starts no process.
+
+    PTX that nothing here can assemble has neither machine code nor resources.
 
     Raises CompileError with the compiler's messages if it refuses the source, if the source has no such kernel, or if
     it crashes in a separate process; MachineError if NVRTC or the CUDA headers are missing or NVRTC does not know the
@@ -72,7 +90,7 @@ def compile_kernel(
     start = time.perf_counter()
     output, from_cache = _build(source, target, use_cache, isolated)
     compile_ms = (time.perf_counter() - start) * 1e3
-    found = entries(output.ptx)
+    found = entries(output.ptx) if source.language != "cubin" else cubin_entries(read_cubin(output.cubin, source.name))
     if source.entry not in found:
         raise CompileError(
             f"{source.name}: no kernel {source.entry!r}, only: {', '.join(found) or 'none'}; "
@@ -84,11 +102,8 @@ def compile_kernel(
         cubin=output.cubin,
         ptx=output.ptx,
         log=output.log,
-        resources=replace(
-            parse_resources(output.log, source.entry, source.dynamic_smem_bytes),
-            global_bytes=device_variable_bytes(output.ptx),
-        ),
-        compiler=_compiler_of(output.ptx),
+        reported=_resources(source, output) if output.cubin else None,
+        compiler=_compiler_of(output.ptx) if source.language == "cuda" else compiler_version(source.language),
         options=compile_options(source, target),
         kernel_hash=kernel_hash(source),
         compile_ms=compile_ms,
@@ -96,9 +111,22 @@ def compile_kernel(
     )
 
 
+def _resources(source: KernelSource, output: nvrtc.Output) -> Resources:
+    if source.language == "cubin":
+        image = read_cubin(output.cubin, source.name)
+        found = cubin_resources(output.cubin, image, source.entry, source.dynamic_smem_bytes)
+    else:
+        found = parse_resources(output.log, source.entry, source.dynamic_smem_bytes)
+    return replace(found, global_bytes=device_variable_bytes(output.ptx))
+
+
 @functools.cache  # of the library that this process has loaded
-def compiler_version() -> str:
+def compiler_version(language: Literal["cuda", "ptx", "cubin"] = "cuda") -> str:
     """This machine's compiler with its patch release, as in ``CompiledKernel.compiler``; raises as a compile does."""
+    if language == "ptx":
+        return assembler.compiler()
+    if language == "cubin":
+        return "given as machine code"
     empty = KernelSource(
         entry="", source="// which compiler is this?\n", name="version.cu", include_dirs=(), block=(1, 1, 1)
     )
@@ -107,6 +135,8 @@ def compiler_version() -> str:
 
 def compile_options(source: KernelSource, target: Target) -> tuple[str, ...]:
     """The compiler's options for a kernel, as in ``CompiledKernel.options``."""
+    if source.language != "cuda":
+        return assembler.options(target) if source.language == "ptx" else ()
     return tuple(flag.decode() for flag in _options(source, target, ()).as_bytes("nvrtc", "cubin"))
 
 
@@ -139,13 +169,24 @@ def kernel_hash(source: KernelSource) -> str:
     file names or folders, the target or the compiler.
     """
     launch = f"{source.entry};{source.block};{source.dynamic_smem_bytes};".encode()
-    return hashlib.sha256(launch + _sources_digest(source)).hexdigest()[:16]
+    given = _sources_digest(source) if source.language == "cuda" else source.source.encode() + source.binary
+    return hashlib.sha256(launch + given).hexdigest()[:16]
 
 
 def _build(
     source: KernelSource, target: Target, use_cache: bool, isolated: bool, assemble: bool = True
 ) -> tuple[nvrtc.Output, bool]:
     """The compiler's output for a source, and whether it came from the cache."""
+    if source.language == "ptx":
+        return assembler.assemble(source.source, source.name, target, use_cache=use_cache)
+    if source.language == "cubin":
+        image = read_cubin(source.binary, source.name)
+        made_for = cubin_capability(source.binary, image)
+        if made_for[0] != target.capability[0] or made_for[1] > target.capability[1]:
+            raise CompileError(
+                f"{source.name}: machine code for sm_{made_for[0]}{made_for[1]} does not run on {target.name}"
+            )
+        return nvrtc.Output("read", source.binary, "", ""), False
     if not use_cache:
         return _run_nvrtc(source, target, isolated, assemble), False
     key: bytes = make_program_cache_key(

@@ -40,9 +40,9 @@ def code_hash(kernel: CompiledKernel) -> str:
     bounds, and cluster. Not names, line tables or paths, nor unreferenced variables of the module; what the launch
     decides (grid, block, dynamic shared memory, arguments) is in ``launch_facts``.
 
-    Raises MachineError if the cubin has no such kernel, or if nvdisasm is missing.
+    Empty for PTX that was not assembled. Raises MachineError if the cubin has no such kernel, or without nvdisasm.
     """
-    return _Code(kernel).digest()
+    return _Code(kernel).digest() if kernel.reported is not None else ""
 
 
 def launch_facts(source: KernelSource, launch: Launch, dims: Mapping[str, int]) -> LaunchFacts:

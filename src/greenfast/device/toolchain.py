@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import threading
 from pathlib import Path
@@ -63,6 +64,22 @@ def nvdisasm() -> Path:
         remedy = _REMEDY.format("nvidia-cuda-nvdisasm, which 'greenfast[judge]' brings,")
         raise MachineError(f"nvdisasm, the CUDA disassembler, was not found; {remedy}")
     return Path(path)
+
+
+def ptxas() -> Path | None:
+    """The assembler of PTX, or None where it is missing: only kernels that are PTX themselves need it.
+
+    A Python package's comes first (nvidia-cuda-nvcc), then CUDA_PATH's and PATH's, then the one that Triton brings.
+    """
+    found: str | None = find_nvidia_binary_utility("ptxas") or shutil.which("ptxas")
+    if found is not None:
+        return Path(found)
+    triton = importlib.util.find_spec("triton")
+    if triton is not None and triton.origin is not None:
+        bundled = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        if bundled.is_file():
+            return bundled
+    return None
 
 
 def fingerprint() -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from greenfast.judge.record import Record, Run, Side, TimingRow
 from greenfast.judge.report.facts import side_status
 from greenfast.judge.report.speedups import quoted_from
 from greenfast.spec.errors import UsageError
+from greenfast.spec.facts import Resources
 
 RECORD = "record.json"
 REPORT = "VALIDATION_REPORT.md"
@@ -20,6 +22,11 @@ PERFORMANCE = "perf_baseline.json"
 
 #: In every row of correctness_summary.json; false where the kernel left nothing to measure.
 _ERROR_GATES = ("max_abs_err_pass", "mean_abs_err_pass", "pct_bad_pass")
+
+_RESOURCES = (
+    *("registers", "shared_memory_bytes", "static_smem_bytes", "dynamic_smem_bytes", "stack_bytes"),
+    *("spill_store_bytes", "spill_load_bytes"),
+)
 
 
 class PerformanceFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,13 +53,7 @@ def build_meta(run: Run, side: Side) -> dict[str, Any]:
             "entry": b.entry,
             "kernel_hash": b.kernel_hash,
             "code_hash": b.code_hash,
-            "registers": b.resources.registers,
-            "shared_memory_bytes": b.resources.smem_bytes,
-            "static_smem_bytes": b.resources.static_smem_bytes,
-            "dynamic_smem_bytes": b.resources.dynamic_smem_bytes,
-            "stack_bytes": b.resources.stack_bytes,
-            "spill_store_bytes": b.resources.spill_store_bytes,
-            "spill_load_bytes": b.resources.spill_load_bytes,
+            **_resources(b.resources),
             "machine_code": b.machine_code,
         }
         for b in side.builds
@@ -74,6 +75,12 @@ def build_meta(run: Run, side: Side) -> dict[str, Any]:
         "device": run.device,
         "environment": run.environment,
     }
+
+
+def _resources(r: Resources | None) -> dict[str, int | None]:
+    """Null where nothing could assemble the kernel's PTX."""
+    found = {} if r is None else {**asdict(r), "shared_memory_bytes": r.smem_bytes}
+    return {name: found.get(name) for name in _RESOURCES}
 
 
 def correctness_summary(run: Run, side: Side) -> dict[str, Any]:

@@ -40,7 +40,8 @@ class Build(_Data, frozen=True, kw_only=True):
 
     kernel_hash: over the rendered source and every project header that it includes (``device.compiler``). code_hash:
     over the machine code (``device.identity``). dims: of the first shape that it is for. shapes: all of them by name.
-    launches: by shape. shapes, code_hash and launches are empty in records of older versions.
+    launches: by shape. shapes, code_hash and launches are empty in records of older versions. resources: None where
+    nothing could assemble the kernel's PTX.
     """
 
     entry: str
@@ -52,7 +53,7 @@ class Build(_Data, frozen=True, kw_only=True):
     kernel_hash: str
     compile_ms: float
     from_cache: bool
-    resources: Resources
+    resources: Resources | None
     machine_code: dict[str, int] = {}
     shapes: list[str] = []
     code_hash: str = ""

@@ -156,7 +156,7 @@ class GateRun:
                 kernel_hash=k.kernel_hash,
                 compile_ms=round(k.compile_ms, 1),
                 from_cache=k.from_cache,
-                resources=k.resources,
+                resources=k.reported,
                 machine_code=counts[k.kernel_hash],
                 shapes=[
                     name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from greenfast.device import assembler
 from greenfast.device.early_launch import early_launch_faults
 from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.judge.gates.sides import BuiltSide
@@ -14,8 +15,11 @@ from greenfast.spec.facts import KernelCounts
 
 
 def instruction_counts(side: BuiltSide) -> dict[str, dict[str, int]]:
-    """Instruction counts of each different kernel, by its hash."""
-    return {k.kernel_hash: count_instructions(disassemble(k.cubin, k.source.entry)) for _, k in side.distinct}
+    """Instruction counts of each different kernel, by its hash; none of one without machine code."""
+    return {
+        k.kernel_hash: count_instructions(disassemble(k.cubin, k.source.entry)) if k.cubin else {}
+        for _, k in side.distinct
+    }
 
 
 def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None, emulated: str = "") -> GateResult:
@@ -24,6 +28,8 @@ def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None
     rung: None for toggles that are not a rung: no promises. predecessor: the rung's, built for the same shapes,
     where a promise compares with it. emulated: what was counted while the kernel ran, for the summary; no promise.
     """
+    if not all(kernel.cubin for side in (candidate, predecessor) if side for _, kernel in side.distinct):
+        return GateResult(gate="EVIDENCE", status="PENDING", summary=f"no machine code to look at: {assembler.MISSING}")
     counts = instruction_counts(candidate)
     checks: list[tuple[str, str, str, Status]] = []
     reasons: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from greenfast.device import assembler
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record import GateResult, Status
 from greenfast.judge.task import Rung, TaskConfig
@@ -21,6 +22,11 @@ def check(config: TaskConfig, sides: Sequence[BuiltSide]) -> GateResult:
     checks: list[tuple[str, str, str, Status]] = []
     reasons = []
     used = []
+    unknown = [kernel for side in sides for _, kernel in side.distinct if kernel.reported is None]
+    if unknown:
+        return GateResult(
+            gate="RESOURCES", status="PENDING", summary=f"{unknown[0].source.name} is PTX, and {assembler.MISSING}"
+        )
     for side in sides:
         rung = rung_of(config, side.variant)
         for shape, kernel in side.distinct:

@@ -29,7 +29,7 @@ def side_status(side: Side) -> Status:
 
 def worst_resources(side: Side) -> Resources | None:
     """The largest of each resource over a side's kernels; None where nothing was built."""
-    found = [build.resources for build in side.builds]
+    found = [build.resources for build in side.builds if build.resources is not None]
     if not found:
         return None
     largest = max(found, key=lambda r: r.smem_bytes)

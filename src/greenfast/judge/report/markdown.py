@@ -261,16 +261,17 @@ def resources(record: Run) -> str:
             side,
             variant,
             format.dims(build.dims),
-            str(build.resources.registers),
-            format.kilobytes(build.resources.smem_bytes),
-            f"{build.resources.static_smem_bytes} + {build.resources.dynamic_smem_bytes}",
-            str(build.resources.stack_bytes),
-            f"{build.resources.spill_store_bytes} / {build.resources.spill_load_bytes}",
+            str(r.registers),
+            format.kilobytes(r.smem_bytes),
+            f"{r.static_smem_bytes} + {r.dynamic_smem_bytes}",
+            str(r.stack_bytes),
+            f"{r.spill_store_bytes} / {r.spill_load_bytes}",
         )
         for side, variant, build in _builds(record)
+        if (r := build.resources) is not None
     ]
     if not rows:
-        return facts.gate_line(record, "BUILD")
+        return facts.gate_line(record, "RESOURCES" if any(_builds(record)) else "BUILD")
     numbers = ("registers", "SMEM", "static + dynamic bytes", "stack bytes", "spill store / load bytes")
     return format.table(("side", "variant", "dims", *numbers), rows, right=numbers)
 

@@ -1,0 +1,77 @@
+"""From PTX to machine code with ptxas, a separate program, which needs no GPU."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+from greenfast.device import cache, toolchain
+from greenfast.device.nvrtc import Output
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import CompileError
+
+_TIMEOUT_S = 600
+_VERSION = re.compile(r"release [\d.]+, V([\d.]+)")
+_NOISE = re.compile(r"ptxas fatal +: Ptx assembly aborted|ptxas info ")
+#: What is said where there is no ptxas.
+MISSING = "no ptxas here; pip install nvidia-cuda-nvcc (version 13), or put a CUDA toolkit's bin folder on PATH"
+
+
+def options(target: Target) -> tuple[str, ...]:
+    """ptxas's options for a target."""
+    return (f"--gpu-name={target.name}", "--verbose", "--generate-line-info")
+
+
+def compiler() -> str:
+    """The assembler with its patch release, such as "ptxas 13.0.88"; "no assembler" where there is none."""
+    tool = toolchain.ptxas()
+    return _compiler_at(tool) if tool is not None else "no assembler"
+
+
+@functools.cache
+def _compiler_at(tool: Path) -> str:
+    said = subprocess.run([tool, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S).stdout
+    version = _VERSION.search(said)
+    return f"ptxas {version[1]}" if version else "ptxas"
+
+
+def assemble(ptx: str, name: str, target: Target, *, use_cache: bool = True) -> tuple[Output, bool]:
+    """The machine code of a PTX text, and whether it came from the cache; empty without an assembler.
+
+    name: the source's, for messages. Raises CompileError with the assembler's messages.
+    """
+    tool = toolchain.ptxas()
+    if tool is None:
+        return Output("no assembler", b"", ptx, ""), False
+    named = "\0".join((_compiler_at(tool), *options(target), ptx))
+    key = b"ptxas:" + hashlib.sha256(named.encode()).digest()
+    parts = cache.load(key) if use_cache else None
+    if parts is not None and len(parts) == 2:
+        return Output("assembled", parts[0], ptx, parts[1].decode()), True
+    with tempfile.TemporaryDirectory(prefix="greenfast-ptxas-") as folder:
+        source, cubin = Path(folder) / "source.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx, encoding="utf-8")
+        try:
+            done = subprocess.run(
+                [tool, *options(target), str(source), "--output-file", str(cubin)],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise CompileError(f"{name}: ptxas did not end within {_TIMEOUT_S} s for {target.name}") from None
+        log = (done.stderr + done.stdout).replace(str(source), name)
+        if done.returncode < 0:
+            raise CompileError(f"{name}: ptxas crashed (signal {-done.returncode}) for {target.name}")
+        if done.returncode != 0 or not cubin.is_file():
+            lines = [line for line in log.splitlines() if line.strip() and not _NOISE.match(line)]
+            raise CompileError(f"{name} does not assemble for {target.name}:\n" + "\n".join(lines[:20]))
+        output = Output("assembled", cubin.read_bytes(), ptx, log)
+    if use_cache:
+        cache.store(key, [output.cubin, log.encode()])
+    return output, False
