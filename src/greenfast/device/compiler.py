@@ -21,7 +21,8 @@ from cuda.core.utils import make_program_cache_key
 from greenfast.device import assembler, cache, compiler_process, nvrtc, toolchain
 from greenfast.device.cubin import cubin_capability, cubin_entries, cubin_resources, read_cubin
 from greenfast.device.diagnostics import readable
-from greenfast.device.resources import device_variable_bytes, parse_resources
+from greenfast.device.resources import parse_resources
+from greenfast.device.variables import variable_bytes
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError, UsageError
 from greenfast.spec.facts import Resources
@@ -117,7 +118,8 @@ def _resources(source: KernelSource, output: nvrtc.Output) -> Resources:
         found = cubin_resources(output.cubin, image, source.entry, source.dynamic_smem_bytes)
     else:
         found = parse_resources(output.log, source.entry, source.dynamic_smem_bytes)
-    return replace(found, global_bytes=device_variable_bytes(output.ptx))
+    global_bytes, constant_bytes = variable_bytes(output.cubin, output.ptx)
+    return replace(found, global_bytes=global_bytes, constant_bytes=constant_bytes)
 
 
 @functools.cache  # of the library that this process has loaded

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from greenfast.spec.errors import MachineError
@@ -17,21 +16,7 @@ _SECTION = re.compile(r"Compiling entry function '([^']+)'")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers(.*)")
 _SMEM = re.compile(r"(\d+) bytes smem")
-_GLOBAL = re.compile(r"^[\w. ]*\.global\s+(?:\.align\s+\d+\s+)?\.[a-z]+(\d+)\s+([\w$]+)((?:\[\d+\])*)", re.MULTILINE)
 _CUMULATIVE_STACK = re.compile(r"(\d+) bytes cumulative stack size")
-
-
-def device_variable_bytes(ptx: str) -> int:
-    """Bytes of the module's variables in global memory that its code refers to.
-
-    The gmem of ptxas -v also counts constants that only the compiler used, such as ``static constexpr`` members.
-    """
-    total = 0
-    for declaration in _GLOBAL.finditer(ptx):
-        bits, name, dims = declaration.groups()
-        if len(re.findall(rf"(?<![\w$]){re.escape(name)}(?![\w$])", ptx)) > 1:
-            total += int(bits) // 8 * math.prod(int(n) for n in re.findall(r"\d+", dims))
-    return total
 
 
 def parse_resources(log: str, entry: str, dynamic_smem_bytes: int) -> Resources:

@@ -47,7 +47,8 @@ class Shape(_Strict, frozen=True, kw_only=True):
 class Budget(_Strict, frozen=True, kw_only=True):
     """Upper limits per kernel: registers per thread, shared memory (static + dynamic) per block, spills and stack.
 
-    global_bytes: of ``__device__`` variables, in which a kernel could keep results from one launch to the next.
+    global_bytes: of variables that the kernel may write and that outlive a launch, in which it could keep results from
+    one launch to the next: ``__device__``, managed, in inline PTX, ``__constant__``; and of the device heap.
     """
 
     registers: Positive

@@ -31,7 +31,11 @@ class DeviceInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The compiler's report on one kernel; global_bytes: of the __device__ variables that it uses."""
+    """The compiler's report on one kernel.
+
+    global_bytes: of variables in which the module can keep state from one launch to the next
+    (``device.variables.variable_bytes``). constant_bytes: of its ``__constant__`` variables, written or not.
+    """
 
     registers: int
     static_smem_bytes: int
@@ -40,6 +44,7 @@ class Resources:
     spill_store_bytes: int
     spill_load_bytes: int
     global_bytes: int = 0
+    constant_bytes: int = 0
 
     @property
     def smem_bytes(self) -> int:

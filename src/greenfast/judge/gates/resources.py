@@ -32,7 +32,8 @@ def check(config: TaskConfig, sides: Sequence[BuiltSide]) -> GateResult:
         for shape, kernel in side.distinct:
             r, budget = kernel.resources, rung.budget_for(config.shape(shape).dims)
             only = f" ({shape})" if len(side.distinct) > 1 else ""
-            used.append(f"{side.variant.name}{only} {r.registers} registers, {r.smem_bytes / 1024:.1f} KB")
+            constant = f", {r.constant_bytes} bytes of __constant__" if r.constant_bytes else ""
+            used.append(f"{side.variant.name}{only} {r.registers} registers, {r.smem_bytes / 1024:.1f} KB{constant}")
             for what, limit, actual in (
                 ("registers", budget.registers, r.registers),
                 ("shared memory, bytes", budget.smem_bytes, r.smem_bytes),

@@ -1,0 +1,61 @@
+"""Memory of a module that outlives a launch: what a kernel could use to remember earlier launches."""
+
+from __future__ import annotations
+
+from greenfast.device.elf import UNDEFINED, Image, Section, Symbol
+from greenfast.device.written import never_written
+from greenfast.spec.errors import MachineError
+
+_GLOBAL = (".nv.global", ".nv.global.init")
+#: Bank 3: ``__constant__`` variables. A kernel can write them through their address in global memory.
+_CONSTANT = ".nv.constant3"
+#: The device heap outlives a launch, and what is allocated there holds what was last freed there.
+_HEAP_FUNCTIONS = {"malloc", "__nv_aligned_device_malloc"}
+HEAP_BYTES = 8 << 20  # as the driver makes it
+
+
+def variable_bytes(cubin: bytes, ptx: str = "") -> tuple[int, int]:
+    """Bytes in which a module can keep state from launch to launch, and bytes of its ``__constant__`` variables.
+
+    Counted as state: every variable in global memory, managed ones and the ones that inline PTX declares in a function
+    too, and every ``__constant__`` variable, unless ``ptx``, which the machine code was made from, shows that it is
+    never written: tables such as ``static constexpr`` members and strings for printf. Without PTX they all count. A
+    kernel that allocates on the device heap counts with all of it, ``HEAP_BYTES``.
+
+    Raises MachineError for a cubin that cannot be read.
+    """
+    try:
+        image = Image(cubin)
+    except ValueError as e:
+        raise MachineError(f"the machine code cannot be read: {e}") from e
+    found = [(section, _variables(image, index, section)) for index, section in enumerate(image.sections)]
+    in_global = [(section, variables) for section, variables in found if section.name in _GLOBAL]
+    constant = [(section, variables) for section, variables in found if section.name == _CONSTANT]
+    names = {v.name for _, variables in (*in_global, *constant) for v in variables}
+    harmless = never_written(ptx, names) if names else set()
+    state = sum(
+        section.size - sum(v.size for v in variables if v.name in harmless) - _padding(section, variables)
+        for section, variables in (*in_global, *constant)
+    )
+    heap = any(symbol.section == UNDEFINED and symbol.name in _HEAP_FUNCTIONS for symbol in image.symbols)
+    return state + heap * HEAP_BYTES, sum(section.size for section, _ in constant)
+
+
+def _variables(image: Image, index: int, section: Section) -> list[Symbol]:
+    """The variables of a section by address, none of them twice."""
+    if not section.name.startswith((*_GLOBAL, _CONSTANT)):
+        return []
+    found = {(s.value, s.size): s for s in image.symbols if s.section == index and not s.is_section and s.size}
+    return [found[key] for key in sorted(found)]
+
+
+def _padding(section: Section, variables: list[Symbol]) -> int:
+    """Bytes between variables that alignment explains; a section without variables is all content."""
+    if not variables:
+        return 0
+    total, end = 0, 0
+    for variable in variables:
+        gap = variable.value - end
+        total += gap if 0 < gap < max(section.alignment, 1) else 0
+        end = max(end, variable.value + variable.size)
+    return total
