@@ -17,6 +17,8 @@ from greenfast.judge.report.plots import clean
 # Okabe and Ito's colours: greenfast's stand out, other libraries of a precision are near each other.
 _OWN = ("#D55E00", "#E69F00", "#CC79A7")
 _OTHERS = {"fp8": ("#0072B2", "#56B4E9"), "bf16": ("#777777", "#AAAAAA", "#CCCCCC")}
+#: Inches of the figure.
+PLOT_WIDTH = 13
 _WIDTH = 0.8  # of a shape's bars together
 
 
@@ -28,20 +30,23 @@ def save_benchmark_plot(record: Benchmark, path: Path) -> None:
     """
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"a plot is .png or .svg, got {path.name!r}")
-    timed = [row for row in record.rows if row.tflops is not None]
-    grid = [row for row in timed if row.grid]
-    panels = [
-        (f"head dim {d}: TFLOP/s", [row for row in grid if row.dims["D"] == d], "tflops")
-        for d in sorted({row.dims["D"] for row in grid})
-    ]
-    small = [row for row in timed if not row.grid]
-    if small:
-        panels.append(("small shapes: µs per call", small, "median_us"))
-    figure = Figure(figsize=(13, max(2.5, 1.0 + 2.7 * len(panels))), layout="constrained")
+    figure = Figure(figsize=(PLOT_WIDTH, plot_height(record)), layout="constrained")
     FigureCanvasAgg(figure)
+    draw_benchmark(figure, record)
+    figure.savefig(path, dpi=120)
+
+
+def plot_height(record: Benchmark) -> float:
+    """Inches."""
+    return max(2.5, 1.0 + 2.7 * len(_panels(record)))
+
+
+def draw_benchmark(figure: Figure, record: Benchmark) -> None:
+    """Draw the panels into an empty figure."""
+    panels = _panels(record)
     where = f"{facts.device(record)}, commit {facts.commit(record)}"
     figure.suptitle(f"{headline(record.rows, record.versus[:1])}\n{where}", fontsize=12)
-    colors = _colors(record, {row.contender for row in timed})
+    colors = _colors(record, {row.contender for row in record.rows if row.tflops is not None})
     found = ratios(record.rows, record.versus[0])
     for i, (title, rows, value) in enumerate(panels):
         _draw(figure.add_subplot(len(panels), 1, i + 1), title, rows, colors, value, found)
@@ -50,7 +55,18 @@ def save_benchmark_plot(record: Benchmark, path: Path) -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=10, frameon=False)
     else:
         figure.text(0.5, 0.3, "nothing was timed", ha="center", fontsize=14)
-    figure.savefig(path, dpi=120)
+
+
+def _panels(record: Benchmark) -> list[tuple[str, list[Row], str]]:
+    """Of each panel its title, its rows and the field of them that it shows."""
+    timed = [row for row in record.rows if row.tflops is not None]
+    grid = [row for row in timed if row.grid]
+    panels = [
+        (f"head dim {d}: TFLOP/s", [row for row in grid if row.dims["D"] == d], "tflops")
+        for d in sorted({row.dims["D"] for row in grid})
+    ]
+    small = [row for row in timed if not row.grid]
+    return [*panels, ("small shapes: µs per call", small, "median_us")] if small else panels
 
 
 def _colors(record: Benchmark, names: set[str]) -> list[tuple[ContenderFacts, str]]:

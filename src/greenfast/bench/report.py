@@ -132,15 +132,25 @@ def section(record: Benchmark, path: str, answer: Freshness | None = None) -> st
 
 def benchmark_report(record: Benchmark, *, plot: str | None = None) -> str:
     """The whole report. ``plot`` is the path of a figure of this record, relative to where the report will stand."""
+    (name, text), *others = sections(record)
     picture = f"![throughput and times of all contenders]({plot})\n\n" if plot else ""
-    sections = [
-        ("Summary", picture + summary(record)),
+    return document(title(record), [(name, picture + text), *others])
+
+
+def title(record: Benchmark) -> str:
+    """What the report calls itself."""
+    return f"{record.what}, compared with other libraries"
+
+
+def sections(record: Benchmark) -> list[tuple[str, str]]:
+    """The sections of the report by their names, the summary first."""
+    return [
+        ("Summary", summary(record)),
         ("Gates", gates(record)),
         ("Times", _samples_table(record)),
         *([("Compiler resources", resources(record))] if record.side else []),
         *provenance(record),
     ]
-    return document(f"{record.what}, compared with other libraries", sections)
 
 
 def clocks_line(record: Benchmark) -> str:

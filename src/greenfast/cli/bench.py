@@ -15,6 +15,7 @@ from greenfast.bench.records import operator_comparison
 from greenfast.bench.report import clocks_line, console_table, headline, ratios, reasons
 from greenfast.bench.runner import Outcome, compare
 from greenfast.cli.console import GateConsole, exit_code, required_gates, show, table
+from greenfast.cli.page import check_page, write_page
 from greenfast.cli.request import request_of
 from greenfast.judge.bench import bench
 from greenfast.judge.choose import chosen_rung
@@ -45,6 +46,7 @@ def variant_of_environment(config: TaskConfig, environment: Mapping[str, str]) -
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print the results and where the artifacts are."""
+    check_page(args.html)
     return _kernel(args) if args.what == "kernel" else _comparison(args)
 
 
@@ -66,6 +68,7 @@ def _kernel(args: argparse.Namespace) -> int:
         variant = config.variant(args.variant or config.defaults.candidate)
     with GateConsole(to_stderr=args.json) as console:
         outcome = bench(request, variant, console)
+    write_page(args.html, outcome.record, outcome.folder, request.task)
     if args.json:
         print(to_json(outcome.record), end="")
     else:
@@ -112,6 +115,7 @@ def _comparison(args: argparse.Namespace) -> int:
         outcome = compare(
             comparison, request, variant, console, shapes=names, grid=args.grid, rounds=args.rounds
         )  # fmt: skip
+    write_page(args.html, outcome.record, outcome.folder)
     if args.json:
         print(to_json(outcome.record), end="")
     else:

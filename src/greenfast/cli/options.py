@@ -107,6 +107,10 @@ def _how_long(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, metavar="N", help="fresh processes to spread them over")
 
 
+def _html(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report as one HTML file")
+
+
 def _json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the record as JSON instead of text")
 
@@ -143,6 +147,7 @@ def validate(parser: argparse.ArgumentParser) -> None:
         "a folder of runs (default: the evidence folders in the task and next to its folder of tasks)",
     )
     quoting.add_argument("--no-quote", action="store_true", help="quote nothing: without a GPU, PERFORMANCE is PENDING")
+    _html(parser)
     _outcome(parser)
 
 
@@ -165,6 +170,7 @@ def _kernel(parser: argparse.ArgumentParser) -> None:
     _what(parser)
     _how_long(parser)
     _where(parser)
+    _html(parser)
     _outcome(parser)
 
 
@@ -181,6 +187,7 @@ def _comparison(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--grid", action="store_true", help="only the shapes that fill the GPU")
     parser.add_argument("--rounds", type=_rounds, metavar="N", help="rounds per shape (default: by time)")
     _where(parser)
+    _html(parser)
     _json(parser)
 
 
@@ -254,6 +261,7 @@ def report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, nargs="+", help="a run's folder, or its record.json")
     parser.add_argument("--short", action="store_true", help="the short form, to paste into a pull request")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the run's timings (.png or .svg)")
+    _html(parser)
     parser.add_argument("--table", action="store_true", help="one verdict table of all the runs given")
 
 

@@ -9,6 +9,7 @@ from greenfast.bench.plot import save_benchmark_plot
 from greenfast.bench.record import Benchmark
 from greenfast.bench.records import AnyRecord, read_record
 from greenfast.bench.report import benchmark_report
+from greenfast.cli.page import check_page, write_page
 from greenfast.judge.record import Record
 from greenfast.judge.records import freshness_of
 from greenfast.judge.report.ladder import ladder_table
@@ -29,10 +30,15 @@ def run(args: argparse.Namespace) -> int:
         pairs = [(str(p), r) for p, r in records.items() if isinstance(r, Record)]
         print(ladder_table(pairs, aged=freshness_of(pairs)))
         return 0
-    if args.plot and len(records) > 1:
-        raise UsageError("--plot draws one run; give one")
-    for record in records.values():
-        print(_text(record, args.short, args.plot))
+    if (args.plot or args.html) and len(records) > 1:
+        raise UsageError(f"--{'plot draws' if args.plot else 'html is of'} one run; give one")
+    check_page(args.html)
+    for path, record in records.items():
+        if args.html:
+            write_page(args.html, record, path)
+            print(args.html)
+        else:
+            print(_text(record, args.short, args.plot))
     return 0
 
 

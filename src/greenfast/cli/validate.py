@@ -8,6 +8,7 @@ from dataclasses import replace
 from rich.text import Text
 
 from greenfast.cli.console import GateConsole, exit_code, required_gates, show, status
+from greenfast.cli.page import check_page, write_page
 from greenfast.cli.request import request_of
 from greenfast.judge.quote import Kept, evidence_folders, kept_at, kept_in, target_of
 from greenfast.judge.request import Request
@@ -19,6 +20,7 @@ from greenfast.spec.arch import Target
 def run(args: argparse.Namespace) -> int:
     """Judge the candidate; prints each gate when it ends, then the verdict and where the artifacts are."""
     required = required_gates(args.require)
+    check_page(args.html)
     request = request_of(args)
     config = request.task.config
     candidate = config.variant(args.candidate or config.defaults.candidate)
@@ -45,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
             kept=kept,
         )
     record = outcome.record
+    write_page(args.html, record, outcome.folder, request.task)
     if args.json:
         print(to_json(record), end="")
     else:

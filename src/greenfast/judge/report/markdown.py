@@ -24,17 +24,7 @@ _SHORT_REASONS = 2
 def validation_report(record: Record, *, plot: str | None = None) -> str:
     """The whole report. ``plot`` is the path of a figure of this record, relative to where the report will stand."""
     title = f"# {record.task}: {record.baseline.variant} -> {record.candidate.variant}, {record.decision}"
-    sections = [
-        ("Gates", gates(record)),
-        ("Correctness", _correctness(record)),
-        ("Parity of the two sides", _parity(record)),
-        ("Performance", _performance(record, plot)),
-        ("Compiler resources", resources(record)),
-        ("Evidence", _evidence(record)),
-        ("Decision", _decision(record)),
-        *provenance(record),
-    ]
-    body = [f"## {name}\n\n{text}" for name, text in sections]
+    body = [f"## {name}\n\n{text}" for name, text in _validation_sections(record, plot)]
     return "\n\n".join([title, format.bullets(_headline(record)), *body]) + "\n"
 
 
@@ -45,8 +35,32 @@ def report(record: AnyRecord, *, plot: str | None = None) -> str:
     return bench_report(record) if isinstance(record, BenchRecord) else phase_report(record)
 
 
+def sections(record: AnyRecord) -> list[tuple[str, str]]:
+    """The sections of the report by their names."""
+    if isinstance(record, Record):
+        return _validation_sections(record, None)
+    return _bench_sections(record) if isinstance(record, BenchRecord) else _phase_sections(record)
+
+
+def _validation_sections(record: Record, plot: str | None) -> list[tuple[str, str]]:
+    return [
+        ("Gates", gates(record)),
+        ("Correctness", _correctness(record)),
+        ("Parity of the two sides", _parity(record)),
+        ("Performance", _performance(record, plot)),
+        ("Compiler resources", resources(record)),
+        ("Evidence", _evidence(record)),
+        ("Decision", _decision(record)),
+        *provenance(record),
+    ]
+
+
 def phase_report(record: PhaseRecord) -> str:
     """The report of the phases of an instrumented build."""
+    return document(f"{record.task}: phases of {record.side.variant}", _phase_sections(record))
+
+
+def _phase_sections(record: PhaseRecord) -> list[tuple[str, str]]:
     rows = [
         (shape, phase, f"{count:.0f}", format.percent(count / sum(cycles.values())))
         for shape, cycles in record.phase_cycles.items()
@@ -59,13 +73,7 @@ def phase_report(record: PhaseRecord) -> str:
     if rows:
         header = ("shape", "phase", "cycles per block", "share")
         tables.append(format.table(header, rows, right=("cycles per block", "share")))
-    return document(
-        f"{record.task}: phases of {record.side.variant}",
-        [
-            ("Phases", "\n\n".join(tables)),
-            *provenance(record),
-        ],
-    )
+    return [("Phases", "\n\n".join(tables)), *provenance(record)]
 
 
 def document(title: str, sections: Sequence[tuple[str, str]]) -> str:
@@ -75,8 +83,12 @@ def document(title: str, sections: Sequence[tuple[str, str]]) -> str:
 
 def bench_report(record: BenchRecord) -> str:
     """The report of one variant that was checked and timed alone."""
+    return document(f"{record.task}: {record.side.variant}", _bench_sections(record))
+
+
+def _bench_sections(record: BenchRecord) -> list[tuple[str, str]]:
     counted = counts_section(record.sides(), record.least_work)
-    sections = [
+    return [
         ("Gates", gates(record)),
         ("Correctness", _correctness(record)),
         ("Timing", "\n\n".join(_timings(record)) or facts.gate_line(record, "PERFORMANCE")),
@@ -84,7 +96,6 @@ def bench_report(record: BenchRecord) -> str:
         *([("Counts", counted)] if counted else []),
         *provenance(record),
     ]
-    return document(f"{record.task}: {record.side.variant}", sections)
 
 
 def short_form(record: Record) -> str:

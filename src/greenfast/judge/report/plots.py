@@ -16,11 +16,11 @@ from greenfast.judge.record import Record, Side, SpeedupRow, TimingRow
 from greenfast.judge.report import facts, format
 
 # Okabe and Ito's colours, told apart with every common colour blindness; markers differ too.
-_BASELINE = ("#0072B2", "o", "baseline")
-_CANDIDATE = ("#D55E00", "^", "candidate")
-_REQUIRED = "#009E73"
-_NOISE = "#BBBBBB"
-_MAX_PANELS = 4
+BASELINE = ("#0072B2", "o", "baseline")
+CANDIDATE = ("#D55E00", "^", "candidate")
+REQUIRED = "#009E73"
+NOISE = "#BBBBBB"
+MAX_PANELS = 4
 
 
 def save_plot(record: Record, path: Path) -> None:
@@ -32,7 +32,7 @@ def save_plot(record: Record, path: Path) -> None:
     """
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"a plot is .png or .svg, got {path.name!r}")
-    panels = facts.deciding_speedups(record.speedups)[:_MAX_PANELS]
+    panels = facts.deciding_speedups(record.speedups)[:MAX_PANELS]
     height = max(4.6, 1.2 + 2.1 * len(panels), 1.9 + 0.62 * len(record.speedups)) if panels else 2.5
     figure = Figure(figsize=(13, height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -42,8 +42,8 @@ def save_plot(record: Record, path: Path) -> None:
     if panels:
         grid = figure.add_gridspec(len(panels), 2, width_ratios=(1.2, 1))
         for i, row in enumerate(panels):
-            _draw_blocks(figure.add_subplot(grid[i, 0]), record, row, last=i == len(panels) - 1)
-        _draw_forest(figure.add_subplot(grid[:, 1]), record.speedups)
+            draw_blocks(figure.add_subplot(grid[i, 0]), record, row, last=i == len(panels) - 1)
+        draw_forest(figure.add_subplot(grid[:, 1]), record.speedups)
         _draw_legend(figure, record)
     else:
         figure.text(
@@ -56,20 +56,31 @@ def _draw_legend(figure: Figure, record: Record) -> None:
     names = (record.baseline.variant, record.candidate.variant)
     handles = [
         Line2D([], [], color=color, marker=marker, linestyle="", label=f"{role}: {name}")
-        for (color, marker, role), name in zip((_BASELINE, _CANDIDATE), names, strict=True)
+        for (color, marker, role), name in zip((BASELINE, CANDIDATE), names, strict=True)
     ]
-    extra = [Line2D([], [], color=_REQUIRED, linewidth=2, label="required"), Patch(color=_NOISE, label="noise floor")]
+    extra = [Line2D([], [], color=REQUIRED, linewidth=2, label="required"), Patch(color=NOISE, label="noise floor")]
     figure.legend(handles=[*handles, *extra], loc="outside lower center", ncols=4, fontsize=10, frameon=False)
 
 
-def _draw_blocks(axes: Axes, record: Record, row: SpeedupRow, *, last: bool) -> None:
-    """Both sides' block medians of one shape, a faint rule between processes, a name at each seed."""
-    for side, (color, marker, _) in ((record.baseline, _BASELINE), (record.candidate, _CANDIDATE)):
-        times = [us for _, _, block in _runs(side, row) for us in block]
-        axes.plot(range(len(times)), times, color=color, marker=marker, markersize=3.5, linestyle="", alpha=0.8)
+def draw_blocks(
+    axes: Axes,
+    record: Record,
+    row: SpeedupRow,
+    *,
+    last: bool,
+    values: str = "block_medians_us",
+    unit: str = "block median (µs)",
+) -> None:
+    """Both sides' block medians of one shape, a faint rule between processes, a name at each seed.
+
+    values: the field of TimingRow that is drawn. last: whether the axes have the figure's label of blocks.
+    """
+    for side, (color, marker, _) in ((record.baseline, BASELINE), (record.candidate, CANDIDATE)):
+        drawn = [value for _, _, block in _runs(side, row, values) for value in block]
+        axes.plot(range(len(drawn)), drawn, color=color, marker=marker, markersize=3.5, linestyle="", alpha=0.8)
     start = 0
     seeds: set[int] = set()
-    for seed, _, block in _runs(record.candidate, row):
+    for seed, _, block in _runs(record.candidate, row, values):
         if start:
             axes.axvline(start - 0.5, color="0.6" if seed not in seeds else "0.88", linewidth=1)
         if seed not in seeds:
@@ -88,16 +99,16 @@ def _draw_blocks(axes: Axes, record: Record, row: SpeedupRow, *, last: bool) -> 
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(0.0, bottom - 0.05 * (top - bottom)), top + 0.18 * (top - bottom))
     axes.set_title(f"{row.shape}, {row.cache}{_method(record.candidate, row)}", fontsize=11, loc="left")
-    axes.set_ylabel("block median (µs)", fontsize=10)
+    axes.set_ylabel(unit, fontsize=10)
     if last:
         axes.set_xlabel("interleaved blocks, by seed; thin lines part processes", fontsize=10)
     clean(axes)
 
 
-def _runs(side: Side, row: SpeedupRow) -> Iterator[tuple[int, int, Sequence[float]]]:
-    """(seed, process, block medians in microseconds) in the order of the run."""
+def _runs(side: Side, row: SpeedupRow, values: str) -> Iterator[tuple[int, int, Sequence[float]]]:
+    """(seed, process, a value per block) in the order of the run."""
     for timing in facts.timing_of(side, row):
-        for process, block in enumerate(timing.block_medians_us):
+        for process, block in enumerate(getattr(timing, values)):
             yield timing.seed, process, block
 
 
@@ -106,16 +117,16 @@ def _method(side: Side, row: SpeedupRow) -> str:
     return f", timed by {rows[0].method}" if rows else ""
 
 
-def _draw_forest(axes: Axes, rows: Sequence[SpeedupRow]) -> None:
+def draw_forest(axes: Axes, rows: Sequence[SpeedupRow]) -> None:
     """A line per speedup: its interval, its noise band around 1, its requirement, its verdict in words."""
     axes.axvline(1, color="0.3", linewidth=1)
     for y, row in enumerate(rows):
         band = 1 / (1 + row.noise_floor)
-        axes.add_patch(Rectangle((band, y - 0.4), 1 + row.noise_floor - band, 0.8, color=_NOISE, linewidth=0))
+        axes.add_patch(Rectangle((band, y - 0.4), 1 + row.noise_floor - band, 0.8, color=NOISE, linewidth=0))
         error = [[row.speedup - row.ci_low], [row.ci_high - row.speedup]]
         axes.errorbar([row.speedup], [y], xerr=error, color="black", marker="s", markersize=5, capsize=4, linewidth=1.8)
         if row.required:
-            axes.plot([row.required] * 2, [y - 0.4, y + 0.4], color=_REQUIRED, linewidth=2)
+            axes.plot([row.required] * 2, [y - 0.4, y + 0.4], color=REQUIRED, linewidth=2)
         said = f"{format.speedup(row.speedup)} {format.interval(row.ci_low, row.ci_high)}\n{row.verdict}"
         if row.required:
             said += f", required {format.requirement(row.required)}"

@@ -1,0 +1,35 @@
+"""A comparison of contenders as one HTML file."""
+
+from __future__ import annotations
+
+from greenfast.bench.plot import PLOT_WIDTH, draw_benchmark, plot_height
+from greenfast.bench.record import Benchmark
+from greenfast.bench.report import clocks_line, headline, reasons, sections, title
+from greenfast.judge.report.html.charts import drawing
+from greenfast.judge.report.html.limits import limits
+from greenfast.judge.report.html.page import Section, bullets, figure, markdown, page
+from greenfast.judge.report.html.run import details, gates, identity, repeat
+
+
+def benchmark_page(record: Benchmark, sha256: str = "") -> str:
+    """The page of a record. sha256: of its file."""
+    (_, summary), *others = sections(record)
+    picture = drawing(
+        "throughput and times of all contenders",
+        plot_height(record),
+        lambda one: draw_benchmark(one, record),
+        width=PLOT_WIDTH,
+    )
+    missing = reasons(record)
+    return page(
+        title(record),
+        [
+            Section("Times", [figure(picture, clocks_line(record)), markdown(summary)]),
+            *([Section("Gates", gates(record))] if record.gates else []),
+            Section("Repeat it", repeat(record)),
+            Section("Limits", [bullets([*missing, *limits(record)])]),
+            Section("The whole record", details(others)),
+        ],
+        claims=[f"{said[:1].upper()}{said[1:]}." for said in (headline(record.rows, [v]) for v in record.versus)],
+        facts=identity(record, sha256),
+    )

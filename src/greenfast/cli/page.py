@@ -1,0 +1,36 @@
+"""The option ``--html``: a run as one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from greenfast.bench.pages import benchmark_page
+from greenfast.bench.record import Benchmark
+from greenfast.bench.records import AnyRecord
+from greenfast.judge.pages import digest, record_page
+from greenfast.judge.store import check_writable, write_whole
+from greenfast.judge.tasks import LoadedTask
+from greenfast.spec.errors import UsageError
+
+
+def check_page(file: Path | None) -> None:
+    """Before a run: raise UsageError or MachineError where its page could not be written."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise UsageError(f"--html {file}: a folder; give the name of a file")
+    check_writable(file.parent, "--html")
+
+
+def write_page(file: Path | None, record: AnyRecord, run: Path, task: LoadedTask | None = None) -> None:
+    """Write the page of a record, where one is asked for.
+
+    run: the record's file or folder. task: the record's; searched for by its name where it is not given.
+    """
+    if file is None:
+        return
+    if isinstance(record, Benchmark):
+        text = benchmark_page(record, digest(run))
+    else:
+        text = record_page(record, digest(run), task)
+    write_whole(file, text)

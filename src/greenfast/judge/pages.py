@@ -1,0 +1,70 @@
+"""A record as one HTML file, with what its task and compiler of today can add to it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from greenfast.judge.artifacts import RECORD
+from greenfast.judge.hot_code import hot_code
+from greenfast.judge.record import AnyRecord, PhaseRecord, Run
+from greenfast.judge.report.html.listing import HotCode
+from greenfast.judge.report.html.roofline import Work
+from greenfast.judge.report.html.run import Found, run_page
+from greenfast.judge.tasks import LoadedTask, find_task, load
+from greenfast.spec.errors import GreenfastError, UsageError
+from greenfast.spec.problem import least_work
+
+
+def record_page(record: AnyRecord, sha256: str = "", task: LoadedTask | None = None) -> str:
+    """The page of a record. sha256: of its file. task: the record's; searched for by its name where it is not given.
+
+    Compiles the kernels again where the cache does not have them; runs nothing.
+    """
+    code = HotCode(missing="an instrumented build has other code")
+    if not isinstance(record, PhaseRecord):
+        try:
+            task = task or _task_of(record)
+            code = hot_code(record, task)
+        except GreenfastError as e:
+            code = HotCode(missing=str(e).splitlines()[0].rstrip(".:"))
+    return run_page(record, Found(work=work_of(record, task), code=code, sha256=sha256))
+
+
+def digest(run: Path) -> str:
+    """SHA-256 of a record's file, given by its path or its folder."""
+    return hashlib.sha256((run / RECORD if run.is_dir() else run).read_bytes()).hexdigest()
+
+
+def _task_of(record: Run) -> LoadedTask:
+    """The task that a record names. Raises UsageError for one that is not known by its name.
+
+    A record must not choose a folder from which code is loaded.
+    """
+    if not re.fullmatch(r"[\w-]+", record.task):
+        raise UsageError("the record names no task")
+    return load(find_task(record.task))
+
+
+def work_of(record: Run, task: LoadedTask | None) -> dict[str, Work]:
+    """By shape that was timed, what its problem needs at least: from the record, else from the task of today."""
+    dims = {row.shape: row.dims for _, side in record.sides() for row in side.timing}
+    rows = [row for _, side in record.sides() for row in side.correctness]
+    moved = {row.shape: row.case_bytes for row in rows if row.case_bytes}
+    found = {}
+    for name, sizes in dims.items():
+        known = task if task is not None and _has(task, name, sizes) else None
+        least = record.least_work.get(name) or (least_work(known.problem, sizes) if known else {})
+        nbytes = moved.get(name) or (known.problem.make_case(sizes, 0, record.format).nbytes if known else 0)
+        found[name] = Work(least, nbytes)
+    return found
+
+
+def _has(task: LoadedTask, shape: str, dims: Mapping[str, int]) -> bool:
+    """Whether the task has this shape with these dimensions: a record must not choose what is computed here."""
+    try:
+        return task.config.shape(shape).dims == dims
+    except UsageError:
+        return False

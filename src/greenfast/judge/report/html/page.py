@@ -1,0 +1,114 @@
+"""The parts of a page, and the page: one HTML file without scripts that loads nothing.
+
+A record is data that somebody else made, so every text is escaped: by Jinja's autoescape, by markdown-it with neither
+HTML nor links nor pictures, and by matplotlib in its SVG. The page's own policy forbids what would be loaded or run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markdown_it import MarkdownIt
+from markupsafe import Markup
+
+_JINJA = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("templates")),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_MARKDOWN = MarkdownIt("zero", {"html": False}).enable(
+    ["table", "heading", "list", "fence", "emphasis", "backticks", "escape"]
+)
+_MARKDOWN.add_render_rule("table_open", lambda *_: '<div class="scroll"><table>\n')
+_MARKDOWN.add_render_rule("table_close", lambda *_: "</table></div>\n")
+
+#: Words that a table shows in a colour.
+_TONES = {
+    **dict.fromkeys(("PASS", "FAST", "MERGE"), "good"),
+    **dict.fromkeys(("FAIL", "SHORT", "SLOWER", "DEFER"), "bad"),
+    **dict.fromkeys(("PENDING", "PARTIAL", "NO EFFECT", "INCONCLUSIVE"), "open"),
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with what stands under it."""
+
+    title: str
+    parts: Sequence[Markup]
+
+    @property
+    def anchor(self) -> str:
+        """The name that links on the page use."""
+        return "-".join(self.title.lower().split())
+
+
+def page(
+    title: str,
+    sections: Sequence[Section],
+    *,
+    word: str = "",
+    claims: Sequence[str] = (),
+    facts: Sequence[tuple[str, str]] = (),
+) -> str:
+    """The whole HTML file. word: the decision. claims, facts: what a hurried reader reads, names with values."""
+    return _JINJA.get_template("page.html.jinja").render(
+        title=title, word=word, tone=tone(word), claims=claims, facts=facts, sections=sections
+    )
+
+
+def tone(word: str) -> str:
+    """good, bad or open for a verdict, a decision or a status; empty for any other text."""
+    return _TONES.get(word, "")
+
+
+def paragraph(text: str) -> Markup:
+    """A paragraph of plain text."""
+    return Markup("<p>{}</p>\n").format(text)
+
+
+def bullets(lines: Iterable[str]) -> Markup:
+    """A list of plain texts."""
+    items = Markup("").join(Markup("<li>{}</li>\n").format(line) for line in lines)
+    return Markup("<ul>\n{}</ul>\n").format(items)
+
+
+def code(text: str) -> Markup:
+    """Text as it is, such as a command."""
+    return Markup("<pre>{}</pre>\n").format(text)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> Markup:
+    """A table; the columns named in ``right`` are aligned to the right, verdicts and statuses are coloured."""
+    return _part("table", header=header, rows=list(rows), right=set(right), tone=tone)
+
+
+def figure(drawing: Markup, caption: str) -> Markup:
+    """A drawing with a text under it."""
+    return _part("figure", drawing=drawing, caption=caption)
+
+
+def fold(summary: str, parts: Iterable[Markup]) -> Markup:
+    """Parts that show on demand, and on paper."""
+    return _part("fold", summary=summary, parts=list(parts))
+
+
+def markdown(text: str) -> Markup:
+    """A Markdown report's section: tables, headings, lists, emphasis and code; all else is plain text."""
+    return Markup(_MARKDOWN.render(text))
+
+
+def part(name: str, **values: Any) -> Markup:
+    """A part from its own template, ``name``.html.jinja."""
+    return Markup(_JINJA.get_template(f"{name}.html.jinja").render(tone=tone, **values))
+
+
+def _part(name: str, **values: Any) -> Markup:
+    module = _JINJA.get_template("parts.html.jinja").module
+    return Markup(getattr(module, name)(**values))
