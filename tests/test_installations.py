@@ -21,6 +21,7 @@ WITHOUT_EXTRAS = ("doctor", "warmup")
 ARGUMENTS = {
     "compare": ["before", "after"],
     "emulate": ["kernel.cu", "--grid", "1", "--block", "32"],
+    "history": ["runs"],
     "report": ["run"],
     "tasks": [],
 }

@@ -265,6 +265,14 @@ def report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", action="store_true", help="one verdict table of all the runs given")
 
 
+def history(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast history``."""
+    parser.add_argument("folder", type=Path, help="a folder with records of runs, at any depth")
+    parser.add_argument("--git", action="store_true", help="also the versions of them in the folder's git history")
+    parser.add_argument("--shape", metavar="NAME", help="the shape that is shown (default: the one that decided most)")
+    _html(parser)
+
+
 def variants(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast variants``."""
     parser.add_argument("task", nargs="?", default="fp8_sdpa", help="default: %(default)s")
@@ -342,6 +350,7 @@ VERBS: dict[str, _Options] = {
     "emulate": ("run a kernel of any CUDA or PTX file in the PTX emulator", emulate),
     "profile": ("Nsight Compute profile, and the share of each phase of a kernel", profile),
     "report": ("the report of a saved run again", report),
+    "history": ("the runs of kernels in the order of time", history),
     "variants": ("the variants of a task", variants),
     "tasks": ("the tasks that are known", tasks),
     "doctor": ("what this machine has, what is missing, and the remedy", doctor),
