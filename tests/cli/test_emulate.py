@@ -168,7 +168,7 @@ def test_an_expectation_decides(capsys: pytest.CaptureFixture[str], files: Path)
 def test_an_input_that_changes_is_1(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     ran = emulate(capsys, files / "saxpy.cu", *SAXPY_ARGS[:-1], "in:y=f32[100]:ones")
     assert ran.code == 1
-    assert "the kernel changed 'y'; give it as inout:y=... if it may" in ran.err
+    assert "give it as inout:y=... if it may" in ran.err
 
 
 def test_a_ptx_file_runs_too(capsys: pytest.CaptureFixture[str], files: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -154,15 +155,37 @@ def test_unwritten_outputs_are_counted_and_poisoned() -> None:
     assert np.isnan(result.outputs["y"][60:]).all()
 
 
-def test_changed_inputs_are_named() -> None:
+@pytest.mark.parametrize(
+    ("body", "byte"),
+    [
+        pytest.param("x[threadIdx.x] = 0;", 0, id="changed"),
+        pytest.param(
+            "if (threadIdx.x == 3) { float v = x[9]; x[9] = v + 1; __threadfence(); x[9] = v; }", 36, id="restored"
+        ),
+        pytest.param("if (threadIdx.x == 3) ((volatile float*)x)[7] = 7;", 28, id="with what it held"),
+        pytest.param("if (threadIdx.x == 3) atomicAdd(x + 2, 0.f);", 8, id="atomically"),
+        pytest.param("if (threadIdx.x == 3) *(float4*)(x + 4) = make_float4(4, 5, 6, 7);", 16, id="a vector"),
+    ],
+)
+def test_a_write_to_an_input_is_named_with_line_and_thread(body: str, byte: int) -> None:
     result = run(
-        "((float*)x)[threadIdx.x] = 0; y[threadIdx.x] = 1;",
+        f"{body}\ny[threadIdx.x] = 1;",
         {"x": X},
         {"y": (64, "float32")},
         threads=64,
-        **SIGNATURE,
+        parameters="float* x, float* y",
+        args=("x", "y"),
     )
-    assert result.changed_inputs == ["x"]
+    assert list(result.input_writes) == ["x"]
+    where = rf"byte {byte} of 'x' \(256 bytes\) at k\.cu:1, block \(0, 0, 0\), thread \([03], 0, 0\) \(in: "
+    assert re.match(f"k: a write to an input: {where}", result.input_writes["x"])
+
+
+def test_a_write_to_what_is_input_and_output_is_none() -> None:
+    result = run(
+        "y[threadIdx.x] += 1;", {"y": X}, {"y": (64, "float32")}, threads=64, parameters="float* y", args=("y",)
+    )
+    assert (result.input_writes, result.outputs["y"].tolist()) == ({}, (X + 1).tolist())
 
 
 def test_an_unknown_instruction_is_named_with_its_line() -> None:

@@ -184,7 +184,7 @@ def test_atomics_and_votes() -> None:
         args=("x", "y"),
         threads=64,
     )
-    assert result.changed_inputs == ["y"]
+    assert list(result.input_writes) == ["y"]
     ballot = run(
         "y[threadIdx.x] = __ballot_sync(0xffffffffu, x[threadIdx.x] > 10);",
         {"x": np.arange(32, dtype=np.int32)},

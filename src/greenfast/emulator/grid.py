@@ -48,12 +48,13 @@ _MOST_BLOCKS = 16
 class GridResult:
     """What a grid left: output arrays, how many of each output's bytes were never written, counts and printed lines.
 
+    input_writes: of each input that was written and is no output, also with what it held, where it was first.
     phases: the counts by phase, where they were asked for; they add up to ``counts``.
     """
 
     outputs: dict[str, Array]
     unwritten: dict[str, int]
-    changed_inputs: list[str]
+    input_writes: dict[str, str]
     counts: Counts
     printed: str = ""
     phases: dict[str, Counts] = field(default_factory=dict)
@@ -166,8 +167,8 @@ def _in_spite_of(run: Callable[[int], GridResult]) -> GridResult | None:
     for other in results[1:]:
         if (
             any(first.outputs[n].tobytes() != other.outputs[n].tobytes() for n in first.outputs)
-            or (first.printed, first.changed_inputs, first.unwritten)
-            != (other.printed, other.changed_inputs, other.unwritten)
+            or (first.printed, first.input_writes, first.unwritten)
+            != (other.printed, other.input_writes, other.unwritten)
             or first.counts.instructions != other.counts.instructions
         ):
             return None
@@ -217,6 +218,8 @@ class _Chain:
                 data = _initial(v, self.symbols[-1]).ljust(v.size, b"\0")
                 memory.bytes_of(place)[:] = np.frombuffer(data, np.uint8)
                 memory.states_of(place)[:] = WRITTEN
+        self.read_only = self.inputs.keys() - outputs.keys()
+        self.input_writes: dict[str, str] = {}
         self.launches = Launches(memory, [step.entry for step in steps]) if len(steps) > 1 else None
         self.counts = Counts()
         self.printed: list[str] = []
@@ -230,7 +233,8 @@ class _Chain:
         shared_layout, shared_bytes = _layout(module, function, step.dynamic_smem_bytes)
         local_layout, local_bytes = _pack([v for v in function.variables.values() if v.space == "local"])
         geometry = Geometry(plan.grid, step.block, _cluster(function, plan))
-        record = GlobalRecord(memory, program.tracked)
+        record = GlobalRecord(memory, program.tracked, self.read_only)
+        record.input_writes = self.input_writes
         by_phase = self.by_phase = PhaseCounts(function) if phases else None
         per_batch = resident_blocks(program, geometry, shared_bytes)
         if self.launches is not None:
@@ -260,7 +264,7 @@ class _Chain:
                 if by_phase:
                     by_phase.begin(machine.lanes)
                 try:
-                    Scheduler(machine, program, seed + int(blocks[0])).run()
+                    Scheduler(machine, program, seed + int(blocks[0]), bool(seed)).run()
                 except KernelFaultError as e:
                     e.printed = "".join([*self.printed, *machine.output])
                     raise
@@ -282,10 +286,7 @@ class _Chain:
             unwritten[name] = int((states == UNWRITTEN).sum())
             data[states == UNWRITTEN] = poison
             found[name] = data.copy().view(dtype_of(o.dtype)).reshape(o.shape)
-        changed = [
-            n for n, a in self.inputs.items() if n not in outputs and memory.bytes_of(n).tobytes() != a.tobytes()
-        ]
-        result = GridResult(found, unwritten, changed, self.counts, "".join(self.printed))
+        result = GridResult(found, unwritten, self.input_writes, self.counts, "".join(self.printed))
         if self.by_phase is not None and not unwritten[PHASE_BUFFER]:
             result.phases = self.by_phase.by_phase(phases, found[PHASE_BUFFER])
             for part in result.phases.values():

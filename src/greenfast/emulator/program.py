@@ -25,7 +25,7 @@ from greenfast.emulator.instructions import (
 )
 from greenfast.emulator.instructions.meetings import meeting_of
 from greenfast.emulator.instructions.printf import call
-from greenfast.emulator.machine.progress import endless_branches, polling_branches
+from greenfast.emulator.machine.progress import endless_branches, is_polled, polling_branches
 from greenfast.emulator.machine.state import Operation
 from greenfast.emulator.ptx.forms import operands_of, refusal
 from greenfast.emulator.ptx.recursion import JUMPS
@@ -70,6 +70,8 @@ class Program:
         self.targets = {pc: _target(i, function) for pc, i in enumerate(function.code) if i.name == "bra"}
         self.polling = polling_branches(function)
         self.endless = endless_branches(function)
+        #: Reads between which and what a thread does next others may write.
+        self.polled = {pc for pc, i in enumerate(function.code) if is_polled(i)}
         #: Whether threads may synchronize through memory.
         self.synchronizes = bool(self.polling) or any(_orders(i) for i in function.code)
         #: Buffers that a run has found to be both read and written.

@@ -36,7 +36,11 @@ EARLY_DELIVERY = 0.25
 class Scheduler:
     """Runs a program on a machine's blocks."""
 
-    def __init__(self, machine: Machine, program: Program, seed: int) -> None:
+    def __init__(self, machine: Machine, program: Program, seed: int, interleave: bool = False) -> None:
+        """Draw the order of the warps from a seed.
+
+        interleave: let others run after the first atomic, volatile or acquire read, so that lost updates show.
+        """
         self.m, self.program = machine, program
         self.code = program.function.code
         self.random = machine.random = random.Random(seed)
@@ -52,6 +56,9 @@ class Scheduler:
         self.meetings = Meetings(machine, program.meetings)
         self.progress = Progress(machine)
         machine.memory.compares = machine.shared.compares = bool(program.polling)
+        self.polled = set(program.polled) if interleave else set()
+        self.interrupted: set[tuple[int, int]] = set()  # warps and reads after which others have run
+        self.interrupt = False
         self.in_vain = [0] * machine.warps  # how many iterations a loop of each warp has waited in vain
         self.spent = 0  # what iterations of waiting loops cost, in instructions
         self.turned = Counter[int]()  # how often loops have let others run, by branch
@@ -115,6 +122,9 @@ class Scheduler:
             pc = min(fragments.keys() - turning) if turning else min(fragments)
             self.m.races.warp = n
             again = self._run_fragment(n, pc, fragments.pop(pc))
+            if self.interrupt:
+                self.interrupt = False
+                return
             if again is None:
                 turning &= fragments.keys()
                 continue
@@ -238,6 +248,12 @@ class Scheduler:
                         self._part(n, pc + 1, lanes, stay)
                         return None
                     self._count(i, keys[pc], active)
+                    if pc in self.polled and (n, pc) not in self.interrupted:
+                        self.interrupted.add((n, pc))
+                        self.interrupt = True
+                        m.events += 1
+                        self._put(n, pc + 1, lanes)
+                        return None
                 else:
                     self._count(i, keys[pc], active)
                     if i.name in CONTROL and pc not in program.meetings:

@@ -42,7 +42,7 @@ class EmulatorSession:
         orders = range(repeats if threads <= REPEAT_THREADS else 1)
         results = [_run(executable, case, seed) for seed in orders]
         first = results[0]
-        violations = [f"input {name!r} was changed" for name in first.changed_inputs]
+        violations = list(first.input_writes.values())
         violations += [
             f"{count} bytes of {name!r} were never written" for name, count in first.unwritten.items() if count
         ]

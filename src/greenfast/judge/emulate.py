@@ -123,7 +123,7 @@ def emulate(asked: Emulate) -> Emulated:
     threads = math.prod(asked.grid) * math.prod(asked.block)
     orders = asked.orders or (ORDERS if threads <= REPEAT_THREADS else 1)
     first, races = _run(asked, ptx, entry, arguments, orders)
-    failures = [f"the kernel changed {n!r}; give it as inout:{n}=... if it may" for n in first.changed_inputs]
+    failures = [f"{said}; give it as inout:{n}=... if it may" for n, said in first.input_writes.items()]
     failures += races
     failures += [
         text

@@ -114,8 +114,8 @@ def run_once(entry: Entry, ptx: str, bound: Bound, seed: int) -> str:
     result = run_grid(ptx, entry.kernel, entry.block, entry.smem, plan, bound.inputs, bound.outputs, seed=seed)
     if entry.faults:
         return ""
-    if result.changed_inputs:
-        return f"changed {', '.join(result.changed_inputs)}"
+    if result.input_writes:
+        return "; ".join(result.input_writes.values())
     if entry.prints and not re.fullmatch(entry.prints, result.printed, re.DOTALL):
         return f"printed {result.printed!r}"
     return bound.differences(result.outputs)

@@ -223,8 +223,13 @@ def atomic(i: Instruction) -> Operation:
             arena.read(offsets, whole, f"{whole}-byte atomic access", True)
         cells = arena.data.view(dtype)
         after = _after(operation, kind, actual)
-        if actual in ("global", "shared"):
+        watched = actual in ("global", "shared")
+        if watched:
+            m.races.accessing = lanes
+            if operation not in ("cas", "exch"):
+                m.races.atomics.meet(actual, offsets, whole)
             m.races.synchronize(actual, offsets, lanes, returns, True, releases)
+        changed = np.zeros(len(offsets), np.bool_)
         for element, column in enumerate(read):  # each element of a vector for itself
             rows = offsets // dtype.itemsize + element
             arguments = [np.broadcast_to(np.asarray(r(m, lanes)), len(rows)) for r in column]
@@ -233,9 +238,13 @@ def atomic(i: Instruction) -> Operation:
                 old[n] = cells[row]
                 new = after(old[n], *(a[n] for a in arguments))
                 cells[row] = new
-                arena.writes += bool(new != old[n])
+                changed[n] |= bool(new != old[n])
             if write:
                 write[element](m, lanes, old)
+        arena.writes += int(np.count_nonzero(changed))
+        if watched and changed.any():
+            m.races.accessing = lane_indices(lanes)[changed]
+            m.races.atomics.record(actual, offsets[changed], whole)
 
     return by_space(space, where, run)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from greenfast.emulator.machine.memory import GlobalMemory
 
 if TYPE_CHECKING:
+    from greenfast.emulator.machine.state import Machine
     from greenfast.emulator.ptx.syntax import Instruction
 
 Offsets = NDArray[np.int64]
@@ -38,6 +39,14 @@ class Launches:
         self.number, self.early = number + 1, early and number > 0
         if not self.early:
             self.first = self.number
+
+    def check(self, m: Machine, threads: Offsets, offsets: Offsets, size: int, writes: bool) -> None:
+        """Note an access. Raises KernelFaultError where an early launch touches what those before it may still use."""
+        if self.early:
+            found = self.harm(offsets, size, writes, m.behind_wait[threads], m.current)
+            if found is not None:
+                raise m.fault(found[1], int(threads[found[0]]))
+        self.touch(offsets, size, writes)
 
     def touch(self, offsets: Offsets, size: int, writes: bool) -> None:
         """Note an access to ``size`` bytes each."""

@@ -252,13 +252,17 @@ class GlobalMemory(Arena):
         """The generic address of an allocation."""
         return GLOBAL_BASE + self.starts[name]
 
+    def end_of(self, name: str) -> int:
+        """Where an allocation ends, as an offset."""
+        return self.starts[name] + self.sizes[name]
+
     def bytes_of(self, name: str) -> Bytes:
         """An allocation's bytes, as a view."""
-        return self.data[self.starts[name] : self.starts[name] + self.sizes[name]]
+        return self.data[self.starts[name] : self.end_of(name)]
 
     def states_of(self, name: str) -> Bytes:
         """The states of an allocation's bytes, as a view."""
-        return self.state[self.starts[name] : self.starts[name] + self.sizes[name]]
+        return self.state[self.starts[name] : self.end_of(name)]
 
     def describe(self, offset: int) -> str:
         """Where an offset lies: in, before or after which allocation."""

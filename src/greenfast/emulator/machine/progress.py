@@ -34,7 +34,7 @@ _STRONG = {"volatile", "relaxed", "acquire", "mmio"}
 
 def polling_branches(function: Function) -> set[int]:
     """The backward branches of loops that read what other threads may write meanwhile."""
-    reads = np.cumsum([0, *(_is_polled(i) for i in function.code)])
+    reads = np.cumsum([0, *(is_polled(i) for i in function.code)])
     found = set()
     for pc, i in enumerate(function.code):
         target = i.operands[0] if i.name == "bra" and i.operands else None
@@ -67,7 +67,8 @@ def _leaves(function: Function, i: Instruction, start: int, end: int) -> bool:
     return not isinstance(target, Symbol) or not start <= function.labels.get(target.name, -1) <= end
 
 
-def _is_polled(i: Instruction) -> bool:
+def is_polled(i: Instruction) -> bool:
+    """Whether an instruction reads what other threads may write meanwhile."""
     if i.name == "atom":
         return True
     return i.name == "ld" and not _STRONG.isdisjoint(i.parts)

@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from greenfast.emulator.machine.atomics import Atomics
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.ordering import Ordering
 from greenfast.emulator.machine.records import (
     WORD,
     GlobalRecord,
     Table,
+    Tables,
     TrackReads,
     changes,
+    clashes,
     places_of,
     threads_by_unit,
     units_of,
@@ -45,16 +48,20 @@ class Races:
     def __init__(self, machine: Machine, record: GlobalRecord, ordering: Ordering) -> None:
         self.m, self.record, self.ordering = machine, record, ordering
         self.warp = 0
+        #: In a cluster warps of several blocks touch a block's shared memory.
+        self.watches_shared = machine.geometry.cluster_size == 1
         self.accessing: Lanes = slice(0, 0)  # the threads of the access, in order
         self._position = np.full(machine.geometry.blocks, -1, np.int64)  # of a block of the grid among these
         self._position[machine.blocks] = np.arange(len(machine.blocks))
-        self._shared_writes = {WORD: Table(WORD, len(machine.shared.data), machine.warps)}
+        self.shared_writes = Tables(machine)
         self._new_reads: list[list[tuple[Numbers, int, int, Lanes]]] = [[] for _ in range(machine.warps)]
         self._behind_wait: set[int] = set()  # mbarriers at which a thread past a griddepcontrol.wait has arrived
-        self._shared_reads: list[dict[int, Table]] = [{} for _ in range(machine.warps)]
+        self._shared_reads = [Tables(machine) for _ in range(machine.warps)]
         self.within = Within(machine)
+        self.atomics = Atomics(self)
 
-    def _begin(self) -> int:
+    def begin(self) -> int:
+        """The number of a new access."""
         number = self.ordering.now = self.record.accesses.add(self.m.current, self.warp)
         return number
 
@@ -126,6 +133,9 @@ class Races:
             self.accessing = lanes
             self._check_launches(offsets, 4, writes)
         self.converge(lanes)
+        if writes and space == "global":
+            self.accessing = lanes
+            self._note_inputs(offsets, self.m.memory.owners(offsets))
         if not self.ordering.through_memory:
             return
         warps = set()
@@ -148,7 +158,7 @@ class Races:
                 np.maximum(ordering.blocks[block], ordering.fenced[writer], out=ordering.blocks[block])
                 return
         else:
-            number = int(self._shared_writes[WORD].entries[offset // WORD])
+            number = int(self.shared_writes[WORD].entries[offset // WORD])
             writer = block if number else -1
         by = int(self.record.accesses.warps[number])
         if writer >= 0 and by != warp:
@@ -158,15 +168,15 @@ class Races:
 
     def shared_read(self, offsets: Numbers, size: int) -> None:
         """Threads read ``size`` bytes each."""
-        number = self._begin()
+        number = self.begin()
         floor, least = self.ordering.floor[self.warp], self.within.least(self.warp)
-        for table in self._shared_writes.values():
+        for table in self.shared_writes.values():
             if table.newest(self.warp) > floor:
                 _, rows, whole = units_of(offsets, size)
-                self._check_shared(table, rows, whole, "read", "write", None)
+                self.check_shared(table, rows, whole, "read", "write", None)
             if table.latest[self.warp] > least:
                 unit, rows, whole = units_of(offsets, size)
-                mine = threads_by_unit(self._threads(len(offsets)), len(rows), whole // unit)
+                mine = threads_by_unit(self.threads(len(offsets)), len(rows), whole // unit)
                 self._check_within(table, rows, whole, mine, "read", "write", None)
         self._new_reads[self.warp].append((offsets, size, number, self.accessing))
         if len(self._new_reads[self.warp]) > _MOST_READS:
@@ -174,21 +184,22 @@ class Races:
 
     def shared_write(self, offsets: Numbers, size: int, values: Numbers | None) -> None:
         """Threads write ``size`` bytes each; values: (threads, size) of them, None where they come later."""
-        number = self._begin()
-        threads = self._threads(len(offsets))
+        number = self.begin()
+        threads = self.threads(len(offsets))
         unit, rows, size = units_of(offsets, size)
         floor, mine = self.ordering.floor[self.warp], threads_by_unit(threads, len(rows), size // unit)
-        for table in self._shared_writes.values():
+        for table in self.shared_writes.values():
             if table.newest(self.warp) > floor:
-                self._check_shared(table, rows, size, "write", "write", values)
+                self.check_shared(table, rows, size, "write", "write", values)
             if values is not None:
                 self._check_within(table, rows, size, mine, "write", "write", values)
+        self.atomics.written(rows, size, values)
         for warp, tables in enumerate(self._shared_reads):
             if warp != self.warp and self._new_reads[warp]:
                 self._record_reads(warp)
             for table in tables.values() if warp != self.warp else ():
                 if table.latest[warp] > floor:
-                    self._check_shared(table, rows, size, "write", "read", values)
+                    self.check_shared(table, rows, size, "write", "read", values)
         if values is None:
             mine = np.full((len(rows), 1), -1)
         else:
@@ -196,23 +207,17 @@ class Races:
                 self._record_reads(self.warp)
             for table in self._shared_reads[self.warp].values():
                 self._check_within(table, rows, size, mine, "write", "read", values)
-        self._table(self._shared_writes, unit).put(rows, size, number, self.warp, mine)
+        self.shared_writes[unit].put(rows, size, number, self.warp, mine)
 
     def _record_reads(self, warp: int) -> None:
         """Record what a warp has read since a barrier: most often no warp writes there before the next one."""
         for offsets, size, number, lanes in self._new_reads[warp]:
             unit, rows, whole = units_of(offsets, size)
-            threads = threads_by_unit(self._threads(len(offsets), lanes), len(rows), whole // unit)
-            self._table(self._shared_reads[warp], unit).put(rows, whole, number, warp, threads)
+            threads = threads_by_unit(self.threads(len(offsets), lanes), len(rows), whole // unit)
+            self._shared_reads[warp][unit].put(rows, whole, number, warp, threads)
         self._new_reads[warp].clear()
 
-    def _table(self, tables: dict[int, Table], unit: int) -> Table:
-        table = tables.get(unit)
-        if table is None:
-            table = tables[unit] = Table(unit, len(self.m.shared.data), self.m.warps)
-        return table
-
-    def _threads(self, count: int, lanes: Lanes | None = None) -> Numbers:
+    def threads(self, count: int, lanes: Lanes | None = None) -> Numbers:
         """The thread of each element of an access by ``lanes``, of the one at hand if there are none."""
         lanes = self.accessing if lanes is None else lanes
         found = np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
@@ -240,7 +245,7 @@ class Races:
             place = self.m.shared_place(int(rows[row]) * size)
             raise self._fault(what, other, int(numbers[row, column]), place, block, lane)
 
-    def _check_shared(self, table: Table, rows: Numbers, size: int, what: str, other: str, values: Any) -> None:
+    def check_shared(self, table: Table, rows: Numbers, size: int, what: str, other: str, values: Any) -> None:
         """A fault where an access meets one of other warps that is not known to be complete."""
         numbers = table.get(rows, size)
         floor = self.ordering.floor[self.warp]
@@ -278,9 +283,9 @@ class Races:
         if record.dirty.isdisjoint(owners) and record.tracked.isdisjoint(owners):
             record.read.update(owners)
             return
-        number = self._begin()
-        mine = self._mine(number, len(offsets))
-        self._check_global(record.writes, offsets, size, mine, "read", "write", None)
+        number = self.begin()
+        mine = self.tags(number, len(offsets))
+        self.check_global(record.writes, offsets, size, mine, "read", "write", None)
         record.read.update(owners - record.tracked - record.dirty)
         unit, places = places_of(offsets, size)
         mine = mine[:, None]
@@ -297,14 +302,16 @@ class Races:
         record = self.record
         self._check_launches(offsets, size, True)
         owners = record.memory.owners(offsets)
+        self._note_inputs(offsets, owners)
         for owner in (owners & record.read) - record.tracked:
             raise TrackReads(record.memory.name_of(owner))
         record.dirty |= owners
-        number = self._begin()
-        mine = self._mine(number, len(offsets))
-        self._check_global(record.writes, offsets, size, mine, "write", "write", values)
+        number = self.begin()
+        mine = self.tags(number, len(offsets))
+        self.check_global(record.writes, offsets, size, mine, "write", "write", values)
+        self.check_global(record.atomics, offsets, size, mine, "write", "atomic access", values)
         for n in range(2):
-            self._check_global({u: t[n] for u, t in record.reads.items()}, offsets, size, mine, "write", "read", values)
+            self.check_global({u: t[n] for u, t in record.reads.items()}, offsets, size, mine, "write", "read", values)
         unit, places = places_of(offsets, size)
         table = record.table(unit)
         mine = mine[:, None]
@@ -313,25 +320,24 @@ class Races:
         if values is not None and lost.any():
             self._check_together(offsets, values, lost, number)
 
-    def _check_launches(self, offsets: Numbers, size: int, writes: bool) -> None:
-        """A fault where an early launch touches what launches before it may still use."""
-        m, launches = self.m, self.m.launches
-        if launches is None:
-            return
-        if launches.early:
-            waited = m.behind_wait[self._threads(len(offsets))]
-            found = launches.harm(offsets, size, writes, waited, m.current)
-            if found is not None:
-                raise m.fault(found[1], self._lane(found[0], len(offsets)))
-        launches.touch(offsets, size, writes)
+    def _note_inputs(self, offsets: Numbers, owners: set[int]) -> None:
+        """Note writes to inputs, also of what is there already: a kernel may put back what it overwrote."""
+        for name, row in self.record.inputs_among(offsets, owners):
+            what = f"a write to an input: {self.m.memory.describe(int(offsets[row]))}"
+            self.record.input_writes.setdefault(name, str(self.m.fault(what, self._lane(row, len(offsets)))))
 
-    def _mine(self, number: int, count: int) -> Numbers:
-        threads = self._threads(count)
+    def _check_launches(self, offsets: Numbers, size: int, writes: bool) -> None:
+        if self.m.launches is not None:
+            self.m.launches.check(self.m, self.threads(len(offsets)), offsets, size, writes)
+
+    def tags(self, number: int, count: int) -> Numbers:
+        """What an access to global memory is recorded by, for each of its elements."""
+        threads = self.threads(count)
         blocks = self.m.blocks[self.m.block_of[threads]].astype(np.uint64)
         lanes = (threads % WARP).astype(np.uint64)
         return (blocks + np.uint64(1)) | lanes << _LANE | np.uint64(number) << _SHIFT
 
-    def _check_global(
+    def check_global(
         self, tables: dict[int, Numbers], offsets: Numbers, size: int, mine: Numbers, what: str, other: str, values: Any
     ) -> None:
         """A fault where an access meets one of another warp or block that is not known to be complete."""
@@ -355,7 +361,7 @@ class Races:
             if values is not None or what == "read":  # no asynchronous copy
                 lanes = (tags >> _LANE & np.uint64(WARP - 1)).astype(np.int64)
                 others = self.warp * m.set_size + here * WARP + lanes
-                bad |= same & self.within.apart(numbers, self._threads(len(offsets))[:, None], others)
+                bad |= same & self.within.apart(numbers, self.threads(len(offsets))[:, None], others)
             if bad.any() and values is not None:
                 bad &= changes(m.memory, offsets, size, values)[:, None]
             if bad.any():
@@ -369,22 +375,16 @@ class Races:
 
         Of threads of one warp that do so one wins (CUDA C++ Programming Guide, "SIMT Architecture"): not a race.
         """
-        some = np.flatnonzero(lost.any(axis=1))
-        order = np.lexsort((np.arange(len(offsets)), offsets))
-        last = dict(zip(offsets[order].tolist(), order.tolist(), strict=True))
-        for row in some.tolist():
-            winner = last[int(offsets[row])]
-            if (values[winner] != values[row]).any():
-                by = self._lane(winner, len(offsets))
-                block = int(self.m.blocks[self.m.block_of[by]])
-                place = self.m.memory.describe(int(offsets[row]))
-                raise self._fault("write", "write", number, place, block, self._lane(row, len(offsets)))
+        for winner, row in clashes(offsets, values, lost):
+            block = int(self.m.blocks[self.m.block_of[self._lane(winner, len(offsets))]])
+            place = self.m.memory.describe(int(offsets[row]))
+            raise self._fault("write", "write", number, place, block, self._lane(row, len(offsets)))
 
     # ---- faults -----------------------------------------------------------------------------------------------------
 
     def _lane(self, row: int, count: int) -> int:
         """The thread of an element of the access."""
-        return int(self._threads(count)[row])
+        return int(self.threads(count)[row])
 
     def _fault(self, what: str, other: str, number: int, place: str, block: int, lane: int) -> KernelFaultError:
         """The fault of two accesses that nothing orders; ``block``: of the earlier one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from greenfast.emulator.machine.memory import Arena, GlobalMemory
 
 if TYPE_CHECKING:
+    from greenfast.emulator.machine.state import Machine
     from greenfast.emulator.ptx.syntax import Instruction
 
 Numbers = NDArray[Any]
@@ -48,23 +50,36 @@ class Accesses:
 
 
 class GlobalRecord:
-    """Last writers and readers of words of global memory: (access number << 32) + (lane << 27) + block + 1, or 0."""
+    """Last writers and readers of words of global memory: (access number << 32) + (lane << 27) + block + 1, or 0.
 
-    def __init__(self, memory: GlobalMemory, tracked: frozenset[str]) -> None:
+    inputs: allocations that a kernel may only read. input_writes: of each one that was written, where it was first.
+    """
+
+    def __init__(self, memory: GlobalMemory, tracked: frozenset[str], inputs: Collection[str] = ()) -> None:
         self.memory = memory
         self.accesses = Accesses()
         #: By bytes of a unit: words, and for narrower accesses bytes.
         self.writes: dict[int, Numbers] = {}
         self.reads: dict[int, tuple[Numbers, Numbers]] = {}
+        self.atomics: dict[int, Numbers] = {}  # those that changed something
         self.dirty: set[int] = set()  # allocations that the launch has written
         self.read: set[int] = set()  # and such that it has read with no record
         self.tracked = {memory.number(name) for name in tracked if name in memory.starts}
+        self.inputs = {memory.number(name) for name in inputs}
+        self.input_writes: dict[str, str] = {}
 
-    def table(self, unit: int) -> Numbers:
+    def inputs_among(self, offsets: Numbers, owners: set[int]) -> list[tuple[str, int]]:
+        """The inputs among the allocations of an access, each with its first element there."""
+        names = [self.memory.name_of(owner) for owner in owners & self.inputs]
+        spans = [(name, self.memory.starts[name], self.memory.end_of(name)) for name in names]
+        return [(name, int(np.flatnonzero((offsets >= a) & (offsets < b))[0])) for name, a, b in spans]
+
+    def table(self, unit: int, atomic: bool = False) -> Numbers:
         """The last writes by unit."""
-        if unit not in self.writes:
-            self.writes[unit] = np.zeros(len(self.memory.data) // unit, np.uint64)
-        return self.writes[unit]
+        tables = self.atomics if atomic else self.writes
+        if unit not in tables:
+            tables[unit] = np.zeros(len(self.memory.data) // unit, np.uint64)
+        return tables[unit]
 
     def readers(self, unit: int) -> tuple[Numbers, Numbers]:
         """The last reads by unit, and those before them of another block."""
@@ -112,6 +127,17 @@ class Table:
         return self.entries.view(_VIEWS[4])[quarters].view(np.uint32).reshape(-1, units)
 
 
+class Tables(dict[int, Table]):
+    """The tables of a machine's shared memory by unit, each made when it is first needed."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._size, self._warps = len(machine.shared.data), machine.warps
+
+    def __missing__(self, unit: int) -> Table:
+        table = self[unit] = Table(unit, self._size, self._warps)
+        return table
+
+
 def units_of(offsets: Numbers, size: int) -> tuple[int, Numbers, int]:
     """What an access is recorded by: the bytes of a unit, its elements by number, and their size.
 
@@ -143,6 +169,16 @@ def places_of(offsets: Numbers, size: int) -> tuple[int, Numbers]:
     """The bytes of a unit, and the (threads, units) of an access."""
     unit = WORD if size >= WORD else 1
     return unit, offsets[:, None] // unit + np.arange(size // unit)
+
+
+def clashes(offsets: Numbers, values: Numbers, lost: Numbers) -> Iterator[tuple[int, int]]:
+    """Of elements that were overwritten in the access that wrote them: the last one there, where its value differs."""
+    order = np.lexsort((np.arange(len(offsets)), offsets))
+    last = dict(zip(offsets[order].tolist(), order.tolist(), strict=True))
+    for row in np.flatnonzero(lost.any(axis=1)).tolist():
+        winner = last[int(offsets[row])]
+        if (values[winner] != values[row]).any():
+            yield winner, row
 
 
 def changes(arena: Arena, offsets: Numbers, size: int, values: Numbers) -> Numbers:

@@ -195,7 +195,7 @@ class Machine:
         self._lay_parameters()
         record = self.record or GlobalRecord(self.memory, frozenset())
         self.races = Races(self, record, Ordering(len(self.blocks), self.warps, self.synchronizes))
-        if self.geometry.cluster_size == 1:  # else warps of several blocks touch a block's shared memory
+        if self.races.watches_shared:
             self.shared.on_read, self.shared.on_write = self.races.shared_read, self.races.shared_write
         self.memory.on_read, self.memory.on_write = self.races.global_read, self.races.global_write
         #: Which threads are past a griddepcontrol.wait, theirs or of a thread that they have waited for since.
