@@ -22,9 +22,10 @@ from greenfast.bench.records import AnyRecord, freshness, operator_comparison, r
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, launch_facts
 from greenfast.judge.artifacts import RECORD
+from greenfast.judge.digest import sealed_json
 from greenfast.judge.record import Build, PhaseRecord, Record, Side
 from greenfast.judge.records import family_of
-from greenfast.judge.store import to_json, write_whole
+from greenfast.judge.store import write_whole
 from greenfast.judge.tasks import find_task, load, load_peers
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError
@@ -119,7 +120,7 @@ def main() -> int:
 
 def _write(path: Path, before: AnyRecord, after: AnyRecord) -> None:
     if after != before:
-        write_whole(path, to_json(after))
+        write_whole(path, sealed_json(after))
 
 
 def _tell(path: Path, answer: Freshness) -> Freshness:

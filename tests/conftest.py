@@ -9,6 +9,7 @@ import pytest
 from cuda.bindings import driver
 
 from greenfast.device import compiler_process
+from greenfast.judge import records
 
 _CRASHING = """
 import os, signal, sys
@@ -33,6 +34,12 @@ def crashing_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compiler_process, "_COMPILER", fresh)
     yield
     fresh.close()
+
+
+@pytest.fixture
+def made_up_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records are read without the check that their conclusions follow: for tests of anything else about them."""
+    monkeypatch.setattr(records, "check_record", lambda record, content, path: None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -202,6 +202,7 @@ def rung(candidate: str, baseline: str, fmt: str = "e4m3", task: str = "fp8_sdpa
     return record(candidate=one(candidate).candidate, baseline=one(baseline).candidate, format=fmt, task=task)
 
 
+@pytest.mark.usefixtures("made_up_records")
 def test_records_stand_by_task_format_and_rung(tmp_path: Path) -> None:
     made = tree(
         tmp_path,
@@ -217,6 +218,7 @@ def test_records_stand_by_task_format_and_rung(tmp_path: Path) -> None:
     assert [folder[-1] for folder, _ in evidence(made)] == ["h", "e", "b", "a", "c", "d", "f", "g"]
 
 
+@pytest.mark.usefixtures("made_up_records")
 def test_a_stale_record_is_shown_without_a_number_and_is_no_example(tmp_path: Path) -> None:
     made = blocks(evidence(tree(tmp_path, ("h100/stage2-e4m3", rung("stage2", "stage1")))))
     (line,) = [line for line in made["verdicts"].splitlines() if "(../evidence/h100/stage2-e4m3)" in line]
@@ -226,6 +228,7 @@ def test_a_stale_record_is_shown_without_a_number_and_is_no_example(tmp_path: Pa
     assert made["example"] == ""
 
 
+@pytest.mark.usefixtures("made_up_records")
 def test_a_current_record_is_shown_quoted_and_an_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_results, "freshness", lambda record: Freshness())
     made = blocks(evidence(tree(tmp_path, ("h100/stage2-e4m3", rung("stage2", "stage1")))))
@@ -234,6 +237,7 @@ def test_a_current_record_is_shown_quoted_and_an_example(tmp_path: Path, monkeyp
     assert made["example"].startswith("```text\n$ greenfast validate")
 
 
+@pytest.mark.usefixtures("made_up_records")
 def test_the_comparison_with_peers_is_a_section_once_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +258,7 @@ def test_the_comparison_with_peers_is_a_section_once_there_is_one(
     assert files[root / "evidence/h100/peers/VALIDATION_REPORT.md"] == benchmark_report(read)
 
 
+@pytest.mark.usefixtures("made_up_records")
 def test_the_readme_gets_its_table_and_its_picture_once_both_records_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +308,7 @@ def test_no_records_leave_the_blocks_empty(tmp_path: Path) -> None:
     assert generated(root) == {root / RESULTS: (root / RESULTS).read_text()}
 
 
+@pytest.mark.usefixtures("made_up_records")
 def test_check_changes_nothing_and_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

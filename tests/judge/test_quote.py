@@ -13,10 +13,10 @@ import pytest
 
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.bench import bench
+from greenfast.judge.digest import sealed_json
 from greenfast.judge.quote import evidence_folders, kept_at, kept_in
 from greenfast.judge.record import GateResult, Record, Side
 from greenfast.judge.report.markdown import short_form, validation_report
-from greenfast.judge.store import to_json
 from greenfast.judge.validate import Outcome, validate
 from greenfast.spec.errors import UsageError
 from tests.fakes import L4, FakeDevice, Script, Watcher, install, request
@@ -69,7 +69,7 @@ def performance(outcome: Outcome) -> GateResult:
 def keep(folder: Path, record: Record) -> Path:
     """Write a record as a run's folder."""
     folder.mkdir(parents=True)
-    (folder / RECORD).write_text(to_json(record))
+    (folder / RECORD).write_text(sealed_json(record))
     return folder
 
 
@@ -242,6 +242,7 @@ def timing(**changes: Any) -> Callable[[Record], Record]:
         ),
     ],
 )
+@pytest.mark.usefixtures("made_up_records")
 def test_a_record_of_anything_else_is_named_and_not_quoted(
     machines: Machines, change: Callable[[Record], Record], says: str
 ) -> None:
@@ -316,6 +317,7 @@ def test_of_several_kernels_the_record_must_say_which_ran(machines: Machines) ->
     assert "does not say which of its candidate kernels b1_h1_s32_d64 ran" in gate.summary
 
 
+@pytest.mark.usefixtures("made_up_records")
 def test_records_of_other_variants_are_counted(machines: Machines) -> None:
     record = machines.measure().record
     sides = {"baseline": record.candidate, "candidate": record.baseline}
@@ -342,8 +344,16 @@ def test_an_evidence_folder_holds_what_can_be_read_of_it(machines: Machines) -> 
     keep(evidence / "l4" / "mine", measured.record)
     (evidence / "l4" / "broken").mkdir()
     (evidence / "l4" / "broken" / RECORD).write_text("{}")
-    (found,) = kept_in(evidence)
+    edited = sealed_json(measured.record).replace('"verdict": "FAST"', '"verdict": "SHORT"', 1)
+    (evidence / "l4" / "edited").mkdir()
+    (evidence / "l4" / "edited" / RECORD).write_text(edited)
+    told: list[str] = []
+    (found,) = kept_in(evidence, told.append)
     assert (found.path, found.record) == ("evidence/l4/mine/record.json", measured.record)
+    broken, changed = told
+    assert broken.startswith(f"not quoted: {evidence / 'l4' / 'broken' / RECORD}: not a record as greenfast writes it")
+    assert "edited/record.json: speedups[0] (b1_h1_s32_d64, warm L2).verdict says SHORT" in changed
+    (evidence / "l4" / "edited" / RECORD).unlink()
     with pytest.raises(UsageError, match=r"broken/record\.json: not a record as greenfast writes it"):
         kept_at(evidence)
 

@@ -10,6 +10,7 @@ import pytest
 
 from greenfast.judge import freshness as pipeline_freshness
 from greenfast.judge.bench import bench
+from greenfast.judge.digest import sealed_json
 from greenfast.judge.record import AnyRecord, BenchRecord, GateResult, Record, Side
 from greenfast.judge.records import freshness, freshness_of, read_record
 from greenfast.judge.store import to_json
@@ -41,6 +42,7 @@ def record(folder: Path, tmp_path: Path) -> Record:
     return validate(asked, task.config.variant("plain"), task.config.variant("fast"), Watcher()).record
 
 
+@pytest.mark.usefixtures("made_up_records")
 def test_aliases_of_shapes_are_read_as_their_names(tmp_path: Path) -> None:
     """In rows, lists and keys, and in what the gates say; the command stays as it was typed."""
     then = make_record(command="greenfast validate fp8_sdpa --shapes small,mission,long")
@@ -76,6 +78,7 @@ def test_aliases_of_shapes_are_read_as_their_names(tmp_path: Path) -> None:
     assert read_record(tmp_path) == now  # names are read as they are
 
 
+@pytest.mark.usefixtures("made_up_records")
 def test_the_shapes_of_an_unknown_task_keep_their_names(tmp_path: Path) -> None:
     then = make_record(task="no_more")
     (tmp_path / "record.json").write_text(to_json(then))
@@ -172,7 +175,7 @@ def test_a_record_without_a_kernel_of_today_is_stale(record: Record, folder: Pat
 def test_records_are_read_by_folder_and_by_file(record: Record, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / "record.json").write_text(to_json(record))
+    (run / "record.json").write_text(sealed_json(record))
     assert read_record(run) == read_record(run / "record.json") == record
 
 

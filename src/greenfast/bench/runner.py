@@ -17,13 +17,14 @@ from greenfast.bench.records import timed_kernels
 from greenfast.bench.report import benchmark_report, headline
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT
+from greenfast.judge.digest import sealed_json
 from greenfast.judge.gates import build
 from greenfast.judge.gates.resources import rung_of
 from greenfast.judge.gates.sides import CANDIDATE, BuiltSide
 from greenfast.judge.record import GateResult
 from greenfast.judge.request import Observer, Request
 from greenfast.judge.run import GateRun
-from greenfast.judge.store import check_writable, new_run_folder, to_json
+from greenfast.judge.store import check_writable, new_run_folder
 from greenfast.judge.variant import Variant
 from greenfast.spec.errors import CompileError, MachineError, UsageError, WrongResultError, unknown
 
@@ -184,7 +185,7 @@ def compare(
     run.add(GateResult(gate="PERFORMANCE", status="PASS", summary=headline(rows, comparison.versus)))
     record = _record(comparison, run, contest, rows=rows, host=host, accuracy=errors)
     with new_run_folder(parent, run.stamp) as (work, publish):
-        (work / RECORD).write_text(to_json(record), encoding="utf-8")
+        (work / RECORD).write_text(sealed_json(record), encoding="utf-8")
         plot = PLOT if any(row.median_us is not None for row in rows) else None
         if plot:
             save_benchmark_plot(record, work / plot)

@@ -19,8 +19,8 @@ from greenfast.cli.page import check_page, write_page
 from greenfast.cli.request import request_of
 from greenfast.judge.bench import bench
 from greenfast.judge.choose import chosen_rung
+from greenfast.judge.digest import sealed_json
 from greenfast.judge.report import format
-from greenfast.judge.store import to_json
 from greenfast.judge.task import TaskConfig
 from greenfast.judge.tasks import load_peers
 from greenfast.judge.variant import Variant
@@ -70,7 +70,7 @@ def _kernel(args: argparse.Namespace) -> int:
         outcome = bench(request, variant, console)
     write_page(args.html, outcome.record, outcome.folder, request.task)
     if args.json:
-        print(to_json(outcome.record), end="")
+        print(sealed_json(outcome.record), end="")
     else:
         rows = [
             (r.shape, str(r.seed), r.cache, f"{r.p50_us:.2f}", f"{r.p90_us:.2f}", f"{r.mean_us:.2f}", f"{r.std_us:.2f}")
@@ -117,7 +117,7 @@ def _comparison(args: argparse.Namespace) -> int:
         )  # fmt: skip
     write_page(args.html, outcome.record, outcome.folder)
     if args.json:
-        print(to_json(outcome.record), end="")
+        print(sealed_json(outcome.record), end="")
     else:
         _show(outcome)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 
 from rich.text import Text
@@ -10,9 +11,9 @@ from rich.text import Text
 from greenfast.cli.console import GateConsole, exit_code, required_gates, show, status
 from greenfast.cli.page import check_page, write_page
 from greenfast.cli.request import request_of
+from greenfast.judge.digest import sealed_json
 from greenfast.judge.quote import Kept, evidence_folders, kept_at, kept_in, target_of
 from greenfast.judge.request import Request
-from greenfast.judge.store import to_json
 from greenfast.judge.validate import validate
 from greenfast.spec.arch import Target
 
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     record = outcome.record
     write_page(args.html, record, outcome.folder, request.task)
     if args.json:
-        print(to_json(record), end="")
+        print(sealed_json(record), end="")
     else:
         show(
             Text.assemble("\n", status(record.decision), f"  {candidate.name} against {baseline.name}, {record.format}")
@@ -68,4 +69,8 @@ def _kept(args: argparse.Namespace, request: Request) -> list[Kept]:
         return kept_at(args.quote)
     if args.no_quote or request.cannot_time() is None:
         return []
-    return [kept for folder in evidence_folders(request.task.folder) for kept in kept_in(folder)]
+    return [kept for folder in evidence_folders(request.task.folder) for kept in kept_in(folder, _warn)]
+
+
+def _warn(text: str) -> None:
+    print(f"greenfast: {text}", file=sys.stderr)

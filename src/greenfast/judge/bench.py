@@ -7,6 +7,7 @@ from pathlib import Path
 
 from greenfast.device.worker import WorkerError
 from greenfast.judge.artifacts import RECORD, REPORT, side_files
+from greenfast.judge.digest import sealed_json
 from greenfast.judge.gates.performance import time_sides, timing_rows
 from greenfast.judge.gates.sides import CANDIDATE
 from greenfast.judge.record import BenchRecord, GateResult, TimingRow
@@ -37,7 +38,7 @@ def bench(request: Request, variant: Variant, observer: Observer) -> BenchOutcom
         rows, clocks = _time(run)
     record = BenchRecord(**run.facts(), clocks=clocks, side=run.side(CANDIDATE, rows))
     with new_run_folder(parent, run.stamp) as (work, publish):
-        (work / RECORD).write_text(to_json(record), encoding="utf-8")
+        (work / RECORD).write_text(sealed_json(record), encoding="utf-8")
         (work / REPORT).write_text(bench_report(record), encoding="utf-8")
         for name, content in side_files(record, record.side).items():
             (work / name).write_text(to_json(content), encoding="utf-8")

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from greenfast.judge.artifacts import RECORD
+from greenfast.judge.digest import sealed_json
 from greenfast.judge.gates.sides import CANDIDATE, BuiltSide, build_side
 from greenfast.judge.record import PhaseRecord
 from greenfast.judge.request import Request, Unwatched
 from greenfast.judge.run import GateRun
-from greenfast.judge.store import check_writable, new_run_folder, to_json
+from greenfast.judge.store import check_writable, new_run_folder
 from greenfast.judge.task import Shape
 from greenfast.judge.variant import Variant
 from greenfast.spec.errors import MachineError
@@ -124,5 +125,5 @@ def count_phases(request: Request, variant: Variant, *, repeats: int = 5) -> tup
     run.sides = [side]
     record = PhaseRecord(**run.facts(), side=run.side(CANDIDATE, []), phase_cycles=cycles, phase_counts=counts)
     with new_run_folder(parent, f"{run.stamp}-phases") as (work, publish):
-        (work / RECORD).write_text(to_json(record), encoding="utf-8")
+        (work / RECORD).write_text(sealed_json(record), encoding="utf-8")
         return record, publish()

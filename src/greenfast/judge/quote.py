@@ -15,12 +15,12 @@ from pathlib import Path
 import msgspec
 
 from greenfast.judge.artifacts import RECORD
+from greenfast.judge.decision import quoted_performance
 from greenfast.judge.freshness import of_build, of_launch
-from greenfast.judge.gates.performance import gated_shapes, judge
+from greenfast.judge.gates.performance import gated_shapes
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE
 from greenfast.judge.record import Build, GateResult, Quote, Record, Side, SpeedupRow, TimingRow
 from greenfast.judge.records import read_record
-from greenfast.judge.report.speedups import quoted_from
 from greenfast.judge.run import GATES, GateRun, pending
 from greenfast.judge.store import read_json
 from greenfast.judge.task import Timing
@@ -55,14 +55,17 @@ def evidence_folders(task_folder: Path) -> list[Path]:
     return [path for path in found if path.is_dir()]
 
 
-def kept_in(folder: Path) -> list[Kept]:
-    """The measured comparisons below an evidence folder; what cannot be read there is skipped."""
+def kept_in(folder: Path, skipped: Callable[[str], None] = lambda why: None) -> list[Kept]:
+    """The measured comparisons below an evidence folder; what cannot be read there, or was edited, is skipped.
+
+    skipped: is told why.
+    """
     found = []
     for file in sorted(folder.rglob(RECORD)):
         try:
             found += _kept(file, (Path(folder.name) / file.relative_to(folder)).as_posix())
-        except UsageError:  # of another version, or damaged: it is not quoted
-            continue
+        except UsageError as e:  # of another version, edited or damaged: it is not quoted
+            skipped(f"not quoted: {e}")
     return found
 
 
@@ -136,26 +139,15 @@ def _quoted(kept: Kept, run: GateRun, required: float | None) -> tuple[GateResul
         device=record.device,
         command=record.command,
         speedups=rows,
+        floor_recomputed=bool(record.baseline_again),
     )
-    result = judge(rows, required)
-    source = quoted_from(quoted)
-    return (
-        msgspec.structs.replace(
-            result,
-            summary=f"{source}, not measured here: {result.summary}",
-            reasons=[f"{reason} ({source})" for reason in result.reasons],
-            checks=[(f"{what}, quoted", *rest) for what, *rest in result.checks],
-        ),
-        quoted,
-    )
+    return quoted_performance(quoted, required), quoted
 
 
 def _rejudged(row: SpeedupRow, required: float | None, gated: Sequence[str]) -> SpeedupRow:
-    """The row as this run's requirement sees it; the same requirement keeps its verdict."""
+    """The row as this run's requirement sees it, by today's definition of the verdicts."""
     asked = required or 0.0
-    said = row.verdict
-    if asked != row.required:
-        said = verdict(Interval(row.speedup, row.ci_low, row.ci_high), noise_floor=row.noise_floor, required=asked)
+    said = verdict(Interval(row.speedup, row.ci_low, row.ci_high), noise_floor=row.noise_floor, required=asked)
     return msgspec.structs.replace(row, required=asked, verdict=said, gated=row.shape in gated and row.cache == WARM)
 
 

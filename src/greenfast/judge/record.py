@@ -12,7 +12,8 @@ import msgspec
 
 from greenfast.spec.facts import DeviceInfo, KernelCounts, LaunchFacts, Resources
 
-SCHEMA_VERSION = 1
+#: 2: a digest, limits of the correctness gates, the blocks of the A/A, NO EFFECT within a fixed margin.
+SCHEMA_VERSION = 2
 
 Status = Literal["PASS", "FAIL", "PENDING"]
 Decision = Literal["MERGE", "DEFER", "PENDING"]
@@ -91,6 +92,16 @@ class Histogram(_Data, frozen=True, kw_only=True):
     first: int
     per_decade: int
     counts: list[int]
+
+
+class Limits(_Data, frozen=True, kw_only=True):
+    """What CORRECTNESS allowed on a shape; the names are as in a task's ``error`` and ``kernel_error``."""
+
+    max_abs_err: float
+    mean_abs_err: float
+    pct_bad: float
+    relative_error: float
+    bound_factor: float
 
 
 class CorrectnessRow(_Data, frozen=True, kw_only=True):
@@ -182,7 +193,8 @@ class Quote(_Data, frozen=True, kw_only=True):
     """The speedups of a kept record of the same kernels: what a run that could time nothing says of PERFORMANCE.
 
     path, sha256: the record's file. created, git, device, command: its own. speedups: its rows for this run's shapes,
-    with the verdicts against what this run requires.
+    with the verdicts against what this run requires. floor_recomputed: False where that record does not hold the blocks
+    of its A/A, so that its noise floor is as it was stored.
     """
 
     path: str
@@ -192,12 +204,13 @@ class Quote(_Data, frozen=True, kw_only=True):
     device: DeviceInfo
     command: str
     speedups: list[SpeedupRow]
+    floor_recomputed: bool = True
 
 
 class Side(_Data, frozen=True, kw_only=True):
     """One of the two variants of a comparison, with all that was found out about it.
 
-    counts: by shape; empty unless the kernels ran in the emulator.
+    counts: by shape; empty unless the kernels ran in the emulator. limits: by shape; empty in records of version 1.
     """
 
     variant: str
@@ -206,6 +219,7 @@ class Side(_Data, frozen=True, kw_only=True):
     correctness: list[CorrectnessRow] = []
     timing: list[TimingRow] = []
     counts: dict[str, KernelCounts] = {}
+    limits: dict[str, Limits] = {}
 
 
 class GateResult(_Data, frozen=True, kw_only=True):
@@ -288,7 +302,9 @@ class BenchRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="bench")
 class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison"):
     """A whole comparison.
 
-    quoted: where nothing was timed, what PERFORMANCE was quoted from; such a record has no timings or speedups itself.
+    baseline_again: timings of the baseline against itself, from which the noise floor comes; empty in records of
+    version 1. quoted: where nothing was timed, what PERFORMANCE was quoted from; such a record has no timings or
+    speedups itself.
     Raises ValueError for timings of a kernel whose correctness did not pass (no record is wrong but fast), and for a
     record that was both timed and quoted.
     """
@@ -297,12 +313,13 @@ class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison")
     candidate: Side
     parity: list[ParityRow] = []
     speedups: list[SpeedupRow] = []
+    baseline_again: list[TimingRow] = []
     decision: Decision
     reasons: list[str]
     quoted: Quote | None = None
 
     def __post_init__(self) -> None:
-        timed = bool(self.speedups or self.baseline.timing or self.candidate.timing)
+        timed = bool(self.speedups or self.baseline.timing or self.candidate.timing or self.baseline_again)
         self._require_correct(timed or self.quoted is not None)
         if timed and self.quoted is not None:
             raise ValueError("a record holds its own timings or quotes another's, never both")

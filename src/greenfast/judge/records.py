@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,32 +12,66 @@ import msgspec
 
 from greenfast.device.identity import launches_of
 from greenfast.judge.artifacts import RECORD
+from greenfast.judge.consistency import Disagreement, disagreements
+from greenfast.judge.digest import FIELD as DIGEST
+from greenfast.judge.digest import digest_of
 from greenfast.judge.freshness import of_build, of_launch
-from greenfast.judge.record import AnyRecord, BenchRecord, Build, PhaseRecord, Record, Run, Side
-from greenfast.judge.store import read_json
+from greenfast.judge.record import SCHEMA_VERSION, AnyRecord, BenchRecord, Build, PhaseRecord, Record, Run, Side
+from greenfast.judge.store import convert_json, read_json
 from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import CURRENT, STALE, Freshness, worst
 from greenfast.spec.kernel import Family, KernelSource, program_of
 
 #: Fields that hold a mapping whose keys are shapes.
-_BY_SHAPE = {"counts", "launches", "least_work", "phase_cycles", "phase_counts"}
+_BY_SHAPE = {"counts", "launches", "limits", "least_work", "phase_cycles", "phase_counts"}
+_SHOWN = 200
 _Named = TypeVar("_Named", bound=msgspec.Struct)
 
 
 def read_record(run: Path) -> AnyRecord:
     """The record of a run: its folder, or its record's file; shapes under the names that the task gives them today.
 
-    Raises UsageError for anything else.
+    Raises UsageError for anything else, for a record of a newer version, and for one that was edited or damaged.
     """
     record: AnyRecord = read_run(run, Record | BenchRecord | PhaseRecord)
     return record
 
 
 def read_run(run: Path, kinds: Any) -> Any:
-    """The same of ``kinds``, a union of records. Raises UsageError for anything else."""
-    record = read_json(run / RECORD if run.is_dir() else run, kinds, "record")
+    """The same of ``kinds``, a union of records; raises the same."""
+    path = run / RECORD if run.is_dir() else run
+    content = read_json(path, Any, "record")
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise UsageError(
+            f"{path}: schema_version {version} is newer than this greenfast, which reads records up to "
+            f"{SCHEMA_VERSION}; pip install -U greenfast"
+        )
+    record = convert_json(content, kinds, path, "record")
+    check_record(record, content, path)
     return with_shape_names(record, record.task)
+
+
+def check_record(record: Run, content: Mapping[str, Any], path: Path) -> None:
+    """Raise UsageError unless the file's digest is right and the record's conclusions follow from what it measured."""
+    if record.schema_version < 1:
+        raise UsageError(f"{path}: schema_version is {record.schema_version}; the first is 1")
+    found: list[Disagreement] = []
+    if DIGEST in content or record.schema_version > 1:
+        then, now = content.get(DIGEST, "missing"), digest_of(content)
+        found += [Disagreement(DIGEST, then, now)] if then != now else []
+    # A conclusion says more than the digest, which any edit changes.
+    for field, stored, recomputed in [*itertools.islice(disagreements(record), 1), *found][:1]:
+        raise UsageError(
+            f"{path}: {field} says {_short(stored)}, but recomputed it is {_short(recomputed)}; the record was edited "
+            f"or damaged, so it says nothing"
+        )
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def with_shape_names(data: _Named, task: str) -> _Named:

@@ -11,7 +11,7 @@ from greenfast.judge.environment import git_state, now, package_versions
 from greenfast.judge.gates import build, correctness, evidence, resources
 from greenfast.judge.gates.correctness import CorrectnessOutcome
 from greenfast.judge.gates.sides import BuiltSide
-from greenfast.judge.record import Build, GateResult, Side, Status, TimingRow, status_of
+from greenfast.judge.record import Build, GateResult, Limits, Side, Status, TimingRow, status_of
 from greenfast.judge.request import Observer, Request
 from greenfast.judge.task import KernelErrorGate
 from greenfast.judge.variant import Variant
@@ -111,7 +111,23 @@ class GateRun:
             correctness=self.correctness.rows.get(role, []),
             timing=timing,
             counts=self.correctness.counts.get(role, {}),
+            limits=self._limits(role),
         )
+
+    def _limits(self, role: str) -> dict[str, Limits]:
+        """What CORRECTNESS allows a role, by shape."""
+        gates = self.request.task.config.gates(self.request.format)
+        kernel = self._own_gates().get(role, gates.kernel_error)
+        return {
+            shape.name: Limits(
+                max_abs_err=(error := gates.error_for(shape.dims)).max_abs_err,
+                mean_abs_err=error.mean_abs_err,
+                pct_bad=error.pct_bad,
+                relative_error=kernel.relative_error,
+                bound_factor=kernel.bound_factor,
+            )
+            for shape in self.request.shapes
+        }
 
     def facts(self) -> dict[str, Any]:
         """The fields that every record shares, by name."""

@@ -91,8 +91,21 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def read_json(path: Path, kind: Any, name: str) -> Any:
     """Read a file of this kind of data. Raises UsageError that names the file and what is wrong with it."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        content = msgspec.json.decode(path.read_bytes())
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror})") from e
     except (msgspec.DecodeError, ValueError) as e:
-        raise UsageError(f"{path}: not a {name} as greenfast writes it: {e}") from e
+        raise _other(path, name, e) from e
+    return convert_json(content, kind, path, name)
+
+
+def convert_json(content: Any, kind: Any, path: Path, name: str) -> Any:
+    """What a file holds, as this kind of data; raises the same."""
+    try:
+        return msgspec.convert(content, kind)
+    except ValueError as e:  # msgspec's ValidationError is one
+        raise _other(path, name, e) from e
+
+
+def _other(path: Path, name: str, why: Exception) -> UsageError:
+    return UsageError(f"{path}: not a {name} as greenfast writes it: {why}")

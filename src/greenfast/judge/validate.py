@@ -7,20 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT, side_files
+from greenfast.judge.decision import decide
+from greenfast.judge.digest import sealed_json
 from greenfast.judge.gates import evidence, performance, resources
 from greenfast.judge.gates.performance import PerformanceOutcome
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide, build_side
 from greenfast.judge.profile import profile_candidate
 from greenfast.judge.quote import Kept, quote
-from greenfast.judge.record import Decision, GateResult, Quote, Record
+from greenfast.judge.record import GateResult, Quote, Record
 from greenfast.judge.report.compare import compare_markdown
 from greenfast.judge.report.markdown import validation_report
 from greenfast.judge.report.plots import save_plot
-from greenfast.judge.report.speedups import quoted_from
 from greenfast.judge.request import Observer, Request
 from greenfast.judge.run import GateRun
 from greenfast.judge.store import check_writable, new_run_folder, to_json, write_whole
 from greenfast.judge.task import Rung
+from greenfast.judge.timing.speedup import AGAIN
 from greenfast.judge.variant import Variant
 from greenfast.spec.errors import UsageError
 
@@ -68,9 +70,7 @@ def validate(
         timed = _performance(run, required)
     if run.sides and len(run.sides) == len(run.variants):
         _evidence(run, profile)
-    decision, reasons = decide(run.gates)
-    if quoted is not None:
-        reasons.append(f"PERFORMANCE {quoted_from(quoted)}: not measured in this run")
+    decision, reasons = decide(run.gates, quoted)
     record = Record(
         **run.facts(),
         clocks=timed.clocks,
@@ -78,6 +78,7 @@ def validate(
         candidate=run.side(CANDIDATE, timed.rows.get(CANDIDATE, [])),
         parity=run.correctness.parity,
         speedups=timed.speedups,
+        baseline_again=timed.rows.get(AGAIN, []),
         decision=decision,
         reasons=reasons,
         quoted=quoted,
@@ -90,17 +91,6 @@ def validate(
     else:  # an older run's comparison must not pass for this one's
         (request.out / COMPARISON).unlink(missing_ok=True)
     return Outcome(record, folder)
-
-
-def decide(gates: Sequence[GateResult]) -> tuple[Decision, list[str]]:
-    """MERGE where all gates pass, DEFER where one fails, else PENDING; with the reasons."""
-    failed = [r for r in gates if r.status == "FAIL"]
-    if failed:
-        return "DEFER", [f"{r.gate}: {reason}" for r in failed for reason in (r.reasons or [r.summary])]
-    waiting = [r for r in gates if r.status == "PENDING"]
-    if waiting:
-        return "PENDING", [f"{r.gate}: {reason}" for r in waiting for reason in (r.reasons or [r.summary])]
-    return "MERGE", ["all five gates hold"]
 
 
 def _performance(run: GateRun, required: float | None) -> PerformanceOutcome:
@@ -162,7 +152,7 @@ def _write(record: Record, parent: Path, stamp: str) -> Path:
         plot = PLOT if record.speedups else None
         if plot:
             save_plot(record, work / plot)
-        (work / RECORD).write_text(to_json(record), encoding="utf-8")
+        (work / RECORD).write_text(sealed_json(record), encoding="utf-8")
         (work / REPORT).write_text(validation_report(record, plot=plot), encoding="utf-8")
         for folder, side in ((work, record.candidate), (work / BASELINE, record.baseline)):
             folder.mkdir(exist_ok=True)

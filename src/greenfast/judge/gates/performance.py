@@ -12,18 +12,15 @@ from greenfast.judge.gates.correctness import output_digest
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
 from greenfast.judge.record import GateResult, SpeedupRow, Status, TimingRow
 from greenfast.judge.task import Shape, Timing
-from greenfast.judge.timing.interleaved import COLD, METHOD, WARM, Cell, Measurement, Timed, measure
-from greenfast.judge.timing.statistics import noise_floor, pool_seeds, speedup_interval, summary, verdict
+from greenfast.judge.timing.interleaved import COLD, METHOD, WARM, Cell, Measurement, measure
+from greenfast.judge.timing.speedup import AGAIN, MIN_PROCESSES, speedup_row
+from greenfast.judge.timing.statistics import summary
 from greenfast.spec.problem import Problem
-
-_AGAIN = "baseline again"  # the A of the A/A comparison
-#: With fewer fresh processes an interval says nothing about the next process; no claim is made then.
-MIN_PROCESSES = 3
 
 
 @dataclass
 class PerformanceOutcome:
-    """What the gate found: timing rows by role, speedups, and the clocks seen."""
+    """What the gate found: timing rows by role (and ``AGAIN``), speedups, and the clocks seen."""
 
     rows: dict[str, list[TimingRow]] = field(default_factory=dict)
     speedups: list[SpeedupRow] = field(default_factory=list)
@@ -50,7 +47,7 @@ def time_sides(
     outside of its outputs, crashed or hung.
     """
     cells = [Cell(shape.name, seed, problem.make_case(shape.dims, seed, fmt)) for shape in shapes for seed in seeds]
-    labelled = [(side.role, side) for side in sides] + ([(_AGAIN, sides[0])] if again else [])
+    labelled = [(side.role, side) for side in sides] + ([(AGAIN, sides[0])] if again else [])
     kernels = {label: {s.name: side.executable(s.name) for s in shapes} for label, side in labelled}
     result = measure(kernels, cells, timing, make_worker, progress, order_seed=order_seed)
     roles = {label: side.role for label, side in labelled}
@@ -127,9 +124,19 @@ def check(
                 again=True, order_seed=attempt,
             )  # fmt: skip
             outcome.clocks = measurement.clocks
-            outcome.rows = {side.role: timing_rows(measurement, side.role, shapes, timing) for side in sides}
+            rows = {role: timing_rows(measurement, role, shapes, timing) for role in (BASELINE, CANDIDATE, AGAIN)}
+            outcome.rows = rows
             outcome.speedups = [
-                _speedup(measurement, shape.name, seeds, cache, timing, required, shape.name in gated and cache == WARM)
+                speedup_row(
+                    rows[BASELINE],
+                    rows[CANDIDATE],
+                    rows[AGAIN],
+                    shape.name,
+                    cache,
+                    confidence=timing.confidence,
+                    required=required,
+                    gated=shape.name in gated and cache == WARM,
+                )
                 for shape in shapes
                 for cache in (WARM, COLD)
             ]
@@ -141,42 +148,6 @@ def check(
     except (WorkerError, ValueError) as e:  # ValueError: too little was left to compare
         return GateResult(gate="PERFORMANCE", status="FAIL", summary=str(e), reasons=[str(e)]), PerformanceOutcome()
     return judge(outcome.speedups, required), outcome
-
-
-def _speedup(
-    measurement: Measurement,
-    shape: str,
-    seeds: Sequence[int],
-    cache: str,
-    timing: Timing,
-    required: float | None,
-    gated: bool,
-) -> SpeedupRow:
-    def blocks(label: str) -> list[list[float]]:
-        timed: list[Timed] = [measurement.timed[label, shape, seed, cache] for seed in seeds]
-        pooled = pool_seeds([t.medians for t in timed])
-        return [process for process in pooled if process]  # a process may have lost all its blocks to a low clock
-
-    baseline, candidate, again = blocks(BASELINE), blocks(CANDIDATE), blocks(_AGAIN)
-    if len(baseline) < MIN_PROCESSES:  # few iterations reach few processes; a low clock takes others
-        kept = f"{shape}, {cache} L2: only {len(baseline)} of {timing.processes} processes have timings"
-        raise ValueError(f"{kept}; a claim needs at least {MIN_PROCESSES}")
-    interval = speedup_interval(baseline, candidate, confidence=timing.confidence)
-    floor = noise_floor(baseline, again)
-    return SpeedupRow(
-        shape=shape,
-        cache=cache,
-        speedup=round(interval.estimate, 4),
-        ci_low=round(interval.low, 4),
-        ci_high=round(interval.high, 4),
-        confidence=timing.confidence,
-        noise_floor=round(floor, 5),
-        required=required or 0.0,
-        gated=gated,
-        verdict=verdict(interval, noise_floor=floor, required=required or 0.0),
-        processes=len(baseline),
-        blocks=sum(len(process) for process in baseline),
-    )
 
 
 def judge(speedups: Sequence[SpeedupRow], required: float | None) -> GateResult:

@@ -1,0 +1,217 @@
+"""Whether a record's conclusions follow from its measurements: they are drawn again whenever it is read.
+
+From the stored block medians: each speedup with its interval, noise floor and verdict. From these: PERFORMANCE. From
+the numbers of each correctness row and the limits: its gates. From the gates: the decision with its reasons. What a
+record does not hold cannot be drawn again: single launches (so p50, p90, mean and deviation), outputs, machine code.
+
+So changed figures, verdicts and decisions are found; measurements that were made up are not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from greenfast.judge.decision import decide, quoted_performance
+from greenfast.judge.gates.performance import judge
+from greenfast.judge.record import BenchRecord, CorrectnessRow, GateResult, Limits, Record, Run, SpeedupRow
+from greenfast.judge.run import GATES
+from greenfast.judge.timing.interleaved import WARM
+from greenfast.judge.timing.speedup import speedup_row
+from greenfast.judge.timing.statistics import Interval, verdict
+
+#: How far a stored figure may be from the recomputed one, as a share. Version 1 computed from medians before they were
+#: rounded; since then only another processor's last digit may differ.
+_TOLERANCE = {1: 1e-3}
+_LAST_DIGIT = 1.1e-4
+_LIMIT = re.compile(r"(<=|>=|<|>)?\s*([-+.\deE]+)(?: \(.*\))?")
+
+
+class Disagreement(NamedTuple):
+    """A field of a record, what it says, and what follows from the rest of the record."""
+
+    field: str
+    stored: Any
+    recomputed: Any
+
+
+def disagreements(record: Run) -> Iterator[Disagreement]:
+    """Every conclusion that does not follow, in the order in which they build on each other."""
+    newer = any(side.limits for _, side in record.sides()) or (isinstance(record, Record) and record.baseline_again)
+    yield from _unless(record.schema_version > 1 or not newer, "schema_version", record.schema_version, 2)
+    for role, side in record.sides():
+        for i, row in enumerate(side.correctness):
+            yield from _of_correctness(f"{role}.correctness[{i}]", row, side.limits.get(row.shape))
+    for i, gate in enumerate(record.gates):
+        yield from _of_gate(f"gates[{i}] ({gate.gate})", gate)
+    yield from _of_correctness_gate(record)
+    if isinstance(record, Record):
+        yield from _of_speedups(record)
+        yield from _of_quote(record)
+        yield from _of_decision(record)
+
+
+def _unless(held: bool, field: str, stored: Any, recomputed: Any) -> Iterator[Disagreement]:
+    if not held:
+        yield Disagreement(field, stored, recomputed)
+
+
+def _of_correctness(field: str, row: CorrectnessRow, limits: Limits | None) -> Iterator[Disagreement]:
+    where = f"{field} ({row.shape} seed {row.seed})"
+    for name, held in _gates_of(row, limits).items():
+        if name in row.gates:
+            yield from _unless(row.gates[name] == held, f"{where}.gates.{name}", row.gates[name], held)
+    if row.passed:
+        for name in ("kernel_relative_error_pass", "kernel_bound_pass"):
+            yield from _unless(name in row.gates, f"{where}.gates", "no " + name, "not passed without it")
+
+
+def _gates_of(row: CorrectnessRow, limits: Limits | None) -> dict[str, bool]:
+    """By name, the gates that follow from the row's numbers."""
+    found = {"finite_pass": row.error is not None and row.kernel_error is not None and row.bound_ratio is not None}
+    if limits is None:
+        return found
+    for prefix, error in (("", row.error), ("format_error", row.format_error)):
+        if error is not None:
+            within = {name: getattr(error, name) <= getattr(limits, name) for name in ("max_abs_err", "mean_abs_err")}
+            within["pct_bad"] = error.pct_bad <= limits.pct_bad
+            found |= {f"{prefix}_pass": all(within.values())} if prefix else {f"{n}_pass": v for n, v in within.items()}
+    if row.kernel_error is not None and row.bound_ratio is not None:
+        found["kernel_relative_error_pass"] = row.kernel_error.relative_error <= limits.relative_error
+        found["kernel_bound_pass"] = row.bound_ratio <= limits.bound_factor
+    return found
+
+
+def _of_gate(field: str, gate: GateResult) -> Iterator[Disagreement]:
+    """A row's status against its own numbers, and the gate's against its rows."""
+    for what, target, actual, status in gate.checks:
+        held = _holds(target, actual)
+        if held is not None and status != "PENDING":
+            yield from _unless((status == "PASS") == held, f"{field}, {what}", status, "PASS" if held else "FAIL")
+    failed = [what for what, _, _, status in gate.checks if status == "FAIL"] + gate.reasons
+    yield from _unless(gate.status != "PASS" or not failed, f"{field}.status", gate.status, f"FAIL ({failed[:1]})")
+
+
+def _holds(target: str, actual: str) -> bool | None:
+    """Whether a number meets a limit such as "<= 64 (stage2)"; None for what is not numbers."""
+    limit, found = _LIMIT.fullmatch(target), _LIMIT.fullmatch(actual)
+    if not limit or not limit[1] or not found or found[1]:
+        return None
+    try:
+        bound, value = float(limit[2]), float(found[2])
+    except ValueError:
+        return None
+    return {"<=": value <= bound, ">=": value >= bound, "<": value < bound, ">": value > bound}[limit[1]]
+
+
+def _of_correctness_gate(record: Run) -> Iterator[Disagreement]:
+    if not isinstance(record, Record | BenchRecord) or record.gate_status("CORRECTNESS") != "PASS":
+        return
+    cells = [{(row.shape, row.seed) for row in side.correctness} for _, side in record.sides()]
+    for role, side in record.sides():
+        wrong = [f"{row.shape} seed {row.seed}" for row in side.correctness if not row.passed]
+        yield from _unless(not wrong, "gates.CORRECTNESS.status", "PASS", f"FAIL ({role}: {', '.join(wrong)})")
+        yield from _unless(bool(side.correctness), "gates.CORRECTNESS.status", "PASS", f"PENDING ({role} was not run)")
+    same = all(other == cells[0] for other in cells)
+    yield from _unless(same, "gates.CORRECTNESS.status", "PASS", "not passed (the sides ran other shapes or seeds)")
+
+
+def _of_speedups(record: Record) -> Iterator[Disagreement]:
+    stored = {(row.shape, row.cache) for row in record.speedups}
+    for role, side in record.sides():
+        timed = {(row.shape, row.cache) for row in side.timing}
+        yield from _unless(timed == stored, "speedups", f"of {sorted(stored)}", f"{role} was timed at {sorted(timed)}")
+        if timed != stored:
+            return
+    if not record.speedups:
+        held = record.gate_status("PERFORMANCE") != "PASS" or record.quoted is not None
+        yield from _unless(held, "gates.PERFORMANCE.status", "PASS", "not passed (there are no speedups)")
+        return
+    for i, row in enumerate(record.speedups):
+        where = f"speedups[{i}] ({row.shape}, {row.cache} L2)"
+        yield from _of_speedup(record, row, where)
+    yield from _of_gated(record.speedups, "speedups")
+    yield from _of_performance(record, judge(record.speedups, _required(record.speedups)))
+
+
+def _of_gated(rows: Sequence[SpeedupRow], field: str) -> Iterator[Disagreement]:
+    """Some warm row must decide, and all must ask for the same."""
+    gated = [row.cache for row in rows if row.gated]
+    yield from _unless(bool(gated) and set(gated) == {WARM}, f"{field}.gated", gated, "one or more, warm")
+    required = sorted({row.required for row in rows})
+    yield from _unless(len(required) == 1, f"{field}.required", required, "one for all")
+
+
+def _of_speedup(record: Record, row: SpeedupRow, where: str) -> Iterator[Disagreement]:
+    try:
+        now = speedup_row(
+            record.baseline.timing,
+            record.candidate.timing,
+            record.baseline_again,
+            row.shape,
+            row.cache,
+            confidence=row.confidence,
+            required=row.required or None,
+            gated=row.gated,
+            noise=row.noise_floor if record.schema_version == 1 else None,
+        )
+    except ValueError as e:
+        yield Disagreement(where, f"{row.speedup}x", f"nothing: {e}")
+        return
+    for name in ("speedup", "ci_low", "ci_high", "noise_floor"):
+        then, today = getattr(row, name), getattr(now, name)
+        share = _TOLERANCE.get(record.schema_version)
+        near = abs(then - today) <= (share * today if share else _LAST_DIGIT)
+        yield from _unless(near, f"{where}.{name}", then, today)
+    for name in ("processes", "blocks"):
+        then, today = getattr(row, name), getattr(now, name)
+        yield from _unless(then == today, f"{where}.{name}", then, today)
+    yield from _of_verdict(row, where, record.schema_version)
+
+
+def _of_verdict(row: SpeedupRow, where: str, version: int) -> Iterator[Disagreement]:
+    """The verdict, from the row's own figures."""
+    try:
+        interval = Interval(row.speedup, row.ci_low, row.ci_high)
+        now = verdict(interval, noise_floor=row.noise_floor, required=row.required)
+    except ValueError as e:
+        yield Disagreement(where, row.verdict, f"nothing: {e}")
+        return
+    if version == 1 and now in ("NO EFFECT", "INCONCLUSIVE"):  # its margin was the noise
+        top = 1 + row.noise_floor
+        now = "NO EFFECT" if 1 / top <= row.ci_low and row.ci_high <= top else "INCONCLUSIVE"
+    yield from _unless(row.verdict == now, f"{where}.verdict", row.verdict, now)
+
+
+def _required(rows: Sequence[SpeedupRow]) -> float | None:
+    return rows[0].required or None
+
+
+def _of_performance(record: Record, now: GateResult) -> Iterator[Disagreement]:
+    then = next((gate for gate in record.gates if gate.gate == "PERFORMANCE"), None)
+    if then is None:
+        yield Disagreement("gates", "no PERFORMANCE", now.status)
+        return
+    for name in ("status", "summary", "reasons", "checks"):
+        stored, recomputed = getattr(then, name), getattr(now, name)
+        yield from _unless(stored == recomputed, f"gates.PERFORMANCE.{name}", stored, recomputed)
+
+
+def _of_quote(record: Record) -> Iterator[Disagreement]:
+    if record.quoted is None:
+        return
+    rows = record.quoted.speedups
+    for i, row in enumerate(rows):
+        yield from _of_verdict(row, f"quoted.speedups[{i}] ({row.shape}, {row.cache} L2)", record.schema_version)
+    yield from _of_gated(rows, "quoted.speedups")
+    if rows:
+        yield from _of_performance(record, quoted_performance(record.quoted, _required(rows)))
+
+
+def _of_decision(record: Record) -> Iterator[Disagreement]:
+    names = tuple(gate.gate for gate in record.gates)
+    yield from _unless(names == GATES or record.decision != "MERGE", "gates", list(names), list(GATES))
+    decision, reasons = decide(record.gates, record.quoted)
+    yield from _unless(record.decision == decision, "decision", record.decision, decision)
+    yield from _unless(record.reasons == reasons, "reasons", record.reasons, reasons)

@@ -1,0 +1,65 @@
+"""A shape's speedup from the rows that a record stores, when it is measured and whenever the record is read again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from greenfast.judge.record import SpeedupRow, TimingRow
+from greenfast.judge.timing.statistics import Interval, noise_floor, pool_seeds, speedup_interval, verdict
+
+AGAIN = "baseline again"  # the A of the A/A comparison
+#: With fewer fresh processes an interval says nothing about the next process; no claim is made then.
+MIN_PROCESSES = 3
+
+
+def speedup_row(
+    baseline: Sequence[TimingRow],
+    candidate: Sequence[TimingRow],
+    again: Sequence[TimingRow],
+    shape: str,
+    cache: str,
+    *,
+    confidence: float,
+    required: float | None,
+    gated: bool,
+    noise: float | None = None,
+) -> SpeedupRow:
+    """The speedup, interval, noise floor and verdict of one shape, its seeds pooled, from each side's timing rows.
+
+    again: the baseline timed again. noise: the noise floor to take in place of what those blocks give, for a record
+    that does not hold them. All figures come from the row's rounded ones, so that reading it again gives the same.
+
+    Raises ValueError where fewer than ``MIN_PROCESSES`` processes have timings, and for blocks that are not paired.
+    """
+    one, other = _blocks(baseline, shape, cache), _blocks(candidate, shape, cache)
+    if len(one) < MIN_PROCESSES:  # few iterations reach few processes; a low clock takes others
+        asked = max((len(row.block_medians_us) for row in _rows(baseline, shape, cache)), default=0)
+        kept = f"{shape}, {cache} L2: only {len(one)} of {asked} processes have timings"
+        raise ValueError(f"{kept}; a claim needs at least {MIN_PROCESSES}")
+    exact = speedup_interval(one, other, confidence=confidence)
+    interval = Interval(round(exact.estimate, 4), round(exact.low, 4), round(exact.high, 4))
+    floor = round(noise_floor(one, _blocks(again, shape, cache)), 5) if noise is None else noise
+    return SpeedupRow(
+        shape=shape,
+        cache=cache,
+        speedup=interval.estimate,
+        ci_low=interval.low,
+        ci_high=interval.high,
+        confidence=confidence,
+        noise_floor=floor,
+        required=required or 0.0,
+        gated=gated,
+        verdict=verdict(interval, noise_floor=floor, required=required or 0.0),
+        processes=len(one),
+        blocks=sum(len(process) for process in one),
+    )
+
+
+def _rows(rows: Sequence[TimingRow], shape: str, cache: str) -> list[TimingRow]:
+    return [row for row in rows if (row.shape, row.cache) == (shape, cache)]
+
+
+def _blocks(rows: Sequence[TimingRow], shape: str, cache: str) -> list[list[float]]:
+    """[process][block] over all seeds; a process may have lost all its blocks to a low clock."""
+    found = _rows(rows, shape, cache)
+    return [process for process in pool_seeds([row.block_medians_us for row in found]) if process] if found else []
