@@ -317,6 +317,7 @@ def test_json_is_all_that_is_on_standard_output(
         (("variants",), "variants"),
         (("tasks",), "description"),
         (("tasks", "--schema"), "$defs"),
+        (("report", "--schema"), "$defs"),
     ],
 )
 def test_lists_are_json_too(capsys: pytest.CaptureFixture[str], args: tuple[str, ...], key: str) -> None:

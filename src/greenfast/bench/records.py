@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
+
+import msgspec
 
 from greenfast.bench.comparison import Comparison
 from greenfast.bench.record import Benchmark
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.identity import code_hash
 from greenfast.judge import records as judged
+from greenfast.judge.digest import FIELD as DIGEST
 from greenfast.judge.freshness import of_build, of_launch
-from greenfast.judge.record import BenchRecord, PhaseRecord, Record, TimedKernel
+from greenfast.judge.record import SCHEMA_VERSION, BenchRecord, PhaseRecord, Record, TimedKernel
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import STALE, Freshness, worst
@@ -28,6 +31,19 @@ def read_record(run: Path) -> AnyRecord:
     """
     record: AnyRecord = judged.read_run(run, Record | BenchRecord | PhaseRecord | Benchmark)
     return record
+
+
+def record_schema() -> dict[str, Any]:
+    """The JSON Schema of a record's file, of every kind, as today's greenfast writes it."""
+    schema: dict[str, Any] = msgspec.json.schema(Record | BenchRecord | PhaseRecord | Benchmark)
+    for kind in get_args(Record | BenchRecord | PhaseRecord | Benchmark):
+        one = schema["$defs"][kind.__name__]
+        one["properties"] |= {
+            "schema_version": {"const": SCHEMA_VERSION},
+            DIGEST: {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "of all other fields, by SHA-256"},
+        }
+        one["required"] = sorted({*one["required"], "schema_version", DIGEST})
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A record of greenfast", **schema}
 
 
 def read_benchmark(run: Path) -> Benchmark:

@@ -258,7 +258,8 @@ def profile(parser: argparse.ArgumentParser) -> None:
 
 def report(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast report``."""
-    parser.add_argument("run", type=Path, nargs="+", help="a run's folder, or its record.json")
+    parser.add_argument("run", type=Path, nargs="*", help="a run's folder, or its record.json")
+    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of records")
     parser.add_argument("--short", action="store_true", help="the short form, to paste into a pull request")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the run's timings (.png or .svg)")
     _html(parser)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from greenfast.bench.plot import save_benchmark_plot
 from greenfast.bench.record import Benchmark
-from greenfast.bench.records import AnyRecord, read_record
+from greenfast.bench.records import AnyRecord, read_record, record_schema
 from greenfast.bench.report import benchmark_report
 from greenfast.cli.page import check_page, write_page
 from greenfast.judge.record import Record
@@ -19,7 +20,12 @@ from greenfast.spec.errors import MachineError, UsageError
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the reports of saved runs, or one verdict table of all of them."""
+    """Print the reports of saved runs, or one verdict table of all of them; or what a record may hold."""
+    if args.schema:
+        print(json.dumps(record_schema(), indent=2))
+        return 0
+    if not args.run:
+        raise UsageError("give a run's folder or its record.json, or --schema")
     records = {path: read_record(path) for path in args.run}
     drawn = (Record,) if args.table else (Record, Benchmark)
     if args.table or args.plot:
