@@ -289,7 +289,8 @@ class Scheduler:
             warps = count // WARP
         else:
             count = len(lanes)
-            warps = 1 + int(np.count_nonzero(np.diff(lanes // WARP)))
+            of = lanes // WARP
+            warps = 1 + int(np.count_nonzero(of[1:] != of[:-1]))
         m.counts.instructions[key] += warps
         m.counts.threads[key] += count
         if i.name == "ex2":

@@ -56,7 +56,7 @@ def addresses(operand: Operand, i: Instruction) -> Callable[[Machine, Lanes], Of
     def run(m: Machine, lanes: Lanes) -> Offsets:
         wide = isinstance(base, Symbol) or m.register(base.name).dtype.itemsize == 8
         values = np.asarray((read if wide else narrow)(m, lanes)).astype(np.int64) + offset
-        return np.ascontiguousarray(np.broadcast_to(values, lane_count(lanes)))
+        return values if values.ndim else np.full(lane_count(lanes), values)
 
     return run
 

@@ -62,7 +62,9 @@ def reader(operand: Operand, type_name: str, instruction: Instruction) -> Reader
                 if len(bad):
                     why = "read of a wgmma's accumulator before a wgmma.wait_group that covers it"
                     raise m.fault(f"{why} ({name})", int(lane_indices(lanes)[bad[0]]))
-            return cast(m.register(name)[lanes], dtype)
+            found = m.registers.get(name)
+            values: Values = (m.register(name) if found is None else found)[lanes]
+            return values if values.dtype is dtype else cast(values, dtype)
 
         return read
     if isinstance(operand, Immediate):
@@ -129,11 +131,16 @@ def writer(operand: Operand, type_name: str, instruction: Instruction) -> Writer
     def write(m: Machine, lanes: Lanes, values: Values) -> None:
         if m.products is not None and name in m.products.guards:
             _guard_write(m, name, lanes)
-        register = m.register(name)
-        if register.dtype is dtype or register.dtype == np.bool_:
+        register = m.registers.get(name)
+        if register is None:
+            register = m.register(name)
+        held = register.dtype
+        if held is dtype:
             register[lanes] = values
-        elif register.dtype.itemsize == dtype.itemsize:
+        elif held.itemsize == dtype.itemsize and held.kind != "b":
             register.view(dtype)[lanes] = values
+        elif held.kind == "b":
+            register[lanes] = values
         else:
             wide = np.int64 if dtype.kind == "i" else np.uint64
             bits = np.asarray(values, dtype=dtype)
@@ -172,4 +179,7 @@ def elementwise(
     if len(read) == 2:
         first, second = read
         return lambda m, lanes: write(m, lanes, function(first(m, lanes), second(m, lanes)))
+    if len(read) == 3:
+        one, two, three = read
+        return lambda m, lanes: write(m, lanes, function(one(m, lanes), two(m, lanes), three(m, lanes)))
     return lambda m, lanes: write(m, lanes, function(*[r(m, lanes) for r in read]))

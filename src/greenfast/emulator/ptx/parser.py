@@ -10,6 +10,7 @@ import math
 import re
 from bisect import bisect_left
 from dataclasses import replace
+from functools import lru_cache
 
 from greenfast.emulator.ptx.literals import initial, integer, pattern
 from greenfast.emulator.ptx.scopes import Scope
@@ -48,6 +49,7 @@ _LOC = re.compile(r"\.loc\s+(\d+ \d+)(?: \d+)?(?:.*?inlined_at (\d+ \d+))?")
 _INLINED = 16
 _TABLE = re.compile(r"([\w$]+)\s*:\s*\.branchtargets\s+([^;]*);")
 _PROTOTYPE = re.compile(r"[\w$]+\s*:\s*\.callprototype[^;]*;")
+_BRACKET = re.compile(r"[{[(})\]]")
 _LABEL = re.compile(r"([\w$]+)\s*:")
 _SPECIAL = re.compile(
     r"%(n?tid|n?ctaid|n?clusterid|cluster_n?ctaid)(\.[xyzw])?|%(laneid|n?warpid|n?smid|gridid|lanemask_(eq|l[te]|g[te]))"
@@ -262,6 +264,9 @@ def _declared(operand: Operand, scope: Scope) -> Operand:
 
 def _split(text: str) -> list[str]:
     """Split at commas outside of brackets and braces."""
+    if not _BRACKET.search(text):
+        found = [part.strip() for part in text.split(",")]
+        return found if found[-1] else found[:-1]
     found, depth, start = [], 0, 0
     for i, char in enumerate(text):
         depth += (char in "{[(") - (char in "}])")
@@ -272,6 +277,7 @@ def _split(text: str) -> list[str]:
     return [*found, last] if last else found
 
 
+@lru_cache(maxsize=1 << 14)  # a kernel names each of its registers several times
 def _operand(text: str) -> Operand:
     if text[0] in "{(":
         return Vector(tuple(_operand(item) for item in _split(text[1:-1])))
