@@ -54,10 +54,10 @@ def test_the_second_command(tmp_path: Path) -> None:
 
 
 def run_door(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: Path, **variables: str) -> Ran:
-    """The second command in this process, which saves the imports."""
+    """The second command on a small shape and in this process, which saves the imports."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["runner.py", *SECOND[3:], "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", ["runner.py", *SECOND[3:], "--shapes", "small", "--out", str(out)])
     with pytest.raises(SystemExit) as end:
         runpy.run_module(RUNNER[2], run_name="__main__")
     assert isinstance(end.value.code, int)

@@ -150,7 +150,7 @@ def test_without_a_gpu_performance_is_quoted_from_the_evidence(
     assert (ran.code, "is of sm_90a, not sm_89" in ran.out.replace("\n", "")) == (0, True)
 
 
-@pytest.mark.parametrize("options", [("--seeds", "0"), pytest.param((), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [("--shapes", "mission", "--seeds", "0"), pytest.param((), marks=pytest.mark.slow)])
 def test_the_first_command_is_decided_without_a_gpu(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, options: tuple[str, ...]
 ) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from greenfast.device.compiler import compile_kernel
 from greenfast.operator import warmup
 from greenfast.operator.warmup import Warmed, kernels_for
 from greenfast.spec.arch import Target
@@ -57,8 +59,9 @@ def test_the_first_run_compiles_and_the_second_finds_it(capsys: pytest.CaptureFi
     assert again.out.splitlines()[1:] == [folder]
 
 
-@pytest.mark.usefixtures("cache_folder")
 def test_a_terminal_gets_a_counter(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "_HEADS", (1,))
+    monkeypatch.setattr(warmup, "_kept", lambda *kernel: replace(compile_kernel(*kernel), from_cache=False))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     ran = run_here(capsys, "warmup", *ONE)

@@ -68,7 +68,8 @@ def test_a_phase_that_no_thread_comes_to_counts_nothing() -> None:
 def test_phases_add_up_and_hold_what_they_are_named_for() -> None:
     task = load(find_task("fp8_sdpa"))
     for variant in ("scalar", "stage2", "stage3a_swizzle", "stage3b", "stage3b_specialized", "stage3b_persistent"):
-        for dims in ({"B": 1, "H": 1, "S": 32, "D": 64}, {"B": 1, "H": 2, "S": 40, "D": 64}):
+        one_tile = [{"B": 1, "H": 1, "S": 32, "D": 64}] if variant in ("stage2", "stage3b") else []
+        for dims in (*one_tile, {"B": 1, "H": 2, "S": 40, "D": 64}):
             toggles = task.config.variant(variant).values
             source = task.family.kernel(toggles, "e4m3", dims, instrumented=True)
             case = task.problem.make_case(dims, 0, "e4m3")

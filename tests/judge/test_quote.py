@@ -51,7 +51,7 @@ class Machines:
         return outcome
 
     def _run(self, where: str, device: Any, scripts: Any, kept: Any, required: float | None, options: Any) -> Outcome:
-        asked = request(self.folder / where, device=device, **options)
+        asked = request(self.folder / where, device=device, **{"warmup_iters": 5, "timed_iters": 100, **options})
         install(self.monkeypatch, FakeDevice(asked, scripts))
         one, other = (asked.task.config.variant(name) for name in ("stage1", "stage2"))
         return validate(asked, one, other, Watcher(), required=required, profile=False, kept=kept)
