@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.device.toolchain import cuda_include_dirs
+from greenfast.emulator.again import Beginning, Garbage, in_spite_of
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.launches import Launches
@@ -49,7 +50,8 @@ class GridResult:
     """What a grid left: output arrays, how many of each output's bytes were never written, counts and printed lines.
 
     input_writes: of each input that was written and is no output, also with what it held, where it was first.
-    phases: the counts by phase, where they were asked for; they add up to ``counts``.
+    phases: the counts by phase, where they were asked for; they add up to ``counts``. later: what further runs in the
+    same memory left.
     """
 
     outputs: dict[str, Array]
@@ -58,6 +60,7 @@ class GridResult:
     counts: Counts
     printed: str = ""
     phases: dict[str, Counts] = field(default_factory=dict)
+    later: list[GridResult] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,10 @@ def run_grid(
     seed: int = 0,
     poison: int = 0xFF,
     phases: Sequence[str] = (),
+    later: Sequence[int] = (),
+    always: bool = True,
 ) -> GridResult:
-    """Run every block of the grid.
+    """Run every block of the grid; later, always: see run_chain.
 
     Output bytes that nothing wrote read as ``poison``. A name among both the inputs and the outputs is one buffer,
     which the kernel finds filled and may change. phases: of an instrumented build, to count each.
@@ -103,7 +108,7 @@ def run_grid(
     if phases:
         outputs[PHASE_BUFFER] = OutputSpec((math.prod(plan.grid), len(phases)), "int64")
     step = Step(ptx, entry, block, dynamic_smem_bytes, plan)
-    result = run_chain([step], inputs, outputs, seed=seed, poison=poison, phases=phases)
+    result = run_chain([step], inputs, outputs, seed=seed, poison=poison, phases=phases, later=later, always=always)
     if phases and result.unwritten[PHASE_BUFFER]:
         raise UsageError(f"{entry} left {result.unwritten[PHASE_BUFFER]} bytes of its phases' sums unwritten")
     return result
@@ -118,20 +123,29 @@ def run_chain(
     seed: int = 0,
     poison: int = 0xFF,
     phases: Sequence[str] = (),
+    later: Sequence[int] = (),
+    always: bool = True,
 ) -> GridResult:
     """Run launches one after the other on the same buffers; counts are of all. Raises what ``run_grid`` does.
 
     A launch that may begin early (Launch.early) is a fault where it touches what launches before it read or write with
     no griddepcontrol.wait, and where it reads what they write by a load that the compiler may move ahead of the wait.
+
+    later: seeds of further runs of all of them in the same memory, with the buffers as at first and the module's
+    variables as they are: to read what an earlier run left there is a fault. Unless ``always``, only if the first run
+    left anything.
     """
 
-    def run(garbage: int | None) -> GridResult:
+    def run(garbage: Garbage | None) -> GridResult:
         while True:
             try:
                 chain = _Chain(steps, inputs, outputs, workspaces or {}, garbage)
-                for n, step in enumerate(steps):
-                    chain.launch(n, step, seed, phases)
-                return chain.result(outputs, poison, phases)
+                beginning = Beginning(chain.memory, [place for names in chain.variables for place in names.values()])
+                result = chain.run(seed, outputs, poison, phases)
+                for other in later if always or beginning.left() else ():
+                    beginning.restore()
+                    result.later.append(chain.run(other, outputs, poison, ()))
+                return result
             except TrackReads as found:
                 chain.running.tracked |= {found.name}
             except GreenfastError:
@@ -142,37 +156,10 @@ def run_chain(
     try:
         return run(None)
     except KernelFaultError as fault:
-        found = _in_spite_of(run) if fault.unwritten else None
+        found = in_spite_of(run) if fault.unwritten else None
         if found is None:
             raise
         return found
-
-
-#: Bytes that are NaN and -1, 0, and numbers that are neither (0.75 in float32).
-_GARBAGE = (0xFF, 0x00, 0x3F)
-
-
-def _in_spite_of(run: Callable[[int], GridResult]) -> GridResult | None:
-    """What a kernel leaves that reads what nothing has written, if it does not depend on it; else None.
-
-    Some kernels read ahead like this and use none of it, as CUB's merge does, or copy the padding of a structure.
-    """
-    results: list[GridResult] = []
-    for garbage in _GARBAGE:
-        try:
-            results.append(run(garbage))
-        except KernelFaultError:
-            return None
-    first = results[0]
-    for other in results[1:]:
-        if (
-            any(first.outputs[n].tobytes() != other.outputs[n].tobytes() for n in first.outputs)
-            or (first.printed, first.input_writes, first.unwritten)
-            != (other.printed, other.input_writes, other.unwritten)
-            or first.counts.instructions != other.counts.instructions
-        ):
-            return None
-    return first
 
 
 class _Chain:
@@ -184,9 +171,9 @@ class _Chain:
         inputs: Mapping[str, Array],
         outputs: Mapping[str, OutputSpec],
         workspaces: Mapping[str, Workspace],
-        garbage: int | None,
+        garbage: Garbage | None,
     ) -> None:
-        self.garbage = garbage
+        self.steps, self.garbage = steps, garbage
         self.inputs = {name: np.ascontiguousarray(a) for name, a in inputs.items()}
         sizes = {name: a.nbytes for name, a in self.inputs.items()}
         changed: dict[str, OutputSpec | Workspace] = {**outputs, **workspaces}
@@ -220,10 +207,17 @@ class _Chain:
                 memory.states_of(place)[:] = WRITTEN
         self.read_only = self.inputs.keys() - outputs.keys()
         self.input_writes: dict[str, str] = {}
-        self.launches = Launches(memory, [step.entry for step in steps]) if len(steps) > 1 else None
+
+    def run(self, seed: int, outputs: Mapping[str, OutputSpec], poison: int, phases: Sequence[str]) -> GridResult:
+        """Run the launches, one after the other."""
+        several = len(self.steps) > 1
+        self.launches = Launches(self.memory, [step.entry for step in self.steps]) if several else None
         self.counts = Counts()
         self.printed: list[str] = []
         self.by_phase: PhaseCounts | None = None
+        for n, step in enumerate(self.steps):
+            self.launch(n, step, seed, phases)
+        return self.result(outputs, poison, phases)
 
     def launch(self, number: int, step: Step, seed: int, phases: Sequence[str]) -> None:
         """Run every block of one launch."""
@@ -259,8 +253,9 @@ class _Chain:
                     counts=self.counts,
                     phases=by_phase,
                     dynamic_bytes=step.dynamic_smem_bytes,
-                    poison=self.garbage,
                 )
+                if self.garbage:
+                    self.garbage.begin(number, machine)
                 if by_phase:
                     by_phase.begin(machine.lanes)
                 try:
@@ -273,6 +268,8 @@ class _Chain:
                 except Exception as e:
                     i = machine.current
                     raise own_bug(f"{function.name} at {i.source or 'unknown line'} (in: {i.text})", e) from e
+                if self.garbage:
+                    self.garbage.end(number, machine)
                 if by_phase:
                     by_phase.end()
                 self.printed += machine.output

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from greenfast.device.gpu import Executable
 from greenfast.device.session import Block, RunResult, same_bits
-from greenfast.emulator.grid import GridResult, Step, run_chain, run_grid
-from greenfast.spec.errors import MachineError
+from greenfast.emulator.grid import GridResult, Step, program_of, run_chain, run_grid
+from greenfast.spec.errors import MachineError, UnsupportedError, UsageError
 from greenfast.spec.facts import DeviceInfo, KernelCounts
 from greenfast.spec.problem import Case
 
@@ -37,16 +38,27 @@ class EmulatorSession:
         )
 
     def run(self, executable: Executable, case: Case, repeats: int) -> RunResult:
-        """Run a case; small ones ``repeats`` times with differently shuffled warps, whose bits must agree."""
+        """Run a case; small ones ``repeats`` times with differently shuffled warps, whose bits must agree.
+
+        All runs are in the same memory, with inputs and outputs as at first. Large ones, too, run again if the first
+        run left anything in the module's variables.
+        """
         threads = sum(math.prod(plan.grid) * math.prod(image.block) for image, plan in executable.steps)
-        orders = range(repeats if threads <= REPEAT_THREADS else 1)
-        results = [_run(executable, case, seed) for seed in orders]
-        first = results[0]
+        drawn = int(case.digest[:8], 16)  # another order for each case, the same in every process
+        later = range(1 + drawn, repeats + drawn)
+        first = _run(executable, case, later=later, always=threads <= REPEAT_THREADS)
+        unwritten = [(name, count, "") for name, count in first.unwritten.items()]
+        unwritten += [
+            (name, count, " in a later launch")
+            for result in first.later
+            for name, count in result.unwritten.items()
+            if count != first.unwritten[name]
+        ]
         violations = list(first.input_writes.values())
         violations += [
-            f"{count} bytes of {name!r} were never written" for name, count in first.unwritten.items() if count
+            f"{count} bytes of {name!r} were never written{when}" for name, count, when in unwritten if count
         ]
-        repeatable = all(same_bits(first.outputs, r.outputs) for r in results[1:])
+        repeatable = all(same_bits(first.outputs, r.outputs) for r in first.later)
         return RunResult(first.outputs, violations, repeatable, first.counts.record())
 
     def prepare(self, key: str, executable: Executable, case: Case, warmup: int) -> None:
@@ -71,19 +83,17 @@ class EmulatorSession:
         Raises UsageError where its phases cannot be told apart.
         """
         ((image, plan),) = executable.steps
-        result = run_grid(
-            image.ptx,
-            image.entry,
-            image.block,
-            image.dynamic_smem_bytes,
-            plan,
-            case.inputs,
-            case.outputs,
-            phases=image.phases,
-        )
-        return {name: counts.record() for name, counts in result.phases.items()}
+        what = (image.ptx, image.entry, image.block, image.dynamic_smem_bytes)
+        found = run_grid(*what, plan, case.inputs, case.outputs, phases=image.phases)
+        return {name: counts.record() for name, counts in found.phases.items()}
 
 
-def _run(executable: Executable, case: Case, seed: int) -> GridResult:
+def _run(executable: Executable, case: Case, **how: Any) -> GridResult:
+    """Run a case. Raises UnsupportedError also for what cannot be read: another compiler took it for PTX."""
+    try:
+        for image, _ in executable.steps:
+            program_of(image.ptx, image.entry)
+    except UsageError as e:
+        raise UnsupportedError(str(e)) from e
     steps = [Step(i.ptx, i.entry, i.block, i.dynamic_smem_bytes, plan) for i, plan in executable.steps]
-    return run_chain(steps, case.inputs, case.outputs, workspaces=executable.workspaces, seed=seed)
+    return run_chain(steps, case.inputs, case.outputs, workspaces=executable.workspaces, **how)

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: State of a byte: outside of every allocation, allocated and never written, written, being copied to, of an mbarrier.
-OUTSIDE, UNWRITTEN, WRITTEN, IN_FLIGHT, BARRIER = 0, 1, 2, 3, 4
+#: State of a byte: outside of every allocation, allocated and never written, written, being copied to, of an mbarrier,
+#: of a variable that the module begins with another value, left by an earlier launch and not yet written in this one.
+OUTSIDE, UNWRITTEN, WRITTEN, IN_FLIGHT, BARRIER, LEFT = 0, 1, 2, 3, 4, 5
 
 #: How the reason of a BadAccessError for a read of UNWRITTEN bytes ends.
 UNWRITTEN_READ = "of an element that nothing has written"
@@ -132,6 +133,8 @@ class Arena:
             reason = f"{what} of data that an asynchronous copy has not delivered (no wait for it)"
         elif (worst == BARRIER).any():
             reason = f"{what} of an mbarrier"
+        elif (worst == LEFT).any():
+            reason = f"{what} of what an earlier launch left"
         else:
             reason = f"{what} {UNWRITTEN_READ}"
         raise BadAccessError(reason, i, int(offsets[i]))
@@ -182,7 +185,7 @@ class Arena:
     def _refuse_write(self, rows: NDArray[np.int64], offsets: Addresses, size: int, what: str) -> None:
         """Raise BadAccessError for the first element that may not be written, if there is one."""
         states = self.state.reshape(-1, size)[rows]
-        bad = ((states == OUTSIDE) | (states > WRITTEN)).any(axis=1)
+        bad = ((states == OUTSIDE) | (states == IN_FLIGHT) | (states == BARRIER)).any(axis=1)
         if not bad.any():
             return
         i = int(np.flatnonzero(bad)[0])

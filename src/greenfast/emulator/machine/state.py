@@ -121,7 +121,6 @@ class Machine:
     workspace: address of what cooperative groups synchronize a grid with. record: the accesses to global memory of
     all blocks of the grid. launches: the chain that this one belongs to. synchronizes: whether threads may do so
     through memory.
-    poison: what reads of shared and local memory that nothing has written give, in place of a fault.
     counts: where what runs now is counted. phases: where it is counted by phase, in an instrumented build.
     """
 
@@ -143,7 +142,6 @@ class Machine:
     record: GlobalRecord | None = None
     launches: Launches | None = None
     synchronizes: bool = False
-    poison: int | None = None
 
     def __post_init__(self) -> None:
         self.warps = -(-self.geometry.threads // WARP)
@@ -158,9 +156,6 @@ class Machine:
         self.block_of = index % self.set_size // WARP  # position in ``blocks``
         self.thread_of = index // self.set_size * WARP + index % WARP
         self.exists = self.thread_of < self.geometry.threads
-        if self.poison is not None:
-            self.shared.fill_unwritten(self.poison)
-            self.local.fill_unwritten(self.poison)
         self.shared_start = self.block_of * self.shared_stride
         self.local_start = index * self.local_stride
         self.registers: dict[str, Values] = {}
