@@ -27,7 +27,7 @@ def _files(folder: str, *patterns: str) -> set[Path]:
 
 
 def test_package_and_kernels_are_in_the_wheel(wheel_names: set[str]) -> None:
-    expected = {path.as_posix() for path in _files("src", "*.py", "*.cu", "*.cuh", "py.typed")}
+    expected = {path.as_posix() for path in _files("src", "*.py", "*.cu", "*.cuh", "*.jinja", "*.css", "py.typed")}
     assert any(name.endswith(".cuh") for name in expected)
     assert "greenfast/py.typed" in expected
     assert expected <= wheel_names

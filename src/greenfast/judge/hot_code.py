@@ -60,7 +60,8 @@ def _shape_of(record: Run) -> str:
 
 def _kernel(record: Run, side: Side, shape: str, task: LoadedTask) -> CompiledKernel:
     """A side's kernel, built again; raises UsageError where it is not, or no longer, the record's."""
-    then = next((build for build in side.builds if shape in build.shapes), None)
+    only = side.builds[0] if len(side.builds) == 1 else None  # older records do not say which shapes
+    then = next((build for build in side.builds if shape in build.shapes), only)
     if then is None:
         raise UsageError(f"the record does not say which kernel {shape or 'a shape'} ran")
     if then.compiler != compiler_version():

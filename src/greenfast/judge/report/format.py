@@ -48,6 +48,11 @@ def dims(sizes: Mapping[str, int]) -> str:
     return " ".join(f"{name}={value}" for name, value in sizes.items()) or NONE
 
 
+def short(name: str, most: int = 32) -> str:
+    """A name that fits next to an axis, its end cut off where it is too long."""
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
 def yes(flag: bool) -> str:
     """A flag in words."""
     return "yes" if flag else "no"

@@ -245,7 +245,7 @@ def _timings(record: Run) -> Iterator[str]:
             row.method,
             row.cache,
             *(format.micros(us) for us in (row.p50_us, row.p90_us, row.mean_us, row.std_us)),
-            format.percent(row.std_us / row.mean_us),
+            format.percent(row.std_us / row.mean_us) if row.mean_us else format.NONE,
             f"{row.iters_per_sec:.0f}",
             f"{row.timed_iters} after {row.warmup_iters}, {row.discarded_iters} discarded",
         )

@@ -98,7 +98,9 @@ def draw_blocks(
     axes.margins(x=0.01)
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(0.0, bottom - 0.05 * (top - bottom)), top + 0.18 * (top - bottom))
-    axes.set_title(f"{row.shape}, {row.cache}{_method(record.candidate, row)}", fontsize=11, loc="left")
+    axes.set_title(
+        format.short(f"{row.shape}, {row.cache}{_method(record.candidate, row)}", 70), fontsize=11, loc="left"
+    )
     axes.set_ylabel(unit, fontsize=10)
     if last:
         axes.set_xlabel("interleaved blocks, by seed; thin lines part processes", fontsize=10)
@@ -132,7 +134,10 @@ def draw_forest(axes: Axes, rows: Sequence[SpeedupRow]) -> None:
             said += f", required {format.requirement(row.required)}"
         # Outside the axes, where it cannot cover a mark; the layout makes room.
         axes.text(1.02, y, said, transform=axes.get_yaxis_transform(), va="center", fontsize=10)
-    axes.set_yticks(range(len(rows)), [f"{row.shape}\n{row.cache}{', gated' if row.gated else ''}" for row in rows])
+    axes.set_yticks(
+        range(len(rows)),
+        [f"{format.short(row.shape)}\n{format.short(row.cache)}{', gated' if row.gated else ''}" for row in rows],
+    )
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.margins(x=0.1)
     axes.set_title(f"speedup with {100 * rows[0].confidence:g} % interval", fontsize=11, loc="left")

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from greenfast.judge.record import CorrectnessRow, Histogram, Record, SpeedupRow
-from greenfast.judge.report import facts
+from greenfast.judge.report import facts, format
 from greenfast.judge.report.plots import (
     BASELINE,
     CANDIDATE,
@@ -70,6 +70,7 @@ def drawing(label: str, height: float, draw: Callable[[Figure], None], *, width:
     body = text.getvalue()
     head, _, rest = body[body.index("<svg") :].partition(">")
     box = re.search(r'viewBox="[-\d. ]+"', head)
+    rest = re.sub(r'<g id="[^"]*">', "<g>", rest)  # the same in every figure, and never referred to
     rest = _COLOR.sub(lambda found: f"{found[1]}{_page_color(found[2])}", rest)
     wide = Markup(' class="wide"') if width > WIDTH else ""
     opening = Markup('<svg role="img"{} aria-label="{}" {}>').format(wide, label, Markup(box[0] if box else ""))
@@ -109,7 +110,7 @@ def blocks(record: Record) -> Markup:
             if values != "block_medians_us":
                 axes.set_title("", loc="left")
         handles = [
-            Line2D([], [], color=color, marker=marker, linestyle="", label=f"{role}: {side.variant}")
+            Line2D([], [], color=color, marker=marker, linestyle="", label=format.short(f"{role}: {side.variant}"))
             for (color, marker, _), (role, side) in zip((BASELINE, CANDIDATE), record.sides(), strict=True)
         ]
         one.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=10, frameon=False)
@@ -172,7 +173,7 @@ def _histograms(axes: Axes, found: dict[str, Histogram], marks: _Marks, title: s
         total = sum(histogram.counts) or 1
         shares = 100 * np.asarray(histogram.counts) / total
         edges = histogram.first + np.arange(-1, len(shares)) / histogram.per_decade
-        axes.stairs(shares, edges, color=color, linewidth=1.6, label=role, baseline=0)
+        axes.stairs(shares, edges, color=color, linewidth=1.6, label=format.short(role), baseline=0)
         held = np.flatnonzero(shares)
         widest += [edges[held[0]], edges[held[-1] + 1]] if len(held) else []
     if widest:
@@ -204,13 +205,20 @@ def _worst(axes: Axes, rows: Sequence[tuple[str, CorrectnessRow]], marks: _Marks
             if name == role and row.bound_ratio is not None and np.isfinite(row.bound_ratio)
         ]
         axes.plot(
-            [x for x, _ in at], [y for _, y in at], color=color, marker=marker, markersize=4, linestyle="", label=role
+            [x for x, _ in at],
+            [y for _, y in at],
+            color=color,
+            marker=marker,
+            markersize=4,
+            linestyle="",
+            label=format.short(role),
         )
     axes.axhline(1, color=REQUIRED, linewidth=1.5)
     axes.set_ylim(bottom=0)
     axes.set_xlim(-0.6, len(shapes) - 0.4)
     rotation = 30 if len(shapes) > 4 else 0
-    axes.set_xticks(range(len(shapes)), shapes, rotation=rotation, ha="right" if rotation else "center")
+    names = [format.short(shape) for shape in shapes]
+    axes.set_xticks(range(len(shapes)), names, rotation=rotation, ha="right" if rotation else "center")
     axes.set_title("worst element / what rounding explains, by shape and seed", fontsize=11, loc="left")
     axes.legend(fontsize=10, frameon=False)
     clean(axes)

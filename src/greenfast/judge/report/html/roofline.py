@@ -109,7 +109,7 @@ def _drawing(points: Sequence[_Point], peaks: Peaks) -> Markup:
         for role, (color, marker, _) in marks.items():
             of = [p for p in points if p.role == role]
             at = [p.work.intensity for p in of], [p.flops / 1e12 for p in of]
-            axes.plot(*at, color=color, marker=marker, markersize=5, linestyle="", label=role)
+            axes.plot(*at, color=color, marker=marker, markersize=5, linestyle="", label=format.short(role))
         of_shape = {p.shape: p for p in sorted(points, key=lambda p: p.flops)}  # the fastest of each
         for n, p in enumerate(sorted(of_shape.values(), key=lambda p: (p.flops, p.work.intensity))):
             axes.annotate(
