@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "judge data": (4, ("judge.variant", "judge.task", "judge.record")),
     "judge timing": (5, ("judge.timing",)),
     "judge report": (5, ("judge.report",)),
-    "judge solution": (5, ("judge.solution",)),
+    "judge solution": (5, ("judge.solution", "judge.entrant")),
     "judge gates": (6, ("judge.gates", "judge.errors")),
     "judge": (7, ("judge",)),
     "bench": (8, ("bench",)),

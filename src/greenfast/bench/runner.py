@@ -18,8 +18,8 @@ from greenfast.bench.report import benchmark_report, headline
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT
 from greenfast.judge.digest import sealed_json
+from greenfast.judge.entrant import rung_of
 from greenfast.judge.gates import build
-from greenfast.judge.gates.resources import rung_of
 from greenfast.judge.gates.sides import CANDIDATE, BuiltSide
 from greenfast.judge.record import GateResult
 from greenfast.judge.request import Observer, Request
@@ -216,9 +216,7 @@ def _kernel_limits(request: Request, variant: Variant) -> Limits:
 def _built(run: GateRun) -> BuiltSide:
     """The own kernel for every shape. Raises CompileError where it does not compile."""
     request = run.request
-    result, run.sides = build.check(
-        run.variants, request.task.family, request.format, request.shapes, request.target
-    )  # fmt: skip
+    result, run.sides = build.check(run.entrants, request.format, request.shapes, request.target)
     if run.add(result).status == "FAIL":
         raise CompileError("; ".join(result.reasons))
     return run.sides[0]

@@ -15,12 +15,13 @@ from greenfast.cli.options import BENCHMARKS, VERBS
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.extras import require
 
-#: 0: all requested gates hold. 1: a gate fell short. 2: usage or configuration. 3: the machine. 130: interrupted.
+#: 0: all requested gates hold. 1: a gate fell short. 2: usage or configuration. 3: the machine. 5: a solution's code
+#: ended without a verdict. 130: interrupted. `judge` says more: cli/judge.py.
 EXIT_INTERNAL = 3
 EXIT_INTERRUPTED = 130
 
 #: Verb -> the extra that it needs, if that is not ``judge``; None: the core installation.
-_EXTRAS = {"doctor": None, "emulate": "emulator", "warmup": None}
+_EXTRAS = {"doctor": None, "emulate": "emulator", "init": None, "warmup": None}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,7 +29,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="greenfast",
         description="Verdicts on GPU kernels: green (built, inside its budget, correct) before fast.",
-        epilog="exit codes: 0 all requested gates hold, 1 a gate fell short, 2 usage or configuration, 3 the machine",
+        epilog="exit codes: 0 all requested gates hold, 1 a gate fell short, 2 usage or configuration, 3 the machine, "
+        "5 a solution's code ended without a verdict; judge: 11 to 15 which gate fell short, 4 not all was judged",
     )
     top.add_argument("--version", action="version", version=f"greenfast {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -66,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("greenfast: interrupted; nothing half-written was kept", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except MemoryError as e:
+        print(f"greenfast: out of memory: {e}; ask for smaller shapes", file=sys.stderr)
+        return EXIT_INTERNAL
     except BrokenPipeError:  # the reader closed the pipe, as in `greenfast ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

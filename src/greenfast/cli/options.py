@@ -115,14 +115,14 @@ def _json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the record as JSON instead of text")
 
 
-def _outcome(parser: argparse.ArgumentParser) -> None:
+def _outcome(parser: argparse.ArgumentParser, what: str = "gates that must not be PENDING") -> None:
     _json(parser)
     parser.add_argument(
         "--require",
         type=words,
         default=[],
         metavar="GATE,...",
-        help="gates that must not be PENDING: build, resources, correctness, performance, evidence, or all",
+        help=f"{what}: build, resources, correctness, performance, evidence, or all",
     )
 
 
@@ -138,6 +138,12 @@ def validate(parser: argparse.ArgumentParser) -> None:
         "--required", type=_speedup, metavar="RATIO", help="the speedup asked for (default: the candidate's rung's)"
     )
     parser.add_argument("--no-profile", action="store_true", help="take no Nsight Compute profile")
+    _quoting(parser)
+    _html(parser)
+    _outcome(parser)
+
+
+def _quoting(parser: argparse.ArgumentParser) -> None:
     quoting = parser.add_mutually_exclusive_group()
     quoting.add_argument(
         "--quote",
@@ -147,8 +153,42 @@ def validate(parser: argparse.ArgumentParser) -> None:
         "a folder of runs (default: the evidence folders in the task and next to its folder of tasks)",
     )
     quoting.add_argument("--no-quote", action="store_true", help="quote nothing: without a GPU, PERFORMANCE is PENDING")
+
+
+def judge(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast judge``."""
+    parser.add_argument(
+        "solution",
+        type=Path,
+        help="a folder with solution.json, or a .cu, .ptx or .py file with the JSON in its header",
+    )
+    parser.add_argument(
+        "--problem",
+        metavar="P",
+        help="a task's name (see `greenfast tasks`), or a folder with config_forward.json (default: what the solution "
+        "names)",
+    )
+    parser.add_argument(
+        "--against", metavar="REFERENCE", help="a rung of the task, or another solution (default: the task's baseline)"
+    )
+    _what(parser)
+    _how_long(parser)
+    _where(parser)
+    parser.add_argument(
+        "--required", type=_speedup, metavar="RATIO", help="the speedup asked for (default: the problem's)"
+    )
+    parser.add_argument("--no-profile", action="store_true", help="take no Nsight Compute profile")
+    _quoting(parser)
     _html(parser)
-    _outcome(parser)
+    _outcome(parser, "gates that must have been decided (default: all)")
+
+
+def init(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast init``."""
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("my_kernel"), help="default: %(default)s")
+    parser.add_argument(
+        "--language", choices=("cuda", "ptx", "triton", "family"), default="cuda", help="default: %(default)s"
+    )
 
 
 def bench(parser: argparse.ArgumentParser) -> None:
@@ -344,6 +384,8 @@ BENCHMARKS: dict[str, _Options] = {
 #: Verb -> (help, its options), in the order of --help.
 VERBS: dict[str, _Options] = {
     "validate": ("judge a candidate against a baseline through the five gates", validate),
+    "judge": ("judge a solution of your own against a problem, through the same gates", judge),
+    "init": ("make a folder with a problem and a solution to start from", init),
     "bench": ("time one kernel, or compare kernels or the operator with other libraries", bench),
     "build": ("compile variants for targets: resources and machine code, without a GPU", build),
     "warmup": ("fill the kernel cache ahead, so that the first calls in PyTorch compile nothing", warmup),

@@ -6,20 +6,23 @@ import argparse
 import math
 
 from greenfast.judge.request import Request, make_request
-from greenfast.judge.tasks import find_task, load
+from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.spec.errors import UsageError
 
 
-def request_of(args: argparse.Namespace) -> Request:
-    """Load the task and check the shared options; raises UsageError or MachineError."""
+def request_of(args: argparse.Namespace, task: LoadedTask | None = None, target: str = "") -> Request:
+    """Load the task and check the shared options; raises UsageError or MachineError.
+
+    task: in place of the one that the options name. target: what to build for where they name none.
+    """
     if not 0 < args.timeout < math.inf:
         raise UsageError(f"--timeout {args.timeout:g}: give a number of seconds above 0")
     return make_request(
-        load(find_task(args.task)),
+        task or load(find_task(args.task)),
         shapes=args.shapes,
         seeds=args.seeds,
         fmt=args.format,
-        arch=args.arch,
+        arch=args.arch or target or None,
         device=args.device,
         warmup=getattr(args, "warmup", None),
         iters=getattr(args, "iters", None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 from rich.text import Text
 
@@ -14,7 +15,7 @@ from greenfast.cli.request import request_of
 from greenfast.judge.digest import sealed_json
 from greenfast.judge.quote import Kept, evidence_folders, kept_at, kept_in, target_of
 from greenfast.judge.request import Request
-from greenfast.judge.validate import validate
+from greenfast.judge.validate import Outcome, validate
 from greenfast.spec.arch import Target
 
 
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     # Without a baseline the candidate is compared with the rung before it.
     before = rung.after if rung is not None and args.candidate else None
     baseline = config.variant(args.baseline or before or config.defaults.baseline)
-    kept = _kept(args, request)
+    kept = kept_records(args, request, request.task.folder)
     note = ""
     if args.arch is None and kept and request.cannot_run() is None:
         # Without a GPU or --arch, take the measured target, for which every gate can decide.
@@ -47,29 +48,37 @@ def run(args: argparse.Namespace) -> int:
             profile=not args.no_profile,
             kept=kept,
         )
+    write_page(args.html, outcome.record, outcome.folder, request.task)
+    show_outcome(outcome, args.json, note)
+    return exit_code(outcome.record.gates, required)
+
+
+def show_outcome(outcome: Outcome, as_json: bool, note: str = "") -> None:
+    """Print the verdict with its reasons and the folder of the artifacts, or the record as JSON."""
     record = outcome.record
-    write_page(args.html, record, outcome.folder, request.task)
-    if args.json:
+    if as_json:
         print(sealed_json(record), end="")
-    else:
-        show(
-            Text.assemble("\n", status(record.decision), f"  {candidate.name} against {baseline.name}, {record.format}")
-        )
-        for reason in record.reasons:
-            show(Text(f"  - {reason}"))
-        if note:
-            show(Text(note))
-        show(f"\n{outcome.folder}")
-    return exit_code(record.gates, required)
+        return
+    sides = f"  {record.candidate.variant} against {record.baseline.variant}, {record.format}"
+    show(Text.assemble("\n", status(record.decision), sides))
+    for reason in record.reasons:
+        show(Text(f"  - {reason}"))
+    if note:
+        show(Text(note))
+    show(f"\n{outcome.folder}")
 
 
-def _kept(args: argparse.Namespace, request: Request) -> list[Kept]:
-    """The records that PERFORMANCE may be quoted from; none are searched for if it can be measured."""
+def kept_records(args: argparse.Namespace, request: Request, *folders: Path) -> list[Kept]:
+    """The records that PERFORMANCE may be quoted from; none are searched for if it can be measured.
+
+    folders: of the task and the solution, next to which they are kept.
+    """
     if args.quote is not None:
         return kept_at(args.quote)
     if args.no_quote or request.cannot_time() is None:
         return []
-    return [kept for folder in evidence_folders(request.task.folder) for kept in kept_in(folder, _warn)]
+    found = dict.fromkeys(evidence for folder in folders for evidence in evidence_folders(folder))
+    return [kept for folder in found for kept in kept_in(folder, _warn)]
 
 
 def _warn(text: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from greenfast.device.worker import WorkerError
 from greenfast.judge.artifacts import RECORD, REPORT, side_files
 from greenfast.judge.digest import sealed_json
+from greenfast.judge.entrant import Entrant
 from greenfast.judge.gates.performance import time_sides, timing_rows
 from greenfast.judge.gates.sides import CANDIDATE
 from greenfast.judge.record import BenchRecord, GateResult, TimingRow
@@ -27,7 +28,7 @@ class BenchOutcome:
     folder: Path
 
 
-def bench(request: Request, variant: Variant, observer: Observer) -> BenchOutcome:
+def bench(request: Request, variant: Entrant | Variant, observer: Observer) -> BenchOutcome:
     """Check and time one variant and write its artifacts. Raises MachineError for a folder that cannot be written."""
     parent = request.out / request.task.config.defaults.results
     check_writable(parent)

@@ -66,6 +66,7 @@ def now() -> datetime:
 
 #: The name of the emulator as a device.
 EMULATOR = "emulator"
+_EMULATED = "emulated"  # as records call it
 
 
 def choose_device(text: str) -> int | str | None:
@@ -75,7 +76,7 @@ def choose_device(text: str) -> int | str | None:
     """
     if text == "none":
         return None
-    if text == EMULATOR:
+    if text in (EMULATOR, _EMULATED):
         return EMULATOR
     count = device_count()
     if text == "auto":

@@ -12,7 +12,9 @@ from pathlib import Path
 import nvtx
 
 from greenfast.device.gpu import Gpu
+from greenfast.judge.entrant import rung_entrant, solution_entrant
 from greenfast.judge.gates.sides import build_side
+from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
 from greenfast.judge.tasks import load
 from greenfast.spec.arch import Target
@@ -23,9 +25,13 @@ def main(text: str) -> None:
     job = json.loads(text)
     task = load(load_task(Path(job["task"])))
     shape = task.config.shape(job["shape"])
-    variant = task.config.toggle_variant(job["toggles"])
+    target = Target.parse(job["arch"])
+    if job["solution"]:
+        entrant = solution_entrant(task.config, find_solution(Path(job["solution"])), target)
+    else:
+        entrant = rung_entrant(task.config, task.family, task.config.toggle_variant(job["toggles"]))
     with nvtx.annotate("build"):
-        side = build_side("profiled", task.family, variant, job["format"], [shape], Target.parse(job["arch"]))
+        side = build_side("profiled", entrant.family, entrant.variant, job["format"], [shape], target)
     with nvtx.annotate("inputs"):
         case = task.problem.make_case(shape.dims, job["seed"], job["format"])
     with nvtx.annotate("upload"):

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.digest import sealed_json
-from greenfast.judge.gates.sides import CANDIDATE, BuiltSide, build_side
+from greenfast.judge.entrant import Entrant, rung_entrant
+from greenfast.judge.gates.sides import CANDIDATE, build_side
 from greenfast.judge.record import PhaseRecord
 from greenfast.judge.request import Request, Unwatched
 from greenfast.judge.run import GateRun
@@ -34,7 +35,7 @@ def ncu() -> str | None:
 
 def take_profile(
     request: Request,
-    variant: Variant,
+    entrant: Entrant | Variant,
     shape: Shape,
     seed: int,
     stamp: str,
@@ -50,10 +51,13 @@ def take_profile(
     tool = ncu()
     if tool is None:
         raise MachineError("ncu is not on the PATH: install NVIDIA Nsight Compute, or add its folder to PATH")
-    program = program_of(request.task.family, variant.values, request.format, shape.dims)
+    if isinstance(entrant, Variant):
+        entrant = rung_entrant(request.task.config, request.task.family, entrant)
+    program = program_of(entrant.family, entrant.variant.values, request.format, shape.dims)
     job = {
         "task": str(request.task.folder),
-        "toggles": variant.values,
+        "solution": entrant.path,
+        "toggles": entrant.variant.values,
         "shape": shape.name,
         "seed": seed,
         "format": request.format,
@@ -86,11 +90,11 @@ def take_profile(
         return publish() / PROFILE_NAME
 
 
-def profile_candidate(request: Request, side: BuiltSide, stamp: str) -> tuple[list[str], str]:
-    """Profile a side on the first gated shape for the EVIDENCE gate: the files, or why there is none."""
+def profile_candidate(request: Request, entrant: Entrant, stamp: str) -> tuple[list[str], str]:
+    """Profile an entrant on the first gated shape for the EVIDENCE gate: the files, or why there is none."""
     gated = [s for s in request.shapes if s.name in request.task.config.timing.gate_shapes] or request.shapes
     try:
-        path = take_profile(request, side.variant, gated[0], request.seeds[0], stamp)
+        path = take_profile(request, entrant, gated[0], request.seeds[0], stamp)
     except MachineError as e:
         return [], str(e)
     return [str(path.relative_to(request.out))], ""

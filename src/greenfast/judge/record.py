@@ -207,10 +207,22 @@ class Quote(_Data, frozen=True, kw_only=True):
     floor_recomputed: bool = True
 
 
+class SolutionSource(_Data, frozen=True, kw_only=True):
+    """What a solution was judged from. sha256: over all its files; files: the SHA-256 of each by name."""
+
+    language: str
+    author: str = ""
+    description: str = ""
+    sha256: str
+    files: dict[str, str]
+
+
 class Side(_Data, frozen=True, kw_only=True):
     """One of the two variants of a comparison, with all that was found out about it.
 
     counts: by shape; empty unless the kernels ran in the emulator. limits: by shape; empty in records of version 1.
+    solution: None for a rung of the task. sandbox: what protected the judge from the code of a solution, or of a
+    task's own family; empty for greenfast's kernels.
     """
 
     variant: str
@@ -220,6 +232,8 @@ class Side(_Data, frozen=True, kw_only=True):
     timing: list[TimingRow] = []
     counts: dict[str, KernelCounts] = {}
     limits: dict[str, Limits] = {}
+    solution: SolutionSource | None = None
+    sandbox: list[str] = []
 
 
 class GateResult(_Data, frozen=True, kw_only=True):

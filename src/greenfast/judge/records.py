@@ -20,7 +20,7 @@ from greenfast.judge.record import SCHEMA_VERSION, AnyRecord, BenchRecord, Build
 from greenfast.judge.store import convert_json, read_json
 from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.errors import UsageError
-from greenfast.spec.freshness import CURRENT, STALE, Freshness, worst
+from greenfast.spec.freshness import CANNOT_TELL, CURRENT, STALE, Freshness, worst
 from greenfast.spec.kernel import Family, KernelSource, program_of
 
 #: Fields that hold a mapping whose keys are shapes.
@@ -128,6 +128,9 @@ def _of_side(record: Run, side: Side, what: str) -> Iterator[Freshness]:
 
 def _of_build(record: Run, side: Side, build: Build, what: str) -> Iterator[Freshness]:
     """Of the kernel, and of its launch for each shape."""
+    if side.solution is not None:
+        yield Freshness(CANNOT_TELL, (f"the {what} is a solution's; judge the solution again",))
+        return
     if not build.launches:
         yield of_launch(what, None)
     launches = {name: then.dims for name, then in build.launches.items()} or {str(build.dims): build.dims}

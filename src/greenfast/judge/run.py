@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from greenfast import __version__
+from greenfast.device import assembler
 from greenfast.device.identity import code_hash
+from greenfast.judge.entrant import Entrant, rung_entrant
 from greenfast.judge.environment import git_state, now, package_versions
 from greenfast.judge.gates import build, correctness, evidence, resources
 from greenfast.judge.gates.correctness import CorrectnessOutcome
@@ -30,9 +32,15 @@ def pending(gate: str, reason: str) -> GateResult:
 class GateRun:
     """One pass through the gates over the variants of each role; every gate's result is kept and shown as it ends."""
 
-    def __init__(self, request: Request, variants: Mapping[str, Variant], observer: Observer) -> None:
+    def __init__(self, request: Request, entrants: Mapping[str, Entrant | Variant], observer: Observer) -> None:
+        """By role, what takes part: an entrant, or a variant of the task."""
         self.request = request
-        self.variants = dict(variants)
+        task = request.task
+        self.entrants = {
+            role: e if isinstance(e, Entrant) else rung_entrant(task.config, task.family, e)
+            for role, e in entrants.items()
+        }
+        self.variants = {role: entrant.variant for role, entrant in self.entrants.items()}
         self.created = now()
         self.gates: list[GateResult] = []
         self.sides: list[BuiltSide] = []
@@ -60,15 +68,14 @@ class GateRun:
         untimed: makes PERFORMANCE from that reason where the sides are correct but nothing can be timed here.
         """
         request = self.request
-        result, self.sides = build.check(
-            self.variants, request.task.family, request.format, request.shapes, request.target
-        )
+        result, self.sides = build.check(self.entrants, request.format, request.shapes, request.target)
         if self.add(result).status == "FAIL":
             for gate in GATES[1:]:
                 self.add(pending(gate, "not asked: BUILD failed"))
             return False
-        self.add(resources.check(request.task.config, self.sides))
-        reason = request.cannot_run()
+        asked = {role: entrant.asked for role, entrant in self.entrants.items()}
+        self.add(resources.check(request.task.config, self.sides, asked))
+        reason = request.cannot_run() or self._cannot_run()
         if reason:
             self.add(pending("CORRECTNESS", reason))
             self.add(pending("PERFORMANCE", reason))
@@ -94,8 +101,19 @@ class GateRun:
 
     def _own_gates(self) -> dict[str, KernelErrorGate]:
         """The kernel-error gates of the roles whose rungs define one."""
-        rungs = {role: resources.rung_of(self.request.task.config, v) for role, v in self.variants.items()}
-        return {role: rung.kernel_error for role, rung in rungs.items() if rung.kernel_error is not None}
+        asked = {role: entrant.asked.kernel_error for role, entrant in self.entrants.items()}
+        return {role: gate for role, gate in asked.items() if gate is not None}
+
+    def _cannot_run(self) -> str | None:
+        """Why one of the kernels cannot run on the chosen device, or None where all can."""
+        emulated = self.request.device is not None and self.request.device.kind != "gpu"
+        for side in self.sides:
+            for _, kernel in side.distinct:
+                if emulated and not kernel.ptx:
+                    return f"the emulator reads PTX, and {kernel.source.name} is machine code; it runs on a GPU"
+                if not emulated and not kernel.cubin:
+                    return f"{kernel.source.name} was not assembled: {assembler.MISSING}"
+        return None
 
     def built(self, role: str) -> BuiltSide | None:
         """A role's kernels, or None where they did not compile."""
@@ -103,7 +121,8 @@ class GateRun:
 
     def side(self, role: str, timing: list[TimingRow]) -> Side:
         """All that was found out about a role's variant."""
-        variant, built = self.variants[role], self.built(role)
+        entrant, built = self.entrants[role], self.built(role)
+        variant = entrant.variant
         return Side(
             variant=variant.name,
             toggles=variant.values,
@@ -112,6 +131,8 @@ class GateRun:
             timing=timing,
             counts=self.correctness.counts.get(role, {}),
             limits=self._limits(role),
+            solution=entrant.source,
+            sandbox=list(entrant.sandbox),
         )
 
     def _limits(self, role: str) -> dict[str, Limits]:

@@ -145,6 +145,19 @@ class FormatGates(_Strict, frozen=True, kw_only=True):
         return next((gate for gate in self.error_where if gate.when.items() <= dims.items()), self.error)
 
 
+class Solutions(_Strict, frozen=True, kw_only=True):
+    """What is asked of every solution that ``greenfast judge`` judges.
+
+    budget: None for what the target's hardware allows, without state across launches. required_speedup: over the
+    reference; None asks for faster than the noise. kernel_error: in place of the format's.
+    """
+
+    budget: Budget | None = None
+    budget_where: list[BudgetWhere] = []
+    required_speedup: Annotated[float, Meta(ge=1)] | None = None
+    kernel_error: KernelErrorGate | None = None
+
+
 class Timing(_Strict, frozen=True, kw_only=True):
     """The timing protocol: iterations per shape and seed, spread over fresh processes and interleaved blocks."""
 
@@ -157,10 +170,13 @@ class Timing(_Strict, frozen=True, kw_only=True):
 
 
 class Defaults(_Strict, frozen=True, kw_only=True):
-    """What ``greenfast validate TASK`` runs when no option says otherwise."""
+    """What ``greenfast validate TASK`` runs when no option says otherwise.
+
+    baseline: a rung; in a task without rungs, the path of a solution in its folder. candidate: empty without rungs.
+    """
 
     baseline: str
-    candidate: str
+    candidate: str = ""
     shapes: Annotated[list[str], Meta(min_length=1)]
     format: str
     arch: str
@@ -171,21 +187,23 @@ class TaskConfig(_Strict, frozen=True, kw_only=True):
     """The content of a task's ``config_forward.json``.
 
     family, problem: an importable module, or a Python file next to the config (``family.py``). The family renders
-    kernels (``greenfast.spec.kernel.Family``), the problem makes inputs and references
-    (``greenfast.spec.problem.Problem``). peers: an importable module whose
-    function ``peers`` makes the ``greenfast.bench.comparison.Comparison`` with other libraries; empty for none.
+    the kernels of rungs (``greenfast.spec.kernel.Family``) and may be missing without rungs; the problem makes inputs
+    and references (``greenfast.spec.problem.Problem``). solutions: what is asked of solutions. peers: an importable
+    module whose function ``peers`` makes the ``greenfast.bench.comparison.Comparison`` with other libraries; empty for
+    none.
     """
 
     name: Name
     description: str
-    family: str
+    family: str = ""
     problem: str
     peers: str = ""
     shapes: Annotated[list[Shape], Meta(min_length=1)]
     seeds: Annotated[list[NonNegative], Meta(min_length=1)]
     formats: Annotated[dict[str, FormatGates], Meta(min_length=1)]
     toggles: dict[str, Toggle] = {}
-    rungs: Annotated[list[Rung], Meta(min_length=1)]
+    rungs: list[Rung] = []
+    solutions: Solutions = Solutions()
     timing: Timing = Timing()
     defaults: Defaults
 
@@ -203,6 +221,8 @@ class TaskConfig(_Strict, frozen=True, kw_only=True):
 
     def rung(self, name: str) -> Rung:
         """The rung of that name; raises UsageError naming the known ones."""
+        if not self.rungs:
+            raise UsageError(f"task {self.name} has no rungs; `greenfast judge SOLUTION --problem ...` judges yours")
         for rung in self.rungs:
             if rung.name == name:
                 return rung
@@ -274,13 +294,13 @@ def load_task(folder: Path) -> Task:
         # The counters are the one enumeration of the schema; msgspec does not say what it allows.
         allowed = f"; allowed: {', '.join(get_args(Counter))}" if "Invalid enum value" in str(e) else ""
         raise UsageError(f"{path}: {e}{allowed}") from e
-    problems = list(_inconsistencies(config))
+    problems = _inconsistencies(config, folder)
     if problems:
         raise UsageError(f"{path}: " + "; ".join(problems))
     return Task(config, folder)
 
 
-def _inconsistencies(c: TaskConfig) -> list[str]:
+def _inconsistencies(c: TaskConfig, folder: Path) -> list[str]:
     """What the types cannot say: names that must exist, and names that must be unique."""
     found: list[str] = []
 
@@ -310,8 +330,13 @@ def _inconsistencies(c: TaskConfig) -> list[str]:
     for name, toggle in c.toggles.items():
         if toggle.default not in toggle.values:
             found.append(f"toggles.{name}.default: {toggle.default} is not one of {toggle.values}")
-    exists("defaults.baseline", c.defaults.baseline, rung_names)
-    exists("defaults.candidate", c.defaults.candidate, rung_names)
+    if c.rungs:
+        exists("defaults.baseline", c.defaults.baseline, rung_names)
+        exists("defaults.candidate", c.defaults.candidate, rung_names)
+        if not c.family:
+            found.append("family: missing, and `rungs` need one")
+    elif not (folder / c.defaults.baseline).exists():
+        found.append(f"defaults.baseline: {folder / c.defaults.baseline} does not exist; name a solution in the folder")
     exists("defaults.format", c.defaults.format, list(c.formats))
     for shape in c.defaults.shapes:
         exists("defaults.shapes", shape, shape_names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -12,12 +13,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import cast
 
+from greenfast.judge.solution.family import NoFamily, RemoteFamily
+from greenfast.judge.solution.schema import Solution
 from greenfast.judge.task import CONFIG_NAME, Task, TaskConfig, load_task
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import GreenfastError, UsageError, unknown
 from greenfast.spec.kernel import Family
 from greenfast.spec.problem import Problem
 
+#: Families that are imported: greenfast's, not another author's.
+_OWN = "greenfast.kernels."
 #: Environment variable: further folders of tasks, separated as PATH is.
 TASKS_VARIABLE = "GREENFAST_TASKS"
 
@@ -53,6 +58,15 @@ def task_folders() -> list[Path]:
     return list(found.values())
 
 
+def task_names() -> list[str]:
+    """The names of the known tasks whose config can be read."""
+    names = []
+    for folder in task_folders():
+        with contextlib.suppress(UsageError):
+            names.append(load_task(folder).config.name)
+    return names
+
+
 def find_task(name: str) -> Task:
     """The task of that name (its config's or its folder's), or of that folder.
 
@@ -79,14 +93,32 @@ def find_task(name: str) -> Task:
 
 def load(task: Task) -> LoadedTask:
     """Import the task's family and problem. Raises UsageError where one is missing or lacks a function."""
-    family = _module(task, "family", task.config.family, ("kernel", "launch"))
+    family = load_family(task)
     problem = _module(task, "problem", task.config.problem, ("make_case", "references", "decode"))
-    return LoadedTask(task.config, task.folder, cast(Family, family), cast(Problem, problem))
+    return LoadedTask(task.config, task.folder, family, cast(Problem, problem))
 
 
 def load_family(task: Task) -> Family:
-    """Import the task's kernel family alone, for work that needs no inputs or references."""
-    return cast(Family, _module(task, "family", task.config.family, ("kernel", "launch")))
+    """The task's kernel family alone, for work that needs no inputs or references.
+
+    greenfast's own is imported; another author's runs in a process of its kind and hands back data.
+    Raises UsageError where it cannot be imported or lacks a function, SolutionError where it ends.
+    """
+    name = task.config.family
+    if not name:
+        return cast(Family, NoFamily(task.config.name))
+    if name.startswith(_OWN):
+        return cast(Family, _module(task, "family", name, ("kernel", "launch")))
+    where = f"{task.folder / CONFIG_NAME}: family {name!r}"
+    is_file = name.endswith(".py")
+    if is_file and not (task.folder / name).is_file():
+        raise UsageError(f"{task.folder / name}: no such file")
+    solution = Solution(name=task.config.name, language="family", file=name if is_file else "")
+    family = RemoteFamily(where, task.folder, solution, module="" if is_file else name)
+    missing = [f for f in ("kernel", "launch") if f not in family.functions]
+    if missing and "program" not in family.functions:
+        raise UsageError(f"{where} has no function {', '.join(missing)}")
+    return family
 
 
 def load_peers(task: LoadedTask) -> ModuleType:

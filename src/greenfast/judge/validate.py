@@ -9,7 +9,8 @@ from pathlib import Path
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT, side_files
 from greenfast.judge.decision import decide
 from greenfast.judge.digest import sealed_json
-from greenfast.judge.gates import evidence, performance, resources
+from greenfast.judge.entrant import Entrant
+from greenfast.judge.gates import evidence, performance
 from greenfast.judge.gates.performance import PerformanceOutcome
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide, build_side
 from greenfast.judge.profile import profile_candidate
@@ -27,6 +28,8 @@ from greenfast.judge.variant import Variant
 from greenfast.spec.errors import UsageError
 
 COMPARISON = "COMPARE.md"
+#: The folder of a run with a solution's sources.
+SOURCES = "solution"
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ class Outcome:
 
 def validate(
     request: Request,
-    baseline: Variant,
-    candidate: Variant,
+    baseline: Entrant | Variant,
+    candidate: Entrant | Variant,
     observer: Observer,
     *,
     required: float | None = None,
@@ -58,7 +61,7 @@ def validate(
     check_writable(parent)
     run = GateRun(request, {BASELINE: baseline, CANDIDATE: candidate}, observer)
     timed = PerformanceOutcome()
-    required = required or resources.rung_of(request.task.config, candidate).required_speedup
+    required = required or run.entrants[CANDIDATE].asked.required_speedup
     quoted: Quote | None = None
 
     def untimed(reason: str) -> GateResult:
@@ -83,7 +86,7 @@ def validate(
         reasons=reasons,
         quoted=quoted,
     )
-    folder = _write(record, parent, run.stamp)
+    folder = _write(record, parent, run)
     if record.speedups:
         required = record.speedups[0].required or None
         text = compare_markdown(record.baseline.timing, record.candidate.timing, required=required)
@@ -117,25 +120,25 @@ def _evidence(run: GateRun, profile: bool) -> None:
     assert candidate is not None  # until_correct built every side
     counts = run.correctness.counts
     emulated = evidence.emulated_counts(counts.get(BASELINE, {}), counts.get(CANDIDATE, {}), run.least_work())
-    result = evidence.check(candidate, *_promising_rung(request, candidate), emulated)
+    result = evidence.check(candidate, *_promising_rung(run), emulated)
     note = request.cannot_time() if profile else "not asked for"
     if note is None and run.status("CORRECTNESS") != "PASS":
         note = "not taken: CORRECTNESS did not pass"
     files: list[str] = []
     if note is None:
         run.progress("EVIDENCE")(0.5, "Nsight Compute")
-        files, note = profile_candidate(request, candidate, run.stamp)
+        files, note = profile_candidate(request, run.entrants[CANDIDATE], run.stamp)
     result.checks.append(evidence.profile_check(files, note))
     run.add(result)
 
 
-def _promising_rung(request: Request, candidate: BuiltSide) -> tuple[Rung | None, BuiltSide | None]:
+def _promising_rung(run: GateRun) -> tuple[Rung | None, BuiltSide | None]:
     """The candidate's rung, and its predecessor built for the same shapes and format, where it has them.
 
-    No rung for toggles that do not belong to one.
+    No rung for a solution, and for toggles that do not belong to one.
     """
-    config = request.task.config
-    rung = next((r for r in config.rungs if r.name == candidate.variant.name), None)
+    request, config = run.request, run.request.task.config
+    rung = run.entrants[CANDIDATE].rung
     if rung is None or rung.after is None:
         return rung, None
     before = config.rung_variant(config.rung(rung.after))
@@ -146,9 +149,12 @@ def _promising_rung(request: Request, candidate: BuiltSide) -> tuple[Rung | None
         return rung, None
 
 
-def _write(record: Record, parent: Path, stamp: str) -> Path:
-    """Write a record, its report and plot, and each side's files into a new run folder; returns the folder."""
-    with new_run_folder(parent, stamp) as (work, publish):
+def _write(record: Record, parent: Path, run: GateRun) -> Path:
+    """Write a record, its report and plot, and each side's files into a new run folder; returns the folder.
+
+    Of a solution, also its sources as they were judged.
+    """
+    with new_run_folder(parent, run.stamp) as (work, publish):
         plot = PLOT if record.speedups else None
         if plot:
             save_plot(record, work / plot)
@@ -158,4 +164,9 @@ def _write(record: Record, parent: Path, stamp: str) -> Path:
             folder.mkdir(exist_ok=True)
             for name, content in side_files(record, side).items():
                 (folder / name).write_text(to_json(content), encoding="utf-8")
+        for folder, role in ((work, CANDIDATE), (work / BASELINE, BASELINE)):
+            for name, data in run.entrants[role].files.items():
+                path = folder / SOURCES / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
         return publish()

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from greenfast.device import assembler
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record import GateResult, Status
 from greenfast.judge.task import Rung, TaskConfig
-from greenfast.judge.variant import Variant
 
 
-def rung_of(config: TaskConfig, variant: Variant) -> Rung:
-    """The rung that a variant answers to: its own, or the task's default candidate for toggles that are not a rung."""
-    names = {rung.name for rung in config.rungs}
-    return config.rung(variant.name if variant.name in names else config.defaults.candidate)
-
-
-def check(config: TaskConfig, sides: Sequence[BuiltSide]) -> GateResult:
-    """Compare every kernel's resources with the budget of its rung for the shape."""
+def check(config: TaskConfig, sides: Sequence[BuiltSide], asked: Mapping[str, Rung]) -> GateResult:
+    """Compare every kernel's resources with the budget of its side for the shape; asked: by role, what that is of."""
     checks: list[tuple[str, str, str, Status]] = []
     reasons = []
     used = []
@@ -28,7 +21,7 @@ def check(config: TaskConfig, sides: Sequence[BuiltSide]) -> GateResult:
             gate="RESOURCES", status="PENDING", summary=f"{unknown[0].source.name} is PTX, and {assembler.MISSING}"
         )
     for side in sides:
-        rung = rung_of(config, side.variant)
+        rung = asked[side.role]
         for shape, kernel in side.distinct:
             r, budget = kernel.resources, rung.budget_for(config.shape(shape).dims)
             only = f" ({shape})" if len(side.distinct) > 1 else ""

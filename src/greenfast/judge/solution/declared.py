@@ -60,7 +60,7 @@ def extents(
 ) -> tuple[int, int, int]:
     """Three extents, of which missing ones are 1. Raises UsageError for one below 1 or above ``most``."""
     values = [_whole(found, f"{key}[{n}]", text, names) for n, text in enumerate(given)]
-    x, y, z = (*values, 1, 1)[:3]
+    x, y, z = (*values, 1, 1, 1)[:3]
     for n, (value, limit) in enumerate(zip((x, y, z), most, strict=True)):
         if not 1 <= value <= limit:
             raise UsageError(f"{found.where}: {key}[{n}]: {value}; from 1 to {limit} is allowed")

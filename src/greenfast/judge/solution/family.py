@@ -52,6 +52,19 @@ class _Single:
         return steps[0]
 
 
+class NoFamily(_Single):
+    """The family of a task that has none: it is there to judge solutions."""
+
+    def __init__(self, task: str) -> None:
+        self._task = task
+
+    def program(
+        self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
+    ) -> Program:
+        """Raise UsageError."""
+        raise UsageError(f"task {self._task} has no kernels; `greenfast judge SOLUTION --problem ...` judges yours")
+
+
 class DeclaredFamily(_Single):
     """A solution in CUDA, PTX or as a cubin: nothing of it is run here."""
 

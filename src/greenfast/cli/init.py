@@ -1,0 +1,42 @@
+"""``greenfast init``."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from greenfast.spec.errors import MachineError, UsageError
+
+_SCAFFOLD = Path(__file__).parent / "scaffold"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Copy the problem and a solution in the language into a new folder, and say what to do next."""
+    folder: Path = args.folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder}: exists and is not an empty folder; name a new one")
+    try:
+        _copy(_SCAFFOLD / "problem", folder / "problem")
+        _copy(_SCAFFOLD / args.language, folder / "solution")
+    except OSError as e:
+        raise MachineError(f"{folder}: cannot be written ({e.strerror})") from e
+    quoted = shlex.quote
+    print(f"""{folder / "problem"}: what is asked: shapes, inputs, reference, error bound, and a kernel to compare with
+{folder / "solution"}: your kernel
+
+Judge it, with or without a GPU:
+
+  greenfast judge {quoted(str(folder / "solution"))} --problem {quoted(str(folder / "problem"))}
+
+Without a GPU, PERFORMANCE is PENDING and the exit code 4; a CI job that asks for the other gates adds
+--require build,resources,correctness,evidence. Then change the kernel, and the problem to yours: docs/judging.md.""")
+    return 0
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """The files of a folder of the package; its subfolders are of Python's own making."""
+    folder.mkdir(parents=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file():
+            (folder / file.name).write_bytes(file.read_bytes())

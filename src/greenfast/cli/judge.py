@@ -1,0 +1,92 @@
+"""``greenfast judge``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from greenfast.cli.console import GateConsole, required_gates
+from greenfast.cli.page import check_page, write_page
+from greenfast.cli.request import request_of
+from greenfast.cli.validate import kept_records, show_outcome
+from greenfast.judge.entrant import Entrant, rung_entrant, solution_entrant
+from greenfast.judge.quote import target_of
+from greenfast.judge.record import Record
+from greenfast.judge.run import GATES
+from greenfast.judge.solution.schema import FoundSolution, find_solution, is_solution
+from greenfast.judge.tasks import LoadedTask, find_task, load, task_names
+from greenfast.judge.validate import validate
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError, unknown
+
+#: A gate's exit code where it is the first that fell short.
+GATE_EXITS = {gate: 11 + number for number, gate in enumerate(GATES)}
+#: Nothing fell short, but not all that was asked for was judged.
+EXIT_PARTIAL = 4
+
+
+def run(args: argparse.Namespace) -> int:
+    """Judge the solution; prints each gate when it ends, then the verdict and where the artifacts are."""
+    required = required_gates(args.require or ["all"])
+    check_page(args.html)
+    found = find_solution(args.solution)
+    task = load(find_task(_problem(args.problem, found)))
+    request = request_of(args, task, found.solution.target)
+    reference = args.against or task.config.defaults.baseline
+    kept = kept_records(args, request, task.folder, found.folder)
+    note = ""
+    if args.arch is None and not found.solution.target and kept and request.cannot_run() is None:
+        # Without a GPU or --arch, take the measured target, for which every gate can decide.
+        measured = target_of(kept, task.config.name, request.format, Path(reference).stem, found.solution.name)
+        if measured is not None and measured != request.target.name:
+            request = replace(request, target=Target.parse(measured))
+            note = f"  - target {measured}, from the kept record, as there is no GPU; --arch selects another"
+    baseline = _reference(task, reference, request.target)
+    candidate = solution_entrant(task.config, found, request.target)
+    with GateConsole(to_stderr=args.json) as console:
+        outcome = validate(
+            request,
+            baseline,
+            candidate,
+            console,
+            required=args.required,
+            profile=not args.no_profile,
+            kept=kept,
+        )
+    write_page(args.html, outcome.record, outcome.folder, task)
+    show_outcome(outcome, args.json, note)
+    return exit_code(outcome.record, required)
+
+
+def exit_code(record: Record, required: set[str]) -> int:
+    """0 where the required gates hold; else the first failed gate's, or 4 for what was not judged."""
+    for result in record.gates:
+        if result.status == "FAIL":
+            return GATE_EXITS[result.gate]
+    undecided = any(record.gate_status(gate) == "PENDING" for gate in required)
+    return EXIT_PARTIAL if undecided or record.decision not in ("MERGE", "PENDING") else 0
+
+
+def _problem(asked: str | None, found: FoundSolution) -> str:
+    """The problem that is asked for, or the known one that the solution names. Raises UsageError where none is."""
+    if asked is not None:
+        return asked
+    named = found.solution.problem
+    if not named:
+        raise UsageError(f"{found.where}: names no problem; --problem names a task or its folder")
+    if named not in task_names():
+        raise unknown(f"problem of {found.where}", named, task_names())
+    return named
+
+
+def _reference(task: LoadedTask, text: str, target: Target) -> Entrant:
+    """A rung or toggles of the task, or a solution: a path, from here or from the task's folder."""
+    config = task.config
+    if text in [rung.name for rung in config.rungs] or ("=" in text and config.rungs):
+        return rung_entrant(config, task.family, config.variant(text))
+    for path in (Path(text), task.folder / text):
+        if is_solution(path):
+            return solution_entrant(config, find_solution(path), target)
+    rungs = [rung.name for rung in config.rungs]
+    raise unknown("reference", text, [*rungs, "the path of a solution"])
