@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from greenfast.judge.solution.declared import declared_program
-from greenfast.judge.solution.process import SolutionProcess
+from greenfast.judge.solution.process import ANSWER_S, SolutionProcess
 from greenfast.judge.solution.schema import FoundSolution, Solution
 from greenfast.judge.solution.wire import (
     Choose,
@@ -89,22 +89,29 @@ class RemoteFamily(_Single):
     """
 
     def __init__(
-        self, what: str, folder: Path, solution: Solution, *, module: str = "", target: Target | None = None
+        self,
+        what: str,
+        folder: Path,
+        solution: Solution,
+        *,
+        module: str = "",
+        target: Target | None = None,
+        answer_s: float = ANSWER_S,
     ) -> None:
         """Start the process and import the code.
 
         what: the solution in words, for errors. module: an importable module, in place of the solution's file.
-        target: what the solution is compiled for where its language asks.
+        target: what the solution is compiled for where its language asks. answer_s: seconds for each answer.
         """
         self._what = what
         self._target = target or Target("sm_90a")
         self._toggles = dict(solution.toggles)
-        self._process = SolutionProcess(what, folder)
+        self._process = SolutionProcess(what, folder, answer_s=answer_s)
         self.sandbox = self._process.sandbox
         said = self._process.ask(Load(solution, str(folder.resolve()), module))
         if isinstance(said, Raised):
             self._process.close()
-            if said.text.startswith("called sys.exit"):
+            if said.exits:
                 raise self._process.raised(said)
             lines = "".join(f"\n  {line}" for line in said.lines[-5:])
             raise UsageError(f"{what} cannot be imported: {said.text}{lines}")

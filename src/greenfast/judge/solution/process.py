@@ -87,9 +87,8 @@ class SolutionProcess:
     def raised(self, said: Raised) -> SolutionError:
         """The error for an exception of the solution's code."""
         lines = "".join(f"\n  {line}" for line in said.lines[-5:])
-        return SolutionError(
-            _shown(f"{self._what}: the solution ended without a verdict: it raised {said.text}{lines}")
-        )
+        how = f"it {'called' if said.exits else 'raised'} {said.text}{lines}"
+        return SolutionError(_shown(f"{self._what}: the solution ended without a verdict: {how}"))
 
     def _tell(self, data: bytes, deadline: float) -> None:
         view = memoryview(len(data).to_bytes(4, "little") + data)

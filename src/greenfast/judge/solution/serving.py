@@ -73,8 +73,9 @@ class _Server:
             return Refused(str(e))
         except BaseException as e:  # also SystemExit: only an answer ends a question
             kind = type(e).__name__
-            said = f"{kind}: {e}" if str(e) else kind
-            return Raised("called sys.exit: " + repr(e.code) if isinstance(e, SystemExit) else said, self._lines(e))
+            if isinstance(e, SystemExit):
+                return Raised(f"sys.exit({e.code!r})", self._lines(e), exits=True)
+            return Raised(f"{kind}: {e}" if str(e) else kind, self._lines(e))
 
     def _load(self, ask: Load) -> wire.Loaded:
         self._folder, self._solution = Path(ask.folder), ask.solution

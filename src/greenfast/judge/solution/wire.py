@@ -187,10 +187,11 @@ class Refused(_Message, frozen=True, tag="refused"):
 
 
 class Raised(_Message, frozen=True, tag="raised"):
-    """The solution's code raised; text: the exception, lines: where in its files."""
+    """The solution's code raised; text: the exception, lines: where in its files. exits: whether it was sys.exit."""
 
     text: str
     lines: list[str]
+    exits: bool = False
 
 
 class Answer(_Message, frozen=True):
