@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import to_ptx
-from greenfast.device.gpu import KernelImage
+from greenfast.device.gpu import Executable, KernelImage
 from greenfast.device.session import RunResult
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.session import EmulatorSession
@@ -31,7 +31,8 @@ def run(body: str, before: str = "", *, blocks: int = 2, in_place: bool = False)
         before=before,
     )
     ptx = to_ptx(asked.kernel, asked.target, assemble=False)
-    return EmulatorSession().run(KernelImage(b"", "k", (64, 1, 1), 0, (), ptx), asked.plan, asked.case, 2)
+    image = KernelImage(b"", "k", (64, 1, 1), 0, (), ptx)
+    return EmulatorSession().run(Executable.single(image, asked.plan), asked.case, 2)
 
 
 @pytest.mark.parametrize(
