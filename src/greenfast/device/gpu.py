@@ -167,9 +167,11 @@ class Bound:
         self._initial: dict[str, int | GuardedBuffer] = {}
         for name, spec in changed.items():
             self._initial[name] = 0 if spec.zeros else POISON
-            if name in self._inputs:
+            held = np.frombuffer(spec.data, np.uint8) if isinstance(spec, Workspace) and spec.data else None
+            held = self._inputs.get(name, held)
+            if held is not None:
                 self._initial[name] = copy = GuardedBuffer(sizes[name])
-                copy.upload(self._inputs[name])
+                copy.upload(held)
         pointers = {name: buffer.pointer for name, buffer in self._buffers.items()}
         pointers.setdefault(PHASE_BUFFER, 0)  # only an instrumented build writes it
         stream = int(gpu.stream.handle)

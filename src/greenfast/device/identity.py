@@ -20,7 +20,7 @@ from greenfast.device.elf import ALLOC, UNDEFINED, Image
 from greenfast.device.machine_code import disassemble
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import LaunchFacts
-from greenfast.spec.kernel import Argument, KernelSource, Launch, Program, Struct, TensorMap
+from greenfast.spec.kernel import Argument, KernelSource, Launch, Packed, Program, Struct, TensorMap
 
 # Attributes of .nv.info that refer to symbols by number, which changes with every unused constant.
 _PARAM_CBANK, _EXTERNS = 0x0A, 0x0F
@@ -55,6 +55,7 @@ def launch_facts(source: KernelSource, launch: Launch, dims: Mapping[str, int]) 
         dynamic_smem_bytes=source.dynamic_smem_bytes,
         cluster=launch.cluster,
         early=launch.early,
+        cooperative=launch.cooperative,
         arguments="; ".join(_argument(a, lambda name: numbers.setdefault(name, len(numbers))) for a in launch.args),
     )
 
@@ -79,6 +80,7 @@ def launch_differences(then: LaunchFacts, now: LaunchFacts) -> list[str]:
         ("the dynamic shared memory", f"{then.dynamic_smem_bytes} bytes", f"{now.dynamic_smem_bytes} bytes"),
         ("the cluster", _by(then.cluster), _by(now.cluster)),
         ("the early launch", "yes" if then.early else "no", "yes" if now.early else "no"),
+        ("the cooperative launch", "yes" if then.cooperative else "no", "yes" if now.cooperative else "no"),
         ("the number of arguments", str(len(before)), str(len(after))),
     ]
     if len(before) == len(after):
@@ -100,6 +102,9 @@ def _argument(argument: Argument | np.generic | Any, number: Callable[[str], int
         )
     if isinstance(argument, Struct):
         return f"{{{', '.join(_argument(field, number) for field in argument.fields)}}}"
+    if isinstance(argument, Packed):
+        addresses = "".join(f", {at}: buffer {number(name)} + {more}" for at, name, more in argument.pointers)
+        return f"bytes {argument.layout(lambda name: 0).hex()}{addresses}"
     if isinstance(argument, np.number | np.bool_):
         return f"{argument.dtype} {argument!s}"
     if isinstance(argument, np.ndarray):

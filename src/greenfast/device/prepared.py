@@ -94,8 +94,6 @@ class Prepared:
         Raises UsageError, with the kernel's name, if the plan's arguments do not match the kernel or name no buffer,
         and MachineError if the driver refuses.
         """
-        if plan.cluster != (1, 1, 1):
-            raise UsageError(f"{name}: a launch in clusters on a GPU; give the kernel __cluster_dims__ instead")
         if len(plan.args) != kernel.num_arguments:
             raise UsageError(f"{name} has {kernel.num_arguments} parameters, its launch gives {len(plan.args)}")
         try:
@@ -113,11 +111,8 @@ class Prepared:
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = plan.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
-        early = driver.CUlaunchAttribute()
-        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        early.value.programmaticStreamSerializationAllowed = 1
-        config.attrs = [early] if plan.early else []
-        config.sharedMemBytes, config.numAttrs = dynamic_smem_bytes, int(plan.early)
+        config.attrs = _attributes(plan)
+        config.sharedMemBytes, config.numAttrs = dynamic_smem_bytes, len(config.attrs)
         config.hStream = driver.CUstream(stream)
         self._config = config
 
@@ -128,6 +123,26 @@ class Prepared:
             if status == _NO_CONTEXT:
                 raise NoContextError("CUDA: this thread has no context; Device(n).set_current() gives it one")
             check((status,))
+
+
+def _attributes(plan: Launch) -> list[driver.CUlaunchAttribute]:
+    found = []
+    if plan.early:
+        early = driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        found.append(early)
+    if plan.cluster != (1, 1, 1):
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = plan.cluster
+        found.append(cluster)
+    if plan.cooperative:
+        together = driver.CUlaunchAttribute()
+        together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        together.value.cooperative = 1
+        found.append(together)
+    return found
 
 
 def _bytes_of(argument: Argument, pointers: Mapping[str, int]) -> bytes:

@@ -192,6 +192,9 @@ class _Chain:
             if spec.zeros:
                 memory.bytes_of(name)[:] = 0
                 memory.states_of(name)[:] = WRITTEN
+            if isinstance(spec, Workspace) and spec.data:
+                memory.bytes_of(name)[:] = np.frombuffer(spec.data, np.uint8)
+                memory.states_of(name)[:] = WRITTEN
         for name, a in self.inputs.items():
             memory.bytes_of(name)[:] = a.reshape(-1).view(np.uint8)
             memory.states_of(name)[:] = WRITTEN

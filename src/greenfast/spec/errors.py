@@ -41,6 +41,10 @@ class WrongResultError(GreenfastError):
     exit_code = 1
 
 
+class AbsentError(MachineError):
+    """What a solution's language needs to build it is not on this machine; its gates are PENDING."""
+
+
 class SolutionError(GreenfastError):
     """A solution's own code ended without a verdict: it exited, crashed, hung, or answered with what is no data."""
 

@@ -72,6 +72,7 @@ class LaunchFacts:
     cluster: tuple[int, int, int]
     early: bool
     arguments: str
+    cooperative: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

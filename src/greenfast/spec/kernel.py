@@ -55,6 +55,25 @@ class Struct:
         return data.ljust(-(-len(data) // self.alignment) * self.alignment, b"\0")
 
 
+@dataclass(frozen=True)
+class Packed:
+    """The bytes of an argument as another process launched it, into which this one's addresses are put.
+
+    pointers: (offset in ``data``, buffer, bytes from its start) of each device address in it. A CUtensorMap is such
+    bytes too: its address is the first field.
+    """
+
+    data: bytes
+    pointers: tuple[tuple[int, str, int], ...] = ()
+
+    def layout(self, pointer_to: Callable[[str], int]) -> bytes:
+        """The bytes, with the addresses of buffers."""
+        data = bytearray(self.data)
+        for at, buffer, offset in self.pointers:
+            data[at : at + 8] = (pointer_to(buffer) + offset).to_bytes(8, "little")
+        return bytes(data)
+
+
 def _alignment(field: str | np.generic | NDArray[Any] | Struct) -> int:
     if isinstance(field, Struct):
         return field.alignment
@@ -62,13 +81,13 @@ def _alignment(field: str | np.generic | NDArray[Any] | Struct) -> int:
 
 
 def value_bytes(
-    argument: str | np.generic | NDArray[Any] | bytes | ctypes.Structure | ctypes.Union | Struct,
+    argument: str | np.generic | NDArray[Any] | bytes | ctypes.Structure | ctypes.Union | Struct | Packed,
     pointer_to: Callable[[str], int],
 ) -> bytes:
     """The bytes of an argument other than a tensor map; ``pointer_to`` gives the address of a buffer."""
     if isinstance(argument, str):
         return pointer_to(argument).to_bytes(8, "little")
-    if isinstance(argument, Struct):
+    if isinstance(argument, (Struct, Packed)):
         return argument.layout(pointer_to)
     if isinstance(argument, (bytes, ctypes.Structure, ctypes.Union)):
         return bytes(argument)
@@ -76,8 +95,8 @@ def value_bytes(
 
 
 #: A kernel argument: the name of a buffer of the case, a typed scalar, a struct (a Struct, its bytes, a structured
-#: NumPy scalar or a ctypes struct), or a tensor map over a buffer.
-Argument: TypeAlias = "str | np.generic | bytes | ctypes.Structure | ctypes.Union | Struct | TensorMap"
+#: NumPy scalar or a ctypes struct), bytes captured elsewhere, or a tensor map over a buffer.
+Argument: TypeAlias = "str | np.generic | bytes | ctypes.Structure | ctypes.Union | Struct | Packed | TensorMap"
 
 #: The buffer that an instrumented build writes its cycle counts to, int64 (blocks, phases); null in other builds.
 PHASE_BUFFER = "@phase_cycles"
@@ -115,13 +134,15 @@ class Launch:
 
     early: whether it may begin while the launch before it in the stream ends (programmatic dependent launch); the
     kernel waits where it must.
-    cluster: blocks per thread block cluster (x, y, z), if the kernel does not declare it; on the emulator only.
+    cluster: blocks per thread block cluster (x, y, z), if the kernel does not declare it.
+    cooperative: whether all blocks must be resident at once, as a grid-wide barrier needs.
     """
 
     grid: tuple[int, int, int]
     args: tuple[Argument, ...]
     early: bool = False
     cluster: tuple[int, int, int] = (1, 1, 1)
+    cooperative: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,10 +155,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Workspace:
-    """A scratch buffer of a program; it holds NaN, or zeros, when the program begins."""
+    """A scratch buffer of a program; it holds NaN, or zeros, or ``data``, when the program begins."""
 
     nbytes: int
     zeros: bool = False
+    data: bytes = b""
 
 
 @dataclass(frozen=True)

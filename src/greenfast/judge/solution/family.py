@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from greenfast.judge.solution.declared import declared_program
 from greenfast.judge.solution.process import ANSWER_S, SolutionProcess
 from greenfast.judge.solution.schema import FoundSolution, Solution
 from greenfast.judge.solution.wire import (
+    Absent,
+    Buffer,
     Choose,
     Chosen,
     Load,
@@ -22,8 +26,12 @@ from greenfast.judge.solution.wire import (
     decode_program,
 )
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import SolutionError, UsageError
+from greenfast.spec.errors import AbsentError, GreenfastError, SolutionError, UsageError
 from greenfast.spec.kernel import Choice, KernelSource, Launch, Program, Step
+from greenfast.spec.problem import Problem
+
+#: Of the inputs that a callable is captured with; none of a problem's own.
+EXAMPLE_SEED = 987_654_321
 
 
 class _Single:
@@ -97,16 +105,22 @@ class RemoteFamily(_Single):
         module: str = "",
         target: Target | None = None,
         answer_s: float = ANSWER_S,
+        problem: Problem | None = None,
+        gpu: int | None = None,
     ) -> None:
         """Start the process and import the code.
 
         what: the solution in words, for errors. module: an importable module, in place of the solution's file.
         target: what the solution is compiled for where its language asks. answer_s: seconds for each answer.
+        problem: whose buffers it is told of. gpu: the number of the one that a callable is captured on.
         """
         self._what = what
         self._target = target or Target("sm_90a")
         self._toggles = dict(solution.toggles)
-        self._process = SolutionProcess(what, folder, answer_s=answer_s)
+        self._problem = problem
+        self._with_data = solution.language == "callable"
+        gpu = gpu if self._with_data else None
+        self._process = SolutionProcess(what, folder, answer_s=answer_s, gpu=gpu)
         self.sandbox = self._process.sandbox
         said = self._process.ask(Load(solution, str(folder.resolve()), module))
         if isinstance(said, Raised):
@@ -129,13 +143,33 @@ class RemoteFamily(_Single):
         """The program for a shape. Raises UsageError where the solution refuses, SolutionError where it fails."""
         target = self._target
         given = {**self._toggles, **toggles}
-        said = self._process.ask(Render(given, fmt, dict(dims), target.name, target.multiprocessors, instrumented))
+        buffers = self._buffers(fmt, dims)
+        said = self._process.ask(
+            Render(given, fmt, dict(dims), target.name, target.multiprocessors, instrumented, buffers)
+        )
         if not isinstance(said, Rendered):
             raise self._unexpected(said)
         try:
             return decode_program(said)
         except (ValueError, TypeError) as e:
             raise UsageError(f"{self._what}: {e}") from None
+
+    def _buffers(self, fmt: str, dims: Mapping[str, int]) -> dict[str, Buffer]:
+        """The buffers of the problem's case; for a callable with an example of each input, in files."""
+        if self._problem is None:
+            return {}
+        case = self._problem.make_case(dims, EXAMPLE_SEED, fmt)
+        made = {
+            name: Buffer(array.dtype.name, list(array.shape), name in case.outputs)
+            for name, array in case.inputs.items()
+        }
+        if self._with_data:
+            for number, (name, array) in enumerate(case.inputs.items()):
+                path = self._process.scratch / f"input{number}"
+                path.write_bytes(array.tobytes())
+                made[name] = msgspec.structs.replace(made[name], path=str(path))
+        outputs = {n: Buffer(spec.dtype, list(spec.shape), True) for n, spec in case.outputs.items() if n not in made}
+        return made | outputs
 
     def __getattr__(self, name: str) -> Any:
         """``choose``, where the family has it."""
@@ -149,7 +183,9 @@ class RemoteFamily(_Single):
             raise self._unexpected(said)
         return Choice(said.rung, said.reason)
 
-    def _unexpected(self, said: Any) -> UsageError | SolutionError:
+    def _unexpected(self, said: Any) -> GreenfastError:
+        if isinstance(said, Absent):
+            return AbsentError(f"{self._what}: {said.text}")
         if isinstance(said, Refused):
             return UsageError(said.text)
         if isinstance(said, Raised):

@@ -44,23 +44,24 @@ class SolutionProcess:
     Every method raises SolutionError where the code ends, hangs or answers with what is no answer.
     """
 
-    def __init__(self, what: str, folder: Path, *, answer_s: float = ANSWER_S) -> None:
+    def __init__(self, what: str, folder: Path, *, answer_s: float = ANSWER_S, gpu: int | None = None) -> None:
         self._what = what
         self._answer_s = answer_s
         self._number = 0
         self._buffer = b""
-        self._scratch = tempfile.mkdtemp(prefix="greenfast-solution-")
+        #: The one folder that it may write.
+        self.scratch = Path(tempfile.mkdtemp(prefix="greenfast-solution-"))
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         their_questions, self._questions = os.pipe()
         self._answers, their_answers = os.pipe()
         try:
-            self._child = _start(their_questions, their_answers, folder.resolve(), self._scratch, self._output)
+            self._child = _start(their_questions, their_answers, folder.resolve(), str(self.scratch), self._output, gpu)
         finally:
             os.close(their_questions)
             os.close(their_answers)
         os.set_blocking(self._questions, False)
         pipes = (self._questions, self._answers)
-        self._finalizer = weakref.finalize(self, _end, self._child, pipes, self._scratch, self._output)
+        self._finalizer = weakref.finalize(self, _end, self._child, pipes, str(self.scratch), self._output)
         said = self._hear(0, time.monotonic() + START_S)
         if not isinstance(said, Confined):
             raise self._ended("it answered before it was asked")
@@ -160,12 +161,14 @@ def _shown(text: str) -> str:
     return text if len(text) <= 2 * _MOST_SHOWN else text[: 2 * _MOST_SHOWN] + " ..."
 
 
-def _start(questions: int, answers: int, folder: Path, scratch: str, output: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start(
+    questions: int, answers: int, folder: Path, scratch: str, output: IO[bytes], gpu: int | None
+) -> subprocess.Popen[bytes]:
     path = [os.path.abspath(entry) for entry in sys.path]
     readable = [str(folder), sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), *path]
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     folders = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "GREENFAST_CACHE_DIR"), scratch)
-    quiet = {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"}
+    quiet = {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": _visible(gpu), "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-I", "-c", _CHILD, str(questions), str(answers), "\x1f".join(readable), scratch, *path],
         stdin=subprocess.DEVNULL,
@@ -176,6 +179,14 @@ def _start(questions: int, answers: int, folder: Path, scratch: str, output: IO[
         pass_fds=(questions, answers),
         start_new_session=True,
     )
+
+
+def _visible(gpu: int | None) -> str:
+    """The one GPU, as the caller's environment numbers them; none where no GPU is needed."""
+    if gpu is None:
+        return ""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return seen.split(",")[gpu] if seen else str(gpu)
 
 
 def _end(child: subprocess.Popen[bytes], pipes: Sequence[int], scratch: str, output: IO[bytes]) -> None:

@@ -55,14 +55,15 @@ class TensorMapSpec(_Strict, frozen=True, kw_only=True):
 class LaunchSpec(_Strict, frozen=True, kw_only=True):
     """One launch.
 
-    kernel: its compiled name. grid, block: up to three extents; Triton's block follows from num_warps.
+    kernel: its compiled name; of a callable the function's, which has no grid. grid, block: up to three extents;
+    Triton's block follows from num_warps.
     shared: bytes of dynamic shared memory. args: in the order of the kernel's parameters, each a buffer's name,
     a typed scalar such as "int32(R)", a list of those for a struct by value, or a tensor map.
     early: as in ``spec.kernel.Launch``. num_warps, num_stages: of Triton.
     """
 
     kernel: Entry
-    grid: Annotated[list[Expression], Meta(min_length=1, max_length=3)]
+    grid: Annotated[list[Expression], Meta(min_length=1, max_length=3)] = [1]
     block: Annotated[list[Expression], Meta(min_length=1, max_length=3)] | None = None
     shared: Expression = 0
     args: list[str | list[str] | TensorMapSpec] = []

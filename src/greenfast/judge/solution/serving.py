@@ -14,10 +14,10 @@ import msgspec
 
 from greenfast.judge.solution import wire
 from greenfast.judge.solution.languages.family import import_family
-from greenfast.judge.solution.schema import Solution
-from greenfast.judge.solution.wire import Answer, Choose, Confined, Load, Question, Raised, Refused, Render
+from greenfast.judge.solution.schema import FoundSolution, Solution
+from greenfast.judge.solution.wire import Absent, Answer, Choose, Confined, Load, Question, Raised, Refused, Render
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import UsageError
+from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.kernel import Program, program_of
 
 _LANGUAGES = "greenfast.judge.solution.languages"
@@ -71,6 +71,8 @@ class _Server:
             return wire.encode_program(self._program(ask))
         except UsageError as e:
             return Refused(str(e))
+        except MachineError as e:
+            return Absent(str(e))
         except BaseException as e:  # also SystemExit: only an answer ends a question
             kind = type(e).__name__
             if isinstance(e, SystemExit):
@@ -96,7 +98,8 @@ class _Server:
             )
         language: Callable[..., Program] = importlib.import_module(f"{_LANGUAGES}.{self._solution.language}").program
         target = Target(ask.target, ask.multiprocessors)
-        return language(self._solution, self._folder, ask.format, ask.dims, target)
+        found = FoundSolution(self._solution, self._folder, self._folder)
+        return language(found, ask.format, ask.dims, target, ask.buffers)
 
     def _choose(self, ask: Choose) -> wire.Chosen:
         choose: Callable[[Target, str, Mapping[str, int]], Any] = getattr(self._module, "choose")  # noqa: B009

@@ -17,10 +17,10 @@ from msgspec import Meta
 
 from greenfast.judge.solution.schema import Solution
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import Argument, KernelSource, Launch, Program, Step, Struct, TensorMap, Workspace
+from greenfast.spec.kernel import Argument, KernelSource, Launch, Packed, Program, Step, Struct, TensorMap, Workspace
 
 #: The longest message, bytes, and how many launches and arguments a program may have.
-MAX_MESSAGE = 64 << 20
+MAX_MESSAGE = 512 << 20
 
 _DTYPES = {
     name: np.dtype(name)
@@ -86,7 +86,14 @@ class TensorMapData(_Message, frozen=True, tag="map"):
     swizzle: int
 
 
-ArgumentData = BufferData | ScalarData | BytesData | StructData | TensorMapData
+class PackedData(_Message, frozen=True, tag="packed"):
+    """Bytes with addresses in them; the fields are as in ``spec.kernel.Packed``."""
+
+    data: bytes
+    pointers: list[tuple[Count, Line, Count]]
+
+
+ArgumentData = BufferData | ScalarData | BytesData | StructData | TensorMapData | PackedData
 
 
 class StepData(_Message, frozen=True):
@@ -110,6 +117,7 @@ class StepData(_Message, frozen=True):
     cluster: tuple[
         Annotated[int, Meta(ge=1, le=16)], Annotated[int, Meta(ge=1, le=16)], Annotated[int, Meta(ge=1, le=16)]
     ]
+    cooperative: bool
 
 
 class WorkspaceData(_Message, frozen=True):
@@ -117,6 +125,19 @@ class WorkspaceData(_Message, frozen=True):
 
     nbytes: Annotated[int, Meta(ge=1, le=1 << 37)]
     zeros: bool
+    data: bytes
+
+
+class Buffer(_Message, frozen=True):
+    """A buffer of the problem's case: its dtype's name and shape.
+
+    output: whether the program writes it. path: a file of its bytes, an example of what it may hold; empty for none.
+    """
+
+    dtype: Text
+    shape: list[Count]
+    output: bool = False
+    path: str = ""
 
 
 class Load(_Message, frozen=True, tag="load"):
@@ -136,6 +157,7 @@ class Render(_Message, frozen=True, tag="render"):
     target: str
     multiprocessors: int
     instrumented: bool = False
+    buffers: dict[Line, Buffer] = {}
 
 
 class Choose(_Message, frozen=True, tag="choose"):
@@ -180,6 +202,12 @@ class Chosen(_Message, frozen=True, tag="chosen"):
     reason: Text
 
 
+class Absent(_Message, frozen=True, tag="absent"):
+    """What the language needs is not on this machine."""
+
+    text: str
+
+
 class Refused(_Message, frozen=True, tag="refused"):
     """The solution says that it does not do what was asked."""
 
@@ -198,14 +226,14 @@ class Answer(_Message, frozen=True):
     """What the solution's process says."""
 
     number: int
-    said: Confined | Loaded | Rendered | Chosen | Refused | Raised
+    said: Confined | Loaded | Rendered | Chosen | Absent | Refused | Raised
 
 
 def encode_program(program: Program) -> Rendered:
     """A program as data. Raises UsageError for an argument that is no data."""
     return Rendered(
         [_step(step) for step in program.steps],
-        {name: WorkspaceData(w.nbytes, w.zeros) for name, w in program.workspaces.items()},
+        {name: WorkspaceData(w.nbytes, w.zeros, w.data) for name, w in program.workspaces.items()},
     )
 
 
@@ -226,6 +254,7 @@ def _step(step: Step) -> StepData:
         args=[_argument(argument) for argument in launch.args],
         early=bool(launch.early),
         cluster=_three(launch.cluster),
+        cooperative=bool(launch.cooperative),
     )
 
 
@@ -239,6 +268,8 @@ def _argument(argument: Argument) -> ArgumentData:
         sizes = (argument.shape, argument.strides, argument.box)
         shape, strides, box = ([int(n) for n in values] for values in sizes)
         return TensorMapData(argument.buffer, argument.dtype, shape, strides, box, argument.swizzle)
+    if isinstance(argument, Packed):
+        return PackedData(argument.data, list(argument.pointers))
     if isinstance(argument, (ctypes.Structure, ctypes.Union, bytes)):
         return BytesData(bytes(argument))
     if isinstance(argument, np.void):
@@ -284,8 +315,12 @@ def decode_program(data: Rendered) -> Program:
             binary=step.binary,
         )
         arguments = tuple(_decoded(argument) for argument in step.args)
-        steps.append(Step(kernel, Launch(step.grid, arguments, step.early, step.cluster)))
-    return Program(tuple(steps), {name: Workspace(w.nbytes, w.zeros) for name, w in data.workspaces.items()})
+        steps.append(Step(kernel, Launch(step.grid, arguments, step.early, step.cluster, step.cooperative)))
+    for name, workspace in data.workspaces.items():
+        if workspace.data and len(workspace.data) != workspace.nbytes:
+            raise ValueError(f"{name!r} of {workspace.nbytes} bytes begins with {len(workspace.data)}")
+    workspaces = {name: Workspace(w.nbytes, w.zeros, w.data) for name, w in data.workspaces.items()}
+    return Program(tuple(steps), workspaces)
 
 
 def _decoded(data: ArgumentData | ArrayData) -> Any:
@@ -293,6 +328,10 @@ def _decoded(data: ArgumentData | ArrayData) -> Any:
         return data.name
     if isinstance(data, BytesData):
         return data.data
+    if isinstance(data, PackedData):
+        if any(at + 8 > len(data.data) for at, *_ in data.pointers):
+            raise ValueError("an address beyond the bytes that hold it")
+        return Packed(data.data, tuple(data.pointers))
     if isinstance(data, StructData):
         return Struct(tuple(map(_decoded, data.fields)))
     if isinstance(data, TensorMapData):

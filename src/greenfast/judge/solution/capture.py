@@ -1,0 +1,292 @@
+"""A Python callable as a program: its calls on the GPU are captured in a CUDA graph, whose nodes are taken apart.
+
+What comes out is data (cubins, grids, argument bytes with the places of addresses), which another process launches on
+other memory. Nothing of the callable is in that process, so streams, threads, caches, deferred work and patched timers
+gain nothing: what it did not launch during the capture does not happen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from greenfast.device.prepared import check
+from greenfast.judge.solution.cupti import LoadedCode
+from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import KernelSource, Launch, Packed, Program, Step, Workspace
+
+_NODE = driver.CUgraphNodeType
+_ATTRIBUTE = driver.CUlaunchAttributeID
+#: Calls before the capture: compilers and libraries choose and load their kernels in these.
+WARM_UP = 3
+#: Bytes of memory beyond inputs and outputs whose contents travel with the program, such as weights.
+MOST_STATE = 256 << 20
+
+_FILL = KernelSource(
+    entry="fill",
+    source="""extern "C" __global__ void
+fill(unsigned char* to, unsigned value, unsigned size, unsigned long long count) {
+  // Byte i % size of a value of 1, 2 or 4 bytes.
+  for (unsigned long long i = blockIdx.x * 256ull + threadIdx.x; i < count; i += gridDim.x * 256ull) {
+    to[i] = value >> 8 * (i % size);
+  }
+}
+""",
+    name="fill.cu",
+    include_dirs=(),
+    block=(256, 1, 1),
+)
+_COPY = KernelSource(
+    entry="copy",
+    source="""extern "C" __global__ void
+copy(const unsigned char* from, unsigned char* to, unsigned long long count) {
+  for (unsigned long long i = blockIdx.x * 256ull + threadIdx.x; i < count; i += gridDim.x * 256ull) to[i] = from[i];
+}
+""",
+    name="copy.cu",
+    include_dirs=(),
+    block=(256, 1, 1),
+)
+
+
+@dataclass
+class _Memory:
+    """The memory of this process by the names that it has in the program."""
+
+    named: dict[str, torch.Tensor]
+    graph_pool: tuple[int, int]
+    found: dict[int, tuple[str, int]] = field(default_factory=dict)  # base address -> name, bytes
+    workspaces: dict[str, Workspace] = field(default_factory=dict)
+    snapshots: Mapping[int, bytes] = field(default_factory=dict)
+
+    def place(self, address: int) -> tuple[str, int] | None:
+        """The buffer that an address lies in and its offset there, or None for a number that is no device address."""
+        for name, tensor in self.named.items():
+            start = tensor.data_ptr()
+            if start <= address < start + tensor.nbytes:
+                return name, address - start
+        status, base, nbytes = driver.cuMemGetAddressRange(address)
+        if status:
+            return None
+        base, nbytes = int(base), int(nbytes)
+        if base not in self.found:
+            name = f"memory {len(self.found)}"
+            self.found[base] = (name, nbytes)
+            self.workspaces[name] = Workspace(nbytes, data=self.snapshots.get(base, b""))
+        return self.found[base][0], address - base
+
+
+def capture(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
+    code: LoadedCode,
+) -> Program:
+    """The program of ``function(*arguments)``, which returns its outputs in their order, or writes to ``outputs``.
+
+    inputs, outputs: CUDA tensors by the buffers' names; for an output only shape and dtype count where the function
+    returns it. code: has watched this process since before it loaded any kernel.
+    Raises UsageError for a result of another shape, dtype or layout, and for work that is not kernels, fills and
+    copies on the device.
+    """
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            function(*arguments)
+    torch.cuda.synchronize()
+    snapshots = _snapshots({tensor.data_ptr() for tensor in (*inputs.values(), *outputs.values())})
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    try:
+        with torch.cuda.graph(graph, stream=side):
+            returned = function(*arguments)
+    except RuntimeError as e:
+        raise UsageError(f"its calls cannot be captured in a CUDA graph: {str(e).splitlines()[0]}") from None
+    memory = _Memory({**outputs, **inputs, **_results(returned, outputs)}, graph.pool(), snapshots=snapshots)
+    steps = _steps(driver.CUgraph(graph.raw_cuda_graph()), memory, code)
+    if not steps:
+        raise UsageError("it launched nothing on the GPU while it was captured")
+    return Program(tuple(steps), memory.workspaces)
+
+
+def _results(returned: Any, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What was returned, by the names of the outputs; empty where it wrote to them."""
+    if returned is None:
+        return {}
+    found = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+    if len(found) != len(outputs):
+        raise UsageError(f"it returned {len(found)} values; the problem has the outputs {', '.join(outputs)}")
+    for tensor, (name, wanted) in zip(found, outputs.items(), strict=True):
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
+            raise UsageError(f"output {name!r}: it returned {type(tensor).__name__}, a CUDA tensor is needed")
+        if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype) or not tensor.is_contiguous():
+            layout = "" if tensor.is_contiguous() else ", not contiguous"
+            raise UsageError(
+                f"output {name!r}: it returned {tensor.dtype} {tuple(tensor.shape)}{layout}; "
+                f"the problem asks for {wanted.dtype} {tuple(wanted.shape)}, contiguous"
+            )
+    return dict(zip(outputs, found, strict=True))
+
+
+def _snapshots(known: set[int]) -> dict[int, bytes]:
+    """The contents of the allocations that exist before the capture, by address: weights and libraries' workspaces."""
+    found: dict[int, bytes] = {}
+    total = 0
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+        live = [block for block in segment["blocks"] if block["state"] == "active_allocated"]
+        if not any(block["address"] not in known for block in live):
+            continue
+        total += segment["total_size"]
+        if total > MOST_STATE:
+            raise UsageError(f"it keeps more than {MOST_STATE >> 20} MiB on the GPU beyond the problem's buffers")
+        found[segment["address"]] = _download(segment["address"], segment["total_size"])
+    return found
+
+
+def _download(address: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    check(driver.cuMemcpyDtoH((ctypes.c_char * nbytes).from_buffer(data), address, nbytes))
+    return bytes(data)
+
+
+def _steps(graph: driver.CUgraph, memory: _Memory, code: LoadedCode) -> list[Step]:
+    """The nodes in an order that respects their dependencies, one after the other."""
+    steps: list[Step] = []
+    for node in _ordered(graph):
+        kind = check(driver.cuGraphNodeGetType(node))
+        if kind == _NODE.CU_GRAPH_NODE_TYPE_KERNEL:
+            steps.append(_kernel(node, memory, code))
+        elif kind == _NODE.CU_GRAPH_NODE_TYPE_MEMSET:
+            steps.append(_fill(node, memory))
+        elif kind == _NODE.CU_GRAPH_NODE_TYPE_MEMCPY:
+            steps.append(_copy(node, memory))
+        elif kind == _NODE.CU_GRAPH_NODE_TYPE_GRAPH:
+            steps += _steps(check(driver.cuGraphChildGraphNodeGetGraph(node)), memory, code)
+        elif kind not in (_NODE.CU_GRAPH_NODE_TYPE_EMPTY, _NODE.CU_GRAPH_NODE_TYPE_EVENT_RECORD):
+            what = kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
+            raise UsageError(f"its graph has a {what} node; kernels, fills and copies on the device can be replayed")
+    return steps
+
+
+def _ordered(graph: driver.CUgraph) -> list[Any]:
+    """The nodes of a graph, each after those it depends on, else in the order of their capture."""
+    _, count = check(driver.cuGraphGetNodes(graph))
+    nodes = check(driver.cuGraphGetNodes(graph, count))[0] if count else []
+    numbers = {int(node): n for n, node in enumerate(nodes)}
+    waits: dict[int, set[int]] = {n: set() for n in range(count)}
+    edges = check(driver.cuGraphGetEdges(graph))[-1]
+    if edges:
+        before, after, *_ = check(driver.cuGraphGetEdges(graph, edges))
+        for first, then in zip(before, after, strict=True):
+            waits[numbers[int(then)]].add(numbers[int(first)])
+    done: list[int] = []
+    while len(done) < count:
+        done.append(min(n for n in waits if n not in done and waits[n] <= set(done)))
+    return [nodes[n] for n in done]
+
+
+def _kernel(node: Any, memory: _Memory, code: LoadedCode) -> Step:
+    params = check(driver.cuGraphKernelNodeGetParams(node))
+    function = params.func if int(params.func) else check(driver.cuKernelGetFunction(params.kern))
+    name = check(driver.cuFuncGetName(function)).decode()
+    source = KernelSource(
+        entry=name,
+        source="",
+        name=f"{name}.cubin",
+        include_dirs=(),
+        block=(params.blockDimX, params.blockDimY, params.blockDimZ),
+        dynamic_smem_bytes=params.sharedMemBytes,
+        language="cubin",
+        binary=code.with_kernel(name),
+    )
+    x, y, z = (_attribute(node, "CLUSTER_DIMENSION", "clusterDim", axis) for axis in "xyz")
+    launch = Launch(
+        grid=(params.gridDimX, params.gridDimY, params.gridDimZ),
+        args=tuple(_packed(data, memory) for data in _argument_bytes(params, function)),
+        cluster=(x or 1, y or 1, z or 1),
+        cooperative=bool(_attribute(node, "COOPERATIVE", "cooperative")),
+    )
+    return Step(source, launch)
+
+
+def _attribute(node: Any, name: str, *fields: str) -> int:
+    status, value = driver.cuGraphKernelNodeGetAttribute(node, getattr(_ATTRIBUTE, f"CU_LAUNCH_ATTRIBUTE_{name}"))
+    if status:
+        return 0
+    for part in fields:
+        value = getattr(value, part)
+    return int(value)
+
+
+def _argument_bytes(params: Any, function: Any) -> list[bytes]:
+    """The bytes of each argument, from an array of pointers or from one packed buffer (cuBLAS launches so)."""
+    places: list[tuple[int, int]] = []
+    while True:
+        status, offset, size = driver.cuFuncGetParamInfo(function, len(places))
+        if status:
+            break
+        places.append((int(offset), int(size)))
+    if not places:
+        return []
+    if int(params.kernelParams):
+        pointers = ctypes.cast(int(params.kernelParams), ctypes.POINTER(ctypes.c_void_p))
+        return [ctypes.string_at(pointers[i], size) for i, (_, size) in enumerate(places)]
+    extra = ctypes.cast(int(params.extra), ctypes.POINTER(ctypes.c_void_p))
+    found = {extra[i]: extra[i + 1] for i in range(0, 4, 2)}
+    buffer = found[1]  # CU_LAUNCH_PARAM_BUFFER_POINTER
+    assert buffer is not None
+    return [ctypes.string_at(buffer + offset, size) for offset, size in places]
+
+
+def _packed(data: bytes, memory: _Memory) -> Packed:
+    """An argument with the addresses in it found: every aligned 8 bytes that are one of this process's allocations."""
+    pointers = []
+    for at in range(0, len(data) - 7, 8):
+        place = memory.place(int.from_bytes(data[at : at + 8], "little"))
+        if place is not None:
+            pointers.append((at, *place))
+    zeroed = bytearray(data)
+    for at, *_ in pointers:
+        zeroed[at : at + 8] = bytes(8)
+    return Packed(bytes(zeroed), tuple(pointers))
+
+
+def _fill(node: Any, memory: _Memory) -> Step:
+    params = check(driver.cuGraphMemsetNodeGetParams(node))
+    if params.height > 1:
+        raise UsageError("its graph fills a two-dimensional area; only plain fills can be replayed")
+    size, count = int(params.elementSize), int(params.elementSize) * int(params.width)
+    return Step(_FILL, _plain(count, (_address(int(params.dst), memory), _uint(int(params.value), 4), _uint(size, 4))))
+
+
+def _copy(node: Any, memory: _Memory) -> Step:
+    params = check(driver.cuGraphMemcpyNodeGetParams(node))
+    device = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    unified = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+    if not {params.srcMemoryType, params.dstMemoryType} <= {device, unified}:
+        raise UsageError("its graph copies from or to the host; only copies on the device can be replayed")
+    if params.Height > 1 or params.Depth > 1:
+        raise UsageError("its graph copies a two-dimensional area; only plain copies can be replayed")
+    source = _address(int(params.srcDevice) + int(params.srcXInBytes), memory)
+    to = _address(int(params.dstDevice) + int(params.dstXInBytes), memory)
+    return Step(_COPY, _plain(int(params.WidthInBytes), (source, to)))
+
+
+def _plain(count: int, args: tuple[Packed, ...]) -> Launch:
+    return Launch((max(1, min(1024, -(-count // 4096))), 1, 1), (*args, _uint(count, 8)))
+
+
+def _address(address: int, memory: _Memory) -> Packed:
+    place = memory.place(address)
+    if place is None:
+        raise UsageError(f"its graph writes to {address:#x}, which is not memory of this device")
+    return Packed(bytes(8), ((0, *place),))
+
+
+def _uint(value: int, size: int) -> Packed:
+    return Packed(value.to_bytes(size, "little"))

@@ -1,0 +1,91 @@
+"""A Python function on CUDA tensors: PyTorch, an extension, or whatever it calls (see ``capture``).
+
+The launch's ``kernel`` is the function's name ("run" where there is no launch), ``args`` are what it is called with:
+inputs, typed scalars, and outputs if it writes to them; without any, the problem's inputs in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from greenfast.judge.solution.capture import capture
+from greenfast.judge.solution.cupti import LoadedCode
+from greenfast.judge.solution.declared import constants, scalar
+from greenfast.judge.solution.languages.family import import_family
+from greenfast.judge.solution.schema import FoundSolution
+from greenfast.judge.solution.wire import Buffer
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import MachineError, UsageError, unknown
+from greenfast.spec.kernel import Program
+from greenfast.spec.problem import dtype_of
+
+_FUNCTION = "run"
+
+#: Made before any code is loaded onto the GPU; None without one.
+_CODE = LoadedCode() if torch.cuda.device_count() else None
+
+
+def program(
+    found: FoundSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
+) -> Program:
+    """The program that a function's calls make, captured on this process's GPU.
+
+    buffers: of the problem's case by name, the inputs with an example of their content.
+    Raises MachineError without a GPU, UsageError for what cannot be called or captured.
+    """
+    if _CODE is None:
+        raise MachineError("a callable is captured on a GPU, and there is none here")
+    solution = found.solution
+    if len(solution.launches) > 1:
+        raise UsageError(f"{solution.name}: launches: {len(solution.launches)}; a callable has one")
+    function, given = _call_of(found, buffers)
+    inputs = {name: _example(buffer) for name, buffer in buffers.items() if buffer.path}
+    outputs = {name: _like(buffer) for name, buffer in buffers.items() if buffer.output and name not in inputs}
+    names = constants(found, dims)
+    tensors = {**inputs, **outputs}
+    arguments = [tensors[text] if text in tensors else scalar(text, names).item() for text in given]
+    in_place = {name: tensor for name, tensor in inputs.items() if buffers[name].output}
+    return capture(function, arguments, inputs, {**outputs, **in_place}, _CODE)
+
+
+def _call_of(found: FoundSolution, buffers: Mapping[str, Buffer]) -> tuple[Any, list[str]]:
+    """The function, and the text of each argument."""
+    launch = found.solution.launches[0] if found.solution.launches else None
+    name = launch.kernel if launch else _FUNCTION
+    module = import_family(found.folder, found.solution.file, "")
+    function = getattr(module, name, None)
+    if not callable(function):
+        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise unknown(f"function of {found.solution.file}", name, public)
+    given = [text for text in launch.args if isinstance(text, str)] if launch else []
+    if launch and len(given) < len(launch.args):
+        raise UsageError(f"{found.solution.name}: launches[0].args: a callable takes buffers and typed scalars only")
+    return function, given or [key for key, buffer in buffers.items() if buffer.path]
+
+
+def _example(buffer: Buffer) -> torch.Tensor:
+    """An input as a CUDA tensor."""
+    bits = np.frombuffer(Path(buffer.path).read_bytes(), np.uint8).copy()
+    return torch.from_numpy(bits).cuda().view(_torch_dtype(buffer)).reshape(buffer.shape)
+
+
+def _like(buffer: Buffer) -> torch.Tensor:
+    return (
+        torch.full((_nbytes(buffer),), 0xFF, dtype=torch.uint8, device="cuda")
+        .view(_torch_dtype(buffer))
+        .reshape(buffer.shape)
+    )
+
+
+def _nbytes(buffer: Buffer) -> int:
+    return int(np.prod(buffer.shape)) * dtype_of(buffer.dtype).itemsize
+
+
+def _torch_dtype(buffer: Buffer) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, buffer.dtype)  # NumPy, ml_dtypes and PyTorch use the same names
+    return dtype

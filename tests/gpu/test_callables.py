@@ -1,0 +1,120 @@
+"""Python callables: captured in a confined process, replayed in another one on inputs that they never saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.gpu import Executable
+from greenfast.device.worker import Worker
+from greenfast.judge.gates.sides import image_of
+from greenfast.judge.solution.family import RemoteFamily
+from greenfast.judge.solution.schema import Solution
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError
+from greenfast.spec.problem import Case, OutputSpec, dtype_of
+
+pytestmark = pytest.mark.gpu
+
+DIMS = {"R": 256, "C": 512}
+
+
+class Matrices:
+    """Inputs x and w of some dtype; the output y is like x unless ``outputs`` says otherwise."""
+
+    def __init__(self, dtype: str = "float32", outputs: Mapping[str, OutputSpec] | None = None) -> None:
+        self.dtype, self.outputs = dtype, outputs
+
+    def make_case(self, dims: Mapping[str, int], seed: int, fmt: str) -> Case:
+        rng = np.random.default_rng(seed)
+        x = rng.standard_normal((dims["R"], dims["C"])).astype(dtype_of(self.dtype))
+        w = rng.standard_normal((dims["C"], dims["C"])).astype(dtype_of(self.dtype))
+        return Case({"x": x, "w": w}, dict(self.outputs or {"y": OutputSpec(x.shape, self.dtype)}))
+
+
+def replay(folder: Path, body: str, problem: Matrices, seed: int = 5) -> tuple[Case, dict[str, np.ndarray]]:
+    """What the captured launches of ``run`` leave on inputs of another seed, in another process."""
+    (folder / "mine.py").write_text(f"import torch\n{body}\n")
+    solution = Solution(name="mine", language="callable", file="mine.py")
+    family = RemoteFamily("mine", folder, solution, problem=problem, gpu=0)  # type: ignore[arg-type]
+    program = family.program({}, "", DIMS)
+    capability = torch.cuda.get_device_capability()
+    target = Target.of_device(capability)
+    steps = tuple((image_of(compile_kernel(step.kernel, target)), step.launch) for step in program.steps)
+    case = problem.make_case(DIMS, seed, "")
+    with Worker(0, timeout_s=60) as worker:
+        result = worker.run(Executable(steps, program.workspaces), case, 2)
+    assert (result.violations, result.repeatable) == ([], True)
+    return case, result.outputs
+
+
+def tensors(case: Case) -> list[torch.Tensor]:
+    return [
+        torch.from_numpy(a.view(np.uint8).copy()).view(getattr(torch, a.dtype.name)).reshape(a.shape).cuda()
+        for a in case.inputs.values()
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "torch.softmax(x, -1)",
+        "x @ w",  # cuBLAS packs its arguments into one buffer
+        "torch.nn.functional.gelu(x @ w) + torch.zeros_like(x)",  # a fill, several launches, memory between them
+        "x.sort(-1)[0]",  # copies
+        "torch.nn.functional.layer_norm(x, (512,))",
+    ],
+)
+def test_a_replay_computes_what_the_callable_does(tmp_path: Path, dtype: str, expression: str) -> None:
+    case, outputs = replay(tmp_path, f"def run(x, w):\n    return {expression}", Matrices(dtype))
+    x, w = tensors(case)
+    right = eval(expression, {"torch": torch, "x": x, "w": w})
+    assert outputs["y"].tobytes() == right.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_weights_that_it_keeps_travel_with_it(tmp_path: Path) -> None:
+    body = "torch.manual_seed(3)\nKEPT = torch.randn(512, device='cuda')\ndef run(x, w):\n    return x * KEPT"
+    case, outputs = replay(tmp_path, body, Matrices())
+    torch.manual_seed(3)
+    assert np.array_equal(outputs["y"], (tensors(case)[0] * torch.randn(512, device="cuda")).cpu().numpy())
+
+
+def test_a_result_that_was_kept_from_another_call_is_wrong_here(tmp_path: Path) -> None:
+    body = "kept = {}\ndef run(x, w):\n    return torch.mul(kept.setdefault(x.shape, x * 2), 1)"
+    case, outputs = replay(tmp_path, body, Matrices())
+    assert not np.array_equal(outputs["y"], 2 * case.inputs["x"])
+
+
+def test_work_on_other_streams_and_threads_is_part_of_the_program(tmp_path: Path) -> None:
+    body = """
+def run(x, w):
+    side, now = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(now)
+    with torch.cuda.stream(side):
+        y = x * 3
+    now.wait_stream(side)
+    return y + 1
+"""
+    case, outputs = replay(tmp_path, body, Matrices())
+    assert np.array_equal(outputs["y"], 3 * case.inputs["x"] + 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("def run(x, w):\n    return x * x.max().item()", "cannot be captured"),
+        ("def run(x, w):\n    return x.t()", "output 'y': it returned torch.float32"),
+        ("def run(x, w):\n    return x, w", "it returned 2 values"),
+        ("def run(x, w):\n    return x.half()", "float16"),
+        ("def other(x):\n    return x", "run"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_in_words(tmp_path: Path, body: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        replay(tmp_path, body, Matrices())
