@@ -60,6 +60,17 @@ def launch_facts(source: KernelSource, launch: Launch, dims: Mapping[str, int]) 
     )
 
 
+def state_bytes(kernel: CompiledKernel) -> int:
+    """Bytes of the variables in memory whose addresses a kernel has, in which it could keep state across launches.
+
+    For a cubin with other kernels and no PTX, where ``Resources.global_bytes`` counts all of the module; a table that
+    it only reads counts too. Raises MachineError as ``code_hash`` does.
+    """
+    code = _Code(kernel)
+    code.digest()
+    return code.reached_bytes((".nv.global", ".nv.constant3"))
+
+
 def launches_of(program: Program, shape: str, dims: Mapping[str, int]) -> dict[str, tuple[KernelSource, LaunchFacts]]:
     """Each launch of a program by its name in records: the shape, and where there are several "SHAPE launch NUMBER"."""
     return {
@@ -132,6 +143,7 @@ class _Code:
         self._listing: Callable[[], str] = lambda: disassemble(kernel.cubin, self._entry)
         self._digest = hashlib.sha256()
         self._seen: dict[tuple[int, int], int] = {}  # (section, offset) -> number
+        self._sizes: dict[tuple[int, int], int] = {}
 
     def digest(self) -> str:
         image = self._image
@@ -153,6 +165,11 @@ class _Code:
         by_use = (".text.", ".nv.global", ".nv.shared", ".nv.merc.", _ADDRESSES)
         of_a_kernel = re.match(r"\.nv\.constant\d+\.", name) is not None
         return bool(flags & ALLOC) and not name.startswith(by_use) and not of_a_kernel
+
+    def reached_bytes(self, sections: tuple[str, ...]) -> int:
+        """Bytes of the variables of some sections that ``digest`` came to."""
+        names = {place: self._image.sections[place[0]].name for place in self._sizes}
+        return sum(size for place, size in self._sizes.items() if names[place].startswith(sections))
 
     def _add(self, what: str, *values: int | bytes) -> None:
         self._digest.update(f"\n{what}".encode())
@@ -219,6 +236,7 @@ class _Code:
         if found.is_section:
             start, size, addend = self._variable_at(found.section, addend)
         known = (found.section, start) in self._seen
+        self._sizes[found.section, start] = size
         number = self._seen.setdefault((found.section, start), len(self._seen))
         self._add("variable", number, addend)
         if known:

@@ -15,6 +15,7 @@ from greenfast.judge.variant import Variant
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Family
+from greenfast.spec.problem import Problem
 
 #: Shared memory that a block can have, by compute capability; those of other targets have the least of these.
 _SHARED = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448}
@@ -56,12 +57,17 @@ def rung_entrant(config: TaskConfig, family: Family, variant: Variant) -> Entran
     return Entrant(variant, family, rung_of(config, variant), rung, sandbox=tuple(getattr(family, "sandbox", ())))
 
 
-def solution_entrant(config: TaskConfig, found: FoundSolution, target: Target) -> Entrant:
-    """The entrant of a solution; starts its process where it brings code. Raises UsageError and SolutionError."""
+def solution_entrant(
+    config: TaskConfig, found: FoundSolution, target: Target, problem: Problem | None = None, gpu: int | None = None
+) -> Entrant:
+    """The entrant of a solution; starts its process where it brings code. Raises UsageError and SolutionError.
+
+    problem: the task's, whose buffers Python code is told of. gpu: the one that a callable is captured on.
+    """
     solution = found.solution
     family: DeclaredFamily | RemoteFamily
     if found.is_code:
-        family = RemoteFamily(str(found.where), found.folder, solution, target=target)
+        family = RemoteFamily(str(found.where), found.folder, solution, target=target, problem=problem, gpu=gpu)
     else:
         family = DeclaredFamily(found)
     asked = config.solutions

@@ -69,9 +69,10 @@ class GateRun:
         """
         request = self.request
         result, self.sides = build.check(self.entrants, request.format, request.shapes, request.target)
-        if self.add(result).status == "FAIL":
+        if self.add(result).status != "PASS":
+            why = "not asked: BUILD failed" if result.status == "FAIL" else result.summary
             for gate in GATES[1:]:
-                self.add(pending(gate, "not asked: BUILD failed"))
+                self.add(pending(gate, why))
             return False
         asked = {role: entrant.asked for role, entrant in self.entrants.items()}
         self.add(resources.check(request.task.config, self.sides, asked))

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from greenfast.judge.solution.sandbox import confine
 
 
-def main(questions: int, answers: int, readable: Sequence[str], writable: str) -> None:
+def main(questions: int, answers: int, readable: Sequence[str], writable: str, gpu: bool) -> None:
     """Confine this process, then answer questions until their pipe closes."""
-    held = confine(readable, writable)
+    held = confine(readable, writable, gpu)
     # Only now: NumPy may start threads, and some confinement is of the calling thread and what it starts.
     importlib.import_module("greenfast.judge.solution.serving").serve(questions, answers, held)

@@ -27,9 +27,9 @@ START_S = 60.0
 ANSWER_S = 180.0
 
 _CHILD = (
-    "import sys; questions, answers, readable, writable, *path = sys.argv[1:]; sys.path[:] = path; "
+    "import sys; questions, answers, readable, writable, gpu, *path = sys.argv[1:]; sys.path[:] = path; "
     "from greenfast.judge.solution.child import main; "
-    "main(int(questions), int(answers), readable.split(chr(0x1f)), writable)"
+    "main(int(questions), int(answers), readable.split(chr(0x1f)), writable, gpu == 'gpu')"
 )
 #: The environment that a solution's code sees; everything else of the caller's stays out.
 _KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME", "TZ")
@@ -170,7 +170,10 @@ def _start(
     folders = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "GREENFAST_CACHE_DIR"), scratch)
     quiet = {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": _visible(gpu), "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-I", "-c", _CHILD, str(questions), str(answers), "\x1f".join(readable), scratch, *path],
+        [
+            *(sys.executable, "-I", "-c", _CHILD, str(questions), str(answers), "\x1f".join(readable), scratch),
+            *("" if gpu is None else "gpu", *path),
+        ],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,

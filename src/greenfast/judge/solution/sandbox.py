@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import os
 import platform
 import resource
@@ -54,10 +55,11 @@ _FORBIDDEN = {
 }
 
 
-def confine(readable: Sequence[str], writable: str) -> list[str]:
+def confine(readable: Sequence[str], writable: str, gpu: bool = False) -> list[str]:
     """Give up what can be given up, for this process and all that it starts; returns what held.
 
     readable: folders that the code needs, besides the system's. writable: the one folder where it may write.
+    gpu: whether it may use the GPUs that its environment shows it.
     Call it while the process has one thread.
     """
     held = [
@@ -66,7 +68,7 @@ def confine(readable: Sequence[str], writable: str) -> list[str]:
             ("resource limits", _limit),
             ("no new privileges", lambda: _prctl(_PR_SET_NO_NEW_PRIVS, 1)),
             ("no network", _leave_network),
-            ("files by Landlock", lambda: _landlock(readable, writable)),
+            ("files by Landlock", lambda: _landlock(readable, writable, _gpu_devices() if gpu else ())),
             ("system calls by seccomp", _forbid_calls),
         )
         if _tried(step)
@@ -110,7 +112,7 @@ def _leave_network() -> None:
                 file.write(text)
 
 
-def _landlock(readable: Sequence[str], writable: str) -> None:
+def _landlock(readable: Sequence[str], writable: str, devices: Sequence[str]) -> None:
     """Files can be read in some folders and written in one; other processes cannot be traced or signalled."""
     version = _checked(_LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG))
     rights = (1 << _RIGHTS.get(version, 16)) - 1
@@ -124,12 +126,17 @@ def _landlock(readable: Sequence[str], writable: str) -> None:
     try:
         for path in dict.fromkeys((*_SYSTEM, *readable)):
             _allow(rules, path, _READ & rights)
-        for path in _DEVICES:
+        for path in (*_DEVICES, *devices):
             _allow(rules, path, (_READ_FILE | _WRITE_FILE) & rights)
         _allow(rules, writable, rights)
         _checked(_LIBC.syscall(_RESTRICT_SELF, rules, 0))
     finally:
         os.close(rules)
+
+
+def _gpu_devices() -> list[str]:
+    """The driver's device files, and where it keeps what processes share."""
+    return [*glob.glob("/dev/nvidia*"), *glob.glob("/dev/nvidia-caps/*"), "/dev/shm"]
 
 
 def _allow(rules: int, path: str, rights: int) -> None:
