@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,9 +41,18 @@ def error_stats(actual: Floats, reference: Floats, bad_abs_err: float) -> ErrorS
     )
 
 
-def worst_bound_ratio(actual: Floats, exact: Floats, bound: Floats) -> float:
-    """The largest |actual - exact| / bound over all elements; no error is 0, an error beyond a zero bound infinity."""
-    return float(_bound_ratios(actual, exact, bound).max(initial=0.0))
+def worst_bound_ratio(
+    actual: Floats, exact: Floats, bound: Floats, *, matched: float = 1.0, most: float = math.inf
+) -> float:
+    """The largest |actual - exact| / bound over all elements; no error is 0, an error beyond a zero bound infinity.
+
+    matched: the share of elements that counts, the others being the worst. most: an error above it is infinity.
+    """
+    if float(np.abs(actual - exact).max(initial=0.0)) > most:
+        return math.inf
+    ratios = np.sort(_bound_ratios(actual, exact, bound).ravel())
+    counted = ratios[: math.ceil(matched * len(ratios))]
+    return float(counted.max(initial=0.0))
 
 
 def error_histogram(actual: Floats, exact: Floats) -> Histogram:

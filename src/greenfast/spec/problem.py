@@ -79,12 +79,16 @@ class References:
     exact: exact arithmetic on the inputs as the kernel sees them (dequantized).
     bound: for each element the largest |kernel - exact| that the kernel's documented roundings can cause.
     bounds: by name, the same for kernels that round differently; a rung's ``kernel_error.rounding`` names one.
+    matched: the share of elements that must be within the bound, where a problem only has a tolerance.
+    most: an absolute error that no element may have, whatever its bound.
     """
 
     full: NDArray[np.float64]
     exact: NDArray[np.float64]
     bound: NDArray[np.float64]
     bounds: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    matched: float = 1.0
+    most: float = math.inf
 
     def bound_of(self, rounding: str) -> NDArray[np.float64]:
         """The bound with this name, ``bound`` for an empty name; raises UsageError naming the known ones."""

@@ -1,0 +1,230 @@
+"""Foreign problems and solutions as folders that the judge reads: what it was given, and two short files.
+
+A converted problem is an ordinary task folder, so that records name it, freshness and quotes find it, and its author
+can take it from there (shapes, bounds, ranges).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from greenfast.judge.formats.defined import DEFINITION, WORKLOADS, DefinedProblem
+from greenfast.judge.formats.schema import (
+    Definition,
+    ForeignSolution,
+    ScalarInput,
+    Workload,
+    read_definition,
+    read_foreign_solution,
+    read_workloads,
+)
+from greenfast.judge.store import write_whole
+from greenfast.judge.task import CONFIG_NAME
+from greenfast.spec.errors import UsageError
+
+#: The one format of such a problem: its tensors are not quantized here.
+FORMAT = "as_given"
+REFERENCE = "reference"
+#: A gate that never decides: only the tolerance does.
+_OPEN = 1e300
+_NAME = re.compile(r"[^A-Za-z0-9_.+-]+")
+_PROBLEM = '''"""{name}: read from {definition}, by its own reference; only a tolerance is known of its errors."""
+
+from pathlib import Path
+
+from greenfast.judge.formats.defined import DefinedProblem
+
+_problem = DefinedProblem(Path(__file__).parent, Path({root!r}))
+make_case, references, decode = _problem.make_case, _problem.references, _problem.decode
+'''
+_EXTENSION = '''"""Builds the solution's sources as a PyTorch extension, with nvcc, when it is imported."""
+
+from pathlib import Path
+
+from torch.utils.cpp_extension import load
+
+_folder = Path(__file__).parent
+_sources = [str(_folder / name) for name in {sources!r}]
+_built = load(name="solution", sources=_sources, extra_include_paths=[str(_folder)])
+{function} = _built.{function}
+'''
+
+
+@dataclass(frozen=True)
+class Found:
+    """A definition's file, its workloads' file, and the root of the data set that they are in."""
+
+    definition: Path
+    workloads: Path
+    root: Path
+
+
+def is_definition(path: Path) -> bool:
+    """Whether a file holds a definition of FlashInfer-Trace or SOL-ExecBench."""
+    return _has(path, ("axes", "inputs", "outputs", "reference"))
+
+
+def is_foreign_solution(path: Path) -> bool:
+    """Whether a file holds a solution of theirs."""
+    return _has(path, ("definition", "spec", "sources"))
+
+
+def find_workloads(definition: Path, workloads: Path | None = None) -> Found:
+    """Where a definition's workloads are: next to it, or in the data set's folder of workloads.
+
+    Raises UsageError naming the places where they were looked for.
+    """
+    if workloads is not None:
+        return Found(definition, workloads, workloads.parent)
+    name = read_definition(definition).name
+    places = [definition.with_name("workload.jsonl"), definition.with_name(f"{name}.jsonl")]
+    for root in definition.resolve().parents:
+        if (root / "workloads").is_dir():
+            places += sorted((root / "workloads").rglob(f"{name}.jsonl"))
+            for place in places:
+                if place.is_file():
+                    return Found(definition, place, root)
+            break
+    for place in places:
+        if place.is_file():
+            return Found(definition, place, place.parent)
+    raise UsageError(f"{definition}: no workloads: {places[0]} is not there; --workloads FILE names them")
+
+
+def convert_definition(found: Found, folder: Path) -> Path:
+    """Write the task folder of a definition, whose baseline is its reference; returns it.
+
+    Raises UsageError for a definition or workloads that cannot be judged.
+    """
+    definition, workloads = read_definition(found.definition), read_workloads(found.workloads)
+    write_whole(folder / DEFINITION, found.definition.read_bytes())
+    write_whole(folder / WORKLOADS, found.workloads.read_bytes())
+    problem = _PROBLEM.format(name=definition.name, definition=found.definition.name, root=str(found.root.resolve()))
+    write_whole(folder / "problem.py", problem)
+    defined = DefinedProblem(folder, found.root)
+    shapes = _shapes(defined, workloads)
+    write_whole(folder / CONFIG_NAME, task_config(definition.name, definition.description or "", shapes))
+    reference = folder / REFERENCE
+    write_whole(reference / "reference.py", definition.reference + "\n")
+    described = _solution(REFERENCE, "reference.py", "run", definition, workloads, writes=False)
+    write_whole(reference / "solution.json", described)
+    return folder
+
+
+def convert_solution(path: Path, definition: Definition, workloads: Sequence[Workload], folder: Path) -> Path:
+    """Write the folder of a solution of a definition; returns it.
+
+    Raises UsageError for a solution of another definition, or in a language that is not judged.
+    """
+    given = read_foreign_solution(path)
+    if given.definition != definition.name:
+        raise UsageError(f"{path}: solves {given.definition}, the problem is {definition.name}")
+    file, _, function = given.spec.entry_point.partition("::")
+    for source in given.sources:
+        write_whole(folder / source.path, source.content)
+    if Path(file).suffix != ".py":
+        file = _extension(path, given, function, folder)
+    described = _solution(
+        safe_name(given.name), file, function, definition, workloads, given.spec.destination_passing_style, given.author
+    )
+    write_whole(folder / "solution.json", described)
+    return folder
+
+
+def _extension(path: Path, given: ForeignSolution, function: str, folder: Path) -> str:
+    """The Python file that builds a solution in C++ or CUDA; returns its name."""
+    if given.spec.binding != "torch":
+        raise UsageError(
+            f"{path}: spec.binding: {given.spec.binding or 'tvm-ffi (the default)'}; extensions with binding torch are "
+            "judged"
+        )
+    sources = [s.path for s in given.sources if Path(s.path).suffix in (".cu", ".cpp", ".cc", ".cxx")]
+    write_whole(folder / "greenfast_extension.py", _EXTENSION.format(sources=sources, function=function))
+    return "greenfast_extension.py"
+
+
+def _shapes(problem: DefinedProblem, workloads: Sequence[Workload]) -> list[dict[str, Any]]:
+    made = []
+    for number, workload in enumerate(workloads, 1):
+        axes = "_".join(f"{axis}{value}" for axis, value in workload.axes.items())
+        name = safe_name(f"{axes}_{workload.uuid[:8]}" if axes else workload.uuid[:8])
+        made.append({"name": name, "dims": problem.dims(number), "purpose": f"workload {workload.uuid}"})
+    return made
+
+
+def task_config(name: str, description: str, shapes: Sequence[Mapping[str, Any]]) -> str:
+    """A task's config: all shapes, three seeds, and gates that leave the decision to the tolerance."""
+    error = {"max_abs_err": _OPEN, "mean_abs_err": _OPEN, "pct_bad": 100.0, "bad_abs_err": _OPEN}
+    names = [shape["name"] for shape in shapes]
+    return _json(
+        {
+            "name": safe_name(name),
+            "description": f"{description or name} (tolerance only: no bound is derived)",
+            "problem": "problem.py",
+            "shapes": list(shapes),
+            "seeds": [0, 1, 2],
+            "formats": {FORMAT: {"error": error, "kernel_error": {"relative_error": _OPEN, "bound_factor": 1.0}}},
+            "defaults": {
+                "baseline": REFERENCE,
+                "shapes": names,
+                "format": FORMAT,
+                "arch": "sm_90a",
+                "results": safe_name(name),
+            },
+        }
+    )
+
+
+def _solution(
+    name: str,
+    file: str,
+    function: str,
+    definition: Definition,
+    workloads: Sequence[Workload],
+    writes: bool,
+    author: str = "",
+) -> str:
+    """solution.json of a callable. Raises UsageError where workloads give a scalar different values."""
+    args = []
+    for key, tensor in definition.inputs.items():
+        if tensor.shape is not None:
+            args.append(key)
+            continue
+        values = {w.inputs[key].value for w in workloads if isinstance(w.inputs.get(key), ScalarInput)}  # type: ignore[union-attr]
+        if len(values) != 1:
+            raise UsageError(f"{definition.name}: the scalar {key} has {len(values)} values; judge one at a time")
+        (value,) = values
+        kind = "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "float64"
+        args.append(f"{kind}({int(value) if isinstance(value, bool) else value!r})")
+    args += list(definition.outputs) if writes else []
+    launch = {"kernel": function, "args": args}
+    return callable_config(name, file, author, launch)
+
+
+def callable_config(name: str, file: str, author: str, launch: Mapping[str, Any]) -> str:
+    """solution.json of a Python function."""
+    return _json({"name": name, "language": "callable", "file": file, "author": author, "launches": [launch]})
+
+
+def safe_name(text: str) -> str:
+    """A text as a name of tasks and solutions."""
+    return _NAME.sub("_", text).strip("_.+-") or "unnamed"
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, indent=2) + "\n"
+
+
+def _has(path: Path, keys: Sequence[str]) -> bool:
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and all(key in data for key in keys)

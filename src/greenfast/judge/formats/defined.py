@@ -1,0 +1,194 @@
+"""A definition and its workloads as a problem.
+
+The reference is the definition's own source, run on CPU tensors; there is no derived bound, only the tolerance that the
+data set states. Its rules differ: FlashInfer-Bench passes an element that is within either the absolute or the relative
+tolerance, SOL-ExecBench one that is within their sum, and of all elements a given share.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from greenfast.judge.formats.schema import (
+    Allowed,
+    CustomInput,
+    FileInput,
+    ScalarInput,
+    Tensor,
+    Workload,
+    read_definition,
+    read_workloads,
+)
+from greenfast.spec.errors import UsageError
+from greenfast.spec.problem import Array, Case, OutputSpec, References, dtype_of
+
+DEFINITION, WORKLOADS = "definition.json", "workloads.jsonl"
+#: The dimension that tells workloads with equal axes apart: the workload's number, from 1.
+WORKLOAD = "workload"
+#: FlashInfer-Bench's defaults.
+_ATOL = _RTOL = 1e-2
+_SCALES = {"int8": (-128, 128), "int16": (-1024, 1024), "int32": (-1024, 1024), "int64": (-1024, 1024)}
+#: Stands for -inf in arrays whose norm is taken.
+_MINUS_INFINITY = -1e150
+
+
+class DefinedProblem:
+    """``greenfast.spec.problem.Problem`` of a folder with a definition and its workloads.
+
+    root: what the paths of tensors in files are relative to.
+    """
+
+    def __init__(self, folder: Path, root: Path) -> None:
+        self.definition = read_definition(folder / DEFINITION)
+        self.workloads = read_workloads(folder / WORKLOADS)
+        self._root = root
+        self._source = compile(self.definition.reference, str(folder / "reference.py"), "exec")
+
+    def make_case(self, dims: Mapping[str, int], seed: int, fmt: str) -> Case:
+        """The inputs of a workload; scalars are no buffers. Raises UsageError for a file that lacks a tensor."""
+        workload, sizes = self._of(dims)
+        tensors = self._tensors(workload, sizes, seed)
+        outputs = {
+            name: OutputSpec(_shape(tensor, sizes), tensor.dtype) for name, tensor in self.definition.outputs.items()
+        }
+        return Case({name: array_of(tensor) for name, tensor in tensors.items()}, outputs)
+
+    def references(self, dims: Mapping[str, int], seed: int, fmt: str) -> References:
+        """What the reference computes, and the tolerance around it."""
+        workload, sizes = self._of(dims)
+        tensors = self._tensors(workload, sizes, seed)
+        arguments = [tensors[n] if n in tensors else self.scalar(workload, n) for n in self.definition.inputs]
+        with torch.no_grad():
+            found = self._function("run")(*arguments)
+        values = list(found.values()) if isinstance(found, dict) else found
+        outputs = values if isinstance(values, (tuple, list)) else [values]
+        exact = _joined([torch.as_tensor(value).double().numpy() for value in outputs])
+        allowed = workload.tolerance or Allowed()
+        if self.definition.is_sol or workload.tolerance:
+            bound = allowed.max_atol + allowed.max_rtol * np.abs(exact)
+            return References(
+                full=exact,
+                exact=exact,
+                bound=bound,
+                matched=allowed.required_matched_ratio,
+                most=math.inf if allowed.max_error_cap is None else allowed.max_error_cap,
+            )
+        return References(full=exact, exact=exact, bound=np.maximum(_ATOL, _RTOL * np.abs(exact)))
+
+    def decode(self, outputs: Mapping[str, Array], fmt: str) -> NDArray[np.float64]:
+        """The outputs in their order: one keeps its shape, several are flat behind one another."""
+        return _joined([outputs[name].astype(np.float64) for name in self.definition.outputs])
+
+    def scalar(self, workload: Workload, name: str) -> bool | int | float:
+        """The value of an input that is a Python number. Raises UsageError where the workload has none."""
+        given = workload.inputs.get(name)
+        if not isinstance(given, ScalarInput):
+            raise UsageError(f"{self.definition.name}: workload {workload.uuid} gives no value for the scalar {name}")
+        return given.value
+
+    def dims(self, number: int) -> dict[str, int]:
+        """The dimensions of a workload by its number from 1: the axes, and the number."""
+        return {**self.definition.sizes(self.workloads[number - 1].axes), WORKLOAD: number}
+
+    def _of(self, dims: Mapping[str, int]) -> tuple[Workload, dict[str, int]]:
+        workload = self.workloads[dims[WORKLOAD] - 1]
+        return workload, self.definition.sizes(workload.axes)
+
+    def _tensors(self, workload: Workload, sizes: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        custom = self._custom(workload, sizes, seed)
+        found = {}
+        for name, tensor in self.definition.inputs.items():
+            if tensor.shape is None:
+                continue
+            given = workload.inputs.get(name)
+            shape = _shape(tensor, sizes)
+            if isinstance(given, FileInput):
+                made = self._from_file(given)
+            elif isinstance(given, CustomInput):
+                made = custom[name]
+            else:
+                made = _random(tensor.dtype, shape, generator)
+            wanted = getattr(torch, tensor.dtype)
+            if tuple(made.shape) != shape or made.dtype != wanted:
+                raise UsageError(
+                    f"{self.definition.name}: workload {workload.uuid}: {name} is {made.dtype} {tuple(made.shape)}, "
+                    f"the definition says {wanted} {shape}"
+                )
+            found[name] = made.contiguous()
+        return found
+
+    def _custom(self, workload: Workload, sizes: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:
+        wanted = [name for name, given in workload.inputs.items() if isinstance(given, CustomInput)]
+        if not wanted:
+            return {}
+        name = self.definition.custom_inputs_entrypoint
+        if not isinstance(name, str):
+            raise UsageError(f"{self.definition.name}: {', '.join(wanted)}: custom, and no custom_inputs_entrypoint")
+        scalars = {n: given.value for n, given in workload.inputs.items() if isinstance(given, ScalarInput)}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made: dict[str, torch.Tensor] = self._function(name)({**sizes, **scalars}, torch.device("cpu"))
+        return made
+
+    def _from_file(self, given: FileInput) -> torch.Tensor:
+        try:
+            from safetensors import safe_open
+        except ImportError:
+            raise UsageError("tensors in files need the package safetensors: pip install safetensors") from None
+        path = self._root / given.path
+        try:
+            with safe_open(path, framework="pt") as file:
+                made: torch.Tensor = file.get_tensor(given.tensor_key)
+        except Exception as e:
+            raise UsageError(f"{path}: {given.tensor_key}: {e}") from None
+        return made
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        found = self._namespace.get(name)
+        if not callable(found):
+            raise UsageError(f"{self.definition.name}: reference has no function {name}")
+        function: Callable[..., Any] = found
+        return function
+
+    @functools.cached_property
+    def _namespace(self) -> dict[str, Any]:
+        made: dict[str, Any] = {"__name__": "reference"}
+        exec(self._source, made)  # the problem is trusted, as a problem.py is
+        return made
+
+
+def _shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(sizes[axis] for axis in tensor.shape or ())
+
+
+def _random(dtype: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """As FlashInfer-Bench draws it: N(0, 1), cut at 2 for FP8; whole numbers over a range by size."""
+    kind: torch.dtype = getattr(torch, dtype)
+    if kind.is_floating_point:
+        made = torch.randn(shape, generator=generator)
+        return (made.clamp(-2.0, 2.0) if dtype.startswith("float8") else made).to(kind)
+    if dtype == "bool":
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    low, high = _SCALES[dtype]
+    return torch.randint(low, high, shape, generator=generator).to(kind)
+
+
+def array_of(tensor: torch.Tensor) -> Array:
+    """A CPU tensor as an array of the same dtype, those of ml_dtypes included."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    bits = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return bits.view(dtype_of(name)).reshape(tuple(tensor.shape))
+
+
+def _joined(values: list[NDArray[np.float64]]) -> NDArray[np.float64]:
+    made = values[0] if len(values) == 1 else np.concatenate([value.ravel() for value in values])
+    return np.where(np.isneginf(made), _MINUS_INFINITY, made)

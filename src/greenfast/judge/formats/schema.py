@@ -1,0 +1,220 @@
+"""The JSON of FlashInfer-Trace and of SOL-ExecBench, which extends it.
+
+Sources: flashinfer-bench, docs/flashinfer-trace (definition, workload, solution, trace); SOL-ExecBench, docs (the same
+pages). Keys that are not judged by (descriptions, tags) are read over.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from greenfast.judge.solution.expressions import evaluate, whole
+from greenfast.spec.errors import UsageError
+
+#: What they call their dtypes is what NumPy and ml_dtypes do; 4-bit formats have no array type here.
+DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    *("int64", "int32", "int16", "int8", "bool"),
+)
+_T = TypeVar("_T")
+
+
+class ConstAxis(msgspec.Struct, frozen=True, tag_field="type", tag="const"):
+    """A dimension that the definition fixes."""
+
+    value: Annotated[int, Meta(ge=0)]
+
+
+class VarAxis(msgspec.Struct, frozen=True, tag_field="type", tag="var"):
+    """A dimension that each workload gives."""
+
+
+class ExprAxis(msgspec.Struct, frozen=True, tag_field="type", tag="expr"):
+    """A dimension that follows from others (SOL-ExecBench)."""
+
+    expression: str
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """An input or output; shape: names of axes, None for a Python scalar."""
+
+    dtype: str
+    shape: list[str] | None
+
+
+class Definition(msgspec.Struct, frozen=True):
+    """What is to be computed. reference: Python source with a function ``run``."""
+
+    name: str
+    axes: dict[str, ConstAxis | VarAxis | ExprAxis]
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    reference: str
+    description: str | None = None
+    constraints: list[str] = []
+    custom_inputs_entrypoint: str | msgspec.UnsetType | None = msgspec.UNSET
+
+    @property
+    def is_sol(self) -> bool:
+        """Whether it is SOL-ExecBench's, whose tolerances are added and allow 1 % of outliers."""
+        return self.custom_inputs_entrypoint is not msgspec.UNSET
+
+    def sizes(self, axes: dict[str, int]) -> dict[str, int]:
+        """All axes of a workload by name. Raises UsageError for one that it lacks, or a constraint that fails."""
+        found: dict[str, int] = {}
+        for name, axis in self.axes.items():
+            if isinstance(axis, ConstAxis):
+                found[name] = axis.value
+            elif isinstance(axis, ExprAxis):
+                found[name] = whole(axis.expression, {**found, **axes})
+            elif name in axes:
+                found[name] = axes[name]
+            else:
+                raise UsageError(f"{self.name}: a workload has no value for axis {name}")
+        for constraint in self.constraints:
+            try:
+                held = evaluate(constraint, found)
+            except UsageError:
+                continue  # over the content of inputs, which the reference itself checks
+            if not held:
+                raise UsageError(f"{self.name}: {found} does not meet the constraint {constraint!r}")
+        return found
+
+
+class RandomInput(msgspec.Struct, frozen=True, tag_field="type", tag="random"):
+    """Drawn from a distribution by dtype."""
+
+
+class ScalarInput(msgspec.Struct, frozen=True, tag_field="type", tag="scalar"):
+    """A Python number."""
+
+    value: bool | int | float
+
+
+class FileInput(msgspec.Struct, frozen=True, tag_field="type", tag="safetensors"):
+    """A tensor of a file; path: relative to the data set's root."""
+
+    path: str
+    tensor_key: str
+
+
+class CustomInput(msgspec.Struct, frozen=True, tag_field="type", tag="custom"):
+    """Made by the definition's ``custom_inputs_entrypoint``."""
+
+
+class Allowed(msgspec.Struct, frozen=True):
+    """The tolerance of a workload (SOL-ExecBench); its defaults are theirs."""
+
+    max_atol: Annotated[float, Meta(ge=0)] = 1e-2
+    max_rtol: Annotated[float, Meta(ge=0)] = 1e-2
+    required_matched_ratio: Annotated[float, Meta(gt=0, le=1)] = 0.99
+    max_error_cap: float | None = None
+    allow_negative_inf: bool = False
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """A definition's variable axes and inputs."""
+
+    uuid: str
+    axes: dict[str, int]
+    inputs: dict[str, RandomInput | ScalarInput | FileInput | CustomInput]
+    tolerance: Allowed | None = None
+
+
+class SourceFile(msgspec.Struct, frozen=True):
+    """A file of a solution."""
+
+    path: str
+    content: str
+
+
+class BuildSpec(msgspec.Struct, frozen=True):
+    """How a solution is built and called."""
+
+    entry_point: str
+    language: str = ""
+    languages: list[str] = []
+    destination_passing_style: bool = True
+    binding: str | None = None
+    compile_options: dict[str, Any] | None = None
+
+
+class ForeignSolution(msgspec.Struct, frozen=True):
+    """A solution of a definition."""
+
+    name: str
+    definition: str
+    author: str
+    spec: BuildSpec
+    sources: Annotated[list[SourceFile], Meta(min_length=1)]
+    description: str | None = None
+
+
+class _TracedWorkload(msgspec.Struct, frozen=True):
+    """FlashInfer-Trace wraps workloads in a trace without a solution."""
+
+    workload: Workload
+
+
+def read_definition(path: Path) -> Definition:
+    """Read and check a definition. Raises UsageError naming the file and the key."""
+    found = _decoded(path, _text(path), Definition)
+    for name, tensor in {**found.inputs, **found.outputs}.items():
+        if tensor.dtype not in DTYPES:
+            raise UsageError(f"{path}: {name}: dtype {tensor.dtype} is not judged; {', '.join(DTYPES)} are")
+        for axis in tensor.shape or ():
+            if axis not in found.axes:
+                raise UsageError(f"{path}: {name}: shape names axis {axis}, which is not defined")
+    try:
+        functions = {s.name for s in ast.parse(found.reference).body if isinstance(s, ast.FunctionDef)}
+    except SyntaxError as e:
+        raise UsageError(f"{path}: reference: line {e.lineno}: {e.msg}") from None
+    if "run" not in functions:
+        raise UsageError(f"{path}: reference: has no function run at the top level")
+    return found
+
+
+def read_workloads(path: Path) -> list[Workload]:
+    """The workloads of a JSONL file, plain or as FlashInfer-Trace wraps them. Raises UsageError naming the line."""
+    found = []
+    for number, line in enumerate(_text(path).splitlines(), 1):
+        if line.strip():
+            where = Path(f"{path}, line {number}")
+            wrapped = b'"workload"' in line and "workload" in msgspec.json.decode(line)
+            found.append(
+                _decoded(where, line, _TracedWorkload).workload if wrapped else _decoded(where, line, Workload)
+            )
+    if not found:
+        raise UsageError(f"{path}: holds no workload")
+    return found
+
+
+def read_foreign_solution(path: Path) -> ForeignSolution:
+    """Read a solution. Raises UsageError naming the file and the key."""
+    found = _decoded(path, _text(path), ForeignSolution)
+    names = [source.path for source in found.sources]
+    if found.spec.entry_point.partition("::")[0] not in names:
+        raise UsageError(f"{path}: spec.entry_point: {found.spec.entry_point} names no file of sources")
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UsageError(f"{path}: sources: {name} is outside of the solution")
+    return found
+
+
+def _text(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as e:
+        raise UsageError(f"{path}: cannot be read ({e.strerror})") from None
+
+
+def _decoded(path: Path, text: bytes, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise UsageError(f"{path}: {e}") from None

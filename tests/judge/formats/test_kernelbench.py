@@ -1,0 +1,90 @@
+"""KernelBench's files as tasks and solutions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from greenfast.judge.formats.kernelbench import (
+    NEW_MODEL,
+    ModelProblem,
+    convert_model,
+    convert_problem,
+    is_kernelbench,
+)
+from greenfast.judge.solution.schema import find_solution
+from greenfast.judge.task import load_task
+from greenfast.spec.errors import UsageError
+
+PROBLEM = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Linear(width, 8)
+
+    def forward(self, x, y):
+        return torch.relu(self.layer(x)), x + y
+
+def get_inputs():
+    return [torch.randn(4, 16), torch.randn(4, 16)]
+
+def get_init_inputs():
+    return [16]
+"""
+
+
+def written(tmp_path: Path, text: str = PROBLEM) -> Path:
+    path = tmp_path / "1_linear.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_problem_becomes_a_task_whose_baseline_is_its_model(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    assert is_kernelbench(path)
+    assert not is_kernelbench(path, NEW_MODEL)
+    folder = convert_problem(path, tmp_path / "task")
+    config = load_task(folder).config
+    assert config.name == "1_linear"
+    found = find_solution(folder / config.defaults.baseline)
+    assert (found.solution.language, found.solution.launches[0].kernel) == ("callable", "run")
+    assert {file.name for file in (folder / "reference").iterdir()} == {"entry.py", "original.py", "solution.json"}
+
+
+def test_its_references_are_what_the_model_computes(tmp_path: Path) -> None:
+    problem = ModelProblem(written(tmp_path))
+    case, references = problem.make_case({}, 3, ""), problem.references({}, 3, "")
+    assert {name: spec.shape for name, spec in case.outputs.items()} == {"output0": (4, 8), "output1": (4, 16)}
+    x, y = case.inputs.values()
+    assert np.array_equal(references.exact[32:], (x + y).ravel().astype(np.float64))
+    assert np.array_equal(references.bound, 1e-4 * (1 + np.abs(references.exact)))
+    outputs = {"output0": references.exact[:32].reshape(4, 8), "output1": references.exact[32:].reshape(4, 16)}
+    assert np.array_equal(problem.decode(outputs, ""), references.exact)
+    assert problem.make_case({}, 3, "").digest == case.digest != problem.make_case({}, 4, "").digest
+
+
+def test_a_new_model_becomes_a_callable(tmp_path: Path) -> None:
+    problem, mine = written(tmp_path), tmp_path / "mine.py"
+    mine.write_text(PROBLEM.replace("class Model", "class ModelNew"))
+    assert is_kernelbench(mine, NEW_MODEL)
+    folder = convert_model(mine, problem, tmp_path / "solution")
+    assert find_solution(folder).solution.name == "mine"
+    entry = (folder / "entry.py").read_text()
+    assert "from new_model import ModelNew as Model" in entry
+    compile(entry, "entry.py", "exec")
+
+
+def test_a_file_that_lacks_a_function_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no function get_init_inputs"):
+        convert_problem(written(tmp_path, PROBLEM.partition("def get_init")[0]), tmp_path / "task")
+
+
+def test_an_input_that_is_no_tensor_is_refused_in_words(tmp_path: Path) -> None:
+    text = PROBLEM.replace("return [torch.randn(4, 16), torch.randn(4, 16)]", "return [3]")
+    with pytest.raises(UsageError, match="a value that is no tensor"):
+        ModelProblem(written(tmp_path, text)).make_case({}, 0, "")
