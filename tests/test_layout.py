@@ -35,6 +35,11 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
 ONLY = {"judge report": {"judge data", "spec"}, "kernels": {"spec"}}
 TOP = {"__init__", "__main__"}
 TORCH_ROOMS = {"numerics", "problems", "operator", "bench"}
+#: Modules that only a problem, or the process of a solution, loads.
+TORCH_MODULES = tuple(
+    f"greenfast.judge.{name}"
+    for name in ("formats.defined", "formats.models", "solution.capture", "solution.languages")
+)
 MAX_LINES = 400
 
 
@@ -149,7 +154,8 @@ def circles(modules: dict[str, Module]) -> list[tuple[str, ...]]:
 def torch_faults(package: Path) -> list[str]:
     """A chain of imports for each module that loads torch and is not in one of torch's rooms."""
     modules = read_modules(package)
-    chains = {name: _chain_to_torch(modules, name) for name, m in modules.items() if m.room not in TORCH_ROOMS}
+    theirs = {n for n, m in modules.items() if m.room in TORCH_ROOMS or n.startswith(TORCH_MODULES)}
+    chains = {name: _chain_to_torch(modules, name) for name in modules if name not in theirs}
     return [" -> ".join(chain) for chain in chains.values() if chain]
 
 

@@ -11,11 +11,13 @@ from greenfast.cli.page import check_page, write_page
 from greenfast.cli.request import request_of
 from greenfast.cli.validate import kept_records, show_outcome
 from greenfast.judge.entrant import Entrant, rung_entrant, solution_entrant
+from greenfast.judge.formats.given import check_traces, given_problem, given_solution, write_traces
 from greenfast.judge.quote import target_of
 from greenfast.judge.record import Record
+from greenfast.judge.request import Request
 from greenfast.judge.run import GATES
 from greenfast.judge.solution.schema import FoundSolution, find_solution, is_solution
-from greenfast.judge.tasks import LoadedTask, find_task, load, task_names
+from greenfast.judge.tasks import find_task, load, task_names
 from greenfast.judge.validate import validate
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError, unknown
@@ -30,8 +32,11 @@ def run(args: argparse.Namespace) -> int:
     """Judge the solution; prints each gate when it ends, then the verdict and where the artifacts are."""
     required = required_gates(args.require or ["all"])
     check_page(args.html)
-    found = find_solution(args.solution)
-    task = load(find_task(_problem(args.problem, found)))
+    asked = args.problem or _named_problem(find_solution(args.solution))
+    task = load(find_task(given_problem(asked, args.out, args.workloads)))
+    if args.traces is not None:
+        check_traces(args.traces, task.folder)
+    found = find_solution(given_solution(args.solution, task.folder, args.out))
     request = request_of(args, task, found.solution.target)
     reference = args.against or task.config.defaults.baseline
     kept = kept_records(args, request, task.folder, found.folder)
@@ -42,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
         if measured is not None and measured != request.target.name:
             request = replace(request, target=Target.parse(measured))
             note = f"  - target {measured}, from the kept record, as there is no GPU; --arch selects another"
-    baseline = _reference(task, reference, request.target)
-    candidate = solution_entrant(task.config, found, request.target)
+    baseline = _reference(request, reference)
+    candidate = _solution(request, found)
     with GateConsole(to_stderr=args.json) as console:
         outcome = validate(
             request,
@@ -55,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
             kept=kept,
         )
     write_page(args.html, outcome.record, outcome.folder, task)
+    if args.traces is not None:
+        write_traces(args.traces, outcome.record, task.folder)
     show_outcome(outcome, args.json, note)
     return exit_code(outcome.record, required)
 
@@ -68,10 +75,8 @@ def exit_code(record: Record, required: set[str]) -> int:
     return EXIT_PARTIAL if undecided or record.decision not in ("MERGE", "PENDING") else 0
 
 
-def _problem(asked: str | None, found: FoundSolution) -> str:
-    """The problem that is asked for, or the known one that the solution names. Raises UsageError where none is."""
-    if asked is not None:
-        return asked
+def _named_problem(found: FoundSolution) -> str:
+    """The known problem that the solution names. Raises UsageError where it names none."""
     named = found.solution.problem
     if not named:
         raise UsageError(f"{found.where}: names no problem; --problem names a task or its folder")
@@ -80,13 +85,18 @@ def _problem(asked: str | None, found: FoundSolution) -> str:
     return named
 
 
-def _reference(task: LoadedTask, text: str, target: Target) -> Entrant:
+def _solution(request: Request, found: FoundSolution) -> Entrant:
+    task, gpu = request.task, request.ordinal if isinstance(request.ordinal, int) else None
+    return solution_entrant(task.config, found, request.target, task.problem, gpu)
+
+
+def _reference(request: Request, text: str) -> Entrant:
     """A rung or toggles of the task, or a solution: a path, from here or from the task's folder."""
-    config = task.config
+    task, config = request.task, request.task.config
     if text in [rung.name for rung in config.rungs] or ("=" in text and config.rungs):
         return rung_entrant(config, task.family, config.variant(text))
     for path in (Path(text), task.folder / text):
         if is_solution(path):
-            return solution_entrant(config, find_solution(path), target)
+            return _solution(request, find_solution(given_solution(path, task.folder, request.out)))
     rungs = [rung.name for rung in config.rungs]
     raise unknown("reference", text, [*rungs, "the path of a solution"])

@@ -7,74 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-
-def words(text: str) -> list[str]:
-    """A comma-separated list of names."""
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing; give names separated by commas")
-    return found
-
-
-def numbers(text: str) -> list[int]:
-    """A comma-separated list of whole numbers."""
-    try:
-        return [int(part) for part in words(text)]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers separated by commas") from None
-
-
-def _extent(text: str) -> tuple[int, int, int]:
-    """X, X,Y or X,Y,Z; omitted extents are 1."""
-    sizes = numbers(text)
-    if len(sizes) > 3 or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give X, X,Y or X,Y,Z, whole numbers from 1 up")
-    x, y, z = (*sizes, 1, 1)[:3]
-    return x, y, z
-
-
-def _count(text: str) -> int:
-    """A whole number from 0 up."""
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 0 up")
-    return int(text)
-
-
-def _rounds(text: str) -> int:
-    """A whole number from 2 up."""
-    if not (text.isascii() and text.isdigit() and int(text) >= 2):
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 2 up")
-    return int(text)
-
-
-def _named_file(text: str) -> tuple[str, Path]:
-    """NAME=FILE."""
-    name, equals, file = text.partition("=")
-    if not (name and equals and file):
-        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=FILE.npy")
-    return name, Path(file)
-
-
-def _tolerance(text: str) -> float:
-    """A largest allowed difference."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number from 0 up")
-    return value
-
-
-def _speedup(text: str) -> float:
-    """A required speedup as a ratio, such as 1.15."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1.0 <= value < 1000.0:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a ratio from 1 up, such as 1.15 for 15 % faster")
-    return value
+from greenfast.cli.values import count, extent, named_file, numbers, rounds, speedup, tolerance, words
 
 
 def _task(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +68,7 @@ def validate(parser: argparse.ArgumentParser) -> None:
     _how_long(parser)
     _where(parser)
     parser.add_argument(
-        "--required", type=_speedup, metavar="RATIO", help="the speedup asked for (default: the candidate's rung's)"
+        "--required", type=speedup, metavar="RATIO", help="the speedup asked for (default: the candidate's rung's)"
     )
     parser.add_argument("--no-profile", action="store_true", help="take no Nsight Compute profile")
     _quoting(parser)
@@ -160,14 +93,17 @@ def judge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "solution",
         type=Path,
-        help="a folder with solution.json, or a .cu, .ptx or .py file with the JSON in its header",
+        help="a folder with solution.json, a .cu, .ptx or .py file with the JSON in its header, a solution of "
+        "FlashInfer-Trace or SOL-ExecBench, or a KernelBench file with ModelNew",
     )
     parser.add_argument(
         "--problem",
         metavar="P",
-        help="a task's name (see `greenfast tasks`), or a folder with config_forward.json (default: what the solution "
-        "names)",
+        help="a task's name (see `greenfast tasks`), a folder with config_forward.json, a definition of "
+        "FlashInfer-Trace or SOL-ExecBench, or a KernelBench file (default: what the solution names)",
     )
+    parser.add_argument("--workloads", type=Path, metavar="FILE", help="a definition's workloads (default: next to it)")
+    parser.add_argument("--traces", type=Path, metavar="FILE", help="also write it as FlashInfer-Trace's JSONL")
     parser.add_argument(
         "--against", metavar="REFERENCE", help="a rung of the task, or another solution (default: the task's baseline)"
     )
@@ -175,7 +111,7 @@ def judge(parser: argparse.ArgumentParser) -> None:
     _how_long(parser)
     _where(parser)
     parser.add_argument(
-        "--required", type=_speedup, metavar="RATIO", help="the speedup asked for (default: the problem's)"
+        "--required", type=speedup, metavar="RATIO", help="the speedup asked for (default: the problem's)"
     )
     parser.add_argument("--no-profile", action="store_true", help="take no Nsight Compute profile")
     _quoting(parser)
@@ -225,7 +161,7 @@ def _comparison(parser: argparse.ArgumentParser) -> None:
         "--shapes", type=words, metavar="A,B", help="shapes of the comparison (default: all, with errors too)"
     )
     which.add_argument("--grid", action="store_true", help="only the shapes that fill the GPU")
-    parser.add_argument("--rounds", type=_rounds, metavar="N", help="rounds per shape (default: by time)")
+    parser.add_argument("--rounds", type=rounds, metavar="N", help="rounds per shape (default: by time)")
     _where(parser)
     _html(parser)
     _json(parser)
@@ -276,7 +212,7 @@ def compare(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast compare``."""
     parser.add_argument("baseline", type=Path, help="a run's folder, or its perf_baseline.json")
     parser.add_argument("candidate", type=Path, help="another run's")
-    parser.add_argument("--required", type=_speedup, metavar="RATIO", help="the average speedup that is asked for")
+    parser.add_argument("--required", type=speedup, metavar="RATIO", help="the average speedup that is asked for")
     parser.add_argument("--out", type=Path, default=Path("results/COMPARE.md"), help="default: %(default)s")
 
 
@@ -335,8 +271,8 @@ def emulate(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast emulate``."""
     parser.add_argument("file", type=Path, help="a CUDA source, or a .ptx file")
     parser.add_argument("--kernel", metavar="NAME", help="its kernel (default: the only one)")
-    parser.add_argument("--grid", type=_extent, required=True, metavar="X[,Y[,Z]]", help="blocks")
-    parser.add_argument("--block", type=_extent, required=True, metavar="X[,Y[,Z]]", help="threads per block")
+    parser.add_argument("--grid", type=extent, required=True, metavar="X[,Y[,Z]]", help="blocks")
+    parser.add_argument("--block", type=extent, required=True, metavar="X[,Y[,Z]]", help="threads per block")
     parser.add_argument(
         "--arg",
         action="append",
@@ -346,24 +282,24 @@ def emulate(parser: argparse.ArgumentParser) -> None:
         "inout:y=f32[1024]:zeros, or the name of a buffer given before; filled with zeros, ones, arange, normal, "
         "uniform, uniform:LOW:HIGH or a number",
     )
-    parser.add_argument("--smem", type=_count, default=0, metavar="BYTES", help="dynamic shared memory per block")
+    parser.add_argument("--smem", type=count, default=0, metavar="BYTES", help="dynamic shared memory per block")
     parser.add_argument("--arch", metavar="SM", help="target of a CUDA source (default: sm_90a)")
     parser.add_argument("--define", action="append", default=[], metavar="NAME[=VALUE]", help="a macro of the source")
     parser.add_argument("--include", action="append", default=[], type=Path, metavar="DIR", help="a folder of headers")
-    parser.add_argument("--seed", type=_count, default=0, metavar="N", help="of random elements and the warps' order")
+    parser.add_argument("--seed", type=count, default=0, metavar="N", help="of random elements and the warps' order")
     parser.add_argument(
-        "--orders", type=_count, metavar="N", help="run in N orders of the warps (default: 3, or 1 above 4096 threads)"
+        "--orders", type=count, metavar="N", help="run in N orders of the warps (default: 3, or 1 above 4096 threads)"
     )
     parser.add_argument(
         "--expect",
         action="append",
         default=[],
-        type=_named_file,
+        type=named_file,
         metavar="NAME=FILE.npy",
         help="what an output must hold",
     )
     parser.add_argument(
-        "--tolerance", type=_tolerance, default=0.0, metavar="T", help="largest difference from it (default: 0)"
+        "--tolerance", type=tolerance, default=0.0, metavar="T", help="largest difference from it (default: 0)"
     )
     parser.add_argument("--save", type=Path, metavar="DIR", help="write each output there as NAME.npy")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")

@@ -70,7 +70,7 @@ class GateRun:
         request = self.request
         result, self.sides = build.check(self.entrants, request.format, request.shapes, request.target)
         if self.add(result).status != "PASS":
-            why = "not asked: BUILD failed" if result.status == "FAIL" else result.summary
+            why = f"not asked: BUILD {'failed' if result.status == 'FAIL' else 'is pending'}"
             for gate in GATES[1:]:
                 self.add(pending(gate, why))
             return False

@@ -20,7 +20,7 @@ from greenfast.judge.formats.convert import (
     is_foreign_solution,
 )
 from greenfast.judge.formats.defined import DefinedProblem
-from greenfast.judge.formats.schema import read_definition, read_workloads
+from greenfast.judge.formats.schema import dims_of, read_definition, read_workloads
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
 from greenfast.spec.errors import UsageError
@@ -75,6 +75,10 @@ def converted(tmp_path: Path, definition: dict[str, Any], *workloads: dict[str, 
     return folder, DefinedProblem(folder, tmp_path / "set")
 
 
+def first(problem: DefinedProblem) -> dict[str, int]:
+    return dims_of(problem.definition, problem.workloads, 1)
+
+
 def test_a_definition_becomes_a_task_whose_baseline_is_its_reference(tmp_path: Path) -> None:
     folder, problem = converted(tmp_path, named(SCALED), workload(3), workload(5))
     config = load_task(folder).config
@@ -97,7 +101,7 @@ def test_a_definition_becomes_a_task_whose_baseline_is_its_reference(tmp_path: P
 
 def test_the_references_are_what_the_reference_computes(tmp_path: Path) -> None:
     _, problem = converted(tmp_path, named(SCALED), workload(3))
-    dims = problem.dims(1)
+    dims = first(problem)
     case, references = problem.make_case(dims, 0, FORMAT), problem.references(dims, 0, FORMAT)
     x, w = (a.astype(np.float64) for a in case.inputs.values())
     right = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * w
@@ -111,7 +115,7 @@ def test_sol_execbench_adds_its_tolerances_and_allows_outliers(tmp_path: Path) -
     tolerance = {"max_atol": 0.5, "max_rtol": 0.25, "required_matched_ratio": 0.9, "max_error_cap": 8.0}
     asked = workload(3, tolerance=tolerance)
     _, problem = converted(tmp_path, named(SCALED, custom_inputs_entrypoint=None), asked)
-    references = problem.references(problem.dims(1), 0, FORMAT)
+    references = problem.references(first(problem), 0, FORMAT)
     assert np.array_equal(references.bound, 0.5 + 0.25 * np.abs(references.exact))
 
     def ratio(wrong: int, by: float) -> float:
@@ -134,13 +138,13 @@ def test_custom_inputs_come_from_the_definition(tmp_path: Path) -> None:
     asked = workload(3)
     asked["inputs"]["x"] = {"type": "custom"}
     _, problem = converted(tmp_path, named(SCALED, reference=source, custom_inputs_entrypoint="made"), asked)
-    assert (problem.make_case(problem.dims(1), 0, FORMAT).inputs["x"].astype(np.float32) == 2).all()
+    assert (problem.make_case(first(problem), 0, FORMAT).inputs["x"].astype(np.float32) == 2).all()
 
 
 def test_an_infinity_that_both_have_is_no_error(tmp_path: Path) -> None:
     source = "import torch\ndef run(x, w, eps):\n    return torch.full_like(x, float('-inf'))"
     _, problem = converted(tmp_path, named(SCALED, reference=source), workload(3))
-    references = problem.references(problem.dims(1), 0, FORMAT)
+    references = problem.references(first(problem), 0, FORMAT)
     y = np.full(references.exact.shape, -np.inf, np.float32)
     assert np.array_equal(problem.decode({"y": y}, FORMAT), references.exact)
     assert np.isfinite(references.exact).all()

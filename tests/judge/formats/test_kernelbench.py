@@ -9,11 +9,11 @@ import pytest
 
 from greenfast.judge.formats.kernelbench import (
     NEW_MODEL,
-    ModelProblem,
     convert_model,
     convert_problem,
     is_kernelbench,
 )
+from greenfast.judge.formats.models import ModelProblem
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
 from greenfast.spec.errors import UsageError

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from greenfast.judge.formats.defined import DEFINITION, WORKLOADS, DefinedProblem
 from greenfast.judge.formats.schema import (
+    DEFINITION,
+    WORKLOADS,
     Definition,
     ForeignSolution,
     ScalarInput,
     Workload,
+    dims_of,
     read_definition,
     read_foreign_solution,
     read_workloads,
@@ -106,8 +108,7 @@ def convert_definition(found: Found, folder: Path) -> Path:
     write_whole(folder / WORKLOADS, found.workloads.read_bytes())
     problem = _PROBLEM.format(name=definition.name, definition=found.definition.name, root=str(found.root.resolve()))
     write_whole(folder / "problem.py", problem)
-    defined = DefinedProblem(folder, found.root)
-    shapes = _shapes(defined, workloads)
+    shapes = _shapes(definition, workloads)
     write_whole(folder / CONFIG_NAME, task_config(definition.name, definition.description or "", shapes))
     reference = folder / REFERENCE
     write_whole(reference / "reference.py", definition.reference + "\n")
@@ -148,12 +149,14 @@ def _extension(path: Path, given: ForeignSolution, function: str, folder: Path) 
     return "greenfast_extension.py"
 
 
-def _shapes(problem: DefinedProblem, workloads: Sequence[Workload]) -> list[dict[str, Any]]:
+def _shapes(definition: Definition, workloads: Sequence[Workload]) -> list[dict[str, Any]]:
     made = []
     for number, workload in enumerate(workloads, 1):
         axes = "_".join(f"{axis}{value}" for axis, value in workload.axes.items())
         name = safe_name(f"{axes}_{workload.uuid[:8]}" if axes else workload.uuid[:8])
-        made.append({"name": name, "dims": problem.dims(number), "purpose": f"workload {workload.uuid}"})
+        made.append(
+            {"name": name, "dims": dims_of(definition, workloads, number), "purpose": f"workload {workload.uuid}"}
+        )
     return made
 
 

@@ -18,6 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from greenfast.judge.formats.schema import (
+    DEFINITION,
+    WORKLOAD,
+    WORKLOADS,
     Allowed,
     CustomInput,
     FileInput,
@@ -30,9 +33,6 @@ from greenfast.judge.formats.schema import (
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Array, Case, OutputSpec, References, dtype_of
 
-DEFINITION, WORKLOADS = "definition.json", "workloads.jsonl"
-#: The dimension that tells workloads with equal axes apart: the workload's number, from 1.
-WORKLOAD = "workload"
 #: FlashInfer-Bench's defaults.
 _ATOL = _RTOL = 1e-2
 _SCALES = {"int8": (-128, 128), "int16": (-1024, 1024), "int32": (-1024, 1024), "int64": (-1024, 1024)}
@@ -93,10 +93,6 @@ class DefinedProblem:
         if not isinstance(given, ScalarInput):
             raise UsageError(f"{self.definition.name}: workload {workload.uuid} gives no value for the scalar {name}")
         return given.value
-
-    def dims(self, number: int) -> dict[str, int]:
-        """The dimensions of a workload by its number from 1: the axes, and the number."""
-        return {**self.definition.sizes(self.workloads[number - 1].axes), WORKLOAD: number}
 
     def _of(self, dims: Mapping[str, int]) -> tuple[Workload, dict[str, int]]:
         workload = self.workloads[dims[WORKLOAD] - 1]

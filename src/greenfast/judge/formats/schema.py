@@ -7,6 +7,7 @@ pages). Keys that are not judged by (descriptions, tags) are read over.
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -16,6 +17,10 @@ from msgspec import Meta
 from greenfast.judge.solution.expressions import evaluate, whole
 from greenfast.spec.errors import UsageError
 
+#: The files of a converted problem's folder.
+DEFINITION, WORKLOADS = "definition.json", "workloads.jsonl"
+#: The dimension that tells workloads with equal axes apart: the workload's number, from 1.
+WORKLOAD = "workload"
 #: What they call their dtypes is what NumPy and ml_dtypes do; 4-bit formats have no array type here.
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
@@ -124,6 +129,11 @@ class Workload(msgspec.Struct, frozen=True):
     axes: dict[str, int]
     inputs: dict[str, RandomInput | ScalarInput | FileInput | CustomInput]
     tolerance: Allowed | None = None
+
+
+def dims_of(definition: Definition, workloads: Sequence[Workload], number: int) -> dict[str, int]:
+    """The dimensions of a workload by its number from 1: the axes, and the number."""
+    return {**definition.sizes(workloads[number - 1].axes), WORKLOAD: number}
 
 
 class SourceFile(msgspec.Struct, frozen=True):

@@ -151,7 +151,9 @@ def _row(
             error = error_stats(decoded, references.full, bad)
             kernel_error = error_stats(decoded, references.exact, bad)
             bound = references.bound_of(kernel_gate.rounding)
-            bound_ratio = worst_bound_ratio(decoded, references.exact, bound)
+            bound_ratio = worst_bound_ratio(
+                decoded, references.exact, bound, matched=references.matched, most=references.most
+            )
             histograms["error_histogram"] = error_histogram(decoded, references.exact)
             histograms["bound_histogram"] = bound_histogram(decoded, references.exact, bound)
             held["max_abs_err_pass"] = error.max_abs_err <= gate.max_abs_err

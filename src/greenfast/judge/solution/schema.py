@@ -63,7 +63,7 @@ class LaunchSpec(_Strict, frozen=True, kw_only=True):
     """
 
     kernel: Entry
-    grid: Annotated[list[Expression], Meta(min_length=1, max_length=3)] = [1]
+    grid: Annotated[list[Expression], Meta(min_length=1, max_length=3)] = msgspec.field(default_factory=lambda: [1])
     block: Annotated[list[Expression], Meta(min_length=1, max_length=3)] | None = None
     shared: Expression = 0
     args: list[str | list[str] | TensorMapSpec] = []
