@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from greenfast.cli.options import words
+from greenfast.cli.values import words
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import disassemble
 from greenfast.judge.environment import git_state, package_versions

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from greenfast.cli.console import show, table
-from greenfast.cli.options import words
+from greenfast.cli.values import words
 from greenfast.device.gpu import Gpu
 from greenfast.device.identity import code_hash
 from greenfast.emulator.grid import run_grid

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from greenfast.cli.console import show
-from greenfast.cli.options import words
+from greenfast.cli.values import words
 from greenfast.device.compiler import compile_kernel
 from greenfast.emulator.grid import program_of, run_grid
 from greenfast.emulator.machine.counts import Counts

@@ -172,7 +172,7 @@ def test_its_process_ends_with_it(tmp_path: Path) -> None:
     family = started(tmp_path / "mine", FAMILY)
     assert time.perf_counter() - start < 10  # 0.3 s on an idle machine
     process = family._process._child
-    scratch = Path(family._process._scratch)
+    scratch = Path(family._process.scratch)
     assert scratch.is_dir()
     del family
     assert process.returncode is not None
