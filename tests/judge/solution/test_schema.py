@@ -95,6 +95,7 @@ def test_a_header_of_several_lines_of_comments(tmp_path: Path) -> None:
         ({"launches": launch(blok=1)}, "`$.launches[0]`; its keys are kernel, grid, block"),
         ({"launches": []}, "launches: missing; name each kernel"),
         ({"launches": [{"kernel": "twice", "grid": [1]}]}, "launches[0].block: missing"),
+        ({"launches": launch(grid=[])}, "launches[0].grid: missing"),
         ({"launches": launch(grid="N")}, "Expected `array`, got `str` - at `$.launches[0].grid`"),
         ({"file": "../k.cu"}, "file: ../k.cu is outside of the solution's folder"),
         ({"file": "/etc/passwd", "language": "cuda"}, "is outside of the solution's folder"),

@@ -63,7 +63,7 @@ class LaunchSpec(_Strict, frozen=True, kw_only=True):
     """
 
     kernel: Entry
-    grid: Annotated[list[Expression], Meta(min_length=1, max_length=3)] = msgspec.field(default_factory=lambda: [1])
+    grid: Annotated[list[Expression], Meta(max_length=3)] = []
     block: Annotated[list[Expression], Meta(min_length=1, max_length=3)] | None = None
     shared: Expression = 0
     args: list[str | list[str] | TensorMapSpec] = []
@@ -277,6 +277,10 @@ def _check(found: FoundSolution) -> None:
             Target.parse(solution.target)
         except UsageError as e:
             raise UsageError(f"{where}: target: {e}") from None
+    if solution.language != "callable":
+        for number, launch in enumerate(solution.launches):
+            if not launch.grid:
+                raise UsageError(f"{where}: launches[{number}].grid: missing; give the blocks of the grid")
     if solution.language in DECLARED:
         if not solution.launches:
             raise UsageError(f"{where}: launches: missing; name each kernel with its grid, block and args")
