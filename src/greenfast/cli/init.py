@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as e:
         raise MachineError(f"{folder}: cannot be written ({e.strerror})") from e
     quoted = shlex.quote
-    print(f"""{folder / "problem"}: what is asked: shapes, inputs, reference, error bound, and a kernel to compare with
+    print(f"""{folder / "problem"}: shapes, inputs, reference, error bound, and a kernel to compare with
 {folder / "solution"}: your kernel
 
 Judge it, with or without a GPU:

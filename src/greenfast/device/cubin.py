@@ -23,7 +23,7 @@ def read_cubin(cubin: bytes, name: str) -> Image:
     """The image of a cubin. Raises CompileError, with the file's name, for other bytes."""
     try:
         return Image(cubin)
-    except (ValueError, IndexError, UnicodeDecodeError) as e:
+    except (ArithmeticError, LookupError, MemoryError, ValueError, struct.error) as e:
         raise CompileError(f"{name}: not a cubin ({e}); nvcc -cubin or ptxas makes one") from None
 
 

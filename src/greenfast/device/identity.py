@@ -42,7 +42,12 @@ def code_hash(kernel: CompiledKernel) -> str:
 
     Empty for PTX that was not assembled. Raises MachineError if the cubin has no such kernel, or without nvdisasm.
     """
-    return _Code(kernel).digest() if kernel.reported is not None else ""
+    if kernel.reported is None:
+        return ""
+    try:
+        return _Code(kernel).digest()
+    except (LookupError, ValueError, struct.error) as e:  # another author's cubin may be damaged anywhere
+        raise MachineError(f"the machine code of {kernel.source.entry!r} cannot be read: {e}") from e
 
 
 def launch_facts(source: KernelSource, launch: Launch, dims: Mapping[str, int]) -> LaunchFacts:

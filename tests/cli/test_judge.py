@@ -1,0 +1,229 @@
+"""``greenfast init`` and ``greenfast judge``, without a GPU: scaffolds pass at once, and each ending has its code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from greenfast.cli.main import main
+from greenfast.device import toolchain
+from greenfast.device.compiler import compile_kernel
+from greenfast.judge.record import Record
+from greenfast.judge.store import read_json
+from greenfast.spec.arch import Target
+from greenfast.spec.kernel import KernelSource
+
+NO_GPU = ["--device", "emulated", "--seeds", "0", "--require", "build,resources,correctness,evidence"]
+
+
+@pytest.fixture
+def scaffold(tmp_path: Path) -> Path:
+    """A scaffold in CUDA, to be changed."""
+    assert main(["init", str(tmp_path / "mine")]) == 0
+    return tmp_path / "mine"
+
+
+def judge(folder: Path, *options: str, device: list[str] = NO_GPU) -> int:
+    problem = ["--problem", str(folder / "problem"), "--out", str(folder / "results")]
+    return main(["judge", str(folder / "solution"), *problem, *device, *options])
+
+
+def record_of(folder: Path) -> Record:
+    (file,) = (folder / "results").rglob("record.json")
+    record: Record = read_json(file, Record, "record")
+    return record
+
+
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize("language", ["cuda", "ptx", "family", "triton"])
+def test_a_scaffold_passes_at_once(tmp_path: Path, language: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if language == "triton":
+        pytest.importorskip("triton")
+    if language == "ptx" and toolchain.ptxas() is None:
+        pytest.skip("no ptxas")
+    folder = tmp_path / "my kernel"
+    assert main(["init", str(folder), "--language", language]) == 0
+    assert f"greenfast judge '{folder}/solution' --problem '{folder}/problem'" in capsys.readouterr().out
+    assert judge(folder) == 0, capsys.readouterr().out
+    record = record_of(folder)
+    assert {g.gate: g.status for g in record.gates} == {
+        **dict.fromkeys(("BUILD", "RESOURCES", "CORRECTNESS", "EVIDENCE"), "PASS"),
+        "PERFORMANCE": "PENDING",
+    }
+    side = record.candidate
+    assert side.solution is not None
+    assert side.solution.language == language
+    assert side.sandbox
+    (run,) = [file.parent for file in (folder / "results").rglob("record.json")]
+    for name, digest in side.solution.files.items():
+        kept = (run / "solution" / name).read_bytes()
+        assert kept == (folder / "solution" / name).read_bytes()
+        assert hashlib.sha256(kept).hexdigest() == digest
+    assert record.baseline.solution is not None
+    assert (run / "baseline" / "solution" / "baseline.cu").is_file()
+
+
+def test_what_cannot_be_timed_is_not_all_that_was_asked(scaffold: Path) -> None:
+    assert judge(scaffold, device=["--device", "emulated", "--seeds", "0"]) == 4
+    assert judge(scaffold, device=["--device", "none"]) == 4
+    assert judge(scaffold, device=["--device", "none", "--require", "build,resources"]) == 0
+
+
+def test_json_is_the_record(scaffold: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert judge(scaffold, "--json", "--shapes", "tail") == 0
+    printed = msgspec.json.decode(capsys.readouterr().out, type=Record)
+    assert printed == record_of(scaffold)
+    assert printed.task == "vector_add"
+    assert (printed.candidate.variant, printed.baseline.variant) == ("four_at_a_time", "baseline")
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "code", "said"),
+    [
+        ("solution/kernel.cu", "z[i] = sum;", "z[i] = som;", 11, 'kernel.cu(15): error: identifier "som" is undefined'),
+        ("solution/kernel.cu", "struct", "__device__ int seen; struct", 0, ""),
+        (
+            "solution/kernel.cu",
+            "  z[i] = sum;",
+            "  static __shared__ volatile int s; s = i; if (s >= 0) z[i] = sum;",
+            12,
+            "shared memory, bytes is 4, the budget of four_at_a_time allows 0",
+        ),
+        ("solution/kernel.cu", "a.values[k] + ", "1.5f * a.values[k] + ", 13, "kernel_bound"),
+        ("solution/kernel.cu", "if (i >= n / VECTOR) return;", "", 13, "four_at_a_time one seed 0"),
+        ("solution/solution.json", '"THREADS": 256', '"THREADS": "2**(2**62)"', 2, "constants.THREADS"),
+        (
+            "problem/config_forward.json",
+            '"N": 1000}',
+            '"N": 1099511627776}',
+            2,
+            "baseline.cu: launches[0].grid[0]: 4294967296; from 1 to 2147483647",
+        ),
+    ],
+)
+def test_each_gate_has_its_exit_code(
+    scaffold: Path, file: str, old: str, new: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(scaffold / file, old, new)
+    capsys.readouterr()
+    found = judge(scaffold)
+    output = capsys.readouterr()
+    assert found == code, output
+    assert said in output.out + output.err
+    assert "Traceback" not in output.err
+
+
+@pytest.mark.parametrize("language", ["family", "triton"])
+def test_code_that_exits_is_an_error_of_its_kind(
+    tmp_path: Path, language: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if language == "triton":
+        pytest.importorskip("triton")
+    assert main(["init", str(tmp_path), "--language", language]) == 0
+    (code,) = (tmp_path / "solution").glob("*.py")
+    code.write_text(f"{code.read_text()}\nimport os\nos._exit(0)\n")
+    assert judge(tmp_path) == 5
+    assert "the solution ended without a verdict: its process ended with exit code 0" in capsys.readouterr().err
+    assert not list((tmp_path / "results").rglob("record.json"))
+
+
+def test_a_reference_of_your_choice(scaffold: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(scaffold / "solution", other)
+    change(other / "solution.json", "four_at_a_time", "other")
+    assert judge(scaffold, "--against", str(other)) == 0
+    assert record_of(scaffold).baseline.variant == "other"
+
+
+def test_a_cubin_is_pending_on_the_emulator(scaffold: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from_source: dict[str, Any] = json.loads((scaffold / "solution" / "solution.json").read_text())
+    cubin = _built(scaffold / "problem" / "baseline.cu")
+    (scaffold / "solution" / "kernel.cubin").write_bytes(cubin)
+    launches = [{"kernel": "add", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "z", "int32(N)"]}]
+    made = {"name": from_source["name"], "file": "kernel.cubin", "launches": launches}
+    (scaffold / "solution" / "solution.json").write_text(json.dumps(made))
+    assert judge(scaffold) == 4
+    assert "the emulator reads PTX, and kernel.cubin is machine code" in capsys.readouterr().out
+    assert record_of(scaffold).gate_status("RESOURCES") == "PASS"
+    assert judge(scaffold, "--arch", "sm_89") == 11
+
+
+def _built(file: Path) -> bytes:
+    source = KernelSource("add", file.read_text(), file.name, (), (256, 1, 1))
+    return compile_kernel(source, Target("sm_90a")).cubin
+
+
+def test_without_an_assembler_ptx_is_emulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(toolchain, "ptxas", lambda: None)
+    assert main(["init", str(tmp_path), "--language", "ptx"]) == 0
+    assert judge(tmp_path) == 4
+    record = record_of(tmp_path)
+    statuses = {g.gate: g.status for g in record.gates}
+    assert statuses == {
+        "BUILD": "PASS",
+        "RESOURCES": "PENDING",
+        "CORRECTNESS": "PASS",
+        "PERFORMANCE": "PENDING",
+        "EVIDENCE": "PENDING",
+    }
+    assert "pip install nvidia-cuda-nvcc" in capsys.readouterr().out
+    assert record.candidate.builds[0].resources is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["no_such"], "no_such: cannot be read (No such file or directory)"),
+        (["{}/problem"], "cannot be read (No such file or directory); a solution's folder holds a solution.json"),
+        (["{}/solution"], "solution.json: names no problem; --problem names a task or its folder"),
+        (["{}/solution", "--problem", "no_such"], "unknown task 'no_such'"),
+        (["{}/solution", "--problem", "{}/problem", "--against", "no"], "unknown reference 'no'; allowed: the path of"),
+        (["{}/solution", "--problem", "{}/problem", "--arch", "sm_1"], "unknown target 'sm_1'"),
+    ],
+)
+def test_what_is_asked_wrongly_is_one_line(
+    scaffold: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["judge", *(option.format(scaffold) for option in options)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_known_problem_may_be_named_by_the_solution(
+    scaffold: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GREENFAST_TASKS", str(scaffold))
+    change(scaffold / "solution" / "solution.json", '"language"', '"problem": "vector_add", "language"')
+    options = ["--device", "none", "--require", "build", "--out", str(tmp_path / "out")]
+    assert main(["judge", str(scaffold / "solution"), *options]) == 0
+    change(scaffold / "solution" / "solution.json", '"problem": "vector_add"', '"problem": "../problem"')
+    assert main(["judge", str(scaffold / "solution"), *options]) == 2
+    assert "unknown problem of" in capsys.readouterr().err
+
+
+def test_init_does_not_write_over_anything(scaffold: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(scaffold)]) == 2
+    assert "exists and is not an empty folder" in capsys.readouterr().err
+
+
+def test_validate_of_a_problem_without_rungs_says_what_to_do(
+    scaffold: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", str(scaffold / "problem")]) == 2
+    assert "has no rungs; `greenfast judge SOLUTION --problem" in capsys.readouterr().err
