@@ -12,16 +12,24 @@ def _wait(*_, **__):
     print("busy", flush=True)
     time.sleep(600)
 """
+_WHILE_BUILDING = """
+import greenfast.judge.gates.sides
+greenfast.judge.gates.sides.compile_kernel = _wait
+"""
 _WHILE_SAVING = """
 import greenfast.judge.validate
 greenfast.judge.validate.validation_report = _wait
 """
 
+#: A family's process prints nowhere: what follows this line is the wait for its answer.
+_BUSY = 'print("busy", flush=True)\n'
+
 #: Point -> (family, problem) of a task that waits there.
 PLACES: dict[str, tuple[str, str]] = {
     "import": (FAMILY, PROBLEM + _WAIT + "_wait()\n"),
-    "build": (_WAIT + FAMILY.replace("    source =", "    _wait()\n    source ="), PROBLEM),
-    "save": (_WAIT + FAMILY + _WHILE_SAVING, PROBLEM),
+    "solution": (_WAIT + FAMILY.replace("    source =", "    _wait()\n    source ="), PROBLEM + _BUSY),
+    "build": (FAMILY, PROBLEM + _WAIT + _WHILE_BUILDING),
+    "save": (FAMILY, PROBLEM + _WAIT + _WHILE_SAVING),
 }
 
 
