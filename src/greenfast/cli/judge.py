@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     found = find_solution(given_solution(args.solution, task.folder, args.out))
     request = request_of(args, task, found.solution.target)
     reference = args.against or task.config.defaults.baseline
-    kept = kept_records(args, request, task.folder, found.folder)
+    kept = kept_records(args, request, task.folder)  # not of the solution's folder, whose author could write one
     note = ""
     if args.arch is None and not found.solution.target and kept and request.cannot_run() is None:
         # Without a GPU or --arch, take the measured target, for which every gate can decide.
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             request = replace(request, target=Target.parse(measured))
             note = f"  - target {measured}, from the kept record, as there is no GPU; --arch selects another"
     baseline = _reference(request, reference)
-    candidate = _solution(request, found)
+    candidate = _entrant(request, found)
     with GateConsole(to_stderr=args.json) as console:
         outcome = validate(
             request,
@@ -85,9 +85,9 @@ def _named_problem(found: FoundSolution) -> str:
     return named
 
 
-def _solution(request: Request, found: FoundSolution) -> Entrant:
-    task, gpu = request.task, request.ordinal if isinstance(request.ordinal, int) else None
-    return solution_entrant(task.config, found, request.target, task.problem, gpu)
+def _entrant(request: Request, found: FoundSolution) -> Entrant:
+    gpu = request.ordinal if isinstance(request.ordinal, int) else None
+    return solution_entrant(request.task.config, found, request.target, request.task.problem, gpu)
 
 
 def _reference(request: Request, text: str) -> Entrant:
@@ -97,6 +97,6 @@ def _reference(request: Request, text: str) -> Entrant:
         return rung_entrant(config, task.family, config.variant(text))
     for path in (Path(text), task.folder / text):
         if is_solution(path):
-            return _solution(request, find_solution(given_solution(path, task.folder, request.out)))
+            return _entrant(request, find_solution(given_solution(path, task.folder, request.out)))
     rungs = [rung.name for rung in config.rungs]
     raise unknown("reference", text, [*rungs, "the path of a solution"])

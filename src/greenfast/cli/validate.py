@@ -71,7 +71,7 @@ def show_outcome(outcome: Outcome, as_json: bool, note: str = "") -> None:
 def kept_records(args: argparse.Namespace, request: Request, *folders: Path) -> list[Kept]:
     """The records that PERFORMANCE may be quoted from; none are searched for if it can be measured.
 
-    folders: of the task and the solution, next to which they are kept.
+    folders: of tasks, next to which they are kept.
     """
     if args.quote is not None:
         return kept_at(args.quote)

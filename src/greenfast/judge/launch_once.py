@@ -27,7 +27,8 @@ def main(text: str) -> None:
     shape = task.config.shape(job["shape"])
     target = Target.parse(job["arch"])
     if job["solution"]:
-        entrant = solution_entrant(task.config, find_solution(Path(job["solution"])), target)
+        found = find_solution(Path(job["solution"]))
+        entrant = solution_entrant(task.config, found, target, task.problem, job["ordinal"])
     else:
         entrant = rung_entrant(task.config, task.family, task.config.toggle_variant(job["toggles"]))
     with nvtx.annotate("build"):

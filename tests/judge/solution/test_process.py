@@ -158,6 +158,17 @@ def test_it_can_write_in_its_own_folder_only(tmp_path: Path) -> None:
         family.program({"FAST": 1}, "float", DIMS)
 
 
+def test_a_link_in_its_folder_leads_the_judge_nowhere(tmp_path: Path) -> None:
+    outside = tmp_path / "outside.txt"
+    outside.write_text("kept")
+    line = f"import os; os.symlink({str(outside)!r}, 'input0')"
+    family = started(tmp_path / "mine", in_kernel(line))
+    family.program({"FAST": 1}, "float", DIMS)
+    assert (family._process.scratch / "input0").is_symlink()
+    assert family._process.write("input0", b"data").read_bytes() == b"data"
+    assert outside.read_text() == "kept"
+
+
 def test_it_sees_nothing_of_the_callers_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_TOKEN", "secret")
     family = started(tmp_path / "mine", in_kernel("import os; raise KeyError(sorted(os.environ))"))
@@ -172,7 +183,7 @@ def test_its_process_ends_with_it(tmp_path: Path) -> None:
     family = started(tmp_path / "mine", FAMILY)
     assert time.perf_counter() - start < 10  # 0.3 s on an idle machine
     process = family._process._child
-    scratch = Path(family._process.scratch)
+    scratch = family._process.scratch
     assert scratch.is_dir()
     del family
     assert process.returncode is not None

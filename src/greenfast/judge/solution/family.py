@@ -165,8 +165,7 @@ class RemoteFamily(_Single):
         }
         if self._with_data:
             for number, (name, array) in enumerate(case.inputs.items()):
-                path = self._process.scratch / f"input{number}"
-                path.write_bytes(array.tobytes())
+                path = self._process.write(f"input{number}", array.tobytes())
                 made[name] = msgspec.structs.replace(made[name], path=str(path))
         outputs = {n: Buffer(spec.dtype, list(spec.shape), True) for n, spec in case.outputs.items() if n not in made}
         return made | outputs

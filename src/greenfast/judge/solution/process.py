@@ -85,6 +85,14 @@ class SolutionProcess:
         self._signal(signal.SIGSTOP)
         return said
 
+    def write(self, name: str, data: bytes) -> Path:
+        """A new file in the process's folder, which the process may fill with links to elsewhere."""
+        path = self.scratch / name
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+            file.write(data)
+        return path
+
     def raised(self, said: Raised) -> SolutionError:
         """The error for an exception of the solution's code."""
         lines = "".join(f"\n  {line}" for line in said.lines[-5:])
