@@ -75,8 +75,8 @@ class NoContextError(MachineError):
 class Prepared:
     """One launch of a loaded kernel on a fixed stream and fixed device memory.
 
-    Calling it queues the launch. It owns no device memory, so the caller must keep its pointers valid. It is immutable,
-    so threads may share it.
+    Calling it queues the launch. It owns no device memory, so the caller must keep its pointers valid. Threads may
+    share one whose arguments nothing writes.
     """
 
     def __init__(
@@ -105,7 +105,8 @@ class Prepared:
         base = -(-ctypes.addressof(self._storage) // _SLOT) * _SLOT
         for place, argument in zip(places, packed, strict=False):
             ctypes.memmove(base + int(place), argument, len(argument))
-        self._addresses = (ctypes.c_void_p * len(packed))(*(base + int(place) for place in places[:-1]))
+        self._places = [base + int(place) for place in places[:-1]]
+        self._addresses = (ctypes.c_void_p * len(packed))(*self._places)
         self._parameters = ctypes.addressof(self._addresses)
         self._function = driver.CUfunction(int(kernel.handle))
         config = driver.CUlaunchConfig()
@@ -115,6 +116,10 @@ class Prepared:
         config.sharedMemBytes, config.numAttrs = dynamic_smem_bytes, len(config.attrs)
         config.hStream = driver.CUstream(stream)
         self._config = config
+
+    def write(self, number: int, argument: bytes) -> None:
+        """Overwrite an argument, counted from 0, with as many bytes; launches that are queued keep what they had."""
+        ctypes.memmove(self._places[number], argument, len(argument))
 
     def __call__(self) -> None:
         """Queue the launch. Raises MachineError if the driver refuses it, NoContextError without a context."""

@@ -1,0 +1,100 @@
+"""The judge's own kernels around a timed launch: wait, empty the L2 cache, overwrite shared memory, digest memory."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from cuda.bindings import driver
+
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.gpu import Gpu, GuardedBuffer, KernelImage
+from greenfast.device.prepared import Prepared, check
+from greenfast.spec.arch import Target
+from greenfast.spec.kernel import KernelSource, Launch
+
+#: Longer than the host needs to queue one timed iteration, so that the device never waits for the host within one.
+_SPIN_NS = 60_000
+#: As in instruments.cu: the ranges of one launch of the digest, and 64-bit fields of a range.
+RANGES, _FIELDS = 4, 4
+_PARAMETERS = struct.Struct(f"<{RANGES * _FIELDS + 1}Q")
+_DIGEST_THREADS, _SCRUB_THREADS = 256, 1024
+_BLOCKS_PER_SM = 4
+
+
+class Range(NamedTuple):
+    """Device memory to be digested, a multiple of 16 bytes, and the address of the 64-bit number that this adds to.
+
+    first: the number of its first 64-bit word.
+    """
+
+    pointer: int
+    nbytes: int
+    first: int
+    sum: int
+
+
+@cache
+def source(entry: str) -> KernelSource:
+    """A kernel of instruments.cu."""
+    file = Path(__file__).with_name("instruments.cu")
+    return KernelSource(
+        entry=entry, source=file.read_text(encoding="utf-8"), name=file.name, include_dirs=(), block=(1, 1, 1)
+    )
+
+
+class Instruments:
+    """The instruments of one device; every method queues work on its stream."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._cubin = compile_kernel(source("digest"), Target.of_device(gpu.capability)).cubin
+        properties = gpu.device.properties
+        self._blocks = _BLOCKS_PER_SM * properties.multiprocessor_count
+        self._flushed = GuardedBuffer(2 * properties.l2_cache_size)
+        self._spin = self._prepare("spin", 1, 0, Launch((1, 1, 1), (np.int64(_SPIN_NS),)))
+        shared = properties.max_shared_memory_per_block_optin
+        # One block fills a multiprocessor, so each gets one; twice as many, in case that one has two of the first.
+        grid = (2 * properties.multiprocessor_count, 1, 1)
+        self._scrub = self._prepare(
+            "scrub", _SCRUB_THREADS, shared, Launch(grid, (np.uint64(0), np.uint32(shared // 8)))
+        )
+        self._digests: dict[tuple[int, int], Prepared] = {}
+
+    def _prepare(self, entry: str, threads: int, shared: int, plan: Launch) -> Prepared:
+        image = KernelImage(self._cubin, entry, (threads, 1, 1), shared)
+        return Prepared(self._gpu.load(image), image.block, shared, plan, {}, int(self._gpu.stream.handle), name=entry)
+
+    def spin(self) -> None:
+        """Keep the device busy while the host queues what follows, without touching memory."""
+        self._spin()
+
+    def flush_l2(self) -> None:
+        """Write over twice the L2 cache, which also keeps the device busy."""
+        check(driver.cuMemsetD8Async(self._flushed.pointer, 0, self._flushed.nbytes, self._gpu.stream.handle))
+
+    def scrub(self, key: int) -> None:
+        """Fill the shared memory of every multiprocessor with a pattern that is drawn from the key."""
+        self._scrub.write(0, key.to_bytes(8, "little"))
+        self._scrub()
+
+    def digest(self, ranges: Sequence[Range], key: int) -> None:
+        """Add each range's digest under a 64-bit key to its sum."""
+        for some in (ranges[i : i + RANGES] for i in range(0, len(ranges), RANGES)):
+            pairs = max(r.nbytes for r in some) // 16
+            launch = self._digest_of(max(1, min(self._blocks, -(-pairs // _DIGEST_THREADS))), len(some))
+            fields = [field for r in some for field in (r.pointer, r.nbytes // 16, r.first, r.sum)]
+            fields += [0] * (RANGES * _FIELDS - len(fields))
+            launch.write(0, _PARAMETERS.pack(*fields, key))
+            launch()
+
+    def _digest_of(self, blocks: int, rows: int) -> Prepared:
+        """The launch of a digest with that grid; its ranges are written before each launch."""
+        if (blocks, rows) not in self._digests:
+            plan = Launch((blocks, rows, 1), (bytes(_PARAMETERS.size),))
+            self._digests[blocks, rows] = self._prepare("digest", _DIGEST_THREADS, 0, plan)
+        return self._digests[blocks, rows]
