@@ -22,6 +22,8 @@ import numpy as np
 
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.gpu import Bound, Executable, Gpu, KernelImage
+from greenfast.device.instruments import Instruments
+from greenfast.device.rotation import Rotation
 from greenfast.judge.environment import git_state, package_versions
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.store import to_json, write_whole
@@ -53,14 +55,14 @@ def empty_image(target: Target) -> KernelImage:
     return KernelImage(compile_kernel(source, target).cubin, source.entry, source.block, 0)
 
 
-def bind(gpu: Gpu, target: Target) -> Bound:
-    """The kernel of the task, bound to its case as the runtime binds it."""
+def program(target: Target) -> tuple[Executable, Case]:
+    """The kernel of the task, and its case."""
     task = load(find_task("fp8_sdpa"))
     config = task.config
     shape, fmt = config.shape(SHAPE), config.defaults.format
     side = build_side("timed", task.family, config.variant(VARIANT), fmt, [shape], target)
     case = task.problem.make_case(shape.dims, config.seeds[0], fmt)
-    return gpu.bind(side.executable(shape.name), case)
+    return side.executable(shape.name), case
 
 
 def measure(gpu: Gpu, ways: dict[str, Callable[[], None]], batches: int) -> list[Cost]:
@@ -105,13 +107,17 @@ def main() -> None:
     try:
         gpu = Gpu(args.device)
         target = Target.of_device(gpu.capability)
-        bound = bind(gpu, target)
-        empty = gpu.bind(Executable.single(empty_image(target), Launch((1, 1, 1), ())), Case({}, {}))
-        costs = measure(gpu, ways_to_launch(bound, empty), args.batches)
-        device_us = {
-            what: statistics.median(gpu.time(timed, 20, 200, cold=False))
-            for what, timed in ((f"{VARIANT} on {SHAPE}", bound), ("an empty kernel, the smallest measurable", empty))
-        }
+        kernel = program(target)
+        empty = Executable.single(empty_image(target), Launch((1, 1, 1), ())), Case({}, {})
+        costs = measure(gpu, ways_to_launch(gpu.bind(*kernel), gpu.bind(*empty)), args.batches)
+        instruments = Instruments(gpu)
+        device_us = {}
+        for what, (executable, case) in (
+            (f"{VARIANT} on {SHAPE}", kernel),
+            ("an empty kernel, the smallest measurable", empty),
+        ):
+            timed = Rotation(gpu, instruments, executable, [case]).time(20, 200, cold=False, seed=0)
+            device_us[what] = statistics.median(timed[0])
     except GreenfastError as e:
         parser.exit(e.exit_code, f"launch_cost measures launches on a GPU: {e}\n")
     runtime = costs[0].median_us

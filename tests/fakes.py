@@ -1,15 +1,17 @@
 """A device without a GPU: host memory behind the driver's calls, kernels that are Python, scripted durations.
 
-Everything above the driver is real: Bound with its poison, guard bands and checks, GpuSession with its repeats, and all
-of Worker but its process. A kernel writes what the problem's exact reference says, cast to the output's type, unless
-its script makes it do something else (a ``Behaviour``).
+Everything above the driver is real: Bound with its poison, guard bands and checks, Rotation with what it queues around
+each launch, GpuSession, and all of Worker but its process. A kernel looks for its inputs where its launch says, and
+writes what the problem's exact reference says for them, cast to the output's type, unless its script makes it do
+something else (a ``Behaviour``). What is queued is done at once.
 """
 
 from __future__ import annotations
 
 import ctypes
-import enum
+import itertools
 import math
+import struct
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,11 +22,12 @@ from typing import Any, TypeAlias, cast
 import msgspec
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from greenfast.device.gpu import Bound, Executable, KernelImage
-from greenfast.device.session import GpuSession
+from greenfast.device import instruments
+from greenfast.device.gpu import Executable, Gpu, KernelImage
+from greenfast.device.session import Block, GpuSession, Started
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
+from greenfast.judge.gates.performance import timed_seeds
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.record import GateResult
 from greenfast.judge.request import Request
@@ -34,6 +37,7 @@ from greenfast.spec.errors import UnsupportedError
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.kernel import PHASE_BUFFER, Launch
 from greenfast.spec.problem import Array, Case, Problem
+from tests.host_driver import HostDriver
 
 L4 = DeviceInfo(
     kind="gpu", name="NVIDIA L4", compute_capability="8.9", cuda_version="13.0", driver="580.95", sm_clock_mhz=2040
@@ -41,69 +45,19 @@ L4 = DeviceInfo(
 CLOCK_MHZ = 2040.0
 
 
-class HostDriver:
-    """The driver's memory calls on host memory; an access outside of an allocation is an illegal address."""
-
-    class CUresult(enum.IntEnum):
-        CUDA_SUCCESS = 0
-        CUDA_ERROR_ILLEGAL_ADDRESS = 700
-
-    def __init__(self) -> None:
-        self._blocks: dict[int, Any] = {}
-        self._ok = self.CUresult.CUDA_SUCCESS
-        self.underway = 0  # fills and copies to the device that have not been waited for
-
-    @property
-    def allocations(self) -> int:
-        """How many blocks have not been given back."""
-        return len(self._blocks)
-
-    def _holds(self, pointer: int, nbytes: int) -> bool:
-        return any(base <= pointer and pointer + nbytes <= base + len(b) for base, b in self._blocks.items())
-
-    def _do(self, pointer: int, nbytes: int, act: Callable[[], object]) -> tuple[Any, ...]:
-        if not self._holds(pointer, nbytes):
-            return (self.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
-        act()
-        return (self._ok,)
-
-    def cuMemAlloc(self, nbytes: int) -> tuple[Any, int]:  # noqa: N802
-        block = ctypes.create_string_buffer(nbytes)
-        self._blocks[ctypes.addressof(block)] = block
-        return self._ok, ctypes.addressof(block)
-
-    def cuMemFree(self, pointer: int) -> tuple[Any, ...]:  # noqa: N802
-        known = self._blocks.pop(pointer, None) is not None
-        return (self._ok if known else self.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
-
-    def cuCtxSynchronize(self) -> tuple[Any, ...]:  # noqa: N802
-        self.underway = 0
-        return (self._ok,)
-
-    def cuMemsetD8(self, pointer: int, value: int, nbytes: int) -> tuple[Any, ...]:  # noqa: N802
-        self.underway += 1
-        return self._do(pointer, nbytes, lambda: ctypes.memset(pointer, value, nbytes))
-
-    def cuMemsetD8Async(self, pointer: int, value: int, nbytes: int, stream: object) -> tuple[Any, ...]:  # noqa: N802
-        return self.cuMemsetD8(pointer, value, nbytes)
-
-    def cuMemcpyHtoD(self, pointer: int, host: int, nbytes: int) -> tuple[Any, ...]:  # noqa: N802
-        self.underway += 1
-        return self._do(pointer, nbytes, lambda: ctypes.memmove(pointer, host, nbytes))
-
-    def cuMemcpyDtoH(self, host: int, pointer: int, nbytes: int) -> tuple[Any, ...]:  # noqa: N802
-        return self._do(pointer, nbytes, lambda: ctypes.memmove(host, pointer, nbytes))
-
-
 @dataclass
 class Call:
-    """One launch as a kernel sees it. ``right`` is what it ought to write; the numbers count from 0."""
+    """One launch as a kernel sees it. ``right`` is what it ought to write; the numbers count from 0.
+
+    kept: what the kernel keeps from launch to launch of a process, as in memory that is nobody's.
+    """
 
     pointers: dict[str, int]
     right: dict[str, Array]
     other_seed: Callable[[], dict[str, Array]]
-    number: int  # among the launches of this binding
+    number: int  # among the launches at these addresses
     serial: int  # among all launches of the device
+    kept: dict[Any, Any]
 
     def write(self, name: str, data: bytes, offset: int = 0) -> None:
         """Write to a buffer, or outside of it."""
@@ -145,11 +99,11 @@ class Script:
 
 @dataclass(frozen=True)
 class TimedBlock:
-    """One call of Worker.time."""
+    """One call of Worker.time; key: the shape."""
 
     process: int
     variant: str
-    digest: str
+    key: str
     warmup: int
     iters: int
     cold: bool
@@ -187,11 +141,15 @@ class FakeDevice:
             side = build_side("fake", r.task.family, variant, r.format, r.shapes, r.target)
             for _, kernel in side.distinct:
                 self._variant_of[kernel.cubin] = name
-        self._cases: dict[str, tuple[tuple[tuple[str, int], ...], int]] = {}
+        #: By shape, the sizes of its inputs, and what tells its cases apart.
+        self._sizes: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
+        self._seeds: dict[tuple[int, ...], int] = {}
         for shape in r.shapes:
-            for seed in r.seeds:
-                dims = tuple(shape.dims.items())
-                self._cases[_right(cast(Hashable, r.task.problem), dims, seed, r.format)[0].digest] = (dims, seed)
+            dims = tuple(shape.dims.items())
+            for seed in timed_seeds(r.seeds):
+                inputs = self.case(dims, seed)[0].inputs
+                self._sizes[dims] = {name: array.nbytes for name, array in inputs.items()}
+                self._seeds[tuple(hash(inputs[name].tobytes()) for name in inputs)] = seed
 
     def variant(self, image: KernelImage) -> str:
         """The name of the scripted variant that an image was built from, or "default"."""
@@ -201,105 +159,167 @@ class FakeDevice:
         """What an image's kernel does."""
         return self.scripts.get(self.variant(image), self.default)
 
-    def right(self, digest: str, seed: int | None = None) -> dict[str, Array]:
-        """The right outputs of the case with that digest (of its shape with another seed)."""
-        dims, own = self._cases[digest]
-        problem = cast(Hashable, self.request.task.problem)
-        return _right(problem, dims, own if seed is None else seed, self.request.format)[1]
+    def case(self, dims: tuple[tuple[str, int], ...], seed: int) -> tuple[Case, dict[str, Array]]:
+        """A case and its right outputs."""
+        return _right(cast(Hashable, self.request.task.problem), dims, seed, self.request.format)
+
+    def found_at(self, pointers: Mapping[str, int]) -> tuple[tuple[tuple[str, int], ...], int] | None:
+        """The dims and seed of the case whose inputs lie there, None if it is none of the request's."""
+        for dims, sizes in self._sizes.items():
+            if sizes.keys() <= pointers.keys() and all(
+                self.memory.holds(pointers[name], nbytes) for name, nbytes in sizes.items()
+            ):
+                key = tuple(hash(ctypes.string_at(pointers[name], nbytes)) for name, nbytes in sizes.items())
+                if key in self._seeds:
+                    return dims, self._seeds[key]
+        return None
 
     def make_worker(self) -> Worker:
         """A worker on this device, as Request.make_worker gives one."""
         return FakeWorker(self, timeout_s=self.request.timeout_s)
 
 
-@dataclass
-class HostKernel:
-    """A loaded kernel, bound to a case."""
-
-    device: FakeDevice
-    image: KernelImage
-    plan: Launch
-    digest: str
-    launches: int = 0
-
-    @property
-    def num_arguments(self) -> int:
-        """As many as its launch gives."""
-        return len(self.plan.args)
-
-    def __call__(self, args: Sequence[Any]) -> None:
-        pointers = {name: arg for name, arg in zip(self.plan.args, args, strict=True) if isinstance(name, str)}
-        call = Call(
-            pointers=pointers,
-            right=self.device.right(self.digest),
-            other_seed=lambda: self.device.right(self.digest, self.device.request.seeds[0]),
-            number=self.launches,
-            serial=self.device.launches,
-        )
-        self.launches += 1
-        self.device.launches += 1
-        self.device.script(self.image).behave(call)
-        if self.image.phases:
-            blocks = math.prod(self.plan.grid)
-            cycles = np.tile(np.arange(1, len(self.image.phases) + 1, dtype=np.int64), blocks)
-            call.write(PHASE_BUFFER, cycles.tobytes())
-
-
 class HostLaunch:
     """A launch of a kernel that is Python, in the place of ``Prepared``."""
 
-    def __init__(self, kernel: HostKernel, block: object, smem: int, plan: Launch, pointers: Mapping[str, int],
-                 stream: int, name: str) -> None:  # fmt: skip
-        self._kernel = kernel
-        self._args = [pointers[a] if isinstance(a, str) else a for a in plan.args]
+    def __init__(self, kernel: HostKernel | HostInstrument, block: object, smem: int, plan: Launch,
+                 pointers: Mapping[str, int], stream: int, name: str) -> None:  # fmt: skip
+        self._kernel, self._plan, self._pointers = kernel, plan, pointers
+        self._arguments = list(plan.args)
+        self._launches = 0
+
+    def write(self, number: int, argument: bytes) -> None:
+        self._arguments[number] = argument
 
     def __call__(self) -> None:
-        self._kernel(self._args)
+        if isinstance(self._kernel, HostInstrument):
+            self._kernel.launch(self._arguments)
+        else:
+            self._kernel.launch(self._plan, self._pointers, self._launches)
+        self._launches += 1
 
 
-class FakeGpu:
-    """What GpuSession and Bound need of a Gpu."""
+@dataclass
+class HostKernel:
+    """A loaded kernel of a solution."""
+
+    gpu: FakeGpu
+    image: KernelImage
+
+    def launch(self, plan: Launch, pointers: Mapping[str, int], number: int) -> None:
+        """Do what the script says with the case that lies there."""
+        gpu, device = self.gpu, self.gpu.fake
+        gpu.at = found = device.found_at(pointers) or gpu.at
+        assert found is not None, "a launch with the inputs of no case"
+        dims, seed = found
+        device.memory.note("launch")
+        script = device.script(self.image)
+        call = Call(
+            pointers={name: pointers[name] for name in plan.args if isinstance(name, str)},
+            right=device.case(dims, seed)[1],
+            other_seed=lambda: device.case(dims, device.request.seeds[0])[1],
+            number=number,
+            serial=device.launches,
+            kept=gpu.kept,
+        )
+        device.launches += 1
+        gpu.pass_time(script)
+        script.behave(call)
+        if self.image.phases:
+            cycles = np.tile(np.arange(1, len(self.image.phases) + 1, dtype=np.int64), math.prod(plan.grid))
+            call.write(PHASE_BUFFER, cycles.tobytes())
+
+
+@dataclass
+class HostInstrument:
+    """One of the judge's own kernels. Its digest is another keyed hash than the device's."""
+
+    gpu: FakeGpu
+    entry: str
+
+    def launch(self, arguments: Sequence[Any]) -> None:
+        memory = self.gpu.fake.memory
+        memory.note(self.entry)
+        if self.entry != "digest":
+            return
+        *fields, key = struct.unpack(f"<{instruments.RANGES * 4 + 1}Q", arguments[0])
+        for pointer, pairs, first, place in zip(*(fields[i::4] for i in range(4)), strict=True):
+            if pairs:
+                assert memory.holds(pointer, 16 * pairs), "a digest of memory that is not allocated"
+                number = ctypes.c_uint64.from_address(place)
+                number.value += hash((ctypes.string_at(pointer, 16 * pairs), first, key)) % 2**64
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """A time stamp in microseconds."""
+
+    us: float
+
+    def __sub__(self, other: Stamp) -> float:
+        return (self.us - other.us) / 1e3
+
+
+class FakeGpu(Gpu):
+    """A Gpu whose stream does everything at once, and whose time passes in the kernels of solutions only."""
 
     def __init__(self, device: FakeDevice, process: int) -> None:
-        self._device = device
-        self._process = process
+        properties = SimpleNamespace(multiprocessor_count=2, l2_cache_size=4096, max_shared_memory_per_block_optin=1024)
+        self.fake, self.process = device, process
+        self.device = SimpleNamespace(properties=properties)
+        self.stream = SimpleNamespace(sync=lambda: None, handle=0, record=lambda options: self._stamp())
+        self.kept: dict[Any, Any] = {}
+        self.at: tuple[tuple[tuple[str, int], ...], int] | None = None
+        self.cold = False
+        self._us = 0.0
         self._drift = device.rng.standard_normal()
-        self._next: tuple[Launch, str]
-        self._on: dict[int, tuple[KernelImage, str]] = {}
-        self.stream = SimpleNamespace(sync=lambda: None, handle=0)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return (8, 9)
 
     def info(self) -> DeviceInfo:
-        info = self._device.request.device
+        info = self.fake.request.device
         assert info is not None
         return info
 
-    def load(self, image: KernelImage) -> HostKernel:
-        return HostKernel(self._device, image, *self._next)
-
-    def bind(self, executable: Executable, case: Case) -> Bound:
-        ((image, plan),) = executable.steps
-        self._next = (plan, case.digest)
-        bound = Bound(self, executable, case)  # type: ignore[arg-type]
-        self._on[id(bound)] = (image, case.digest)
-        return bound
+    def load(self, image: KernelImage) -> HostKernel | HostInstrument:
+        if image.entry in ("spin", "scrub", "digest"):
+            return HostInstrument(self, image.entry)
+        return HostKernel(self, image)
 
     def clocks(self) -> dict[str, float]:
-        return {"sm_mhz": self._device.clock(len(self._device.timed) - 1), "temperature_c": 50.0}
+        return {"sm_mhz": self.fake.clock(len(self.fake.timed) - 1), "temperature_c": 50.0, "power_w": 300.0}
 
-    def time(self, bound: Bound, warmup: int, iters: int, *, cold: bool) -> list[float]:
-        image, digest = self._on[id(bound)]
-        script = self._device.script(image)
-        for _ in range(warmup):
-            bound.launch()
-        for _ in range(iters):
-            bound.queue_poison()
-            bound.launch()
-        variant = self._device.variant(image)
-        self._device.timed.append(TimedBlock(self._process, variant, digest, warmup, iters, cold))
-        noise = script.sigma * self._device.rng.standard_normal(iters) + script.process_sigma * self._drift
-        us = script.us if script.cold_us is None or not cold else script.cold_us
-        samples: NDArray[np.float64] = us * np.exp(noise)
-        return [float(t) for t in samples]
+    def pass_time(self, script: Script) -> None:
+        """Let a launch take its time."""
+        noise = script.sigma * self.fake.rng.standard_normal() + script.process_sigma * self._drift
+        us = script.us if script.cold_us is None or not self.cold else script.cold_us
+        self._us += us * math.exp(noise)
+
+    def _stamp(self) -> Stamp:
+        self.fake.memory.note("stamp")
+        return Stamp(self._us)
+
+
+class FakeSession(GpuSession):
+    """A session on the fake device, which notes what is timed."""
+
+    def __init__(self, device: FakeDevice, process: int) -> None:
+        self._fake = FakeGpu(device, process)
+        self._images: dict[str, KernelImage] = {}
+        self._start(self._fake)
+
+    def prepare(self, key: str, executable: Executable, cases: Sequence[Case], warmup: int, seed: int) -> Started:
+        self._images[key] = executable.steps[0][0]
+        return super().prepare(key, executable, cases, warmup, seed)
+
+    def time(self, key: str, warmup: int, iters: int, cold: bool, seed: int) -> Block:
+        device = self._fake.fake
+        variant = device.variant(self._images[key])
+        device.timed.append(TimedBlock(self._fake.process, variant, key, warmup, iters, cold))
+        self._fake.cold = cold
+        return super().time(key, warmup, iters, cold, seed)
 
 
 class FakeWorker(Worker):
@@ -308,7 +328,7 @@ class FakeWorker(Worker):
     def __init__(self, device: FakeDevice, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self.closed = False
-        self.session = _session(device, len(device.workers))
+        self.session = FakeSession(device, len(device.workers))
         device.workers.append(self)
 
     def close(self) -> None:
@@ -330,21 +350,17 @@ class FakeWorker(Worker):
         raise WorkerError(problem)
 
 
-def _session(device: FakeDevice, process: int) -> GpuSession:
-    session = GpuSession.__new__(GpuSession)
-    session._gpu = FakeGpu(device, process)  # type: ignore[assignment]
-    session._bound = {}
-    return session
-
-
 #: Modules that look for the GPUs of this machine.
 _ASKING = ("judge.environment", "cli.warmup")
 
 
 def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
     """Put the fake device in the place of the GPU of this machine, if it has one."""
-    monkeypatch.setattr("greenfast.device.gpu.driver", device.memory)
-    monkeypatch.setattr("greenfast.device.gpu.Prepared", HostLaunch)
+    for module in ("gpu", "instruments", "rotation"):
+        monkeypatch.setattr(f"greenfast.device.{module}.driver", device.memory)
+        monkeypatch.setattr(f"greenfast.device.{module}.Prepared", HostLaunch)
+    seeds = itertools.count()
+    monkeypatch.setattr("greenfast.judge.gates.performance.draw_order_seed", lambda: next(seeds))
     for module in _ASKING:
         monkeypatch.setattr(f"greenfast.{module}.device_count", lambda: 1)
 
@@ -370,6 +386,9 @@ def shipped(name: str) -> LoadedTask:
     return load(find_task(name))
 
 
+_FEW = {"warmup_iters": 10, "timed_iters": 100}
+
+
 def request(
     out: Path,
     *,
@@ -381,7 +400,10 @@ def request(
     device: DeviceInfo | None = L4,
     **timing: int,
 ) -> Request:
-    """A request of the attention task (or of ``task``), for the fake device unless ``device`` says otherwise."""
+    """A request of the attention task (or of ``task``), for the fake device unless ``device`` says otherwise.
+
+    It times few launches, so that tests take little time, unless ``timing`` says otherwise.
+    """
     task = task or shipped("fp8_sdpa")
     return Request(
         task=task,
@@ -391,7 +413,7 @@ def request(
         target=Target.parse(arch),
         ordinal=None if device is None else 0,
         device=device,
-        timing=msgspec.structs.replace(task.config.timing, **timing),
+        timing=msgspec.structs.replace(task.config.timing, **{**_FEW, **timing}),
         timeout_s=30.0,
         out=out,
         command="greenfast validate fp8_sdpa",

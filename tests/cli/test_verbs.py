@@ -127,13 +127,19 @@ def test_without_a_gpu_the_emulator_decides_correctness(
     assert "emulated" in lines[1]
 
 
+def timed_today_as(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quote records of this one's method: what is tested here does not depend on when the evidence was measured."""
+    monkeypatch.setattr("greenfast.judge.quote.METHOD", record.candidate.timing[0].method)
+
+
 def test_without_a_gpu_performance_is_quoted_from_the_evidence(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If this repository's evidence is of today's kernels and compiler."""
     kept = "evidence/h100/fp8_quantize-e4m3-quantize_vector"
     record = read_record(ROOT / kept)
     assert isinstance(record, Record)
+    timed_today_as(record, monkeypatch)
     fresh = freshness(record).status == "current"
     asked = ("validate", "fp8_quantize", "--shapes", "mission", "--seeds", "0", "--out", tmp_path)
     ran = run_here(capsys, *asked, "--arch", "sm_90a", "--require", "performance")
@@ -152,11 +158,12 @@ def test_without_a_gpu_performance_is_quoted_from_the_evidence(
 
 @pytest.mark.parametrize("options", [("--shapes", "mission", "--seeds", "0"), pytest.param((), marks=pytest.mark.slow)])
 def test_the_first_command_is_decided_without_a_gpu(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: tuple[str, ...]
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
     """``make validate``: without a requested target the kept record's is taken and its PERFORMANCE quoted."""
     kept = read_record(ROOT / "evidence/h100/fp8_sdpa-e4m3-stage2")
     assert isinstance(kept, Record)
+    timed_today_as(kept, monkeypatch)
     ran = run_here(capsys, "validate", "fp8_sdpa", *options, "--require", "all", "--out", tmp_path)
     if f"{kept.candidate.builds[0].compiler} for" not in ran.out:
         pytest.skip("another compiler than the record's, which then cannot be quoted")

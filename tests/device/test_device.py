@@ -14,7 +14,7 @@ from greenfast.device.gpu import GUARD_BYTES, POISON, Gpu, GuardedBuffer, device
 from greenfast.device.prepared import check
 from greenfast.device.session import same_bits
 from greenfast.spec.errors import MachineError
-from tests.fakes import HostDriver
+from tests.host_driver import HostDriver
 
 STREAM = SimpleNamespace(handle=None)
 

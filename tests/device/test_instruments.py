@@ -57,7 +57,7 @@ def test_the_digest_is_numpys(count: int, blocks: int) -> None:
     words = drawn(count)
     result = emulated([("a", words, 6, "sum")], KEY, blocks)
     assert int(result.outputs["sum"][0]) == digest(words, KEY, 6)
-    assert not result.changed_inputs
+    assert not result.input_writes
 
 
 def test_ranges_add_to_their_sums() -> None:

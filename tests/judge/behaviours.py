@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 
 from greenfast.device.gpu import GUARD_BYTES
 from tests.fakes import Call, CrashError, HangError, right
 
-#: More launches of one binding than CORRECTNESS makes, and fewer than any timed run.
-_LATER = 20
+#: More launches at one address than CORRECTNESS makes, and fewer than any timed run.
+_LATER = 8
 
 
 def _changed(call: Call, position: int, value: float) -> None:
@@ -107,3 +109,52 @@ def hangs_later(call: Call) -> None:
     right(call)
     if call.number >= _LATER:
         raise HangError
+
+
+def writes_at_the_ends(call: Call) -> None:
+    """Work on the first and on what was the last launch when each input had 341 launches, and on none in between."""
+    if call.number in (0, 340):
+        right(call)
+
+
+def works_on_every_second_launch(call: Call) -> None:
+    if call.number % 2 == 0:
+        right(call)
+
+
+def works_for_the_first_binding(call: Call) -> None:
+    """Each address works once, the first one of a process for ever."""
+    (name,) = call.right
+    first = call.kept.setdefault("first", call.pointers[name])
+    if call.number == 0 or call.pointers[name] == first:
+        right(call)
+
+
+def writes_the_previous_output(call: Call) -> None:
+    """After the first launch at an address, the result of the launch before, whatever its input was."""
+    call.write_all(call.right if call.number == 0 else call.kept["output"])
+    call.kept["output"] = call.right
+
+
+def keeps_results_by_address(call: Call) -> None:
+    """What the first launch at an address computed."""
+    (name,) = call.right
+    if call.number == 0:
+        call.kept[call.pointers[name]] = call.right
+    call.write_all(call.kept[call.pointers[name]])
+
+
+def changes_an_input_in_between(call: Call) -> None:
+    """Written on every second later launch, and restored on the one after."""
+    right(call)
+    if call.number >= 2:
+        before = call.kept.setdefault("v", ctypes.string_at(call.pointers["v"], 1))
+        call.write("v", before if call.number % 2 else bytes([before[0] ^ 1]))
+
+
+def writes_behind_in_between(call: Call) -> None:
+    """The guard band is written on every second later launch, and restored on the one after."""
+    right(call)
+    if call.number >= 2:
+        for name, array in call.right.items():
+            call.write(name, bytes([0xFF if call.number % 2 else 0]), offset=array.nbytes + 8)

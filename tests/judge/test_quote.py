@@ -22,7 +22,7 @@ from greenfast.spec.errors import UsageError
 from tests.fakes import L4, FakeDevice, Script, Watcher, install, request
 from tests.judge import behaviours
 
-SLOW, FAST = Script(us=20.0), Script(us=10.0)
+SLOW, FAST = Script(us=20.4), Script(us=10.0)
 EMULATED = dataclasses.replace(L4, kind="emulated", name="an emulator")
 
 

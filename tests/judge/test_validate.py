@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,13 @@ import msgspec
 import pytest
 
 from greenfast.judge.artifacts import RECORD
+from greenfast.judge.gates.performance import draw_order_seed
 from greenfast.judge.record import GateResult, Record, Status
 from greenfast.judge.run import GATES
 from greenfast.judge.task import load_task
 from greenfast.judge.tasks import LoadedTask, load
 from greenfast.judge.validate import Outcome, validate
-from tests.fakes import Behaviour, FakeDevice, Script, Watcher, install, request, right
+from tests.fakes import L4, Behaviour, FakeDevice, Script, Watcher, install, request, right
 from tests.judge import behaviours
 from tests.judge.report.records import timing_row
 
@@ -77,9 +80,12 @@ def test_a_faster_candidate_merges(run: Callable[..., Outcome], shapes: tuple[st
     assert record.decision == "MERGE"
     assert record.reasons == ["all five gates hold"]
     assert statuses(record) == dict.fromkeys(GATES, "PASS")
-    assert len(record.candidate.correctness) == len(record.baseline.correctness) == len(shapes) * 2
+    # a third seed takes part, because launches draw from three cases at least
+    assert [row.seed for row in record.candidate.correctness] == [0, 1, 2] * len(shapes)
+    assert len(record.baseline.correctness) == len(shapes) * 3
+    assert {row.seed for row in record.candidate.timing} == {0, 1}
     assert all(row.identical for row in record.parity)
-    assert len(record.parity) == len(shapes) * 2
+    assert len(record.parity) == len(shapes) * 3
     gated = [row for row in record.speedups if row.gated]
     assert [(row.shape, row.cache, row.verdict) for row in gated] == [(shapes[-1], "warm", "FAST")]
     assert gated[0].ci_low < 2.0 < gated[0].ci_high
@@ -87,7 +93,8 @@ def test_a_faster_candidate_merges(run: Callable[..., Outcome], shapes: tuple[st
 
 
 def test_timings_are_as_asked_and_as_scripted(run: Callable[..., Outcome]) -> None:
-    record = run(Script(us=20.0, cold_us=30.0), Script(us=10.0, cold_us=12.0)).record
+    asked = {"warmup_iters": 100, "timed_iters": 500}
+    record = run(Script(us=20.0, cold_us=30.0), Script(us=10.0, cold_us=12.0), **asked).record
     expected = {"stage1": {"warm": 20.0, "cold": 30.0}, "stage2": {"warm": 10.0, "cold": 12.0}}
     for side in (record.baseline, record.candidate):
         assert [(t.shape, t.seed, t.cache) for t in side.timing] == [
@@ -130,7 +137,7 @@ def test_what_is_not_fast_enough_is_deferred(run: Callable[..., Outcome], candid
     assert {row.verdict for row in record.speedups if row.gated} == {verdict}
     again = 2 if verdict == "INCONCLUSIVE" else 1  # measured once more, with twice the processes
     assert [row.processes for row in record.speedups] == [5 * again] * 2
-    assert {t.timed_iters for t in record.candidate.timing} == {500 * again}
+    assert {t.timed_iters for t in record.candidate.timing} == {100 * again}
 
 
 @pytest.mark.parametrize(
@@ -171,23 +178,66 @@ def test_a_wrong_baseline_is_no_baseline(run: Callable[..., Outcome]) -> None:
 @pytest.mark.parametrize(
     ("behave", "reason"),
     [
-        (
-            behaviours.other_bits_later,
-            "candidate b1_h1_s32_d64 seed 0: the timed launches left other bits than the checked",
-        ),
-        (behaviours.changes_an_input_later, "candidate b1_h1_s32_d64 seed 0: input 'v' was changed"),
+        (behaviours.other_bits_later, "left other bits than the checked ones"),
+        (behaviours.changes_an_input_later, "changed an input, or memory around a buffer"),
         (behaviours.crashes_later, "crash: the process ended during prepare"),
         (behaviours.hangs_later, "hang: prepare did not end within 30 s"),
+        (behaviours.writes_at_the_ends, "left other bits than the checked ones"),
+        (behaviours.works_on_every_second_launch, "left other bits than the checked ones"),
+        (behaviours.works_for_the_first_binding, "left other bits than the checked ones"),
+        (behaviours.writes_the_previous_output, "left other bits than the checked ones"),
+        (behaviours.keeps_results_by_address, "left other bits than the checked ones"),
+        (behaviours.changes_an_input_in_between, "changed an input, or memory around a buffer"),
+        (behaviours.writes_behind_in_between, "left other bits than the checked ones"),
     ],
 )
 def test_what_goes_wrong_only_when_timed_leaves_no_timings(
     run: Callable[..., Outcome], behave: Behaviour, reason: str
 ) -> None:
-    outcome = run(candidate=Script(us=1.0, behave=behave))
+    outcome = run(candidate=Script(us=1.0, behave=behave), warmup_iters=50)
     assert_deferred(outcome, "PERFORMANCE", reason)
     record = outcome.record
+    if not reason.startswith(("crash", "hang")):
+        (said,) = gate(record, "PERFORMANCE").reasons
+        assert re.match(r"candidate b1_h1_s32_d64 seed [012]: launch \d+ of \d+ (left|changed) ", said), said
     assert record.gate_status("CORRECTNESS") == "PASS"
     assert (record.baseline.timing, record.candidate.timing, record.speedups) == ([], [], [])
+
+
+BIG = dataclasses.replace(L4, sm_count=58, sm_clock_mhz=2040, memory_gb_s=300.0)
+
+
+@pytest.mark.parametrize("side", ["baseline", "candidate"])
+def test_what_is_too_fast_to_be_true_is_no_record(run: Callable[..., Outcome], side: str) -> None:
+    """The products and the output take an L4 0.4 ns at the least, whatever else a kernel does."""
+    honest = run(device=BIG).record
+    assert honest.decision == "MERGE"
+    (floor,) = {row.floor for row in honest.candidate.timing}
+    assert floor.startswith("0.00043")
+    outcome = run(**{side: Script(us=0.0001)}, device=BIG)
+    assert_deferred(outcome, "PERFORMANCE", f" µs, but the device cannot do it under {floor}: the measurement or the")
+    (said,) = gate(outcome.record, "PERFORMANCE").reasons
+    assert said.startswith(f"{side} b1_h1_s32_d64 seed 0, warm L2: ")
+
+
+def test_an_unknown_device_has_no_floor_and_says_so(run: Callable[..., Outcome]) -> None:
+    record = run(candidate=Script(us=0.01)).record
+    assert record.decision == "MERGE"
+    assert {row.floor for row in record.candidate.timing} == {
+        "no floor: the device's multiprocessors and clock are not known"
+    }
+
+
+def test_what_was_drawn_and_the_clocks_are_recorded(run: Callable[..., Outcome]) -> None:
+    record = run().record
+    assert record.order_seed == 0  # the fake's first; drawn by the system otherwise
+    for row in (*record.baseline.timing, *record.candidate.timing):
+        shape = [len(process) for process in row.block_medians_us]
+        assert [len(process) for process in row.block_mhz] == [len(process) for process in row.block_watts] == shape
+        assert {mhz for process in row.block_mhz for mhz in process} == {2040.0}
+        assert {watts for process in row.block_watts for watts in process} == {300.0}
+    assert draw_order_seed() != draw_order_seed()
+    assert 0 <= draw_order_seed() < 2**53
 
 
 def edited_task(folder: Path, edit: Callable[[dict[str, Any]], None]) -> LoadedTask:

@@ -1,7 +1,8 @@
-"""A GPU through cuda.core: memory with guard bands, launches, event timing, clocks."""
+"""A GPU through cuda.core: memory with guard bands, launches, time stamps, clocks."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,32 +11,18 @@ import numpy as np
 from cuda.bindings import driver
 from cuda.core import Device, EventOptions, ObjectCode, system
 
-from greenfast.device.compiler import compile_kernel
 from greenfast.device.prepared import Prepared, check
-from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import DeviceInfo
-from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch, Workspace
+from greenfast.spec.kernel import PHASE_BUFFER, Launch, Workspace
 from greenfast.spec.problem import Array, Case, OutputSpec, dtype_of
 
 #: Guard bytes before and after every buffer. They and unwritten outputs are 0xFF: NaN as float32, float16 and E4M3.
 GUARD_BYTES = 4096
 POISON = 0xFF
 
-# Longer than the host needs to queue one timed iteration, so that the device never waits for the host within one.
-_SPIN_NS = 60_000
-_SPIN = KernelSource(
-    entry="spin",
-    source="""extern "C" __global__ void spin(long long nanoseconds) {
-  long long start, now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-  do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - start < nanoseconds);
-}
-""",
-    name="spin.cu",
-    include_dirs=(),
-    block=(1, 1, 1),
-)
+#: NVML's number of a board's power at the moment, in milliwatts.
+_POWER_INSTANT = 186
 
 
 @dataclass(frozen=True)
@@ -236,8 +223,6 @@ class Gpu:
         self.device.set_current()
         self.stream = self.device.create_stream()
         self._kernels: dict[KernelImage, Any] = {}
-        self._flush: GuardedBuffer | None = None
-        self._spin_launch: Prepared | None = None
 
     def info(self) -> DeviceInfo:
         """Name, compute capability, driver and sizes of the device."""
@@ -254,7 +239,20 @@ class Gpu:
             sm_clock_mhz=properties.clock_rate // 1000,
             memory_bytes=int(check(driver.cuDeviceTotalMem(self.device.device_id))),
             l2_bytes=properties.l2_cache_size,
+            memory_gb_s=self._memory_gb_s(),
         )
+
+    def _memory_gb_s(self) -> float:
+        """What the memory's clock and width allow, with two transfers a clock; 0 where the driver tells neither."""
+        asked = driver.CUdevice_attribute
+        clock, width = (
+            int(check(driver.cuDeviceGetAttribute(attribute, self.device.device_id)))
+            for attribute in (
+                asked.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE,
+                asked.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
+            )
+        )
+        return round(2 * clock * 1e3 * width / 8 / 1e9, 1)
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -272,46 +270,15 @@ class Gpu:
         return Bound(self, executable, case)
 
     def clocks(self) -> dict[str, float]:
-        """Current SM clock in MHz and temperature in degrees Celsius; empty if the driver does not report them."""
-        try:
+        """SM clock in MHz, temperature in degrees Celsius and power in watts, as far as the driver reports them now."""
+        found = {}
+        with contextlib.suppress(Exception):  # any NVML error; virtual machines often withhold clocks
             board = self.device.to_system_device()
-            return {
-                "sm_mhz": float(board.get_clock("sm").get_current_mhz()),
-                "temperature_c": float(board.temperature.get_sensor()),
-            }
-        except Exception:  # any NVML error; clocks are optional, and virtual machines often withhold them
-            return {}
+            sm_mhz, temperature = board.get_clock("sm").get_current_mhz(), board.temperature.get_sensor()
+            found = {"sm_mhz": float(sm_mhz), "temperature_c": float(temperature)}
+            found["power_w"] = board.get_field_values([_POWER_INSTANT])[0].value / 1e3
+        return found
 
-    def time(self, bound: Bound, warmup: int, iters: int, *, cold: bool) -> list[float]:
-        """Device time in microseconds of each of ``iters`` launches, between two events around it.
-
-        Each iteration first queues other work - warm: a kernel that only spins; cold: a write over twice the L2 cache -
-        so that events and launch are all queued before the device reaches them and no host time is measured.
-        The outputs are poisoned before each launch, so that only the last launch can have written what is left.
-        """
-        spacer = self._flush_l2 if cold else self._spin
-        for _ in range(warmup):
-            bound.launch()
-        options = EventOptions(timing_enabled=True)
-        pairs = []
-        for _ in range(iters):
-            bound.queue_poison()
-            spacer()
-            start = self.stream.record(options=options)
-            bound.launch()
-            pairs.append((start, self.stream.record(options=options)))
-        self.stream.sync()
-        return [(end - start) * 1e3 for start, end in pairs]
-
-    def _spin(self) -> None:
-        if self._spin_launch is None:
-            compiled = compile_kernel(_SPIN, Target.of_device(self.capability))
-            kernel = self.load(KernelImage(compiled.cubin, _SPIN.entry, _SPIN.block, 0))
-            plan = Launch((1, 1, 1), (np.int64(_SPIN_NS),))
-            self._spin_launch = Prepared(kernel, _SPIN.block, 0, plan, {}, int(self.stream.handle))
-        self._spin_launch()
-
-    def _flush_l2(self) -> None:
-        if self._flush is None:
-            self._flush = GuardedBuffer(2 * self.device.properties.l2_cache_size)
-        check(driver.cuMemsetD8Async(self._flush.pointer, 0, self._flush.nbytes, self.stream.handle))
+    def mark(self) -> Any:
+        """Queue a time stamp (cuda.core Event); the difference of two, when both have passed, is in milliseconds."""
+        return self.stream.record(options=EventOptions(timing_enabled=True))

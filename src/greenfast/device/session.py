@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from greenfast.device.gpu import Bound, Executable, Gpu
+from greenfast.device.gpu import Executable, Gpu
+from greenfast.device.instruments import Instruments
+from greenfast.device.rotation import Rotation, WrongLaunch
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import DeviceInfo, KernelCounts
 from greenfast.spec.kernel import PHASE_BUFFER
@@ -28,11 +32,23 @@ class RunResult:
 
 
 @dataclass(frozen=True)
+class Started:
+    """What a program did before it is timed. digests: of each case's first outputs. wrong: the first wrong launch."""
+
+    digests: list[str]
+    wrong: WrongLaunch | None = None
+
+
+@dataclass(frozen=True)
 class Block:
-    """Consecutive timed launches of one kernel: device times in microseconds, and the clocks right after them."""
+    """Consecutive timed launches of one kernel: device times in microseconds, and the clocks halfway.
+
+    wrong: the first launch that did not leave the bits that its case left at first.
+    """
 
     samples_us: list[float]
     clocks: dict[str, float]
+    wrong: WrongLaunch | None = None
 
 
 class Session(Protocol):
@@ -44,14 +60,17 @@ class Session(Protocol):
     def run(self, executable: Executable, case: Case, repeats: int) -> RunResult:
         """Run a case ``repeats`` times, each in separate memory, and compare the outputs bit by bit."""
 
-    def prepare(self, key: str, executable: Executable, case: Case, warmup: int) -> None:
-        """Bind a case under a key for timing, and warm up."""
+    def prepare(self, key: str, executable: Executable, cases: Sequence[Case], warmup: int, seed: int) -> Started:
+        """Bind cases under a key for timing, launch each, and warm up. seed: as of ``time``."""
 
-    def time(self, key: str, warmup: int, iters: int, cold: bool) -> Block:
-        """Time one block of launches of a prepared case."""
+    def time(self, key: str, warmup: int, iters: int, cold: bool, seed: int) -> Block:
+        """Time one block of launches, each with one of the key's cases (see Rotation.time).
 
-    def finish(self, key: str) -> RunResult:
-        """The outputs that the last timed launch left, checked as after a run; frees the case."""
+        seed: of all that is drawn.
+        """
+
+    def finish(self, key: str) -> bool:
+        """Free what was bound; whether the memory that launches were checked with is still as it was."""
 
     def phases(self, executable: Executable, case: Case, repeats: int) -> dict[str, float]:
         """Mean SM cycles per block and phase of an instrumented build, after one run to warm up."""
@@ -65,12 +84,24 @@ def same_bits(a: dict[str, Array], b: dict[str, Array]) -> bool:
     return all(a[name].tobytes() == b[name].tobytes() for name in a)
 
 
+def output_digest(outputs: dict[str, Array]) -> str:
+    """SHA-256 over the bits of all outputs."""
+    h = hashlib.sha256()
+    for name in sorted(outputs):
+        h.update(name.encode() + outputs[name].tobytes())
+    return h.hexdigest()
+
+
 class GpuSession:
     """A Session on one GPU."""
 
     def __init__(self, ordinal: int) -> None:
-        self._gpu = Gpu(ordinal)
-        self._bound: dict[str, Bound] = {}
+        self._start(Gpu(ordinal))
+
+    def _start(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._instruments: Instruments | None = None
+        self._timed: dict[str, Rotation] = {}
 
     def info(self) -> DeviceInfo:
         """The device."""
@@ -86,26 +117,24 @@ class GpuSession:
             bound.free()
         return RunResult(results[0], violations, all(same_bits(results[0], other) for other in results[1:]))
 
-    def prepare(self, key: str, executable: Executable, case: Case, warmup: int) -> None:
-        """Bind a case under a key for timing, and warm up."""
-        bound = self._gpu.bind(executable, case)
-        bound.run()
-        for _ in range(warmup):
-            bound.launch()
-        self._gpu.stream.sync()
-        self._bound[key] = bound
+    def prepare(self, key: str, executable: Executable, cases: Sequence[Case], warmup: int, seed: int) -> Started:
+        """Bind cases under a key for timing, launch each, and warm up. seed: as of ``time``."""
+        if self._instruments is None:
+            self._instruments = Instruments(self._gpu)
+        self._timed[key] = rotation = Rotation(self._gpu, self._instruments, executable, cases)
+        digests = [output_digest(outputs) for outputs in rotation.outputs]
+        return Started(digests, rotation.wrong or rotation.time(warmup, 0, cold=False, seed=seed)[2])
 
-    def time(self, key: str, warmup: int, iters: int, cold: bool) -> Block:
-        """Time one block of launches of a prepared case."""
-        samples = self._gpu.time(self._bound[key], warmup, iters, cold=cold)
-        return Block(samples, self._gpu.clocks())
+    def time(self, key: str, warmup: int, iters: int, cold: bool, seed: int) -> Block:
+        """Time one block of launches, each with one of the key's cases. seed: of all that is drawn."""
+        return Block(*self._timed[key].time(warmup, iters, cold=cold, seed=seed))
 
-    def finish(self, key: str) -> RunResult:
-        """The outputs that the last timed launch left, checked as after a run; frees the case."""
-        bound = self._bound.pop(key)
-        result = RunResult(bound.outputs(), bound.violations())
-        bound.free()
-        return result
+    def finish(self, key: str) -> bool:
+        """Free what was bound; whether the memory that launches were checked with is still as it was."""
+        rotation = self._timed.pop(key)
+        intact = rotation.intact()
+        rotation.free()
+        return intact
 
     def phases(self, executable: Executable, case: Case, repeats: int) -> dict[str, float]:
         """Mean SM cycles per block and phase of an instrumented build, after one run to warm up."""

@@ -6,13 +6,13 @@ import contextlib
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
 from greenfast.device.gpu import Executable
-from greenfast.device.session import Block, GpuSession, RunResult
+from greenfast.device.session import Block, GpuSession, RunResult, Started
 from greenfast.spec.errors import GreenfastError, UnsupportedError
 from greenfast.spec.facts import DeviceInfo, KernelCounts
 from greenfast.spec.problem import Case
@@ -145,19 +145,20 @@ class Worker:
         result: RunResult = self.call("run", executable, case, repeats)
         return result
 
-    def prepare(self, key: str, executable: Executable, case: Case, warmup: int) -> None:
-        """Bind a case under a key for timing, and warm up."""
-        self.call("prepare", key, executable, case, warmup)
+    def prepare(self, key: str, executable: Executable, cases: Sequence[Case], warmup: int, seed: int) -> Started:
+        """Bind cases under a key for timing, launch each, and warm up."""
+        started: Started = self.call("prepare", key, executable, cases, warmup, seed)
+        return started
 
-    def time(self, key: str, warmup: int, iters: int, cold: bool) -> Block:
-        """Time one block of launches of a prepared case."""
-        block: Block = self.call("time", key, warmup, iters, cold)
+    def time(self, key: str, warmup: int, iters: int, cold: bool, seed: int) -> Block:
+        """Time one block of launches, each with one of the key's cases."""
+        block: Block = self.call("time", key, warmup, iters, cold, seed)
         return block
 
-    def finish(self, key: str) -> RunResult:
-        """The outputs that the last timed launch left; frees the case."""
-        result: RunResult = self.call("finish", key)
-        return result
+    def finish(self, key: str) -> bool:
+        """Free what was bound; whether the memory that launches were checked with is still as it was."""
+        intact: bool = self.call("finish", key)
+        return intact
 
     def phases(self, executable: Executable, case: Case, repeats: int) -> dict[str, float]:
         """Mean SM cycles per block and phase of an instrumented build."""

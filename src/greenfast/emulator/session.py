@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from greenfast.device.gpu import Executable
-from greenfast.device.session import Block, RunResult, same_bits
+from greenfast.device.session import Block, RunResult, Started, same_bits
 from greenfast.emulator.grid import GridResult, Step, program_of, run_chain, run_grid
 from greenfast.spec.errors import MachineError, UnsupportedError, UsageError
 from greenfast.spec.facts import DeviceInfo, KernelCounts
@@ -61,15 +62,15 @@ class EmulatorSession:
         repeatable = all(same_bits(first.outputs, r.outputs) for r in first.later)
         return RunResult(first.outputs, violations, repeatable, first.counts.record())
 
-    def prepare(self, key: str, executable: Executable, case: Case, warmup: int) -> None:
+    def prepare(self, key: str, executable: Executable, cases: Sequence[Case], warmup: int, seed: int) -> Started:
         """Refuse: nothing can be timed here."""
         raise MachineError(_NO_TIME)
 
-    def time(self, key: str, warmup: int, iters: int, cold: bool) -> Block:
+    def time(self, key: str, warmup: int, iters: int, cold: bool, seed: int) -> Block:
         """Refuse: nothing can be timed here."""
         raise MachineError(_NO_TIME)
 
-    def finish(self, key: str) -> RunResult:
+    def finish(self, key: str) -> bool:
         """Refuse: nothing can be timed here."""
         raise MachineError(_NO_TIME)
 

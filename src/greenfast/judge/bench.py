@@ -35,9 +35,10 @@ def bench(request: Request, variant: Entrant | Variant, observer: Observer) -> B
     run = GateRun(request, {CANDIDATE: variant}, observer)
     rows: list[TimingRow] = []
     clocks: dict[str, float] = {}
+    order_seed: int | None = None
     if run.until_correct():
-        rows, clocks = _time(run)
-    record = BenchRecord(**run.facts(), clocks=clocks, side=run.side(CANDIDATE, rows))
+        rows, clocks, order_seed = _time(run)
+    record = BenchRecord(**run.facts(), clocks=clocks, order_seed=order_seed, side=run.side(CANDIDATE, rows))
     with new_run_folder(parent, run.stamp) as (work, publish):
         (work / RECORD).write_text(sealed_json(record), encoding="utf-8")
         (work / REPORT).write_text(bench_report(record), encoding="utf-8")
@@ -46,11 +47,14 @@ def bench(request: Request, variant: Entrant | Variant, observer: Observer) -> B
         return BenchOutcome(record, publish())
 
 
-def _time(run: GateRun) -> tuple[list[TimingRow], dict[str, float]]:
-    """Time the one side; its PERFORMANCE gate asks only that the timed launches computed what was checked."""
+def _time(run: GateRun) -> tuple[list[TimingRow], dict[str, float], int | None]:
+    """Time the one side; its PERFORMANCE gate asks only that the timed launches computed what was checked.
+
+    Returns its rows, the clocks seen, and the seed of what was drawn.
+    """
     request = run.request
     try:
-        measurement = time_sides(
+        measurement, floors = time_sides(
             run.sides,
             request.task.problem,
             request.shapes,
@@ -60,11 +64,12 @@ def _time(run: GateRun) -> tuple[list[TimingRow], dict[str, float]]:
             run.correctness.digests,
             request.make_worker,
             run.progress("PERFORMANCE"),
+            device=request.device,
         )
     except WorkerError as e:
         run.add(GateResult(gate="PERFORMANCE", status="FAIL", summary=str(e), reasons=[str(e)]))
-        return [], {}
-    rows = timing_rows(measurement, CANDIDATE, request.shapes, request.timing)
+        return [], {}, None
+    rows = timing_rows(measurement, CANDIDATE, request.shapes, request.timing, floors)
     warm = "; ".join(f"{r.shape} seed {r.seed} {r.p50_us:.2f} µs" for r in rows if r.cache == WARM)
     run.add(GateResult(gate="PERFORMANCE", status="PASS", summary=f"timed, p50 with warm L2: {warm}"))
-    return rows, measurement.clocks
+    return rows, measurement.clocks, measurement.order_seed

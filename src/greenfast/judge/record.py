@@ -147,8 +147,9 @@ class ParityRow(_Data, frozen=True, kw_only=True):
 class TimingRow(_Data, frozen=True, kw_only=True):
     """One side's timing on one (shape, seed); method and cache label what was timed.
 
-    block_mhz, block_watts: SM clock and power of the board during each block, as block_medians_us is nested; empty
-    where they were not sampled.
+    seed: whose blocks these are; each launch draws its inputs from those of all timed seeds. block_medians_us: nested
+    [process][block], as are block_mhz and block_watts, the clock and the power halfway through each block, which are
+    empty where the driver does not tell them. floor: the least time that the device could need, or why none is known.
     """
 
     shape: str
@@ -164,9 +165,10 @@ class TimingRow(_Data, frozen=True, kw_only=True):
     mean_us: float
     std_us: float
     iters_per_sec: float
-    block_medians_us: list[list[float]] = []  # [process][block]
+    block_medians_us: list[list[float]] = []
     block_mhz: list[list[float]] = []
     block_watts: list[list[float]] = []
+    floor: str = ""
 
 
 class SpeedupRow(_Data, frozen=True, kw_only=True):
@@ -255,7 +257,8 @@ class Run(_Data, frozen=True, kw_only=True):
     """What every run of the gates records: what was asked, where, and how each gate ended.
 
     least_work: what the problem needs by shape and by the count's name in KernelCounts, where it says so and kernels
-    were counted.
+    were counted. order_seed: of all that timing draws (the order of blocks, and what is in them); in records of older
+    versions none, and where nothing was timed.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -270,6 +273,7 @@ class Run(_Data, frozen=True, kw_only=True):
     device: DeviceInfo | None = None
     environment: dict[str, str] = {}
     clocks: dict[str, float] = {}
+    order_seed: int | None = None
     least_work: dict[str, dict[str, int]] = {}
 
     def sides(self) -> list[tuple[str, Side]]:

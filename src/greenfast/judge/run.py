@@ -12,6 +12,7 @@ from greenfast.judge.entrant import Entrant, rung_entrant
 from greenfast.judge.environment import git_state, now, package_versions
 from greenfast.judge.gates import build, correctness, evidence, resources
 from greenfast.judge.gates.correctness import CorrectnessOutcome
+from greenfast.judge.gates.performance import timed_seeds
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record import Build, GateResult, Limits, Side, Status, TimingRow, status_of
 from greenfast.judge.request import Observer, Request
@@ -85,7 +86,7 @@ class GateRun:
             self.sides,
             request.task.problem,
             request.shapes,
-            request.seeds,
+            request.seeds if request.cannot_time() else timed_seeds(request.seeds),
             request.format,
             request.task.config.gates(request.format),
             self._own_gates(),

@@ -77,6 +77,7 @@ def validate(
     record = Record(
         **run.facts(),
         clocks=timed.clocks,
+        order_seed=timed.order_seed,
         baseline=run.side(BASELINE, timed.rows.get(BASELINE, [])),
         candidate=run.side(CANDIDATE, timed.rows.get(CANDIDATE, [])),
         parity=run.correctness.parity,
@@ -109,6 +110,7 @@ def _performance(run: GateRun, required: float | None) -> PerformanceOutcome:
         run.correctness.digests,
         request.make_worker,
         run.progress("PERFORMANCE"),
+        request.device,
     )
     run.add(result)
     return outcome

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
-    """The device that ran the kernels. ``kind`` is "gpu" or "emulated"."""
+    """The device that ran the kernels. ``kind`` is "gpu" or "emulated".
+
+    memory_gb_s: of the device's memory by its clock and width, in 10^9 bytes a second; 0 where that is not known.
+    """
 
     kind: str
     name: str
@@ -21,6 +24,7 @@ class DeviceInfo:
     sm_clock_mhz: int = 0
     memory_bytes: int = 0
     l2_bytes: int = 0
+    memory_gb_s: float = 0.0
 
     @property
     def capability(self) -> tuple[int, int]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.device.session import RunResult
+from greenfast.device.session import RunResult, output_digest
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.judge.errors import bound_histogram, error_histogram, error_stats, worst_bound_ratio
 from greenfast.judge.gates.sides import BuiltSide
@@ -17,7 +16,7 @@ from greenfast.judge.record import CorrectnessRow, ErrorStats, GateResult, Histo
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.errors import UsageError
 from greenfast.spec.facts import KernelCounts
-from greenfast.spec.problem import Array, Case, Problem, References
+from greenfast.spec.problem import Case, Problem, References
 
 #: Each case runs this often on equal input in fresh memory; outputs that differ in a bit show a race.
 REPEATS = 2
@@ -34,14 +33,6 @@ class CorrectnessOutcome:
     parity: list[ParityRow] = field(default_factory=list)
     digests: dict[tuple[str, str, int], str] = field(default_factory=dict)
     counts: dict[str, dict[str, KernelCounts]] = field(default_factory=dict)
-
-
-def output_digest(outputs: dict[str, Array]) -> str:
-    """SHA-256 over the bits of all outputs."""
-    h = hashlib.sha256()
-    for name in sorted(outputs):
-        h.update(name.encode() + outputs[name].tobytes())
-    return h.hexdigest()
 
 
 def check(

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from greenfast.device.worker import Worker, WorkerError
-from greenfast.judge.gates.correctness import output_digest
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
 from greenfast.judge.record import GateResult, SpeedupRow, Status, TimingRow
 from greenfast.judge.task import Shape, Timing
+from greenfast.judge.timing.floor import Floor, floor_of
 from greenfast.judge.timing.interleaved import COLD, METHOD, WARM, Cell, Measurement, measure
 from greenfast.judge.timing.speedup import AGAIN, MIN_PROCESSES, speedup_row
 from greenfast.judge.timing.statistics import summary
-from greenfast.spec.problem import Problem
+from greenfast.spec.facts import DeviceInfo
+from greenfast.spec.problem import Problem, least_work
+
+_OTHER_FIRST = "its first launch in a process left other bits than the checked ones"
+#: A launch draws its inputs from at least so many cases.
+MIN_CASES = 3
+
+
+def timed_seeds(seeds: Sequence[int]) -> list[int]:
+    """The seeds whose cases are timed: these, and if they are fewer than MIN_CASES the smallest others."""
+    others = (n for n in range(MIN_CASES + len(seeds)) if n not in seeds)
+    return [*seeds, *(next(others) for _ in range(MIN_CASES - len(seeds)))]
+
+
+def draw_order_seed() -> int:
+    """A number that nobody knew before this run; JSON readers hold it exactly."""
+    return secrets.randbits(53)
 
 
 @dataclass
 class PerformanceOutcome:
-    """What the gate found: timing rows by role (and ``AGAIN``), speedups, and the clocks seen."""
+    """What the gate found: timing rows by role (and ``AGAIN``), speedups, the clocks seen, the seed of what was drawn."""
 
     rows: dict[str, list[TimingRow]] = field(default_factory=dict)
     speedups: list[SpeedupRow] = field(default_factory=list)
     clocks: dict[str, float] = field(default_factory=dict)
+    order_seed: int | None = None
 
 
 def time_sides(
@@ -39,29 +57,57 @@ def time_sides(
     progress: Callable[[float, str], None],
     *,
     again: bool = False,
-    order_seed: int = 0,
-) -> Measurement:
+    device: DeviceInfo | None = None,
+) -> tuple[Measurement, dict[tuple[str, str], Floor]]:
     """Time all sides (and the first one again, for A/A) and check that the timed launches computed what was checked.
 
-    digests: the outputs that passed CORRECTNESS. Raises WorkerError where a timed launch left different bits, wrote
-    outside of its outputs, crashed or hung.
+    digests: the outputs that passed CORRECTNESS, of all ``timed_seeds(seeds)``.
+    Returns the floor of time by shape and cache state too.
+    Raises WorkerError where a launch left different bits, wrote outside of its outputs, crashed or hung, and for a time
+    below the floor.
     """
-    cells = [Cell(shape.name, seed, problem.make_case(shape.dims, seed, fmt)) for shape in shapes for seed in seeds]
+    cells = [
+        Cell(shape.name, {seed: problem.make_case(shape.dims, seed, fmt) for seed in timed_seeds(seeds)}, seeds)
+        for shape in shapes
+    ]
     labelled = [(side.role, side) for side in sides] + ([(AGAIN, sides[0])] if again else [])
     kernels = {label: {s.name: side.executable(s.name) for s in shapes} for label, side in labelled}
-    result = measure(kernels, cells, timing, make_worker, progress, order_seed=order_seed)
+    result = measure(kernels, cells, timing, make_worker, progress, order_seed=draw_order_seed())
     roles = {label: side.role for label, side in labelled}
-    for (label, shape, seed), finals in result.finals.items():
-        for final in finals:
-            problems = list(final.violations)
-            if output_digest(final.outputs) != digests[roles[label], shape, seed]:
-                problems.append("the timed launches left other bits than the checked ones")
-            if problems:
-                raise WorkerError(f"{label} {shape} seed {seed}: {'; '.join(problems)}")
-    return result
+    for (label, shape_name, seed), found in result.digests.items():
+        if set(found) != {digests[roles[label], shape_name, seed]}:
+            raise WorkerError(f"{label} {shape_name} seed {seed}: {_OTHER_FIRST}")
+    floors = {
+        (cell.shape, cache): floor_of(device, least_work(problem, shape.dims), _written_bytes(cell), cold=cache == COLD)
+        for shape, cell in zip(shapes, cells, strict=True)
+        for cache in (WARM, COLD)
+    }
+    for (label, shape_name, seed, cache), timed in result.timed.items():
+        least = min((us for process in timed.medians for us in process), default=float("inf"))
+        floor = floors[shape_name, cache]
+        if least < floor.us:
+            raise WorkerError(
+                f"{label} {shape_name} seed {seed}, {cache} L2: {least:.3g} µs, but the device cannot do it under "
+                f"{floor}: the measurement or the kernel is wrong"
+            )
+    return result, floors
 
 
-def timing_rows(measurement: Measurement, role: str, shapes: Sequence[Shape], timing: Timing) -> list[TimingRow]:
+def _written_bytes(cell: Cell) -> int:
+    """The outputs that a launch must write completely, in the smallest of the cases."""
+    return min(
+        sum(spec.nbytes for name, spec in case.outputs.items() if not spec.zeros and name not in case.inputs)
+        for case in cell.cases.values()
+    )
+
+
+def timing_rows(
+    measurement: Measurement,
+    role: str,
+    shapes: Sequence[Shape],
+    timing: Timing,
+    floors: Mapping[tuple[str, str], Floor],
+) -> list[TimingRow]:
     """One role's rows, per shape, seed and cache state; a cell whose blocks were all discarded has none."""
     rows = []
     by_name = {shape.name: shape for shape in shapes}
@@ -85,6 +131,9 @@ def timing_rows(measurement: Measurement, role: str, shapes: Sequence[Shape], ti
                 std_us=round(s.std_us, 3),
                 iters_per_sec=round(s.iters_per_sec, 1),
                 block_medians_us=[[round(t, 3) for t in process] for process in timed.medians],
+                block_mhz=timed.read("sm_mhz"),
+                block_watts=[[round(w, 1) for w in process] for process in timed.read("power_w")],
+                floor=str(floors[shape, cache]),
             )
         )
     return rows
@@ -106,6 +155,7 @@ def check(
     digests: dict[tuple[str, str, int], str],
     make_worker: Callable[[], Worker],
     progress: Callable[[float, str], None],
+    device: DeviceInfo | None = None,
 ) -> tuple[GateResult, PerformanceOutcome]:
     """Measure the speedup per shape; the gated shapes (timing.gate_shapes, else all) decide, warm.
 
@@ -118,13 +168,14 @@ def check(
         return GateResult(gate="PERFORMANCE", status="FAIL", summary=reason, reasons=[reason]), outcome
     gated = gated_shapes(shapes, timing)
     try:
-        for attempt in range(2):
-            measurement = time_sides(
-                sides, problem, shapes, seeds, fmt, timing, digests, make_worker, progress,
-                again=True, order_seed=attempt,
-            )  # fmt: skip
-            outcome.clocks = measurement.clocks
-            rows = {role: timing_rows(measurement, role, shapes, timing) for role in (BASELINE, CANDIDATE, AGAIN)}
+        for _ in range(2):
+            measurement, floors = time_sides(
+                sides, problem, shapes, seeds, fmt, timing, digests, make_worker, progress, again=True, device=device
+            )
+            outcome.clocks, outcome.order_seed = measurement.clocks, measurement.order_seed
+            rows = {
+                role: timing_rows(measurement, role, shapes, timing, floors) for role in (BASELINE, CANDIDATE, AGAIN)
+            }
             outcome.rows = rows
             outcome.speedups = [
                 speedup_row(

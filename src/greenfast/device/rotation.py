@@ -1,0 +1,321 @@
+"""A program in rotation over several inputs and addresses, where every timed launch must leave the checked bits.
+
+A kernel could do its work on some launches only: on the first of an input, on every second one, on those after which it
+expects to be looked at. So each launch draws one of the cases and one of three places in memory at random, finds its
+outputs poisoned, and leaves a digest of all that it left, under a key that is drawn for this launch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+from numpy.typing import NDArray
+
+from greenfast.device.gpu import GUARD_BYTES, POISON, Executable, Gpu
+from greenfast.device.instruments import Instruments, Range
+from greenfast.device.prepared import Prepared, check
+from greenfast.spec.kernel import PHASE_BUFFER, Workspace
+from greenfast.spec.problem import Array, Case
+
+#: Sets of addresses that launches draw from.
+PLACES = 3
+_ALIGNMENT = 512  # of each buffer, as an allocation by the driver has it
+_SUMS = 4  # per launch: of its outputs and of the rest, as they were left and as they should be
+
+WRONG_BITS = "left other bits than the checked ones"
+WRONG_MEMORY = "changed an input, or memory around a buffer"
+
+
+@dataclass(frozen=True)
+class WrongLaunch:
+    """A launch that did not leave what it should: its number among ``of`` launches, from 1, and its case, from 0."""
+
+    number: int
+    of: int
+    case: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"launch {self.number} of {self.of} {self.what}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the buffers of a program lie in one allocation, each between guard bands of GUARD_BYTES.
+
+    First the inputs, from ``changed`` on what a launch may change, from ``scratch`` on its workspaces. sizes, offsets:
+    in bytes, by name. A buffer has the size of its largest case; what a case does not use is poison.
+    """
+
+    sizes: dict[str, int]
+    offsets: dict[str, int]
+    changed: int
+    scratch: int
+    end: int
+
+    @classmethod
+    def of(cls, cases: Sequence[Case], workspaces: Mapping[str, Workspace]) -> Layout:
+        """The layout that holds each of these cases."""
+        sizes: dict[str, int] = {}
+        inputs = [(name, array.nbytes) for case in cases for name, array in case.inputs.items()]
+        outputs = [(name, spec.nbytes) for case in cases for name, spec in case.outputs.items()]
+        for name, nbytes in (*inputs, *outputs, *((name, space.nbytes) for name, space in workspaces.items())):
+            sizes[name] = max(nbytes, sizes.get(name, 0))
+        changing = dict.fromkeys(name for name, _ in outputs)
+        offsets, ends, position = {}, [], _up(GUARD_BYTES)
+        for names in ([name for name, _ in inputs if name not in changing], changing, workspaces):
+            for name in dict.fromkeys(names):
+                offsets[name] = position
+                position = _up(position + sizes[name] + GUARD_BYTES)
+            ends.append(position)
+        return cls(sizes, offsets, *ends)
+
+    def image(self, case: Case) -> NDArray[np.uint8]:
+        """The bytes before ``scratch`` as a launch finds them."""
+        image = np.full(self.scratch, POISON, np.uint8)
+        for name, spec in case.outputs.items():
+            if spec.zeros:
+                self.within(image, name, spec.nbytes)[:] = 0
+        for name, array in case.inputs.items():
+            self.within(image, name, array.nbytes)[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return image
+
+    def within(self, image: NDArray[np.uint8], name: str, nbytes: int) -> NDArray[np.uint8]:
+        """The first bytes of a buffer in an image."""
+        return image[self.offsets[name] : self.offsets[name] + nbytes]
+
+    def bands(self) -> list[tuple[int, int]]:
+        """Start and end of the guard bands behind each workspace."""
+        names = [name for name, offset in self.offsets.items() if offset >= self.scratch]
+        starts = [self.offsets[name] + self.sizes[name] for name in names]
+        return [(start + -start % 16, _up(start + GUARD_BYTES)) for start in starts]
+
+
+def _up(nbytes: int) -> int:
+    return nbytes + -nbytes % _ALIGNMENT
+
+
+class Memory:
+    """One allocation on the device. Copies have arrived when a method returns."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.pointer = int(check(driver.cuMemAlloc(nbytes)))
+
+    def upload(self, data: NDArray[np.uint8]) -> None:
+        """Copy host bytes to its beginning."""
+        if not data.nbytes:
+            return
+        check(driver.cuMemcpyHtoD(self.pointer, data.ctypes.data, data.nbytes))
+        check(driver.cuCtxSynchronize())
+
+    def download(self, start: int, end: int) -> NDArray[np.uint8]:
+        """A range of it."""
+        data = np.empty(end - start, np.uint8)
+        check(driver.cuMemcpyDtoH(data.ctypes.data, self.pointer + start, data.nbytes))
+        return data
+
+    def free(self) -> None:
+        """Free it."""
+        check(driver.cuMemFree(self.pointer))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One set of addresses, and the program's launches with them."""
+
+    memory: Memory
+    launches: list[Prepared]
+
+
+class Rotation:
+    """A program with several cases in device memory, ready to be timed.
+
+    outputs: what the first launch of each case left, for the caller to check; every later one must leave the same.
+    wrong: the first of these launches that wrote elsewhere, None if all were well.
+    """
+
+    def __init__(self, gpu: Gpu, instruments: Instruments, executable: Executable, cases: Sequence[Case]) -> None:
+        self._gpu, self._instruments, self._workspaces = gpu, instruments, executable.workspaces
+        self._layout = layout = Layout.of(cases, executable.workspaces)
+        self._allocated: list[Memory] = []
+        self._before = [self._allocate(layout.scratch) for _ in cases]
+        self._after = [self._allocate(layout.scratch - layout.changed) for _ in cases]
+        self._places = [self._place(executable) for _ in range(PLACES)]
+        self._poison = self._allocate(_up(GUARD_BYTES + _ALIGNMENT))
+        self._poison.upload(np.full(self._poison.nbytes, POISON, np.uint8))
+        self._sums = self._allocate(0)
+        self.outputs: list[dict[str, Array]] = []
+        self.wrong: WrongLaunch | None = None
+        for n, case in enumerate(cases):
+            self._first(n, case)
+        self._key = random.SystemRandom().getrandbits(64)
+        self._own = self._digest_of_own()
+
+    def _allocate(self, nbytes: int) -> Memory:
+        self._allocated.append(Memory(max(nbytes, _ALIGNMENT)))
+        return self._allocated[-1]
+
+    def _place(self, executable: Executable) -> _Place:
+        memory = self._allocate(self._layout.end)
+        check(driver.cuMemsetD8(memory.pointer, POISON, memory.nbytes))
+        check(driver.cuCtxSynchronize())
+        pointers = {name: memory.pointer + offset for name, offset in self._layout.offsets.items()}
+        pointers.setdefault(PHASE_BUFFER, 0)  # an instrumented build is not timed
+        stream = int(self._gpu.stream.handle)
+        return _Place(
+            memory,
+            [
+                Prepared(
+                    self._gpu.load(image), image.block, image.dynamic_smem_bytes, plan, pointers, stream, image.entry
+                )
+                for image, plan in executable.steps
+            ],
+        )
+
+    def _first(self, number: int, case: Case) -> None:
+        """Launch a case for the first time and keep what it leaves."""
+        image = self._layout.image(case)
+        self._before[number].upload(image)
+        place = self._places[number % PLACES]
+        self._queue_restore(number, place)
+        for launch in place.launches:
+            launch()
+        self._gpu.stream.sync()
+        left = place.memory.download(0, self._layout.scratch)
+        self._after[number].upload(left[self._layout.changed :])
+        outputs = {}
+        for name, spec in case.outputs.items():
+            data = self._layout.within(left, name, spec.nbytes)
+            outputs[name] = data.copy().view(spec.dtype).reshape(spec.shape)
+            data[:] = self._layout.within(image, name, spec.nbytes)
+        self.outputs.append(outputs)
+        if self.wrong is None and not np.array_equal(left, image):
+            self.wrong = WrongLaunch(1, 1, number, WRONG_MEMORY)
+
+    def _queue_restore(self, case: int, place: _Place) -> None:
+        """Queue a case's inputs, its outputs before a launch, and the workspaces, in a place."""
+        before, stream = self._before[case], self._gpu.stream.handle
+        check(driver.cuMemcpyDtoDAsync(place.memory.pointer, before.pointer, self._layout.scratch, stream))
+        for name, space in self._workspaces.items():
+            if space.nbytes:
+                pointer = place.memory.pointer + self._layout.offsets[name]
+                check(driver.cuMemsetD8Async(pointer, 0 if space.zeros else POISON, space.nbytes, stream))
+
+    def time(
+        self, warmup: int, iters: int, *, cold: bool, seed: int
+    ) -> tuple[list[float], dict[str, float], WrongLaunch | None]:
+        """Device time in microseconds of each of ``iters`` launches, between two events around it.
+
+        Before each launch its memory is restored, and read once, so that a warm L2 cache holds the same for every
+        program; the shared memory of the device is overwritten. Then follows other work - warm: a kernel that only
+        spins; cold: a write over twice the L2 cache - so that events and launch are all queued before the device
+        reaches them and no host time is measured. After the second event a digest is taken.
+
+        seed: of the draws of cases, places and keys. Returns the times, the clocks halfway, and the first launch that
+        did not leave what it should, of those before the timed ones too.
+        """
+        drawn = random.Random(seed)
+        count = warmup + iters
+        launches = [
+            (drawn.randrange(len(self._before)), drawn.randrange(PLACES), drawn.getrandbits(64)) for _ in range(count)
+        ]
+        self._reserve(count + 1)
+        pairs: list[tuple[Any, Any]] = []
+        clocks: dict[str, float] = {}
+        for n, (case, place, key) in enumerate(launches):
+            pair = self._queue(n, case, self._places[place], key, cold, spare=count)
+            if n >= warmup:
+                pairs.append(pair)
+            if n == warmup + iters // 2:
+                clocks = self._gpu.clocks()
+        for n, (case, _, key) in enumerate(launches):
+            self._queue_expected(n, case, key)
+        wrong = self._first_wrong(launches)
+        return [(end - start) * 1e3 for start, end in pairs], clocks, wrong
+
+    def _queue(self, number: int, case: int, place: _Place, key: int, cold: bool, spare: int) -> tuple[Any, Any]:
+        """Queue one launch with all that belongs to it; gives its time stamps. spare: a number that no launch has."""
+        layout, instruments, base = self._layout, self._instruments, place.memory.pointer
+        self._queue_restore(case, place)
+        if not cold:
+            instruments.digest([Range(base, layout.scratch, 0, self._sum(spare, 0))], key)
+        instruments.scrub(key)
+        if cold:
+            instruments.flush_l2()
+        else:
+            instruments.spin()
+        start = self._gpu.mark()
+        for launch in place.launches:
+            launch()
+        end = self._gpu.mark()
+        bands = [(base + first, first, last) for first, last in layout.bands()]
+        instruments.digest(self._ranges(base, base + layout.changed, bands, self._sum(number, 0)), key)
+        return start, end
+
+    def _queue_expected(self, number: int, case: int, key: int) -> None:
+        """Queue the digest of what a launch of this case should have left."""
+        bands = [(self._poison.pointer, first, last) for first, last in self._layout.bands()]
+        before, after = self._before[case].pointer, self._after[case].pointer
+        self._instruments.digest(self._ranges(before, after, bands, self._sum(number, 2)), key)
+
+    def _ranges(self, inputs: int, outputs: int, bands: list[tuple[int, int, int]], sums: int) -> list[Range]:
+        """What is digested of a launch, into two sums: its outputs, and all else that it must leave as it was.
+
+        bands: where each guard band of the workspaces is read, and its start and end in the layout.
+        """
+        changed, scratch = self._layout.changed, self._layout.scratch
+        rest = [Range(at, last - first, first // 8, sums + 8) for at, first, last in bands]
+        return [
+            Range(outputs, scratch - changed, changed // 8, sums),
+            Range(inputs, changed, 0, sums + 8),
+            *rest,
+        ]
+
+    def _reserve(self, launches: int) -> None:
+        """Make room for the sums of so many launches, and queue setting them to zero."""
+        nbytes = launches * _SUMS * 8
+        if self._sums.nbytes < nbytes:
+            self._allocated.remove(self._sums)
+            self._sums.free()
+            self._sums = self._allocate(nbytes)
+        check(driver.cuMemsetD8Async(self._sums.pointer, 0, nbytes, self._gpu.stream.handle))
+
+    def _sum(self, launch: int, which: int) -> int:
+        return self._sums.pointer + 8 * (launch * _SUMS + which)
+
+    def _read_sums(self, launches: int) -> NDArray[np.uint64]:
+        """The sums of the first launches, (launches, _SUMS), once the device has computed them."""
+        self._gpu.stream.sync()
+        return self._sums.download(0, launches * _SUMS * 8).view(np.uint64).reshape(launches, _SUMS)
+
+    def _first_wrong(self, launches: Sequence[tuple[int, int, int]]) -> WrongLaunch | None:
+        sums = self._read_sums(len(launches))
+        same = sums[:, :2] == sums[:, 2:]
+        if same.all():
+            return None
+        n = int(np.flatnonzero(~same.all(axis=1))[0])
+        return WrongLaunch(n + 1, len(launches), launches[n][0], WRONG_MEMORY if same[n, 0] else WRONG_BITS)
+
+    def _digest_of_own(self) -> bytes:
+        """A digest of what launches are restored from and compared with, which no kernel may reach."""
+        own = [*self._before, *self._after, self._poison]
+        self._reserve(len(own))
+        for n, memory in enumerate(own):
+            self._instruments.digest([Range(memory.pointer, memory.nbytes, 0, self._sum(n, 0))], self._key)
+        return self._read_sums(len(own)).tobytes()
+
+    def intact(self) -> bool:
+        """Whether what launches were restored from and compared with is as it was at first."""
+        return self._digest_of_own() == self._own
+
+    def free(self) -> None:
+        """Free the device memory."""
+        for memory in self._allocated:
+            memory.free()
+        self._allocated.clear()
