@@ -41,6 +41,14 @@ KERNELS = (
     "slow",
     "skips_written",
     "memoizes",
+    "works_on_launches",
+    "every_second_launch",
+    "first_address",
+    "previous_output",
+    "cached_by_address",
+    "input_restored",
+    "guards_in_between",
+    "stale_shared",
 )
 _THREADS = 256
 # (threads, dynamic shared memory in bytes) of the kernels that ask for more than they can get
