@@ -37,7 +37,7 @@ def draw_order_seed() -> int:
 
 @dataclass
 class PerformanceOutcome:
-    """What the gate found: timing rows by role (and ``AGAIN``), speedups, the clocks seen, the seed of what was drawn."""
+    """What the gate found: timing rows by role (and ``AGAIN``), speedups, the clocks seen, the seed of the draws."""
 
     rows: dict[str, list[TimingRow]] = field(default_factory=dict)
     speedups: list[SpeedupRow] = field(default_factory=list)
