@@ -26,7 +26,8 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION_FLAG, _RULE_PATH_BENEATH = 1, 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
-_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | 1 << 14  # what a rule on a file, not a folder, may allow
+_TRUNCATE, _CONTROL_DEVICE = 1 << 14, 1 << 15
+_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _CONTROL_DEVICE  # of a file, not a folder
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # by version, how many rights on files there are; 16 from version 5 on
 _NETWORK_SINCE, _SCOPES_SINCE = 4, 6
 
@@ -54,6 +55,8 @@ _FORBIDDEN = {
     "aarch64": (0xC00000B7, (117, 270, 271, 157, 154, 198, 280, 241, 217, 219, 40, 438, 425)),
 }
 
+_SOCKET = {"x86_64": 41, "aarch64": 198}
+
 
 def confine(readable: Sequence[str], writable: str, gpu: bool = False) -> list[str]:
     """Give up what can be given up, for this process and all that it starts; returns what held.
@@ -69,7 +72,7 @@ def confine(readable: Sequence[str], writable: str, gpu: bool = False) -> list[s
             ("no new privileges", lambda: _prctl(_PR_SET_NO_NEW_PRIVS, 1)),
             ("no network", _leave_network),
             ("files by Landlock", lambda: _landlock(readable, writable, _gpu_devices() if gpu else ())),
-            ("system calls by seccomp", _forbid_calls),
+            ("system calls by seccomp", lambda: _forbid_calls(gpu)),
         )
         if _tried(step)
     ]
@@ -126,8 +129,12 @@ def _landlock(readable: Sequence[str], writable: str, devices: Sequence[str]) ->
     try:
         for path in dict.fromkeys((*_SYSTEM, *readable)):
             _allow(rules, path, _READ & rights)
-        for path in (*_DEVICES, *devices):
+        for path in _DEVICES:
             _allow(rules, path, (_READ_FILE | _WRITE_FILE) & rights)
+        for path in devices:
+            _allow(rules, path, (_READ_FILE | _WRITE_FILE | _CONTROL_DEVICE) & rights)
+        if devices:  # the driver names its threads in files
+            _allow(rules, "/proc/self", (_READ | _WRITE_FILE | _TRUNCATE) & rights)
         _allow(rules, writable, rights)
         _checked(_LIBC.syscall(_RESTRICT_SELF, rules, 0))
     finally:
@@ -153,8 +160,11 @@ def _allow(rules: int, path: str, rights: int) -> None:
         os.close(parent)
 
 
-def _forbid_calls() -> None:
-    """Refuse, by a filter that cannot be taken off, calls that reach other processes, the network or the kernel."""
+def _forbid_calls(gpu: bool) -> None:
+    """Refuse, by a filter that cannot be taken off, calls that reach other processes, the network or the kernel.
+
+    gpu: allow sockets, without which the driver does not start; outside of its network namespace they reach nothing.
+    """
     if platform.machine() not in _FORBIDDEN or struct.calcsize("P") != 8:
         raise OSError("no table of system calls for this machine")
     architecture, numbers = _FORBIDDEN[platform.machine()]
@@ -164,6 +174,8 @@ def _forbid_calls() -> None:
     # Numbers from 2**30 are x86's second set of the same calls.
     program += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]
     for number in numbers:
+        if gpu and number == _SOCKET[platform.machine()]:
+            continue
         program += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
     program.append((answer, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in program))
