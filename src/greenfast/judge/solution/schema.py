@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -291,8 +291,3 @@ def _check(found: FoundSolution) -> None:
         used = set(re.findall(r"\w+", str(msgspec.to_builtins([solution.launches, solution.workspaces]))))
         if unused := sorted(solution.constants.keys() - used):
             raise UsageError(f"{where}: constants: {', '.join(unused)} not used; {solution.language} takes no macros")
-
-
-def schema() -> dict[str, Any]:
-    """The JSON Schema of solution.json."""
-    return msgspec.json.schema(Solution)
