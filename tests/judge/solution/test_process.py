@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -188,6 +191,26 @@ def test_its_process_ends_with_it(tmp_path: Path) -> None:
     del family
     assert process.returncode is not None
     assert not scratch.exists()
+
+
+def test_its_process_ends_with_a_judge_that_is_killed(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "mine")
+    script = f"""
+from pathlib import Path
+from greenfast.judge.task import load_task
+from greenfast.judge.tasks import load_family
+family = load_family(load_task(Path({str(folder)!r})))
+print(family._process._child.pid, flush=True)
+import os, signal
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    state = Path(f"/proc/{done.stdout.strip()}/status")
+    deadline = time.monotonic() + 10
+    while state.exists() and "Z (zombie)" not in state.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not state.exists() or "Z (zombie)" in state.read_text()
 
 
 def test_every_kind_of_argument_comes_back() -> None:

@@ -12,13 +12,14 @@ import glob
 import os
 import platform
 import resource
+import signal
 import struct
 from collections.abc import Sequence
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 # <linux/prctl.h>
-_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWNET = 0x08000000, 0x10000000, 0x40000000
 
 # <linux/landlock.h>; the system calls have these numbers on every architecture.
@@ -63,7 +64,8 @@ def confine(readable: Sequence[str], writable: str, gpu: bool = False) -> list[s
 
     readable: folders that the code needs, besides the system's. writable: the one folder where it may write.
     gpu: whether it may use the GPUs that its environment shows it.
-    Call it while the process has one thread.
+    Call it while the process has one thread. The process also ends with the judge, which may be killed while it stops
+    this one between questions.
     """
     held = [
         name
@@ -76,6 +78,7 @@ def confine(readable: Sequence[str], writable: str, gpu: bool = False) -> list[s
         )
         if _tried(step)
     ]
+    _tried(lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))  # last: a new user namespace clears it
     return held
 
 
