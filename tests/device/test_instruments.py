@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel
-from greenfast.device.instruments import RANGES, source
+from greenfast.device.instruments import FIELDS, RANGES, source
 from greenfast.emulator.grid import GridResult, run_grid
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import Launch, Struct
@@ -37,10 +37,13 @@ def digest(words: Words, key: int, first: int = 0) -> int:
         return int(mixed(words ^ (np.uint64(key) + numbers)).sum(dtype=np.uint64))
 
 
-def emulated(ranges: Sequence[tuple[str, Words, int, str]], key: int, blocks: int) -> GridResult:
+def emulated(ranges: Sequence[tuple[str, Words, int, str]], key: int, blocks: int, veil: int = 0) -> GridResult:
     """The digest on the emulator; ranges: name, words, number of the first one, and the sum that is added to."""
-    fields = [(name, np.uint64(len(words) // 2), np.uint64(first), total) for name, words, first, total in ranges]
-    fields += [(np.uint64(0),) * 4] * (RANGES - len(ranges))  # type: ignore[list-item]
+    fields = [
+        (name, np.uint64(len(words) // 2), np.uint64(first), total, np.uint64(veil))
+        for name, words, first, total in ranges
+    ]
+    fields += [(np.uint64(0),) * FIELDS] * (RANGES - len(ranges))  # type: ignore[list-item]
     plan = Launch((blocks, len(ranges), 1), (Struct((*(f for row in fields for f in row), np.uint64(key))),))
     inputs = {name: words for name, words, _, _ in ranges}
     sums = {total: np.zeros(1, np.uint64) for *_, total in ranges}
@@ -80,6 +83,16 @@ def test_every_bit_its_place_and_the_key_count() -> None:
     assert digest(np.zeros(64, np.uint64), KEY) != digest(np.full(64, 2**64 - 1, np.uint64), KEY)
 
 
+@pytest.mark.parametrize("count", [2, 1030])
+def test_veiled_memory_shows_nothing_and_has_the_same_digest(count: int) -> None:
+    words = np.zeros(count, np.uint64)
+    plan = Launch((2, 1, 1), ("a", np.uint64(count // 2), np.uint64(77)))
+    outputs = {"a": OutputSpec((count,), "uint64")}
+    veiled = run_grid(kernel("veil").ptx, "veil", (256, 1, 1), 0, plan, {"a": words}, outputs).outputs["a"]
+    assert len(np.unique(veiled)) == count
+    assert int(emulated([("a", veiled, 6, "sum")], KEY, 2, veil=77).outputs["sum"][0]) == digest(words, KEY, 6)
+
+
 @pytest.mark.parametrize("words", [1, 1000, 3072])
 def test_shared_memory_is_overwritten_to_its_end(words: int) -> None:
     """A write past it would be a fault."""
@@ -89,6 +102,6 @@ def test_shared_memory_is_overwritten_to_its_end(words: int) -> None:
 
 
 def test_the_kernels_need_no_memory_of_their_own() -> None:
-    for entry in ("spin", "scrub", "digest"):
+    for entry in ("spin", "scrub", "veil", "digest"):
         found = kernel(entry).resources
         assert (found.spill_bytes, found.stack_bytes, found.static_smem_bytes, found.global_bytes) == (0, 0, 0, 0)

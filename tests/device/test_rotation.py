@@ -13,7 +13,7 @@ import pytest
 
 from greenfast.device.gpu import GUARD_BYTES, POISON, Executable, KernelImage
 from greenfast.device.instruments import Instruments
-from greenfast.device.rotation import PLACES, WRONG_BITS, WRONG_MEMORY, Layout, Rotation
+from greenfast.device.rotation import PLACES, WRONG_BITS, WRONG_FAR, WRONG_MEMORY, Layout, Rotation
 from greenfast.spec.kernel import Launch, Workspace
 from greenfast.spec.problem import Array, Case, OutputSpec
 from tests.fakes import HostInstrument, HostLaunch, Stamp
@@ -159,8 +159,9 @@ def test_what_is_queued_around_a_launch(gpu: OneKernelGpu, cold: bool, between: 
     found = rotation(gpu)
     gpu.memory.watched = True
     found.time(1, 1, cold=cold, seed=0)
-    one = ["copy", "fill 16 bytes", *between, "stamp", "launch", "stamp", "digest"]
-    assert gpu.memory.queued[1:] == [*one, *one, "digest", "digest"]  # the first is that of the sums
+    wipe = f"fill {found._layout.end} bytes"
+    one = ["copy", "fill 16 bytes", *between, "stamp", "launch", "stamp", "digest", wipe]
+    assert gpu.memory.queued[1 : 2 * len(one) + 3] == [*one, *one, "digest", "digest"]  # the first is that of the sums
 
 
 def only_first(pointers: Mapping[str, int], number: int) -> None:
@@ -227,12 +228,30 @@ def test_a_first_launch_that_writes_elsewhere_is_wrong(gpu: OneKernelGpu) -> Non
 
 def test_what_launches_are_checked_with_is_checked_too(gpu: OneKernelGpu) -> None:
     found = rotation(gpu)
-    assert found.intact()
-    for memory in (*found._before, *found._after):
-        ctypes.memset(memory.pointer + 100, 0x55, 1)
-        assert not found.intact()
-        ctypes.memset(memory.pointer + 100, POISON, 1)
-        assert found.intact()
+    flushed = found._instruments.flushed.pointer
+    for pointer in (*(m.pointer + 100 for m in found._before), flushed):
+        reached = ctypes.c_ubyte.from_address(pointer)
+        reached.value ^= 0x55
+        wrong = found.time(0, 5, cold=False, seed=0)[2]
+        assert wrong is not None
+        reached.value ^= 0x55
+        assert found.time(0, 5, cold=False, seed=0)[2] is None
+    assert str(wrong) == f"launch 5 of 5 {WRONG_FAR}"
+
+
+def test_no_result_of_an_earlier_launch_lies_anywhere(gpu: OneKernelGpu) -> None:
+    """A kernel could look for it in the other places, or in what launches are compared with."""
+    found = rotation(gpu)
+    results = [outputs["y"].tobytes() for outputs in found.outputs]
+
+    def looks(pointers: Mapping[str, int], number: int) -> None:
+        for memory in found._allocated:
+            held = ctypes.string_at(memory.pointer, memory.nbytes)
+            assert not any(result in held for result in results)
+        works(pointers, number)
+
+    gpu.solution = looks
+    assert found.time(0, 20, cold=False, seed=0)[2] is None
 
 
 def test_its_memory_is_given_back(gpu: OneKernelGpu) -> None:

@@ -26,13 +26,25 @@ extern "C" __global__ void scrub(u64 key, unsigned words) {
   for (unsigned i = threadIdx.x; i < words; i += blockDim.x) out[i] = mixed(0, key, u64(blockIdx.x) * words + i);
 }
 
+__device__ __forceinline__ ulonglong2 veiled(ulonglong2 words, u64 key, u64 pair) {
+  return make_ulonglong2(words.x ^ mixed(0, key, 2 * pair), words.y ^ mixed(0, key, 2 * pair + 1));
+}
+
+// Makes memory unreadable without the key, or readable again.
+extern "C" __global__ void veil(ulonglong2* data, u64 pairs, u64 key) {
+  for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < pairs; i += u64(gridDim.x) * blockDim.x) {
+    data[i] = veiled(data[i], key, i);
+  }
+}
+
 // Words of 64 bits in memory: a multiple of two from an address that is a multiple of 16. first: the number of the
-// first one. sum: what their digest is added to.
+// first one. sum: what their digest is added to. veil: the key that they are veiled with, 0 if they are not.
 struct Range {
   const ulonglong2* data;
   u64 pairs;
   u64 first;
   u64* sum;
+  u64 veil;
 };
 
 // By value, because a kernel that is timed could write to whatever lies in memory.
@@ -47,7 +59,7 @@ extern "C" __global__ void digest(const __grid_constant__ Ranges ranges) {
   const Range r = ranges.range[blockIdx.y];
   u64 sum = 0;
   for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < r.pairs; i += u64(gridDim.x) * blockDim.x) {
-    const ulonglong2 words = r.data[i];
+    const ulonglong2 words = r.veil == 0 ? r.data[i] : veiled(r.data[i], r.veil, i);
     sum += mixed(words.x, ranges.key, r.first + 2 * i) + mixed(words.y, ranges.key, r.first + 2 * i + 1);
   }
   for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_down_sync(0xFFFFFFFFu, sum, offset);

@@ -20,8 +20,8 @@ from greenfast.spec.kernel import KernelSource, Launch
 #: Longer than the host needs to queue one timed iteration, so that the device never waits for the host within one.
 _SPIN_NS = 60_000
 #: As in instruments.cu: the ranges of one launch of the digest, and 64-bit fields of a range.
-RANGES, _FIELDS = 4, 4
-_PARAMETERS = struct.Struct(f"<{RANGES * _FIELDS + 1}Q")
+RANGES, FIELDS = 4, 5
+_PARAMETERS = struct.Struct(f"<{RANGES * FIELDS + 1}Q")
 _DIGEST_THREADS, _SCRUB_THREADS = 256, 1024
 _BLOCKS_PER_SM = 4
 
@@ -29,13 +29,14 @@ _BLOCKS_PER_SM = 4
 class Range(NamedTuple):
     """Device memory to be digested, a multiple of 16 bytes, and the address of the 64-bit number that this adds to.
 
-    first: the number of its first 64-bit word.
+    first: the number of its first 64-bit word. veil: the key that it is veiled with, 0 if it is not.
     """
 
     pointer: int
     nbytes: int
     first: int
     sum: int
+    veil: int = 0
 
 
 @cache
@@ -55,7 +56,8 @@ class Instruments:
         self._cubin = compile_kernel(source("digest"), Target.of_device(gpu.capability)).cubin
         properties = gpu.device.properties
         self._blocks = _BLOCKS_PER_SM * properties.multiprocessor_count
-        self._flushed = GuardedBuffer(2 * properties.l2_cache_size)
+        self.flushed = GuardedBuffer(2 * properties.l2_cache_size)
+        self.flush_l2()
         self._spin = self._prepare("spin", 1, 0, Launch((1, 1, 1), (np.int64(_SPIN_NS),)))
         shared = properties.max_shared_memory_per_block_optin
         # One block fills a multiprocessor, so each gets one; twice as many, in case that one has two of the first.
@@ -74,21 +76,26 @@ class Instruments:
         self._spin()
 
     def flush_l2(self) -> None:
-        """Write over twice the L2 cache, which also keeps the device busy."""
-        check(driver.cuMemsetD8Async(self._flushed.pointer, 0, self._flushed.nbytes, self._gpu.stream.handle))
+        """Write zeros over twice the L2 cache, which also keeps the device busy."""
+        check(driver.cuMemsetD8Async(self.flushed.pointer, 0, self.flushed.nbytes, self._gpu.stream.handle))
 
     def scrub(self, key: int) -> None:
         """Fill the shared memory of every multiprocessor with a pattern that is drawn from the key."""
         self._scrub.write(0, key.to_bytes(8, "little"))
         self._scrub()
 
+    def veil(self, pointer: int, nbytes: int, key: int) -> None:
+        """Make device memory, a multiple of 16 bytes, unreadable without the key; with it, readable again."""
+        plan = Launch((self._blocks, 1, 1), (np.uint64(pointer), np.uint64(nbytes // 16), np.uint64(key)))
+        self._prepare("veil", _DIGEST_THREADS, 0, plan)()
+
     def digest(self, ranges: Sequence[Range], key: int) -> None:
         """Add each range's digest under a 64-bit key to its sum."""
         for some in (ranges[i : i + RANGES] for i in range(0, len(ranges), RANGES)):
             pairs = max(r.nbytes for r in some) // 16
             launch = self._digest_of(max(1, min(self._blocks, -(-pairs // _DIGEST_THREADS))), len(some))
-            fields = [field for r in some for field in (r.pointer, r.nbytes // 16, r.first, r.sum)]
-            fields += [0] * (RANGES * _FIELDS - len(fields))
+            fields = [field for r in some for field in (r.pointer, r.nbytes // 16, r.first, r.sum, r.veil)]
+            fields += [0] * (RANGES * FIELDS - len(fields))
             launch.write(0, _PARAMETERS.pack(*fields, key))
             launch()
 

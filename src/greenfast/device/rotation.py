@@ -2,7 +2,8 @@
 
 A kernel could do its work on some launches only: on the first of an input, on every second one, on those after which it
 expects to be looked at. So each launch draws one of the cases and one of three places in memory at random, finds its
-outputs poisoned, and leaves a digest of all that it left, under a key that is drawn for this launch.
+outputs poisoned, and leaves a digest of all that it left, under a key that is drawn for this launch. It finds no result
+of an earlier launch anywhere: what lay in a place is overwritten, and what launches are compared with is veiled.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _SUMS = 4  # per launch: of its outputs and of the rest, as they were left and a
 
 WRONG_BITS = "left other bits than the checked ones"
 WRONG_MEMORY = "changed an input, or memory around a buffer"
+WRONG_FAR = "or an earlier one wrote to memory that launches are checked with"
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ class Rotation:
         self._gpu, self._instruments, self._workspaces = gpu, instruments, executable.workspaces
         self._layout = layout = Layout.of(cases, executable.workspaces)
         self._allocated: list[Memory] = []
+        self._veil, self._own_key = (random.SystemRandom().randrange(1, 2**64) for _ in range(2))
         self._before = [self._allocate(layout.scratch) for _ in cases]
         self._after = [self._allocate(layout.scratch - layout.changed) for _ in cases]
         self._places = [self._place(executable) for _ in range(PLACES)]
@@ -154,8 +157,7 @@ class Rotation:
         self.wrong: WrongLaunch | None = None
         for n, case in enumerate(cases):
             self._first(n, case)
-        self._key = random.SystemRandom().getrandbits(64)
-        self._own = self._digest_of_own()
+        self._own = self._digests_of_own()
 
     def _allocate(self, nbytes: int) -> Memory:
         self._allocated.append(Memory(max(nbytes, _ALIGNMENT)))
@@ -163,8 +165,7 @@ class Rotation:
 
     def _place(self, executable: Executable) -> _Place:
         memory = self._allocate(self._layout.end)
-        check(driver.cuMemsetD8(memory.pointer, POISON, memory.nbytes))
-        check(driver.cuCtxSynchronize())
+        self._queue_wipe(memory)
         pointers = {name: memory.pointer + offset for name, offset in self._layout.offsets.items()}
         pointers.setdefault(PHASE_BUFFER, 0)  # an instrumented build is not timed
         stream = int(self._gpu.stream.handle)
@@ -188,7 +189,9 @@ class Rotation:
             launch()
         self._gpu.stream.sync()
         left = place.memory.download(0, self._layout.scratch)
+        self._queue_wipe(place.memory)
         self._after[number].upload(left[self._layout.changed :])
+        self._instruments.veil(self._after[number].pointer, self._after[number].nbytes, self._veil)
         outputs = {}
         for name, spec in case.outputs.items():
             data = self._layout.within(left, name, spec.nbytes)
@@ -199,13 +202,18 @@ class Rotation:
             self.wrong = WrongLaunch(1, 1, number, WRONG_MEMORY)
 
     def _queue_restore(self, case: int, place: _Place) -> None:
-        """Queue a case's inputs, its outputs before a launch, and the workspaces, in a place."""
+        """Queue a case's inputs, its outputs before a launch, and zeros in workspaces that have them, in a place."""
         before, stream = self._before[case], self._gpu.stream.handle
         check(driver.cuMemcpyDtoDAsync(place.memory.pointer, before.pointer, self._layout.scratch, stream))
         for name, space in self._workspaces.items():
-            if space.nbytes:
-                pointer = place.memory.pointer + self._layout.offsets[name]
-                check(driver.cuMemsetD8Async(pointer, 0 if space.zeros else POISON, space.nbytes, stream))
+            if space.zeros and space.nbytes:
+                check(
+                    driver.cuMemsetD8Async(place.memory.pointer + self._layout.offsets[name], 0, space.nbytes, stream)
+                )
+
+    def _queue_wipe(self, memory: Memory) -> None:
+        """Queue poisoning a place."""
+        check(driver.cuMemsetD8Async(memory.pointer, POISON, memory.nbytes, self._gpu.stream.handle))
 
     def time(
         self, warmup: int, iters: int, *, cold: bool, seed: int
@@ -256,23 +264,27 @@ class Rotation:
         end = self._gpu.mark()
         bands = [(base + first, first, last) for first, last in layout.bands()]
         instruments.digest(self._ranges(base, base + layout.changed, bands, self._sum(number, 0)), key)
+        self._queue_wipe(place.memory)
         return start, end
 
     def _queue_expected(self, number: int, case: int, key: int) -> None:
         """Queue the digest of what a launch of this case should have left."""
         bands = [(self._poison.pointer, first, last) for first, last in self._layout.bands()]
         before, after = self._before[case].pointer, self._after[case].pointer
-        self._instruments.digest(self._ranges(before, after, bands, self._sum(number, 2)), key)
+        self._instruments.digest(self._ranges(before, after, bands, self._sum(number, 2), self._veil), key)
 
-    def _ranges(self, inputs: int, outputs: int, bands: list[tuple[int, int, int]], sums: int) -> list[Range]:
+    def _ranges(
+        self, inputs: int, outputs: int, bands: list[tuple[int, int, int]], sums: int, veil: int = 0
+    ) -> list[Range]:
         """What is digested of a launch, into two sums: its outputs, and all else that it must leave as it was.
 
-        bands: where each guard band of the workspaces is read, and its start and end in the layout.
+        bands: where each guard band of the workspaces is read, and its start and end in the layout. veil: of the
+        outputs.
         """
         changed, scratch = self._layout.changed, self._layout.scratch
         rest = [Range(at, last - first, first // 8, sums + 8) for at, first, last in bands]
         return [
-            Range(outputs, scratch - changed, changed // 8, sums),
+            Range(outputs, scratch - changed, changed // 8, sums, veil),
             Range(inputs, changed, 0, sums + 8),
             *rest,
         ]
@@ -295,24 +307,24 @@ class Rotation:
         return self._sums.download(0, launches * _SUMS * 8).view(np.uint64).reshape(launches, _SUMS)
 
     def _first_wrong(self, launches: Sequence[tuple[int, int, int]]) -> WrongLaunch | None:
-        sums = self._read_sums(len(launches))
+        count = len(launches)
+        sums = self._read_sums(count)
         same = sums[:, :2] == sums[:, 2:]
-        if same.all():
-            return None
-        n = int(np.flatnonzero(~same.all(axis=1))[0])
-        return WrongLaunch(n + 1, len(launches), launches[n][0], WRONG_MEMORY if same[n, 0] else WRONG_BITS)
+        if not same.all():
+            n = int(np.flatnonzero(~same.all(axis=1))[0])
+            return WrongLaunch(n + 1, count, launches[n][0], WRONG_MEMORY if same[n, 0] else WRONG_BITS)
+        if self._digests_of_own() != self._own:
+            return WrongLaunch(count, count, launches[-1][0], WRONG_FAR)
+        return None
 
-    def _digest_of_own(self) -> bytes:
-        """A digest of what launches are restored from and compared with, which no kernel may reach."""
-        own = [*self._before, *self._after, self._poison]
+    def _digests_of_own(self) -> bytes:
+        """Digests of the memory that only the judge's kernels write."""
+        own = [(memory.pointer, memory.nbytes) for memory in (*self._before, *self._after, self._poison)]
+        own.append((self._instruments.flushed.pointer, self._instruments.flushed.nbytes))
         self._reserve(len(own))
-        for n, memory in enumerate(own):
-            self._instruments.digest([Range(memory.pointer, memory.nbytes, 0, self._sum(n, 0))], self._key)
+        for n, (pointer, nbytes) in enumerate(own):
+            self._instruments.digest([Range(pointer, nbytes, 0, self._sum(n, 0))], self._own_key)
         return self._read_sums(len(own)).tobytes()
-
-    def intact(self) -> bool:
-        """Whether what launches were restored from and compared with is as it was at first."""
-        return self._digest_of_own() == self._own
 
     def free(self) -> None:
         """Free the device memory."""

@@ -69,8 +69,8 @@ class Session(Protocol):
         seed: of all that is drawn.
         """
 
-    def finish(self, key: str) -> bool:
-        """Free what was bound; whether the memory that launches were checked with is still as it was."""
+    def finish(self, key: str) -> None:
+        """Free what was bound."""
 
     def phases(self, executable: Executable, case: Case, repeats: int) -> dict[str, float]:
         """Mean SM cycles per block and phase of an instrumented build, after one run to warm up."""
@@ -129,12 +129,9 @@ class GpuSession:
         """Time one block of launches, each with one of the key's cases. seed: of all that is drawn."""
         return Block(*self._timed[key].time(warmup, iters, cold=cold, seed=seed))
 
-    def finish(self, key: str) -> bool:
-        """Free what was bound; whether the memory that launches were checked with is still as it was."""
-        rotation = self._timed.pop(key)
-        intact = rotation.intact()
-        rotation.free()
-        return intact
+    def finish(self, key: str) -> None:
+        """Free what was bound."""
+        self._timed.pop(key).free()
 
     def phases(self, executable: Executable, case: Case, repeats: int) -> dict[str, float]:
         """Mean SM cycles per block and phase of an instrumented build, after one run to warm up."""

@@ -155,10 +155,9 @@ class Worker:
         block: Block = self.call("time", key, warmup, iters, cold, seed)
         return block
 
-    def finish(self, key: str) -> bool:
-        """Free what was bound; whether the memory that launches were checked with is still as it was."""
-        intact: bool = self.call("finish", key)
-        return intact
+    def finish(self, key: str) -> None:
+        """Free what was bound."""
+        self.call("finish", key)
 
     def phases(self, executable: Executable, case: Case, repeats: int) -> dict[str, float]:
         """Mean SM cycles per block and phase of an instrumented build."""

@@ -70,7 +70,7 @@ class EmulatorSession:
         """Refuse: nothing can be timed here."""
         raise MachineError(_NO_TIME)
 
-    def finish(self, key: str) -> bool:
+    def finish(self, key: str) -> None:
         """Refuse: nothing can be timed here."""
         raise MachineError(_NO_TIME)
 
