@@ -288,7 +288,11 @@ def test_what_was_measured_once_more_can_be_quoted(machines: Machines) -> None:
 
 @pytest.mark.parametrize(
     ("required", "status", "says"),
-    [(1.5, "PASS", "FAST"), (2.5, "FAIL", "SHORT"), (2.0, "PENDING", "cannot tell whether b1_h1_s32_d64 reaches 2x")],
+    [
+        (1.5, "PASS", "FAST"),
+        (2.5, "FAIL", "SHORT"),
+        (2.04, "PENDING", "cannot tell whether b1_h1_s32_d64 reaches 2.04x"),
+    ],
 )
 def test_the_requirement_of_this_run_decides(machines: Machines, required: float, status: str, says: str) -> None:
     outcome = machines.quote(machines.measure().folder, required=required)
