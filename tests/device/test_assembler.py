@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -31,7 +32,7 @@ extern "C" __global__ void other(float* y) { y[0] = 1; }
     dynamic_smem_bytes=512,
 )
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
-needs_ptxas = pytest.mark.skipif(toolchain.ptxas() is None, reason=assembler.MISSING)
+needs_ptxas = pytest.mark.skipif(not toolchain.assemblers(), reason=assembler.MISSING)
 
 
 def as_ptx(kernel: CompiledKernel, **changes: str) -> KernelSource:
@@ -81,7 +82,7 @@ def test_messages_of_the_assembler_name_the_file_and_the_line() -> None:
 
 def test_without_an_assembler_the_ptx_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compile_kernel(CUDA, Target("sm_90"))
-    monkeypatch.setattr(toolchain, "ptxas", lambda: None)
+    monkeypatch.setattr(toolchain, "assemblers", list)
     found = compile_kernel(as_ptx(compiled), Target("sm_90"))
     assert (found.ptx, found.cubin, found.reported, code_hash(found)) == (compiled.ptx, b"", None, "")
     with pytest.raises(MachineError, match="pip install nvidia-cuda-nvcc"):
@@ -97,3 +98,23 @@ def test_bytes_that_are_no_cubin_are_refused() -> None:
         compile_kernel(as_cubin(compiled), Target("sm_89"))
     with pytest.raises(CompileError, match="no kernel 'missing', only: "):
         compile_kernel(replace(as_cubin(compiled), entry="missing"), Target("sm_90"))
+
+
+def tool(folder: Path, release: str) -> Path:
+    """A program that says that it is the ptxas of this release."""
+    path = folder / f"ptxas-{release}"
+    path.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.12'\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("8.0", "12.6"), ("8.5", "12.6"), ("8.8", "12.9"), ("9.0", "13.0"), ("9.4", "13.4"), ("9.9", "12.6")],
+)
+def test_the_first_that_knows_the_version_of_ptx_is_taken(
+    version: str, release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = [tool(tmp_path, name) for name in ("12.6", "12.9", "13.0", "13.4")]
+    monkeypatch.setattr(toolchain, "assemblers", lambda: tools)
+    assert assembler.compiler(f"//\n.version {version}\n.target sm_90a\n") == f"ptxas {release}.12"

@@ -15,7 +15,8 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError
 
 _TIMEOUT_S = 600
-_VERSION = re.compile(r"release [\d.]+, V([\d.]+)")
+_VERSION = re.compile(r"release [\d.]+, V(([\d]+)\.([\d]+)[\d.]*)")
+_PTX_VERSION = re.compile(r"^\s*\.version\s+(\d+)\.(\d+)", re.MULTILINE)
 _NOISE = re.compile(r"ptxas fatal +: Ptx assembly aborted|ptxas info ")
 #: What is said where there is no ptxas.
 MISSING = "no ptxas here; pip install nvidia-cuda-nvcc (version 13), or put a CUDA toolkit's bin folder on PATH"
@@ -26,17 +27,30 @@ def options(target: Target) -> tuple[str, ...]:
     return (f"--gpu-name={target.name}", "--verbose", "--generate-line-info")
 
 
-def compiler() -> str:
-    """The assembler with its patch release, such as "ptxas 13.0.88"; "no assembler" where there is none."""
-    tool = toolchain.ptxas()
-    return _compiler_at(tool) if tool is not None else "no assembler"
+def compiler(ptx: str) -> str:
+    """The assembler of a PTX text with its patch release, such as "ptxas 13.0.88"; "no assembler" without one."""
+    tool = _tool_for(ptx)
+    return f"ptxas {_release(tool)[0]}" if tool is not None else "no assembler"
+
+
+def _tool_for(ptx: str) -> Path | None:
+    """The first assembler that knows the text's version of PTX, which may be newer than a toolkit; else the first."""
+    tools = toolchain.assemblers()
+    asked = _PTX_VERSION.search(ptx)
+    needed = (int(asked[1]), int(asked[2])) if asked else (0, 0)
+    return next((tool for tool in tools if _release(tool)[1] >= needed), tools[0] if tools else None)
 
 
 @functools.cache
-def _compiler_at(tool: Path) -> str:
+def _release(tool: Path) -> tuple[str, tuple[int, int]]:
+    """An assembler's release, and the newest version of PTX that it reads."""
     said = subprocess.run([tool, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S).stdout
     version = _VERSION.search(said)
-    return f"ptxas {version[1]}" if version else "ptxas"
+    if version is None:
+        return "of unknown release", (0, 0)
+    major, minor = int(version[2]), int(version[3])
+    # CUDA 12.0 to 12.5 read PTX 8.0 to 8.5, CUDA 12.6 to 12.9 PTX 8.5 to 8.8, and CUDA 13.0 begins with PTX 9.0.
+    return version[1], (major - 4, minor - 1 if major == 12 and minor > 5 else minor)
 
 
 def assemble(ptx: str, name: str, target: Target, *, use_cache: bool = True) -> tuple[Output, bool]:
@@ -44,10 +58,10 @@ def assemble(ptx: str, name: str, target: Target, *, use_cache: bool = True) -> 
 
     name: the source's, for messages. Raises CompileError with the assembler's messages.
     """
-    tool = toolchain.ptxas()
+    tool = _tool_for(ptx)
     if tool is None:
         return Output("no assembler", b"", ptx, ""), False
-    named = "\0".join((_compiler_at(tool), *options(target), ptx))
+    named = "\0".join((compiler(ptx), *options(target), ptx))
     key = b"ptxas:" + hashlib.sha256(named.encode()).digest()
     parts = cache.load(key) if use_cache else None
     if parts is not None and len(parts) == 2:

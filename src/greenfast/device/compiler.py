@@ -13,7 +13,6 @@ import stat
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from cuda.core import ProgramOptions
 from cuda.core.utils import make_program_cache_key
@@ -104,7 +103,7 @@ def compile_kernel(
         ptx=output.ptx,
         log=output.log,
         reported=_resources(source, output) if output.cubin else None,
-        compiler=_compiler_of(output.ptx) if source.language == "cuda" else compiler_version(source.language),
+        compiler=_compiler(source, output.ptx),
         options=compile_options(source, target),
         kernel_hash=kernel_hash(source),
         compile_ms=compile_ms,
@@ -123,12 +122,8 @@ def _resources(source: KernelSource, output: nvrtc.Output) -> Resources:
 
 
 @functools.cache  # of the library that this process has loaded
-def compiler_version(language: Literal["cuda", "ptx", "cubin"] = "cuda") -> str:
+def compiler_version() -> str:
     """This machine's compiler with its patch release, as in ``CompiledKernel.compiler``; raises as a compile does."""
-    if language == "ptx":
-        return assembler.compiler()
-    if language == "cubin":
-        return "given as machine code"
     empty = KernelSource(
         entry="", source="// which compiler is this?\n", name="version.cu", include_dirs=(), block=(1, 1, 1)
     )
@@ -157,6 +152,12 @@ def to_ptx(
 def entries(ptx: str) -> list[str]:
     """The kernels of a PTX text, by their compiled names."""
     return _ENTRY.findall(ptx)
+
+
+def _compiler(source: KernelSource, ptx: str) -> str:
+    if source.language == "cubin":
+        return "given as machine code"
+    return assembler.compiler(ptx) if source.language == "ptx" else _compiler_of(ptx)
 
 
 def _compiler_of(ptx: str) -> str:

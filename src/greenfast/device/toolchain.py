@@ -66,20 +66,18 @@ def nvdisasm() -> Path:
     return Path(path)
 
 
-def ptxas() -> Path | None:
-    """The assembler of PTX, or None where it is missing: only kernels that are PTX themselves need it.
+def assemblers() -> list[Path]:
+    """What assembles PTX (ptxas), in the order in which it is asked; only kernels that are PTX themselves need it.
 
-    A Python package's comes first (nvidia-cuda-nvcc), then CUDA_PATH's and PATH's, then the one that Triton brings.
+    A Python package's comes first (nvidia-cuda-nvcc), then CUDA_PATH's and PATH's, then the ones that Triton brings:
+    the newest CUDA's under the name of Blackwell, for which it first needed one.
     """
-    found: str | None = find_nvidia_binary_utility("ptxas") or shutil.which("ptxas")
-    if found is not None:
-        return Path(found)
+    found = [Path(tool) for tool in (find_nvidia_binary_utility("ptxas"), shutil.which("ptxas")) if tool]
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
-        bundled = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
-        if bundled.is_file():
-            return bundled
-    return None
+        bundled = Path(triton.origin).parent / "backends" / "nvidia" / "bin"
+        found += [bundled / name for name in ("ptxas-blackwell", "ptxas")]
+    return [tool for tool in dict.fromkeys(found) if tool.is_file()]
 
 
 def fingerprint() -> bytes:
