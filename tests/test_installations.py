@@ -118,6 +118,7 @@ def test_extras_are_those_of_pyproject() -> None:
     own = {"greenfast[emulator]", "nvidia-cuda-nvdisasm"}
     assert requirements("judge") - own == packages["judge"] - packages["emulator"]
     assert requirements("judge") >= own
+    assert requirements("triton") == packages["triton"]
     assert requirements("all") == {"greenfast[judge,transformers]"}
     assert "greenfast[all]" in requirements("dev")
     assert not requirements("dependencies") & {*packages["judge"], "nvidia-cuda-nvdisasm"}

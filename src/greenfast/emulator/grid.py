@@ -77,8 +77,8 @@ class Step:
 @lru_cache(maxsize=32)
 def program_of(ptx: str, entry: str) -> tuple[Module, Program]:
     """The parsed module and the kernel's program. Raises UnsupportedError, or UsageError for an unknown kernel."""
-    # Wrappers of instructions, the toolkit's and this project's: what their callers do is what a reader asks for.
-    module = parse(ptx, tuple(f"{folder}/" for folder in (*cuda_include_dirs(), KERNEL_DIR / "ptx")))
+    # Wrappers of instructions (the toolkit's, this project's, Triton's): what callers do is what a reader asks for.
+    module = parse(ptx, tuple(f"{folder}/" for folder in (*cuda_include_dirs(), KERNEL_DIR / "ptx", "triton/language")))
     return module, Program(inlined(module, module.entry(entry)))
 
 

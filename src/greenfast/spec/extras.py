@@ -12,6 +12,7 @@ _EMULATOR = ("ml_dtypes", "msgspec", "rich")
 EXTRAS = {
     "emulator": _EMULATOR,
     "judge": (*_EMULATOR, "jinja2", "markdown_it", "matplotlib", "nvtx", "scipy"),
+    "triton": ("triton",),
 }
 
 

@@ -35,9 +35,10 @@ _FUNCTIONS: dict[str, Callable[..., Number]] = {
     "min": min,
     "max": max,
     "ceildiv": lambda a, b: -(-a // b),
+    "next_power_of_2": lambda n: 1 << max(0, int(n) - 1).bit_length(),
     "sqrt": math.sqrt,
 }
-_WHOLE = "whole numbers, + - * // % **, comparisons, min, max, ceildiv and `a if condition else b`"
+_WHOLE = "whole numbers, + - * // % **, comparisons, min, max, ceildiv, next_power_of_2 and `a if condition else b`"
 
 
 def whole(text: str | int, names: Mapping[str, int]) -> int:

@@ -23,10 +23,11 @@ from greenfast.judge.solution.wire import (
     Refused,
     Render,
     Rendered,
+    Uncompiled,
     decode_program,
 )
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import AbsentError, GreenfastError, SolutionError, UsageError
+from greenfast.spec.errors import AbsentError, CompileError, GreenfastError, SolutionError, UsageError
 from greenfast.spec.kernel import Choice, KernelSource, Launch, Program, Step
 from greenfast.spec.problem import Problem
 
@@ -187,6 +188,8 @@ class RemoteFamily(_Single):
             return AbsentError(f"{self._what}: {said.text}")
         if isinstance(said, Refused):
             return UsageError(said.text)
+        if isinstance(said, Uncompiled):
+            return CompileError(said.text)
         if isinstance(said, Raised):
             return self._process.raised(said)
         with contextlib.suppress(Exception):

@@ -14,10 +14,21 @@ import msgspec
 
 from greenfast.judge.solution import wire
 from greenfast.judge.solution.languages.family import import_family
-from greenfast.judge.solution.schema import FoundSolution, Solution
-from greenfast.judge.solution.wire import Absent, Answer, Choose, Confined, Load, Question, Raised, Refused, Render
+from greenfast.judge.solution.schema import CONFIG_NAME, FoundSolution, Solution
+from greenfast.judge.solution.wire import (
+    Absent,
+    Answer,
+    Choose,
+    Confined,
+    Load,
+    Question,
+    Raised,
+    Refused,
+    Render,
+    Uncompiled,
+)
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import MachineError, UsageError
+from greenfast.spec.errors import CompileError, MachineError, UsageError
 from greenfast.spec.kernel import Program, program_of
 
 _LANGUAGES = "greenfast.judge.solution.languages"
@@ -73,6 +84,8 @@ class _Server:
             return Refused(str(e))
         except MachineError as e:
             return Absent(str(e))
+        except CompileError as e:
+            return Uncompiled(str(e))
         except BaseException as e:  # also SystemExit: only an answer ends a question
             kind = type(e).__name__
             if isinstance(e, SystemExit):
@@ -98,7 +111,9 @@ class _Server:
             )
         language: Callable[..., Program] = importlib.import_module(f"{_LANGUAGES}.{self._solution.language}").program
         target = Target(ask.target, ask.multiprocessors)
-        found = FoundSolution(self._solution, self._folder, self._folder)
+        config = self._folder / CONFIG_NAME
+        where = config if config.is_file() else self._folder / self._solution.file
+        found = FoundSolution(self._solution, self._folder, where)
         return language(found, ask.format, ask.dims, target, ask.buffers)
 
     def _choose(self, ask: Choose) -> wire.Chosen:

@@ -214,6 +214,12 @@ class Refused(_Message, frozen=True, tag="refused"):
     text: str
 
 
+class Uncompiled(_Message, frozen=True, tag="uncompiled"):
+    """The compiler of the solution's language refuses it; text: its message."""
+
+    text: str
+
+
 class Raised(_Message, frozen=True, tag="raised"):
     """The solution's code raised; text: the exception, lines: where in its files. exits: whether it was sys.exit."""
 
@@ -226,7 +232,7 @@ class Answer(_Message, frozen=True):
     """What the solution's process says."""
 
     number: int
-    said: Confined | Loaded | Rendered | Chosen | Absent | Refused | Raised
+    said: Confined | Loaded | Rendered | Chosen | Absent | Refused | Uncompiled | Raised
 
 
 def encode_program(program: Program) -> Rendered:

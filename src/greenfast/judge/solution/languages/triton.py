@@ -1,0 +1,301 @@
+"""Triton: a function's parameters, types and constants to PTX, without a GPU.
+
+The compiler specialises as Triton's JIT does at a launch: pointers and whole numbers that are multiples of 16 are known
+to be, and a 1 becomes a constant. Only PTX leaves this process; the judge assembles what the emulator runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from greenfast.device.compiler import entries
+from greenfast.judge.solution.declared import arguments, constants, grid_of, workspaces
+from greenfast.judge.solution.expressions import whole
+from greenfast.judge.solution.languages.family import import_family
+from greenfast.judge.solution.schema import FoundSolution
+from greenfast.judge.solution.wire import Buffer
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import CompileError, MachineError, UsageError
+from greenfast.spec.extras import require
+from greenfast.spec.kernel import Argument, KernelSource, Launch, Program, Step, Workspace
+
+#: NumPy's and ml_dtypes' names of elements, and Triton's.
+_TYPES = {
+    **{f"{sign}int{bits}": f"{sign or 'i'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    **{"bool": "i1", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"},
+    **{"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"},
+}
+_BYTES = {"i1": 1, "fp8e4nv": 1, "fp8e5": 1, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+_BYTES |= {f"{sign}{bits}": bits // 8 for sign in "iu" for bits in (8, 16, 32, 64)}
+_DIVISIBLE = [["tt.divisibility", 16]]
+#: A file of line numbers: its folder, and its name, with Triton's package where it is Triton's.
+_FILE = re.compile(r'^(\s*\.file\s+\d+\s+")[^"\n]*?((?:triton/language/)?[^/"\n]+")', re.MULTILINE)
+_DEBUG_SECTION = re.compile(r"^\t\.section\t\.debug_(?!str\b)\w+\s*\{.*?^\t\}\n", re.MULTILINE | re.DOTALL)
+
+
+def program(
+    found: FoundSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
+) -> Program:
+    """The program of a Triton solution for a shape. Runs the solution's file.
+
+    buffers: of the problem's case by name.
+
+    Raises UsageError naming the file, the key and what is allowed, and CompileError with Triton's message.
+    """
+    try:
+        require(f"{found.solution.name}, a solution in Triton,", "triton")
+    except MachineError as e:
+        raise UsageError(str(e)) from None
+    names = constants(found, dims)
+    spaces = workspaces(found, names)
+    dtypes = {name: buffer.dtype for name, buffer in buffers.items()} | dict.fromkeys(spaces, "uint8")
+    with _ready(target):
+        module = _module(found.folder, found.solution.file)
+        steps = []
+        for number in range(len(found.solution.launches)):
+            call = _call(found, number, module, names, dtypes)
+            steps.append(_step(found, number, call, target, spaces))
+    return Program(tuple(steps), spaces)
+
+
+@functools.cache
+def _module(folder: Path, file: str) -> ModuleType:
+    """The solution's file, imported once for all shapes."""
+    return import_family(folder, file, "")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A launch as Triton's compiler takes it: types and constants by parameter, and what is left as arguments."""
+
+    function: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    divisible: tuple[str, ...]
+    arguments: tuple[Argument, ...]
+    grid: tuple[int, int, int]
+    options: dict[str, Any]
+
+
+def _call(
+    found: FoundSolution, number: int, module: Any, names: Mapping[str, int], buffers: Mapping[str, str]
+) -> _Call:
+    """What a launch asks of the compiler. Raises UsageError as ``program`` does."""
+    spec = found.solution.launches[number]
+    where = f"{found.where}: launches[{number}]"
+    function, heuristics = _function(f"{where}.kernel", module, spec.kernel, found)
+    given = arguments(found, number, names)
+    runtime = [p.name for p in function.params if not p.is_constexpr]
+    if len(given) != len(runtime):
+        raise UsageError(
+            f"{where}.args: {len(given)} given, and {spec.kernel} takes {len(runtime)} that are no tl.constexpr: "
+            f"{', '.join(runtime)}"
+        )
+    by_name = dict(zip(runtime, given, strict=True))
+    signature: dict[str, str] = {}
+    fixed: dict[str, Any] = {}
+    divisible: list[str] = []
+    for parameter in function.params:
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name] = "constexpr"
+            fixed[name] = _constant(f"{where}.kernel", parameter, names, heuristics, by_name)
+            continue
+        argument = by_name[name]
+        signature[name] = _type_of(f"{where}.args", parameter, argument, buffers)
+        if isinstance(argument, str):
+            if not parameter.do_not_specialize_on_alignment:
+                divisible.append(name)
+        elif argument.dtype.kind in "iu" and not parameter.do_not_specialize:
+            if argument == 1:
+                signature[name], fixed[name] = "constexpr", 1
+            elif argument % 16 == 0 and not parameter.do_not_specialize_on_alignment:
+                divisible.append(name)
+    options = {"num_warps": _option(where, "num_warps", spec.num_warps, names)}
+    options["num_stages"] = _option(where, "num_stages", spec.num_stages, names)
+    if options["num_warps"] not in (1, 2, 4, 8, 16, 32):
+        raise UsageError(f"{where}.num_warps: {options['num_warps']} is no power of two up to 32")
+    if spec.early:
+        options["launch_pdl"] = True
+    left = tuple(value for name, value in by_name.items() if signature[name] != "constexpr")
+    return _Call(function, signature, fixed, tuple(divisible), left, grid_of(found, number, names), options)
+
+
+def _function(key: str, module: Any, name: str, found: FoundSolution) -> tuple[Any, dict[str, Callable[..., Any]]]:
+    """The @triton.jit function of this name, and its heuristics by constant.
+
+    Raises UsageError if there is none, or if it is autotuned and the solution does not say with which constants.
+    """
+    from triton.runtime.autotuner import Autotuner, Heuristics
+    from triton.runtime.jit import JITFunction
+
+    function = getattr(module, name, None)
+    heuristics: dict[str, Callable[..., Any]] = {}
+    while isinstance(function, (Autotuner, Heuristics)):
+        if isinstance(function, Heuristics):
+            heuristics |= function.values
+        elif open_ := sorted({k for c in function.configs for k in c.kwargs} - found.solution.constants.keys()):
+            configs = "; ".join(str(config) for config in function.configs[:4])
+            raise UsageError(
+                f"{key}: {name} is autotuned, and nothing is timed here: choose a configuration, its "
+                f"{', '.join(open_)} under constants, num_warps and num_stages in the launch (there are: {configs})"
+            )
+        function = function.fn
+    if not isinstance(function, JITFunction):
+        jitted = sorted(n for n, f in vars(module).items() if isinstance(f, (JITFunction, Autotuner, Heuristics)))
+        raise UsageError(f"{key}: no @triton.jit function {name!r} in {found.file.name}; it has {', '.join(jitted)}")
+    return function, heuristics
+
+
+def _constant(
+    key: str,
+    parameter: Any,
+    names: Mapping[str, int],
+    heuristics: Mapping[str, Callable[..., Any]],
+    arguments_by_name: Mapping[str, Argument],
+) -> Any:
+    """The value of a tl.constexpr: a constant of the solution, a dimension, a heuristic's answer, or its default."""
+    name = parameter.name
+    if name in names:
+        return names[name]
+    if name in heuristics:
+        try:
+            plain = {n: a.item() if isinstance(a, np.generic) else a for n, a in arguments_by_name.items()}
+            return heuristics[name]({**names, **plain})
+        except Exception as e:  # code of the solution
+            raise UsageError(f"{key}: the heuristic of {name} fails ({e}); give it under constants") from None
+    if parameter.has_default:
+        return parameter.default
+    raise UsageError(f"{key}: {name} is a tl.constexpr without a value; give it under constants")
+
+
+def _type_of(key: str, parameter: Any, argument: Argument, buffers: Mapping[str, str]) -> str:
+    """Triton's name of a parameter's type: as annotated, else the buffer's or the scalar's."""
+    name, annotated = parameter.name, parameter.annotation_type
+    if isinstance(argument, str):
+        if argument not in buffers:
+            raise UsageError(f"{key}: no buffer {argument!r}; the problem and the workspaces have {', '.join(buffers)}")
+        own = _TYPES.get(buffers[argument])
+        if annotated.startswith("*"):  # such as "*bf16" where the case holds its bits as uint16
+            return str(annotated)
+        if own is None:
+            raise UsageError(f'{key}: {argument} holds {buffers[argument]}; annotate {name}, such as {name}: "*bf16"')
+        return f"*{own}"
+    if not isinstance(argument, np.generic):
+        raise UsageError(f"{key}: {name}: structs and tensor maps are not passed to Triton; make descriptors inside")
+    own = _TYPES[argument.dtype.name]
+    if annotated and _BYTES.get(annotated) != _BYTES[own]:
+        raise UsageError(f"{key}: {name} is annotated as {annotated}, and the launch gives {argument.dtype}")
+    return annotated or own
+
+
+def _option(where: str, key: str, text: int | str, names: Mapping[str, int]) -> int:
+    try:
+        value = whole(text, names)
+    except UsageError as e:
+        raise UsageError(f"{where}.{key}: {e}") from None
+    if value < 1:
+        raise UsageError(f"{where}.{key}: {value} is not at least 1")
+    return value
+
+
+def _step(found: FoundSolution, number: int, call: _Call, target: Target, spaces: dict[str, Workspace]) -> Step:
+    """Compile a launch; adds the scratch memory that its code asks for to the workspaces."""
+    compiled = _compile(f"{found.where}: launches[{number}]", call, target)
+    about, ptx = compiled.metadata, without_folders(compiled.asm["ptx"])
+    (entry,) = entries(ptx)
+    # After the function's parameters come pointers to scratch memory, null where it asks for none.
+    extra: list[Argument] = [np.uint64(0)] * (_parameters(ptx) - len(call.arguments))
+    if about.global_scratch_size:
+        name = f"scratch_{number}"
+        x, y, z = call.grid
+        spaces[name] = Workspace(about.global_scratch_size * about.num_ctas * x * y * z)
+        extra[0] = name
+    made_for = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
+    kernel = KernelSource(
+        entry=entry,
+        source=ptx,
+        name=found.file.name,
+        include_dirs=(),
+        block=(32 * about.num_warps, 1, 1),
+        dynamic_smem_bytes=about.shared,
+        requires=made_for[1] if made_for and made_for[1].endswith("a") else "",
+        language="ptx",
+    )
+    launch = Launch(call.grid, (*call.arguments, *extra), bool(about.launch_pdl))
+    return Step(kernel, launch)
+
+
+def _compile(where: str, call: _Call, target: Target) -> Any:
+    """Triton's result for a launch. Raises CompileError with its message."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    positions = {name: (n,) for n, name in enumerate(call.signature)}
+    source = ASTSource(
+        call.function,
+        call.signature,
+        {positions[name]: value for name, value in call.constants.items()},
+        {positions[name]: _DIVISIBLE for name in call.divisible},
+    )
+    major, minor = target.capability
+    try:
+        return compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=call.options)
+    except Exception as e:  # MLIR's, ptxas's and Triton's own, which share no base
+        raise CompileError(f"{where}: Triton does not compile {call.function.__name__}: {e}") from None
+
+
+def without_folders(ptx: str) -> str:
+    """The PTX without what depends on where the solution lies: folders of files, and sections for debuggers.
+
+    The names of inlined functions, .debug_str, stay: lines refer to them.
+    """
+    return _FILE.sub(r"\1\2", _DEBUG_SECTION.sub("", ptx))
+
+
+def _parameters(ptx: str) -> int:
+    """The number of the parameters of a PTX text's only kernel."""
+    found = re.search(r"\.entry\s+[\w$]+\s*\((.*?)\)", ptx, re.DOTALL)
+    return found[1].count(".param") if found else 0
+
+
+class _NoDevice:
+    """What a file may ask Triton's driver at its top level, answered for the target; there is no GPU to ask."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        major, minor = self._target.capability
+        return GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_active_torch_device(self) -> str:
+        return "cpu"
+
+    def get_current_device(self) -> int:
+        return 0
+
+
+@contextmanager
+def _ready(target: Target) -> Iterator[None]:
+    """Triton without a driver, with a cache for this call only: an earlier one could hold what others left there."""
+    import triton
+
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Triton's settings, which are its defaults
+        triton.runtime.driver.set_active(_NoDevice(target))
+        triton.knobs.cache.dir = folder
+        yield
