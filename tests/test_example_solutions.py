@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.judge.gates.sides import BuiltProgram
 from greenfast.judge.solution.declared import declared_program
-from greenfast.judge.solution.languages import triton
 from greenfast.judge.solution.schema import FoundSolution, find_solution
 from greenfast.judge.solution.wire import Buffer
 from greenfast.judge.task import Shape, load_task
 from greenfast.judge.tasks import LoadedTask, load
 from greenfast.spec.arch import Target
+from greenfast.spec.extras import EXTRAS
 from greenfast.spec.kernel import Program
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -131,13 +132,16 @@ def rendered(found: FoundSolution, task: LoadedTask, shape: Shape) -> Program:
     case = task.problem.make_case(shape.dims, 0, FMT)
     buffers = {name: Buffer(array.dtype.name, list(array.shape)) for name, array in case.inputs.items()}
     buffers |= {name: Buffer(spec.dtype, list(spec.shape), True) for name, spec in case.outputs.items()}
-    return triton.program(found, FMT, shape.dims, TARGET, buffers)
+    language = importlib.import_module(f"greenfast.judge.solution.languages.{found.solution.language}")
+    program: Program = language.program(found, FMT, shape.dims, TARGET, buffers)
+    return program
 
 
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_the_solution_is_right_on_the_emulator(name: str) -> None:
     found = find_solution(EXAMPLES / "solutions" / f"{name}.py")
-    pytest.importorskip(found.solution.language, reason=f"needs greenfast[{found.solution.language}]")
+    extra = found.solution.language
+    pytest.importorskip(EXTRAS[extra][0], reason=f"needs greenfast[{extra}]")
     task = TASKS[found.solution.problem]
     for shape in small_shapes(task):
         found_ratios = [

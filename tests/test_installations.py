@@ -16,7 +16,7 @@ from greenfast.spec.extras import EXTRAS
 ROOT = Path(__file__).parents[1]
 OPTIONAL = sorted({"transformers", *(module for modules in EXTRAS.values() for module in modules)})
 #: Modules -> the packages that bring them, where the names differ.
-PACKAGES = {"markdown_it": "markdown-it-py", "ml_dtypes": "ml-dtypes"}
+PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "markdown_it": "markdown-it-py", "ml_dtypes": "ml-dtypes"}
 WITHOUT_EXTRAS = ("doctor", "warmup")
 ARGUMENTS = {
     "compare": ["before", "after"],
@@ -119,6 +119,7 @@ def test_extras_are_those_of_pyproject() -> None:
     assert requirements("judge") - own == packages["judge"] - packages["emulator"]
     assert requirements("judge") >= own
     assert requirements("triton") == packages["triton"]
+    assert requirements("cute") == packages["cute"]
     assert requirements("all") == {"greenfast[judge,transformers]"}
     assert "greenfast[all]" in requirements("dev")
     assert not requirements("dependencies") & {*packages["judge"], "nvidia-cuda-nvdisasm"}

@@ -13,6 +13,7 @@ EXTRAS = {
     "emulator": _EMULATOR,
     "judge": (*_EMULATOR, "jinja2", "markdown_it", "matplotlib", "nvtx", "scipy"),
     "triton": ("triton",),
+    "cute": ("cutlass",),
 }
 
 

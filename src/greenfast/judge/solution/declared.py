@@ -86,27 +86,39 @@ def arguments(found: FoundSolution, number: int, names: Mapping[str, int]) -> tu
     return tuple(made)
 
 
-def _step(found: FoundSolution, number: int, spec: LaunchSpec, names: Mapping[str, int]) -> Step:
-    solution, key = found.solution, f"launches[{number}]"
-    block = extents(found, f"{key}.block", spec.block or (), names, _MOST_THREADS)
+def block_of(found: FoundSolution, number: int, names: Mapping[str, int]) -> tuple[int, int, int]:
+    """The threads per block of the launch with this number. Raises UsageError as above."""
+    key = f"launches[{number}].block"
+    block = extents(found, key, found.solution.launches[number].block or (), names, _MOST_THREADS)
     threads = block[0] * block[1] * block[2]
     if threads > _MAX_THREADS:
-        raise UsageError(f"{found.where}: {key}.block: {threads} threads; a block has at most {_MAX_THREADS}")
-    shared = _whole(found, f"{key}.shared", spec.shared, names)
+        raise UsageError(f"{found.where}: {key}: {threads} threads; a block has at most {_MAX_THREADS}")
+    return block
+
+
+def shared_of(found: FoundSolution, number: int, names: Mapping[str, int]) -> int:
+    """The bytes of dynamic shared memory of the launch with this number. Raises UsageError as above."""
+    key = f"launches[{number}].shared"
+    shared = _whole(found, key, found.solution.launches[number].shared, names)
     if not 0 <= shared <= _MAX_SHARED:
-        raise UsageError(f"{found.where}: {key}.shared: {shared} bytes; no GPU's block has more than {_MAX_SHARED}")
+        raise UsageError(f"{found.where}: {key}: {shared} bytes; no GPU's block has more than {_MAX_SHARED}")
+    return shared
+
+
+def _step(found: FoundSolution, number: int, spec: LaunchSpec, names: Mapping[str, int]) -> Step:
+    solution = found.solution
     kernel = KernelSource(
         entry=spec.kernel,
         source="" if solution.language == "cubin" else _source(found, names),
         name=found.file.name,
         include_dirs=(found.file.parent, *([found.folder] if found.file.parent != found.folder else [])),
-        block=block,
-        dynamic_smem_bytes=shared,
+        block=block_of(found, number, names),
+        dynamic_smem_bytes=shared_of(found, number, names),
         requires=solution.target,
         language=solution.language,  # type: ignore[arg-type]  # one of DECLARED
         binary=read_bytes(found.file) if solution.language == "cubin" else b"",
     )
-    cluster = extents(found, f"{key}.cluster", spec.cluster, names, (16, 16, 16))
+    cluster = extents(found, f"launches[{number}].cluster", spec.cluster, names, (16, 16, 16))
     launch = Launch(grid_of(found, number, names), arguments(found, number, names), spec.early, cluster)
     return Step(kernel, launch)
 

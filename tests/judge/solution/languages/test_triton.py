@@ -14,7 +14,8 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.emulator.grid import Step as Launched
 from greenfast.emulator.grid import run_chain
 from greenfast.judge.solution.family import RemoteFamily
-from greenfast.judge.solution.languages.triton import program, without_folders
+from greenfast.judge.solution.languages.compiled import without_folders
+from greenfast.judge.solution.languages.triton import program
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.solution.wire import Buffer
 from greenfast.spec.arch import Target

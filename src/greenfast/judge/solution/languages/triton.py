@@ -6,15 +6,11 @@ to be, and a 1 becomes a constant. Only PTX leaves this process; the judge assem
 
 from __future__ import annotations
 
-import functools
-import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,12 +18,17 @@ import numpy as np
 from greenfast.device.compiler import entries
 from greenfast.judge.solution.declared import arguments, constants, grid_of, workspaces
 from greenfast.judge.solution.expressions import whole
-from greenfast.judge.solution.languages.family import import_family
+from greenfast.judge.solution.languages.compiled import (
+    module_of,
+    only_target,
+    parameters,
+    require_extra,
+    without_folders,
+)
 from greenfast.judge.solution.schema import FoundSolution
 from greenfast.judge.solution.wire import Buffer
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import CompileError, MachineError, UsageError
-from greenfast.spec.extras import require
+from greenfast.spec.errors import CompileError, UsageError
 from greenfast.spec.kernel import Argument, KernelSource, Launch, Program, Step, Workspace
 
 #: NumPy's and ml_dtypes' names of elements, and Triton's.
@@ -39,9 +40,6 @@ _TYPES = {
 _BYTES = {"i1": 1, "fp8e4nv": 1, "fp8e5": 1, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 _BYTES |= {f"{sign}{bits}": bits // 8 for sign in "iu" for bits in (8, 16, 32, 64)}
 _DIVISIBLE = [["tt.divisibility", 16]]
-#: A file of line numbers: its folder, and its name, with Triton's package where it is Triton's.
-_FILE = re.compile(r'^(\s*\.file\s+\d+\s+")[^"\n]*?((?:triton/language/)?[^/"\n]+")', re.MULTILINE)
-_DEBUG_SECTION = re.compile(r"^\t\.section\t\.debug_(?!str\b)\w+\s*\{.*?^\t\}\n", re.MULTILINE | re.DOTALL)
 
 
 def program(
@@ -53,26 +51,17 @@ def program(
 
     Raises UsageError naming the file, the key and what is allowed, and CompileError with Triton's message.
     """
-    try:
-        require(f"{found.solution.name}, a solution in Triton,", "triton")
-    except MachineError as e:
-        raise UsageError(str(e)) from None
+    require_extra(found.solution.name, "triton")
     names = constants(found, dims)
     spaces = workspaces(found, names)
     dtypes = {name: buffer.dtype for name, buffer in buffers.items()} | dict.fromkeys(spaces, "uint8")
     with _ready(target):
-        module = _module(found.folder, found.solution.file)
+        module = module_of(found.folder, found.solution.file)
         steps = []
         for number in range(len(found.solution.launches)):
             call = _call(found, number, module, names, dtypes)
             steps.append(_step(found, number, call, target, spaces))
     return Program(tuple(steps), spaces)
-
-
-@functools.cache
-def _module(folder: Path, file: str) -> ModuleType:
-    """The solution's file, imported once for all shapes."""
-    return import_family(folder, file, "")
 
 
 @dataclass(frozen=True)
@@ -216,13 +205,12 @@ def _step(found: FoundSolution, number: int, call: _Call, target: Target, spaces
     about, ptx = compiled.metadata, without_folders(compiled.asm["ptx"])
     (entry,) = entries(ptx)
     # After the function's parameters come pointers to scratch memory, null where it asks for none.
-    extra: list[Argument] = [np.uint64(0)] * (_parameters(ptx) - len(call.arguments))
+    extra: list[Argument] = [np.uint64(0)] * (len(parameters(ptx)) - len(call.arguments))
     if about.global_scratch_size:
         name = f"scratch_{number}"
         x, y, z = call.grid
         spaces[name] = Workspace(about.global_scratch_size * about.num_ctas * x * y * z)
         extra[0] = name
-    made_for = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
     kernel = KernelSource(
         entry=entry,
         source=ptx,
@@ -230,7 +218,7 @@ def _step(found: FoundSolution, number: int, call: _Call, target: Target, spaces
         include_dirs=(),
         block=(32 * about.num_warps, 1, 1),
         dynamic_smem_bytes=about.shared,
-        requires=made_for[1] if made_for and made_for[1].endswith("a") else "",
+        requires=only_target(ptx),
         language="ptx",
     )
     launch = Launch(call.grid, (*call.arguments, *extra), bool(about.launch_pdl))
@@ -254,20 +242,6 @@ def _compile(where: str, call: _Call, target: Target) -> Any:
         return compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=call.options)
     except Exception as e:  # MLIR's, ptxas's and Triton's own, which share no base
         raise CompileError(f"{where}: Triton does not compile {call.function.__name__}: {e}") from None
-
-
-def without_folders(ptx: str) -> str:
-    """The PTX without what depends on where the solution lies: folders of files, and sections for debuggers.
-
-    The names of inlined functions, .debug_str, stay: lines refer to them.
-    """
-    return _FILE.sub(r"\1\2", _DEBUG_SECTION.sub("", ptx))
-
-
-def _parameters(ptx: str) -> int:
-    """The number of the parameters of a PTX text's only kernel."""
-    found = re.search(r"\.entry\s+[\w$]+\s*\((.*?)\)", ptx, re.DOTALL)
-    return found[1].count(".param") if found else 0
 
 
 class _NoDevice:

@@ -1,0 +1,184 @@
+"""CuTe DSL: a ``@cute.jit`` function that launches one kernel, to PTX, without a GPU.
+
+Tensors have the shapes of the problem's buffers, row by row, known to the compiler; the kernel's parameters are then
+pointers, in structs of 8 bytes for tensors, and scalars. The solution states the launch: what the host function
+computes for it is not run. Only PTX leaves this process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from greenfast.device.compiler import entries
+from greenfast.judge.solution.declared import arguments, block_of, constants, grid_of, shared_of, workspaces
+from greenfast.judge.solution.languages.compiled import (
+    module_of,
+    only_target,
+    parameters,
+    require_extra,
+    without_folders,
+)
+from greenfast.judge.solution.schema import FoundSolution
+from greenfast.judge.solution.wire import Buffer
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import CompileError, UsageError
+from greenfast.spec.kernel import Argument, KernelSource, Launch, Program, Step, Struct
+
+#: NumPy's and ml_dtypes' names of elements and scalars, and CUTLASS's.
+_TYPES = {
+    **{f"{sign}int{bits}": f"{'Uint' if sign else 'Int'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    **{"bool": "Boolean", "float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32", "float64": "Float64"},
+    **{"float8_e4m3fn": "Float8E4M3FN", "float8_e5m2": "Float8E5M2"},
+}
+#: What CuTe may assume of addresses of tensors, as its own examples do; buffers begin at multiples of 256 bytes.
+_ALIGNMENT = 16
+_BYTES_OF = {".u8": 1, ".s8": 1, ".b8": 1, ".u16": 2, ".s16": 2, ".b16": 2, ".u32": 4, ".s32": 4, ".b32": 4, ".f32": 4,
+             ".u64": 8, ".s64": 8, ".b64": 8, ".f64": 8}  # fmt: skip
+_PARAMETER = re.compile(r"\.param(?:\s+\.align\s+\d+)?\s+(\.\w+).*?(?:\[(\d+)\])?$", re.DOTALL)
+_THREADS = re.compile(r"^\.reqntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?", re.MULTILINE)
+
+
+def program(
+    found: FoundSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
+) -> Program:
+    """The program of a CuTe DSL solution for a shape. Runs the solution's file.
+
+    buffers: of the problem's case by name.
+
+    Raises UsageError naming the file, the key and what is allowed, and CompileError with the compiler's message.
+    """
+    require_extra(found.solution.name, "cute")
+    os.environ.setdefault("CUTE_DSL_ARCH", target.name)  # asked for when the package is imported without a GPU
+    names = constants(found, dims)
+    spaces = workspaces(found, names)
+    known = {**buffers, **{name: Buffer("uint8", [space.nbytes]) for name, space in spaces.items()}}
+    module = module_of(found.folder, found.solution.file)
+    numbers = range(len(found.solution.launches))
+    return Program(tuple(_step(found, n, module, names, known, target) for n in numbers), spaces)
+
+
+def _step(
+    found: FoundSolution,
+    number: int,
+    module: Any,
+    names: Mapping[str, int],
+    buffers: Mapping[str, Buffer],
+    target: Target,
+) -> Step:
+    """Compile a launch, and check that its kernel takes what the launch passes."""
+    spec = found.solution.launches[number]
+    where = f"{found.where}: launches[{number}]"
+    function = getattr(module, spec.kernel, None)
+    if not callable(function):
+        raise UsageError(f"{where}.kernel: no @cute.jit function {spec.kernel!r} in {found.file.name}")
+    given = arguments(found, number, names)
+    ptx = _compile(where, function, _host_arguments(where, function, given, names, buffers), target)
+    block = block_of(found, number, names)
+    threads = _THREADS.search(ptx)
+    if threads and block != tuple(int(n or 1) for n in threads.groups()):
+        raise UsageError(f"{where}.block: {list(block)}, and {spec.kernel} launches its kernel with {threads[0]}")
+    shared = shared_of(found, number, names)
+    if ".extern .shared" in ptx and not shared:
+        raise UsageError(f"{where}.shared: missing; the kernel has dynamic shared memory: give its bytes")
+    kernel = KernelSource(
+        entry=_only_entry(where, ptx),
+        source=ptx,
+        name=found.file.name,
+        include_dirs=(),
+        block=block,
+        dynamic_smem_bytes=shared,
+        requires=only_target(ptx),
+        language="ptx",
+    )
+    return Step(kernel, Launch(grid_of(found, number, names), _kernel_arguments(where, ptx, given), spec.early))
+
+
+def _host_arguments(
+    where: str, function: Any, given: tuple[Argument, ...], names: Mapping[str, int], buffers: Mapping[str, Buffer]
+) -> list[Any]:
+    """What the host function is compiled for: tensors without memory, typed scalars, and constants by their names."""
+    made: list[Any] = []
+    left = list(given)
+    for parameter in inspect.signature(function).parameters.values():
+        annotation = str(parameter.annotation)
+        if "Constexpr" in annotation:
+            if parameter.name not in names and parameter.default is parameter.empty:
+                raise UsageError(f"{where}.kernel: {parameter.name} is a Constexpr; give it under constants")
+            made.append(names.get(parameter.name, parameter.default))
+        elif not left:
+            raise UsageError(f"{where}.args: {len(given)} given, and none for {parameter.name}")
+        else:
+            made.append(_host_argument(f"{where}.args", parameter.name, annotation, left.pop(0), buffers))
+    if left:
+        raise UsageError(f"{where}.args: {len(given)} given, {len(left)} more than the function has parameters")
+    return made
+
+
+def _host_argument(key: str, name: str, annotation: str, argument: Argument, buffers: Mapping[str, Buffer]) -> Any:
+    import cutlass
+    from cutlass import cute
+
+    if isinstance(argument, np.generic):
+        return getattr(cutlass, _TYPES[argument.dtype.name])(argument.item())
+    if not isinstance(argument, str):
+        raise UsageError(f"{key}: {name}: structs and tensor maps are not passed to CuTe DSL")
+    if argument not in buffers:
+        raise UsageError(f"{key}: no buffer {argument!r}; the problem and the workspaces have {', '.join(buffers)}")
+    buffer = buffers[argument]
+    if buffer.dtype not in _TYPES:
+        raise UsageError(f"{key}: {argument} holds {buffer.dtype}, which CuTe DSL has not; it has {', '.join(_TYPES)}")
+    dtype = getattr(cutlass, _TYPES[buffer.dtype])
+    if "Pointer" in annotation:
+        return cute.runtime.make_ptr(dtype, _ALIGNMENT, cute.AddressSpace.gmem, assumed_align=_ALIGNMENT)
+    order = tuple(reversed(range(len(buffer.shape))))
+    return cute.runtime.make_fake_compact_tensor(
+        dtype, tuple(buffer.shape), stride_order=order, assumed_align=_ALIGNMENT
+    )
+
+
+def _compile(where: str, function: Any, given: list[Any], target: Target) -> str:
+    """The PTX of the function's kernel. Raises CompileError with the compiler's message."""
+    from cutlass import cute
+
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the DSL's own names
+        options = f"--gpu-arch={target.name} --keep-ptx --generate-line-info --dump-dir={folder}"
+        try:
+            made = cute.compile(function, *given, options=options)
+        except Exception as e:  # the DSL's, MLIR's and those of the solution's code
+            raise CompileError(f"{where}: CuTe DSL does not compile {function.__name__}: {e}") from None
+    return without_folders(made.__ptx__)
+
+
+def _only_entry(where: str, ptx: str) -> str:
+    found = entries(ptx)
+    if len(found) != 1:
+        raise UsageError(f"{where}.kernel: launches {len(found)} kernels; write a function and a launch for each")
+    return found[0]
+
+
+def _kernel_arguments(where: str, ptx: str, given: tuple[Argument, ...]) -> tuple[Argument, ...]:
+    """The kernel's arguments, a tensor as a struct with its pointer. Raises UsageError for other parameters."""
+    wanted = []
+    for text in parameters(ptx):
+        kind = _PARAMETER.search(text)
+        size = _BYTES_OF.get(kind[1], 0) * int(kind[2] or 1) if kind else 0
+        wanted.append((size, bool(kind and kind[2])))
+    sizes = [8 if isinstance(a, str) else a.dtype.itemsize for a in given if isinstance(a, (str, np.generic))]
+    takes = [size for size, _ in wanted]
+    if sizes != takes:
+        raise UsageError(
+            f"{where}: its kernel has parameters of {takes} bytes, and the launch gives {sizes}: it must hand on "
+            "pointers, scalars and tensors of static layout in its order; tensors of dynamic layout and TMA "
+            "descriptors are not supported"
+        )
+    pairs = zip(given, wanted, strict=True)
+    return tuple(Struct((a,)) if is_struct and isinstance(a, str) else a for a, (_, is_struct) in pairs)
