@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from greenfast.device.compiler import compile_kernel
+from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.judge.gates.sides import BuiltProgram
@@ -156,3 +158,23 @@ def test_the_solution_is_right_on_the_emulator(name: str) -> None:
 def test_every_solution_names_its_problem_and_every_problem_has_one() -> None:
     solved = {find_solution(EXAMPLES / "solutions" / f"{name}.py").solution.problem for name in SOLUTIONS}
     assert solved == set(TASKS)
+
+
+def test_the_page_quotes_the_example_as_it_is() -> None:
+    page = (EXAMPLES.parent / "docs" / "judging-triton.md").read_text()
+    (quoted,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert quoted in (EXAMPLES / "solutions" / "triton_softmax.py").read_text()
+
+
+def test_a_fault_names_the_line_of_the_solution(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="needs greenfast[triton]")
+    text = (EXAMPLES / "solutions" / "triton_softmax.py").read_text()
+    path = tmp_path / "mine.py"
+    path.write_text(text.replace(".to(tl.float16), mask=inside)", ".to(tl.float16))"))
+    task, line = TASKS["row_softmax"], 1 + text[: text.index("tl.store")].count("\n")
+    with pytest.raises(
+        KernelFaultError, match=rf"write out of bounds: .* past the end of 'y' .* at mine.py:{line}, block"
+    ):
+        emulated(
+            task, rendered(find_solution(path), task, task.config.shape("odd")), task.config.shape("odd"), "normal"
+        )
