@@ -29,17 +29,19 @@ from greenfast.numerics.attention import (
 )
 from greenfast.numerics.codes import quantize_blocks, quantize_values, transposed_values
 from greenfast.numerics.formats import dequantize, quantize
-from greenfast.numerics.inputs import standard_normal
+from greenfast.numerics.inputs import VARIANTS as VARIANTS
+from greenfast.numerics.inputs import standard_normal, varied
 from greenfast.spec.problem import Array, Case, OutputSpec, References
 
 
-def _tensors(config: AttentionConfig, sizes: Sizes, seed: int) -> list[Tensor]:
+def _tensors(config: AttentionConfig, sizes: Sizes, seed: int, variant: str = "normal") -> list[Tensor]:
     """Unquantized q (batch * heads, q_len, head_dim), k and v (batch * kv_heads, kv_len, head_dim), float16."""
     q_shape = (sizes.batch * sizes.heads, sizes.q_len, config.head_dim)
     kv_shape = (sizes.batch * sizes.kv_heads, sizes.kv_len, config.head_dim)
     if q_shape == kv_shape:  # as the ladder draws its inputs, together
-        return standard_normal(q_shape, 3, seed)
-    return [*standard_normal(q_shape, 1, seed), *standard_normal(kv_shape, 2, seed + 1_000_000)]
+        return varied(standard_normal(q_shape, 3, seed), variant, seed)
+    apart = [*standard_normal(q_shape, 1, seed), *standard_normal(kv_shape, 2, seed + 1_000_000)]
+    return varied(apart, variant, seed)
 
 
 def mask_of(mask: Mask, sizes: Sizes) -> Tensor | None:
@@ -86,14 +88,14 @@ def dequantized(codes: Mapping[str, tuple[Tensor, Tensor]], config: AttentionCon
     return found
 
 
-def make_case(dims: Mapping[str, int], seed: int, fmt: str) -> Case:
+def make_case(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "normal") -> Case:
     """Codes q, k, v (uint8), v_t (V transposed, see transposed_values) and float32 scales; output out, optionally lse.
 
     out is float16, or with BF16 bfloat16 bits as uint16; lse is float32.
     """
     inputs: dict[str, Array] = {}
     config, sizes = read_dims(dims, fmt)
-    for name, (codes, scale) in quantized(_tensors(config, sizes, seed), config).items():
+    for name, (codes, scale) in quantized(_tensors(config, sizes, seed, variant), config).items():
         inputs[name] = codes.numpy()
         inputs[f"{name}_scale"] = scale.numpy()
         if name == "v":
@@ -108,11 +110,11 @@ def output_specs(config: AttentionConfig, sizes: Sizes) -> dict[str, OutputSpec]
     return specs | {"lse": OutputSpec(rows, "float32")} if config.log_sum_exp else specs
 
 
-def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
+def references(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "normal") -> References:
     """Attention on the unquantized and the dequantized inputs, and error bounds for P in half and in E4M3."""
     config, sizes = read_dims(dims, fmt)
     scale, mask = 1.0 / math.sqrt(config.head_dim), mask_of(config.mask, sizes)
-    tensors = _tensors(config, sizes, seed)
+    tensors = _tensors(config, sizes, seed, variant)
     unquantized, exact = _per_query_head(tensors, sizes), _dequantized_per_query_head(tensors, config, sizes)
     roundings = {"e4m3": E4M3_WEIGHTS, "e4m3_polynomial": E4M3_POLYNOMIAL_WEIGHTS}
     return References(

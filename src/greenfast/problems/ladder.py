@@ -12,30 +12,31 @@ from torch import Tensor
 
 from greenfast.numerics.attention import attention, attention_rounding_bound
 from greenfast.numerics.formats import dequantize, quantize
-from greenfast.numerics.inputs import standard_normal
+from greenfast.numerics.inputs import VARIANTS as VARIANTS
+from greenfast.numerics.inputs import standard_normal, varied
 from greenfast.spec.problem import Case, OutputSpec, References
 
 
-def _tensors(dims: Mapping[str, int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _tensors(dims: Mapping[str, int], seed: int, variant: str) -> tuple[Tensor, Tensor, Tensor]:
     """Unquantized q, k, v: float16 (B * H, S, D)."""
-    q, k, v = standard_normal((dims["B"] * dims["H"], dims["S"], dims["D"]), 3, seed)
+    q, k, v = varied(standard_normal((dims["B"] * dims["H"], dims["S"], dims["D"]), 3, seed), variant, seed)
     return q, k, v
 
 
-def make_case(dims: Mapping[str, int], seed: int, fmt: str) -> Case:
+def make_case(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "normal") -> Case:
     """Codes q, k, v (uint8, (B*H, S, D)) with q_scale, k_scale, v_scale (float32, (B*H,)); output out (float16)."""
     inputs = {}
-    for name, x in zip("qkv", _tensors(dims, seed), strict=True):
+    for name, x in zip("qkv", _tensors(dims, seed, variant), strict=True):
         codes, scale = quantize(x, fmt)
         inputs[name] = codes.numpy()
         inputs[f"{name}_scale"] = scale.numpy()
     return Case(inputs, {"out": OutputSpec(inputs["q"].shape, "float16")})
 
 
-def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
+def references(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "normal") -> References:
     """Attention on the unquantized and on the dequantized inputs, and the error bound for P in half."""
     scale = 1.0 / math.sqrt(dims["D"])
-    unquantized = _tensors(dims, seed)
+    unquantized = _tensors(dims, seed, variant)
     q, k, v = (dequantize(*quantize(x, fmt), fmt) for x in unquantized)
     return References(
         full=attention(*unquantized, scale).numpy(),

@@ -11,23 +11,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from greenfast.numerics.formats import dequantize, quantize
-from greenfast.numerics.inputs import standard_normal
+from greenfast.numerics.inputs import VARIANTS as VARIANTS
+from greenfast.numerics.inputs import standard_normal, varied
 from greenfast.spec.problem import Case, OutputSpec, References
 
 
-def _tensor(dims: Mapping[str, int], seed: int) -> Tensor:
-    return standard_normal((dims["B"] * dims["H"], dims["S"], dims["D"]), 1, seed)[0]
+def _tensor(dims: Mapping[str, int], seed: int, variant: str) -> Tensor:
+    return varied(standard_normal((dims["B"] * dims["H"], dims["S"], dims["D"]), 1, seed), variant, seed)[0]
 
 
-def make_case(dims: Mapping[str, int], seed: int, fmt: str) -> Case:
+def make_case(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "normal") -> Case:
     """Input x (float16, (B*H, S, D)); outputs codes (uint8, same shape) and scale (float32, (B*H,))."""
-    x = _tensor(dims, seed).numpy()
+    x = _tensor(dims, seed, variant).numpy()
     return Case({"x": x}, {"codes": OutputSpec(x.shape, "uint8"), "scale": OutputSpec(x.shape[:1], "float32")})
 
 
-def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
+def references(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "normal") -> References:
     """The tensor itself, and its exact quantization: the kernel may not round differently (bound 0)."""
-    x = _tensor(dims, seed)
+    x = _tensor(dims, seed, variant)
     codes, scale = quantize(x, fmt)
     exact = _with_scale(dequantize(codes, scale, fmt), scale)
     return References(full=_with_scale(x.double(), scale), exact=exact, bound=np.zeros_like(exact))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class GreenfastError(Exception):
@@ -54,3 +56,20 @@ class SolutionError(GreenfastError):
 def unknown(what: str, got: str, allowed: Iterable[str]) -> UsageError:
     """The error for an unknown name."""
     return UsageError(f"unknown {what} {got!r}; allowed: {', '.join(sorted(allowed))}")
+
+
+_TOO_LARGE = ("too big", "too large", "allowed dimension", "allocate")
+
+
+def too_large(what: str, e: Exception) -> UsageError | None:
+    """The error, in one line, for what a task's module raised because dimensions are too large; None for all else.
+
+    what: what was made. All else is a bug, whose author needs the traceback.
+    """
+    said = (str(e).splitlines() or [""])[0]
+    memory = isinstance(e, (ValueError, RuntimeError)) and any(words in said for words in _TOO_LARGE)
+    if not (memory or isinstance(e, (MemoryError, OverflowError))):
+        return None
+    frames = [f for f in traceback.extract_tb(e.__traceback__) if "site-packages" not in f.filename]
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return UsageError(f"{what}: its dimensions are too large: {type(e).__name__}{f': {said}' if said else ''}{place}")

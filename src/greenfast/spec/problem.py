@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.spec.errors import unknown
+from greenfast.spec.errors import UsageError, too_large, unknown
 from greenfast.spec.facts import KernelCounts
 
 Array = NDArray[Any]
@@ -100,7 +100,8 @@ class References:
 class Problem(Protocol):
     """A problem: a module with these three functions. All of them are deterministic in their arguments.
 
-    It may have a fourth, ``least_work(dims)``: minima for a launch's counts (see least_work).
+    It may have a fourth, ``least_work(dims)``: minima for a launch's counts (see least_work). And it may offer other
+    inputs than its normal ones, by the names in ``VARIANTS``: ``make_case`` and ``references`` then take ``variant``.
     """
 
     def make_case(self, dims: Mapping[str, int], seed: int, fmt: str) -> Case:
@@ -128,3 +129,61 @@ def least_work(problem: Problem, dims: Mapping[str, int]) -> dict[str, int]:
         if name not in LEAST_WORK:
             raise unknown("count of least_work", name, LEAST_WORK)
     return found
+
+
+#: The variant of the inputs that every problem has.
+NORMAL = "normal"
+_Made = TypeVar("_Made")
+
+
+def variants_of(problem: Problem) -> tuple[str, ...]:
+    """The names of a problem's input variants other than NORMAL."""
+    return tuple(name for name in getattr(problem, "VARIANTS", ()) if name != NORMAL)
+
+
+def case_of(problem: Problem, dims: Mapping[str, int], seed: int, fmt: str, variant: str = NORMAL) -> Case:
+    """A problem's case. Raises UsageError for dimensions that are too large to make it."""
+    return _made(problem, problem.make_case, dims, seed, fmt, variant)
+
+
+def references_of(problem: Problem, dims: Mapping[str, int], seed: int, fmt: str, variant: str = NORMAL) -> References:
+    """The references of the same case, checked.
+
+    Raises UsageError for dimensions that are too large, for references of different shapes, for such that are not
+    finite, and for bounds that are not finite or negative.
+    """
+    found = _made(problem, problem.references, dims, seed, fmt, variant)
+    where = f"{_name_of(problem)}: references of {_described(dims)}, seed {seed}"
+    where += f", variant {variant}" if variant != NORMAL else ""
+    bounds = {"bound": found.bound, **{f"bounds[{name!r}]": bound for name, bound in found.bounds.items()}}
+    for name, array in {"full": found.full, "exact": found.exact, **bounds}.items():
+        shape = np.shape(array)
+        if shape != np.shape(found.exact):
+            raise UsageError(f"{where}: {name} has the shape {shape}, and exact {np.shape(found.exact)}")
+        bad = ~np.isfinite(array) if name not in bounds else ~(np.isfinite(array) & (array >= 0))
+        if bad.any():
+            index = tuple(map(int, np.argwhere(bad)[0]))
+            rule = "; a bound is finite and at least 0" if name in bounds else "; inputs must not make NaN or infinity"
+            raise UsageError(f"{where}: {name}{list(index)} is {array[index]}{rule}")
+    return found
+
+
+def _made(
+    problem: Problem, function: Callable[..., _Made], dims: Mapping[str, int], seed: int, fmt: str, variant: str
+) -> _Made:
+    try:
+        return function(dims, seed, fmt) if variant == NORMAL else function(dims, seed, fmt, variant=variant)
+    except Exception as e:
+        name = getattr(function, "__name__", "the problem")
+        error = too_large(f"{_name_of(problem)}: {name} of {_described(dims)}, seed {seed}", e)
+        if error is None:
+            raise
+        raise error from e
+
+
+def _name_of(problem: Problem) -> str:
+    return str(getattr(problem, "__file__", None) or problem)
+
+
+def _described(dims: Mapping[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in dims.items())
