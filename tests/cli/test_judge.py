@@ -50,7 +50,7 @@ def change(file: Path, old: str, new: str) -> None:
 def test_a_scaffold_passes_at_once(tmp_path: Path, language: str, capsys: pytest.CaptureFixture[str]) -> None:
     if language == "triton":
         pytest.importorskip("triton")
-    if language == "ptx" and toolchain.ptxas() is None:
+    if language == "ptx" and not toolchain.assemblers():
         pytest.skip("no ptxas")
     folder = tmp_path / "my kernel"
     assert main(["init", str(folder), "--language", language]) == 0
