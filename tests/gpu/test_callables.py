@@ -69,6 +69,8 @@ def tensors(case: Case) -> list[torch.Tensor]:
         "torch.nn.functional.gelu(x @ w) + torch.zeros_like(x)",  # a fill, several launches, memory between them
         "x.sort(-1)[0]",  # copies
         "torch.nn.functional.layer_norm(x, (512,))",
+        # the result lies where a larger one lay before
+        "((x.double() * x.double().pow(2).mean(-1, keepdim=True).rsqrt()).to(x.dtype) * w[0]).to(x.dtype)",
     ],
 )
 def test_a_replay_computes_what_the_callable_does(tmp_path: Path, dtype: str, expression: str) -> None:

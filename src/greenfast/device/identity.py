@@ -30,6 +30,7 @@ _ADDRESSES = ".nv.constant4"
 _ADDRESS = re.compile(r"^\s*/\*([0-9a-f]+)\*/.*?\bc\[0x4\]\[([^\]]*)\]", re.MULTILINE)
 # Fields of an instruction's first eight bytes. The offset is in units of 4 bytes, in LDCU of 8.
 _OFFSET_AT, _OFFSET_MASK, _BANK_AT, _BANK_MASK = 40, 0x3FFF, 54, 0x1F
+_PRINTABLE = frozenset(b"\t\n" + bytes(range(0x20, 0x7F)))
 
 
 def code_hash(kernel: CompiledKernel) -> str:
@@ -68,8 +69,10 @@ def launch_facts(source: KernelSource, launch: Launch, dims: Mapping[str, int]) 
 def state_bytes(kernel: CompiledKernel) -> int:
     """Bytes of the variables in memory whose addresses a kernel has, in which it could keep state across launches.
 
-    For a cubin with other kernels and no PTX, where ``Resources.global_bytes`` counts all of the module; a table that
-    it only reads counts too. Raises MachineError as ``code_hash`` does.
+    For a cubin with other kernels and no PTX, where ``Resources.global_bytes`` counts all of the module. Text, which
+    asserts and printf bring, does not count; a table of numbers that it only reads does.
+
+    Raises MachineError as ``code_hash`` does.
     """
     code = _Code(kernel)
     code.digest()
@@ -174,7 +177,16 @@ class _Code:
     def reached_bytes(self, sections: tuple[str, ...]) -> int:
         """Bytes of the variables of some sections that ``digest`` came to."""
         names = {place: self._image.sections[place[0]].name for place in self._sizes}
-        return sum(size for place, size in self._sizes.items() if names[place].startswith(sections))
+        return sum(
+            size
+            for place, size in self._sizes.items()
+            if names[place].startswith(sections) and not self._is_text(place, size)
+        )
+
+    def _is_text(self, place: tuple[int, int], size: int) -> bool:
+        section, start = place
+        data = self._image.sections[section].data[start : start + size]
+        return data.endswith(b"\0") and all(character in _PRINTABLE for character in data[:-1])
 
     def _add(self, what: str, *values: int | bytes) -> None:
         self._digest.update(f"\n{what}".encode())

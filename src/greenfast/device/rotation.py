@@ -21,7 +21,7 @@ from greenfast.device.gpu import GUARD_BYTES, POISON, Executable, Gpu
 from greenfast.device.instruments import Instruments, Range
 from greenfast.device.prepared import Prepared, check
 from greenfast.spec.kernel import PHASE_BUFFER, Workspace
-from greenfast.spec.problem import Array, Case
+from greenfast.spec.problem import Array, Case, dtype_of
 
 #: Sets of addresses that launches draw from.
 PLACES = 3
@@ -149,6 +149,9 @@ class Rotation:
         self._veil, self._own_key = (random.SystemRandom().randrange(1, 2**64) for _ in range(2))
         self._before = [self._allocate(layout.scratch) for _ in cases]
         self._after = [self._allocate(layout.scratch - layout.changed) for _ in cases]
+        self._data = {name: self._allocate(space.nbytes) for name, space in self._workspaces.items() if space.data}
+        for name, memory in self._data.items():
+            memory.upload(np.frombuffer(self._workspaces[name].data, np.uint8))
         self._places = [self._place(executable) for _ in range(PLACES)]
         self._poison = self._allocate(_up(GUARD_BYTES + _ALIGNMENT))
         self._poison.upload(np.full(self._poison.nbytes, POISON, np.uint8))
@@ -195,21 +198,22 @@ class Rotation:
         outputs = {}
         for name, spec in case.outputs.items():
             data = self._layout.within(left, name, spec.nbytes)
-            outputs[name] = data.copy().view(spec.dtype).reshape(spec.shape)
+            outputs[name] = data.copy().view(dtype_of(spec.dtype)).reshape(spec.shape)
             data[:] = self._layout.within(image, name, spec.nbytes)
         self.outputs.append(outputs)
         if self.wrong is None and not np.array_equal(left, image):
             self.wrong = WrongLaunch(1, 1, number, WRONG_MEMORY)
 
     def _queue_restore(self, case: int, place: _Place) -> None:
-        """Queue a case's inputs, its outputs before a launch, and zeros in workspaces that have them, in a place."""
+        """Queue a case's inputs, its outputs before a launch, and what workspaces begin with, in a place."""
         before, stream = self._before[case], self._gpu.stream.handle
         check(driver.cuMemcpyDtoDAsync(place.memory.pointer, before.pointer, self._layout.scratch, stream))
         for name, space in self._workspaces.items():
-            if space.zeros and space.nbytes:
-                check(
-                    driver.cuMemsetD8Async(place.memory.pointer + self._layout.offsets[name], 0, space.nbytes, stream)
-                )
+            to = place.memory.pointer + self._layout.offsets[name]
+            if space.data:
+                check(driver.cuMemcpyDtoDAsync(to, self._data[name].pointer, space.nbytes, stream))
+            elif space.zeros and space.nbytes:
+                check(driver.cuMemsetD8Async(to, 0, space.nbytes, stream))
 
     def _queue_wipe(self, memory: Memory) -> None:
         """Queue poisoning a place."""
@@ -317,9 +321,12 @@ class Rotation:
             return WrongLaunch(count, count, launches[-1][0], WRONG_FAR)
         return None
 
+    def _read_only(self) -> list[Memory]:
+        return [*self._before, *self._after, *self._data.values(), self._poison]
+
     def _digests_of_own(self) -> bytes:
         """Digests of the memory that only the judge's kernels write."""
-        own = [(memory.pointer, memory.nbytes) for memory in (*self._before, *self._after, self._poison)]
+        own = [(memory.pointer, memory.nbytes) for memory in self._read_only()]
         own.append((self._instruments.flushed.pointer, self._instruments.flushed.nbytes))
         self._reserve(len(own))
         for n, (pointer, nbytes) in enumerate(own):

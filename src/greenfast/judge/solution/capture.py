@@ -59,7 +59,6 @@ class _Memory:
     """The memory of this process by the names that it has in the program."""
 
     named: dict[str, torch.Tensor]
-    graph_pool: tuple[int, int]
     found: dict[int, tuple[str, int]] = field(default_factory=dict)  # base address -> name, bytes
     workspaces: dict[str, Workspace] = field(default_factory=dict)
     snapshots: Mapping[int, bytes] = field(default_factory=dict)
@@ -101,17 +100,46 @@ def capture(
             function(*arguments)
     torch.cuda.synchronize()
     snapshots = _snapshots({tensor.data_ptr() for tensor in (*inputs.values(), *outputs.values())})
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    try:
-        with torch.cuda.graph(graph, stream=side):
-            returned = function(*arguments)
-    except RuntimeError as e:
-        raise UsageError(f"its calls cannot be captured in a CUDA graph: {str(e).splitlines()[0]}") from None
-    memory = _Memory({**outputs, **inputs, **_results(returned, outputs)}, graph.pool(), snapshots=snapshots)
+    graph, returned, allocated = _captured(side, lambda: function(*arguments))
+    results = _results(returned, outputs)
+    if any(_served_before(tensor, allocated) for tensor in results.values()):
+        # What lay there before would land in the output's buffer. So the result is copied out of its memory.
+        held = {name: torch.empty_like(tensor) for name, tensor in results.items()}
+
+        def copied() -> None:
+            for tensor, result in zip(held.values(), _results(function(*arguments), outputs).values(), strict=True):
+                tensor.copy_(result)
+
+        graph, _, _ = _captured(side, copied)
+        results = held
+    memory = _Memory({**outputs, **inputs, **results}, snapshots=snapshots)
     steps = _steps(driver.CUgraph(graph.raw_cuda_graph()), memory, code)
     if not steps:
         raise UsageError("it launched nothing on the GPU while it was captured")
     return Program(tuple(steps), memory.workspaces)
+
+
+def _captured(
+    stream: torch.cuda.Stream, call: Callable[[], Any]
+) -> tuple[torch.cuda.CUDAGraph, Any, list[tuple[int, int]]]:
+    """A call's graph, what it returned, and address and size of every allocation that it made."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    torch.cuda.memory._record_memory_history(context=None)
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            returned = call()
+        events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    except RuntimeError as e:
+        raise UsageError(f"its calls cannot be captured in a CUDA graph: {str(e).splitlines()[0]}") from None
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    return graph, returned, [(event["addr"], event["size"]) for event in events if event["action"] == "alloc"]
+
+
+def _served_before(result: torch.Tensor, allocated: Sequence[tuple[int, int]]) -> bool:
+    """Whether another tensor of the same call lay where a result lies: the allocator gives freed memory out again."""
+    start, end = result.data_ptr(), result.data_ptr() + result.nbytes
+    return sum(address < end and start < address + size for address, size in allocated) > 1
 
 
 def _results(returned: Any, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
