@@ -85,9 +85,10 @@ def _named_problem(found: FoundSolution) -> str:
     return named
 
 
-def _entrant(request: Request, found: FoundSolution) -> Entrant:
+def _entrant(request: Request, found: FoundSolution, *, is_reference: bool = False) -> Entrant:
     gpu = request.ordinal if isinstance(request.ordinal, int) else None
-    return solution_entrant(request.task.config, found, request.target, request.task.problem, gpu)
+    task = request.task
+    return solution_entrant(task.config, found, request.target, task.problem, gpu, is_reference=is_reference)
 
 
 def _reference(request: Request, text: str) -> Entrant:
@@ -97,6 +98,7 @@ def _reference(request: Request, text: str) -> Entrant:
         return rung_entrant(config, task.family, config.variant(text))
     for path in (Path(text), task.folder / text):
         if is_solution(path):
-            return _entrant(request, find_solution(given_solution(path, task.folder, request.out)))
+            found = find_solution(given_solution(path, task.folder, request.out))
+            return _entrant(request, found, is_reference=True)
     rungs = [rung.name for rung in config.rungs]
     raise unknown("reference", text, [*rungs, "the path of a solution"])

@@ -21,6 +21,7 @@ from greenfast.spec.problem import Problem
 _SHARED = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448}
 _LEAST_SHARED = 101376
 _LOCAL_BYTES = 512 << 10
+_ANY_STATE = 1 << 40
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _MOST_FILES, _MOST_BYTES = 256, 32 << 20
 
@@ -58,11 +59,18 @@ def rung_entrant(config: TaskConfig, family: Family, variant: Variant) -> Entran
 
 
 def solution_entrant(
-    config: TaskConfig, found: FoundSolution, target: Target, problem: Problem | None = None, gpu: int | None = None
+    config: TaskConfig,
+    found: FoundSolution,
+    target: Target,
+    problem: Problem | None = None,
+    gpu: int | None = None,
+    *,
+    is_reference: bool = False,
 ) -> Entrant:
     """The entrant of a solution; starts its process where it brings code. Raises UsageError and SolutionError.
 
     problem: the task's, whose buffers Python code is told of. gpu: the one that a callable is captured on.
+    is_reference: whether others are compared with it; what it keeps from launch to launch is then its own gain.
     """
     solution = found.solution
     family: DeclaredFamily | RemoteFamily
@@ -82,8 +90,8 @@ def solution_entrant(
     demands = Rung(
         name=solution.name,
         title=solution.description,
-        budget=asked.budget or hardware_budget(target),
-        budget_where=asked.budget_where,
+        budget=hardware_budget(target, _ANY_STATE) if is_reference else asked.budget or hardware_budget(target),
+        budget_where=[] if is_reference else asked.budget_where,
         required_speedup=asked.required_speedup,
         kernel_error=asked.kernel_error,
     )
@@ -93,13 +101,14 @@ def solution_entrant(
     )
 
 
-def hardware_budget(target: Target) -> Budget:
-    """What a block of the target can have, and no state from one launch to the next."""
+def hardware_budget(target: Target, state_bytes: int = 0) -> Budget:
+    """What a block of the target can have, and so many bytes of state from one launch to the next."""
     return Budget(
         registers=255,
         smem_bytes=_SHARED.get(target.capability, _LEAST_SHARED),
         spill_bytes=_LOCAL_BYTES,
         stack_bytes=_LOCAL_BYTES,
+        global_bytes=state_bytes,
     )
 
 
