@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from greenfast.cli.ci import for_ci, with_verdict
 from greenfast.cli.console import GateConsole, required_gates
 from greenfast.cli.page import check_page, write_page
 from greenfast.cli.request import request_of
@@ -28,6 +29,7 @@ GATE_EXITS = {gate: 11 + number for number, gate in enumerate(GATES)}
 EXIT_PARTIAL = 4
 
 
+@for_ci
 def run(args: argparse.Namespace) -> int:
     """Judge the solution; prints each gate when it ends, then the verdict and where the artifacts are."""
     required = required_gates(args.require or ["all"])
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.traces is not None:
         write_traces(args.traces, outcome.record, task.folder)
     show_outcome(outcome, args.json, note)
-    return exit_code(outcome.record, required)
+    return with_verdict(args, outcome.record, exit_code(outcome.record, required))
 
 
 def exit_code(record: Record, required: set[str]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from greenfast.cli.values import count, extent, named_file, numbers, rounds, speedup, tolerance, words
+from greenfast.cli.values import count, extent, file_if_named, named_file, numbers, rounds, speedup, tolerance, words
 
 
 def _task(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +44,17 @@ def _html(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report as one HTML file")
 
 
+def _ci(parser: argparse.ArgumentParser) -> None:
+    _html(parser)
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="also write the gates as JUnit XML")
+    parser.add_argument(
+        "--summary",
+        type=file_if_named,
+        metavar="FILE",
+        help='also append a summary in Markdown, as for "$GITHUB_STEP_SUMMARY"; nothing where the name is empty',
+    )
+
+
 def _json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the record as JSON instead of text")
 
@@ -72,7 +83,7 @@ def validate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-profile", action="store_true", help="take no Nsight Compute profile")
     _quoting(parser)
-    _html(parser)
+    _ci(parser)
     _outcome(parser)
 
 
@@ -115,7 +126,7 @@ def judge(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-profile", action="store_true", help="take no Nsight Compute profile")
     _quoting(parser)
-    _html(parser)
+    _ci(parser)
     _outcome(parser, "gates that must have been decided (default: all)")
 
 

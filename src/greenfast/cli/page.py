@@ -15,11 +15,17 @@ from greenfast.spec.errors import UsageError
 
 def check_page(file: Path | None) -> None:
     """Before a run: raise UsageError or MachineError where its page could not be written."""
+    check_file(file, "--html")
+
+
+def check_file(file: Path | None, option: str) -> None:
+    """The same of any option's file, which is replaced; none is fine."""
     if file is None:
         return
-    if file.is_dir():
-        raise UsageError(f"--html {file}: a folder; give the name of a file")
-    check_writable(file.parent, "--html")
+    if file.exists() and not file.is_file():
+        what = "a folder" if file.is_dir() else "no regular file"
+        raise UsageError(f"{option} {file}: {what}; give the name of a file")
+    check_writable(file.parent, option)
 
 
 def write_page(file: Path | None, record: AnyRecord, run: Path, task: LoadedTask | None = None) -> None:

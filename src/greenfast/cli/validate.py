@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from greenfast.cli.ci import for_ci, with_verdict
 from greenfast.cli.console import GateConsole, exit_code, required_gates, show, status
 from greenfast.cli.page import check_page, write_page
 from greenfast.cli.request import request_of
@@ -19,6 +20,7 @@ from greenfast.judge.validate import Outcome, validate
 from greenfast.spec.arch import Target
 
 
+@for_ci
 def run(args: argparse.Namespace) -> int:
     """Judge the candidate; prints each gate when it ends, then the verdict and where the artifacts are."""
     required = required_gates(args.require)
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         )
     write_page(args.html, outcome.record, outcome.folder, request.task)
     show_outcome(outcome, args.json, note)
-    return exit_code(outcome.record.gates, required)
+    return with_verdict(args, outcome.record, exit_code(outcome.record.gates, required))
 
 
 def show_outcome(outcome: Outcome, as_json: bool, note: str = "") -> None:

@@ -45,6 +45,11 @@ def rounds(text: str) -> int:
     return int(text)
 
 
+def file_if_named(text: str) -> Path | None:
+    """A file; None for no text, which an environment variable that is not set gives."""
+    return Path(text) if text else None
+
+
 def named_file(text: str) -> tuple[str, Path]:
     """NAME=FILE."""
     name, equals, file = text.partition("=")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 #: What stands where there is no value.
@@ -61,6 +62,11 @@ def yes(flag: bool) -> str:
 def one_line(text: str) -> str:
     """The text with every run of white space, line ends too, as one blank."""
     return " ".join(text.split())
+
+
+def literal(text: str) -> str:
+    """Text from elsewhere, such as a compiler's message, without the marks that Markdown would act on."""
+    return re.sub(r"[`*<\\]|(?<=\])\(", r"\\\g<0>", text)
 
 
 def bullets(lines: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ from greenfast.judge.report.speedups import quoted_from, quoted_section, speedup
 from greenfast.spec.facts import Resources
 
 _SHORT_REASONS = 2
+_SHORT_CHARACTERS = 600
 
 
 def validation_report(record: Record, *, plot: str | None = None) -> str:
@@ -100,7 +101,10 @@ def _bench_sections(record: BenchRecord) -> list[tuple[str, str]]:
 
 def short_form(record: Record) -> str:
     """At most 15 lines for a pull request: decision, headline, gates, reasons, device and command."""
-    shown = [format.one_line(reason) for reason in record.reasons[:_SHORT_REASONS]]
+    shown = [
+        format.literal(format.short(format.one_line(reason), _SHORT_CHARACTERS))
+        for reason in record.reasons[:_SHORT_REASONS]
+    ]
     if len(record.reasons) > _SHORT_REASONS:
         shown.append(f"and {len(record.reasons) - _SHORT_REASONS} more")
     lines = [

@@ -1,0 +1,66 @@
+"""The options ``--junit`` and ``--summary``: what a CI service shows of a run."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+from greenfast.cli.page import check_file
+from greenfast.judge.record import Record
+from greenfast.judge.report import format
+from greenfast.judge.report.junit import junit, junit_error
+from greenfast.judge.report.markdown import short_form
+from greenfast.judge.store import write_whole
+from greenfast.spec.errors import GreenfastError, MachineError
+
+Verb: TypeAlias = Callable[[argparse.Namespace], int]
+_EXIT_INTERNAL = 3
+
+
+def for_ci(verb: Verb) -> Verb:
+    """A verb that checks its files before it runs, and says in them why it ended without a verdict.
+
+    A JUnit file of an earlier run is removed first, so that it does not pass for this run's where this one is killed.
+    """
+
+    @functools.wraps(verb)
+    def checked(args: argparse.Namespace) -> int:
+        check_file(args.junit, "--junit")
+        if args.junit is not None:
+            args.junit.unlink(missing_ok=True)
+        _append(args.summary, "")
+        try:
+            return verb(args)
+        except Exception as e:
+            code = e.exit_code if isinstance(e, GreenfastError) else _EXIT_INTERNAL
+            subject = str(getattr(args, "solution", None) or args.task)
+            error = str(e) or type(e).__name__
+            if args.junit is not None:
+                write_whole(args.junit, junit_error(subject, error, code))
+            said = format.bullets([format.literal(error), f"Exit code: {code}"])
+            _append(args.summary, f"**no verdict**: {format.code(subject)}\n\n{said}\n\n")
+            raise
+
+    return checked
+
+
+def with_verdict(args: argparse.Namespace, record: Record, code: int) -> int:
+    """Write the files of a run that was judged, where they are asked for; returns the exit code."""
+    if args.junit is not None:
+        write_whole(args.junit, junit(record, code))
+    _append(args.summary, f"{short_form(record)}- Exit code: {code}\n\n")
+    return code
+
+
+def _append(file: Path | None, text: str) -> None:
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as e:
+        raise MachineError(f"--summary {file}: cannot be written ({e.strerror})") from e

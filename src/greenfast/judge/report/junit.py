@@ -1,0 +1,124 @@
+"""A record as JUnit XML, which CI services show as tests.
+
+Written with ``xml.etree``: the format has six elements, and no library for it spares what is done here, such as the
+replacement of characters that XML 1.0 forbids and compilers print all the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from xml.etree import ElementTree
+
+from greenfast.judge.record import CorrectnessRow, GateResult, Record
+from greenfast.judge.report import facts, format
+
+_FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+#: Of the message, which services show in a list; the whole text is the element's content.
+_MESSAGE_CHARACTERS = 300
+
+
+def junit(record: Record, exit_code: int) -> str:
+    """One test suite: a test per gate, per case of CORRECTNESS and side, and for the verdict.
+
+    What fell short is a failure, what is PENDING is skipped, each with its reasons. The test ``verdict`` passes where
+    the exit code is 0, is a failure where a gate fell short, and else an error: not all that was asked for was judged.
+    """
+    name = f"{record.task}.{record.candidate.variant}"
+    suite = ElementTree.Element("testsuite", name=name, timestamp=record.created.removesuffix("Z"))
+    properties = ElementTree.SubElement(suite, "properties")
+    for key, value in _properties(record, exit_code):
+        ElementTree.SubElement(properties, "property", name=key, value=_clean(value))
+    for gate in record.gates:
+        _gate(_test(suite, name, gate.gate), gate)
+    for role, side in record.sides():
+        for row in side.correctness:
+            _row(_test(suite, f"{name}.CORRECTNESS", f"{role} {row.shape} seed {row.seed}"), row)
+    verdict = _test(suite, name, "verdict")
+    if exit_code:
+        failed = any(gate.status == "FAIL" for gate in record.gates)
+        reasons = [f"exit code {exit_code}", *record.reasons]
+        _say(verdict, "failure" if failed else "error", record.decision, reasons)
+    return _document(suite)
+
+
+def junit_error(name: str, error: str, exit_code: int) -> str:
+    """A suite of the one test ``verdict``, of a run that ended without one."""
+    suite = ElementTree.Element("testsuite", name=name)
+    _say(_test(suite, name, "verdict"), "error", "no verdict", [error, f"exit code {exit_code}"])
+    return _document(suite)
+
+
+def _properties(record: Record, exit_code: int) -> list[tuple[str, str]]:
+    return [
+        ("decision", record.decision),
+        ("exit code", str(exit_code)),
+        ("candidate", record.candidate.variant),
+        ("baseline", record.baseline.variant),
+        ("format", record.format),
+        ("target", record.arch),
+        ("device", facts.device(record)),
+        ("commit", facts.commit(record)),
+        ("command", record.command),
+        ("greenfast", record.package_version),
+    ]
+
+
+def _gate(test: ElementTree.Element, gate: GateResult) -> None:
+    said = [gate.summary, *gate.reasons]
+    if gate.status == "FAIL":
+        _say(test, "failure", gate.gate, gate.reasons or said, said)
+    elif gate.status == "PENDING":
+        _say(test, "skipped", gate.gate, said)
+    else:
+        ElementTree.SubElement(test, "system-out").text = _clean("\n".join(said))
+
+
+def _row(test: ElementTree.Element, row: CorrectnessRow) -> None:
+    missed = [name.removesuffix("_pass") for name, held in row.gates.items() if not held]
+    status = facts.row_status(row)
+    if status == "FAIL":
+        _say(test, "failure", "CORRECTNESS", [*missed, *row.notes], [*missed, *row.notes, *_errors(row)])
+    elif status == "PENDING":
+        _say(test, "skipped", "CORRECTNESS", row.notes or ["no gate was applied"])
+
+
+def _errors(row: CorrectnessRow) -> list[str]:
+    """A case's dimensions and errors, as far as it has them."""
+    lines = [f"dims: {format.dims(row.dims)}"]
+    if row.error is not None:
+        lines.append(f"max error: {format.error(row.error.max_abs_err)}, mean: {format.error(row.error.mean_abs_err)}")
+    if row.kernel_error is not None:
+        lines.append(f"relative kernel error: {format.error(row.kernel_error.relative_error)}")
+    if row.bound_ratio is not None:
+        lines.append(f"worst kernel error over what rounding explains: {format.error(row.bound_ratio)}")
+    return lines
+
+
+def _test(suite: ElementTree.Element, classname: str, name: str) -> ElementTree.Element:
+    return ElementTree.SubElement(suite, "testcase", classname=_clean(classname), name=_clean(name))
+
+
+def _say(
+    test: ElementTree.Element, how: str, kind: str, reasons: Iterable[str], text: Sequence[str] | None = None
+) -> None:
+    reasons = list(reasons)
+    message = format.short(format.one_line("; ".join(reasons)), _MESSAGE_CHARACTERS)
+    said = ElementTree.SubElement(test, how, type=kind, message=_clean(message))
+    said.text = _clean("\n".join(text or reasons))
+
+
+def _document(suite: ElementTree.Element) -> str:
+    """The whole file, with the counts that readers of the format expect."""
+    root = ElementTree.Element("testsuites", name="greenfast")
+    root.append(suite)
+    counts = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
+    for element in (root, suite):
+        for name, tag in counts.items():
+            element.set(name, str(sum(1 for _ in suite.iter(tag))))
+    ElementTree.indent(root)
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
+
+
+def _clean(text: str) -> str:
+    return _FORBIDDEN.sub("\ufffd", text)
