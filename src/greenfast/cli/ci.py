@@ -14,7 +14,7 @@ from greenfast.judge.report import format
 from greenfast.judge.report.junit import junit, junit_error
 from greenfast.judge.report.markdown import short_form
 from greenfast.judge.store import write_whole
-from greenfast.spec.errors import GreenfastError, MachineError
+from greenfast.spec.errors import GreenfastError, MachineError, UsageError
 
 Verb: TypeAlias = Callable[[argparse.Namespace], int]
 _EXIT_INTERNAL = 3
@@ -58,6 +58,8 @@ def with_verdict(args: argparse.Namespace, record: Record, code: int) -> int:
 def _append(file: Path | None, text: str) -> None:
     if file is None:
         return
+    if file.is_dir():
+        raise UsageError(f"--summary {file}: a folder; give the name of a file")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8") as stream:

@@ -1,0 +1,210 @@
+"""docs/ci.md: its workflow, run on scaffolds; the files that CI services read; the fields that scripts rely on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from greenfast.cli.main import main
+from tests.cli.command_line import ROOT, run_here
+
+pytestmark = pytest.mark.usefixtures("machine")
+
+PAGE = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+SCHEMA: dict[str, Any] = json.loads((ROOT / "docs" / "record.schema.json").read_text(encoding="utf-8"))
+#: The fields in the first column of the page's last table.
+FIELDS = [
+    field
+    for cell in re.findall(r"^\| (`.*?) \|", PAGE.split("## Scripts")[1], re.MULTILINE)
+    for field in re.findall(r"`(.+?)`", cell)
+]
+STATIC = "build,resources,correctness,evidence"
+
+
+def steps() -> list[dict[str, Any]]:
+    """The steps of the page's workflow."""
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    found: list[dict[str, Any]] = yaml.safe_load(text)["jobs"]["judge"]["steps"]
+    return found
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An author's repository with a scaffold, on a runner of GitHub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "runner" / "summary.md"))
+    assert main(["init", "my_kernel"]) == 0
+    return tmp_path
+
+
+def judge_as_on_the_page() -> int:
+    """Run the command of the workflow's step ``Judge``."""
+    (command,) = [step["run"] for step in steps() if step.get("name") == "Judge"]
+    program, *words = shlex.split(os.path.expandvars(command))
+    assert program == "greenfast"
+    return main(words)
+
+
+def spoil(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def outcomes(file: Path) -> dict[str, str]:
+    """Each test of a JUnit file with its outcome: passed, failure, error or skipped. Checks the file's counts."""
+    root = ElementTree.fromstring(file.read_text(encoding="utf-8"))
+    cases = list(root.iter("testcase"))
+    found = {}
+    for case in cases:
+        tags = [child.tag for child in case if child.tag != "system-out"]
+        found[f"{case.get('classname')}.{case.get('name')}"] = tags[0] if tags else "passed"
+        assert len(tags) <= 1
+    assert len(found) == len(cases), "two tests of one name"
+    for element in (root, *root.iter("testsuite")):
+        counts = {name: int(element.get(name, "")) for name in ("tests", "failures", "errors", "skipped")}
+        ended = list(found.values())
+        assert counts == {
+            "tests": len(ended),
+            "failures": ended.count("failure"),
+            "errors": ended.count("error"),
+            "skipped": ended.count("skipped"),
+        }
+    return found
+
+
+def test_the_workflow_accepts_a_right_kernel(repository: Path) -> None:
+    assert judge_as_on_the_page() == 0
+    found = outcomes(repository / "verdict.xml")
+    name = "vector_add.four_at_a_time"
+    assert found.pop(f"{name}.PERFORMANCE") == "skipped"
+    assert set(found.values()) == {"passed"}
+    assert {f"{name}.{test}" for test in ("BUILD", "RESOURCES", "CORRECTNESS", "EVIDENCE", "verdict")} < set(found)
+    assert f"{name}.CORRECTNESS.candidate tail seed 2" in found
+    assert f"{name}.CORRECTNESS.baseline one seed 0" in found
+    summary = (repository / "runner/summary.md").read_text()
+    assert "`baseline` -> `four_at_a_time`" in summary
+    assert summary.endswith("- Exit code: 0\n\n")
+    kept = [path for step in steps() if "upload" in step.get("uses", "") for path in step["with"]["path"].split()]
+    assert kept
+    assert [path for path in kept if not (repository / path).exists()] == []
+
+
+def test_the_workflow_fails_on_a_wrong_kernel(repository: Path) -> None:
+    spoil(repository / "my_kernel/solution/kernel.cu", "a.values[k] + ", "1.5f * a.values[k] + ")
+    assert judge_as_on_the_page() == 13
+    found = outcomes(repository / "verdict.xml")
+    failed = {name.removeprefix("vector_add.four_at_a_time.") for name, how in found.items() if how == "failure"}
+    cases = {f"CORRECTNESS.candidate {shape} seed {seed}" for shape in ("one", "tail", "even") for seed in range(3)}
+    assert failed >= {"CORRECTNESS", "verdict", *cases}
+    assert not [name for name in failed if "baseline" in name]
+    assert "kernel_bound" in (repository / "verdict.xml").read_text()
+    assert "exit code 13" in (repository / "verdict.xml").read_text()
+    assert (repository / "runner/summary.md").read_text().startswith("**DEFER**")
+
+
+def test_the_workflow_fails_on_code_that_exits(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (repository / "other").mkdir()
+    monkeypatch.chdir(repository / "other")
+    assert main(["init", "my_kernel", "--language", "family"]) == 0
+    (code,) = Path("my_kernel/solution").glob("*.py")
+    code.write_text(f"{code.read_text()}\nimport os\nos._exit(0)\n")
+    Path("verdict.xml").write_text("of an earlier run")
+    assert judge_as_on_the_page() == 5
+    assert outcomes(Path("verdict.xml")) == {"my_kernel/solution.verdict": "error"}
+    assert "ended without a verdict" in Path("verdict.xml").read_text()
+    assert "**no verdict**: `my_kernel/solution`" in (repository / "runner/summary.md").read_text()
+    assert "ended without a verdict" in capsys.readouterr().err
+
+
+def test_what_a_compiler_prints_is_neither_xml_nor_markdown(repository: Path) -> None:
+    """Quotations of the source, here with a control character, stay text."""
+    quoted = "// </failure> **x** `y` [a](b) "
+    spoil(repository / "my_kernel/solution/kernel.cu", "z[i] = sum;", f"z[i] = som; {quoted}\x1b[31m")
+    assert judge_as_on_the_page() == 11
+    assert outcomes(repository / "verdict.xml")["vector_add.four_at_a_time.BUILD"] == "failure"
+    said = "".join(ElementTree.fromstring((repository / "verdict.xml").read_text()).itertext())
+    assert f"{quoted}\ufffd[31m" in said
+    assert r"\</failure> \*\*x\*\* \`y\` [a]\(b)" in (repository / "runner/summary.md").read_text()
+
+
+def test_what_was_required_and_not_decided_is_no_green_file(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("judge", "my_kernel/solution", "--problem", "my_kernel/problem", "--shapes", "tail", "--seeds", "0")
+    assert run_here(capsys, *asked, "--junit", "verdict.xml", "--summary", "").code == 4
+    found = outcomes(repository / "verdict.xml")
+    assert found["vector_add.four_at_a_time.PERFORMANCE"] == "skipped"
+    assert found["vector_add.four_at_a_time.verdict"] == "error"
+
+
+def test_validate_has_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--shapes", "small", "--seeds", "0", "--no-quote", "--arch", "sm_89", "--require", STATIC)
+    files = ("--out", tmp_path, "--junit", tmp_path / "v.xml", "--summary", tmp_path / "s.md")
+    ran = run_here(capsys, "validate", "fp8_sdpa", *options, *files)
+    assert ran.code == 0, ran
+    assert outcomes(tmp_path / "v.xml")["fp8_sdpa.stage2.verdict"] == "passed"
+    assert "`stage1` -> `stage2`" in (tmp_path / "s.md").read_text()
+
+
+@pytest.mark.parametrize("option", ["--junit", "--summary"])
+def test_a_file_that_cannot_be_written_is_said_before_the_run(
+    repository: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("file").touch()
+    for name, code in ((".", 2), ("file/x", 3)):
+        ran = run_here(capsys, "judge", "my_kernel/solution", "--problem", "my_kernel/problem", option, name)
+        assert (ran.code, ran.out) == (code, "")
+        assert option in ran.err
+        assert ran.err.count("\n") == 1
+    assert not (repository / "results").exists()
+
+
+def values(content: Any, field: str) -> list[Any]:
+    """What a field such as ``gates[].status`` names; fails where a name on the way is missing."""
+    found = [content]
+    for part in field.split("."):
+        name = part.removesuffix("[]")
+        found = [one[name] for one in found]
+        if part.endswith("[]"):
+            found = [item for one in found for item in one]
+    return found
+
+
+def described(field: str) -> bool:
+    """Whether the schema of a comparison's record has a field."""
+    schema = SCHEMA["$defs"]["Record"]
+    for part in field.split("."):
+        schema = schema["properties"].get(part.removesuffix("[]"))
+        if schema is None:
+            return False
+        schema = schema["items"] if part.endswith("[]") else schema
+        schema = next((one for one in schema.get("anyOf", []) if one.get("type") != "null"), schema)
+        if "$ref" in schema:
+            schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
+    return True
+
+
+def test_the_fields_that_scripts_rely_on_are_there(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(FIELDS) > 25
+    assert [field for field in FIELDS if not described(field)] == []
+    assert not described("gates[].verdict")
+    options = ("--problem", "my_kernel/problem", "--shapes", "tail", "--seeds", "0", "--require", STATIC, "--json")
+    ran = run_here(capsys, "judge", "my_kernel/solution", *options)
+    assert ran.code == 0
+    record = json.loads(ran.out)
+    for field in FIELDS:
+        assert values(record, field) or field.startswith("speedups[]"), field
+    assert (record["schema_version"], record["kind"]) == (2, "comparison")
+    (kept,) = (repository / "results").rglob("record.json")
+    assert json.loads(kept.read_text()) == record
