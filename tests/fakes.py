@@ -27,7 +27,7 @@ from greenfast.device.gpu import Executable, Gpu, KernelImage
 from greenfast.device.instruments import FIELDS, RANGES
 from greenfast.device.session import Block, GpuSession, Started
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
-from greenfast.judge.gates.performance import timed_seeds
+from greenfast.judge.exam import Cell, Plan
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.record import GateResult
 from greenfast.judge.request import Request
@@ -36,7 +36,7 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import UnsupportedError
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.kernel import PHASE_BUFFER, Launch
-from greenfast.spec.problem import Array, Case, Problem
+from greenfast.spec.problem import NORMAL, Array, Case, Problem, case_of
 from tests.host_driver import HostDriver
 
 L4 = DeviceInfo(
@@ -110,12 +110,15 @@ class TimedBlock:
 
 
 @cache
-def _right(problem: Hashable, dims: tuple[tuple[str, int], ...], seed: int, fmt: str) -> tuple[Case, dict[str, Array]]:
+def _right(
+    problem: Hashable, dims: tuple[tuple[str, int], ...], seed: int, fmt: str, variant: str = NORMAL
+) -> tuple[Case, dict[str, Array]]:
     """A case and its right outputs: the exact reference, cast."""
     made = cast(Problem, problem)
-    case = made.make_case(dict(dims), seed, fmt)
+    case = case_of(made, dict(dims), seed, fmt, variant)
     ((name, spec),) = case.outputs.items()
-    exact = made.references(dict(dims), seed, fmt).exact
+    given: dict[str, Any] = {} if variant == NORMAL else {"variant": variant}
+    exact = made.references(dict(dims), seed, fmt, **given).exact
     return case, {name: exact.reshape(spec.shape).astype(spec.dtype)}
 
 
@@ -138,18 +141,17 @@ class FakeDevice:
         self._variant_of: dict[bytes, str] = {}
         for name in self.scripts:
             variant = r.task.config.variant(name)
-            side = build_side("fake", r.task.family, variant, r.format, r.shapes, r.target)
+            side = build_side("fake", r.task.family, variant, r.format, r.built_shapes, r.target, refused={})
             for _, kernel in side.distinct:
                 self._variant_of[kernel.cubin] = name
         #: By shape, the sizes of its inputs, and what tells its cases apart.
         self._sizes: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
-        self._seeds: dict[tuple[int, ...], int] = {}
-        for shape in r.shapes:
-            dims = tuple(shape.dims.items())
-            for seed in timed_seeds(r.seeds):
-                inputs = self.case(dims, seed)[0].inputs
-                self._sizes[dims] = {name: array.nbytes for name, array in inputs.items()}
-                self._seeds[tuple(hash(inputs[name].tobytes()) for name in inputs)] = seed
+        self._seeds: dict[tuple[int, ...], tuple[int, str]] = {}
+        for cell in r.cells:
+            dims = tuple(cell.shape.dims.items())
+            inputs = self.case(dims, cell.seed, cell.variant)[0].inputs
+            self._sizes[dims] = {name: array.nbytes for name, array in inputs.items()}
+            self._seeds[tuple(hash(inputs[name].tobytes()) for name in inputs)] = cell.seed, cell.variant
 
     def variant(self, image: KernelImage) -> str:
         """The name of the scripted variant that an image was built from, or "default"."""
@@ -159,12 +161,14 @@ class FakeDevice:
         """What an image's kernel does."""
         return self.scripts.get(self.variant(image), self.default)
 
-    def case(self, dims: tuple[tuple[str, int], ...], seed: int) -> tuple[Case, dict[str, Array]]:
+    def case(
+        self, dims: tuple[tuple[str, int], ...], seed: int, variant: str = NORMAL
+    ) -> tuple[Case, dict[str, Array]]:
         """A case and its right outputs."""
-        return _right(cast(Hashable, self.request.task.problem), dims, seed, self.request.format)
+        return _right(cast(Hashable, self.request.task.problem), dims, seed, self.request.format, variant)
 
-    def found_at(self, pointers: Mapping[str, int]) -> tuple[tuple[tuple[str, int], ...], int] | None:
-        """The dims and seed of the case whose inputs lie there, None if it is none of the request's."""
+    def found_at(self, pointers: Mapping[str, int]) -> tuple[tuple[tuple[str, int], ...], int, str] | None:
+        """The dims, seed and variant of the case whose inputs lie there, None if it is none of the request's."""
         largest_first = sorted(self._sizes.items(), key=lambda item: -sum(item[1].values()))  # one may begin as another
         for dims, sizes in largest_first:
             if sizes.keys() <= pointers.keys() and all(
@@ -172,7 +176,7 @@ class FakeDevice:
             ):
                 key = tuple(hash(ctypes.string_at(pointers[name], nbytes)) for name, nbytes in sizes.items())
                 if key in self._seeds:
-                    return dims, self._seeds[key]
+                    return dims, *self._seeds[key]
         return None
 
     def make_worker(self) -> Worker:
@@ -212,12 +216,12 @@ class HostKernel:
         gpu, device = self.gpu, self.gpu.fake
         gpu.at = found = device.found_at(pointers) or gpu.at
         assert found is not None, "a launch with the inputs of no case"
-        dims, seed = found
+        dims, seed, variant = found
         device.memory.note("launch")
         script = device.script(self.image)
         call = Call(
             pointers={name: pointers[name] for name in plan.args if isinstance(name, str)},
-            right=device.case(dims, seed)[1],
+            right=device.case(dims, seed, variant)[1],
             other_seed=lambda: device.case(dims, device.request.seeds[0])[1],
             number=number,
             serial=device.launches,
@@ -283,7 +287,7 @@ class FakeGpu(Gpu):
         self.device = SimpleNamespace(properties=properties)
         self.stream = SimpleNamespace(sync=lambda: None, handle=0, record=lambda options: self._stamp())
         self.kept: dict[Any, Any] = {}
-        self.at: tuple[tuple[tuple[str, int], ...], int] | None = None
+        self.at: tuple[tuple[tuple[str, int], ...], int, str] | None = None
         self.cold = False
         self._us = 0.0
         self._drift = device.rng.standard_normal()
@@ -382,6 +386,7 @@ def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
         assert ordinal == 0
         return FakeWorker(device, timeout_s=timeout_s)
 
+    monkeypatch.setattr(Request, "make_emulator", None)  # which would run the real kernels
     for module in ("judge.request", *_ASKING):
         monkeypatch.setattr(f"greenfast.{module}.Worker", start)
     return device
@@ -412,17 +417,23 @@ def request(
     fmt: str = "e4m3",
     arch: str = "sm_89",
     device: DeviceInfo | None = L4,
+    whole: bool = True,
     **timing: int,
 ) -> Request:
     """A request of the attention task (or of ``task``), for the fake device unless ``device`` says otherwise.
 
     It times few launches, so that tests take little time, unless ``timing`` says otherwise.
+
+    whole: whether the exam is as if the task had these shapes and seeds only, and drew nothing; else none is planned.
     """
     task = task or shipped("fp8_sdpa")
+    chosen = [task.config.shape(name) for name in shapes]
+    cells = tuple(Cell(shape, seed) for shape in chosen for seed in seeds)
     return Request(
         task=task,
-        shapes=[task.config.shape(name) for name in shapes],
+        shapes=chosen,
         seeds=list(seeds),
+        exam=Plan(cells, tuple(chosen), chosen[0]) if whole else None,
         format=fmt,
         target=Target.parse(arch),
         ordinal=None if device is None else 0,

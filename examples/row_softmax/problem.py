@@ -29,21 +29,33 @@ _FLOAT_ROUNDING = 2.0**-24
 _EX2_ERROR = 2.0**-22  # PTX ISA, ex2.approx.ftz.f32, relative
 
 
-def _matrix(dims: Mapping[str, int], seed: int) -> NDArray[np.float16]:
+#: Inputs for values that the normal ones do not reach: a biased mean, rows that are very flat or very steep, and one
+#: element far above all others.
+VARIANTS = ("shifted", "scaled", "outliers")
+
+
+def _matrix(dims: Mapping[str, int], seed: int, variant: str) -> NDArray[np.float16]:
     generator = np.random.Generator(np.random.PCG64(seed))
-    normal = generator.standard_normal((dims["R"], dims["C"]), dtype=np.float32)
-    return (_SPREAD * normal).astype(np.float16)
+    x = _SPREAD * generator.standard_normal((dims["R"], dims["C"]), dtype=np.float32)
+    if variant == "shifted":
+        x += 1000
+    elif variant == "scaled":
+        x[::2] *= 16
+        x[1::2] /= 64
+    elif variant == "outliers":
+        x.flat[generator.integers(x.size)] = 200
+    return x.astype(np.float16)
 
 
-def make_case(dims: Mapping[str, int], seed: int, fmt: str) -> Case:
+def make_case(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "normal") -> Case:
     """Input x and output y, both float16 of (R, C)."""
-    x = _matrix(dims, seed)
+    x = _matrix(dims, seed, variant)
     return Case({"x": x}, {"y": OutputSpec(x.shape, "float16")})
 
 
-def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
+def references(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "normal") -> References:
     """The softmax in float64, twice, and the bound on each element's error."""
-    x = _matrix(dims, seed).astype(np.float64)
+    x = _matrix(dims, seed, variant).astype(np.float64)
     below = x.max(axis=1, keepdims=True) - x
     weights = np.exp(-below)
     exact = weights / weights.sum(axis=1, keepdims=True)

@@ -66,10 +66,14 @@ CHEATS = (
     Cheat("order_dependent", "CORRECTNESS", r"repeat \(2 runs on the same input gave different bits", shapes=("many",)),
 )
 
-#: Kernels that end their process or cannot be launched, and what their process reports.
+#: Kernels that end their process, and what their process reports.
 FAILURES = {
     "wild_pointer": r"ran \(run: .*CUDA_ERROR_ILLEGAL_ADDRESS",
     "trap": r"ran \(run: .*CUDA_ERROR_(LAUNCH_FAILED|ILLEGAL_INSTRUCTION|ASSERT)",
-    "too_much_smem": r"ran \(run: .* asks for \d+ bytes of dynamic shared memory",
-    "too_many_registers": r"ran \(run: .*CUDA_ERROR_(LAUNCH_OUT_OF_RESOURCES|INVALID_VALUE)",
+}
+
+#: Kernels that no GPU can launch, and what BUILD says of them.
+UNLAUNCHABLE = {
+    "too_much_smem": r"cannot be launched at even: a block asks for 307200 bytes of shared memory",
+    "too_many_registers": r"cannot be launched at even: 1024 threads of \d+ registers need \d+; a block has at most",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,40 @@ def test_an_input_with_nan_is_a_usage_error(
     install(monkeypatch, FakeDevice(asked))
     ran = run_here(capsys, "validate", tmp_path / "mine", "--out", tmp_path / "out")
     assert ran.code == 2
-    assert "greenfast: tiny seed 0: the references hold NaN or infinity" in ran.err
+    assert "problem.py: references of N=5, seed 0: full[0] is nan; inputs must not make NaN" in ran.err
     assert "Traceback" not in ran.err
     assert files_below(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("verb", [("validate",), ("bench", "kernel")])
+@pytest.mark.parametrize("device", ["emulator", "none"])
+def test_dims_beyond_all_memory_are_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: tuple[str, ...], device: str
+) -> None:
+    folder = write_task(tmp_path / "mine", shapes=[{"name": "tiny", "dims": {"N": 2**40}}])
+    ran = run_here(capsys, *verb, folder, "--device", device, "--out", tmp_path / "out")
+    assert (ran.code, len(ran.err.splitlines())) == (2, 1)
+    assert re.search(
+        r"(problem|family)\.py: .*its dimensions are too large: .* \((problem|family)\.py, line \d+\)$", ran.err
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("(256, 1, 1)", "(2048, 1, 1)"), "its block is 2048 x 1 x 1; extents are at least 1, and at most 1024"),
+        (("(256, 1, 1)", "(0, 1, 1)"), "its block is 0 x 1 x 1"),
+        (("(256, 1, 1)", "(256, 1, 1), 300000"), "a block asks for 300000 bytes of shared memory"),
+        (("// 256), 1, 1)", "// 256), 70000, 1)"), "its grid is 1 x 70000 x 1"),
+    ],
+)
+@pytest.mark.parametrize("device", ["emulator", "none"])
+def test_a_launch_that_no_gpu_takes_is_the_kernels_fault(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, change: tuple[str, str], said: str, device: str
+) -> None:
+    folder = write_task(tmp_path / "mine", family=FAMILY.replace(*change))
+    ran = run_here(capsys, "validate", folder, "--device", device, "--out", tmp_path / "out")
+    assert (ran.code, ran.err) == (1, "")
+    assert ran.out.startswith("BUILD       FAIL")
+    assert f"fast cannot be launched at tiny: {said}" in ran.out
+    assert "DEFER" in ran.out

@@ -10,10 +10,12 @@ import pytest
 
 from greenfast.judge.record import BenchRecord, PhaseRecord, Record
 from greenfast.judge.records import freshness, read_record
+from greenfast.judge.request import examined
 from greenfast.judge.run import GATES
 from tests.cli.command_line import ROOT, Ran, run_here
 from tests.fakes import L4, Behaviour, FakeDevice, Script, install, request, right
 from tests.judge import behaviours
+from tests.judge.small_task import loaded
 
 pytestmark = pytest.mark.usefixtures("machine")
 
@@ -31,15 +33,16 @@ def last_line(ran: Ran) -> Path:
     return Path(ran.out.splitlines()[-1])
 
 
-def test_a_merge_is_0_and_says_where_its_files_are(
+def test_a_run_says_what_holds_and_where_its_files_are(
     capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
 ) -> None:
     out = tmp_path / "a [folder] of results"  # not markup
     ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--out", out)
-    assert (ran.code, ran.err) == (0, "")
+    assert (ran.code, ran.err) == (4, "")
     gates = [line.split()[:2] for line in ran.out.splitlines()[:5]]
     assert gates == [[gate, "PASS"] for gate in ("BUILD", "RESOURCES", "CORRECTNESS", "PERFORMANCE", "EVIDENCE")]
-    assert "MERGE  stage2 against stage1, e4m3\n  - all five gates hold\n" in ran.out
+    missing = "1 of 7 shapes, 1 of 3 seeds, nothing drawn"
+    assert f"PARTIAL  stage2 against stage1, e4m3\n  - partial: {missing}; all five gates hold on those\n" in ran.out
     record = read_record(last_line(ran))
     assert isinstance(record, Record)
     assert last_line(ran).parent == out / "fp8_wmma_baseline"
@@ -49,6 +52,25 @@ def test_a_merge_is_0_and_says_where_its_files_are(
     assert {t.timed_iters for t in record.candidate.timing} == {60}
     assert {t.warmup_iters for t in record.candidate.timing} == {5}
     assert {row.processes for row in record.speedups} == {3}
+
+
+def test_the_whole_exam_is_0_and_less_of_it_is_4(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    task = loaded(tmp_path / "twice")
+    plain = request(tmp_path, task=task, shapes=("tiny",), fmt="float", whole=False)
+    asked = examined(plain, task.config.rung("fast"), chosen=False, seed=77)
+    install(monkeypatch, FakeDevice(asked, {"plain": Script(us=20.0), "fast": Script(us=10.0)}))
+
+    def ran(*options: str) -> tuple[int, str]:
+        options = ("--processes", "3", "--iters", "60", "--warmup", "5", "--out", str(tmp_path / "out"), *options)
+        found = run_here(capsys, "validate", tmp_path / "twice", *options)
+        return found.code, next(line.split()[0] for line in found.out.splitlines() if " against " in line)
+
+    assert ran("--exam-seed", "77") == (0, "MERGE")
+    assert ran("--shapes", "tiny") == (4, "PARTIAL")
+    assert ran("--shapes", "tiny,page", "--seeds", "0,1", "--exam-seed", "77") == (0, "MERGE")
+    assert ran("--seeds", "0", "--require", "all") == (0, "PARTIAL"), "what is required holds"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +93,7 @@ def test_a_required_speedup_takes_the_place_of_the_rungs(
     capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
 ) -> None:
     device.scripts["stage2"] = Script(us=20 / 1.1)
-    for required, code in (("1.05", 0), ("1.12", 1)):
+    for required, code in (("1.05", 4), ("1.12", 1)):
         ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--required", required, "--out", tmp_path)
         assert ran.code == code
         assert f"required {required}x" in (last_line(ran) / "VALIDATION_REPORT.md").read_text()
@@ -94,7 +116,7 @@ def test_a_candidate_named_alone_is_compared_with_the_rung_before_it(
 @pytest.mark.parametrize(
     ("verb", "required", "code"),
     [
-        ("validate", (), 0),
+        ("validate", (), 4),
         ("validate", ("--require", "build,resources,evidence"), 0),
         ("validate", ("--require", "performance"), 1),
         ("validate", ("--require", "correctness"), 1),
@@ -147,13 +169,13 @@ def test_without_a_gpu_performance_is_quoted_from_the_evidence(
     line = next(line for line in ran.out.splitlines() if line.startswith("PERFORMANCE"))
     assert line.split()[1] == ("PASS" if fresh else "PENDING")
     assert ("quoted from NVIDIA H100 80GB HBM3, 2" in line) == fresh
-    assert ("\nMERGE  " in ran.out) == fresh
+    assert ("\nPARTIAL  " in ran.out) == fresh
     assert ("not measured in this run\n" in ran.out) == fresh
     quick = (*asked, "--shapes", "small")
     ran = run_here(capsys, *quick, "--arch", "sm_90a", "--require", "performance", "--no-quote")
     assert (ran.code, "quoted" in ran.out) == (1, False)
     ran = run_here(capsys, *quick, "--arch", "sm_89", "--quote", ROOT / kept)
-    assert (ran.code, "is of sm_90a, not sm_89" in ran.out.replace("\n", "")) == (0, True)
+    assert (ran.code, "is of sm_90a, not sm_89" in ran.out.replace("\n", "")) == (4, True)
 
 
 @pytest.mark.parametrize("options", [("--shapes", "mission", "--seeds", "0"), pytest.param((), marks=pytest.mark.slow)])
@@ -172,10 +194,11 @@ def test_the_first_command_is_decided_without_a_gpu(
     assert [line.split()[:2] for line in lines[:5]] == [[gate, "PASS"] for gate in GATES]
     assert f"quoted from NVIDIA H100 80GB HBM3, {kept.created[:10]}, commit " in lines[3]
     assert "  - target sm_90a, from the kept record, as there is no GPU; --arch selects another" in lines
-    assert "MERGE  stage2 against stage1, e4m3" in lines
+    decision = "MERGE" if kept.exam is not None and kept.exam.complete and not options else "PARTIAL"
+    assert f"{decision}  stage2 against stage1, e4m3" in lines
     record = read_record(last_line(ran))
     assert isinstance(record, Record)
-    assert (record.decision, record.arch) == ("MERGE", "sm_90a")
+    assert (record.decision, record.arch) == (decision, "sm_90a")
 
 
 def test_a_requested_target_is_not_changed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -189,7 +212,7 @@ def test_a_target_that_the_gpu_does_not_run_is_pending(
     capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
 ) -> None:
     ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--arch", "9.0a", "--out", tmp_path)
-    assert ran.code == 0
+    assert ran.code == 4
     assert "PENDING  stage2 against stage1" in ran.out
     assert "CORRECTNESS: sm_90a code does not run on NVIDIA L4 (8.9)" in ran.out
     assert device.launches == 0
@@ -197,7 +220,7 @@ def test_a_target_that_the_gpu_does_not_run_is_pending(
 
 def test_an_unwanted_gpu_is_not_used(capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path) -> None:
     ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--device", "none", "--out", tmp_path)
-    assert ran.code == 0
+    assert ran.code == 4
     assert device.workers == []
 
 
@@ -266,9 +289,9 @@ def test_report_prints_it_again(capsys: pytest.CaptureFixture[str], device: Fake
     folder = last_line(run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--out", tmp_path))
     whole = run_here(capsys, "report", folder)
     assert whole.code == 0
-    assert whole.out.startswith("# fp8_sdpa: stage1 -> stage2, MERGE\n")
+    assert whole.out.startswith("# fp8_sdpa: stage1 -> stage2, PARTIAL\n")
     short = run_here(capsys, "report", "--short", folder / "record.json")
-    assert short.out.startswith("**MERGE**: fp8_sdpa, `stage1` -> `stage2`, e4m3, sm_89\n")
+    assert short.out.startswith("**PARTIAL**: fp8_sdpa, `stage1` -> `stage2`, e4m3, sm_89\n")
     plot = run_here(capsys, "report", folder, "--plot", tmp_path / "p.svg")
     assert (plot.code, (tmp_path / "p.svg").read_text()[:5]) == (0, "<?xml")
 
@@ -308,7 +331,7 @@ def test_json_is_all_that_is_on_standard_output(
 ) -> None:
     ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--json", "--out", tmp_path)
     record = msgspec.json.decode(ran.out, type=Record)
-    assert record.decision == "MERGE"
+    assert record.decision == "PARTIAL"
     assert "CORRECTNESS PASS" in ran.err
     ran = run_here(capsys, "bench", "fp8_sdpa", *SMALL, "--json", "--out", tmp_path)
     assert msgspec.json.decode(ran.out, type=BenchRecord).side.variant == "stage2"

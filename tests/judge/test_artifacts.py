@@ -106,7 +106,17 @@ def test_correctness_summary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, be
     assert summary["all_pass"] is (behave is None)
     assert summary["pending"] is None
     assert [row["seed"] for row in summary["results"]] == [0, 1, 2]  # the third takes part in timing
-    more = {"format_error", "kernel_error", "bound_ratio", "inputs_digest", "gates", "pass", "notes"}
+    more = {
+        "format_error",
+        "kernel_error",
+        "bound_ratio",
+        "inputs_digest",
+        "variant",
+        "drawn",
+        "gates",
+        "pass",
+        "notes",
+    }
     for row in summary["results"]:
         assert set(row) == SHAPE | ERRORS | more
         assert (row["B"], row["H"], row["S"], row["D"]) == (1, 1, 32, 64)

@@ -132,7 +132,7 @@ WRONG_SHAPE = PROBLEM.replace('outputs["y"].astype', 'outputs["y"][:-1].astype')
 @pytest.mark.parametrize(
     ("problem", "said"),
     [
-        (NAN_INPUT, "tiny seed 0: the references hold NaN or infinity"),
+        (NAN_INPUT, r"references of N=5, seed 0: full\[0\] is nan; inputs must not make NaN"),
         (WRONG_SHAPE, r"tiny seed 0: decode gives an array of shape \(4,\), the references have \(5,\)"),
     ],
 )

@@ -10,11 +10,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from greenfast.judge.record import GateResult
+from greenfast.judge.record import Decision, GateResult
 from greenfast.spec.errors import UsageError
 
 _GATES = ("build", "resources", "correctness", "performance", "evidence")
-_STYLES = {"PASS": "green", "FAIL": "bold red", "PENDING": "yellow", "MERGE": "bold green", "DEFER": "bold red"}
+_STYLES = {
+    "PASS": "green",
+    "FAIL": "bold red",
+    "PENDING": "yellow",
+    "MERGE": "bold green",
+    "PARTIAL": "yellow",
+    "DEFER": "bold red",
+}
 _MAX_REASONS = 8
 
 
@@ -97,3 +104,13 @@ def exit_code(gates: Sequence[GateResult], required: set[str]) -> int:
     """0 if no gate failed and no required gate is pending, else 1."""
     short = any(g.status == "FAIL" or (g.status == "PENDING" and g.gate in required) for g in gates)
     return int(short)
+
+
+#: The exit code of a decision that is neither a yes nor a no.
+OPEN = 4
+
+
+def decision_code(decision: Decision, gates: Sequence[GateResult], required: set[str]) -> int:
+    """``exit_code``, and where no gates are required OPEN for less than the whole exam, or a gate that is PENDING."""
+    code = exit_code(gates, required)
+    return OPEN if code == 0 and not required and decision in ("PARTIAL", "PENDING") else code

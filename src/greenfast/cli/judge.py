@@ -15,7 +15,7 @@ from greenfast.judge.entrant import Entrant, rung_entrant, solution_entrant
 from greenfast.judge.formats.given import check_traces, given_problem, given_solution, write_traces
 from greenfast.judge.quote import target_of
 from greenfast.judge.record import Record
-from greenfast.judge.request import Request
+from greenfast.judge.request import Request, examined
 from greenfast.judge.run import GATES
 from greenfast.judge.solution.schema import FoundSolution, find_solution, is_solution
 from greenfast.judge.tasks import find_task, load, task_names
@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
             note = f"  - target {measured}, from the kept record, as there is no GPU; --arch selects another"
     baseline = _reference(request, reference)
     candidate = _entrant(request, found)
+    chosen = args.shapes is not None or args.seeds is not None
+    request = examined(request, None, chosen=chosen, seed=args.exam_seed)
     with GateConsole(to_stderr=args.json) as console:
         outcome = validate(
             request,

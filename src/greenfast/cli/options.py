@@ -81,10 +81,17 @@ def validate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--required", type=speedup, metavar="RATIO", help="the speedup asked for (default: the candidate's rung's)"
     )
+    _exam(parser)
     parser.add_argument("--no-profile", action="store_true", help="take no Nsight Compute profile")
     _quoting(parser)
     _ci(parser)
     _outcome(parser)
+
+
+def _exam(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--exam-seed", type=count, metavar="N", help="draw the exam's other cases from N (default: a new one)"
+    )
 
 
 def _quoting(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +131,7 @@ def judge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--required", type=speedup, metavar="RATIO", help="the speedup asked for (default: the problem's)"
     )
+    _exam(parser)
     parser.add_argument("--no-profile", action="store_true", help="take no Nsight Compute profile")
     _quoting(parser)
     _ci(parser)

@@ -10,12 +10,12 @@ from pathlib import Path
 from rich.text import Text
 
 from greenfast.cli.ci import for_ci, with_verdict
-from greenfast.cli.console import GateConsole, exit_code, required_gates, show, status
+from greenfast.cli.console import GateConsole, decision_code, required_gates, show, status
 from greenfast.cli.page import check_page, write_page
 from greenfast.cli.request import request_of
 from greenfast.judge.digest import sealed_json
 from greenfast.judge.quote import Kept, evidence_folders, kept_at, kept_in, target_of
-from greenfast.judge.request import Request
+from greenfast.judge.request import Request, examined
 from greenfast.judge.validate import Outcome, validate
 from greenfast.spec.arch import Target
 
@@ -32,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     # Without a baseline the candidate is compared with the rung before it.
     before = rung.after if rung is not None and args.candidate else None
     baseline = config.variant(args.baseline or before or config.defaults.baseline)
+    chosen = args.shapes is not None or args.seeds is not None
+    request = examined(request, rung, chosen=chosen, seed=args.exam_seed)
     kept = kept_records(args, request, request.task.folder)
     note = ""
     if args.arch is None and kept and request.cannot_run() is None:
@@ -52,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
         )
     write_page(args.html, outcome.record, outcome.folder, request.task)
     show_outcome(outcome, args.json, note)
-    return with_verdict(args, outcome.record, exit_code(outcome.record.gates, required))
+    code = decision_code(outcome.record.decision, outcome.record.gates, required)
+    return with_verdict(args, outcome.record, code)
 
 
 def show_outcome(outcome: Outcome, as_json: bool, note: str = "") -> None:

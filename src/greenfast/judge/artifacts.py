@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from greenfast.judge.record import Record, Run, Side, TimingRow
+from greenfast.judge.record import CorrectnessRow, Record, Run, Side, TimingRow
 from greenfast.judge.report.facts import side_status
 from greenfast.judge.report.speedups import quoted_from
 from greenfast.spec.errors import UsageError
@@ -20,7 +20,7 @@ BUILD_META = "build_meta.json"
 CORRECTNESS = "correctness_summary.json"
 PERFORMANCE = "perf_baseline.json"
 
-#: In every row of correctness_summary.json; false where the kernel left nothing to measure.
+#: In every row of correctness_summary.json; false where the kernel left nothing to measure, null where not judged.
 _ERROR_GATES = ("max_abs_err_pass", "mean_abs_err_pass", "pct_bad_pass")
 
 _RESOURCES = (
@@ -101,7 +101,9 @@ def correctness_summary(run: Run, side: Side) -> dict[str, Any]:
                 "kernel_error": row.kernel_error,
                 "bound_ratio": row.bound_ratio,
                 "inputs_digest": row.inputs_digest,
-                "gates": dict.fromkeys(_ERROR_GATES, False if row.gates else None) | row.gates,
+                "variant": row.variant,
+                "drawn": row.drawn,
+                "gates": dict.fromkeys(_ERROR_GATES, _unmeasured(row)) | row.gates,
                 "pass": row.passed if row.gates else None,
                 "notes": row.notes,
             }
@@ -114,6 +116,10 @@ def correctness_summary(run: Run, side: Side) -> dict[str, Any]:
         "all_pass": {"PASS": True, "FAIL": False}.get(side_status(side)),
         "pending": _pending(run, "CORRECTNESS"),
     }
+
+
+def _unmeasured(row: CorrectnessRow) -> bool | None:
+    return False if row.gates and row.format_is_judged else None
 
 
 def performance(run: Run, side: Side) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from greenfast.judge.decision import decide, quoted_performance
+from greenfast.judge.errors import relative_error_factor
 from greenfast.judge.gates.performance import judge
 from greenfast.judge.record import BenchRecord, CorrectnessRow, GateResult, Limits, Record, Run, SpeedupRow
 from greenfast.judge.run import GATES
@@ -38,7 +39,9 @@ class Disagreement(NamedTuple):
 
 def disagreements(record: Run) -> Iterator[Disagreement]:
     """Every conclusion that does not follow, in the order in which they build on each other."""
-    newer = any(side.limits for _, side in record.sides()) or (isinstance(record, Record) and record.baseline_again)
+    newer = any(side.limits for _, side in record.sides())
+    if isinstance(record, Record):
+        newer = newer or bool(record.baseline_again) or record.exam is not None
     yield from _unless(record.schema_version > 1 or not newer, "schema_version", record.schema_version, 2)
     for role, side in record.sides():
         for i, row in enumerate(side.correctness):
@@ -63,7 +66,10 @@ def _of_correctness(field: str, row: CorrectnessRow, limits: Limits | None) -> I
         if name in row.gates:
             yield from _unless(row.gates[name] == held, f"{where}.gates.{name}", row.gates[name], held)
     if row.passed:
-        for name in ("kernel_relative_error_pass", "kernel_bound_pass"):
+        asked = ["kernel_relative_error_pass", "kernel_bound_pass"]
+        if limits is not None and row.format_is_judged:
+            asked += ["format_error_pass", "max_abs_err_pass", "mean_abs_err_pass", "pct_bad_pass"]
+        for name in asked:
             yield from _unless(name in row.gates, f"{where}.gates", "no " + name, "not passed without it")
 
 
@@ -78,7 +84,10 @@ def _gates_of(row: CorrectnessRow, limits: Limits | None) -> dict[str, bool]:
             within["pct_bad"] = error.pct_bad <= limits.pct_bad
             found |= {f"{prefix}_pass": all(within.values())} if prefix else {f"{n}_pass": v for n, v in within.items()}
     if row.kernel_error is not None and row.bound_ratio is not None:
-        found["kernel_relative_error_pass"] = row.kernel_error.relative_error <= limits.relative_error
+        allowed = limits.relative_error
+        if not row.format_is_judged and row.error_histogram is not None:
+            allowed *= relative_error_factor(sum(row.error_histogram.counts), row.variant)
+        found["kernel_relative_error_pass"] = row.kernel_error.relative_error <= allowed
         found["kernel_bound_pass"] = row.bound_ratio <= limits.bound_factor
     return found
 
@@ -108,13 +117,16 @@ def _holds(target: str, actual: str) -> bool | None:
 def _of_correctness_gate(record: Run) -> Iterator[Disagreement]:
     if not isinstance(record, Record | BenchRecord) or record.gate_status("CORRECTNESS") != "PASS":
         return
-    cells = [{(row.shape, row.seed) for row in side.correctness} for _, side in record.sides()]
+    cells = {(row.shape, row.seed, row.variant) for _, side in record.sides() for row in side.correctness}
     for role, side in record.sides():
         wrong = [f"{row.shape} seed {row.seed}" for row in side.correctness if not row.passed]
         yield from _unless(not wrong, "gates.CORRECTNESS.status", "PASS", f"FAIL ({role}: {', '.join(wrong)})")
         yield from _unless(bool(side.correctness), "gates.CORRECTNESS.status", "PASS", f"PENDING ({role} was not run)")
-    same = all(other == cells[0] for other in cells)
-    yield from _unless(same, "gates.CORRECTNESS.status", "PASS", "not passed (the sides ran other shapes or seeds)")
+        # A baseline need not compute what the exam adds, and is then not built for it.
+        built = {shape for build in side.builds for shape in build.shapes} or {shape for shape, _, _ in cells}
+        ran = {(row.shape, row.seed, row.variant) for row in side.correctness}
+        same = ran == {cell for cell in cells if cell[0] in built}
+        yield from _unless(same, "gates.CORRECTNESS.status", "PASS", "not passed (the sides ran other shapes or seeds)")
 
 
 def _of_speedups(record: Record) -> Iterator[Disagreement]:
@@ -212,6 +224,23 @@ def _of_quote(record: Record) -> Iterator[Disagreement]:
 def _of_decision(record: Record) -> Iterator[Disagreement]:
     names = tuple(gate.gate for gate in record.gates)
     yield from _unless(names == GATES or record.decision != "MERGE", "gates", list(names), list(GATES))
-    decision, reasons = decide(record.gates, record.quoted)
+    yield from _of_exam(record)
+    decision, reasons = decide(record.gates, record.quoted, record.exam)
     yield from _unless(record.decision == decision, "decision", record.decision, decision)
     yield from _unless(record.reasons == reasons, "reasons", record.reasons, reasons)
+
+
+def _of_exam(record: Record) -> Iterator[Disagreement]:
+    """What was asked, against the candidate's rows; which shapes and seeds the task had then is not known here."""
+    exam = record.exam
+    if exam is None:
+        yield from _unless(record.schema_version == 1, "exam", None, "what was asked")
+        return
+    complete = not exam.missing or (exam.complete and record.quoted is not None)
+    yield from _unless(exam.complete == complete, "exam.complete", exam.complete, complete)
+    if record.gate_status("CORRECTNESS") != "PASS":
+        return
+    ran = {(row.shape, row.seed, row.drawn): row.dims for row in record.candidate.correctness}
+    for name, dims in exam.drawn.items():
+        found = ran.get((name, exam.seed or 0, True))
+        yield from _unless(found == dims, f"exam.drawn.{name}", dims, found or "not run")

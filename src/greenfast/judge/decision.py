@@ -7,26 +7,39 @@ from collections.abc import Sequence
 import msgspec
 
 from greenfast.judge.gates.performance import judge
-from greenfast.judge.record import Decision, GateResult, Quote
+from greenfast.judge.record import Decision, Exam, GateResult, Quote
 from greenfast.judge.report.speedups import quoted_from
 
 
-def decide(gates: Sequence[GateResult], quoted: Quote | None = None) -> tuple[Decision, list[str]]:
-    """MERGE where all gates pass, DEFER where one fails, else PENDING; with the reasons."""
-    decision, reasons = _decide(gates)
+def decide(
+    gates: Sequence[GateResult], quoted: Quote | None = None, exam: Exam | None = None
+) -> tuple[Decision, list[str]]:
+    """MERGE where all gates pass on the whole exam, DEFER where one fails, else PENDING or PARTIAL; with the reasons.
+
+    exam: None for records of version 1, which asked what they name.
+    """
+    missing = exam.missing if exam is not None else []
+    rest_held = quoted is not None and exam is not None and exam.complete and bool(missing)
+    decision, reasons = _decide(gates, [] if rest_held else missing)
+    if exam is not None and exam.seed is not None and not exam.drawn:
+        reasons.append("no shapes were drawn: the task declares no ranges of them")
+    if quoted is not None and rest_held:
+        reasons.append(f"the rest of the exam held in the record {quoted_from(quoted)}")
     if quoted is not None:
         floor = "" if quoted.floor_recomputed else "; its noise floor is as stored, not recomputed from blocks"
         reasons.append(f"PERFORMANCE {quoted_from(quoted)}: not measured in this run{floor}")
     return decision, reasons
 
 
-def _decide(gates: Sequence[GateResult]) -> tuple[Decision, list[str]]:
+def _decide(gates: Sequence[GateResult], missing: Sequence[str]) -> tuple[Decision, list[str]]:
     failed = [r for r in gates if r.status == "FAIL"]
     if failed:
         return "DEFER", [f"{r.gate}: {reason}" for r in failed for reason in (r.reasons or [r.summary])]
     waiting = [r for r in gates if r.status == "PENDING"]
     if waiting:
         return "PENDING", [f"{r.gate}: {reason}" for r in waiting for reason in (r.reasons or [r.summary])]
+    if missing:
+        return "PARTIAL", [f"partial: {', '.join(missing)}; all five gates hold on those"]
     return "MERGE", ["all five gates hold"]
 
 

@@ -15,11 +15,9 @@ from greenfast.judge.variant import Variant
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Family
+from greenfast.spec.limits import most_shared
 from greenfast.spec.problem import Problem
 
-#: Shared memory that a block can have, by compute capability; those of other targets have the least of these.
-_SHARED = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448}
-_LEAST_SHARED = 101376
 _LOCAL_BYTES = 512 << 10
 _ANY_STATE = 1 << 40
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
@@ -105,7 +103,7 @@ def hardware_budget(target: Target, state_bytes: int = 0) -> Budget:
     """What a block of the target can have, and so many bytes of state from one launch to the next."""
     return Budget(
         registers=255,
-        smem_bytes=_SHARED.get(target.capability, _LEAST_SHARED),
+        smem_bytes=most_shared(target),
         spill_bytes=_LOCAL_BYTES,
         stack_bytes=_LOCAL_BYTES,
         global_bytes=state_bytes,

@@ -8,12 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.judge.record import ErrorStats, Histogram
+from greenfast.spec.problem import NORMAL
 
 Floats = NDArray[np.float64]
 
 # log10 of the lowest and the highest edge, and edges per decade, of the histograms that records hold.
 _ERROR_BINS = (-9, 2, 2)
 _BOUND_BINS = (-5, 2, 4)
+
+#: The relative error is a mean, which scatters over few elements. In drawn cases and variants, which may have any size,
+#: its limit is multiplied by 1 + this over their number (docs/correctness.md); each element has its bound all the same.
+_FEW_ELEMENTS = 1024
+#: And in variants by this: a single rounding, of the weight of an outlier, may be most of the norm.
+_IN_VARIANTS = 3.0
 
 
 def error_stats(actual: Floats, reference: Floats, bad_abs_err: float) -> ErrorStats:
@@ -63,6 +70,14 @@ def error_histogram(actual: Floats, exact: Floats) -> Histogram:
 def bound_histogram(actual: Floats, exact: Floats, bound: Floats) -> Histogram:
     """Of |actual - exact| / bound, from 1e-5 to 100."""
     return _histogram(_bound_ratios(actual, exact, bound), *_BOUND_BINS)
+
+
+def relative_error_factor(elements: int, variant: str) -> float:
+    """What the limit on the relative error is multiplied by in drawn cases and variants.
+
+    elements: of the output. variant: of the inputs.
+    """
+    return (1 + _FEW_ELEMENTS / elements) * (1 if variant == NORMAL else _IN_VARIANTS)
 
 
 def _bound_ratios(actual: Floats, exact: Floats, bound: Floats) -> Floats:

@@ -20,7 +20,8 @@ from greenfast.judge.freshness import of_build, of_launch
 from greenfast.judge.gates.performance import gated_shapes
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE
 from greenfast.judge.record import Build, GateResult, Quote, Record, Side, SpeedupRow, TimingRow
-from greenfast.judge.records import read_record
+from greenfast.judge.records import freshness, read_record
+from greenfast.judge.request import Request
 from greenfast.judge.run import GATES, GateRun, pending
 from greenfast.judge.store import read_json
 from greenfast.judge.task import Timing
@@ -28,6 +29,7 @@ from greenfast.judge.timing.interleaved import METHOD, WARM
 from greenfast.judge.timing.statistics import Interval, verdict
 from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import CURRENT, STALE, worst
+from greenfast.spec.problem import NORMAL
 
 EVIDENCE = "evidence"
 _TASKS = "tasks"
@@ -125,6 +127,19 @@ def quote(run: GateRun, kept: Sequence[Kept], required: float | None, reason: st
     return pending("PERFORMANCE", reason), None
 
 
+def completes(quoted: Quote, kept: Sequence[Kept], request: Request) -> bool:
+    """Whether the quoted record stands for the rest of this run's exam.
+
+    It asked the whole exam, of all that is asked today, and all its kernels are today's, launched as they are today.
+    """
+    record = next(k.record for k in kept if k.sha256 == quoted.sha256)
+    if record.exam is None or not record.exam.complete or request.exam is None:
+        return False
+    held = [(row.dims, row.seed) for row in record.candidate.correctness if row.format_is_judged]
+    today = [(shape.dims, seed) for shape in request.exam.whole for seed in request.task.config.seeds]
+    return all(case in held for case in today) and freshness(record).status == CURRENT
+
+
 def _quoted(kept: Kept, run: GateRun, required: float | None) -> tuple[GateResult, Quote]:
     record, request = kept.record, run.request
     assert record.device is not None
@@ -206,10 +221,13 @@ def _build_of(side: Side, launch: str) -> Build | None:
 def _of_inputs(record: Record, run: GateRun) -> list[str]:
     """Shapes, dimensions and seeds; equal digests mean equal inputs."""
     found: dict[str, None] = {}
+    timed_here = {(shape.name, seed) for shape in run.request.shapes for seed in run.request.seeds}
     for role, side in ((BASELINE, record.baseline), (CANDIDATE, record.candidate)):
-        then = {(row.shape, row.seed): row for row in side.correctness}
+        then = {(row.shape, row.seed): row for row in side.correctness if row.variant == NORMAL}
         timed = {(row.shape, row.seed) for row in side.timing}
         for row in run.correctness.rows[role]:
+            if (row.shape, row.seed) not in timed_here or row.variant != NORMAL:
+                continue
             before = then.get((row.shape, row.seed))
             if before is None or (row.shape, row.seed) not in timed:
                 found[f"did not time {row.shape} seed {row.seed}"] = None

@@ -11,12 +11,14 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from greenfast.spec.facts import DeviceInfo, KernelCounts, LaunchFacts, Resources
+from greenfast.spec.problem import NORMAL
 
 #: 2: a digest, limits of the correctness gates, the blocks of the A/A, NO EFFECT within a fixed margin.
 SCHEMA_VERSION = 2
 
 Status = Literal["PASS", "FAIL", "PENDING"]
-Decision = Literal["MERGE", "DEFER", "PENDING"]
+#: PARTIAL: all that was asked held, and it was less than the whole exam.
+Decision = Literal["MERGE", "PARTIAL", "DEFER", "PENDING"]
 #: FAST: the whole interval is at or above the required speedup. SHORT: faster beyond the noise, but the whole interval
 #: is below the requirement. SLOWER: the whole interval lies below the noise. NO EFFECT: none of these, and the whole
 #: interval lies within 1 % of 1, a margin that does not depend on the noise; in records of version 1: within the noise.
@@ -112,6 +114,8 @@ class CorrectnessRow(_Data, frozen=True, kw_only=True):
     error over the largest that rounding explains. gates: name -> held. case_bytes: of all inputs and outputs, 0 in
     records of older versions. error_histogram, bound_histogram: of each element's absolute kernel error, and of that
     error over what rounding explains; None where there is no kernel error, and in records of older versions.
+    variant: of the problem's inputs. drawn: whether the shape or the seed is not the task's; then, and in variants, the
+    format's error is told and not judged.
     """
 
     shape: str
@@ -124,9 +128,16 @@ class CorrectnessRow(_Data, frozen=True, kw_only=True):
     bound_ratio: float | None
     gates: dict[str, bool]
     notes: list[str] = []
+    variant: str = NORMAL
+    drawn: bool = False
     case_bytes: int = 0
     error_histogram: Histogram | None = None
     bound_histogram: Histogram | None = None
+
+    @property
+    def format_is_judged(self) -> bool:
+        """Whether the limits on the format's error, and on the total error, apply."""
+        return not self.drawn and self.variant == NORMAL
 
     @property
     def passed(self) -> bool:
@@ -317,9 +328,24 @@ class BenchRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="bench")
         return [(self.side.variant, self.side)]
 
 
+class Exam(_Data, frozen=True, kw_only=True):
+    """How much of the whole exam a run asked (``judge.exam``).
+
+    seed: what was drawn from, and the seed of its inputs; None where nothing was drawn. drawn: the drawn shapes'
+    dimensions by name. missing: what was not asked, in words; empty for the whole exam. complete: whether nothing is
+    missing, or what is was asked by the record that PERFORMANCE is quoted from.
+    """
+
+    seed: int | None
+    drawn: dict[str, dict[str, int]] = {}
+    complete: bool
+    missing: list[str] = []
+
+
 class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison"):
     """A whole comparison.
 
+    exam: None in records of version 1, which say nothing of it.
     baseline_again: timings of the baseline against itself, from which the noise floor comes; empty in records of
     version 1. quoted: where nothing was timed, what PERFORMANCE was quoted from; such a record has no timings or
     speedups itself.
@@ -334,6 +360,7 @@ class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison")
     baseline_again: list[TimingRow] = []
     decision: Decision
     reasons: list[str]
+    exam: Exam | None = None
     quoted: Quote | None = None
 
     def __post_init__(self) -> None:

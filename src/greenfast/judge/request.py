@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -12,12 +12,15 @@ import msgspec
 from greenfast.device.worker import Worker
 from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.environment import choose_device, choose_target, device_info
+from greenfast.judge.exam import Cell, Plan, new_seed, plan, shapes_of
+from greenfast.judge.gates.performance import timed_seeds
 from greenfast.judge.record import GateResult
-from greenfast.judge.task import Shape, Timing
+from greenfast.judge.task import Rung, Shape, Timing
 from greenfast.judge.tasks import LoadedTask
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.facts import DeviceInfo
+from greenfast.spec.problem import NORMAL
 
 
 class Observer(Protocol):
@@ -42,7 +45,11 @@ class Unwatched:
 
 @dataclass(frozen=True)
 class Request:
-    """The choices that every run shares; the variants are the verb's own."""
+    """The choices that every run shares; the variants are the verb's own.
+
+    shapes, seeds: which are timed, and without an exam also which CORRECTNESS asks.
+    exam: what CORRECTNESS asks (see ``examined``); None for a run that decides nothing.
+    """
 
     task: LoadedTask
     shapes: list[Shape]
@@ -55,6 +62,30 @@ class Request:
     timeout_s: float
     out: Path
     command: str
+    exam: Plan | None = None
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """The cases that CORRECTNESS asks; where kernels are timed, also all that timing takes inputs from."""
+        asked = self.exam.cells if self.exam else tuple(Cell(s, n) for s in self.shapes for n in self.seeds)
+        if self.cannot_time():
+            return asked
+        have = {(cell.shape.name, cell.seed) for cell in asked if cell.variant == NORMAL}
+        own = self.task.config.seeds
+        timed = [Cell(s, n, drawn=n not in own) for s in self.shapes for n in timed_seeds(self.seeds)]
+        return (*asked, *(cell for cell in timed if (cell.shape.name, cell.seed) not in have))
+
+    @property
+    def built_shapes(self) -> list[Shape]:
+        """The shapes that kernels are built for."""
+        return [*self.shapes, *(self.exam.drawn if self.exam else ())]
+
+    @property
+    def make_emulator(self) -> Callable[[], Worker] | None:
+        """A function that starts an emulator, for a run on a GPU: it finds faults that a GPU cannot show."""
+        if self.exam is None or isinstance(self.ordinal, str):
+            return None
+        return lambda: Worker(timeout_s=self.timeout_s, make_session=EmulatorSession)
 
     @property
     def make_worker(self) -> Callable[[], Worker]:
@@ -144,3 +175,33 @@ def make_request(
         out=out,
         command=command,
     )
+
+
+def examined(request: Request, rung: Rung | None, *, chosen: bool, seed: int | None = None) -> Request:
+    """The request with its exam: the whole one on a GPU, on the emulator what it can run in some minutes.
+
+    rung: the candidate's, if it is one. chosen: whether options chose the shapes or seeds; less than all of them are
+    then all that is asked, unless there is a ``seed`` to draw from. The seed of a draw is in the request's command.
+    Raises UsageError as ``plan`` does.
+    """
+    config = request.task.config
+    runs, emulated = request.cannot_run() is None, isinstance(request.ordinal, str)
+    before = request.shapes
+    if not chosen and runs and not emulated:
+        request = replace(request, shapes=shapes_of(config, rung))
+    whole = set(config.seeds) <= set(request.seeds) and all(s in request.shapes for s in shapes_of(config, rung))
+    if seed is None and runs and (whole or not chosen):
+        seed = new_seed()
+        request = replace(request, command=f"{request.command} --exam-seed {seed}")
+    asked = plan(
+        config,
+        request.task.problem,
+        request.format,
+        request.shapes,
+        request.seeds,
+        rung=rung,
+        seed=seed,
+        emulated=emulated,
+        added=[shape for shape in request.shapes if shape not in before],
+    )
+    return replace(request, exam=asked)

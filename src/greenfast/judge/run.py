@@ -12,7 +12,7 @@ from greenfast.judge.entrant import Entrant, rung_entrant
 from greenfast.judge.environment import git_state, now, package_versions
 from greenfast.judge.gates import build, correctness, evidence, resources
 from greenfast.judge.gates.correctness import CorrectnessOutcome
-from greenfast.judge.gates.performance import timed_seeds
+from greenfast.judge.gates.emulated import EmulatedRuns
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record import Build, GateResult, Limits, Side, Status, TimingRow, status_of
 from greenfast.judge.request import Observer, Request
@@ -69,14 +69,15 @@ class GateRun:
         untimed: makes PERFORMANCE from that reason where the sides are correct but nothing can be timed here.
         """
         request = self.request
-        result, self.sides = build.check(self.entrants, request.format, request.shapes, request.target)
+        examined = request.exam.examined if request.exam else ()
+        result, self.sides = build.check(self.entrants, request.format, request.built_shapes, request.target, examined)
         if self.add(result).status != "PASS":
             why = f"not asked: BUILD {'failed' if result.status == 'FAIL' else 'is pending'}"
             for gate in GATES[1:]:
                 self.add(pending(gate, why))
             return False
         asked = {role: entrant.asked for role, entrant in self.entrants.items()}
-        self.add(resources.check(request.task.config, self.sides, asked))
+        self.add(resources.check(self.sides, asked, request.built_shapes))
         reason = request.cannot_run() or self._cannot_run()
         if reason:
             self.add(pending("CORRECTNESS", reason))
@@ -85,13 +86,13 @@ class GateRun:
         result, self.correctness = correctness.check(
             self.sides,
             request.task.problem,
-            request.shapes,
-            request.seeds if request.cannot_time() else timed_seeds(request.seeds),
+            request.cells,
             request.format,
             request.task.config.gates(request.format),
             self._own_gates(),
             request.make_worker,
             self.progress("CORRECTNESS"),
+            emulated=self._emulated(),
         )
         if self.add(result).status != "PASS":
             self.add(pending("PERFORMANCE", NOT_CORRECT if result.status == "FAIL" else NOT_DECIDED))
@@ -100,6 +101,15 @@ class GateRun:
         if reason:
             self.add(untimed(reason) if untimed else pending("PERFORMANCE", reason))
         return reason is None
+
+    def _emulated(self) -> EmulatedRuns | None:
+        """The smallest case on the emulator, where a GPU runs all of them; without sides that have no PTX."""
+        request = self.request
+        if request.exam is None or request.make_emulator is None:
+            return None
+        cell = next(cell for cell in request.cells if cell.shape == request.exam.small)
+        sides = [side for side in self.sides if all(kernel.ptx for _, kernel in side.distinct)]
+        return EmulatedRuns(sides, cell, request.make_emulator)
 
     def _own_gates(self) -> dict[str, KernelErrorGate]:
         """The kernel-error gates of the roles whose rungs define one."""
@@ -149,7 +159,7 @@ class GateRun:
                 relative_error=kernel.relative_error,
                 bound_factor=kernel.bound_factor,
             )
-            for shape in self.request.shapes
+            for shape in self.request.built_shapes
         }
 
     def facts(self) -> dict[str, Any]:
@@ -173,7 +183,7 @@ class GateRun:
         """By shape, what the problem says that every kernel must execute; empty where nothing was counted."""
         request = self.request
         counted = {shape for counts in self.correctness.counts.values() for shape in counts}
-        found = {s.name: least_work(request.task.problem, s.dims) for s in request.shapes if s.name in counted}
+        found = {s.name: least_work(request.task.problem, s.dims) for s in request.built_shapes if s.name in counted}
         return {shape: least for shape, least in found.items() if least}
 
     @property
@@ -183,7 +193,7 @@ class GateRun:
 
     def _builds(self, side: BuiltSide) -> list[Build]:
         counts = evidence.instruction_counts(side)
-        dims = {shape.name: shape.dims for shape in self.request.shapes}
+        dims = {shape.name: shape.dims for shape in self.request.built_shapes}
         return [
             Build(
                 entry=k.source.entry,

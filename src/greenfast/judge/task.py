@@ -89,12 +89,14 @@ class Rung(_Strict, frozen=True, kw_only=True):
     """One step of the ladder: a named variant with its predecessor, its gate, its budget and its promises.
 
     required_speedup: predecessor's time over this one's that PERFORMANCE asks for, such as 1.15; None asks for nothing.
+    only: the values of dimensions that the rung is for, 0 for an absent one, where it is not for all of the task's.
     kernel_error: the rung's own gate in place of its format's, where it rounds more.
     """
 
     name: Name
     title: str
     toggles: dict[str, int] = {}
+    only: dict[str, Annotated[list[NonNegative], Meta(min_length=1)]] = {}
     after: str | None = None
     required_speedup: Annotated[float, Meta(ge=1)] | None = None
     budget: Budget
@@ -108,6 +110,10 @@ class Rung(_Strict, frozen=True, kw_only=True):
             if budget.when.items() <= dims.items():
                 return budget
         return self.budget
+
+    def answers_for(self, dims: dict[str, int]) -> bool:
+        """Whether the rung is for a shape of these dimensions."""
+        return all(dims.get(name, 0) in values for name, values in self.only.items())
 
 
 class Toggle(_Strict, frozen=True, kw_only=True):
@@ -169,6 +175,27 @@ class Timing(_Strict, frozen=True, kw_only=True):
     gate_shapes: list[str] = []
 
 
+class Range(_Strict, frozen=True, kw_only=True):
+    """The sizes from ``min`` to ``max``."""
+
+    min: Positive
+    max: Positive
+
+
+class Drawing(_Strict, frozen=True, kw_only=True):
+    """Which shapes kernels must compute in addition to the named ones, and how many of them are drawn at run time.
+
+    ranges: by dimension its sizes, or its values, of which one that stands there twice is drawn twice as often and 0
+    leaves the dimension out. max_size, max_size_emulated: of the product of the dimensions that have a Range, the
+    latter where the emulator runs the kernels.
+    """
+
+    ranges: dict[str, Range | Annotated[list[NonNegative], Meta(min_length=1)]] = {}
+    count: NonNegative = 4
+    max_size: Positive = 4096
+    max_size_emulated: Positive = 128
+
+
 class Defaults(_Strict, frozen=True, kw_only=True):
     """What ``greenfast validate TASK`` runs when no option says otherwise.
 
@@ -205,6 +232,7 @@ class TaskConfig(_Strict, frozen=True, kw_only=True):
     rungs: list[Rung] = []
     solutions: Solutions = Solutions()
     timing: Timing = Timing()
+    drawing: Drawing = Drawing()
     defaults: Defaults
 
     def shape(self, name: str) -> Shape:
@@ -340,6 +368,9 @@ def _inconsistencies(c: TaskConfig, folder: Path) -> list[str]:
     exists("defaults.format", c.defaults.format, list(c.formats))
     for shape in c.defaults.shapes:
         exists("defaults.shapes", shape, shape_names)
+    for key, allowed in c.drawing.ranges.items():
+        if isinstance(allowed, Range) and allowed.min > allowed.max:
+            found.append(f"drawing.ranges.{key}: min {allowed.min} is above max {allowed.max}")
     for shape in c.timing.gate_shapes:
         exists("timing.gate_shapes", shape, shape_names)
     try:

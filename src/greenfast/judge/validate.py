@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT, side_files
 from greenfast.judge.decision import decide
 from greenfast.judge.digest import sealed_json
@@ -14,8 +16,8 @@ from greenfast.judge.gates import evidence, performance
 from greenfast.judge.gates.performance import PerformanceOutcome
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide, build_side
 from greenfast.judge.profile import profile_candidate
-from greenfast.judge.quote import Kept, quote
-from greenfast.judge.record import GateResult, Quote, Record
+from greenfast.judge.quote import Kept, completes, quote
+from greenfast.judge.record import Exam, GateResult, Quote, Record
 from greenfast.judge.report.compare import compare_markdown
 from greenfast.judge.report.markdown import validation_report
 from greenfast.judge.report.plots import save_plot
@@ -73,7 +75,10 @@ def validate(
         timed = _performance(run, required)
     if run.sides and len(run.sides) == len(run.variants):
         _evidence(run, profile)
-    decision, reasons = decide(run.gates, quoted)
+    exam = _exam(request)
+    if quoted is not None and not exam.complete and completes(quoted, kept, request):
+        exam = msgspec.structs.replace(exam, complete=True)
+    decision, reasons = decide(run.gates, quoted, exam)
     record = Record(
         **run.facts(),
         clocks=timed.clocks,
@@ -85,6 +90,7 @@ def validate(
         baseline_again=timed.rows.get(AGAIN, []),
         decision=decision,
         reasons=reasons,
+        exam=exam,
         quoted=quoted,
     )
     folder = _write(record, parent, run)
@@ -97,12 +103,22 @@ def validate(
     return Outcome(record, folder)
 
 
+def _exam(request: Request) -> Exam:
+    """What was asked, for the record."""
+    if request.exam is None:
+        return Exam(seed=None, complete=False, missing=["some of the task's cases"])
+    drawn = {shape.name: dict(shape.dims) for shape in request.exam.drawn}
+    missing = list(request.exam.missing)
+    return Exam(seed=request.exam.seed, drawn=drawn, complete=not missing, missing=missing)
+
+
 def _performance(run: GateRun, required: float | None) -> PerformanceOutcome:
     request = run.request
+    shapes = [s for s in request.shapes if all(s.name in side.programs for side in run.sides)]
     result, outcome = performance.check(
         run.sides,
         request.task.problem,
-        request.shapes,
+        shapes,
         request.seeds,
         request.format,
         request.timing,
@@ -144,9 +160,9 @@ def _promising_rung(run: GateRun) -> tuple[Rung | None, BuiltSide | None]:
     if rung is None or rung.after is None:
         return rung, None
     before = config.rung_variant(config.rung(rung.after))
-    family = request.task.family
+    family, shapes = request.task.family, request.shapes
     try:
-        return rung, build_side("predecessor", family, before, request.format, request.shapes, request.target)
+        return rung, build_side("predecessor", family, before, request.format, shapes, request.target, refused={})
     except UsageError:  # the rung does what no rung before it did
         return rung, None
 

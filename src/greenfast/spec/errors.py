@@ -70,6 +70,7 @@ def too_large(what: str, e: Exception) -> UsageError | None:
     memory = isinstance(e, (ValueError, RuntimeError)) and any(words in said for words in _TOO_LARGE)
     if not (memory or isinstance(e, (MemoryError, OverflowError))):
         return None
-    frames = [f for f in traceback.extract_tb(e.__traceback__) if "site-packages" not in f.filename]
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    frames = traceback.extract_tb(e.__traceback__)
+    own = [f for f in frames if "site-packages" not in f.filename and Path(f.filename).is_file()]
+    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     return UsageError(f"{what}: its dimensions are too large: {type(e).__name__}{f': {said}' if said else ''}{place}")

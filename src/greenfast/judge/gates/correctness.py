@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,13 +11,21 @@ from numpy.typing import NDArray
 
 from greenfast.device.session import RunResult, output_digest
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
-from greenfast.judge.errors import bound_histogram, error_histogram, error_stats, worst_bound_ratio
+from greenfast.judge.errors import (
+    bound_histogram,
+    error_histogram,
+    error_stats,
+    relative_error_factor,
+    worst_bound_ratio,
+)
+from greenfast.judge.exam import Cell
+from greenfast.judge.gates.emulated import EmulatedRuns
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record import CorrectnessRow, ErrorStats, GateResult, Histogram, ParityRow, Status
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.errors import UsageError
 from greenfast.spec.facts import KernelCounts
-from greenfast.spec.problem import Case, Problem, References
+from greenfast.spec.problem import NORMAL, Case, Problem, References, case_of, references_of
 
 #: Each case runs this often on equal input in fresh memory; outputs that differ in a bit show a race.
 REPEATS = 2
@@ -38,76 +47,105 @@ class CorrectnessOutcome:
 def check(
     sides: Sequence[BuiltSide],
     problem: Problem,
-    shapes: Sequence[Shape],
-    seeds: Sequence[int],
+    cells: Sequence[Cell],
     fmt: str,
     gates: FormatGates,
     own_gates: Mapping[str, KernelErrorGate],
     make_worker: Callable[[], Worker],
     progress: Callable[[float, str], None],
+    *,
+    emulated: EmulatedRuns | None = None,
 ) -> tuple[GateResult, CorrectnessOutcome]:
-    """Run every side on every (shape, seed), each in a separate process; a side whose process fails is not run further.
+    """Run every side on every case that it computes, each side in a separate process.
 
-    What the device could not run is no fault of the kernel: the gate is PENDING, or FAIL where another case was wrong.
+    A side whose process fails is not run further. What the device could not run is no fault of the kernel: the gate is
+    PENDING, or FAIL where another case was wrong.
 
     own_gates: by role, the kernel-error gate of a side whose rung defines one.
+    emulated: one case that the emulator runs at the same time; its faults count, and what it cannot run does not.
 
-    Raises UsageError for a problem whose references are not finite or not of the shape that it decodes.
+    Raises UsageError for a problem whose references do not hold (``spec.problem.references_of``).
     """
     outcome = CorrectnessOutcome({side.role: [] for side in sides})
     workers = {side.role: make_worker() for side in sides}
     broken: dict[str, WorkerError] = {}
-    cells = [(shape, seed) for shape in shapes for seed in seeds]
-    try:
-        for done, (shape, seed) in enumerate(cells):
-            where = f"{shape.name} seed {seed}"
-            progress(done / len(cells), where)
-            case = problem.make_case(shape.dims, seed, fmt)
-            references = problem.references(shape.dims, seed, fmt)
-            if not (np.isfinite(references.full).all() and np.isfinite(references.exact).all()):
-                raise UsageError(f"{where}: the references hold NaN or infinity; the problem's inputs must not")
+    with contextlib.ExitStack() as stack:
+        for worker in workers.values():
+            stack.callback(worker.close)
+        if emulated:
+            stack.enter_context(emulated)
+        checked = _Checked(problem, fmt, gates, own_gates)
+        for done, cell in enumerate(cells):
+            progress(done / len(cells), str(cell))
+            shape = cell.shape.name
+            case = case_of(problem, cell.shape.dims, cell.seed, fmt, cell.variant)
+            if emulated and cell == emulated.cell:
+                emulated.start(case)
+            references = references_of(problem, cell.shape.dims, cell.seed, fmt, cell.variant)
             decoded: dict[str, NDArray[np.float64]] = {}
             for side in sides:
+                if shape not in side.programs:
+                    continue
                 result: RunResult | WorkerError
                 try:
                     if side.role in broken:
                         raise type(broken[side.role])(f"not run: {broken[side.role]}")
-                    result = workers[side.role].run(side.executable(shape.name), case, REPEATS)
-                    decoded[side.role] = values = problem.decode(result.outputs, fmt)
-                    if values.shape != references.exact.shape:
-                        shapes_differ = f"{values.shape}, the references have {references.exact.shape}"
-                        raise UsageError(f"{where}: decode gives an array of shape {shapes_differ}")
-                    outcome.digests[side.role, shape.name, seed] = output_digest(result.outputs)
-                    if result.counts is not None:
-                        outcome.counts.setdefault(side.role, {}).setdefault(shape.name, result.counts)
+                    result = workers[side.role].run(side.executable(shape), case, REPEATS)
                 except WorkerError as e:
                     result = e
                     if not isinstance(e, UnsupportedByDeviceError) or e.ended:
                         broken.setdefault(side.role, e)
-                kernel_gate = own_gates.get(side.role, gates.kernel_error)
-                row = _row(
-                    shape,
-                    seed,
-                    case,
-                    references,
-                    gates.error_for(shape.dims),
-                    kernel_gate,
-                    result,
-                    decoded.get(side.role),
-                )
+                row, values = checked.row(side.role, cell, case, references, result)
                 outcome.rows[side.role].append(row)
+                if values is None or cell.variant != NORMAL:
+                    continue
+                assert isinstance(result, RunResult)
+                decoded[side.role] = values
+                outcome.digests[side.role, shape, cell.seed] = output_digest(result.outputs)
+                if result.counts is not None:
+                    outcome.counts.setdefault(side.role, {}).setdefault(shape, result.counts)
             if len(decoded) == 2:
-                same_bits = len({outcome.digests[role, shape.name, seed] for role in decoded}) == 1
-                outcome.parity.append(_parity(shape, seed, same_bits, *decoded.values()))
-    finally:
-        for worker in workers.values():
-            worker.close()
-    return _result(outcome, sides), outcome
+                same_bits = len({outcome.digests[role, shape, cell.seed] for role in decoded}) == 1
+                outcome.parity.append(_parity(cell.shape, cell.seed, same_bits, *decoded.values()))
+            if emulated and cell == emulated.cell:
+                seen = case, references
+        found = (
+            {
+                role: (result, checked.row(role, emulated.cell, *seen, result)[0])
+                for role, result in emulated.results().items()
+            }
+            if emulated
+            else {}
+        )
+    return _result(outcome, sides, found), outcome
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What outputs are compared with."""
+
+    problem: Problem
+    fmt: str
+    gates: FormatGates
+    own_gates: Mapping[str, KernelErrorGate]
+
+    def row(
+        self, role: str, cell: Cell, case: Case, references: References, result: RunResult | WorkerError
+    ) -> tuple[CorrectnessRow, NDArray[np.float64] | None]:
+        """One side's row of a case, and its decoded output; None where it did not run."""
+        decoded = None
+        if not isinstance(result, WorkerError):
+            decoded = self.problem.decode(result.outputs, self.fmt)
+            if decoded.shape != references.exact.shape:
+                shapes_differ = f"{decoded.shape}, the references have {references.exact.shape}"
+                raise UsageError(f"{cell}: decode gives an array of shape {shapes_differ}")
+        kernel_gate = self.own_gates.get(role, self.gates.kernel_error)
+        gate = self.gates.error_for(cell.shape.dims)
+        return _row(cell, case, references, gate, kernel_gate, result, decoded), decoded
 
 
 def _row(
-    shape: Shape,
-    seed: int,
+    cell: Cell,
     case: Case,
     references: References,
     gate: ErrorGate,
@@ -123,7 +161,7 @@ def _row(
     format_error = error_stats(references.exact, references.full, bad)
     error = kernel_error = bound_ratio = None
     histograms: dict[str, Histogram] = {}
-    held = {"format_error_pass": _within(format_error, gate)}
+    held = {"format_error_pass": _within(format_error, gate)} if cell.format_is_judged else {}
     notes = [str(result)] if isinstance(result, WorkerError) else list(result.violations)
     if isinstance(result, UnsupportedByDeviceError):
         held = {}
@@ -147,15 +185,21 @@ def _row(
             )
             histograms["error_histogram"] = error_histogram(decoded, references.exact)
             histograms["bound_histogram"] = bound_histogram(decoded, references.exact, bound)
-            held["max_abs_err_pass"] = error.max_abs_err <= gate.max_abs_err
-            held["mean_abs_err_pass"] = error.mean_abs_err <= gate.mean_abs_err
-            held["pct_bad_pass"] = error.pct_bad <= gate.pct_bad
-            held["kernel_relative_error_pass"] = kernel_error.relative_error <= kernel_gate.relative_error
+            if cell.format_is_judged:
+                held["max_abs_err_pass"] = error.max_abs_err <= gate.max_abs_err
+                held["mean_abs_err_pass"] = error.mean_abs_err <= gate.mean_abs_err
+                held["pct_bad_pass"] = error.pct_bad <= gate.pct_bad
+            allowed = kernel_gate.relative_error
+            if not cell.format_is_judged:
+                allowed *= relative_error_factor(decoded.size, cell.variant)
+            held["kernel_relative_error_pass"] = kernel_error.relative_error <= allowed
             held["kernel_bound_pass"] = bound_ratio <= kernel_gate.bound_factor
     return CorrectnessRow(
-        shape=shape.name,
-        dims=dict(shape.dims),
-        seed=seed,
+        shape=cell.shape.name,
+        dims=dict(cell.shape.dims),
+        seed=cell.seed,
+        variant=cell.variant,
+        drawn=cell.drawn,
         inputs_digest=case.digest,
         error=error,
         format_error=format_error,
@@ -188,7 +232,11 @@ def _parity(shape: Shape, seed: int, same_bits: bool, a: NDArray[np.float64], b:
     )
 
 
-def _result(outcome: CorrectnessOutcome, sides: Sequence[BuiltSide]) -> GateResult:
+def _result(
+    outcome: CorrectnessOutcome,
+    sides: Sequence[BuiltSide],
+    emulated: Mapping[str, tuple[RunResult | WorkerError, CorrectnessRow]],
+) -> GateResult:
     checks: list[tuple[str, str, str, Status]] = []
     reasons: list[str] = []
     unknown: list[str] = []
@@ -198,13 +246,10 @@ def _result(outcome: CorrectnessOutcome, sides: Sequence[BuiltSide]) -> GateResu
         passed = sum(row.passed for row in rows)
         before = len(reasons), len(unknown)
         for row in rows:
-            where = f"{side.variant.name} {row.shape} seed {row.seed}"
             if not row.gates:
-                unknown.append(f"{where}: could not be run here: {'; '.join(row.notes)}")
+                unknown.append(f"{_where(side, row)}: could not be run here: {'; '.join(row.notes)}")
             elif not row.passed:
-                missed = ", ".join(name.removesuffix("_pass") for name, ok in row.gates.items() if not ok)
-                detail = f" ({'; '.join(row.notes)})" if row.notes else ""
-                reasons.append(f"{where}: {missed}{detail}")
+                reasons.append(f"{_where(side, row)}: {_missed(row)}")
         counts.append(f"{side.variant.name} {passed}/{len(rows)}")
         checks.append(
             (
@@ -214,6 +259,15 @@ def _result(outcome: CorrectnessOutcome, sides: Sequence[BuiltSide]) -> GateResu
                 "FAIL" if len(reasons) > before[0] else "PENDING" if len(unknown) > before[1] else "PASS",
             )
         )
+        if side.role in emulated:
+            result, row = emulated[side.role]
+            status: Status = (
+                "PENDING" if isinstance(result, UnsupportedByDeviceError) else "PASS" if row.passed else "FAIL"
+            )
+            actual = "no fault" if status == "PASS" else "; ".join(row.notes) or _missed(row)
+            checks.append((f"{_where(side, row)} on the emulator", "no fault", actual, status))
+            if status == "FAIL":
+                reasons.append(f"{_where(side, row)} on the emulator: {_missed(row)}")
     identical = sum(p.identical for p in outcome.parity)
     parity = f"; outputs identical on {identical}/{len(outcome.parity)}" if outcome.parity else ""
     return GateResult(
@@ -223,3 +277,13 @@ def _result(outcome: CorrectnessOutcome, sides: Sequence[BuiltSide]) -> GateResu
         reasons=[*reasons, *unknown],
         checks=checks,
     )
+
+
+def _where(side: BuiltSide, row: CorrectnessRow) -> str:
+    variant = f" {row.variant}" if row.variant != NORMAL else ""
+    return f"{side.variant.name} {row.shape} seed {row.seed}{variant}"
+
+
+def _missed(row: CorrectnessRow) -> str:
+    missed = ", ".join(name.removesuffix("_pass") for name, ok in row.gates.items() if not ok)
+    return missed + (f" ({'; '.join(row.notes)})" if row.notes else "")

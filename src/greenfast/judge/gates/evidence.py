@@ -51,7 +51,7 @@ def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None
             promise(shape, counter, f">= {least}", found[counter], found[counter] >= least)
         for counter, most in rung.promises.at_most.items():
             promise(shape, counter, f"<= {most}", found[counter], found[counter] <= most)
-        if predecessor is not None:
+        if predecessor is not None and shape in predecessor.programs:
             kernels = predecessor.programs[shape].kernels
             earlier = sum((Counter(before[kernel.kernel_hash]) for kernel in kernels), Counter())
             for counter in rung.promises.more_than_predecessor:

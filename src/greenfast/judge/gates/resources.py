@@ -9,11 +9,15 @@ from greenfast.device.compiler import CompiledKernel
 from greenfast.device.identity import state_bytes
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record import GateResult, Status
-from greenfast.judge.task import Rung, TaskConfig
+from greenfast.judge.task import Rung, Shape
 
 
-def check(config: TaskConfig, sides: Sequence[BuiltSide], asked: Mapping[str, Rung]) -> GateResult:
-    """Compare every kernel's resources with the budget of its side for the shape; asked: by role, what that is of."""
+def check(sides: Sequence[BuiltSide], asked: Mapping[str, Rung], shapes: Sequence[Shape]) -> GateResult:
+    """Compare every kernel's resources with the budget of its side for the shape.
+
+    asked: by role, what the budget is of. shapes: what was built for.
+    """
+    dims = {shape.name: shape.dims for shape in shapes}
     checks: list[tuple[str, str, str, Status]] = []
     reasons = []
     used = []
@@ -25,7 +29,7 @@ def check(config: TaskConfig, sides: Sequence[BuiltSide], asked: Mapping[str, Ru
     for side in sides:
         rung = asked[side.role]
         for shape, kernel in side.distinct:
-            r, budget = kernel.resources, rung.budget_for(config.shape(shape).dims)
+            r, budget = kernel.resources, rung.budget_for(dims[shape])
             only = f" ({shape})" if len(side.distinct) > 1 else ""
             constant = f", {r.constant_bytes} bytes of __constant__" if r.constant_bytes else ""
             used.append(f"{side.variant.name}{only} {r.registers} registers, {r.smem_bytes / 1024:.1f} KB{constant}")

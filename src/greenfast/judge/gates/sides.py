@@ -11,6 +11,7 @@ from greenfast.device.identity import launches_of
 from greenfast.judge.task import Shape
 from greenfast.judge.variant import Variant
 from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError, too_large
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import Family, Program, program_of
 
@@ -38,7 +39,7 @@ class BuiltProgram:
 
 @dataclass(frozen=True)
 class BuiltSide:
-    """One variant, compiled for every shape; shapes that render the same source share a kernel."""
+    """One variant, compiled for every shape that it computes; shapes that render the same source share a kernel."""
 
     role: str
     variant: Variant
@@ -73,11 +74,33 @@ def build_side(
     target: Target,
     *,
     instrumented: bool = False,
+    refused: dict[str, str] | None = None,
 ) -> BuiltSide:
-    """Compile a variant for every shape. Raises CompileError, or UsageError for an illegal variant."""
+    """Compile a variant for every shape.
+
+    refused: filled with the shapes that the family refuses with a UsageError, and why; None to raise it.
+    Raises CompileError, or UsageError for an illegal variant and for dimensions that are too large for the family.
+    """
     programs = {}
     for shape in shapes:
-        program = program_of(family, variant.values, fmt, shape.dims, instrumented=instrumented)
+        try:
+            program = _program(family, variant, fmt, shape, instrumented)
+        except UsageError as e:
+            if refused is None:
+                raise
+            refused[shape.name] = str(e)
+            continue
         kernels = tuple(compile_kernel(step.kernel, target, isolated=True) for step in program.steps)
         programs[shape.name] = BuiltProgram(program, kernels)
     return BuiltSide(role, variant, programs)
+
+
+def _program(family: Family, variant: Variant, fmt: str, shape: Shape, instrumented: bool) -> Program:
+    try:
+        return program_of(family, variant.values, fmt, shape.dims, instrumented=instrumented)
+    except Exception as e:
+        name = getattr(family, "__file__", None) or family
+        error = too_large(f"{name}: {variant.name} at shape {shape.name}", e)
+        if error is None:
+            raise
+        raise error from e

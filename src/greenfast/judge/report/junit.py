@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 from greenfast.judge.record import CorrectnessRow, GateResult, Record
 from greenfast.judge.report import facts, format
+from greenfast.spec.problem import NORMAL
 
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 #: Of the message, which services show in a list; the whole text is the element's content.
@@ -33,7 +34,7 @@ def junit(record: Record, exit_code: int) -> str:
         _gate(_test(suite, name, gate.gate), gate)
     for role, side in record.sides():
         for row in side.correctness:
-            _row(_test(suite, f"{name}.CORRECTNESS", f"{role} {row.shape} seed {row.seed}"), row)
+            _row(_test(suite, f"{name}.CORRECTNESS", _name(role, row)), row)
     verdict = _test(suite, name, "verdict")
     if exit_code:
         failed = any(gate.status == "FAIL" for gate in record.gates)
@@ -72,6 +73,11 @@ def _gate(test: ElementTree.Element, gate: GateResult) -> None:
         _say(test, "skipped", gate.gate, said)
     else:
         ElementTree.SubElement(test, "system-out").text = _clean("\n".join(said))
+
+
+def _name(role: str, row: CorrectnessRow) -> str:
+    of_variant = f" {row.variant}" if row.variant != NORMAL else ""
+    return f"{role} {row.shape} seed {row.seed}{of_variant}"
 
 
 def _row(test: ElementTree.Element, row: CorrectnessRow) -> None:

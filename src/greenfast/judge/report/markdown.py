@@ -17,6 +17,7 @@ from greenfast.judge.report import facts, format
 from greenfast.judge.report.counts import PHASE_HEADER, counts_section, phase_rows
 from greenfast.judge.report.speedups import quoted_from, quoted_section, speedup_line, speedup_table
 from greenfast.spec.facts import Resources
+from greenfast.spec.problem import NORMAL
 
 _SHORT_REASONS = 2
 _SHORT_CHARACTERS = 600
@@ -193,7 +194,7 @@ def _correctness_cells(side: str, row: CorrectnessRow) -> tuple[str, ...]:
     return (
         side,
         row.shape,
-        str(row.seed),
+        _inputs(row),
         format.error(row.error.max_abs_err if row.error else None),
         format.error(row.error.mean_abs_err if row.error else None),
         format.error(row.error.pct_bad if row.error else None),
@@ -204,6 +205,12 @@ def _correctness_cells(side: str, row: CorrectnessRow) -> tuple[str, ...]:
         facts.row_status(row),
         "; ".join([*failed, *row.notes]),
     )
+
+
+def _inputs(row: CorrectnessRow) -> str:
+    """The seed, and what else tells a row's inputs from others."""
+    marks = [mark for mark, shown in (("drawn", row.drawn), (row.variant, row.variant != NORMAL)) if shown]
+    return ", ".join([str(row.seed), *marks])
 
 
 def _parity(record: Record) -> str:
@@ -309,7 +316,16 @@ def _evidence(record: Record) -> str:
 
 def _decision(record: Record) -> str:
     reasons = format.bullets(record.reasons)
-    return f"**{record.decision}**" + (f"\n\n{reasons}" if reasons else "")
+    return "\n\n".join([f"**{record.decision}**", *([reasons] if reasons else []), *_exam(record)])
+
+
+def _exam(record: Record) -> Iterator[str]:
+    if record.exam is None:
+        return
+    asked = "the whole exam" if record.exam.complete else ", ".join(record.exam.missing)
+    seed = record.exam.seed
+    drawn = "" if seed is None else f"; drawn from {seed}: {', '.join(record.exam.drawn) or 'a seed'}"
+    yield f"Asked: {asked}{drawn}."
 
 
 def provenance(record: Run) -> list[tuple[str, str]]:
@@ -319,14 +335,14 @@ def provenance(record: Run) -> list[tuple[str, str]]:
 
 def _reproduce(record: Run) -> str:
     command = f"```\n{record.command}\n```"
-    found: dict[tuple[str, int], tuple[str, dict[str, str]]] = {}
+    found: dict[tuple[str, str], tuple[str, dict[str, str]]] = {}
     for name, side in record.sides():
         for row in side.correctness:
-            _, digests = found.setdefault((row.shape, row.seed), (format.dims(row.dims), {}))
+            _, digests = found.setdefault((row.shape, _inputs(row)), (format.dims(row.dims), {}))
             digests[name] = row.inputs_digest
     if not found:
         return command
-    rows = [(shape, sizes, str(seed), _digest_cell(digests)) for (shape, seed), (sizes, digests) in found.items()]
+    rows = [(shape, sizes, seed, _digest_cell(digests)) for (shape, seed), (sizes, digests) in found.items()]
     return f"{command}\n\nInputs (SHA-256 of the arrays, shortened):\n\n" + format.table(
         ("shape", "dims", "seed", "digest"), rows
     )

@@ -1,0 +1,53 @@
+"""On a GPU the emulator runs a small case too, and sees what the GPU does not show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from greenfast.device.worker import Worker
+from greenfast.emulator.session import EmulatorSession
+from greenfast.judge.record import Record
+from greenfast.judge.request import Request
+from greenfast.judge.validate import validate
+from greenfast.spec.errors import UnsupportedError
+from tests.cheats.cheats import doubling
+from tests.fakes import FakeDevice, Script, Watcher, install, request
+
+
+class Refusing(EmulatorSession):
+    """An emulator that lacks an instruction of every kernel."""
+
+    def run(self, *_: object) -> object:  # type: ignore[override]
+        raise UnsupportedError("no such instruction")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, out: Path, candidate: str, session: type[EmulatorSession]) -> Record:
+    """A candidate that is right on a fake GPU, and whose machine code the emulator runs."""
+    asked = request(out, task=doubling(), shapes=("tail",), fmt="fp32", timed_iters=60, warmup_iters=5)
+    install(monkeypatch, FakeDevice(asked, {"good": Script(us=20.0), candidate: Script(us=10.0)}))
+    make = lambda: Worker(timeout_s=60, make_session=session)  # noqa: E731
+    monkeypatch.setattr(Request, "make_emulator", property(lambda self: make))
+    config = asked.task.config
+    return validate(asked, config.variant("good"), config.variant(candidate), Watcher(), profile=False).record
+
+
+def test_a_fault_that_the_gpu_did_not_show_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    record = run(monkeypatch, tmp_path, "reads_behind", EmulatorSession)
+    assert all(row.passed for row in record.candidate.correctness), "on the GPU it was right"
+    assert record.gate_status("CORRECTNESS") == "FAIL"
+    assert record.decision == "DEFER"
+    (reason,) = [r for r in record.reasons if r.startswith("CORRECTNESS")]
+    assert "reads_behind tail seed 0 on the emulator: ran (run: " in reason
+
+
+@pytest.mark.parametrize(("session", "said"), [(EmulatorSession, "PASS"), (Refusing, "PENDING")])
+def test_what_it_finds_right_or_cannot_run_fails_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, session: type[EmulatorSession], said: str
+) -> None:
+    record = run(monkeypatch, tmp_path, "slow", session)
+    (gate,) = [g for g in record.gates if g.gate == "CORRECTNESS"]
+    assert gate.status == "PASS"
+    (row,) = [check for check in gate.checks if check[0] == "slow tail seed 0 on the emulator"]
+    assert row[3] == said
