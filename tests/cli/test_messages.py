@@ -56,7 +56,7 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
             "--require speed: allowed are build, resources, correctness, performance, ",
         ),
         ((*BENCH, "--require", "evidence"), "--require evidence: bench does not look at the machine code"),
-        (("judge", "fp8_sdpa"), "invalid choice: 'judge'"),
+        (("examine", "fp8_sdpa"), "invalid choice: 'examine'"),
         ((*VALIDATE, "--fast"), "unrecognized arguments: --fast"),
         ((), "the following arguments are required: VERB"),
         # toggles
