@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 OPTIONAL = sorted({"transformers", *(module for modules in EXTRAS.values() for module in modules)})
 #: Modules -> the packages that bring them, where the names differ.
 PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "markdown_it": "markdown-it-py", "ml_dtypes": "ml-dtypes"}
-WITHOUT_EXTRAS = ("doctor", "warmup")
+WITHOUT_EXTRAS = ("doctor", "init", "warmup")
 ARGUMENTS = {
     "compare": ["before", "after"],
     "emulate": ["kernel.cu", "--grid", "1", "--block", "32"],

@@ -60,7 +60,8 @@ def reasons(name: str, out: Path) -> tuple[str, list[str]]:
 
 def test_every_cheat_is_tried() -> None:
     static = {"too_much_smem", "too_many_registers"}
-    assert {cheat.name for cheat in CHEATS} | set(FAILURES) - static <= set(CAUGHT)
+    timed = {cheat.name for cheat in CHEATS if cheat.gate == "PERFORMANCE"}
+    assert {cheat.name for cheat in CHEATS} - timed | set(FAILURES) - static <= set(CAUGHT)
 
 
 def test_the_good_kernel_passes(tmp_path: Path) -> None:

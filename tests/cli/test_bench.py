@@ -11,6 +11,7 @@ import pytest
 from greenfast.bench.record import Benchmark
 from greenfast.bench.runner import Outcome
 from greenfast.cli.main import spelled
+from greenfast.judge.digest import sealed_json
 from tests.bench.benchmarks import operator_record, peers_record
 from tests.cli.command_line import files_below, run_here
 
@@ -130,7 +131,7 @@ def test_impossible_requests_are_named(
 
 
 def test_report_says_it_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "record.json").write_bytes(msgspec.json.encode(peers_record()))
+    (tmp_path / "record.json").write_text(sealed_json(peers_record()))
     ran = run_here(capsys, "report", tmp_path)
     assert ran.code == 0
     assert ran.out.startswith("# fp8_attention: hopper, compared with other libraries\n")

@@ -168,7 +168,7 @@ def _built(file: Path) -> bytes:
 def test_without_an_assembler_ptx_is_emulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(toolchain, "ptxas", lambda: None)
+    monkeypatch.setattr(toolchain, "assemblers", list)
     assert main(["init", str(tmp_path), "--language", "ptx"]) == 0
     assert judge(tmp_path) == 4
     record = record_of(tmp_path)

@@ -272,12 +272,12 @@ def test_a_kernel_that_crashes_the_compiler_fails_build(capsys: pytest.CaptureFi
 def test_a_failing_task_module_is_distinguished_from_greenfast(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A bug in a task's module: its author needs the traceback."""
+    """A bug in a task's module: its author needs the lines of it, and no others."""
     folder = write_task(tmp_path / "mine", family=FAMILY.replace("    source =", "    1 / 0\n    source ="))
     ran = run_here(capsys, "validate", folder, "--out", tmp_path / "out")
-    assert ran.code == 3
-    assert "family.py" in ran.err
-    assert ran.err.endswith("greenfast: this is a bug in greenfast, or in a task's own module\n")
+    assert ran.code == 5
+    assert "the solution ended without a verdict: it raised ZeroDivisionError: division by zero" in ran.err
+    assert "family.py, line 6, in kernel: 1 / 0" in ran.err
     assert files_below(tmp_path / "out") == []
 
 

@@ -13,6 +13,8 @@ from greenfast.judge.store import to_json
 from greenfast.spec.errors import MachineError, UsageError
 from tests.judge.report.records import record
 
+pytestmark = pytest.mark.usefixtures("made_up_records")
+
 
 def write(folder: Path, content: Record | str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)

@@ -69,6 +69,7 @@ def test_a_profile_of_the_gated_shape_is_part_of_the_evidence(monkeypatch: pytes
         "arch": "sm_89",
         "ordinal": 0,
         "launches": 3,
+        "solution": "",
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from greenfast.judge.record import GateResult, ParityRow, Side
+from greenfast.judge.record import SCHEMA_VERSION, GateResult, ParityRow, Side
 from greenfast.judge.report.markdown import short_form, validation_report
 from tests.judge.report.records import correctness_row, gates, pending_record, quoting_record, record, side, speedup_row
 
@@ -201,7 +201,7 @@ def test_build_metadata() -> None:
     assert cells(text, "device size")[1] == "132 SMs at 1980 MHz, memory 80.0 GiB, L2 50.0 MiB"
     assert cells(text, "clock: sm_mhz_start")[1] == "1755"
     assert cells(text, "python")[1] == "3.11.9"
-    assert cells(text, "greenfast")[1] == "0.1.0, record schema 1"
+    assert cells(text, "greenfast")[1] == f"0.1.0, record schema {SCHEMA_VERSION}"
 
 
 def test_what_did_not_run_is_pending_with_its_reason() -> None:
