@@ -170,7 +170,7 @@ def test_without_a_gpu_performance_is_quoted_from_the_evidence(
     assert line.split()[1] == ("PASS" if fresh else "PENDING")
     assert ("quoted from NVIDIA H100 80GB HBM3, 2" in line) == fresh
     assert ("\nPARTIAL  " in ran.out) == fresh
-    assert ("not measured in this run\n" in ran.out) == fresh
+    assert ("not measured in this run" in ran.out) == fresh
     quick = (*asked, "--shapes", "small")
     ran = run_here(capsys, *quick, "--arch", "sm_90a", "--require", "performance", "--no-quote")
     assert (ran.code, "quoted" in ran.out) == (1, False)

@@ -28,7 +28,7 @@ from greenfast.judge.solution.wire import (
     Uncompiled,
 )
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import CompileError, MachineError, UsageError
+from greenfast.spec.errors import CompileError, MachineError, UsageError, too_large
 from greenfast.spec.kernel import Program, program_of
 
 _LANGUAGES = "greenfast.judge.solution.languages"
@@ -90,6 +90,10 @@ class _Server:
             kind = type(e).__name__
             if isinstance(e, SystemExit):
                 return Raised(f"sys.exit({e.code!r})", self._lines(e), exits=True)
+            what = (self._solution and self._solution.file) or "family"
+            asked = f" at {ask.dims}" if isinstance(ask, Render | Choose) else ""
+            if isinstance(e, Exception) and (error := too_large(f"{what}:{asked}", e)):
+                return Refused(str(error))
             return Raised(f"{kind}: {e}" if str(e) else kind, self._lines(e))
 
     def _load(self, ask: Load) -> wire.Loaded:

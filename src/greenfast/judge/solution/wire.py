@@ -34,8 +34,8 @@ Text = Annotated[str, Meta(max_length=1000)]
 Line = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=1000)]
 Entry = Annotated[str, Meta(pattern=r"^[A-Za-z_$%.][\w$.]*$", max_length=1000)]
 Count = Annotated[int, Meta(ge=0, le=2**40)]
-Extent = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Extents = tuple[Extent, Extent, Extent]
+#: BUILD says which of these no GPU takes.
+Extents = tuple[Count, Count, Count]
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,9 +103,7 @@ class StepData(_Message, frozen=True):
     source: str
     name: Line
     include_dirs: list[Line]
-    block: tuple[
-        Annotated[int, Meta(ge=1, le=1024)], Annotated[int, Meta(ge=1, le=1024)], Annotated[int, Meta(ge=1, le=64)]
-    ]
+    block: Extents
     dynamic_smem_bytes: Annotated[int, Meta(ge=0, le=1 << 20)]
     phases: list[Line]
     requires: Line
@@ -305,9 +303,6 @@ def decode_program(data: Rendered) -> Program:
     """The program of a message. Raises ValueError for values that do not fit each other."""
     steps = []
     for step in data.steps:
-        x, y, z = step.block
-        if x * y * z > 1024:
-            raise ValueError(f"kernel {step.entry} asks for {x * y * z} threads per block; at most 1024 are allowed")
         kernel = KernelSource(
             entry=step.entry,
             source=step.source,
