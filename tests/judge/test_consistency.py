@@ -157,6 +157,14 @@ def forget_a_gate_of_a_row(content: Content) -> None:
     del content["candidate"]["correctness"][0]["gates"]["kernel_bound_pass"]
 
 
+def forget_the_formats_gate(content: Content) -> None:
+    del content["candidate"]["correctness"][0]["gates"]["format_error_pass"]
+
+
+def less_was_asked(content: Content) -> None:
+    content["exam"] |= {"complete": False, "missing": ["1 of 2 shapes"]}
+
+
 def fewer_rows(content: Content) -> None:
     content["candidate"]["correctness"].pop()
 
@@ -203,6 +211,11 @@ EDITS: list[tuple[str, Callable[[Content], None], str]] = [
     ("merged", over_budget, r"gates\[1\] \(RESOURCES\), .*: registers says PASS, but recomputed it is FAIL"),
     ("merged", set_at("gates", 4, "checks", 0, 3, to="FAIL"), r"gates\[4\] \(EVIDENCE\)"),
     ("merged", set_at("gates", 0, "status", to="FAIL"), "decision says MERGE, but recomputed it is DEFER"),
+    ("merged", set_at("exam", to=None), "exam says None, but recomputed it is what was asked"),
+    ("merged", set_at("exam", "missing", to=["1 of 2 shapes"]), "exam.complete says True, but recomputed it is False"),
+    ("merged", less_was_asked, "decision says MERGE, but recomputed it is PARTIAL"),
+    ("merged", set_at("exam", "drawn", to={"drawn_s3": {"S": 3}}), r"exam\.drawn\.drawn_s3 says .* is not run"),
+    ("merged", forget_the_formats_gate, "says no format_error_pass, but recomputed it is not passed without it"),
 ]
 
 
