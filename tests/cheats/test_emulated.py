@@ -41,6 +41,19 @@ CAUGHT = {
     "trap": rf"ran \(.* trap was executed at NAME\.cu:7, {IN}",
     "skips_written": rf"ran \(.* read of an element that nothing has written: .* of 'y' .* at NAME\.cu:7, {IN}",
     "memoizes": LEFT,
+    "stale_shared": r"ran \(.* read of an element that nothing has written: .* of shared memory at NAME\.cu:11, ",
+    **dict.fromkeys(
+        (
+            "works_on_launches",
+            "every_second_launch",
+            "first_address",
+            "previous_output",
+            "cached_by_address",
+            "input_restored",
+            "guards_in_between",
+        ),
+        LEFT.replace("NAME", "counted"),
+    ),
 }
 #: Where another shape or seed is needed than ``even`` and 0.
 WHERE = {"tail_unwritten": (["tail"], [0]), "one_shape": (["even", "tail"], [0]), "one_seed": (["even"], [0, 1])}

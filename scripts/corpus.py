@@ -1,0 +1,161 @@
+"""Take the corpus of cheats and honest kernels through the gates, and write docs/cheats.md.
+
+PYTHONPATH=src:. python scripts/corpus.py            on the emulator: evidence/cheats-emulator.json
+PYTHONPATH=src:. python scripts/corpus.py --gpu      on the GPU: evidence/cheats-gpu.json
+PYTHONPATH=src:. python scripts/corpus.py --page     the page from these files alone
+
+Ends with 1 where a cheat was accepted that this device can tell, or an honest kernel was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+from scipy.stats import beta
+
+from greenfast import __version__
+from greenfast.judge.environment import git_state
+from tests.cheats.corpus import Entry, entries
+from tests.cheats.judging import SEED, request_of
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "cheats.md"
+RESULTS = {"emulator": ROOT / "evidence" / "cheats-emulator.json", "gpu": ROOT / "evidence" / "cheats-gpu.json"}
+BEGIN, END = "<!-- corpus:begin -->", "<!-- corpus:end -->"
+CONFIDENCE = 0.95
+_MESSAGE = 100
+#: More processes than this on one GPU bring nothing.
+_MOST = 12
+
+Row: TypeAlias = "dict[str, Any]"
+
+
+def upper_bound(errors: int, trials: int) -> float:
+    """The largest rate with which ``errors`` or fewer in ``trials`` are not rarer than 5 % (Clopper and Pearson)."""
+    return 1.0 if errors >= trials else float(beta.ppf(CONFIDENCE, errors + 1, trials - errors))
+
+
+def judge(number: int, gpu: bool) -> Row:
+    """What the gates say of an entry, as a row of the results."""
+    entry = entries()[number]
+    start = time.perf_counter()
+    found = entry.judge(gpu)
+    row = {"kind": entry.kind, "name": entry.name, "outcome": found.outcome, "gate": found.gate}
+    return row | {
+        "message": _short(found.message.removeprefix(f"{entry.name} ")),
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+def _short(message: str) -> str:
+    line = " ".join(re.sub(r"(?<![\w<])/\S*/", "", message).split())
+    return line if len(line) <= _MESSAGE else line[: _MESSAGE - 3] + "..."
+
+
+def run(gpu: bool, jobs: int) -> dict[str, Any]:
+    """Judge every entry, the slow ones of a device first."""
+    device = request_of("doubling", gpu).device
+    if gpu and (device is None or device.kind != "gpu"):
+        raise SystemExit("--gpu: no GPU here")
+    order = sorted(range(len(entries())), key=lambda n: entries()[n].name not in ("slow", "hang", "hangs"))
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        rows = list(pool.map(judge, order, [gpu] * len(order)))
+    return {
+        "created": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "package_version": __version__,
+        "git": msgspec.to_builtins(git_state()),
+        "device": msgspec.to_builtins(device),
+        "exam_seed": SEED,
+        "rows": [row for _, row in sorted(zip(order, rows, strict=True))],
+    }
+
+
+def wrong(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """The cheats that were accepted, and the honest kernels that were not."""
+    cheats = [row for row in rows if row["kind"] != "honest"]
+    return [row for row in cheats if row["outcome"] != "rejected"], [
+        row for row in rows if row["kind"] == "honest" and row["outcome"] != "accepted"
+    ]
+
+
+def _totals(name: str, result: dict[str, Any]) -> str:
+    accepted, refused = wrong(result["rows"])
+    honest = sum(row["kind"] == "honest" for row in result["rows"])
+    cheats = len(result["rows"]) - honest
+    listed = f": {', '.join(row['name'] for row in accepted)}" if accepted else ""
+    also = f": {', '.join(row['name'] for row in refused)}" if refused else ""
+    return (
+        f"| {name} | {result['created'][:10]} | {len(accepted)} of {cheats}{listed} "
+        f"| {upper_bound(len(accepted), cheats):.1%} | {len(refused)} of {honest}{also} "
+        f"| {upper_bound(len(refused), honest):.1%} |"
+    )
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "not run"
+    if row["outcome"] == "accepted":
+        return "passes"
+    said = row["message"].replace("|", "\\|").replace("<", "&lt;")
+    return f"{row['gate']}{' is open' if row['outcome'] == 'open' else ''}: `{said}`"
+
+
+def page(results: dict[str, dict[str, Any]]) -> str:
+    """The totals, and a row for each entry."""
+    lines = [
+        "| judged on | on | cheats accepted | rate at most | honest kernels refused | rate at most |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name, result in results.items():
+        lines.append(_totals("the emulator" if name == "emulator" else result["device"]["name"], result))
+    found = {(name, row["kind"], row["name"]): row for name, result in results.items() for row in result["rows"]}
+    for kind in dict.fromkeys(entry.kind for entry in entries()):
+        lines += ["", f"### {kind.capitalize()}", "", "| name | what it does | without a GPU | on a GPU |"]
+        lines.append("| --- | --- | --- | --- |")
+        for e in entries():
+            if e.kind == kind:
+                cells = (_cell(found.get((device, e.kind, e.name))) for device in RESULTS)
+                lines.append(f"| {_link(e)} | {e.about} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _link(entry: Entry) -> str:
+    path = entry.path
+    return f"[{entry.name}](../{path.relative_to(ROOT).as_posix()})" if path else entry.name
+
+
+def main() -> int:
+    """Run, write, and say what was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpu", action="store_true", help="judge on the GPU")
+    parser.add_argument("--page", action="store_true", help="run nothing: write the page from the kept results")
+    parser.add_argument("--jobs", type=int, default=min(_MOST, os.cpu_count() or 1), help="processes at a time")
+    args = parser.parse_args()
+    device = "gpu" if args.gpu else "emulator"
+    if not args.page:
+        RESULTS[device].write_text(json.dumps(run(args.gpu, args.jobs), indent=1) + "\n")
+    results = {name: json.loads(path.read_text()) for name, path in RESULTS.items() if path.exists()}
+    text = PAGE.read_text()
+    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    PAGE.write_text(f"{before}\n\n{page(results)}\n\n{after}")
+    accepted, refused = wrong(results[device]["rows"])
+    beyond = {entry.name for entry in entries() if entry.gpu_only and device == "emulator"}
+    for row in [*accepted, *refused]:
+        print(f"{row['kind']}/{row['name']}: {row['outcome']} {row['gate']} {row['message']}")
+    print(f"{len(results[device]['rows'])} judged, {len(accepted)} accepted, {len(refused)} refused; {PAGE}")
+    return int(bool(refused) or any(row["name"] not in beyond for row in accepted))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

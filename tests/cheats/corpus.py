@@ -1,0 +1,101 @@
+"""The corpus: cheats and accidents that the gates must catch, by kind, and honest kernels that they must pass.
+
+- memory, state, time, races, values, launch: kernels as solutions (``KIND/NAME.cu``), judged on the problems next to
+  them; and the rungs of the doubling task, whose budgets allow state so that what it does must be found
+  (``doubling/NAME.cu``).
+- host: solutions that bring code (host.py).
+- records: edited records (records.py).
+- honest: right kernels in many styles (``honest/NAME.cu`` or ``.ptx``).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from greenfast.judge.solution.schema import find_solution
+from tests.cheats.expected import EXPECTED
+from tests.cheats.host import HOST, host
+from tests.cheats.judging import FOLDER, Finding, rung, solution, task_of
+from tests.cheats.records import RECORDS, record
+
+HONEST = "honest"
+#: Rungs of the doubling task by kind; those that are not here are honest, and among them what costs more time only.
+_RUNGS = {
+    "memory": "unwritten tail_unwritten input_overwritten writes_in_front writes_behind reads_behind skips_written "
+    "wild_pointer stale_shared input_restored guards_in_between",
+    "state": "remembers later_wrong later_idle cached_by_shape memoizes works_on_launches every_second_launch "
+    "first_address previous_output cached_by_address",
+    "races": "order_dependent hang",
+    "values": "zeros nan infinity one_shape one_seed trap",
+    "launch": "too_much_smem too_many_registers spills local_array no_async_copy",
+}
+#: Cheats that only a GPU shows: they look at the clock, which on the emulator is young and goes slowly.
+GPU_ONLY = {"global_timer", "right_while_the_clock_is_young"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A member of the corpus.
+
+    gate, says: of a cheat, what must catch it without a GPU, and a pattern of the message; empty for those whose
+    words another test checks. gpu_only: whether it takes a GPU to catch it.
+    """
+
+    kind: str
+    name: str
+    about: str
+    gate: str = ""
+    says: str = ""
+    gpu_only: bool = False
+
+    @property
+    def honest(self) -> bool:
+        """Whether it must pass."""
+        return self.kind == HONEST
+
+    @property
+    def path(self) -> Path | None:
+        """The kernel's file; None for what is made by host.py and records.py."""
+        for folder in (self.kind, "doubling"):
+            for path in FOLDER.glob(f"{folder}/{self.name}.*"):
+                return path
+        return None
+
+    def judge(self, gpu: bool = False) -> Finding:
+        """Take it through the gates, on the emulator or on a GPU."""
+        if self.kind == "records":
+            return record(RECORDS[self.name])
+        if self.kind == "host":
+            return host(HOST[self.name], gpu)
+        path = self.path
+        if path is None or path.parent.name == "doubling":
+            return rung(self.name, gpu)
+        return solution(path, find_solution(path).solution.problem, gpu)
+
+    def caught_as_expected(self, found: Finding) -> bool:
+        """Whether it was caught by the gate, and with the words, that are expected without a GPU."""
+        right = not self.gate or re.fullmatch(self.gate, found.gate)
+        return found.outcome == "rejected" and bool(right) and bool(re.search(self.says, found.message))
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """All of the corpus, by kind."""
+    found = []
+    for kind, expected in EXPECTED.items():
+        for name, (gate, says) in expected.items():
+            about = find_solution(FOLDER / kind / f"{name}.cu").solution.description
+            found.append(Entry(kind, name, about, gate, says, name in GPU_ONLY))
+    titles = {rung.name: rung.title for rung in task_of("doubling").config.rungs}
+    for kind, names in _RUNGS.items():
+        found += [Entry(kind, name, titles.pop(name)) for name in names.split()]
+    found += [Entry("host", name, cheat.about, cheat.gate, cheat.says) for name, cheat in HOST.items()]
+    found += [Entry("records", name, edit.about, "UsageError", edit.says) for name, edit in RECORDS.items()]
+    found += [Entry(HONEST, name, title) for name, title in titles.items()]
+    for path in sorted((FOLDER / HONEST).iterdir()):
+        found.append(Entry(HONEST, path.stem, find_solution(path).solution.description))
+    kinds = [*EXPECTED, "host", "records", HONEST]
+    return tuple(sorted(found, key=lambda entry: (kinds.index(entry.kind), entry.name)))

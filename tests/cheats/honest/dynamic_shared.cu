@@ -1,0 +1,13 @@
+/* greenfast: {
+  "name": "dynamic_shared", "problem": "doubling",
+  "description": "through dynamic shared memory",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "shared": "4 * 256",
+     "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  extern __shared__ float stage[];
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) stage[threadIdx.x] = x[i];
+  __syncthreads();
+  if (i < n) y[i] = 2.0f * stage[threadIdx.x];
+}

@@ -1,0 +1,140 @@
+"""The corpus's kernels through the gates: BUILD, RESOURCES, CORRECTNESS, EVIDENCE, and on a GPU the timed launches."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from greenfast.device.session import RunResult
+from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
+from greenfast.emulator.session import EmulatorSession
+from greenfast.judge.bench import bench
+from greenfast.judge.entrant import Entrant, rung_entrant, solution_entrant
+from greenfast.judge.gates import evidence
+from greenfast.judge.gates.sides import CANDIDATE, build_side
+from greenfast.judge.record import GateResult
+from greenfast.judge.request import Request, Unwatched, examined, make_request
+from greenfast.judge.run import GateRun
+from greenfast.judge.solution.schema import find_solution
+from greenfast.judge.task import load_task
+from greenfast.judge.tasks import LoadedTask, load
+from greenfast.spec.errors import GreenfastError, UnsupportedError
+
+FOLDER = Path(__file__).parent
+#: Seconds; a kernel of the corpus takes microseconds.
+TIMEOUT_S = 10.0
+#: What drawn shapes and inputs come from.
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was said of a kernel: the first gate that fell short, or that was left open, and why.
+
+    outcome: "rejected", "open" (a gate is PENDING that this device could ask) or "accepted". gate: a gate's name, or
+    the error's for what never came to a gate.
+    """
+
+    outcome: str
+    gate: str = ""
+    message: str = ""
+
+
+class _Here(Worker):
+    """The emulator in this process: nothing that it runs can end it."""
+
+    def __init__(self) -> None:
+        self._session = EmulatorSession()
+
+    def close(self) -> None:
+        """There is no process."""
+
+    def call(self, method: str, *args: Any) -> RunResult:
+        """What the session's method returns."""
+        try:
+            result: RunResult = getattr(self._session, method)(*args)
+        except UnsupportedError as e:
+            raise UnsupportedByDeviceError(f"{method}: {e}") from None
+        except GreenfastError as e:
+            raise WorkerError(f"{method}: {e}") from None
+        return result
+
+
+class _EmulatedHere(Request):
+    @property
+    def make_worker(self) -> type[_Here]:
+        """The emulator without a process, whose start takes longer than a kernel of the corpus."""
+        return _Here
+
+
+@cache
+def task_of(problem: str) -> LoadedTask:
+    """A problem of the corpus, by the name of its folder."""
+    inner = FOLDER / "problems" / problem
+    return load(load_task(inner if inner.is_dir() else FOLDER / problem))
+
+
+@cache
+def request_of(problem: str, gpu: bool) -> Request:
+    """A run on a problem's shapes, without a GPU the small ones, on all of its seeds, and on what SEED draws."""
+    task = task_of(problem)
+    names = [shape.name for shape in task.config.shapes if gpu or shape.dims.get("N", 0) <= 1024]
+    asked = make_request(
+        task, shapes=names, seeds=None, fmt=None, arch=None if gpu else "sm_90a",
+        device="auto" if gpu else "emulator", warmup=None,
+        iters=None, processes=1, timeout_s=TIMEOUT_S, out=Path(tempfile.gettempdir()) / "greenfast-corpus",
+        command="the corpus",
+    )  # fmt: skip
+    if not gpu:
+        asked = _EmulatedHere(**{name: getattr(asked, name) for name in asked.__dataclass_fields__})
+    return examined(asked, None, chosen=False, seed=SEED)
+
+
+def solution(path: Path, problem: str, gpu: bool) -> Finding:
+    """Judge a kernel in a file with a header."""
+    request = request_of(problem, gpu)
+    try:
+        found = find_solution(path)
+        task = request.task
+        return judged(request, solution_entrant(task.config, found, request.target, task.problem))
+    except GreenfastError as e:
+        return Finding("rejected", type(e).__name__, str(e))
+
+
+def rung(name: str, gpu: bool) -> Finding:
+    """Judge a kernel of the doubling task."""
+    request = request_of("doubling", gpu)
+    config = request.task.config
+    return judged(request, rung_entrant(config, request.task.family, config.variant(name)))
+
+
+def judged(request: Request, entrant: Entrant) -> Finding:
+    """Take an entrant through the gates."""
+    if request.device is not None and request.device.kind == "gpu":
+        gates = bench(request, entrant, Unwatched()).record.gates
+        built = gates[0].status == "PASS"
+        side = (
+            build_side(CANDIDATE, entrant.family, entrant.variant, request.format, request.shapes, request.target)
+            if built
+            else None
+        )
+    else:
+        run = GateRun(request, {CANDIDATE: entrant}, Unwatched())
+        run.until_correct()
+        gates = [gate for gate in run.gates if gate.gate != "PERFORMANCE"]
+        side = run.built(CANDIDATE)
+    if side is not None:
+        gates.append(evidence.check(side, entrant.rung, None))
+    return finding_of(gates)
+
+
+def finding_of(gates: list[GateResult]) -> Finding:
+    """The first gate that fell short; where none did, the first that is open."""
+    for status, outcome in (("FAIL", "rejected"), ("PENDING", "open")):
+        for gate in gates:
+            if gate.status == status:
+                return Finding(outcome, gate.gate, gate.reasons[0] if gate.reasons else gate.summary)
+    return Finding("accepted")

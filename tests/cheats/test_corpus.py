@@ -1,0 +1,63 @@
+"""The corpus without a GPU: every cheat is caught by its gate and with its words, every honest kernel passes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from scripts import corpus
+from tests.cheats.corpus import GPU_ONLY, Entry, entries
+from tests.cheats.expected import EXPECTED
+from tests.cheats.judging import FOLDER
+
+#: ``slow`` spins for 50,000 cycles: a control of times, on a GPU.
+HONEST = [entry for entry in entries() if entry.honest and entry.name != "slow"]
+CHEATS = [entry for entry in entries() if not entry.honest]
+
+
+def test_the_corpus_is_whole() -> None:
+    assert len(CHEATS) >= 60
+    assert len(HONEST) >= 40
+    for kind, expected in EXPECTED.items():
+        assert {path.stem for path in (FOLDER / kind).iterdir()} == set(expected)
+    assert {entry.name for entry in CHEATS} >= GPU_ONLY
+    assert len({(entry.kind, entry.name) for entry in entries()}) == len(entries())
+
+
+def test_the_page_lists_all_of_it() -> None:
+    for result in (path for path in corpus.RESULTS.values() if path.exists()):
+        judged = [(row["kind"], row["name"]) for row in json.loads(result.read_text())["rows"]]
+        assert judged == [(entry.kind, entry.name) for entry in entries()]
+    results = {name: json.loads(path.read_text()) for name, path in corpus.RESULTS.items() if path.exists()}
+    assert corpus.page(results) in corpus.PAGE.read_text()
+
+
+def test_the_bound_on_a_rate_is_that_of_clopper_and_pearson() -> None:
+    assert corpus.upper_bound(0, 60) == pytest.approx(1 - 0.05 ** (1 / 60))
+    assert corpus.upper_bound(1, 40) == pytest.approx(0.1131, abs=1e-4)
+    assert corpus.upper_bound(3, 3) == 1
+
+
+def _id(entry: Entry) -> str:
+    return f"{entry.kind}-{entry.name}"
+
+
+@pytest.mark.parametrize("entry", HONEST, ids=_id)
+def test_an_honest_kernel_passes(entry: Entry) -> None:
+    found = entry.judge()
+    assert found.outcome == "accepted", found
+
+
+@pytest.mark.parametrize("entry", [e for e in CHEATS if e.says and not e.gpu_only], ids=_id)
+def test_a_cheat_is_caught_without_a_gpu(entry: Entry) -> None:
+    found = entry.judge()
+    assert entry.caught_as_expected(found), found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(GPU_ONLY))
+def test_a_look_at_the_clock_is_caught_on_a_gpu(name: str) -> None:
+    (entry,) = [entry for entry in CHEATS if entry.name == name]
+    found = entry.judge(gpu=True)
+    assert found.outcome == "rejected", found

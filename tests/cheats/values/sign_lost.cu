@@ -1,0 +1,10 @@
+/* greenfast: {
+  "name": "sign_lost", "problem": "doubling",
+  "description": "is the magnitude",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  y[i] = fabsf(2.0f * x[i]);
+}
