@@ -104,7 +104,7 @@ def test_every_rung_is_right_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixt
     assert record.gate_status("EVIDENCE") == "PASS", record.reasons
     for side in (record.baseline, record.candidate):
         ratios = [row.bound_ratio for row in side.correctness]
-        assert len(ratios) == len(SHAPES)
+        assert {row.shape for row in side.correctness} >= set(SHAPES)
         assert max(ratio for ratio in ratios if ratio is not None) > 0.2  # a bound that is never near stops nothing
 
 
