@@ -44,7 +44,7 @@ def test_standard_output_is_json_and_nothing_else(tmp_path: Path) -> None:
     ran = run_command(
         *GREENFAST, "validate", "fp8_sdpa", "--shapes", "small", "--seeds", "0", "--json", "--out", tmp_path
     )
-    assert ran.code == 0
+    assert ran.code == 4
     record = msgspec.json.decode(ran.out, type=Record)
     assert record.decision == "PENDING"
     assert [line.split()[0] for line in ran.err.splitlines()] == [g.gate for g in record.gates]

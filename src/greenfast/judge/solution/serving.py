@@ -32,6 +32,8 @@ from greenfast.spec.errors import CompileError, MachineError, UsageError, too_la
 from greenfast.spec.kernel import Program, program_of
 
 _LANGUAGES = "greenfast.judge.solution.languages"
+#: From here on a dimension may be too large for any code; below, running out of memory is the code's own doing.
+_HUGE = 2**31
 
 
 def serve(questions: int, answers: int, sandbox: list[str]) -> None:
@@ -91,9 +93,10 @@ class _Server:
             if isinstance(e, SystemExit):
                 return Raised(f"sys.exit({e.code!r})", self._lines(e), exits=True)
             what = (self._solution and self._solution.file) or "family"
-            asked = f" at {ask.dims}" if isinstance(ask, Render | Choose) else ""
-            if isinstance(e, Exception) and (error := too_large(f"{what}:{asked}", e)):
-                return Refused(str(error))
+            if isinstance(ask, Render | Choose) and isinstance(e, Exception) and max(ask.dims.values()) >= _HUGE:
+                error = too_large(f"{what}: at {ask.dims}", e)
+                if error is not None:
+                    return Refused(str(error))
             return Raised(f"{kind}: {e}" if str(e) else kind, self._lines(e))
 
     def _load(self, ask: Load) -> wire.Loaded:
