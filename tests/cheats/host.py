@@ -85,7 +85,9 @@ HOST = {
     "hangs": HostCheat(
         "sleeps", "SolutionError", "did not answer within 3 s", in_kernel="import time; time.sleep(600)", answer_s=3.0
     ),
-    "uses_up_memory": HostCheat("asks for a terabyte", "UsageError", "MemoryError", in_kernel="bytearray(1 << 40)"),
+    "uses_up_memory": HostCheat(
+        "asks for a terabyte", "SolutionError", "it raised MemoryError", in_kernel="bytearray(1 << 40)"
+    ),
     "prints_a_verdict": HostCheat(
         "prints a verdict of its own and exits",
         "SolutionError",
