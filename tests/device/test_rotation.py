@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.device.gpu import GUARD_BYTES, POISON, Executable, KernelImage
+from greenfast.device.gpu import GUARD_BYTES, POISON, Executable, Gpu, KernelImage
 from greenfast.device.instruments import Instruments
 from greenfast.device.rotation import PLACES, WRONG_BITS, WRONG_FAR, WRONG_MEMORY, Layout, Rotation
 from greenfast.spec.kernel import Launch, Workspace
@@ -60,6 +60,9 @@ class OneKernelGpu:
         self.seen.append(pointers)
         self.us += 7.0
         self.solution(pointers, number)
+
+    def prepare(self, executable: Executable, pointers: Mapping[str, int]) -> list[Any]:
+        return Gpu.prepare(self, executable, pointers)  # type: ignore[arg-type]
 
     def mark(self) -> Stamp:
         self.memory.note("stamp")

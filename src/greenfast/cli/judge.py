@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 from greenfast.cli.ci import for_ci, with_verdict
-from greenfast.cli.console import GateConsole, required_gates
-from greenfast.cli.page import check_page, write_page
+from greenfast.cli.console import OPEN, required_gates
+from greenfast.cli.page import check_page
 from greenfast.cli.request import request_of
-from greenfast.cli.validate import kept_records, show_outcome
+from greenfast.cli.validate import at_measured_target, judged, kept_records, show_outcome
 from greenfast.judge.entrant import Entrant, rung_entrant, solution_entrant
 from greenfast.judge.formats.given import check_traces, given_problem, given_solution, write_traces
-from greenfast.judge.quote import target_of
 from greenfast.judge.record import Record
 from greenfast.judge.request import Request, examined
 from greenfast.judge.run import GATES
 from greenfast.judge.solution.schema import FoundSolution, find_solution, is_solution
 from greenfast.judge.tasks import find_task, load, task_names
-from greenfast.judge.validate import validate
-from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError, unknown
 
 #: A gate's exit code where it is the first that fell short.
 GATE_EXITS = {gate: 11 + number for number, gate in enumerate(GATES)}
-#: Nothing fell short, but not all that was asked for was judged.
-EXIT_PARTIAL = 4
 
 
 @for_ci
@@ -43,27 +37,13 @@ def run(args: argparse.Namespace) -> int:
     reference = args.against or task.config.defaults.baseline
     kept = kept_records(args, request, task.folder)  # not of the solution's folder, whose author could write one
     note = ""
-    if args.arch is None and not found.solution.target and kept and request.cannot_run() is None:
-        # Without a GPU or --arch, take the measured target, for which every gate can decide.
-        measured = target_of(kept, task.config.name, request.format, Path(reference).stem, found.solution.name)
-        if measured is not None and measured != request.target.name:
-            request = replace(request, target=Target.parse(measured))
-            note = f"  - target {measured}, from the kept record, as there is no GPU; --arch selects another"
+    if args.arch is None and not found.solution.target:
+        request, note = at_measured_target(request, kept, Path(reference).stem, found.solution.name)
     baseline = _reference(request, reference)
     candidate = _entrant(request, found)
     chosen = args.shapes is not None or args.seeds is not None
     request = examined(request, None, chosen=chosen, seed=args.exam_seed)
-    with GateConsole(to_stderr=args.json) as console:
-        outcome = validate(
-            request,
-            baseline,
-            candidate,
-            console,
-            required=args.required,
-            profile=not args.no_profile,
-            kept=kept,
-        )
-    write_page(args.html, outcome.record, outcome.folder, task)
+    outcome = judged(args, request, baseline, candidate, kept)
     if args.traces is not None:
         write_traces(args.traces, outcome.record, task.folder)
     show_outcome(outcome, args.json, note)
@@ -76,7 +56,7 @@ def exit_code(record: Record, required: set[str]) -> int:
         if result.status == "FAIL":
             return GATE_EXITS[result.gate]
     undecided = any(record.gate_status(gate) == "PENDING" for gate in required)
-    return EXIT_PARTIAL if undecided or record.decision not in ("MERGE", "PENDING") else 0
+    return OPEN if undecided or record.decision not in ("MERGE", "PENDING") else 0
 
 
 def _named_problem(found: FoundSolution) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from greenfast.cli.console import GateConsole, decision_code, required_gates, sh
 from greenfast.cli.page import check_page, write_page
 from greenfast.cli.request import request_of
 from greenfast.judge.digest import sealed_json
+from greenfast.judge.entrant import Entrant
 from greenfast.judge.quote import Kept, evidence_folders, kept_at, kept_in, target_of
 from greenfast.judge.request import Request, examined
 from greenfast.judge.validate import Outcome, validate
+from greenfast.judge.variant import Variant
 from greenfast.spec.arch import Target
 
 
@@ -36,12 +39,36 @@ def run(args: argparse.Namespace) -> int:
     request = examined(request, rung, chosen=chosen, seed=args.exam_seed)
     kept = kept_records(args, request, request.task.folder)
     note = ""
-    if args.arch is None and kept and request.cannot_run() is None:
-        # Without a GPU or --arch, take the measured target, for which every gate can decide.
-        measured = target_of(kept, config.name, request.format, baseline.name, candidate.name)
+    if args.arch is None:
+        request, note = at_measured_target(request, kept, baseline.name, candidate.name)
+    outcome = judged(args, request, baseline, candidate, kept)
+    show_outcome(outcome, args.json, note)
+    code = decision_code(outcome.record.decision, outcome.record.gates, required)
+    return with_verdict(args, outcome.record, code)
+
+
+def at_measured_target(request: Request, kept: Sequence[Kept], baseline: str, candidate: str) -> tuple[Request, str]:
+    """The request for the target of a kept record, for which every gate can decide without a GPU, and a line about it.
+
+    The request as it is, and no line, where no record compares the two or where nothing can be run.
+    """
+    config = request.task.config
+    if kept and request.cannot_run() is None:
+        measured = target_of(kept, config.name, request.format, baseline, candidate)
         if measured is not None and measured != request.target.name:
-            request = replace(request, target=Target.parse(measured))
             note = f"  - target {measured}, from the kept record, as there is no GPU; --arch selects another"
+            return replace(request, target=Target.parse(measured)), note
+    return request, ""
+
+
+def judged(
+    args: argparse.Namespace,
+    request: Request,
+    baseline: Variant | Entrant,
+    candidate: Variant | Entrant,
+    kept: Sequence[Kept],
+) -> Outcome:
+    """Take both through the gates, each shown when it ends, and write the page that ``--html`` asks for."""
     with GateConsole(to_stderr=args.json) as console:
         outcome = validate(
             request,
@@ -53,9 +80,7 @@ def run(args: argparse.Namespace) -> int:
             kept=kept,
         )
     write_page(args.html, outcome.record, outcome.folder, request.task)
-    show_outcome(outcome, args.json, note)
-    code = decision_code(outcome.record.decision, outcome.record.gates, required)
-    return with_verdict(args, outcome.record, code)
+    return outcome
 
 
 def show_outcome(outcome: Outcome, as_json: bool, note: str = "") -> None:

@@ -160,12 +160,7 @@ class Bound:
                 self._initial[name] = copy = GuardedBuffer(sizes[name])
                 copy.upload(held)
         pointers = {name: buffer.pointer for name, buffer in self._buffers.items()}
-        pointers.setdefault(PHASE_BUFFER, 0)  # only an instrumented build writes it
-        stream = int(gpu.stream.handle)
-        self._launches = [
-            Prepared(gpu.load(image), image.block, image.dynamic_smem_bytes, plan, pointers, stream, name=image.entry)
-            for image, plan in executable.steps
-        ]
+        self._launches = gpu.prepare(executable, pointers)
 
     def launch(self) -> None:
         """Queue the program's launches."""
@@ -264,6 +259,15 @@ class Gpu:
         if image not in self._kernels:
             self._kernels[image] = load_kernel(image, self.device)
         return self._kernels[image]
+
+    def prepare(self, executable: Executable, pointers: Mapping[str, int]) -> list[Prepared]:
+        """A program's launches on the device's stream; pointers: the address of each buffer."""
+        known = {PHASE_BUFFER: 0, **pointers}  # only an instrumented build writes that one
+        stream = int(self.stream.handle)
+        return [
+            Prepared(self.load(image), image.block, image.dynamic_smem_bytes, plan, known, stream, name=image.entry)
+            for image, plan in executable.steps
+        ]
 
     def bind(self, executable: Executable, case: Case) -> Bound:
         """Upload a case to fresh memory and bind a program to it."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from greenfast.device.gpu import GUARD_BYTES, POISON, Executable, Gpu
 from greenfast.device.instruments import Instruments, Range
 from greenfast.device.prepared import Prepared, check
-from greenfast.spec.kernel import PHASE_BUFFER, Workspace
+from greenfast.spec.kernel import Workspace
 from greenfast.spec.problem import Array, Case, dtype_of
 
 #: Sets of addresses that launches draw from.
@@ -170,17 +170,7 @@ class Rotation:
         memory = self._allocate(self._layout.end)
         self._queue_wipe(memory)
         pointers = {name: memory.pointer + offset for name, offset in self._layout.offsets.items()}
-        pointers.setdefault(PHASE_BUFFER, 0)  # an instrumented build is not timed
-        stream = int(self._gpu.stream.handle)
-        return _Place(
-            memory,
-            [
-                Prepared(
-                    self._gpu.load(image), image.block, image.dynamic_smem_bytes, plan, pointers, stream, image.entry
-                )
-                for image, plan in executable.steps
-            ],
-        )
+        return _Place(memory, self._gpu.prepare(executable, pointers))
 
     def _first(self, number: int, case: Case) -> None:
         """Launch a case for the first time and keep what it leaves."""
@@ -294,7 +284,7 @@ class Rotation:
         ]
 
     def _reserve(self, launches: int) -> None:
-        """Make room for the sums of so many launches, and queue setting them to zero."""
+        """Make room for the sums of ``launches`` launches, and queue setting them to zero."""
         nbytes = launches * _SUMS * 8
         if self._sums.nbytes < nbytes:
             self._allocated.remove(self._sums)

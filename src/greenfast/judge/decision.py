@@ -1,4 +1,4 @@
-"""What the gates come to; a record says it, and whoever reads the record draws it again."""
+"""What the gates come to; a record says it, and it is drawn again when the record is read."""
 
 from __future__ import annotations
 

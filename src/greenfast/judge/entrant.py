@@ -100,7 +100,7 @@ def solution_entrant(
 
 
 def hardware_budget(target: Target, state_bytes: int = 0) -> Budget:
-    """What a block of the target can have, and so many bytes of state from one launch to the next."""
+    """What a block of the target can have, and ``state_bytes`` of state from one launch to the next."""
     return Budget(
         registers=255,
         smem_bytes=most_shared(target),

@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of that name, those of ml_dtypes included. Raises TypeError for another name."""
+    """The NumPy dtype of that name, also one that ml_dtypes adds. Raises TypeError for another name."""
     try:
         return np.dtype(name)
     except TypeError:

@@ -179,7 +179,7 @@ def _random(dtype: str, shape: tuple[int, ...], generator: torch.Generator) -> t
 
 
 def array_of(tensor: torch.Tensor) -> Array:
-    """A CPU tensor as an array of the same dtype, those of ml_dtypes included."""
+    """A CPU tensor as an array of the same dtype, also of the dtypes that ml_dtypes adds."""
     name = str(tensor.dtype).removeprefix("torch.")
     bits = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return bits.view(dtype_of(name)).reshape(tuple(tensor.shape))

@@ -20,7 +20,7 @@ from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.problem import Problem, least_work
 
 _OTHER_FIRST = "its first launch in a process left other bits than the checked ones"
-#: A launch draws its inputs from at least so many cases.
+#: The least number of cases that a launch draws its inputs from.
 MIN_CASES = 3
 
 

@@ -1,6 +1,6 @@
 """solution.json: what a solution says of itself. A single file carries the same JSON in its first comment.
 
-The types below are the schema: msgspec checks every key and type. Expressions are those of ``expressions``.
+The types below are the schema: msgspec checks every key and type. ``expressions`` defines the expressions.
 """
 
 from __future__ import annotations
