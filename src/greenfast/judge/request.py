@@ -85,7 +85,7 @@ class Request:
         """A function that starts an emulator, for a run on a GPU: it finds faults that a GPU cannot show."""
         if self.exam is None or isinstance(self.ordinal, str):
             return None
-        return lambda: Worker(timeout_s=self.timeout_s, make_session=EmulatorSession)
+        return lambda: Worker(timeout_s=max(self.timeout_s, _SMALL_CASE_TIMEOUT_S), make_session=EmulatorSession)
 
     @property
     def make_worker(self) -> Callable[[], Worker]:
@@ -122,6 +122,9 @@ class Request:
 
 #: Seconds that one case may take on the emulator: it is some thousand times slower than a GPU.
 _EMULATOR_TIMEOUT_S = 1200.0
+#: The same for the small case that it runs while a GPU runs all of them: being late there is no fault of the kernel, so
+#: a limit that is right for a GPU would let one pass whose fault it takes the emulator to see.
+_SMALL_CASE_TIMEOUT_S = 60.0
 
 
 def make_request(

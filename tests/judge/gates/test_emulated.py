@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from greenfast.device.worker import Worker
+from greenfast.device.worker import Worker, WorkerError
 from greenfast.emulator.session import EmulatorSession
+from greenfast.judge.gates.sides import build_side
 from greenfast.judge.record import Record
-from greenfast.judge.request import Request
+from greenfast.judge.request import Request, examined
 from greenfast.judge.validate import validate
 from greenfast.spec.errors import UnsupportedError
 from tests.cheats.cheats import doubling
@@ -31,6 +33,18 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, candidate: str, session: typ
     monkeypatch.setattr(Request, "make_emulator", property(lambda self: make))
     config = asked.task.config
     return validate(asked, config.variant("good"), config.variant(candidate), Watcher(), profile=False).record
+
+
+def test_a_short_limit_for_the_gpu_is_not_the_emulators(tmp_path: Path) -> None:
+    """Late, it would say nothing of the kernel, whose fault it takes the emulator to see."""
+    asked = request(tmp_path, task=doubling(), shapes=("tail",), fmt="fp32")
+    asked = replace(asked, timeout_s=0.05, ordinal=0, exam=asked.exam or examined(asked, None, chosen=True).exam)
+    config, family = asked.task.config, asked.task.family
+    side = build_side("candidate", family, config.variant("stale_shared"), "fp32", asked.shapes, asked.target)
+    case = asked.task.problem.make_case(config.shape("tail").dims, 0, "fp32")
+    assert asked.make_emulator is not None
+    with asked.make_emulator() as worker, pytest.raises(WorkerError, match="that nothing has written"):
+        worker.run(side.executable("tail"), case, 2)
 
 
 def test_a_fault_that_the_gpu_did_not_show_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
