@@ -4,6 +4,8 @@ PYTHONPATH=src:. python scripts/corpus.py            on the emulator: evidence/c
 PYTHONPATH=src:. python scripts/corpus.py --gpu      on the GPU: evidence/cheats-gpu.json
 PYTHONPATH=src:. python scripts/corpus.py --page     the page from these files alone
 
+``--only A,B`` judges these again and keeps the other rows; a row that was judged again says when, and of which commit.
+
 Ends with 1 where a cheat was accepted that this device can tell, or an honest kernel was not.
 """
 
@@ -16,6 +18,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Collection
 from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
@@ -63,12 +66,13 @@ def _short(message: str) -> str:
     return line if len(line) <= _MESSAGE else line[: _MESSAGE - 3] + "..."
 
 
-def run(gpu: bool, jobs: int) -> dict[str, Any]:
-    """Judge every entry, the slow ones of a device first."""
+def run(gpu: bool, jobs: int, only: Collection[str] = ()) -> dict[str, Any]:
+    """Judge every entry, or those of some names, the slow ones of a device first."""
     device = request_of("doubling", gpu).device
     if gpu and (device is None or device.kind != "gpu"):
         raise SystemExit("--gpu: no GPU here")
-    order = sorted(range(len(entries())), key=lambda n: entries()[n].name not in ("slow", "hang", "hangs"))
+    asked = [n for n, entry in enumerate(entries()) if not only or entry.name in only]
+    order = sorted(asked, key=lambda n: entries()[n].name not in ("slow", "hang", "hangs"))
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         rows = list(pool.map(judge, order, [gpu] * len(order)))
     return {
@@ -79,6 +83,16 @@ def run(gpu: bool, jobs: int) -> dict[str, Any]:
         "exam_seed": SEED,
         "rows": [row for _, row in sorted(zip(order, rows, strict=True))],
     }
+
+
+def with_rows_of(kept: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
+    """Kept results with the rows of a later run, on the same device and with the same seed, in place of their own."""
+    for fact in ("device", "exam_seed"):
+        if kept[fact] != again[fact]:
+            raise SystemExit(f"--only: the kept results have another {fact}: run the whole corpus")
+    when = {"again": {"created": again["created"], "git": again["git"]}}
+    later = {(row["kind"], row["name"]): row | when for row in again["rows"]}
+    return kept | {"rows": [later.get((row["kind"], row["name"]), row) for row in kept["rows"]]}
 
 
 def wrong(rows: list[Row]) -> tuple[list[Row], list[Row]]:
@@ -94,9 +108,11 @@ def _totals(name: str, result: dict[str, Any]) -> str:
     honest = sum(row["kind"] == "honest" for row in result["rows"])
     cheats = len(result["rows"]) - honest
     listed = f": {', '.join(row['name'] for row in accepted)}" if accepted else ""
+    later = sorted({row["again"]["created"][:16].replace("T", " ") for row in result["rows"] if "again" in row})
+    twice = f"; {sum('again' in row for row in result['rows'])} again at {', '.join(later)}" if later else ""
     also = f": {', '.join(row['name'] for row in refused)}" if refused else ""
     return (
-        f"| {name} | {result['created'][:10]} | {len(accepted)} of {cheats}{listed} "
+        f"| {name} | {result['created'][:10]}{twice} | {len(accepted)} of {cheats}{listed} "
         f"| {upper_bound(len(accepted), cheats):.1%} | {len(refused)} of {honest}{also} "
         f"| {upper_bound(len(refused), honest):.1%} |"
     )
@@ -141,10 +157,17 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="judge on the GPU")
     parser.add_argument("--page", action="store_true", help="run nothing: write the page from the kept results")
     parser.add_argument("--jobs", type=int, default=min(_MOST, os.cpu_count() or 1), help="processes at a time")
+    parser.add_argument("--only", default="", metavar="A,B", help="judge these again; the other rows stay")
     args = parser.parse_args()
     device = "gpu" if args.gpu else "emulator"
     if not args.page:
-        RESULTS[device].write_text(json.dumps(run(args.gpu, args.jobs), indent=1) + "\n")
+        only = [name for name in args.only.split(",") if name]
+        if unknown := set(only) - {entry.name for entry in entries()}:
+            parser.error(f"--only: not in the corpus: {', '.join(sorted(unknown))}")
+        found = run(args.gpu, args.jobs, only)
+        if only:
+            found = with_rows_of(json.loads(RESULTS[device].read_text()), found)
+        RESULTS[device].write_text(json.dumps(found, indent=1) + "\n")
     results = {name: json.loads(path.read_text()) for name, path in RESULTS.items() if path.exists()}
     text = PAGE.read_text()
     before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]

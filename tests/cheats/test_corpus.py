@@ -39,6 +39,18 @@ def test_the_bound_on_a_rate_is_that_of_clopper_and_pearson() -> None:
     assert corpus.upper_bound(3, 3) == 1
 
 
+def test_rows_that_are_judged_again_say_so() -> None:
+    here = {"device": {"name": "a GPU"}, "exam_seed": 1, "git": {"sha": "a"}, "created": "2026-01-01T00:00:00Z"}
+    first, second = ({"kind": "honest", "name": n, "outcome": "rejected"} for n in ("one", "two"))
+    later = here | {"created": "2026-01-02T03:04:00Z", "git": {"sha": "b"}, "rows": [second | {"outcome": "accepted"}]}
+    both = corpus.with_rows_of(here | {"rows": [first, second]}, later)
+    assert both["rows"][0] == first
+    assert both["rows"][1]["outcome"] == "accepted"
+    assert both["rows"][1]["again"] == {"created": "2026-01-02T03:04:00Z", "git": {"sha": "b"}}
+    with pytest.raises(SystemExit, match="another device"):
+        corpus.with_rows_of(here | {"rows": [first]}, later | {"device": {"name": "another"}})
+
+
 def _id(entry: Entry) -> str:
     return f"{entry.kind}-{entry.name}"
 
