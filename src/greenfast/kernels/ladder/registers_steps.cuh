@@ -3,8 +3,7 @@
 
 #include <math_constants.h>
 
-#include <cuda/std/type_traits>
-
+#include "common/conditional.cuh"
 #include "common/phase_clock.cuh"
 #include "ladder/registers_codes.cuh"
 #include "ptx/math.cuh"
@@ -41,7 +40,7 @@ __device__ __forceinline__ void attend(const LadderParams& params, const Registe
   constexpr float kSlack = 8.0f;           // a weight may be up to 2^8: half rounds it as it rounds one below 1
   constexpr unsigned kOnes = 0x3c003c00u;  // two halves
   constexpr int kAtOnce = kLate ? 2 : kKeys / 8;  // 8-key columns of scores whose codes of K are loaded together
-  using VCodes = cuda::std::conditional_t<kHeadDim == 64, uint2, uint4>;
+  using VCodes = conditional_t<kHeadDim == 64, uint2, uint4>;
 
   unsigned q[kSteps][4];
   queries.unpack(q);

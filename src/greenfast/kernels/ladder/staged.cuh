@@ -8,8 +8,7 @@
 
 #include <math_constants.h>
 
-#include <cuda/std/type_traits>
-
+#include "common/conditional.cuh"
 #include "common/formats.cuh"
 #include "common/phase_clock.cuh"
 #include "ladder/params.cuh"
@@ -34,8 +33,7 @@ struct LadderShape {
   // A P tile of its own is padded like every tile; the fused one lies in the rows of the score tile.
   static constexpr int kPStride = Cfg::kFusedSoftmaxPv ? 2 * kScoreStride : kBlockN + 8;
   using QLayout = PaddedLayout<kHeadDim>;
-  using KvLayout =
-      cuda::std::conditional_t<Cfg::kXorSwizzle, XorSwizzledLayout<kHeadDim>, PaddedLayout<kHeadDim>>;
+  using KvLayout = conditional_t<Cfg::kXorSwizzle, XorSwizzledLayout<kHeadDim>, PaddedLayout<kHeadDim>>;
 };
 
 // The shared-memory map. Members that a rung does not use shrink to one 16-byte unit.
@@ -131,11 +129,11 @@ __device__ void attention_staged(const LadderParams& params) {
   using Storage = SharedStorage<Cfg>;
   using Map = ChunkMap<Shape::kBlockN, Shape::kHeadDim, Shape::kThreads>;
   using Converter = ConvertDequantizer<Cfg::kFormat>;
-  using Dequantizer = cuda::std::conditional_t<Cfg::kKvLut, LutDequantizer<Cfg::kFormat>, Converter>;
-  using TensorScores = cuda::std::conditional_t<Cfg::kXorSwizzle, MmaScores<Shape>, WmmaScores<Shape>>;
-  using TensorOutput = cuda::std::conditional_t<Cfg::kXorSwizzle, MmaOutput<Shape>, WmmaOutput<Shape>>;
-  using Scores = cuda::std::conditional_t<Cfg::kWmmaQk, TensorScores, ScalarScores<Shape>>;
-  using Output = cuda::std::conditional_t<Cfg::kWmmaPv, TensorOutput, ScalarOutput<Shape>>;
+  using Dequantizer = conditional_t<Cfg::kKvLut, LutDequantizer<Cfg::kFormat>, Converter>;
+  using TensorScores = conditional_t<Cfg::kXorSwizzle, MmaScores<Shape>, WmmaScores<Shape>>;
+  using TensorOutput = conditional_t<Cfg::kXorSwizzle, MmaOutput<Shape>, WmmaOutput<Shape>>;
+  using Scores = conditional_t<Cfg::kWmmaQk, TensorScores, ScalarScores<Shape>>;
+  using Output = conditional_t<Cfg::kWmmaPv, TensorOutput, ScalarOutput<Shape>>;
   static_assert(sizeof(Storage) == Cfg::kSmemBytes, "the plan of shared memory in Python differs from the map");
   static_assert(Shape::kBlockM * Shape::kHeadDim * 4 <= sizeof(Storage::kv), "O reuses the K/V tiles");
 

@@ -1,0 +1,19 @@
+// The choice between two types. libcu++ has it too, but its <cuda/std/type_traits> makes a compile five times as long.
+#pragma once
+
+namespace greenfast {
+
+template <bool kFirst, class First, class Second>
+struct Conditional {
+  using type = First;
+};
+
+template <class First, class Second>
+struct Conditional<false, First, Second> {
+  using type = Second;
+};
+
+template <bool kFirst, class First, class Second>
+using conditional_t = typename Conditional<kFirst, First, Second>::type;
+
+}  // namespace greenfast
