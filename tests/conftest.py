@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from functools import cache
 
@@ -44,6 +45,13 @@ def made_up_records(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail, instead of skip, GPU tests that cannot run")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Look for cycles seldom: programs of the emulator and torch are large, and a full search took up to 0.7 s."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
