@@ -47,11 +47,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail, instead of skip, GPU tests that cannot run")
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Look for cycles seldom: programs of the emulator and torch are large, and a full search took up to 0.7 s."""
+    gc.set_threshold(50_000, 20, 50)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what was imported, which stays, out of the searches."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
