@@ -100,7 +100,8 @@ _SOURCE = """.version 8.0
 )
 def test_the_runner_tells_outcomes_apart(old: str, new: str, status: str) -> None:
     entry = _copy(list(range(32)))
-    assert classify(replace(entry, source=entry.source.replace(old, new)), limit=1.0).status == status
+    limit = 0.2 if status == "slow" else None  # a quick machine comes to the emulator's own limit in a second
+    assert classify(replace(entry, source=entry.source.replace(old, new)), limit=limit).status == status
 
 
 def test_the_runner_tells_a_crash_from_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
