@@ -6,12 +6,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from greenfast import flash_attn as flash_attn
+    from greenfast.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
+    from greenfast.flash_attn import flash_attn_with_kvcache as flash_attn_with_kvcache
+    from greenfast.operator.paged_cache import PagedKVCache as PagedKVCache
     from greenfast.operator.quantized import QuantizedQKV as QuantizedQKV
     from greenfast.operator.routing import Explanation as Explanation
     from greenfast.operator.routing import explain as explain
     from greenfast.operator.sdpa import attention as attention
     from greenfast.operator.sdpa import quantize as quantize
     from greenfast.operator.sdpa import sdpa as sdpa
+    from greenfast.operator.serving import ServingPlan as ServingPlan
+    from greenfast.operator.serving import append_kv as append_kv
+    from greenfast.operator.serving_explain import explain_call as explain_call
     from greenfast.operator.switch import use as use
     from greenfast.operator.transformers import register_with_transformers as register_with_transformers
 
@@ -20,9 +27,15 @@ __version__ = "0.1.0"
 #: Public names -> their modules, loaded when they are asked for: the command line needs no PyTorch to say its version.
 _PUBLIC = {
     "Explanation": "greenfast.operator.routing",
+    "PagedKVCache": "greenfast.operator.paged_cache",
     "QuantizedQKV": "greenfast.operator.quantized",
+    "ServingPlan": "greenfast.operator.serving",
+    "append_kv": "greenfast.operator.serving",
     "attention": "greenfast.operator.sdpa",
     "explain": "greenfast.operator.routing",
+    "explain_call": "greenfast.operator.serving_explain",
+    "flash_attn_varlen_func": "greenfast.flash_attn",
+    "flash_attn_with_kvcache": "greenfast.flash_attn",
     "quantize": "greenfast.operator.sdpa",
     "register_with_transformers": "greenfast.operator.transformers",
     "sdpa": "greenfast.operator.sdpa",
@@ -31,6 +44,8 @@ _PUBLIC = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "flash_attn":
+        return importlib.import_module("greenfast.flash_attn")
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(importlib.import_module(_PUBLIC[name]), name)
@@ -38,4 +53,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted({*globals(), *_PUBLIC, "flash_attn"})

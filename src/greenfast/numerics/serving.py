@@ -284,7 +284,8 @@ def _chunks(
         weights = _exp2(t - base.unsqueeze(-1) + WEIGHT_LOG2)
         factor = _exp2(top - base)
         out = out * factor.unsqueeze(-1) + _weighted(e4m3(weights).double(), v[:, :, j], seen)
-        total = total * factor + _sum(weights / divisor)
+        # A key that a row does not attend to may have a scale of NaN.
+        total = total * factor + _sum((weights / divisor).masked_fill(~seen, 0.0))
         top = new
     return out, top, total
 

@@ -1,0 +1,254 @@
+"""FlashAttention's functions for servers, computed in FP8: the names, arguments and shapes of FlashAttention-3.
+
+    from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+docs/flash_attn.md lists every difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from greenfast.operator.arguments import check_length
+from greenfast.operator.serving import ServingPlan, kind
+from greenfast.operator.serving_call import Call, Result, constant
+from greenfast.operator.serving_pages import pages_of_rows
+
+__all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Sequence[int] | None = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    block_table: Tensor | None = None,
+    page_table: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    out: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    scheduler_metadata: ServingPlan | None = None,
+    dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    q_v: Tensor | None = None,
+    fa_version: int | None = None,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_tot_seqused_k: Tensor | None = None,
+) -> Result:
+    """Attention of sequences that lie one after another, over their own keys or over a paged FP8 cache.
+
+    q: (total_q, heads, head_dim) of float16 or bfloat16, or float8_e4m3fn with q_descale (batch, kv_heads).
+    Without block_table: k, v (total_k, kv_heads, head_dim) with cu_seqlens_k, of q's dtype, which are quantized, each
+    token and head with its scale; or float8_e4m3fn with k_descale, v_descale.
+    With block_table (or page_table), int32 (batch, max_pages): k, v are the pages of a cache, float8_e4m3fn, as
+    ``PagedKVCache`` has them, with k_descale, v_descale their scales and seqused_k, int32 (batch,), their lengths.
+    cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,). max_seqlen_q, max_seqlen_k: at least the longest sequence's. Lengths
+    of 0 are fine, on either side.
+    causal and window_size: aligned at a sequence's last query and key. s_aux: (heads,), the sinks' logits.
+    scheduler_metadata: a ``ServingPlan`` of these lengths. out: where the output is written.
+
+    Returns the output, (total_q, heads, head_dim) of q's dtype (bfloat16 for E4M3); with return_attn_probs or
+    return_softmax_lse also the natural log-sum-exp, float32 (heads, total_q). There are no gradients.
+
+    Raises TypeError and ValueError for what does not fit and NotImplementedError for what no kernel computes, naming
+    the argument, before any work.
+    """
+    if (
+        seqused_q is not None or qv is not None or q_v is not None or attention_chunk or dropout_p or cp_world_size != 1
+        or alibi_slopes is not None or cp_tot_seqused_k is not None or cp_rank
+    ):  # fmt: skip
+        _refuse(
+            seqused_q=seqused_q, qv=qv, q_v=q_v, attention_chunk=attention_chunk, dropout_p=dropout_p,
+            cp_world_size=None if cp_world_size == 1 else cp_world_size, alibi_slopes=alibi_slopes,
+            cp_tot_seqused_k=cp_tot_seqused_k, cp_rank=cp_rank,
+        )  # fmt: skip
+    _check_query(q, 3, "total_q, heads, head_dim")
+    _check_splits(num_splits)
+    wants_lse = return_attn_probs or return_softmax_lse
+    table = _table(block_table, page_table)
+    check_length("max_seqlen_q", max_seqlen_q)
+    call = Call(
+        q, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size, softcap, s_aux, scheduler_metadata, out
+    )
+    if table is None:
+        return call.over_keys(k, v, cu_seqlens_k, max_seqlen_k, seqused_k, (q_descale, k_descale, v_descale), wants_lse)
+    if seqused_k is None:
+        raise ValueError("seqused_k: None; with block_table the lengths of the sequences are needed, int32 (batch,)")
+    if cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_k: given with block_table; the lengths of paged sequences are seqused_k")
+    return call.attend(k, v, table, seqused_k, (q_descale, k_descale, v_descale), wants_lse)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | None = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: ServingPlan | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    block_table: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    out: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Result:
+    """Attention over an FP8 cache, to which new keys and values are appended first where ``k`` and ``v`` are given.
+
+    q: (batch, seqlen, heads, head_dim), or with cu_seqlens_q (total_q, heads, head_dim) and max_seqlen_q.
+    k_cache, v_cache: float8_e4m3fn pages with page_table (or block_table), as in ``flash_attn_varlen_func``; without it
+    (batch_cache, seqlen_cache, kv_heads, head_dim), seqlen_cache a multiple of 16, of the sequences that
+    cache_batch_idx names. k_descale, v_descale: the scales, 1 by default.
+    cache_seqlens: an int, or int32 (batch,): keys in the cache before the call; without it the cache is full.
+    k, v: (batch, seqlen_new, kv_heads, head_dim), or with cu_seqlens_k_new (total_new, kv_heads, head_dim), of q's
+    dtype: quantized and written behind those keys, with scales per token where k_descale and v_descale have these. With
+    rotary_cos and rotary_sin, (positions, rotary_dim / 2), k and q are rotated first, by their positions, or counted
+    from rotary_seqlens; then q and k have the same tokens, and several of each a causal mask or a window.
+    The rest as in ``flash_attn_varlen_func``.
+
+    Returns the output, of q's shape; with return_softmax_lse also the natural log-sum-exp, float32 (batch, heads,
+    seqlen), or (heads, total_q) with cu_seqlens_q.
+    Raises as ``flash_attn_varlen_func`` does.
+    """
+    if qv is not None or cache_leftpad is not None or attention_chunk or alibi_slopes is not None:
+        _refuse(qv=qv, cache_leftpad=cache_leftpad, attention_chunk=attention_chunk, alibi_slopes=alibi_slopes)
+    _check_splits(num_splits)
+    if cu_seqlens_q is None:
+        _check_query(q, 4, "batch, seqlen, heads, head_dim")
+        (batch, length), rows = q.shape[:2], q.flatten(0, 1)
+        starts = constant(q, "arange", length, batch)
+        most = length
+    else:
+        _check_query(q, 3, "total_q, heads, head_dim")
+        check_length("max_seqlen_q", max_seqlen_q)
+        assert max_seqlen_q is not None
+        if not isinstance(cu_seqlens_q, Tensor) or cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] == 0:
+            raise ValueError("cu_seqlens_q: an int32 tensor (batch + 1,) is needed")
+        batch, length, rows, starts, most = cu_seqlens_q.shape[0] - 1, None, q, cu_seqlens_q, max_seqlen_q
+    k_cache, v_cache, table = _cache(k_cache, v_cache, _table(block_table, page_table), cache_batch_idx, batch)
+    used = _lengths(q, cache_seqlens, batch, table.shape[1] * k_cache.shape[1])
+    target = out.flatten(0, 1) if out is not None and length is not None else out
+    call = Call(rows, starts, most, softmax_scale, causal, window_size, softcap, s_aux, scheduler_metadata, target)
+    scales = (q_descale, k_descale, v_descale)
+    if k is None or v is None:
+        if not (k is None and v is None and rotary_cos is None and rotary_sin is None):
+            raise ValueError("k, v: None; both are given, or neither and no rotary_cos and rotary_sin")
+    else:
+        rotary = (rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
+        used = call.append(k, v, k_cache, v_cache, table, used, cu_seqlens_k_new, scales, rotary, length)
+    found = call.attend(k_cache, v_cache, table, used, scales, return_softmax_lse)
+    if length is None:
+        return found
+    if not isinstance(found, tuple):
+        return found.view(q.shape) if out is None else out
+    sums = found[1].view(-1, batch, length).transpose(0, 1)
+    return (found[0].view(q.shape) if out is None else out), sums
+
+
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and (isinstance(value, Tensor) or value):
+            shown = "a tensor" if isinstance(value, Tensor) else value
+            raise NotImplementedError(f"{name}: {shown}; the kernels have none, leave it out (docs/flash_attn.md)")
+
+
+def _check_query(q: Any, dims: int, names: str) -> None:
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q: a torch.Tensor is needed, got {type(q).__name__}")
+    if q.dim() != dims:
+        raise ValueError(f"q: its shape is {tuple(q.shape)}; ({names}) is needed")
+
+
+def _check_splits(num_splits: Any) -> None:
+    """The split changes no bit of the result and is the kernels' affair; what is no count is still a mistake."""
+    if type(num_splits) is not int or num_splits < 0:
+        check_length("num_splits", num_splits)
+
+
+def _table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:
+    if block_table is not None and page_table is not None:
+        raise ValueError("page_table: given together with block_table, which is another name of it")
+    return page_table if block_table is None else block_table
+
+
+def _cache(
+    k_cache: Tensor, v_cache: Tensor, table: Tensor | None, batch_idx: Tensor | None, batch: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cache as pages, and its block table."""
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(x, Tensor) or x.dim() < 4:
+            raise ValueError(f"{name}: {kind(x)}; (pages, page_size, kv_heads, head_dim) is needed")
+    if table is not None:
+        if batch_idx is not None:
+            raise ValueError("cache_batch_idx: given with page_table, whose rows are the sequences")
+        if not isinstance(table, Tensor) or table.dim() != 2:
+            raise ValueError(f"page_table: {kind(table)}; int32 (batch, max_pages) is needed")
+        return k_cache, v_cache, table
+    if v_cache.shape != k_cache.shape:
+        raise ValueError(f"v_cache: {kind(v_cache)}; without page_table it has the shape of k_cache")
+    rows = k_cache.shape[0]
+    if batch_idx is None and rows != batch:
+        raise ValueError(f"k_cache: {rows} sequences, q {batch}; without cache_batch_idx they must agree")
+    keys, values = pages_of_rows(k_cache), pages_of_rows(v_cache)
+    each = keys.shape[0] // max(rows, 1)
+    if batch_idx is None:
+        return keys, values, constant(k_cache, "arange", 1, batch * each - 1).view(batch, each)
+    first = batch_idx.to(torch.int32).unsqueeze(1) * each
+    return keys, values, first + constant(k_cache, "arange", 1, each - 1)
+
+
+def _lengths(q: Tensor, cache_seqlens: int | Tensor | None, batch: Any, most: Any) -> Tensor:
+    if isinstance(cache_seqlens, Tensor):
+        return cache_seqlens
+    if cache_seqlens is None:
+        cache_seqlens = most
+    check_length("cache_seqlens", cache_seqlens)
+    return torch.full((batch,), int(cache_seqlens), dtype=torch.int32, device=q.device)

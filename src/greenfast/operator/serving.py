@@ -1,0 +1,133 @@
+"""Calls that go with attention over a paged FP8 cache: appending to it, and the plan of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from greenfast.operator import serving_ops
+from greenfast.operator.arguments import check_flag, check_length, number
+
+
+def append_kv(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+) -> Tensor | None:
+    """Normalize and rotate Q and K, quantize K and V, and write them to the pages of a cache, in one kernel.
+
+    q: (tokens, heads, head_dim), or None; k, v: (tokens, kv_heads, head_dim), float16 or bfloat16, rows dense and at
+    multiples of 16 bytes. k_cache, v_cache, k_scale, v_scale: of a layer of a ``PagedKVCache``, or any such pages
+    (docs/serving.md): E4M3 codes (pages, page_size, kv_heads, head_dim), V perhaps in groups. Scales of (pages,
+    kv_heads, page_size) are written, one for each token and head; scales of () or (kv_heads,) are read.
+    slot_mapping: int64 (tokens,), page * page_size + place in the page; negative ones are not written. Two tokens must
+    not have the same slot.
+    q_weight, k_weight: (head_dim,), of an RMS norm of each head, with ``eps``. cos, sin: (positions, rotary_dim / 2) of
+    a rotation of the first rotary_dim columns, by the rows that ``positions``, (tokens,), names; ``interleaved``
+    rotates columns 2i and 2i + 1 together, else i and i + rotary_dim / 2.
+
+    Returns Q for attention, contiguous and of q's dtype, or None without q.
+    Raises TypeError, ValueError and NotImplementedError, which name the argument, before anything is written.
+    """
+    check_flag("interleaved", interleaved)
+    found = serving_ops.append_kv(
+        q, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, q_weight, k_weight, cos, sin, positions,
+        number("eps", eps), interleaved,
+    )  # fmt: skip
+    return None if q is None else found
+
+
+class ServingPlan:
+    """How one step's attention is split over the GPU: made once, used by all layers with these heads and this mask.
+
+    It is made on the device from lengths that stay there. In a CUDA graph, make it, or call ``update``, inside the
+    graph: lengths may then change between replays. On the CPU it splits nothing, but a call with a plan of other
+    lengths is refused there, which finds plans that were not updated.
+
+    cu_seqlens_q: int32 (batch + 1,). seqused_k: int32 (batch,), keys of each sequence, appended ones included.
+    max_seqlen_q: at least the queries of any sequence. causal, window_size: as in the calls it is for.
+    tensor: int32, which only the kernels read.
+    """
+
+    def __init__(
+        self, cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, *, heads: int, kv_heads: int, head_dim: int,
+        causal: bool = False, window_size: Sequence[int] | None = (-1, -1),
+    ) -> None:  # fmt: skip
+        """Raises TypeError and ValueError, naming the argument, for lengths and sizes that make no batch."""
+        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
+            if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.dim() != 1:
+                raise TypeError(f"{name}: {kind(x)}; an int32 tensor of one dimension is needed")
+        if cu_seqlens_q.shape[0] != seqused_k.shape[0] + 1:
+            raise ValueError(
+                f"cu_seqlens_q: its shape is {tuple(cu_seqlens_q.shape)}, seqused_k's {tuple(seqused_k.shape)}; "
+                "(batch + 1,) and (batch,) are needed"
+            )
+        for name, n in (
+            ("heads", heads),
+            ("kv_heads", kv_heads),
+            ("head_dim", head_dim),
+            ("max_seqlen_q", max_seqlen_q),
+        ):
+            check_length(name, n)
+        check_flag("causal", causal)
+        self.cu_seqlens_q, self.seqused_k, self.max_seqlen_q = cu_seqlens_q, seqused_k, max_seqlen_q
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.mask = (causal, *window_of(causal, window_size))
+        self.tensor = self._made()
+
+    def _made(self) -> Tensor:
+        made: Tensor = serving_ops.PLAN(
+            self.cu_seqlens_q, self.seqused_k, self.max_seqlen_q, self.heads, self.kv_heads, self.head_dim, *self.mask
+        )
+        return made
+
+    def update(self) -> None:
+        """Plan again, in the same memory, for what the tensors of lengths hold now."""
+        self.tensor.copy_(self._made())
+
+    def check(self, heads: int, kv_heads: int, head_dim: int, mask: tuple[bool, int, int]) -> None:
+        """Raises ValueError, naming what differs, unless the plan is for such a call."""
+        for name, mine, wanted in (
+            ("heads", self.heads, heads),
+            ("kv_heads", self.kv_heads, kv_heads),
+            ("head_dim", self.head_dim, head_dim),
+            ("causal and window_size", self.mask, mask),
+        ):
+            if mine != wanted:
+                raise ValueError(f"plan (scheduler_metadata): made for {name} {mine}, called with {wanted}")
+
+
+def window_of(causal: bool, window_size: Any) -> tuple[int, int]:
+    """The window as (left, right), -1 for no limit; with ``causal`` right is 0. Raises TypeError and ValueError."""
+    if window_size is None:
+        window_size = (-1, -1)
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+        raise TypeError(f"window_size: {window_size!r}; (left, right) is needed, -1 for no limit")
+    left, right = window_size
+    for n in (left, right):
+        if not isinstance(n, int | torch.SymInt) or isinstance(n, bool):
+            raise TypeError(f"window_size: {window_size!r}; whole numbers are needed")
+        if n < -1:
+            raise ValueError(f"window_size: {window_size!r}; numbers of at least -1 are needed")
+    return left, 0 if causal else right
+
+
+def kind(x: object) -> str:
+    """A tensor's dtype and shape, or what else it is, for errors."""
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

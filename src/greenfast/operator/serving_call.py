@@ -1,0 +1,217 @@
+"""A call of attention for servers: what FlashAttention's functions share between their arguments and the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from greenfast.operator import serving_ops
+from greenfast.operator.arguments import check_flag, check_length, number
+from greenfast.operator.quantized import DTYPES
+from greenfast.operator.serving import ServingPlan, kind, window_of
+from greenfast.operator.serving_checks import E4M3, check_append_once, check_attention_once
+from greenfast.operator.serving_pages import (
+    PAGE,
+    appended_slots,
+    copy_codes,
+    empty_pages,
+    page_count,
+    place,
+    sequences_of,
+)
+
+Result = Tensor | tuple[Tensor, Tensor]
+_CONSTANTS: dict[tuple[Any, ...], Tensor] = {}
+_MOST_CONSTANTS = 1024
+
+
+class Call:
+    """What both functions share: queries in rows, (total_q, heads, head_dim), and the options of the attention."""
+
+    def __init__(
+        self, q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: Any, softmax_scale: float | None, causal: bool,
+        window_size: Sequence[int] | None, softcap: float, sinks: Tensor | None, plan: ServingPlan | None,
+        out: Tensor | None,
+    ) -> None:  # fmt: skip
+        if causal is not True and causal is not False:
+            check_flag("causal", causal)
+        self.q = q if q.stride(-1) == 1 else q.contiguous()
+        self.cu_seqlens_q, self.max_seqlen_q = cu_seqlens_q, max_seqlen_q
+        self.scale = q.shape[-1] ** -0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
+        self.mask = (causal, *window_of(causal, window_size))
+        self.softcap = number("softcap", softcap)
+        if sinks is not None and isinstance(sinks, Tensor) and sinks.dtype in DTYPES:
+            sinks = sinks.float()
+        self.sinks, self.out = sinks, out
+        if plan is not None and not isinstance(plan, ServingPlan):
+            raise TypeError(f"scheduler_metadata: a {type(plan).__name__}; a greenfast.ServingPlan is needed, or None")
+        self.plan = plan
+
+    def arguments(
+        self, k: Tensor, v: Tensor, table: Tensor, used: Tensor, scales: tuple[Tensor | None, ...]
+    ) -> tuple[Any, ...]:
+        """The operator's; scales are of Q, K and V."""
+        q_scale, k_scale, v_scale = scales
+        if q_scale is None and self.q.dtype == E4M3:
+            q_scale = one(self.q).expand(used.shape[0], k.shape[2])
+        elif q_scale is not None and isinstance(q_scale, Tensor) and q_scale.dim() < 2:
+            q_scale = q_scale.expand(used.shape[0], k.shape[2])
+        dtype = self.q.dtype
+        if dtype == E4M3:
+            dtype = self.out.dtype if self.out is not None else torch.bfloat16
+        return (
+            self.q, k, v, table, self.cu_seqlens_q, used, one(self.q) if k_scale is None else k_scale,
+            one(self.q) if v_scale is None else v_scale, q_scale, self.sinks,
+            None if self.plan is None else self.plan.tensor, self.max_seqlen_q, *self.mask, self.softcap, self.scale,
+            dtype,
+        )  # fmt: skip
+
+    def attend(
+        self, k: Tensor, v: Tensor, table: Tensor, used: Tensor, scales: tuple[Tensor | None, ...], wants_lse: bool
+    ) -> Result:
+        """Attention over pages."""
+        args = self.arguments(k, v, table, used, scales)
+        if self.plan is not None:
+            self.plan.check(self.q.shape[1], k.shape[2], self.q.shape[2], self.mask)
+        if self.out is None:
+            out, lse = serving_ops.paged_attention(*args)
+        else:
+            out, lse = self.out, serving_ops.paged_attention_out(*args, self.out)
+        return (out, lse) if wants_lse else out
+
+    def over_keys(
+        self, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_k: int | None, seqused_k: Tensor | None,
+        scales: tuple[Tensor | None, ...], wants_lse: bool,
+    ) -> Result:  # fmt: skip
+        """Attention over keys that are in no cache: they are quantized into temporary pages first."""
+        for name, x in (("k", k), ("v", v)):
+            if not isinstance(x, Tensor) or x.dim() != 3:
+                raise ValueError(f"{name}: {kind(x)}; without block_table (total_k, kv_heads, head_dim) is needed")
+        if not isinstance(cu_seqlens_k, Tensor) or cu_seqlens_k.shape != self.cu_seqlens_q.shape:
+            raise ValueError(f"cu_seqlens_k: {kind(cu_seqlens_k)}; as cu_seqlens_q, without block_table it is needed")
+        check_length("max_seqlen_k", max_seqlen_k)
+        total, batch = k.shape[0], cu_seqlens_k.shape[0] - 1
+        given = k.dtype == E4M3
+        if not given and (scales[1] is not None or scales[2] is not None):
+            raise ValueError(f"k_descale, v_descale: given for k of {k.dtype}, which is quantized here; None is needed")
+        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+        pages = empty_pages(page_count(total, batch) + given, PAGE, k.shape[1], k.shape[2], k.device, grouped=not given)
+        if not given:
+            scales = (scales[0], pages.k_scale, pages.v_scale)
+        assert max_seqlen_k is not None
+        width = max(1, -(-max_seqlen_k // PAGE))
+        self._check(pages, (batch, width), cu_seqlens_k, scales)
+        if not given:
+            self._check_append(None, k, v, pages[:2], scales)
+        elif v.shape != k.shape or v.dtype != E4M3 or v.device != k.device:
+            raise ValueError(f"v: {kind(v)}, k {kind(k)}; they must agree")
+        table, slots = place(cu_seqlens_k, total, width)
+        if given:
+            copy_codes(k, v, slots, pages)
+        else:
+            serving_ops.append_kv(None, k, v, *pages[:2], slots, *scales[1:], *[None] * 5, 0.0, False)
+        used = cu_seqlens_k[1:] - cu_seqlens_k[:-1] if seqused_k is None else seqused_k
+        return self.attend(*pages[:2], table, used, scales, wants_lse)
+
+    def append(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, used: Tensor,
+        starts: Tensor | None, scales: tuple[Tensor | None, ...], rotary: tuple[Any, ...], length: Any,
+    ) -> Tensor:  # fmt: skip
+        """Append new keys, rotate the queries, and return the lengths with them."""
+        cos, sin, seqlens, interleaved = rotary
+        batch = used.shape[0]
+        shape = "batch, seqlen_new" if starts is None else "total_new"
+        for name, x in (("k", k), ("v", v)):
+            if (
+                not isinstance(x, Tensor)
+                or x.dim() != (4 if starts is None else 3)
+                or (starts is None and x.shape[0] != batch)
+            ):
+                raise ValueError(f"{name}: {kind(x)}; ({shape}, kv_heads, head_dim) is needed, batch {batch}")
+        new = None if starts is not None else k.shape[1]
+        if new is not None:
+            k, v = k.flatten(0, 1), v.flatten(0, 1)
+        rotates = cos is not None or sin is not None
+        if rotates:
+            several = (new is None and self.max_seqlen_q != 1) or (new is not None and new > 1)
+            same = (new == length) if starts is None else self.q.shape[0] == k.shape[0]
+            if not same or (several and self.mask == (False, -1, -1)):
+                raise NotImplementedError(
+                    "rotary_cos: q and k must have the same tokens, and several of each a causal mask or a window"
+                )
+        if starts is None:
+            starts = constant(self.q, "arange", new, batch)
+        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+        q, scales = self.q if rotates else None, tuple(one(self.q) if x is None else x for x in scales[:3])
+        if self.q.dtype != E4M3:
+            scales = (None, *scales[1:])
+        self._check((k_cache, v_cache), table.shape, used, scales, like=used)
+        places = k.new_empty(k.shape[0], dtype=torch.int64)
+        self._check_append(q, k, v, (k_cache, v_cache), scales, cos, sin, places if rotates else None)
+        tokens = torch.arange(k.shape[0], dtype=torch.int64, device=k.device)
+        of_sequence = sequences_of(starts, tokens)
+        inside = tokens - starts.long()[of_sequence]
+        slots = appended_slots(table, k_cache.shape[1], of_sequence, used.long()[of_sequence] + inside)
+        slots = torch.where(tokens < starts[-1], slots, -1)
+        at = None
+        if rotates:
+            at = (used if seqlens is None else seqlens).long()[of_sequence] + inside
+        turned = serving_ops.append_kv(
+            q, k, v, k_cache, v_cache, slots, *scales[1:], None, None, cos, sin, at, 0.0, interleaved
+        )
+        if rotates:
+            self.q = turned
+        return used + (starts[1:] - starts[:-1])
+
+    def _check(
+        self, pages: Sequence[Tensor], table: Sequence[Any], lengths: Tensor, scales: tuple[Tensor | None, ...],
+        like: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Check the attention before anything is appended; tensors that are still to be computed are stood in for."""
+        if torch.compiler.is_compiling():  # the operators check when they are traced
+            return
+        block_table = lengths.new_empty(tuple(table))
+        used = lengths.new_empty(table[0]) if like is None else like
+        check_attention_once(*self.arguments(pages[0], pages[1], block_table, used, scales))
+
+    def _check_append(
+        self, q: Tensor | None, k: Tensor, v: Tensor, pages: Sequence[Tensor], scales: tuple[Tensor | None, ...],
+        cos: Tensor | None = None, sin: Tensor | None = None, positions: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        if torch.compiler.is_compiling():
+            return
+        slots = k.new_empty(k.shape[0], dtype=torch.int64)
+        check_append_once(q, k, v, *pages, slots, *scales[1:], None, None, cos, sin, positions, 0.0, False)
+
+
+def one(like: Tensor) -> Tensor:
+    """A scale of 1."""
+    return constant(like, "one")
+
+
+def constant(like: Tensor, kind: str, step: Any = 0, count: Any = 0) -> Tensor:
+    """A float32 1, or int32 0, step .. count * step; kept, where a later call may use the memory."""
+    device = like.device
+    kept = not torch.compiler.is_compiling() and type(like) is Tensor
+    if kept:
+        at = (kind, device, step, count)
+        found = _CONSTANTS.get(at)
+        if found is not None:
+            return found
+    if kind == "one":
+        made = torch.ones((), device=device)
+    else:
+        made = torch.arange(count + 1, dtype=torch.int32, device=device) * step
+    # Memory of a CUDA graph belongs to the graph, and a mode's tensors to the mode.
+    if kept and not torch._C._len_torch_dispatch_stack() and not _capturing(device):
+        if len(_CONSTANTS) >= _MOST_CONSTANTS:
+            _CONSTANTS.clear()
+        _CONSTANTS[at] = made
+    return made
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,41 @@
+"""Which kernel a serving call would run, or why it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from greenfast.operator.routing import TORCH, Explanation
+from greenfast.operator.serving_checks import E4M3
+
+_HOPPER = (9, 0)
+
+
+def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """What a call of ``flash_attn_varlen_func``, ``flash_attn_with_kvcache`` or ``append_kv`` would run.
+
+    The call is made on tensors without memory, so it is checked as it would be, and nothing is launched or written; no
+    length is read. The kernel is "serving" on a Hopper GPU and "reference" for CPU tensors; "torch" stands for a call
+    that is refused, with the error as the reason.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    given, given_named = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    try:
+        with mode:
+            function(*given, **given_named)
+    except (TypeError, ValueError, NotImplementedError) as e:
+        return Explanation(TORCH, str(e))
+    devices = {x.device for x in tensors if x.device.type != "meta"}
+    if any(x.type == "cpu" for x in devices) or not devices:
+        return Explanation("reference", "the kernels' arithmetic in PyTorch, for CPU tensors; slow")
+    found = torch.cuda.get_device_capability(next(iter(devices)))
+    if found != _HOPPER:
+        return Explanation(TORCH, f"q: on a GPU of compute capability {found[0]}.{found[1]}; the kernels are for 9.0")
+    cached = any(x.dtype == E4M3 and x.dim() > 3 for x in tensors)
+    return Explanation("serving", "a paged FP8 cache" if cached else "K and V are quantized into temporary pages first")

@@ -1,0 +1,107 @@
+"""Where tokens lie: pages for keys that are in no cache, and the slots of keys that are appended to one.
+
+Everything is computed on the device, from lengths that stay there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from greenfast.kernels.attention.config import KEY_GROUP
+from greenfast.operator.serving_checks import E4M3, PAGE_SIZES
+
+#: Of temporary pages: as many keys as the kernels take at a time.
+PAGE = PAGE_SIZES[-1]
+
+
+class KVPages(NamedTuple):
+    """K and V of one layer: codes and scales, in the order in which the calls take them.
+
+    k_cache: float8_e4m3fn (pages, page_size, kv_heads, head_dim). v_cache: the same, or in groups, (pages, kv_heads,
+    page_size / 16, head_dim, 16). k_scale, v_scale: float32 (pages, kv_heads, page_size), or (kv_heads,), or ().
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+
+
+def empty_pages(
+    pages: Any, page_size: int, kv_heads: int, head_dim: int, device: torch.device | None, *, heads_first: bool = False,
+    grouped: bool = True,
+) -> KVPages:  # fmt: skip
+    """Uninitialized pages, with scales per token. heads_first: a page holds the tokens of a head side by side."""
+
+    def rows() -> Tensor:
+        if heads_first:
+            return torch.empty(pages, kv_heads, page_size, head_dim, dtype=E4M3, device=device).transpose(1, 2)
+        return torch.empty(pages, page_size, kv_heads, head_dim, dtype=E4M3, device=device)
+
+    of_groups = (pages, kv_heads, page_size // KEY_GROUP, head_dim, KEY_GROUP)
+    values = torch.empty(of_groups, dtype=E4M3, device=device) if grouped else rows()
+    k_scale, v_scale = (torch.empty(pages, kv_heads, page_size, device=device) for _ in range(2))
+    return KVPages(rows(), values, k_scale, v_scale)
+
+
+class TemporaryPages(NamedTuple):
+    """block_table: int32 (batch, max_pages). slots: int64 (total_k,), -1 for tokens of no sequence."""
+
+    block_table: Tensor
+    slots: Tensor
+
+
+def page_count(total_k: Any, batch: Any) -> Any:
+    """Pages that any lengths of ``batch`` sequences with ``total_k`` keys together fit in."""
+    return total_k // PAGE + batch
+
+
+def place(cu_seqlens_k: Tensor, total_k: Any, max_pages: Any) -> TemporaryPages:
+    """Pages of sequences that lie one after another: sequence b begins at page cu_seqlens_k[b] // PAGE + b."""
+    device = cu_seqlens_k.device
+    batch = cu_seqlens_k.shape[0] - 1
+    first = cu_seqlens_k[:-1] // PAGE + torch.arange(batch, dtype=torch.int32, device=device)
+    table = first.unsqueeze(1) + torch.arange(max_pages, dtype=torch.int32, device=device)
+    tokens = torch.arange(total_k, dtype=torch.int64, device=device)
+    of_sequence = sequences_of(cu_seqlens_k, tokens)
+    slots = first.long()[of_sequence] * PAGE + tokens - cu_seqlens_k.long()[of_sequence]
+    return TemporaryPages(table, torch.where(tokens < cu_seqlens_k[-1], slots, -1))
+
+
+def sequences_of(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
+    """The sequence of each token, int64; the last one for tokens behind all sequences."""
+    found = torch.searchsorted(cu_seqlens[1:].long(), tokens, right=True)
+    return found.clamp(max=cu_seqlens.shape[0] - 2)
+
+
+def copy_codes(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
+    """Write codes (tokens, kv_heads, head_dim) to pages, of which the last is spare, for tokens of no sequence."""
+    spare = (pages.k_cache.shape[0] - 1) * PAGE
+    at = torch.where(slots < 0, spare, slots)
+    for x, cache in ((k, pages.k_cache), (v, pages.v_cache)):
+        cache.view(torch.uint8).flatten(0, 1)[at] = x.view(torch.uint8)
+
+
+def appended_slots(block_table: Tensor, page_size: int, of_sequence: Tensor, positions: Tensor) -> Tensor:
+    """Slots, int64, of tokens at these positions of their sequences; -1 behind the last page of the block table."""
+    most = block_table.shape[1]
+    known = (positions >= 0) & (positions < most * page_size)
+    pages = block_table[of_sequence, (positions // page_size).clamp(0, most - 1)].long()
+    return torch.where(known, pages * page_size + positions % page_size, -1)
+
+
+def pages_of_rows(cache: Tensor) -> Tensor:
+    """A cache of rows (batch, length, kv_heads, head_dim) as pages: a view.
+
+    Raises ValueError for a length that is no multiple of a page's, and for strides that make no view.
+    """
+    batch, length = cache.shape[:2]
+    size = next((n for n in reversed(PAGE_SIZES) if length and length % n == 0), None)
+    if size is None:
+        raise ValueError(f"k_cache: {length} keys; without page_table a multiple of {PAGE_SIZES[0]} is needed")
+    if batch > 1 and cache.stride(0) != length * cache.stride(1):
+        raise ValueError(f"k_cache: its strides are {cache.stride()}; without page_table sequences lie side by side")
+    return cache.view(batch, length // size, size, *cache.shape[2:]).flatten(0, 1)
