@@ -31,10 +31,14 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exp
             function(*given, **given_named)
     except (TypeError, ValueError, NotImplementedError) as e:
         return Explanation(TORCH, str(e))
-    devices = {x.device for x in tensors if x.device.type != "meta"}
-    if any(x.type == "cpu" for x in devices) or not devices:
+    device = tensors[0].device
+    if device.type == "cpu":
         return Explanation("reference", "the kernels' arithmetic in PyTorch, for CPU tensors; slow")
-    found = torch.cuda.get_device_capability(next(iter(devices)))
+    if device.type == "meta":
+        return Explanation("meta", "a shape and a dtype: meta tensors hold no numbers")
+    if device.type != "cuda":
+        return Explanation(TORCH, f"q: on {device.type}, for which there are no kernels")
+    found = torch.cuda.get_device_capability(device)
     if found != _HOPPER:
         return Explanation(TORCH, f"q: on a GPU of compute capability {found[0]}.{found[1]}; the kernels are for 9.0")
     cached = any(x.dtype == E4M3 and x.dim() > 3 for x in tensors)

@@ -1,0 +1,456 @@
+"""FlashAttention's functions: their conventions, keys that are in no cache, appending, rotation, and refusals."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import greenfast
+from greenfast import flash_attn
+from greenfast.numerics import serving
+from greenfast.operator import serving_checks
+from tests.serving.oracle import E4M3, NAN_CODE, Case, case, faults, relative, visible
+
+COMPILE: Any = torch.compile
+flash_attn_varlen_func: Any = flash_attn.flash_attn_varlen_func
+flash_attn_with_kvcache: Any = flash_attn.flash_attn_with_kvcache
+LENGTHS = [(3, 130), (0, 7), (5, 0), (40, 40), (2, 1)]
+#: Error of E4M3 with scales per token and head on N(0, 1) inputs, compared with attention in float64.
+OF_FORMAT = 0.065
+
+
+def cumulative(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def exact(
+    q: list[Tensor], k: list[Tensor], v: list[Tensor], causal: bool = True, window: tuple[int, int] = (-1, -1)
+) -> tuple[Tensor, Tensor]:
+    """PyTorch's attention in float64, sequence by sequence: (total_q, heads, head_dim) and (heads, total_q)."""
+    outs, sums = [], []
+    for x, keys, values in zip(q, k, v, strict=True):
+        group = x.shape[1] // keys.shape[1]
+        a, b, c = (y.double().transpose(0, 1) for y in (x, keys, values))
+        b, c = b.repeat_interleave(group, 0), c.repeat_interleave(group, 0)
+        mask = visible(x.shape[0], keys.shape[0], causal, window)
+        seen = mask.any(1)
+        out = torch.zeros_like(a)
+        if seen.any():
+            out[:, seen] = torch.nn.functional.scaled_dot_product_attention(a[:, seen], b, c, mask[seen])
+        outs.append(out.transpose(0, 1))
+        scores = (a @ b.transpose(1, 2) / math.sqrt(x.shape[2])).masked_fill(~mask, -math.inf)
+        sums.append(torch.logsumexp(scores, -1))
+    return torch.cat(outs), torch.cat(sums, 1)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def varlen(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    queries, keys = ([n[i] for n in LENGTHS] for i in range(2))
+    return {
+        "q": normal(sum(queries), 4, 64, seed=1, dtype=dtype), "k": normal(sum(keys), 2, 64, seed=2, dtype=dtype),
+        "v": normal(sum(keys), 2, 64, seed=3, dtype=dtype), "cu_seqlens_q": cumulative(queries),
+        "cu_seqlens_k": cumulative(keys), "max_seqlen_q": max(queries), "max_seqlen_k": max(keys), "causal": True,
+    }  # fmt: skip
+
+
+def both(found: Any) -> tuple[Tensor, Tensor]:
+    assert isinstance(found, tuple)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_in_no_cache(dtype: torch.dtype) -> None:
+    given = varlen(dtype)
+    out, lse = both(flash_attn_varlen_func(**given, return_attn_probs=True))
+    parts = [x.split([n[i] for n in LENGTHS]) for x, i in ((given["q"], 0), (given["k"], 1), (given["v"], 1))]
+    wanted, sums = exact(list(parts[0]), list(parts[1]), list(parts[2]))
+    assert out.dtype == dtype
+    assert lse.shape == (4, 50)
+    assert relative(out, wanted) < OF_FORMAT
+    assert torch.equal(lse.isneginf(), sums.isneginf())
+    assert (lse - sums)[sums.isfinite()].abs().max() < 0.1
+
+
+def filled(
+    k: list[Tensor], v: list[Tensor], page_size: int = 32, **options: Any
+) -> tuple[greenfast.PagedKVCache, Tensor]:
+    cache = greenfast.PagedKVCache(40, page_size, 2, 64, **options)
+    for x in cache.layer():
+        x.view(torch.uint8).fill_(NAN_CODE)
+    names = range(len(k))
+    for b in names:
+        assert cache.reserve(b, len(k[b]))
+    slots = cache.slot_mapping(names, [0] * len(k), [len(x) for x in k])
+    keys, values, k_scale, v_scale = cache.layer()
+    greenfast.append_kv(None, torch.cat(k), torch.cat(v), keys, values, slots, k_scale=k_scale, v_scale=v_scale)
+    return cache, cache.block_table(names, 20)
+
+
+@pytest.mark.parametrize("values", ["grouped", "rows"])
+def test_keys_in_no_cache_and_in_one_give_the_same_bits(values: Any) -> None:
+    given = varlen()
+    wanted, sums = both(flash_attn_varlen_func(**given, return_softmax_lse=True))
+    lengths = [n for _, n in LENGTHS]
+    cache, table = filled(list(given["k"].split(lengths)), list(given["v"].split(lengths)), values=values)
+    pages = cache.layer()
+    # as vLLM calls it
+    out, lse = both(
+        flash_attn_varlen_func(
+            q=given["q"], k=pages.k_cache, v=pages.v_cache, out=None, cu_seqlens_q=given["cu_seqlens_q"],
+            max_seqlen_q=40,
+            seqused_k=torch.tensor(lengths).int(), max_seqlen_k=130, softmax_scale=0.125, causal=True,
+            alibi_slopes=None, window_size=[-1, -1], block_table=table, softcap=0, scheduler_metadata=None,
+            fa_version=3, q_descale=None, k_descale=pages.k_scale, v_descale=pages.v_scale, num_splits=0, s_aux=None,
+            return_softmax_lse=True,
+        )
+    )  # fmt: skip
+    assert torch.equal(out, wanted)
+    assert torch.equal(lse, sums)
+
+
+def test_decode_equals_prefill() -> None:
+    """A prompt at once without a cache, then the same tokens one by one and in chunks over a cache: the same bits."""
+    q, k, v = normal(70, 4, 64, seed=1), normal(70, 2, 64, seed=2), normal(70, 2, 64, seed=3)
+    cu = torch.tensor([0, 70], dtype=torch.int32)
+    whole = flash_attn_varlen_func(q, k, v, cu, cu, 70, 70, causal=True, window_size=(50, 0))
+    cache, table = filled([k[:0]], [v[:0]])
+    cache.reserve(0, 70)
+    table, pages = cache.block_table([0]), cache.layer()
+    scales = {"k_descale": pages.k_scale, "v_descale": pages.v_scale}
+    first = 0
+    for last in (3, 40, 41, 42, 70):
+        at = slice(first, last)
+        out = flash_attn_with_kvcache(
+            q[None, at], pages.k_cache, pages.v_cache, k[None, at], v[None, at], cache_seqlens=first, page_table=table,
+            causal=True, window_size=(50, 0), **scales,
+        )  # fmt: skip
+        assert torch.equal(out[0], whole[at])
+        first = last
+
+
+def test_codes_in_no_cache() -> None:
+    """E4M3 keys with scales per sequence and head, as FlashAttention-3 takes them."""
+    c = case([(3, 130), (5, 0), (4, 33)], scales="sequence", layout="rows", fp8_queries=True)
+    parts = []
+    for cache in (c.k_cache, c.v_cache):
+        rows = [serving.rows_of_pages(cache, c.block_table[b, : -(-n // 16)])[:n] for b, n in enumerate((130, 0, 33))]
+        parts.append(torch.cat([x.view(torch.uint8) for x in rows]).view(E4M3))
+    out, lse = both(
+        flash_attn_varlen_func(
+            c.q, *parts, c.cu_seqlens_q, cumulative([130, 0, 33]), 5, 130, causal=True, q_descale=c.q_scale,
+            k_descale=c.k_scale, v_descale=c.v_scale, return_attn_probs=True,
+        )
+    )  # fmt: skip
+    assert out.dtype == torch.bfloat16
+    assert faults(c, out, lse) == []
+
+
+def test_lengths_that_use_a_part_of_the_keys() -> None:
+    given = varlen()
+    used = torch.tensor([100, 7, 0, 12, 1], dtype=torch.int32)
+    out = flash_attn_varlen_func(**given, seqused_k=used)
+    parts = [x.split([n[i] for n in LENGTHS]) for x, i in ((given["q"], 0), (given["k"], 1), (given["v"], 1))]
+    k, v = ([x[:n] for x, n in zip(p, used.tolist(), strict=True)] for p in parts[1:])
+    assert relative(out, exact(list(parts[0]), k, v)[0]) < OF_FORMAT
+
+
+def test_tokens_of_no_sequence() -> None:
+    """Padding behind the last sequence, in queries and keys: it changes nothing, also where it is NaN."""
+    given = varlen()
+    wanted = flash_attn_varlen_func(**given)
+    padded = {name: torch.cat([given[name], torch.full_like(given[name][:9], math.nan)]) for name in "qkv"}
+    out = flash_attn_varlen_func(**(given | padded | {"max_seqlen_q": 64, "max_seqlen_k": 500}))
+    assert torch.equal(out[:50], wanted)
+
+
+def test_no_keys_at_all() -> None:
+    q = normal(5, 4, 64)
+    cu, none = cumulative([2, 3]), cumulative([0, 0])
+    out, lse = both(flash_attn_varlen_func(q, q[:0, :2], q[:0, :2], cu, none, 3, 0, return_attn_probs=True))
+    assert (out == 0).all()
+    assert lse.isneginf().all()
+
+
+def test_sinks_of_16_bits_and_rows_that_are_no_rows() -> None:
+    given = varlen()
+    sinks = torch.tensor([0.5, 1.0, -2.0, 3.0])
+    wanted = flash_attn_varlen_func(**given, s_aux=sinks)
+    assert not torch.equal(wanted, flash_attn_varlen_func(**given))
+    for name in "qkv":
+        given[name] = given[name].transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(wanted, flash_attn_varlen_func(**given, s_aux=sinks.bfloat16()))
+
+
+def test_out() -> None:
+    given = varlen()
+    wanted = flash_attn_varlen_func(**given)
+    into = torch.empty_like(given["q"])
+    assert flash_attn_varlen_func(**given, out=into) is into
+    assert torch.equal(into, wanted)
+    with pytest.raises(TypeError, match=r"out: its dtype is torch.float32; allowed: torch.bfloat16"):
+        flash_attn_varlen_func(**given, out=into.float())
+    with pytest.raises(ValueError, match="out: its shape is"):
+        flash_attn_varlen_func(**given, out=into[1:])
+
+
+def cached(dtype: torch.dtype = torch.bfloat16) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
+    k, v = ([normal(n, 2, 64, seed=s + n, dtype=dtype) for n in (70, 33, 5)] for s in (0, 1000))
+    cache, table = filled(k, v)
+    pages = cache.layer()
+    given = {
+        "q": normal(3, 2, 4, 64, seed=9, dtype=dtype), "k_cache": pages.k_cache, "v_cache": pages.v_cache,
+        "page_table": table, "cache_seqlens": torch.tensor([70, 33, 5], dtype=torch.int32), "k_descale": pages.k_scale,
+        "v_descale": pages.v_scale, "causal": True,
+    }  # fmt: skip
+    return k, v, given
+
+
+def test_a_cache_of_pages() -> None:
+    k, v, given = cached()
+    out, lse = both(flash_attn_with_kvcache(**given, return_softmax_lse=True))
+    wanted, sums = exact(list(given["q"]), k, v)
+    assert out.shape == given["q"].shape
+    assert lse.shape == (3, 4, 2)
+    assert relative(out, wanted.view_as(out)) < OF_FORMAT
+    assert (lse - sums.view(4, 3, 2).transpose(0, 1)).abs().max() < 0.1
+    rows, of_rows = both(
+        flash_attn_with_kvcache(
+            **(given | {"q": given["q"].flatten(0, 1), "page_table": None}), block_table=given["page_table"],
+            cu_seqlens_q=torch.tensor([0, 2, 4, 6], dtype=torch.int32), max_seqlen_q=2, return_softmax_lse=True,
+        )
+    )  # fmt: skip
+    assert torch.equal(rows, out.flatten(0, 1))
+    assert torch.equal(of_rows.view(4, 3, 2).transpose(0, 1), lse)
+    into = torch.empty_like(out)
+    assert flash_attn_with_kvcache(**given, out=into) is into
+    assert torch.equal(into, out)
+
+
+@pytest.mark.parametrize("length", [None, 50, "tensor"])
+def test_a_cache_without_pages(length: Any) -> None:
+    """(batch, seqlen, kv_heads, head_dim) of codes, with a scale of 1 or of each sequence and head."""
+    k, v = (normal(3, 96, 2, 64, seed=s).clamp(-4, 4) for s in (1, 2))
+    scale = torch.rand(3, 2, generator=torch.Generator().manual_seed(3)) * 0.01 + 0.01
+    codes = [(x.float() / scale[:, None, :, None]).to(E4M3) for x in (k, v)]
+    used = torch.tensor([50, 96, 0], dtype=torch.int32) if length == "tensor" else length
+    q = normal(3, 4, 4, 64, seed=4)
+    out = flash_attn_with_kvcache(q, *codes, cache_seqlens=used, k_descale=scale, v_descale=scale)
+    lengths = [50, 96, 0] if length == "tensor" else [length or 96] * 3
+    values = [[x.double() * scale[b, :, None] for b, x in enumerate(c)] for c in codes]
+    k_list, v_list = ([x[:n] for x, n in zip(of, lengths, strict=True)] for of in values)
+    assert relative(out, exact(list(q), k_list, v_list, causal=False)[0].view_as(out)) < OF_FORMAT
+    picked = flash_attn_with_kvcache(
+        q[:2], *codes, cache_seqlens=used[[1, 0]] if isinstance(used, Tensor) else used, k_descale=scale[[1, 0]],
+        v_descale=scale[[1, 0]], cache_batch_idx=torch.tensor([1, 0], dtype=torch.int32),
+    )  # fmt: skip
+    again = flash_attn_with_kvcache(q[[1, 0, 2]], *codes, cache_seqlens=used, k_descale=scale, v_descale=scale)
+    assert torch.equal(picked, again[[1, 0]])
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Each pair of columns as a complex number times cos + i sin, in float64; x (tokens, heads, head_dim)."""
+    half = cos.shape[1]
+    turning, rest = x[..., : 2 * half].double(), x[..., 2 * half :].double()
+    shape = turning.shape[:-1]
+    pairs = turning.view(*shape, half, 2) if interleaved else turning.view(*shape, 2, half).transpose(-1, -2)
+    product = torch.view_as_complex(pairs.contiguous()) * torch.complex(cos, sin).to(torch.complex128).unsqueeze(1)
+    found = torch.view_as_real(product)
+    found = found.flatten(-2) if interleaved else found.transpose(-1, -2).flatten(-2)
+    return torch.cat([found, rest], -1)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("new", [1, 2])
+def test_appending_with_rotation(interleaved: bool, new: int) -> None:
+    k, v, given = cached()
+    given["q"] = given["q"][:, :new]
+    angles = torch.rand(100, 16, generator=torch.Generator().manual_seed(7)) * 6
+    cos, sin = angles.cos(), angles.sin()
+    k_new, v_new = normal(3, new, 2, 64, seed=21), normal(3, new, 2, 64, seed=22)
+    tables = [
+        x[[70, 33, 5], None] if new == 1 else torch.stack([x[n : n + new] for n in (70, 33, 5)]) for x in (cos, sin)
+    ]
+    tables = [x.view(3, new, 16) for x in tables]
+    out = flash_attn_with_kvcache(
+        **given, k=k_new, v=v_new, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved
+    )
+    turned = [[rotated(x[b], tables[0][b], tables[1][b], interleaved) for b in range(3)] for x in (given["q"], k_new)]
+    keys = [torch.cat([old.double(), x]) for old, x in zip(k, turned[1], strict=True)]
+    values = [torch.cat([old, x]) for old, x in zip(v, v_new, strict=True)]
+    wanted, _ = exact(turned[0], keys, values)
+    assert relative(out, wanted.view_as(out)) < OF_FORMAT
+    # the cache holds the new keys now
+    more = flash_attn_with_kvcache(
+        **(given | {"cache_seqlens": given["cache_seqlens"] + new, "q": torch.stack(turned[0]).bfloat16()})
+    )
+    assert relative(more, wanted.view_as(out)) < OF_FORMAT
+
+
+def test_appending_sequences_of_other_lengths() -> None:
+    k, v, given = cached()
+    lengths = [3, 0, 40]
+    k_new, v_new = normal(43, 2, 64, seed=21), normal(43, 2, 64, seed=22)
+    table = given["page_table"].clone()
+    table[:, 3:8] = torch.arange(15).view(3, 5) + 20
+    table[2, 1:3] = torch.tensor([38, 39])
+    out = flash_attn_with_kvcache(
+        **(given | {"page_table": table}), k=k_new, v=v_new, cu_seqlens_k_new=cumulative(lengths)
+    )
+    keys, values = (
+        [torch.cat([old, x]) for old, x in zip(olds, torch.split(new, lengths), strict=True)]
+        for olds, new in ((k, k_new), (v, v_new))
+    )
+    assert relative(out, exact(list(given["q"]), keys, values)[0].view_as(out)) < OF_FORMAT
+
+
+def test_nothing_is_written_by_a_call_that_is_refused() -> None:
+    _, _, given = cached()
+    before = given["k_cache"].view(torch.uint8).clone()
+    new = normal(3, 2, 2, 64)
+    for changes, error, message in (
+        ({"v": new[:, :1]}, ValueError, "v: its shape"),
+        ({"s_aux": torch.ones(3)}, ValueError, "s_aux"),
+        ({"softmax_scale": -1.0}, ValueError, "softmax_scale: -1.0"),
+        ({"page_table": given["page_table"][:2]}, ValueError, "page_table"),
+        ({"rotary_cos": torch.ones(100, 16)}, ValueError, "sin: None"),
+        ({"k_descale": torch.ones(3, 2), "v_descale": torch.ones(3, 2)}, ValueError, "k_descale"),
+    ):
+        with pytest.raises(error, match=message):
+            flash_attn_with_kvcache(**(given | {"k": new, "v": new} | changes))
+        assert torch.equal(given["k_cache"].view(torch.uint8), before)
+
+
+UNSUPPORTED = [
+    {"seqused_q": torch.ones(5).int()}, {"qv": torch.ones(1)}, {"attention_chunk": 64}, {"dropout_p": 0.1},
+    {"alibi_slopes": torch.ones(4)}, {"cp_world_size": 2}, {"cp_tot_seqused_k": torch.ones(1)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", UNSUPPORTED, ids=lambda x: next(iter(x)))
+def test_what_no_kernel_computes(changes: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=rf"{next(iter(changes))}: .*docs/flash_attn.md"):
+        flash_attn_varlen_func(**varlen(), **changes)
+    found = greenfast.explain_call(flash_attn_varlen_func, **varlen(), **changes)
+    assert not found.taken
+    assert found.reason.startswith(next(iter(changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"cu_seqlens_k": None}, ValueError, "cu_seqlens_k: NoneType; .*without block_table it is needed"),
+        ({"max_seqlen_k": None}, TypeError, "max_seqlen_k: None; a whole number"),
+        ({"max_seqlen_q": None}, TypeError, "max_seqlen_q: None; a whole number"),
+        ({"causal": 1}, TypeError, "causal: 1; True or False"),
+        ({"window_size": 5}, TypeError, "window_size: 5; "),
+        ({"window_size": (1, -2)}, ValueError, r"window_size: \(1, -2\); numbers of at least -1"),
+        ({"num_splits": -1}, ValueError, "num_splits: -1"),
+        ({"k_descale": torch.ones(())}, ValueError, "k_descale, v_descale: given for k of torch.bfloat16"),
+        ({"q_descale": torch.ones(())}, ValueError, r"q_scale \(q_descale\): given for q of torch.bfloat16"),
+        ({"block_table": torch.ones(5, 1).int()}, ValueError, "seqused_k: None; with block_table"),
+        (
+            {"block_table": torch.ones(5, 1).int(), "page_table": torch.ones(5, 1).int()},
+            ValueError,
+            "page_table: given",
+        ),
+        ({"q": torch.ones(2, 3, 4, 64)}, ValueError, r"q: its shape is \(2, 3, 4, 64\); \(total_q, heads, head_dim\)"),
+        ({"q": None}, TypeError, "q: a torch.Tensor is needed, got NoneType"),
+        ({"k": torch.ones(178, 2, 64)}, TypeError, "k: its dtype is torch.float32"),
+        ({"max_seqlen_k": 128}, ValueError, r"seqused_k \(cache_seqlens\): 130 of sequence 0; 0 to 128"),
+    ],
+    ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
+)
+def test_what_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        flash_attn_varlen_func(**(varlen() | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"cache_leftpad": torch.ones(3)}, NotImplementedError, "cache_leftpad: a tensor"),
+        ({"k": normal(3, 2, 2, 64)}, ValueError, "k, v: None; both are given"),
+        ({"rotary_cos": torch.ones(3, 8)}, ValueError, "k, v: None; both are given, or neither"),
+        ({"cache_batch_idx": torch.ones(3).int()}, ValueError, "cache_batch_idx: given with page_table"),
+        ({"cache_seqlens": torch.ones(3)}, TypeError, r"seqused_k \(cache_seqlens\): its dtype is torch.float32"),
+        ({"cache_seqlens": 5.0}, TypeError, "cache_seqlens: 5.0; a whole number"),
+        ({"cu_seqlens_q": torch.ones(4).int()}, ValueError, r"q: its shape is .*\(total_q, heads, head_dim\)"),
+        ({"page_table": None}, ValueError, "v_cache: .*without page_table it has the shape of k_cache"),
+    ],
+    ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
+)
+def test_what_is_refused_of_a_cache(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(**(cached()[2] | changes))
+
+
+def test_positional_arguments_are_flash_attention_3s() -> None:
+    """The order of hopper/flash_attn_interface.py (Dao-AILab/flash-attention, August 2026)."""
+    names = {
+        flash_attn_varlen_func: "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q seqused_k "
+        "softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk softcap num_splits pack_gqa "
+        "deterministic sm_margin return_attn_probs",
+        flash_attn_with_kvcache: "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx "
+        "cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale "
+        "v_descale softmax_scale causal window_size attention_chunk softcap rotary_interleaved scheduler_metadata "
+        "num_splits pack_gqa sm_margin return_softmax_lse",
+    }
+    for function, wanted in names.items():
+        of = inspect.signature(function).parameters.values()
+        assert [p.name for p in of if p.kind is p.POSITIONAL_OR_KEYWORD] == wanted.split()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_whole(dynamic: bool) -> None:
+    given = varlen()
+    compiled = COMPILE(flash_attn_varlen_func, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    assert torch.equal(compiled(**given), flash_attn_varlen_func(**given))
+    _, _, eager = cached()
+    _, _, traced = cached()
+    new = normal(3, 2, 2, 64, seed=5)
+    angles = torch.rand(100, 16)
+    more: dict[str, Any] = {"k": new, "v": new, "rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    wanted = flash_attn_with_kvcache(**eager, **more)
+    found = COMPILE(flash_attn_with_kvcache, fullgraph=True, backend="aot_eager", dynamic=dynamic)(**traced, **more)
+    assert torch.equal(found, wanted)
+    assert torch.equal(traced["k_cache"].view(torch.uint8), eager["k_cache"].view(torch.uint8))
+
+
+def test_explanations() -> None:
+    _, _, given = cached()
+    before = given["k_cache"].view(torch.uint8).clone()
+    new = normal(3, 2, 2, 64)
+    found = greenfast.explain_call(flash_attn_with_kvcache, **given, k=new, v=new)
+    assert found.kernel == "reference"
+    assert torch.equal(given["k_cache"].view(torch.uint8), before)
+    assert greenfast.explain_call(flash_attn_varlen_func, **varlen()).kernel == "reference"
+    on_meta = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in varlen().items()}
+    assert greenfast.explain_call(flash_attn_varlen_func, **on_meta).kernel == "meta"
+
+
+def test_lengths_on_a_gpu_are_read_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(0, device="meta")
+    assert not serving_checks.checks_values(x)
+    monkeypatch.setattr(serving_checks, "_CHECKS_PAGES", True)
+    assert serving_checks.checks_values(x)
+
+
+def test_a_case_of_many_options() -> None:
+    """What the calls pass on: against the same numbers in float64."""
+    c: Case = case([(3, 257), (1, 64), (5, 129)], group=8, sinks=True, window=(64, 3), softcap=20.0, causal=False)
+    out, lse = both(
+        flash_attn_varlen_func(
+            c.q, c.k_cache, c.v_cache, c.cu_seqlens_q, None, 5, 257, seqused_k=c.seqused_k, page_table=c.block_table,
+            k_descale=c.k_scale, v_descale=c.v_scale, s_aux=c.sinks, window_size=(64, 3), softcap=20.0,
+            return_softmax_lse=True,
+        )
+    )  # fmt: skip
+    assert faults(c, out, lse) == []
