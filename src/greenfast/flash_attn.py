@@ -175,7 +175,7 @@ def flash_attn_with_kvcache(
         batch, length, rows, starts, most = cu_seqlens_q.shape[0] - 1, None, q, cu_seqlens_q, max_seqlen_q
     k_cache, v_cache, table = _cache(k_cache, v_cache, _table(block_table, page_table), cache_batch_idx, batch)
     used = _lengths(q, cache_seqlens, batch, table.shape[1] * k_cache.shape[1])
-    target = out.flatten(0, 1) if out is not None and length is not None else out
+    target = out if out is None or length is None else _rows_of(out)
     call = Call(rows, starts, most, softmax_scale, causal, window_size, softcap, s_aux, scheduler_metadata, target)
     scales = (q_descale, k_descale, v_descale)
     if k is None or v is None:
@@ -241,8 +241,19 @@ def _cache(
     each = keys.shape[0] // max(rows, 1)
     if batch_idx is None:
         return keys, values, constant(k_cache, "arange", 1, batch * each - 1).view(batch, each)
-    first = batch_idx.to(torch.int32).unsqueeze(1) * each
+    if not isinstance(batch_idx, Tensor) or batch_idx.dtype != torch.int32 or batch_idx.dim() != 1:
+        raise TypeError(f"cache_batch_idx: {kind(batch_idx)}; int32 (batch,) is needed")
+    first = batch_idx.unsqueeze(1) * each
     return keys, values, first + constant(k_cache, "arange", 1, each - 1)
+
+
+def _rows_of(out: Tensor) -> Tensor:
+    """(batch, seqlen, heads, head_dim) as (batch * seqlen, heads, head_dim): a view, since it is written to."""
+    if not isinstance(out, Tensor) or out.dim() != 4:
+        raise ValueError(f"out: {kind(out)}; (batch, seqlen, heads, head_dim) is needed, as q")
+    if out.shape[0] > 1 and out.stride(0) != out.shape[1] * out.stride(1):
+        raise ValueError(f"out: its strides are {out.stride()}; its sequences must lie one after another")
+    return out.flatten(0, 1)
 
 
 def _lengths(q: Tensor, cache_seqlens: int | Tensor | None, batch: Any, most: Any) -> Tensor:

@@ -321,6 +321,9 @@ def test_nothing_is_written_by_a_call_that_is_refused() -> None:
         ({"softmax_scale": -1.0}, ValueError, "softmax_scale: -1.0"),
         ({"page_table": given["page_table"][:2]}, ValueError, "page_table"),
         ({"rotary_cos": torch.ones(100, 16)}, ValueError, "sin: None"),
+        ({"cu_seqlens_k_new": torch.ones(4)}, ValueError, "k: .*total_new"),
+        ({"rotary_seqlens": torch.ones(2).int()}, ValueError, r"rotary_seqlens: .*int32 \(3,\) is needed"),
+        ({"page_table": given["page_table"][:, :0]}, ValueError, "page_table: .*new keys need pages"),
         ({"k_descale": torch.ones(3, 2), "v_descale": torch.ones(3, 2)}, ValueError, "k_descale"),
     ):
         with pytest.raises(error, match=message):
@@ -383,6 +386,7 @@ def test_what_is_refused(changes: dict[str, Any], error: type[Exception], messag
         ({"cache_seqlens": torch.ones(3)}, TypeError, r"seqused_k \(cache_seqlens\): its dtype is torch.float32"),
         ({"cache_seqlens": 5.0}, TypeError, "cache_seqlens: 5.0; a whole number"),
         ({"cu_seqlens_q": torch.ones(4).int()}, ValueError, r"q: its shape is .*\(total_q, heads, head_dim\)"),
+        ({"out": torch.ones(3, 2, 4, 128).bfloat16().transpose(0, 1)}, ValueError, "out: its "),
         ({"page_table": None}, ValueError, "v_cache: .*without page_table it has the shape of k_cache"),
     ],
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",

@@ -24,6 +24,12 @@ def test_within_the_error_of_rounded_weights(options: dict[str, Any]) -> None:
     assert faults(c, *attend(c)) == []
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (4096, 0)])
+def test_long_sequences(window: tuple[int, int]) -> None:
+    c = case([(3, 8191), (1, 4097)], page_size=64, kv_heads=1, group=4, window=window, out_dtype=torch.float32)
+    assert faults(c, *attend(c)) == []
+
+
 def test_the_comparison_finds_faults() -> None:
     c = case([(3, 257)], out_dtype=torch.float32)
     out, lse = attend(c)
@@ -138,6 +144,20 @@ def test_nan_in_a_key_or_value_reaches_the_rows_that_attend_to_it() -> None:
     assert out[50:, :2].isnan().all()
     assert int(out.isnan().sum()) == 50 * 2 * 64
     assert int(lse.isnan().sum()) == 50 * 2
+
+
+def test_a_scale_of_nan_reaches_the_rows_that_attend_to_its_key() -> None:
+    """What ``append_kv`` writes for a key or value that is not finite."""
+    c = case([(100, 100)], page_size=128)
+    wanted, sums = attend(c)
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(c, name).clone()
+        scale[int(c.block_table[0, 0]), 1, 50] = math.nan
+        out, lse = attend(c.but(**{name: scale}))
+        assert torch.equal(out[:50], wanted[:50])
+        assert torch.equal(lse[:, :50], sums[:, :50])
+        assert out[50:, 2:].isnan().all()
+        assert torch.equal(out[:, :2], wanted[:, :2])
 
 
 def test_rows_without_keys() -> None:

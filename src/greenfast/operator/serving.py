@@ -115,8 +115,8 @@ class ServingPlan:
 
 def window_of(causal: bool, window_size: Any) -> tuple[int, int]:
     """The window as (left, right), -1 for no limit; with ``causal`` right is 0. Raises TypeError and ValueError."""
-    if window_size is None:
-        window_size = (-1, -1)
+    if window_size is None or window_size == (-1, -1):
+        return -1, 0 if causal else -1
     if not isinstance(window_size, Sequence) or len(window_size) != 2:
         raise TypeError(f"window_size: {window_size!r}; (left, right) is needed, -1 for no limit")
     left, right = window_size

@@ -131,6 +131,13 @@ class Call:
                 or (starts is None and x.shape[0] != batch)
             ):
                 raise ValueError(f"{name}: {kind(x)}; ({shape}, kv_heads, head_dim) is needed, batch {batch}")
+        for name, given, count in (("cu_seqlens_k_new", starts, batch + 1), ("rotary_seqlens", seqlens, batch)):
+            if given is not None and (
+                not isinstance(given, Tensor) or given.dtype != torch.int32 or given.shape != (count,)
+            ):
+                raise ValueError(f"{name}: {kind(given)}; int32 ({count},) is needed")
+        if table.shape[1] == 0:
+            raise ValueError(f"page_table: its shape is {tuple(table.shape)}; new keys need pages")
         new = None if starts is not None else k.shape[1]
         if new is not None:
             k, v = k.flatten(0, 1), v.flatten(0, 1)

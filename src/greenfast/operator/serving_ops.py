@@ -182,7 +182,7 @@ def paged_attention_out(*args: Any) -> Tensor:
 
 def append_kv(*args: Any) -> Tensor:
     """``torch.ops.greenfast.append_kv`` in the same way."""
-    found: Tensor = _append_cuda(*args) if _direct(args[1]) else _APPEND_KV(*_checked(check_append_once, args))
+    found: Tensor = _append_cuda(*args) if _direct(*args[:3]) else _APPEND_KV(*_checked(check_append_once, args))
     return found
 
 
@@ -193,5 +193,7 @@ def _checked(check: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
-def _direct(x: Any) -> bool:
-    return isinstance(x, Tensor) and ops.may_skip_dispatcher(x)
+def _direct(*given: Any) -> bool:
+    """Whether nothing observes a call with these tensors, or None in their place."""
+    tensors = [x for x in given if x is not None]
+    return bool(tensors) and isinstance(tensors[0], Tensor) and ops.may_skip_dispatcher(*tensors)
