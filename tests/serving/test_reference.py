@@ -176,9 +176,17 @@ def test_rows_without_keys() -> None:
 @pytest.mark.parametrize("tiny", [0.0, 1e-38])
 def test_queries_of_zeros_and_tiny_ones(tiny: float) -> None:
     c = case([(2, 50)], out_dtype=torch.float32)
-    out, lse = attend(c.but(q=torch.full_like(c.q, tiny)))
+    q = torch.full_like(c.q, tiny)
+    q[:, :, ::2] = 0
+    out, lse = attend(c.but(q=q))
     assert out.isfinite().all()
     assert torch.allclose(lse, torch.tensor([[49.0, 50.0]]).log().expand_as(lse))
+
+
+def test_a_rows_largest_weight_is_exact() -> None:
+    """The weight of the only key is 448, which E4M3 has: the output is that key's value, not off by a rounding."""
+    c = case([(1, 1)], out_dtype=torch.float32)
+    assert torch.allclose(attend(c)[0].double(), exact(c).out, rtol=1e-6, atol=0)
 
 
 def test_a_needle_in_a_long_context() -> None:

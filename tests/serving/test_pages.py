@@ -1,0 +1,57 @@
+"""Where tokens lie: temporary pages and slots, against loops over tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from greenfast.operator.serving_pages import PAGE, appended_slots, page_count, pages_of_rows, place, sequences_of
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_temporary_pages(seed: int) -> None:
+    """No two tokens share a slot, all slots are in the pages, and the block table leads to them."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = int(torch.randint(1, 9, (), generator=generator))
+    lengths = torch.randint(0, 400, (batch,), generator=generator) * torch.randint(0, 2, (batch,), generator=generator)
+    lengths[int(torch.randint(0, batch, (), generator=generator))] = PAGE
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
+    total = int(ends[-1]) + seed % 3
+    table, slots = place(ends, total, -(-int(lengths.max()) // PAGE))
+    assert table.dtype == torch.int32
+    assert slots.dtype == torch.int64
+    for b, n in enumerate(lengths.tolist()):
+        wanted = [int(table[b, t // PAGE]) * PAGE + t % PAGE for t in range(n)]
+        assert slots[ends[b] : ends[b + 1]].tolist() == wanted
+    used = slots[: int(ends[-1])]
+    assert len(set(used.tolist())) == used.numel()
+    assert (slots[int(ends[-1]) :] == -1).all()
+    assert int(used.min()) >= 0
+    assert int(used.max()) < page_count(total, batch) * PAGE
+
+
+def test_appended_slots() -> None:
+    table = torch.tensor([[5, 2], [1, 7]], dtype=torch.int32)
+    of_sequence, positions = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([15, 16, 31, 32, -1])
+    assert appended_slots(table, 16, of_sequence, positions).tolist() == [5 * 16 + 15, 2 * 16, 7 * 16 + 15, -1, -1]
+
+
+def test_sequences_of_tokens() -> None:
+    ends = torch.tensor([0, 0, 2, 2, 5], dtype=torch.int32)
+    assert sequences_of(ends, torch.arange(7)).tolist() == [1, 1, 3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(("length", "size"), [(16, 16), (96, 32), (256, 128), (192, 64)])
+def test_rows_as_pages(length: int, size: int) -> None:
+    cache = torch.arange(2 * length).view(2, length, 1, 1)
+    pages = pages_of_rows(cache)
+    assert pages.shape[:2] == (2 * length // size, size)
+    assert pages.data_ptr() == cache.data_ptr()
+    assert torch.equal(pages.flatten(), cache.flatten())
+
+
+def test_rows_that_are_no_pages() -> None:
+    with pytest.raises(ValueError, match="k_cache: 100 keys; without page_table a multiple of 16"):
+        pages_of_rows(torch.zeros(2, 100, 1, 16))
+    with pytest.raises(ValueError, match="sequences lie side by side"):
+        pages_of_rows(torch.zeros(2, 64, 1, 16)[:, :32])
