@@ -117,8 +117,9 @@ def _normalize(x: Tensor, weight: Tensor, eps: float, order: Tensor) -> Tensor:
     squares = (x * x)[..., order]
     while squares.shape[-1] > 1:  # neighbours first, as a kernel's threads add their own before each other's
         squares = squares[..., 0::2] + squares[..., 1::2]
-    mean = squares / x.shape[-1]
-    return x * (1 / (mean + torch.tensor(eps, dtype=torch.float32)).sqrt()) * weight
+    mean = squares / x.shape[-1] + torch.tensor(eps, dtype=torch.float32)
+    root = mean.double().sqrt().float()  # rounded to nearest, as float32's sqrt need not be on a CPU
+    return x * (1 / root) * weight
 
 
 def _lane_order(head_dim: int, halves: int) -> Tensor:
