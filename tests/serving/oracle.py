@@ -136,7 +136,7 @@ def quantized_queries(q: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers of codes, float64, and scales of rows, as the issue's rule has them."""
     amax = q.float().abs().amax(-1, keepdim=True)
     amax = torch.where(amax == 0, torch.full_like(amax, 448.0), amax)
-    return rounded(q.float() * (448.0 / amax)).double(), (amax / 448.0).double()
+    return rounded(q.float() * (torch.full_like(amax, 448.0) / amax)).double(), (amax / 448.0).double()
 
 
 def visible(q_len: int, kv_len: int, causal: bool, window: tuple[int, int]) -> Tensor:

@@ -35,7 +35,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     largest = CODE_MAX["e4m3"]
     amax = wide.abs().amax(dim=-1).clamp(min=0.0)
     amax = torch.where(amax == 0.0, torch.full_like(amax, largest), amax.clamp(min=largest * LEAST_SCALE))
-    return e4m3(wide * (largest / amax).unsqueeze(-1)), amax / largest
+    # A quotient of tensors: PyTorch computes 448 / x of a number as a product with 1 / x, which is rounded twice.
+    return e4m3(wide * (torch.full_like(amax, largest) / amax).unsqueeze(-1)), amax / largest
 
 
 def e4m3(x: Tensor) -> Tensor:

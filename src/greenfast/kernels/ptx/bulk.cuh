@@ -1,0 +1,16 @@
+// Copies of contiguous bytes from global to shared memory by the copy engine (PTX ISA, "cp.async.bulk"; sm_90 and up).
+#pragma once
+
+#include "ptx/mbarrier.cuh"
+
+namespace greenfast::ptx {
+
+// One thread copies `bytes`, a multiple of 16, and adds them to the barrier; both addresses are multiples of 16.
+__device__ __forceinline__ void bulk_load(void* smem_dst, const void* src, unsigned bytes, Mbarrier& full) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(smem_dst)),
+               "l"(src), "r"(bytes), "r"(shared_address(&full.word))
+               : "memory");
+}
+
+}  // namespace greenfast::ptx

@@ -1,0 +1,883 @@
+// Attention over a paged FP8 cache for Hopper: prefill, chunks of it, and decode, by the same arithmetic.
+//
+// A producer warpgroup fetches pages of K and V; each consumer warpgroup has 64 rows of a row tile (plan.cuh), or with
+// kColumnParts 2 both have the same rows and half of the columns of O each. Q is quantized where it is read, a scale for
+// each row. S = Q K^T and P V by wgmma on E4M3; P V of a tile runs during the softmax of the next (FlashAttention-3,
+// Shah et al., 2024). O of a chunk stays in the tensor cores' accumulators; chunks are merged in float32.
+//
+// Pages of K hold rows. Pages of V hold, for each 16 keys, a matrix (head_dim, 16): V transposed, its keys in the order
+// in which accumulators of S are the A operand of P V (KEY_ORDER in attention/config.py).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <math_constants.h>
+
+#include "ptx/barrier.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/e4m3.cuh"
+#include "ptx/math.cuh"
+#include "ptx/store.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "serving/plan.cuh"
+
+namespace greenfast::serving {
+
+// A row's largest weight in a chunk is stored as 448 = 2^kOffset, E4M3's largest number, so that small ones keep their
+// bits.
+constexpr float kOffset = 8.807355f;
+constexpr float kLeastScale = 1.88079096e-37f;  // 2^-122, of a row of Q
+constexpr float kLeast = 1.17549435e-38f;  // of factors: 0 times -inf would be NaN
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+struct Barrier {
+  enum {
+    kBlock,      // __syncthreads()
+    kConsumers,  // all consumer warpgroups
+    kRows = 2,   // and the one after it: the warpgroups that share rows
+    kTurn = 4    // and the one after it: the turn of a row part
+  };
+};
+
+// Members of Cfg:
+//   int kHeadDim           64, 128 or 256
+//   int kRowParts          warpgroups with 64 rows each
+//   int kColumnParts       warpgroups that share rows, and have as many equal parts of O's columns
+//   int kStages            tiles of K, and of V, on their way at a time
+//   int kBlocks            of the grid on a multiprocessor
+//   int kConsumerRegisters, kProducerRegisters  per thread, from the start of the main loop on
+//   int kSmemBytes         of Storage: a check of what Python plans
+//   bool kTokenScales      whether each token and head of K and V has a scale, or each head
+//   bool kSoftcap          whether scores s become softcap * tanh(s / softcap)
+//   bool kCodedQueries     whether Q is E4M3 with a scale for each sequence and head of K, or of type In
+//   type In, Out           half or __nv_bfloat16
+template <class Cfg>
+struct Traits : Cfg {
+  static constexpr int kConsumers = Cfg::kRowParts * Cfg::kColumnParts;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kRows = 64 * Cfg::kRowParts;
+  static constexpr int kPanel = Cfg::kHeadDim < 128 ? Cfg::kHeadDim : 128;  // bytes of a row between swizzles
+  static constexpr int kPanels = Cfg::kHeadDim / kPanel;
+  static constexpr int kColumns = Cfg::kHeadDim / Cfg::kColumnParts;  // of O, of a warpgroup
+  static constexpr int kGroupBytes = Cfg::kHeadDim * 16;              // of V: 16 keys
+  static constexpr int kRowThreads = 128 * Cfg::kColumnParts;         // that share rows
+  // Whether scores are turned into exponents before the mask, or scaled in the exponential.
+  static constexpr bool kExponents = Cfg::kTokenScales || Cfg::kSoftcap;
+};
+
+// What the exponentials of a key need: its scale of K, log2 of its scale of V, and one over that.
+struct alignas(16) KeyFactors {
+  float scale, log2_value, inverse_value, unused;
+};
+
+// What a row part knows of its work and rows. It is in shared memory since registers are what the kernel lacks.
+struct Rows {
+  Schedule schedule;
+  Work work;
+  int more;                        // whether there is work
+  int whole_begin, whole_end;      // keys that all rows attend to
+  int begin[64], end[64];          // keys of a row
+  float factor[64];                // from raw scores to exponents of two
+};
+
+// Of a consumer warpgroup's rows.
+struct Sums {
+  float max[64], sum[64];          // of a chunk that has ended
+  float all_max[64], all_sum[64];  // of the chunks before it
+};
+
+template <class T>
+struct Storage {
+  alignas(1024) unsigned char q[T::kRowParts][T::kPanels][64 * T::kPanel];
+  alignas(1024) unsigned char k[T::kStages][T::kPanels][kTile * T::kPanel];
+  alignas(1024) unsigned char v[T::kStages][kTile / 16][T::kGroupBytes];
+  KeyFactors factors[T::kTokenScales ? T::kStages : 1][T::kTokenScales ? kTile : 1];
+  Rows rows[T::kRowParts];
+  Sums sums[T::kConsumers];
+  Work pieces[2];  // of row tiles that other blocks have worked on too: the first and the last
+  int piece_count;
+  ptx::Mbarrier k_full[T::kStages], k_empty[T::kStages], v_full[T::kStages], v_empty[T::kStages];
+  ptx::Mbarrier factors_full[T::kStages];
+};
+
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  unsigned parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// K-major operand of V in shared memory: matrices of 8 columns by 16 keys of 128 bytes each, without a swizzle.
+template <class T>
+struct ValueOperand {
+  static constexpr unsigned kKeysStep = T::kGroupBytes / 16, kColumnsStep = 128 / 16;
+  unsigned low;
+  __device__ explicit ValueOperand(const void* smem) : low(ptx::shared_address(smem) >> 4 | kKeysStep << 16) {}
+  __device__ __forceinline__ unsigned long long at(unsigned bytes) const {
+    return static_cast<unsigned long long>(kColumnsStep) << 32 | (low + bytes / 16);
+  }
+};
+
+// How the results of two runs of keys, of which the second comes later, become one: by factors of both.
+struct Merge {
+  float before, after;
+  // max, sum: of the first, and then of both.
+  __device__ __forceinline__ Merge(float& max, float& sum, float next_max, float next_sum) {
+    const float top = fmaxf(max, next_max), base = top == -CUDART_INF_F ? 0.0f : top;
+    before = ptx::ex2(max - base);
+    after = ptx::ex2(next_max - base);
+    sum = __fmaf_rn(sum, before, __fmul_rn(next_sum, after));
+    max = top;
+  }
+  __device__ __forceinline__ float operator()(float x, float next) const {
+    return __fmaf_rn(x, before, __fmul_rn(next, after));
+  }
+};
+
+// A sequence's row of the block table. What lies outside, or names a page that there is not, becomes one that there is:
+// such a call has a wrong result, and reads no memory that is not the cache's.
+struct BlockTable {
+  const int* row;
+  int entries, pages;
+  __device__ __forceinline__ BlockTable(const AttentionParams& p, int sequence)
+      : row(p.block_table + static_cast<long long>(sequence) * p.table_row), entries(p.table_row), pages(p.pages) {}
+  __device__ __forceinline__ int page(int number) const {
+    return min(max(row[min(number, entries - 1)], 0), pages - 1);
+  }
+};
+
+__device__ __forceinline__ Plan plan_of(const AttentionParams& p) {
+  return {p.plan, static_cast<int>(gridDim.x), p.most_tiles};
+}
+
+// The producer's first warp: pages of K and V. A page's lane issues its copies.
+template <class T>
+__device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shared, const ptx::TensorMap& k_map) {
+  const int lane = threadIdx.x % 32;
+  const int pages = kTile / p.page;
+  const unsigned page_bytes = p.page * T::kHeadDim;
+  const unsigned char* const values = static_cast<const unsigned char*>(p.v);
+  Ring<T::kStages> ring;
+  const Plan plan = plan_of(p);
+  Schedule schedule;
+  schedule.start(plan, p.kv_heads);
+  if (lane == 0) ptx::prefetch_map(k_map);
+  for (Work work; schedule.get(plan, p.kv_heads, work);) {
+    const int begin = work.tile.key_begin, end = work.tile.key_end;
+    const BlockTable table(p, work.tile.sequence);
+    const int stop = work.stop_tile();
+    const auto has = [&](int page) { return lane < pages && page * p.page < end && (page + 1) * p.page > begin; };
+    int tile = work.first_tile();
+    int page = tile * pages + lane, next = has(page) ? table.page(page) : 0;
+    for (; tile < stop; ++tile, ring.advance()) {
+      const int s = ring.stage, number = next;
+      const bool needed = has(page);
+      const unsigned bytes = __popc(__ballot_sync(0xffffffffu, needed)) * page_bytes;
+      page += pages;
+      next = tile + 1 < stop && has(page) ? table.page(page) : 0;
+      shared.k_empty[s].wait(ring.parity ^ 1);
+      if (lane == 0) shared.k_full[s].arrive_expect(bytes);
+      __syncwarp();
+      if (needed) {
+        for (int i = 0; i < T::kPanels; ++i) {
+          ptx::tma_load_4d(shared.k[s][i] + lane * p.page * T::kPanel, k_map, shared.k_full[s], i * T::kPanel, 0,
+                           work.head, number);
+        }
+      }
+      shared.v_empty[s].wait(ring.parity ^ 1);
+      if (lane == 0) shared.v_full[s].arrive_expect(bytes);
+      __syncwarp();
+      if (needed) {
+        const long long at = (static_cast<long long>(number) * p.kv_heads + work.head) * page_bytes;
+        ptx::bulk_load(shared.v[s][0] + lane * page_bytes, values + at, page_bytes, shared.v_full[s]);
+      }
+    }
+  }
+}
+
+// The producer's other warps with kTokenScales: the factors of a tile's keys.
+template <class T>
+__device__ __forceinline__ void fetch_factors(const AttentionParams& p, Storage<T>& shared) {
+  constexpr int kThreads = 96;
+  const int thread = threadIdx.x % 128 - 32;
+  Ring<T::kStages> ring;
+  const Plan plan = plan_of(p);
+  Schedule schedule;
+  schedule.start(plan, p.kv_heads);
+  for (Work work; schedule.get(plan, p.kv_heads, work);) {
+    const BlockTable table(p, work.tile.sequence);
+    const int stop = work.stop_tile();
+    for (int tile = work.first_tile(); tile < stop; ++tile, ring.advance()) {
+      const int s = ring.stage;
+      KeyFactors found[2];
+      for (int i = 0; i < 2; ++i) {
+        const int key = tile * kTile + thread + i * kThreads;
+        float scale = 1.0f, of_value = 1.0f;
+        if (thread + i * kThreads < kTile && key >= work.tile.key_begin && key < work.tile.key_end) {
+          const long long row = static_cast<long long>(table.page(key / p.page)) * p.kv_heads + work.head;
+          scale = p.k_scale[row * p.page + key % p.page];
+          of_value = p.v_scale[row * p.page + key % p.page];
+        }
+        found[i] = {scale, __log2f(of_value), ptx::inverse(of_value), 0.0f};
+      }
+      shared.v_empty[s].wait(ring.parity ^ 1);
+      for (int i = 0; i < 2; ++i) {
+        if (thread + i * kThreads < kTile) shared.factors[s][thread + i * kThreads] = found[i];
+      }
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) shared.factors_full[s].arrive();
+    }
+  }
+}
+
+// A consumer warpgroup. A thread holds, of rows t / 4 and t / 4 + 8 of its warp's 16 (t: its lane), columns
+// 8 j + 2 (t % 4) and the next one, for all j. Register i of scores and of O belongs to row i / 2 % 2 of the two.
+template <class T>
+struct Consumer {
+  static constexpr int kScores = kTile / 2, kSteps = kTile / 32, kOut = T::kColumns / 2;
+  static constexpr int kThreads = 128 * T::kConsumers;
+
+  const AttentionParams& p;
+  Storage<T>& shared;
+  Rows& rows;
+  Sums& sums;
+  const int row_part, column_part;
+  const ptx::Operand<T::kPanel> q_tile, k_tiles;
+  const ValueOperand<T> v_tiles;
+  Ring<T::kStages> k_ring, v_ring;
+
+  float o[kOut], max[2], sum[2];  // of the present chunk; sum is of this thread's columns
+  float all_o[kOut];              // of the chunks before it
+  int whole_first, whole_stop;    // tiles whose keys all rows attend to
+  int clear_first, clear_last;    // tiles of whose values some are to be cleared, or -1
+
+  __device__ __forceinline__ Consumer(const AttentionParams& p, Storage<T>& shared, int warpgroup)
+      : p(p),
+        shared(shared),
+        rows(shared.rows[warpgroup / T::kColumnParts]),
+        sums(shared.sums[warpgroup]),
+        row_part(warpgroup / T::kColumnParts),
+        column_part(warpgroup % T::kColumnParts),
+        q_tile(shared.q[row_part]),
+        k_tiles(shared.k),
+        v_tiles(shared.v) {}
+
+  __device__ __forceinline__ static void arrive(ptx::Mbarrier& barrier) {
+    if (threadIdx.x % 32 == 0) barrier.arrive();
+  }
+  __device__ __forceinline__ int thread() const { return threadIdx.x % T::kRowThreads; }
+  __device__ __forceinline__ void sync_rows() const { ptx::barrier_sync(Barrier::kRows + row_part, T::kRowThreads); }
+  // The first of the thread's two rows, of the row part's 64.
+  __device__ __forceinline__ static int row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+
+  // The next work: whether there is any, what its rows attend to, and their Q, quantized.
+  __device__ __forceinline__ bool begin_work() {
+    sync_rows();  // the last work is over
+    if (thread() == 0) rows.more = rows.schedule.get(plan_of(p), p.kv_heads, rows.work);
+    sync_rows();
+    if (!rows.more) return false;
+    const Work work = rows.work;
+    const RowTile& tile = work.tile;
+    const int group = p.batch.group, first = tile.first_row + row_part * 64, stop = tile.q_len * group;
+    // Rows behind the last have its keys, and are not written.
+    const auto token_of = [&](int row) { return p.batch.token(min(first + row, stop - 1)); };
+    float scale = p.softmax_scale;
+    const auto of_head = [&](const float* scales, const int(&strides)[2]) {
+      return scales[static_cast<long long>(tile.sequence) * strides[0] + work.head * strides[1]];
+    };
+    if constexpr (!T::kTokenScales) scale *= of_head(p.k_scale, p.k_scale_strides);
+    if constexpr (T::kCodedQueries) scale *= of_head(p.q_scale, p.q_scale_strides);
+    scale = T::kSoftcap ? scale / p.softcap : scale * kLog2E;
+    if (thread() < 64) {
+      rows.begin[thread()] = p.batch.key_begin(token_of(thread()), tile.q_len, tile.kv_len);
+      rows.end[thread()] = p.batch.key_end(token_of(thread()), tile.q_len, tile.kv_len);
+    } else if (thread() == 64) {
+      rows.whole_begin = p.batch.key_begin(token_of(63), tile.q_len, tile.kv_len);
+      rows.whole_end = p.batch.key_end(token_of(0), tile.q_len, tile.kv_len);
+    }
+    constexpr int kLanes = T::kHeadDim / 8, kAtOnce = T::kRowThreads / kLanes, kPasses = 64 / kAtOnce;
+    const int lane = thread() % kLanes, column = lane * 8, first_row = thread() / kLanes;
+    uint4 words[kPasses];
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int row = first + first_row + i * kAtOnce, token = p.batch.token(row), head = row - token * group;
+      const long long at = (tile.q_begin + token) * p.q_token + (work.head * group + head) * p.q_head + column;
+      words[i] = make_uint4(0, 0, 0, 0);
+      if (row >= stop) continue;
+      if constexpr (T::kCodedQueries) {
+        const uint2 codes = *reinterpret_cast<const uint2*>(static_cast<const unsigned char*>(p.q) + at);
+        words[i].x = codes.x;
+        words[i].y = codes.y;
+      } else {
+        words[i] = *reinterpret_cast<const uint4*>(static_cast<const typename T::In*>(p.q) + at);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int r = first_row + i * kAtOnce;
+      if (first + i * kAtOnce >= stop) break;  // Q of rows that there are not may be anything
+      uint2 codes = make_uint2(words[i].x, words[i].y);
+      float of_row = 1.0f;
+      if constexpr (!T::kCodedQueries) {
+        const typename T::In(&in)[8] = reinterpret_cast<const typename T::In(&)[8]>(words[i]);
+        float x[8], most = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          x[j] = static_cast<float>(in[j]);
+          most = fmaxf(most, fabsf(x[j]));
+        }
+#pragma unroll
+        for (int step = 1; step < kLanes; step *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
+        most = most > 0.0f ? fmaxf(most, 448.0f * kLeastScale) : 448.0f;
+        const float inverse = __fdiv_rn(448.0f, most);
+        of_row = __fdiv_rn(most, 448.0f);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] *= inverse;
+        const float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
+        codes = make_uint2(ptx::pack_e4m3(low), ptx::pack_e4m3(high));
+      }
+      const int turn = T::kPanel == 128 ? r % 8 : r / 2 % 4;  // the copy engine's swizzle
+      unsigned char* const to = shared.q[row_part][column / T::kPanel] + r * T::kPanel;
+      *reinterpret_cast<uint2*>(to + ((column % T::kPanel / 16) ^ turn) * 16 + column % 16) = codes;
+      if (lane == 0) {
+        const float factor = of_row * scale;
+        rows.factor[r] = factor < kLeast ? kLeast : factor;
+      }
+    }
+    ptx::fence_proxy_async();
+    sync_rows();
+    return true;
+  }
+
+  __device__ __forceinline__ void start_scores(float (&s)[kScores]) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < T::kHeadDim / 32; ++i) {
+      const int panel = i * 32 / T::kPanel, within = i * 32 % T::kPanel;
+      const unsigned long long q = q_tile.at(panel * sizeof(shared.q[0][0]) + within);
+      const unsigned long long k =
+          k_tiles.at(k_ring.stage * sizeof(shared.k[0]) + panel * sizeof(shared.k[0][0]) + within);
+      i == 0 ? ptx::wgmma_set(s, q, k) : ptx::wgmma_add(s, q, k);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void start_output(const unsigned (&weights)[kSteps][4]) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) {
+      const unsigned at = v_ring.stage * sizeof(shared.v[0]) + 2 * t * T::kGroupBytes;
+      ptx::wgmma_add(o, weights[t], v_tiles.at(at + column_part * T::kColumns * 16));
+    }
+    ptx::wgmma_commit();
+  }
+
+  // Clears values of keys that no row attends to: a cache holds anything behind a sequence, and 0 times NaN is NaN.
+  __device__ __forceinline__ void clear_values(int tile, int begin, int end) {
+    constexpr int kOrder[16] = {0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15};
+    const int first = begin - tile * kTile, stop = end - tile * kTile;
+    for (int i = threadIdx.x; i < kTile / 16 * T::kHeadDim; i += kThreads) {
+      const int group = i / T::kHeadDim, key = group * 16;
+      if (key >= first && key + 16 <= stop) continue;
+      unsigned kept[4] = {};
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        const int k = key + kOrder[j];
+        if (k >= first && k < stop) kept[j / 4] |= 0xffu << j % 4 * 8;
+      }
+      uint4* const at = reinterpret_cast<uint4*>(shared.v[v_ring.stage][group] + i % T::kHeadDim * 16);
+      const uint4 x = *at;
+      *at = make_uint4(x.x & kept[0], x.y & kept[1], x.z & kept[2], x.w & kept[3]);
+    }
+    ptx::fence_proxy_async();
+    ptx::barrier_sync(Barrier::kConsumers, kThreads);
+  }
+
+  // Turns raw scores into weights, and the chunk's maxima and sums into those with this tile; gives the factors for
+  // what came before. first_key: of the tile.
+  template <bool kMasked>
+  __device__ __forceinline__ void weigh(float (&s)[kScores], const KeyFactors* keys, int first_key,
+                                        float (&rescale)[2]) {
+    const int column = threadIdx.x % 4 * 2;
+    const float factor[2] = {rows.factor[row()], rows.factor[row() + 8]};
+    float top[2], bias[2];
+    if constexpr (T::kExponents) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        float x = s[i];
+        float log2_value = 0.0f;
+        if constexpr (T::kTokenScales) {
+          const KeyFactors& key = keys[i / 4 * 8 + column + i % 2];
+          x *= key.scale;
+          log2_value = key.log2_value;
+        }
+        if constexpr (T::kSoftcap) {
+          s[i] = fmaf(ptx::tanh(x * factor[i / 2 % 2]), p.softcap * kLog2E, log2_value);
+        } else {
+          s[i] = fmaf(x, factor[i / 2 % 2], log2_value);
+        }
+      }
+    }
+    if constexpr (kMasked) {
+      const int before = first_key + column;
+      const int begin[2] = {rows.begin[row()] - before, rows.begin[row() + 8] - before};
+      const int end[2] = {rows.end[row()] - before, rows.end[row() + 8] - before};
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        const int key = i / 4 * 8 + i % 2;
+        s[i] = key >= begin[i / 2 % 2] && key < end[i / 2 % 2] ? s[i] : -CUDART_INF_F;
+      }
+    }
+    // Four chains for each row: one would wait for itself.
+    float tops[2][4];
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      float& x = tops[i / 2 % 2][i / 4 % 4];
+      x = i < 16 && i % 2 == 0 ? s[i] : fmaxf(x, s[i]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      top[r] = fmaxf(fmaxf(tops[r][0], tops[r][1]), fmaxf(tops[r][2], tops[r][3]));
+      if constexpr (!T::kExponents) top[r] *= factor[r];
+    }
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      const float other[2] = {__shfl_xor_sync(0xffffffffu, top[0], step), __shfl_xor_sync(0xffffffffu, top[1], step)};
+      top[0] = fmaxf(top[0], other[0]);
+      top[1] = fmaxf(top[1], other[1]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      top[r] = fmaxf(top[r], max[r]);
+      const float base = top[r] == -CUDART_INF_F ? 0.0f : top[r];
+      rescale[r] = ptx::ex2(max[r] - base);
+      bias[r] = kOffset - base;
+      max[r] = top[r];
+    }
+    float sums[2][4] = {{sum[0] * rescale[0], 0.0f, 0.0f, 0.0f}, {sum[1] * rescale[1], 0.0f, 0.0f, 0.0f}};
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const int r = i / 2 % 2;
+      float& x = sums[r][i / 4 % 4];
+      s[i] = ptx::ex2(T::kExponents ? s[i] + bias[r] : fmaf(s[i], factor[r], bias[r]));
+      if constexpr (T::kTokenScales) {
+        x = fmaf(s[i], keys[i / 4 * 8 + column + i % 2].inverse_value, x);
+      } else {
+        x += s[i];
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]);
+  }
+
+  __device__ __forceinline__ static void pack(const float (&w)[kScores], unsigned (&weights)[kSteps][4]) {
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // row i % 2, columns 16 (i / 2) on
+        const int first = 16 * t + 8 * (i / 2) + 2 * (i % 2);
+        const float four[4] = {w[first], w[first + 1], w[first + 4], w[first + 5]};
+        weights[t][i] = ptx::pack_e4m3(four);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void start_sums() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      max[r] = -CUDART_INF_F;
+      sum[r] = 0.0f;
+    }
+  }
+
+  // Keeps the maxima and sums of the present chunk in shared memory, for end_chunk. All lanes of a quad have the same.
+  __device__ __forceinline__ void keep_sums() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float total = sum[r] + __shfl_xor_sync(0xffffffffu, sum[r], 1);
+      total += __shfl_xor_sync(0xffffffffu, total, 2);
+      sums.max[row() + 8 * r] = max[r];
+      sums.sum[row() + 8 * r] = total;
+    }
+  }
+
+  // Adds a chunk, whose O is in `o`, to those before it; or leaves it as a partial result. chunk: of the sequence.
+  __device__ __forceinline__ void end_chunk(int chunk) {
+    if (rows.work.begin > 0) {
+      leave(chunk - rows.work.tile.first_chunk() - rows.work.begin, o, sums.max, sums.sum);
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int at = row() + 8 * r;
+        float before_max = sums.all_max[at], before_sum = sums.all_sum[at];
+        const Merge merge(before_max, before_sum, sums.max[at], sums.sum[at]);
+        __syncwarp();
+        sums.all_max[at] = before_max;
+        sums.all_sum[at] = before_sum;
+#pragma unroll
+        for (int i = 0; i < kOut; ++i) {
+          if (i / 2 % 2 == r) all_o[i] = merge(all_o[i], o[i]);
+        }
+      }
+    }
+#pragma unroll
+    for (float& x : o) x = 0.0f;
+  }
+
+  // A partial result: O of slot_rows rows, their maxima, their sums.
+  __device__ __forceinline__ float* partial(int slot) const {
+    return p.partials + static_cast<long long>(slot) * p.slot_rows * (T::kHeadDim + 2);
+  }
+
+  __device__ __forceinline__ void leave(int slot, const float (&x)[kOut], const float (&of_max)[64],
+                                        const float (&of_sum)[64]) const {
+    float* const to = partial(blockIdx.x * (p.slots + 1) + min(slot, p.slots));  // more only with a wrong plan
+    const int stop = rows.work.tile.rows(T::kRows, p.batch.group), quad = threadIdx.x % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int at = row_part * 64 + row() + 8 * r;
+      if (at >= stop) continue;
+      float* const out = to + at * T::kHeadDim + column_part * T::kColumns + 2 * quad;
+#pragma unroll
+      for (int j = 0; j < T::kColumns / 8; ++j) {
+        *reinterpret_cast<float2*>(out + 8 * j) = make_float2(x[4 * j + 2 * r], x[4 * j + 2 * r + 1]);
+      }
+      if (quad == 0 && column_part == 0) {
+        to[p.slot_rows * T::kHeadDim + at] = of_max[row() + 8 * r];
+        to[p.slot_rows * (T::kHeadDim + 1) + at] = of_sum[row() + 8 * r];
+      }
+    }
+  }
+
+  // A row's factor of O, and its log-sum-exp if asked for, from the maximum and sum over all keys.
+  struct Finish {
+    float before, factor;  // O is multiplied by one, then by the other
+    __device__ __forceinline__ Finish(const AttentionParams& p, const Work& work, int row, float max, float sum,
+                                      bool writes) {
+      const int packed = work.tile.first_row + row, of_tile = p.batch.token(packed);
+      const int head = work.head * p.batch.group + packed - of_tile * p.batch.group;
+      const int token = work.tile.q_begin + of_tile;
+      before = 1.0f;
+      if (p.sinks != nullptr) {
+        Merge merge(max, sum, p.sinks[head] * kLog2E, 448.0f);
+        before = merge.before;
+      }
+      const bool any = sum > 0.0f || sum != sum;
+      float unit = 1.0f;
+      if constexpr (!T::kTokenScales) {
+        unit = p.v_scale[static_cast<long long>(work.tile.sequence) * p.v_scale_strides[0] +
+                         work.head * p.v_scale_strides[1]];
+      }
+      factor = any ? unit / sum : 0.0f;
+      if (p.lse != nullptr && writes) {
+        p.lse[static_cast<long long>(head) * p.tokens + token] =
+            any ? (log2f(sum) - kOffset + max) * kLn2 : -CUDART_INF_F;
+      }
+    }
+    __device__ __forceinline__ float operator()(float x) const { return x * before * factor; }
+  };
+
+  __device__ __forceinline__ typename T::Out* out_row(const Work& work, int row) const {
+    const int packed = work.tile.first_row + row, group = p.batch.group, of_tile = p.batch.token(packed);
+    const long long token = work.tile.q_begin + of_tile;
+    return static_cast<typename T::Out*>(p.out) +
+           ((token * p.kv_heads + work.head) * group + packed - of_tile * group) * T::kHeadDim;
+  }
+
+  __device__ __forceinline__ static unsigned pair(float low, float high) {
+    typename T::Out two[2] = {static_cast<typename T::Out>(low), static_cast<typename T::Out>(high)};
+    return reinterpret_cast<const unsigned&>(two);
+  }
+
+  // Writes the rows of a tile that this block has worked on alone.
+  __device__ __forceinline__ void store(const Work& work) {
+    const int stop = work.tile.rows(T::kRows, p.batch.group), quad = threadIdx.x % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int of_part = row() + 8 * r, at = row_part * 64 + of_part;
+      const bool valid = at < stop;
+      const Finish finish(p, work, min(at, stop - 1), sums.all_max[of_part], sums.all_sum[of_part],
+                          valid && quad == 0 && column_part == 0);
+      typename T::Out* const out = out_row(work, min(at, stop - 1)) + column_part * T::kColumns;
+#pragma unroll
+      for (int j = 0; j < T::kColumns / 8; j += 4) {
+        unsigned x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          x[i] = pair(finish(all_o[4 * (j + i) + 2 * r]), finish(all_o[4 * (j + i) + 2 * r + 1]));
+        }
+        transpose_quad(x);
+        if (valid) ptx::store_16(out + 8 * (j + quad), x);
+      }
+    }
+  }
+
+  // Lanes of a quad exchange registers: afterwards x[i] is what lane i of the quad had in x[own lane].
+  __device__ __forceinline__ static void transpose_quad(unsigned (&x)[4]) {
+    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const unsigned got = __shfl_xor_sync(0xffffffffu, odd ? x[i] : x[i + 1], 1);
+      (odd ? x[i] : x[i + 1]) = got;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const unsigned got = __shfl_xor_sync(0xffffffffu, high ? x[i] : x[i + 2], 2);
+      (high ? x[i] : x[i + 2]) = got;
+    }
+  }
+
+  // Where several blocks work on a row tile: says that this one has left its part, for merge_pieces.
+  __device__ __forceinline__ void end_piece(const Plan& plan) {
+    __threadfence();
+    ptx::barrier_sync(Barrier::kConsumers, kThreads);
+    if (threadIdx.x == 0) {
+      const Work& work = rows.work;
+      atomicAdd(plan.done(work.index, work.head, p.kv_heads), work.end - work.begin);
+      shared.pieces[shared.piece_count++] = work;
+    }
+  }
+
+  // Once a block has no more work: merges the results of the row tiles that it shares, each block a part of the
+  // columns. All blocks are resident, so each waits for a short time, for those that end later.
+  __device__ __forceinline__ void merge_pieces(const Plan& plan) {
+    ptx::barrier_sync(Barrier::kConsumers, kThreads);
+    for (int i = 0; i < shared.piece_count; ++i) merge_piece(shared.pieces[i], plan);
+  }
+
+  __device__ __forceinline__ void merge_piece(const Work& work, const Plan& plan) {
+    constexpr int kParts = T::kHeadDim / 4, kUnroll = 16, kListed = sizeof(shared.sums) / sizeof(int);
+    struct Staged {
+      float4 o[kThreads * kUnroll];
+      float2 sums[kThreads * kUnroll];
+    };
+    static_assert(sizeof(Staged) <= sizeof(shared.k) + sizeof(shared.v), "tiles are over, their memory is free");
+    Staged& staged = *reinterpret_cast<Staged*>(shared.k);
+    int* const done = plan.done(work.index, work.head, p.kv_heads);
+    if (threadIdx.x == 0) {
+      while (*static_cast<volatile int*>(done) < work.chunks) __nanosleep(32);
+      __threadfence();
+    }
+    // Result 0 is the first block's, of all of its chunks; the others are of a chunk each.
+    const int first_unit = work.tile.first_unit + work.head * work.chunks, first_block = plan.block_of(first_unit);
+    const int next_unit = plan.block_begin(first_block + 1), results = first_unit + work.chunks - next_unit + 1;
+    const auto slot_of = [&](int result) {
+      const int unit = next_unit + result - 1, block = result == 0 ? first_block : plan.block_of(unit);
+      return block * (p.slots + 1) + (result == 0 ? p.slots : min(unit - plan.block_begin(block), p.slots));
+    };
+    int* const listed = reinterpret_cast<int*>(shared.sums);
+    for (int i = threadIdx.x; i < min(results, kListed); i += kThreads) listed[i] = slot_of(i);
+    ptx::barrier_sync(Barrier::kConsumers, kThreads);
+    // With fewer units than blocks each block has one unit, or none.
+    const bool few = plan.units() < plan.blocks;
+    const int blocks = few ? work.chunks : plan.block_of(first_unit + work.chunks - 1) - first_block + 1;
+    const int rank = few ? work.begin : blockIdx.x - first_block;
+    const int elements = work.tile.rows(T::kRows, p.batch.group) * kParts;  // of four columns
+    const int stop = (rank + 1) * elements / blocks;
+    for (int first = rank * elements / blocks; first < stop; first += kThreads) {
+      // Several threads read the results of an element, and one merges them.
+      const int count = min(stop - first, kThreads), readers = kThreads / count;
+      const int element = threadIdx.x % count, reader = threadIdx.x / count;
+      const int row = (first + element) / kParts, column = (first + element) % kParts * 4;
+      float top = -CUDART_INF_F, total = 0.0f, x[4] = {};
+      for (int n = 0; n < results; n += readers * kUnroll) {
+        float4 next[kUnroll];
+        float2 next_sums[kUnroll];
+        if (reader < readers) {
+#pragma unroll
+          for (int u = 0; u < kUnroll; ++u) {
+            const int result = min(n + reader * kUnroll + u, results - 1);
+            const float* const from = partial(result < kListed ? listed[result] : slot_of(result));
+            next[u] = __ldcg(reinterpret_cast<const float4*>(from + row * T::kHeadDim + column));
+            next_sums[u] = make_float2(__ldcg(from + p.slot_rows * T::kHeadDim + row),
+                                       __ldcg(from + p.slot_rows * (T::kHeadDim + 1) + row));
+          }
+#pragma unroll
+          for (int u = 0; u < kUnroll; ++u) {
+            staged.o[(reader * kUnroll + u) * count + element] = next[u];
+            staged.sums[(reader * kUnroll + u) * count + element] = next_sums[u];
+          }
+        }
+        ptx::barrier_sync(Barrier::kConsumers, kThreads);
+        if (reader == 0) {
+          const int most = min(readers * kUnroll, results - n);
+#pragma unroll 8
+          for (int u = 0; u < most; ++u) {
+            const float4 y = staged.o[u * count + element];
+            const float2 sums_of = staged.sums[u * count + element];
+            const Merge merge(top, total, sums_of.x, sums_of.y);
+            x[0] = merge(x[0], y.x);
+            x[1] = merge(x[1], y.y);
+            x[2] = merge(x[2], y.z);
+            x[3] = merge(x[3], y.w);
+          }
+        }
+        ptx::barrier_sync(Barrier::kConsumers, kThreads);
+      }
+      if (reader == 0) {
+        const Finish finish(p, work, row, top, total, column == 0);
+        *reinterpret_cast<uint2*>(out_row(work, row) + column) =
+            make_uint2(pair(finish(x[0]), finish(x[1])), pair(finish(x[2]), finish(x[3])));
+      }
+    }
+    if (threadIdx.x == 0 && atomicAdd(done + 1, 1) == blocks - 1) done[0] = done[1] = 0;  // for the plan's next launch
+  }
+
+  // One tile: its scores, during which P V of the tile before it runs, and its weights.
+  template <bool kMasked, bool kFirst>
+  __device__ __forceinline__ void step(int tile, unsigned (&weights)[kSteps][4]) {
+    float s[kScores], rescale[2];
+    const int stage = k_ring.stage;
+    shared.k_full[stage].wait(k_ring.parity);
+    if constexpr (!kFirst) await_values(tile - 1);
+    take_turn();
+    start_scores(s);
+    if constexpr (!kFirst) start_output(weights);
+    pass_turn();
+    ptx::wgmma_wait<kFirst ? 0 : 1>();
+    ptx::pin(s);
+    arrive(shared.k_empty[stage]);
+    if constexpr (T::kTokenScales) shared.factors_full[stage].wait(k_ring.parity);
+    k_ring.advance();
+    const bool new_chunk = tile % (kChunk / kTile) == 0;
+    if (!kFirst && new_chunk) {
+      keep_sums();
+      start_sums();
+    }
+    weigh<kMasked>(s, shared.factors[T::kTokenScales ? stage : 0], tile * kTile, rescale);
+    if constexpr (!kFirst) {
+      ptx::wgmma_wait<0>();
+      ptx::pin(o);
+      release_values();
+    }
+    pack(s, weights);  // not before: P V was reading them
+    if constexpr (!kFirst) {
+      if (new_chunk) {
+        end_chunk((tile - 1) / (kChunk / kTile));
+      } else if (__any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < kOut; ++i) o[i] *= rescale[i / 2 % 2];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void await_values(int tile) {
+    shared.v_full[v_ring.stage].wait(v_ring.parity);
+    if (tile == clear_first || tile == clear_last) {
+      clear_values(tile, rows.work.tile.key_begin, rows.work.tile.key_end);
+    }
+  }
+  __device__ __forceinline__ void release_values() {
+    arrive(shared.v_empty[v_ring.stage]);
+    v_ring.advance();
+  }
+
+  // Row parts start their products one after the other. Left alone they fall into step, and all wait for one unit.
+  __device__ __forceinline__ void take_turn() const {
+    if constexpr (T::kRowParts == 2) ptx::barrier_sync(Barrier::kTurn + row_part, 256);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (T::kRowParts == 2) ptx::barrier_arrive(Barrier::kTurn + (1 - row_part), 256);
+  }
+
+  // The tiles whose keys all rows attend to, and those of whose values some are to be cleared.
+  __device__ __forceinline__ void find_ranges() {
+    const auto uniform = [](int x) { return __shfl_sync(0xffffffffu, x, 0); };  // known to be: saves registers
+    const int begin = rows.work.tile.key_begin, end = rows.work.tile.key_end;
+    whole_first = uniform((rows.whole_begin + kTile - 1) / kTile);
+    whole_stop = uniform(rows.whole_end / kTile);
+    clear_first = uniform(begin % kTile != 0 ? begin / kTile : -1);
+    clear_last = uniform(end % kTile != 0 ? end / kTile : -1);
+  }
+
+  __device__ __forceinline__ void run() {
+    if (thread() == 0) rows.schedule.start(plan_of(p), p.kv_heads);
+    if (row_part == T::kRowParts - 1) pass_turn();  // the first begins
+    while (begin_work()) {
+      start_sums();
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        sums.all_max[row() + 8 * r] = -CUDART_INF_F;
+        sums.all_sum[row() + 8 * r] = 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < kOut; ++i) o[i] = all_o[i] = 0.0f;
+      unsigned weights[kSteps][4];
+      find_ranges();
+      int tile = __shfl_sync(0xffffffffu, rows.work.first_tile(), 0);
+      const int stop = __shfl_sync(0xffffffffu, rows.work.stop_tile(), 0);
+      const auto is_whole = [&] { return tile >= whole_first && tile < whole_stop; };
+      if (tile < stop) {
+        is_whole() ? step<false, true>(tile, weights) : step<true, true>(tile, weights);
+        for (++tile; tile < stop; ++tile) {
+          is_whole() ? step<false, false>(tile, weights) : step<true, false>(tile, weights);
+        }
+        keep_sums();
+        await_values(stop - 1);
+        take_turn();
+        start_output(weights);
+        pass_turn();
+        ptx::wgmma_wait<0>();
+        ptx::pin(o);
+        release_values();
+        end_chunk((stop - 1) / (kChunk / kTile));
+      }
+      __syncwarp();
+      if (rows.work.whole()) {
+        store(rows.work);
+      } else {
+        if (rows.work.begin == 0) leave(p.slots, all_o, sums.all_max, sums.all_sum);
+        end_piece(plan_of(p));
+      }
+    }
+    if (row_part == 0) take_turn();  // no turn stays untaken
+    merge_pieces(plan_of(p));
+  }
+};
+
+// Grid: kBlocks per multiprocessor. Block: 128 threads for each consumer warpgroup and 128 for the producer.
+template <class Cfg>
+__device__ __forceinline__ void attention(const AttentionParams& p, const ptx::TensorMap& k_map) {
+  using T = Traits<Cfg>;
+  extern __shared__ __align__(1024) unsigned char smem[];
+  Storage<T>& shared = *reinterpret_cast<Storage<T>*>(smem);
+  static_assert(sizeof(Storage<T>) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be uniform
+  if (threadIdx.x == 0) {
+    shared.piece_count = 0;
+    constexpr int kWarps = 4 * T::kConsumers;
+    for (int s = 0; s < T::kStages; ++s) {
+      shared.k_full[s].init(1);
+      shared.v_full[s].init(1);
+      shared.factors_full[s].init(3);
+      shared.k_empty[s].init(kWarps);
+      shared.v_empty[s].init(kWarps);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(shared.q) / 16); i += T::kThreads) {
+    reinterpret_cast<uint4*>(shared.q)[i] = make_uint4(0, 0, 0, 0);
+  }
+  for (int i = threadIdx.x; i < T::kRows; i += T::kThreads) shared.rows[i / 64].factor[i % 64] = 1.0f;
+  ptx::fence_proxy_async();
+  __syncthreads();
+  if (warpgroup == T::kConsumers) {
+    ptx::warpgroup_reg_dealloc<T::kProducerRegisters>();
+    if (threadIdx.x / 32 % 4 == 0) {
+      fetch<T>(p, shared, k_map);
+    } else if constexpr (T::kTokenScales) {
+      fetch_factors<T>(p, shared);
+    }
+  } else {
+    ptx::warpgroup_reg_alloc<T::kConsumerRegisters>();
+    Consumer<T>(p, shared, warpgroup).run();
+  }
+}
+
+}  // namespace greenfast::serving

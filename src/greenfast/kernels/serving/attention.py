@@ -1,0 +1,292 @@
+"""Attention over a paged FP8 cache on Hopper, ``kernels/serving/attention.cuh``, and the plan of its work, ``plan.cuh``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import KernelSource, Launch, Struct, TensorMap
+
+ENTRY, PLAN_ENTRY = "paged_attention", "plan_attention"
+TARGET = Target("sm_90a")
+HEAD_DIMS, PAGES = (64, 128, 256), (16, 32, 64, 128)
+TILE, CHUNK = 128, 512  # keys: of a tile, and of a run whose sum stays in the tensor cores' accumulators
+OPEN = 2**30  # a side of the window that is open
+_HEADER = 8  # words of a plan before its arrays
+_TILE_WORDS = 8
+_PLAN_THREADS = 1024
+#: Sizes of the kernel's Rows, Sums, and of two pieces of Work and their number.
+_ROWS_BYTES, _SUMS_BYTES, _PIECES_BYTES = 4 * (5 + 13 + 3 + 3 * 64), 4 * 4 * 64, 4 * (2 * 13 + 1)
+#: Shared memory of a multiprocessor of TARGET, and what each block takes of it besides its own.
+_SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
+#: Partial results that the blocks of one launch may leave, in bytes, where row tiles are full.
+_MOST_PARTIAL_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingConfig:
+    """What is compiled into the kernel.
+
+    head_dim: 64, 128 or 256. query: "float16", "bfloat16" or "e4m3". out: "float16" or "bfloat16". wide: row tiles of
+    128 rows, for prefill, instead of 64 (not at head_dim 256). token_scales: each token and head of K and V has a
+    scale. softcap: whether there is one.
+    """
+
+    head_dim: int
+    query: str = "bfloat16"
+    out: str = "bfloat16"
+    wide: bool = False
+    token_scales: bool = False
+    softcap: bool = False
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in HEAD_DIMS:
+            raise UsageError(f"head_dim: {self.head_dim}; allowed are {', '.join(map(str, HEAD_DIMS))}")
+
+    @property
+    def row_parts(self) -> int:
+        """Warpgroups with rows of their own."""
+        return 2 if self.wide and self.head_dim < 256 else 1
+
+    @property
+    def column_parts(self) -> int:
+        """Warpgroups that share rows."""
+        return 2 if self.head_dim == 256 else 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a row tile."""
+        return 64 * self.row_parts
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute."""
+        return self.row_parts * self.column_parts
+
+    @property
+    def blocks(self) -> int:
+        """Blocks on a multiprocessor."""
+        return 2 if self.consumers == 1 else 1
+
+    @property
+    def stages(self) -> int:
+        """Tiles of K and V in flight: as many as let ``blocks`` blocks reside on a multiprocessor, and at most 8.
+
+        Blocks wait for each other at their end, so all of a launch have to be resident.
+        """
+        most = _SHARED_BYTES // self.blocks - _RESERVED_BYTES
+        return next(n for n in range(8, 0, -1) if self._smem_bytes(n) <= most)
+
+    @property
+    def smem_bytes(self) -> int:
+        """The size of the kernel's Storage."""
+        return self._smem_bytes(self.stages)
+
+    def _smem_bytes(self, stages: int) -> int:
+        tiles = 64 * self.row_parts * self.head_dim + stages * 2 * TILE * self.head_dim
+        factors = 16 * TILE * stages if self.token_scales else 16
+        rest = factors + _ROWS_BYTES * self.row_parts + _SUMS_BYTES * self.consumers + _PIECES_BYTES
+        rest = -(-rest // 8) * 8 + 40 * stages
+        return tiles + -(-rest // 1024) * 1024
+
+
+@dataclass(frozen=True)
+class ServingSizes:
+    """Sizes of a batch. tokens: query tokens of all sequences. max_q_len: at least those of any sequence.
+
+    pages: of the cache, of ``page`` tokens each. table_row: entries of a sequence in the block table. A plan does not
+    depend on tokens, pages, page and table_row.
+    """
+
+    sequences: int
+    tokens: int
+    max_q_len: int
+    heads: int
+    kv_heads: int
+    pages: int
+    page: int
+    table_row: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a head of K and V."""
+        return self.heads // self.kv_heads
+
+    def most_tiles(self, rows: int) -> int:
+        """Row tiles of one head of K and V, at most."""
+        return max(1, self.sequences * -(-self.max_q_len * self.group // rows))
+
+    def slot_rows(self, rows: int) -> int:
+        """Rows of a partial result: an even number, so that each begins at 16 bytes."""
+        return max(2, min(rows, -(-self.max_q_len * self.group // 2) * 2))
+
+    def most_slots(self, config: ServingConfig, blocks: int) -> int:
+        """Chunks that a block may leave as partial results, whatever the lengths."""
+        slot_bytes = 4 * self.slot_rows(config.rows) * (config.head_dim + 2)
+        return max(1, _MOST_PARTIAL_BYTES // (slot_bytes * blocks))
+
+    def slots(self, config: ServingConfig, blocks: int) -> int:
+        """Those that sequences of up to ``table_row`` pages may make it leave."""
+        return max(1, min(-(-self.table_row * self.page // CHUNK), self.most_slots(config, blocks)))
+
+
+def grid_blocks(config: ServingConfig, multiprocessors: int) -> int:
+    """Blocks of a launch."""
+    return config.blocks * multiprocessors
+
+
+def plan_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
+    """Size of a plan, in int32."""
+    most = sizes.most_tiles(config.rows)
+    return _HEADER + -(-blocks // 8) * 8 + most * (_TILE_WORDS + 2 * sizes.kv_heads)
+
+
+def partial_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
+    """Size of the memory for partial results, in float32."""
+    return blocks * (sizes.slots(config, blocks) + 1) * sizes.slot_rows(config.rows) * (config.head_dim + 2)
+
+
+_BATCH = "{q_begins, kv_lens, sequences, group, left, right, group_inverse}"
+
+
+def plan_kernel(config: ServingConfig) -> KernelSource:
+    """Render the kernel that makes the plan of a batch."""
+    source = f"""#include "serving/plan.cuh"
+
+extern "C" __global__ void __launch_bounds__({_PLAN_THREADS}, 1)
+{PLAN_ENTRY}(const int* q_begins, const int* kv_lens, int* plan, int sequences, int group, int left, int right,
+             unsigned group_inverse, int blocks, int kv_heads, int most_tiles, int slots) {{
+  greenfast::serving::make_plan<{config.rows}>({_BATCH}, plan, blocks, kv_heads, most_tiles, slots);
+}}
+"""
+    return KernelSource(
+        entry=PLAN_ENTRY,
+        source=source,
+        name=f"{PLAN_ENTRY}.cu",
+        include_dirs=(KERNEL_DIR,),
+        block=(_PLAN_THREADS, 1, 1),
+    )
+
+
+def plan_launch(
+    config: ServingConfig, sizes: ServingSizes, window: tuple[int, int], multiprocessors: int = TARGET.multiprocessors
+) -> Launch:
+    """One block. window: (left, right), -1 for an open side; causal is right = 0."""
+    blocks = grid_blocks(config, multiprocessors)
+    return Launch(
+        grid=(1, 1, 1),
+        args=(
+            *("cu_seqlens_q", "seqused_k", "plan"),
+            *_batch(sizes, window),
+            *_ints(blocks, sizes.kv_heads, sizes.most_tiles(config.rows), sizes.most_slots(config, blocks)),
+        ),
+    )
+
+
+def kernel(config: ServingConfig) -> KernelSource:
+    """Render the attention kernel."""
+    producer = 40
+    consumer = 216 if config.consumers == 1 else 232
+    threads = 128 * (config.consumers + 1)
+    source = f"""#include "serving/attention.cuh"
+
+struct Cfg {{
+  static constexpr int kHeadDim = {config.head_dim};
+  static constexpr int kRowParts = {config.row_parts};
+  static constexpr int kColumnParts = {config.column_parts};
+  static constexpr int kStages = {config.stages};
+  static constexpr int kBlocks = {config.blocks};
+  static constexpr int kConsumerRegisters = {consumer};
+  static constexpr int kProducerRegisters = {producer};
+  static constexpr int kSmemBytes = {config.smem_bytes};
+  static constexpr bool kTokenScales = {str(config.token_scales).lower()};
+  static constexpr bool kSoftcap = {str(config.softcap).lower()};
+  static constexpr bool kCodedQueries = {str(config.query == "e4m3").lower()};
+  using In = {CUDA_TYPES["float16" if config.query == "e4m3" else config.query]};
+  using Out = {CUDA_TYPES[config.out]};
+}};
+
+extern "C" __global__ void __launch_bounds__({threads}, {config.blocks})
+{ENTRY}(const __grid_constant__ greenfast::serving::AttentionParams p,
+        const __grid_constant__ greenfast::ptx::TensorMap k) {{
+  greenfast::serving::attention<Cfg>(p, k);
+}}
+"""
+    return KernelSource(
+        entry=ENTRY,
+        source=source,
+        name=f"{ENTRY}.cu",
+        include_dirs=(KERNEL_DIR,),
+        block=(threads, 1, 1),
+        dynamic_smem_bytes=config.smem_bytes,
+        requires=TARGET.name,
+    )
+
+
+@dataclass(frozen=True)
+class ServingStrides:
+    """Strides in elements. q: of tokens and heads. k: of pages, tokens of a page, and heads; multiples of 16.
+
+    q_scale, k_scale, v_scale: of sequences and heads, of scales that tokens do not have.
+    """
+
+    q: tuple[int, int]
+    k: tuple[int, int, int]
+    q_scale: tuple[int, int] = (0, 0)
+    k_scale: tuple[int, int] = (0, 0)
+    v_scale: tuple[int, int] = (0, 0)
+
+
+def launch(
+    config: ServingConfig,
+    sizes: ServingSizes,
+    strides: ServingStrides,
+    window: tuple[int, int],
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    optional: frozenset[str] = frozenset(),
+    multiprocessors: int = TARGET.multiprocessors,
+) -> Launch:
+    """optional: which of the buffers "q_scale", "sinks" and "lse" there are. window: as in ``plan_launch``."""
+    blocks = grid_blocks(config, multiprocessors)
+    panel = min(config.head_dim, 128)
+    scale = 1.0 / math.sqrt(config.head_dim) if softmax_scale is None else softmax_scale
+    given = {name: name if name in optional else np.int64(0) for name in ("q_scale", "sinks", "lse")}
+    batch = Struct(("cu_seqlens_q", "seqused_k", *_batch(sizes, window)))
+    params = Struct(
+        (
+            *("q", given["q_scale"], "v_cache", "k_scale", "v_scale"),
+            *(given["sinks"], "block_table", "plan", "partials", "out", given["lse"], batch),
+            *_ints(sizes.kv_heads, sizes.tokens, sizes.pages, sizes.page, sizes.table_row),
+            *_ints(*strides.q_scale, *strides.k_scale, *strides.v_scale),
+            *_ints(sizes.slot_rows(config.rows), sizes.slots(config, blocks), sizes.most_tiles(config.rows)),
+            *(np.int64(stride) for stride in strides.q),
+            *(np.float32(scale), np.float32(softcap)),
+        )
+    )
+    of_page, of_token, of_head = strides.k
+    k = TensorMap(
+        "k_cache",
+        "uint8",
+        (sizes.pages, sizes.kv_heads, sizes.page, config.head_dim),
+        (of_page, of_head, of_token, 1),
+        (1, 1, sizes.page, panel),
+        panel,
+    )
+    return Launch(grid=(blocks, 1, 1), args=(params, k))
+
+
+def _batch(sizes: ServingSizes, window: tuple[int, int]) -> tuple[np.generic, ...]:
+    """The numbers of the kernels' Batch."""
+    left, right = (OPEN if side < 0 else min(side, OPEN) for side in window)
+    inverse = np.uint32(0 if sizes.group == 1 else -(-(2**32) // sizes.group))
+    return (*_ints(sizes.sequences, sizes.group, left, right), inverse)
+
+
+def _ints(*numbers: int) -> tuple[np.int32, ...]:
+    return tuple(np.int32(n) for n in numbers)

@@ -1,0 +1,223 @@
+// The division of a batch's work among blocks, made on the device from its lengths.
+//
+// A row tile is kRows rows of a sequence and a head of K and V: row r is query token r / group, of the head's group
+// member r % group. With few tiles, or uneven ones, each block gets an equal run of chunks of keys, from wherever that
+// begins ("stream-K", Osama et al., 2023); with many, whole tiles are dealt back and forth, those with most keys first.
+#pragma once
+
+#include "serving/params.cuh"
+
+namespace greenfast::serving {
+
+// One row tile, of every head of K and V.
+struct RowTile {
+  int sequence, first_row;
+  int q_begin, q_len, kv_len;
+  int key_begin, key_end;  // of all of its rows
+  int first_unit;          // in the plan's order; a unit is a chunk of one head
+
+  __device__ __forceinline__ int first_chunk() const { return key_begin / kChunk; }
+  // At least one: a tile without keys has its rows written too.
+  __device__ __forceinline__ int chunks() const {
+    return max(1, (key_end + kChunk - 1) / kChunk - first_chunk());
+  }
+  __device__ __forceinline__ int rows(int most, int group) const { return min(most, q_len * group - first_row); }
+};
+
+// Views of the plan's memory: a header, then for each block its first tile and unit, then the tiles, then for each tile
+// and head two counters.
+struct Plan {
+  enum { kTiles, kUnits, kDealt, kHeader = 8 };
+  int* words;
+  int blocks, most_tiles;
+
+  __device__ __forceinline__ int tiles() const { return words[kTiles]; }
+  __device__ __forceinline__ int units() const { return words[kUnits]; }
+  __device__ __forceinline__ bool dealt() const { return words[kDealt]; }
+  __device__ __forceinline__ int* first_tile(int block) const { return words + kHeader + block; }
+  __device__ __forceinline__ RowTile* tile(int t) const {
+    return reinterpret_cast<RowTile*>(words + kHeader + (blocks + 7) / 8 * 8) + t;
+  }
+  // How many units of a tile and head are done, and by how many blocks their results are merged.
+  __device__ __forceinline__ int* done(int t, int head, int kv_heads) const {
+    return reinterpret_cast<int*>(tile(most_tiles)) + 2 * (t * kv_heads + head);
+  }
+  // The first unit of a block, and the last block that begins at or before a unit.
+  __device__ __forceinline__ int block_begin(int block) const {
+    return static_cast<int>(static_cast<long long>(block) * units() / blocks);
+  }
+  __device__ __forceinline__ int block_of(int unit) const {
+    return static_cast<int>((static_cast<long long>(unit + 1) * blocks - 1) / units());
+  }
+};
+
+// Sums over a block of kPlanThreads threads, up to and including each thread's.
+__device__ __forceinline__ int inclusive_sum(int x, int (&warps)[32]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(0xffffffffu, x, step);
+    x += lane >= step ? before : 0;
+  }
+  __syncthreads();
+  if (lane == 31) warps[warp] = x;
+  __syncthreads();
+  if (warp == 0) {
+    int sum = warps[lane];
+    for (int step = 1; step < 32; step *= 2) {
+      const int before = __shfl_up_sync(0xffffffffu, sum, step);
+      sum += lane >= step ? before : 0;
+    }
+    warps[lane] = sum;
+  }
+  __syncthreads();
+  return x + (warp > 0 ? warps[warp - 1] : 0);
+}
+
+constexpr int kPlanThreads = 1024;
+
+template <int kRows>
+__device__ __forceinline__ RowTile row_tile(const Batch& batch, int sequence, int index) {
+  RowTile tile;
+  tile.sequence = sequence;
+  tile.first_row = index * kRows;
+  tile.q_begin = batch.q_begins[sequence];
+  tile.q_len = batch.q_begins[sequence + 1] - tile.q_begin;
+  tile.kv_len = max(0, batch.kv_lens[sequence]);
+  const int last_row = tile.first_row + tile.rows(kRows, batch.group) - 1;
+  tile.key_begin = batch.key_begin(batch.token(tile.first_row), tile.q_len, tile.kv_len);
+  tile.key_end = max(tile.key_begin, batch.key_end(batch.token(last_row), tile.q_len, tile.kv_len));
+  return tile;
+}
+
+// Calls visit for each row tile of the batch; as many threads go through those of a sequence as there are for each, by
+// a power of two.
+template <int kRows, class Visit>
+__device__ __forceinline__ void for_each_tile(const Batch& batch, const Visit& visit) {
+  int together = kPlanThreads;
+  while (together > 1 && together * batch.sequences > kPlanThreads) together /= 2;
+  const int step = kPlanThreads / together;
+  for (int sequence = threadIdx.x / together; sequence < batch.sequences; sequence += step) {
+    const int rows = (batch.q_begins[sequence + 1] - batch.q_begins[sequence]) * batch.group;
+    for (int index = threadIdx.x % together; index * kRows < rows; index += together) {
+      visit(row_tile<kRows>(batch, sequence, index));
+    }
+  }
+}
+
+// One block of kPlanThreads threads. blocks: of the attention kernel's grid.
+template <int kRows>
+__device__ __forceinline__ void make_plan(const Batch& batch, int* words, int blocks, int kv_heads, int most_tiles,
+                                          int slots) {
+  constexpr int kThreads = kPlanThreads, kClasses = kThreads;
+  __shared__ int warps[32], classes[kClasses], carry, most_chunks;
+  const Plan plan{words, blocks, most_tiles};
+  const int thread = threadIdx.x;
+  for (int i = thread; i < kClasses; i += kThreads) classes[i] = 0;
+  if (thread == 0) carry = most_chunks = 0;
+  __syncthreads();
+  const auto class_of = [](int chunks) { return kClasses - min(chunks, kClasses); };
+  // How many tiles there are of each class; those with most chunks come first.
+  for_each_tile<kRows>(batch, [&](const RowTile& tile) {
+    const int chunks = tile.chunks();
+    atomicAdd(&classes[class_of(chunks)], 1);
+    atomicMax(&most_chunks, chunks);
+  });
+  __syncthreads();
+  const int in_class = classes[thread], behind = inclusive_sum(in_class, warps);
+  classes[thread] = behind - in_class;
+  if (thread == kThreads - 1) words[Plan::kTiles] = behind;
+  __syncthreads();
+  for_each_tile<kRows>(batch, [&](const RowTile& tile) { *plan.tile(atomicAdd(&classes[class_of(tile.chunks())], 1)) = tile; });
+  __syncthreads();
+  const int tiles = plan.tiles();
+  for (int first = 0; first < tiles; first += kThreads) {
+    const int t = first + thread;
+    const int units = t < tiles ? plan.tile(t)->chunks() * kv_heads : 0;
+    const int begin = carry, end = inclusive_sum(units, warps);
+    if (t < tiles) plan.tile(t)->first_unit = begin + end - units;
+    __syncthreads();
+    if (thread == kThreads - 1) carry = begin + end;
+    __syncthreads();
+  }
+  const int units = carry;
+  if (thread == 0) {
+    // Dealt where that takes little longer than equal runs: at most an eighth. And where these would leave more partial
+    // results than there is room for.
+    const int share = (units + blocks - 1) / blocks;
+    const long long rounds = (tiles * kv_heads + blocks - 1) / blocks;
+    const bool room = min(share, most_chunks) <= slots;
+    words[Plan::kUnits] = units;
+    words[Plan::kDealt] = !room || share >= 8 * most_chunks || rounds * most_chunks * 8 <= share * 9LL;
+  }
+  for (int i = thread; i < 2 * tiles * kv_heads; i += kThreads) plan.done(0, 0, kv_heads)[i] = 0;
+  __syncthreads();
+  for (int block = thread; block < blocks; block += kThreads) {
+    const int unit = plan.block_begin(block);
+    int low = 0, high = tiles;  // the last tile that begins at or before it
+    while (low + 1 < high) {
+      const int middle = (low + high) / 2;
+      (plan.tile(middle)->first_unit <= unit ? low : high) = middle;
+    }
+    *plan.first_tile(block) = low;
+  }
+}
+
+// What a block does at a time: a row tile of a head, and its chunks begin .. end - 1, counted from the tile's first.
+struct Work {
+  RowTile tile;
+  int index, head;  // of the tile in the plan, and of K and V
+  int begin, end, chunks;
+
+  __device__ __forceinline__ bool whole() const { return end - begin == chunks; }
+  __device__ __forceinline__ int key_begin() const {
+    return max(tile.key_begin, (tile.first_chunk() + begin) * kChunk);
+  }
+  __device__ __forceinline__ int key_end() const { return min(tile.key_end, (tile.first_chunk() + end) * kChunk); }
+  __device__ __forceinline__ int first_tile() const { return key_begin() / kTile; }
+  __device__ __forceinline__ int stop_tile() const { return (key_end() + kTile - 1) / kTile; }
+};
+
+// The work of a block, one after the other; producer and consumers each go through it.
+struct Schedule {
+  int tiles, dealt;
+  int next, stop;  // dealt: the round, and all items; else units
+  int t;           // the tile of `next`
+
+  __device__ __forceinline__ void start(const Plan& plan, int kv_heads) {
+    const int block = blockIdx.x;
+    tiles = plan.tiles();
+    dealt = plan.dealt();
+    next = dealt || tiles == 0 ? 0 : plan.block_begin(block);
+    stop = tiles == 0 ? 0 : dealt ? tiles * kv_heads : plan.block_begin(block + 1);
+    t = *plan.first_tile(block);
+  }
+
+  __device__ __forceinline__ bool get(const Plan& plan, int kv_heads, Work& work) {
+    if (dealt) {
+      const int blocks = gridDim.x, round = next++;
+      const int item = round * blocks + (round % 2 == 0 ? blockIdx.x : blocks - 1 - blockIdx.x);
+      if (item >= stop) return false;  // no later round has any
+      t = item / kv_heads;
+      work.head = item % kv_heads;
+    } else if (next >= stop) {
+      return false;
+    }
+    work.index = t;
+    work.tile = *plan.tile(t);
+    work.chunks = work.tile.chunks();
+    if (dealt) {
+      work.begin = 0;
+      work.end = work.chunks;
+      return true;
+    }
+    const int from = next - work.tile.first_unit;
+    work.head = from / work.chunks;
+    work.begin = from % work.chunks;
+    work.end = min(work.chunks, work.begin + stop - next);
+    next += work.end - work.begin;
+    if (work.end == work.chunks && work.head == kv_heads - 1) ++t;
+    return true;
+  }
+};
+
+}  // namespace greenfast::serving

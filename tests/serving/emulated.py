@@ -1,0 +1,96 @@
+"""The serving kernels of a case on the emulator."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from greenfast.device.compiler import to_ptx
+from greenfast.emulator.grid import Step, run_chain
+from greenfast.kernels.serving import attention as serving
+from greenfast.spec.kernel import KernelSource, Launch, Workspace
+from greenfast.spec.problem import Array, OutputSpec
+from tests.serving.oracle import Case
+
+_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "e4m3"}
+
+
+def launches(c: Case, *, wide: bool = False, multiprocessors: int = 3) -> list[tuple[KernelSource, Launch]]:
+    """The plan's launch and the attention's."""
+    options = c.options
+    kv_heads, page = c.k_cache.shape[2], c.k_cache.shape[1]
+    softcap = options.get("softcap", 0.0)
+    config = serving.ServingConfig(
+        head_dim=c.q.shape[2],
+        query=_NAMES[c.q.dtype],
+        out=_NAMES[options["out_dtype"]],
+        wide=wide,
+        token_scales=c.k_scale.dim() == 3,
+        softcap=softcap > 0,
+    )
+    sizes = sizes_of(c)
+    window = options.get("window", (-1, -1))
+    window = (window[0], 0) if options["causal"] else window
+    scales = {0: (0, 0), 1: (0, 1), 2: (kv_heads, 1), 3: (0, 0)}[c.k_scale.dim()]
+    of_q = (0, 0) if c.q_scale is None else c.q_scale.stride()
+    of_page, of_token, of_head = c.k_cache.stride()[:3]
+    strides = serving.ServingStrides(q=c.q.stride()[:2], k=(of_page, of_token, of_head), q_scale=of_q, k_scale=scales, v_scale=scales)
+    optional = {"lse"} | ({"sinks"} if c.sinks is not None else set()) | ({"q_scale"} if c.q_scale is not None else set())
+    assert page == sizes.page
+    return [
+        (serving.plan_kernel(config), serving.plan_launch(config, sizes, window, multiprocessors)),
+        (
+            serving.kernel(config),
+            serving.launch(
+                config, sizes, strides, window, options["softmax_scale"], softcap, frozenset(optional), multiprocessors
+            ),
+        ),
+    ]
+
+
+def sizes_of(c: Case) -> serving.ServingSizes:
+    lengths = (c.cu_seqlens_q[1:] - c.cu_seqlens_q[:-1]).tolist()
+    return serving.ServingSizes(
+        sequences=len(lengths),
+        tokens=c.q.shape[0],
+        max_q_len=max(lengths, default=0),
+        heads=c.q.shape[1],
+        kv_heads=c.k_cache.shape[2],
+        pages=c.k_cache.shape[0],
+        page=c.k_cache.shape[1],
+        table_row=c.block_table.shape[1],
+    )
+
+
+def array(x: Tensor) -> Array:
+    """Its memory, from the first byte that it has to its last: 16-bit floats as uint16, codes as uint8."""
+    flat = torch.as_strided(x, (x.untyped_storage().size() // x.element_size(),), (1,), 0)
+    view = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
+    return np.ascontiguousarray(flat.view(view.get(x.dtype, x.dtype)).numpy())
+
+
+def attention(c: Case, *, wide: bool = False, multiprocessors: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp."""
+    steps = launches(c, wide=wide, multiprocessors=multiprocessors)
+    config = serving.ServingConfig(head_dim=c.q.shape[2], wide=wide)
+    blocks, sizes = serving.grid_blocks(config, multiprocessors), sizes_of(c)
+    inputs = {
+        name: array(x)
+        for name, x in c.arguments().items()
+        if isinstance(x, Tensor) and x.numel() and name not in ("q_scale", "sinks")
+    }
+    inputs |= {name: array(x) for name, x in (("q_scale", c.q_scale), ("sinks", c.sinks)) if x is not None}
+    total, heads, head_dim = c.q.shape
+    result = run_chain(
+        [Step(to_ptx(k, serving.TARGET), k.entry, k.block, k.dynamic_smem_bytes, plan) for k, plan in steps],
+        inputs,
+        {"out": OutputSpec((total, heads, head_dim), "uint16"), "lse": OutputSpec((heads, total), "float32")},
+        workspaces={
+            "plan": Workspace(4 * serving.plan_words(config, sizes, blocks)),
+            "partials": Workspace(4 * serving.partial_words(config, sizes, blocks)),
+        },
+        seed=seed,
+    )
+    out = torch.from_numpy(result.outputs["out"]).view(c.options["out_dtype"])
+    return out, torch.from_numpy(result.outputs["lse"])
