@@ -9,7 +9,7 @@ import torch
 import greenfast
 from greenfast.kernels import KERNEL_DIR
 from greenfast.operator import cuda
-from greenfast.operator.cuda import _Step
+from greenfast.operator.cuda import Step
 from greenfast.spec.kernel import KernelSource, Launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
@@ -55,7 +55,7 @@ def test_a_producer_that_writes_late(head_dim: int, causal: int, precision: str,
 
     quantizing.prepared(0, pointers(ready), stream)()
     source = KernelSource(entry="late", source=LATE, name="late.cu", include_dirs=(KERNEL_DIR,), block=(256, 1, 1))
-    copy = _Step(source, Launch((16, 1, 1), ("from", "to", np.int64(size // 16))))
+    copy = Step(source, Launch((16, 1, 1), ("from", "to", np.int64(size // 16))))
     writing = copy.prepared(0, {"from": ready.data_ptr(), "to": late.data_ptr()}, stream)
     reading = attending.prepared(0, pointers(late), stream)
     torch.cuda.synchronize()

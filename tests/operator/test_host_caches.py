@@ -25,15 +25,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The launches, on CPU tensors that all have the same address."""
     found: list[Any] = []
 
-    def prepared(step: cuda._Step, device: int, pointers: dict[str, int], stream: int) -> tuple[Any, ...]:
+    def prepared(step: cuda.Step, device: int, pointers: dict[str, int], stream: int) -> tuple[Any, ...]:
         return step.source, step.launch, sorted(pointers.items()), stream  # what a launch is made of
 
     def launch(_: int, launches: tuple[Any, ...]) -> None:
         found.append(list(launches))
 
-    monkeypatch.setattr(cuda._Step, "prepared", prepared)
-    monkeypatch.setattr(cuda, "_launch", launch)
-    monkeypatch.setattr(cuda, "_stream", lambda _: 7)
+    monkeypatch.setattr(cuda.Step, "prepared", prepared)
+    monkeypatch.setattr(cuda, "queue", launch)
+    monkeypatch.setattr(cuda, "stream_of", lambda _: 7)
     monkeypatch.setattr(cuda, "target_of", lambda _: Target("sm_90a"))
     monkeypatch.setattr(cuda, "Device", lambda _: type("Device", (), {"set_current": lambda _: None})())
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())

@@ -147,9 +147,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[int
 
     def pretend(target: str) -> list[tuple[int, ...]]:
         monkeypatch.setattr(cuda, "target_of", lambda device: Target(target))
-        monkeypatch.setattr(cuda, "_stream", lambda device: 0)
-        monkeypatch.setattr(cuda, "_launch", lambda device, launches: None)
-        monkeypatch.setattr(cuda._Plan, "prepare", prepare)
+        monkeypatch.setattr(cuda, "stream_of", lambda device: 0)
+        monkeypatch.setattr(cuda, "queue", lambda device, launches: None)
+        monkeypatch.setattr(cuda.Plan, "prepare", prepare)
         monkeypatch.setattr(cuda, "_PLANS", {})
         monkeypatch.setattr(cuda, "_ATTENTION_LAUNCHES", {})
         return prepared

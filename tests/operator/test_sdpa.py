@@ -198,7 +198,7 @@ def test_the_first_launch_of_a_thread_gets_a_context(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cuda, "Device", FakeDevice)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
     one, two = Launch(), Launch()
-    cuda._launch(3, (one, two))  # type: ignore[arg-type]
+    cuda.queue(3, (one, two))  # type: ignore[arg-type]
     assert launched == [one, two]
     assert current == [3]
 

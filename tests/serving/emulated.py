@@ -32,12 +32,18 @@ def launches(c: Case, *, wide: bool = False, multiprocessors: int = 3) -> list[t
     sizes = sizes_of(c)
     window = options.get("window", (-1, -1))
     window = (window[0], 0) if options["causal"] else window
-    scales = {0: (0, 0), 1: (0, 1), 2: (kv_heads, 1), 3: (0, 0)}[c.k_scale.dim()]
-    of_q = (0, 0) if c.q_scale is None else c.q_scale.stride()
+    scales = {0: (0, 0), 1: (0, 1), 2: (kv_heads, 1), 3: (kv_heads * page, page)}[c.k_scale.dim()]
     of_page, of_token, of_head = c.k_cache.stride()[:3]
-    strides = serving.ServingStrides(q=c.q.stride()[:2], k=(of_page, of_token, of_head), q_scale=of_q, k_scale=scales, v_scale=scales)
-    optional = {"lse"} | ({"sinks"} if c.sinks is not None else set()) | ({"q_scale"} if c.q_scale is not None else set())
-    assert page == sizes.page
+    strides = serving.ServingStrides(
+        q=_two(c.q),
+        k=(of_page, of_token, of_head),
+        v=_two(c.v_cache),
+        table=c.block_table.stride(0),
+        q_scale=(0, 0) if c.q_scale is None else _two(c.q_scale),
+        k_scale=scales,
+        v_scale=scales,
+    )
+    optional = {"lse", *(name for name in ("sinks", "q_scale") if getattr(c, name) is not None)}
     return [
         (serving.plan_kernel(config), serving.plan_launch(config, sizes, window, multiprocessors)),
         (
@@ -47,6 +53,12 @@ def launches(c: Case, *, wide: bool = False, multiprocessors: int = 3) -> list[t
             ),
         ),
     ]
+
+
+def _two(x: Tensor) -> tuple[int, int]:
+    """Its first two strides."""
+    first, second = x.stride()[:2]
+    return first, second
 
 
 def sizes_of(c: Case) -> serving.ServingSizes:
@@ -59,7 +71,7 @@ def sizes_of(c: Case) -> serving.ServingSizes:
         kv_heads=c.k_cache.shape[2],
         pages=c.k_cache.shape[0],
         page=c.k_cache.shape[1],
-        table_row=c.block_table.shape[1],
+        table_entries=c.block_table.shape[1],
     )
 
 

@@ -157,7 +157,7 @@ class Exact:
     """Of attention on the numbers that the codes stand for, in float64.
 
     out: (total_q, heads, head_dim). lse: (heads, total_q). bound: what rounding weights to E4M3 can change of each
-    element of out: half a step of 3 mantissa bits, or of the smallest numbers next to a row's largest weight of 448.
+    element of out: half a step of 3 mantissa bits, or of the smallest numbers next to a weight of 56 at a row's maximum.
     deviation: a bound on its root of mean squares, as the errors of different keys are independent.
     """
 
@@ -208,7 +208,7 @@ def exact(c: Case) -> Exact:
         if kv_len:
             # What is rounded is the weight times the value's scale, next to the largest such product of the row.
             each = (v_scale if c.v_scale.dim() == 3 else torch.ones_like(v_scale)).unsqueeze(1)
-            step = mask * (weights * each).amax(-1, keepdim=True) * 2.0**-10 / 448 / each
+            step = mask * (weights * each).amax(-1, keepdim=True) * 2.0**-10 / 56 / each
             bound[rows] = ((2.0**-4 * weights + step) @ v.abs()).transpose(0, 1)
             deviation[rows] = ((2.0**-4 * weights + step).square() @ v.square()).sqrt().transpose(0, 1)
     return Exact(out, lse, bound, deviation)

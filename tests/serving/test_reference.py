@@ -184,7 +184,7 @@ def test_queries_of_zeros_and_tiny_ones(tiny: float) -> None:
 
 
 def test_a_rows_largest_weight_is_exact() -> None:
-    """The weight of the only key is 448, which E4M3 has: the output is that key's value, not off by a rounding."""
+    """The weight of the only key is 56, which E4M3 has: the output is that key's value, not off by a rounding."""
     c = case([(1, 1)], out_dtype=torch.float32)
     assert torch.allclose(attend(c)[0].double(), exact(c).out, rtol=1e-6, atol=0)
 

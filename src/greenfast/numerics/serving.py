@@ -18,8 +18,10 @@ from greenfast.numerics.formats import CODE_MAX, LEAST_SCALE
 #: Keys that share a running maximum's step, and keys that are summed before they join the row's result. Both lie at
 #: fixed positions of a sequence.
 TILE_KEYS, CHUNK_KEYS = 128, 512
-#: log2 of the largest weight of a row: P is rounded to E4M3, whose largest number is 448.
-WEIGHT_LOG2 = math.log2(448.0)
+#: A maximum follows a tile of keys only where that exceeds it by more than this, in units of log2.
+SLACK = 3.0
+#: log2 of the weight of a score at a row's maximum: P is rounded to E4M3, whose largest number is 448.
+WEIGHT_LOG2 = math.log2(448.0) - SLACK
 _LOG2_E = math.log2(math.e)
 _TILES = CHUNK_KEYS // TILE_KEYS
 _MOST_SCORES = 1 << 22  # at a time, so that they stay in memory that is small
@@ -280,7 +282,8 @@ def _chunks(
             t = t + _log2(divisor)
         seen = (at[:, j] >= first) & (at[:, j] < last)  # (rows, chunks, keys)
         t = t.masked_fill(~seen, -math.inf)
-        new = torch.maximum(top, t.amax(dim=-1))
+        of_tile = t.amax(dim=-1)
+        new = torch.where(of_tile > top + SLACK, of_tile, top)
         base = _finite(new)
         weights = _exp2(t - base.unsqueeze(-1) + WEIGHT_LOG2)
         factor = _exp2(top - base)

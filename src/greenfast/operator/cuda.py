@@ -41,7 +41,7 @@ _ALIGNMENT = 256  # bytes, of buffers in the workspace
 _MOST_PLANS = 4096
 _MOST_LAUNCHES = 256  # per plan, one for each set of addresses
 _COMPILING = threading.Lock()
-_PLANS: dict[tuple[Any, ...], _Plan] = {}
+_PLANS: dict[tuple[Any, ...], Plan] = {}
 _ATTENTION_LAUNCHES: dict[tuple[Any, ...], tuple[Prepared, ...]] = {}
 _QUANTIZED = ("q_codes", "k_codes", "v_codes", "q_scale", "k_scale", "v_scale", "out", "lse")
 
@@ -97,7 +97,7 @@ def _loaded(source: KernelSource, device: int) -> Any:
     return load_kernel(image, Device(device))
 
 
-def _cached(cache: dict[tuple[Any, ...], Value], key: tuple[Any, ...], value: Value, most: int) -> Value:
+def cached(cache: dict[tuple[Any, ...], Value], key: tuple[Any, ...], value: Value, most: int) -> Value:
     """Store a value and return it; a cache of ``most`` entries is cleared first."""
     if len(cache) >= most:
         cache.clear()
@@ -106,7 +106,7 @@ def _cached(cache: dict[tuple[Any, ...], Value], key: tuple[Any, ...], value: Va
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """One launch of a plan; ``names``: buffers of the kernel -> buffers of the plan, where they differ."""
 
     source: KernelSource
@@ -119,6 +119,7 @@ class _Step:
         return {self.names.get(x, x) for x in named if isinstance(x, str)}
 
     def prepared(self, device: int, pointers: Mapping[str, int], stream: int) -> Prepared:
+        """The launch on a stream, with the address of each of the plan's buffers."""
         with _COMPILING:
             kernel = _loaded(self.source, device)
         renamed = {**pointers, **{name: pointers[buffer] for name, buffer in self.names.items()}}
@@ -126,11 +127,11 @@ class _Step:
 
 
 @dataclass(slots=True)
-class _Plan:
+class Plan:
     """Launches for calls of one kind: ``work`` names buffers in one allocation by their offsets, in bytes."""
 
     device: int
-    steps: tuple[_Step, ...]
+    steps: tuple[Step, ...]
     work: Mapping[str, int] = field(default_factory=dict)
     work_elements: int = 0  # of the inputs' dtype
     head_dim: int = 0  # of the codes
@@ -144,14 +145,14 @@ class _Plan:
         with torch.cuda.device(self.device):
             Device(self.device).set_current()  # in a new thread PyTorch may not have done so yet
             launches = tuple(step.prepared(self.device, pointers, stream) for step in self.steps)
-        return _cached(self.launches, addresses, launches, _MOST_LAUNCHES)
+        return cached(self.launches, addresses, launches, _MOST_LAUNCHES)
 
 
-def quantize_step(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig) -> _Step:
+def quantize_step(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig) -> Step:
     """The launch that quantizes tensors like these."""
     sizes = sizes_of(query.shape, key.shape)
     strides = Strides(query.stride()[:3], key.stride()[:3], value.stride()[:3])
-    return _Step(qkv.kernel(config, sizes), qkv.launch(config, sizes, strides))
+    return Step(qkv.kernel(config, sizes), qkv.launch(config, sizes, strides))
 
 
 def attention_step(
@@ -160,19 +161,19 @@ def attention_step(
     scale: float,
     target: Target,
     strides: Strides = Strides(),  # noqa: B008
-) -> _Step:
+) -> Step:
     """The launch that computes attention on codes of K and V, and on codes of Q or unquantized Q with these strides."""
     names = {"k": "k_codes", "v_t": "v_codes"} | ({} if config.quantizes_queries else {"q": "q_codes"})
     if kernel_for(target, config, sizes).rung == "ada":
-        return _Step(ada.kernel(config), ada.launch(config, sizes, scale, strides), names)
+        return Step(ada.kernel(config), ada.launch(config, sizes, scale, strides), names)
     size = target.multiprocessors
     source, launch = hopper.kernel(config, sizes, size), hopper.launch(config, sizes, scale, strides, size)
-    return _Step(source, launch, names)
+    return Step(source, launch, names)
 
 
 def sdpa_steps(
     query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, scale: float, target: Target
-) -> tuple[_Step, _Step]:
+) -> tuple[Step, Step]:
     """The launches of ``sdpa`` on tensors like these: quantization, and attention, which quantizes Q where it can."""
     strides = Strides(query=query.stride()[:3], out=row_strides(query, query.shape[3])[:3])
     attending = attention_step(config, sizes_of(query.shape, key.shape), scale, target, strides)
@@ -200,7 +201,7 @@ def buffer_dtype(name: str) -> torch.dtype:
     return torch.uint8 if name.endswith("codes") else torch.float32
 
 
-def _stream(device: int) -> int:
+def stream_of(device: int) -> int:
     """The current stream; torch.cuda.current_stream() makes an object for it, at forty times the cost."""
     return torch._C._cuda_getCurrentRawStream(device)
 
@@ -222,10 +223,10 @@ def quantize(
     at = (choices, device, *(x.shape for x in given), *(x.stride() for x in given))
     plan = _PLANS.get(at)
     if plan is None:
-        plan = _cached(_PLANS, at, _Plan(device, (quantize_step(query, key, value, config),)), _MOST_PLANS)
+        plan = cached(_PLANS, at, Plan(device, (quantize_step(query, key, value, config),)), _MOST_PLANS)
     names, buffers = ("q", "k", "v", *found), (*given, *found.values())
-    addresses = (_stream(device), 0, *(x.data_ptr() for x in buffers))
-    _launch(device, plan.launches.get(addresses) or plan.prepare(names, addresses))
+    addresses = (stream_of(device), 0, *(x.data_ptr() for x in buffers))
+    queue(device, plan.launches.get(addresses) or plan.prepare(names, addresses))
     return tuple(found.values())
 
 
@@ -253,7 +254,7 @@ def _attention(
         out = query.new_empty_strided(out_shape, strides, dtype=dtype)
     sums = query.new_empty(shape[:3], dtype=torch.float32) if lse else query_scale
     addresses = (
-        _stream(device), 0, query.data_ptr(), key.data_ptr(), value.data_ptr(), query_scale.data_ptr(),
+        stream_of(device), 0, query.data_ptr(), key.data_ptr(), value.data_ptr(), query_scale.data_ptr(),
         key_scale.data_ptr(), value_scale.data_ptr(), out.data_ptr(), sums.data_ptr(),
     )  # fmt: skip
     at = (
@@ -268,17 +269,17 @@ def _attention(
         config = config_of(head_dim, dtype, precision, blocks, values)
         config = replace(config, mask=Mask(causal), log_sum_exp=lse)
         sizes, rows = sizes_of(shape, (*key.shape[:2], key_length)), Strides(out=out.stride()[:3])
-        plan = _Plan(device, (attention_step(config, sizes, scale, target_of(device), rows),))
-        launches = _cached(_ATTENTION_LAUNCHES, at, plan.prepare(_QUANTIZED, addresses), _MOST_PLANS)
-    _launch(device, launches)
+        plan = Plan(device, (attention_step(config, sizes, scale, target_of(device), rows),))
+        launches = cached(_ATTENTION_LAUNCHES, at, plan.prepare(_QUANTIZED, addresses), _MOST_PLANS)
+    queue(device, launches)
     return out, sums
 
 
-def _launch(device: int, launches: tuple[Prepared, ...]) -> None:
+def queue(device: int, launches: tuple[Prepared, ...]) -> None:
     """Queue launches on the device that they were prepared for."""
     if torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
-            _launch(device, launches)
+            queue(device, launches)
         return
     try:
         for launch in launches:
@@ -335,7 +336,7 @@ def _sdpa(
         config = sdpa_config(target_of(device), shape[3], query.dtype, precision, causal, lse=lse)
         if config.key_scales == "head":
             return _sdpa_unfused(query, key, value, config, scale)
-        plan = _cached(_PLANS, at, _sdpa_plan(query, key, value, config, scale), _MOST_PLANS)
+        plan = cached(_PLANS, at, _sdpa_plan(query, key, value, config, scale), _MOST_PLANS)
     out = query.new_empty_strided(shape, plan.out_strides)
     workspace = query.new_empty(plan.work_elements)
     more: tuple[Tensor, ...] = ()
@@ -343,7 +344,7 @@ def _sdpa(
         sums = query.new_empty(shape[:3], dtype=torch.float32)
         more = (sums, query.new_empty((*key.shape[:2], plan.head_dim), dtype=torch.float32))
     addresses = (
-        _stream(device), workspace.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+        stream_of(device), workspace.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
         *[x.data_ptr() for x in more],
     )  # fmt: skip
     launches = plan.launches.get(addresses)
@@ -351,7 +352,7 @@ def _sdpa(
         if not aligned(addresses[2] | addresses[3] | addresses[4]):
             return _sdpa(lse, readable(query), readable(key), readable(value), precision, causal, scale)
         launches = plan.prepare(("q", "k", "v", "out", "lse", "k_mean")[: len(addresses) - 2], addresses)
-    _launch(device, launches)
+    queue(device, launches)
     return out, more
 
 
@@ -369,7 +370,7 @@ def _sdpa_unfused(
     return out, (sums, codes.tensors()[-1]) if lse else ()
 
 
-def _sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, scale: float) -> _Plan:
+def _sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, scale: float) -> Plan:
     """Quantization, then attention, with the codes in a workspace."""
     device = query.get_device()
     steps = sdpa_steps(query, key, value, config, scale, target_of(device))
@@ -381,4 +382,4 @@ def _sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfi
         work[name] = size
         size += -(-torch.Size(shape).numel() * buffer_dtype(name).itemsize // _ALIGNMENT) * _ALIGNMENT
     strides = row_strides(query, config.columns)
-    return _Plan(device, steps, work, size // query.itemsize, config.head_dim, strides)
+    return Plan(device, steps, work, size // query.itemsize, config.head_dim, strides)

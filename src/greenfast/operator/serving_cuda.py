@@ -1,11 +1,63 @@
-"""The serving operators on a GPU. Arguments have been checked by ``serving_checks``."""
+"""The serving operators on a GPU. Arguments have been checked by ``serving_checks``.
+
+As in ``cuda``, what a call needs is looked up by shapes, strides and options, and its launches by addresses.
+"""
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_MISSING = "the serving kernels for GPUs are not part of this version; CPU tensors are computed by the reference"
+from greenfast.kernels.serving import append, attention
+from greenfast.kernels.serving.append import AppendConfig, AppendSizes, AppendStrides
+from greenfast.kernels.serving.attention import ServingConfig, ServingSizes, ServingStrides
+from greenfast.operator.cuda import Plan, Step, cached, queue, stream_of, target_of
+from greenfast.operator.layout import aligned
+from greenfast.spec.arch import Target
+
+_MOST_PLANS = 4096
+_ALIGNMENT = 256  # bytes, of buffers in the workspace
+_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float8_e4m3fn: "e4m3"}
+_NAMES |= {torch.int64: "int64", torch.int32: "int32"}
+_PLANS: dict[tuple[Any, ...], Plan] = {}
+
+
+@cache
+def _hopper(device: int) -> Target:
+    """The device's target. Raises NotImplementedError where the serving kernels do not run."""
+    target = target_of(device)
+    if target.name != attention.TARGET.name:
+        raise NotImplementedError(
+            f"the serving kernels are for Hopper ({attention.TARGET.name}), this is {target.name}; on CPU tensors the "
+            "calls compute the same numerics"
+        )
+    return target
+
+
+def _config(
+    head_dim: int, group: int, max_seqlen_q: int, query: torch.dtype, out: torch.dtype, *, tokens: bool, cap: bool
+) -> ServingConfig:
+    """tokens: whether each token of K and V has a scale. cap: whether there is a softcap."""
+    return ServingConfig(
+        head_dim=head_dim,
+        query=_NAMES[query],
+        out=_NAMES[out],
+        wide=max_seqlen_q * group > attention.NARROW_ROWS,
+        token_scales=tokens,
+        softcap=cap,
+    )
+
+
+def _window(causal: bool, left: int, right: int) -> tuple[int, int]:
+    return left, 0 if causal else right
+
+
+def _check_address(name: str, x: Tensor) -> None:
+    if not aligned(x.data_ptr()):
+        raise ValueError(f"{name}: it begins at address {x.data_ptr():#x}; a multiple of 16 is needed")
 
 
 def paged_attention(
@@ -14,8 +66,163 @@ def paged_attention(
     max_seqlen_q: int, causal: bool, window_left: int, window_right: int, softcap: float, softmax_scale: float,
     out_dtype: torch.dtype, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``torch.ops.greenfast.paged_attention`` of CUDA tensors; ``out``: where the output is written, if given."""
-    raise NotImplementedError(f"q: on {q.device}; {_MISSING}")
+    """``torch.ops.greenfast.paged_attention`` of CUDA tensors; ``out``: where the output is written, if given.
+
+    Rows behind the last of cu_seqlens_q are not written.
+    """
+    device, shape = q.get_device(), q.shape
+    given = (q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale)
+    at = (
+        device, *[x.shape for x in given], *[x.stride() for x in given], q.dtype, out_dtype, max_seqlen_q, causal,
+        window_left, window_right, softcap, softmax_scale, plan is None or plan.shape, sinks is None,
+        q_scale is None or q_scale.stride(),
+    )  # fmt: skip
+    found = _PLANS.get(at)
+    if found is None:
+        if v_cache.dim() == 4:
+            raise NotImplementedError('v_cache: in rows; on a GPU the layout "grouped" is needed (docs/serving.md)')
+        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+            _check_address(name, x)
+        found = cached(_PLANS, at, _attention_plan(*given, q_scale, sinks, plan, max_seqlen_q, (causal, window_left,
+            window_right), softcap, softmax_scale, out_dtype), _MOST_PLANS)  # fmt: skip
+    lse = q.new_empty((shape[1], shape[0]), dtype=torch.float32)
+    if out is not None and not out.is_contiguous():
+        made, lse = paged_attention(*given, q_scale, sinks, plan, max_seqlen_q, causal, window_left, window_right,
+                                    softcap, softmax_scale, out_dtype)  # fmt: skip
+        return out.copy_(made), lse
+    if out is None:
+        out = torch.empty(shape, dtype=out_dtype, device=q.device)
+    if out.numel() == 0 or seqused_k.shape[0] == 0:
+        return out, lse
+    if k_cache.shape[0] == 0 or block_table.shape[1] == 0:
+        return _without_keys(out, lse, sinks)
+    if not aligned(q.data_ptr()):
+        q = q.clone(memory_format=torch.contiguous_format)
+        return paged_attention(q, *given[1:], q_scale, sinks, plan, max_seqlen_q, causal, window_left, window_right,
+                               softcap, softmax_scale, out_dtype, out)  # fmt: skip
+    workspace = torch.empty(found.work_elements, dtype=torch.uint8, device=q.device)
+    addresses = (
+        stream_of(device), workspace.data_ptr(), q.data_ptr(), *[x.data_ptr() for x in given[1:]], out.data_ptr(),
+        lse.data_ptr(), 0 if q_scale is None else q_scale.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
+        0 if plan is None else plan.data_ptr(),
+    )  # fmt: skip
+    launches = found.launches.get(addresses)
+    if launches is None:
+        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+            _check_address(name, x)
+        names = _ATTENTION_BUFFERS if plan is not None else _ATTENTION_BUFFERS[:-1]
+        launches = found.prepare(names, addresses[: len(names) + 2])
+        found.launches[addresses] = launches
+    queue(device, launches)
+    return out, lse
+
+
+_ATTENTION_BUFFERS = (
+    "q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seqused_k", "k_scale", "v_scale", "out", "lse",
+    "q_scale", "sinks", "plan",
+)  # fmt: skip
+
+
+def _without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    if sinks is None:
+        lse.fill_(-float("inf"))
+    else:
+        lse.copy_(sinks.unsqueeze(1).expand_as(lse))
+    return out.zero_(), lse
+
+
+def _attention_plan(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
+    k_scale: Tensor, v_scale: Tensor, q_scale: Tensor | None, sinks: Tensor | None, plan: Tensor | None,
+    max_seqlen_q: int, mask: tuple[bool, int, int], softcap: float, softmax_scale: float, out_dtype: torch.dtype,
+) -> Plan:  # fmt: skip
+    """The launches for such tensors, with the plan of the work where none is given."""
+    device = q.get_device()
+    multiprocessors = _hopper(device).multiprocessors
+    (tokens, heads, head_dim), (pages, page, kv_heads, _) = q.shape, k_cache.shape
+    per_token = k_scale.dim() == 3
+    config = _config(head_dim, heads // kv_heads, max_seqlen_q, q.dtype, out_dtype, tokens=per_token, cap=softcap > 0)
+    sizes = ServingSizes(
+        sequences=seqused_k.shape[0], tokens=tokens, max_q_len=max_seqlen_q, heads=heads, kv_heads=kv_heads,
+        pages=pages, page=page, table_entries=block_table.shape[1],
+    )  # fmt: skip
+
+    def strides(scale: Tensor) -> tuple[int, int]:
+        return scale.stride()[:2] if scale.dim() > 1 else (0, *scale.stride()) if scale.dim() else (0, 0)  # type: ignore[return-value]
+
+    blocks, window = attention.grid_blocks(config, multiprocessors), _window(*mask)
+    needed = attention.plan_words(config, sizes, blocks)
+    if plan is not None and plan.numel() != needed:
+        raise ValueError(
+            f"plan (scheduler_metadata): {plan.numel()} elements, {needed} are needed; it was made for another "
+            "batch, max_seqlen_q or number of heads"
+        )
+    of_page, of_token, of_head = k_cache.stride()[:3]
+    launch = attention.launch(
+        config, sizes,
+        ServingStrides(
+            q=q.stride()[:2],  # type: ignore[arg-type]
+            k=(of_page, of_token, of_head),
+            v=v_cache.stride()[:2],  # type: ignore[arg-type]
+            table=block_table.stride(0),
+            q_scale=(0, 0) if q_scale is None else strides(q_scale),
+            k_scale=strides(k_scale), v_scale=strides(v_scale),
+        ),
+        window, softmax_scale, softcap,
+        frozenset({"lse", *(n for n, x in (("q_scale", q_scale), ("sinks", sinks)) if x is not None)}),
+        multiprocessors,
+    )  # fmt: skip
+    steps = [Step(attention.kernel(config), launch)]
+    work, size = {"partials": 0}, -(-4 * attention.partial_words(config, sizes, blocks) // _ALIGNMENT) * _ALIGNMENT
+    if plan is None:
+        steps.insert(
+            0, Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
+        )
+        work["plan"], size = size, size + 4 * needed
+    return Plan(device, tuple(steps), work, size)
+
+
+def plan(
+    cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, causal: bool,
+    window_left: int, window_right: int,
+) -> Tensor:  # fmt: skip
+    """``torch.ops.greenfast.paged_attention_plan`` of CUDA tensors: int32 of ``plan_size`` elements."""
+    device, batch = cu_seqlens_q.get_device(), seqused_k.shape[0]
+    options = (device, batch, max_seqlen_q, heads, kv_heads, head_dim, causal, window_left, window_right)
+    found = _PLANS.get(options)
+    if found is None:
+        multiprocessors = _hopper(device).multiprocessors
+        config, sizes = _plan_sizes(batch, max_seqlen_q, heads, kv_heads, head_dim)
+        window = _window(causal, window_left, window_right)
+        step = Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
+        size = attention.plan_words(config, sizes, attention.grid_blocks(config, multiprocessors))
+        found = cached(_PLANS, options, Plan(device, (step,), {}, size), _MOST_PLANS)
+    made = cu_seqlens_q.new_empty(found.work_elements)
+    if batch == 0:
+        return made.zero_()
+    addresses = (stream_of(device), 0, cu_seqlens_q.data_ptr(), seqused_k.data_ptr(), made.data_ptr())
+    names = ("cu_seqlens_q", "seqused_k", "plan")
+    queue(device, found.launches.get(addresses) or found.prepare(names, addresses))
+    return made
+
+
+def plan_size(batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Elements of a plan on the current device, for tracing."""
+    config, sizes = _plan_sizes(batch, max_seqlen_q, heads, kv_heads, head_dim)
+    multiprocessors = _hopper(torch.cuda.current_device()).multiprocessors
+    return attention.plan_words(config, sizes, attention.grid_blocks(config, multiprocessors))
+
+
+def _plan_sizes(
+    batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int
+) -> tuple[ServingConfig, ServingSizes]:
+    """What a plan depends on; the rest is anything."""
+    config = _config(head_dim, heads // kv_heads, max_seqlen_q, torch.bfloat16, torch.bfloat16, tokens=False, cap=False)
+    sizes = ServingSizes(
+        sequences=batch, tokens=0, max_q_len=max_seqlen_q, heads=heads, kv_heads=kv_heads, pages=0, page=attention.TILE,
+        table_entries=0,
+    )  # fmt: skip
+    return config, sizes
 
 
 def append_kv(
@@ -24,17 +231,71 @@ def append_kv(
     positions: Tensor | None, eps: float, interleaved: bool,
 ) -> Tensor:  # fmt: skip
     """``torch.ops.greenfast.append_kv`` of CUDA tensors: Q as attention takes it, empty where q is None."""
-    raise NotImplementedError(f"k: on {k.device}; {_MISSING}")
+    device = k.get_device()
+    q_out = k.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if k.shape[0] == 0:
+        return q_out
+    given = (q, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, q_weight, k_weight, cos, sin, positions)
+    at = (
+        device, *[x if x is None else (x.shape, x.stride(), x.dtype) for x in given], eps, interleaved,
+    )  # fmt: skip
+    found = _PLANS.get(at)
+    if found is None:
+        found = cached(_PLANS, at, _append_plan(given, eps, interleaved), _MOST_PLANS)
+    addresses = (stream_of(device), 0, *[0 if x is None else x.data_ptr() for x in given], q_out.data_ptr())
+    launches = found.launches.get(addresses)
+    if launches is None:
+        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+            _check_address(name, x)
+        if not aligned(k.data_ptr() | v.data_ptr() | (0 if q is None else q.data_ptr())):
+            k, v, q = k.clone(), v.clone(), None if q is None else q.clone()
+            return append_kv(q, k, v, *given[3:], eps, interleaved)
+        launches = found.prepare((*_APPEND_BUFFERS, "q_out"), addresses)
+    queue(device, launches)
+    return q_out
 
 
-def plan(
-    cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, causal: bool,
-    window_left: int, window_right: int,
-) -> Tensor:  # fmt: skip
-    """``torch.ops.greenfast.paged_attention_plan`` of CUDA tensors: int32 of ``plan_size`` elements."""
-    raise NotImplementedError(f"cu_seqlens_q: on {cu_seqlens_q.device}; {_MISSING}")
+_APPEND_BUFFERS = (
+    "q", "k", "v", "k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale", "q_weight", "k_weight", "cos", "sin",
+    "positions",
+)  # fmt: skip
 
 
-def plan_size(batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int) -> int:
-    """Elements of a plan, for tracing."""
-    raise NotImplementedError(f"plan: {_MISSING}")
+def _append_plan(given: tuple[Tensor | None, ...], eps: float, interleaved: bool) -> Plan:
+    q, k, v, k_cache, v_cache, _, k_scale, v_scale, q_weight, k_weight, cos, sin, positions = given
+    assert k is not None and v is not None and k_cache is not None and v_cache is not None  # noqa: PT018
+    assert k_scale is not None and v_scale is not None  # noqa: PT018
+    device = k.get_device()
+    _hopper(device)
+    if q is not None and (q_weight is None) != (k_weight is None):
+        raise NotImplementedError("q_weight, k_weight: one is None; on a GPU both are given, or neither")
+    grouped, per_token = v_cache.dim() == 5, k_scale.dim() == 3
+    config = AppendConfig(
+        head_dim=k.shape[2],
+        page_size=k_cache.shape[1],
+        dtype=_NAMES[k.dtype],
+        value_layout="grouped" if grouped else "rows",
+        scales="token" if per_token else "head",
+        queries=q is not None,
+        norm="" if k_weight is None else _NAMES[k_weight.dtype],
+        rotary_dim=0 if cos is None else 2 * cos.shape[1],
+        interleaved=interleaved,
+        tables="float32" if cos is None else _NAMES[cos.dtype],
+        positions="int64" if positions is None else _NAMES[positions.dtype],
+    )
+    sizes = AppendSizes(
+        k.shape[0], 0 if q is None else q.shape[1], k.shape[1], k_cache.shape[0], 0 if cos is None else cos.shape[0]
+    )
+    of_value = v_cache.stride()
+    strides = AppendStrides(
+        query=(0, 0) if q is None else q.stride()[:2],  # type: ignore[arg-type]
+        key=k.stride()[:2],  # type: ignore[arg-type]
+        value=v.stride()[:2],  # type: ignore[arg-type]
+        key_cache=k_cache.stride()[:3],  # type: ignore[arg-type]
+        value_cache=(of_value[0], 0, of_value[1]) if grouped else of_value[:3],  # type: ignore[arg-type]
+        key_scale=k_scale.stride(0) if k_scale.dim() == 1 else 0,
+        value_scale=v_scale.stride(0) if v_scale.dim() == 1 else 0,
+        cos=0 if cos is None else cos.stride(0),
+        sin=0 if sin is None else sin.stride(0),
+    )
+    return Plan(device, (Step(append.kernel(config), append.launch(config, sizes, strides, eps)),))

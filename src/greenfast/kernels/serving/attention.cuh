@@ -16,6 +16,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/e4m3.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/math.cuh"
 #include "ptx/store.cuh"
 #include "ptx/tma.cuh"
@@ -24,9 +25,10 @@
 
 namespace greenfast::serving {
 
-// A row's largest weight in a chunk is stored as 448 = 2^kOffset, E4M3's largest number, so that small ones keep their
-// bits.
-constexpr float kOffset = 8.807355f;
+// The weight of a score at a row's maximum is 56 = 2^kOffset. The maximum follows a tile only where that exceeds it by
+// more than kSlack, or O would be rescaled most of the time (Dao, FlashAttention-4, 2026); so weights go up to 448, which
+// is E4M3's largest number.
+constexpr float kSlack = 3.0f, kOffset = 8.807355f - kSlack;
 constexpr float kLeastScale = 1.88079096e-37f;  // 2^-122, of a row of Q
 constexpr float kLeast = 1.17549435e-38f;  // of factors: 0 times -inf would be NaN
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
@@ -47,6 +49,7 @@ struct Barrier {
 //   int kStages            tiles of K, and of V, on their way at a time
 //   int kBlocks            of the grid on a multiprocessor
 //   int kConsumerRegisters, kProducerRegisters  per thread, from the start of the main loop on
+//   int kRawRows           rows of Q that a producer fetches ahead; of a row tile with more, the consumers read them
 //   int kSmemBytes         of Storage: a check of what Python plans
 //   bool kTokenScales      whether each token and head of K and V has a scale, or each head
 //   bool kSoftcap          whether scores s become softcap * tanh(s / softcap)
@@ -62,20 +65,24 @@ struct Traits : Cfg {
   static constexpr int kColumns = Cfg::kHeadDim / Cfg::kColumnParts;  // of O, of a warpgroup
   static constexpr int kGroupBytes = Cfg::kHeadDim * 16;              // of V: 16 keys
   static constexpr int kRowThreads = 128 * Cfg::kColumnParts;         // that share rows
+  static constexpr int kRawBytes = Cfg::kHeadDim * (Cfg::kCodedQueries ? 1 : 2);  // of a row of Q
   // Whether scores are turned into exponents before the mask, or scaled in the exponential.
   static constexpr bool kExponents = Cfg::kTokenScales || Cfg::kSoftcap;
 };
 
-// What the exponentials of a key need: its scale of K, log2 of its scale of V, and one over that.
-struct alignas(16) KeyFactors {
-  float scale, log2_value, inverse_value, unused;
+// What the exponentials of a tile's keys need: scales of K, log2 of scales of V, and one over these.
+struct KeyFactors {
+  float scale[kTile], log2_value[kTile], inverse_value[kTile];
 };
+
+// Two neighbours in shared memory. The compiler must not load those of a whole tile ahead: registers are short.
+__device__ __forceinline__ void load_pair(const float* from, float (&x)[2]) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(ptx::shared_address(from)));
+}
 
 // What a row part knows of its work and rows. It is in shared memory since registers are what the kernel lacks.
 struct Rows {
-  Schedule schedule;
   Work work;
-  int more;                        // whether there is work
   int whole_begin, whole_end;      // keys that all rows attend to
   int begin[64], end[64];          // keys of a row
   float factor[64];                // from raw scores to exponents of two
@@ -92,13 +99,15 @@ struct Storage {
   alignas(1024) unsigned char q[T::kRowParts][T::kPanels][64 * T::kPanel];
   alignas(1024) unsigned char k[T::kStages][T::kPanels][kTile * T::kPanel];
   alignas(1024) unsigned char v[T::kStages][kTile / 16][T::kGroupBytes];
-  KeyFactors factors[T::kTokenScales ? T::kStages : 1][T::kTokenScales ? kTile : 1];
+  alignas(16) unsigned char raw_q[T::kRawRows > 0 ? T::kRawRows * T::kRawBytes : 16];
+  KeyFactors factors[T::kTokenScales ? T::kStages : 1];
+  Work next;  // the work whose Q is in raw_q; without chunks there is no more
   Rows rows[T::kRowParts];
   Sums sums[T::kConsumers];
   Work pieces[2];  // of row tiles that other blocks have worked on too: the first and the last
   int piece_count;
   ptx::Mbarrier k_full[T::kStages], k_empty[T::kStages], v_full[T::kStages], v_empty[T::kStages];
-  ptx::Mbarrier factors_full[T::kStages];
+  ptx::Mbarrier factors_full[T::kStages], q_full, q_empty;
 };
 
 template <int kStages>
@@ -127,15 +136,16 @@ struct ValueOperand {
 // How the results of two runs of keys, of which the second comes later, become one: by factors of both.
 struct Merge {
   float before, after;
-  // max, sum: of the first, and then of both.
-  __device__ __forceinline__ Merge(float& max, float& sum, float next_max, float next_sum) {
+  // max: of the first, and then of both.
+  __device__ __forceinline__ Merge(float& max, float next_max) {
     const float top = fmaxf(max, next_max), base = top == -CUDART_INF_F ? 0.0f : top;
     before = ptx::ex2(max - base);
     after = ptx::ex2(next_max - base);
-    sum = __fmaf_rn(sum, before, __fmul_rn(next_sum, after));
     max = top;
   }
-  __device__ __forceinline__ float operator()(float x, float next) const {
+  // Of O, and of the sums of weights.
+  __device__ __forceinline__ float operator()(float x, float next) const { return of(x, before, next, after); }
+  __device__ __forceinline__ static float of(float x, float before, float next, float after) {
     return __fmaf_rn(x, before, __fmul_rn(next, after));
   }
 };
@@ -146,7 +156,7 @@ struct BlockTable {
   const int* row;
   int entries, pages;
   __device__ __forceinline__ BlockTable(const AttentionParams& p, int sequence)
-      : row(p.block_table + static_cast<long long>(sequence) * p.table_row), entries(p.table_row), pages(p.pages) {}
+      : row(p.block_table + static_cast<long long>(sequence) * p.table_row), entries(p.table_entries), pages(p.pages) {}
   __device__ __forceinline__ int page(int number) const {
     return min(max(row[min(number, entries - 1)], 0), pages - 1);
   }
@@ -154,6 +164,25 @@ struct BlockTable {
 
 __device__ __forceinline__ Plan plan_of(const AttentionParams& p) {
   return {p.plan, static_cast<int>(gridDim.x), p.most_tiles};
+}
+
+// By the producer's first warp: says which work is next, and fetches its Q.
+template <class T>
+__device__ __forceinline__ void fetch_queries(const AttentionParams& p, Storage<T>& shared, const Work& work) {
+  const int lane = threadIdx.x % 32, group = p.batch.group;
+  const int stop = work.tile.rows(T::kRows, group), rows = stop <= T::kRawRows ? stop : 0;
+  if (lane == 0) {
+    shared.next = work;
+    shared.q_full.arrive_expect(rows * T::kRawBytes);
+  }
+  __syncwarp();
+  for (int r = lane; r < rows; r += 32) {
+    const int row = work.tile.first_row + r, token = p.batch.token(row), head = work.head * group + row - token * group;
+    const long long at = (work.tile.q_begin + token) * p.q_token + head * p.q_head;
+    ptx::bulk_load(shared.raw_q + r * T::kRawBytes,
+                   static_cast<const unsigned char*>(p.q) + at * (T::kRawBytes / T::kHeadDim), T::kRawBytes,
+                   shared.q_full);
+  }
 }
 
 // The producer's first warp: pages of K and V. A page's lane issues its copies.
@@ -166,9 +195,13 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
   Ring<T::kStages> ring;
   const Plan plan = plan_of(p);
   Schedule schedule;
-  schedule.start(plan, p.kv_heads);
+  schedule.start(plan);
   if (lane == 0) ptx::prefetch_map(k_map);
+  unsigned q_parity = 0;
   for (Work work; schedule.get(plan, p.kv_heads, work);) {
+    shared.q_empty.wait(q_parity ^ 1);
+    q_parity ^= 1;
+    fetch_queries(p, shared, work);
     const int begin = work.tile.key_begin, end = work.tile.key_end;
     const BlockTable table(p, work.tile.sequence);
     const int stop = work.stop_tile();
@@ -194,10 +227,15 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
       if (lane == 0) shared.v_full[s].arrive_expect(bytes);
       __syncwarp();
       if (needed) {
-        const long long at = (static_cast<long long>(number) * p.kv_heads + work.head) * page_bytes;
+        const long long at = number * p.v_page + work.head * p.v_head;
         ptx::bulk_load(shared.v[s][0] + lane * page_bytes, values + at, page_bytes, shared.v_full[s]);
       }
     }
+  }
+  shared.q_empty.wait(q_parity ^ 1);
+  if (lane == 0) {
+    shared.next.chunks = 0;
+    shared.q_full.arrive();
   }
 }
 
@@ -209,26 +247,31 @@ __device__ __forceinline__ void fetch_factors(const AttentionParams& p, Storage<
   Ring<T::kStages> ring;
   const Plan plan = plan_of(p);
   Schedule schedule;
-  schedule.start(plan, p.kv_heads);
+  schedule.start(plan);
   for (Work work; schedule.get(plan, p.kv_heads, work);) {
     const BlockTable table(p, work.tile.sequence);
     const int stop = work.stop_tile();
     for (int tile = work.first_tile(); tile < stop; ++tile, ring.advance()) {
       const int s = ring.stage;
-      KeyFactors found[2];
+      float scales[2], of_values[2];
       for (int i = 0; i < 2; ++i) {
         const int key = tile * kTile + thread + i * kThreads;
-        float scale = 1.0f, of_value = 1.0f;
+        scales[i] = of_values[i] = 1.0f;
         if (thread + i * kThreads < kTile && key >= work.tile.key_begin && key < work.tile.key_end) {
-          const long long row = static_cast<long long>(table.page(key / p.page)) * p.kv_heads + work.head;
-          scale = p.k_scale[row * p.page + key % p.page];
-          of_value = p.v_scale[row * p.page + key % p.page];
+          const long long page = table.page(key / p.page);
+          const int slot = key % p.page;
+          scales[i] = p.k_scale[page * p.k_scale_strides[0] + work.head * p.k_scale_strides[1] + slot];
+          of_values[i] = p.v_scale[page * p.v_scale_strides[0] + work.head * p.v_scale_strides[1] + slot];
         }
-        found[i] = {scale, __log2f(of_value), ptx::inverse(of_value), 0.0f};
       }
       shared.v_empty[s].wait(ring.parity ^ 1);
       for (int i = 0; i < 2; ++i) {
-        if (thread + i * kThreads < kTile) shared.factors[s][thread + i * kThreads] = found[i];
+        const int at = thread + i * kThreads;
+        if (at >= kTile) break;
+        KeyFactors& factors = shared.factors[s];
+        factors.scale[at] = scales[i];
+        factors.log2_value[at] = __log2f(of_values[i]);
+        factors.inverse_value[at] = ptx::inverse(of_values[i]);
       }
       __syncwarp();
       if (threadIdx.x % 32 == 0) shared.factors_full[s].arrive();
@@ -251,6 +294,7 @@ struct Consumer {
   const ptx::Operand<T::kPanel> q_tile, k_tiles;
   const ValueOperand<T> v_tiles;
   Ring<T::kStages> k_ring, v_ring;
+  unsigned q_parity = 0;
 
   float o[kOut], max[2], sum[2];  // of the present chunk; sum is of this thread's columns
   float all_o[kOut];              // of the chunks before it
@@ -279,10 +323,11 @@ struct Consumer {
   // The next work: whether there is any, what its rows attend to, and their Q, quantized.
   __device__ __forceinline__ bool begin_work() {
     sync_rows();  // the last work is over
-    if (thread() == 0) rows.more = rows.schedule.get(plan_of(p), p.kv_heads, rows.work);
-    sync_rows();
-    if (!rows.more) return false;
-    const Work work = rows.work;
+    shared.q_full.wait(q_parity);
+    q_parity ^= 1;
+    const Work work = shared.next;
+    if (work.chunks == 0) return false;
+    if (thread() == 0) rows.work = work;
     const RowTile& tile = work.tile;
     const int group = p.batch.group, first = tile.first_row + row_part * 64, stop = tile.q_len * group;
     // Rows behind the last have its keys, and are not written.
@@ -303,19 +348,24 @@ struct Consumer {
     }
     constexpr int kLanes = T::kHeadDim / 8, kAtOnce = T::kRowThreads / kLanes, kPasses = 64 / kAtOnce;
     const int lane = thread() % kLanes, column = lane * 8, first_row = thread() / kLanes;
+    const bool fetched = tile.rows(T::kRows, group) <= T::kRawRows;
     uint4 words[kPasses];
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const int row = first + first_row + i * kAtOnce, token = p.batch.token(row), head = row - token * group;
       const long long at = (tile.q_begin + token) * p.q_token + (work.head * group + head) * p.q_head + column;
+      constexpr int kBytes = T::kRawBytes / T::kHeadDim;
+      const unsigned char* const from =
+          fetched ? shared.raw_q + (row - tile.first_row) * T::kRawBytes + column * kBytes
+                  : static_cast<const unsigned char*>(p.q) + at * kBytes;
       words[i] = make_uint4(0, 0, 0, 0);
       if (row >= stop) continue;
       if constexpr (T::kCodedQueries) {
-        const uint2 codes = *reinterpret_cast<const uint2*>(static_cast<const unsigned char*>(p.q) + at);
+        const uint2 codes = *reinterpret_cast<const uint2*>(from);
         words[i].x = codes.x;
         words[i].y = codes.y;
       } else {
-        words[i] = *reinterpret_cast<const uint4*>(static_cast<const typename T::In*>(p.q) + at);
+        words[i] = *reinterpret_cast<const uint4*>(from);
       }
     }
 #pragma unroll
@@ -352,6 +402,7 @@ struct Consumer {
     }
     ptx::fence_proxy_async();
     sync_rows();
+    if (thread() == 0) shared.q_empty.arrive();
     return true;
   }
 
@@ -409,18 +460,18 @@ struct Consumer {
     float top[2], bias[2];
     if constexpr (T::kExponents) {
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        float x = s[i];
-        float log2_value = 0.0f;
+      for (int i = 0; i < kScores; i += 4) {  // two keys, of both rows
+        const int key = i / 4 * 8 + column;
+        float scales[2] = {1.0f, 1.0f}, log2_values[2] = {0.0f, 0.0f};
         if constexpr (T::kTokenScales) {
-          const KeyFactors& key = keys[i / 4 * 8 + column + i % 2];
-          x *= key.scale;
-          log2_value = key.log2_value;
+          load_pair(&keys->scale[key], scales);
+          load_pair(&keys->log2_value[key], log2_values);
         }
-        if constexpr (T::kSoftcap) {
-          s[i] = fmaf(ptx::tanh(x * factor[i / 2 % 2]), p.softcap * kLog2E, log2_value);
-        } else {
-          s[i] = fmaf(x, factor[i / 2 % 2], log2_value);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float x = s[i + j] * scales[j % 2];
+          s[i + j] = T::kSoftcap ? fmaf(ptx::tanh(x * factor[j / 2]), p.softcap * kLog2E, log2_values[j % 2])
+                                 : fmaf(x, factor[j / 2], log2_values[j % 2]);
         }
       }
     }
@@ -454,7 +505,7 @@ struct Consumer {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      top[r] = fmaxf(top[r], max[r]);
+      top[r] = top[r] > max[r] + kSlack ? top[r] : max[r];
       const float base = top[r] == -CUDART_INF_F ? 0.0f : top[r];
       rescale[r] = ptx::ex2(max[r] - base);
       bias[r] = kOffset - base;
@@ -462,14 +513,15 @@ struct Consumer {
     }
     float sums[2][4] = {{sum[0] * rescale[0], 0.0f, 0.0f, 0.0f}, {sum[1] * rescale[1], 0.0f, 0.0f, 0.0f}};
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const int r = i / 2 % 2;
-      float& x = sums[r][i / 4 % 4];
-      s[i] = ptx::ex2(T::kExponents ? s[i] + bias[r] : fmaf(s[i], factor[r], bias[r]));
-      if constexpr (T::kTokenScales) {
-        x = fmaf(s[i], keys[i / 4 * 8 + column + i % 2].inverse_value, x);
-      } else {
-        x += s[i];
+    for (int i = 0; i < kScores; i += 4) {
+      float inverse_values[2];
+      if constexpr (T::kTokenScales) load_pair(&keys->inverse_value[i / 4 * 8 + column], inverse_values);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int r = j / 2;
+        float &x = sums[r][i / 4 % 4], &w = s[i + j];
+        w = ptx::ex2(T::kExponents ? w + bias[r] : fmaf(w, factor[r], bias[r]));
+        x = T::kTokenScales ? fmaf(w, inverse_values[j % 2], x) : x + w;
       }
     }
 #pragma unroll
@@ -515,11 +567,12 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int at = row() + 8 * r;
-        float before_max = sums.all_max[at], before_sum = sums.all_sum[at];
-        const Merge merge(before_max, before_sum, sums.max[at], sums.sum[at]);
+        float top = sums.all_max[at];
+        const Merge merge(top, sums.max[at]);
+        const float total = merge(sums.all_sum[at], sums.sum[at]);
         __syncwarp();
-        sums.all_max[at] = before_max;
-        sums.all_sum[at] = before_sum;
+        sums.all_max[at] = top;
+        sums.all_sum[at] = total;
 #pragma unroll
         for (int i = 0; i < kOut; ++i) {
           if (i / 2 % 2 == r) all_o[i] = merge(all_o[i], o[i]);
@@ -565,7 +618,8 @@ struct Consumer {
       const int token = work.tile.q_begin + of_tile;
       before = 1.0f;
       if (p.sinks != nullptr) {
-        Merge merge(max, sum, p.sinks[head] * kLog2E, 448.0f);
+        const Merge merge(max, p.sinks[head] * kLog2E);
+        sum = merge(sum, 56.0f);
         before = merge.before;
       }
       const bool any = sum > 0.0f || sum != sum;
@@ -655,10 +709,13 @@ struct Consumer {
     constexpr int kParts = T::kHeadDim / 4, kUnroll = 16, kListed = sizeof(shared.sums) / sizeof(int);
     struct Staged {
       float4 o[kThreads * kUnroll];
-      float2 sums[kThreads * kUnroll];
+      float2 factors[kThreads * kUnroll];  // of what came before, and of the result
+      float sums[kThreads * kUnroll];
+      float tops[kThreads];  // of a reader's results
     };
     static_assert(sizeof(Staged) <= sizeof(shared.k) + sizeof(shared.v), "tiles are over, their memory is free");
     Staged& staged = *reinterpret_cast<Staged*>(shared.k);
+    const auto sync = [] { ptx::barrier_sync(Barrier::kConsumers, kThreads); };
     int* const done = plan.done(work.index, work.head, p.kv_heads);
     if (threadIdx.x == 0) {
       while (*static_cast<volatile int*>(done) < work.chunks) __nanosleep(32);
@@ -666,14 +723,14 @@ struct Consumer {
     }
     // Result 0 is the first block's, of all of its chunks; the others are of a chunk each.
     const int first_unit = work.tile.first_unit + work.head * work.chunks, first_block = plan.block_of(first_unit);
-    const int next_unit = plan.block_begin(first_block + 1), results = first_unit + work.chunks - next_unit + 1;
+    const int next_unit = plan.share(first_block)->end, results = first_unit + work.chunks - next_unit + 1;
     const auto slot_of = [&](int result) {
       const int unit = next_unit + result - 1, block = result == 0 ? first_block : plan.block_of(unit);
-      return block * (p.slots + 1) + (result == 0 ? p.slots : min(unit - plan.block_begin(block), p.slots));
+      return block * (p.slots + 1) + (result == 0 ? p.slots : min(unit - plan.share(block)->begin, p.slots));
     };
     int* const listed = reinterpret_cast<int*>(shared.sums);
     for (int i = threadIdx.x; i < min(results, kListed); i += kThreads) listed[i] = slot_of(i);
-    ptx::barrier_sync(Barrier::kConsumers, kThreads);
+    sync();
     // With fewer units than blocks each block has one unit, or none.
     const bool few = plan.units() < plan.blocks;
     const int blocks = few ? work.chunks : plan.block_of(first_unit + work.chunks - 1) - first_block + 1;
@@ -681,44 +738,64 @@ struct Consumer {
     const int elements = work.tile.rows(T::kRows, p.batch.group) * kParts;  // of four columns
     const int stop = (rank + 1) * elements / blocks;
     for (int first = rank * elements / blocks; first < stop; first += kThreads) {
-      // Several threads read the results of an element, and one merges them.
-      const int count = min(stop - first, kThreads), readers = kThreads / count;
+      // Several threads read the results of an element, up to kUnroll each, and find their factors; one merges them.
+      const int count = min(stop - first, kThreads);
+      const int readers = min(kThreads / count, (results + kUnroll - 1) / kUnroll);
       const int element = threadIdx.x % count, reader = threadIdx.x / count;
       const int row = (first + element) / kParts, column = (first + element) % kParts * 4;
       float top = -CUDART_INF_F, total = 0.0f, x[4] = {};
       for (int n = 0; n < results; n += readers * kUnroll) {
+        const int begin = n + reader * kUnroll;
+        const int mine = reader < readers ? min(results - begin, kUnroll) : 0;  // perhaps none
+        float next_max[kUnroll], most = -CUDART_INF_F;
         float4 next[kUnroll];
-        float2 next_sums[kUnroll];
-        if (reader < readers) {
+        float next_sum[kUnroll];
 #pragma unroll
-          for (int u = 0; u < kUnroll; ++u) {
-            const int result = min(n + reader * kUnroll + u, results - 1);
-            const float* const from = partial(result < kListed ? listed[result] : slot_of(result));
-            next[u] = __ldcg(reinterpret_cast<const float4*>(from + row * T::kHeadDim + column));
-            next_sums[u] = make_float2(__ldcg(from + p.slot_rows * T::kHeadDim + row),
-                                       __ldcg(from + p.slot_rows * (T::kHeadDim + 1) + row));
-          }
-#pragma unroll
-          for (int u = 0; u < kUnroll; ++u) {
-            staged.o[(reader * kUnroll + u) * count + element] = next[u];
-            staged.sums[(reader * kUnroll + u) * count + element] = next_sums[u];
-          }
+        for (int u = 0; u < kUnroll; ++u) {
+          if (u >= mine) break;
+          const int result = begin + u;
+          const float* const from = partial(result < kListed ? listed[result] : slot_of(result));
+          next[u] = __ldcg(reinterpret_cast<const float4*>(from + row * T::kHeadDim + column));
+          next_max[u] = __ldcg(from + p.slot_rows * T::kHeadDim + row);
+          next_sum[u] = __ldcg(from + p.slot_rows * (T::kHeadDim + 1) + row);
         }
-        ptx::barrier_sync(Barrier::kConsumers, kThreads);
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          if (u < mine) most = fmaxf(most, next_max[u]);
+        }
+        staged.tops[threadIdx.x] = most;
+        sync();
+        float before = top;
+        for (int r = 0; r < readers; ++r) {
+          const float of_reader = staged.tops[r * count + element];
+          if (r < reader) before = fmaxf(before, of_reader);
+          top = fmaxf(top, of_reader);
+        }
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          if (u >= mine) break;
+          const int at = (reader * kUnroll + u) * count + element;
+          const Merge merge(before, next_max[u]);
+          staged.o[at] = next[u];
+          staged.sums[at] = next_sum[u];
+          staged.factors[at] = make_float2(merge.before, merge.after);
+        }
+        sync();
         if (reader == 0) {
-          const int most = min(readers * kUnroll, results - n);
+          const int most_results = min(readers * kUnroll, results - n);
 #pragma unroll 8
-          for (int u = 0; u < most; ++u) {
+          for (int u = 0; u < most_results; ++u) {
             const float4 y = staged.o[u * count + element];
-            const float2 sums_of = staged.sums[u * count + element];
-            const Merge merge(top, total, sums_of.x, sums_of.y);
+            const float2 factors = staged.factors[u * count + element];
+            const auto merge = [&](float z, float next) { return Merge::of(z, factors.x, next, factors.y); };
+            total = merge(total, staged.sums[u * count + element]);
             x[0] = merge(x[0], y.x);
             x[1] = merge(x[1], y.y);
             x[2] = merge(x[2], y.z);
             x[3] = merge(x[3], y.w);
           }
         }
-        ptx::barrier_sync(Barrier::kConsumers, kThreads);
+        sync();
       }
       if (reader == 0) {
         const Finish finish(p, work, row, top, total, column == 0);
@@ -730,7 +807,8 @@ struct Consumer {
   }
 
   // One tile: its scores, during which P V of the tile before it runs, and its weights.
-  template <bool kMasked, bool kFirst>
+  // kNew: it is the first of a chunk.
+  template <bool kMasked, bool kFirst, bool kNew>
   __device__ __forceinline__ void step(int tile, unsigned (&weights)[kSteps][4]) {
     float s[kScores], rescale[2];
     const int stage = k_ring.stage;
@@ -745,12 +823,11 @@ struct Consumer {
     arrive(shared.k_empty[stage]);
     if constexpr (T::kTokenScales) shared.factors_full[stage].wait(k_ring.parity);
     k_ring.advance();
-    const bool new_chunk = tile % (kChunk / kTile) == 0;
-    if (!kFirst && new_chunk) {
+    if constexpr (!kFirst && kNew) {
       keep_sums();
       start_sums();
     }
-    weigh<kMasked>(s, shared.factors[T::kTokenScales ? stage : 0], tile * kTile, rescale);
+    weigh<kMasked>(s, shared.factors + (T::kTokenScales ? stage : 0), tile * kTile, rescale);
     if constexpr (!kFirst) {
       ptx::wgmma_wait<0>();
       ptx::pin(o);
@@ -758,7 +835,7 @@ struct Consumer {
     }
     pack(s, weights);  // not before: P V was reading them
     if constexpr (!kFirst) {
-      if (new_chunk) {
+      if constexpr (kNew) {
         end_chunk((tile - 1) / (kChunk / kTile));
       } else if (__any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
 #pragma unroll
@@ -797,7 +874,6 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (thread() == 0) rows.schedule.start(plan_of(p), p.kv_heads);
     if (row_part == T::kRowParts - 1) pass_turn();  // the first begins
     while (begin_work()) {
       start_sums();
@@ -814,9 +890,13 @@ struct Consumer {
       const int stop = __shfl_sync(0xffffffffu, rows.work.stop_tile(), 0);
       const auto is_whole = [&] { return tile >= whole_first && tile < whole_stop; };
       if (tile < stop) {
-        is_whole() ? step<false, true>(tile, weights) : step<true, true>(tile, weights);
+        is_whole() ? step<false, true, true>(tile, weights) : step<true, true, true>(tile, weights);
         for (++tile; tile < stop; ++tile) {
-          is_whole() ? step<false, false>(tile, weights) : step<true, false>(tile, weights);
+          if (tile % (kChunk / kTile) == 0) {
+            is_whole() ? step<false, false, true>(tile, weights) : step<true, false, true>(tile, weights);
+          } else {
+            is_whole() ? step<false, false, false>(tile, weights) : step<true, false, false>(tile, weights);
+          }
         }
         keep_sums();
         await_values(stop - 1);
@@ -837,6 +917,7 @@ struct Consumer {
       }
     }
     if (row_part == 0) take_turn();  // no turn stays untaken
+    ptx::launch_dependent_grids();
     merge_pieces(plan_of(p));
   }
 };
@@ -852,6 +933,8 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
   if (threadIdx.x == 0) {
     shared.piece_count = 0;
     constexpr int kWarps = 4 * T::kConsumers;
+    shared.q_full.init(1);
+    shared.q_empty.init(T::kRowParts);
     for (int s = 0; s < T::kStages; ++s) {
       shared.k_full[s].init(1);
       shared.v_full[s].init(1);
@@ -867,6 +950,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
   for (int i = threadIdx.x; i < T::kRows; i += T::kThreads) shared.rows[i / 64].factor[i % 64] = 1.0f;
   ptx::fence_proxy_async();
   __syncthreads();
+  ptx::griddepcontrol_wait();  // so far nothing was read that kernels before this one may have written
   if (warpgroup == T::kConsumers) {
     ptx::warpgroup_reg_dealloc<T::kProducerRegisters>();
     if (threadIdx.x / 32 % 4 == 0) {

@@ -1,4 +1,4 @@
-"""Attention over a paged FP8 cache on Hopper, ``kernels/serving/attention.cuh``, and the plan of its work, ``plan.cuh``."""
+"""Attention over a paged FP8 cache on Hopper, and the plan of its work: ``attention.cuh`` and ``plan.cuh`` in this folder."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ ENTRY, PLAN_ENTRY = "paged_attention", "plan_attention"
 TARGET = Target("sm_90a")
 HEAD_DIMS, PAGES = (64, 128, 256), (16, 32, 64, 128)
 TILE, CHUNK = 128, 512  # keys: of a tile, and of a run whose sum stays in the tensor cores' accumulators
+NARROW_ROWS = 64  # of a row tile that is not wide
 OPEN = 2**30  # a side of the window that is open
 _HEADER = 8  # words of a plan before its arrays
 _TILE_WORDS = 8
 _PLAN_THREADS = 1024
-#: Sizes of the kernel's Rows, Sums, and of two pieces of Work and their number.
-_ROWS_BYTES, _SUMS_BYTES, _PIECES_BYTES = 4 * (5 + 13 + 3 + 3 * 64), 4 * 4 * 64, 4 * (2 * 13 + 1)
+#: Sizes of the kernel's Work, Rows, Sums, and of two pieces of Work and their number.
+_WORK_BYTES, _ROWS_BYTES, _SUMS_BYTES, _PIECES_BYTES = 52, 4 * (13 + 2 + 3 * 64), 4 * 4 * 64, 4 * (2 * 13 + 1)
 #: Shared memory of a multiprocessor of TARGET, and what each block takes of it besides its own.
 _SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
 #: Partial results that the blocks of one launch may leave, in bytes, where row tiles are full.
@@ -74,24 +75,37 @@ class ServingConfig:
         return 2 if self.consumers == 1 else 1
 
     @property
+    def raw_rows(self) -> int:
+        """Rows of Q that are fetched ahead: of a wide row tile all, else as many as cost no stage."""
+        return self.rows if self.wide and self.row_parts > 1 else self._raw_rows_and_stages()[0]
+
+    @property
     def stages(self) -> int:
         """Tiles of K and V in flight: as many as let ``blocks`` blocks reside on a multiprocessor, and at most 8.
 
         Blocks wait for each other at their end, so all of a launch have to be resident.
         """
-        most = _SHARED_BYTES // self.blocks - _RESERVED_BYTES
-        return next(n for n in range(8, 0, -1) if self._smem_bytes(n) <= most)
+        return self._stages(self.rows) if self.wide and self.row_parts > 1 else self._raw_rows_and_stages()[1]
 
     @property
     def smem_bytes(self) -> int:
         """The size of the kernel's Storage."""
-        return self._smem_bytes(self.stages)
+        return self._smem_bytes(self.stages, self.raw_rows)
 
-    def _smem_bytes(self, stages: int) -> int:
+    def _raw_rows_and_stages(self) -> tuple[int, int]:
+        most = self._stages(0)
+        return next((rows, most) for rows in (16, 8, 0) if self._stages(rows) == most)
+
+    def _stages(self, raw_rows: int) -> int:
+        most = _SHARED_BYTES // self.blocks - _RESERVED_BYTES
+        return next(n for n in range(8, 0, -1) if self._smem_bytes(n, raw_rows) <= most)
+
+    def _smem_bytes(self, stages: int, raw_rows: int) -> int:
         tiles = 64 * self.row_parts * self.head_dim + stages * 2 * TILE * self.head_dim
-        factors = 16 * TILE * stages if self.token_scales else 16
-        rest = factors + _ROWS_BYTES * self.row_parts + _SUMS_BYTES * self.consumers + _PIECES_BYTES
-        rest = -(-rest // 8) * 8 + 40 * stages
+        raw = max(16, raw_rows * self.head_dim * (1 if self.query == "e4m3" else 2))
+        factors = 12 * TILE * (stages if self.token_scales else 1)
+        rest = raw + factors + _WORK_BYTES + _ROWS_BYTES * self.row_parts + _SUMS_BYTES * self.consumers + _PIECES_BYTES
+        rest = -(-rest // 8) * 8 + 40 * stages + 16
         return tiles + -(-rest // 1024) * 1024
 
 
@@ -99,8 +113,8 @@ class ServingConfig:
 class ServingSizes:
     """Sizes of a batch. tokens: query tokens of all sequences. max_q_len: at least those of any sequence.
 
-    pages: of the cache, of ``page`` tokens each. table_row: entries of a sequence in the block table. A plan does not
-    depend on tokens, pages, page and table_row.
+    pages: of the cache, of ``page`` tokens each. table_entries: of a sequence in the block table. A plan does not
+    depend on tokens, pages, page and table_entries.
     """
 
     sequences: int
@@ -110,7 +124,7 @@ class ServingSizes:
     kv_heads: int
     pages: int
     page: int
-    table_row: int
+    table_entries: int
 
     @property
     def group(self) -> int:
@@ -131,8 +145,8 @@ class ServingSizes:
         return max(1, _MOST_PARTIAL_BYTES // (slot_bytes * blocks))
 
     def slots(self, config: ServingConfig, blocks: int) -> int:
-        """Those that sequences of up to ``table_row`` pages may make it leave."""
-        return max(1, min(-(-self.table_row * self.page // CHUNK), self.most_slots(config, blocks)))
+        """Those that sequences of up to ``table_entries`` pages may make it leave."""
+        return max(1, min(-(-self.table_entries * self.page // CHUNK), self.most_slots(config, blocks)))
 
 
 def grid_blocks(config: ServingConfig, multiprocessors: int) -> int:
@@ -143,7 +157,7 @@ def grid_blocks(config: ServingConfig, multiprocessors: int) -> int:
 def plan_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
     """Size of a plan, in int32."""
     most = sizes.most_tiles(config.rows)
-    return _HEADER + -(-blocks // 8) * 8 + most * (_TILE_WORDS + 2 * sizes.kv_heads)
+    return _HEADER + -(-blocks // 2) * 8 + most * (_TILE_WORDS + 2 * sizes.kv_heads)
 
 
 def partial_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
@@ -203,6 +217,7 @@ struct Cfg {{
   static constexpr int kBlocks = {config.blocks};
   static constexpr int kConsumerRegisters = {consumer};
   static constexpr int kProducerRegisters = {producer};
+  static constexpr int kRawRows = {config.raw_rows};
   static constexpr int kSmemBytes = {config.smem_bytes};
   static constexpr bool kTokenScales = {str(config.token_scales).lower()};
   static constexpr bool kSoftcap = {str(config.softcap).lower()};
@@ -232,11 +247,14 @@ extern "C" __global__ void __launch_bounds__({threads}, {config.blocks})
 class ServingStrides:
     """Strides in elements. q: of tokens and heads. k: of pages, tokens of a page, and heads; multiples of 16.
 
-    q_scale, k_scale, v_scale: of sequences and heads, of scales that tokens do not have.
+    v: of pages and heads. table: of the block table's sequences. q_scale, k_scale, v_scale: of sequences and heads, or
+    where tokens have scales of pages and heads.
     """
 
     q: tuple[int, int]
     k: tuple[int, int, int]
+    v: tuple[int, int]
+    table: int
     q_scale: tuple[int, int] = (0, 0)
     k_scale: tuple[int, int] = (0, 0)
     v_scale: tuple[int, int] = (0, 0)
@@ -262,10 +280,10 @@ def launch(
         (
             *("q", given["q_scale"], "v_cache", "k_scale", "v_scale"),
             *(given["sinks"], "block_table", "plan", "partials", "out", given["lse"], batch),
-            *_ints(sizes.kv_heads, sizes.tokens, sizes.pages, sizes.page, sizes.table_row),
+            *_ints(sizes.kv_heads, sizes.tokens, sizes.pages, sizes.page, sizes.table_entries, strides.table),
             *_ints(*strides.q_scale, *strides.k_scale, *strides.v_scale),
             *_ints(sizes.slot_rows(config.rows), sizes.slots(config, blocks), sizes.most_tiles(config.rows)),
-            *(np.int64(stride) for stride in strides.q),
+            *(np.int64(stride) for stride in (*strides.q, *strides.v)),
             *(np.float32(scale), np.float32(softcap)),
         )
     )
@@ -278,7 +296,7 @@ def launch(
         (1, 1, sizes.page, panel),
         panel,
     )
-    return Launch(grid=(blocks, 1, 1), args=(params, k))
+    return Launch(grid=(blocks, 1, 1), args=(params, k), early=True)
 
 
 def _batch(sizes: ServingSizes, window: tuple[int, int]) -> tuple[np.generic, ...]:

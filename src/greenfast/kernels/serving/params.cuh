@@ -34,20 +34,20 @@ struct AttentionParams {
   const void* q;         // (tokens, heads, head_dim)
   const float* q_scale;  // by sequence and head of K and V of an E4M3 Q, else unused
   const void* v;         // pages of V
-  const float* k_scale;  // by sequence and head of K and V, or (pages, kv_heads, page) by token
+  const float* k_scale;  // by sequence and head of K and V; or by token, (pages, kv_heads, page)
   const float* v_scale;
   const float* sinks;      // (heads), natural logarithms, or null
-  const int* block_table;  // (batch, table_row): pages
+  const int* block_table;  // (batch, table_entries): pages
   int* plan;
   float* partials;
   void* out;   // (tokens, heads, head_dim)
   float* lse;  // (heads, tokens), or null
   Batch batch;
-  int kv_heads, tokens, pages, page, table_row;
-  int q_scale_strides[2], k_scale_strides[2], v_scale_strides[2];  // of sequences and heads
+  int kv_heads, tokens, pages, page, table_entries, table_row;  // page: its tokens; table_row: a stride
+  int q_scale_strides[2], k_scale_strides[2], v_scale_strides[2];  // of sequences, or pages, and heads
   int slot_rows, slots;            // rows of a partial result, and how many a block may leave, less one
   int most_tiles;                  // row tiles that the plan has room for
-  long long q_token, q_head;       // strides, in elements
+  long long q_token, q_head, v_page, v_head;  // strides, in elements
   float softmax_scale, softcap;
 };
 

@@ -24,8 +24,14 @@ struct RowTile {
   __device__ __forceinline__ int rows(int most, int group) const { return min(most, q_len * group - first_row); }
 };
 
-// Views of the plan's memory: a header, then for each block its first tile and unit, then the tiles, then for each tile
-// and head two counters.
+// What a block does: units begin .. end - 1, of which the first is of first_tile; or where tiles are dealt every so many
+// of all items begin .. end - 1, a tile and a head each.
+struct alignas(16) Share {
+  int first_tile, begin, end, dealt;
+};
+
+// Views of the plan's memory: a header, then the shares of the blocks, then the tiles, then for each tile and head two
+// counters.
 struct Plan {
   enum { kTiles, kUnits, kDealt, kHeader = 8 };
   int* words;
@@ -33,19 +39,17 @@ struct Plan {
 
   __device__ __forceinline__ int tiles() const { return words[kTiles]; }
   __device__ __forceinline__ int units() const { return words[kUnits]; }
-  __device__ __forceinline__ bool dealt() const { return words[kDealt]; }
-  __device__ __forceinline__ int* first_tile(int block) const { return words + kHeader + block; }
+  __device__ __forceinline__ Share* share(int block) const {
+    return reinterpret_cast<Share*>(words + kHeader) + block;
+  }
   __device__ __forceinline__ RowTile* tile(int t) const {
-    return reinterpret_cast<RowTile*>(words + kHeader + (blocks + 7) / 8 * 8) + t;
+    return reinterpret_cast<RowTile*>(share((blocks + 1) / 2 * 2)) + t;
   }
   // How many units of a tile and head are done, and by how many blocks their results are merged.
   __device__ __forceinline__ int* done(int t, int head, int kv_heads) const {
     return reinterpret_cast<int*>(tile(most_tiles)) + 2 * (t * kv_heads + head);
   }
-  // The first unit of a block, and the last block that begins at or before a unit.
-  __device__ __forceinline__ int block_begin(int block) const {
-    return static_cast<int>(static_cast<long long>(block) * units() / blocks);
-  }
+  // The last block that begins at or before a unit.
   __device__ __forceinline__ int block_of(int unit) const {
     return static_cast<int>((static_cast<long long>(unit + 1) * blocks - 1) / units());
   }
@@ -152,13 +156,18 @@ __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int bl
   for (int i = thread; i < 2 * tiles * kv_heads; i += kThreads) plan.done(0, 0, kv_heads)[i] = 0;
   __syncthreads();
   for (int block = thread; block < blocks; block += kThreads) {
-    const int unit = plan.block_begin(block);
+    if (words[Plan::kDealt]) {
+      *plan.share(block) = {0, 0, tiles * kv_heads, 1};
+      continue;
+    }
+    const auto begin_of = [&](long long of) { return static_cast<int>(of * units / blocks); };
+    const int unit = begin_of(block);
     int low = 0, high = tiles;  // the last tile that begins at or before it
     while (low + 1 < high) {
       const int middle = (low + high) / 2;
       (plan.tile(middle)->first_unit <= unit ? low : high) = middle;
     }
-    *plan.first_tile(block) = low;
+    *plan.share(block) = {low, unit, begin_of(block + 1), 0};
   }
 }
 
@@ -177,19 +186,18 @@ struct Work {
   __device__ __forceinline__ int stop_tile() const { return (key_end() + kTile - 1) / kTile; }
 };
 
-// The work of a block, one after the other; producer and consumers each go through it.
+// The work of a block, one after the other.
 struct Schedule {
-  int tiles, dealt;
+  int dealt;
   int next, stop;  // dealt: the round, and all items; else units
   int t;           // the tile of `next`
 
-  __device__ __forceinline__ void start(const Plan& plan, int kv_heads) {
-    const int block = blockIdx.x;
-    tiles = plan.tiles();
-    dealt = plan.dealt();
-    next = dealt || tiles == 0 ? 0 : plan.block_begin(block);
-    stop = tiles == 0 ? 0 : dealt ? tiles * kv_heads : plan.block_begin(block + 1);
-    t = *plan.first_tile(block);
+  __device__ __forceinline__ void start(const Plan& plan) {
+    const Share share = *plan.share(blockIdx.x);
+    dealt = share.dealt;
+    next = share.begin;
+    stop = share.end;
+    t = share.first_tile;
   }
 
   __device__ __forceinline__ bool get(const Plan& plan, int kv_heads, Work& work) {
