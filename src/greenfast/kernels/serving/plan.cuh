@@ -94,15 +94,17 @@ __device__ __forceinline__ RowTile row_tile(const Batch& batch, int sequence, in
 }
 
 // Calls visit for each row tile of the batch; as many threads go through those of a sequence as there are for each, by
-// a power of two.
+// a power of two. most_tiles: of the batch. More of a sequence, which then has more queries than was said, are left out:
+// there is no memory for them.
 template <int kRows, class Visit>
-__device__ __forceinline__ void for_each_tile(const Batch& batch, const Visit& visit) {
+__device__ __forceinline__ void for_each_tile(const Batch& batch, int most_tiles, const Visit& visit) {
+  const int most = batch.sequences > 0 ? most_tiles / batch.sequences : 0;
   int together = kPlanThreads;
   while (together > 1 && together * batch.sequences > kPlanThreads) together /= 2;
   const int step = kPlanThreads / together;
   for (int sequence = threadIdx.x / together; sequence < batch.sequences; sequence += step) {
     const int rows = (batch.q_begins[sequence + 1] - batch.q_begins[sequence]) * batch.group;
-    for (int index = threadIdx.x % together; index * kRows < rows; index += together) {
+    for (int index = threadIdx.x % together; index < most && index * kRows < rows; index += together) {
       visit(row_tile<kRows>(batch, sequence, index));
     }
   }
@@ -121,7 +123,7 @@ __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int bl
   __syncthreads();
   const auto class_of = [](int chunks) { return kClasses - min(chunks, kClasses); };
   // How many tiles there are of each class; those with most chunks come first.
-  for_each_tile<kRows>(batch, [&](const RowTile& tile) {
+  for_each_tile<kRows>(batch, most_tiles, [&](const RowTile& tile) {
     const int chunks = tile.chunks();
     atomicAdd(&classes[class_of(chunks)], 1);
     atomicMax(&most_chunks, chunks);
@@ -131,7 +133,9 @@ __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int bl
   classes[thread] = behind - in_class;
   if (thread == kThreads - 1) words[Plan::kTiles] = behind;
   __syncthreads();
-  for_each_tile<kRows>(batch, [&](const RowTile& tile) { *plan.tile(atomicAdd(&classes[class_of(tile.chunks())], 1)) = tile; });
+  for_each_tile<kRows>(batch, most_tiles, [&](const RowTile& tile) {
+    *plan.tile(atomicAdd(&classes[class_of(tile.chunks())], 1)) = tile;
+  });
   __syncthreads();
   const int tiles = plan.tiles();
   for (int first = 0; first < tiles; first += kThreads) {

@@ -1,0 +1,205 @@
+"""The plan of the serving attention: each chunk of keys of each row tile goes to one block, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from greenfast.device.compiler import to_ptx
+from greenfast.emulator.grid import Step, run_chain
+from greenfast.kernels import KERNEL_DIR
+from greenfast.kernels.serving import attention as serving
+from greenfast.spec.kernel import KernelSource, Launch
+from greenfast.spec.problem import Array, OutputSpec
+
+CHUNK, HEADER = 512, 8
+MOST = 512  # work items of a block that a test has room for
+_FIELDS = ("index", "head", "begin", "end", "sequence", "first_row", "key_begin", "key_end")
+
+_WORKS = KernelSource(
+    entry="works",
+    source="""#include "serving/plan.cuh"
+using namespace greenfast::serving;
+extern "C" __global__ void works(int* words, int* counts, int* found, int kv_heads, int most_tiles, int most) {
+  const Plan plan{words, static_cast<int>(gridDim.x), most_tiles};
+  Schedule schedule;
+  schedule.start(plan, kv_heads);
+  int count = 0;
+  for (Work work; schedule.get(plan, kv_heads, work); ++count) {
+    if (count == most) __trap();
+    const int item[8] = {work.index,         work.head,           work.begin,         work.end,
+                         work.tile.sequence, work.tile.first_row, work.tile.key_begin, work.tile.key_end};
+    for (int i = 0; i < 8; ++i) found[(blockIdx.x * most + count) * 8 + i] = item[i];
+  }
+  counts[blockIdx.x] = count;
+}
+""",
+    name="works.cu",
+    include_dirs=(KERNEL_DIR,),
+    block=(1, 1, 1),
+)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan: its header, and for each block its items, rows of numbers in the order of ``_FIELDS``."""
+
+    tiles: int
+    units: int
+    dealt: bool
+    blocks: list[Array]
+
+    def items(self) -> Array:
+        return np.concatenate(self.blocks)
+
+
+def made(
+    lengths: list[tuple[int, int]], *, group: int = 1, kv_heads: int = 1, window: tuple[int, int] = (-1, 0),
+    multiprocessors: int = 2, wide: bool = False, head_dim: int = 64, max_q_len: int | None = None,
+) -> Made:  # fmt: skip
+    config = serving.ServingConfig(head_dim=head_dim, wide=wide)
+    queries, keys = (np.array([x[i] for x in lengths], np.int32) for i in (0, 1))
+    most_q = max(queries.tolist(), default=0) if max_q_len is None else max_q_len
+    sizes = serving.ServingSizes(len(lengths), int(queries.sum()), most_q, group * kv_heads, kv_heads, 1, 16, 1)
+    blocks = serving.grid_blocks(config, multiprocessors)
+    words, most_tiles = serving.plan_words(config, sizes, blocks), sizes.most_tiles(config.rows)
+    plan = serving.plan_kernel(config)
+    numbers = (np.int32(kv_heads), np.int32(most_tiles), np.int32(MOST))
+    result = run_chain(
+        [
+            Step(to_ptx(plan, serving.TARGET, assemble=False), plan.entry, plan.block, 0,
+                 serving.plan_launch(config, sizes, window, multiprocessors)),
+            Step(to_ptx(_WORKS, serving.TARGET, assemble=False), "works", (1, 1, 1), 0,
+                 Launch((blocks, 1, 1), ("plan", "counts", "found", *numbers))),
+        ],
+        {
+            "cu_seqlens_q": np.concatenate([[0], queries.cumsum()]).astype(np.int32),
+            "seqused_k": keys if len(keys) else np.zeros(1, np.int32),
+        },
+        {
+            "plan": OutputSpec((words,), "int32"),
+            "counts": OutputSpec((blocks,), "int32"),
+            "found": OutputSpec((blocks, MOST, len(_FIELDS)), "int32"),
+        },
+    )  # fmt: skip
+    found, counts = result.outputs["found"], result.outputs["counts"]
+    tiles, units, dealt = result.outputs["plan"][:3].tolist()
+    return Made(tiles, units, bool(dealt), [found[b, : counts[b]] for b in range(blocks)])
+
+
+def limits(q_len: int, kv_len: int, window: tuple[int, int]) -> tuple[Array, Array]:
+    """The first key of each query, and the one behind its last."""
+    position = np.arange(q_len, dtype=np.int64) + kv_len - q_len
+    left, right = window
+    begin = np.maximum(0, position - left) if left >= 0 else np.zeros(q_len, np.int64)
+    return begin, np.minimum(kv_len, position + 1 + right) if right >= 0 else np.full(q_len, kv_len, np.int64)
+
+
+def check(
+    plan: Made, lengths: list[tuple[int, int]], *, group: int = 1, kv_heads: int = 1,
+    window: tuple[int, int] = (-1, 0), rows: int = 64,
+) -> None:  # fmt: skip
+    """Every row tile is there, with all of the keys of its rows, each chunk of them once."""
+    covered: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    ranges: dict[tuple[int, int, int], set[tuple[int, int]]] = {}
+    for item in plan.items().tolist():
+        _, head, begin, end, sequence, first_row, key_begin, key_end = item
+        at = sequence, first_row, head
+        covered.setdefault(at, []).append((begin, end))
+        ranges.setdefault(at, set()).add((key_begin, key_end))
+    units = tiles = 0
+    for sequence, (q_len, kv_len) in enumerate(lengths):
+        first_keys, stop_keys = limits(q_len, max(kv_len, 0), window)
+        for first_row in range(0, q_len * group, rows):
+            tokens = slice(first_row // group, (min(first_row + rows, q_len * group) - 1) // group + 1)
+            begin, stop = int(first_keys[tokens].min()), int(stop_keys[tokens].max())
+            stop = max(begin, stop)
+            chunks = max(1, -(-stop // CHUNK) - begin // CHUNK)
+            tiles += 1
+            units += chunks * kv_heads
+            for head in range(kv_heads):
+                at = sequence, first_row, head
+                assert ranges.pop(at) == {(begin, stop)}, at
+                ends = [0]
+                for first, last in sorted(covered.pop(at)):
+                    assert first == ends[-1] < last, at
+                    ends.append(last)
+                assert ends[-1] == chunks, at
+    assert not covered
+    assert (plan.tiles, plan.units) == (tiles, units)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 3, 5])
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (64, 0), (600, 300), (0, 0), (3, -1)])
+def test_each_chunk_of_each_row_tile_is_someones(multiprocessors: int, window: tuple[int, int]) -> None:
+    lengths = [(1, 5000), (30, 40), (0, 900), (70, 1100), (5, 0), (9, 3)]
+    options = {"group": 3, "kv_heads": 2, "window": window}
+    check(made(lengths, multiprocessors=multiprocessors, **options), lengths, **options)  # type: ignore[arg-type]
+
+
+def test_few_tiles_are_shared_in_equal_runs() -> None:
+    plan = made([(1, 40_000)], group=8, kv_heads=1, multiprocessors=5)
+    check(plan, [(1, 40_000)], group=8)
+    assert not plan.dealt
+    assert [int((b[:, 3] - b[:, 2]).sum()) for b in plan.blocks] == [7, 8, 8, 8, 8, 8, 8, 8, 8, 8]
+
+
+def test_fewer_units_than_blocks_leave_blocks_without_work() -> None:
+    plan = made([(1, 1500)], multiprocessors=5)
+    check(plan, [(1, 1500)])
+    assert not plan.dealt
+    assert sorted(len(b) for b in plan.blocks) == [0] * 7 + [1] * 3
+
+
+def test_many_tiles_are_dealt_longest_first() -> None:
+    lengths = [(1, 512 * n) for n in range(1, 41)]
+    plan = made(lengths, multiprocessors=1)
+    check(plan, lengths)
+    assert plan.dealt
+    for items in plan.blocks:
+        chunks = items[:, 3]
+        assert (np.diff(chunks) <= 0).all()
+    shares = [int(items[:, 3].sum()) for items in plan.blocks]
+    assert max(shares) - min(shares) <= 1
+
+
+def test_an_empty_batch_has_no_work() -> None:
+    for lengths in ([], [(0, 0)], [(0, 700)]):
+        plan = made(lengths, multiprocessors=3)
+        assert (plan.tiles, plan.units) == (0, 0)
+        assert all(len(b) == 0 for b in plan.blocks)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_two_thousand_sequences(wide: bool) -> None:
+    generator = np.random.default_rng(5)
+    lengths = [(int(q), int(k)) for q, k in zip(generator.integers(0, 4, 2000), generator.integers(0, 1500, 2000), strict=True)]
+    plan = made(lengths, wide=wide, multiprocessors=8)
+    check(plan, lengths, rows=128 if wide else 64)
+
+
+def test_forty_thousand_rows_of_a_sequence() -> None:
+    plan = made([(40_000, 40_000)], wide=True, multiprocessors=5)
+    check(plan, [(40_000, 40_000)], rows=128)
+
+
+def test_negative_lengths_are_none() -> None:
+    lengths = [(3, -7), (2, -(2**31)), (2, 30)]
+    check(made(lengths), lengths)
+
+
+def test_more_queries_than_were_said_write_nothing_beyond_the_plan() -> None:
+    """A call that is wrong: rows are left out, and memory is not touched (the emulator would say so)."""
+    plan = made([(700, 900), (1, 300), (300, 300)], max_q_len=64)
+    assert plan.tiles == 3
+    assert {tuple(x) for x in plan.items()[:, 4:6].tolist()} == {(0, 0), (1, 0), (2, 0)}
+
+
+def test_more_units_than_an_int_can_hold_are_dealt() -> None:
+    """Eight sequences of 2^30 - 1 keys have 2^32 units of 256 heads."""
+    plan = made([(1, 2**30 - 1)] * 8, kv_heads=256, multiprocessors=5)
+    assert plan.dealt
+    assert {tuple(x) for x in plan.items()[:, [4, 1]].tolist()} == {(b, h) for b in range(8) for h in range(256)}
+    assert (plan.items()[:, 3] == 2**21).all()
