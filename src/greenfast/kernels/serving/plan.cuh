@@ -56,19 +56,19 @@ struct Plan {
 };
 
 // Sums over a block of kPlanThreads threads, up to and including each thread's.
-__device__ __forceinline__ int inclusive_sum(int x, int (&warps)[32]) {
+__device__ __forceinline__ long long inclusive_sum(long long x, long long (&warps)[32]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(0xffffffffu, x, step);
+    const long long before = __shfl_up_sync(0xffffffffu, x, step);
     x += lane >= step ? before : 0;
   }
   __syncthreads();
   if (lane == 31) warps[warp] = x;
   __syncthreads();
   if (warp == 0) {
-    int sum = warps[lane];
+    long long sum = warps[lane];
     for (int step = 1; step < 32; step *= 2) {
-      const int before = __shfl_up_sync(0xffffffffu, sum, step);
+      const long long before = __shfl_up_sync(0xffffffffu, sum, step);
       sum += lane >= step ? before : 0;
     }
     warps[lane] = sum;
@@ -115,7 +115,8 @@ template <int kRows>
 __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int blocks, int kv_heads, int most_tiles,
                                           int slots) {
   constexpr int kThreads = kPlanThreads, kClasses = kThreads;
-  __shared__ int warps[32], classes[kClasses], carry, most_chunks;
+  __shared__ long long warps[32], carry;
+  __shared__ int classes[kClasses], most_chunks;
   const Plan plan{words, blocks, most_tiles};
   const int thread = threadIdx.x;
   for (int i = thread; i < kClasses; i += kThreads) classes[i] = 0;
@@ -129,7 +130,7 @@ __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int bl
     atomicMax(&most_chunks, chunks);
   });
   __syncthreads();
-  const int in_class = classes[thread], behind = inclusive_sum(in_class, warps);
+  const int in_class = classes[thread], behind = static_cast<int>(inclusive_sum(in_class, warps));
   classes[thread] = behind - in_class;
   if (thread == kThreads - 1) words[Plan::kTiles] = behind;
   __syncthreads();
@@ -140,22 +141,23 @@ __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int bl
   const int tiles = plan.tiles();
   for (int first = 0; first < tiles; first += kThreads) {
     const int t = first + thread;
-    const int units = t < tiles ? plan.tile(t)->chunks() * kv_heads : 0;
-    const int begin = carry, end = inclusive_sum(units, warps);
-    if (t < tiles) plan.tile(t)->first_unit = begin + end - units;
+    const long long units = t < tiles ? static_cast<long long>(plan.tile(t)->chunks()) * kv_heads : 0;
+    const long long begin = carry, end = inclusive_sum(units, warps);
+    if (t < tiles) plan.tile(t)->first_unit = static_cast<int>(begin + end - units);
     __syncthreads();
     if (thread == kThreads - 1) carry = begin + end;
     __syncthreads();
   }
-  const int units = carry;
+  const long long units = carry;
   if (thread == 0) {
     // Dealt where that takes little longer than equal runs: at most an eighth. And where these would leave more partial
-    // results than there is room for.
-    const int share = (units + blocks - 1) / blocks;
+    // results than there is room for, or an int does not count the units.
+    constexpr long long kMostUnits = 0x7fffffff;
+    const long long share = (units + blocks - 1) / blocks;
     const long long rounds = (tiles * kv_heads + blocks - 1) / blocks;
-    const bool room = min(share, most_chunks) <= slots;
-    words[Plan::kUnits] = units;
-    words[Plan::kDealt] = !room || share >= 8 * most_chunks || rounds * most_chunks * 8 <= share * 9LL;
+    const bool room = units <= kMostUnits && (share <= slots || most_chunks <= slots);
+    words[Plan::kUnits] = static_cast<int>(units <= kMostUnits ? units : kMostUnits);
+    words[Plan::kDealt] = !room || share >= 8LL * most_chunks || rounds * most_chunks * 8 <= share * 9;
   }
   for (int i = thread; i < 2 * tiles * kv_heads; i += kThreads) plan.done(0, 0, kv_heads)[i] = 0;
   __syncthreads();
