@@ -201,7 +201,7 @@ def _sequence(
         top[:, rows], total[:, rows] = (x.view(heads, -1) for x in found[1:])
     if sinks is not None:
         logit = (sinks.float() * _LOG2_E).unsqueeze(1)
-        base = torch.maximum(top, logit)
+        base = _finite(torch.maximum(top, logit))
         factor = _exp2(top - base)
         out = out * factor.unsqueeze(-1)
         total = total * factor + _exp2(WEIGHT_LOG2 + logit - base)
