@@ -269,9 +269,11 @@ __device__ __forceinline__ void fetch_factors(const AttentionParams& p, Storage<
         const int at = thread + i * kThreads;
         if (at >= kTile) break;
         KeyFactors& factors = shared.factors[s];
+        // A scale of NaN or 0 is to make rows NaN that attend to the key, through the exponent, and no others.
+        const bool valid = of_values[i] >= kLeast;
         factors.scale[at] = scales[i];
-        factors.log2_value[at] = __log2f(of_values[i]);
-        factors.inverse_value[at] = ptx::inverse(of_values[i]);
+        factors.log2_value[at] = valid ? __log2f(of_values[i]) : CUDART_NAN_F;
+        factors.inverse_value[at] = valid ? ptx::inverse(of_values[i]) : 0.0f;
       }
       __syncwarp();
       if (threadIdx.x % 32 == 0) shared.factors_full[s].arrive();
