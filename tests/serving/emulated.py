@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import Step, run_chain
 from greenfast.kernels.serving import attention as serving
-from greenfast.spec.kernel import KernelSource, Launch, Workspace
+from greenfast.spec.kernel import KernelSource, Launch, Struct, Workspace
 from greenfast.spec.problem import Array, OutputSpec
 from tests.serving.oracle import Case
 
@@ -84,7 +86,14 @@ def array(x: Tensor) -> Array:
 
 def attention(c: Case, *, wide: bool = False, multiprocessors: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp."""
-    steps = launches(c, wide=wide, multiprocessors=multiprocessors)
+    return attentions(c, 1, wide=wide, multiprocessors=multiprocessors, seed=seed)[0]
+
+
+def attentions(
+    c: Case, times: int, *, wide: bool = False, multiprocessors: int = 3, seed: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """The outputs and log-sum-exps of some launches with one plan."""
+    plan, kernel = launches(c, wide=wide, multiprocessors=multiprocessors)
     config = serving.ServingConfig(head_dim=c.q.shape[2], wide=wide)
     blocks, sizes = serving.grid_blocks(config, multiprocessors), sizes_of(c)
     inputs = {
@@ -94,15 +103,23 @@ def attention(c: Case, *, wide: bool = False, multiprocessors: int = 3, seed: in
     }
     inputs |= {name: array(x) for name, x in (("q_scale", c.q_scale), ("sinks", c.sinks)) if x is not None}
     total, heads, head_dim = c.q.shape
+    outputs, steps = {}, [plan]
+    for n in range(times):
+        outputs[f"out_{n}"] = OutputSpec((total, heads, head_dim), "uint16")
+        outputs[f"lse_{n}"] = OutputSpec((heads, total), "float32")
+        params, k = kernel[1].args
+        assert isinstance(params, Struct)
+        fields = [f"{x}_{n}" if isinstance(x, str) and x in ("out", "lse") else x for x in params.fields]
+        steps.append((kernel[0], replace(kernel[1], args=(Struct(tuple(fields)), k))))
     result = run_chain(
-        [Step(to_ptx(k, serving.TARGET), k.entry, k.block, k.dynamic_smem_bytes, plan) for k, plan in steps],
+        [Step(to_ptx(k, serving.TARGET), k.entry, k.block, k.dynamic_smem_bytes, launch) for k, launch in steps],
         inputs,
-        {"out": OutputSpec((total, heads, head_dim), "uint16"), "lse": OutputSpec((heads, total), "float32")},
+        outputs,
         workspaces={
             "plan": Workspace(4 * serving.plan_words(config, sizes, blocks)),
             "partials": Workspace(4 * serving.partial_words(config, sizes, blocks)),
         },
         seed=seed,
     )
-    out = torch.from_numpy(result.outputs["out"]).view(c.options["out_dtype"])
-    return out, torch.from_numpy(result.outputs["lse"])
+    out = [torch.from_numpy(result.outputs[f"out_{n}"]).view(c.options["out_dtype"]) for n in range(times)]
+    return [(x, torch.from_numpy(result.outputs[f"lse_{n}"])) for n, x in enumerate(out)]

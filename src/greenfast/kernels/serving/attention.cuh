@@ -590,10 +590,15 @@ struct Consumer {
     return p.partials + static_cast<long long>(slot) * p.slot_rows * (T::kHeadDim + 2);
   }
 
+  // A sequence with more queries than was said has more rows than there is memory for: they are left out.
+  __device__ __forceinline__ int partial_rows(const RowTile& tile) const {
+    return min(tile.rows(T::kRows, p.batch.group), p.slot_rows);
+  }
+
   __device__ __forceinline__ void leave(int slot, const float (&x)[kOut], const float (&of_max)[64],
                                         const float (&of_sum)[64]) const {
     float* const to = partial(blockIdx.x * (p.slots + 1) + min(slot, p.slots));  // more only with a wrong plan
-    const int stop = rows.work.tile.rows(T::kRows, p.batch.group), quad = threadIdx.x % 4;
+    const int stop = partial_rows(rows.work.tile), quad = threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int at = row_part * 64 + row() + 8 * r;
@@ -737,7 +742,7 @@ struct Consumer {
     const bool few = plan.units() < plan.blocks;
     const int blocks = few ? work.chunks : plan.block_of(first_unit + work.chunks - 1) - first_block + 1;
     const int rank = few ? work.begin : blockIdx.x - first_block;
-    const int elements = work.tile.rows(T::kRows, p.batch.group) * kParts;  // of four columns
+    const int elements = partial_rows(work.tile) * kParts;  // of four columns
     const int stop = (rank + 1) * elements / blocks;
     for (int first = rank * elements / blocks; first < stop; first += kThreads) {
       // Several threads read the results of an element, up to kUnroll each, and find their factors; one merges them.
