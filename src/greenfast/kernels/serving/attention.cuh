@@ -341,6 +341,9 @@ struct Consumer {
     if constexpr (!T::kTokenScales) scale *= of_head(p.k_scale, p.k_scale_strides);
     if constexpr (T::kCodedQueries) scale *= of_head(p.q_scale, p.q_scale_strides);
     scale = T::kSoftcap ? scale / p.softcap : scale * kLog2E;
+    // Factors of the maximum are to be positive: a negative one is its absolute value and -Q.
+    const unsigned signs = scale < 0.0f ? 0x80808080u : 0u;
+    scale = fabsf(scale);
     if (thread() < 64) {
       rows.begin[thread()] = p.batch.key_begin(token_of(thread()), tile.q_len, tile.kv_len);
       rows.end[thread()] = p.batch.key_end(token_of(thread()), tile.q_len, tile.kv_len);
@@ -394,6 +397,8 @@ struct Consumer {
         const float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
         codes = make_uint2(ptx::pack_e4m3(low), ptx::pack_e4m3(high));
       }
+      codes.x ^= signs;
+      codes.y ^= signs;
       const int turn = T::kPanel == 128 ? r % 8 : r / 2 % 4;  // the copy engine's swizzle
       unsigned char* const to = shared.q[row_part][column / T::kPanel] + r * T::kPanel;
       *reinterpret_cast<uint2*>(to + ((column % T::kPanel / 16) ^ turn) * 16 + column % 16) = codes;
