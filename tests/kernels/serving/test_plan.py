@@ -25,7 +25,7 @@ using namespace greenfast::serving;
 extern "C" __global__ void works(int* words, int* counts, int* found, int kv_heads, int most_tiles, int most) {
   const Plan plan{words, static_cast<int>(gridDim.x), most_tiles};
   Schedule schedule;
-  schedule.start(plan, kv_heads);
+  schedule.start(plan);
   int count = 0;
   for (Work work; schedule.get(plan, kv_heads, work); ++count) {
     if (count == most) __trap();
@@ -175,7 +175,9 @@ def test_an_empty_batch_has_no_work() -> None:
 @pytest.mark.parametrize("wide", [False, True])
 def test_two_thousand_sequences(wide: bool) -> None:
     generator = np.random.default_rng(5)
-    lengths = [(int(q), int(k)) for q, k in zip(generator.integers(0, 4, 2000), generator.integers(0, 1500, 2000), strict=True)]
+    lengths = [
+        (int(q), int(k)) for q, k in zip(generator.integers(0, 4, 2000), generator.integers(0, 1500, 2000), strict=True)
+    ]
     plan = made(lengths, wide=wide, multiprocessors=8)
     check(plan, lengths, rows=128 if wide else 64)
 

@@ -1,0 +1,316 @@
+"""The serving attention on the emulator: what the CPU's reference gives, whatever surrounds a row.
+
+The emulator's products are exact but for their float32 sums, the reference's are exact: so weights seldom round to
+another E4M3 number, and most outputs have the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from greenfast.kernels.attention.config import KEY_ORDER
+from greenfast.numerics.serving import paged_attention
+from tests.serving import emulated
+from tests.serving.emulated import attention, attentions
+from tests.serving.matrix import drawn
+from tests.serving.oracle import NAN_CODE, Case, case, faults
+
+E4M3 = torch.float8_e4m3fn
+KEYS = (0, 1, 63, 64, 65, 127, 128, 129, 257, 511, 512, 513, 1100)
+
+
+def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
+    """Whether outputs and log-sum-exps have the same bits."""
+    return torch.equal(a[0].view(torch.int16), b[0].view(torch.int16)) and torch.equal(
+        a[1].view(torch.int32), b[1].view(torch.int32)
+    )
+
+
+def steps(x: Tensor) -> Tensor:
+    """16-bit floats as integers, next numbers next to each other."""
+    bits = x.view(torch.int16).int()
+    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+
+def close(c: Case, found: tuple[Tensor, Tensor]) -> list[str]:
+    """What is wrong with a result: it is right in float64, and next to the reference's.
+
+    Rows are a unit of the output's last place from the reference's, but for one in 50 in which a weight was rounded to
+    E4M3's other neighbour.
+    """
+    out, lse = found
+    wanted, wanted_lse = paged_attention(**c.arguments())
+    wrong = faults(c, out, lse)
+    distance = (steps(out) - steps(wanted)).abs().amax(-1)
+    if int((distance > 1).sum()) > distance.numel() // 50:
+        wrong.append(f"out: {int((distance > 1).sum())} rows of {distance.numel()} differ from the reference")
+    finite = wanted_lse.isfinite()
+    off = ((lse - wanted_lse).abs() / wanted_lse.abs().clamp(min=1.0))[finite]
+    if off.numel() and float(off.max()) > 1e-5:
+        wrong.append(f"lse: {float(off.max())} from the reference")
+    return wrong
+
+
+def generated(count: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Options of ``case`` and of ``attention``."""
+    found = []
+    generator = np.random.default_rng(15)
+    for i, options in enumerate(drawn(count, seed=15)):
+        keys = generator.permutation(KEYS)[:3].tolist()
+        keys[0] = KEYS[i % len(KEYS)]
+        queries = [1 + i % 7, 40 if i % 4 == 3 else int(generator.integers(0, 5)), int(generator.integers(0, 5))]
+        options |= {"lengths": list(zip(queries, keys, strict=True)), "layout": "grouped"}
+        options |= {"dtype": (torch.bfloat16, torch.float16)[i // 2 % 2], "group": (1, 2, 3, 4, 7, 8, 16)[i % 7]}
+        run = {"multiprocessors": (1, 2, 3, 5)[i % 4], "wide": i % 3 > 0 and options["head_dim"] < 256}
+        found.append((options, run | {"seed": i % 2}))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(64))
+def test_generated(number: int) -> None:
+    options, run = generated(64)[number]
+    c = case(**options)
+    assert close(c, attention(c, **run)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "run"),
+    [
+        ({"lengths": [(3, 129), (1, 600), (2, 0)]}, {}),
+        ({"lengths": [(3, 129), (1, 600), (2, 0)], "scales": "head", "sinks": True}, {"wide": True}),
+        ({"lengths": [(40, 130), (1, 0)], "group": 7, "kv_heads": 1, "window": (20, 0)}, {"multiprocessors": 1}),
+        ({"lengths": [(5, 65), (2, 3)], "head_dim": 128, "fp8_queries": True, "page_size": 128}, {"wide": True}),
+        ({"lengths": [(2, 140)], "head_dim": 256, "kv_heads": 1, "scales": "sequence", "softcap": 20.0}, {}),
+        ({"lengths": [(1, 257), (0, 64)], "group": 16, "strides": "HND", "dtype": torch.float16}, {"seed": 1}),
+        ({"lengths": [(9, 3), (3, 64)], "causal": False, "window": (1, 1), "page_size": 32}, {"multiprocessors": 5}),
+    ],
+)
+def test_some(options: dict[str, Any], run: dict[str, Any]) -> None:
+    c = case(**options)
+    assert close(c, attention(c, **run)) == []
+
+
+def test_bits_are_the_references_where_sums_are_exact() -> None:
+    """Powers of two for scales, and scores that are multiples of 1/8."""
+    c = case([(4, 300), (1, 70)], group=3, scales="head", fp8_queries=True, softmax_scale=2.0**-4)
+    generator = torch.Generator().manual_seed(1)
+    small = torch.randint(-2, 3, c.q.shape, generator=generator).float().to(E4M3)
+    keys = torch.randint(-2, 3, c.k_cache.shape, generator=generator).float().to(E4M3)
+    values = torch.randint(-2, 3, c.v_cache.shape, generator=generator).float().to(E4M3)
+    c = c.but(
+        q=small, k_cache=keys, v_cache=values, k_scale=torch.full_like(c.k_scale, 0.5),
+        v_scale=torch.full_like(c.v_scale, 2.0), q_scale=torch.full((2, 2), 0.25),
+    )  # fmt: skip
+    out, _ = attention(c)
+    assert torch.equal(out.view(torch.int16), paged_attention(**c.arguments())[0].view(torch.int16))
+
+
+def only(c: Case, b: int, last: int | None = None) -> Case:
+    """One sequence of a batch, with its last queries alone if asked for."""
+    begin, end = c.cu_seqlens_q[b : b + 2].tolist()
+    begin = begin if last is None else end - last
+    of = slice(b, b + 1)
+    return c.but(
+        q=c.q[begin:end].clone(),
+        block_table=c.block_table[of].clone(),
+        seqused_k=c.seqused_k[of].clone(),
+        cu_seqlens_q=torch.tensor([0, end - begin], dtype=torch.int32),
+    )
+
+
+@pytest.fixture(scope="module")
+def surrounded() -> tuple[Case, tuple[Tensor, Tensor]]:
+    """A batch, and its result by two blocks."""
+    c = case([(2, 60), (30, 530), (1, 600)], group=3, kv_heads=1, sinks=True)
+    return c, attention(c, multiprocessors=1)
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "wide"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow), (5, False)]
+)
+def test_bits_do_not_depend_on_the_launch(
+    surrounded: tuple[Case, tuple[Tensor, Tensor]], multiprocessors: int, wide: bool
+) -> None:
+    c, wanted = surrounded
+    assert same(attention(c, multiprocessors=multiprocessors, wide=wide, seed=int(wide)), wanted)
+
+
+def test_bits_do_not_depend_on_the_batch(surrounded: tuple[Case, tuple[Tensor, Tensor]]) -> None:
+    """Decode gives what prefill gave."""
+    c, (out, lse) = surrounded
+    for b, last in ((0, None), (1, 1), (1, 3), (2, 1)):
+        end = int(c.cu_seqlens_q[b + 1])
+        begin = int(c.cu_seqlens_q[b]) if last is None else end - last
+        assert same(attention(only(c, b, last)), (out[begin:end], lse[:, begin:end])), (b, last)
+
+
+def test_bits_do_not_depend_on_pages(surrounded: tuple[Case, tuple[Tensor, Tensor]]) -> None:
+    other, wanted = surrounded
+    c = case([(2, 60), (30, 530), (1, 600)], group=3, kv_heads=1, page_size=128, strides="HND")
+    assert same(attention(c.but(sinks=other.sinks), multiprocessors=2), wanted)
+
+
+def test_a_plan_is_for_many_launches() -> None:
+    """The last block of a row tile resets what counts its parts."""
+    c = case([(2, 900)], kv_heads=1)
+    first, second = attentions(c, 2, multiprocessors=1)
+    assert close(c, first) == []
+    assert same(first, second)
+
+
+# ---- what must not reach other memory, or other rows ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entry", [-1, 2**31 - 1])
+def test_pages_that_are_not_there(entry: int) -> None:
+    """A wrong result, from memory that is the cache's."""
+    c = case([(2, 100), (1, 20)], kv_heads=1)
+    c.block_table[0, 3:] = entry
+    out, _ = attention(c)
+    assert torch.equal(out[2:].view(torch.int16), attention(only(c, 1))[0].view(torch.int16))
+
+
+def test_lengths_beyond_the_table() -> None:
+    c = case([(2, 30), (1, 40), (2, 50)], kv_heads=1)
+    attention(c.but(seqused_k=torch.tensor([600, 40, -5], dtype=torch.int32)), multiprocessors=2)
+    attention(c.but(seqused_k=torch.tensor([2**31 - 1, -(2**31), 2**31 - 64], dtype=torch.int32)), multiprocessors=2)
+
+
+@pytest.mark.parametrize(("said", "wide"), [(1, False), pytest.param(20, True, marks=pytest.mark.slow)])
+def test_more_queries_than_were_said(monkeypatch: pytest.MonkeyPatch, said: int, wide: bool) -> None:
+    """Rows are left out of the result, and the memory for partial results is not left."""
+    c = case([(30, 600), (said, 70)], kv_heads=1, group=3)
+    sizes = emulated.sizes_of(c)
+    monkeypatch.setattr(emulated, "sizes_of", lambda c: replace(sizes, max_q_len=said))
+    attention(c, wide=wide, multiprocessors=3)
+
+
+def test_a_plan_for_longer_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans for 1 and for 16 queries have the same size where both are one row tile."""
+    c = case([(16, 600), (1, 70)], kv_heads=1, group=3)
+    plan = emulated.launches(c)[0]
+    sizes = emulated.sizes_of(c)
+    monkeypatch.setattr(emulated, "sizes_of", lambda c: replace(sizes, max_q_len=1))
+    kernel = emulated.launches(c)[1]
+    monkeypatch.setattr(emulated, "launches", lambda c, **_: [plan, kernel])
+    attention(c)
+
+
+def poisoned(scales: str) -> Case:
+    """Queries 0 to 3 at keys up to 66 to 69 of one sequence."""
+    return case([(4, 70)], kv_heads=1, scales=scales)
+
+
+@pytest.fixture(scope="module")
+def clean_results() -> dict[str, tuple[Tensor, Tensor]]:
+    return {scales: attention(poisoned(scales)) for scales in ("token", "head")}
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.0, math.inf, -1.0])
+@pytest.mark.parametrize("of", [pytest.param("k_scale", marks=pytest.mark.slow), "v_scale"])
+def test_a_tokens_scale_reaches_the_rows_that_attend_to_it(
+    of: str, value: float, clean_results: dict[str, tuple[Tensor, Tensor]]
+) -> None:
+    c = poisoned("token")
+    key, page = 68, c.k_cache.shape[1]
+    getattr(c, of)[c.block_table[0, key // page], 0, key % page] = value
+    out, lse = attention(c)
+    clean, clean_lse = clean_results["token"]
+    assert same((out[:2], lse[:, :2]), (clean[:2], clean_lse[:, :2]))
+    wanted, wanted_lse = paged_attention(**c.arguments())
+    assert torch.equal(out.isnan(), wanted.isnan())
+    assert torch.equal(lse.isnan(), wanted_lse.isnan())
+
+
+def test_a_key_of_nan_reaches_the_rows_that_attend_to_it() -> None:
+    c = poisoned("head")
+    key, page = 68, c.k_cache.shape[1]
+    c.k_cache.view(torch.uint8)[c.block_table[0, key // page], key % page, 0, 5] = NAN_CODE
+    out, lse = attention(c)
+    wanted, wanted_lse = paged_attention(**c.arguments())
+    assert torch.equal(out.isnan(), wanted.isnan())
+    assert torch.equal(lse.isnan(), wanted_lse.isnan())
+    assert out[2:].isnan().all()
+    assert not out[:2].isnan().any()
+
+
+def test_a_value_of_nan_reaches_its_row_tile() -> None:
+    """As in FlashAttention: 0 times NaN is NaN. Other columns, other heads and the log-sum-exp are as they were."""
+    c = case([(4, 70)], kv_heads=2, scales="head")
+    clean, clean_lse = attention(c)
+    key, page = 68, c.k_cache.shape[1]
+    c.v_cache.view(torch.uint8)[c.block_table[0, key // page], 1, key % page // 16, 5, KEY_ORDER.index(key % 16)] = (
+        NAN_CODE
+    )
+    out, lse = attention(c)
+    assert out[:, 2:, 5].isnan().all()
+    expected = clean.clone()
+    expected[:, 2:, 5] = out[:, 2:, 5]
+    assert same((out, lse), (expected, clean_lse))
+    wanted, _ = paged_attention(**c.arguments())
+    assert wanted[2:, 2:, 5].isnan().all()
+    assert not wanted[:2].isnan().any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_query_that_is_not_finite_is_its_rows_alone(
+    value: float, clean_results: dict[str, tuple[Tensor, Tensor]]
+) -> None:
+    c = poisoned("head")
+    clean = clean_results["head"][0]
+    c.q[1, 1, 7] = value
+    out, lse = attention(c)
+    assert out[1, 1].isnan().all()
+    assert lse[1, 1].isnan()
+    out[1, 1] = clean[1, 1]
+    assert torch.equal(out, clean)
+
+
+@pytest.mark.parametrize("scales", ["token", "head"])
+@pytest.mark.parametrize("softcap", [0.0, pytest.param(5.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("value", [-0.01, 0.0, math.nan])
+def test_scales_of_keys_are_any_numbers(scales: str, softcap: float, value: float) -> None:
+    c = case([(3, 70)], kv_heads=1, scales=scales, softcap=softcap)
+    c.k_scale.fill_(value)
+    out, lse = attention(c)
+    if math.isnan(value):
+        assert out.isnan().all()
+        assert paged_attention(**c.arguments())[0].isnan().all()
+    else:
+        assert close(c, (out, lse)) == []
+
+
+@pytest.mark.parametrize("value", [-0.01, 0.0])
+def test_scales_of_queries_are_any_numbers(value: float) -> None:
+    c = case([(3, 70)], kv_heads=1, scales="head", fp8_queries=True)
+    c = c.but(q_scale=torch.full((1, 1), value))
+    assert close(c, attention(c)) == []
+
+
+def test_rows_without_keys() -> None:
+    """Of seven queries on three keys four have none: 0, and the sink's logit or -inf."""
+    for sinks in (False, True):
+        c = case([(7, 3), (2, 0)], kv_heads=1, sinks=sinks)
+        out, lse = attention(c)
+        assert close(c, (out, lse)) == []
+        assert (out[:4] == 0).all()
+        assert (out[7:] == 0).all()
+        wanted = torch.full((2, 4), -math.inf) if c.sinks is None else c.sinks.unsqueeze(1).expand(2, 4)
+        torch.testing.assert_close(lse[:, :4], wanted)
+
+
+def test_sinks_of_infinity() -> None:
+    c = case([(3, 1)], kv_heads=1, sinks=True)
+    c = c.but(sinks=torch.tensor([-math.inf, 1000.0]))
+    out, lse = attention(c)
+    wanted, wanted_lse = paged_attention(**c.arguments())
+    torch.testing.assert_close(lse, wanted_lse)
+    assert torch.equal(out, wanted)
