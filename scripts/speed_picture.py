@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from greenfast.bench.ratios import ratios
 from greenfast.bench.record import Benchmark, Versus
-from greenfast.bench.report import ratios
 from greenfast.judge.report import facts, format
 from greenfast.judge.report.plots import clean
 

@@ -31,7 +31,12 @@ ROOT = Path(__file__).parents[1]
 MAIN_TASK = "fp8_sdpa"
 README, PICTURE, RESULTS_PAGE = "README.md", "docs/images/speed.svg", "docs/results.md"
 EMULATOR_PAGE, EMULATOR_RECORD = "docs/emulator.md", "evidence/emulator-h200.json"
-OPERATOR_PAGE, OPERATOR_RECORD = "docs/operator.md", "evidence/operator-h200.json"
+#: Pages with the tables of a comparison: page, name of the block, record.
+COMPARED = (
+    ("docs/operator.md", "operator", "evidence/operator-h200.json"),
+    ("docs/serving.md", "serving", "evidence/serving-h200.json"),
+)
+OPERATOR_RECORD = COMPARED[0][2]
 
 Evidence = Sequence[tuple[str, AnyRecord]]
 
@@ -116,7 +121,7 @@ def generated(root: Path) -> dict[Path, str]:
         root / RESULTS_PAGE: text,
         **_readme(root, records),
         **_emulator_page(root),
-        **_operator_page(root),
+        **_compared_pages(root),
         **{root / f / REPORT: _report(record, PLOT if (root / f / PLOT).is_file() else None) for f, record in records},
     }
 
@@ -158,13 +163,14 @@ def _emulator_page(root: Path) -> dict[Path, str]:
     return {page: fill(page.read_text(encoding="utf-8"), "counts", content, EMULATOR_PAGE)}
 
 
-def _operator_page(root: Path) -> dict[Path, str]:
-    """docs/operator.md with its tables, if there is a record for them."""
-    page, path = root / OPERATOR_PAGE, root / OPERATOR_RECORD
-    if not path.is_file():
-        return {}
-    content = _section(f"../{OPERATOR_RECORD}", read_benchmark(path))
-    return {page: fill(page.read_text(encoding="utf-8"), "operator", content, OPERATOR_PAGE)}
+def _compared_pages(root: Path) -> dict[Path, str]:
+    """The pages with tables of a comparison, those for which there is a record."""
+    found = {}
+    for page, block, record in COMPARED:
+        if (root / record).is_file():
+            content = _section(f"../{record}", read_benchmark(root / record))
+            found[root / page] = fill((root / page).read_text(encoding="utf-8"), block, content, page)
+    return found
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from greenfast.bench.contenders import KERNEL
 from greenfast.bench.record import AccuracyRow, Benchmark, ContenderFacts, HostRow, Row, Versus
+from greenfast.bench.serving_cases import cases, flops
 from greenfast.judge.record import GateResult, Side, TimedKernel
 from greenfast.spec.facts import LaunchFacts
 from tests.judge.report.records import build, record
@@ -154,3 +155,48 @@ def operator_record(**clocks: float) -> Benchmark:
         side=None,
         kernels={"sdpa fp8": TIMED},
     )  # fmt: skip
+
+
+SERVED = {KERNEL: 100.0, "vllm_fa3": 150.0, "vllm_fa3_bf16": 180.0}
+
+
+def serving_record(**changes: Any) -> Benchmark:
+    """A third of the cases: greenfast takes 100 us everywhere, FlashAttention-3 150, in bfloat16 180."""
+    of_group: dict[str, dict[str, float]] = {
+        "decode": SERVED | {"plan": 3.0}, "prefill": SERVED, "append": {"append": 10.0, "copy": 8.0},
+        "read": {"read_sum": 250.0, "read_max": 300.0},
+    }  # fmt: skip
+    labels = {KERNEL: "greenfast FP8", "vllm_fa3": "FA3 FP8 (vLLM)", "vllm_fa3_bf16": "FA3 bf16 (vLLM)"}
+    names = [*SERVED, "plan", "append", "copy", "read_sum", "read_max", "kvcache"]
+    fields: dict[str, Any] = {
+        "comparison": "serving",
+        "what": "attention over a paged FP8 cache",
+        "command": "greenfast bench serving --quick",
+        "own": [KERNEL, "append"],
+        "versus": [
+            Versus(own=KERNEL, rivals=["vllm_fa3"], title=f"{g}: greenfast / FA3 FP8", group=f"{g}_")
+            for g in ("decode", "prefill")
+        ],
+        "contenders": [
+            ContenderFacts(name=n, label=labels.get(n, n), precision="bf16" if n.endswith("bf16") else "fp8")
+            for n in names
+        ] + [ContenderFacts(name="fa3", label="FA3 FP8", precision="fp8", missing="no fa3-fwd")],
+        "rows": [
+            Row(
+                shape=case.shape.name, dims=case.shape.dims, grid=case.group in ("decode", "prefill"), contender=name,
+                cache="beyond L2", median_us=us, p25_us=us, p75_us=us, rounds=9, calls=3,
+                tflops=None if name in ("plan", "copy", "read_sum", "read_max")
+                else flops(case.shape.dims) / us / 1e6,
+            )
+            for case in cases(quick=True) for name, us in of_group[case.group].items()
+        ] + [
+            Row(
+                shape="decode_32x8_d128_1x8192", dims=cases(quick=True)[0].shape.dims, grid=True, contender="fa3",
+                cache="beyond L2", reason="no fa3-fwd",
+            )
+        ],
+        "host": [HostRow(contender="kvcache", dims={"B": 8}, median_us=14.5, least_us=13.0, batches=60, calls=50)],
+        "accuracy": [],
+        "side": None,
+    }  # fmt: skip
+    return peers_record(**(fields | changes))

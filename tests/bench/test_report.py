@@ -9,17 +9,9 @@ import msgspec
 import pytest
 
 from greenfast.bench.contenders import KERNEL
+from greenfast.bench.ratios import geometric_mean, headline, ratios
 from greenfast.bench.record import Benchmark
-from greenfast.bench.report import (
-    benchmark_report,
-    console_table,
-    geometric_mean,
-    headline,
-    ratios,
-    reasons,
-    section,
-    summary,
-)
+from greenfast.bench.report import benchmark_report, console_table, reasons, section, summary
 from greenfast.judge.record import GateResult
 from greenfast.spec.freshness import Freshness
 from tests.bench.benchmarks import CONTENDERS, VERSUS, operator_record, peers_record, row, rows

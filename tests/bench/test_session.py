@@ -249,6 +249,10 @@ def test_a_graph_holds_enough_calls_and_keeps_what_they_read(
 
     monkeypatch.setattr(graphs, "graph_of", graph)
     ready = Ready(lambda: right)
+    contend(monkeypatch, lambda _: Ready(lambda: right, copies=7))
+    assert session.add("x", True).reason == ""
+    assert captured == [1, 21], "each of the copies is read as often"
+    captured.clear()
     contend(monkeypatch, lambda _: ready)
     assert session.add("x", True).reason == ""
     assert captured == [1, 20]
@@ -266,7 +270,7 @@ def contend(
 
 def test_a_library_that_fails_or_is_wrong_is_a_reason(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[object] = []
-    monkeypatch.setattr(sessions, "capture", captured.append)
+    monkeypatch.setattr(sessions, "capture", lambda call, turns: captured.append(call))
 
     def refuses(_: Inputs) -> Ready:
         raise RuntimeError("head dim 64 is not supported\nsome trace")
@@ -302,7 +306,7 @@ def test_a_broken_context_ends_the_session(session: Session, monkeypatch: pytest
 def test_an_output_of_greenfast_that_is_wrong_is_left_to_the_judge(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "capture", lambda call: Captured(None, None, 1, 1.0))
+    monkeypatch.setattr(sessions, "capture", lambda call, turns: Captured(None, None, 1, 1.0))
     contend(monkeypatch, lambda inputs: Ready(lambda: inputs.by_batch(inputs.values["q"] * math.nan)), "greenfast")
     found = session.add("x", True)
     assert (found.reason, found.finite) == ("", False)

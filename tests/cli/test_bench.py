@@ -12,7 +12,7 @@ from greenfast.bench.record import Benchmark
 from greenfast.bench.runner import Outcome
 from greenfast.cli.main import spelled
 from greenfast.judge.digest import sealed_json
-from tests.bench.benchmarks import operator_record, peers_record
+from tests.bench.benchmarks import operator_record, peers_record, serving_record
 from tests.cli.command_line import files_below, run_here
 
 pytestmark = pytest.mark.usefixtures("machine")
@@ -28,7 +28,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     def compare(comparison: Any, request: Any, variant: Any, watcher: Any, **options: Any) -> Outcome:
         found.clear()
         found.update(options, variant=variant and variant.name, task=request.task.config.name)
-        record = operator_record() if comparison.name == "operator" else peers_record()
+        if comparison.name == "serving":
+            found.update(session=comparison.session.keywords, cells=[cell.shape.name for cell in comparison.timed])
+        makes = {"operator": operator_record, "serving": serving_record}
+        record = makes.get(comparison.name, peers_record)()
         for shape in dict.fromkeys(row.shape for row in record.rows):
             watcher.cell([row for row in record.rows if row.shape == shape])
         return Outcome(record, tmp_path / "run")
@@ -74,6 +77,24 @@ def test_the_operator_has_host_times_and_two_ratios(capsys: pytest.CaptureFixtur
     assert "tiny sdpa_fp8 0.06 -" in "\n".join(shown)
 
 
+def test_serving_has_its_tables_and_passes_its_options_on(
+    capsys: pytest.CaptureFixture[str], asked: dict[str, Any], tmp_path: Path
+) -> None:
+    library = tmp_path / "fa3.so"
+    library.touch()
+    ran = run_here(capsys, "bench", "serving", "--cases", "decode,append", "--quick", "--fa3-library", library)
+    assert (ran.code, asked["variant"], asked["task"], asked["rounds"]) == (0, None, "fp8_attention", 10)
+    assert asked["session"]["fa3_library"] == str(library)
+    assert {name.split("_")[0] for name in asked["cells"]} == {"decode", "append", "read"}
+    shown = "\n".join(" ".join(line.split()) for line in ran.out.splitlines())
+    assert "decode_32x8_d128_1x8192greenfast 100.0, vllm_fa3 150.0" in shown.replace(" greenfast", "greenfast")
+    assert "a reduction of 1 GiB reads 4.29 TB/s" in shown
+    assert "kvcache 14.5 13.0" in shown
+    assert "- FA3 FP8: no fa3-fwd" in shown
+    run_here(capsys, "bench", "serving", "--rounds", "9", "--shapes", "append_64")
+    assert (asked["rounds"], asked["shapes"], asked["session"]["fa3_library"]) == (9, ["append_64"], "")
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -115,6 +136,9 @@ def test_old_spellings_reach_what_they_mean(capsys: pytest.CaptureFixture[str], 
         (("bench", "fp8_sdpa", "--operator"), 2, "unrecognized arguments: fp8_sdpa"),
         (("bench", "operator", "--iters", "5"), 2, "unrecognized arguments: --iters 5"),
         (("bench", "operator"), 3, "this needs a GPU; emulated"),
+        (("bench", "serving"), 3, "this needs a GPU; emulated"),
+        (("bench", "serving", "--cases", "chunks"), 2, "unknown case of bench serving 'chunks'; allowed: append"),
+        (("bench", "serving", "--fa3-library", "no.so"), 2, "--fa3-library no.so: no such file"),
         (PEERS, 3, "this needs a GPU; emulated"),
         ((*PEERS, "--device", "none"), 3, "this needs a GPU; no GPU"),
     ],
@@ -140,4 +164,4 @@ def test_report_says_it_again(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_bench_alone_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     ran = run_here(capsys, "bench")
     assert ran.code == 2
-    assert "the following arguments are required: kernel|peers|operator" in ran.err
+    assert "the following arguments are required: kernel|peers|operator|serving" in ran.err

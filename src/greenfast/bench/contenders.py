@@ -36,11 +36,12 @@ class Ready:
     """A contender bound to inputs.
 
     call: queues one call on torch's current stream and returns its output; for attention a tensor (batch, heads,
-    length, head_dim). unit: what 1 in that output stands for.
+    length, head_dim). unit: what 1 in that output stands for. copies: calls after which the same memory is read again.
     """
 
     call: Callable[[], Any]
     unit: float = 1.0
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Contender:
     precision: Literal["fp8", "int8", "bf16", "none"]
     module: str
     package: str
-    prepare: Callable[[Inputs], Ready] | None
+    prepare: Callable[[Any], Ready] | None
     same_codes: bool = False
     attention: bool = True
 

@@ -75,10 +75,10 @@ class Captured:
     replay_us: float
 
 
-def capture(call: Callable[[], Any]) -> Captured:
-    """A graph that holds as many calls as a replay should."""
+def capture(call: Callable[[], Any], turns: int = 1) -> Captured:
+    """A graph that holds as many calls as a replay should, a multiple of ``turns``, after which calls repeat."""
     graph, out = graph_of(call, 1)
-    calls = calls_for(replay_us(graph))
+    calls = -(-calls_for(replay_us(graph)) // turns) * turns
     if calls > 1:
         graph, out = graph_of(call, calls)
     return Captured(graph, out, calls, replay_us(graph))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from greenfast.bench.plot import PLOT_WIDTH, draw_benchmark, plot_height
+from greenfast.bench.ratios import headline
 from greenfast.bench.record import Benchmark
-from greenfast.bench.report import clocks_line, headline, reasons, sections, title
+from greenfast.bench.report import clocks_line, reasons, sections, title
 from greenfast.judge.report.html.charts import drawing
 from greenfast.judge.report.html.limits import limits
 from greenfast.judge.report.html.page import Section, bullets, figure, markdown, page

@@ -1,16 +1,18 @@
-"""A comparison of contenders as one figure: throughput on the grid, time on the small shapes."""
+"""A comparison of contenders as one figure: throughput on the grid, time on the small shapes, rates of serving."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from greenfast.bench.ratios import headline, ratios
 from greenfast.bench.record import Benchmark, ContenderFacts, Row
-from greenfast.bench.report import headline, ratios
+from greenfast.bench.serving_report import panels as serving_panels
+from greenfast.bench.serving_report import rate, short_name
 from greenfast.judge.report import facts, format
 from greenfast.judge.report.plots import clean
 
@@ -25,8 +27,8 @@ _WIDTH = 0.8  # of a shape's bars together
 def save_benchmark_plot(record: Benchmark, path: Path) -> None:
     """Write the figure as PNG or SVG, by the path's suffix: a panel per head dim of the grid, and one of small shapes.
 
-    Above each shape's bars stands the first ratio of the record. Raises ValueError for another suffix, OSError where
-    the file cannot be written.
+    Of serving a panel per heads. Above each shape's bars stands the first ratio of its group. Raises ValueError for
+    another suffix, OSError where the file cannot be written.
     """
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"a plot is .png or .svg, got {path.name!r}")
@@ -46,27 +48,48 @@ def draw_benchmark(figure: Figure, record: Benchmark) -> None:
     panels = _panels(record)
     where = f"{facts.device(record)}, commit {facts.commit(record)}"
     figure.suptitle(f"{headline(record.rows, record.versus[:1])}\n{where}", fontsize=12)
-    colors = _colors(record, {row.contender for row in record.rows if row.tflops is not None})
-    found = ratios(record.rows, record.versus[0])
+    colors = _colors(record, {row.contender for _, rows, _ in panels for row in rows})
+    first = {v.group: v for v in reversed(record.versus)}
+    found = {shape: ratio for v in first.values() for shape, ratio in ratios(record.rows, v).items()}
     for i, (title, rows, value) in enumerate(panels):
-        _draw(figure.add_subplot(len(panels), 1, i + 1), title, rows, colors, value, found)
+        names = {row.contender for row in rows}
+        shown = [pair for pair in colors if pair[0].name in names]
+        _draw(figure.add_subplot(len(panels), 1, i + 1), title, rows, shown, value, found)
     if panels:
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=10, frameon=False)
+        drawn = [axes.get_legend_handles_labels() for axes in figure.axes]
+        by_label = {label: handle for pair in drawn for handle, label in zip(*pair, strict=True)}
+        labels = [c.label for c, _ in colors]
+        handles = [by_label[label] for label in labels]
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=min(5, len(labels)), fontsize=10, frameon=False
+        )
     else:
         figure.text(0.5, 0.3, "nothing was timed", ha="center", fontsize=14)
 
 
-def _panels(record: Benchmark) -> list[tuple[str, list[Row], str]]:
-    """Of each panel its title, its rows and the field of them that it shows."""
+Value = Callable[[Row], float | None]
+
+
+def _panels(record: Benchmark) -> list[tuple[str, list[Row], Value]]:
+    """Of each panel its title, its rows and what of them it shows."""
+    if record.comparison == "serving":
+        return [(title, rows, lambda row: rate(record, row)) for title, rows in serving_panels(record)]
     timed = [row for row in record.rows if row.tflops is not None]
     grid = [row for row in timed if row.grid]
-    panels = [
-        (f"head dim {d}: TFLOP/s", [row for row in grid if row.dims["D"] == d], "tflops")
+    found: list[tuple[str, list[Row], Value]] = [
+        (f"head dim {d}: TFLOP/s", [row for row in grid if row.dims["D"] == d], _tflops)
         for d in sorted({row.dims["D"] for row in grid})
     ]
     small = [row for row in timed if not row.grid]
-    return [*panels, ("small shapes: µs per call", small, "median_us")] if small else panels
+    return [*found, ("small shapes: µs per call", small, _micros)] if small else found
+
+
+def _tflops(row: Row) -> float | None:
+    return row.tflops
+
+
+def _micros(row: Row) -> float | None:
+    return row.median_us
 
 
 def _colors(record: Benchmark, names: set[str]) -> list[tuple[ContenderFacts, str]]:
@@ -80,14 +103,14 @@ def _colors(record: Benchmark, names: set[str]) -> list[tuple[ContenderFacts, st
 
 
 def _draw(
-    axes: Axes, title: str, rows: Sequence[Row], colors: Sequence[tuple[ContenderFacts, str]], value: str,
+    axes: Axes, title: str, rows: Sequence[Row], colors: Sequence[tuple[ContenderFacts, str]], value: Value,
     found: dict[str, float],
 ) -> None:  # fmt: skip
     shapes = list(dict.fromkeys(row.shape for row in rows))
     width = _WIDTH / len(colors)
     tallest = dict.fromkeys(shapes, 0.0)
     for n, (contender, color) in enumerate(colors):
-        heights = {row.shape: getattr(row, value) for row in rows if row.contender == contender.name}
+        heights = {row.shape: value(row) or 0.0 for row in rows if row.contender == contender.name}
         at = [i + (n + 0.5) * width - _WIDTH / 2 for i, shape in enumerate(shapes) if shape in heights]
         axes.bar(at, [heights[s] for s in shapes if s in heights], width * 0.95, color=color, label=contender.label)
         for shape, height in heights.items():
@@ -108,4 +131,6 @@ def _draw(
 def _name(row: Row) -> str:
     if not row.grid:
         return row.shape
+    if "KEYS" in row.dims:
+        return short_name(row.shape)
     return f"S {row.dims['S']}{', causal' if row.dims.get('CAUSAL') else ''}"

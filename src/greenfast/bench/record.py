@@ -1,4 +1,4 @@
-"""The record of a comparison of contenders: ``greenfast bench peers`` and ``greenfast bench operator``."""
+"""The record of a comparison of contenders: ``greenfast bench peers``, ``operator`` and ``serving``."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ class ContenderFacts(_Data, frozen=True, kw_only=True):
 
 
 class Versus(_Data, frozen=True, kw_only=True):
-    """A ratio to report: the time of the fastest of ``rivals`` over the time of ``own``; above 1 own is faster."""
+    """A ratio to report: the time of the fastest of ``rivals`` over the time of ``own``; above 1 own is faster.
+
+    group: what the names of its shapes begin with; empty for all.
+    """
 
     own: str
     rivals: list[str]
     title: str
+    group: str = ""
 
 
 class Row(_Data, frozen=True, kw_only=True):
@@ -93,8 +97,8 @@ class AccuracyRow(_Data, frozen=True, kw_only=True):
 class Benchmark(Run, frozen=True, kw_only=True, tag_field="kind", tag="benchmark"):
     """Contenders compared in one run on one GPU.
 
-    comparison: "peers" or "operator". what: greenfast's part in it, in words. own: greenfast's contenders. inputs:
-    kind -> how it differs from N(0, 1). side: the task's own kernel, where it is a contender, with its builds.
+    comparison: "peers", "operator" or "serving". what: greenfast's part in it, in words. own: greenfast's contenders.
+    inputs: kind -> how it differs from N(0, 1). side: the task's own kernel, where it is a contender, with its builds.
     kernels: else each kernel that was timed, by its step and shape.
 
     Raises ValueError as Record does, and for a time of the task's own kernel without its error on that shape.

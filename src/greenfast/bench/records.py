@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
@@ -10,6 +11,7 @@ import msgspec
 
 from greenfast.bench.comparison import Comparison
 from greenfast.bench.record import Benchmark
+from greenfast.bench.serving_cases import GROUPS
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.identity import code_hash
 from greenfast.judge import records as judged
@@ -50,7 +52,7 @@ def read_benchmark(run: Path) -> Benchmark:
     """The record of a comparison of contenders, as ``read_record`` reads it; raises UsageError for any other."""
     record = read_record(run)
     if not isinstance(record, Benchmark):
-        raise UsageError(f"{run}: not a record of greenfast bench peers or greenfast bench operator")
+        raise UsageError(f"{run}: not a record of greenfast bench peers, operator or serving")
     return record
 
 
@@ -58,6 +60,15 @@ def operator_comparison() -> Comparison:
     """What ``greenfast bench operator`` measures."""
     # By its name, as kernel families are loaded: what only reads records needs no PyTorch.
     found: Comparison = importlib.import_module("greenfast.bench.attention").operator()
+    return found
+
+
+def serving_comparison(
+    groups: Sequence[str] | None = None, *, quick: bool = False, fa3_library: str = ""
+) -> Comparison:
+    """What ``greenfast bench serving`` measures of these groups, all by default. Raises UsageError for unknown ones."""
+    module = importlib.import_module("greenfast.bench.serving")
+    found: Comparison = module.serving(groups or GROUPS, quick=quick, fa3_library=fa3_library)
     return found
 
 
@@ -84,7 +95,7 @@ def freshness(record: AnyRecord) -> Freshness:
     """Whether a record is of today's kernels and launches, as far as this machine's compiler can tell."""
     if not isinstance(record, Benchmark) or record.side is not None:
         return judged.freshness(record)
-    kernels = operator_comparison().kernels
+    kernels = (serving_comparison() if record.comparison == "serving" else operator_comparison()).kernels
     today = kernels() if kernels else {}
     answers = [
         Freshness(STALE, (f"{name} is {'not in the record' if name in today else 'timed no more'}",))

@@ -3,54 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from greenfast.bench.record import AccuracyRow, Benchmark, ContenderFacts, Row, Versus
+from greenfast.bench.ratios import by_shape, geometric_mean, headline, ratios
+from greenfast.bench.record import AccuracyRow, Benchmark, ContenderFacts, Row
+from greenfast.bench.serving_report import serving_tables
 from greenfast.judge.report import facts, format
 from greenfast.judge.report.markdown import document, gates, provenance, resources
 from greenfast.spec.freshness import STALE, Freshness
 
 #: Bytes that quantization must move for each element: two read, one written.
 _QUANTIZE_BYTES = 3
-
-
-def ratios(rows: Sequence[Row], versus: Versus) -> dict[str, float]:
-    """By shape, the time of the fastest rival divided by the time of own: above 1 own is faster.
-
-    Without the shapes where own or every rival has no time.
-    """
-    found = {}
-    for shape, cells in _by_shape(rows).items():
-        times = {name: row.median_us for name, row in cells.items() if row.median_us is not None}
-        rivals = [us for name, us in times.items() if name in versus.rivals]
-        if versus.own in times and rivals:
-            found[shape] = min(rivals) / times[versus.own]
-    return found
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """exp of the mean logarithm."""
-    return math.exp(math.fsum(map(math.log, values)) / len(values))
-
-
-def headline(rows: Sequence[Row], versus: Iterable[Versus]) -> str:
-    """For each ratio the geometric mean over the grid, or over what was measured of it, and the worst shape."""
-    return "; ".join(_headline(rows, one) for one in versus)
-
-
-def _headline(rows: Sequence[Row], versus: Versus) -> str:
-    found = ratios(rows, versus)
-    if not found:
-        return f"speed of {versus.title}: not timed"
-    grid = {shape: found[shape] for shape in dict.fromkeys(r.shape for r in rows if r.grid) if shape in found}
-    where, what = (grid, "of the grid") if grid else (found, "outside of the grid")
-    worst = min(where, key=lambda shape: where[shape])
-    every = len({row.shape for row in rows if row.grid == bool(grid)})
-    of = "" if len(where) == every else f" of {every}"
-    return (
-        f"speed of {versus.title}: {format.speedup(geometric_mean(list(where.values())))}, geometric mean over "
-        f"{len(where)}{of} shapes {what}; worst {worst} {format.speedup(where[worst])}"
-    )
 
 
 def reasons(record: Benchmark) -> list[str]:
@@ -76,7 +39,7 @@ def console_table(record: Benchmark) -> tuple[list[str], list[list[str]]]:
     found = [ratios(record.rows, versus) for versus in record.versus]
     lines = [
         [shape, *(_console_cell(cells.get(c.name)) for c in shown), *(_speedup(ratio, shape) for ratio in found)]
-        for shape, cells in _by_shape(record.rows).items()
+        for shape, cells in by_shape(record.rows).items()
     ]
     return ["shape", *(c.label for c in shown), *(versus.title for versus in record.versus)], lines
 
@@ -89,6 +52,8 @@ def _console_cell(row: Row | None) -> str:
 
 def summary(record: Benchmark) -> str:
     """The headline, all tables, and the reasons where numbers are missing."""
+    if record.comparison == "serving":
+        return _serving_summary(record)
     grid, small = ([row for row in record.rows if row.grid == wanted] for wanted in (True, False))
     by_inputs, by_length = ([r for r in record.accuracy if r.series == series] for series in ("inputs", "length"))
     said = reasons(record)
@@ -114,6 +79,16 @@ def summary(record: Benchmark) -> str:
         ),
         format.bullets(said),
     )  # fmt: skip
+    return "\n\n".join(part for part in parts if part)
+
+
+def _serving_summary(record: Benchmark) -> str:
+    parts = (
+        f"{_capitalized(headline(record.rows, record.versus))}. {clocks_line(record)}".strip(),
+        *serving_tables(record),
+        _host_table(record),
+        format.bullets(reasons(record)),
+    )
     return "\n\n".join(part for part in parts if part)
 
 
@@ -191,13 +166,6 @@ def _samples_table(record: Benchmark) -> str:
     )
 
 
-def _by_shape(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
-    found: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        found.setdefault(row.shape, {})[row.contender] = row
-    return found
-
-
 def _label(record: Benchmark, name: str) -> str:
     return next((c.label for c in record.contenders if c.name == name), name)
 
@@ -234,7 +202,7 @@ def _times_table(record: Benchmark, rows: Sequence[Row], value: Callable[[Row | 
         return ""
     shown, found = _columns(record, rows), [ratios(rows, versus) for versus in record.versus]
     lines = []
-    for shape, cells in _by_shape(rows).items():
+    for shape, cells in by_shape(rows).items():
         first = next(iter(cells.values()))
         where = [_sizes(first.dims), "causal" if first.dims.get("CAUSAL") else "full"]
         if not first.grid:
@@ -268,7 +236,7 @@ def _lengths_table(record: Benchmark, rows: Sequence[Row]) -> str:
 def _quantize_table(record: Benchmark) -> str:
     """Bandwidth of the quantization, its three bytes for each element counted, and of a copy of as many bytes."""
     lines = []
-    for cells in _by_shape(record.rows).values():
+    for cells in by_shape(record.rows).values():
         row, copy = cells.get("quantize_fp8"), cells.get("copy")
         if row is None or row.median_us is None or row.dims.get("CAUSAL"):
             continue

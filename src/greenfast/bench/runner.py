@@ -12,9 +12,10 @@ import numpy as np
 
 from greenfast.bench.comparison import Cell, Checked, Comparison, Facts, Limits, Timed
 from greenfast.bench.plot import save_benchmark_plot
+from greenfast.bench.ratios import headline
 from greenfast.bench.record import AccuracyRow, Benchmark, HostRow, Row
 from greenfast.bench.records import timed_kernels
-from greenfast.bench.report import benchmark_report, headline
+from greenfast.bench.report import benchmark_report
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT
 from greenfast.judge.digest import sealed_json
@@ -186,7 +187,7 @@ def compare(
     record = _record(comparison, run, contest, rows=rows, host=host, accuracy=errors)
     with new_run_folder(parent, run.stamp) as (work, publish):
         (work / RECORD).write_text(sealed_json(record), encoding="utf-8")
-        plot = PLOT if any(row.median_us is not None for row in rows) else None
+        plot = PLOT if any(row.median_us is not None and row.tflops for row in rows) else None
         if plot:
             save_benchmark_plot(record, work / plot)
         (work / REPORT).write_text(benchmark_report(record, plot=plot), encoding="utf-8")

@@ -10,7 +10,7 @@ import gc
 import importlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from greenfast.bench.comparison import Cell, Checked, Facts, Timed
-from greenfast.bench.contenders import CONTENDERS, Ready, first_line
+from greenfast.bench.contenders import CONTENDERS, Contender, Ready, first_line
 from greenfast.bench.graphs import Captured, call_us, capture, order, queue_interleaved, rounds_for
 from greenfast.bench.inputs import Inputs, make_inputs
 from greenfast.bench.record import HostRow
-from greenfast.bench.references import Reference, reference
+from greenfast.bench.references import reference
 from greenfast.device.gpu import Gpu, KernelImage
 from greenfast.device.prepared import Prepared
 from greenfast.numerics.codes import transposed_values
@@ -53,7 +53,10 @@ class Session:
     """Contenders on one GPU, a cell at a time. Every method is called through a worker.
 
     Raises MachineError for a GPU that is not there, and for a torch that cannot use it.
+    contenders: by name, those that it knows.
     """
+
+    contenders: Mapping[str, Contender] = CONTENDERS
 
     def __init__(self, ordinal: int) -> None:
         if not torch.cuda.is_available():
@@ -66,8 +69,8 @@ class Session:
         torch.cuda.set_device(ordinal)
         # Not the default stream: no graph can be captured from it, and it waits for all others.
         torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
-        self._inputs: Inputs | None = None
-        self._reference: Reference | None = None
+        self._inputs: Any = None
+        self._reference: Any = None
         self._kernel: tuple[KernelImage, Launch] | None = None
         self._entries: dict[str, _Entry] = {}
 
@@ -75,15 +78,19 @@ class Session:
         """These contenders with their versions or the reasons why they are missing."""
         backend: Any = torch.backends.cudnn
         versions = {"torch CUDA": str(torch.version.cuda), "cuDNN": str(backend.version())}
-        return Facts([CONTENDERS[name].describe() for name in names], versions)
+        return Facts([self.contenders[name].describe() for name in names], versions)
 
     def open(self, cell: Cell, kernel: tuple[KernelImage, Launch] | None) -> None:
         """Draw the inputs of a cell and compute its references. kernel: the task's own, where it takes part."""
         self.close()
-        self._inputs = make_inputs(cell.shape.dims, cell.seed, cell.inputs, "cuda")
-        codes = any(CONTENDERS[name].same_codes for name in cell.contenders)
-        self._reference = reference(self._inputs, cell.sampled, codes=codes)
+        self._inputs, self._reference = self._draw(cell)
         self._kernel = kernel
+
+    def _draw(self, cell: Cell) -> tuple[Any, Any]:
+        """The inputs of a cell, and what checks an output; None where none is checked."""
+        inputs = make_inputs(cell.shape.dims, cell.seed, cell.inputs, "cuda")
+        codes = any(self.contenders[name].same_codes for name in cell.contenders)
+        return inputs, reference(inputs, cell.sampled, codes=codes)
 
     def close(self) -> None:
         """Give back the memory of a cell."""
@@ -98,8 +105,7 @@ class Session:
         What a library raises before the capture, and a wrong output of it, is a reason in the result. Any other error
         leaves this process in doubt and ends it.
         """
-        assert self._reference is not None
-        contender = CONTENDERS[name]
+        contender = self.contenders[name]
         try:
             ready = self._ready(name)
             out = ready.call()
@@ -110,12 +116,16 @@ class Session:
             return Checked(reason=reason)
         found = Checked(finite=True)
         if first is not None:
-            found = self._reference.check(first * ready.unit, contender.same_codes)
+            found = self._checked(first * ready.unit, contender)
             wrong = "" if contender.own else _how_wrong(found, timed)
             if wrong:
                 return replace(found, reason=f"its output is wrong: {wrong}")
         if timed:
-            self._entries[name] = _Entry(ready, capture(ready.call), first)
+            self._entries[name] = _Entry(ready, capture(ready.call, ready.copies), first)
+        return found
+
+    def _checked(self, out: Tensor, contender: Contender) -> Checked:
+        found: Checked = self._reference.check(out, contender.same_codes)
         return found
 
     def time(self, rounds: int | None) -> Timed:
@@ -129,7 +139,7 @@ class Session:
         clocks = self._clocks()  # while the GPU is still at it
         torch.cuda.synchronize()
         calls = {name: c.calls for name, c in captured.items()}
-        changed = [name for name, entry in self._entries.items() if _has_changed(entry, CONTENDERS[name].own)]
+        changed = [name for name, entry in self._entries.items() if _has_changed(entry, self.contenders[name].own)]
         return Timed(call_us(marks, calls), calls, changed, clocks)
 
     def host(self, cell: Cell) -> list[HostRow]:
@@ -159,7 +169,7 @@ class Session:
     def _ready(self, name: str) -> Ready:
         """A contender bound to the inputs of the cell."""
         assert self._inputs is not None
-        prepare = CONTENDERS[name].prepare
+        prepare = self.contenders[name].prepare
         return prepare(self._inputs) if prepare else self._own(self._inputs)
 
     def _own(self, inputs: Inputs) -> Ready:

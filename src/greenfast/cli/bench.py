@@ -10,10 +10,12 @@ from dataclasses import replace
 from rich.text import Text
 
 from greenfast.bench.comparison import Comparison
+from greenfast.bench.ratios import headline, ratios
 from greenfast.bench.record import Row, Versus
-from greenfast.bench.records import operator_comparison
-from greenfast.bench.report import clocks_line, console_table, headline, ratios, reasons
+from greenfast.bench.records import operator_comparison, serving_comparison
+from greenfast.bench.report import clocks_line, console_table, reasons
 from greenfast.bench.runner import Outcome, compare
+from greenfast.bench.serving_report import tables
 from greenfast.cli.console import GateConsole, exit_code, required_gates, show, table
 from greenfast.cli.page import check_page, write_page
 from greenfast.cli.request import request_of
@@ -26,8 +28,10 @@ from greenfast.judge.tasks import load_peers
 from greenfast.judge.variant import Variant
 from greenfast.spec.errors import UsageError
 
-#: The task whose problem the operator solves.
+#: The task whose problem the operator and serving solve.
 _OPERATOR_TASK = "fp8_attention"
+#: Rounds of each shape in a quick run.
+_QUICK_ROUNDS = 10
 
 
 def variant_of_environment(config: TaskConfig, environment: Mapping[str, str]) -> Variant:
@@ -100,13 +104,15 @@ class ComparisonConsole(GateConsole):
 def _comparison(args: argparse.Namespace) -> int:
     """Compare contenders; prints each shape once it is done, and the tables."""
     names, args.shapes = args.shapes, None  # they are of the comparison, not of the task
-    if args.what == "operator":
+    if args.what != "peers":
         args.task = _OPERATOR_TASK
     args.seeds = args.format = args.arch = None
     request = request_of(args)
     comparison: Comparison
     if args.what == "operator":
         comparison, variant = operator_comparison(), None
+    elif args.what == "serving":
+        comparison, variant = _serving(args), None
     else:
         config = request.task.config
         comparison, variant = load_peers(request.task).peers(), config.variant(config.defaults.candidate)
@@ -123,10 +129,24 @@ def _comparison(args: argparse.Namespace) -> int:
     return 0
 
 
+def _serving(args: argparse.Namespace) -> Comparison:
+    """What the options choose. Raises UsageError for unknown cases, and for a library that is not there."""
+    if args.fa3_library and not args.fa3_library.is_file():
+        raise UsageError(f"--fa3-library {args.fa3_library}: no such file")
+    if args.quick and args.rounds is None:
+        args.rounds = _QUICK_ROUNDS
+    library = str(args.fa3_library.resolve()) if args.fa3_library else ""
+    return serving_comparison(args.cases, quick=args.quick, fa3_library=library)
+
+
 def _show(outcome: Outcome) -> None:
     record = outcome.record
-    header, rows = console_table(record)
-    show(table(header, rows, title=f"{record.what}: µs and TFLOP/s per call"))
+    if record.comparison == "serving":
+        for one in tables(record):
+            show(table(one.header, one.rows, title=one.title))
+    else:
+        header, rows = console_table(record)
+        show(table(header, rows, title=f"{record.what}: µs and TFLOP/s per call"))
     if record.host:
         host = [(r.contender, f"{r.median_us:.1f}", f"{r.least_us:.1f}") for r in record.host]
         show(table(("contender", "median µs", "least µs"), host, title="host time of an eager call"))

@@ -148,7 +148,7 @@ def init(parser: argparse.ArgumentParser) -> None:
 
 def bench(parser: argparse.ArgumentParser) -> None:
     """Subcommands of ``greenfast bench``, with their options."""
-    what = parser.add_subparsers(dest="what", metavar="kernel|peers|operator", required=True)
+    what = parser.add_subparsers(dest="what", metavar="kernel|peers|operator|serving", required=True)
     for name, (text, options) in BENCHMARKS.items():
         options(what.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."))
 
@@ -184,6 +184,20 @@ def _comparison(parser: argparse.ArgumentParser) -> None:
     _where(parser)
     _html(parser)
     _json(parser)
+
+
+def _serving(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cases", type=words, metavar="A,B", help="of decode, prefill, append and host (default: all of them)"
+    )
+    parser.add_argument("--quick", action="store_true", help="a third of the shapes, with fewer rounds")
+    parser.add_argument(
+        "--fa3-library",
+        type=Path,
+        metavar="FILE",
+        help="FlashAttention-3 as vLLM ships it: its wheel's vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
+    )
+    _comparison(parser)
 
 
 def build(parser: argparse.ArgumentParser) -> None:
@@ -335,13 +349,14 @@ BENCHMARKS: dict[str, _Options] = {
     "kernel": ("check one variant of a task and time it over shapes", _kernel),
     "peers": ("compare a task's kernel with libraries that compute the same: times, errors", _peers),
     "operator": ("compare greenfast.sdpa with PyTorch's attention and others: times, host times, errors", _comparison),
+    "serving": ("compare attention over a paged FP8 cache, and appending to it, with FlashAttention-3", _serving),
 }
 #: Verb -> (help, its options), in the order of --help.
 VERBS: dict[str, _Options] = {
     "validate": ("judge a candidate against a baseline through the five gates", validate),
     "judge": ("judge a solution of your own against a problem, through the same gates", judge),
     "init": ("make a folder with a problem and a solution to start from", init),
-    "bench": ("time one kernel, or compare kernels or the operator with other libraries", bench),
+    "bench": ("time one kernel, or compare kernels, the operator or serving with other libraries", bench),
     "build": ("compile variants for targets: resources and machine code, without a GPU", build),
     "warmup": ("fill the kernel cache ahead, so that the first calls in PyTorch compile nothing", warmup),
     "compare": ("compare the timings of two saved runs", compare),

@@ -1,0 +1,61 @@
+"""What serving is compared on: attention over a paged FP8 cache and appending to it, with FlashAttention-3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from greenfast.bench.comparison import Cell, Comparison, Limits
+from greenfast.bench.contenders import KERNEL
+from greenfast.bench.record import Versus
+from greenfast.bench.serving_cases import GROUPS, Case, bytes_moved, cases, flops, host_case
+from greenfast.bench.serving_contenders import CONTENDERS
+from greenfast.bench.serving_session import ServingSession
+
+#: An output of greenfast's that is further from exact attention is wrong: rounding Q, K, V and P explains 0.06.
+_LIMIT = 0.1
+_FP8, _BF16 = ("vllm_fa3", "fa3"), ("vllm_fa3_bf16", "fa3_bf16")
+_CONTENDERS = {
+    "decode": (KERNEL, *_FP8, *_BF16, "plan", "vllm_fa3_plan"),
+    "prefill": (KERNEL, "varlen", *_FP8, *_BF16),
+    "append": ("append", "copy"),
+    "read": ("read_sum", "read_max", "read_norm"),
+    "host": ("kvcache", "kvcache_unplanned", *_FP8),
+}
+
+
+def serving(groups: Sequence[str] = GROUPS, *, quick: bool = False, fa3_library: str = "") -> Comparison:
+    """The comparison of these groups of cases. fa3_library: vLLM's FlashAttention-3, a file.
+
+    Raises UsageError for unknown groups.
+    """
+    chosen = cases(groups, quick=quick)
+    host = host_case() if "host" in groups else None
+    dims = [case.shape.dims for case in (*chosen, *([host] if host else []))]
+    return Comparison(
+        name="serving",
+        what="attention over a paged FP8 cache",
+        own=tuple(name for name, c in CONTENDERS.items() if c.own and c.attention),
+        versus=tuple(
+            Versus(own=KERNEL, rivals=list(rivals), title=f"{group}: greenfast / {label}", group=f"{group}_")
+            for group in ("decode", "prefill")
+            if group in groups
+            for rivals, label in ((_FP8, "FA3 FP8"), (_FP8 + _BF16, "best FA3"))
+        ),
+        timed=tuple(_cell(case) for case in chosen),
+        accuracy=(),
+        inputs={"normal": "N(0, 1) in bfloat16"},
+        session=partial(ServingSession, fa3_library=fa3_library, dims=dims),
+        flops=flops,
+        bytes_moved=bytes_moved,
+        host=_cell(host) if host else None,
+        limits=Limits(error=_LIMIT),
+        arch="sm_90a",
+    )
+
+
+def _cell(case: Case) -> Cell:
+    names = _CONTENDERS[case.group]
+    if case.token_scales:
+        names = (names[0], "token_scales", *names[1:])
+    return Cell(case.shape, names, grid=case.group in ("decode", "prefill"))

@@ -1,0 +1,103 @@
+"""The contenders of the serving comparison on one GPU: a Session with inputs, a library and kernels of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from greenfast.bench.comparison import Cell, Facts
+from greenfast.bench.contenders import Contender, first_line
+from greenfast.bench.record import HostRow
+from greenfast.bench.serving_cases import PAGE, append_bytes
+from greenfast.bench.serving_contenders import CONTENDERS, VLLM
+from greenfast.bench.serving_inputs import append_inputs, paged_inputs
+from greenfast.bench.session import Session
+from greenfast.kernels.serving import append, attention
+from greenfast.kernels.serving.append import AppendConfig
+from greenfast.kernels.serving.attention import ServingConfig
+from greenfast.operator.serving_pages import PAGE as TEMPORARY_PAGE
+from greenfast.operator.warmup import warm
+from greenfast.spec.kernel import KernelSource
+
+_NO_LIBRARY = (
+    "no library was given: --fa3-library takes the _vllm_fa3_C.abi3.so of vLLM's wheel, which loads into the torch "
+    "that it was built for"
+)
+
+
+class ServingSession(Session):
+    """As Session. fa3_library: vLLM's FlashAttention-3, a file; empty for none. dims: of the cells to come."""
+
+    contenders: Mapping[str, Contender] = CONTENDERS
+    device = "cuda"
+
+    def __init__(self, ordinal: int, fa3_library: str = "", dims: Sequence[Mapping[str, int]] = ()) -> None:
+        super().__init__(ordinal)
+        self._version, self._missing = load_library(fa3_library)
+        self._dims = dims
+
+    def facts(self, names: Sequence[str]) -> Facts:
+        """As Session; compiles greenfast's kernels first, side by side."""
+        warm(sources(self._dims), attention.TARGET)
+        found = super().facts(names)
+        return replace(found, contenders=[self._described(c) for c in found.contenders])
+
+    def _described(self, contender: Any) -> Any:
+        if self.contenders[contender.name].package != VLLM:
+            return contender
+        return msgspec.structs.replace(contender, version=self._version, missing=self._missing)
+
+    def _draw(self, cell: Cell) -> tuple[Any, Any]:
+        dims = cell.shape.dims
+        if "BYTES" in dims:
+            return torch.zeros(dims["BYTES"] // 4, device=self.device), None
+        if "TOKENS" in dims:
+            inputs: Any = append_inputs(cell.shape, cell.seed, self.device, append_bytes(dims))
+        else:
+            inputs = paged_inputs(cell.shape, cell.seed, self.device)
+        return inputs, inputs.reference
+
+    def host(self, cell: Cell) -> list[HostRow]:
+        """As Session, without the contenders that are missing here."""
+        found = self.facts(cell.contenders).contenders
+        return super().host(replace(cell, contenders=tuple(c.name for c in found if not c.missing)))
+
+
+def load_library(path: str) -> tuple[str, str]:
+    """Load vLLM's FlashAttention-3; returns its version, by its hash, and why it is missing, one of them empty."""
+    if not path:
+        return "", _NO_LIBRARY
+    try:
+        with Path(path).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    except Exception as e:  # no such file, or a library for another torch
+        return "", f"{path} cannot be loaded: {first_line(e)}"
+    return f"FlashAttention-3 of vLLM ({Path(path).name}, SHA-256 {digest[:16]})", ""
+
+
+def sources(dims: Sequence[Mapping[str, int]]) -> list[KernelSource]:
+    """The kernels of greenfast's calls on such shapes, each once. Needs no GPU."""
+    found: dict[KernelSource, None] = {}
+    for one in dims:
+        if "TOKENS" in one:
+            norm = "bfloat16" if one.get("NORM") else ""
+            config = AppendConfig(head_dim=one["D"], page_size=PAGE, norm=norm, rotary_dim=one["D"])
+            found[append.kernel(config)] = None
+        elif "KEYS" in one:
+            prefill = "SQUARES" in one
+            rows = (one["S"] if prefill else 1) * one["H"] // one["HK"]
+            wide = rows > ServingConfig(head_dim=one["D"]).rows
+            for tokens in (False, True):
+                made = ServingConfig(head_dim=one["D"], wide=wide, token_scales=tokens)
+                found |= dict.fromkeys((attention.kernel(made), attention.plan_kernel(made)))
+            if prefill:
+                temporary = AppendConfig(head_dim=one["D"], page_size=TEMPORARY_PAGE, queries=False)
+                found[append.kernel(temporary)] = None
+    return list(found)
