@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from greenfast.bench import graphs, serving_inputs, serving_session
+from greenfast.bench import graphs, serving_inputs, serving_kernels, serving_session
 from greenfast.bench.comparison import Cell, Facts
 from greenfast.bench.contenders import KERNEL
 from greenfast.bench.record import HostRow
 from greenfast.bench.serving import serving
 from greenfast.bench.serving_cases import (
     PAGE,
+    Case,
     append_bytes,
     bytes_moved,
     cases,
@@ -30,9 +31,12 @@ from greenfast.bench.serving_cases import (
 )
 from greenfast.bench.serving_contenders import CONTENDERS
 from greenfast.bench.serving_inputs import AppendInputs, PagedInputs, append_inputs, paged_inputs
-from greenfast.bench.serving_session import ServingSession, load_library, sources
+from greenfast.bench.serving_kernels import timed_launches
+from greenfast.bench.serving_session import ServingSession, load_library
 from greenfast.bench.session import Session
+from greenfast.device.identity import launch_facts
 from greenfast.judge.task import Shape
+from greenfast.operator import serving_cuda, serving_ops
 from greenfast.spec.errors import UsageError
 
 LENGTHS = (70, 129, 5)
@@ -97,7 +101,7 @@ def test_the_comparison_names_its_groups_and_travels_to_a_process() -> None:
     session = pickle.loads(pickle.dumps(found.session))
     assert session.func is ServingSession
     assert session.keywords["fa3_library"] == "/some/library.so"
-    assert len(session.keywords["dims"]) == len(found.timed) + 1
+    assert len(session.keywords["cases"]) == len(found.timed) + 1
     whole = serving()
     assert set(whole.contenders) == set(CONTENDERS)
     assert all(CONTENDERS[name].own for name in whole.own)
@@ -294,7 +298,7 @@ def test_a_library_is_named_by_its_hash(tmp_path: Any, monkeypatch: pytest.Monke
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> ServingSession:
     made = ServingSession.__new__(ServingSession)
-    made._version, made._missing, made._dims = "", "no library", [host_case().shape.dims]
+    made._version, made._missing, made._cases = "", "no library", [host_case()]
     compiled: list[Any] = []
     monkeypatch.setattr(serving_session, "warm", lambda sources, target: compiled.extend(sources))
     monkeypatch.setattr(made, "compiled", compiled, raising=False)
@@ -303,7 +307,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> ServingSession:
 
 def test_kernels_are_compiled_first_and_a_missing_library_is_described(session: Any) -> None:
     found = {c.name: c for c in session.facts([KERNEL, "vllm_fa3", "copy"]).contenders}
-    assert [kernel.entry for kernel in session.compiled] == ["paged_attention", "plan_attention", "paged_attention"]
+    assert [kernel.entry for kernel in session.compiled] == ["plan_attention", "paged_attention"]
     assert found["vllm_fa3"].missing == "no library"
     assert found[KERNEL].missing == found["copy"].missing == ""
     assert found["copy"].version == f"torch {torch.__version__}"
@@ -370,10 +374,41 @@ def test_host_times_leave_out_who_is_missing(session: Any, monkeypatch: pytest.M
 
 
 def test_kernels_of_all_cases_are_known_without_a_gpu() -> None:
-    found = sources([case.shape.dims for case in cases()])
-    assert len(found) == len(set(found))
-    assert {kernel.entry for kernel in found} == {"paged_attention", "plan_attention", "append_kv"}
-    assert sources([{"BYTES": 4}]) == []
+    found = timed_launches(cases())
+    assert len(found) == 22 * 2 + 7 + 15 * 4 + 4
+    assert {kernel.entry for kernel, _ in found.values()} == {"paged_attention", "plan_attention", "append_kv"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "step"),
+    [(KERNEL, DECODE, "attention"), ("token_scales", DECODE, "attention, a scale per token"),
+     (KERNEL, PREFILL, "attention"), ("varlen", PREFILL, "attention on bf16"), ("varlen", PREFILL, "quantization"),
+     ("append", Shape(name="append_100", dims=APPEND | {"NORM": 1}), "append")],
+)  # fmt: skip
+def test_the_recorded_launches_are_those_of_the_calls(
+    name: str, shape: Shape, step: str, small: Callable[[Shape], PagedInputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a contender's call hands to the operators makes the launch that was known from the shape."""
+    monkeypatch.setattr(serving_kernels, "copies", serving_inputs.copies)
+    case = Case(shape, () if "TOKENS" in shape.dims else LENGTHS, token_scales=True)
+    expected = timed_launches([case])[f"{step}, {shape.name}"]
+    made: list[Any] = []
+
+    def attention(*args: Any) -> tuple[Tensor, Tensor]:
+        made.append(serving_cuda.attention_steps(*args[:10], None, args[11], tuple(args[12:15]), *args[15:])[1])
+        return args[0], args[0]
+
+    def append(*args: Any) -> Tensor:
+        made.append(serving_cuda.append_step(args[:13], *args[13:]))
+        return torch.empty(0)
+
+    monkeypatch.setattr(serving_ops, "paged_attention", attention)
+    monkeypatch.setattr(serving_ops, "append_kv", append)
+    prepare = CONTENDERS[name].prepare
+    assert prepare is not None
+    prepare(append_inputs(shape, 0, "cpu", 0) if name == "append" else small(shape)).call()
+    found = [(one.source, launch_facts(one.source, one.launch, shape.dims)) for one in made]
+    assert expected in found
 
 
 def test_facts_are_those_of_a_session() -> None:

@@ -134,6 +134,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
             return getattr(made, method)(*args)
 
     monkeypatch.setattr("greenfast.bench.runner.Worker", HereWorker)
+    monkeypatch.setattr("greenfast.bench.serving.timed_launches", lambda cases: {})  # compiling them takes a minute
     return made
 
 
@@ -165,6 +166,17 @@ def test_a_run_leaves_a_record_a_report_and_a_figure(scripted: Scripted, tmp_pat
     assert "# attention over a paged FP8 cache, compared with other libraries" in (
         outcome.folder / "VALIDATION_REPORT.md"
     ).read_text(encoding="utf-8")
+
+
+def test_a_record_of_some_cases_is_stale_by_their_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def now(*names: str) -> Freshness:
+        monkeypatch.setattr("greenfast.bench.serving.timed_launches", lambda cases: dict.fromkeys(names))
+        return freshness(serving_record(kernels={}))
+
+    assert now("attention, decode_32x8_d128_32x4096") == Freshness()  # not in a quick run
+    stale = now("attention, a scale per token, decode_32x8_d128_8x32768")
+    assert stale.status == "stale"
+    assert "decode_32x8_d128_8x32768 is not in the record" in str(stale)
 
 
 def test_host_times_alone_need_no_shapes(scripted: Scripted, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from greenfast.bench.contenders import KERNEL
 from greenfast.bench.record import Versus
 from greenfast.bench.serving_cases import GROUPS, Case, bytes_moved, cases, flops, host_case
 from greenfast.bench.serving_contenders import CONTENDERS
+from greenfast.bench.serving_kernels import timed_launches
 from greenfast.bench.serving_session import ServingSession
 
 #: An output of greenfast's that is further from exact attention is wrong: rounding Q, K, V and P explains 0.06.
@@ -31,7 +32,7 @@ def serving(groups: Sequence[str] = GROUPS, *, quick: bool = False, fa3_library:
     """
     chosen = cases(groups, quick=quick)
     host = host_case() if "host" in groups else None
-    dims = [case.shape.dims for case in (*chosen, *([host] if host else []))]
+    measured = [*chosen, *([host] if host else [])]
     return Comparison(
         name="serving",
         what="attention over a paged FP8 cache",
@@ -45,11 +46,12 @@ def serving(groups: Sequence[str] = GROUPS, *, quick: bool = False, fa3_library:
         timed=tuple(_cell(case) for case in chosen),
         accuracy=(),
         inputs={"normal": "N(0, 1) in bfloat16"},
-        session=partial(ServingSession, fa3_library=fa3_library, dims=dims),
+        session=partial(ServingSession, fa3_library=fa3_library, cases=measured),
         flops=flops,
         bytes_moved=bytes_moved,
         host=_cell(host) if host else None,
         limits=Limits(error=_LIMIT),
+        kernels=partial(timed_launches, measured),
         arch="sm_90a",
     )
 

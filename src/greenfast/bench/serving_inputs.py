@@ -21,6 +21,7 @@ FP8 = torch.float8_e4m3fn
 #: Rows that are compared with the reference: sequences, heads of K and V of each, and queries of each.
 _SEQUENCES, _HEADS, _QUERIES = 4, 2, 64
 _ROPE_BASE = 500_000.0
+ROPE_POSITIONS = 8192
 EPS = 1e-6
 
 
@@ -260,8 +261,10 @@ def append_inputs(shape: Shape, seed: int, device: str, bytes_moved: int) -> App
     order = torch.randperm(pages, generator=generator, device=device)
     at = torch.arange(tokens, device=device)
     slots = order[at // PAGE] * PAGE + at % PAGE
-    angles = torch.arange(8192, device=device).unsqueeze(1) * _ROPE_BASE ** (-torch.arange(0, 1, 2 / d, device=device))
-    positions = torch.randint(8192, (tokens,), generator=generator, device=device)
+    angles = torch.arange(ROPE_POSITIONS, device=device).unsqueeze(1) * _ROPE_BASE ** (
+        -torch.arange(0, 1, 2 / d, device=device)
+    )
+    positions = torch.randint(ROPE_POSITIONS, (tokens,), generator=generator, device=device)
     weights = (1 + 0.1 * normal(d), 1 + 0.1 * normal(d)) if dims.get("NORM") else None
     kept = empty_pages(pages, PAGE, dims["HK"], d, torch.device(device))
     rows = torch.tensor(_some(tokens, 32, torch.Generator().manual_seed(seed)), device=device)

@@ -14,16 +14,13 @@ import torch
 from greenfast.bench.comparison import Cell, Facts
 from greenfast.bench.contenders import Contender, first_line
 from greenfast.bench.record import HostRow
-from greenfast.bench.serving_cases import PAGE, append_bytes
+from greenfast.bench.serving_cases import Case, append_bytes
 from greenfast.bench.serving_contenders import CONTENDERS, VLLM
 from greenfast.bench.serving_inputs import append_inputs, paged_inputs
+from greenfast.bench.serving_kernels import timed_launches
 from greenfast.bench.session import Session
-from greenfast.kernels.serving import append, attention
-from greenfast.kernels.serving.append import AppendConfig
-from greenfast.kernels.serving.attention import ServingConfig
-from greenfast.operator.serving_pages import PAGE as TEMPORARY_PAGE
+from greenfast.kernels.serving.attention import TARGET
 from greenfast.operator.warmup import warm
-from greenfast.spec.kernel import KernelSource
 
 _NO_LIBRARY = (
     "no library was given: --fa3-library takes the _vllm_fa3_C.abi3.so of vLLM's wheel, which loads into the torch "
@@ -32,19 +29,19 @@ _NO_LIBRARY = (
 
 
 class ServingSession(Session):
-    """As Session. fa3_library: vLLM's FlashAttention-3, a file; empty for none. dims: of the cells to come."""
+    """As Session. fa3_library: vLLM's FlashAttention-3, a file; empty for none. cases: that are to come."""
 
     contenders: Mapping[str, Contender] = CONTENDERS
     device = "cuda"
 
-    def __init__(self, ordinal: int, fa3_library: str = "", dims: Sequence[Mapping[str, int]] = ()) -> None:
+    def __init__(self, ordinal: int, fa3_library: str = "", cases: Sequence[Case] = ()) -> None:
         super().__init__(ordinal)
         self._version, self._missing = load_library(fa3_library)
-        self._dims = dims
+        self._cases = cases
 
     def facts(self, names: Sequence[str]) -> Facts:
         """As Session; compiles greenfast's kernels first, side by side."""
-        warm(sources(self._dims), attention.TARGET)
+        warm(dict.fromkeys(source for source, _ in timed_launches(self._cases).values()), TARGET)
         found = super().facts(names)
         return replace(found, contenders=[self._described(c) for c in found.contenders])
 
@@ -80,24 +77,3 @@ def load_library(path: str) -> tuple[str, str]:
     except Exception as e:  # no such file, or a library for another torch
         return "", f"{path} cannot be loaded: {first_line(e)}"
     return f"FlashAttention-3 of vLLM ({Path(path).name}, SHA-256 {digest[:16]})", ""
-
-
-def sources(dims: Sequence[Mapping[str, int]]) -> list[KernelSource]:
-    """The kernels of greenfast's calls on such shapes, each once. Needs no GPU."""
-    found: dict[KernelSource, None] = {}
-    for one in dims:
-        if "TOKENS" in one:
-            norm = "bfloat16" if one.get("NORM") else ""
-            config = AppendConfig(head_dim=one["D"], page_size=PAGE, norm=norm, rotary_dim=one["D"])
-            found[append.kernel(config)] = None
-        elif "KEYS" in one:
-            prefill = "SQUARES" in one
-            rows = (one["S"] if prefill else 1) * one["H"] // one["HK"]
-            wide = rows > ServingConfig(head_dim=one["D"]).rows
-            for tokens in (False, True):
-                made = ServingConfig(head_dim=one["D"], wide=wide, token_scales=tokens)
-                found |= dict.fromkeys((attention.kernel(made), attention.plan_kernel(made)))
-            if prefill:
-                temporary = AppendConfig(head_dim=one["D"], page_size=TEMPORARY_PAGE, queries=False)
-                found[append.kernel(temporary)] = None
-    return list(found)

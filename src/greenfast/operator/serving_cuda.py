@@ -27,7 +27,9 @@ _PLANS: dict[tuple[Any, ...], Plan] = {}
 
 @cache
 def _hopper(device: int) -> Target:
-    """The device's target. Raises NotImplementedError where the serving kernels do not run."""
+    """The device's target; of meta tensors the kernels' own. Raises NotImplementedError where these do not run."""
+    if device < 0:
+        return attention.TARGET
     target = target_of(device)
     if target.name != attention.TARGET.name:
         raise NotImplementedError(
@@ -299,3 +301,16 @@ def _append_plan(given: tuple[Tensor | None, ...], eps: float, interleaved: bool
         sin=0 if sin is None else sin.stride(0),
     )
     return Plan(device, (Step(append.kernel(config), append.launch(config, sizes, strides, eps)),))
+
+
+def attention_steps(*args: Any) -> tuple[Step, ...]:
+    """The launches of ``paged_attention`` on such tensors, which may be meta tensors, without a plan: it is the first.
+
+    args: as ``paged_attention`` takes them, the plan None and causal, window_left and window_right as one tuple.
+    """
+    return _attention_plan(*args).steps
+
+
+def append_step(given: tuple[Tensor | None, ...], eps: float, interleaved: bool) -> Step:
+    """The launch of ``append_kv`` on such tensors, which may be meta tensors."""
+    return _append_plan(given, eps, interleaved).steps[0]

@@ -1,0 +1,81 @@
+"""The launches of greenfast's that the serving comparison times, known from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from greenfast.bench.serving_cases import PAGE, Case, copies
+from greenfast.bench.serving_inputs import EPS, ROPE_POSITIONS
+from greenfast.device.identity import launch_facts
+from greenfast.operator.cuda import Step
+from greenfast.operator.serving_cuda import append_step, attention_steps
+from greenfast.operator.serving_pages import PAGE as TEMPORARY_PAGE
+from greenfast.operator.serving_pages import KVPages, empty_pages, page_count
+from greenfast.spec.facts import LaunchFacts
+from greenfast.spec.kernel import KernelSource
+
+_META = torch.device("meta")
+
+
+def timed_launches(cases: Sequence[Case]) -> dict[str, tuple[KernelSource, LaunchFacts]]:
+    """Every kernel that the cases time with its launch, by its step and shape. Needs no GPU."""
+    return {
+        f"{name}, {case.shape.name}": (step.source, launch_facts(step.source, step.launch, case.shape.dims))
+        for case in cases
+        for name, step in _steps(case)
+    }
+
+
+def _steps(case: Case) -> Iterator[tuple[str, Step]]:
+    dims = case.shape.dims
+    if "TOKENS" in dims:
+        yield "append", _append(dims, dims["TOKENS"], dims["H"], PAGE)
+    elif "KEYS" in dims:
+        pages = copies(dims) * sum(-(-n // PAGE) for n in case.lengths)
+        cache = empty_pages(pages, PAGE, dims["HK"], dims["D"], _META)
+        ones = _empty(dims["B"], dims["HK"], dtype=torch.float32)
+        plan, attention = _attention(case, cache._replace(k_scale=ones, v_scale=ones), -(-dims["S"] // PAGE))
+        yield from (("plan", plan), ("attention", attention))
+        if case.token_scales:
+            yield "attention, a scale per token", _attention(case, cache, -(-dims["S"] // PAGE))[1]
+        if "SQUARES" in dims:
+            temporary = page_count(dims["KEYS"], dims["B"])
+            cache = empty_pages(temporary, TEMPORARY_PAGE, dims["HK"], dims["D"], _META)
+            yield "quantization", _append(dims, dims["KEYS"], 0, TEMPORARY_PAGE, temporary)
+            yield "attention on bf16", _attention(case, cache, -(-dims["S"] // TEMPORARY_PAGE))[1]
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=_META)
+
+
+def _attention(case: Case, cache: KVPages, table_entries: int) -> tuple[Step, ...]:
+    dims = case.shape.dims
+    prefill = "SQUARES" in dims
+    lengths = [_empty(dims["B"] + more, dtype=torch.int32) for more in (1, 0)]
+    q = _empty(dims["KEYS"] if prefill else dims["B"], dims["H"], dims["D"])
+    k_cache, v_cache, *scales = cache
+    return attention_steps(
+        q, k_cache, v_cache, _empty(dims["B"], table_entries, dtype=torch.int32), *lengths, *scales, None, None, None,
+        dims["S"] if prefill else 1, (True, -1, 0), 0.0, dims["D"] ** -0.5, torch.bfloat16,
+    )  # fmt: skip
+
+
+def _append(dims: Mapping[str, int], tokens: int, heads: int, page: int, pages: int = 0) -> Step:
+    """heads: of Q, which is rotated, and K with it; 0 for neither. pages: by default those of the tokens."""
+    d, of_keys = dims["D"], (tokens, dims["HK"], dims["D"])
+    cache = empty_pages(pages or -(-tokens // page), page, dims["HK"], d, _META)
+    rotation: tuple[Tensor | None, ...] = (None,) * 3
+    if heads:
+        angles = _empty(ROPE_POSITIONS, d // 2, dtype=torch.float32)
+        rotation = (angles, angles, _empty(tokens, dtype=torch.int64))
+    weight = _empty(d) if dims.get("NORM") else None
+    q = _empty(tokens, heads, d) if heads else None
+    given = (
+        q, _empty(*of_keys), _empty(*of_keys), cache.k_cache, cache.v_cache, _empty(tokens, dtype=torch.int64),
+        cache.k_scale, cache.v_scale, weight, weight, *rotation,
+    )  # fmt: skip
+    return append_step(given, EPS if heads else 0.0, False)
