@@ -18,7 +18,7 @@ import msgspec
 
 from greenfast.bench.comparison import Comparison
 from greenfast.bench.record import Benchmark
-from greenfast.bench.records import AnyRecord, freshness, operator_comparison, read_record, timed_kernels
+from greenfast.bench.records import AnyRecord, comparison_of, freshness, read_record, timed_kernels
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, launch_facts
 from greenfast.judge.artifacts import RECORD
@@ -32,13 +32,13 @@ from greenfast.spec.errors import GreenfastError
 from greenfast.spec.freshness import CURRENT, Freshness
 
 ROOT = Path(__file__).parents[1]
-OPERATOR_RECORD = "evidence/operator-h200.json"
+COMPARED = ("evidence/operator-h200.json", "evidence/serving-h200.json")
 
 
 def refreshed(record: AnyRecord) -> AnyRecord:
     """The record with the hashes and launches of today's kernels, if it measured the same kernels."""
     if isinstance(record, Benchmark) and record.side is None:
-        return _operator(record)
+        return _compared(record)
     sides = ("baseline", "candidate") if isinstance(record, Record) else ("side",)
     changed = {name: _side(record, getattr(record, name)) for name in sides}
     found: AnyRecord = msgspec.structs.replace(record, **changed)
@@ -88,9 +88,9 @@ def _dims(record: AnyRecord) -> Mapping[str, Mapping[str, int]]:
     return found
 
 
-def _operator(record: Benchmark) -> Benchmark:
-    """The same for the operator's record: different text with the same machine code."""
-    today = timed_kernels(operator_comparison())
+def _compared(record: Benchmark) -> Benchmark:
+    """The same for the operator's record and serving's: different text with the same machine code."""
+    today = timed_kernels(comparison_of(record))
     kernels = {
         name: msgspec.structs.replace(then, kernel_hash=today[name].kernel_hash)
         if name in today and (today[name].code_hash, today[name].compiler) == (then.code_hash, then.compiler)
@@ -107,7 +107,8 @@ def main() -> int:
     args = parser.parse_args()
     answers: list[Freshness] = []
     try:
-        for path in [*sorted((ROOT / "evidence").glob(f"*/*/{RECORD}")), ROOT / OPERATOR_RECORD]:
+        compared = [ROOT / path for path in COMPARED if (ROOT / path).is_file()]
+        for path in [*sorted((ROOT / "evidence").glob(f"*/*/{RECORD}")), *compared]:
             record = read_record(path)
             if not args.check:
                 _write(path, record, record := refreshed(record))

@@ -72,6 +72,11 @@ def serving_comparison(
     return found
 
 
+def comparison_of(record: Benchmark) -> Comparison:
+    """What made a record that is not of a task's own kernel, as it is today."""
+    return serving_comparison() if record.comparison == "serving" else operator_comparison()
+
+
 def timed_kernels(comparison: Comparison) -> dict[str, TimedKernel]:
     """The kernels of a comparison that times another one than a task's own, by what each is for; compiles them.
 
@@ -95,10 +100,9 @@ def freshness(record: AnyRecord) -> Freshness:
     """Whether a record is of today's kernels and launches, as far as this machine's compiler can tell."""
     if not isinstance(record, Benchmark) or record.side is not None:
         return judged.freshness(record)
-    serving = record.comparison == "serving"
-    kernels = (serving_comparison() if serving else operator_comparison()).kernels
+    kernels = comparison_of(record).kernels
     today = kernels() if kernels else {}
-    if serving:  # a run of some groups has the kernels of these
+    if record.comparison == "serving":  # a run of some groups has the kernels of these
         shapes = {row.shape for row in record.rows}
         today = {n: k for n, k in today.items() if n in record.kernels or n.rpartition(", ")[2] in shapes}
     answers = [
