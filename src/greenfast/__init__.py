@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from greenfast import flash_attn as flash_attn
     from greenfast.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
     from greenfast.flash_attn import flash_attn_with_kvcache as flash_attn_with_kvcache
+    from greenfast.operator.continuous_batching import register_continuous_batching as register_continuous_batching
     from greenfast.operator.paged_cache import PagedKVCache as PagedKVCache
     from greenfast.operator.quantized import QuantizedQKV as QuantizedQKV
     from greenfast.operator.routing import Explanation as Explanation
@@ -37,6 +38,7 @@ _PUBLIC = {
     "flash_attn_varlen_func": "greenfast.flash_attn",
     "flash_attn_with_kvcache": "greenfast.flash_attn",
     "quantize": "greenfast.operator.sdpa",
+    "register_continuous_batching": "greenfast.operator.continuous_batching",
     "register_with_transformers": "greenfast.operator.transformers",
     "sdpa": "greenfast.operator.sdpa",
     "use": "greenfast.operator.switch",

@@ -5,6 +5,7 @@ Everything is computed on the device, from lengths that stay there.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,30 @@ def empty_pages(
     values = torch.empty(of_groups, dtype=E4M3, device=device) if grouped else rows()
     k_scale, v_scale = (torch.empty(pages, kv_heads, page_size, device=device) for _ in range(2))
     return KVPages(rows(), values, k_scale, v_scale)
+
+
+def page_bytes(page_size: int, kv_heads: int, head_dim: int, *, scales: bool = True) -> int:
+    """Bytes of one page of K and V, with scales per token unless ``scales`` is False: a multiple of 128."""
+    return 2 * page_size * kv_heads * (head_dim + (torch.float32.itemsize if scales else 0))
+
+
+def pages_in(memory: Tensor, page_size: int, kv_heads: int, head_dim: int) -> KVPages:
+    """Pages as views of memory that an engine owns: in each page K by heads, V in groups, K's scales, V's scales.
+
+    memory: uint8 (pages, bytes), dense in its second dimension, bytes that of ``page_bytes``. Without room for scales
+    both are 1.
+    """
+    of_codes, of_scales = page_size * kv_heads * head_dim, page_size * kv_heads * torch.float32.itemsize
+    ends = (0, of_codes, 2 * of_codes, 2 * of_codes + of_scales, 2 * of_codes + 2 * of_scales)
+    k, v, *scales = (memory[:, a:b] for a, b in pairwise(ends))
+    pages, of_group = memory.shape[0], (page_size // KEY_GROUP, head_dim, KEY_GROUP)
+    keys = k.view(E4M3).view(pages, kv_heads, page_size, head_dim).transpose(1, 2)
+    values = v.view(E4M3).view(pages, kv_heads, *of_group)
+    if memory.shape[1] == ends[2]:
+        one = torch.ones((), device=memory.device)
+        return KVPages(keys, values, one, one)
+    of_keys, of_values = (x.view(torch.float32).view(pages, kv_heads, page_size) for x in scales)
+    return KVPages(keys, values, of_keys, of_values)
 
 
 class TemporaryPages(NamedTuple):
