@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,6 @@ from greenfast.operator.serving_pages import KVPages, empty_pages, page_bytes, p
 
 library: Any = importlib.import_module("transformers")
 paged: Any = importlib.import_module("transformers.generation.continuous_batching.cache")
-initialization: Any = importlib.import_module("transformers.generation.continuous_batching.initialization")
 BatchingConfig: Any = importlib.import_module("transformers.generation.configuration_utils").ContinuousBatchingConfig
 #: Root of the mean square of what rounding to three bits of mantissa does to weights just above a power of two.
 #: Weights are what attention rounds besides Q, K and V, which the reference here is given rounded.
@@ -284,15 +284,14 @@ def test_greenfast_generates_batches_in_the_same_way_and_is_itself_again() -> No
 
 
 def test_the_default_page_size_becomes_128() -> None:
-    config = made(llama).config
-    found = initialization.resolve_continuous_batching_config
+    config, given = made(llama).config, BatchingConfig()
     api: Any = importlib.import_module("transformers.generation.continuous_batching.continuous_api")
-    assert api.resolve_continuous_batching_config is not found
-    given = BatchingConfig()
-    resolved = api.resolve_continuous_batching_config(config, given, None, False, torch.device("cpu"))
-    assert (resolved.page_size, given.page_size) == (128, 256)
+    takes = inspect.signature(api.resolve_continuous_batching_config).parameters
+    more = [torch.device("cpu")] if "device" in takes else []
+    assert api.resolve_continuous_batching_config(config, given, None, False, *more).page_size == 128
+    assert given.page_size == 256
     config._attn_implementation = "sdpa"
-    assert api.resolve_continuous_batching_config(config, given, None, False, torch.device("cpu")).page_size == 256
+    assert api.resolve_continuous_batching_config(config, given, None, False, *more).page_size == 256
 
 
 @pytest.mark.parametrize(
@@ -323,6 +322,15 @@ def test_a_model_without_flash_attention_is_refused() -> None:
 def test_a_call_outside_generate_batch_is_refused() -> None:
     with pytest.raises(ValueError, match=r'is for generate_batch; use attn_implementation="greenfast"'):
         made(llama)(torch.ones(1, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("lacking", ["ATTN_TYPE_TO_ALLOCATOR", "is_flash_attention_requested"])
+def test_internals_of_another_version_are_refused(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(library.AttentionInterface._global_mapping, continuous_batching.PAGED)
+    monkeypatch.delattr(paged, lacking)
+    with pytest.raises(ImportError, match=r"needs transformers 5\.20 or later"):
+        greenfast.register_continuous_batching()
+    assert continuous_batching.PAGED not in library.AttentionInterface()
 
 
 def test_pages_in_memory_do_not_overlap_and_fill_it() -> None:

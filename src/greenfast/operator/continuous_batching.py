@@ -71,7 +71,8 @@ def register_continuous_batching() -> None:
             raise ImportError(f"{_VERSIONS}: {e}") from e
         for kind, mixin in (("full_attention", _Pages), ("sliding_attention", _WindowPages)):
             allocators[kind] = _Chosen(allocators[kind], mixin, cache.FullAttentionCacheAllocator)
-        library.AttentionInterface.register(PAGED, attend)
+        eager = torch.compiler.disable(attend)  # type: ignore[no-untyped-call] # as transformers' updates of caches are
+        library.AttentionInterface.register(PAGED, eager)
     if NAME not in library.AttentionInterface():
         register_with_transformers()
 

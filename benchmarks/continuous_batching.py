@@ -1,0 +1,199 @@
+"""Tokens per second of transformers' continuous batching, and where the GPU's time goes.
+
+python -m benchmarks.continuous_batching [--model llama] [--attention 'paged|sdpa' 'paged|greenfast'] [--json FILE]
+
+Models have random weights: llama, 4096 wide, 32 heads over 8 of K and V of head dim 128, and gemma (Gemma 3's shape),
+16 heads over 8 of head dim 256, windows of 1,024 tokens in five layers of six. Prompts of drawn lengths are generated
+from greedily, after a few that warm up; seconds are those of the call. A further run with fewer new tokens is profiled,
+and its kernels' times are split into attention and the rest by their names: transformers' "sdpa" gathers the keys and
+values of all requests in each layer, and these copies count as attention. transformers 5.20 or later is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import random
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import greenfast
+
+ATTENTIONS = ("paged|sdpa", "paged|greenfast")
+#: Parts of names of kernels of attention: greenfast's, PyTorch's, and those of PyTorch that gather the cache.
+KERNELS = (
+    "attention", "append", "plan", "fmha", "flash", "sdpa", "softmax", "indexselect", "index_copy", "gather", "scatter",
+)  # fmt: skip
+SMALL = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 256}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured combination. Seconds of the host; times of kernels in milliseconds of the profiled run."""
+
+    model: str
+    attention: str
+    requests: int
+    prompt_tokens: int
+    new_tokens: int
+    seconds: float
+    tokens_per_s: float
+    kernels_ms: float
+    attention_ms: float
+    attention_share: float
+    profiled_s: float
+    peak_gib: float
+    top_kernels_ms: dict[str, float]
+
+
+def make_model(name: str, layers: int, device: str, small: bool) -> Any:
+    """A model with random weights in bfloat16."""
+    library: Any = importlib.import_module("transformers")
+    if name == "llama":
+        sizes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000}
+        heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+        config = library.LlamaConfig(num_hidden_layers=layers, max_position_embeddings=131072, **heads, **sizes)
+    else:
+        sizes = {"hidden_size": 3072, "intermediate_size": 12288, "vocab_size": 32000}
+        heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}
+        kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
+        config = library.Gemma3TextConfig(
+            num_hidden_layers=layers, layer_types=kinds, sliding_window=1024, max_position_embeddings=131072, **heads,
+            **sizes,
+        )  # fmt: skip
+    if small:
+        config = type(config)(**{**config.to_dict(), **SMALL, "num_attention_heads": 4, "num_key_value_heads": 2})
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            torch.manual_seed(0)
+            kind = library.LlamaForCausalLM if name == "llama" else library.Gemma3ForCausalLM
+            return kind(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def draw_prompts(requests: int, longest: int, vocabulary: int) -> list[list[int]]:
+    """Prompts of an eighth to all of ``longest`` tokens."""
+    draw = random.Random(0)
+    lengths = [draw.randint(max(1, longest // 8), longest) for _ in range(requests)]
+    return [[draw.randrange(1, vocabulary) for _ in range(n)] for n in lengths]
+
+
+def generate(model: Any, prompts: list[list[int]], new: int, options: dict[str, Any]) -> float:
+    """Seconds of a call. Raises RuntimeError where a request failed."""
+    library: Any = importlib.import_module("transformers")
+    settings: Any = importlib.import_module("transformers.generation.configuration_utils")
+    start = time.perf_counter()
+    found = model.generate_batch(
+        inputs=prompts,
+        generation_config=library.GenerationConfig(
+            max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=settings.ContinuousBatchingConfig(auto_switch_to_flash=False, **options),
+    )
+    seconds = time.perf_counter() - start
+    outputs = list(found.values())
+    errors = {x.error for x in outputs if x.error}
+    if errors or [len(x.generated_tokens) for x in outputs] != [new] * len(prompts):
+        raise RuntimeError(f"{len(outputs)} of {len(prompts)} requests; errors: {errors}")
+    return seconds
+
+
+def kernel_times(work: Any) -> Counter[str]:
+    """Milliseconds on the GPU by the name of a kernel; empty without a GPU."""
+    times: Counter[str] = Counter()
+    if not torch.cuda.is_available():
+        work()
+        return times
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    for event in profile.key_averages():
+        if event.self_device_time_total:
+            times[event.key] += event.self_device_time_total / 1e3
+    return times
+
+
+def measure(model: Any, name: str, attention: str, prompts: list[list[int]], args: argparse.Namespace) -> Run:
+    """Runs with one attention."""
+    model.set_attn_implementation(attention)
+    page = args.page_size if attention == "paged|greenfast" else 256
+    options: dict[str, Any] = {
+        "max_batch_tokens": args.batch_tokens, "allow_block_sharing": False, "page_size": page,
+        "num_blocks": args.blocks or sum(-(-(len(x) + args.new) // page) + 1 for x in prompts),
+        "use_cuda_graph": args.cuda_graphs, "use_async_batching": args.asynchronous,
+    }  # fmt: skip
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    generate(model, prompts[:4], 2, options)
+    seconds = generate(model, prompts, args.new, options)
+    start = time.perf_counter()
+    times = kernel_times(lambda: generate(model, prompts, args.profiled_new, options))
+    profiled = time.perf_counter() - start
+    total = sum(times.values())
+    ours = sum(ms for key, ms in times.items() if any(part in key.lower() for part in KERNELS))
+    return Run(
+        model=name, attention=attention, requests=len(prompts), prompt_tokens=sum(map(len, prompts)),
+        new_tokens=args.new * len(prompts), seconds=seconds,
+        tokens_per_s=args.new * len(prompts) / seconds, kernels_ms=total, attention_ms=ours,
+        attention_share=ours / total if total else 0.0, profiled_s=profiled,
+        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
+        top_kernels_ms={key[:120]: round(ms, 3) for key, ms in times.most_common(12)},
+    )  # fmt: skip
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=["llama", "gemma"], choices=("llama", "gemma"))
+    parser.add_argument("--attention", nargs="+", default=list(ATTENTIONS), choices=ATTENTIONS)
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--longest", type=int, default=3072, help="tokens of a prompt at most")
+    parser.add_argument("--new", type=int, default=32, help="tokens to generate for each request")
+    parser.add_argument("--profiled-new", type=int, default=4, help="the same where kernels are profiled")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of a step at most")
+    parser.add_argument("--page-size", type=int, default=64, help="of greenfast's cache")
+    parser.add_argument("--blocks", type=int, help="of transformers' cache; by default all requests fit")
+    parser.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, help="by default transformers decides")
+    parser.add_argument("--asynchronous", action=argparse.BooleanOptionalAction, help="by default transformers decides")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--small", action="store_true", help="models of a few thousand weights, for a try on the CPU")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> list[Run]:
+    """Measure, print and store."""
+    args = parse(arguments)
+    greenfast.register_continuous_batching()
+    runs = []
+    for name in args.model:
+        model = make_model(name, args.layers, args.device, args.small)
+        prompts = draw_prompts(args.requests, args.longest, model.config.vocab_size)
+        for attention in args.attention:
+            run = measure(model, name, attention, prompts, args)
+            runs.append(run)
+            print(
+                f"{name:6} {attention:16} {run.tokens_per_s:8.1f} tokens/s ({run.seconds:.2f} s)  kernels "
+                f"{run.kernels_ms:.0f} ms, of attention {run.attention_ms:.0f} ms ({run.attention_share:.0%})",
+                flush=True,
+            )
+        del model
+    if args.json:
+        args.json.write_text(json.dumps([asdict(x) for x in runs], indent=1) + "\n")
+    return runs
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""benchmarks/continuous_batching.py, on the CPU with models of a few thousand weights."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+benchmark: Any = importlib.import_module("benchmarks.continuous_batching")
+paged: Any = importlib.import_module("transformers.generation.continuous_batching.cache")
+
+
+def test_it_runs_both_models_with_both_attentions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(paged, "get_device_and_memory_breakdown", lambda: (torch.device("cpu"), 1 << 33, 0, 0))
+    file = tmp_path / "runs.json"
+    small = "--small --layers 6 --requests 3 --longest 60 --new 3 --profiled-new 1 --batch-tokens 64 --page-size 16"
+    runs = benchmark.main([*small.split(), "--device", "cpu", "--json", str(file)])
+    assert [(x.model, x.attention) for x in runs] == [
+        ("llama", "paged|sdpa"), ("llama", "paged|greenfast"), ("gemma", "paged|sdpa"), ("gemma", "paged|greenfast"),
+    ]  # fmt: skip
+    assert all(x.new_tokens == 9 and x.tokens_per_s == 9 / x.seconds for x in runs)
+    assert [x["tokens_per_s"] for x in json.loads(file.read_text())] == [x.tokens_per_s for x in runs]
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_prompts_are_drawn_alike() -> None:
+    few, again = (benchmark.draw_prompts(3, 100, 50) for _ in range(2))
+    assert few == again
+    assert all(12 <= len(x) <= 100 and set(x) <= set(range(1, 50)) for x in few)
