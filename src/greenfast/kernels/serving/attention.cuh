@@ -7,6 +7,10 @@
 //
 // Pages of K hold rows. Pages of V hold, for each 16 keys, a matrix (head_dim, 16): V transposed, its keys in the order
 // in which accumulators of S are the A operand of P V (KEY_ORDER in attention/config.py).
+//
+// A NaN of K, or of the scale of a token, reaches the rows that attend to the key. A NaN code of V reaches its column of
+// all rows of the row tile where one of them attends to its key, as 0 times NaN is NaN: query tokens before it too, but no
+// other sequence or head of K and V.
 #pragma once
 
 #include <cuda_bf16.h>

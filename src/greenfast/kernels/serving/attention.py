@@ -113,6 +113,7 @@ class ServingConfig:
 class ServingSizes:
     """Sizes of a batch. tokens: query tokens of all sequences. max_q_len: at least those of any sequence.
 
+    Of a sequence with more, rows are left out, and partial results hold no more of them than they have room for.
     pages: of the cache, of ``page`` tokens each. table_entries: of a sequence in the block table. A plan does not
     depend on tokens, pages, page and table_entries.
     """

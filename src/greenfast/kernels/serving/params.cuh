@@ -15,7 +15,7 @@ struct Batch {
   int sequences, group;  // group: query heads that share a head of K and V
   // Token i of a sequence has position p = i + kv_len - q_len, and attends to keys p - left .. p + right.
   int left, right;  // at least 2^30 where that side is open
-  unsigned group_inverse;  // 2^32 / group, rounded up; of no use for 1
+  unsigned group_inverse;  // 2^32 / group, rounded up, for rows below 2^32 / group; of no use for 1
 
   // The token of a packed row.
   __device__ __forceinline__ int token(int row) const {
