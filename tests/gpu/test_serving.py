@@ -228,8 +228,8 @@ def test_k_and_v_without_a_cache_against_pytorch() -> None:
 
 
 def test_appending_in_the_call_is_appending_before_it(cache: greenfast.PagedKVCache) -> None:
-    for b in range(3):
-        assert cache.reserve(b, 1500)
+    for name in range(3):
+        assert cache.reserve(name, 1500)
     other = greenfast.PagedKVCache(256, 64, 2, 128, device="cuda")
     table, generator = cache.block_table(range(3)), torch.Generator("cuda").manual_seed(1)
     used = torch.tensor([3, 1000, 64], dtype=torch.int32, device="cuda")
@@ -237,19 +237,35 @@ def test_appending_in_the_call_is_appending_before_it(cache: greenfast.PagedKVCa
         for x in c.layer():
             x.fill_(1) if x.dtype == torch.float32 else x.view(torch.uint8).zero_()
     q, k, v = (torch.randn(3, 2, n, 128, device="cuda", dtype=torch.bfloat16, generator=generator) for n in (8, 2, 2))
-    a, b = cache.layer(), other.layer()
+    ours, theirs = cache.layer(), other.layer()
     one = flash_attn_with_kvcache(
-        q, *a[:2], k=k, v=v, cache_seqlens=used, page_table=table, k_descale=a.k_scale, v_descale=a.v_scale, causal=True
+        q,
+        *ours[:2],
+        k=k,
+        v=v,
+        cache_seqlens=used,
+        page_table=table,
+        k_descale=ours.k_scale,
+        v_descale=ours.v_scale,
+        causal=True,
     )
     at = [(int(n) + i) for n in used.tolist() for i in range(2)]
     pages = table.long()[torch.arange(3, device="cuda").repeat_interleave(2), torch.tensor(at, device="cuda") // 64]
     slots = pages * 64 + torch.tensor(at, device="cuda") % 64
-    greenfast.append_kv(None, k.flatten(0, 1), v.flatten(0, 1), *b[:2], slots, k_scale=b.k_scale, v_scale=b.v_scale)
+    greenfast.append_kv(
+        None, k.flatten(0, 1), v.flatten(0, 1), *theirs[:2], slots, k_scale=theirs.k_scale, v_scale=theirs.v_scale
+    )
     two = flash_attn_with_kvcache(
-        q, *b[:2], cache_seqlens=used + 2, page_table=table, k_descale=b.k_scale, v_descale=b.v_scale, causal=True
+        q,
+        *theirs[:2],
+        cache_seqlens=used + 2,
+        page_table=table,
+        k_descale=theirs.k_scale,
+        v_descale=theirs.v_scale,
+        causal=True,
     )
     assert torch.equal(one, two)  # type: ignore[arg-type]
-    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a, b, strict=True))
+    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(ours, theirs, strict=True))
 
 
 def test_tables_and_lengths_that_lie_read_no_other_memory() -> None:

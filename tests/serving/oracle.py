@@ -157,7 +157,7 @@ class Exact:
     """Of attention on the numbers that the codes stand for, in float64.
 
     out: (total_q, heads, head_dim). lse: (heads, total_q). bound: what rounding weights to E4M3 can change of each
-    element of out: half a step of 3 mantissa bits, or of the smallest numbers next to a weight of 56 at a row's maximum.
+    element of out: half a step of 3 mantissa bits, or of the smallest numbers where a row's maximum has a weight of 56.
     deviation: a bound on its root of mean squares, as the errors of different keys are independent.
     """
 

@@ -1,4 +1,4 @@
-"""Attention over a paged FP8 cache on Hopper, and the plan of its work: ``attention.cuh`` and ``plan.cuh`` in this folder."""
+"""Attention over a paged FP8 cache on Hopper, and the plan of its work: this folder's attention.cuh and plan.cuh."""
 
 from __future__ import annotations
 
