@@ -222,7 +222,9 @@ def test_k_and_v_without_a_cache_against_pytorch() -> None:
         if a == b:
             continue
         rows = [x[a:b].double().transpose(0, 1)[None] for x in (q, k, v)]
-        wanted = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)[0]
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            rows[0], rows[1], rows[2], is_causal=True, enable_gqa=True
+        )[0]
         error = (out[a:b].double().transpose(0, 1) - wanted).norm() / wanted.norm()
         assert float(error) < 0.07
 
