@@ -194,7 +194,7 @@ def test_a_step_in_a_graph_with_lengths_that_change(cache: greenfast.PagedKVCach
         assert isinstance(out, Tensor)
         return out
 
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
         step(None)
         torch.cuda.synchronize()
