@@ -269,6 +269,8 @@ def test_a_plan_is_for_its_lengths_and_layers() -> None:
     greenfast.flash_attn_varlen_func(*given, **call)
     with pytest.raises(ValueError, match="made for causal and window_size"):
         greenfast.flash_attn_varlen_func(*given, **(call | {"window_size": (5, 0)}))
+    with pytest.raises(ValueError, match="made for max_seqlen_q 3, called with 16"):
+        greenfast.flash_attn_varlen_func(*given[:5], 16, 70, **call)
     with pytest.raises(TypeError, match="scheduler_metadata: a Tensor; a greenfast"):
         greenfast.flash_attn_varlen_func(*given, **(call | {"scheduler_metadata": plan.tensor}))
     with pytest.raises(ValueError, match="cu_seqlens_q: its shape"):

@@ -101,9 +101,10 @@ class ServingPlan:
         """Plan again, in the same memory, for what the tensors of lengths hold now."""
         self.tensor.copy_(self._made())
 
-    def check(self, heads: int, kv_heads: int, head_dim: int, mask: tuple[bool, int, int]) -> None:
+    def check(self, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, mask: tuple[bool, int, int]) -> None:
         """Raises ValueError, naming what differs, unless the plan is for such a call."""
         for name, mine, wanted in (
+            ("max_seqlen_q", self.max_seqlen_q, max_seqlen_q),
             ("heads", self.heads, heads),
             ("kv_heads", self.kv_heads, kv_heads),
             ("head_dim", self.head_dim, head_dim),

@@ -75,7 +75,7 @@ class Call:
         """Attention over pages."""
         args = self.arguments(k, v, table, used, scales)
         if self.plan is not None:
-            self.plan.check(self.q.shape[1], k.shape[2], self.q.shape[2], self.mask)
+            self.plan.check(self.max_seqlen_q, self.q.shape[1], k.shape[2], self.q.shape[2], self.mask)
         if self.out is None:
             out, lse = serving_ops.paged_attention(*args)
         else:
