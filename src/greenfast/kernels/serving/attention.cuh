@@ -17,6 +17,8 @@
 #include <cuda_fp16.h>
 #include <math_constants.h>
 
+#include "attention/epilogue.cuh"
+#include "attention/sm90/traits.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/e4m3.cuh"
@@ -112,18 +114,6 @@ struct Storage {
   int piece_count;
   ptx::Mbarrier k_full[T::kStages], k_empty[T::kStages], v_full[T::kStages], v_empty[T::kStages];
   ptx::Mbarrier factors_full[T::kStages], q_full, q_empty;
-};
-
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  unsigned parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
 };
 
 // K-major operand of V in shared memory: matrices of 8 columns by 16 keys of 128 bytes each, without a swizzle.
@@ -685,21 +675,6 @@ struct Consumer {
         transpose_quad(x);
         if (valid) ptx::store_16(out + 8 * (j + quad), x);
       }
-    }
-  }
-
-  // Lanes of a quad exchange registers: afterwards x[i] is what lane i of the quad had in x[own lane].
-  __device__ __forceinline__ static void transpose_quad(unsigned (&x)[4]) {
-    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const unsigned got = __shfl_xor_sync(0xffffffffu, odd ? x[i] : x[i + 1], 1);
-      (odd ? x[i] : x[i + 1]) = got;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const unsigned got = __shfl_xor_sync(0xffffffffu, high ? x[i] : x[i + 2], 2);
-      (high ? x[i] : x[i + 2]) = got;
     }
   }
 
