@@ -67,7 +67,7 @@ def _short(message: str) -> str:
 
 
 def run(gpu: bool, jobs: int, only: Collection[str] = ()) -> dict[str, Any]:
-    """Judge every entry, or those of some names, the slow ones of a device first."""
+    """Judge every entry, or the named ones, a device's slow ones first."""
     device = request_of("doubling", gpu).device
     if gpu and (device is None or device.kind != "gpu"):
         raise SystemExit("--gpu: no GPU here")

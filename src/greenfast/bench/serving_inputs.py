@@ -176,7 +176,7 @@ class PagedReference:
 
 
 def _some(count: int, most: int, generator: torch.Generator) -> list[int]:
-    """At most so many of range(count), the first and the last among them."""
+    """At most ``most`` of range(count), the first and the last among them."""
     drawn = torch.randperm(count, generator=generator)[:most].tolist()
     return sorted({0, count - 1, *drawn[: max(0, most - 2)]})
 

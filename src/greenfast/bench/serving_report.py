@@ -33,7 +33,7 @@ def serving_tables(record: Benchmark) -> list[str]:
 
 
 def tables(record: Benchmark) -> list[Table]:
-    """Decode, prefill and append, those of them that were measured."""
+    """The tables of decode, prefill and append, without what was not measured."""
     found = (_decode(record), _prefill(record), _append(record))
     return [one for one in found if one.rows]
 

@@ -1,4 +1,4 @@
-"""The contenders of the serving comparison on one GPU: a Session with inputs, a library and kernels of its own."""
+"""The contenders of the serving comparison on one GPU: a Session with its own inputs, library and kernels."""
 
 from __future__ import annotations
 

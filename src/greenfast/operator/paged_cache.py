@@ -110,7 +110,7 @@ class PagedKVCache:
     def block_table(self, sequences: Sequence[Hashable], max_pages: int | None = None) -> Tensor:
         """The pages of these sequences, int32 (len(sequences), max_pages), on the cache's device, -1 behind the last.
 
-        max_pages: by default those of the longest sequence, at least 1. A CUDA graph wants one that stays.
+        max_pages: by default as many as the longest sequence has, at least 1. A CUDA graph wants one that stays.
         Raises KeyError for a sequence that is not known, ValueError where ``max_pages`` are too few.
         """
         rows = [self._pages[s] for s in sequences]

@@ -83,8 +83,6 @@ def paged_attention(
     if found is None:
         if v_cache.dim() == 4:
             raise NotImplementedError('v_cache: in rows; on a GPU the layout "grouped" is needed (docs/serving.md)')
-        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-            _check_address(name, x)
         found = cached(_PLANS, at, _attention_plan(*given, q_scale, sinks, plan, max_seqlen_q, (causal, window_left,
             window_right), softcap, softmax_scale, out_dtype), _MOST_PLANS)  # fmt: skip
     lse = q.new_empty((shape[1], shape[0]), dtype=torch.float32)
@@ -106,15 +104,13 @@ def paged_attention(
     addresses = (
         stream_of(device), workspace.data_ptr(), q.data_ptr(), *[x.data_ptr() for x in given[1:]], out.data_ptr(),
         lse.data_ptr(), 0 if q_scale is None else q_scale.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
-        0 if plan is None else plan.data_ptr(),
+        *(() if plan is None else (plan.data_ptr(),)),
     )  # fmt: skip
     launches = found.launches.get(addresses)
     if launches is None:
         for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
             _check_address(name, x)
-        names = _ATTENTION_BUFFERS if plan is not None else _ATTENTION_BUFFERS[:-1]
-        launches = found.prepare(names, addresses[: len(names) + 2])
-        found.launches[addresses] = launches
+        launches = found.prepare(_ATTENTION_BUFFERS[: len(addresses) - 2], addresses)
     queue(device, launches)
     return out, lse
 

@@ -81,7 +81,7 @@ struct KeyFactors {
   float scale[kTile], log2_value[kTile], inverse_value[kTile];
 };
 
-// Two neighbours in shared memory. The compiler must not load those of a whole tile ahead: registers are short.
+// Two neighbours in shared memory. The compiler must not load a whole tile's ahead: registers are short.
 __device__ __forceinline__ void load_pair(const float* from, float (&x)[2]) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(ptx::shared_address(from)));
 }
@@ -854,7 +854,7 @@ struct Consumer {
     if constexpr (T::kRowParts == 2) ptx::barrier_arrive(Barrier::kTurn + (1 - row_part), 256);
   }
 
-  // The tiles whose keys all rows attend to, and those of whose values some are to be cleared.
+  // The tiles whose keys all rows attend to, and the tiles in which some values are to be cleared.
   __device__ __forceinline__ void find_ranges() {
     const auto uniform = [](int x) { return __shfl_sync(0xffffffffu, x, 0); };  // known to be: saves registers
     const int begin = rows.work.tile.key_begin, end = rows.work.tile.key_end;

@@ -14,7 +14,7 @@ from greenfast.spec.kernel import KernelSource, Launch, Struct, TensorMap
 
 ENTRY, PLAN_ENTRY = "paged_attention", "plan_attention"
 TARGET = Target("sm_90a")
-HEAD_DIMS, PAGES = (64, 128, 256), (16, 32, 64, 128)
+HEAD_DIMS = (64, 128, 256)
 TILE, CHUNK = 128, 512  # keys: of a tile, and of a run whose sum stays in the tensor cores' accumulators
 NARROW_ROWS = 64  # of a row tile that is not wide
 OPEN = 2**30  # a side of the window that is open
@@ -51,7 +51,7 @@ class ServingConfig:
 
     @property
     def row_parts(self) -> int:
-        """Warpgroups with rows of their own."""
+        """Warpgroups that do not share their rows."""
         return 2 if self.wide and self.head_dim < 256 else 1
 
     @property
@@ -77,7 +77,7 @@ class ServingConfig:
     @property
     def raw_rows(self) -> int:
         """Rows of Q that are fetched ahead: of a wide row tile all, else as many as cost no stage."""
-        return self.rows if self.wide and self.row_parts > 1 else self._raw_rows_and_stages()[0]
+        return self._raw_rows_and_stages()[0]
 
     @property
     def stages(self) -> int:
@@ -85,7 +85,7 @@ class ServingConfig:
 
         Blocks wait for each other at their end, so all of a launch have to be resident.
         """
-        return self._stages(self.rows) if self.wide and self.row_parts > 1 else self._raw_rows_and_stages()[1]
+        return self._raw_rows_and_stages()[1]
 
     @property
     def smem_bytes(self) -> int:
@@ -93,6 +93,8 @@ class ServingConfig:
         return self._smem_bytes(self.stages, self.raw_rows)
 
     def _raw_rows_and_stages(self) -> tuple[int, int]:
+        if self.row_parts > 1:
+            return self.rows, self._stages(self.rows)
         most = self._stages(0)
         return next((rows, most) for rows in (16, 8, 0) if self._stages(rows) == most)
 
@@ -111,7 +113,7 @@ class ServingConfig:
 
 @dataclass(frozen=True)
 class ServingSizes:
-    """Sizes of a batch. tokens: query tokens of all sequences. max_q_len: at least those of any sequence.
+    """Sizes of a batch. tokens: query tokens of all sequences. max_q_len: at least the query tokens of any sequence.
 
     Of a sequence with more, rows are left out, and partial results hold no more of them than they have room for.
     pages: of the cache, of ``page`` tokens each. table_entries: of a sequence in the block table. A plan does not

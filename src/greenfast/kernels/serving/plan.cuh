@@ -24,8 +24,8 @@ struct RowTile {
   __device__ __forceinline__ int rows(int most, int group) const { return min(most, q_len * group - first_row); }
 };
 
-// What a block does: units begin .. end - 1, of which the first is of first_tile; or where tiles are dealt every so many
-// of all items begin .. end - 1, a tile and a head each.
+// What a block does: units begin .. end - 1, of which the first is of first_tile. Or where tiles are dealt, its share of
+// items begin .. end - 1, a tile and a head each: one in every round, which has an item for each block.
 struct alignas(16) Share {
   int first_tile, begin, end, dealt;
 };
@@ -93,7 +93,7 @@ __device__ __forceinline__ RowTile row_tile(const Batch& batch, int sequence, in
   return tile;
 }
 
-// Calls visit for each row tile of the batch; as many threads go through those of a sequence as there are for each, by
+// Calls visit for each row tile of the batch; each sequence gets as many threads as there are for it, rounded down to
 // a power of two. most_tiles: of the batch. More of a sequence, which then has more queries than was said, are left out:
 // there is no memory for them.
 template <int kRows, class Visit>
