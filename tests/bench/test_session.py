@@ -339,9 +339,28 @@ def test_host_time_is_of_batches_of_eager_calls(session: Session, monkeypatch: p
         ("a", DIMS, 60, 50), ("b", DIMS, 60, 50)
     ]  # fmt: skip
     assert all(0 < row.least_us <= row.median_us for row in rows)
-    assert len(called) == 2 * (60 + 5) * 50
-    batches = called[::50]
+    assert len(called) == 2 * (1 + (60 + 5) * 50)
+    batches = called[2::50]
     assert set(zip(batches[::2], batches[1::2], strict=True)) == {("a", "b"), ("b", "a")}
+
+
+def test_host_times_leave_out_a_library_that_refuses(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("no paged KV")
+
+    monkeypatch.setattr(sessions, "make_inputs", lambda dims, seed, kind, device: make_inputs(dims, seed, kind, "cpu"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def contender(name: str, package: str, call: Callable[[], Any]) -> Contender:
+        return Contender(name, name, "bf16", "math", package, lambda _: Ready(call))
+
+    for name, package, call in (("own", "greenfast", tuple), ("a", "x", tuple), ("b", "x", refuse)):
+        monkeypatch.setitem(CONTENDERS, name, contender(name, package, call))
+    cell = Cell(Shape(name="tiny", dims=DIMS), ("own", "b", "a"), sampled=1)
+    assert [row.contender for row in session.host(cell)] == ["own", "a"]
+    monkeypatch.setitem(CONTENDERS, "own", contender("own", "greenfast", refuse))
+    with pytest.raises(RuntimeError, match="no paged KV"):
+        session.host(cell)
 
 
 def test_facts_name_versions_and_what_is_missing(session: Session) -> None:

@@ -143,12 +143,15 @@ class Session:
         return Timed(call_us(marks, calls), calls, changed, clocks)
 
     def host(self, cell: Cell) -> list[HostRow]:
-        """Host time of eager calls, in batches that are interleaved; the GPU is waited for between them."""
+        """Host time of eager calls, in batches that are interleaved; the GPU is waited for between them.
+
+        A library that refuses the cell has no row.
+        """
         self.open(cell, None)
-        ready = {name: self._ready(name) for name in cell.contenders}
+        ready = {name: found for name in cell.contenders if (found := self._called(name))}
         times: dict[str, list[float]] = {name: [] for name in ready}
         for turn in range(-_BATCH_WARMUP, _BATCHES):
-            for name in order(cell.contenders, turn):
+            for name in order(tuple(ready), turn):
                 call = ready[name].call
                 start = time.perf_counter()
                 for _ in range(_BATCH):
@@ -165,6 +168,18 @@ class Session:
             )
             for name, t in times.items()
         ]  # fmt: skip
+
+    def _called(self, name: str) -> Ready | None:
+        """A contender after its first call; None where a library refuses the cell."""
+        try:
+            ready = self._ready(name)
+            ready.call()
+        except Exception:  # whatever a library raises for a shape that it does not take
+            if self.contenders[name].own:
+                raise
+            torch.cuda.synchronize()  # raises where the context is broken
+            return None
+        return ready
 
     def _ready(self, name: str) -> Ready:
         """A contender bound to the inputs of the cell."""
