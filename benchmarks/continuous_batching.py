@@ -7,13 +7,14 @@ Models have random weights: llama, 4096 wide, 32 heads over 8 of K and V of head
 from greedily, after a few that warm up; seconds are those of the call. A further run with fewer new tokens is profiled,
 and its kernels' times are split into attention and the rest by their names: transformers' "sdpa" gathers the keys and
 values of all requests in each layer, and these copies count as attention. transformers 5.20 or later is needed.
+'paged|flash_attention_3' takes part where a package flash_attn_3 is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
+import importlib.metadata
 import random
 import time
 from collections import Counter
@@ -24,6 +25,8 @@ from typing import Any
 import torch
 
 import greenfast
+from greenfast.judge.environment import device_info, git_state, package_versions
+from greenfast.judge.store import to_json, write_whole
 
 ATTENTIONS = ("paged|sdpa", "paged|greenfast")
 #: Parts of names of kernels of attention: greenfast's, PyTorch's, and those of PyTorch that gather the cache.
@@ -156,7 +159,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["llama", "gemma"], choices=("llama", "gemma"))
-    parser.add_argument("--attention", nargs="+", default=list(ATTENTIONS), choices=ATTENTIONS)
+    parser.add_argument("--attention", nargs="+", default=list(ATTENTIONS), help="names of transformers or greenfast")
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--longest", type=int, default=3072, help="tokens of a prompt at most")
     parser.add_argument("--new", type=int, default=32, help="tokens to generate for each request")
@@ -191,7 +194,15 @@ def main(arguments: list[str] | None = None) -> list[Run]:
             )
         del model
     if args.json:
-        args.json.write_text(json.dumps([asdict(x) for x in runs], indent=1) + "\n")
+        result = {
+            "benchmark": "continuous_batching",
+            "git": git_state(),
+            "device": device_info(0 if args.device == "cuda" else None, 60.0),
+            "environment": package_versions() | {"transformers": importlib.metadata.version("transformers")},
+            "settings": {k: v for k, v in vars(args).items() if k != "json"},
+            "runs": [asdict(x) for x in runs],
+        }
+        write_whole(args.json, to_json(result))
     return runs
 
 

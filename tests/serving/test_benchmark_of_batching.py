@@ -25,7 +25,9 @@ def test_it_runs_both_models_with_both_attentions(
         ("llama", "paged|sdpa"), ("llama", "paged|greenfast"), ("gemma", "paged|sdpa"), ("gemma", "paged|greenfast"),
     ]  # fmt: skip
     assert all(x.new_tokens == 9 and x.tokens_per_s == 9 / x.seconds for x in runs)
-    assert [x["tokens_per_s"] for x in json.loads(file.read_text())] == [x.tokens_per_s for x in runs]
+    record = json.loads(file.read_text())
+    assert [x["tokens_per_s"] for x in record["runs"]] == [x.tokens_per_s for x in runs]
+    assert (record["settings"]["longest"], record["device"]) == (60, None)
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
