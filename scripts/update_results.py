@@ -1,4 +1,4 @@
-"""Writes everything generated from the records under evidence/: README.md's table and picture, docs/, reports.
+"""Writes all that is generated from records: README.md's table and picture, docs/, reports, the rules of routing.
 
 python scripts/update_results.py [--check]    (--check changes nothing; exit 1 where something differs)
 
@@ -16,12 +16,13 @@ from pathlib import Path
 from greenfast.bench.record import Benchmark
 from greenfast.bench.records import AnyRecord, freshness, read_benchmark, read_record
 from greenfast.bench.report import benchmark_report, section
+from greenfast.bench.routing import rules, rules_table
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT
 from greenfast.judge.record import Record
 from greenfast.judge.report.compared_with_gpu import counts_table
 from greenfast.judge.report.ladder import console_form, ladder_table
 from greenfast.judge.report.markdown import report
-from greenfast.judge.store import write_whole
+from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.tasks import find_task
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.freshness import CURRENT, Freshness, worst
@@ -37,6 +38,8 @@ COMPARED = (
     ("docs/serving.md", "serving", "evidence/serving-h200.json"),
 )
 OPERATOR_RECORD = COMPARED[0][2]
+ROUTING_RULES, ROUTING_RECORD = "src/greenfast/operator/measured.json", "evidence/routing-h200.json"
+ROUTING_PAGE = "docs/operator.md"
 
 Evidence = Sequence[tuple[str, AnyRecord]]
 
@@ -121,7 +124,7 @@ def generated(root: Path) -> dict[Path, str]:
         root / RESULTS_PAGE: text,
         **_readme(root, records),
         **_emulator_page(root),
-        **_compared_pages(root),
+        **_routing(root, _compared_pages(root)),
         **{root / f / REPORT: _report(record, PLOT if (root / f / PLOT).is_file() else None) for f, record in records},
     }
 
@@ -171,6 +174,19 @@ def _compared_pages(root: Path) -> dict[Path, str]:
             content = _section(f"../{record}", read_benchmark(root / record))
             found[root / page] = fill((root / page).read_text(encoding="utf-8"), block, content, page)
     return found
+
+
+def _routing(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
+    """These pages, the rules of ``greenfast.use`` from the record of routing, and the page with their table."""
+    if not (root / ROUTING_RECORD).is_file():
+        return pages
+    record = read_benchmark(root / ROUTING_RECORD)
+    found = rules(record)
+    device = record.device.name if record.device else ""
+    data = {"device": device, "record": ROUTING_RECORD, "rules": found}
+    page = root / ROUTING_PAGE
+    text = fill(pages.get(page) or page.read_text(encoding="utf-8"), "routing", rules_table(found), ROUTING_PAGE)
+    return {**pages, page: text, root / ROUTING_RULES: to_json(data)}
 
 
 def main() -> int:

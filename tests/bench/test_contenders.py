@@ -95,10 +95,23 @@ def test_every_kind_of_inputs_differs_from_normal_as_it_says(kind: str) -> None:
     assert all(bool(torch.isfinite(found[name]).all()) for name in "qkv")
 
 
-@pytest.mark.parametrize("dims", [{"HK": 1}, {"KV": 90}, {"CAUSAL": 2}])
-def test_shapes_that_contenders_do_not_share_are_refused(dims: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match="compared on equal lengths and heads"):
-        make_inputs({**DIMS, **dims}, 0, "normal", "cpu")
+def test_a_mask_aligned_at_the_last_key_is_refused() -> None:
+    with pytest.raises(UsageError, match="contenders are compared with CAUSAL 0 or 1"):
+        make_inputs({**DIMS, "CAUSAL": 2}, 0, "normal", "cpu")
+
+
+@CAUSAL
+@pytest.mark.parametrize("name", ["sdpa_fp8", "torch"])
+@pytest.mark.parametrize("dims", [{"HK": 1}, {"KV": 90}, {"HK": 1, "KV": 33}])
+def test_shared_heads_and_unequal_lengths_are_compared_too(causal: int, name: str, dims: dict[str, int]) -> None:
+    found = make_inputs({**DIMS, **dims, "CAUSAL": causal}, 0, "normal", "cpu")
+    assert error(found, prepare(name, found)) < (0.01 if name == "torch" else 0.09)
+
+
+def test_libraries_refuse_what_they_would_compute_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", ModuleType("fa3_fwd_interface"))
+    with pytest.raises(ValueError, match="aligns a causal mask at the last key"):
+        prepare("fa3_bf16", make_inputs({**DIMS, "KV": 90, "CAUSAL": 1}, 0, "normal", "cpu"))
 
 
 @CAUSAL

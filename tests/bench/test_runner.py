@@ -145,7 +145,8 @@ def kept(folder: Path) -> list[str]:
 def test_a_row_holds_median_quartiles_and_tflops(session: Session, run: Run) -> None:
     record = run(rounds=5).record
     by_name = {row.contender: row for row in record.rows}
-    assert list(by_name) == [c.name for c in record.contenders] == [KERNEL, "fa3", ABSENT, "torch_flash", "torch_cudnn"]
+    names = [KERNEL, "fa3", ABSENT, "torch_flash", "torch_cudnn", "fa3_bf16"]
+    assert list(by_name) == [c.name for c in record.contenders] == names
     fa3 = by_name["fa3"]
     assert (fa3.p25_us, fa3.median_us, fa3.p75_us) == pytest.approx((12.12, 12.24, 12.36))
     assert fa3.tflops == pytest.approx(4 * 8 * 512**2 * 64 / 12.24 / 1e6)

@@ -48,7 +48,7 @@ def test_the_peers_are_timed_on_equal_tokens_and_hidden_sizes() -> None:
     assert {(d["D"], d["S"], d.get("CAUSAL", 0)) for d in grid} == set(
         itertools.product((64, 128, 256), (1024, 4096, 16384), (0, 1))
     )
-    assert found.contenders == [KERNEL, "fa3", "cudnn", "torch_flash", "torch_cudnn"]
+    assert found.contenders == [KERNEL, "fa3", "cudnn", "torch_flash", "torch_cudnn", "fa3_bf16"]
     assert [cell.contenders for cell in found.accuracy if cell.series == "length"] == [(KERNEL, "fa3")] * 4
     assert {cell.seed for cell in found.timed} == {0}
     assert {cell.seed for cell in found.accuracy} == {1}

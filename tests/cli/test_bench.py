@@ -164,4 +164,4 @@ def test_report_says_it_again(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_bench_alone_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     ran = run_here(capsys, "bench")
     assert ran.code == 2
-    assert "the following arguments are required: kernel|peers|operator|serving" in ran.err
+    assert "the following arguments are required: kernel|peers|operator|routing|serving" in ran.err

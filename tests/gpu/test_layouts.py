@@ -19,7 +19,7 @@ from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import Strides, read_dims
 from greenfast.operator import ops
 from greenfast.operator.layout import row_strides
-from greenfast.operator.sdpa import Precision
+from greenfast.operator.quantized import Precision
 from greenfast.problems import attention as attention_problem
 from greenfast.spec.arch import Target
 from greenfast.spec.problem import Case, OutputSpec

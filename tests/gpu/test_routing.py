@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import greenfast
-from greenfast.operator import routing, switch
+from greenfast.operator import switch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 attention = torch.nn.functional.scaled_dot_product_attention
 
 
-def inputs(length: int = routing.MIN_LENGTH, kv_heads: int = 4, dtype: torch.dtype = torch.bfloat16) -> Any:
+def inputs(length: int = 4096, kv_heads: int = 4, dtype: torch.dtype = torch.bfloat16) -> Any:
     generator = torch.Generator().manual_seed(length)
     shapes = ((1, 4, length, 128), (1, kv_heads, length, 128), (1, kv_heads, length, 128))
     return [torch.randn(shape, generator=generator).to(dtype).cuda() for shape in shapes]
@@ -33,14 +33,27 @@ def test_the_named_kernel_runs() -> None:
     found = greenfast.explain(q, k, v, is_causal=True, enable_gqa=True)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == launches_nothing
     assert found.kernel == "hopper"
-    with greenfast.use() as routed:
+    with greenfast.use(min_length=4096) as routed:
         out = attention(q, k, v, is_causal=True, enable_gqa=True)
         attention(q[:, :, :1], k, v, enable_gqa=True)
     assert torch.equal(out, greenfast.sdpa(q, k, v, is_causal=True, enable_gqa=True))
     assert routed.taken == 1
-    assert routed.fallen_back == {
-        f"query: shorter than min_length={routing.MIN_LENGTH}, where quantization does not pay": 1
-    }
+    assert routed.fallen_back == {"query: shorter than min_length=4096, where quantization does not pay": 1}
+
+
+def test_measured_rules_decide_by_default() -> None:
+    shape = (8, 16, 8192, 128)
+    long = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    short = long[:1, :, :64]
+    assert "measured shapes" in greenfast.explain(long, long, long, precision="auto").reason
+    with greenfast.use() as routed:
+        out = attention(long, long, long)
+        kept = attention(short, short, short)
+    assert torch.equal(out, greenfast.sdpa(long, long, long))
+    assert torch.equal(kept, attention(short, short, short))
+    assert (routed.taken, routed.fallen_back.total()) == (1, 1)
+    with greenfast.use(precision="auto"):
+        assert torch.equal(attention(long, long, long), greenfast.sdpa(long, long, long, precision="auto"))
 
 
 def test_autocast() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims
-from greenfast.operator.sdpa import Precision, attention, quantize, sdpa
+from greenfast.operator.quantized import Precision
+from greenfast.operator.sdpa import attention, quantize, sdpa
 from greenfast.problems import attention as attention_problem
 from tests.emulator.kernels import run_source
 

@@ -220,7 +220,7 @@ def test_explains_which_kernel_a_gpu_would_run(target: Callable[[str], None]) ->
     target("sm_90a")
     config = cuda.sdpa_config(Target("sm_90a"), q.shape[3], q.dtype, "fp8", 1)
     choice = cuda.kernel_for(Target("sm_90a"), config, cuda.sizes_of(q.shape, k.shape))
-    assert greenfast.explain(q, k, v, is_causal=True) == greenfast.Explanation(choice.rung, choice.reason)
+    assert greenfast.explain(q, k, v, is_causal=True) == greenfast.Explanation(choice.rung, choice.reason, "fp8")
     assert choice.rung == "hopper"
     target("sm_89")
     assert greenfast.explain(q.half(), k.half(), v.half()).kernel == "ada"

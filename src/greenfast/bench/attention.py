@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from greenfast.bench.comparison import Cell, Comparison, Limits
 from greenfast.bench.contenders import CONTENDERS, KERNEL
@@ -26,8 +27,8 @@ _OPERATOR_ARCH = "sm_90a"
 #: An output of the operator that is further from exact attention is wrong, not rounded: no times of it are recorded.
 _OPERATOR_LIMIT = 0.2
 
-_PEERS = (KERNEL, "fa3", "cudnn", "torch_flash", "torch_cudnn")
 _BF16 = ("torch_flash", "torch_cudnn", "fa3_bf16")
+_PEERS = (KERNEL, "fa3", "cudnn", *_BF16)
 _OPERATOR = ("sdpa_fp8", "sdpa_int8", "attention_fp8", "quantize_fp8", "copy", *_BF16)
 _OPERATOR_ERRORS = ("sdpa_fp8", "sdpa_int8", "fp8_channel", "fp8_plain", "int8_plain", "fa3", "cudnn", *_BF16)
 
@@ -69,6 +70,13 @@ def flops(dims: Mapping[str, int]) -> float:
     config, sizes = read_dims(dims, VALUE_FORMAT)
     full = 4.0 * sizes.batch * sizes.heads * sizes.q_len * sizes.kv_len * config.head_dim
     return full / 2 if config.causal else full
+
+
+def attention_bytes(dims: Mapping[str, int]) -> int:
+    """Bytes of Q, K, V and the output in 16 bits."""
+    config, sizes = read_dims(dims, VALUE_FORMAT)
+    rows = sizes.heads * sizes.q_len + sizes.kv_heads * sizes.kv_len
+    return 4 * sizes.batch * rows * config.head_dim
 
 
 def _elements(dims: Mapping[str, int]) -> int:
@@ -117,7 +125,7 @@ def operator() -> Comparison:
         inputs=INPUTS,
         session=Session,
         flops=flops,
-        bytes_moved=lambda dims: 8 * _elements(dims),  # inputs and an output in bfloat16
+        bytes_moved=attention_bytes,
         host=Cell(_MISSION, ("sdpa_fp8", "attention_fp8", "torch"), sampled=1),
         limits=Limits(error=_OPERATOR_LIMIT),
         kernels=operator_kernels,
@@ -135,18 +143,45 @@ def operator_kernels() -> dict[str, tuple[KernelSource, LaunchFacts]]:
     found: dict[str, tuple[KernelSource, LaunchFacts]] = {}
     for cell in operator().timed:
         dims = cell.shape.dims
-        x = torch.empty(dims["B"], dims["H"], dims["S"], dims["D"], dtype=torch.bfloat16, device="meta")
-        name = ", ".join(f"{key}={value}" for key, value in dims.items())
+        q, k = meta_tensors(dims)
         for precision in ("fp8", "int8"):
-            config = cuda.sdpa_config(target, x.shape[3], x.dtype, precision, dims.get("CAUSAL", 0))
+            config = cuda.sdpa_config(target, q.shape[3], q.dtype, precision, dims.get("CAUSAL", 0))
             kept = replace(config, quantizes_queries=False)
             steps = {
-                "quantize": cuda.quantize_step(x, x, x, kept),
-                "attention": cuda.attention_step(kept, cuda.sizes_of(x.shape, x.shape), 1.0, target),
-                "sdpa": cuda.sdpa_steps(x, x, x, config, 1.0, target)[1],
+                "quantize": cuda.quantize_step(q, k, k, kept),
+                "attention": cuda.attention_step(kept, cuda.sizes_of(q.shape, k.shape), 1.0, target),
+                "sdpa": cuda.sdpa_steps(q, k, k, config, 1.0, target)[1],
             }
             found |= {
-                f"{step} {precision}, {name}": (s.source, launch_facts(s.source, s.launch, dims))
+                f"{step} {precision}, {spelled(dims)}": (s.source, launch_facts(s.source, s.launch, dims))
                 for step, s in steps.items()
             }
     return found
+
+
+def sdpa_kernels(cells: Sequence[Cell]) -> dict[str, tuple[KernelSource, LaunchFacts]]:
+    """The kernels of ``greenfast.sdpa`` on these cells, each with its launch on the first that takes it."""
+    target = Target(_OPERATOR_ARCH)
+    found: dict[KernelSource, tuple[str, LaunchFacts]] = {}
+    for cell in cells:
+        dims = cell.shape.dims
+        q, k = meta_tensors(dims)
+        for precision in ("fp8", "int8"):
+            config = cuda.sdpa_config(target, q.shape[3], q.dtype, precision, dims.get("CAUSAL", 0))
+            for number, step in enumerate(cuda.sdpa_steps(q, k, k, config, 1.0, target), 1):
+                facts = launch_facts(step.source, step.launch, dims)
+                found.setdefault(step.source, (f"step {number} of {precision}, {spelled(dims)}", facts))
+    return {name: (source, facts) for source, (name, facts) in found.items()}
+
+
+def meta_tensors(dims: Mapping[str, int]) -> tuple[Tensor, Tensor]:
+    """Q, and K or V, of a shape in bfloat16, without memory."""
+    of_keys = (dims["B"], dims.get("HK", dims["H"]), dims.get("KV", dims["S"]), dims["D"])
+    shapes = ((dims["B"], dims["H"], dims["S"], dims["D"]), of_keys)
+    q, k = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    return q, k
+
+
+def spelled(dims: Mapping[str, int]) -> str:
+    """A shape in words: B=1, H=8, ..."""
+    return ", ".join(f"{key}={value}" for key, value in dims.items())

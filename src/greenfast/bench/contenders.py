@@ -108,6 +108,8 @@ def _flash_attention_3(precision: Literal["fp8", "bf16"]) -> Callable[[Inputs], 
         else:
             q, k, v = (inputs.length_first(inputs.values[name].bfloat16()) for name in "qkv")
         causal = bool(inputs.config.causal)
+        if causal and inputs.sizes.q_len != inputs.sizes.kv_len:
+            raise ValueError("FlashAttention-3 aligns a causal mask at the last key, the others at the first")
 
         def call() -> Tensor:
             found = fa3.flash_attn_func(q, k, v, causal=causal, **scales)
@@ -127,6 +129,8 @@ def _cudnn_handle() -> Any:
 def _cudnn_fp8(inputs: Inputs) -> Ready:
     """cuDNN's FP8 attention (sdpa_fp8 of its frontend), whose output on Hopper is E4M3 too."""
     cudnn = importlib.import_module("cudnn")
+    if inputs.grouped or inputs.sizes.q_len != inputs.sizes.kv_len:
+        raise ValueError("cuDNN's graph is made for equal lengths and heads here")
     types, handle, sizes, config = cudnn.data_type, _cudnn_handle(), inputs.sizes, inputs.config
     device = inputs.values["q"].device
     codes, scales = {}, {}
@@ -194,12 +198,13 @@ def _torch(backend: SDPBackend | None = None) -> Callable[[Inputs], Ready]:
     def prepare(inputs: Inputs) -> Ready:
         q, k, v = inputs.bfloat16
         causal, attend = bool(inputs.config.causal), torch.nn.functional.scaled_dot_product_attention
+        grouped = inputs.grouped
 
         def call() -> Tensor:
             if backend is None:
-                return attend(q, k, v, is_causal=causal)
+                return attend(q, k, v, is_causal=causal, enable_gqa=grouped)
             with sdpa_kernel(backend):
-                return attend(q, k, v, is_causal=causal)
+                return attend(q, k, v, is_causal=causal, enable_gqa=grouped)
 
         return Ready(call)
 
@@ -210,8 +215,8 @@ def _sdpa(precision: Literal["fp8", "int8"]) -> Callable[[Inputs], Ready]:
     """greenfast.sdpa on bfloat16, quantization included."""
 
     def prepare(inputs: Inputs) -> Ready:
-        (q, k, v), causal = inputs.bfloat16, bool(inputs.config.causal)
-        return Ready(lambda: operator.sdpa(q, k, v, is_causal=causal, precision=precision))
+        (q, k, v), causal, grouped = inputs.bfloat16, bool(inputs.config.causal), inputs.grouped
+        return Ready(lambda: operator.sdpa(q, k, v, is_causal=causal, enable_gqa=grouped, precision=precision))
 
     return prepare
 
@@ -234,7 +239,9 @@ def _quantize(inputs: Inputs) -> Ready:
 
 def _copy(inputs: Inputs) -> Ready:
     """A copy that moves as many bytes as quantization must: two read and one written for each element."""
-    moved = torch.empty(9 * inputs.values["q"].numel(), dtype=torch.uint8, device=inputs.values["q"].device)
+    moved = torch.empty(
+        3 * sum(x.numel() for x in inputs.values.values()), dtype=torch.uint8, device=inputs.values["q"].device
+    )
     to, of = moved[: len(moved) // 2], moved[len(moved) - len(moved) // 2 :]
     return Ready(lambda: to.copy_(of))
 

@@ -27,7 +27,8 @@ _TINY = 1e-20
 class Inputs:
     """One draw of q, k and v, by name: float32 values, their uint8 codes, and a float32 scale per (batch, head).
 
-    values and codes are of shape (batch * heads, length, head_dim), scales of shape (batch * heads,).
+    values and codes are of shape (batch * heads, length, head_dim), scales of shape (batch * heads,), with Q's heads
+    and length or those of K and V.
     """
 
     config: AttentionConfig
@@ -38,11 +39,16 @@ class Inputs:
 
     def by_batch(self, x: Tensor) -> Tensor:
         """(batch * heads, ...) as (batch, heads, ...)."""
-        return x.view(self.sizes.batch, self.sizes.heads, *x.shape[1:])
+        return x.view(self.sizes.batch, -1, *x.shape[1:])
 
     def length_first(self, x: Tensor) -> Tensor:
         """(batch * heads, length, head_dim) as contiguous (batch, length, heads, head_dim)."""
         return self.by_batch(x).transpose(1, 2).contiguous()
+
+    @property
+    def grouped(self) -> bool:
+        """Whether heads of K and V are shared by several of Q."""
+        return self.sizes.kv_heads != self.sizes.heads
 
     @cached_property
     def bfloat16(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,16 +117,17 @@ INPUTS = {kind: text for kind, (text, _) in _KINDS.items()}
 def make_inputs(dims: Mapping[str, int], seed: int, kind: str, device: str) -> Inputs:
     """Draw on the device from N(0, 1), changed as ``kind``, a key of INPUTS, says there.
 
-    Raises UsageError for grouped heads and unequal lengths. A torch.Generator of the device with the seed draws q,
-    then k, then v.
+    Raises UsageError for a mask aligned at the last key. A torch.Generator of the device with the seed draws q, then k,
+    then v.
     """
     config, sizes = read_dims(dims, VALUE_FORMAT)
-    if sizes.kv_heads != sizes.heads or sizes.kv_len != sizes.q_len or config.mask == Mask.LOWER_RIGHT:
-        raise UsageError(f"contenders are compared on equal lengths and heads, CAUSAL 0 or 1; got {dict(dims)}")
+    if config.mask == Mask.LOWER_RIGHT:
+        raise UsageError(f"contenders are compared with CAUSAL 0 or 1; got {dict(dims)}")
     draw = torch.Generator(device).manual_seed(seed)
-    shape = (sizes.batch * sizes.heads, sizes.q_len, config.head_dim)
     values, codes, scales = {}, {}, {}
     for name in "qkv":
+        heads, length = (sizes.heads, sizes.q_len) if name == "q" else (sizes.kv_heads, sizes.kv_len)
+        shape = (sizes.batch * heads, length, config.head_dim)
         values[name] = _KINDS[kind][1](torch.randn(shape, generator=draw, device=device), name, draw)
         codes[name], scales[name] = quantize(values[name], "e4m3")
     return Inputs(config, sizes, values, codes, scales)

@@ -52,7 +52,7 @@ def read_benchmark(run: Path) -> Benchmark:
     """The record of a comparison of contenders, as ``read_record`` reads it; raises UsageError for any other."""
     record = read_record(run)
     if not isinstance(record, Benchmark):
-        raise UsageError(f"{run}: not a record of greenfast bench peers, operator or serving")
+        raise UsageError(f"{run}: not a record of greenfast bench peers, operator, serving or routing")
     return record
 
 
@@ -60,6 +60,12 @@ def operator_comparison() -> Comparison:
     """What ``greenfast bench operator`` measures."""
     # By its name, as kernel families are loaded: what only reads records needs no PyTorch.
     found: Comparison = importlib.import_module("greenfast.bench.attention").operator()
+    return found
+
+
+def routing_comparison() -> Comparison:
+    """What ``greenfast bench routing`` measures."""
+    found: Comparison = importlib.import_module("greenfast.bench.routing").routing()
     return found
 
 
@@ -74,7 +80,8 @@ def serving_comparison(
 
 def comparison_of(record: Benchmark) -> Comparison:
     """What made a record that is not of a task's own kernel, as it is today."""
-    return serving_comparison() if record.comparison == "serving" else operator_comparison()
+    made = {"serving": serving_comparison, "routing": routing_comparison}.get(record.comparison, operator_comparison)
+    return made()
 
 
 def timed_kernels(comparison: Comparison) -> dict[str, TimedKernel]:

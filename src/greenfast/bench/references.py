@@ -45,6 +45,7 @@ def reference(inputs: Inputs, count: int, *, codes: bool) -> Reference:
     generator = torch.Generator().manual_seed(sizes.q_len)
     keys = torch.arange(sizes.kv_len, device=device)
     rows, full, exact, bound = [], [], [], []
+    group = sizes.heads // sizes.kv_heads
     for head in range(sizes.batch * sizes.heads):
         if count < sizes.q_len:
             drawn = torch.randperm(sizes.q_len, generator=generator)[:count]
@@ -53,12 +54,15 @@ def reference(inputs: Inputs, count: int, *, codes: bool) -> Reference:
             drawn = torch.arange(sizes.q_len)
         chosen = drawn.to(device)
         mask = keys <= chosen.unsqueeze(1) if config.causal else None
-        one = slice(head, head + 1)
-        q, k, v = (inputs.values[name][one] for name in "qkv")
+        place = {"q": head, "k": head // group, "v": head // group}
+        q, k, v = (inputs.values[name][place[name]].unsqueeze(0) for name in "qkv")
         full.append(attention(q[:, chosen], k, v, scale, mask))
         rows.append(chosen)
         if codes:
-            q, k, v = (dequantize(inputs.codes[name][one], inputs.scales[name][one], "e4m3") for name in "qkv")
+            q, k, v = (
+                dequantize(inputs.codes[name][i : i + 1], inputs.scales[name][i : i + 1], "e4m3")
+                for name, i in place.items()
+            )
             exact.append(attention(q[:, chosen], k, v, scale, mask))
             bound.append(attention_rounding_bound(q[:, chosen], k, v, scale, mask, E4M3_POLYNOMIAL_WEIGHTS))
     none = torch.empty(0, device=device)

@@ -12,7 +12,7 @@ from rich.text import Text
 from greenfast.bench.comparison import Comparison
 from greenfast.bench.ratios import headline, ratios
 from greenfast.bench.record import Row, Versus
-from greenfast.bench.records import operator_comparison, serving_comparison
+from greenfast.bench.records import operator_comparison, routing_comparison, serving_comparison
 from greenfast.bench.report import clocks_line, console_table, reasons
 from greenfast.bench.runner import Outcome, compare
 from greenfast.bench.serving_report import tables
@@ -111,6 +111,8 @@ def _comparison(args: argparse.Namespace) -> int:
     comparison: Comparison
     if args.what == "operator":
         comparison, variant = operator_comparison(), None
+    elif args.what == "routing":
+        comparison, variant = routing_comparison(), None
     elif args.what == "serving":
         comparison, variant = _serving(args), None
     else:

@@ -148,7 +148,7 @@ def init(parser: argparse.ArgumentParser) -> None:
 
 def bench(parser: argparse.ArgumentParser) -> None:
     """Subcommands of ``greenfast bench``, with their options."""
-    what = parser.add_subparsers(dest="what", metavar="kernel|peers|operator|serving", required=True)
+    what = parser.add_subparsers(dest="what", metavar="kernel|peers|operator|routing|serving", required=True)
     for name, (text, options) in BENCHMARKS.items():
         options(what.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."))
 
@@ -349,6 +349,10 @@ BENCHMARKS: dict[str, _Options] = {
     "kernel": ("check one variant of a task and time it over shapes", _kernel),
     "peers": ("compare a task's kernel with libraries that compute the same: times, errors", _peers),
     "operator": ("compare greenfast.sdpa with PyTorch's attention and others: times, host times, errors", _comparison),
+    "routing": (
+        "time greenfast.sdpa and PyTorch's attention on many shapes, for the rules of greenfast.use",
+        _comparison,
+    ),
     "serving": ("compare attention over a paged FP8 cache, and appending to it, with FlashAttention-3", _serving),
 }
 #: Verb -> (help, its options), in the order of --help.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.utils._pytree as pytree
@@ -12,8 +12,12 @@ from torch import Tensor
 
 from greenfast.kernels.attention.config import QUERY_BLOCK, ROW_BLOCK, AttentionConfig, padded_keys
 
+Precision = Literal["fp8", "int8"]
+AutoPrecision = Literal["fp8", "int8", "auto"]
+Alignment = Literal["upper_left", "lower_right"]
 #: Precision -> the format of Q and K; V is always E4M3.
 PRECISIONS = {"fp8": "e4m3", "int8": "int8"}
+PRECISIONS_AND_AUTO = (*PRECISIONS, "auto")
 PRECISION_OF = {fmt: precision for precision, fmt in PRECISIONS.items()}
 #: The granularity of V's scales: one per 128 keys, per head, or per channel of a head.
 VALUE_SCALES = ("block", "head", "channel")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from greenfast.operator import cuda
+from greenfast.operator import measured, ops
 from greenfast.operator.arguments import (
     causal_of,
     check_cast,
@@ -22,16 +22,17 @@ from greenfast.operator.arguments import (
     number,
     usable_scale,
 )
-from greenfast.operator.quantized import PRECISIONS, check_choice, padded_head_dim
-from greenfast.operator.rules import Form, Refusal, dtype_of, form_of
-from greenfast.operator.sdpa import Alignment, Precision
+from greenfast.operator.quantized import (
+    PRECISIONS_AND_AUTO,
+    Alignment,
+    AutoPrecision,
+    check_choice,
+    padded_head_dim,
+)
+from greenfast.operator.rules import Form, Refusal, Shape, dtype_of, form_of
 
 TORCH = "torch"  # the kernel of an Explanation where PyTorch's own attention computes the call
 NOTHING = "none"  # where there is nothing to compute
-#: Below this many keys or queries quantization costs more than the FP8 products save, as measured with a causal mask,
-#: the worse case (docs/operator.md).
-MIN_LENGTH = 4096
-
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # other subclasses define attention themselves
 
 
@@ -40,11 +41,13 @@ class Explanation:
     """Which kernel computes a call of attention, and why.
 
     kernel: "hopper" or "ada"; "reference" for CPU tensors, "meta" for meta tensors, "none" where there is nothing to
-    compute; "torch" where no kernel can, so that PyTorch's own attention has to.
+    compute; "torch" where PyTorch's own attention has to, as no kernel can, or should, as none is faster. precision:
+    "fp8" or "int8"; empty for "torch".
     """
 
     kernel: str
     reason: str
+    precision: str = ""
 
     @property
     def taken(self) -> bool:
@@ -65,10 +68,10 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    precision: Precision = "fp8",
+    precision: AutoPrecision = "fp8",
     causal_alignment: Alignment = "upper_left",
     float32_as: torch.dtype | None = None,
-    min_length: int = 0,
+    min_length: int | None = 0,
 ) -> Explanation:
     """What ``greenfast.sdpa`` would run with these arguments, or why it refuses them. Launches nothing.
 
@@ -80,17 +83,21 @@ def explain(
       - with a head dim of Q and K that is not a multiple of 8 up to 256, or a head dim of V above 256;
       - with shapes that cannot be broadcast or share heads unevenly, for which PyTorch raises its error;
       - on devices that have no kernel;
-      - where query or key is shorter than ``min_length``. A call quantizes all of Q, K and V. What FP8 saves grows
-        with queries x keys, what quantization costs with queries + keys, so both must be long: one query over a long
-        cache, as in decoding, would quantize all of K and V again for every token.
+      - where query or key is shorter than ``min_length``;
+      - with a ``min_length`` of None or ``precision="auto"``, where PyTorch is faster by the rules of
+        ``greenfast.operator.measured``, whose measurement the reason quotes. A call quantizes all of Q, K and V. What
+        FP8 saves grows with queries x keys, what quantization costs with queries + keys, so both must be long: one
+        query over a long cache, as in decoding, would quantize all of K and V again for every token. "auto" takes the
+        faster precision.
 
     Raises TypeError for flags, numbers and lengths of the wrong type, and ValueError for an unknown ``precision`` or
     ``causal_alignment`` and for a probability outside 0 to 1.
     """
-    check_choice("precision", precision, PRECISIONS)
+    check_choice("precision", precision, PRECISIONS_AND_AUTO)
     causal = causal_of(is_causal, causal_alignment)
     check_flag("enable_gqa", enable_gqa)
-    check_length("min_length", min_length)
+    if min_length is not None:
+        check_length("min_length", min_length)
     check_cast(float32_as)
     dropout = dropout_of(dropout_p)
     if scale is not None and not usable_scale(number("scale", scale)):
@@ -104,11 +111,60 @@ def explain(
     if isinstance(form, Refusal):
         return Explanation(TORCH, form.reason)
     for name, shape in (("query", form.query), ("key", form.key)):
-        if shape[2] < min_length:
+        if min_length is not None and shape[2] < min_length:
             return Explanation(TORCH, f"{name}: shorter than min_length={min_length}, where quantization does not pay")
+    fixed = "fp8" if precision == "auto" else precision
     if form.empty:
-        return Explanation(NOTHING, "no rows, or no keys that they attend to: zeros, without a kernel")
-    return _kernel(query, form, dtype_of(query, float32_as), precision)
+        return Explanation(NOTHING, "no rows, or no keys that they attend to: zeros, without a kernel", fixed)
+    dtype = dtype_of(query, float32_as)
+    if precision != "auto" and min_length is not None:
+        return _kernel(query, form, dtype, fixed)
+    found, quote = _faster(query, form, precision)
+    if not found:
+        return Explanation(TORCH, quote)
+    kernel = _kernel(query, form, dtype, found)
+    return Explanation(kernel.kernel, f"{kernel.reason}; {quote}", kernel.precision) if kernel.taken else kernel
+
+
+def _faster(query: Tensor, form: Form, precision: str) -> tuple[str, str]:
+    """The precision in which greenfast is faster than PyTorch, empty for none, and the measurement that says so."""
+    batch, heads, queries, width = form.query
+    keys, reuse = form.key[2], queries * heads // form.key[1]
+    head_dim = next((d for d in measured.HEAD_DIMS if width == d), 0)
+    if not head_dim or not _covers(query):
+        least = measured.UNMEASURED_LENGTH
+        quote = f"such calls have not been measured; they are taken from {least} queries and keys on"
+        taken = queries >= least and keys >= least
+        return ("fp8" if precision == "auto" else precision) if taken else "", quote
+    flop = 4 * batch * heads * queries * keys * width // (2 if form.causal else 1)
+    rules = _rules(head_dim, form.causal > 0, precision)
+    for found, least_reuse, least_keys, least_flop, quote in rules:
+        if reuse >= least_reuse and keys >= least_keys and flop >= least_flop:
+            return found, f"{found} {quote}"
+    known = "; ".join(f"{found} {quote}" for found, _, _, _, quote in rules) or "it was on all measured shapes"
+    return "", f"PyTorch's own attention is as fast or faster: {known}"
+
+
+def _rules(head_dim: int, causal: bool, precision: str) -> tuple[measured.Rule, ...]:
+    return measured.rules(head_dim, causal, precision)
+
+
+def _covers(query: Tensor) -> bool:
+    """Whether the rules were measured on a device like the query's."""
+    return query.is_cuda and _is_measured(query.get_device())
+
+
+def _is_measured(device: int) -> bool:
+    try:
+        found: str = ops.gpu().target_of(device).name
+        return found == measured.TARGET and bool(measured.data()["rules"])
+    except NotImplementedError:  # too old for any kernel, which is found out later
+        return False
+
+
+# Constants of a graph, as _traced_kernel's; torch.compile would trace into a cached function.
+_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_measured._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _fused_allowed() -> bool:
@@ -124,34 +180,33 @@ _fused_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _kernel(query: Tensor, form: Form, dtype: torch.dtype, precision: str) -> Explanation:
     device = query.device
     if device.type == "cpu":
-        return Explanation("reference", "the kernels' arithmetic in PyTorch, for CPU tensors; slow")
+        return Explanation("reference", "the kernels' arithmetic in PyTorch, for CPU tensors; slow", precision)
     if device.type == "meta":
-        return Explanation("meta", "a shape and a dtype: meta tensors hold no numbers")
+        return Explanation("meta", "a shape and a dtype: meta tensors hold no numbers", precision)
     if device.type != "cuda":
         return Explanation(TORCH, f"query: on {device.type}, for which there are no kernels")
     if torch.compiler.is_compiling():  # lengths and head_dim may be symbols there; the padded head dim is not
         head_dim = padded_head_dim(form.query[3])
         name, reason = _traced_kernel(query.get_device(), head_dim, dtype, precision, form.causal)
-        return Explanation(name, reason)
+        return Explanation(name, reason, precision if name != TORCH else "")
     return _cuda_kernel(query.get_device(), tuple(form.query), tuple(form.key), dtype, precision, form.causal)
 
 
 @lru_cache(maxsize=4096)
-def _cuda_kernel(
-    device: int, query: cuda.Shape, key: cuda.Shape, dtype: torch.dtype, precision: str, causal: int
-) -> Explanation:
+def _cuda_kernel(device: int, query: Shape, key: Shape, dtype: torch.dtype, precision: str, causal: int) -> Explanation:
     try:
+        cuda = ops.gpu()
         target = cuda.target_of(device)
         config = cuda.sdpa_config(target, query[3], dtype, precision, causal)
         choice = cuda.kernel_for(target, config, cuda.sizes_of(query, key))
     except NotImplementedError as e:
         return Explanation(TORCH, str(e))
-    return Explanation(choice.rung, choice.reason)
+    return Explanation(choice.rung, choice.reason, precision)
 
 
 def _traced_kernel(device: int, head_dim: int, dtype: torch.dtype, precision: str, causal: int) -> tuple[str, str]:
     """The kernel's name and the reason as constants, which torch.compile evaluates while it traces."""
-    shape = (1, 1, MIN_LENGTH, head_dim)
+    shape = (1, 1, measured.UNMEASURED_LENGTH, head_dim)
     found = _cuda_kernel(device, shape, shape, dtype, precision, causal)
     return found.kernel, found.reason
 

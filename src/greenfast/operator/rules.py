@@ -17,7 +17,7 @@ from greenfast.operator.quantized import DTYPES, HEAD_DIMS, refused_head_dim
 
 Shape = tuple[int, ...]
 
-_BIAS = "torch.nn.attention.bias"  # takes seconds to import; a caller with such a mask has imported it already
+BIAS = "torch.nn.attention.bias"  # takes seconds to import; a caller with such a mask has imported it already
 
 
 class Refusal(NamedTuple):
@@ -169,7 +169,7 @@ def _masked(form: Form, mask: Any, query: Tensor, causal: int) -> Form | Refusal
     """The form with the mask that ``attn_mask`` stands for, where that is known without reading a GPU's memory."""
     if not isinstance(mask, Tensor):
         return Refusal(TypeError, f"attn_mask: a torch.Tensor is needed, got {type(mask).__name__}")
-    if type(mask).__name__ == "CausalBias" and type(mask).__module__ == _BIAS:
+    if type(mask).__name__ == "CausalBias" and type(mask).__module__ == BIAS:
         return _biased(form, mask, causal)
     refused = Refusal(NotImplementedError, "attn_mask: the kernels take causal masks only")
     if not _readable(mask):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -12,11 +13,18 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from greenfast.operator import ops
 from greenfast.operator.arguments import causal_of, check_cast, check_flag, dropout_of, scale_of
-from greenfast.operator.quantized import PRECISIONS, QuantizedQKV, check_choice, check_tensors
-from greenfast.operator.rules import Form, Refusal, arranged, dtype_of, form_of, is_plain, restored
-
-Precision = Literal["fp8", "int8"]
-Alignment = Literal["upper_left", "lower_right"]
+from greenfast.operator.quantized import (
+    PRECISIONS,
+    PRECISIONS_AND_AUTO,
+    Alignment,
+    AutoPrecision,
+    Precision,
+    QuantizedQKV,
+    check_choice,
+    check_tensors,
+)
+from greenfast.operator.routing import explain
+from greenfast.operator.rules import BIAS, Form, Refusal, arranged, dtype_of, form_of, is_plain, restored
 
 _overridden: Any = handle_torch_function  # for subclasses of Tensor, modes, and torch.fx, which traces calls this way
 _ALTERNATIVE = "; torch.nn.functional.scaled_dot_product_attention has it"
@@ -25,13 +33,13 @@ _ALTERNATIVE = "; torch.nn.functional.scaled_dot_product_attention has it"
 @overload
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
-    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, precision: Precision = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, precision: AutoPrecision = ...,
     causal_alignment: Alignment = ..., return_lse: Literal[False] = ..., float32_as: torch.dtype | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
-    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, precision: Precision = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, precision: AutoPrecision = ...,
     causal_alignment: Alignment = ..., return_lse: Literal[True], float32_as: torch.dtype | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def sdpa(
@@ -44,7 +52,7 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    precision: Precision = "fp8",
+    precision: AutoPrecision = "fp8",
     causal_alignment: Alignment = "upper_left",
     return_lse: bool = False,
     float32_as: torch.dtype | None = None,
@@ -59,7 +67,9 @@ def sdpa(
     0 .. i + KV - S. scale: positive, 1 / sqrt(D) by default. float32_as: float16 or bfloat16, to which float32 tensors
     are cast; the output is float32 again. Without it they are refused.
     precision: "fp8" computes both products in E4M3, "int8" Q K^T in int8 and P V in E4M3. Q and K are rotated by a
-    Hadamard matrix, and the mean of K is subtracted, before they are quantized: neither changes the result.
+    Hadamard matrix, and the mean of K is subtracted, before they are quantized: neither changes the result. "auto" is
+    the faster of the two, or PyTorch's own attention where that is faster or ``explain`` says that no kernel takes the
+    call; with ``return_lse``, which PyTorch lacks, it is "fp8".
 
     Returns (B, H, S, D) of the inputs' dtype, with its dimensions in memory in query's order, as in PyTorch; with
     ``return_lse`` also the natural log-sum-exp of each row's scores, float32 (B, H, S). A row that attends to no key
@@ -83,7 +93,12 @@ def sdpa(
     else:
         causal = causal_of(is_causal, causal_alignment)
     if type(precision) is not str or precision not in PRECISIONS:
-        check_choice("precision", precision, PRECISIONS)
+        check_choice("precision", precision, PRECISIONS_AND_AUTO)
+        if not return_lse:
+            return _auto(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, float32_as
+            )
+        precision = "fp8"
     if (enable_gqa is not False and enable_gqa is not True) or (return_lse is not False and return_lse is not True):
         check_flag("enable_gqa", enable_gqa)
         check_flag("return_lse", return_lse)
@@ -101,6 +116,32 @@ def sdpa(
         return found
     op: Callable[..., Tensor] = ops.gpu().sdpa if ops.may_skip_dispatcher(query, key, value) else ops.SDPA
     return op(query, key, value, precision, causal, factor)
+
+
+def _auto(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool, alignment: Alignment, float32_as: torch.dtype | None,
+) -> Tensor:  # fmt: skip
+    """``sdpa`` in the precision that is faster here, or PyTorch's own."""
+    found = explain(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision="auto",
+        causal_alignment=alignment, float32_as=float32_as,
+    )  # fmt: skip
+    if found.taken:
+        return sdpa(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+            precision="int8" if found.precision == "int8" else "fp8", causal_alignment=alignment, float32_as=float32_as,
+        )  # fmt: skip
+    if is_causal and alignment == "lower_right":
+        if attn_mask is not None:
+            raise ValueError("attn_mask: cannot be combined with is_causal")
+        attn_mask, is_causal = importlib.import_module(BIAS).causal_lower_right(query.shape[-2], key.shape[-2]), False
+    widened = float32_as is not None and query.dtype == torch.float32
+    q, k, v = (x.to(float32_as) if widened and x.dtype == torch.float32 else x for x in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return out.float() if widened else out
 
 
 def _other_form(

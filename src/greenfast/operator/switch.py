@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from greenfast.operator.arguments import check_length
-from greenfast.operator.quantized import PRECISIONS, check_choice
-from greenfast.operator.routing import MIN_LENGTH, Routed, explain
-from greenfast.operator.sdpa import Precision, sdpa
+from greenfast.operator.quantized import PRECISIONS_AND_AUTO, AutoPrecision, check_choice
+from greenfast.operator.routing import Routed, explain
+from greenfast.operator.sdpa import sdpa
 
 _TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
 _TORCH_MHA = torch.nn.functional.multi_head_attention_forward
@@ -37,7 +37,8 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
 
     It routes PyTorch's function under any name it was imported by, also in ``torch.nn.MultiheadAttention`` (which needs
     PyTorch 2.13) and under torch.compile, where ``with greenfast.use():`` may be around the compiled call or inside it.
-    It can be entered again; if nested, the innermost one decides. min_length: see ``explain``.
+    It can be entered again; if nested, the innermost one decides. precision, min_length: see ``explain``; by default
+    calls are routed that are faster so.
 
     It applies to the thread and the asyncio task that entered it, and to tasks started inside, until it is left; other
     threads and tasks do not see it. On a decorated generator or coroutine it applies while the body runs, not while it
@@ -45,11 +46,12 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
     checkpointed, not the step around it.
     """
 
-    def __init__(self, precision: Precision = "fp8", min_length: int = MIN_LENGTH) -> None:
+    def __init__(self, precision: AutoPrecision = "fp8", min_length: int | None = None) -> None:
         """Raises ValueError for an unknown precision, and TypeError or ValueError for an invalid length."""
-        check_choice("precision", precision, PRECISIONS)
-        check_length("min_length", min_length)
-        self.precision: Precision = precision
+        check_choice("precision", precision, PRECISIONS_AND_AUTO)
+        if min_length is not None:
+            check_length("min_length", min_length)
+        self.precision: AutoPrecision = precision
         self.min_length = min_length
         self.routed = Routed()
 
@@ -184,10 +186,11 @@ class _Routing(TorchFunctionMode):
         )  # fmt: skip
         settings.routed.count(found)
         if found.taken:
-            return sdpa(
+            out: Tensor = sdpa(
                 query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-                precision=settings.precision,
-            )  # fmt: skip
+                precision=found.precision,
+            )  # type: ignore[call-overload]  # fmt: skip
+            return out
         return _TORCH_SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 

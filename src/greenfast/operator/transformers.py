@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from greenfast.operator.arguments import check_length
-from greenfast.operator.quantized import PRECISIONS, check_choice
-from greenfast.operator.routing import MIN_LENGTH, TORCH, Explanation, Routed, explain
-from greenfast.operator.sdpa import Precision, sdpa
+from greenfast.operator.quantized import PRECISIONS_AND_AUTO, AutoPrecision, check_choice
+from greenfast.operator.routing import TORCH, Explanation, Routed, explain
+from greenfast.operator.sdpa import sdpa
 
 NAME = "greenfast"
 _REGISTERING = threading.Lock()
@@ -33,7 +33,7 @@ _EAGER = 'use attn_implementation="eager"'
 _ROUTED = 'use attn_implementation="sdpa" under `with greenfast.use():`'
 
 
-def register_with_transformers(precision: Precision = "fp8", *, min_length: int = MIN_LENGTH) -> Routed:
+def register_with_transformers(precision: AutoPrecision = "fp8", *, min_length: int | None = None) -> Routed:
     """Make ``attn_implementation="greenfast"`` known to Hugging Face transformers; returns the counts of its calls.
 
         greenfast.register_with_transformers()
@@ -51,8 +51,9 @@ def register_with_transformers(precision: Precision = "fp8", *, min_length: int 
     Raises ImportError where transformers is missing or too old, ValueError for an unknown precision, and TypeError or
     ValueError for an invalid ``min_length``.
     """
-    check_choice("precision", precision, PRECISIONS)
-    check_length("min_length", min_length)
+    check_choice("precision", precision, PRECISIONS_AND_AUTO)
+    if min_length is not None:
+        check_length("min_length", min_length)
     try:
         library = importlib.import_module("transformers")
         attentions, masks = library.AttentionInterface, library.AttentionMaskInterface
@@ -162,8 +163,8 @@ def _unfit_config(model: Any, config: Any) -> str | None:
 class _Attention:
     """What is registered, with its settings and counts."""
 
-    def __init__(self, precision: Precision, min_length: int, fallback: Any) -> None:
-        self.precision: Precision = precision
+    def __init__(self, precision: AutoPrecision, min_length: int | None, fallback: Any) -> None:
+        self.precision: AutoPrecision = precision
         self.min_length = min_length
         self.fallback = fallback
         self.routed = Routed()
@@ -186,8 +187,8 @@ class _Attention:
         if found.taken:
             out = sdpa(
                 query, k, v, attn_mask=attention_mask, is_causal=causal, scale=scaling, enable_gqa=True,
-                precision=self.precision,
-            )  # fmt: skip
+                precision=found.precision,
+            )  # type: ignore[call-overload]  # fmt: skip
             return out.transpose(1, 2).contiguous(), None
         result: tuple[Tensor, None] = self.fallback(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more

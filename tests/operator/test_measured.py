@@ -1,0 +1,154 @@
+"""Which calls are routed by measurement, and sdpa(precision="auto")."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+import greenfast
+from greenfast.operator import measured, routing
+
+RULES = [
+    {"head_dim": 64, "causal": False, "precision": "fp8", "least": [64, 32, 0.001], "shapes": 3, "of": 4,
+     "slowest": 1.01, "mean": 1.2, "fastest": 1.5, "held_out": 1.0},
+    {"head_dim": 64, "causal": False, "precision": "int8", "least": [16, 16, 0.0], "shapes": 4, "of": 4,
+     "slowest": 1.0, "mean": 1.1, "fastest": 1.3, "held_out": None},
+    {"head_dim": 128, "causal": True, "precision": "int8", "least": [1, 1, 0.0], "shapes": 4, "of": 4,
+     "slowest": 1.0, "mean": 1.1, "fastest": 1.3, "held_out": None},
+]  # fmt: skip
+
+
+@pytest.fixture
+def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """RULES in place of the package's, and CPU tensors treated as such of a GPU that was measured."""
+    monkeypatch.setattr(measured, "data", lambda: {"device": "a GPU", "record": "a record", "rules": RULES})
+    monkeypatch.setattr(routing, "_covers", lambda query: True)
+    measured.rules.cache_clear()
+    yield
+    measured.rules.cache_clear()
+
+
+def tensors(length: int = 64, keys: int = 64, head_dim: int = 64, heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    shapes = ((1, heads, length, head_dim), (1, 2, keys, head_dim), (1, 2, keys, head_dim))
+    q, k, v = (torch.randn(s, generator=generator).bfloat16() for s in shapes)
+    return q, k, v
+
+
+@pytest.mark.parametrize(
+    ("shape", "causal", "precision", "wanted"),
+    [
+        ({}, False, "auto", "fp8"),  # it gains more
+        ({}, False, "int8", "int8"),
+        ({"length": 63}, False, "auto", "int8"),  # reuse too small for fp8's rule
+        ({"length": 63}, False, "fp8", ""),
+        ({"length": 16, "heads": 8}, False, "auto", "fp8"),  # four heads of a group read each key
+        ({"length": 15}, False, "auto", ""),
+        ({"keys": 31}, False, "auto", "int8"),
+        ({"keys": 15}, False, "auto", ""),
+        ({}, True, "auto", ""),  # no rule: PyTorch is faster everywhere
+        ({"head_dim": 128}, True, "auto", "int8"),
+        ({"head_dim": 128}, True, "fp8", ""),
+        ({"head_dim": 96}, True, "auto", ""),  # not measured, and short
+    ],
+)
+def test_a_rule_decides(rules: None, shape: dict[str, int], causal: bool, precision: Any, wanted: str) -> None:
+    q, k, v = tensors(**shape)
+    found = greenfast.explain(q, k, v, is_causal=causal, enable_gqa=True, precision=precision, min_length=None)
+    assert found.precision == wanted
+    assert found.taken == bool(wanted)
+    if precision == "auto":
+        assert greenfast.explain(q, k, v, is_causal=causal, enable_gqa=True, precision="auto") == found
+    out = greenfast.sdpa(q, k, v, is_causal=causal, enable_gqa=True, precision="auto")
+    auto = greenfast.explain(q, k, v, is_causal=causal, enable_gqa=True, precision="auto").precision
+    if auto:
+        same = greenfast.sdpa(q, k, v, is_causal=causal, enable_gqa=True, precision=auto)  # type: ignore[call-overload]
+    else:
+        same = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    assert torch.equal(out, same)
+
+
+def test_the_measurement_is_quoted(rules: None) -> None:
+    taken = greenfast.explain(*tensors(), precision="auto").reason
+    assert "fp8 1.01 to 1.50 times as fast as PyTorch's attention on the 3 of 4 measured shapes" in taken
+    assert "64 queries to a key, 32 keys" in taken
+    assert "(a GPU, a record)" in taken
+    left = greenfast.explain(*tensors(length=8), precision="fp8", min_length=None)
+    assert left.kernel == "torch"
+    assert left.reason.startswith("PyTorch's own attention is as fast or faster: fp8 1.01 to 1.50")
+    none = greenfast.explain(*tensors(), is_causal=True, precision="auto").reason
+    assert none == "PyTorch's own attention is as fast or faster: it was on all measured shapes"
+
+
+def test_use_follows_the_rules_and_counts(rules: None) -> None:
+    q, k, v = tensors()
+    short = tensors(length=8)
+    with greenfast.use("auto") as routed:
+        found = functional.scaled_dot_product_attention(q, k, v)
+        kept = functional.scaled_dot_product_attention(*short)
+    assert torch.equal(found, greenfast.sdpa(q, k, v))
+    assert torch.equal(kept, functional.scaled_dot_product_attention(*short))
+    assert (routed.taken, routed.fallen_back.total()) == (1, 1)
+    with greenfast.use("auto", min_length=65) as routed:
+        functional.scaled_dot_product_attention(q, k, v)
+    assert routed.taken == 0
+
+
+def test_auto_takes_what_no_kernel_takes(rules: None) -> None:
+    q, k, v = tensors()
+    mask = torch.rand(64, 64) < 0.5
+    mask[:, 0] = True
+    assert torch.equal(
+        greenfast.sdpa(q, k, v, mask, precision="auto"), functional.scaled_dot_product_attention(q, k, v, mask)
+    )
+    with pytest.raises(RuntimeError):  # PyTorch's own error
+        greenfast.sdpa(q, k[..., :32], v, precision="auto")
+
+
+def test_auto_aligns_masks_and_casts_as_asked(rules: None) -> None:
+    q, k, v = tensors(length=8, keys=40)
+    found = greenfast.sdpa(q, k, v, is_causal=True, causal_alignment="lower_right", precision="auto")
+    wanted = functional.scaled_dot_product_attention(q, k, v, causal_lower_right(8, 40))
+    assert torch.equal(found, wanted)
+    wide = [x.float() for x in (q, k, v)]
+    found = greenfast.sdpa(*wide, precision="auto", float32_as=torch.bfloat16)  # type: ignore[call-overload]
+    assert found.dtype == torch.float32
+    assert torch.equal(found, functional.scaled_dot_product_attention(q, k, v).float())
+
+
+def test_auto_with_the_log_sum_exp_is_fp8(rules: None) -> None:
+    q, k, v = tensors(length=8)
+    found = greenfast.sdpa(q, k, v, precision="auto", return_lse=True)
+    wanted = greenfast.sdpa(q, k, v, precision="fp8", return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_rules_hold_while_a_graph_is_traced(rules: None) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v: greenfast.sdpa(q, k, v, precision="auto"), backend="eager", fullgraph=True, dynamic=True
+    )
+    for length in (64, 96, 8, 15):
+        q, k, v = tensors(length=length)
+        assert torch.equal(compiled(q, k, v), greenfast.sdpa(q, k, v, precision="auto"))
+
+
+def test_unmeasured_calls_need_long_sequences() -> None:
+    q = torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16, device="meta")
+    assert greenfast.explain(q, q, q, precision="auto").precision == "fp8"
+    found = greenfast.explain(q[:, :, 1:], q, q, precision="int8", min_length=None)
+    assert (found.kernel, found.precision) == ("torch", "")
+    assert "they are taken from 4096 queries and keys on" in found.reason
+
+
+def test_the_packages_rules_are_of_measured_head_dims() -> None:
+    for rule in measured.data()["rules"]:
+        assert rule["head_dim"] in measured.HEAD_DIMS
+        assert rule["slowest"] >= 1.0
+        assert 0 < rule["shapes"] <= rule["of"]
