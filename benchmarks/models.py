@@ -1,0 +1,278 @@
+"""Milliseconds of transformer layers of true size, with PyTorch's attention and under greenfast.use; and their errors.
+
+python -m benchmarks.models [--model flux wan llama] [--attention torch cudnn fp8 int8 auto] [--rounds 5] [--json FILE]
+
+Models have random weights and few layers of the published width: Flux (24 heads, 4,096 tokens of an image and 512 of
+text), Wan 14B (40 heads; 480p is 32,760 tokens for 81 frames, 720p 75,600) and Llama 3 8B (32 heads over 8, 8,192
+tokens, causal), all of head dim 128. The attentions of a model run in turn, another first in each round. Then Q, K and
+V of each attention are taken from the model, and the error of some rows of the output is given against float64.
+diffusers and transformers are needed for the models of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+import greenfast
+from greenfast.bench.graphs import event, order
+from greenfast.judge.environment import device_info, git_state, package_versions
+from greenfast.judge.store import to_json, write_whole
+from greenfast.numerics.attention import attention
+
+_SDPA = torch.nn.functional.scaled_dot_product_attention
+ATTENTIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "torch": nullcontext,
+    "cudnn": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+    "fp8": lambda: greenfast.use("fp8"),
+    "int8": lambda: greenfast.use("int8"),
+    "auto": lambda: greenfast.use("auto"),
+}
+_SAMPLED_ROWS, _SAMPLED_HEADS = 64, 4
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, the call that is timed, and its tokens."""
+
+    call: Callable[[], Tensor]
+    layers: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured combination: milliseconds of a forward pass, calls that were routed, and what the output differs by.
+
+    difference: of the model's output from the one with PyTorch's attention, relative (Frobenius). errors: of each
+    attention against float64 on the same Q, K and V; torch_errors: PyTorch's.
+    """
+
+    model: str
+    attention: str
+    layers: int
+    tokens: int
+    median_ms: float
+    rounds_ms: list[float]
+    taken: int
+    left: dict[str, int]
+    difference: float
+    errors: list[float]
+    torch_errors: list[float]
+
+
+def flux(device: str, small: bool) -> Model:
+    """Two kinds of Flux's layers."""
+    library: Any = importlib.import_module("diffusers")
+    sizes = {"num_attention_heads": 2, "joint_attention_dim": 64, "pooled_projection_dim": 32} if small else {}
+    side, text = (8, 16) if small else (64, 512)
+    model = _made(lambda: library.FluxTransformer2DModel(num_layers=1, num_single_layers=2, **sizes), device)
+    width, pooled = model.config.joint_attention_dim, model.config.pooled_projection_dim
+    ids = torch.zeros(side * side, 3, device=device)
+    ids[:, 1], ids[:, 2] = torch.arange(side).repeat_interleave(side), torch.arange(side).repeat(side)
+    inputs = {
+        "hidden_states": _normal(1, side * side, 64, device=device),
+        "encoder_hidden_states": _normal(1, text, width, device=device),
+        "pooled_projections": _normal(1, pooled, device=device),
+        "timestep": torch.full((1,), 0.5, device=device).bfloat16(),
+        "img_ids": ids,
+        "txt_ids": torch.zeros(text, 3, device=device),
+    }
+    return Model(lambda: model(**inputs, return_dict=False)[0], 3, side * side + text)
+
+
+def _wan(latent: tuple[int, int, int]) -> Callable[[str, bool], Model]:
+    """A layer of Wan 14B on frames, height and width of the latent."""
+
+    def make(device: str, small: bool) -> Model:
+        library: Any = importlib.import_module("diffusers")
+        sizes = {"num_attention_heads": 2, "text_dim": 64, "ffn_dim": 256} if small else {}
+        frames, height, width = (2, 8, 8) if small else latent
+        model = _made(lambda: library.WanTransformer3DModel(num_layers=1, **sizes), device)
+        inputs = {
+            "hidden_states": _normal(1, 16, frames, height, width, device=device),
+            "timestep": torch.full((1,), 500, device=device),
+            "encoder_hidden_states": _normal(1, 512, model.config.text_dim, device=device),
+        }
+        return Model(lambda: model(**inputs, return_dict=False)[0], 1, frames * height * width // 4)
+
+    return make
+
+
+def llama(device: str, small: bool) -> Model:
+    """Two layers of Llama 3 8B on a prompt."""
+    library: Any = importlib.import_module("transformers")
+    sizes = {
+        "hidden_size": 256 if small else 4096, "intermediate_size": 512 if small else 14336, "vocab_size": 32000,
+        "num_attention_heads": 2 if small else 32, "num_key_value_heads": 1 if small else 8, "head_dim": 128,
+    }  # fmt: skip
+    config = library.LlamaConfig(num_hidden_layers=2, max_position_embeddings=131072, **sizes)
+    model = _made(lambda: library.LlamaModel(config), device)
+    tokens = torch.randint(0, 32000, (1, 128 if small else 8192), generator=torch.Generator().manual_seed(0)).to(device)
+    return Model(lambda: model(tokens, use_cache=False).last_hidden_state, 2, tokens.shape[1])
+
+
+MODELS: dict[str, Callable[[str, bool], Model]] = {
+    "flux": flux,
+    "wan_480p": _wan((21, 60, 104)),
+    "wan_720p": _wan((21, 90, 160)),
+    "llama": llama,
+}
+
+
+def _made(model: Callable[[], Any], device: str) -> Any:
+    """A model with random weights in bfloat16."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return model().to(torch.bfloat16).eval()
+
+
+def _normal(*shape: int, device: str) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+
+
+class _Recorded(TorchFunctionMode):
+    """Keeps some rows of each call's Q and the keys and values of some heads, and passes the call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Tensor, Tensor, Tensor, bool, float, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not _SDPA:
+            return func(*args, **kwargs)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        out = func(*args, **kwargs)  # greenfast.use, which is further out, sees it
+        q, k, v = (given[name] for name in ("query", "key", "value"))
+        self.calls.append((q, k, v, bool(given.get("is_causal")), given.get("scale") or q.shape[-1] ** -0.5, out))
+        return out
+
+
+def errors(model: Model) -> list[float]:
+    """The error of each of the model's attentions in sampled rows and heads, relative to float64."""
+    with _Recorded() as recorded:
+        model.call()
+    found = []
+    for q, k, v, causal, scale, out in recorded.calls:
+        rows = torch.linspace(0, q.shape[2] - 1, min(_SAMPLED_ROWS, q.shape[2]), device=q.device).long()
+        heads, group = range(0, q.shape[1], max(1, q.shape[1] // _SAMPLED_HEADS)), q.shape[1] // k.shape[1]
+        wanted = []
+        for head in heads:
+            of = slice(head // group, head // group + 1)
+            mask = torch.arange(k.shape[2], device=q.device) <= rows.unsqueeze(1) if causal else None
+            wanted.append(
+                attention(q[0, head : head + 1, rows].float(), k[0, of].float(), v[0, of].float(), scale, mask)
+            )
+        exact = torch.cat(wanted)
+        near = out[0, list(heads)][:, rows].double()
+        found.append(float((near - exact).norm() / exact.norm()))
+    return found
+
+
+def measure(name: str, model: Model, attentions: Sequence[str], rounds: int) -> list[Run]:
+    """All attentions of a model, in turn."""
+    times: dict[str, list[float]] = {a: [] for a in attentions}
+    outs: dict[str, Tensor] = {}
+    routed: dict[str, Any] = {}
+    for turn in range(-1, rounds):
+        for attention_name in order(attentions, max(turn, 0)):
+            with torch.inference_mode(), ATTENTIONS[attention_name]() as counts:
+                took, out = _timed(model.call)
+            if turn < 0:
+                outs[attention_name], routed[attention_name] = out, counts
+            else:
+                times[attention_name].append(took)
+    exact = outs["torch"].double()
+    found, own = [], {}
+    with torch.inference_mode():
+        plain = errors(model)
+        for attention_name in attentions:
+            with ATTENTIONS[attention_name]():
+                own[attention_name] = errors(model)
+    for a in attentions:
+        counts = routed[a]
+        found.append(
+            Run(
+                model=name, attention=a, layers=model.layers, tokens=model.tokens,
+                median_ms=statistics.median(times[a]), rounds_ms=[round(t, 3) for t in times[a]],
+                taken=counts.taken if counts else 0, left=dict(counts.fallen_back) if counts else {},
+                difference=float((outs[a].double() - exact).norm() / exact.norm()),
+                errors=own[a], torch_errors=plain,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _timed(call: Callable[[], Tensor]) -> tuple[float, Tensor]:
+    """Milliseconds of a call on the GPU, by events; nan without one."""
+    if not torch.cuda.is_available():
+        return float("nan"), call()
+    start, end = event(), event()
+    start.record()
+    out = call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)), out
+
+
+def main(arguments: list[str] | None = None) -> list[Run]:
+    """Measure, print and store."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--attention", nargs="+", default=list(ATTENTIONS), choices=ATTENTIONS, help="with torch")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--small", action="store_true", help="narrow models, for a try on the CPU")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    if "torch" not in args.attention:
+        parser.error("--attention: torch is what the others are compared with; name it too")
+    runs = []
+    for name in args.model:
+        model = MODELS[name](args.device, args.small)
+        runs += measure(name, model, args.attention, args.rounds)
+        plain = next(run.median_ms for run in runs if (run.model, run.attention) == (name, "torch"))
+        for run in runs[-len(args.attention) :]:
+            gain, found = plain / run.median_ms, ", ".join(f"{e:.4f}" for e in run.errors)
+            print(
+                f"{name:9} {run.tokens:6} tokens {run.attention:6} {run.median_ms:8.2f} ms {gain:6.3f}x  "
+                f"{run.taken} routed  difference {run.difference:.4f}  errors {found}",
+                flush=True,
+            )
+        del model
+    if args.json:
+        versions = {n: importlib.metadata.version(n) for n in ("diffusers", "transformers") if _installed(n)}
+        result = {
+            "benchmark": "models", "git": git_state(),
+            "device": device_info(0 if args.device == "cuda" else None, 60.0),
+            "environment": package_versions() | versions,
+            "settings": {k: v for k, v in vars(args).items() if k != "json"}, "runs": [asdict(run) for run in runs],
+        }  # fmt: skip
+        write_whole(args.json, to_json(result))
+    return runs
+
+
+def _installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

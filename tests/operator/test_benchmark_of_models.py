@@ -1,0 +1,34 @@
+"""benchmarks/models.py, on the CPU with a narrow model."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import greenfast
+
+benchmark: Any = importlib.import_module("benchmarks.models")
+
+
+def test_a_model_is_run_with_each_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(benchmark.ATTENTIONS, "fp8", lambda: greenfast.use("fp8", min_length=0))
+    file = tmp_path / "models.json"
+    command = "--small --rounds 1 --device cpu --model llama --attention torch fp8 int8"
+    plain, fp8, int8 = benchmark.main([*command.split(), "--json", str(file)])
+    assert (plain.taken, fp8.taken, int8.taken) == (0, 2, 0), "128 tokens are routed only where that is asked for"
+    assert (plain.difference, int8.difference) == (0.0, 0.0)
+    assert 0.001 < fp8.difference < 0.1
+    assert fp8.torch_errors == plain.errors == int8.errors
+    assert all(e < 0.005 for e in plain.errors)
+    assert all(0.01 < e < 0.08 for e in fp8.errors)
+    assert [run["attention"] for run in json.loads(file.read_text())["runs"]] == ["torch", "fp8", "int8"]
+
+
+def test_pytorch_is_what_others_are_compared_with(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.main(["--attention", "fp8"])
+    assert "name it too" in capsys.readouterr().err
