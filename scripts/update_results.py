@@ -26,6 +26,7 @@ from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.tasks import find_task
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.freshness import CURRENT, Freshness, worst
+from scripts.benchmark_tables import batching_table, models_table
 from scripts.speed_picture import DESCRIPTION, gains_table, numbers_digest, speed_picture
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +41,8 @@ COMPARED = (
 OPERATOR_RECORD = COMPARED[0][2]
 ROUTING_RULES, ROUTING_RECORD = "src/greenfast/operator/measured.json", "evidence/routing-h200.json"
 ROUTING_PAGE = "docs/operator.md"
+MODELS_PAGE, MODELS_RECORD = "docs/integrations.md", "evidence/models-h200.json"
+BATCHING_PAGE, BATCHING_RECORDS = "docs/serving.md", "evidence/continuous-batching*-h200.json"
 
 Evidence = Sequence[tuple[str, AnyRecord]]
 
@@ -124,7 +127,7 @@ def generated(root: Path) -> dict[Path, str]:
         root / RESULTS_PAGE: text,
         **_readme(root, records),
         **_emulator_page(root),
-        **_routing(root, _compared_pages(root)),
+        **_benchmark_pages(root, _routing(root, _compared_pages(root))),
         **{root / f / REPORT: _report(record, PLOT if (root / f / PLOT).is_file() else None) for f, record in records},
     }
 
@@ -187,6 +190,21 @@ def _routing(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
     page = root / ROUTING_PAGE
     text = fill(pages.get(page) or page.read_text(encoding="utf-8"), "routing", rules_table(found), ROUTING_PAGE)
     return {**pages, page: text, root / ROUTING_RULES: to_json(data)}
+
+
+def _benchmark_pages(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
+    """These pages, and those with tables of benchmarks/ for which there are records."""
+    found = dict(pages)
+    tables = []
+    if (root / MODELS_RECORD).is_file():
+        tables.append((MODELS_PAGE, "models", models_table(json.loads((root / MODELS_RECORD).read_bytes()))))
+    batching = [json.loads(file.read_bytes()) for file in sorted(root.glob(BATCHING_RECORDS))]
+    if batching:
+        tables.append((BATCHING_PAGE, "batching", batching_table(batching)))
+    for name, block, content in tables:
+        page = root / name
+        found[page] = fill(found.get(page) or page.read_text(encoding="utf-8"), block, content, name)
+    return found
 
 
 def main() -> int:
