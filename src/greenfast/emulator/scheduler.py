@@ -20,7 +20,7 @@ from greenfast.emulator.instructions.meetings import Meetings
 from greenfast.emulator.instructions.subroutines import jump
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.progress import ENDLESS, PATIENCE, POLL, STRETCH, STRETCH_LIMIT, TURNS, Progress
-from greenfast.emulator.machine.state import WARP, Lanes, Machine, lane_count, lane_indices
+from greenfast.emulator.machine.state import WARP, Lanes, Machine, lane_indices, selection
 from greenfast.emulator.program import CONTROL, Program
 from greenfast.emulator.ptx.recursion import JUMPS
 from greenfast.emulator.ptx.syntax import Instruction
@@ -49,9 +49,7 @@ class Scheduler:
         self.staying: list[dict[int, Lanes]] = [{} for _ in range(machine.warps)]
         for n in range(machine.warps):
             every = slice(n * machine.set_size, (n + 1) * machine.set_size)
-            exists = machine.exists[every]
-            lanes: Lanes = every if exists.all() else np.flatnonzero(exists) + every.start
-            self.fragments.append({0: lanes})
+            self.fragments.append({0: selection(np.flatnonzero(machine.exists[every]) + every.start)})
         self.barriers = NamedBarriers(machine, self.code)
         self.meetings = Meetings(machine, program.meetings)
         self.progress = Progress(machine)
@@ -168,14 +166,12 @@ class Scheduler:
 
     def _put(self, n: int, pc: int, lanes: Lanes) -> None:
         """Add threads at an instruction, joining those that are there already."""
-        self._add(self.fragments[n], n, pc, lanes)
+        self._add(self.fragments[n], pc, lanes)
 
-    def _add(self, to: dict[int, Lanes], n: int, pc: int, lanes: Lanes) -> None:
+    def _add(self, to: dict[int, Lanes], pc: int, lanes: Lanes) -> None:
         if pc in to:
             lanes = np.union1d(lane_indices(to[pc]), lane_indices(lanes))
-        if not isinstance(lanes, slice) and len(lanes) == self.m.set_size:
-            lanes = slice(n * self.m.set_size, (n + 1) * self.m.set_size)
-        to[pc] = lanes
+        to[pc] = lanes if isinstance(lanes, slice) else selection(lanes)
 
     def _go_on(self, lanes: NDArray[np.intp], at: NDArray[np.int64]) -> None:
         """Put threads of any warps at the instructions ``at``."""
@@ -191,8 +187,8 @@ class Scheduler:
         """
         m, program = self.m, self.program
         operations, code, keys, joins = program.operations, self.code, program.keys, program.joins
-        targets, polling = program.targets, program.polling
-        others = bool(self.fragments[n])
+        targets, polling, meetings = program.targets, program.polling, program.meetings
+        others, every_lane = bool(self.fragments[n]), _size(lanes)
         start, turns = pc, 0
         while True:
             if pc >= len(code):
@@ -203,13 +199,13 @@ class Scheduler:
                 return None
             i = code[pc]
             m.current = i
-            active = lanes
+            active, size = lanes, every_lane
             if i.guard is not None:
                 chosen = m.register(i.guard[0])[lanes] ^ i.guard[1]
                 some = np.count_nonzero(chosen)  # takes a third of the time of chosen.any()
                 every = some == len(chosen)
                 if i.name == "bra":
-                    self._count(i, "bra", lanes)
+                    self._count(i, "bra", lanes, size)
                     if not some:
                         pc += 1
                         continue
@@ -224,55 +220,57 @@ class Scheduler:
                     if not every:
                         self._put(n, pc + 1, indices[~chosen])
                     return target if turning else None
+                if not some:
+                    pc += 1
+                    continue
                 if not every:
-                    active = lane_indices(lanes)[chosen]
-            if lane_count(active):
-                if pc in program.meetings and not self.meetings.complete(pc, active):
-                    groups = self.meetings.gather(pc, active)
-                    self._part(n, pc + 1, lanes, active)
-                    for group in groups:
-                        self._together(group)
-                    return None
-                operation = operations[pc]
-                if pc in program.meetings:
+                    active = selection(lane_indices(lanes)[chosen])
+                    size = _size(active)
+            meets = pc in meetings
+            if meets and not self.meetings.complete(pc, active):
+                groups = self.meetings.gather(pc, active)
+                self._part(n, pc + 1, lanes, active)
+                for group in groups:
+                    self._together(group)
+                return None
+            operation = operations[pc]
+            if meets:
+                m.races.converge(active)
+            if operation is not None:
+                stay = operation(m, active)
+                if meets:
                     m.races.converge(active)
-                if operation is not None:
-                    stay = operation(m, active)
-                    if pc in program.meetings:
-                        m.races.converge(active)
-                    if stay is not None and len(stay):
-                        passed = np.setdiff1d(lane_indices(active), stay, assume_unique=True)
-                        if len(passed):
-                            self._count(i, keys[pc], passed)
-                        self._add(self.staying[n], n, pc, stay)
-                        self._part(n, pc + 1, lanes, stay)
+                if stay is not None and len(stay):
+                    passed = np.setdiff1d(lane_indices(active), stay, assume_unique=True)
+                    if len(passed):
+                        self._count(i, keys[pc], passed, _size(passed))
+                    self._add(self.staying[n], pc, stay)
+                    self._part(n, pc + 1, lanes, stay)
+                    return None
+                self._count(i, keys[pc], active, size)
+                if pc in self.polled and (n, pc) not in self.interrupted:
+                    self.interrupted.add((n, pc))
+                    self.interrupt = True
+                    m.events += 1
+                    self._put(n, pc + 1, lanes)
+                    return None
+            else:
+                self._count(i, keys[pc], active, size)
+                if i.name in CONTROL and not meets:
+                    if i.name == "bra":
+                        target = targets[pc]
+                        turns += target <= pc
+                        if target <= pc and (pc in polling or turns > TURNS):
+                            self.turned[pc] += 1
+                            if max(turns, self.turned[pc] * ENDLESS) > TURNS and pc in program.endless:
+                                raise m.fault("an endless loop: nothing leads out of it", int(lane_indices(lanes)[0]))
+                            self._put(n, target, lanes)
+                            return target
+                        pc = target
+                        continue
+                    if self._control(i, pc, active):
+                        self._part(n, pc + 1, lanes, active)
                         return None
-                    self._count(i, keys[pc], active)
-                    if pc in self.polled and (n, pc) not in self.interrupted:
-                        self.interrupted.add((n, pc))
-                        self.interrupt = True
-                        m.events += 1
-                        self._put(n, pc + 1, lanes)
-                        return None
-                else:
-                    self._count(i, keys[pc], active)
-                    if i.name in CONTROL and pc not in program.meetings:
-                        if i.name == "bra":
-                            target = targets[pc]
-                            turns += target <= pc
-                            if target <= pc and (pc in polling or turns > TURNS):
-                                self.turned[pc] += 1
-                                if max(turns, self.turned[pc] * ENDLESS) > TURNS and pc in program.endless:
-                                    raise m.fault(
-                                        "an endless loop: nothing leads out of it", int(lane_indices(lanes)[0])
-                                    )
-                                self._put(n, target, lanes)
-                                return target
-                            pc = target
-                            continue
-                        if self._control(i, pc, active):
-                            self._part(n, pc + 1, lanes, active)
-                            return None
             pc += 1
 
     def _part(self, n: int, pc: int, lanes: Lanes, without: Lanes) -> None:
@@ -282,22 +280,17 @@ class Scheduler:
             if len(rest):
                 self._put(n, pc, rest)
 
-    def _count(self, i: Instruction, key: str, lanes: Lanes) -> None:
-        m = self.m
-        if isinstance(lanes, slice):
-            count = lanes.stop - lanes.start
-            warps = count // WARP
-        else:
-            count = len(lanes)
-            of = lanes // WARP
-            warps = 1 + int(np.count_nonzero(of[1:] != of[:-1]))
-        m.counts.instructions[key] += warps
-        m.counts.threads[key] += count
+    def _count(self, i: Instruction, key: str, lanes: Lanes, size: tuple[int, int]) -> None:
+        """Count an instruction of threads that are ``size`` warps and threads."""
+        m, counts = self.m, self.m.counts
+        warps, threads = size
+        counts.instructions[key] += warps
+        counts.threads[key] += threads
         if i.name == "ex2":
-            m.counts.exponentials += count
+            counts.exponentials += threads
         m.executed += 1
         if m.executed > INSTRUCTION_LIMIT:
-            raise self.m.fault(
+            raise m.fault(
                 f"no end after {INSTRUCTION_LIMIT} instructions (an endless loop?)", int(lane_indices(lanes)[0])
             )
 
@@ -334,16 +327,16 @@ class Scheduler:
         for group in np.unique(lanes // width):
             mine = lanes[lanes // width == group]
             self.m.races.warp = int(mine[0]) // self.m.set_size
-            whole: Lanes = slice(int(mine[0]), int(mine[0]) + width) if len(mine) == width else mine
+            whole = selection(mine)
             self.m.races.converge(whole)
             stay = operation(self.m, whole) if operation is not None else None
             self.m.races.converge(whole)
             if stay is not None and len(stay):
                 for n in np.unique(stay // self.m.set_size):
-                    self._add(self.staying[n], int(n), pc, stay[stay // self.m.set_size == n])
+                    self._add(self.staying[n], pc, stay[stay // self.m.set_size == n])
                 mine = np.setdiff1d(mine, stay, assume_unique=True)
             if len(mine):
-                self._count(i, self.program.keys[pc], mine)
+                self._count(i, self.program.keys[pc], mine, _size(mine))
                 self._go_on(mine, np.full(len(mine), pc + 1))
 
     # ---- deadlock ---------------------------------------------------------------------------------------------------
@@ -390,3 +383,12 @@ class Scheduler:
         if self.code[pc].name != "mbarrier":
             return ""
         return f" for {mbarrier.describe(self.m, int(self.m.awaited[lanes[0]]))}"
+
+
+def _size(lanes: Lanes) -> tuple[int, int]:
+    """How many warps and threads a selection holds; not empty."""
+    if isinstance(lanes, slice):
+        threads = lanes.stop - lanes.start
+        return threads // WARP, threads
+    warps = lanes // WARP
+    return 1 + int(np.count_nonzero(warps[1:] != warps[:-1])), len(lanes)

@@ -128,17 +128,24 @@ def arithmetic(
     return build
 
 
+# Of a float64: the bits that a float32 has no room for, what is halfway there, and float32's smallest normal number.
+# As arrays, with which NumPy is faster than with Python's numbers.
+_BELOW_FLOAT32, _HALF_A_STEP = np.asarray(0x1FFF_FFFF), np.asarray(0x1000_0000)
+_SMALLEST_NORMAL = np.asarray(2.0**-126)
+
+
 def fused(a: Values, b: Values, c: Values) -> Values:
     """a * b + c of float32 numbers with one rounding, to the nearest."""
     # The product of two float32 is exact in float64. That its sum is rounded there first changes the result only where
     # the sum lands halfway between two float32, or where those lie closer together (below the normal numbers).
-    product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
-    addend = np.asarray(c, np.float64)
-    total = np.asarray(product + addend)
-    doubtful = (total.view(np.int64) & 0x1FFF_FFFF == 0x1000_0000) | ((np.abs(total) < 2.0**-126) & (total != 0))
-    if np.count_nonzero(doubtful):
-        product, addend = np.broadcast_arrays(product, addend)
-        total[doubtful] = sum_to_odd(product[doubtful], addend[doubtful])
+    product = np.multiply(a, b, dtype=np.float64)
+    total = np.asarray(np.add(product, c, dtype=np.float64))
+    halfway, tiny = total.view(np.int64) & _BELOW_FLOAT32 == _HALF_A_STEP, np.abs(total) < _SMALLEST_NORMAL
+    if np.count_nonzero(halfway) or np.count_nonzero(tiny):
+        doubtful = halfway | (tiny & (total != 0))
+        if np.count_nonzero(doubtful):
+            product, addend = np.broadcast_arrays(product, np.asarray(c, np.float64))
+            total[doubtful] = sum_to_odd(product[doubtful], addend[doubtful])
     return np.asarray(total.astype(np.float32))
 
 
@@ -295,7 +302,18 @@ def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
             found = np.where(bad_b | (first & ~bad_a), a, b)
             return np.where((bad_a | bad_b) if any_nan else (bad_a & bad_b), nan, found)
 
-        return _bit_function(i, of_sizes if "xorsign" in i.parts else run)
+        if kind not in ("f32", "f64") or not {"NaN", "ftz", "abs"}.isdisjoint(i.parts):
+            return _bit_function(i, of_sizes if "xorsign" in i.parts else run)
+        usual, bits, dtype = np.fmin if smaller else np.fmax, _unsigned(kind), dtype_of(kind)
+
+        def numbers(a: Values, b: Values) -> Values:
+            """NumPy's, where signs of zero and NaN do not decide; it takes a quarter of the time."""
+            found: Values = np.asarray(usual(a, b))
+            if np.count_nonzero(found) == found.size and not np.count_nonzero(found != found):
+                return found
+            return np.asarray(run(*(np.asarray(x).view(bits) for x in np.broadcast_arrays(a, b)))).view(dtype)
+
+        return per_number(i, numbers)
 
     return build
 
