@@ -6,6 +6,9 @@ READY := .venv/.ready
 # As many processes as cores, a thread in each.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --dist worksteal
 
+# Every process would compile what it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 HAS_GPU := import sys; from cuda.bindings import driver; sys.exit(int(driver.cuInit(0)[0]))
 
 .PHONY: validate test test-gpu test-slow lint clean
@@ -36,7 +39,8 @@ clean:
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 10) <= v <= (3, 13) and "greenfast needs Python 3.10 to 3.13, but $(PYTHON) is %d.%d; name another, as in: make PYTHON=python3.12" % v)'
 	$(PYTHON) -m venv --clear .venv
+	@# What is imported is compiled then; to compile all of it takes longer than to install it.
 	@echo "Installing requirements.lock into .venv; this can take minutes, PyTorch is large."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -r requirements.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
