@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Executable, Gpu, KernelImage
+from greenfast.device.executable import Executable, KernelImage
+from greenfast.device.gpu import Gpu
 from greenfast.judge.environment import git_state, package_versions
 from greenfast.judge.store import to_json, write_whole
 from greenfast.kernels.attention import hopper, tiling

@@ -21,7 +21,7 @@ import numpy as np
 
 from greenfast.cli.console import show, table
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Executable, KernelImage
+from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.environment import choose_device, device_info, git_state, now, package_versions
 from greenfast.judge.store import to_json

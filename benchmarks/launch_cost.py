@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Bound, Executable, Gpu, KernelImage
+from greenfast.device.executable import Executable, KernelImage
+from greenfast.device.gpu import Bound, Gpu
 from greenfast.device.instruments import Instruments
 from greenfast.device.rotation import Rotation
 from greenfast.judge.environment import git_state, package_versions

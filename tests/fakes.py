@@ -23,9 +23,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from greenfast.device.gpu import Executable, Gpu, KernelImage
+from greenfast.device.executable import Executable, KernelImage
+from greenfast.device.gpu import Gpu
+from greenfast.device.gpu_session import GpuSession
 from greenfast.device.instruments import FIELDS, RANGES
-from greenfast.device.session import Block, GpuSession, Started
+from greenfast.device.session import Block, Started
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.judge.exam import Cell, Plan
 from greenfast.judge.gates.sides import build_side

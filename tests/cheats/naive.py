@@ -6,7 +6,8 @@ import numpy as np
 from cuda.bindings import driver
 from cuda.core import LaunchConfig, launch
 
-from greenfast.device.gpu import Gpu, KernelImage
+from greenfast.device.executable import KernelImage
+from greenfast.device.gpu import Gpu
 from greenfast.device.prepared import check
 from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import Case

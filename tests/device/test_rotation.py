@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.device.gpu import GUARD_BYTES, POISON, Executable, Gpu, KernelImage
+from greenfast.device.executable import Executable, KernelImage
+from greenfast.device.gpu import GUARD_BYTES, POISON, Gpu
 from greenfast.device.instruments import Instruments
 from greenfast.device.rotation import PLACES, WRONG_BITS, WRONG_FAR, WRONG_MEMORY, Layout, Rotation
 from greenfast.spec.kernel import Launch, Workspace

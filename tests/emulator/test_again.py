@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import to_ptx
-from greenfast.device.gpu import Executable, KernelImage
+from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.session import RunResult
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.session import EmulatorSession

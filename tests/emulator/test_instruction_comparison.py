@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import emulator_instructions as benchmark
-from greenfast.device.gpu import KernelImage
+from greenfast.device.executable import KernelImage
 from greenfast.device.worker import WorkerError
 from greenfast.spec.arch import Target
 from tests.emulator.instructions.case import Case, Words

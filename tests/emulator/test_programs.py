@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Executable
+from greenfast.device.executable import Executable
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.gates.sides import build_side, image_of

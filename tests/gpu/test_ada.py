@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Executable, Gpu, KernelImage
+from greenfast.device.executable import Executable, KernelImage
+from greenfast.device.gpu import Gpu
 from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import ada
 from greenfast.kernels.attention.config import FORMATS, read_dims

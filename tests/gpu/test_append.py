@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Executable, KernelImage
-from greenfast.device.session import GpuSession
+from greenfast.device.executable import Executable, KernelImage
+from greenfast.device.gpu_session import GpuSession
 from greenfast.spec.arch import Target
 from tests.kernels.serving.appends import CALLS, Append, assert_as_on_the_cpu, random_call, request, run_of
 

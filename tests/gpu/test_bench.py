@@ -18,7 +18,7 @@ from greenfast.bench.record import Benchmark
 from greenfast.bench.records import read_record
 from greenfast.bench.session import Session
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import KernelImage
+from greenfast.device.executable import KernelImage
 from greenfast.judge.task import Shape
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims

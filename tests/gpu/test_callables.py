@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Executable
+from greenfast.device.executable import Executable
 from greenfast.device.worker import Worker
 from greenfast.judge.gates.sides import image_of
 from greenfast.judge.solution.family import RemoteFamily

@@ -9,7 +9,8 @@ import pytest
 from cuda.core import ObjectCode
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Gpu, GuardedBuffer, KernelImage, load_kernel
+from greenfast.device.executable import KernelImage
+from greenfast.device.gpu import Gpu, GuardedBuffer, load_kernel
 from greenfast.device.prepared import Prepared
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import Launch

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Executable, Gpu, KernelImage
+from greenfast.device.executable import Executable, KernelImage
+from greenfast.device.gpu import Gpu
 from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Executable, Gpu, KernelImage
+from greenfast.device.executable import Executable, KernelImage
+from greenfast.device.gpu import Gpu
 from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.judge.task import Rung
 from greenfast.judge.tasks import find_task

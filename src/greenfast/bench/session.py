@@ -23,7 +23,8 @@ from greenfast.bench.graphs import Captured, call_us, capture, order, queue_inte
 from greenfast.bench.inputs import Inputs, make_inputs
 from greenfast.bench.record import HostRow
 from greenfast.bench.references import reference
-from greenfast.device.gpu import Gpu, KernelImage
+from greenfast.device.executable import KernelImage
+from greenfast.device.gpu import Gpu
 from greenfast.device.prepared import Prepared
 from greenfast.numerics.codes import transposed_values
 from greenfast.spec.errors import MachineError

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
 from cuda.core import Device, EventOptions, ObjectCode, system
 
+from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.prepared import Prepared, check
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import DeviceInfo
-from greenfast.spec.kernel import PHASE_BUFFER, Launch, Workspace
+from greenfast.spec.kernel import PHASE_BUFFER, Workspace
 from greenfast.spec.problem import Array, Case, OutputSpec, dtype_of
 
 #: Guard bytes before and after every buffer. They and unwritten outputs are 0xFF: NaN as float32, float16 and E4M3.
@@ -23,36 +23,6 @@ POISON = 0xFF
 
 #: NVML's number of a board's power at the moment, in milliwatts.
 _POWER_INSTANT = 186
-
-
-@dataclass(frozen=True)
-class KernelImage:
-    """A compiled kernel: cubin, entry, block, dynamic shared memory, phase names, and PTX for the emulator."""
-
-    cubin: bytes
-    entry: str
-    block: tuple[int, int, int]
-    dynamic_smem_bytes: int
-    phases: tuple[str, ...] = ()
-    ptx: str = ""
-
-
-@dataclass(frozen=True)
-class Executable:
-    """A program that is compiled: its kernels with their launches, and its scratch buffers."""
-
-    steps: tuple[tuple[KernelImage, Launch], ...]
-    workspaces: Mapping[str, Workspace] = field(default_factory=dict)
-
-    @classmethod
-    def single(cls, image: KernelImage, plan: Launch) -> Executable:
-        """One launch of one kernel."""
-        return cls(((image, plan),))
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        """The names of the phase counters of an instrumented build, which has one launch; else empty."""
-        return self.steps[0][0].phases
 
 
 def device_count() -> int:

@@ -12,7 +12,8 @@ import numpy as np
 from cuda.bindings import driver
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import Gpu, GuardedBuffer, KernelImage
+from greenfast.device.executable import KernelImage
+from greenfast.device.gpu import Gpu, GuardedBuffer
 from greenfast.device.prepared import Prepared, check
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch

@@ -17,9 +17,11 @@ import numpy as np
 from cuda.bindings import driver
 from numpy.typing import NDArray
 
-from greenfast.device.gpu import GUARD_BYTES, POISON, Executable, Gpu
+from greenfast.device.executable import Executable
+from greenfast.device.gpu import GUARD_BYTES, POISON, Gpu
 from greenfast.device.instruments import Instruments, Range
 from greenfast.device.prepared import Prepared, check
+from greenfast.device.session import WrongLaunch
 from greenfast.spec.kernel import Workspace
 from greenfast.spec.problem import Array, Case, dtype_of
 
@@ -31,19 +33,6 @@ _SUMS = 4  # per launch: of its outputs and of the rest, as they were left and a
 WRONG_BITS = "left other bits than the checked ones"
 WRONG_MEMORY = "changed an input, or memory around a buffer"
 WRONG_FAR = "or an earlier one wrote to memory that launches are checked with"
-
-
-@dataclass(frozen=True)
-class WrongLaunch:
-    """A launch that did not leave what it should: its number among ``of`` launches, from 1, and its case, from 0."""
-
-    number: int
-    of: int
-    case: int
-    what: str
-
-    def __str__(self) -> str:
-        return f"launch {self.number} of {self.of} {self.what}"
 
 
 @dataclass(frozen=True)

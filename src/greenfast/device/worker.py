@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from typing import Any
 
-from greenfast.device.gpu import Executable
-from greenfast.device.session import Block, GpuSession, RunResult, Started
-from greenfast.spec.errors import GreenfastError, UnsupportedError
+from greenfast.device.executable import Executable
+from greenfast.device.gpu_session import GpuSession
+from greenfast.device.served import serve
+from greenfast.device.session import Block, RunResult, Started
+from greenfast.spec.errors import GreenfastError
 from greenfast.spec.facts import DeviceInfo, KernelCounts
 from greenfast.spec.problem import Case
 
@@ -36,33 +36,6 @@ class UnsupportedByDeviceError(WorkerError):
         self.ended = ended
 
 
-def _serve(connection: Connection, make_session: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Child process: report whether it started, then answer (method, args) until the pipe closes.
-
-    Every message is ("ok", result), ("unsupported", message) after an UnsupportedError, or ("error", message).
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts, and closes the pipe
-
-    def attempt(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
-        try:
-            return "ok", function(*arguments)
-        except UnsupportedError as e:
-            return "unsupported", str(e)
-        except Exception as e:
-            return "error", f"{e}" if isinstance(e, GreenfastError) else f"{type(e).__name__}: {e}"
-
-    status, session = attempt(make_session, args)
-    connection.send((status, None if status == "ok" else session))
-    while status == "ok":
-        try:
-            method, arguments = connection.recv()
-        except EOFError:
-            return
-        reply = attempt(getattr(session, method), arguments)
-        sys.stdout.flush()
-        connection.send(reply)
-
-
 class Worker:
     """A session in a child process. Use as a context manager; leaving it ends the process.
 
@@ -74,7 +47,7 @@ class Worker:
     def __init__(self, ordinal: int = 0, *, timeout_s: float, make_session: Callable[..., Any] = GpuSession) -> None:
         context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, make_session, (ordinal,)), daemon=True)
+        self._process = context.Process(target=serve, args=(theirs, make_session, (ordinal,)), daemon=True)
         # A child that is still importing would print a traceback on an interrupt, so it inherits the blocked signal.
         resource_tracker.ensure_running()  # otherwise start() does this and unblocks the signal
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from greenfast.device.gpu import Executable
+from greenfast.device.executable import Executable
 from greenfast.device.session import Block, RunResult, Started, same_bits
 from greenfast.emulator.grid import GridResult, Step, program_of, run_chain, run_grid
 from greenfast.spec.errors import MachineError, UnsupportedError, UsageError

@@ -17,7 +17,8 @@ from cuda.core import Device
 from torch import Tensor
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.gpu import KernelImage, load_kernel
+from greenfast.device.executable import KernelImage
+from greenfast.device.gpu import load_kernel
 from greenfast.device.prepared import NoContextError, Prepared
 from greenfast.kernels.attention import ada, family, hopper
 from greenfast.kernels.attention.config import (

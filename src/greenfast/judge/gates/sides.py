@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel
-from greenfast.device.gpu import Executable, KernelImage
+from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.identity import launches_of
 from greenfast.judge.task import Shape
 from greenfast.judge.variant import Variant

@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from greenfast.device.gpu import Executable
-from greenfast.device.rotation import WrongLaunch
+from greenfast.device.executable import Executable
+from greenfast.device.session import WrongLaunch
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.task import Timing
 from greenfast.judge.timing.orders import balanced, drawn_sizes, drawn_warmup
