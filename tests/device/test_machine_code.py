@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -108,6 +109,21 @@ def test_only_the_kernel_asked_for() -> None:
     counts = count_instructions(sass(TILE, "other", "sm_89"))
     assert counts["local_memory"] > 0
     assert counts["cp_async"] == counts["qmma"] == 0
+
+
+def test_other_kernels_of_a_module_are_not_disassembled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's module may have thousands, which take nvdisasm many seconds."""
+    listings = []
+
+    def run(*args: Any, **options: Any) -> Any:
+        listings.append(ran(*args, **options))
+        return listings[-1]
+
+    ran = subprocess.run
+    monkeypatch.setattr("greenfast.device.machine_code.subprocess.run", run)
+    sass(TILE, "other", "sm_90a")
+    assert ".text.other," in listings[0].stdout
+    assert ".text.tile," not in listings[0].stdout
 
 
 def test_counts_instructions_not_text() -> None:

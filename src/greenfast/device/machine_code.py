@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 import subprocess
 import tempfile
 
 from greenfast.device import cache, toolchain
+from greenfast.device.elf import Image
 from greenfast.spec.errors import MachineError
 
 # Counter -> opcodes; an opcode also stands for its longer forms (HMMA for HMMA.16816.F32).
@@ -40,10 +42,11 @@ def disassemble(cubin: bytes, entry: str) -> str:
     cached = cache.load(key)
     if cached is not None:
         return cached[0].decode()
+    command = [str(tool), "--print-code", *_only(cubin, entry)]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        run = subprocess.run([tool, "--print-code", file.name], capture_output=True, text=True, check=False)
+        run = subprocess.run([*command, file.name], capture_output=True, text=True, check=False)
     if run.returncode != 0:
         raise MachineError(f"nvdisasm cannot read the machine code of {entry!r}: {run.stderr.strip()}")
     sass = _section(run.stdout, entry)
@@ -62,6 +65,16 @@ def count_instructions(sass: str) -> dict[str, int]:
         for counter, kinds in _OPCODES.items()
     }
     return {**counts, "total": len(opcodes)}
+
+
+def _only(cubin: bytes, entry: str) -> list[str]:
+    """Options that leave a library's other kernels out, which can take ten seconds; none where they do not apply."""
+    try:
+        symbols = Image(cubin).symbols
+    except (LookupError, ValueError, struct.error):  # nvdisasm says what is wrong with it
+        return []
+    found = [number for number, symbol in enumerate(symbols) if symbol.name == entry]
+    return ["--cuda-function-index", str(found[0])] if found else []
 
 
 def _section(listing: str, entry: str) -> str:

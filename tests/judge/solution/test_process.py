@@ -107,6 +107,30 @@ def test_what_it_prints_is_not_an_answer(tmp_path: Path, capfd: pytest.CaptureFi
     assert capfd.readouterr() == ("", "")
 
 
+LIBRARY = """
+from greenfast.spec.kernel import KernelSource, Launch, Program, Step
+
+CODE = bytes(range(256)) * (96 << 10)
+
+def program(toggles, fmt, dims, *, instrumented=False):
+    of = lambda entry: KernelSource(
+        entry, "", "library.cubin", (), (32, 1, 1), language="cubin", binary=bytes(bytearray(CODE))
+    )
+    return Program(tuple(Step(of(entry), Launch((1, 1, 1), ())) for entry in ("first", "second")))
+"""
+
+
+def test_the_code_of_a_library_is_read_in_time_and_held_once(tmp_path: Path) -> None:
+    """48 MB: at one copy of all that has come so far per part, as pipes give it, 10 s of processor time."""
+    family = started(tmp_path / "mine", LIBRARY)
+    begin = time.process_time()
+    first, second = (step.kernel.binary for step in family.program({}, "float", DIMS).steps)
+    (again, _) = (step.kernel.binary for step in family.program({}, "float", DIMS).steps)
+    assert time.process_time() - begin < 5
+    assert first == bytes(range(256)) * (96 << 10)
+    assert first is second is again
+
+
 def test_a_refusal_is_the_users_to_read(tmp_path: Path) -> None:
     refusal = "from greenfast.spec.errors import UsageError; raise UsageError('N is odd')"
     family = started(tmp_path / "mine", in_kernel(refusal))

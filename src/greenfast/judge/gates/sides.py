@@ -13,7 +13,7 @@ from greenfast.judge.variant import Variant
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError, too_large
 from greenfast.spec.facts import LaunchFacts
-from greenfast.spec.kernel import Family, Program, program_of
+from greenfast.spec.kernel import Family, KernelSource, Program, program_of
 
 BASELINE, CANDIDATE = "baseline", "candidate"
 
@@ -82,6 +82,7 @@ def build_side(
     Raises CompileError, or UsageError for an illegal variant and for dimensions that are too large for the family.
     """
     programs = {}
+    compiled: dict[KernelSource, CompiledKernel] = {}
     for shape in shapes:
         try:
             program = _program(family, variant, fmt, shape, instrumented)
@@ -90,8 +91,10 @@ def build_side(
                 raise
             refused[shape.name] = str(e)
             continue
-        kernels = tuple(compile_kernel(step.kernel, target, isolated=True) for step in program.steps)
-        programs[shape.name] = BuiltProgram(program, kernels)
+        for source in dict.fromkeys(step.kernel for step in program.steps):
+            if source not in compiled:
+                compiled[source] = compile_kernel(source, target, isolated=True)
+        programs[shape.name] = BuiltProgram(program, tuple(compiled[step.kernel] for step in program.steps))
     return BuiltSide(role, variant, programs)
 
 

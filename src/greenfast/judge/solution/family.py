@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,7 @@ class RemoteFamily(_Single):
         self._toggles = dict(solution.toggles)
         self._problem = problem
         self._with_data = solution.language == "callable"
+        self._binaries: dict[bytes, bytes] = {}
         gpu = gpu if self._with_data else None
         self._process = SolutionProcess(what, folder, answer_s=answer_s, gpu=gpu)
         self.sandbox = self._process.sandbox
@@ -151,9 +153,15 @@ class RemoteFamily(_Single):
         if not isinstance(said, Rendered):
             raise self._unexpected(said)
         try:
-            return decode_program(said)
+            program = decode_program(said)
         except (ValueError, TypeError) as e:
             raise UsageError(f"{self._what}: {e}") from None
+        return replace(program, steps=tuple(map(self._shared, program.steps)))
+
+    def _shared(self, step: Step) -> Step:
+        """The step with its machine code held once: a library's, of many megabytes, comes with each of its kernels."""
+        code = step.kernel.binary
+        return replace(step, kernel=replace(step.kernel, binary=self._binaries.setdefault(code, code)))
 
     def _buffers(self, fmt: str, dims: Mapping[str, int]) -> dict[str, Buffer]:
         """The buffers of the problem's case; for a callable with an example of each input, in files."""

@@ -48,7 +48,7 @@ class SolutionProcess:
         self._what = what
         self._answer_s = answer_s
         self._number = 0
-        self._buffer = b""
+        self._buffer = bytearray()
         #: The one folder that it may write.
         self.scratch = Path(tempfile.mkdtemp(prefix="greenfast-solution-"))
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
@@ -132,7 +132,8 @@ class SolutionProcess:
             if not part:
                 raise self._ended(self._ending())
             self._buffer += part
-        taken, self._buffer = self._buffer[:size], self._buffer[size:]
+        taken = bytes(memoryview(self._buffer)[:size])
+        del self._buffer[:size]
         return taken
 
     def _ending(self) -> str:
