@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -22,10 +23,11 @@ from greenfast.bench.records import AnyRecord, comparison_of, freshness, read_re
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, launch_facts
 from greenfast.judge.artifacts import RECORD
-from greenfast.judge.digest import sealed_json
+from greenfast.judge.digest import FIELD as DIGEST
+from greenfast.judge.digest import digest_of
 from greenfast.judge.record import Build, PhaseRecord, Record, Side
 from greenfast.judge.records import family_of
-from greenfast.judge.store import write_whole
+from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.judge.tasks import find_task, load, load_peers
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError
@@ -120,8 +122,28 @@ def main() -> int:
 
 
 def _write(path: Path, before: AnyRecord, after: AnyRecord) -> None:
-    if after != before:
-        write_whole(path, sealed_json(after))
+    """Change in a record's file what differs, and its digest where it has one; all else stays as it was written."""
+    if after == before:
+        return
+    content = read_json(path, dict[str, Any], "record")
+    if isinstance(after, Benchmark) and after.side is None:
+        for name, kernel in after.kernels.items():
+            content["kernels"][name]["kernel_hash"] = kernel.kernel_hash
+    for side in ("baseline", "candidate", "side"):
+        builds = (content.get(side) or {}).get("builds", [])
+        for held, then, now in zip(builds, _builds(before, side), _builds(after, side), strict=True):
+            held |= {"kernel_hash": now.kernel_hash, "code_hash": now.code_hash}
+            new = {shape: facts for shape, facts in now.launches.items() if shape not in then.launches}
+            if new:
+                held["launches"] = held.get("launches", {}) | msgspec.to_builtins(new)
+    if DIGEST in content:
+        content[DIGEST] = digest_of(content)
+    write_whole(path, to_json(content))
+
+
+def _builds(record: AnyRecord, side: str) -> list[Build]:
+    found: Side | None = getattr(record, side, None)
+    return [] if found is None else found.builds
 
 
 def _tell(path: Path, answer: Freshness) -> Freshness:
