@@ -15,7 +15,7 @@ def references_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The problems compute their references on the GPU."""
     for problem in (attention_problem, ladder_problem):
         monkeypatch.setattr(problem, "attention", references.attention)
-        monkeypatch.setattr(problem, "attention_rounding_bound", references.attention_rounding_bound)
+        monkeypatch.setattr(problem, "attention_with_bounds", references.attention_with_bounds)
 
 
 @pytest.fixture

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from greenfast.numerics.attention import attention, attention_rounding_bound
+from greenfast.numerics.attention import (
+    E4M3_WEIGHTS,
+    HALF_WEIGHTS,
+    Rounding,
+    attention,
+    attention_rounding_bound,
+    attention_with_bounds,
+)
 from greenfast.numerics.inputs import standard_normal
 
 SCALE = 64**-0.5
@@ -106,3 +115,43 @@ def test_bound_is_never_less_than_the_rounding_of_the_output() -> None:
     assert bool(((out.half().double() - out).abs() <= bound).all())
     zero = attention_rounding_bound(q, k, 0 * v, SCALE)
     assert 0 < float(zero.max()) < 2.0**-24
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_bounds_are_sums_of_each_weights_error(masked: bool, softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The definition of the docstring, weight by weight; a few heads at once, and a row that attends to no key."""
+    monkeypatch.setattr("greenfast.numerics.attention._AT_ONCE", 2 * 20 * 20)
+    q, k, v = draw(20, heads=3)
+    mask = torch.ones(20, 20).tril(-1).bool() if masked else None
+    roundings = (HALF_WEIGHTS, E4M3_WEIGHTS)
+    out, bounds = attention_with_bounds(q, k, v, SCALE, mask, roundings, softcap)
+    assert close(out, attention(q, k, v, SCALE, mask, softcap), 1e-15)
+    for rounding, bound in zip(roundings, bounds, strict=True):
+        expected = [
+            bound_of_a_row(rounding, q[head, row], k[head, :end], v[head, :end], softcap)
+            for head in range(3)
+            for row in range(20)
+            for end in [row if masked else 20]
+        ]
+        assert close(bound, torch.stack(expected).view(q.shape), 1e-14)
+
+
+def bound_of_a_row(rounding: Rounding, q: Tensor, k: Tensor, v: Tensor, softcap: float) -> Tensor:
+    """One query, and the keys that it attends to among 20, each by itself."""
+    step, scores = 2.0**-23, [float(q @ key) * SCALE for key in k]
+    scores = [softcap * math.tanh(score / softcap) for score in scores] if softcap else scores
+    top = max(scores, default=0.0)
+    p = [math.exp(score - top) for score in scores]
+    total = sum(p) or 1.0
+    out = sum((weight * value for weight, value in zip(p, v, strict=True)), torch.zeros_like(q)) / total
+    from_weights, products = torch.zeros_like(q), torch.zeros_like(q)
+    for weight, score, key, value in zip(p, scores, k, v, strict=True):
+        off = max(64 * step, rounding.sum) * float(q.abs() @ key.abs()) * SCALE
+        off += (4 * step + (2.0**-11 if softcap else 0.0)) * (abs(score) + abs(top))
+        error = weight * (rounding.weight + 2.0**-21 + off) + rounding.smallest_weight
+        from_weights += error * (value.abs() + out.abs()) / total
+        products += weight * value.abs() / total
+    from_sums = (step * (20 + 4) + (rounding.sum if rounding.sum > step else 0.0)) * (products + out.abs())
+    from_output = (2.0**-11 + 4 * step) * out.abs() + 2.0**-25
+    return rounding.second_order * (from_weights + from_sums + from_output)

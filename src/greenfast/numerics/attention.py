@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,8 @@ E4M3_POLYNOMIAL_WEIGHTS = Rounding(2.0**-4 + 2.0**-6, 2.0**-18, 2.0**-13, 1.15)
 #: Relative error of tanh.approx.f32 (PTX ISA).
 _TANH = 2.0**-11
 _HALF_OUTPUT, _HALF_OUTPUT_SMALLEST = 2.0**-11, 2.0**-25
+#: Scores that are held at once: with several arrays of them a processor's caches are too small for more.
+_AT_ONCE = 1 << 21
 
 
 def scores_of(q: Tensor, k: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
@@ -79,25 +82,54 @@ def attention_rounding_bound(
     to this are accumulation over the keys, one rescale per tile of at least 32 keys, and the rounding of the output to
     half.
     """
-    q, k, v = q.double(), k.double(), v.double()
+    return attention_with_bounds(q, k, v, scale, mask, (rounding,), softcap)[1][0]
+
+
+def attention_with_bounds(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None,
+    roundings: Sequence[Rounding] = (HALF_WEIGHTS,), softcap: float = 0.0,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """``attention``, and ``attention_rounding_bound`` for each rounding: in less time than one after the other.
+
+    The bounds are linear in what a rounding says, so they share their products.
+    """
+    heads = max(1, _AT_ONCE // max(1, q.shape[-2] * k.shape[-2]))
+    parts = []
+    for first in range(0, max(1, len(q)), heads):
+        of_q, of_k, of_v = (x[first : first + heads].double() for x in (q, k, v))
+        parts.append(_with_bounds(of_q, of_k, of_v, scale, mask, roundings, softcap))
+    outs, bounds = zip(*parts, strict=True)
+    return torch.cat(outs), [torch.cat(of_one) for of_one in zip(*bounds, strict=True)]
+
+
+def _with_bounds(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, roundings: Sequence[Rounding], softcap: float
+) -> tuple[Tensor, list[Tensor]]:
     head_dim, kv_len = q.shape[-1], k.shape[-2]
     scores = scores_of(q, k, scale, softcap)
     _, p, top = _weights(scores, mask)
     total = p.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     out = (p @ v) / total
-
+    # Errors of the weights are summed with |v|, for the output, and with 1, for the divisor.
+    summed = torch.cat([v.abs(), torch.ones_like(v[..., :1])], dim=-1)
+    sizes = p @ summed
     # A score is a sum of exact products; scaling and subtracting the maximum round 4 times.
-    products = q.abs() @ k.abs().transpose(-1, -2) * scale
-    sums = max(head_dim * _FLOAT_STEP, rounding.sum)
-    score_err = sums * products + 4 * _FLOAT_STEP * (scores.abs() + top.abs())
-    if softcap:  # whose derivative is at most 1
-        score_err = score_err + _TANH * (scores.abs() + top.abs())
-    weight_err = p * (rounding.weight + 2.0**-21 + score_err) + rounding.smallest_weight * (p > 0)
-    from_weights = (weight_err @ v.abs() + weight_err.sum(dim=-1, keepdim=True) * out.abs()) / total
+    products = (p * (q.abs() @ k.abs().transpose(-1, -2) * scale)) @ summed
+    # Of a softcap the derivative is at most 1.
+    magnitudes = (4 * _FLOAT_STEP + (_TANH if softcap else 0.0)) * ((p * (scores.abs_() + top.abs())) @ summed)
+    weights = (p > 0).double() @ summed
 
-    tiles = -(-kv_len // 32)
-    accumulation = _FLOAT_STEP * (kv_len + 4 * tiles) + (rounding.sum if rounding.sum > _FLOAT_STEP else 0.0)
-    from_accumulation = accumulation * ((p @ v.abs()) / total + out.abs())
-    from_output = (_HALF_OUTPUT + 4 * _FLOAT_STEP) * out.abs() + _HALF_OUTPUT_SMALLEST
-    # Second-order terms: an error e_j in the divisor as well, and the products of the parts above.
-    return rounding.second_order * (from_weights + from_accumulation + from_output)
+    bounds = []
+    for rounding in roundings:
+        sums = max(head_dim * _FLOAT_STEP, rounding.sum)
+        errors = (
+            (rounding.weight + 2.0**-21) * sizes + sums * products + magnitudes + rounding.smallest_weight * weights
+        )
+        from_weights = (errors[..., :-1] + errors[..., -1:] * out.abs()) / total
+        tiles = -(-kv_len // 32)
+        accumulation = _FLOAT_STEP * (kv_len + 4 * tiles) + (rounding.sum if rounding.sum > _FLOAT_STEP else 0.0)
+        from_accumulation = accumulation * (sizes[..., :-1] / total + out.abs())
+        from_output = (_HALF_OUTPUT + 4 * _FLOAT_STEP) * out.abs() + _HALF_OUTPUT_SMALLEST
+        # Second-order terms: an error e_j in the divisor as well, and the products of the parts above.
+        bounds.append(rounding.second_order * (from_weights + from_accumulation + from_output))
+    return out, bounds

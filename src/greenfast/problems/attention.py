@@ -23,8 +23,9 @@ from greenfast.kernels.attention.config import (
 from greenfast.numerics.attention import (
     E4M3_POLYNOMIAL_WEIGHTS,
     E4M3_WEIGHTS,
+    HALF_WEIGHTS,
     attention,
-    attention_rounding_bound,
+    attention_with_bounds,
     scores_of,
 )
 from greenfast.numerics.codes import quantize_blocks, quantize_values, transposed_values
@@ -116,15 +117,14 @@ def references(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "nor
     scale, mask = 1.0 / math.sqrt(config.head_dim), mask_of(config.mask, sizes)
     tensors = _tensors(config, sizes, seed, variant)
     unquantized, exact = _per_query_head(tensors, sizes), _dequantized_per_query_head(tensors, config, sizes)
-    roundings = {"e4m3": E4M3_WEIGHTS, "e4m3_polynomial": E4M3_POLYNOMIAL_WEIGHTS}
+    names = {"": HALF_WEIGHTS, "e4m3": E4M3_WEIGHTS, "e4m3_polynomial": E4M3_POLYNOMIAL_WEIGHTS}
+    out, found = attention_with_bounds(*exact, scale, mask, tuple(names.values()), config.softcap)
+    bounds = {name: bound.numpy() for name, bound in zip(names, found, strict=True)}
     return References(
         full=attention(*unquantized, scale, mask, config.softcap).numpy(),
-        exact=attention(*exact, scale, mask, config.softcap).numpy(),
-        bound=attention_rounding_bound(*exact, scale, mask, softcap=config.softcap).numpy(),
-        bounds={
-            name: attention_rounding_bound(*exact, scale, mask, rounding, config.softcap).numpy()
-            for name, rounding in roundings.items()
-        },
+        exact=out.numpy(),
+        bound=bounds.pop(""),
+        bounds=bounds,
     )
 
 

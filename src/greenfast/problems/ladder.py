@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from greenfast.numerics.attention import attention, attention_rounding_bound
+from greenfast.numerics.attention import attention, attention_with_bounds
 from greenfast.numerics.formats import dequantize, quantize
 from greenfast.numerics.inputs import VARIANTS as VARIANTS
 from greenfast.numerics.inputs import standard_normal, varied
@@ -38,11 +38,8 @@ def references(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "nor
     scale = 1.0 / math.sqrt(dims["D"])
     unquantized = _tensors(dims, seed, variant)
     q, k, v = (dequantize(*quantize(x, fmt), fmt) for x in unquantized)
-    return References(
-        full=attention(*unquantized, scale).numpy(),
-        exact=attention(q, k, v, scale).numpy(),
-        bound=attention_rounding_bound(q, k, v, scale).numpy(),
-    )
+    exact, (bound,) = attention_with_bounds(q, k, v, scale)
+    return References(full=attention(*unquantized, scale).numpy(), exact=exact.numpy(), bound=bound.numpy())
 
 
 def decode(outputs: Mapping[str, NDArray[Any]], fmt: str) -> NDArray[np.float64]:
