@@ -12,7 +12,7 @@ from torch import Tensor
 
 from greenfast.kernels.attention.config import AttentionConfig, Sizes, Strides
 from greenfast.kernels.quantize import qkv as qkv_quantizer
-from greenfast.kernels.quantize.qkv import key_tiles
+from greenfast.kernels.quantize.qkv import key_tiles, sample_places
 from greenfast.operator import reference
 from greenfast.operator.quantized import QuantizedQKV, config_of
 from greenfast.spec.problem import Array, Case, OutputSpec
@@ -28,7 +28,9 @@ def inputs(kv_len: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, expected: QuantizedQKV) -> dict[str, Array]:
+def run(
+    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, expected: QuantizedQKV, samples: Tensor | None = None
+) -> dict[str, Array]:
     strides = Strides(q.stride()[:3], k.stride()[:3], v.stride()[:3])
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     outputs = {
@@ -37,11 +39,14 @@ def run(q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, expected: Quan
     }  # fmt: skip
     if expected.key_mean is not None:
         outputs["k_mean"] = expected.key_mean
+    given = {"q": q, "k": k, "v": v} | ({} if samples is None else {"samples": samples})
     case = Case(
-        {name: x.view(torch.uint16).numpy() for name, x in (("q", q), ("k", k), ("v", v))},
+        {name: x.view(torch.uint16).numpy() for name, x in given.items()},
         {name: OutputSpec(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in outputs.items()},
     )
-    return run_source(qkv_quantizer.kernel(config, sizes), qkv_quantizer.launch(config, sizes, strides), case).outputs
+    sampled = samples is not None
+    source = qkv_quantizer.kernel(config, sizes, sampled=sampled)
+    return run_source(source, qkv_quantizer.launch(config, sizes, strides, sampled=sampled), case).outputs
 
 
 def config_for(head_dim: int, dtype: torch.dtype, **choices: Any) -> AttentionConfig:
@@ -84,6 +89,24 @@ def test_codes_equal_the_cpus(
             assert np.mean(found[f"{name}_codes"] != codes.numpy()) < 1e-3, name
     if expected.key_mean is not None:
         assert np.allclose(found["k_mean"], expected.key_mean.numpy(), atol=1e-5)
+
+
+def test_parts_of_the_keys_have_the_mean_of_all() -> None:
+    """A part, with the samples of the whole, has the codes that it has in the whole."""
+    q, k, v = inputs(512, 64, torch.bfloat16)
+    k = k + 5 * torch.randn(1, 1, 1, 64).bfloat16()
+    config = config_for(64, q.dtype, rotate=True, key_mean=True)
+    whole = reference.quantize(q, k, v, config)
+    samples = k[:, :, sample_places(512)].contiguous()
+    part_k, part_v = (x[:, :, 256:].contiguous() for x in (k, v))
+    expected = reference.quantize(q, part_k, part_v, config, samples)
+    assert torch.equal(expected.key, whole.key[:, :, 256:])
+    assert torch.equal(expected.key_scale, whole.key_scale[..., 2:])
+    assert not torch.equal(expected.key, reference.quantize(q, part_k, part_v, config).key)
+    found = run(q, part_k, part_v, config, expected, samples)
+    assert np.allclose(found["k_mean"], expected.key_mean, atol=1e-5)  # type: ignore[arg-type]
+    assert np.mean(found["k_codes"] != expected.key.numpy()) < 1e-3
+    assert np.array_equal(found["v_codes"], expected.value.numpy())
 
 
 EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -26,21 +26,28 @@ _LARGEST = 448.0
 _ROWS = 1024  # query rows at a time, so that their scores stay small
 
 
-def quantize(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig) -> QuantizedQKV:
-    """Codes and scales, of tensors that ``check_tensors`` accepts."""
+def quantize(
+    query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, samples: Tensor | None = None
+) -> QuantizedQKV:
+    """Codes and scales, of tensors that ``check_tensors`` accepts.
+
+    samples: (B, HK, MEAN_KEYS, D), the keys whose mean is subtracted where ``key`` is only a part of them.
+    """
     padding = config.head_dim - config.columns
-    q, k, v = (torch.nn.functional.pad(x.float(), (0, padding)) for x in (query, key, value))
+    given = (query, key, value, key if samples is None else samples)
+    q, k, v, sampled = (torch.nn.functional.pad(x.float(), (0, padding)) for x in given)
     # The numbers are scaled down first, so that the sums of the rotation and k - mean cannot overflow.
     factor = 2.0
     if config.rotate:
         factor *= math.sqrt(q.shape[-1])
         matrix = rotation(q.shape[-1]).to(q.device) / factor
         q, k = q @ matrix, k @ matrix
+        sampled = k if samples is None else sampled @ matrix
     else:
-        q, k = q / factor, k / factor
+        q, k, sampled = q / factor, k / factor, sampled / factor
     mean = None
     if config.key_mean:
-        mean = _robust_mean(k)
+        mean = _robust_mean(sampled)
         k = k - mean.unsqueeze(2)
         mean = mean * factor
     fmt = config.format

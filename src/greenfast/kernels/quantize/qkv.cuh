@@ -2,7 +2,7 @@
 //
 // Each 128 rows of K and V have a scale, and each 16 of Q (quantize_rows.cuh, quantize_values.cuh): nothing is read
 // twice. Codes of Q and K: (heads, length, kHeadDim); of V: (heads, kHeadDim, length rounded up to 16). Columns from
-// kColumns on are zeros before the rotation.
+// kColumns on are zeros before the rotation. Where K is a part of the keys, kSampled takes the mean of all of them.
 #pragma once
 
 #include "ptx/griddepcontrol.cuh"
@@ -19,6 +19,7 @@ struct QuantizeParams {
   float* v_scale;  // the same
   float* k_mean;   // (batch x kv_heads, kHeadDim), rotated where K is; unused without kKeyMean
   int batch, heads, kv_heads, q_len, kv_len;
+  QuantizeInput samples;  // with kSampled: kMeanKeys keys of each head, of which the mean is taken
 };
 
 // Grid: a block for each run of kKeyTiles tiles of K, and for each tile of V and of Q, in this order. Block:
@@ -36,9 +37,10 @@ __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
   if (item < p.batch * p.kv_heads * key_runs) {
     const int line = item / key_runs, tile = item % key_runs * Cfg::kKeyTiles;
     const RowsQuantizer<Cfg> rows(shared.rows, HeadRows<Cfg>(p.k, line / p.kv_heads, line % p.kv_heads, p.kv_len));
-    rows.keys(tile, min(tile + Cfg::kKeyTiles, kv_tiles),
-             p.k_codes + static_cast<long long>(line) * p.kv_len * Cfg::kHeadDim, p.k_scale + line * kv_tiles,
-             p.k_mean + line * Cfg::kHeadDim);
+    const HeadRows<Cfg> samples(p.samples, line / p.kv_heads, line % p.kv_heads, kMeanKeys);
+    rows.keys(Cfg::kSampled ? samples : rows.head, tile, min(tile + Cfg::kKeyTiles, kv_tiles),
+              p.k_codes + static_cast<long long>(line) * p.kv_len * Cfg::kHeadDim, p.k_scale + line * kv_tiles,
+              p.k_mean + line * Cfg::kHeadDim);
     return;
   }
   item -= p.batch * p.kv_heads * key_runs;

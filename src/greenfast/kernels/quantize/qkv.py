@@ -25,19 +25,33 @@ def key_tiles(sizes: Sizes) -> int:
     return 4 if tiles >= _MANY_TILES else 1
 
 
+def sample_places(length: int) -> list[int]:
+    """Which of ``length`` keys the mean is estimated from: one of each 32nd, so that no period meets them all."""
+    return [(i * MEAN_KEYS + i * 19 % MEAN_KEYS) * length // MEAN_KEYS**2 for i in range(MEAN_KEYS)]
+
+
 def _tiles(length: int) -> int:
     return -(-length // ROW_BLOCK)
 
 
-def kernel(config: AttentionConfig, sizes: Sizes) -> KernelSource:
-    """Render the kernel that quantizes the tensors of an attention, with scales of blocks."""
+def kernel(config: AttentionConfig, sizes: Sizes, *, sampled: bool = False) -> KernelSource:
+    """Render the kernel that quantizes the tensors of an attention, with scales of blocks.
+
+    sampled: whether the mean of K is of MEAN_KEYS keys that the launch names: where K is a part of the keys, such as
+    the shard of a GPU, and all parts have to subtract the same.
+    """
     threads = _THREADS[config.head_dim]
     flags = {
         "Int8": config.format == "int8",
         "KeyMean": config.key_mean,
         "Rotate": config.rotate,
+        "Sampled": sampled,
     }
     constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
+    more, samples = "", ""
+    if sampled:
+        line = MEAN_KEYS * config.columns
+        more, samples = ", const void* samples", f"samples, {line}LL * kv_heads, {line}, {config.columns}"
     source = f"""#include "quantize/qkv.cuh"
 
 struct Cfg {{
@@ -53,10 +67,10 @@ extern "C" __global__ void __launch_bounds__({threads}, {_BLOCKS[config.head_dim
 {ENTRY}(const void* q, const void* k, const void* v, long long q_batch, long long q_head, long long q_row,
         long long k_batch, long long k_head, long long k_row, long long v_batch, long long v_head, long long v_row,
         unsigned char* q_codes, unsigned char* k_codes, unsigned char* v_codes, float* q_scale, float* k_scale,
-        float* v_scale, float* k_mean, int batch, int heads, int kv_heads, int q_len, int kv_len) {{
+        float* v_scale, float* k_mean, int batch, int heads, int kv_heads, int q_len, int kv_len{more}) {{
   greenfast::quantize_qkv<Cfg>({{{{q, q_batch, q_head, q_row}}, {{k, k_batch, k_head, k_row}},
                                 {{v, v_batch, v_head, v_row}}, q_codes, k_codes, v_codes, q_scale, k_scale,
-                                v_scale, k_mean, batch, heads, kv_heads, q_len, kv_len}});
+                                v_scale, k_mean, batch, heads, kv_heads, q_len, kv_len, {{{samples}}}}});
 }}
 """
     return KernelSource(
@@ -64,10 +78,17 @@ extern "C" __global__ void __launch_bounds__({threads}, {_BLOCKS[config.head_dim
     )
 
 
-def launch(config: AttentionConfig, sizes: Sizes, strides: Strides = Strides()) -> Launch:  # noqa: B008
+def launch(
+    config: AttentionConfig,
+    sizes: Sizes,
+    strides: Strides = Strides(),  # noqa: B008
+    *,
+    sampled: bool = False,
+) -> Launch:
     """A block for each work tile; buffers are named as in ``problems.attention``, and k_mean.
 
     Q is left out where ``config.quantizes_queries``. strides: of query, key and value; contiguous by default.
+    sampled: as for ``kernel``; the buffer ``samples`` is (batch, kv_heads, MEAN_KEYS, columns), contiguous.
     """
     queries = not config.quantizes_queries
     q_len = sizes.q_len if queries else 0
@@ -90,5 +111,6 @@ def launch(config: AttentionConfig, sizes: Sizes, strides: Strides = Strides()) 
             *("k_scale", "v_scale"),
             "k_mean" if config.key_mean else np.int64(0),
             *(np.int32(n) for n in (sizes.batch, sizes.heads, sizes.kv_heads, q_len, sizes.kv_len)),
+            *(("samples",) if sampled else ()),
         ),
     )

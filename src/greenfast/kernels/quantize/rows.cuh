@@ -48,8 +48,8 @@ struct RowsQuantizer {
   __device__ __forceinline__ RowsQuantizer(RowsStorage<Cfg>& shared, const HeadRows<Cfg>& head)
       : shared(shared), head(head), group(threadIdx.x / 32 / Rows::kSplit) {}
 
-  __device__ __forceinline__ void read(const int (&row)[2], Values& x) const {
-    rows.transform([&](int r, int column) { return head.load(row[r], column); }, x);
+  __device__ __forceinline__ void read(const HeadRows<Cfg>& from, const int (&row)[2], Values& x) const {
+    rows.transform([&](int r, int column) { return from.load(row[r], column); }, x);
   }
 
   __device__ __forceinline__ void write(const Values& x, float scale, const int (&row)[2], unsigned char* codes) const {
@@ -62,8 +62,8 @@ struct RowsQuantizer {
 
   // What is taken from all keys of the head: a mean of which no single key decides, as an outlier would of a sum, and
   // which is finite where most keys are. Keys are transformed as they will be; all blocks of a head find the same, one
-  // stores it.
-  __device__ __forceinline__ void find_mean(float* k_mean) const {
+  // stores it. from: the head, or kMeanKeys keys that stand for one of which it is a part.
+  __device__ __forceinline__ void find_mean(const HeadRows<Cfg>& from, float* k_mean) const {
     if (group < kMeanKeys / kQueryBlock) {
       // Lanes of rows i and i + 4 hold a group of four neighbouring samples. A sample lies anywhere in its 32nd of the
       // keys, so that no period of the keys meets them all.
@@ -73,10 +73,10 @@ struct RowsQuantizer {
       for (int r = 0; r < 2; ++r) {
         const int i = first + r, within = i * 19 % kMeanKeys;
         row[r] =
-            static_cast<int>(static_cast<long long>(i * kMeanKeys + within) * head.length / (kMeanKeys * kMeanKeys));
+            static_cast<int>(static_cast<long long>(i * kMeanKeys + within) * from.length / (kMeanKeys * kMeanKeys));
       }
       Values x;
-      read(row, x);
+      read(from, row, x);
 #pragma unroll
       for (int i = 0; i < Rows::kOwnParts * Rows::kGroups * 4; ++i) {
         const int part = i / 16, m = i / 4 % 4, e = i % 4;
@@ -101,14 +101,15 @@ struct RowsQuantizer {
     __syncthreads();
   }
 
-  // Tiles `tile` .. `stop` - 1 of K; k_mean: where the mean is stored, if it is subtracted.
-  __device__ __forceinline__ void keys(int tile, int stop, unsigned char* codes, float* scales, float* k_mean) const {
+  // Tiles `tile` .. `stop` - 1 of K; k_mean: where the mean of `samples` is stored, if it is subtracted.
+  __device__ __forceinline__ void keys(const HeadRows<Cfg>& samples, int tile, int stop, unsigned char* codes,
+                                       float* scales, float* k_mean) const {
     if constexpr (Cfg::kKeyMean) {
       constexpr int kLine = 64, kLines = Cfg::kHeadDim / kLine;  // columns, and how many times so many in a row
       for (int i = threadIdx.x; i < kRowBlock * kLines; i += Cfg::kThreads) {
         head.prefetch(tile * kRowBlock + i / kLines, i % kLines * kLine);
       }
-      find_mean(tile == 0 ? k_mean : nullptr);
+      find_mean(samples, tile == 0 ? k_mean : nullptr);
     }
     for (; tile < stop; ++tile) {
       key_tile(tile, codes, scales);
@@ -119,7 +120,7 @@ struct RowsQuantizer {
   __device__ __forceinline__ void key_tile(int tile, unsigned char* codes, float* scales) const {
     const int first = tile * kRowBlock + group * kQueryBlock + Rows::row_of_warp(), row[2] = {first, first + 8};
     Values x;
-    read(row, x);
+    read(head, row, x);
     if constexpr (Cfg::kKeyMean) {
 #pragma unroll
       for (int i = 0; i < Rows::kOwnParts * Rows::kGroups; ++i) {
@@ -143,7 +144,7 @@ struct RowsQuantizer {
     const int block = tile * (kRowBlock / kQueryBlock) + group;
     const int first = block * kQueryBlock + Rows::row_of_warp(), row[2] = {first, first + 8};
     Values x;
-    read(row, x);
+    read(head, row, x);
     float amax = over_warp(Rows::largest(x));
     if constexpr (Rows::kSplit > 1) {
       const int warp = threadIdx.x / 32;
