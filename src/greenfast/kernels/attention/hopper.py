@@ -118,34 +118,41 @@ def launch(
     scale: float | None = None,
     strides: Strides = Strides(),  # noqa: B008
     multiprocessors: int = TARGET.multiprocessors,
+    *,
+    kept_keys: int = 0,
+    blocks_each: int = 1,
 ) -> Launch:
     """A block per multiprocessor, or per work tile where there are fewer.
 
     scale: of the scores, > 0; by default one over the root of head_dim. strides: of out, and of Q where the
-    kernel quantizes it; tensors are contiguous by default.
+    kernel quantizes it; tensors are contiguous by default. kept_keys: where K and V hold codes of more keys than
+    kv_len, of which the first are read, how many; their scales are of kv_len keys alone. blocks_each: blocks for each
+    multiprocessor, of which one runs at a time: with several, multiprocessors that another kernel holds for a while
+    leave their share to the others.
     """
     tiles, _ = tiling(config, sizes, multiprocessors)
     heads, kv_heads, head_dim = sizes.batch * sizes.heads, sizes.batch * sizes.kv_heads, config.head_dim
     panel = min(head_dim, _PANEL)
-    padded = padded_keys(sizes.kv_len)
+    padded, kept = padded_keys(sizes.kv_len), kept_keys or sizes.kv_len
     work_tiles = -(-sizes.q_len // tiles.block_m) * heads
 
-    def rows(name: str, count: int, length: int, box_rows: int) -> TensorMap:
-        of_rows = (length * head_dim, head_dim, 1)
+    def rows(name: str, count: int, length: int, box_rows: int, kept: int) -> TensorMap:
+        of_rows = (kept * head_dim, head_dim, 1)
         return TensorMap(name, "uint8", (count, length, head_dim), of_rows, (1, box_rows, panel), panel)
 
     if config.value_layout == "row_major":
-        v = rows("v", kv_heads, sizes.kv_len, tiles.block_n)
+        v = rows("v", kv_heads, sizes.kv_len, tiles.block_n, kept)
     else:
-        of_columns = (head_dim * padded, padded, 1)
+        of_columns = (head_dim * padded_keys(kept), padded_keys(kept), 1)
         v = TensorMap("v_t", "uint8", (kv_heads, head_dim, padded), of_columns, (1, head_dim, _PANEL), _PANEL)
-    q: tuple[Argument, ...]
-    q = _queries(config, sizes, strides.query) if config.quantizes_queries else (rows("q", heads, sizes.q_len, ROWS),)
+    q: tuple[Argument, ...] = (rows("q", heads, sizes.q_len, ROWS, sizes.q_len),)
+    if config.quantizes_queries:
+        q = _queries(config, sizes, strides.query)
     return Launch(
-        grid=(min(multiprocessors, work_tiles), 1, 1),
+        grid=(min(multiprocessors * blocks_each, work_tiles), 1, 1),
         args=(
             *q,
-            rows("k", kv_heads, sizes.kv_len, tiles.block_n),
+            rows("k", kv_heads, sizes.kv_len, tiles.block_n, kept),
             v,
             np.int64(0) if config.quantizes_queries else "q_scale",
             *("k_scale", "v_scale", "out"),
