@@ -17,7 +17,7 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "device": (1, ("device",)),
     "numerics": (2, ("numerics",)),
     "problems": (3, ("problems",)),
-    "operator": (3, ("operator", "flash_attn", "vllm")),
+    "operator": (3, ("operator", "parallel", "flash_attn", "vllm")),
     "emulator ptx": (3, ("emulator.ptx",)),
     "emulator machine": (4, ("emulator.machine",)),
     "emulator instructions": (5, ("emulator.instructions",)),

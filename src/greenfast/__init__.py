@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from greenfast.operator.serving_explain import explain_call as explain_call
     from greenfast.operator.switch import use as use
     from greenfast.operator.transformers import register_with_transformers as register_with_transformers
+    from greenfast.parallel.context import context_parallel as context_parallel
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ _PUBLIC = {
     "ServingPlan": "greenfast.operator.serving",
     "append_kv": "greenfast.operator.serving",
     "attention": "greenfast.operator.sdpa",
+    "context_parallel": "greenfast.parallel.context",
     "explain": "greenfast.operator.routing",
     "explain_call": "greenfast.operator.serving_explain",
     "flash_attn_varlen_func": "greenfast.flash_attn",

@@ -25,6 +25,7 @@ from greenfast.operator.quantized import (
 )
 from greenfast.operator.routing import explain
 from greenfast.operator.rules import BIAS, Form, Refusal, arranged, dtype_of, form_of, is_plain, restored
+from greenfast.operator.scope import SCOPES
 
 _overridden: Any = handle_torch_function  # for subclasses of Tensor, modes, and torch.fx, which traces calls this way
 _ALTERNATIVE = "; torch.nn.functional.scaled_dot_product_attention has it"
@@ -82,6 +83,11 @@ def sdpa(
     and NotImplementedError for other masks, ``dropout_p``, nested and sparse tensors, and head dims and GPUs without a
     kernel; each error names the argument and what is allowed.
     """
+    if SCOPES:
+        return SCOPES[-1].sdpa(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, causal_alignment,
+            return_lse, float32_as,
+        )  # fmt: skip
     if has_torch_function_variadic(query, key, value):
         return _overridden(  # type: ignore[no-any-return]
             sdpa, (query, key, value), query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,

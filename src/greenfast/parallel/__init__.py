@@ -1,0 +1,1 @@
+"""Attention of one sequence on several GPUs: context parallelism on torch.distributed."""

@@ -1,0 +1,172 @@
+"""What a rank computes: codes of its keys, attention on some of its queries over some keys, and the merge of results.
+
+On the CPU the kernels' arithmetic in PyTorch; on a GPU the kernels, from ``greenfast.parallel.cuda``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from greenfast.kernels.attention.config import QUERY_BLOCK, ROW_BLOCK, padded_keys
+from greenfast.operator import reference
+from greenfast.operator.quantized import QuantizedQKV, config_of, padded_head_dim
+
+_ALIGNMENT = 256  # bytes, of what lies in a buffer that travels
+
+
+@cache
+def gpu() -> Any:
+    """``greenfast.parallel.cuda``, imported for the first CUDA tensor."""
+    return importlib.import_module("greenfast.parallel.cuda")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Codes and scales of K and V of a rank, in one ``buffer``, uint8, which travels as it is.
+
+    key: uint8 (B, HK, KV, D); value: uint8 (B, HK, D, KV rounded up to 16); the scales: float32 (B, HK, blocks of 128
+    keys). D is the kernels' head dim.
+    """
+
+    buffer: Tensor
+    key: Tensor
+    value: Tensor
+    key_scale: Tensor
+    value_scale: Tensor
+
+    @staticmethod
+    def like(key: Tensor) -> Keys:
+        """Memory for the codes of keys (B, HK, KV, D) and as many values."""
+        batch, heads, length, head_dim = key.shape
+        width, blocks = padded_head_dim(head_dim), -(-length // ROW_BLOCK)
+        shapes = (
+            (batch, heads, length, width), (batch, heads, width, padded_keys(length)), (batch, heads, blocks),
+            (batch, heads, blocks),
+        )  # fmt: skip
+        dtypes = (torch.uint8, torch.uint8, torch.float32, torch.float32)
+        return Keys(*in_one_buffer(shapes, dtypes, key.device))
+
+
+def place(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes that a tensor takes in a buffer, up to where the next one begins."""
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def in_one_buffer(
+    shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device: torch.device
+) -> tuple[Tensor, ...]:
+    """An uninitialized uint8 buffer, and tensors of these shapes and dtypes in it, each at a multiple of 256 bytes."""
+    wanted = list(zip(shapes, dtypes, strict=True))
+    buffer = torch.empty(sum(place(*each) for each in wanted), dtype=torch.uint8, device=device)
+    found, at = [buffer], 0
+    for shape, dtype in wanted:
+        found.append(buffer[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+        at += place(shape, dtype)
+    return tuple(found)
+
+
+def quantize_keys(key: Tensor, value: Tensor, samples: Tensor, precision: str, into: Keys) -> Tensor:
+    """Write the codes of a rank's keys and values; returns the mean that was subtracted, float32 (B, HK, D), rotated.
+
+    samples: (B, HK, 32, head_dim), the keys of all ranks by which the mean is estimated.
+    """
+    if key.is_cuda:
+        found: Tensor = gpu().quantize_keys(key, value, samples, precision, into)
+        return found
+    codes = quantize(key[:, :, :0], key, value, samples, precision)
+    for name in ("key", "value", "key_scale", "value_scale"):
+        getattr(into, name).copy_(getattr(codes, name))
+    return codes.tensors()[-1]
+
+
+def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precision: str) -> QuantizedQKV:
+    """Codes of a rank's queries, keys and values, with the mean of ``samples`` subtracted from the keys."""
+    if query.is_cuda:
+        found: QuantizedQKV = gpu().quantize(query, key, value, samples, precision)
+        return found
+    config = config_of(query.shape[3], query.dtype, precision)
+    return reference.quantize(query, key, value, config, samples)
+
+
+def attend(query: Tensor, keys: Keys, count: int, precision: str, causal: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of queries (B, H, S, D), of any strides, over the first ``count`` of the keys.
+
+    Returns the output, contiguous and of the queries' dtype, and the natural log-sum-exp of the scores without the
+    mean of the keys, float32 (B, H, S).
+    """
+    if query.is_cuda:
+        found: tuple[Tensor, Tensor] = gpu().attend(query, keys, count, precision, causal, scale)
+        return found
+    nothing = query.new_zeros(*keys.key.shape[:2], 0, query.shape[3])
+    queries = reference.quantize(query, nothing, nothing, config_of(query.shape[3], query.dtype, precision))
+    return reference.attention(codes_of(queries, keys, count), causal, scale)
+
+
+def codes_of(queries: QuantizedQKV, keys: Keys, count: int) -> QuantizedQKV:
+    """The codes of some queries with those of the first ``count`` keys."""
+    blocks = -(-count // ROW_BLOCK)
+    return QuantizedQKV(
+        query=queries.query,
+        key=keys.key[:, :, :count].contiguous(),
+        value=keys.value[..., : padded_keys(count)].contiguous(),
+        query_scale=queries.query_scale,
+        key_scale=keys.key_scale[..., :blocks].contiguous(),
+        value_scale=keys.value_scale[..., :blocks].contiguous(),
+        key_mean=None,
+        precision=queries.precision,
+        head_dim=queries.head_dim,
+        key_length=count,
+        dtype=queries.dtype,
+    )
+
+
+def codes_travel(chunk: int) -> bool:
+    """Whether codes of chunks of so many rows are those of the whole: no block with a scale lies in two of them."""
+    return chunk % max(QUERY_BLOCK, ROW_BLOCK) == 0
+
+
+class Merged:
+    """Results of the same queries over different keys, added one by one and merged in float32.
+
+    of: how many are to come. The sum is held in the results' dtype while it is one of them and at the end, else in
+    float32; results of 16 bits are what the kernels write. ``out``: (B, H, S, D); ``lse``: float32 (B, H, S).
+    """
+
+    def __init__(self, of: int) -> None:
+        self._left = of
+        self.out: Tensor
+        self.lse: Tensor
+
+    def add(self, out: Tensor, lse: Tensor, first: int = 0) -> None:
+        """Add a result of the rows from ``first`` on; the first one has all rows."""
+        self._left -= 1
+        if not hasattr(self, "out"):
+            self.out, self.lse = out, lse
+            return
+        dtype = torch.float32 if self._left else out.dtype
+        into = self.out if self.out.dtype == dtype else torch.empty_like(self.out, dtype=dtype)
+        if out.is_cuda:
+            self.lse = gpu().merge(self.out, self.lse, out, lse, first, into)
+        else:
+            self.lse = _merge(self.out, self.lse, out, lse, first, into)
+        self.out = into
+
+
+def _merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor, first: int, into: Tensor) -> Tensor:
+    """The merge of ``kernels/merge/merge.cuh``; writes the output and returns the log-sum-exp."""
+    lse = lse_a.clone()
+    lse[..., first:] = torch.logaddexp(lse_a[..., first:], lse_b)
+    if into is not a:
+        into[:, :, :first] = a[:, :, :first]
+    base = lse[..., first:].masked_fill(lse[..., first:] == -math.inf, 0.0)
+    shares = (torch.exp(x - base).unsqueeze(-1) for x in (lse_a[..., first:], lse_b))
+    into[:, :, first:] = sum(share * x.float() for share, x in zip(shares, (a[:, :, first:], b), strict=True))
+    return lse

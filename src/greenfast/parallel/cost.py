@@ -1,0 +1,112 @@
+"""What attention on several GPUs takes: a model of its time, by which ``method="auto"`` chooses.
+
+The figures of a link are of two H100 with NVLink (NCCL, point to point), measured at 16 and 128 MiB: 92 microseconds
+and 286 GB/s, which gives 1 MiB in 96 microseconds (measured: 119). Attention runs at the rate of the FP8 kernel on
+long sequences. docs/parallel.md compares the model with runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of a GPU and its links.
+
+    flops: of attention on one GPU, 1/s. memory: bytes/s of kernels that copy. link: bytes/s of a GPU to another of its
+    node, each way, after ``latency`` seconds. node: GPUs of a node. network: bytes/s of a GPU to other nodes.
+    """
+
+    flops: float = 945e12
+    memory: float = 2.5e12
+    link: float = 286e9
+    latency: float = 92e-6
+    node: int = 8
+    network: float = 50e9  # 400 Gb/s
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """An attention on one rank: (batch, heads, rows, head_dim) of Q, and heads and rows of K and V. size: ranks."""
+
+    size: int
+    batch: int
+    heads: int
+    kv_heads: int
+    rows: int
+    keys: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def flops(self) -> float:
+        """Of one rank, counted as 4 * B * H * S * S * D, half of it with a mask."""
+        whole = 4.0 * self.batch * self.heads * self.rows * self.keys * self.size * self.head_dim
+        return whole / 2 if self.causal else whole
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one forward pass: in all, of attention itself, and of exchanges that nothing hides."""
+
+    seconds: float
+    computing: float
+    exposed: float
+
+
+def ring(sizes: Sizes, machine: Machine = Machine()) -> Estimate:
+    """K and V, a byte an element, to the next rank in each turn; beyond a node the slowest link sets the pace."""
+    codes = 2.0 * sizes.batch * sizes.kv_heads * sizes.keys * sizes.head_dim
+    rate = machine.link if sizes.size <= machine.node else machine.network
+    travel = machine.latency + codes / rate if sizes.size > 1 else 0.0
+    turn = sizes.flops / sizes.size / machine.flops
+    output = 2.0 * sizes.batch * sizes.heads * sizes.rows * sizes.head_dim
+    # A merge reads two results and writes one; with more than two ranks the sum is float32.
+    merging = (sizes.size - 1) * output * (2.25 if sizes.size == 2 else 5) / machine.memory
+    exposed = max(0.0, travel - turn) * (sizes.size - 1)
+    computing = turn * sizes.size + 3 * codes / machine.memory + merging
+    first = machine.latency if sizes.size > 1 else 0.0  # the keys that the mean is of
+    return Estimate(computing + exposed + first, computing, exposed + first)
+
+
+def ulysses(sizes: Sizes, machine: Machine = Machine()) -> Estimate:
+    """Codes of Q, K and V to the heads and 16-bit outputs back; a quarter of each is not hidden where heads allow."""
+    each = -(-sizes.heads // sizes.size)  # heads of a rank
+    keys = max(1, min(each, -(-sizes.kv_heads // sizes.size)))
+    parts = 4 if keys % 4 == 0 else 2 if keys % 2 == 0 else 1
+    rows = sizes.batch * sizes.head_dim * sizes.size
+    coming = rows * (each * sizes.rows + 2.0 * keys * sizes.keys)
+    going = 2.0 * rows * each * sizes.rows
+    inside = (min(sizes.size, machine.node) - 1) / sizes.size
+    outside = max(0, sizes.size - machine.node) / sizes.size
+
+    def travel(count: float) -> float:
+        return machine.latency + max(count * inside / machine.link, count * outside / machine.network)
+
+    work = sizes.flops * each * sizes.size / sizes.heads / machine.flops
+    computing = work + (2 * coming + 2 * (coming + going)) / machine.memory
+    if sizes.size == 1:
+        return Estimate(computing, computing, 0.0)
+    ends = travel(coming / parts) + travel(going / parts)
+    hidden = travel(coming) + travel(going) - ends
+    exposed = machine.latency + ends + max(0.0, hidden - work * (parts - 1) / parts)
+    return Estimate(computing + exposed, computing, exposed)
+
+
+def choose(sizes: Sizes, machine: Machine = Machine()) -> tuple[str, str]:
+    """The method for these sizes, and why."""
+    found = {"ring": ring(sizes, machine), "ulysses": ulysses(sizes, machine)}
+    name = min(found, key=lambda method: found[method].seconds)
+    other = "ring" if name == "ulysses" else "ulysses"
+    reason = (
+        f"{_shown(found[name])} by {name}, {_shown(found[other])} by {other}, of a model with {sizes.size} ranks, "
+        f"{machine.link / 1e9:g} GB/s within a node of {machine.node} and {machine.network / 1e9:g} GB/s between nodes"
+    )
+    if sizes.heads % sizes.size:
+        reason += f"; {sizes.size} ranks do not divide {sizes.heads} heads"
+    return name, reason
+
+
+def _shown(estimate: Estimate) -> str:
+    return f"{estimate.seconds * 1e3:.3g} ms ({estimate.exposed * 1e3:.2g} ms of exchanges that nothing hides)"

@@ -1,0 +1,188 @@
+"""``greenfast.parallel.blocks`` on a GPU: launches of the kernels that are prepared once per shape and address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from greenfast.kernels.attention import hopper
+from greenfast.kernels.attention.config import (
+    ROW_BLOCK,
+    AttentionConfig,
+    Mask,
+    Sizes,
+    Strides,
+    strides_of,
+)
+from greenfast.kernels.merge import merge as merge_kernel
+from greenfast.kernels.quantize import qkv
+from greenfast.operator import cuda
+from greenfast.operator.cuda import Plan, Step, sizes_of
+from greenfast.operator.layout import readable
+from greenfast.operator.quantized import QuantizedQKV, config_of
+from greenfast.parallel.blocks import Keys
+from greenfast.spec.arch import Target
+
+#: Blocks of the attention kernel for each multiprocessor: NCCL's kernels hold some of these for a part of its time.
+BLOCKS_EACH = 4
+_MOST_PLANS = 4096
+_PLANS: dict[tuple[Any, ...], Plan] = {}
+
+_config_of = lru_cache(maxsize=1024)(config_of)
+
+
+def _target(device: int) -> Target:
+    target = cuda.target_of(device)
+    if target.name != hopper.TARGET.name:
+        raise NotImplementedError(
+            f"context_parallel: its kernels are for Hopper (compute capability 9.0), this is {target.name}; "
+            "torch.distributed.tensor.experimental.context_parallel runs there"
+        )
+    return target
+
+
+def _launch(device: int, at: tuple[Any, ...], step: Callable[[], Step], buffers: dict[str, Tensor]) -> None:
+    plan = _PLANS.get(at)
+    if plan is None:
+        plan = cuda.cached(_PLANS, at, Plan(device, (step(),)), _MOST_PLANS)
+    addresses = (cuda.stream_of(device), 0, *(x.data_ptr() for x in buffers.values()))
+    cuda.queue(device, plan.launches.get(addresses) or plan.prepare(tuple(buffers), addresses))
+
+
+def _quantizing(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, buffers: dict[str, Tensor]) -> None:
+    """Launch the quantizer on tensors that it can read, with the buffers ``samples`` and what it writes."""
+    device = k.get_device()
+    _target(device)
+    given = {"q": q, "k": k, "v": v}
+    at = ("quantize", config, device, *(x.shape for x in given.values()), *(x.stride() for x in given.values()))
+
+    def step() -> Step:
+        sizes, strides = sizes_of(q.shape, k.shape), Strides(q.stride()[:3], k.stride()[:3], v.stride()[:3])
+        return Step(qkv.kernel(config, sizes, sampled=True), qkv.launch(config, sizes, strides, sampled=True))
+
+    _launch(device, at, step, {**given, **buffers})
+
+
+def quantize_keys(key: Tensor, value: Tensor, samples: Tensor, precision: str, into: Keys) -> Tensor:
+    """``blocks.quantize_keys`` of CUDA tensors."""
+    key, value = readable(key), readable(value)
+    config = replace(_config_of(key.shape[3], key.dtype, precision), quantizes_queries=True)  # no Q here
+    mean = into.key_scale.new_empty(*key.shape[:2], into.key.shape[3])
+    written = {
+        "k_codes": into.key, "v_codes": into.value, "k_scale": into.key_scale, "v_scale": into.value_scale,
+        "k_mean": mean, "samples": samples,
+    }  # fmt: skip
+    _quantizing(config, key, key, value, written)
+    return mean
+
+
+def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precision: str) -> QuantizedQKV:
+    """``blocks.quantize`` of CUDA tensors."""
+    query, key, value = readable(query), readable(key), readable(value)
+    config = _config_of(query.shape[3], query.dtype, precision)
+    shapes = cuda.quantized_sizes(query.shape, key.shape, config)
+    found = {name: query.new_empty(shape, dtype=cuda.buffer_dtype(name)) for name, shape in shapes.items()}
+    _quantizing(config, query, key, value, {**found, "samples": samples})
+    return QuantizedQKV(
+        query=found["q_codes"],
+        key=found["k_codes"],
+        value=found["v_codes"],
+        query_scale=found["q_scale"],
+        key_scale=found["k_scale"],
+        value_scale=found["v_scale"],
+        key_mean=found["k_mean"],
+        precision=precision,
+        head_dim=query.shape[3],
+        key_length=key.shape[2],
+        dtype=query.dtype,
+    )
+
+
+def attend(query: Tensor, keys: Keys, count: int, precision: str, causal: int, scale: float) -> tuple[Tensor, Tensor]:
+    """``blocks.attend`` of CUDA tensors."""
+    batch, heads, length, head_dim = query.shape
+    config = _config_of(head_dim, query.dtype, precision)
+    config = replace(config, mask=Mask(causal), log_sum_exp=True)
+    if hopper.quantizes_queries(config.head_dim):
+        query = readable(query, by_tma=True)
+        given, config = {"q": query}, replace(config, quantizes_queries=True)
+    else:
+        nothing = query.new_empty(*keys.key.shape[:2], 0, head_dim)
+        codes = quantize(query, nothing, nothing, query.new_empty(*keys.key.shape[:2], 32, head_dim), precision)
+        given = {"q_codes": codes.query, "q_scale": codes.query_scale}
+    blocks = -(-count // ROW_BLOCK)
+    out = query.new_empty(query.shape)
+    lse = query.new_empty((batch, heads, length), dtype=torch.float32)
+    buffers = {
+        **given,
+        "k_codes": keys.key,
+        "v_codes": keys.value,
+        "k_scale": keys.key_scale[..., :blocks].contiguous(),
+        "v_scale": keys.value_scale[..., :blocks].contiguous(),
+        "out": out,
+        "lse": lse,
+    }
+    sizes = Sizes(batch, heads, keys.key.shape[1], length, count)
+    _attending(config, sizes, scale, query.stride()[:3], keys.key.shape[2], buffers)
+    return out, lse
+
+
+def attend_codes(codes: QuantizedQKV, causal: int, scale: float, with_lse: bool) -> tuple[Tensor, Tensor]:
+    """Attention on codes of Q too, as ``torch.ops.greenfast.attention``, beside NCCL's kernels."""
+    config = _config_of(codes.head_dim, codes.dtype, codes.precision)
+    config = replace(config, mask=Mask(causal), log_sum_exp=with_lse)
+    batch, heads, length, _ = codes.query.shape
+    out = torch.empty((batch, heads, length, codes.head_dim), dtype=codes.dtype, device=codes.device)
+    lse = codes.query_scale.new_empty((batch, heads, length) if with_lse else (0,))
+    buffers = {
+        "q_codes": codes.query,
+        "k_codes": codes.key,
+        "v_codes": codes.value,
+        "q_scale": codes.query_scale,
+        "k_scale": codes.key_scale,
+        "v_scale": codes.value_scale,
+        "out": out,
+        "lse": lse,
+    }
+    sizes = sizes_of(codes.query.shape, codes.key.shape)
+    _attending(config, sizes, scale, strides_of(heads, length, codes.head_dim), codes.key_length, buffers)
+    return out, lse
+
+
+def _attending(
+    config: AttentionConfig, sizes: Sizes, scale: float, query: tuple[int, ...], kept: int, buffers: dict[str, Tensor]
+) -> None:
+    device = buffers["out"].get_device()
+    target = _target(device)
+
+    def step() -> Step:
+        size = target.multiprocessors
+        launch = hopper.launch(
+            config, sizes, scale, Strides(query=query), size, kept_keys=kept, blocks_each=BLOCKS_EACH
+        )
+        names = {"k": "k_codes", "v_t": "v_codes"} | ({} if config.quantizes_queries else {"q": "q_codes"})
+        # What lies before it on the stream may be a wait for NCCL, not the quantizer.
+        return Step(hopper.kernel(config, sizes, size), replace(launch, early=False), names)
+
+    _launch(device, ("attend", config, sizes, scale, device, query, kept), step, buffers)
+
+
+def merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor, first: int, into: Tensor) -> Tensor:
+    """Merge ``b`` into ``a``: writes ``into`` and returns the log-sum-exp."""
+    device, in_place = a.get_device(), into is a
+    lse = torch.empty_like(lse_a)
+    shape, strides = tuple(a.shape), tuple(x.stride()[:3] for x in (a, b, into))
+    names = [str(x.dtype).removeprefix("torch.") for x in (a, b, into)]
+
+    def step() -> Step:
+        source = merge_kernel.kernel(shape[3], *names, in_place=in_place)
+        return Step(source, merge_kernel.launch(shape, first, *strides))
+
+    buffers = {"a": a, "b": b, "out": into, "lse_a": lse_a, "lse_b": lse_b, "lse_out": lse}
+    _launch(device, ("merge", *names, in_place, device, shape, first, *strides), step, buffers)
+    return lse

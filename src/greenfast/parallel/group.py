@@ -1,0 +1,203 @@
+"""A group of ranks: that their calls agree, what they exchange, and which of them is lost.
+
+Tensors travel over the caller's process group (NCCL, or gloo for CPU tensors). What a call is travels over a second
+group, of gloo on the host: before anything is launched every rank knows that all others make the same call, and one
+that is gone is found there, by a time limit, without waiting for NCCL's. The host is ahead of the GPU meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+#: How long a rank may stay away from a call before the others end with an error, in seconds.
+TIMEOUT = 600.0
+_C10D: Any = distributed_c10d
+_LONGEST = 32  # numbers that describe a call
+_MOMENT = 5.0  # seconds by which ranks may begin a call, and so give it up, one after another
+
+
+@dataclass
+class Group:
+    """The ranks that share a sequence; ``rank`` counts in the group, 0 .. size - 1."""
+
+    process_group: Any
+    host: Any  # the group of gloo, None for one rank
+    store: Any  # of the ranks, under a name of their own
+    timeout: float  # seconds
+    calls: int = 0
+    since: float = 0.0  # when this rank came to its last call
+    ranks: list[int] = field(default_factory=list)  # in the world
+
+    @property
+    def name(self) -> str:
+        """What operators in a graph know the group by."""
+        return str(self.process_group.group_name)
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        """This process's place."""
+        return dist.get_rank(self.process_group)
+
+    def agree(self, call: Sequence[int], described: str, fault: Exception | None = None) -> None:
+        """Return when every rank of the group makes this call; all of them raise where one does not.
+
+        call: whole numbers that must be equal on all ranks, at most 32. described: the same for people. fault: the
+        error of a call that this rank refuses, which is raised here after the others know of it.
+
+        Raises ValueError for calls that differ, naming each, and RuntimeError, naming the rank, for one that is lost.
+        """
+        self.calls, self.since = self.calls + 1, time.monotonic()
+        if self.host is None:
+            if fault is not None:
+                raise fault
+            return
+        numbers = [int(fault is not None), len(call), *call]
+        mine = torch.tensor(numbers + [0] * (_LONGEST + 2 - len(numbers)), dtype=torch.int64)
+        both = torch.cat([mine, -mine])
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        with self.watched():
+            self.host.allreduce([both], options).wait()
+        most, least = both[: len(mine)], -both[len(mine) :]
+        if fault is None and not most[0] and torch.equal(most, least):
+            return
+        self.store.set(f"{self.calls}/call/{self.rank}", str(fault) if fault is not None else described)
+        if fault is not None:
+            raise fault
+        with self.watched():
+            said = [self.store.get(f"{self.calls}/call/{i}").decode() for i in range(self.size)]
+        calls = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self.ranks, said, strict=True))
+        raise ValueError(f"context_parallel: the ranks of the group make different calls: {calls}")
+
+    def watched(self) -> _Watched:
+        """A context in which the error of an exchange becomes one that names the ranks that are lost."""
+        return _Watched(self)
+
+    def exchange(self, send: Tensor, receive: Tensor) -> list[Any]:
+        """Send a buffer to the next rank and receive one from the rank before: the works to wait for."""
+        following, before = ((self.rank + step) % self.size for step in (1, -1))
+        sends = dist.P2POp(dist.isend, send, self.ranks[following], self.process_group)
+        receives = dist.P2POp(dist.irecv, receive, self.ranks[before], self.process_group)
+        with self.watched():
+            return dist.batch_isend_irecv([sends, receives])
+
+    def all_to_all(self, send: Tensor) -> tuple[Tensor, Any]:
+        """Send part i of the first dimension to rank i: what comes back, once the work has been waited for."""
+        received = torch.empty_like(send)
+        with self.watched():
+            work = dist.all_to_all_single(received, send, group=self.process_group, async_op=True)
+        return received, work
+
+    def wait(self, *works: Any) -> None:
+        """Wait for works; on CUDA the current stream does, not the host."""
+        with self.watched():
+            for work in works:
+                work.wait()
+
+    def sum_of_bits(self, x: Tensor) -> Tensor:
+        """The sum over the ranks of a 16-bit tensor of which each rank has some rows and zeros elsewhere, exactly.
+
+        As integers: what is added to a zero keeps its bits, NaN and -0 too.
+        """
+        if self.size > 1:
+            with self.watched():
+                dist.all_reduce(x.view(torch.int32), group=self.process_group)
+        return x
+
+    def lost(self) -> list[int]:
+        """Ranks of the world that do not answer a roll call until the time limit of the call, and a moment more.
+
+        Every rank whose exchange failed comes here, the last of them when its own time is over.
+        """
+        place = f"{self.calls}/here"
+        self.store.set(f"{place}/{self.rank}", "")
+        until = max(self.since + self.timeout, time.monotonic()) + min(_MOMENT, self.timeout / 2)
+        missing = list(range(self.size))
+        while missing and time.monotonic() < until:
+            missing = [i for i in missing if not self.store.check([f"{place}/{i}"])]
+            if missing:
+                time.sleep(min(0.05, self.timeout / 20))
+        return [self.ranks[i] for i in missing]
+
+
+class _Watched:
+    """See ``Group.watched``."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Raises RuntimeError in the place of one that an exchange raised."""
+        group = self.group
+        if not isinstance(error, RuntimeError):
+            return
+        try:
+            lost = group.lost()
+        except RuntimeError:  # the store is gone with the process that held it
+            raise RuntimeError(
+                f"context_parallel: rank {group.ranks[group.rank]} lost the other ranks {_others(group)} and the store "
+                f"of the process group, which rank 0 or the launcher holds; start the job again ({error})"
+            ) from error
+        if lost:
+            named = ", ".join(map(str, lost))
+            raise RuntimeError(
+                f"context_parallel: rank {named} of the ranks {group.ranks} did not answer within "
+                f"{group.timeout:g} s; it has ended or hangs. Start the job again ({error})"
+            ) from error
+
+
+def _others(group: Group) -> list[int]:
+    return [rank for i, rank in enumerate(group.ranks) if i != group.rank]
+
+
+_GROUPS: dict[str, Group] = {}
+_MADE: Counter[str] = Counter()  # groups by their ranks
+
+
+def group_of(process_group: Any, timeout: float | None = None) -> Group:
+    """The group of a process group. The first call for it is made by all of its ranks, and waits for them.
+
+    timeout: in seconds, of this call and those after it; TIMEOUT at first.
+    """
+    name = process_group.group_name
+    found = _GROUPS.get(name)
+    if found is None or found.process_group is not process_group or (timeout and timeout != found.timeout):
+        seconds = timeout or TIMEOUT
+        ranks = dist.get_process_group_ranks(process_group)
+        place = "-".join(map(str, ranks))
+        _MADE[place] += 1
+        store = _C10D.PrefixStore(f"greenfast/{place}/{_MADE[place]}", _C10D._get_default_store())
+        host = None
+        if len(ranks) > 1:
+            # Not new_group, for which ranks that are members of other groups would have to be in step.
+            host = dist.ProcessGroupGloo(
+                store, dist.get_rank(process_group), len(ranks), timeout=timedelta(seconds=seconds)
+            )
+        found = _GROUPS[name] = Group(process_group, host, store, seconds, ranks=ranks)
+    return found
+
+
+def group_named(name: str) -> Group:
+    """The group of the process group that has this name in PyTorch. Raises ValueError where there is none."""
+    found = _GROUPS.get(name)
+    if found is not None:
+        return found
+    return group_of(_C10D._resolve_process_group(name))

@@ -1,0 +1,58 @@
+"""How a sequence lies on the ranks, and which of its rows are where.
+
+Balanced, as torch.distributed.tensor.experimental.context_parallel shards it: in 2 * size chunks, of which rank r has
+chunk r and, behind it, chunk 2 * size - 1 - r, so that a causal mask leaves all ranks the same work (Llama 3, Llama
+Team 2024, section 3.3.2). Otherwise rank r has the r-th of ``size`` chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """size: of the group. balanced: see above."""
+
+    size: int
+    balanced: bool
+
+    @property
+    def parts(self) -> int:
+        """Chunks of a rank."""
+        return 2 if self.balanced else 1
+
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
+        """The chunks of the whole sequence that a rank has, in its order."""
+        return (rank, 2 * self.size - 1 - rank) if self.balanced else (rank,)
+
+    def places(self) -> list[int]:
+        """For each chunk of the sequence, where it is among the chunks of all ranks, one rank after another."""
+        order = [chunk for rank in range(self.size) for chunk in self.chunks_of(rank)]
+        return [order.index(chunk) for chunk in range(len(order))]
+
+    def row_of(self, position: int, length: int) -> tuple[int, int]:
+        """The rank, and the row on it, of a position of the sequence; ``length``: rows of each rank."""
+        chunk = length // self.parts
+        place = self.places()[position // chunk]
+        return place // self.parts, place % self.parts * chunk + position % chunk
+
+    def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
+        """A rank's rows of a whole tensor. Raises ValueError for a length that the layout does not divide."""
+        count = self.size * self.parts
+        if x.shape[dim] % count:
+            raise ValueError(
+                f"dim {dim}: {x.shape[dim]} rows; a multiple of {count} is needed, {self.parts} chunks for each of "
+                f"{self.size} ranks. Pad the sequence"
+            )
+        chunks = x.chunk(count, dim) if x.shape[dim] else (x,) * count
+        return torch.cat([chunks[i] for i in self.chunks_of(rank)], dim)
+
+    def whole(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+        """The whole tensor from the shards of all ranks."""
+        chunks = [part for shard in shards for part in shard.chunk(self.parts, dim)]
+        return torch.cat([chunks[place] for place in self.places()], dim)

@@ -1,0 +1,79 @@
+"""Ring attention: codes of K and V go round the ranks, the next ones while those that are here are attended to.
+
+After Liu et al., "Ring Attention with Blockwise Transformers" (2023); what travels is 8-bit codes and their scales.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from greenfast.kernels.quantize.qkv import MEAN_KEYS, sample_places
+from greenfast.operator import ops
+from greenfast.parallel import blocks
+from greenfast.parallel.blocks import Keys, Merged
+from greenfast.parallel.group import Group
+from greenfast.parallel.layout import Layout
+
+
+def samples_of(group: Group, layout: Layout, key: Tensor) -> Tensor:
+    """The keys by which the mean of all keys is estimated, (B, HK, 32, D): those of one GPU, of all ranks."""
+    batch, heads, length, head_dim = key.shape
+    samples = key.new_zeros(batch, heads, MEAN_KEYS, head_dim)
+    at, rows = _own_samples(layout, group.rank, length, key.device)
+    if len(at):
+        samples.index_copy_(2, at, key.index_select(2, rows))
+    return group.sum_of_bits(samples)
+
+
+@lru_cache(maxsize=256)
+def _own_samples(layout: Layout, rank: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which of the samples are a rank's, and where its rows are; kept, as copies to a GPU take longer than they do."""
+    places = [layout.row_of(place, length) for place in sample_places(length * layout.size)]
+    mine = [(i, row) for i, (owner, row) in enumerate(places) if owner == rank]
+    at, rows = torch.tensor(mine, dtype=torch.long).view(-1, 2).T.contiguous().to(device)
+    return at, rows
+
+
+def turns(rank: int, layout: Layout, length: int, causal: bool) -> list[tuple[int, int, int] | None]:
+    """What a rank computes while it has the keys of rank ``rank - turn``: (first query row, count of keys, masked).
+
+    None where its queries attend to none of them. length: rows of each rank.
+    """
+    found: list[tuple[int, int, int] | None] = [(0, length, int(causal))]
+    for turn in range(1, layout.size):
+        later = turn > rank  # those keys are of a rank behind this one
+        if not causal:
+            found.append((0, length, 0))
+        elif layout.balanced:
+            half = length // 2
+            found.append((half, length, 0) if later else (0, half, 0))
+        else:
+            found.append(None if later else (0, length, 0))
+    return found
+
+
+def forward(
+    group: Group, layout: Layout, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The output of this rank's queries over all keys, contiguous, and their log-sum-exp, float32 (B, H, S)."""
+    samples = samples_of(group, layout, key)
+    here = Keys.like(key)
+    there = Keys.like(key) if group.size > 1 else here
+    mean = blocks.quantize_keys(key, value, samples, precision, here)
+    plan = turns(group.rank, layout, key.shape[2], bool(causal))
+    merged = Merged(of=sum(turn is not None for turn in plan))
+    for number, turn in enumerate(plan):
+        works = group.exchange(here.buffer, there.buffer) if number + 1 < group.size else []
+        if turn is not None:
+            first, count, masked = turn
+            merged.add(*blocks.attend(query[:, :, first:], here, count, precision, masked, scale), first)
+        group.wait(*works)
+        here, there = there, here
+    lse = merged.lse
+    if with_lse:
+        lse = lse + ops.MEAN_SCORES(query, mean, True) * scale
+    return merged.out, lse

@@ -1,0 +1,261 @@
+"""Attention by heads: all-to-all exchanges give each rank the whole sequence for its share of the heads, and back.
+
+After Jacobs et al., "DeepSpeed Ulysses" (2023). What travels to the heads is 8-bit codes and scales of Q, K and V, made
+of the rows that a rank has; what comes back is the output. Heads go in parts, so that a part is exchanged while the
+one before it is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from greenfast.kernels.attention.config import KEY_GROUP
+from greenfast.operator import ops
+from greenfast.operator.quantized import QuantizedQKV
+from greenfast.parallel import blocks
+from greenfast.parallel.group import Group
+from greenfast.parallel.layout import Layout
+from greenfast.parallel.ring import samples_of
+
+_PARTS = (4, 2)
+_LEAST = 2 << 20  # bytes of a part for each rank: links are slow below
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Which heads each rank computes: ``queries`` heads of Q, each ``share`` of which share one head of K and V.
+
+    Where the group does not divide the heads, the last ranks have heads that do not exist. Where there are fewer heads
+    of K and V than ranks, or their groups lie across ranks, ranks get copies.
+    """
+
+    heads: int
+    kv_heads: int
+    size: int
+
+    @property
+    def queries(self) -> int:
+        """Heads of Q of each rank."""
+        return -(-self.heads // self.size)
+
+    @property
+    def share(self) -> int:
+        """Heads of Q that share one of K and V on a rank: the most that do so on every rank."""
+        of = self._key_of_each()
+        for share in range(self.queries, 0, -1):
+            runs = [of[at : at + share] for at in range(0, len(of), share)]
+            if self.queries % share == 0 and all(len(set(run)) == 1 for run in runs):
+                return share
+        raise AssertionError
+
+    @property
+    def keys(self) -> list[int]:
+        """The heads of K and V that the ranks have, one rank after another, as many for each."""
+        return self._key_of_each()[:: self.share]
+
+    def _key_of_each(self) -> list[int]:
+        shared = self.heads // self.kv_heads
+        return [min(head // shared, self.kv_heads - 1) for head in range(self.queries * self.size)]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One of the tensors that travel: (B, heads, ...), with the rows of the sequence in dimension ``rows``.
+
+    of_keys: whether its heads are K's and V's.
+    """
+
+    tensor: Tensor
+    rows: int
+    of_keys: bool
+
+
+class Exchange:
+    """What a group exchanges for one attention, on ``length`` rows of each rank."""
+
+    def __init__(self, group: Group, layout: Layout, heads: Heads) -> None:
+        self.group, self.layout, self.heads = group, layout, heads
+
+    def by_rank(self, field: Field) -> Tensor:
+        """The field with its heads divided among the ranks: (B, size, heads of a rank, ...)."""
+        x, size = field.tensor, self.group.size
+        if field.of_keys:
+            if self.heads.keys != list(range(x.shape[1])):
+                x = x[:, self.heads.keys]
+        elif x.shape[1] != self.heads.queries * size:
+            missing = x.new_zeros(x.shape[0], self.heads.queries * size - x.shape[1], *x.shape[2:])
+            x = torch.cat([x, missing], 1)
+        return torch.unflatten(x, 1, (size, x.shape[1] // size))
+
+    def send(self, fields: list[Tensor]) -> tuple[tuple[Tensor, ...], object]:
+        """Exchange fields (B, size, heads, ...): the received ones, (size, B, heads, ...), and the work to wait for."""
+        size = self.group.size
+        shapes = [(x.shape[0], *x.shape[2:]) for x in fields]
+        dtypes = [x.dtype for x in fields]
+        # All of them in one buffer for each rank, so that the exchange is one.
+        width = sum(blocks.place(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+        sent = torch.empty(size, width, dtype=torch.uint8, device=fields[0].device)
+        for x, into in zip(fields, _views(sent, shapes, dtypes), strict=True):
+            into.copy_(x.transpose(0, 1))
+        received, work = self.group.all_to_all(sent)
+        return _views(received, shapes, dtypes), work
+
+    def gathered(self, x: Tensor, rows: int) -> Tensor:
+        """A received field (size, B, heads, ...) as (B, heads, ...) with the rows of the sequence in their order."""
+        parts, size = self.layout.parts, self.group.size
+        chunk = x.shape[rows + 1] // parts
+        chunks = torch.unflatten(x, rows + 1, (parts, chunk))
+        shape = (*x.shape[1 : rows + 1], parts * size, chunk, *x.shape[rows + 2 :])
+        out = x.new_empty(shape)
+        into = out.movedim(rows, 0)
+        for place, chosen in self._places(chunks, rows + 1):
+            into[place].copy_(chosen)
+        return out.flatten(rows, rows + 1)
+
+    def scattered(self, x: Tensor, rows: int = 2) -> Tensor:
+        """The inverse, for what goes back: (B, heads, ...) as (B, size, heads, ...), each rank's rows in its order."""
+        parts, size = self.layout.parts, self.group.size
+        chunk = x.shape[rows] // (parts * size)
+        chunks = torch.unflatten(x, rows, (parts * size, chunk)).movedim(rows, 0)
+        shape = (size, *x.shape[:rows], parts, chunk, *x.shape[rows + 1 :])
+        out = x.new_empty(shape)
+        for place, chosen in self._places(out, rows + 1):
+            chosen.copy_(chunks[place])
+        return out.flatten(rows + 1, rows + 2).transpose(0, 1)
+
+    def _places(self, chunks: Tensor, parts: int) -> list[tuple[slice | int, Tensor]]:
+        """Where chunks (size, ..., parts, ...) go in the sequence: as few pairs of places and views as there can be."""
+        size = self.group.size
+        heads = (slice(0, size), chunks.select(parts, 0))
+        if not self.layout.balanced:
+            return [heads]
+        tails = chunks.select(parts, 1)
+        return [heads, *((2 * size - 1 - rank, tails[rank]) for rank in range(size))]
+
+
+def _views(buffer: Tensor, shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> tuple[Tensor, ...]:
+    """Tensors (size, *shape) in a buffer (size, bytes)."""
+    found, at = [], 0
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        size = torch.Size(shape).numel() * dtype.itemsize
+        found.append(torch.unflatten(buffer[:, at : at + size].view(dtype), 1, shape))
+        at += blocks.place(shape, dtype)
+    return tuple(found)
+
+
+def forward(
+    group: Group, layout: Layout, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The output of this rank's queries over all keys, contiguous, and their log-sum-exp, float32 (B, H, S)."""
+    batch, count, length, head_dim = query.shape
+    heads = Heads(count, key.shape[1], group.size)
+    exchange = Exchange(group, layout, heads)
+    as_codes = all(blocks.codes_travel(x.shape[2] // layout.parts) for x in (query, key))
+    mean = None
+    if as_codes:
+        codes = blocks.quantize(query, key, value, samples_of(group, layout, key), precision)
+        mean = codes.key_mean
+        fields = [
+            Field(codes.query, 2, False), Field(codes.key, 2, True), Field(codes.value, 3, True),
+            Field(codes.query_scale, 2, False), Field(codes.key_scale, 2, True), Field(codes.value_scale, 2, True),
+        ]  # fmt: skip
+    else:
+        fields = [Field(query, 2, False), Field(key, 2, True), Field(value, 2, True)]
+    divided = [exchange.by_rank(field) for field in fields]
+    parts = parts_of(divided, heads)
+    coming = [exchange.send([x.tensor_split(parts, 2)[part] for x in divided]) for part in range(parts)]
+    going = []
+    found: tuple[Tensor, ...]
+    for received, work in coming:
+        group.wait(work)
+        whole = [exchange.gathered(x, field.rows) for x, field in zip(received, fields, strict=True)]
+        if as_codes:
+            found = _attend(whole, precision, head_dim, query.dtype, causal, scale, with_lse)
+        elif with_lse:
+            found = ops.SDPA_LSE(*whole, precision, causal, scale)
+        else:
+            found = (ops.SDPA(*whole, precision, causal, scale),)
+        results = found[: 1 + with_lse]
+        going.append(exchange.send([exchange.scattered(x) for x in results]))
+    out = query.new_empty(batch, group.size, heads.queries, length, head_dim)
+    lse = query.new_empty(out.shape[:4] if with_lse else (0,), dtype=torch.float32)
+    for part, (received, work) in enumerate(going):
+        group.wait(work)
+        for into, x in zip((out, lse), received, strict=False):
+            into.tensor_split(parts, 2)[part].copy_(x.transpose(0, 1))
+    out = out.flatten(1, 2)[:, :count]
+    if with_lse:
+        lse = lse.flatten(1, 2)[:, :count]
+        if mean is not None:
+            lse = lse + ops.MEAN_SCORES(query, mean, True) * scale
+    return out.contiguous(), lse.contiguous()
+
+
+def parts_of(divided: list[Tensor], heads: Heads) -> int:
+    """In how many parts the heads of a rank go: whole heads of K and V, and enough bytes of each."""
+    keys = heads.queries // heads.share
+    each = sum(x.nbytes for x in divided) // heads.size
+    return next((n for n in _PARTS if keys % n == 0 and each >= n * _LEAST), 1)
+
+
+def _attend(
+    whole: list[Tensor], precision: str, head_dim: int, dtype: torch.dtype, causal: int, scale: float, with_lse: bool
+) -> tuple[Tensor, Tensor]:
+    query, key, value, query_scale, key_scale, value_scale = whole
+    assert value.shape[3] % KEY_GROUP == 0
+    codes = QuantizedQKV(
+        query=query,
+        key=key,
+        value=value,
+        query_scale=query_scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        key_mean=None,
+        precision=precision,
+        head_dim=head_dim,
+        key_length=key.shape[2],
+        dtype=dtype,
+    )
+    if query.is_cuda:
+        found: tuple[Tensor, Tensor] = blocks.gpu().attend_codes(codes, causal, scale, with_lse)
+        return found
+    arguments = (*codes.tensors()[:6], precision, head_dim, codes.key_length, dtype, causal, scale)
+    return ops.ATTENTION_LSE(*arguments)  # type: ignore[no-any-return]
+
+
+def backward(
+    group: Group, layout: Layout, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of this rank's queries, keys and values, by ``torch.ops.greenfast.sdpa_backward`` of whole heads.
+
+    In 16 bits, whatever the precision of the forward pass is.
+    """
+    heads = Heads(query.shape[1], key.shape[1], group.size)
+    exchange = Exchange(group, layout, heads)
+    fields = [Field(grad, 2, False), Field(query, 2, False), Field(key, 2, True), Field(value, 2, True)]
+    received, work = exchange.send([exchange.by_rank(field) for field in fields])
+    group.wait(work)
+    whole = [exchange.gathered(x, 2) for x in received]
+    found = torch.ops.greenfast.sdpa_backward(*whole, causal, scale)
+    received, work = exchange.send([exchange.scattered(x.contiguous()) for x in found])
+    group.wait(work)
+    by_query, by_key, by_value = (x.transpose(0, 1).flatten(1, 2) for x in received)
+    return (
+        torch.empty_like(query).copy_(by_query[:, : query.shape[1]]),
+        *(_added(x, heads, like) for x, like in ((by_key, key), (by_value, value))),
+    )  # type: ignore[return-value]
+
+
+def _added(x: Tensor, heads: Heads, like: Tensor) -> Tensor:
+    """The gradient of K or V from the gradients of its copies: (B, HK, KV, D) from (B, heads of all ranks, KV, D)."""
+    out = torch.empty_like(like)
+    if heads.keys == list(range(like.shape[1])):
+        return out.copy_(x)
+    total = x.new_zeros(like.shape, dtype=torch.float32)
+    for copy, head in enumerate(heads.keys):  # one after another, so that the sum has one order
+        total[:, head] += x[:, copy]
+    return out.copy_(total)

@@ -1,0 +1,137 @@
+"""What the ranks of a context_parallel compute, on one GPU: the ranks one after another, nothing is exchanged."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import greenfast
+from greenfast.kernels.quantize.qkv import sample_places
+from greenfast.operator import ops
+from greenfast.parallel import blocks, ulysses
+from greenfast.parallel.blocks import Keys, Merged
+from greenfast.parallel.layout import Layout
+from greenfast.parallel.ring import turns
+from greenfast.parallel.ulysses import Field
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
+
+
+def inputs(heads: int, kv_heads: int, rows: int, head_dim: int, bias: float = 0.0) -> Any:
+    generator = torch.Generator("cuda").manual_seed(rows)
+    shapes = [(2, heads, rows, head_dim), *[(2, kv_heads, rows, head_dim)] * 2]
+    q, k, v = (torch.randn(s, generator=generator, device="cuda") for s in shapes)
+    k = k + bias * torch.randn(1, kv_heads, 1, head_dim, generator=generator, device="cuda")
+    return [x.bfloat16() for x in (q, k, v)]
+
+
+def exact(tensors: Any, causal: bool) -> Any:
+    q, k, v = tensors
+    return torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=causal, enable_gqa=True
+    )
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def ring(tensors: list[Tensor], layout: Layout, causal: bool, precision: str) -> tuple[Tensor, Tensor]:
+    """The whole output and log-sum-exp, every rank's part computed as in ``ring.forward``."""
+    k = tensors[1]
+    samples = k[:, :, sample_places(k.shape[2])].contiguous()
+    shards = [[layout.shard(x, 2, rank) for x in tensors] for rank in range(layout.size)]
+    codes, means = [], []
+    for _, key, value in shards:
+        codes.append(Keys.like(key))
+        means.append(blocks.quantize_keys(key, value, samples, precision, codes[-1]))
+    scale, outs, sums = tensors[0].shape[3] ** -0.5, [], []
+    for rank, (query, key, _) in enumerate(shards):
+        plan = turns(rank, layout, key.shape[2], causal)
+        merged = Merged(of=sum(turn is not None for turn in plan))
+        for number, turn in enumerate(plan):
+            if turn is not None:
+                first, count, masked = turn
+                source = codes[(rank - number) % layout.size]
+                merged.add(*blocks.attend(query[:, :, first:], source, count, precision, masked, scale), first)
+        outs.append(merged.out)
+        sums.append(merged.lse + ops.MEAN_SCORES(query, means[rank], True) * scale)
+    assert all(torch.equal(mean, means[0]) for mean in means)
+    return layout.whole(outs, 2), layout.whole(sums, 2)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rows", "head_dim", "size", "balanced", "causal"),
+    [
+        (4, 4, 2048, 128, 2, True, True),
+        (4, 2, 1536, 64, 3, True, True),
+        (2, 1, 1200, 128, 3, True, True),  # chunks of 200 rows: blocks that lie in two of them
+        (2, 2, 600, 256, 2, True, True),
+        (2, 2, 72, 72, 2, True, True),
+        (4, 4, 1024, 128, 4, False, True),
+        (4, 1, 1000, 128, 4, False, False),
+    ],
+)
+def test_the_turns_of_a_ring(
+    heads: int, kv_heads: int, rows: int, head_dim: int, size: int, balanced: bool, causal: bool, precision: Any
+) -> None:
+    tensors = inputs(heads, kv_heads, rows, head_dim, bias=3.0)
+    found, lse = ring(tensors, Layout(size, balanced), causal, precision)
+    attend: Any = greenfast.sdpa
+    alone, lse_alone = attend(*tensors, is_causal=causal, enable_gqa=True, precision=precision, return_lse=True)
+    wanted = exact(tensors, causal)
+    assert error(found, wanted) < 1.05 * error(alone, wanted) + 2e-3
+    assert (lse - lse_alone).abs().max() < 0.06
+    again, _ = ring(tensors, Layout(size, balanced), causal, precision)
+    assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 2), (8, 2, 4), (6, 6, 4)])
+def test_heads_of_whole_sequences(heads: int, kv_heads: int, size: int) -> None:
+    """The codes of shards, gathered for a share of the heads, give the bits of one GPU."""
+    q, k, v = inputs(heads, kv_heads, 256 * size * 2, 128, bias=3.0)
+    layout, share = Layout(size, True), ulysses.Heads(heads, kv_heads, size)
+    samples = k[:, :, sample_places(k.shape[2])].contiguous()
+    group: Any = SimpleNamespace(size=size)
+    exchange = ulysses.Exchange(group, layout, share)
+    by_rank = []
+    for rank in range(size):
+        query, key, value = (layout.shard(x, 2, rank) for x in (q, k, v))
+        codes = blocks.quantize(query, key, value, samples, "fp8")
+        fields = [
+            Field(codes.query, 2, False), Field(codes.key, 2, True), Field(codes.value, 3, True),
+            Field(codes.query_scale, 2, False), Field(codes.key_scale, 2, True), Field(codes.value_scale, 2, True),
+        ]  # fmt: skip
+        by_rank.append([exchange.by_rank(field) for field in fields])
+    outs = []
+    for rank in range(size):
+        received = [torch.stack([sent[i][:, rank] for sent in by_rank]) for i in range(6)]
+        whole = [exchange.gathered(x, field.rows) for x, field in zip(received, fields, strict=True)]
+        outs.append(ulysses._attend(whole, "fp8", 128, torch.bfloat16, 1, 128**-0.5, False)[0])
+    found = torch.cat(outs, 1)[:, :heads]
+    assert torch.equal(found, greenfast.sdpa(q, k, v, is_causal=True, enable_gqa=True))
+    scattered = exchange.scattered(outs[0])
+    again = torch.cat([layout.shard(outs[0], 2, rank).unsqueeze(1) for rank in range(size)], 1)
+    assert torch.equal(scattered, again)
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16")], ids=str)
+@pytest.mark.parametrize("first", [0, 40])
+def test_a_merge(dtypes: tuple[str, str], first: int) -> None:
+    kept, given = (getattr(torch, name) for name in dtypes)
+    a = torch.randn(2, 3, 72, 72, device="cuda").to(kept)
+    b = torch.randn(2, 3, 72 - first, 72, device="cuda").to(torch.float16 if kept == torch.float32 else kept)
+    lse_a, lse_b = torch.randn(2, 3, 72, device="cuda") * 3, torch.randn(2, 3, 72 - first, device="cuda") * 3
+    lse_a[0, 0, first], lse_b[0, 0, :2] = -torch.inf, -torch.inf
+    wanted, kept_lse = a.cpu().to(given), None
+    kept_lse = blocks._merge(a.cpu(), lse_a.cpu(), b.cpu(), lse_b.cpu(), first, wanted)
+    into = a if kept == given else torch.empty_like(a, dtype=given)
+    lse = blocks.gpu().merge(a, lse_a, b, lse_b, first, into)
+    assert torch.allclose(lse.cpu(), kept_lse, atol=1e-5)
+    assert torch.allclose(into.cpu().float(), wanted.float(), atol=1e-2 if given != torch.float32 else 1e-5, rtol=1e-2)
+    assert torch.equal(into[:, :, :first].cpu(), wanted[:, :, :first])

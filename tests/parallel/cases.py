@@ -1,0 +1,117 @@
+"""What ranks run: functions of a mesh, called by ``tests.parallel.ranks``."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import greenfast
+
+Array = np.ndarray[Any, Any]
+sdpa: Any = greenfast.sdpa  # whose overloads do not take options as they come here
+
+
+def inputs(shape: tuple[int, ...], kv_heads: int, seed: int, keys: int = 0, bias: float = 0.0) -> Any:
+    """Q, K and V of a whole sequence, (B, H, S, D) and (B, HK, keys or S, D), the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, _, rows, head_dim = shape
+    shapes = [shape, *[(batch, kv_heads, keys or rows, head_dim)] * 2]
+    q, k, v = (torch.randn(s, generator=generator) for s in shapes)
+    if bias:
+        k = k + bias * torch.randn(1, kv_heads, 1, head_dim, generator=generator)
+    return [x.bfloat16() for x in (q, k, v)]
+
+
+def attend(mesh: DeviceMesh, method: Any, given: dict[str, Any], options: dict[str, Any], balanced: bool) -> Any:
+    """The whole output (and log-sum-exp) that the ranks computed of their shards, on each of them; the method."""
+    tensors = inputs(**given)
+    cp: Any = greenfast.context_parallel(mesh, method, load_balance=balanced, timeout=10)
+    shards = [cp.shard(x, 2) for x in tensors]
+    grouped = tensors[0].shape[1] != tensors[1].shape[1]
+    with cp:
+        found = sdpa(*shards, enable_gqa=grouped, **options)
+    chosen = cp.explain(*shards, is_causal=options.get("is_causal", False), enable_gqa=grouped)
+    results = found if isinstance(found, tuple) else (found,)
+    return [cp.unshard(x, 2).float().numpy() for x in results], str(chosen)
+
+
+def train(mesh: DeviceMesh, method: Any, given: dict[str, Any], causal: bool, balanced: bool = True) -> list[Array]:
+    """The whole gradients of Q, K and V of a loss that weighs each element of the output differently."""
+    tensors = inputs(**given)
+    cp = greenfast.context_parallel(mesh, method, load_balance=balanced, timeout=10)
+    grad = inputs(given["shape"], 1, 99)[0]
+    q, k, v = (cp.shard(x, 2).requires_grad_() for x in tensors)
+    with cp:
+        out = sdpa(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        out.backward(cp.shard(grad, 2))
+    return [cp.unshard(x.grad, 2).float().numpy() for x in (q, k, v)]  # type: ignore[arg-type]
+
+
+def as_dtensors(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
+    """Attention of DTensors, whose layout is not head-tail: the output as a whole, its placements, and gradients."""
+    cp = greenfast.context_parallel(mesh, "ulysses", load_balance=False, timeout=10)
+    whole = inputs(**given)
+    parts = [cp.shard(x, 2).requires_grad_() for x in whole]
+    q, k, v = (DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in parts)
+    with cp:
+        out = sdpa(q, k, v, is_causal=True)
+        out.sum().to_local().backward()
+        refused = ""
+        try:
+            greenfast.sdpa(DTensor.from_local(whole[0], mesh, [Replicate()], run_check=False), k, v)
+        except ValueError as error:
+            refused = str(error)
+    assert isinstance(out, DTensor)
+    grads = [x.grad.float().numpy() for x in parts if x.grad is not None]
+    return out.full_tensor().detach().float().numpy(), str(out.placements), grads, refused
+
+
+def compiled(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
+    """Outputs and gradients with and without torch.compile; and the same graph's and function's outside the context."""
+    cp = greenfast.context_parallel(mesh, "ring", timeout=10)
+    shards = [cp.shard(x, 2) for x in inputs(**given)]
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return greenfast.sdpa(q, k, v, is_causal=True) * 2
+
+    graph = torch.compile(model, backend="aot_eager", fullgraph=True)
+    alone = graph(*shards)
+    found = []
+    for call in (model, graph):
+        tensors = [x.clone().requires_grad_() for x in shards]
+        with cp:
+            out: Any = call(*tensors)
+            out.sum().backward()
+        found.append([x.detach().float().numpy() for x in (out, *(t.grad for t in tensors))])
+    return found, alone.float().numpy(), model(*shards).float().numpy()
+
+
+def mismatch(mesh: DeviceMesh, kind: str) -> None:
+    """One rank makes another call than the others."""
+    cp = greenfast.context_parallel(mesh, "ring", timeout=10)
+    odd = mesh.get_local_rank() == 1
+    rows = 64 if odd and kind == "rows" else 65 if odd and kind == "refused" else 128
+    q, k, v = inputs((1, 2, rows, 64), 2, 0)
+    with cp:
+        greenfast.sdpa(q, k, v, is_causal=kind != "mask" or odd)
+
+
+def die(mesh: DeviceMesh, timeout: float, when: str) -> float:
+    """Rank 1 ends; returns how long the others took to notice, if they do not raise."""
+    cp = greenfast.context_parallel(mesh, "ring", timeout=timeout)
+    q, k, v = inputs((1, 2, 64, 64), 2, 0)
+    with cp:
+        greenfast.sdpa(q, k, v)
+        if mesh.get_local_rank() == 1:
+            if when == "hangs":
+                time.sleep(600)
+            os._exit(1)
+        greenfast.sdpa(q, k, v)
+    return 0.0

@@ -1,0 +1,91 @@
+"""Processes that are ranks of a gloo group on the CPU: forked from one that has imported PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+#: Meshes that the ranks make, by name: the ranks in order.
+MESHES = {"1": (0,), "2": (0, 1), "3": (0, 1, 2), "4": (0, 1, 2, 3), "2 turned": (1, 0), "4 mixed": (2, 0, 3, 1)}
+_PRELOADED = ["torch", "torch.distributed.tensor", "greenfast.parallel.context", "tests.parallel.cases"]
+
+
+class Ranks:
+    """The processes. A call runs a function of ``tests.parallel.cases`` on the ranks of a mesh, which comes first."""
+
+    def __init__(self, count: int, folder: Path, meshes: Sequence[str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(count):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, count, str(folder / "store"), tuple(meshes), there))
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def __call__(
+        self, mesh: str, function: str, *args: Any, lost: Sequence[int] = (), seconds: float = 60.0
+    ) -> list[Any]:
+        """What the function returned on each rank of the mesh, in the mesh's order; an exception as itself.
+
+        lost: ranks that are not waited for. Raises TimeoutError where another takes longer.
+        """
+        ranks = MESHES[mesh]
+        for rank in ranks:
+            self.pipes[rank].send((mesh, function, args))
+        found: dict[int, Any] = dict.fromkeys(ranks)
+        waiting: dict[Any, int] = {self.pipes[rank]: rank for rank in ranks if rank not in lost}
+        while waiting:
+            ready: list[Any] = wait(list(waiting), timeout=seconds)
+            if not ready:
+                raise TimeoutError(f"{function}: ranks {sorted(waiting.values())} took more than {seconds} s")
+            for pipe in ready:
+                found[waiting.pop(pipe)] = pipe.recv()
+        return [found[rank] for rank in ranks]
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(2)
+            process.kill()
+
+
+@contextmanager
+def running(count: int, folder: Path, meshes: Sequence[str]) -> Iterator[Ranks]:
+    ranks = Ranks(count, folder, meshes)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def _serve(rank: int, count: int, store: str, meshes: tuple[str, ...], pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    made = torch._C._distributed_c10d.FileStore(store, count)
+    dist.init_process_group("gloo", store=made, rank=rank, world_size=count, timeout=timedelta(seconds=20))
+    found = {name: DeviceMesh("cpu", list(MESHES[name])) for name in meshes}
+    cases = importlib.import_module("tests.parallel.cases")
+    while True:
+        try:
+            mesh, function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            result = getattr(cases, function)(found[mesh], *args)
+        except Exception as error:
+            result = error
+        pipe.send(result)

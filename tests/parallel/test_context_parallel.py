@@ -1,0 +1,169 @@
+"""``greenfast.context_parallel`` on ranks of gloo, compared with one process and with float64."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parallel import cases
+from tests.parallel.ranks import MESHES, Ranks, running
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with running(4, tmp_path_factory.mktemp("ranks"), list(MESHES)) as found:
+        yield found
+
+
+def results(found: list[Any]) -> list[Any]:
+    """What the ranks returned, where none raised an error."""
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    return found
+
+
+def exact(tensors: Any, causal: bool) -> Any:
+    q, k, v = tensors
+    return torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=causal, enable_gqa=True
+    )
+
+
+def error(found: Any, wanted: Tensor) -> float:
+    return float((torch.as_tensor(found).double() - wanted).norm() / wanted.norm())
+
+
+def given(rows: int, heads: int = 4, kv_heads: int = 4, head_dim: int = 64, **more: Any) -> dict[str, Any]:
+    return {"shape": (1, heads, rows, head_dim), "kv_heads": kv_heads, "seed": rows, **more}
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize(
+    ("mesh", "sizes", "causal", "balanced"),
+    [
+        ("2", given(512, bias=5.0), True, True),
+        ("2", given(256, heads=3, kv_heads=1), False, True),
+        ("3", given(300, heads=4, kv_heads=2, head_dim=72), True, True),  # chunks of 50 rows, heads not divided
+        ("3", given(384), True, False),
+        ("4", given(1024, kv_heads=2), True, True),  # two ranks share each head of K and V
+        ("4", given(512, heads=6, kv_heads=3), False, False),
+        ("4", given(60, heads=2, kv_heads=1, keys=36), False, False),  # rows and keys differ; shards are odd
+    ],
+)
+def test_agrees_with_one_process(
+    ranks: Ranks, mesh: str, sizes: dict[str, Any], causal: bool, balanced: bool, method: str
+) -> None:
+    options = {"is_causal": causal, "return_lse": True}
+    found = results(ranks(mesh, "attend", method, sizes, options, balanced))
+    (out, lse), chosen = found[0]
+    assert chosen.startswith(f"{method}: ")
+    for (other, _), _ in found[1:]:
+        assert np.array_equal(out, other), "all ranks gathered the same"
+    tensors = cases.inputs(**sizes)
+    alone, lse_alone = cases.sdpa(*tensors, enable_gqa=True, **options)
+    wanted = exact(tensors, causal)
+    assert error(out, wanted) < 1.03 * error(alone, wanted) + 1e-3
+    chunks = len(MESHES[mesh]) * (2 if balanced else 1)
+    rows = sizes["shape"][2]
+    if method == "ulysses" and rows % (128 * chunks) == 0:
+        assert np.array_equal(out, alone.float().numpy()), "the same codes, and so the same bits"
+        assert np.allclose(lse, lse_alone.numpy(), atol=1e-4)
+    else:
+        assert np.abs(lse - lse_alone.numpy()).max() < 0.1
+
+
+def test_int8_and_float32(ranks: Ranks) -> None:
+    sizes = given(512)
+    (found, _), *_ = results(
+        ranks("2", "attend", "ring", sizes, {"is_causal": True, "precision": "int8", "scale": 0.2}, True)
+    )
+    tensors = cases.inputs(**sizes)
+    alone = cases.sdpa(*tensors, is_causal=True, precision="int8", scale=0.2)
+    assert error(found[0], alone.double()) < 0.03
+    assert not np.array_equal(found[0], cases.sdpa(*tensors, is_causal=True, scale=0.2).float().numpy())
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize(("mesh", "other"), [("2", "2 turned"), ("4", "4 mixed")])
+def test_the_result_does_not_depend_on_which_rank_is_where(ranks: Ranks, mesh: str, other: str, method: str) -> None:
+    sizes, options = given(512, kv_heads=2), {"is_causal": True}
+    (first, _), *_ = results(ranks(mesh, "attend", method, sizes, options, True))
+    (again, _), *_ = results(ranks(other, "attend", method, sizes, options, True))
+    assert np.array_equal(first[0], again[0])
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize(
+    ("mesh", "sizes", "causal"),
+    [("2", given(128), True), ("3", given(96, heads=4, kv_heads=2), True), ("4", given(64, kv_heads=1), False)],
+)
+def test_gradients(ranks: Ranks, mesh: str, sizes: dict[str, Any], causal: bool, method: str) -> None:
+    found = results(ranks(mesh, "train", method, sizes, causal))[0]
+    tensors = [x.double().requires_grad_() for x in cases.inputs(**sizes)]
+    grad = cases.inputs(sizes["shape"], 1, 99)[0]
+    exact(tensors, causal).backward(grad.double())
+    alone = [x.requires_grad_() for x in cases.inputs(**sizes)]
+    cases.sdpa(*alone, is_causal=causal, enable_gqa=True).backward(grad)
+    for name, mine, wanted, one in zip("qkv", found, tensors, alone, strict=True):
+        assert wanted.grad is not None
+        assert one.grad is not None
+        assert print(name, error(mine, wanted.grad) / error(one.grad, wanted.grad)) or True
+
+
+def test_dtensors(ranks: Ranks) -> None:
+    sizes = given(256)
+    out, placements, grads, refused = results(ranks("2", "as_dtensors", sizes))[1]
+    tensors = [x.requires_grad_() for x in cases.inputs(**sizes)]
+    alone = cases.sdpa(*tensors, is_causal=True)
+    alone.sum().backward()
+    assert np.array_equal(out, alone.detach().float().numpy())
+    assert placements == "(Shard(dim=2),)"
+    for mine, x in zip(grads, tensors, strict=True):
+        assert x.grad is not None
+        assert np.allclose(mine, x.grad[:, :, 128:].float().numpy(), atol=1e-2)
+    assert "query: a DTensor placed (Replicate(),)" in refused
+    assert "must be Shard(2)" in refused
+
+
+def test_compiled(ranks: Ranks) -> None:
+    for (eager, graph), alone, local in results(ranks("2", "compiled", given(128))):
+        for name, mine, wanted in zip(("out", *"qkv"), graph, eager, strict=True):
+            assert np.array_equal(mine, wanted), name
+        assert np.array_equal(alone, local), "compiled and called outside the context: the rank's rows alone"
+        assert not np.array_equal(alone, eager[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("rows", ("rank 0: sdpa by ring, query (1, 2, 128, 64)", "rank 1: sdpa by ring, query (1, 2, 64, 64)")),
+        ("mask", ("causal False", "causal True")),
+        ("refused", ("rank 1: query: a shard of 65 rows; two chunks of the same length are needed",)),
+    ],
+)
+def test_calls_that_differ_end_on_all_ranks(ranks: Ranks, kind: str, says: tuple[str, ...]) -> None:
+    found = ranks("3", "mismatch", kind)
+    for rank, one in enumerate(found):
+        assert isinstance(one, ValueError), one
+        if kind != "refused" or rank != 1:
+            assert "the ranks of the group make different calls" in str(one)
+            assert all(text in str(one) for text in says), one
+    results(ranks("3", "attend", "ring", given(96), {}, True))  # they can go on together
+
+
+@pytest.mark.parametrize("when", ["ends", "hangs"])
+def test_a_rank_that_is_lost_is_named(tmp_path: Any, when: str) -> None:
+    with running(3, tmp_path, ["3"]) as ranks:
+        began = time.monotonic()
+        found = ranks("3", "die", 1.5, when, lost=[1])
+        assert time.monotonic() - began < 10
+    for one in (found[0], found[2]):
+        assert isinstance(one, RuntimeError), one
+        assert "rank 1 of the ranks [0, 1, 2] did not answer within 1.5 s" in str(one)
