@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from greenfast.operator.arguments import check_length
+from greenfast.operator.scope import SCOPES
 from greenfast.operator.serving import ServingPlan, kind
 from greenfast.operator.serving_call import Call, Result, constant
 from greenfast.operator.serving_pages import pages_of_rows
@@ -90,6 +91,16 @@ def flash_attn_varlen_func(
     _check_query(q, 3, "total_q, heads, head_dim")
     _check_splits(num_splits)
     wants_lse = return_attn_probs or return_softmax_lse
+    if SCOPES and SCOPES[-1].size > 1:
+        return SCOPES[-1].varlen(  # type: ignore[no-any-return]
+            q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), softmax_scale, causal, softcap,
+            wants_lse, out,
+            dict(
+                block_table=_table(block_table, page_table), seqused_k=seqused_k, s_aux=s_aux, q_descale=q_descale,
+                k_descale=k_descale, v_descale=v_descale, scheduler_metadata=scheduler_metadata,
+                window_size=None if window_size is None or tuple(window_size) == (-1, -1) else window_size,
+            ),
+        )  # fmt: skip
     table = _table(block_table, page_table)
     check_length("max_seqlen_q", max_seqlen_q)
     call = Call(

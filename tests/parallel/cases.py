@@ -54,6 +54,26 @@ def train(mesh: DeviceMesh, method: Any, given: dict[str, Any], causal: bool, ba
     return [cp.unshard(x.grad, 2).float().numpy() for x in (q, k, v)]  # type: ignore[arg-type]
 
 
+def varlen(mesh: DeviceMesh, method: Any, lengths: list[int], causal: bool, balanced: bool) -> Any:
+    """Each rank's rows of sequences that lie one after another: the outputs and log-sum-exps, a sequence at a time."""
+    cp: Any = greenfast.context_parallel(mesh, method, load_balance=balanced, timeout=10)
+    whole = [inputs((1, 4, n, 64), 2, n) for n in lengths]
+    q, k, v = (torch.cat([cp.shard(x[i], 2) for x in whole], 2)[0].transpose(0, 1) for i in range(3))
+    each = [n // mesh.size() for n in lengths]
+    starts = torch.tensor([0, *each], dtype=torch.int32).cumsum(0).int()
+    with cp:
+        out, lse = greenfast.flash_attn_varlen_func(
+            q, k, v, starts, starts, max(each), max(each), causal=causal, softcap=20.0, return_softmax_lse=True
+        )
+        refused = ""
+        try:
+            greenfast.flash_attn_varlen_func(q, k, v, starts, starts, max(each), max(each), window_size=(8, 0))
+        except NotImplementedError as error:
+            refused = str(error)
+    outs = [cp.unshard(x, 0).float().numpy() for x in out.split(each)]
+    return outs, [cp.unshard(x, 1).numpy() for x in lse.split(each, 1)], refused
+
+
 def as_dtensors(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
     """Attention of DTensors, whose layout is not head-tail: the output as a whole, its placements, and gradients."""
     cp = greenfast.context_parallel(mesh, "ulysses", load_balance=False, timeout=10)

@@ -117,6 +117,27 @@ def test_gradients(ranks: Ranks, mesh: str, sizes: dict[str, Any], causal: bool,
         assert print(name, error(mine, wanted.grad) / error(one.grad, wanted.grad)) or True
 
 
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize(
+    ("mesh", "lengths", "causal", "balanced"),
+    [("2", [40, 4, 136], True, True), ("3", [60, 12], True, False), ("3", [33, 3, 90], False, False)],
+)
+def test_sequences_of_several_lengths(
+    ranks: Ranks, mesh: str, lengths: list[int], causal: bool, balanced: bool, method: str
+) -> None:
+    outs, sums, refused = results(ranks(mesh, "varlen", method, lengths, causal, balanced))[-1]
+    assert refused.startswith("window_size: it is not computed in a context_parallel")
+    for n, out, lse in zip(lengths, outs, sums, strict=True):
+        q, k, v = cases.inputs((1, 4, n, 64), 2, n)
+        k, v = (x.double().repeat_interleave(2, 1) for x in (k, v))
+        scores = 20 * torch.tanh(q.double() @ k.transpose(-1, -2) / 8 / 20)
+        if causal:
+            scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
+        wanted = (scores.softmax(-1) @ v)[0].transpose(0, 1)
+        assert error(out, wanted) < 0.07
+        assert np.abs(lse - scores.logsumexp(-1)[0].numpy()).max() < 0.2
+
+
 def test_dtensors(ranks: Ranks) -> None:
     sizes = given(256)
     out, placements, grads, refused = results(ranks("2", "as_dtensors", sizes))[1]

@@ -11,15 +11,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from greenfast.operator import ops
-from greenfast.operator.arguments import causal_of, check_cast, check_flag, dropout_of, scale_of
-from greenfast.operator.quantized import PRECISIONS, check_choice
+from greenfast.operator.arguments import (
+    causal_of,
+    check_cast,
+    check_flag,
+    check_length,
+    dropout_of,
+    number,
+    scale_of,
+)
+from greenfast.operator.quantized import DTYPES, PRECISIONS, check_choice
 from greenfast.operator.routing import Explanation
 from greenfast.operator.rules import Form, Refusal, arranged, dtype_of, form_of, restored
 from greenfast.operator.scope import SCOPES
+from greenfast.operator.serving import kind
 from greenfast.parallel import cost
 from greenfast.parallel.group import Group, group_of
 from greenfast.parallel.layout import Layout
 from greenfast.parallel.ops import CONTEXT_ATTENTION, METHODS
+from greenfast.parallel.varlen import CONTEXT_VARLEN
 
 Method = Literal["auto", "ring", "ulysses"]
 _NAMES = ("query", "key", "value")
@@ -127,6 +137,62 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         out = restored(form, out)
         out = self._as_given(given[0], out.float() if widened else out)
         return (out, self._as_given(given[0], lse.reshape(form.out[:-1]))) if return_lse else out
+
+    def varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: tuple[Any, Any], longest: tuple[Any, Any], scale: float | None,
+        causal: bool, softcap: float, wants_lse: bool, out: Tensor | None, others: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """``flash_attn_varlen_func`` inside this context. others: arguments that it does not take, None by default."""
+        try:
+            for name, given in others.items():
+                if given is not None:
+                    raise NotImplementedError(f"{name}: it is not computed in a context_parallel; leave it out")
+            factor = self._check_varlen(q, k, v, starts, longest, scale, causal, softcap)
+        except Exception as error:
+            if torch.compiler.is_compiling():
+                raise
+            self.group.agree((), "", error)
+            raise
+        method, _ = self._varlen_method(q, k, starts[0], causal)
+        balanced = causal and self.load_balance
+        found, lse = CONTEXT_VARLEN(
+            q, k, v, *starts, *longest, causal, float(softcap), factor, method, balanced, self.name
+        )
+        if out is not None:
+            found = out.copy_(found)
+        return (found, lse) if wants_lse else found
+
+    def _check_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: tuple[Any, Any], longest: tuple[Any, Any], scale: float | None,
+        causal: bool, softcap: float,
+    ) -> float:  # fmt: skip
+        """The scale. Raises TypeError and ValueError, naming the argument, for what does not fit."""
+        check_flag("causal", causal)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype not in DTYPES or x.dtype != q.dtype:
+                raise ValueError(f"{name}: {kind(x)}; (total, heads, head_dim) of float16 or bfloat16 is needed, as q")
+        if v.shape != k.shape or k.shape[2] != q.shape[2] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+            raise ValueError(f"k, v: {kind(k)}, {kind(v)}; they do not fit q, {kind(q)}")
+        for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True):
+            if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.dim() != 1 or x.shape != starts[0].shape:
+                raise ValueError(f"{name}: {kind(x)}; int32 (batch + 1,) is needed, this rank's rows of each sequence")
+        for name, length in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
+            check_length(name, length)
+        if causal and (q.shape[0] != k.shape[0] or longest[0] != longest[1]):
+            raise ValueError("causal: the shards of q and k differ in length; with a mask they must be as long")
+        if causal and self.load_balance and q.device.type == "cpu" and bool((starts[0] % 2).any()):
+            raise ValueError(
+                "cu_seqlens_q: odd; with load_balance each sequence has two chunks of the same length here"
+            )
+        number("softcap", softcap)
+        return scale_of(scale, q.shape[2])
+
+    def _varlen_method(self, q: Tensor, k: Tensor, starts: Tensor, causal: bool) -> tuple[str, str]:
+        if self.method != "auto":
+            return self.method, f"{self.method} was asked for"
+        batch = max(1, starts.shape[0] - 1)
+        rows, keys = (max(1, x.shape[0] // batch) for x in (q, k))
+        return cost.choose(cost.Sizes(self.size, batch, q.shape[1], k.shape[1], rows, keys, q.shape[2], causal))
 
     def _attend(
         self, form: Form, tensors: tuple[Tensor, Tensor, Tensor], precision: str, scale: float, with_lse: bool

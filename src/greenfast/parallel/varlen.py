@@ -1,0 +1,195 @@
+"""Sequences of several lengths on several ranks: the same methods around attention over FP8 pages.
+
+Each rank has its rows of every sequence, as many on all ranks; lengths stay on the device. In a ring the pages travel,
+codes and scales of each token; for an exchange by heads rows do, in 16 bits, since the tokens of a sequence lie
+elsewhere in its pages then.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from greenfast.operator import ops, serving_ops
+from greenfast.operator.serving_call import Call
+from greenfast.operator.serving_pages import PAGE, KVPages, page_bytes, page_count, pages_in, place, sequences_of
+from greenfast.parallel.blocks import Merged
+from greenfast.parallel.group import Group, group_named
+from greenfast.parallel.layout import Layout
+from greenfast.parallel.ring import turns
+from greenfast.parallel.ulysses import Exchange, Field, Heads
+
+METHODS = ("ring", "ulysses")
+_SCHEMA = (
+    "context_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, bool causal, float softcap, float scale, str method, bool balanced, str group) "
+    "-> (Tensor, Tensor)"
+)
+
+
+class Options(NamedTuple):
+    """causal and softcap as in ``flash_attn_varlen_func``; scale: of the scores."""
+
+    causal: bool
+    softcap: float
+    scale: float
+
+
+class Rows(NamedTuple):
+    """Sequences that lie one after another: where they begin, int32 (batch + 1,), and the longest one's length."""
+
+    starts: Tensor
+    longest: int
+
+    @property
+    def lengths(self) -> Tensor:
+        """Of the sequences, int32 (batch,)."""
+        return self.starts[1:] - self.starts[:-1]
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    causal: bool, softcap: float, scale: float, method: str, balanced: bool, group: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ranks = group_named(group)
+    layout, options = Layout(ranks.size, balanced), Options(causal, softcap, scale)
+    queries, keys = Rows(cu_seqlens_q, max_seqlen_q), Rows(cu_seqlens_k, max_seqlen_k)
+    numbers = [struct.unpack("q", struct.pack("d", x))[0] for x in (softcap, scale)]
+    shapes = [n for x in (q, k, v, cu_seqlens_q) for n in x.shape]
+    flags = (METHODS.index(method), balanced, causal, q.dtype == torch.float16, max_seqlen_q, max_seqlen_k)
+    described = (
+        f"flash_attn_varlen_func by {method}, q {tuple(q.shape)}, k {tuple(k.shape)}, {cu_seqlens_q.shape[0] - 1} "
+        f"sequences of up to {max_seqlen_q} and {max_seqlen_k}, {q.dtype}, causal {causal}, scale {scale:.6g}"
+    )
+    ranks.agree([7, *map(int, flags), *numbers, *shapes], described)
+    run = _ring if method == "ring" else _ulysses
+    return run(ranks, layout, q, k, v, queries, keys, options)
+
+
+def _ring(
+    group: Group, layout: Layout, q: Tensor, k: Tensor, v: Tensor, queries: Rows, keys: Rows, options: Options
+) -> tuple[Tensor, Tensor]:
+    pages = page_count(k.shape[0], keys.starts.shape[0] - 1)
+    shape = (pages, page_bytes(PAGE, k.shape[1], k.shape[2]))
+    here, there = (torch.empty(shape, dtype=torch.uint8, device=k.device) for _ in range(2))
+    table, slots = place(keys.starts, k.shape[0], max(1, -(-keys.longest // PAGE)))
+    cache = pages_in(here, PAGE, *k.shape[1:])
+    serving_ops.append_kv(None, k, v, *cache[:2], slots, *cache[2:], *[None] * 5, 0.0, False)
+    plan = turns(group.rank, layout, 2, options.causal)  # in halves of a sequence
+    merged = Merged(of=sum(turn is not None for turn in plan))
+    tails, of_tails = _tails(queries, q.shape[0]) if layout.balanced else (None, queries)
+    for number, turn in enumerate(plan):
+        works = group.exchange(here, there) if number + 1 < group.size else []
+        if turn is not None:
+            first, count, masked = turn
+            used = keys.lengths if count == 2 else keys.lengths // 2
+            some = options._replace(causal=bool(masked))
+            cache = pages_in(here, PAGE, *k.shape[1:])
+            if first and tails is not None:
+                out, lse = _spread(tails, q, *_attend(q[tails], of_tails, cache, table, used, some))
+            else:
+                out, lse = _attend(q, queries, cache, table, used, some)
+            merged.add(_as_batch(out), lse.unsqueeze(0))
+        group.wait(*works)
+        here, there = there, here
+    return merged.out.squeeze(0).transpose(0, 1), merged.lse.squeeze(0)
+
+
+def _attend(
+    q: Tensor, queries: Rows, cache: KVPages, table: Tensor, used: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    call = Call(
+        q, queries.starts, queries.longest, options.scale, options.causal, (-1, -1), options.softcap, None, None, None
+    )
+    found: Any = call.attend(*cache[:2], table, used, (None, *cache[2:]), True)
+    return found[0], found[1]
+
+
+def _as_batch(out: Tensor) -> Tensor:
+    """(total, H, D) as (1, H, total, D), a view."""
+    return out.transpose(0, 1).unsqueeze(0)
+
+
+def _tails(rows: Rows, total: int) -> tuple[Tensor, Rows]:
+    """The rows of the second half of each sequence, int64 (total / 2,), and how they lie one after another."""
+    halves = Rows(rows.starts // 2, rows.longest // 2)
+    places = torch.arange(total // 2, dtype=torch.int64, device=rows.starts.device)
+    of = sequences_of(halves.starts, places)
+    # Sequence s begins at twice the place where its tails begin, and its tails half its length behind that.
+    return places + halves.starts[1:].long()[of], halves
+
+
+def _spread(at: Tensor, like: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Results of some rows as results of all, which have seen no key in the other rows."""
+    whole, sums = torch.zeros_like(like), lse.new_full((lse.shape[0], like.shape[0]), -math.inf)
+    return whole.index_copy_(0, at, out), sums.index_copy_(1, at, lse)
+
+
+def _ulysses(
+    group: Group, layout: Layout, q: Tensor, k: Tensor, v: Tensor, queries: Rows, keys: Rows, options: Options
+) -> tuple[Tensor, Tensor]:
+    heads = Heads(q.shape[1], k.shape[1], group.size)
+    exchange = Exchange(group, layout, heads)
+    fields = [Field(_as_batch(x), 2, of_keys) for x, of_keys in ((q, False), (k, True), (v, True))]
+    received, work = exchange.send([exchange.by_rank(field) for field in fields])
+    group.wait(work)
+    of_queries, of_keys = _whole_order(layout, queries, q.shape[0]), _whole_order(layout, keys, k.shape[0])
+    rows = []
+    for x, order in zip(received, (of_queries, of_keys, of_keys), strict=True):
+        by_place = x.squeeze(1).transpose(1, 2).flatten(0, 1)  # (size * total, heads, D)
+        rows.append(by_place.index_select(0, order))
+    size = group.size
+    whole = [Rows(x.starts * size, x.longest * size) for x in (queries, keys)]
+    call = Call(
+        rows[0], whole[0].starts, whole[0].longest, options.scale, options.causal, (-1, -1), options.softcap, None,
+        None, None,
+    )  # fmt: skip
+    found: Any = call.over_keys(rows[1], rows[2], whole[1].starts, whole[1].longest, None, (None, None, None), True)
+    out, lse = torch.empty_like(rows[0]), torch.empty_like(found[1])
+    out.index_copy_(0, of_queries, found[0])
+    lse.index_copy_(1, of_queries, found[1])
+    parts = (torch.unflatten(_as_batch(out), 2, (size, q.shape[0])), torch.unflatten(lse, 1, (size, q.shape[0])))
+    going = [parts[0].movedim(2, 1), parts[1].transpose(0, 1).unsqueeze(0)]  # (1, size, heads, ...)
+    received, work = exchange.send(going)
+    group.wait(work)
+    outs, sums = (x.squeeze(1).flatten(0, 1)[: q.shape[1]] for x in received)
+    return outs.transpose(0, 1).contiguous(), sums.contiguous()
+
+
+def _whole_order(layout: Layout, rows: Rows, total: int) -> Tensor:
+    """Where each row of the whole sequences, one after another, lies in the ranks' rows: int64 (size * total,)."""
+    device = rows.starts.device
+    places = torch.arange(total * layout.size, dtype=torch.int64, device=device)
+    starts = rows.starts.long()
+    of = sequences_of(rows.starts * layout.size, places)
+    position = places - starts[of] * layout.size
+    chunk = ((starts[1:] - starts[:-1])[of] // layout.parts).clamp(min=1)
+    number = (position // chunk).clamp(max=layout.parts * layout.size - 1)
+    at = torch.tensor(layout.places(), dtype=torch.int64, device=device)[number]
+    found = at // layout.parts * total + starts[of] + at % layout.parts * chunk + position % chunk
+    # Rows behind all sequences come behind them again, those of one rank after those of the other.
+    behind, spare = places - starts[-1] * layout.size, (total - starts[-1]).clamp(min=1)
+    return torch.where(behind < 0, found, behind // spare * total + starts[-1] + behind % spare)
+
+
+def _shapes(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def _no_gradient(ctx: Any, *grads: Any) -> Any:
+    raise NotImplementedError(
+        "greenfast.flash_attn: no gradient flows through a quantized cache; greenfast.sdpa has gradients"
+    )
+
+
+ops.LIBRARY.define(_SCHEMA)
+for _device in ("CPU", "CUDA"):
+    ops.LIBRARY.impl("context_varlen", _run, _device)
+torch.library.register_fake("greenfast::context_varlen", _shapes, lib=ops.LIBRARY)
+torch.library.register_autograd("greenfast::context_varlen", _no_gradient, lib=ops.LIBRARY)
+
+CONTEXT_VARLEN = torch.ops.greenfast.context_varlen.default
