@@ -139,6 +139,13 @@ def test_old_spellings_reach_what_they_mean(capsys: pytest.CaptureFixture[str], 
         (("bench", "serving"), 3, "this needs a GPU; emulated"),
         (("bench", "serving", "--cases", "chunks"), 2, "unknown case of bench serving 'chunks'; allowed: append"),
         (("bench", "serving", "--fa3-library", "no.so"), 2, "--fa3-library no.so: no such file"),
+        (("bench", "parallel"), 3, "torchrun --nproc-per-node N -m greenfast bench parallel"),
+        (("bench", "parallel", "--cases", "1k"), 2, "unknown case of bench parallel '1k'; allowed: 131k_causal, "),
+        (
+            ("bench", "parallel", "--contenders", "best"),
+            2,
+            "unknown contender of bench parallel 'best'; allowed: alone",
+        ),
         (PEERS, 3, "this needs a GPU; emulated"),
         ((*PEERS, "--device", "none"), 3, "this needs a GPU; no GPU"),
     ],
@@ -164,4 +171,4 @@ def test_report_says_it_again(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_bench_alone_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     ran = run_here(capsys, "bench")
     assert ran.code == 2
-    assert "the following arguments are required: kernel|peers|operator|routing|serving" in ran.err
+    assert "the following arguments are required: kernel|peers|operator|routing|serving|parallel" in ran.err

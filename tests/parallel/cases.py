@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import to_builtins
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import greenfast
+from greenfast.bench.parallel import Case, measure
+from greenfast.bench.parallel_contenders import CONTENDERS
 
 Array = np.ndarray[Any, Any]
 sdpa: Any = greenfast.sdpa  # whose overloads do not take options as they come here
@@ -29,9 +32,18 @@ def inputs(shape: tuple[int, ...], kv_heads: int, seed: int, keys: int = 0, bias
     return [x.bfloat16() for x in (q, k, v)]
 
 
+def on(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
+    """``inputs`` on the mesh's devices."""
+    return [x.to(mesh.device_type) for x in inputs(**given)]
+
+
+def array(x: Tensor) -> Array:
+    return x.detach().float().cpu().numpy()
+
+
 def attend(mesh: DeviceMesh, method: Any, given: dict[str, Any], options: dict[str, Any], balanced: bool) -> Any:
     """The whole output (and log-sum-exp) that the ranks computed of their shards, on each of them; the method."""
-    tensors = inputs(**given)
+    tensors = on(mesh, given)
     cp: Any = greenfast.context_parallel(mesh, method, load_balance=balanced, timeout=10)
     shards = [cp.shard(x, 2) for x in tensors]
     grouped = tensors[0].shape[1] != tensors[1].shape[1]
@@ -39,28 +51,28 @@ def attend(mesh: DeviceMesh, method: Any, given: dict[str, Any], options: dict[s
         found = sdpa(*shards, enable_gqa=grouped, **options)
     chosen = cp.explain(*shards, is_causal=options.get("is_causal", False), enable_gqa=grouped)
     results = found if isinstance(found, tuple) else (found,)
-    return [cp.unshard(x, 2).float().numpy() for x in results], str(chosen)
+    return [array(cp.unshard(x, 2)) for x in results], str(chosen)
 
 
 def train(mesh: DeviceMesh, method: Any, given: dict[str, Any], causal: bool, balanced: bool = True) -> list[Array]:
     """The whole gradients of Q, K and V of a loss that weighs each element of the output differently."""
-    tensors = inputs(**given)
+    tensors = on(mesh, given)
     cp = greenfast.context_parallel(mesh, method, load_balance=balanced, timeout=10)
-    grad = inputs(given["shape"], 1, 99)[0]
+    grad = on(mesh, {"shape": given["shape"], "kv_heads": 1, "seed": 99})[0]
     q, k, v = (cp.shard(x, 2).requires_grad_() for x in tensors)
     with cp:
         out = sdpa(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
         out.backward(cp.shard(grad, 2))
-    return [cp.unshard(x.grad, 2).float().numpy() for x in (q, k, v)]  # type: ignore[arg-type]
+    return [array(cp.unshard(x.grad, 2)) for x in (q, k, v)]  # type: ignore[arg-type]
 
 
 def varlen(mesh: DeviceMesh, method: Any, lengths: list[int], causal: bool, balanced: bool) -> Any:
     """Each rank's rows of sequences that lie one after another: the outputs and log-sum-exps, a sequence at a time."""
     cp: Any = greenfast.context_parallel(mesh, method, load_balance=balanced, timeout=10)
-    whole = [inputs((1, 4, n, 64), 2, n) for n in lengths]
+    whole = [on(mesh, {"shape": (1, 4, n, 64), "kv_heads": 2, "seed": n}) for n in lengths]
     q, k, v = (torch.cat([cp.shard(x[i], 2) for x in whole], 2)[0].transpose(0, 1) for i in range(3))
     each = [n // mesh.size() for n in lengths]
-    starts = torch.tensor([0, *each], dtype=torch.int32).cumsum(0).int()
+    starts = torch.tensor([0, *each], dtype=torch.int32, device=mesh.device_type).cumsum(0).int()
     with cp:
         out, lse = greenfast.flash_attn_varlen_func(
             q, k, v, starts, starts, max(each), max(each), causal=causal, softcap=20.0, return_softmax_lse=True
@@ -70,14 +82,14 @@ def varlen(mesh: DeviceMesh, method: Any, lengths: list[int], causal: bool, bala
             greenfast.flash_attn_varlen_func(q, k, v, starts, starts, max(each), max(each), window_size=(8, 0))
         except NotImplementedError as error:
             refused = str(error)
-    outs = [cp.unshard(x, 0).float().numpy() for x in out.split(each)]
-    return outs, [cp.unshard(x, 1).numpy() for x in lse.split(each, 1)], refused
+    outs = [array(cp.unshard(x, 0)) for x in out.split(each)]
+    return outs, [array(cp.unshard(x, 1)) for x in lse.split(each, 1)], refused
 
 
 def as_dtensors(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
     """Attention of DTensors, whose layout is not head-tail: the output as a whole, its placements, and gradients."""
     cp = greenfast.context_parallel(mesh, "ulysses", load_balance=False, timeout=10)
-    whole = inputs(**given)
+    whole = on(mesh, given)
     parts = [cp.shard(x, 2).requires_grad_() for x in whole]
     q, k, v = (DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in parts)
     with cp:
@@ -89,14 +101,14 @@ def as_dtensors(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
         except ValueError as error:
             refused = str(error)
     assert isinstance(out, DTensor)
-    grads = [x.grad.float().numpy() for x in parts if x.grad is not None]
-    return out.full_tensor().detach().float().numpy(), str(out.placements), grads, refused
+    grads = [array(x.grad) for x in parts if x.grad is not None]
+    return array(out.full_tensor()), str(out.placements), grads, refused
 
 
 def compiled(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
     """Outputs and gradients with and without torch.compile; and the same graph's and function's outside the context."""
     cp = greenfast.context_parallel(mesh, "ring", timeout=10)
-    shards = [cp.shard(x, 2) for x in inputs(**given)]
+    shards = [cp.shard(x, 2) for x in on(mesh, given)]
 
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return greenfast.sdpa(q, k, v, is_causal=True) * 2
@@ -109,8 +121,14 @@ def compiled(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
         with cp:
             out: Any = call(*tensors)
             out.sum().backward()
-        found.append([x.detach().float().numpy() for x in (out, *(t.grad for t in tensors))])
-    return found, alone.float().numpy(), model(*shards).float().numpy()
+        found.append([array(x) for x in (out, *(t.grad for t in tensors))])
+    return found, array(alone), array(model(*shards))
+
+
+def benchmark(mesh: DeviceMesh) -> Any:
+    """The record of a small case."""
+    case = Case("small", 256 * mesh.size(), True, heads=2, kv_heads=2, head_dim=64)
+    return to_builtins(measure(mesh, [case], 2, tuple(CONTENDERS)))
 
 
 def mismatch(mesh: DeviceMesh, kind: str) -> None:
@@ -118,7 +136,7 @@ def mismatch(mesh: DeviceMesh, kind: str) -> None:
     cp = greenfast.context_parallel(mesh, "ring", timeout=10)
     odd = mesh.get_local_rank() == 1
     rows = 64 if odd and kind == "rows" else 65 if odd and kind == "refused" else 128
-    q, k, v = inputs((1, 2, rows, 64), 2, 0)
+    q, k, v = on(mesh, {"shape": (1, 2, rows, 64), "kv_heads": 2, "seed": 0})
     with cp:
         greenfast.sdpa(q, k, v, is_causal=kind != "mask" or odd)
 
@@ -126,7 +144,7 @@ def mismatch(mesh: DeviceMesh, kind: str) -> None:
 def die(mesh: DeviceMesh, timeout: float, when: str) -> float:
     """Rank 1 ends; returns how long the others took to notice, if they do not raise."""
     cp = greenfast.context_parallel(mesh, "ring", timeout=timeout)
-    q, k, v = inputs((1, 2, 64, 64), 2, 0)
+    q, k, v = on(mesh, {"shape": (1, 2, 64, 64), "kv_heads": 2, "seed": 0})
     with cp:
         greenfast.sdpa(q, k, v)
         if mesh.get_local_rank() == 1:

@@ -23,14 +23,16 @@ _PRELOADED = ["torch", "torch.distributed.tensor", "greenfast.parallel.context",
 class Ranks:
     """The processes. A call runs a function of ``tests.parallel.cases`` on the ranks of a mesh, which comes first."""
 
-    def __init__(self, count: int, folder: Path, meshes: Sequence[str]) -> None:
+    def __init__(self, count: int, folder: Path, meshes: Sequence[str], device: str = "cpu") -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(count):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, count, str(folder / "store"), tuple(meshes), there))
+            process = context.Process(
+                target=_serve, args=(rank, count, str(folder / "store"), tuple(meshes), device, there)
+            )
             process.start()
             there.close()
             self.pipes.append(here)
@@ -65,19 +67,23 @@ class Ranks:
 
 
 @contextmanager
-def running(count: int, folder: Path, meshes: Sequence[str]) -> Iterator[Ranks]:
-    ranks = Ranks(count, folder, meshes)
+def running(count: int, folder: Path, meshes: Sequence[str], device: str = "cpu") -> Iterator[Ranks]:
+    """Ranks on gloo, or with device "cuda" on NCCL, each on its GPU."""
+    ranks = Ranks(count, folder, meshes, device)
     try:
         yield ranks
     finally:
         ranks.close()
 
 
-def _serve(rank: int, count: int, store: str, meshes: tuple[str, ...], pipe: Connection) -> None:
+def _serve(rank: int, count: int, store: str, meshes: tuple[str, ...], device: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     made = torch._C._distributed_c10d.FileStore(store, count)
-    dist.init_process_group("gloo", store=made, rank=rank, world_size=count, timeout=timedelta(seconds=20))
-    found = {name: DeviceMesh("cpu", list(MESHES[name])) for name in meshes}
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=made, rank=rank, world_size=count, timeout=timedelta(seconds=20))
+    found = {name: DeviceMesh(device, list(MESHES[name])) for name in meshes}
     cases = importlib.import_module("tests.parallel.cases")
     while True:
         try:

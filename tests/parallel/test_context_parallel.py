@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from greenfast.bench.parallel_record import ParallelRecord, read_parallel, write_record
 from tests.parallel import cases
 from tests.parallel.ranks import MESHES, Ranks, running
 
@@ -177,6 +180,17 @@ def test_calls_that_differ_end_on_all_ranks(ranks: Ranks, kind: str, says: tuple
             assert "the ranks of the group make different calls" in str(one)
             assert all(text in str(one) for text in says), one
     results(ranks("3", "attend", "ring", given(96), {}, True))  # they can go on together
+
+
+def test_a_record_of_the_benchmark(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = results(ranks("2", "benchmark"))
+    assert [row["contender"] for row in first["rows"]] == ["ring", "ulysses", "alone"]
+    assert all(0 < row["error"] < 0.07 for row in first["rows"][:2]), "compared with float64"
+    assert [row["error"] for row in first["rows"]] == [row["error"] for row in second["rows"]]
+    assert all(row["median_ms"] >= row["least_ms"] > 0 for row in first["rows"])
+    assert first["missing"]["torch"] == "it is measured on GPUs only"
+    record = msgspec.convert(first, ParallelRecord)
+    assert read_parallel(write_record(tmp_path / "results", record)) == record
 
 
 @pytest.mark.parametrize("when", ["ends", "hangs"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from greenfast.judge.report import format
 from greenfast.judge.task import TaskConfig
 from greenfast.judge.tasks import load_peers
 from greenfast.judge.variant import Variant
-from greenfast.spec.errors import UsageError
+from greenfast.spec.errors import UsageError, unknown
 
 #: The task whose problem the operator and serving solve.
 _OPERATOR_TASK = "fp8_attention"
@@ -50,6 +51,8 @@ def variant_of_environment(config: TaskConfig, environment: Mapping[str, str]) -
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print the results and where the artifacts are."""
+    if args.what == "parallel":
+        return _parallel(args)
     check_page(args.html)
     return _kernel(args) if args.what == "kernel" else _comparison(args)
 
@@ -139,6 +142,23 @@ def _serving(args: argparse.Namespace) -> Comparison:
         args.rounds = _QUICK_ROUNDS
     library = str(args.fa3_library.resolve()) if args.fa3_library else ""
     return serving_comparison(args.cases, quick=args.quick, fa3_library=library)
+
+
+def _parallel(args: argparse.Namespace) -> int:
+    """Compare on several GPUs; prints each row, on one rank. Raises UsageError for unknown cases and contenders."""
+    module = importlib.import_module("greenfast.bench.parallel")  # by its name, as it loads PyTorch
+    cases = {case.name: case for case in module.CASES}
+    for what, given, allowed in (("case", args.cases, cases), ("contender", args.contenders, module.CONTENDERS)):
+        for name in given or ():
+            if name not in allowed:
+                raise unknown(f"{what} of bench parallel", name, allowed)
+    module.run(
+        args.out,
+        cases=[cases[name] for name in args.cases or cases],
+        contenders=tuple(args.contenders or module.CONTENDERS),
+        rounds=args.rounds,
+    )
+    return 0
 
 
 def _show(outcome: Outcome) -> None:

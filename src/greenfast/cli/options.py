@@ -148,7 +148,7 @@ def init(parser: argparse.ArgumentParser) -> None:
 
 def bench(parser: argparse.ArgumentParser) -> None:
     """Subcommands of ``greenfast bench``, with their options."""
-    what = parser.add_subparsers(dest="what", metavar="kernel|peers|operator|routing|serving", required=True)
+    what = parser.add_subparsers(dest="what", metavar="kernel|peers|operator|routing|serving|parallel", required=True)
     for name, (text, options) in BENCHMARKS.items():
         options(what.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."))
 
@@ -198,6 +198,13 @@ def _serving(parser: argparse.ArgumentParser) -> None:
         help="FlashAttention-3 as vLLM ships it: its wheel's vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
     )
     _comparison(parser)
+
+
+def _parallel(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cases", type=words, metavar="A,B", help="sequences, such as 32k_causal (default: all)")
+    parser.add_argument("--contenders", type=words, metavar="A,B", help="such as torch,ring,ulysses (default: all)")
+    parser.add_argument("--rounds", type=rounds, default=7, metavar="N", help="rounds per case (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="results folder (default: %(default)s)")
 
 
 def build(parser: argparse.ArgumentParser) -> None:
@@ -354,13 +361,14 @@ BENCHMARKS: dict[str, _Options] = {
         _comparison,
     ),
     "serving": ("compare attention over a paged FP8 cache, and appending to it, with FlashAttention-3", _serving),
+    "parallel": ("compare attention of one sequence on several GPUs, in each process that torchrun starts", _parallel),
 }
 #: Verb -> (help, its options), in the order of --help.
 VERBS: dict[str, _Options] = {
     "validate": ("judge a candidate against a baseline through the five gates", validate),
     "judge": ("judge a solution of your own against a problem, through the same gates", judge),
     "init": ("make a folder with a problem and a solution to start from", init),
-    "bench": ("time one kernel, or compare kernels, the operator or serving with other libraries", bench),
+    "bench": ("time one kernel, or compare kernels, the operator, serving or several GPUs with other libraries", bench),
     "build": ("compile variants for targets: resources and machine code, without a GPU", build),
     "warmup": ("fill the kernel cache ahead, so that the first calls in PyTorch compile nothing", warmup),
     "compare": ("compare the timings of two saved runs", compare),

@@ -1,0 +1,66 @@
+"""How much of a call's time a GPU only exchanges, from a trace of its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+_CALLS = 3
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Shares of the time from the first kernel of some calls to the last one's end; None on the CPU."""
+
+    exposed: float | None
+    idle: float | None
+    exchanging: float | None
+
+
+def trace_of(mesh: DeviceMesh, call: Callable[[], Tensor]) -> Trace:
+    """The largest shares of the ranks, of calls that are traced one after another."""
+    if mesh.device_type == "cpu":
+        return Trace(None, None, None)
+    call()
+    dist.barrier(mesh.get_group())
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        for _ in range(_CALLS):
+            call()
+        torch.cuda.synchronize()
+    exchanges: list[Interval] = []
+    others: list[Interval] = []
+    for event in profiler.events():
+        if event.device_type.name == "CUDA":
+            kept = exchanges if "nccl" in event.name.lower() else others
+            kept.append((event.time_range.start, event.time_range.end))
+    x = torch.tensor(shares(exchanges, others), dtype=torch.float64, device="cuda")
+    dist.all_reduce(x, dist.ReduceOp.MAX, group=mesh.get_group())
+    exposed, idle, exchanging = x.tolist()
+    return Trace(exposed, idle, exchanging)
+
+
+def shares(exchanges: Sequence[Interval], others: Sequence[Interval]) -> tuple[float, float, float]:
+    """Of the time from the first interval to the last one's end: exchanges alone, nothing, and exchanges at all."""
+    both = [*exchanges, *others]
+    if not both:
+        return 0.0, 0.0, 0.0
+    span = max(end for _, end in both) - min(start for start, _ in both)
+    busy, working, exchanging = covered(both), covered(others), covered(exchanges)
+    return (busy - working) / span, 1 - busy / span, exchanging / span
+
+
+def covered(intervals: Sequence[Interval]) -> float:
+    """The length of what intervals cover together."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
