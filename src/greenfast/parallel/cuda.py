@@ -103,11 +103,13 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precisi
     )
 
 
-def attend(query: Tensor, keys: Keys, count: int, precision: str, causal: int, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, keys: Keys, count: int, precision: str, causal: int, scale: float, exact_sums: bool
+) -> tuple[Tensor, Tensor]:
     """``blocks.attend`` of CUDA tensors."""
     batch, heads, length, head_dim = query.shape
     config = _config_of(head_dim, query.dtype, precision)
-    config = replace(config, mask=Mask(causal), log_sum_exp=True)
+    config = replace(config, mask=Mask(causal), log_sum_exp=True, rounded_sums=not exact_sums)
     if hopper.quantizes_queries(config.head_dim):
         query = readable(query, by_tma=True)
         given, config = {"q": query}, replace(config, quantizes_queries=True)

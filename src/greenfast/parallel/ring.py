@@ -70,7 +70,8 @@ def forward(
         works = group.exchange(here.buffer, there.buffer) if number + 1 < group.size else []
         if turn is not None:
             first, count, masked = turn
-            merged.add(*blocks.attend(query[:, :, first:], here, count, precision, masked, scale), first)
+            result = blocks.attend(query[:, :, first:], here, count, precision, masked, scale, with_lse)
+            merged.add(*result, first)
         group.wait(*works)
         here, there = there, here
     lse = merged.lse

@@ -44,6 +44,7 @@ def kernel(config: AttentionConfig, sizes: Sizes, multiprocessors: int = TARGET.
         "TwoLevels": tiles.two_levels,
         "Causal": config.causal,
         "Lse": config.log_sum_exp,
+        "ExactSums": config.exact_sums,
         "Int8": config.format == "int8",
         "QueryBlockScales": config.query_scales == "block" and not config.quantizes_queries,
         "KeyBlockScales": config.key_scales == "block",

@@ -53,7 +53,7 @@ class Tiling:
     def smem_bytes(self, config: AttentionConfig) -> int:
         """The size of the kernel's FlashStorage or RowMajorStorage; the kernel asserts that it is the same."""
         head_dim = config.head_dim
-        ones = 0 if config.log_sum_exp or self.out_columns == _WIDEST else 8  # rows after V^T
+        ones = 0 if config.exact_sums or self.out_columns == _WIDEST else 8  # rows after V^T
         tiles = self.consumers * ROWS * head_dim + self.stages * self.block_n * (2 * head_dim + ones)
         flash = _whole_kilobytes(tiles + 8 * (2 * self.consumers + 4 * self.stages))
         rows = self.row_stages * (self.block_n * head_dim + 16)
@@ -97,7 +97,7 @@ def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
         found = tuple(Tiling(128, n, 3, 256, overlap=True, two_levels=False) for n in (1, 2))
     else:
         found = (Tiling(128, 1, 2, 128), Tiling(128, 2, 2, 128, True))
-    if config.log_sum_exp:  # sums that a polynomial in half would spoil
+    if config.exact_sums:  # which a polynomial in half would spoil
         found = tuple(replace(t, polynomials=0) for t in found)
     return found
 

@@ -15,6 +15,7 @@
 //   bool kTwoLevels         whether the sums over tiles are float32, not the tensor cores' own of about 14 bits
 //   bool kCausal            whether row i attends to keys 0 .. i + causal_shift alone
 //   bool kLse               whether the log-sum-exp of each row is written
+//   bool kExactSums         whether weights are summed before they are rounded
 //   float kSoftcap          scores s become kSoftcap * tanh(s / kSoftcap), or with 0 stay
 //   bool kInt8              whether codes of Q and K are int8, or E4M3. Those of V, and weights, are E4M3
 //   bool kQueryBlockScales  whether each kQueryBlock rows of Q have a scale, or each head
@@ -49,9 +50,9 @@ struct FlashTraits : Cfg {
   static constexpr int kDimPanels = Cfg::kHeadDim / kDimPanel;
   static constexpr int kKeyPanel = 128;
   static constexpr int kKeyPanels = Cfg::kBlockN / kKeyPanel;
-  // The tensor cores sum the weights of a row too: behind V lie columns of ones. Not where the log-sum-exp is asked
-  // for, which rounded weights would spoil, nor where a product is as wide as it can be.
-  static constexpr bool kSumsByProduct = !Cfg::kLse && Cfg::kOutColumns != 256;
+  // The tensor cores sum the weights of a row too: behind V lie columns of ones. Not where the log-sum-exp is to be
+  // exact, which rounded weights would spoil, nor where a product is as wide as it can be.
+  static constexpr bool kSumsByProduct = !Cfg::kExactSums && Cfg::kOutColumns != 256;
   static constexpr int kSumColumns = kSumsByProduct ? 8 : 0;
   static constexpr int kValueRows = Cfg::kHeadDim + kSumColumns;  // of V^T in shared memory
 
