@@ -10,17 +10,19 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from greenfast.bench.contenders import first_line
 from greenfast.bench.parallel_contenders import CONTENDERS, LIMITS, Contender, Shards
 from greenfast.bench.parallel_record import CaseRow, LinkRow, ParallelRecord, write_record
 from greenfast.bench.parallel_trace import Trace, trace_of
@@ -88,21 +90,22 @@ def run(
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=5))
     try:
         mesh = init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),))
-        record = measure(mesh, cases, rounds, contenders)
-        if dist.get_rank() == 0:
-            write_record(folder, record)
+        for record in measure(mesh, cases, rounds, contenders):
+            if dist.get_rank() == 0:
+                write_record(folder, record)
         return record
     finally:
         if began:
             dist.destroy_process_group()
 
 
-def measure(mesh: DeviceMesh, cases: Sequence[Case], rounds: int, contenders: Sequence[str]) -> ParallelRecord:
-    """The record of these cases on the ranks of a mesh; the same on all of them."""
-    rows = [row for case in cases for row in _case(mesh, case, rounds, contenders)]
+def measure(
+    mesh: DeviceMesh, cases: Sequence[Case], rounds: int, contenders: Sequence[str]
+) -> Iterator[ParallelRecord]:
+    """The record on the ranks of a mesh after each of these cases; the same on all of them."""
     device = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
     missing = {name: CONTENDERS[name].missing(mesh.device_type) for name in contenders}
-    return ParallelRecord(
+    record = ParallelRecord(
         device=device,
         ranks=mesh.size(),
         git=git_state().sha,
@@ -112,21 +115,30 @@ def measure(mesh: DeviceMesh, cases: Sequence[Case], rounds: int, contenders: Se
         measured=time.strftime("%Y-%m-%d", time.gmtime()),
         rounds=rounds,
         links=_links(mesh) if mesh.size() > 1 else [],
-        rows=rows,
+        rows=[],
         missing={name: why for name, why in missing.items() if why},
     )
+    for case in cases:
+        rows, refused = _case(mesh, case, rounds, [name for name in contenders if not missing[name]])
+        record = msgspec.structs.replace(record, rows=[*record.rows, *rows], missing={**record.missing, **refused})
+        yield record
 
 
-def _case(mesh: DeviceMesh, case: Case, rounds: int, names: Sequence[str]) -> list[CaseRow]:
-    shards = _shards(mesh, case)
+def _case(mesh: DeviceMesh, case: Case, rounds: int, names: Sequence[str]) -> tuple[list[CaseRow], dict[str, str]]:
+    """The rows of a case, and why other libraries do not compute it."""
+    shards, refused = _shards(mesh, case), {}
     ready: dict[str, Callable[[], Tensor]] = {}
     errors, peaks, calls = {}, {}, {}
     for name in names:
         contender = CONTENDERS[name]
-        if contender.missing(mesh.device_type):
+        try:
+            call = contender.prepare(mesh, shards)
+            errors[name] = _checked(mesh, case, shards, contender, call)
+        except Exception as error:
+            if contender.precision == "fp8":
+                raise
+            refused[f"{case.name}: {name}"] = first_line(error)
             continue
-        call = contender.prepare(mesh, shards)
-        errors[name] = _checked(mesh, case, shards, contender, call)
         peaks[name] = _peak(mesh, call)
         calls[name] = max(1, round(_ROUND_SECONDS / _worst(mesh, _seconds(mesh, call, 1))))
         ready[name] = call
@@ -140,7 +152,7 @@ def _case(mesh: DeviceMesh, case: Case, rounds: int, names: Sequence[str]) -> li
         found.append(_row(mesh, case, name, times[name], errors[name], peaks[name], calls[name], trace))
         if dist.get_rank() == 0:
             print(found[-1].line(), flush=True)
-    return found
+    return found, refused
 
 
 def _row(
