@@ -20,7 +20,7 @@ from greenfast.operator.arguments import (
     number,
     scale_of,
 )
-from greenfast.operator.quantized import DTYPES, PRECISIONS, check_choice
+from greenfast.operator.quantized import DTYPES, PRECISIONS_AND_AUTO, check_choice
 from greenfast.operator.routing import Explanation
 from greenfast.operator.rules import Form, Refusal, arranged, dtype_of, form_of, restored
 from greenfast.operator.scope import SCOPES
@@ -116,7 +116,8 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         try:
             query, key, value = (self._shard_of(name, x) for name, x in zip(_NAMES, given, strict=True))
             causal = causal_of(is_causal, causal_alignment)
-            check_choice("precision", precision, PRECISIONS)
+            check_choice("precision", precision, PRECISIONS_AND_AUTO)
+            precision = "fp8" if precision == "auto" else precision  # which is the faster one; PyTorch's has no shards
             check_flag("return_lse", return_lse)
             check_cast(float32_as)
             form = form_of(query, key, value, attn_mask, dropout_of(dropout_p), causal, enable_gqa, float32_as)
