@@ -132,6 +132,14 @@ def benchmark(mesh: DeviceMesh) -> Any:
     return to_builtins(record)
 
 
+def example(mesh: DeviceMesh, code: str) -> Array:
+    """The whole output of an example that takes q, k and v."""
+    q, k, v = inputs((1, 2, 64, 64), 2, 5)
+    names: dict[str, Any] = {"q": q, "k": k, "v": v}
+    exec(code, names)
+    return array(names["whole"])
+
+
 def mismatch(mesh: DeviceMesh, kind: str) -> None:
     """One rank makes another call than the others."""
     cp = greenfast.context_parallel(mesh, "ring", timeout=10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch import Tensor
 from greenfast.bench.parallel_record import ParallelRecord, read_parallel, write_record
 from tests.parallel import cases
 from tests.parallel.ranks import MESHES, Ranks, running
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +194,14 @@ def test_a_record_of_the_benchmark(ranks: Ranks, tmp_path: Path) -> None:
     assert first["missing"]["torch"] == "it is measured on GPUs only"
     record = msgspec.convert(first, ParallelRecord)
     assert read_parallel(write_record(tmp_path / "results", record)) == record
+
+
+def test_the_example_of_the_page(ranks: Ranks) -> None:
+    found = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    alone = cases.sdpa(*cases.inputs((1, 2, 64, 64), 2, 5), is_causal=True)
+    for out in results(ranks("4", "example", found[1].replace('"cuda"', '"cpu"'))):
+        assert error(out, alone.double()) < 0.05
 
 
 @pytest.mark.parametrize("when", ["ends", "hangs"])

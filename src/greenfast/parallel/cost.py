@@ -63,9 +63,10 @@ def ring(sizes: Sizes, machine: Machine = Machine()) -> Estimate:
     turn = sizes.flops / sizes.size / machine.flops
     output = 2.0 * sizes.batch * sizes.heads * sizes.rows * sizes.head_dim
     # A merge reads two results and writes one; with more than two ranks the sum is float32.
-    merging = (sizes.size - 1) * output * (2.25 if sizes.size == 2 else 5) / machine.memory
-    exposed = max(0.0, travel - turn) * (sizes.size - 1)
-    computing = turn * sizes.size + 3 * codes / machine.memory + merging
+    merge = output * (2.25 if sizes.size == 2 else 5) / machine.memory
+    later = max(0, sizes.size - 2)  # turns that end with a merge, and hide an exchange
+    exposed = max(0.0, travel - turn) + later * max(0.0, travel - turn - merge)
+    computing = turn * sizes.size + 3 * codes / machine.memory + (sizes.size - 1) * merge
     first = machine.latency if sizes.size > 1 else 0.0  # the keys that the mean is of
     return Estimate(computing + exposed + first, computing, exposed + first)
 

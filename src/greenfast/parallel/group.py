@@ -7,7 +7,9 @@ that is gone is found there, by a time limit, without waiting for NCCL's. The ho
 
 from __future__ import annotations
 
+import atexit
 import time
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +28,7 @@ _LONGEST = 32  # numbers that describe a call
 _MOMENT = 5.0  # seconds by which ranks may begin a call, and so give it up, one after another
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """The ranks that share a sequence; ``rank`` counts in the group, 0 .. size - 1."""
 
@@ -169,6 +171,7 @@ def _others(group: Group) -> list[int]:
 
 
 _GROUPS: dict[str, Group] = {}
+_ALL: weakref.WeakSet[Group] = weakref.WeakSet()  # these and those that they replaced
 _MADE: Counter[str] = Counter()  # groups by their ranks
 
 
@@ -192,7 +195,15 @@ def group_of(process_group: Any, timeout: float | None = None) -> Group:
                 store, dist.get_rank(process_group), len(ranks), timeout=timedelta(seconds=seconds)
             )
         found = _GROUPS[name] = Group(process_group, host, store, seconds, ranks=ranks)
+        _ALL.add(found)
     return found
+
+
+@atexit.register
+def _close() -> None:
+    """Ends gloo's threads, which must not outlive the interpreter."""
+    for group in _ALL:
+        group.host = None
 
 
 def group_named(name: str) -> Group:
