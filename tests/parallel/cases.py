@@ -32,6 +32,11 @@ def inputs(shape: tuple[int, ...], kv_heads: int, seed: int, keys: int = 0, bias
     return [x.bfloat16() for x in (q, k, v)]
 
 
+def places(mesh: DeviceMesh) -> list[int]:
+    """The ranks of a mesh by their places in its process group; nothing where these are in order."""
+    return greenfast.context_parallel(mesh, timeout=10).group.places
+
+
 def on(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
     """``inputs`` on the mesh's devices."""
     return [x.to(mesh.device_type) for x in inputs(**given)]

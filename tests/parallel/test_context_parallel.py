@@ -103,6 +103,7 @@ def test_the_result_does_not_depend_on_which_rank_is_where(ranks: Ranks, mesh: s
     (first, _), *_ = results(ranks(mesh, "attend", method, sizes, options, True))
     (again, _), *_ = results(ranks(other, "attend", method, sizes, options, True))
     assert np.array_equal(first[0], again[0])
+    assert results(ranks(other, "places"))[0], "the process group has another order than the mesh"
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])

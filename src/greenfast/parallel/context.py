@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -73,7 +72,7 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
             raise TypeError(f"timeout: {timeout!r}; a positive number of seconds is needed, or None")
         self.mesh, self.method, self.load_balance = mesh, method, load_balance
-        self.group: Group = group_of(mesh.get_group(), timeout)
+        self.group: Group = group_of(mesh.get_group(), mesh.mesh.flatten().tolist(), timeout)
         self.name = self.group.name
         self.size = self.group.size
 
@@ -90,10 +89,7 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
 
     def unshard(self, tensor: Tensor, dim: int) -> Tensor:
         """The whole tensor, on each rank, from this rank's part. No gradient flows through it."""
-        tensor = tensor.detach().contiguous()
-        shards = [torch.empty_like(tensor) for _ in range(self.size)]
-        with self.group.watched():
-            dist.all_gather(shards, tensor, group=self.group.process_group)
+        shards = self.group.gather(tensor.detach().contiguous())
         return Layout(self.size, self.load_balance).whole(shards, dim)
 
     def explain(
@@ -243,7 +239,7 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         """This rank's rows of a DTensor; any other tensor is such rows."""
         if not isinstance(x, DTensor):
             return x
-        dims = [i for i in range(x.device_mesh.ndim) if x.device_mesh.get_group(i).group_name == self.name]
+        dims = [i for i in range(x.device_mesh.ndim) if x.device_mesh.get_group(i) is self.group.process_group]
         place = x.placements[dims[0]] if dims else None
         if not isinstance(place, Shard) or place.dim % x.dim() != x.dim() - 2:
             raise ValueError(

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -30,30 +30,31 @@ _MOMENT = 5.0  # seconds by which ranks may begin a call, and so give it up, one
 
 @dataclass(eq=False)
 class Group:
-    """The ranks that share a sequence; ``rank`` counts in the group, 0 .. size - 1."""
+    """The ranks that share a sequence; ``rank`` counts in the mesh, 0 .. size - 1.
 
+    name: what operators in a graph know it by. ranks: in the world, in the mesh's order, which the process group need
+    not have.
+    """
+
+    name: str
     process_group: Any
     host: Any  # the group of gloo, None for one rank
     store: Any  # of the ranks, under a name of their own
     timeout: float  # seconds
+    ranks: list[int]
     calls: int = 0
     since: float = 0.0  # when this rank came to its last call
-    ranks: list[int] = field(default_factory=list)  # in the world
 
-    @property
-    def name(self) -> str:
-        """What operators in a graph know the group by."""
-        return str(self.process_group.group_name)
+    def __post_init__(self) -> None:
+        self.rank = self.ranks.index(dist.get_rank())
+        places = [dist.get_group_rank(self.process_group, rank) for rank in self.ranks]
+        #: The place of each rank in the process group; empty where that has the mesh's order.
+        self.places = [] if places == list(range(len(places))) else places
 
     @property
     def size(self) -> int:
         """How many ranks it has."""
         return len(self.ranks)
-
-    @property
-    def rank(self) -> int:
-        """This process's place."""
-        return dist.get_rank(self.process_group)
 
     def agree(self, call: Sequence[int], described: str, fault: Exception | None = None) -> None:
         """Return when every rank of the group makes this call; all of them raise where one does not.
@@ -100,10 +101,19 @@ class Group:
 
     def all_to_all(self, send: Tensor) -> tuple[Tensor, Any]:
         """Send part i of the first dimension to rank i: what comes back, once the work has been waited for."""
+        if self.places:
+            send = send[[self.places.index(i) for i in range(self.size)]]
         received = torch.empty_like(send)
         with self.watched():
             work = dist.all_to_all_single(received, send, group=self.process_group, async_op=True)
         return received, work
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """A contiguous tensor of each rank."""
+        found = [torch.empty_like(x) for _ in range(self.size)]
+        with self.watched():
+            dist.all_gather(found, x, group=self.process_group)
+        return [found[place] for place in self.places or range(self.size)]
 
     def wait(self, *works: Any) -> None:
         """Wait for works; on CUDA the current stream does, not the host."""
@@ -175,26 +185,26 @@ _ALL: weakref.WeakSet[Group] = weakref.WeakSet()  # these and those that they re
 _MADE: Counter[str] = Counter()  # groups by their ranks
 
 
-def group_of(process_group: Any, timeout: float | None = None) -> Group:
+def group_of(process_group: Any, order: Sequence[int] = (), timeout: float | None = None) -> Group:
     """The group of a process group. The first call for it is made by all of its ranks, and waits for them.
 
-    timeout: in seconds, of this call and those after it; TIMEOUT at first.
+    order: its ranks in the world, in a mesh's order; by default in its own. timeout: in seconds, of this call and those
+    after it; TIMEOUT at first.
     """
-    name = process_group.group_name
+    ranks = list(order) or dist.get_process_group_ranks(process_group)
+    place = "-".join(map(str, ranks))
+    name = f"{process_group.group_name}/{place}"
     found = _GROUPS.get(name)
     if found is None or found.process_group is not process_group or (timeout and timeout != found.timeout):
         seconds = timeout or TIMEOUT
-        ranks = dist.get_process_group_ranks(process_group)
-        place = "-".join(map(str, ranks))
         _MADE[place] += 1
         store = _C10D.PrefixStore(f"greenfast/{place}/{_MADE[place]}", _C10D._get_default_store())
         host = None
         if len(ranks) > 1:
             # Not new_group, for which ranks that are members of other groups would have to be in step.
-            host = dist.ProcessGroupGloo(
-                store, dist.get_rank(process_group), len(ranks), timeout=timedelta(seconds=seconds)
-            )
-        found = _GROUPS[name] = Group(process_group, host, store, seconds, ranks=ranks)
+            rank = ranks.index(dist.get_rank())
+            host = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=timedelta(seconds=seconds))
+        found = _GROUPS[name] = Group(name, process_group, host, store, seconds, ranks)
         _ALL.add(found)
     return found
 
@@ -207,7 +217,7 @@ def _close() -> None:
 
 
 def group_named(name: str) -> Group:
-    """The group of the process group that has this name in PyTorch. Raises ValueError where there is none."""
+    """The group of this name, or of the process group that has it in PyTorch. Raises ValueError where there is none."""
     found = _GROUPS.get(name)
     if found is not None:
         return found

@@ -103,6 +103,13 @@ class Exchange:
         received, work = self.group.all_to_all(sent)
         return _views(received, shapes, dtypes), work
 
+    def wait(self, coming: tuple[tuple[Tensor, ...], object]) -> tuple[Tensor, ...]:
+        """What ``send`` receives, in the order of the ranks."""
+        received, work = coming
+        self.group.wait(work)
+        places = self.group.places
+        return tuple(x[places] for x in received) if places else received
+
     def gathered(self, x: Tensor, rows: int) -> Tensor:
         """A received field (size, B, heads, ...) as (B, heads, ...) with the rows of the sequence in their order."""
         parts, size = self.layout.parts, self.group.size
@@ -170,9 +177,8 @@ def forward(
     coming = [exchange.send([x.tensor_split(parts, 2)[part] for x in divided]) for part in range(parts)]
     going = []
     found: tuple[Tensor, ...]
-    for received, work in coming:
-        group.wait(work)
-        whole = [exchange.gathered(x, field.rows) for x, field in zip(received, fields, strict=True)]
+    for some in coming:
+        whole = [exchange.gathered(x, field.rows) for x, field in zip(exchange.wait(some), fields, strict=True)]
         if as_codes:
             found = _attend(whole, precision, head_dim, query.dtype, causal, scale, with_lse)
         elif with_lse:
@@ -183,9 +189,8 @@ def forward(
         going.append(exchange.send([exchange.scattered(x) for x in results]))
     out = query.new_empty(batch, group.size, heads.queries, length, head_dim)
     lse = query.new_empty(out.shape[:4] if with_lse else (0,), dtype=torch.float32)
-    for part, (received, work) in enumerate(going):
-        group.wait(work)
-        for into, x in zip((out, lse), received, strict=False):
+    for part, some in enumerate(going):
+        for into, x in zip((out, lse), exchange.wait(some), strict=False):
             into.tensor_split(parts, 2)[part].copy_(x.transpose(0, 1))
     out = out.flatten(1, 2)[:, :count]
     if with_lse:
@@ -237,12 +242,10 @@ def backward(
     heads = Heads(query.shape[1], key.shape[1], group.size)
     exchange = Exchange(group, layout, heads)
     fields = [Field(grad, 2, False), Field(query, 2, False), Field(key, 2, True), Field(value, 2, True)]
-    received, work = exchange.send([exchange.by_rank(field) for field in fields])
-    group.wait(work)
+    received = exchange.wait(exchange.send([exchange.by_rank(field) for field in fields]))
     whole = [exchange.gathered(x, 2) for x in received]
     found = torch.ops.greenfast.sdpa_backward(*whole, causal, scale)
-    received, work = exchange.send([exchange.scattered(x.contiguous()) for x in found])
-    group.wait(work)
+    received = exchange.wait(exchange.send([exchange.scattered(x.contiguous()) for x in found]))
     by_query, by_key, by_value = (x.transpose(0, 1).flatten(1, 2) for x in received)
     return (
         torch.empty_like(query).copy_(by_query[:, : query.shape[1]]),

@@ -135,8 +135,7 @@ def _ulysses(
     heads = Heads(q.shape[1], k.shape[1], group.size)
     exchange = Exchange(group, layout, heads)
     fields = [Field(_as_batch(x), 2, of_keys) for x, of_keys in ((q, False), (k, True), (v, True))]
-    received, work = exchange.send([exchange.by_rank(field) for field in fields])
-    group.wait(work)
+    received = exchange.wait(exchange.send([exchange.by_rank(field) for field in fields]))
     of_queries, of_keys = _whole_order(layout, queries, q.shape[0]), _whole_order(layout, keys, k.shape[0])
     rows = []
     for x, order in zip(received, (of_queries, of_keys, of_keys), strict=True):
@@ -154,9 +153,7 @@ def _ulysses(
     lse.index_copy_(1, of_queries, found[1])
     parts = (torch.unflatten(_as_batch(out), 2, (size, q.shape[0])), torch.unflatten(lse, 1, (size, q.shape[0])))
     going = [parts[0].movedim(2, 1), parts[1].transpose(0, 1).unsqueeze(0)]  # (1, size, heads, ...)
-    received, work = exchange.send(going)
-    group.wait(work)
-    outs, sums = (x.squeeze(1).flatten(0, 1)[: q.shape[1]] for x in received)
+    outs, sums = (x.squeeze(1).flatten(0, 1)[: q.shape[1]] for x in exchange.wait(exchange.send(going)))
     return outs.transpose(0, 1).contiguous(), sums.contiguous()
 
 
