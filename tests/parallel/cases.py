@@ -17,6 +17,7 @@ import greenfast
 from greenfast.bench.parallel import Case, measure
 from greenfast.bench.parallel_contenders import CONTENDERS
 
+_TIMEOUT = 30.0  # seconds, where no rank is lost
 Array = np.ndarray[Any, Any]
 sdpa: Any = greenfast.sdpa  # whose overloads do not take options as they come here
 
@@ -34,7 +35,7 @@ def inputs(shape: tuple[int, ...], kv_heads: int, seed: int, keys: int = 0, bias
 
 def places(mesh: DeviceMesh) -> list[int]:
     """The ranks of a mesh by their places in its process group; nothing where these are in order."""
-    return greenfast.context_parallel(mesh, timeout=10).group.places
+    return greenfast.context_parallel(mesh, timeout=_TIMEOUT).group.places
 
 
 def on(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
@@ -49,7 +50,7 @@ def array(x: Tensor) -> Array:
 def attend(mesh: DeviceMesh, method: Any, given: dict[str, Any], options: dict[str, Any], balanced: bool) -> Any:
     """The whole output (and log-sum-exp) that the ranks computed of their shards, on each of them; the method."""
     tensors = on(mesh, given)
-    cp: Any = greenfast.context_parallel(mesh, method, load_balance=balanced, timeout=10)
+    cp: Any = greenfast.context_parallel(mesh, method, load_balance=balanced, timeout=_TIMEOUT)
     shards = [cp.shard(x, 2) for x in tensors]
     grouped = tensors[0].shape[1] != tensors[1].shape[1]
     with cp:
@@ -62,7 +63,7 @@ def attend(mesh: DeviceMesh, method: Any, given: dict[str, Any], options: dict[s
 def train(mesh: DeviceMesh, method: Any, given: dict[str, Any], causal: bool, balanced: bool = True) -> list[Array]:
     """The whole gradients of Q, K and V of a loss that weighs each element of the output differently."""
     tensors = on(mesh, given)
-    cp = greenfast.context_parallel(mesh, method, load_balance=balanced, timeout=10)
+    cp = greenfast.context_parallel(mesh, method, load_balance=balanced, timeout=_TIMEOUT)
     grad = on(mesh, {"shape": given["shape"], "kv_heads": 1, "seed": 99})[0]
     q, k, v = (cp.shard(x, 2).requires_grad_() for x in tensors)
     with cp:
@@ -73,7 +74,7 @@ def train(mesh: DeviceMesh, method: Any, given: dict[str, Any], causal: bool, ba
 
 def varlen(mesh: DeviceMesh, method: Any, lengths: list[int], causal: bool, balanced: bool) -> Any:
     """Each rank's rows of sequences that lie one after another: the outputs and log-sum-exps, a sequence at a time."""
-    cp: Any = greenfast.context_parallel(mesh, method, load_balance=balanced, timeout=10)
+    cp: Any = greenfast.context_parallel(mesh, method, load_balance=balanced, timeout=_TIMEOUT)
     whole = [on(mesh, {"shape": (1, 4, n, 64), "kv_heads": 2, "seed": n}) for n in lengths]
     q, k, v = (torch.cat([cp.shard(x[i], 2) for x in whole], 2)[0].transpose(0, 1) for i in range(3))
     each = [n // mesh.size() for n in lengths]
@@ -93,7 +94,7 @@ def varlen(mesh: DeviceMesh, method: Any, lengths: list[int], causal: bool, bala
 
 def as_dtensors(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
     """Attention of DTensors, whose layout is not head-tail: the output as a whole, its placements, and gradients."""
-    cp = greenfast.context_parallel(mesh, "ulysses", load_balance=False, timeout=10)
+    cp = greenfast.context_parallel(mesh, "ulysses", load_balance=False, timeout=_TIMEOUT)
     whole = on(mesh, given)
     parts = [cp.shard(x, 2).requires_grad_() for x in whole]
     q, k, v = (DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in parts)
@@ -112,7 +113,7 @@ def as_dtensors(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
 
 def compiled(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
     """Outputs and gradients with and without torch.compile; and the same graph's and function's outside the context."""
-    cp = greenfast.context_parallel(mesh, "ring", timeout=10)
+    cp = greenfast.context_parallel(mesh, "ring", timeout=_TIMEOUT)
     shards = [cp.shard(x, 2) for x in on(mesh, given)]
 
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -147,7 +148,7 @@ def example(mesh: DeviceMesh, code: str) -> Array:
 
 def mismatch(mesh: DeviceMesh, kind: str) -> None:
     """One rank makes another call than the others."""
-    cp = greenfast.context_parallel(mesh, "ring", timeout=10)
+    cp = greenfast.context_parallel(mesh, "ring", timeout=_TIMEOUT)
     odd = mesh.get_local_rank() == 1
     rows = 64 if odd and kind == "rows" else 65 if odd and kind == "refused" else 128
     q, k, v = on(mesh, {"shape": (1, 2, rows, 64), "kv_heads": 2, "seed": 0})

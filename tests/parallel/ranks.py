@@ -82,7 +82,7 @@ def _serve(rank: int, count: int, store: str, meshes: tuple[str, ...], device: s
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=made, rank=rank, world_size=count, timeout=timedelta(seconds=20))
+    dist.init_process_group(backend, store=made, rank=rank, world_size=count, timeout=timedelta(seconds=60))
     found = {name: DeviceMesh(device, list(MESHES[name])) for name in meshes}
     cases = importlib.import_module("tests.parallel.cases")
     while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Trace:
-    """Shares of the time from the first kernel of some calls to the last one's end; None on the CPU."""
+    """Shares of the time from the first kernel of some calls to the last one's end; None where there is no trace."""
 
     exposed: float | None
     idle: float | None
@@ -31,20 +32,21 @@ def trace_of(mesh: DeviceMesh, call: Callable[[], Tensor]) -> Trace:
     dist.barrier(mesh.get_group())
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
+    exchanges: list[Interval] = []
+    others: list[Interval] = []
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in range(_CALLS):
             call()
         torch.cuda.synchronize()
-    exchanges: list[Interval] = []
-    others: list[Interval] = []
     for event in profiler.events():
         if event.device_type.name == "CUDA":
             kept = exchanges if "nccl" in event.name.lower() else others
             kept.append((event.time_range.start, event.time_range.end))
-    x = torch.tensor(shares(exchanges, others), dtype=torch.float64, device="cuda")
+    found = shares(exchanges, others) if others else (math.inf,) * 3  # a machine may forbid traces
+    x = torch.tensor(found, dtype=torch.float64, device="cuda")
     dist.all_reduce(x, dist.ReduceOp.MAX, group=mesh.get_group())
     exposed, idle, exchanging = x.tolist()
-    return Trace(exposed, idle, exchanging)
+    return Trace(None, None, None) if exposed == math.inf else Trace(exposed, idle, exchanging)
 
 
 def shares(exchanges: Sequence[Interval], others: Sequence[Interval]) -> tuple[float, float, float]:
