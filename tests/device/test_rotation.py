@@ -14,7 +14,7 @@ import pytest
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import GUARD_BYTES, POISON, Gpu
 from greenfast.device.instruments import Instruments
-from greenfast.device.rotation import PLACES, WRONG_BITS, WRONG_FAR, WRONG_MEMORY, Layout, Rotation
+from greenfast.device.rotation import PLACES, WRONG_BITS, WRONG_FAR, WRONG_MEMORY, WRONG_VARIABLES, Layout, Rotation
 from greenfast.spec.kernel import Launch, Workspace
 from greenfast.spec.problem import Array, Case, OutputSpec
 from tests.fakes import HostInstrument, HostLaunch, Stamp
@@ -45,6 +45,7 @@ class OneKernelGpu:
     solution: Callable[[Mapping[str, int], int], None] = works
     us: float = 0.0
     seen: list[Mapping[str, int]] = field(default_factory=list)
+    held: dict[str, bytes] = field(default_factory=dict)  # by variable of its module
     capability: tuple[int, int] = (8, 9)
 
     def __post_init__(self) -> None:
@@ -64,6 +65,9 @@ class OneKernelGpu:
 
     def prepare(self, executable: Executable, pointers: Mapping[str, int]) -> list[Any]:
         return Gpu.prepare(self, executable, pointers)  # type: ignore[arg-type]
+
+    def variables(self, executable: Executable) -> dict[str, bytes]:
+        return dict(self.held)
 
     def mark(self) -> Stamp:
         self.memory.note("stamp")
@@ -228,6 +232,21 @@ def test_a_first_launch_that_writes_elsewhere_is_wrong(gpu: OneKernelGpu) -> Non
     wrong = rotation(gpu).wrong
     assert wrong is not None
     assert (wrong.case, str(wrong)) == (0, f"launch 1 of 1 {WRONG_MEMORY}")
+
+
+def test_a_variable_that_a_launch_changes_is_state(gpu: OneKernelGpu) -> None:
+    """Of a library's kernel, of which only machine code is there, it cannot be told before."""
+    gpu.held = {"solution: calls": bytes(4), "solution: table": b"pi"}
+    found = rotation(gpu)
+    assert found.time(3, 5, cold=False, seed=0)[2] is None
+
+    def counts(pointers: Mapping[str, int], number: int) -> None:
+        works(pointers, number)
+        gpu.held["solution: calls"] = number.to_bytes(4, "little")
+
+    gpu.solution = counts
+    wrong = found.time(3, 5, cold=False, seed=0)[2]
+    assert str(wrong) == f"launch 8 of 8 {WRONG_VARIABLES}"
 
 
 def test_what_launches_are_checked_with_is_checked_too(gpu: OneKernelGpu) -> None:

@@ -11,12 +11,14 @@ import torch
 
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable
+from greenfast.device.rotation import WRONG_VARIABLES
 from greenfast.device.worker import Worker
 from greenfast.judge.gates.sides import image_of
 from greenfast.judge.solution.family import RemoteFamily
 from greenfast.judge.solution.schema import Solution
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import Case, OutputSpec, dtype_of
 
 pytestmark = pytest.mark.gpu
@@ -69,6 +71,7 @@ def tensors(case: Case) -> list[torch.Tensor]:
         "torch.nn.functional.gelu(x @ w) + torch.zeros_like(x)",  # a fill, several launches, memory between them
         "x.sort(-1)[0]",  # copies
         "torch.nn.functional.layer_norm(x, (512,))",
+        "torch.pow(x.abs(), 1.5)",  # whose module has tables of constants
         # the result lies where a larger one lay before
         "((x.double() * x.double().pow(2).mean(-1, keepdim=True).rsqrt()).to(x.dtype) * w[0]).to(x.dtype)",
     ],
@@ -120,3 +123,29 @@ def run(x, w):
 def test_what_cannot_be_replayed_is_refused_in_words(tmp_path: Path, body: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         replay(tmp_path, body, Matrices())
+
+
+COUNTS = """__device__ int calls;
+extern "C" __global__ void counts(const float* x, float* y) {
+  y[blockIdx.x * 512 + threadIdx.x] = x[blockIdx.x * 512 + threadIdx.x];
+  if (blockIdx.x + threadIdx.x == 0) CHANGE;
+}
+"""
+
+
+@pytest.mark.parametrize(("change", "state"), [("++calls", True), ("if (calls) y[0] = 0", False)])
+def test_state_in_a_variable_of_machine_code_is_found(change: str, state: bool) -> None:
+    target = Target.of_device(torch.cuda.get_device_capability())
+    source = KernelSource("counts", COUNTS.replace("CHANGE", change), "counts.cu", (), (512, 1, 1))
+    binary = compile_kernel(source, target).cubin
+    given = KernelSource("counts", "", "counts.cubin", (), (512, 1, 1), language="cubin", binary=binary)
+    image = image_of(compile_kernel(given, target))
+    assert image.variables == ("calls",)
+    executable = Executable.single(image, Launch((256, 1, 1), ("x", "y")))
+    case = Matrices().make_case(DIMS, 0, "")
+    with Worker(0, timeout_s=60) as worker:
+        result = worker.run(executable, case, 2)
+        assert result.violations == (["variable 'counts: calls' of its module was changed"] if state else [])
+    with Worker(0, timeout_s=60) as worker:
+        started = worker.prepare("k", executable, [case], 3, 0)
+        assert (started.wrong is not None and WRONG_VARIABLES in str(started.wrong)) == state

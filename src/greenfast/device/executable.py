@@ -10,7 +10,10 @@ from greenfast.spec.kernel import Launch, Workspace
 
 @dataclass(frozen=True)
 class KernelImage:
-    """A compiled kernel: cubin, entry, block, dynamic shared memory, phase names, and PTX for the emulator."""
+    """A compiled kernel: cubin, entry, block, dynamic shared memory, phase names, and PTX for the emulator.
+
+    variables: of its module, which no launch may change.
+    """
 
     cubin: bytes
     entry: str
@@ -18,6 +21,7 @@ class KernelImage:
     dynamic_smem_bytes: int
     phases: tuple[str, ...] = ()
     ptx: str = ""
+    variables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

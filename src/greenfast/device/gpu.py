@@ -131,6 +131,7 @@ class Bound:
                 copy.upload(held)
         pointers = {name: buffer.pointer for name, buffer in self._buffers.items()}
         self._launches = gpu.prepare(executable, pointers)
+        self._executable, self._variables = executable, gpu.variables(executable)
 
     def launch(self) -> None:
         """Queue the program's launches."""
@@ -164,6 +165,8 @@ class Bound:
             if self._buffers[name].download(array.shape, array.dtype).tobytes() != array.tobytes():
                 found.append(f"input {name!r} was changed")
         found += [f"memory around {name!r} was written" for name, b in self._buffers.items() if not b.guards_intact()]
+        now = self._gpu.variables(self._executable)
+        found += [f"variable {name!r} of its module was changed" for name in now if now[name] != self._variables[name]]
         return found
 
     def free(self) -> None:
@@ -238,6 +241,20 @@ class Gpu:
             Prepared(self.load(image), image.block, image.dynamic_smem_bytes, plan, known, stream, name=image.entry)
             for image, plan in executable.steps
         ]
+
+    def variables(self, executable: Executable) -> dict[str, bytes]:
+        """What the variables hold that no launch of a program may change. Raises MachineError for one not found."""
+        found = {}
+        for image in dict.fromkeys(image for image, _ in executable.steps if image.variables):
+            library = check(driver.cuKernelGetLibrary(self.load(image).handle))
+            for name in image.variables:
+                status, address, nbytes = driver.cuLibraryGetGlobal(library, name.encode())
+                if status:
+                    raise MachineError(f"{image.entry}: its module's variable {name!r} cannot be read: {status.name}")
+                held = np.empty(int(nbytes), np.uint8)
+                check(driver.cuMemcpyDtoH(held.ctypes.data, address, int(nbytes)))
+                found[f"{image.entry}: {name}"] = held.tobytes()
+        return found
 
     def bind(self, executable: Executable, case: Case) -> Bound:
         """Upload a case to fresh memory and bind a program to it."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -66,8 +68,11 @@ def launch_facts(source: KernelSource, launch: Launch, dims: Mapping[str, int]) 
     )
 
 
-def state_bytes(kernel: CompiledKernel) -> int:
-    """Bytes of the variables in memory whose addresses a kernel has, in which it could keep state across launches.
+@lru_cache(maxsize=256)  # a listing and a pass over an image of many megabytes
+def state_variables(kernel: CompiledKernel) -> Mapping[str, int]:
+    """The variables whose addresses a kernel has, in which it could keep state across launches: bytes by name.
+
+    The name "" stands for memory without one, such as a section into which an address is computed.
 
     For a cubin with other kernels and no PTX, where ``Resources.global_bytes`` counts all of the module. Text, which
     asserts and printf bring, does not count; a table of numbers that it only reads does.
@@ -76,7 +81,7 @@ def state_bytes(kernel: CompiledKernel) -> int:
     """
     code = _Code(kernel)
     code.digest()
-    return code.reached_bytes((".nv.global", ".nv.constant3"))
+    return code.reached((".nv.global", ".nv.constant3"))
 
 
 def launches_of(program: Program, shape: str, dims: Mapping[str, int]) -> dict[str, tuple[KernelSource, LaunchFacts]]:
@@ -174,14 +179,15 @@ class _Code:
         of_a_kernel = re.match(r"\.nv\.constant\d+\.", name) is not None
         return bool(flags & ALLOC) and not name.startswith(by_use) and not of_a_kernel
 
-    def reached_bytes(self, sections: tuple[str, ...]) -> int:
-        """Bytes of the variables of some sections that ``digest`` came to."""
-        names = {place: self._image.sections[place[0]].name for place in self._sizes}
-        return sum(
-            size
-            for place, size in self._sizes.items()
-            if names[place].startswith(sections) and not self._is_text(place, size)
-        )
+    def reached(self, sections: tuple[str, ...]) -> dict[str, int]:
+        """Bytes of the variables of some sections that ``digest`` came to, by name."""
+        names = {(s.section, s.value, s.size): s.name for s in self._image.symbols if not s.is_section}
+        found = Counter[str]()
+        for (section, start), size in self._sizes.items():
+            in_one = self._image.sections[section].name.startswith(sections)
+            if in_one and not self._is_text((section, start), size):
+                found[names.get((section, start, size), "")] += size
+        return dict(found)
 
     def _is_text(self, place: tuple[int, int], size: int) -> bool:
         section, start = place

@@ -32,6 +32,7 @@ _SUMS = 4  # per launch: of its outputs and of the rest, as they were left and a
 
 WRONG_BITS = "left other bits than the checked ones"
 WRONG_MEMORY = "changed an input, or memory around a buffer"
+WRONG_VARIABLES = "or an earlier one changed a variable of its module"
 WRONG_FAR = "or an earlier one wrote to memory that launches are checked with"
 
 
@@ -133,6 +134,8 @@ class Rotation:
 
     def __init__(self, gpu: Gpu, instruments: Instruments, executable: Executable, cases: Sequence[Case]) -> None:
         self._gpu, self._instruments, self._workspaces = gpu, instruments, executable.workspaces
+        self._executable = executable
+        self._variables = gpu.variables(executable)
         self._layout = layout = Layout.of(cases, executable.workspaces)
         self._allocated: list[Memory] = []
         self._veil, self._own_key = (random.SystemRandom().randrange(1, 2**64) for _ in range(2))
@@ -298,6 +301,8 @@ class Rotation:
             return WrongLaunch(n + 1, count, launches[n][0], WRONG_MEMORY if same[n, 0] else WRONG_BITS)
         if self._digests_of_own() != self._own:
             return WrongLaunch(count, count, launches[-1][0], WRONG_FAR)
+        if self._gpu.variables(self._executable) != self._variables:
+            return WrongLaunch(count, count, launches[-1][0], WRONG_VARIABLES)
         return None
 
     def _read_only(self) -> list[Memory]:

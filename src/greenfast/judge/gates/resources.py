@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from greenfast.device import assembler
 from greenfast.device.compiler import CompiledKernel
-from greenfast.device.identity import state_bytes
-from greenfast.judge.gates.sides import BuiltSide
+from greenfast.device.identity import state_variables
+from greenfast.judge.gates.sides import BuiltSide, watched_variables
 from greenfast.judge.record import GateResult, Status
 from greenfast.judge.task import Rung, Shape
 
@@ -32,13 +32,15 @@ def check(sides: Sequence[BuiltSide], asked: Mapping[str, Rung], shapes: Sequenc
             r, budget = kernel.resources, rung.budget_for(dims[shape])
             only = f" ({shape})" if len(side.distinct) > 1 else ""
             constant = f", {r.constant_bytes} bytes of __constant__" if r.constant_bytes else ""
+            state, compared = _state_bytes(kernel)
+            constant += f", {compared} bytes of variables, compared after its launches" if compared else ""
             used.append(f"{side.variant.name}{only} {r.registers} registers, {r.smem_bytes / 1024:.1f} KB{constant}")
             for what, limit, actual in (
                 ("registers", budget.registers, r.registers),
                 ("shared memory, bytes", budget.smem_bytes, r.smem_bytes),
                 ("stack, bytes", budget.stack_bytes, r.stack_bytes),
                 ("spills, bytes", budget.spill_bytes, r.spill_bytes),
-                ("device variables, bytes", budget.global_bytes, _state_bytes(kernel)),
+                ("device variables, bytes", budget.global_bytes, state),
             ):
                 held = actual <= limit
                 name = f"{side.role} {side.variant.name} ({shape}): {what}"
@@ -50,7 +52,13 @@ def check(sides: Sequence[BuiltSide], asked: Mapping[str, Rung], shapes: Sequenc
     )
 
 
-def _state_bytes(kernel: CompiledKernel) -> int:
-    """Memory that outlives a launch; of a cubin, which may be a library's, what this kernel has of it."""
+def _state_bytes(kernel: CompiledKernel) -> tuple[int, int]:
+    """Bytes in which state could outlive a launch, and bytes that a device compares after the launches instead.
+
+    Of a cubin, which may be a library's, what this kernel has of it; its tables cannot be told from state by its PTX.
+    """
     found = kernel.resources.global_bytes
-    return min(found, state_bytes(kernel)) if found and kernel.source.language == "cubin" else found
+    if not found or kernel.source.language != "cubin":
+        return found, 0
+    compared = sum(state_variables(kernel)[name] for name in watched_variables(kernel))
+    return min(found, sum(state_variables(kernel).values()) - compared), compared

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.executable import Executable, KernelImage
-from greenfast.device.identity import launches_of
+from greenfast.device.identity import launches_of, state_variables
 from greenfast.judge.task import Shape
 from greenfast.judge.variant import Variant
 from greenfast.spec.arch import Target
@@ -62,7 +62,22 @@ class BuiltSide:
 def image_of(kernel: CompiledKernel) -> KernelImage:
     """What a device loads of a kernel."""
     source = kernel.source
-    return KernelImage(kernel.cubin, source.entry, source.block, source.dynamic_smem_bytes, source.phases, kernel.ptx)
+    return KernelImage(
+        kernel.cubin,
+        source.entry,
+        source.block,
+        source.dynamic_smem_bytes,
+        source.phases,
+        kernel.ptx,
+        watched_variables(kernel),
+    )
+
+
+def watched_variables(kernel: CompiledKernel) -> tuple[str, ...]:
+    """The variables of a cubin that must be after its launches what they were before; of other sources PTX decides."""
+    if kernel.source.language != "cubin" or not kernel.resources.global_bytes:
+        return ()
+    return tuple(sorted(filter(None, state_variables(kernel))))
 
 
 def build_side(

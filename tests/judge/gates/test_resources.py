@@ -1,0 +1,64 @@
+"""RESOURCES of machine code alone: what may be state, and what is compared after the launches instead."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from greenfast.device.compiler import CompiledKernel, compile_kernel
+from greenfast.judge.gates.resources import _state_bytes
+from greenfast.judge.gates.sides import image_of, watched_variables
+from greenfast.spec.arch import Target
+from greenfast.spec.kernel import KernelSource
+
+#: A table that is read, a counter of launches, and a kernel that has neither.
+SOURCE = """__device__ float table[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+__constant__ float halves[2] = {0.5f, 1.5f};
+__device__ int calls;
+extern "C" __global__ void reads(float* y, int n) { y[threadIdx.x] = table[n & 7] * halves[n & 1]; }
+extern "C" __global__ void counts(float* y) { y[threadIdx.x] = atomicAdd(&calls, 1); }
+extern "C" __global__ void neither(float* y) { y[threadIdx.x] = 1; }
+"""
+TARGET = Target("sm_90a")
+
+
+@pytest.fixture(scope="module")
+def source() -> KernelSource:
+    return KernelSource("reads", SOURCE, "state.cu", (), (32, 1, 1))
+
+
+def as_cubin(source: KernelSource, entry: str) -> CompiledKernel:
+    binary = compile_kernel(source, TARGET).cubin
+    given = KernelSource(entry, "", f"{entry}.cubin", (), (32, 1, 1), language="cubin", binary=binary)
+    return compile_kernel(given, TARGET)
+
+
+@pytest.mark.parametrize(("entry", "watched", "nbytes"), [("counts", ("calls",), 4), ("neither", (), 0)])
+def test_variables_of_machine_code_are_compared(
+    source: KernelSource, entry: str, watched: tuple[str, ...], nbytes: int
+) -> None:
+    kernel = as_cubin(source, entry)
+    assert kernel.resources.global_bytes > 0  # of the module
+    assert watched_variables(kernel) == image_of(kernel).variables == watched
+    assert _state_bytes(kernel) == (0, nbytes)
+
+
+def test_a_table_is_compared_too(source: KernelSource) -> None:
+    kernel = as_cubin(source, "reads")
+    assert "table" in watched_variables(kernel)
+    assert _state_bytes(kernel)[1] >= 32
+
+
+def test_memory_without_a_name_cannot_be_compared(source: KernelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = as_cubin(source, "counts")
+    for module in ("resources", "sides"):
+        monkeypatch.setattr(f"greenfast.judge.gates.{module}.state_variables", lambda _: {"": 20, "calls": 4})
+    assert _state_bytes(kernel) == (20, 4)
+
+
+def test_what_ptx_shows_is_decided_by_it(source: KernelSource) -> None:
+    kernel = compile_kernel(dataclasses.replace(source, entry="counts"), TARGET)
+    assert watched_variables(kernel) == ()
+    assert _state_bytes(kernel) == (kernel.resources.global_bytes, 0)
+    assert kernel.resources.global_bytes >= 4
