@@ -134,7 +134,8 @@ def surrounded() -> tuple[Case, tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("multiprocessors", "wide"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow), (5, False)]
+    ("multiprocessors", "wide"),  # by 2 multiprocessors: with other pages, below
+    [(5, False), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(3, True, marks=pytest.mark.slow)],
 )
 def test_bits_do_not_depend_on_the_launch(
     surrounded: tuple[Case, tuple[Tensor, Tensor]], multiprocessors: int, wide: bool
