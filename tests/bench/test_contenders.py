@@ -56,7 +56,7 @@ def test_the_tasks_kernel_alone_is_not_bound_to_inputs_here() -> None:
     assert [name for name, c in CONTENDERS.items() if c.prepare is None] == [KERNEL]
     assert [name for name, c in CONTENDERS.items() if c.same_codes] == [KERNEL, "fa3"]
     assert {name for name, c in CONTENDERS.items() if not c.own} == {
-        "copy", "fa3", "cudnn", "fa3_bf16", "torch_flash", "torch_cudnn", "torch"
+        "copy", "fa3", "cudnn", "fa3_bf16", "sage", "torch_flash", "torch_cudnn", "torch"
     }  # fmt: skip
     assert [name for name, c in CONTENDERS.items() if not c.attention] == ["quantize_fp8", "copy"]
 
@@ -85,10 +85,10 @@ def test_inputs_are_drawn_once_and_have_outliers_where_asked() -> None:
 def test_every_kind_of_inputs_differs_from_normal_as_it_says(kind: str) -> None:
     normal, found = inputs().values, inputs(kind=kind).values
     changed = {name for name in "qkv" if not torch.equal(normal[name], found[name])}
-    only = {"normal": "", "constant queries": "q", "loud key": "k", "logits 4": "qk", "logits 8": "qk"}
-    only["biased keys"] = "kv"  # V is another draw, after the biases
+    only = {"normal": "", "constant queries": "q", "loud key": "k", "loud key 300": "k", "biased keys": "kv"}
+    only |= {f"logits {deviation}": "qk" for deviation in (2, 4, 8)}  # V behind a bias is another draw
     assert changed == set(only.get(kind, "qkv"))
-    scores = {"logits 4": 4.0, "logits 8": 8.0, "tiny": 1.0}
+    scores = {"logits 2": 2.0, "logits 4": 4.0, "logits 8": 8.0, "tiny": 1.0}
     if kind in scores:
         ratio = (found["q"].double() @ found["k"].double().transpose(1, 2)).std() / math.sqrt(64)
         assert ratio.item() == pytest.approx(scores[kind], rel=0.05)
@@ -101,7 +101,7 @@ def test_a_mask_aligned_at_the_last_key_is_refused() -> None:
 
 
 @CAUSAL
-@pytest.mark.parametrize("name", ["sdpa_fp8", "torch"])
+@pytest.mark.parametrize("name", ["sdpa_fp8", "sage", "torch"])
 @pytest.mark.parametrize("dims", [{"HK": 1}, {"KV": 90}, {"HK": 1, "KV": 33}])
 def test_shared_heads_and_unequal_lengths_are_compared_too(causal: int, name: str, dims: dict[str, int]) -> None:
     found = make_inputs({**DIMS, **dims, "CAUSAL": causal}, 0, "normal", "cpu")
@@ -112,6 +112,31 @@ def test_libraries_refuse_what_they_would_compute_otherwise(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", ModuleType("fa3_fwd_interface"))
     with pytest.raises(ValueError, match="aligns a causal mask at the last key"):
         prepare("fa3_bf16", make_inputs({**DIMS, "KV": 90, "CAUSAL": 1}, 0, "normal", "cpu"))
+
+
+@pytest.mark.parametrize("share", [0.98, 0.999])
+def test_a_sink_takes_its_share_of_the_weight_and_has_no_value(share: float) -> None:
+    found = inputs(kind=f"sink {share}").values
+    weights = (found["q"].double() @ found["k"].double().transpose(1, 2) / 8).softmax(-1)
+    assert 1 - weights[..., 0].mean().item() == pytest.approx(1 - share, rel=0.3)
+    assert (found["v"][:, 0] == 0).all()
+
+
+@pytest.mark.parametrize(("kind", "turns"), [("slow bias", False), ("fast bias", True)])
+def test_a_bias_under_rotary_embedding_turns_or_stays(kind: str, turns: bool) -> None:
+    keys = inputs(kind=kind).values["k"][0]
+    bias = keys[:16] - inputs(kind="normal").values["k"][0][:16]  # of places close to each other
+    mean, size = keys.mean(0).norm(), keys.norm(dim=1).mean()
+    assert bias.norm() > 10
+    assert (mean < 0.3 * size) == turns, "what turns has no mean"
+
+
+@CAUSAL
+def test_sages_arithmetic_is_attention_with_its_roundings(causal: int) -> None:
+    found = inputs(causal)
+    assert 0.01 < error(found, prepare("sage", found)) < 0.05
+    biased = inputs(causal, "biased keys")
+    assert error(biased, prepare("sage", biased)) < 0.05, "without their mean"
 
 
 @CAUSAL

@@ -10,11 +10,11 @@ import pytest
 
 from greenfast.bench.contenders import KERNEL
 from greenfast.bench.ratios import geometric_mean, headline, ratios
-from greenfast.bench.record import Benchmark
+from greenfast.bench.record import AccuracyRow, Benchmark
 from greenfast.bench.report import benchmark_report, console_table, reasons, section, summary
 from greenfast.judge.record import GateResult
 from greenfast.spec.freshness import Freshness
-from tests.bench.benchmarks import CONTENDERS, VERSUS, operator_record, peers_record, row, rows
+from tests.bench.benchmarks import CONTENDERS, OPERATOR_DIMS, VERSUS, operator_record, peers_record, row, rows
 
 
 def table(text: str, first: str) -> list[list[str]]:
@@ -99,6 +99,26 @@ def test_the_operator_has_host_times_and_bandwidths_too() -> None:
     ]  # fmt: skip
     assert "Inputs are N(0, 1), or *tiny* K and V times 1e-20." in text
     assert "Compiler resources" not in benchmark_report(operator_record())
+
+
+def test_errors_are_compared_with_the_best_of_others_in_8_bits() -> None:
+    record = operator_record()
+
+    def of(kind: str, contender: str, error: float | None) -> AccuracyRow:
+        return AccuracyRow(
+            series="inputs", inputs=kind, dims=OPERATOR_DIMS, contender=contender, sampled=1, error=error
+        )
+
+    errors = {"normal": (0.05, 0.04, 0.05), "tiny": (0.09, 0.06, 0.05), "loud": (0.2, 0.1, None)}
+    names = ("sdpa_fp8", "sdpa_int8", "fa3")
+    found = [of(kind, *each) for kind, each_of in errors.items() for each in zip(names, each_of, strict=True)]
+    text = summary(msgspec.structs.replace(record, accuracy=found))
+    assert (
+        "sdpa fp8 errs no more than the best of the other libraries in 8 bits on 1 of 2 rows; more on tiny at "
+        "1, 16, 4096, 128 (1.80x).\nsdpa int8 errs no more than the best of the other libraries in 8 bits on 1 of 2 "
+        "rows; more on tiny at 1, 16, 4096, 128 (1.20x)."
+    ) in text
+    assert "errs no more" not in summary(record), "no other library has errors"
 
 
 def test_clocks_are_told_where_they_are_known() -> None:

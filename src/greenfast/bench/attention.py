@@ -30,7 +30,9 @@ _OPERATOR_LIMIT = 0.2
 _BF16 = ("torch_flash", "torch_cudnn", "fa3_bf16")
 _PEERS = (KERNEL, "fa3", "cudnn", *_BF16)
 _OPERATOR = ("sdpa_fp8", "sdpa_int8", "attention_fp8", "quantize_fp8", "copy", *_BF16)
-_OPERATOR_ERRORS = ("sdpa_fp8", "sdpa_int8", "fp8_channel", "fp8_plain", "int8_plain", "fa3", "cudnn", *_BF16)
+_OPERATOR_ERRORS = ("sdpa_fp8", "sdpa_int8", "fp8_channel", "fp8_plain", "int8_plain", "fa3", "cudnn", "sage", *_BF16)
+#: Keys whose sums need more bits than the tensor cores keep.
+_LONG = 131072
 
 
 def grid_shape(head_dim: int, length: int, causal: bool) -> Shape:
@@ -63,6 +65,11 @@ def _error_cells(contenders: tuple[str, ...], kinds: tuple[str, ...]) -> tuple[C
             shape = _shape(f"accuracy_d{head_dim}_{kind.replace(' ', '_')}", 1, 8, 2048, head_dim)
             cells.append(Cell(shape, contenders, kind, seed=1, sampled=2048, series="inputs"))
     return tuple(cells)
+
+
+def _long_cell(contenders: tuple[str, ...]) -> Cell:
+    """Errors at many keys, of one head."""
+    return Cell(_shape(f"accuracy_s{_LONG}", 1, 1, _LONG, 128), contenders, seed=1, sampled=512, series="inputs")
 
 
 def flops(dims: Mapping[str, int]) -> float:
@@ -121,7 +128,7 @@ def operator() -> Comparison:
         timed=tuple(
             Cell(shape, _OPERATOR, sampled=shape.dims["S"], grid=True) for shape in _grid(512, 1024, 2048, 4096, 16384)
         ),
-        accuracy=_error_cells(_OPERATOR_ERRORS, tuple(INPUTS)),
+        accuracy=(*_error_cells(_OPERATOR_ERRORS, tuple(INPUTS)), _long_cell(_OPERATOR_ERRORS)),
         inputs=INPUTS,
         session=Session,
         flops=flops,

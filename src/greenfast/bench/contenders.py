@@ -2,7 +2,7 @@
 
 All read the same draw of inputs. FlashAttention-3 (Shah et al., 2024) in FP8 reads greenfast's codes with their scale
 per head; cuDNN's FP8 attention takes one scale per tensor, so it quantizes the draw again; whatever else there is reads
-the draw as bfloat16.
+the draw as bfloat16. Of SageAttention 2++ there is the arithmetic alone (sage.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from greenfast.bench import sage
 from greenfast.bench.inputs import Inputs
 from greenfast.bench.record import ContenderFacts
 from greenfast.numerics.formats import quantize
@@ -211,6 +212,12 @@ def _torch(backend: SDPBackend | None = None) -> Callable[[Inputs], Ready]:
     return prepare
 
 
+def _sage(inputs: Inputs) -> Ready:
+    """The arithmetic of SageAttention 2++ on bfloat16."""
+    (q, k, v), causal = inputs.bfloat16, bool(inputs.config.causal)
+    return Ready(lambda: sage.attend(q, k, v, causal))
+
+
 def _sdpa(precision: Literal["fp8", "int8"]) -> Callable[[Inputs], Ready]:
     """greenfast.sdpa on bfloat16, quantization included."""
 
@@ -268,6 +275,7 @@ CONTENDERS = {
         Contender("fa3", "FA3 FP8", "fp8", *_FA3, _flash_attention_3("fp8"), same_codes=True),
         Contender("cudnn", "cuDNN FP8", "fp8", "cudnn", "nvidia-cudnn-frontend", _cudnn_fp8),
         Contender("fa3_bf16", "FA3 bf16", "bf16", *_FA3, _flash_attention_3("bf16")),
+        Contender("sage", "SageAttention 2++, its arithmetic", "int8", *_TORCH, _sage),
         Contender("torch_flash", "torch flash bf16", "bf16", *_TORCH, _torch(SDPBackend.FLASH_ATTENTION)),
         Contender("torch_cudnn", "torch cuDNN bf16", "bf16", *_TORCH, _torch(SDPBackend.CUDNN_ATTENTION)),
         Contender("torch", "torch bf16", "bf16", *_TORCH, _torch()),

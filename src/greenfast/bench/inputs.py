@@ -21,6 +21,7 @@ _OUTLIER_SIGMA, _OUTLIER_SHARE = 10.0, 0.001
 _RANK, _SIGNAL, _NOISE = 16, 0.8, 0.3
 _BIASED_SHARE, _BIAS = 0.05, {"q": 8.0, "k": 8.0, "v": 2.0}
 _TINY = 1e-20
+_SINK_QUERY = 8.0  # the first column of Q
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,56 @@ def _biased_keys(x: Tensor, name: str, draw: Generator) -> Tensor:
     return x + 10.0 * torch.randn(x.shape[0], 1, x.shape[2], generator=draw, device=x.device)
 
 
-def _loud_key(x: Tensor, name: str, _: Generator) -> Tensor:
-    return torch.cat([100.0 * x[:, :1], x[:, 1:]], dim=1) if name == "k" else x
+def _loud_key(times: float) -> _Change:
+    return lambda x, name, _: torch.cat([times * x[:, :1], x[:, 1:]], dim=1) if name == "k" else x
+
+
+def _logits(deviation: float) -> _Change:
+    return lambda x, name, _: x if name == "v" else x * math.sqrt(deviation)
+
+
+def _rotary(x: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al., 2021) of each row's place, in halves, of base 10,000."""
+    _, length, head_dim = x.shape
+    half = head_dim // 2
+    place = torch.arange(length, device=x.device, dtype=torch.float64).unsqueeze(1)
+    angle = place * 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
+    cos, sin, (first, second) = angle.cos().float(), angle.sin().float(), (x[..., :half], x[..., half:])
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
+def _rotary_bias(slow: bool) -> _Change:
+    """Q and K with rotary embedding, and before it a bias of the quarter of K that turns slowest, or fastest."""
+
+    def change(x: Tensor, name: str, draw: Generator) -> Tensor:
+        if name == "v":
+            return x
+        if name == "k":
+            turning = torch.arange(x.shape[2], device=x.device) % (x.shape[2] // 2) * 8 // x.shape[2]
+            biased = turning == (3 if slow else 0)
+            x = x + 10.0 * torch.randn(x.shape[0], 1, x.shape[2], generator=draw, device=x.device) * biased
+        return _rotary(x)
+
+    return change
+
+
+def _sink(share: float) -> _Change:
+    """The first key takes that share of each row's weight, but for the spread of the other scores; its value is 0."""
+
+    def change(x: Tensor, name: str, _: Generator) -> Tensor:
+        length, head_dim = x.shape[1:]
+        x = x.clone()
+        if name == "q":
+            x[..., 0] = _SINK_QUERY
+        elif name == "k":
+            x[..., 0] = x[:, 0] = 0.0
+            others = max(length - 1, 1) * math.exp(0.5)  # the mean of exp(s) over N(0, 1)
+            x[:, 0, 0] = math.log(others * share / (1 - share)) * math.sqrt(head_dim) / _SINK_QUERY
+        else:
+            x[:, 0] = 0.0
+        return x
+
+    return change
 
 
 _Change: TypeAlias = Callable[[Tensor, str, Generator], Tensor]
@@ -96,15 +145,18 @@ _KINDS: dict[str, tuple[str, _Change]] = {
     "realistic": ("of rank 16 with noise, and a bias in 5 % of the channels", _realistic),
     "biased keys": ("with N(0, 100) for each channel added to all keys", _biased_keys),
     "constant queries": ("with 10 added to all of Q", lambda x, name, draw: x + 10.0 if name == "q" else x),
-    "logits 4": (
-        "Q and K times 2, so that scores have a deviation of 4",
-        lambda x, name, draw: x if name == "v" else x * 2.0,
+    "slow bias": (
+        "with rotary embedding, and before it N(0, 100) added to the quarter of K's channels that turns slowest",
+        _rotary_bias(slow=True),
     ),
-    "logits 8": (
-        "Q and K times 2.8, so that scores have a deviation of 8",
-        lambda x, name, draw: x if name == "v" else x * math.sqrt(8.0),
-    ),
-    "loud key": ("with the first key times 100", _loud_key),
+    "fast bias": ("the same with the quarter that turns fastest", _rotary_bias(slow=False)),
+    "logits 2": ("Q and K times 1.4, so that scores have a deviation of 2", _logits(2.0)),
+    "logits 4": ("Q and K times 2, so that scores have a deviation of 4", _logits(4.0)),
+    "logits 8": ("Q and K times 2.8, so that scores have a deviation of 8", _logits(8.0)),
+    "sink 0.98": ("with a first key that takes 0.98 of the weight, and whose value is 0", _sink(0.98)),
+    "sink 0.999": ("the same with 0.999 of the weight", _sink(0.999)),
+    "loud key": ("with the first key times 100", _loud_key(100.0)),
+    "loud key 300": ("with the first key times 300", _loud_key(300.0)),
     "tiny": (
         "K and V times 1e-20, Q times 1e20",
         lambda x, name, draw: x * (1 / _TINY if name == "q" else _TINY),

@@ -71,6 +71,7 @@ def summary(record: Benchmark) -> str:
             ("inputs", "B, H, S, D"),
             "Relative error of the output (Frobenius) against attention on the inputs before any rounding",
         ),
+        _comparison_of_errors(record, by_inputs),
         _inputs_line(record),
         _error_table(
             record, by_length, lambda row: (str(row.dims["S"]),), lambda row: row.kernel_error, ("S",),
@@ -275,6 +276,29 @@ def _error_table(
     lines = [(*at, *(format.error(found.get((at, c.name))) for c in shown)) for at in dict.fromkeys(map(key, rows))]
     labels = [c.label for c in shown]
     return f"{text}:\n\n{format.table((*header, *labels), lines, right=labels)}"
+
+
+def _comparison_of_errors(record: Benchmark, rows: Sequence[AccuracyRow]) -> str:
+    """Where greenfast.sdpa errs more than the best of other libraries in 8 bits; empty where none has errors."""
+    others = {c.name for c in record.contenders if c.precision in ("fp8", "int8") and c.name not in record.own}
+    best: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row.contender in others and row.error is not None:
+            at = (row.inputs, _sizes(row.dims))
+            best[at] = min(best.get(at, math.inf), row.error)
+    lines = []
+    for name in dict.fromkeys(versus.own for versus in record.versus):
+        own = {(row.inputs, _sizes(row.dims)): row.error for row in rows if row.contender == name and row.error}
+        both = [at for at in own if at in best]
+        if both:
+            worse = [f"{kind} at {size} ({own[kind, size] / best[kind, size]:.2f}x)" for kind, size in both
+                     if own[kind, size] > best[kind, size]]  # fmt: skip
+            more = f"; more on {', '.join(worse)}" if worse else ""
+            lines.append(
+                f"{_label(record, name)} errs no more than the best of the other libraries in 8 bits on "
+                f"{len(both) - len(worse)} of {len(both)} rows{more}."
+            )
+    return "\n".join(lines)
 
 
 def _inputs_line(record: Benchmark) -> str:
