@@ -168,3 +168,20 @@ def test_softcap(name: str, fmt: str) -> None:
     if "LSE" in dims:
         assert np.isfinite(found["lse"]).all()
         assert found["lse"].max() < 30 + np.log(dims["S"])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "fmt"), [(64, "e4m3"), (128, "int8"), pytest.param(256, "e4m3", marks=pytest.mark.slow)]
+)
+def test_a_sink_leaves_later_keys_their_precision(head_dim: int, fmt: str) -> None:
+    """All rows give the first key 0.9998 of their weight or more, and its value, like all of its block, is 0."""
+    dims = {"B": 1, "H": 1, "S": 64, "KV": 512, "D": head_dim, **BLOCKS}
+    case = changed(dims, fmt=fmt)
+    q, k, v, v_t = (case.inputs[name].copy() for name in ("q", "k", "v", "v_t"))
+    largest = 0x7E if fmt == "e4m3" else 127
+    q[..., :10], k[..., :10], k[:, 0, :10] = largest, 0, largest
+    v[:, :128] = v_t[..., :128] = 0
+    q_scale = case.inputs["q_scale"] * np.float32((head_dim / 64) ** 0.5)
+    case = changed(dims, {"q": q, "k": k, "v": v, "v_t": v_t, "q_scale": q_scale}, fmt)
+    wanted = exact(dims, case, fmt)
+    assert np.linalg.norm(run(dims, case, fmt)["out"] - wanted) < 0.04 * np.linalg.norm(wanted)

@@ -52,7 +52,8 @@ EXTRAS: tuple[dict[str, int], ...] = (
     {"VROWS": 1},
     {"SOFTCAP": 50},
 )
-#: The most bytes that four warpgroups at head dim 64 spill per thread, with options that take more registers.
+#: The most bytes that four warpgroups at head dim 64 spill per thread, outside of their loops, with options that take
+#: more registers.
 FEW = 128
 
 
@@ -68,7 +69,7 @@ def test_no_spills(extras: dict[str, int], fmt: str, head_dim: int, causal: int)
     compiled = compile_kernel(
         hopper.kernel(replace(config, quantizes_queries=quantizes_queries), sizes), Target("sm_90a")
     )
-    allowed = FEW if head_dim == 64 and "KBLOCK" in extras else 0
+    allowed = FEW if head_dim == 64 and ("KBLOCK" in extras or fmt == "int8") else 0
     assert compiled.resources.spill_bytes <= allowed
     assert compiled.resources.stack_bytes <= allowed
     assert "C75" not in compiled.log, "the assembler serializes the products"

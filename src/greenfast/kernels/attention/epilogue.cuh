@@ -95,7 +95,7 @@ struct Epilogue {
   static constexpr int kOut = Traits::kHeadDim / 2;  // values of O, behind which sums come where kSumsByProduct
 
   // Writes the rows before q_len: O / sum, and the log-sum-exp. Rows that attend to what is unknown are NaN. mainloop:
-  // p, o (overwritten), the units of o, and the softmax with its maxima and sums. head and kv_head: over the batch.
+  // p, o (overwritten), the units of o, and the softmax with its bases and sums. head and kv_head: over the batch.
   template <class Mainloop>
   __device__ __forceinline__ static void store(Mainloop& mainloop, int head, int first_row, int kv_head,
                                                const UnknownRows& unknown) {
@@ -144,7 +144,7 @@ struct Epilogue {
       }
       if (Traits::kLse && quad == 0 && row < p.q_len) {
         const float ln2 = 0.6931471805599453f;
-        const float lse = any ? (log2f(total) - OnlineSoftmax<Traits>::kOffset + softmax.max[r]) * ln2 : -CUDART_INF_F;
+        const float lse = any ? (log2f(total) - OnlineSoftmax<Traits>::kOffset + softmax.base[r]) * ln2 : -CUDART_INF_F;
         p.lse[static_cast<size_t>(head) * p.q_len + row] = unknown.scores[r] ? CUDART_NAN_F : lse;
       }
     }

@@ -12,34 +12,40 @@
 
 namespace greenfast {
 
-// Traits: kBlockN, kPolynomials, kSumsByProduct.
+// Traits: kBlockN, kPolynomials, kSumsByProduct, kTileBase.
 template <class Traits>
 struct OnlineSoftmax {
   using Scales = ScoreScales<Traits>;
   static constexpr int kScores = Traits::kBlockN / 2;  // per thread
   static constexpr int kSteps = Traits::kBlockN / 32;  // of P V
   static constexpr int kScales = Scales::kScales;
-  // A row's largest weight is stored as 448 = 2^kOffset, E4M3's largest number, so that small ones keep their bits.
+  // A tile's largest weight is stored as 448 = 2^kOffset, E4M3's largest number, so that small ones keep their bits.
   static constexpr float kOffset = 8.807355f;
+  // With kTileBase also where an earlier tile had larger ones, such as a sink that all rows attend to, whose own weight
+  // would leave those of all later keys too few bits. The base falls by at most 2^kMostFall from tile to tile, and not
+  // where the sum of weights is large, so that falls leave it below 2^34 even if the last one is not in it yet.
+  // A thread's own sum is of a quarter of the columns.
+  static constexpr float kMostFall = 8.0f, kLargeSum = Traits::kSumsByProduct ? 262144.0f : 65536.0f;  // 2^18
 
-  float max[2];  // of scores so far, in base 2; -inf before the first key
+  float base[2];  // of exponents: what a weight of 2^kOffset has; -inf before the first key
   float sum[2];  // of weights, of this thread's columns; unused where kSumsByProduct
 
   __device__ __forceinline__ void start() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      max[r] = -CUDART_INF_F;
+      base[r] = -CUDART_INF_F;
       sum[r] = 0.0f;
     }
   }
 
-  // Turns raw scores into weights, of which `pack` makes operands; gives the factors for what came before.
+  // Turns raw scores into weights, of which `pack` makes operands; gives the factors for what came before. before: the
+  // sums of a row's weights so far, perhaps without the last tile's.
   //
   // Of each 16 weights the first kPolynomials come from the FMA pipe, as pairs of halves (ptx::exp2_halves), the
   // others from the special-function unit, which is the narrow one: 16 powers per multiprocessor and clock.
   template <class Score>
-  __device__ __forceinline__ void weigh(const Score (&s)[kScores], const Scales& scales, float (&w)[kScores],
-                                        float (&rescale)[2]) {
+  __device__ __forceinline__ void weigh(const Score (&s)[kScores], const Scales& scales, const float (&before)[2],
+                                        float (&w)[kScores], float (&rescale)[2]) {
     float top[2] = {-CUDART_INF_F, -CUDART_INF_F}, bias[2], half_bias[2];
 #pragma unroll
     for (int h = 0; h < kScales; ++h) {
@@ -52,14 +58,15 @@ struct OnlineSoftmax {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      // Before the exchange: where a thread has a sum of its own, all of a row fall together.
+      top[r] = fmaxf(top[r], Traits::kTileBase && before[r] < kLargeSum ? base[r] - kMostFall : base[r]);
       top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 1));
       top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 2));
-      top[r] = fmaxf(top[r], max[r]);
-      const float base = top[r] == -CUDART_INF_F ? 0.0f : top[r];  // no key so far: any base gives weights 0
-      rescale[r] = ptx::ex2(max[r] - base);
-      bias[r] = kOffset - base;
+      const float from = top[r] == -CUDART_INF_F ? 0.0f : top[r];  // no key so far: any base gives weights 0
+      rescale[r] = ptx::ex2(base[r] - from);
+      bias[r] = kOffset - from;
       half_bias[r] = fmaf(bias[r], ptx::kExp2HalfScale, ptx::kExp2HalfBias);
-      max[r] = top[r];
+      base[r] = top[r];
       sum[r] *= rescale[r];
     }
 #pragma unroll
@@ -103,9 +110,9 @@ struct OnlineSoftmax {
     return 8 * (i / 8 % 2) + 4 * (i / 2 % 2) < Traits::kPolynomials;
   }
 
-  // The largest raw scores of a thread's two rows among those of a scale of K, if above the row's largest so far. As
-  // integers, three at a time and starting from 0, positive floats compare as they should. Where 0 comes out and the
-  // row had nothing above 0 before, all are negative: of these the largest has the smallest bits.
+  // The largest raw scores of a thread's two rows among those of a scale of K, if above the base so far or, with
+  // kTileBase, in any case. As integers, three at a time and starting from 0, positive floats compare as they should.
+  // Where 0 comes out all are negative: of these the largest has the smallest bits.
   __device__ __forceinline__ void thread_maxima(const float (&s)[kScores], int scale, float (&top)[2]) {
     constexpr int kCount = kScores / kScales;
     int whole[2] = {0, 0};
@@ -116,7 +123,9 @@ struct OnlineSoftmax {
     }
     top[0] = __int_as_float(whole[0]);
     top[1] = __int_as_float(whole[1]);
-    if (__any_sync(0xffffffffu, (whole[0] == 0 && max[0] < 0.0f) || (whole[1] == 0 && max[1] < 0.0f))) {
+    const bool always = Traits::kTileBase;
+    if (__any_sync(0xffffffffu, (whole[0] == 0 && (always || base[0] < 0.0f)) ||
+                                    (whole[1] == 0 && (always || base[1] < 0.0f)))) {
       unsigned least[2] = {0xff800000u, 0xff800000u};  // of -inf
 #pragma unroll
       for (int i = scale * kCount; i < (scale + 1) * kCount; i += 2) {

@@ -190,11 +190,18 @@ struct Mainloop {
                                         float (&rescale)[2]) {
     using Variant = ScoreVariant<Traits>;
     auto& scores = Variant::scores(s, scales);
+    const float before[2] = {sum(0), sum(1)};
     if constexpr (kMasked) {
-      softmax.weigh(Traits::Mask::apply(scores, end), Variant::scales(scales), w, rescale);
+      softmax.weigh(Traits::Mask::apply(scores, end), Variant::scales(scales), before, w, rescale);
     } else {
-      softmax.weigh(scores, Variant::scales(scales), w, rescale);
+      softmax.weigh(scores, Variant::scales(scales), before, w, rescale);
     }
+  }
+
+  // Of a row's weights in those tiles that have been added to O.
+  __device__ __forceinline__ float sum(int row) const {
+    if constexpr (Traits::kSumsByProduct) return o[kOut + 2 * row];
+    return softmax.sum[row];
   }
 
   // By which O is to be multiplied for its units to be those of the tile whose weights have been found.

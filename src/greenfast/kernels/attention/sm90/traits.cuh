@@ -54,6 +54,8 @@ struct FlashTraits : Cfg {
   // exact, which rounded weights would spoil, nor where a product is as wide as it can be.
   static constexpr bool kSumsByProduct = !Cfg::kExactSums && Cfg::kOutColumns != 256;
   static constexpr int kSumColumns = kSumsByProduct ? 8 : 0;
+  // Whether a tile of small weights has a base of its own: not where O else stays unmultiplied on most tiles.
+  static constexpr bool kTileBase = Cfg::kTwoLevels || Cfg::kValueBlockScales;
   static constexpr int kValueRows = Cfg::kHeadDim + kSumColumns;  // of V^T in shared memory
 
   static_assert(Cfg::kHeadDim % kDimPanel == 0 && Cfg::kBlockN % kKeyPanel == 0, "whole panels");
