@@ -185,3 +185,13 @@ def test_a_sink_leaves_later_keys_their_precision(head_dim: int, fmt: str) -> No
     case = changed(dims, {"q": q, "k": k, "v": v, "v_t": v_t, "q_scale": q_scale}, fmt)
     wanted = exact(dims, case, fmt)
     assert np.linalg.norm(run(dims, case, fmt)["out"] - wanted) < 0.04 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("times", [30, 1e5])
+def test_scores_of_int8_may_be_steep(times: float) -> None:
+    """Up to a factor at which a unit of a score, of which there are thousands, is a power of e^12."""
+    dims = {"B": 1, "H": 2, "S": 70, "KV": 300, "D": 64, **BLOCKS}
+    case = changed(dims, fmt="int8")
+    case = changed(dims, {"q_scale": case.inputs["q_scale"] * np.float32(times)}, "int8")
+    found, wanted = run(dims, case, "int8")["out"], exact(dims, case, "int8")
+    assert np.linalg.norm(found - wanted) < 0.04 * np.linalg.norm(wanted)

@@ -52,9 +52,9 @@ EXTRAS: tuple[dict[str, int], ...] = (
     {"VROWS": 1},
     {"SOFTCAP": 50},
 )
-#: The most bytes that four warpgroups at head dim 64 spill per thread, outside of their loops, with options that take
-#: more registers.
-FEW = 128
+#: The most bytes that four warpgroups at head dim 64 spill per thread, with options that take more registers and in
+#: int8, and any in int8: a register or two, once in a work tile.
+FEW, FEW_INT8 = 128, 16
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -69,7 +69,9 @@ def test_no_spills(extras: dict[str, int], fmt: str, head_dim: int, causal: int)
     compiled = compile_kernel(
         hopper.kernel(replace(config, quantizes_queries=quantizes_queries), sizes), Target("sm_90a")
     )
-    allowed = FEW if head_dim == 64 and ("KBLOCK" in extras or fmt == "int8") else 0
+    allowed = FEW_INT8 if fmt == "int8" else 0
+    if head_dim == 64 and ("KBLOCK" in extras or fmt == "int8"):
+        allowed = FEW
     assert compiled.resources.spill_bytes <= allowed
     assert compiled.resources.stack_bytes <= allowed
     assert "C75" not in compiled.log, "the assembler serializes the products"

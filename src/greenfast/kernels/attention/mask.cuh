@@ -35,18 +35,16 @@ struct KeyMask {
     return max(0, row_end(first_row)) / kBlockN;
   }
 
-  // Raw scores of one tile in a warpgroup's accumulators (ptx/wgmma.cuh says which thread has which), as floats, -inf
-  // for keys that their rows do not attend to. end: row_end of the thread's two rows, counted from the tile's first
-  // key.
-  template <int kCount, class Score>
-  __device__ __forceinline__ static float (&apply(Score (&s)[kCount], const int (&end)[2]))[kCount] {
-    float(&masked)[kCount] = reinterpret_cast<float(&)[kCount]>(s);
+  // Leaves, of the raw scores of one tile in a warpgroup's accumulators (ptx/wgmma.cuh says which thread has which),
+  // -inf for keys that their rows do not attend to, whatever the scale. end: row_end of the thread's two rows, counted
+  // from the tile's first key.
+  template <int kCount>
+  __device__ __forceinline__ static void apply(float (&s)[kCount], const int (&end)[2]) {
     const int column = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      masked[i] = i / 4 * 8 + column + i % 2 >= end[i / 2 % 2] ? -CUDART_INF_F : static_cast<float>(s[i]);
+      if (i / 4 * 8 + column + i % 2 >= end[i / 2 % 2]) s[i] = -CUDART_INF_F;
     }
-    return masked;
   }
 };
 

@@ -38,19 +38,19 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns raw scores into weights, of which `pack` makes operands; gives the factors for what came before. before: the
+  // Turns raw scores, which it overwrites, into weights, of which `pack` makes operands; gives the factors for what came before. before: the
   // sums of a row's weights so far, perhaps without the last tile's.
   //
   // Of each 16 weights the first kPolynomials come from the FMA pipe, as pairs of halves (ptx::exp2_halves), the
   // others from the special-function unit, which is the narrow one: 16 powers per multiprocessor and clock.
-  template <class Score>
-  __device__ __forceinline__ void weigh(const Score (&s)[kScores], const Scales& scales, const float (&before)[2],
+  template <class Variant>
+  __device__ __forceinline__ void weigh(float (&s)[kScores], const Scales& scales, const float (&before)[2],
                                         float (&w)[kScores], float (&rescale)[2]) {
-    float top[2] = {-CUDART_INF_F, -CUDART_INF_F}, bias[2], half_bias[2];
+    float top[2] = {-CUDART_INF_F, -CUDART_INF_F}, bias[kScales][2], half_bias[kScales][2];
 #pragma unroll
     for (int h = 0; h < kScales; ++h) {
       float raw[2];
-      thread_maxima(s, h, raw);
+      thread_maxima<Variant>(s, h, raw);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         top[r] = h == 0 ? raw[r] * scales.factor[h] : fmaxf(top[r], raw[r] * scales.factor[h]);
@@ -64,23 +64,27 @@ struct OnlineSoftmax {
       top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 2));
       const float from = top[r] == -CUDART_INF_F ? 0.0f : top[r];  // no key so far: any base gives weights 0
       rescale[r] = ptx::ex2(base[r] - from);
-      bias[r] = kOffset - from;
-      half_bias[r] = fmaf(bias[r], ptx::kExp2HalfScale, ptx::kExp2HalfBias);
+#pragma unroll
+      for (int h = 0; h < kScales; ++h) bias[h][r] = kOffset - from;
       base[r] = top[r];
       sum[r] *= rescale[r];
     }
+    if constexpr (Variant::kShift != 0.0f) take_shift<Variant>(s, scales, bias);
+#pragma unroll
+    for (int i = 0; i < 2 * kScales; ++i) {
+      half_bias[i / 2][i % 2] = fmaf(bias[i / 2][i % 2], ptx::kExp2HalfScale, ptx::kExp2HalfBias);
+    }
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
-      const int r = i / 2 % 2;
-      const float scale = scales.factor[i / (kScores / kScales)];
-      const float low = static_cast<float>(s[i]), high = static_cast<float>(s[i + 1]);
+      const int r = i / 2 % 2, h = i / (kScores / kScales);
+      const float scale = scales.factor[h], low = s[i], high = s[i + 1];
       if (by_polynomial(i)) {
         const float half_scale = scale * ptx::kExp2HalfScale;
         w[i] = __uint_as_float(
-            ptx::exp2_halves(fmaf(low, half_scale, half_bias[r]), fmaf(high, half_scale, half_bias[r])));
+            ptx::exp2_halves(fmaf(low, half_scale, half_bias[h][r]), fmaf(high, half_scale, half_bias[h][r])));
       } else {
-        w[i] = ptx::ex2(fmaf(low, scale, bias[r]));
-        w[i + 1] = ptx::ex2(fmaf(high, scale, bias[r]));
+        w[i] = ptx::ex2(fmaf(low, scale, bias[h][r]));
+        w[i + 1] = ptx::ex2(fmaf(high, scale, bias[h][r]));
         if (!Traits::kSumsByProduct) sum[r] += w[i] + w[i + 1];
       }
     }
@@ -110,19 +114,46 @@ struct OnlineSoftmax {
     return 8 * (i / 8 % 2) + 4 * (i / 2 % 2) < Traits::kPolynomials;
   }
 
+  // Takes the shift of raw scores out of the biases, which costs nothing for each score. A bias is then rounded at the
+  // magnitude of kShift times a factor, so that a tile's exponents are off by up to 0.75 of that factor, all alike:
+  // by less than one unit of an integer score, where the rounding of codes makes some hundred. Where even that is more
+  // than 2^-8, the scores themselves are shifted, which is exact.
+  template <class Variant>
+  __device__ __forceinline__ static void take_shift(float (&s)[kScores], const Scales& scales,
+                                                    float (&bias)[kScales][2]) {
+    constexpr float kSteep = 0.00520833f;  // 2^-8 / 0.75
+    float largest = scales.factor[0];
+#pragma unroll
+    for (int h = 1; h < kScales; ++h) largest = fmaxf(largest, scales.factor[h]);
+    if (largest > kSteep) {
+#pragma unroll
+      for (float& x : s) x -= Variant::kShift;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * kScales; ++i) {
+        float& of_row = bias[i / 2][i % 2];
+        of_row = fmaf(-Variant::kShift, scales.factor[i / 2], of_row);
+      }
+    }
+  }
+
   // The largest raw scores of a thread's two rows among those of a scale of K, if above the base so far or, with
   // kTileBase, in any case. As integers, three at a time and starting from 0, positive floats compare as they should.
   // Where 0 comes out all are negative: of these the largest has the smallest bits.
+  template <class Variant>
   __device__ __forceinline__ void thread_maxima(const float (&s)[kScores], int scale, float (&top)[2]) {
     constexpr int kCount = kScores / kScales;
-    int whole[2] = {0, 0};
+    constexpr bool kShifted = Variant::kShift != 0.0f;  // all positive, but for -inf
+    int whole[2] = {};
+    if (kShifted) whole[0] = whole[1] = 0xff800000;  // of -inf
 #pragma unroll
     for (int i = scale * kCount; i < (scale + 1) * kCount; i += 2) {
       int& m = whole[i / 2 % 2];
       m = __vimax3_s32(m, __float_as_int(s[i]), __float_as_int(s[i + 1]));
     }
-    top[0] = __int_as_float(whole[0]);
-    top[1] = __int_as_float(whole[1]);
+    top[0] = __int_as_float(whole[0]) - Variant::kShift;
+    top[1] = __int_as_float(whole[1]) - Variant::kShift;
+    if constexpr (kShifted) return;
     const bool always = Traits::kTileBase;
     if (__any_sync(0xffffffffu, (whole[0] == 0 && (always || base[0] < 0.0f)) ||
                                     (whole[1] == 0 && (always || base[1] < 0.0f)))) {
@@ -137,17 +168,6 @@ struct OnlineSoftmax {
         if (whole[r] == 0) top[r] = __uint_as_float(least[r]);
       }
     }
-  }
-  __device__ __forceinline__ void thread_maxima(const int (&s)[kScores], int scale, float (&top)[2]) {
-    constexpr int kCount = kScores / kScales;
-    int whole[2] = {-2147483647 - 1, -2147483647 - 1};
-#pragma unroll
-    for (int i = scale * kCount; i < (scale + 1) * kCount; i += 2) {
-      int& m = whole[i / 2 % 2];
-      m = __vimax3_s32(m, s[i], s[i + 1]);
-    }
-    top[0] = static_cast<float>(whole[0]);
-    top[1] = static_cast<float>(whole[1]);
   }
 };
 

@@ -55,7 +55,7 @@ class Tiling:
         head_dim = config.head_dim
         ones = 0 if config.exact_sums or self.out_columns == _WIDEST else 8  # rows after V^T
         tiles = self.consumers * ROWS * head_dim + self.stages * self.block_n * (2 * head_dim + ones)
-        flash = _whole_kilobytes(tiles + 8 * (2 * self.consumers + 4 * self.stages))
+        flash = _whole_kilobytes(tiles + 16 + 8 * (2 * self.consumers + 4 * self.stages))
         rows = self.row_stages * (self.block_n * head_dim + 16)
         size = _whole_kilobytes(flash + rows) if rows else flash
         return size + (self.block_m * head_dim * 2 if config.quantizes_queries else 0)
@@ -75,7 +75,7 @@ _COST = {1: 1.0, 2: 1.42, 4: 2.75}
 
 def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
     """Tiles with one and more warpgroups that were fastest (docs/performance-log.md)."""
-    causal, int8, head_dim = config.causal, config.format == "int8", config.head_dim
+    causal, head_dim = config.causal, config.head_dim
     if config.value_layout == "row_major":  # by what fits without spills, not measured yet
         stages, polynomials, row_stages = {64: (4, 8, 2), 128: (3, 8, 2), 256: (2, 0, 1)}[head_dim]
         common = Tiling(128, 1, stages, min(head_dim, 128), False, polynomials, row_stages=row_stages)
@@ -92,7 +92,7 @@ def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
         most = Tiling(128, 4, 4, 64, not causal, 8 if causal else 4)
         found = (Tiling(128, 1, 4, 64, polynomials=12, overlap=True), wide, most)
     elif head_dim == 128:
-        found = tuple(Tiling(128, n, 4, 128, n > 1 and not causal, 8, overlap=not int8) for n in (1, 2))
+        found = tuple(Tiling(128, n, 4, 128, n > 1 and not causal, 8, overlap=True) for n in (1, 2))
     elif kv_len <= ONE_LEVEL_KEYS:
         found = tuple(Tiling(128, n, 3, 256, overlap=True, two_levels=False) for n in (1, 2))
     else:

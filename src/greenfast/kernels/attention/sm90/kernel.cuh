@@ -68,6 +68,7 @@ __device__ __forceinline__ void attention_sm90(const FlashParams& p,
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be uniform
   const StaticScheduler scheduler(p, Traits::kBlockM);
   static_assert(sizeof(Storage) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
+  if (Traits::kInt8 && threadIdx.x < 4) shared.score_start[threadIdx.x] = RawScore<true>::kStart;
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4;
     for (int w = 0; w < Traits::kConsumers; ++w) {

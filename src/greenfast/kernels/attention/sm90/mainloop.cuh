@@ -8,6 +8,7 @@
 #include "attention/sm90/traits.cuh"
 #include "attention/value_units.cuh"
 #include "common/named_barriers.cuh"
+#include "ptx/load.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace greenfast {
@@ -114,6 +115,7 @@ struct Mainloop {
     Score s[kScores];
     unsigned weights[kSteps][4];
     float w[kScores], rescale[2];
+    prepare_scores(s);
     shared.k_full[k_ring.stage].wait(k_ring.parity);
     start_scores(s);
     pass_turn();
@@ -146,6 +148,7 @@ struct Mainloop {
                                                   const int (&end)[2]) {
     Score s[kScores];
     float w[kScores], partial[kOut + kSums], next[2];
+    prepare_scores(s);
     shared.k_full[k_ring.stage].wait(k_ring.parity);
     if constexpr (!kFirst) take_turn();
     start_scores(s);
@@ -161,6 +164,16 @@ struct Mainloop {
     Softmax::pack(w, weights);  // not before: P V was reading them
   }
 
+  // Where sums of int8 start. Loads: four registers for one instruction, on a pipe that the softmax leaves idle.
+  __device__ __forceinline__ void prepare_scores(Score (&s)[kScores]) {
+    if constexpr (Traits::kInt8) {
+#pragma unroll
+      for (int i = 0; i < kScores; i += 4) {
+        ptx::load_shared_again(reinterpret_cast<int(&)[4]>(s[i]), shared.score_start);
+      }
+    }
+  }
+
   // Starts s = q k^T, raw.
   __device__ __forceinline__ void start_scores(Score (&s)[kScores]) {
     ptx::wgmma_fence();
@@ -170,7 +183,7 @@ struct Mainloop {
       const unsigned long long q = q_tile.at(panel * sizeof(shared.q[0][0]) + within);
       const unsigned long long k =
           k_tiles.at(k_ring.stage * sizeof(shared.k[0]) + panel * sizeof(shared.k[0][0]) + within);
-      i == 0 ? ptx::wgmma_set(s, q, k) : ptx::wgmma_add(s, q, k);
+      i == 0 && !Traits::kInt8 ? ptx::wgmma_set(s, q, k) : ptx::wgmma_add(s, q, k);
     }
     ptx::wgmma_commit();
     scales.next(p);
@@ -189,13 +202,10 @@ struct Mainloop {
   __device__ __forceinline__ void weigh(Score (&s)[kScores], const int (&end)[2], float (&w)[kScores],
                                         float (&rescale)[2]) {
     using Variant = ScoreVariant<Traits>;
-    auto& scores = Variant::scores(s, scales);
+    float(&scores)[kScores] = Variant::scores(s, scales);
     const float before[2] = {sum(0), sum(1)};
-    if constexpr (kMasked) {
-      softmax.weigh(Traits::Mask::apply(scores, end), Variant::scales(scales), before, w, rescale);
-    } else {
-      softmax.weigh(scores, Variant::scales(scales), before, w, rescale);
-    }
+    if constexpr (kMasked) Traits::Mask::apply(scores, end);
+    softmax.template weigh<Variant>(scores, Variant::scales(scales), before, w, rescale);
   }
 
   // Of a row's weights in those tiles that have been added to O.

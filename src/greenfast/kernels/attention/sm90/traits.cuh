@@ -76,6 +76,7 @@ struct FlashStorage {
   alignas(1024) unsigned char v[Traits::kStages][Traits::kKeyPanels][Traits::kValueRows * Traits::kKeyPanel];
   ptx::Mbarrier q_full[Traits::kConsumers], q_empty[Traits::kConsumers];
   ptx::Mbarrier k_full[Traits::kStages], k_empty[Traits::kStages], v_full[Traits::kStages], v_empty[Traits::kStages];
+  alignas(16) int score_start[4];  // RawScore::kStart; unused without kInt8
 };
 
 // A ring of stages: which one is next, and the parity of its current round.
