@@ -185,7 +185,9 @@ def test_flash_attention_3_takes_bfloat16_too(monkeypatch: pytest.MonkeyPatch, c
     assert error(found, prepare("fa3_bf16", found)) < 0.01
 
 
-@pytest.mark.parametrize(("name", "most"), [("sdpa_fp8", 0.07), ("sdpa_int8", 0.05), ("attention_fp8", 0.07)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("sdpa_fp8", 0.07), ("sdpa_int8", 0.05), ("sdpa_int8_fine", 0.05), ("attention_fp8", 0.07)]
+)
 @CAUSAL
 def test_the_operator_is_called_with_the_mask_and_precision(causal: int, name: str, most: float) -> None:
     found = inputs(causal)

@@ -63,12 +63,21 @@ ROW_MAJOR = {
     "row-major V, head dim 256, causal": ({"B": 1, "H": 1, "S": 150, "D": 256, "VROWS": 1, "CAUSAL": 1}, 132, 1),
 }
 CASES |= ROW_MAJOR
+FINE = {"QBLOCK": 1, "KBLOCK": 32, "VBLOCK": 128}
+CASES |= {
+    "fine scales": ({"B": 1, "H": 2, "HK": 1, "S": 90, "KV": 300, "D": 64, "BF16": 1, **FINE}, 132, 1),
+    "fine scales, causal": ({"B": 1, "H": 1, "S": 260, "D": 128, "CAUSAL": 1, "LSE": 1, **FINE}, 1, 1),
+    "fine scales, head dim 256": ({"B": 1, "H": 1, "S": 70, "KV": 150, "D": 256, **FINE}, 132, 1),
+}
 INT8 = (
+    "fine scales",
     "causal",
     "queries without a key",
     "head dim 128, ping-pong",
     "scales of blocks, wide tiles",
     "scales, head dim 256",
+    "fine scales, causal",
+    "fine scales, head dim 256",
 )
 
 
@@ -91,6 +100,7 @@ def emulate(
         ({"B": 2, "H": 2, "HK": 1, "S": 90, "KV": 140, "D": 64}, 64, torch.float16, 2),
         ({"B": 1, "H": 2, "S": 130, "D": 128, "CAUSAL": 1, "BF16": 1}, 72, torch.bfloat16, 2),
         ({"B": 1, "H": 1, "S": 70, "KV": 130, "D": 128, "BF16": 1}, 128, torch.bfloat16, 1),
+        ({"B": 1, "H": 1, "S": 70, "KV": 130, "D": 64, "BF16": 1, **FINE}, 64, torch.bfloat16, 1),
     ],
     ids=str,
 )
@@ -100,7 +110,7 @@ def test_queries_that_the_kernel_quantizes(
 ) -> None:  # fmt: skip
     """They come as (B, S, H, D), and the output is computed from their codes."""
     monkeypatch.setattr(tiling, "_COST", {n: 1.0 if n == consumers else 100.0 for n in (1, 2, 4)})
-    dims = {**dims, **BLOCKS}
+    dims = {**BLOCKS, **dims}
     coded, sizes = read_dims(dims, fmt)
     config = replace(coded, columns=head_dim, quantizes_queries=True)
     assert tiling.tiling(config, sizes, 2)[0].consumers == consumers
@@ -115,7 +125,7 @@ def test_queries_that_the_kernel_quantizes(
 
     matrix = reference.rotation(dims["D"])
     rotated = torch.nn.functional.pad(q.float(), (0, dims["D"] - head_dim)) @ matrix
-    codes, scale = quantize_blocks(rotated.flatten(0, 1), fmt, QUERY_BLOCK)
+    codes, scale = quantize_blocks(rotated.flatten(0, 1), fmt, 1 if dims["QBLOCK"] == 1 else QUERY_BLOCK)
     of_codes = Case(case.inputs | {"q": codes.numpy(), "q_scale": scale.numpy()}, case.outputs)
     outputs = run_source(hopper.kernel(coded, sizes), hopper.launch(coded, sizes), of_codes).outputs
     wanted = attention_problem.decode(outputs, fmt).reshape(*q.shape[:3], -1)[..., :head_dim]
@@ -136,14 +146,21 @@ def check(outputs: dict[str, NDArray[Any]], dims: dict[str, int], fmt: str) -> N
 
 
 #: Cases that take long; quicker ones cover the same code.
-SLOW = ("wide tiles, ping-pong", "row-major V, head dim 128", "head dim 128, causal", "scales of blocks")
+SLOW = (
+    "fine scales, causal",
+    "fine scales, head dim 256",
+    "wide tiles, ping-pong",
+    "row-major V, head dim 128",
+    "head dim 128, causal",
+    "scales of blocks",
+)
 
 
 @pytest.mark.parametrize(
     ("name", "fmt"),
     [
         *(pytest.param(n, "e4m3", marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES),
-        *(pytest.param(n, "int8", marks=[pytest.mark.slow] if n in INT8[2:] else []) for n in INT8),
+        *(pytest.param(n, "int8", marks=[pytest.mark.slow] if n in INT8[3:] else []) for n in INT8),
     ],
 )
 def test_it_is_right(name: str, fmt: str) -> None:

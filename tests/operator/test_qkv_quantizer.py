@@ -63,6 +63,9 @@ def config_for(head_dim: int, dtype: torch.dtype, **choices: Any) -> AttentionCo
         (256, 33, torch.float16, dict(precision="int8", rotate=True, key_mean=True)),
         (128, 150, torch.bfloat16, dict(rotate=True, key_mean=True)),
         (256, 270, torch.bfloat16, dict(rotate=True, key_mean=True)),
+        (128, 129, torch.float16, dict(precision="int8_fine")),
+        (64, 300, torch.bfloat16, dict(precision="int8_fine", rotate=True, key_mean=True)),
+        (256, 150, torch.bfloat16, dict(precision="int8_fine", rotate=True, key_mean=True)),
     ],
     ids=str,
 )
@@ -120,20 +123,21 @@ EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", EXTREMES)
-@pytest.mark.parametrize("rotate", [True, False])
-def test_extremes_are_as_on_the_cpu(name: str, rotate: bool) -> None:
+@pytest.mark.parametrize(("rotate", "precision"), [(True, "fp8"), (False, "fp8"), (True, "int8_fine")])
+def test_extremes_are_as_on_the_cpu(name: str, rotate: bool, precision: str) -> None:
     q, k, v = (EXTREMES[name](x.float()).bfloat16() for x in inputs(140, 64, torch.bfloat16))
-    config = config_for(64, q.dtype, rotate=rotate, key_mean=True)
+    config = config_for(64, q.dtype, rotate=rotate, key_mean=True, precision=precision)
     expected = reference.quantize(q, k, v, config)
     found = run(q, k, v, config, expected)
+    fine = precision == "int8_fine"
     for of in "qkv":
         scale, code = getattr(expected, SCALES[of]).numpy(), getattr(expected, CODES[of]).numpy()
         assert np.allclose(found[f"{of}_scale"], scale, rtol=1e-5, atol=0, equal_nan=True), of
         assert np.mean(found[f"{of}_codes"] != code) < 2e-3, of
     unknown = name in ("not a number", "infinite")
-    assert np.isnan(found["k_scale"]).tolist() == [[[unknown, False]]]
+    assert np.isnan(found["k_scale"]).tolist() == [[[[unknown] * 4, [False] * 4] if fine else [unknown, False]]]
     assert np.isnan(found["v_scale"]).tolist() == [[[unknown, False]]]
-    assert np.isnan(found["q_scale"]).sum() == 2 * unknown, "one block of 16 rows of each head"
+    assert np.isnan(found["q_scale"]).sum() == 2 * unknown, "one block of 16 rows, or one row, of each head"
 
 
 def test_blocks_take_several_tiles_of_many() -> None:

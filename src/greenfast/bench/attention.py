@@ -17,6 +17,7 @@ from greenfast.device.identity import launch_facts
 from greenfast.judge.task import Shape
 from greenfast.kernels.attention.config import VALUE_FORMAT, read_dims
 from greenfast.operator import cuda
+from greenfast.operator.quantized import PRECISIONS
 from greenfast.spec.arch import Target
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import KernelSource
@@ -29,8 +30,11 @@ _OPERATOR_LIMIT = 0.2
 
 _BF16 = ("torch_flash", "torch_cudnn", "fa3_bf16")
 _PEERS = (KERNEL, "fa3", "cudnn", *_BF16)
-_OPERATOR = ("sdpa_fp8", "sdpa_int8", "attention_fp8", "quantize_fp8", "copy", *_BF16)
-_OPERATOR_ERRORS = ("sdpa_fp8", "sdpa_int8", "fp8_channel", "fp8_plain", "int8_plain", "fa3", "cudnn", "sage", *_BF16)
+_OPERATOR = ("sdpa_fp8", "sdpa_int8", "sdpa_int8_fine", "attention_fp8", "quantize_fp8", "copy", *_BF16)
+_OPERATOR_ERRORS = (
+    *("sdpa_fp8", "sdpa_int8", "sdpa_int8_fine", "fp8_channel", "fp8_plain", "int8_plain"),
+    *("fa3", "cudnn", "sage", *_BF16),
+)
 #: Keys whose sums need more bits than the tensor cores keep.
 _LONG = 131072
 
@@ -151,7 +155,7 @@ def operator_kernels() -> dict[str, tuple[KernelSource, LaunchFacts]]:
     for cell in operator().timed:
         dims = cell.shape.dims
         q, k = meta_tensors(dims)
-        for precision in ("fp8", "int8"):
+        for precision in PRECISIONS:
             config = cuda.sdpa_config(target, q.shape[3], q.dtype, precision, dims.get("CAUSAL", 0))
             kept = replace(config, quantizes_queries=False)
             steps = {

@@ -24,6 +24,7 @@ from greenfast.bench.inputs import Inputs
 from greenfast.bench.record import ContenderFacts
 from greenfast.numerics.formats import quantize
 from greenfast.operator import sdpa as operator
+from greenfast.operator.quantized import Precision
 
 #: The contender that is a task's own kernel, built by the task's family.
 KERNEL = "greenfast"
@@ -218,7 +219,7 @@ def _sage(inputs: Inputs) -> Ready:
     return Ready(lambda: sage.attend(q, k, v, causal))
 
 
-def _sdpa(precision: Literal["fp8", "int8"]) -> Callable[[Inputs], Ready]:
+def _sdpa(precision: Precision) -> Callable[[Inputs], Ready]:
     """greenfast.sdpa on bfloat16, quantization included."""
 
     def prepare(inputs: Inputs) -> Ready:
@@ -264,6 +265,7 @@ CONTENDERS = {
         Contender(KERNEL, "greenfast FP8", "fp8", *_GREENFAST, None, same_codes=True),
         Contender("sdpa_fp8", "sdpa fp8", "fp8", *_GREENFAST, _sdpa("fp8")),
         Contender("sdpa_int8", "sdpa int8", "int8", *_GREENFAST, _sdpa("int8")),
+        Contender("sdpa_int8_fine", "sdpa int8_fine", "int8", *_GREENFAST, _sdpa("int8_fine")),
         Contender("attention_fp8", "fp8, on kept codes", "fp8", *_GREENFAST, _on_codes()),
         Contender("fp8_channel", "fp8, a scale for each channel of V", "fp8", *_GREENFAST,
                   _on_codes(value_scales="channel")),

@@ -287,7 +287,7 @@ def _comparison_of_errors(record: Benchmark, rows: Sequence[AccuracyRow]) -> str
             at = (row.inputs, _sizes(row.dims))
             best[at] = min(best.get(at, math.inf), row.error)
     lines = []
-    for name in dict.fromkeys(versus.own for versus in record.versus):
+    for name in (name for name in record.own if name.startswith("sdpa")):
         own = {(row.inputs, _sizes(row.dims)): row.error for row in rows if row.contender == name and row.error}
         both = [at for at in own if at in best]
         if both:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from greenfast.kernels.attention.config import KEY_GROUP, KEY_ORDER, padded_keys
+from greenfast.kernels.attention.config import KEY_GROUP, KEY_GROUPS, KEY_ORDER, ROW_BLOCK, padded_keys
 from greenfast.numerics.formats import encode
 
 
@@ -31,6 +31,30 @@ def quantize_blocks(x: Tensor, fmt: str, rows: int, factor: float = 1.0) -> tupl
     whole = torch.nn.functional.pad(x, (0, 0, 0, blocks * rows - length)).reshape(heads * blocks, rows, head_dim)
     codes, scale = encode(whole, fmt, factor)
     return codes.view(heads, blocks * rows, head_dim)[:, :length].contiguous(), scale.view(heads, blocks)
+
+
+def quantize_groups(x: Tensor, fmt: str, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Codes and scales of keys x * factor, x (heads, length, head_dim), with a scale for each group of each block.
+
+    Scales are (heads, blocks, KEY_GROUPS). Where a number of a block is not finite, all of its scales are NaN.
+    """
+    heads, length, head_dim = x.shape
+    blocks = -(-length // ROW_BLOCK)
+    whole = torch.nn.functional.pad(x, (0, 0, 0, blocks * ROW_BLOCK - length))
+    grouped = whole.view(heads, blocks, -1, KEY_GROUPS, 2, head_dim).transpose(2, 3)
+    codes, scale = encode(grouped.reshape(heads * blocks * KEY_GROUPS, -1, head_dim), fmt, factor)
+    scale = scale.view(heads, blocks, KEY_GROUPS)
+    unknown = scale.isnan().any(dim=2)
+    codes = codes.view(grouped.shape).transpose(2, 3).reshape(heads, blocks, ROW_BLOCK, head_dim)
+    codes = codes.masked_fill(unknown.view(heads, blocks, 1, 1), 0)
+    codes = codes.view(heads, blocks * ROW_BLOCK, head_dim)[:, :length].contiguous()
+    return codes, scale.masked_fill(unknown.unsqueeze(2), torch.nan)
+
+
+def scales_of_keys(scale: Tensor, length: int) -> Tensor:
+    """The scale of each key, (..., length), from those of groups, (..., blocks, KEY_GROUPS)."""
+    per_key = scale.unsqueeze(-2).repeat_interleave(ROW_BLOCK // KEY_GROUPS // 2, -2).repeat_interleave(2, -1)
+    return per_key.flatten(-3)[..., :length]
 
 
 def quantize_values(v: Tensor, fmt: str) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from greenfast.device.gpu import load_kernel
 from greenfast.device.prepared import NoContextError, Prepared
 from greenfast.kernels.attention import ada, family, hopper
 from greenfast.kernels.attention.config import (
+    KEY_GROUPS,
     QUERY_BLOCK,
     ROW_BLOCK,
     AttentionConfig,
@@ -33,7 +34,7 @@ from greenfast.kernels.attention.config import (
 from greenfast.kernels.quantize import qkv
 from greenfast.operator import reference
 from greenfast.operator.layout import aligned, empty_rows, readable, row_strides
-from greenfast.operator.quantized import check_tensors, config_of
+from greenfast.operator.quantized import FINE, check_tensors, config_of
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Choice, KernelSource, Launch, TensorMap
@@ -69,8 +70,15 @@ def kernel_for(target: Target, config: AttentionConfig, sizes: Sizes) -> Choice:
 def sdpa_config(
     target: Target, head_dim: int, dtype: torch.dtype, precision: str, mask: int, *, lse: bool = False
 ) -> AttentionConfig:
-    """How ``sdpa`` computes on a target: block scales where the kernel reads them, and then Q quantized inside it."""
+    """How ``sdpa`` computes on a target: block scales where the kernel reads them, and then Q quantized inside it.
+
+    Raises NotImplementedError for a precision that the target has no kernel for.
+    """
     blocks = target.name == hopper.TARGET.name
+    if precision == FINE and not blocks:
+        raise NotImplementedError(
+            f"precision: {FINE!r} has kernels for Hopper GPUs, this is {target.name}; 'int8' runs"
+        )
     config = config_of(head_dim, dtype, precision, blocks, "block" if blocks else "head")
     quantizes_queries = blocks and hopper.quantizes_queries(config.head_dim)
     return replace(config, mask=Mask(mask), log_sum_exp=lse, quantizes_queries=quantizes_queries)
@@ -185,13 +193,15 @@ def quantized_sizes(query: Shape, key: Shape, config: AttentionConfig) -> dict[s
     """Shapes of the codes (uint8) and scales and mean (float32) of tensors of these shapes."""
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query, key
     padded, blocks = config.head_dim, -(-kv_len // ROW_BLOCK)
+    of_queries: dict[str, Shape] = {"block": (-(-q_len // QUERY_BLOCK),), "head": (), "fine": (q_len,)}
+    of_keys: dict[str, Shape] = {"block": (blocks,), "head": (), "fine": (blocks, KEY_GROUPS)}
     of_values: dict[str, Shape] = {"block": (blocks,), "head": (), "channel": (1, padded)}
     return {
         "q_codes": (batch, heads, q_len, padded),
         "k_codes": (batch, kv_heads, kv_len, padded),
         "v_codes": (batch, kv_heads, padded, padded_keys(kv_len)),
-        "q_scale": (batch, heads, *([-(-q_len // QUERY_BLOCK)] if config.query_scales == "block" else [])),
-        "k_scale": (batch, kv_heads, *([blocks] if config.key_scales == "block" else [])),
+        "q_scale": (batch, heads, *of_queries[config.query_scales]),
+        "k_scale": (batch, kv_heads, *of_keys[config.key_scales]),
         "v_scale": (batch, kv_heads, *of_values[config.value_scales]),
         "k_mean": (batch, kv_heads, padded) if config.key_mean else (0,),
     }

@@ -10,15 +10,16 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from greenfast.kernels.attention.config import QUERY_BLOCK, ROW_BLOCK, AttentionConfig, padded_keys
+from greenfast.kernels.attention.config import KEY_GROUPS, QUERY_BLOCK, ROW_BLOCK, AttentionConfig, padded_keys
 
-Precision = Literal["fp8", "int8"]
-AutoPrecision = Literal["fp8", "int8", "auto"]
+Precision = Literal["fp8", "int8", "int8_fine"]
+AutoPrecision = Literal["fp8", "int8", "int8_fine", "auto"]
 Alignment = Literal["upper_left", "lower_right"]
 #: Precision -> the format of Q and K; V is always E4M3.
-PRECISIONS = {"fp8": "e4m3", "int8": "int8"}
+PRECISIONS = {"fp8": "e4m3", "int8": "int8", "int8_fine": "int8"}
 PRECISIONS_AND_AUTO = (*PRECISIONS, "auto")
-PRECISION_OF = {fmt: precision for precision, fmt in PRECISIONS.items()}
+#: The precision whose Q has a scale for each row, and whose K for each of KEY_GROUPS groups of ROW_BLOCK keys.
+FINE = "int8_fine"
 #: The granularity of V's scales: one per 128 keys, per head, or per channel of a head.
 VALUE_SCALES = ("block", "head", "channel")
 #: Head dims of the kernels; others are zero-padded to the next one.
@@ -32,13 +33,15 @@ def config_of(
 ) -> AttentionConfig:  # fmt: skip
     """How tensors of this head dim and dtype are quantized (see ``greenfast.quantize``).
 
-    blocks: whether Q and K have scales per block, or per head. values: one of VALUE_SCALES; "block" needs ``blocks``.
-    Raises ValueError for other ``values``, and for "block" without ``blocks``.
+    blocks: whether Q and K have scales per block, or per head. values: one of VALUE_SCALES; "block" needs ``blocks``,
+    and so does the precision FINE. Raises ValueError for other ``values``, and without ``blocks`` for these.
     """
     check_choice("value_scales", values, VALUE_SCALES)
     if values == "block" and not blocks:
         raise ValueError("value_scales: 'block' goes with scales='block', not 'head'")
-    of_rows = "block" if blocks else "head"
+    if precision == FINE and not blocks:
+        raise ValueError(f"precision: {FINE!r} has scales of its own, and goes with scales='block', not 'head'")
+    of_rows = "fine" if precision == FINE else "block" if blocks else "head"
     return AttentionConfig(
         head_dim=padded_head_dim(head_dim),
         columns=head_dim,
@@ -50,6 +53,11 @@ def config_of(
         key_mean=key_mean,
         rotate=rotate,
     )
+
+
+def precision_of(config: AttentionConfig) -> str:
+    """The precision that a config with codes of Q and K is of."""
+    return FINE if config.key_scales == "fine" else "int8" if config.format == "int8" else "fp8"
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -64,8 +72,8 @@ class QuantizedQKV:
     query: uint8 (B, H, S, D). key: uint8 (B, HK, KV, D). value: uint8 (B, HK, D, KV rounded up to 16), transposed, with
     its keys in the kernels' order. D is one of HEAD_DIMS; ``head_dim`` is the caller's, without the padding.
     query_scale: float32 (B, H, blocks), one scale per 16 rows, or (B, H). key_scale: (B, HK, blocks), one per 128 rows,
-    or (B, HK).
-    value_scale: as key_scale, or (B, HK, 1, D), one scale per channel.
+    or (B, HK). With precision "int8_fine" query_scale is (B, H, S) and key_scale (B, HK, blocks, 4).
+    value_scale: (B, HK, blocks), (B, HK), or (B, HK, 1, D), one scale per channel.
     key_mean: float32 (B, HK, D), which was subtracted from every key, or None. It changes no weight: all scores of a
     query move by the same amount.
     dtype: of the caller's tensors and of the output.
@@ -227,7 +235,7 @@ def check_codes(
             raise ValueError(
                 f"{name}: its shape is {tuple(tensors[name].shape)}; (batch, heads, length, head_dim) is needed"
             )
-    for name, allowed in _shapes_of_codes(tensors, head_dim, key_length).items():
+    for name, allowed in _shapes_of_codes(tensors, precision, head_dim, key_length).items():
         shape = tuple(tensors[name].shape)
         if shape not in allowed:
             raise ValueError(f"{name}: its shape is {shape}; {' or '.join(map(str, allowed))} is needed")
@@ -250,7 +258,7 @@ def check_codes_once(
 
 
 def _shapes_of_codes(
-    tensors: Mapping[str, Tensor], head_dim: int, key_length: int
+    tensors: Mapping[str, Tensor], precision: str, head_dim: int, key_length: int
 ) -> dict[str, tuple[tuple[int, ...], ...]]:
     """The shapes that each field may have, given the others."""
     (batch, heads, q_len, _), kv_heads = tensors["query"].shape, tensors["key"].shape[1]
@@ -269,6 +277,8 @@ def _shapes_of_codes(
         "key_mean": ((*of_heads, padded),),
         "mean_scores": ((batch, heads, q_len),),
     }
+    if precision == FINE:
+        shapes |= {"query_scale": ((batch, heads, q_len),), "key_scale": ((*of_blocks, KEY_GROUPS),)}
     return {name: allowed for name, allowed in shapes.items() if name in tensors}
 
 

@@ -18,8 +18,8 @@ from greenfast.kernels.attention.config import (
 )
 from greenfast.kernels.quantize.qkv import MEAN_GROUP, MEAN_KEYS
 from greenfast.numerics import formats
-from greenfast.numerics.codes import quantize_blocks, transposed_values
-from greenfast.operator.quantized import PRECISION_OF, QuantizedQKV
+from greenfast.numerics.codes import quantize_blocks, quantize_groups, scales_of_keys, transposed_values
+from greenfast.operator.quantized import FINE, QuantizedQKV, precision_of
 
 #: A row's largest weight is scaled to E4M3's largest number.
 _LARGEST = 448.0
@@ -51,8 +51,12 @@ def quantize(
         k = k - mean.unsqueeze(2)
         mean = mean * factor
     fmt = config.format
-    q_codes, q_scale = _per_head(q, fmt, QUERY_BLOCK if config.query_scales == "block" else 0, factor)
-    k_codes, k_scale = _per_head(k, fmt, ROW_BLOCK if config.key_scales == "block" else 0, factor)
+    q_codes, q_scale = _per_head(q, fmt, {"head": 0, "block": QUERY_BLOCK, "fine": 1}[config.query_scales], factor)
+    if config.key_scales == "fine":
+        codes, scale = quantize_groups(k.flatten(0, 1), fmt, factor)
+        k_codes, k_scale = codes.view(k.shape), scale.view(*k.shape[:2], *scale.shape[1:])
+    else:
+        k_codes, k_scale = _per_head(k, fmt, ROW_BLOCK if config.key_scales == "block" else 0, factor)
     if config.value_scales == "channel":
         v_codes, v_scale = _per_head(v.transpose(2, 3), VALUE_FORMAT, 1)
         v_codes, v_scale = v_codes.transpose(2, 3), v_scale.unsqueeze(2)
@@ -67,7 +71,7 @@ def quantize(
         key_scale=k_scale,
         value_scale=v_scale,
         key_mean=mean,
-        precision=PRECISION_OF[config.format],
+        precision=precision_of(config),
         head_dim=config.columns,
         key_length=key.shape[2],
         dtype=query.dtype,
@@ -120,12 +124,15 @@ def rotation(size: int) -> Tensor:
 
 def dequantized_keys(quantized: QuantizedQKV) -> Tensor:
     """The values of the codes of K, float32 (B, HK, KV, D), without the mean."""
-    return _numbers(quantized.key, quantized.format) * _by_row(quantized.key_scale, quantized.key_length, ROW_BLOCK)
+    scale, length = quantized.key_scale, quantized.key_length
+    each = scales_of_keys(scale, length).unsqueeze(-1) if scale.dim() == 4 else _by_row(scale, length, ROW_BLOCK)
+    return _numbers(quantized.key, quantized.format) * each
 
 
 def dequantized_queries(quantized: QuantizedQKV) -> Tensor:
     """The values of the codes of Q, float32 (B, H, S, D)."""
-    each = _by_row(quantized.query_scale, quantized.query.shape[2], QUERY_BLOCK)
+    rows = 1 if quantized.precision == FINE else QUERY_BLOCK
+    each = _by_row(quantized.query_scale, quantized.query.shape[2], rows)
     return _numbers(quantized.query, quantized.format) * each
 
 

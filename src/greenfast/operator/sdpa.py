@@ -67,17 +67,18 @@ def sdpa(
     that need no gradient). is_causal: query i attends to keys 0 .. i; with ``causal_alignment="lower_right"`` to keys
     0 .. i + KV - S. scale: positive, 1 / sqrt(D) by default. float32_as: float16 or bfloat16, to which float32 tensors
     are cast; the output is float32 again. Without it they are refused.
-    precision: "fp8" computes both products in E4M3, "int8" Q K^T in int8 and P V in E4M3. Q and K are rotated by a
-    Hadamard matrix, and the mean of K is subtracted, before they are quantized: neither changes the result. "auto" is
-    the faster of the two, or PyTorch's own attention where that is faster or ``explain`` says that no kernel takes the
-    call; with ``return_lse``, which PyTorch lacks, it is "fp8".
+    precision: "fp8" computes both products in E4M3, "int8" Q K^T in int8 and P V in E4M3, "int8_fine" the same with a
+    scale for each row of Q and each 32 of 128 keys, where the others have one for 16 rows and 128 keys. Q and K are
+    rotated by a Hadamard matrix, and the mean of K is subtracted, before they are quantized: neither changes the
+    result. "auto" is the faster of "fp8" and "int8", or PyTorch's own attention where that is faster or ``explain``
+    says that no kernel takes the call; with ``return_lse``, which PyTorch lacks, it is "fp8".
 
     Returns (B, H, S, D) of the inputs' dtype, with its dimensions in memory in query's order, as in PyTorch; with
     ``return_lse`` also the natural log-sum-exp of each row's scores, float32 (B, H, S). A row that attends to no key
-    is 0, its log-sum-exp -inf. NaN or infinity in a query makes its block of 16 rows NaN, in a key or value the rows
-    that attend to any key of its block of 128. The gradients are of attention on the unquantized tensors, which the
-    backward pass computes again in 16 bits; there is no forward mode and no second derivative, and a gradient that
-    reaches the log-sum-exp raises NotImplementedError.
+    is 0, its log-sum-exp -inf. NaN or infinity in a query makes its block of 16 rows NaN (with "int8_fine" its row), in
+    a key or value the rows that attend to any key of its block of 128. The gradients are of attention on the
+    unquantized tensors, which the backward pass computes again in 16 bits; there is no forward mode and no second
+    derivative, and a gradient that reaches the log-sum-exp raises NotImplementedError.
 
     Raises TypeError for wrong dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit,
     and NotImplementedError for other masks, ``dropout_p``, nested and sparse tensors, and head dims and GPUs without a
@@ -210,8 +211,9 @@ def quantize(
     """Quantize the inputs of attention, for callers that use the codes more than once.
 
     query: (B, H, S, D); key and value: (B, HK, KV, D) with HK a divisor of H; float16 or bfloat16, of any strides, D a
-    multiple of 8 up to 256. precision: "fp8" is E4M3 for Q, K and V, "int8" int8 for Q and K. scales: "block" for one
-    per 16 rows of Q and one per 128 rows of K, "head" for one per head. value_scales: of V, "block" for one per 128
+    multiple of 8 up to 256. precision: "fp8" is E4M3 for Q, K and V, "int8" int8 for Q and K; "int8_fine" the
+    same with a scale per row of Q and four per 128 rows of K, for ``scales="block"`` alone. scales: "block" for one per
+    16 rows of Q and one per 128 rows of K, "head" for one per head. value_scales: of V, "block" for one per 128
     keys, "head", or "channel" for one per channel of a head; by default as ``scales``. If all scales are per block, one
     kernel quantizes; otherwise PyTorch does, in several passes.
     subtract_key_mean: subtracts from every key a mean estimated from 32 of them, which changes no weight and helps

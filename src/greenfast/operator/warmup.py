@@ -49,7 +49,7 @@ def kernels_for(
     *,
     head_dims: Sequence[int] = HEAD_DIMS,
     dtypes: Sequence[str] = tuple(_DTYPES),
-    precisions: Sequence[str] = tuple(PRECISIONS),
+    precisions: Sequence[str] = ("fp8", "int8"),
     causal: Sequence[bool] = (False, True),
     log_sum_exp: bool = False,
     lengths: Sequence[int] = LENGTHS,
@@ -98,7 +98,7 @@ def _kernels_of(
             config = replace(codes, mask=Mask(int(masked)))
             kept = replace(config, quantizes_queries=False)
             yield attention_step(kept, sizes_of(query.shape, key.shape), 1.0, target).source
-            if codes.key_scales == "block":
+            if codes.key_scales != "head":
                 yield from (step.source for step in sdpa_steps(query, key, key, config, 1.0, target))
     yield quantize_step(query, key, key, codes).source
 

@@ -28,7 +28,13 @@ from greenfast.numerics.attention import (
     attention_with_bounds,
     scores_of,
 )
-from greenfast.numerics.codes import quantize_blocks, quantize_values, transposed_values
+from greenfast.numerics.codes import (
+    quantize_blocks,
+    quantize_groups,
+    quantize_values,
+    scales_of_keys,
+    transposed_values,
+)
 from greenfast.numerics.formats import dequantize, quantize
 from greenfast.numerics.inputs import VARIANTS as VARIANTS
 from greenfast.numerics.inputs import standard_normal, varied
@@ -53,9 +59,9 @@ def mask_of(mask: Mask, sizes: Sizes) -> Tensor | None:
 
 
 def _rows_of_a_scale(config: AttentionConfig) -> dict[str, int]:
-    """How many rows of q, k and v share a scale; 0: all rows of a head, or for v of a channel."""
+    """How many rows of q, k and v share a scale; 0: all rows of a head, for v of a channel, for k of a group."""
     return {
-        "q": QUERY_BLOCK if config.query_scales == "block" else 0,
+        "q": {"head": 0, "block": QUERY_BLOCK, "fine": 1}[config.query_scales],
         "k": ROW_BLOCK if config.key_scales == "block" else 0,
         "v": ROW_BLOCK if config.value_scales == "block" else 0,
     }
@@ -68,6 +74,8 @@ def quantized(tensors: list[Tensor], config: AttentionConfig) -> dict[str, tuple
         of = VALUE_FORMAT if name == "v" else config.format
         if name == "v" and config.value_scales == "channel":
             found[name] = quantize_values(x, of)
+        elif name == "k" and config.key_scales == "fine":
+            found[name] = quantize_groups(x, of)
         else:
             found[name] = quantize_blocks(x, of, rows) if rows else quantize(x, of)
     return found
@@ -83,6 +91,8 @@ def dequantized(codes: Mapping[str, tuple[Tensor, Tensor]], config: AttentionCon
             each = scale.double().repeat_interleave(rows[name], 1)[:, : code.shape[1], None]
         elif name == "v" and config.value_scales == "channel":
             each = scale.double()[:, None, :]
+        elif name == "k" and config.key_scales == "fine":
+            each = scales_of_keys(scale.double(), code.shape[1]).unsqueeze(2)
         else:
             each = scale.double()[:, None, None]
         found.append(unit * each)

@@ -22,6 +22,8 @@ KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 
 #: Rows that share a scale where Q, or K and V, have scales of blocks.
 QUERY_BLOCK, ROW_BLOCK = 16, 128
+#: Of ROW_BLOCK keys with fine scales, those that share one: keys 2 g and 2 g + 1 of each 8 are of group g.
+KEY_GROUPS = 4
 #: The format of V, and of the softmax's weights, whatever the format of Q and K.
 VALUE_FORMAT = "e4m3"
 
@@ -50,8 +52,8 @@ class AttentionConfig:
     log_sum_exp: whether the kernel also writes the natural logarithm of each row's sum of exponentials.
     rounded_sums: whether that sum is of the weights as they are rounded, which the output is divided by: what a merge
     with results over other keys needs, and faster. Of rows with few keys it is off by up to 3 %.
-    query_scales, key_scales: "head", one scale for each head of a batch, or "block", one for each QUERY_BLOCK rows of Q
-    and each ROW_BLOCK rows of K.
+    query_scales, key_scales: "head", one scale for each head of a batch; "block", one for each QUERY_BLOCK rows of Q
+    and each ROW_BLOCK rows of K; or "fine", one for each row of Q and each of KEY_GROUPS groups of ROW_BLOCK rows of K.
     value_scales: the same for V, in blocks of ROW_BLOCK keys, or "channel", one for each column of a head.
     softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2 (Gemma Team, 2024); 0 leaves them as they are.
     value_layout: "transposed", (head_dim, keys) in KEY_ORDER, or "row_major", (keys, head_dim).
@@ -69,8 +71,8 @@ class AttentionConfig:
     mask: Mask = field(default=Mask.NONE, metadata={"CAUSAL": {1: Mask.UPPER_LEFT, 2: Mask.LOWER_RIGHT}})
     log_sum_exp: bool = field(default=False, metadata={"LSE": {1: True}})
     rounded_sums: bool = False
-    query_scales: str = field(default="head", metadata={"QBLOCK": {QUERY_BLOCK: "block"}})
-    key_scales: str = field(default="head", metadata={"KBLOCK": {ROW_BLOCK: "block"}})
+    query_scales: str = field(default="head", metadata={"QBLOCK": {QUERY_BLOCK: "block", 1: "fine"}})
+    key_scales: str = field(default="head", metadata={"KBLOCK": {ROW_BLOCK: "block", ROW_BLOCK // KEY_GROUPS: "fine"}})
     value_scales: str = field(default="head", metadata={"VBLOCK": {ROW_BLOCK: "block"}, "VCHANNEL": {1: "channel"}})
     softcap: float = field(default=0.0, metadata={"SOFTCAP": {30: 30.0, 50: 50.0}})
     value_layout: str = field(default="transposed", metadata={"VROWS": {1: "row_major"}})
@@ -89,6 +91,8 @@ class AttentionConfig:
             raise UsageError("scales of blocks of Q or V (QBLOCK, VBLOCK) go with scales of blocks of K (KBLOCK)")
         if self.rounded_sums and not self.log_sum_exp:
             raise UsageError("rounded_sums: they are of the log-sum-exp, which is not asked for (log_sum_exp)")
+        if (self.query_scales == "fine") != (self.key_scales == "fine"):
+            raise UsageError("fine scales of Q (QBLOCK=1) go with fine scales of K (KBLOCK=32)")
 
     def __str__(self) -> str:
         """What differs from the defaults, for messages: 'head_dim 64, format e4m3, mask UPPER_LEFT'."""

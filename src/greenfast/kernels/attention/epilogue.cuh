@@ -57,9 +57,8 @@ struct UnknownRowsFinder {
 
   // Which of this thread's two rows attend to a block of keys or values whose scale is NaN: a quantizer leaves that,
   // and codes of 0, where a number of the block is not finite, so that nothing of it reaches other rows. A NaN in
-  // scores would not do: the powers of two from the bits of halves lose it. row_factor: what all scores of a row are
-  // multiplied by, NaN where nothing of them is known.
-  __device__ __forceinline__ UnknownRows find(float row_factor) const {
+  // scores would not do: the powers of two from the bits of halves lose it. All groups of a block are NaN where one is.
+  __device__ __forceinline__ UnknownRows find(const ScoreScales<Traits>& scales) const {
     const typename Traits::Mask mask{sequence};
     const auto end = [&](int of) { return max(0, mask.row_end(of)); };
     const int seen = end(first_row + Traits::kRows - 1);
@@ -67,7 +66,7 @@ struct UnknownRowsFinder {
     if constexpr (Traits::kKeyBlockScales) {
       const size_t first = sequence.first_kv_block(keys);
       for (int block = threadIdx.x % 32; block * kRowBlock < seen; block += 32) {
-        const float of_keys = ptx::load_written(p.k_scale + first + block);
+        const float of_keys = ptx::load_written(p.k_scale + (first + block) * (Traits::kFineScales ? kKeyGroups : 1));
         const float of_values = Traits::kValueBlockScales ? ptx::load_written(p.v_scale + first + block) : 0.0f;
         if (of_keys != of_keys) known_keys = min(known_keys, block * kRowBlock);
         if (of_values != of_values) known_values = min(known_values, block * kRowBlock);
@@ -75,11 +74,11 @@ struct UnknownRowsFinder {
       known_keys = __reduce_min_sync(0xffffffffu, known_keys);
       known_values = __reduce_min_sync(0xffffffffu, known_values);
     }
-    if (row_factor != row_factor) known_keys = 0;
     UnknownRows unknown;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      unknown.scores[r] = end(row() + 8 * r) > known_keys;
+      const float of_row = scales.row_factor(r);
+      unknown.scores[r] = end(row() + 8 * r) > (of_row != of_row ? 0 : known_keys);
       unknown.values[r] = end(row() + 8 * r) > known_values;
     }
     return unknown;

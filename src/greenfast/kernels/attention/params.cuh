@@ -21,6 +21,7 @@ struct OutputRows {
 struct FlashParams {
   const float* q_scale;  // (batch x heads), or (batch x heads, blocks of kQueryBlock rows) with kQueryBlockScales
   const float* k_scale;  // (batch x kv_heads), or (batch x kv_heads, blocks of kRowBlock keys) with kKeyBlockScales
+                         // with kFineScales (batch x heads, q_len) and (batch x kv_heads, blocks, kKeyGroups)
   const float* v_scale;  // the same with kValueBlockScales, or (batch x kv_heads, head_dim) with kChannelScales
   void* out;             // (batch, heads, q_len, columns) of Cfg::Out, as `rows` says
   float* lse;            // (batch x heads, q_len), natural logarithm; unused without kLse

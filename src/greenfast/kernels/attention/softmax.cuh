@@ -53,7 +53,8 @@ struct OnlineSoftmax {
       thread_maxima<Variant>(s, h, raw);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        top[r] = h == 0 ? raw[r] * scales.factor[h] : fmaxf(top[r], raw[r] * scales.factor[h]);
+        const float scaled = raw[r] * scales.factor(h, r);
+        top[r] = h == 0 ? scaled : fmaxf(top[r], scaled);
       }
     }
 #pragma unroll
@@ -77,7 +78,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
       const int r = i / 2 % 2, h = i / (kScores / kScales);
-      const float scale = scales.factor[h], low = s[i], high = s[i + 1];
+      const float scale = scales.factor(h, r), low = s[i], high = s[i + 1];
       if (by_polynomial(i)) {
         const float half_scale = scale * ptx::kExp2HalfScale;
         w[i] = __uint_as_float(
@@ -122,17 +123,17 @@ struct OnlineSoftmax {
   __device__ __forceinline__ static void take_shift(float (&s)[kScores], const Scales& scales,
                                                     float (&bias)[kScales][2]) {
     constexpr float kSteep = 0.00520833f;  // 2^-8 / 0.75
-    float largest = scales.factor[0];
+    float largest = 0.0f;
 #pragma unroll
-    for (int h = 1; h < kScales; ++h) largest = fmaxf(largest, scales.factor[h]);
-    if (largest > kSteep) {
+    for (int i = 0; i < 2 * kScales; ++i) largest = fmaxf(largest, scales.factor(i / 2, i % 2));
+    if (Traits::kFineScales ? __any_sync(0xffffffffu, largest > kSteep) : largest > kSteep) {
 #pragma unroll
       for (float& x : s) x -= Variant::kShift;
     } else {
 #pragma unroll
       for (int i = 0; i < 2 * kScales; ++i) {
         float& of_row = bias[i / 2][i % 2];
-        of_row = fmaf(-Variant::kShift, scales.factor[i / 2], of_row);
+        of_row = fmaf(-Variant::kShift, scales.factor(i / 2, i % 2), of_row);
       }
     }
   }

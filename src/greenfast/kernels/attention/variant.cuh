@@ -29,37 +29,49 @@ struct RawScore<true> {
 template <class Traits>
 struct ScoreScales {
   static constexpr int kScales = Traits::kKeyBlockScales ? Traits::kBlockN / kRowBlock : 1;  // of K, in a tile
+  static constexpr int kRowScales = Traits::kFineScales ? 2 : 1;                             // of a thread's two rows
   static constexpr float kLeast = 1.17549435e-38f;
 
-  float factor[kScales];  // of a tile's scores, in as many equal parts
-  int next_block, last_block;  // of K's scales: the next tile's first, and the head's last
-  float q_factor;              // what a score in units of K's scale is multiplied by
+  float factors[kScales][kRowScales];  // of a tile's scores, in as many equal parts
+  int next_block, last_block;          // of K's scales: the next tile's first, and the head's last
+  float q_factor[kRowScales];          // what a score in units of K's scale is multiplied by
+
+  // Of part h of row r's scores.
+  __device__ __forceinline__ float factor(int h, int r) const { return factors[h][kRowScales == 1 ? 0 : r]; }
 
   // q_scale: of the rows of this thread. Without scales of blocks the factor is NaN where q_scale or K's scale is.
-  __device__ __forceinline__ void start(const FlashParams& p, const Sequence& sequence,
-                                        const KeyRows& keys, float q_scale) {
+  __device__ __forceinline__ void start(const FlashParams& p, const Sequence& sequence, const KeyRows& keys,
+                                        const float (&q_scale)[kRowScales]) {
     const float log2_e = 1.4426950408889634f;
-    const float of_row = q_scale * p.softmax_scale * log2_e;
+    float of_row[kRowScales];
+#pragma unroll
+    for (int r = 0; r < kRowScales; ++r) of_row[r] = q_scale[r] * p.softmax_scale * log2_e;
     if constexpr (Traits::kKeyBlockScales) {
       next_block = static_cast<int>(sequence.first_kv_block(keys));
       last_block = next_block + sequence.kv_blocks() - 1;
-      q_factor = of_row;
+#pragma unroll
+      for (int r = 0; r < kRowScales; ++r) q_factor[r] = of_row[r];
     } else {
-      const float scale = of_row * p.k_scale[keys.kv_head];
-      factor[0] = scale < kLeast ? kLeast : scale;
+      const float scale = of_row[0] * p.k_scale[keys.kv_head];
+      factors[0][0] = scale < kLeast ? kLeast : scale;
     }
   }
 
-  // What all scores of a row are multiplied by; NaN where a scale is.
-  __device__ __forceinline__ float row_factor() const { return Traits::kKeyBlockScales ? q_factor : factor[0]; }
+  // What all scores of row r are multiplied by; NaN where a scale is.
+  __device__ __forceinline__ float row_factor(int r) const {
+    return Traits::kKeyBlockScales ? q_factor[kRowScales == 1 ? 0 : r] : factors[0][0];
+  }
 
   // Reads the factors of the next tile. A scale that is NaN, whose codes are 0, counts as the least.
   __device__ __forceinline__ void next(const FlashParams& p) {
     if constexpr (Traits::kKeyBlockScales) {
 #pragma unroll
       for (int h = 0; h < kScales; ++h) {
-        const int at = kScales == 1 ? next_block : min(next_block + h, last_block);
-        factor[h] = fmaxf(q_factor * ptx::load_written(p.k_scale + at), kLeast);
+        const int block = kScales == 1 ? next_block : min(next_block + h, last_block);
+        const size_t at = Traits::kFineScales ? static_cast<size_t>(block) * kKeyGroups + threadIdx.x % kKeyGroups : block;
+        const float k_scale = ptx::load_written(p.k_scale + at);
+#pragma unroll
+        for (int r = 0; r < kRowScales; ++r) factors[h][r] = fmaxf(q_factor[r] * k_scale, kLeast);
       }
       next_block += kScales;
     }
@@ -91,13 +103,15 @@ struct ScoreVariant<Traits, true> {
     constexpr int kOfScale = kCount / ScoreScales<Traits>::kScales;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const float scale = of_tile.factor[i / kOfScale] * (1.0f / (Traits::kSoftcap * kLog2E));
+      const float scale = of_tile.factor(i / kOfScale, i / 2 % 2) * (1.0f / (Traits::kSoftcap * kLog2E));
       capped[i] = ptx::tanh((capped[i] - RawScore<Traits::kInt8>::kShift) * scale);
     }
     return capped;
   }
   __device__ __forceinline__ static ScoreScales<Traits> scales(ScoreScales<Traits> of_tile) {
-    for (float& factor : of_tile.factor) factor = Traits::kSoftcap * kLog2E;
+    for (auto& of_part : of_tile.factors) {
+      for (float& factor : of_part) factor = Traits::kSoftcap * kLog2E;
+    }
     return of_tile;
   }
 };

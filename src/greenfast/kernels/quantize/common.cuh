@@ -69,6 +69,13 @@ __device__ __forceinline__ float over_warp(float amax) {
   return amax;
 }
 
+// The largest of the values of the four lanes that hold a row.
+__device__ __forceinline__ float over_quad(float amax) {
+#pragma unroll
+  for (int lanes = 2; lanes > 0; lanes /= 2) amax = ptx::max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, lanes));
+  return amax;
+}
+
 // The largest of the block's values; `shared` has a place for each warp.
 template <int kThreads>
 __device__ __forceinline__ float over_block(float* shared, float amax) {

@@ -14,9 +14,9 @@ namespace greenfast {
 struct QuantizeParams {
   QuantizeInput q, k, v;
   unsigned char *q_codes, *k_codes, *v_codes;
-  float* q_scale;  // (batch x heads, blocks of 16 rows)
-  float* k_scale;  // (batch x kv_heads, blocks of 128 rows)
-  float* v_scale;  // the same
+  float* q_scale;  // (batch x heads, blocks of 16 rows), or with kFineScales (batch x heads, q_len)
+  float* k_scale;  // (batch x kv_heads, blocks of 128 rows), or (batch x kv_heads, blocks, kKeyGroups)
+  float* v_scale;  // (batch x kv_heads, blocks of 128 rows)
   float* k_mean;   // (batch x kv_heads, kHeadDim), rotated where K is; unused without kKeyMean
   int batch, heads, kv_heads, q_len, kv_len;
   QuantizeInput samples;  // with kSampled: kMeanKeys keys of each head, of which the mean is taken
@@ -39,7 +39,8 @@ __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
     const RowsQuantizer<Cfg> rows(shared.rows, HeadRows<Cfg>(p.k, line / p.kv_heads, line % p.kv_heads, p.kv_len));
     const HeadRows<Cfg> samples(p.samples, line / p.kv_heads, line % p.kv_heads, kMeanKeys);
     rows.keys(Cfg::kSampled ? samples : rows.head, tile, min(tile + Cfg::kKeyTiles, kv_tiles),
-              p.k_codes + static_cast<long long>(line) * p.kv_len * Cfg::kHeadDim, p.k_scale + line * kv_tiles,
+              p.k_codes + static_cast<long long>(line) * p.kv_len * Cfg::kHeadDim,
+              p.k_scale + static_cast<long long>(line) * kv_tiles * (Cfg::kFineScales ? kKeyGroups : 1),
               p.k_mean + line * Cfg::kHeadDim);
     return;
   }
@@ -56,7 +57,7 @@ __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
   const int line = item / q_tiles, q_blocks = (p.q_len + kQueryBlock - 1) / kQueryBlock;
   const RowsQuantizer<Cfg> rows(shared.rows, HeadRows<Cfg>(p.q, line / p.heads, line % p.heads, p.q_len));
   rows.queries(item % q_tiles, p.q_codes + static_cast<long long>(line) * p.q_len * Cfg::kHeadDim,
-               p.q_scale + line * q_blocks);
+               p.q_scale + static_cast<long long>(line) * (Cfg::kFineScales ? p.q_len : q_blocks));
 }
 
 }  // namespace greenfast

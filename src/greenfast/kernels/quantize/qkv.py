@@ -46,6 +46,7 @@ def kernel(config: AttentionConfig, sizes: Sizes, *, sampled: bool = False) -> K
         "KeyMean": config.key_mean,
         "Rotate": config.rotate,
         "Sampled": sampled,
+        "FineScales": config.key_scales == "fine",
     }
     constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
     more, samples = "", ""

@@ -1,4 +1,5 @@
-// A tile of 128 rows of K to codes with one scale, or of Q with one for each 16: read once.
+// A tile of 128 rows of K to codes with one scale, or of Q with one for each 16, or with fine scales
+// (common/scale_blocks.cuh): read once.
 #pragma once
 
 #include "quantize/rows_transform.cuh"
@@ -32,6 +33,8 @@ struct RowsStorage {
   float group_mean[kMeanGroups][Cfg::kHeadDim];
   float mean[Cfg::kHeadDim];
   float amax[Cfg::kThreads / 32];
+  float amax_of_groups[Cfg::kFineScales ? Cfg::kThreads / 32 : 1][kKeyGroups];
+  float amax_of_rows[Cfg::kFineScales ? Cfg::kThreads / 32 : 1][kQueryBlock];
 };
 
 template <class Cfg>
@@ -52,8 +55,9 @@ struct RowsQuantizer {
     rows.transform([&](int r, int column) { return from.load(row[r], column); }, x);
   }
 
-  __device__ __forceinline__ void write(const Values& x, float scale, const int (&row)[2], unsigned char* codes) const {
-    rows.cast(x, scale, [&](int r, int column, const typename Rows::Codes& out) {
+  __device__ __forceinline__ void write(const Values& x, const float (&scales)[2], const int (&row)[2],
+                                        unsigned char* codes) const {
+    rows.cast(x, scales, [&](int r, int column, const typename Rows::Codes& out) {
       if (row[r] < head.length) {
         *reinterpret_cast<typename Rows::Codes*>(codes + static_cast<long long>(row[r]) * Cfg::kHeadDim + column) = out;
       }
@@ -134,9 +138,29 @@ struct RowsQuantizer {
         }
       }
     }
-    const float scale = Rows::scale_for(over_block<Cfg::kThreads>(shared.amax, Rows::largest(x)));
-    if (threadIdx.x == 0) scales[tile] = scale;
-    write(x, scale, row, codes);
+    float scale;
+    if constexpr (Cfg::kFineScales) {
+      scale = scale_of_group(x, scales + tile * kKeyGroups);
+    } else {
+      scale = Rows::scale_for(over_block<Cfg::kThreads>(shared.amax, Rows::largest(x)));
+      if (threadIdx.x == 0) scales[tile] = scale;
+    }
+    write(x, {scale, scale}, row, codes);
+  }
+
+  // The scale of this thread's group of keys, which both of its rows are in; scales: where those of the tile are stored.
+  // Where a number of the tile is not finite, all are NaN.
+  __device__ __forceinline__ float scale_of_group(const Values& x, float* scales) const {
+    const int lane = threadIdx.x % 32, group = lane / 8;
+    float amax = over_quad(Rows::largest(x));
+    amax = ptx::max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, 4));
+    if (lane % 8 == 0) shared.amax_of_groups[threadIdx.x / 32][group] = amax;
+    const bool unknown = __syncthreads_or(!(amax < CUDART_INF_F));
+#pragma unroll
+    for (int warp = 0; warp < Cfg::kThreads / 32; ++warp) amax = fmaxf(amax, shared.amax_of_groups[warp][group]);
+    const float scale = unknown ? CUDART_NAN_F : Rows::scale_for(amax);
+    if (threadIdx.x < 32 && lane % 8 == 0) scales[group] = scale;
+    return scale;
   }
 
   // A tile of Q.
@@ -145,16 +169,37 @@ struct RowsQuantizer {
     const int first = block * kQueryBlock + Rows::row_of_warp(), row[2] = {first, first + 8};
     Values x;
     read(head, row, x);
+    const int warp = threadIdx.x / 32;
+    if constexpr (Cfg::kFineScales) {
+      float each[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) each[r] = over_quad(Rows::largest(x, r));
+      if constexpr (Rows::kSplit > 1) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) shared.amax_of_rows[warp][Rows::row_of_warp() + 8 * r] = each[r];
+        __syncthreads();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          each[r] = ptx::max_nan(each[r], shared.amax_of_rows[warp ^ 1][Rows::row_of_warp() + 8 * r]);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        each[r] = Rows::scale_for(each[r]);
+        if (threadIdx.x % 4 == 0 && row[r] < head.length) scales[row[r]] = each[r];
+      }
+      write(x, each, row, codes);
+      return;
+    }
     float amax = over_warp(Rows::largest(x));
     if constexpr (Rows::kSplit > 1) {
-      const int warp = threadIdx.x / 32;
       shared.amax[warp] = amax;
       __syncthreads();
       amax = ptx::max_nan(amax, shared.amax[warp ^ 1]);
     }
     const float scale = Rows::scale_for(amax);
     if (threadIdx.x % (32 * Rows::kSplit) == 0 && block * kQueryBlock < head.length) scales[block] = scale;
-    write(x, scale, row, codes);
+    write(x, {scale, scale}, row, codes);
   }
 };
 

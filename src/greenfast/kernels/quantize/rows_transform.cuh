@@ -121,17 +121,30 @@ struct RowsTransform {
     return ptx::max_nan(ptx::max_nan(some[0], some[1]), ptx::max_nan(some[2], some[3]));
   }
 
+  // The same of row r of its two.
+  __device__ __forceinline__ static float largest(const Values& x, int r) {
+    float some[2] = {};
+#pragma unroll
+    for (int i = 0; i < kOwnParts * kGroups * 4; ++i) {
+      some[i % 2] = ptx::max_nan(some[i % 2], fabsf(x[i / 16][r][i / 4 % 4][i % 4]));
+    }
+    return ptx::max_nan(some[0], some[1]);
+  }
+
   // The scale of values of which `amax` is the largest magnitude, kFactor among them.
   __device__ __forceinline__ static float scale_for(float amax) { return scale_of(amax, kCodeMax, kFactor); }
 
-  // Calls store(r, column, codes) for each eight columns that this thread has: codes of row r of its two.
+  // Calls store(r, column, codes) for each eight columns that this thread has: codes of row r of its two, which have
+  // these scales.
   template <class Store>
-  __device__ __forceinline__ void cast(const Values& x, float true_scale, Store store) const {
-    const float scale = true_scale * (1.0f / kFactor), inverse = __frcp_rn(scale);
-    const bool known = scale == scale;
+  __device__ __forceinline__ void cast(const Values& x, const float (&true_scales)[2], Store store) const {
+    const float scales[2] = {true_scales[0] * (1.0f / kFactor), true_scales[1] * (1.0f / kFactor)};
+    const float inverses[2] = {__frcp_rn(scales[0]), __frcp_rn(scales[1])};
 #pragma unroll
     for (int i = 0; i < kOwnParts * 4; ++i) {
       const int part = i / 4, r = i / 2 % 2, group = i % 2 * 2;
+      const float scale = scales[r], inverse = inverses[r];
+      const bool known = scale == scale;
       Codes out;
 #pragma unroll
       for (int c = 0; c < kVector; ++c) {

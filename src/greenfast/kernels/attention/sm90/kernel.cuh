@@ -42,12 +42,14 @@ __device__ __forceinline__ void consume(const FlashParams& p, const StaticSchedu
     int end[2];  // of the keys of this thread's rows, counted from the first tile that is not whole
     for (int r = 0; r < 2; ++r) end[r] = mask.row_end(row + 8 * r) - whole * kBlockN;
 
-    mainloop.start(sequence, keys, queries.prepare(p, shared, warpgroup, sequence, first_row));
+    float q_scale[ScoreScales<Traits>::kRowScales];
+    queries.prepare(p, shared, warpgroup, sequence, first_row, q_scale);
+    mainloop.start(sequence, keys, q_scale);
     queries.wait(shared, warpgroup);
     mainloop.run(whole, stop - whole, end);
     queries.release(shared, warpgroup);
     const UnknownRows unknown =
-        UnknownRowsFinder<Traits>{p, sequence, keys, first_row}.find(mainloop.scales.row_factor());
+        UnknownRowsFinder<Traits>{p, sequence, keys, first_row}.find(mainloop.scales);
     mainloop.skip(stop, work.stop_tile);
     if (any) Epilogue<Traits>::store(mainloop, sequence.head, first_row, keys.kv_head, unknown);
   }

@@ -2,7 +2,7 @@
 //
 // A loader of Q has, for the producer's thread: begin() before the first work tile, and fetch(shared, sequence,
 // first_row) for each. For all threads of a consumer warpgroup, in this order for each work tile: prepare(...), which
-// gives the scale of a thread's rows; wait(...), after which the warpgroup's codes may be read from Storage::q;
+// gives the scales of a thread's rows, or of all; wait(...), after which the warpgroup's codes may be read from Storage::q;
 // release(...), after which they may be overwritten. Source is what the kernel gets in place of Q's tensor map, and
 // Storage<Tiles> what Tiles becomes with its own shared memory. InputQueries (load_q_input.cuh) is the other one.
 #pragma once
@@ -38,14 +38,20 @@ struct CodedQueries {
     parity ^= 1;
   }
 
-  // The scale is the same for a warp: rows behind the last have that row's.
-  __device__ __forceinline__ float prepare(const FlashParams& p, FlashStorage<Traits>&, int, const Sequence& sequence,
-                                           int first_row) {
-    if constexpr (Traits::kQueryBlockScales) {
+  // Rows behind the last have that row's scale; without fine scales it is the same for a warp.
+  template <int kCount>
+  __device__ __forceinline__ void prepare(const FlashParams& p, FlashStorage<Traits>&, int, const Sequence& sequence,
+                                          int first_row, float (&q_scale)[kCount]) {
+    if constexpr (Traits::kFineScales) {
+      const int row = first_row + threadIdx.x / 32 % 4 * kQueryBlock + threadIdx.x % 32 / 4;
+      const float* const of_head = p.q_scale + static_cast<size_t>(sequence.head) * sequence.q_len();
+#pragma unroll
+      for (int r = 0; r < 2; ++r) q_scale[r] = of_head[min(row + 8 * r, sequence.q_len() - 1)];
+    } else if constexpr (Traits::kQueryBlockScales) {
       const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // known to be uniform: saves registers
-      return p.q_scale[sequence.first_q_block() + min(first_row / kQueryBlock + warp, sequence.q_blocks() - 1)];
+      q_scale[0] = p.q_scale[sequence.first_q_block() + min(first_row / kQueryBlock + warp, sequence.q_blocks() - 1)];
     } else {
-      return p.q_scale[sequence.head];
+      q_scale[0] = p.q_scale[sequence.head];
     }
   }
 

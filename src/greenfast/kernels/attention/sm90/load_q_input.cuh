@@ -1,5 +1,6 @@
 // Axis: the load of Q, as its caller has it. TMA brings a work tile's rows while the one before is computed, and a
-// consumer warpgroup rotates them and leaves their codes where TMA would. A warp's 16 rows share a scale.
+// consumer warpgroup rotates them and leaves their codes where TMA would. A warp's 16 rows share a scale, unless scales
+// are fine.
 //
 // Q is read once, so quantizing it in another launch would only move it to memory and back. The rows of the first work
 // tile are read and cast while the quantizer of K and V ends: the launch may begin early.
@@ -61,7 +62,9 @@ struct InputQueries {
     ptx::barrier_sync(Sm90Barrier::kWarpgroup + warpgroup, 128);
   }
 
-  __device__ __forceinline__ float prepare(const FlashParams&, Shared& shared, int warpgroup, const Sequence&, int) {
+  template <int kCount>
+  __device__ __forceinline__ void prepare(const FlashParams&, Shared& shared, int warpgroup, const Sequence&, int,
+                                          float (&q_scale)[kCount]) {
     const int within = threadIdx.x / 32 % 4 * kQueryBlock + Rows::row_of_warp(), row[2] = {within, within + 8};
     const auto load = [&](int r, int column) {
       const typename Traits::In* input = shared.input[warpgroup] + row[r] * Traits::kHeadDim + column;
@@ -74,7 +77,13 @@ struct InputQueries {
     rows.transform(load, x);
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.q_empty[warpgroup].arrive();
-    const float scale = Rows::scale_for(over_warp(Rows::largest(x)));
+    float scale[2];
+    if constexpr (Traits::kFineScales) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) scale[r] = Rows::scale_for(over_quad(Rows::largest(x, r)));
+    } else {
+      scale[0] = scale[1] = Rows::scale_for(over_warp(Rows::largest(x)));
+    }
     meet(warpgroup);  // all have read the codes before
     rows.cast(x, scale, [&](int r, int column, const typename Rows::Codes& codes) {
       const int byte = row[r] * Traits::kDimPanel + column % Traits::kDimPanel;
@@ -84,7 +93,12 @@ struct InputQueries {
     });
     ptx::fence_proxy_async();
     ptx::griddepcontrol_wait();  // what follows reads scales of K and V
-    return __shfl_sync(0xffffffffu, scale, 0);  // known to be uniform: saves a register
+    if constexpr (Traits::kFineScales) {
+      q_scale[0] = scale[0];
+      q_scale[1] = scale[1];
+    } else {
+      q_scale[0] = __shfl_sync(0xffffffffu, scale[0], 0);  // known to be uniform: saves a register
+    }
   }
 
   __device__ __forceinline__ void wait(Shared&, int warpgroup) const { meet(warpgroup); }

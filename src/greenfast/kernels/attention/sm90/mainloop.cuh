@@ -41,7 +41,8 @@ struct Mainloop {
       : p(p), shared(shared), warpgroup(warpgroup), q_tile(shared.q[warpgroup]), k_tiles(shared.k), v_tiles(shared.v) {}
 
   // Of a work tile. q_scale: of this thread's rows.
-  __device__ __forceinline__ void start(const Sequence& sequence, const KeyRows& keys, float q_scale) {
+  __device__ __forceinline__ void start(const Sequence& sequence, const KeyRows& keys,
+                                        const float (&q_scale)[ScoreScales<Traits>::kRowScales]) {
     scales.start(p, sequence, keys, q_scale);
     units.start();
 #pragma unroll

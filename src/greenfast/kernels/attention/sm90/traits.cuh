@@ -20,6 +20,8 @@
 //   bool kInt8              whether codes of Q and K are int8, or E4M3. Those of V, and weights, are E4M3
 //   bool kQueryBlockScales  whether each kQueryBlock rows of Q have a scale, or each head
 //   bool kKeyBlockScales    whether each kRowBlock keys have a scale of K, or each head
+//   bool kFineScales       whether instead each row of Q and each of kKeyGroups groups of kRowBlock keys has; with
+//                          kKeyBlockScales, and tiles of kRowBlock keys
 //   bool kValueBlockScales  the same of V, with kKeyBlockScales
 //   bool kChannelScales     whether each column of V has a scale; not with kValueBlockScales
 //   bool kFewerColumns      whether O has fewer columns than kHeadDim
@@ -62,6 +64,8 @@ struct FlashTraits : Cfg {
   static_assert(Cfg::kHeadDim % Cfg::kOutColumns == 0, "whole parts of O");
   static_assert(Cfg::kOverlap ? Cfg::kOutColumns == Cfg::kHeadDim : Cfg::kTwoLevels,
                 "one level of accumulation is overlapped");
+  static_assert(!Cfg::kFineScales || (Cfg::kKeyBlockScales && Cfg::kBlockN == kRowBlock),
+                "a thread has one group of keys");
   static_assert(!Cfg::kValueBlockScales || (Cfg::kKeyBlockScales && Cfg::kBlockN == kRowBlock),
                 "a tile has one unit of V");
   static_assert(!Cfg::kValueBlockScales || !Cfg::kChannelScales, "V has scales of one kind");
