@@ -115,6 +115,38 @@ def test_rotation_spreads_outliers_of_int8() -> None:
     assert error(True) < 0.5 * error(False)
 
 
+def test_fine_scales_are_of_rows_and_of_the_keys_that_a_thread_holds() -> None:
+    q, k, v = (torch.randn(1, 1, 300, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
+    q = q * torch.where(torch.arange(300) % 2 == 0, 16.0, 1 / 16).bfloat16().view(1, 1, -1, 1)
+    k = k * torch.where(torch.arange(300) % 8 // 2 == 1, 16.0, 1 / 16).bfloat16().view(1, 1, -1, 1)
+    worst = {}
+    for precision in ("int8", "int8_fine"):
+        codes = quantize(q, k, v, precision=precision, rotate=False, subtract_key_mean=False)
+        for name, found, x in (("q", dequantized_queries(codes), q), ("k", dequantized_keys(codes), k)):
+            worst[name, precision] = ((found - x.float()).norm(dim=3) / x.float().norm(dim=3)).max().item()
+    assert worst["q", "int8_fine"] < 0.012
+    assert worst["k", "int8_fine"] < 0.02
+    assert worst["q", "int8"] > 0.5 < worst["k", "int8"], "which have one scale for large and small ones"
+    assert codes.query_scale.shape == (1, 1, 300)
+    assert codes.key_scale.shape == (1, 1, 3, 4)
+    with pytest.raises(ValueError, match="'int8_fine' has scales of its own"):
+        quantize(q, k, v, precision="int8_fine", scales="head")
+
+
+@pytest.mark.parametrize(("precision", "most"), [("fp8", 0.15), ("int8_fine", 0.07)])
+def test_a_sink_leaves_other_blocks_of_keys_their_precision(precision: Any, most: float) -> None:
+    """The first key takes 0.999 of the weight or more; values of its block are 0. Its own score errs, more in fp8."""
+    q, k, v = (torch.randn(1, 1, 1024, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
+    q[..., 0], k[..., 0], v[:, :, :128] = 8.0, 0.0, 0.0
+    k[:, :, 0] = 0.0
+    k[:, :, 0, 0] = 17.0
+    scores = q.double() @ k.double().transpose(2, 3) / 8
+    assert scores.softmax(-1)[..., 0].min() > 0.999
+    wanted = scores.softmax(-1) @ v.double()
+    found = greenfast.sdpa(q, k, v, precision=precision).double()
+    assert (found - wanted).norm() < most * wanted.norm()
+
+
 @pytest.mark.parametrize("bad", [1e3, -6e4, torch.inf, torch.nan])
 def test_no_single_key_dominates_the_mean(bad: float) -> None:
     q, k, v = tensors(length=1024, keys=1024)

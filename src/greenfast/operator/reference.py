@@ -21,8 +21,9 @@ from greenfast.numerics import formats
 from greenfast.numerics.codes import quantize_blocks, quantize_groups, scales_of_keys, transposed_values
 from greenfast.operator.quantized import FINE, QuantizedQKV, precision_of
 
-#: A row's largest weight is scaled to E4M3's largest number.
-_LARGEST = 448.0
+#: The largest weight of a row in ROW_BLOCK keys is scaled to E4M3's largest number, unless it is below the row's
+#: largest so far by more than this: two falls of the Hopper kernel's base, which may fall again from tile to tile.
+_LARGEST, _MOST_FALL = 448.0, 16 * math.log(2.0)
 _ROWS = 1024  # query rows at a time, so that their scores stay small
 
 
@@ -200,13 +201,19 @@ def _weighted(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if scores.shape[-1] == 0:
         zeros = scores.new_zeros(*scores.shape[:-1], v.shape[-1])
         return zeros, scores.new_full(scores.shape[:-1], -math.inf)
-    top = scores.amax(dim=-1, keepdim=True)
-    base = torch.where(top == -math.inf, torch.zeros_like(top), top)
-    exact = torch.exp(scores - base) * _LARGEST
-    weights = exact.clamp(max=_LARGEST).to(torch.float8_e4m3fn).float()
+    padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % ROW_BLOCK), value=-math.inf)
+    tiles = padded.view(*scores.shape[:-1], -1, ROW_BLOCK)
+    tops = tiles.amax(dim=-1, keepdim=True)
+    so_far = tops.cummax(dim=-2).values
+    bases = torch.maximum(tops, so_far - _MOST_FALL)
+    bases = bases.masked_fill(bases == -math.inf, 0.0)
+    rounded = (torch.exp(tiles - bases) * _LARGEST).clamp(max=_LARGEST).to(torch.float8_e4m3fn).float()
+    base = so_far[..., -1:, :].masked_fill(so_far[..., -1:, :] == -math.inf, 0.0)
+    weights = (rounded * torch.exp(bases - base)).flatten(-2)[..., : scores.shape[-1]]
     total = weights.sum(dim=-1, keepdim=True)
     out = weights / total.clamp(min=torch.finfo(torch.float32).tiny) @ v  # sums of weights times v could overflow
-    return out, (torch.log(exact.sum(dim=-1, keepdim=True) / _LARGEST) + base).squeeze(-1)
+    base = base.squeeze(-1)
+    return out, (torch.log(torch.exp(scores - base).sum(dim=-1, keepdim=True)) + base).squeeze(-1)
 
 
 @cache
