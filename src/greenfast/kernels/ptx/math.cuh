@@ -31,4 +31,7 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return result;
 }
 
+// The larger of both halves of two words, as unsigned integers (sm_90; emulated before).
+__device__ __forceinline__ unsigned max_u16x2(unsigned a, unsigned b) { return __vmaxu2(a, b); }
+
 }  // namespace greenfast::ptx

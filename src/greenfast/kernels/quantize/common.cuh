@@ -62,6 +62,19 @@ __device__ __forceinline__ float divide(float x, float scale, float inverse) {
   return __fmaf_rn(__fmaf_rn(-quotient, scale, x), inverse, quotient);
 }
 
+// Of two pairs of 16-bit numbers the larger magnitudes, as pairs without signs: these are ordered as integers are, NaN
+// last.
+__device__ __forceinline__ unsigned largest_pair(unsigned magnitudes, unsigned pair) {
+  return ptx::max_u16x2(magnitudes, pair & 0x7fff7fffu);
+}
+
+// The larger of a pair of magnitudes, NaN where there is one.
+template <class In>
+__device__ __forceinline__ float larger(unsigned magnitudes) {
+  const Pack<In, 2>& pair = reinterpret_cast<const Pack<In, 2>&>(magnitudes);
+  return ptx::max_nan(static_cast<float>(pair.values[0]), static_cast<float>(pair.values[1]));
+}
+
 // The largest of the warp's values.
 __device__ __forceinline__ float over_warp(float amax) {
 #pragma unroll

@@ -132,11 +132,9 @@ struct RowsQuantizer {
         const float4 mean = *reinterpret_cast<const float4*>(shared.mean + rows.column_of(part, m));
         const float four[4] = {mean.x, mean.y, mean.z, mean.w};
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          float& value = x[part][e / 4][m][e % 4];
-          value = row[e / 4] < head.length ? value - four[e % 4] : 0.0f;
-        }
+        for (int e = 0; e < 8; ++e) x[part][e / 4][m][e % 4] -= four[e % 4];
       }
+      Rows::clear_behind(x, row, head.length);
     }
     float scale;
     if constexpr (Cfg::kFineScales) {

@@ -30,7 +30,7 @@ struct RowsTransform {
   using Mma = ptx::InputMma<typename Cfg::In>;
   using Loaded = typename HeadRows<Cfg>::Loaded;
   using Values = float[kOwnParts][2][kGroups][4];  // part, row, group, element
-  using Codes = Pack<unsigned char, kVector>;
+  using Codes = uint2;  // of eight columns
 
   const int first_part;  // of this warp's own
   // Of the 16 x 16 matrix: a column's signs of two neighbouring rows, on 1 / (2 kHeadDim), with which no sum overflows.
@@ -67,8 +67,6 @@ struct RowsTransform {
       return;
     }
 #pragma unroll
-    for (int i = 0; i < kOwnParts * 2 * kGroups * 4; ++i) x[i / 32][i / 16 % 2][i / 4 % 4][i % 4] = 0.0f;
-#pragma unroll
     for (int i = 0; i < 2 * kParts; ++i) {
       const Loaded rows[2] = {load(0, i * 32 + threadIdx.x % 4 * 8), load(1, i * 32 + threadIdx.x % 4 * 8)};
       const unsigned(&low)[4] = reinterpret_cast<const unsigned(&)[4]>(rows[0]);
@@ -87,7 +85,7 @@ struct RowsTransform {
           for (int side = 0; side < 2; ++side) {
             float c[4] = {to[0][m][2 * side], to[0][m][2 * side + 1], to[1][m][2 * side], to[1][m][2 * side + 1]};
             const unsigned b[2] = {of_part ^ flip, of_part ^ flip ^ (side == 0 ? 0x80000000u : 0x00008000u)};
-            Mma::add(c, a, b);
+            i < 2 ? Mma::set(c, a, b) : Mma::add(c, a, b);
 #pragma unroll
             for (int e = 0; e < 4; ++e) to[e / 2][m][2 * side + e % 2] = c[e];
           }
@@ -104,6 +102,15 @@ struct RowsTransform {
         x[part][r][m][e] = a + b;
         x[part][r][m + distance][e] = a - b;
       }
+    }
+  }
+
+  // Zeros in place of the thread's rows from `length` on.
+  __device__ __forceinline__ static void clear_behind(Values& x, const int (&row)[2], int length) {
+    if (!__any_sync(0xffffffffu, row[1] >= length)) return;
+#pragma unroll
+    for (int i = 0; i < kOwnParts * 2 * kGroups * 4; ++i) {
+      if (row[i / 16 % 2] >= length) x[i / 32][i / 16 % 2][i / 4 % 4][i % 4] = 0.0f;
     }
   }
 
@@ -144,16 +151,20 @@ struct RowsTransform {
     for (int i = 0; i < kOwnParts * 4; ++i) {
       const int part = i / 4, r = i / 2 % 2, group = i % 2 * 2;
       const float scale = scales[r], inverse = inverses[r];
-      const bool known = scale == scale;
-      Codes out;
+      const unsigned known = scale == scale ? ~0u : 0u;
+      unsigned out[2];
 #pragma unroll
-      for (int c = 0; c < kVector; ++c) {
-        const float value = x[part][r][group + c / 4][c % 4];
-        // Rotated values are sums, and as near to those of the reference with a product as with a quotient.
-        const float quotient = Cfg::kRotate ? value * inverse : divide(value, scale, inverse);
-        out.values[c] = encode<Cfg::kInt8 ? Format::kInt8 : Format::kE4M3>(quotient);
+      for (int h = 0; h < 2; ++h) {
+        float four[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float value = x[part][r][group + h][e];
+          // Rotated values are sums, and as near to those of the reference with a product as with a quotient.
+          four[e] = Cfg::kRotate ? value * inverse : divide(value, scale, inverse);
+        }
+        out[h] = encode_four<Cfg::kInt8 ? Format::kInt8 : Format::kE4M3>(four) & known;
       }
-      store(r, column_of(part, group), known ? out : Codes{});
+      store(r, column_of(part, group), make_uint2(out[0], out[1]));
     }
   }
 };

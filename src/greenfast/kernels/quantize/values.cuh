@@ -35,22 +35,28 @@ struct ValuesQuantizer {
     typename HeadRows<Cfg>::Loaded x[kSteps];
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) x[i] = head.load(tile * kRowBlock + i * kRows + row, column);
-    float amax = 0.0f;
+    unsigned most = 0;
 #pragma unroll
-    for (int i = 0; i < kSteps * kVector; ++i) {
-      amax = ptx::max_nan(amax, fabsf(static_cast<float>(x[i / kVector].values[i % kVector])));
+    for (int i = 0; i < kSteps; ++i) {
+      const unsigned(&pairs)[kVector / 2] = reinterpret_cast<const unsigned(&)[kVector / 2]>(x[i]);
+#pragma unroll
+      for (int c = 0; c < kVector / 2; ++c) most = largest_pair(most, pairs[c]);
     }
+    const float amax = larger<typename Cfg::In>(most);
     const float scale = scale_of(over_block<Cfg::kThreads>(shared.amax, amax), kCodeMax), inverse = __frcp_rn(scale);
+    const unsigned known = scale == scale ? ~0u : 0u;
     if (threadIdx.x == 0) scales[tile] = scale;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      Pack<unsigned char, kVector> out;
+      unsigned out[2];
 #pragma unroll
-      for (int c = 0; c < kVector; ++c) {
-        out.values[c] = encode<Format::kE4M3>(divide(static_cast<float>(x[i].values[c]), scale, inverse));
+      for (int h = 0; h < 2; ++h) {
+        float four[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) four[c] = divide(static_cast<float>(x[i].values[4 * h + c]), scale, inverse);
+        out[h] = encode_four<Format::kE4M3>(four) & known;
       }
-      if (scale != scale) out = {};
-      *reinterpret_cast<Pack<unsigned char, kVector>*>(shared.tile + place(i * kRows + row, column / 4)) = out;
+      *reinterpret_cast<uint2*>(shared.tile + place(i * kRows + row, column / 4)) = make_uint2(out[0], out[1]);
     }
     __syncthreads();
     const int padded = (head.length + 15) / 16 * 16, first = tile * kRowBlock;
