@@ -101,6 +101,8 @@ def emulate(
         ({"B": 1, "H": 2, "S": 130, "D": 128, "CAUSAL": 1, "BF16": 1}, 72, torch.bfloat16, 2),
         ({"B": 1, "H": 1, "S": 70, "KV": 130, "D": 128, "BF16": 1}, 128, torch.bfloat16, 1),
         ({"B": 1, "H": 1, "S": 70, "KV": 130, "D": 64, "BF16": 1, **FINE}, 64, torch.bfloat16, 1),
+        ({"B": 1, "H": 2, "HK": 1, "S": 130, "KV": 140, "D": 256, "CAUSAL": 2}, 200, torch.float16, 2),
+        ({"B": 1, "H": 1, "S": 70, "KV": 130, "D": 256}, 256, torch.float16, 1),
     ],
     ids=str,
 )

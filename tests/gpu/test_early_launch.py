@@ -28,7 +28,7 @@ extern "C" __global__ void late(const uint4* from, uint4* to, long long count) {
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize("causal", [0, 1])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("length", [300, 4096])
 def test_a_producer_that_writes_late(head_dim: int, causal: int, precision: str, length: int) -> None:
     generator = torch.Generator("cuda").manual_seed(length)

@@ -64,7 +64,7 @@ FEW, FEW_INT8 = 128, 16
 @pytest.mark.parametrize("extras", EXTRAS, ids=str)
 def test_no_spills(extras: dict[str, int], fmt: str, head_dim: int, causal: int) -> None:
     dims = {**BIG, "D": head_dim, "CAUSAL": causal, **extras}
-    quantizes_queries = "QUANTIZES_Q" in dims and hopper.quantizes_queries(head_dim)
+    quantizes_queries = "QUANTIZES_Q" in dims
     config, sizes = read_dims({key: n for key, n in dims.items() if key != "QUANTIZES_Q"}, fmt)
     compiled = compile_kernel(
         hopper.kernel(replace(config, quantizes_queries=quantizes_queries), sizes), Target("sm_90a")
@@ -156,7 +156,7 @@ def test_strides_of_unquantized_queries() -> None:
     alone = hopper.launch(config, Sizes(1, 3, 3, 40, 40), strides=Strides(query=(7, 40, 120))).args[0]
     assert isinstance(alone, TensorMap)
     assert alone.strides[0] % 16 == 0
-    wrong: tuple[dict[str, Any], ...] = ({"query_scales": "head"}, {"head_dim": 256}, {"value_layout": "row_major"})
+    wrong: tuple[dict[str, Any], ...] = ({"query_scales": "head"}, {"value_layout": "row_major"})
     for changes in wrong:
         with pytest.raises(UsageError, match=r"a Q that the Hopper kernel quantizes"):
             hopper.kernel(replace(config, **changes), sizes)

@@ -80,8 +80,7 @@ def sdpa_config(
             f"precision: {FINE!r} has kernels for Hopper GPUs, this is {target.name}; 'int8' runs"
         )
     config = config_of(head_dim, dtype, precision, blocks, "block" if blocks else "head")
-    quantizes_queries = blocks and hopper.quantizes_queries(config.head_dim)
-    return replace(config, mask=Mask(mask), log_sum_exp=lse, quantizes_queries=quantizes_queries)
+    return replace(config, mask=Mask(mask), log_sum_exp=lse, quantizes_queries=blocks)
 
 
 def sizes_of(query: Shape, key: Shape) -> Sizes:

@@ -15,7 +15,7 @@ from greenfast.kernels.attention.config import (
     softmax_scale,
     strides_of,
 )
-from greenfast.kernels.attention.tiling import ROWS, heads_at_once, tiling
+from greenfast.kernels.attention.tiling import ROWS, heads_at_once, stages_queries, tiling
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Argument, KernelSource, Launch, TensorMap
@@ -23,11 +23,6 @@ from greenfast.spec.kernel import Argument, KernelSource, Launch, TensorMap
 ENTRY = "fp8_attention"
 TARGET = Target("sm_90a")
 _PANEL = 128  # bytes in a row of a tile in shared memory: the widest swizzle
-
-
-def quantizes_queries(head_dim: int) -> bool:
-    """Whether the kernel can quantize Q: at head dim 256 the tiles leave no shared memory for its rows."""
-    return head_dim <= 128
 
 
 def kernel(config: AttentionConfig, sizes: Sizes, multiprocessors: int = TARGET.multiprocessors) -> KernelSource:
@@ -62,13 +57,11 @@ def kernel(config: AttentionConfig, sizes: Sizes, multiprocessors: int = TARGET.
         headers.append("load_v_row_major")
         loaders = ", greenfast::CodedQueries, greenfast::RowMajorValues"
     if config.quantizes_queries:
-        if row_major or config.query_scales == "head" or not quantizes_queries(config.head_dim):
-            raise UsageError(
-                "a Q that the Hopper kernel quantizes: head dims are 64 and 128, scales of Q and K are per block, "
-                "and V is transposed"
-            )
-        headers.append("load_q_input")
-        loaders = ", greenfast::InputQueries"
+        if row_major or config.query_scales == "head":
+            raise UsageError("a Q that the Hopper kernel quantizes: scales of Q and K are per block, V is transposed")
+        staged = stages_queries(config.head_dim)
+        headers.append("load_q_staged" if staged else "load_q_input")
+        loaders = f", greenfast::{'StagedQueries' if staged else 'InputQueries'}"
         q_parameters, q_argument = f"{q_parameters}, int q_heads", "{q, q_heads}"
         constants += f"\n  static constexpr int kQueryColumns = {config.columns};"
         constants += f"\n  using In = {CUDA_TYPES[config.dtype]};"

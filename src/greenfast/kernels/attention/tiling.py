@@ -58,7 +58,13 @@ class Tiling:
         flash = _whole_kilobytes(tiles + 16 + 8 * (2 * self.consumers + 4 * self.stages))
         rows = self.row_stages * (self.block_n * head_dim + 16)
         size = _whole_kilobytes(flash + rows) if rows else flash
-        return size + (self.block_m * head_dim * 2 if config.quantizes_queries else 0)
+        own_rows = config.quantizes_queries and not stages_queries(head_dim)
+        return size + (self.block_m * head_dim * 2 if own_rows else 0)
+
+
+def stages_queries(head_dim: int) -> bool:
+    """Whether rows of an unquantized Q come through the stages of K and V, beside which the widest have no room."""
+    return head_dim == HEAD_DIMS[-1]
 
 
 def _whole_kilobytes(size: int) -> int:

@@ -1,6 +1,6 @@
 // Rows of Q or K, as threads hold them to quantize them: rotated by the tensor cores, and cast.
 //
-// A warp takes kQueryBlock rows, of 256 columns a half: kSplit warps share the rows. Of row t / 4 and t / 4 + 8 (t: its
+// A warp takes kQueryBlock rows, or kSplit neighbouring warps share them, each with so much of the columns. Of row t / 4 and t / 4 + 8 (t: its
 // lane) a thread reads columns 32 i + 8 (t % 4) .. + 7 for all i. Written in bits, a column is i, quad lane, half b of
 // eight, element e of four: the Hadamard matrix of Sylvester's order is a product over bits. Its 16 x 16 part over
 // (quad lane, e) is a matrix product, exact on 16-bit inputs, whose operands and results can be ordered so that each
@@ -20,10 +20,10 @@
 namespace greenfast {
 
 // Cfg: kHeadDim; kColumns, those of the input; kRotate; kInt8, whether codes are int8, or E4M3; In, the input's type.
-template <class Cfg>
+template <class Cfg, int kWarpsOfRows = Cfg::kHeadDim <= 128 ? 1 : 2>
 struct RowsTransform {
   static constexpr int kParts = Cfg::kHeadDim / 64;  // of 64 columns
-  static constexpr int kSplit = Cfg::kHeadDim <= 128 ? 1 : 2;
+  static constexpr int kSplit = kWarpsOfRows;
   static constexpr int kOwnParts = kParts / kSplit;
   static constexpr int kGroups = 4;  // of four columns, in a part
   static constexpr float kCodeMax = Cfg::kInt8 ? 127.0f : 448.0f;

@@ -43,7 +43,7 @@ __device__ __forceinline__ void consume(const FlashParams& p, const StaticSchedu
     for (int r = 0; r < 2; ++r) end[r] = mask.row_end(row + 8 * r) - whole * kBlockN;
 
     float q_scale[ScoreScales<Traits>::kRowScales];
-    queries.prepare(p, shared, warpgroup, sequence, first_row, q_scale);
+    queries.prepare(p, shared, warpgroup, sequence, first_row, mainloop, q_scale);
     mainloop.start(sequence, keys, q_scale);
     queries.wait(shared, warpgroup);
     mainloop.run(whole, stop - whole, end);

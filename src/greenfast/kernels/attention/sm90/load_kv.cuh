@@ -59,7 +59,7 @@ __device__ __forceinline__ void produce(const FlashParams& p, const StaticSchedu
     const WorkTile<Traits> work(p, index);
     const Sequence sequence{p, work.head};
     const KeyRows keys = sequence.key_rows();
-    queries.fetch(shared, sequence, work.first_row);
+    queries.fetch(shared, sequence, work.first_row, ring);
     for (int tile = Traits::Mask::first_tile; tile < work.stop_tile; ++tile, ring.advance()) {
       const int key = tile * Traits::kBlockN;
       fetch_keys<Traits>(shared, k_map, ring, key, keys);

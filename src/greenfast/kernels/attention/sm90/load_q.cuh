@@ -1,10 +1,12 @@
 // Axis: the load of Q. Here Q comes as codes that a quantizer has left, by TMA.
 //
 // A loader of Q has, for the producer's thread: begin() before the first work tile, and fetch(shared, sequence,
-// first_row) for each. For all threads of a consumer warpgroup, in this order for each work tile: prepare(...), which
-// gives the scales of a thread's rows, or of all; wait(...), after which the warpgroup's codes may be read from Storage::q;
+// first_row, ring) for each, ring being that of K and V. For all threads of a consumer warpgroup, in this order for each
+// work tile: prepare(...), which gives the scales of a thread's rows, or of all; wait(...), after which the warpgroup's
+// codes may be read from Storage::q;
 // release(...), after which they may be overwritten. Source is what the kernel gets in place of Q's tensor map, and
-// Storage<Tiles> what Tiles becomes with its own shared memory. InputQueries (load_q_input.cuh) is the other one.
+// Storage<Tiles> what Tiles becomes with its own shared memory. Others are InputQueries (load_q_input.cuh) and
+// StagedQueries (load_q_staged.cuh).
 #pragma once
 
 #include "attention/scheduler.cuh"
@@ -26,7 +28,8 @@ struct CodedQueries {
 
   __device__ __forceinline__ void begin() const { ptx::prefetch_map(map); }
 
-  __device__ __forceinline__ void fetch(FlashStorage<Traits>& shared, const Sequence& sequence, int first_row) {
+  __device__ __forceinline__ void fetch(FlashStorage<Traits>& shared, const Sequence& sequence, int first_row,
+                                        Ring<Traits::kStages>&) {
     for (int w = 0; w < Traits::kConsumers; ++w) {
       shared.q_empty[w].wait(parity ^ 1);
       shared.q_full[w].arrive_expect(sizeof(shared.q[w]));
@@ -39,9 +42,9 @@ struct CodedQueries {
   }
 
   // Rows behind the last have that row's scale; without fine scales it is the same for a warp.
-  template <int kCount>
+  template <class Loop, int kCount>
   __device__ __forceinline__ void prepare(const FlashParams& p, FlashStorage<Traits>&, int, const Sequence& sequence,
-                                          int first_row, float (&q_scale)[kCount]) {
+                                          int first_row, Loop&, float (&q_scale)[kCount]) {
     if constexpr (Traits::kFineScales) {
       const int row = first_row + threadIdx.x / 32 % 4 * kQueryBlock + threadIdx.x % 32 / 4;
       const float* const of_head = p.q_scale + static_cast<size_t>(sequence.head) * sequence.q_len();

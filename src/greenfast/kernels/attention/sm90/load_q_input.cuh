@@ -29,14 +29,13 @@ struct InputQueries {
     static constexpr bool kInt8 = Traits::kInt8;
     using In = typename Traits::In;
   };
-  using Rows = RowsTransform<RowsCfg>;
+  using Rows = RowsTransform<RowsCfg, 1>;
 
   template <class Tiles>
   struct Storage : Tiles {
     // Zeros where the input has no row or column.
     alignas(1024) typename Traits::In input[Traits::kConsumers][Traits::kRows * Traits::kHeadDim];
   };
-  using Shared = Storage<FlashStorage<Traits>>;
 
   const QueryInput& source;
   unsigned parity = 0;  // of the rounds
@@ -45,7 +44,9 @@ struct InputQueries {
 
   __device__ __forceinline__ void begin() const { ptx::prefetch_map(source.map); }
 
-  __device__ __forceinline__ void fetch(Shared& shared, const Sequence& sequence, int first_row) {
+  template <class Shared>
+  __device__ __forceinline__ void fetch(Shared& shared, const Sequence& sequence, int first_row,
+                                        Ring<Traits::kStages>&) {
     for (int w = 0; w < Traits::kConsumers; ++w) {
       shared.q_empty[w].wait(parity ^ 1);
       shared.q_full[w].arrive_expect(sizeof(shared.input[w]));
@@ -62,21 +63,20 @@ struct InputQueries {
     ptx::barrier_sync(Sm90Barrier::kWarpgroup + warpgroup, 128);
   }
 
-  template <int kCount>
-  __device__ __forceinline__ void prepare(const FlashParams&, Shared& shared, int warpgroup, const Sequence&, int,
-                                          float (&q_scale)[kCount]) {
+  // This thread's share of a warpgroup's 64 rows, rotated.
+  __device__ __forceinline__ static void read(const typename Traits::In* input, typename Rows::Values& x) {
     const int within = threadIdx.x / 32 % 4 * kQueryBlock + Rows::row_of_warp(), row[2] = {within, within + 8};
     const auto load = [&](int r, int column) {
-      const typename Traits::In* input = shared.input[warpgroup] + row[r] * Traits::kHeadDim + column;
-      return *reinterpret_cast<const typename Rows::Loaded*>(input);
+      return *reinterpret_cast<const typename Rows::Loaded*>(input + row[r] * Traits::kHeadDim + column);
     };
-    const Rows rows;
-    typename Rows::Values x;
-    shared.q_full[warpgroup].wait(parity);
-    parity ^= 1;
-    rows.transform(load, x);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) shared.q_empty[warpgroup].arrive();
+    Rows().transform(load, x);
+  }
+
+  // Leaves its codes in Storage::q, and gives the scales.
+  template <int kCount>
+  __device__ __forceinline__ static void write(const typename Rows::Values& x, FlashStorage<Traits>& shared,
+                                               int warpgroup, float (&q_scale)[kCount]) {
+    const int within = threadIdx.x / 32 % 4 * kQueryBlock + Rows::row_of_warp(), row[2] = {within, within + 8};
     float scale[2];
     if constexpr (Traits::kFineScales) {
 #pragma unroll
@@ -85,7 +85,7 @@ struct InputQueries {
       scale[0] = scale[1] = Rows::scale_for(over_warp(Rows::largest(x)));
     }
     meet(warpgroup);  // all have read the codes before
-    rows.cast(x, scale, [&](int r, int column, const typename Rows::Codes& codes) {
+    Rows().cast(x, scale, [&](int r, int column, const typename Rows::Codes& codes) {
       const int byte = row[r] * Traits::kDimPanel + column % Traits::kDimPanel;
       constexpr int kChunks = Traits::kDimPanel / 16;  // of a row, which the swizzle exchanges
       unsigned char* panel = shared.q[warpgroup][column / Traits::kDimPanel];
@@ -101,7 +101,21 @@ struct InputQueries {
     }
   }
 
+  template <class Shared, class Loop, int kCount>
+  __device__ __forceinline__ void prepare(const FlashParams&, Shared& shared, int warpgroup, const Sequence&, int, Loop&,
+                                          float (&q_scale)[kCount]) {
+    typename Rows::Values x;
+    shared.q_full[warpgroup].wait(parity);
+    parity ^= 1;
+    read(shared.input[warpgroup], x);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) shared.q_empty[warpgroup].arrive();
+    write(x, shared, warpgroup, q_scale);
+  }
+
+  template <class Shared>
   __device__ __forceinline__ void wait(Shared&, int warpgroup) const { meet(warpgroup); }
+  template <class Shared>
   __device__ __forceinline__ void release(Shared&, int) const {}
 };
 

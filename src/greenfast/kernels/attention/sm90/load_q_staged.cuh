@@ -1,0 +1,72 @@
+// Axis: the load of Q, as its caller has it, through the stages of K and V: where the tiles leave no room for it, at
+// head dim 256. 128 rows of 16 bits take as much memory as a tile of K and one of V, so rows 0 .. 63 come in the place of
+// the next tile of K and the others in that of V. Else as load_q_input.cuh.
+#pragma once
+
+#include "attention/sm90/load_q_input.cuh"
+
+namespace greenfast {
+
+template <class Traits>
+struct StagedQueries {
+  using Source = QueryInput;
+  using Input = InputQueries<Traits>;
+  using Rows = typename Input::Rows;
+  template <class Tiles>
+  using Storage = Tiles;
+  static_assert(Traits::kConsumers <= 2 && Traits::kBlockN == 2 * Traits::kRows, "a stage holds the rows of a block");
+
+  const QueryInput& source;
+
+  __device__ __forceinline__ explicit StagedQueries(const QueryInput& source) : source(source) {}
+
+  __device__ __forceinline__ void begin() const { ptx::prefetch_map(source.map); }
+
+  // Where the rows of a warpgroup come.
+  __device__ __forceinline__ static typename Traits::In* place(FlashStorage<Traits>& shared, int stage, int warpgroup) {
+    static_assert(sizeof(shared.k[0]) == Traits::kRows * Traits::kHeadDim * sizeof(typename Traits::In), "64 rows");
+    return reinterpret_cast<typename Traits::In*>(warpgroup == 0 ? shared.k[stage][0] : shared.v[stage][0]);
+  }
+
+  __device__ __forceinline__ void fetch(FlashStorage<Traits>& shared, const Sequence& sequence, int first_row,
+                                        Ring<Traits::kStages>& ring) {
+    const int s = ring.stage;
+    shared.k_empty[s].wait(ring.parity ^ 1);
+    shared.v_empty[s].wait(ring.parity ^ 1);
+    for (int w = 0; w < 2; ++w) {
+      ptx::Mbarrier& full = w == 0 ? shared.k_full[s] : shared.v_full[s];
+      if (w >= Traits::kConsumers) {
+        full.arrive();
+        continue;
+      }
+      full.arrive_expect(sizeof(shared.k[0]));
+      ptx::tma_load_4d(place(shared, s, w), source.map, full, 0, sequence.q_row(first_row + w * Traits::kRows),
+                       sequence.head % source.heads, sequence.head / source.heads);
+    }
+    ring.advance();
+    ptx::griddepcontrol_wait();  // what is fetched next are codes of K and V
+  }
+
+  template <class Loop, int kCount>
+  __device__ __forceinline__ void prepare(const FlashParams&, FlashStorage<Traits>& shared, int warpgroup,
+                                          const Sequence&, int, Loop& mainloop, float (&q_scale)[kCount]) {
+    Ring<Traits::kStages>& ring = mainloop.k_ring;  // that of V is at the same stage
+    shared.k_full[ring.stage].wait(ring.parity);
+    shared.v_full[ring.stage].wait(ring.parity);
+    typename Rows::Values x;
+    Input::read(place(shared, ring.stage, warpgroup), x);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      shared.k_empty[ring.stage].arrive();
+      shared.v_empty[ring.stage].arrive();
+    }
+    ring.advance();
+    mainloop.v_ring = ring;
+    Input::write(x, shared, warpgroup, q_scale);
+  }
+
+  __device__ __forceinline__ void wait(FlashStorage<Traits>&, int warpgroup) const { Input::meet(warpgroup); }
+  __device__ __forceinline__ void release(FlashStorage<Traits>&, int) const {}
+};
+
+}  // namespace greenfast
