@@ -22,8 +22,9 @@ _WORKS = KernelSource(
     entry="works",
     source="""#include "serving/plan.cuh"
 using namespace greenfast::serving;
-extern "C" __global__ void works(int* words, int* counts, int* found, int kv_heads, int most_tiles, int most) {
-  const Plan plan{words, static_cast<int>(gridDim.x), most_tiles};
+extern "C" __global__ void works(int* words, int* counts, int* found, int kv_heads, int most_tiles, int abreast,
+                      int most) {
+  const Plan plan{words, static_cast<int>(gridDim.x), most_tiles, abreast};
   Schedule schedule;
   schedule.start(plan);
   int count = 0;
@@ -66,7 +67,8 @@ def made(
     blocks = serving.grid_blocks(config, multiprocessors)
     words, most_tiles = serving.plan_words(config, sizes, blocks), sizes.most_tiles(config.rows)
     plan = serving.plan_kernel(config)
-    numbers = (np.int32(kv_heads), np.int32(most_tiles), np.int32(MOST))
+    abreast = serving.abreast(sizes, blocks)
+    numbers = (np.int32(kv_heads), np.int32(most_tiles), np.int32(abreast), np.int32(MOST))
     result = run_chain(
         [
             Step(to_ptx(plan, serving.TARGET, assemble=False), plan.entry, plan.block, 0,
@@ -86,7 +88,7 @@ def made(
     )  # fmt: skip
     found, counts = result.outputs["found"], result.outputs["counts"]
     tiles, units, dealt = result.outputs["plan"][:3].tolist()
-    return Made(tiles, units, bool(dealt), [found[b, : counts[b]] for b in range(blocks)])
+    return Made(tiles, units * abreast, bool(dealt), [found[b, : counts[b]] for b in range(blocks)])
 
 
 def limits(q_len: int, kv_len: int, window: tuple[int, int]) -> tuple[Array, Array]:

@@ -151,13 +151,13 @@ struct BlockTable {
   int entries, pages;
   __device__ __forceinline__ BlockTable(const AttentionParams& p, int sequence)
       : row(p.block_table + static_cast<long long>(sequence) * p.table_row), entries(p.table_entries), pages(p.pages) {}
-  __device__ __forceinline__ int page(int number) const {
-    return min(max(row[min(number, entries - 1)], 0), pages - 1);
-  }
+  __device__ __forceinline__ int entry(int number) const { return row[min(number, entries - 1)]; }
+  __device__ __forceinline__ int known(int entry) const { return min(max(entry, 0), pages - 1); }
+  __device__ __forceinline__ int page(int number) const { return known(entry(number)); }
 };
 
 __device__ __forceinline__ Plan plan_of(const AttentionParams& p) {
-  return {p.plan, static_cast<int>(gridDim.x), p.most_tiles};
+  return {p.plan, static_cast<int>(gridDim.x), p.most_tiles, p.abreast};
 }
 
 // By the producer's first warp: says which work is next, and fetches its Q.
@@ -190,24 +190,24 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
   const Plan plan = plan_of(p);
   Schedule schedule;
   schedule.start(plan);
-  if (lane == 0) ptx::prefetch_map(k_map);
   unsigned q_parity = 0;
   for (Work work; schedule.get(plan, p.kv_heads, work);) {
-    shared.q_empty.wait(q_parity ^ 1);
-    q_parity ^= 1;
-    fetch_queries(p, shared, work);
     const int begin = work.tile.key_begin, end = work.tile.key_end;
     const BlockTable table(p, work.tile.sequence);
     const int stop = work.stop_tile();
     const auto has = [&](int page) { return lane < pages && page * p.page < end && (page + 1) * p.page > begin; };
     int tile = work.first_tile();
-    int page = tile * pages + lane, next = has(page) ? table.page(page) : 0;
+    int page = tile * pages + lane, next = has(page) ? table.entry(page) : 0;
+    // Q is asked for before K and V, of which so much is on its way that Q would come late.
+    shared.q_empty.wait(q_parity ^ 1);
+    q_parity ^= 1;
+    fetch_queries(p, shared, work);
     for (; tile < stop; ++tile, ring.advance()) {
-      const int s = ring.stage, number = next;
+      const int s = ring.stage, number = table.known(next);
       const bool needed = has(page);
       const unsigned bytes = __popc(__ballot_sync(0xffffffffu, needed)) * page_bytes;
       page += pages;
-      next = tile + 1 < stop && has(page) ? table.page(page) : 0;
+      next = tile + 1 < stop && has(page) ? table.entry(page) : 0;
       shared.k_empty[s].wait(ring.parity ^ 1);
       if (lane == 0) shared.k_full[s].arrive_expect(bytes);
       __syncwarp();
@@ -228,7 +228,7 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
   }
   shared.q_empty.wait(q_parity ^ 1);
   if (lane == 0) {
-    shared.next.chunks = 0;
+    shared.next = Work{};
     shared.q_full.arrive();
   }
 }
@@ -708,24 +708,25 @@ struct Consumer {
     Staged& staged = *reinterpret_cast<Staged*>(shared.k);
     const auto sync = [] { ptx::barrier_sync(Barrier::kConsumers, kThreads); };
     int* const done = plan.done(work.index, work.head, p.kv_heads);
+    // Result 0 is the first block's, of all of its chunks; the others are of a chunk each.
+    const int first_unit = work.tile.first_unit + work.head / plan.abreast * work.chunks;
+    const int units = plan.units(), runs = plan.runs(), run = blockIdx.x / plan.abreast;
+    const int first_run = Plan::run_of(first_unit, runs, units);
+    const int next_unit = Plan::begin_of(first_run + 1, runs, units), results = first_unit + work.chunks - next_unit + 1;
+    const auto slot_of = [&](int result) {
+      const int unit = next_unit + result - 1, of = result == 0 ? first_run : Plan::run_of(unit, runs, units);
+      const int block = of * plan.abreast + blockIdx.x % plan.abreast;
+      return block * (p.slots + 1) + (result == 0 ? p.slots : min(unit - Plan::begin_of(of, runs, units), p.slots));
+    };
+    int* const listed = reinterpret_cast<int*>(shared.sums);
+    for (int i = threadIdx.x; i < min(results, kListed); i += kThreads) listed[i] = slot_of(i);
+    const int blocks = Plan::run_of(first_unit + work.chunks - 1, runs, units) - first_run + 1;
+    const int rank = run - first_run;
     if (threadIdx.x == 0) {
       while (*static_cast<volatile int*>(done) < work.chunks) __nanosleep(32);
       __threadfence();
     }
-    // Result 0 is the first block's, of all of its chunks; the others are of a chunk each.
-    const int first_unit = work.tile.first_unit + work.head * work.chunks, first_block = plan.block_of(first_unit);
-    const int next_unit = plan.share(first_block)->end, results = first_unit + work.chunks - next_unit + 1;
-    const auto slot_of = [&](int result) {
-      const int unit = next_unit + result - 1, block = result == 0 ? first_block : plan.block_of(unit);
-      return block * (p.slots + 1) + (result == 0 ? p.slots : min(unit - plan.share(block)->begin, p.slots));
-    };
-    int* const listed = reinterpret_cast<int*>(shared.sums);
-    for (int i = threadIdx.x; i < min(results, kListed); i += kThreads) listed[i] = slot_of(i);
     sync();
-    // With fewer units than blocks each block has one unit, or none.
-    const bool few = plan.units() < plan.blocks;
-    const int blocks = few ? work.chunks : plan.block_of(first_unit + work.chunks - 1) - first_block + 1;
-    const int rank = few ? work.begin : blockIdx.x - first_block;
     const int elements = partial_rows(work.tile) * kParts;  // of four columns
     const int stop = (rank + 1) * elements / blocks;
     for (int first = rank * elements / blocks; first < stop; first += kThreads) {
@@ -921,6 +922,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
   Storage<T>& shared = *reinterpret_cast<Storage<T>*>(smem);
   static_assert(sizeof(Storage<T>) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be uniform
+  if (warpgroup == T::kConsumers && threadIdx.x % 128 == 0) ptx::prefetch_map(k_map);
   if (threadIdx.x == 0) {
     shared.piece_count = 0;
     constexpr int kWarps = 4 * T::kConsumers;

@@ -19,7 +19,7 @@ TILE, CHUNK = 128, 512  # keys: of a tile, and of a run whose sum stays in the t
 NARROW_ROWS = 64  # of a row tile that is not wide
 OPEN = 2**30  # a side of the window that is open
 _HEADER = 8  # words of a plan before its arrays
-_TILE_WORDS = 8
+_SHARE_WORDS, _TILE_WORDS = 12, 8
 _PLAN_THREADS = 1024
 #: Sizes of the kernel's Work, Rows, Sums, and of two pieces of Work and their number.
 _WORK_BYTES, _ROWS_BYTES, _SUMS_BYTES, _PIECES_BYTES = 52, 4 * (13 + 2 + 3 * 64), 4 * 4 * 64, 4 * (2 * 13 + 1)
@@ -157,10 +157,15 @@ def grid_blocks(config: ServingConfig, multiprocessors: int) -> int:
     return config.blocks * multiprocessors
 
 
+def abreast(sizes: ServingSizes, blocks: int) -> int:
+    """Neighbouring blocks that work on the same keys at a time, each on its own heads of K and V."""
+    return math.gcd(sizes.kv_heads, blocks)
+
+
 def plan_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
     """Size of a plan, in int32."""
     most = sizes.most_tiles(config.rows)
-    return _HEADER + -(-blocks // 2) * 8 + most * (_TILE_WORDS + 2 * sizes.kv_heads)
+    return _HEADER + blocks * _SHARE_WORDS + most * (_TILE_WORDS + 2 * sizes.kv_heads)
 
 
 def partial_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
@@ -177,8 +182,8 @@ def plan_kernel(config: ServingConfig) -> KernelSource:
 
 extern "C" __global__ void __launch_bounds__({_PLAN_THREADS}, 1)
 {PLAN_ENTRY}(const int* q_begins, const int* kv_lens, int* plan, int sequences, int group, int left, int right,
-             unsigned group_inverse, int blocks, int kv_heads, int most_tiles, int slots) {{
-  greenfast::serving::make_plan<{config.rows}>({_BATCH}, plan, blocks, kv_heads, most_tiles, slots);
+             unsigned group_inverse, int blocks, int kv_heads, int most_tiles, int abreast, int slots) {{
+  greenfast::serving::make_plan<{config.rows}>({_BATCH}, plan, blocks, kv_heads, most_tiles, abreast, slots);
 }}
 """
     return KernelSource(
@@ -200,7 +205,8 @@ def plan_launch(
         args=(
             *("cu_seqlens_q", "seqused_k", "plan"),
             *_batch(sizes, window),
-            *_ints(blocks, sizes.kv_heads, sizes.most_tiles(config.rows), sizes.most_slots(config, blocks)),
+            *_ints(blocks, sizes.kv_heads, sizes.most_tiles(config.rows), abreast(sizes, blocks)),
+            *_ints(sizes.most_slots(config, blocks)),
         ),
     )
 
@@ -286,6 +292,7 @@ def launch(
             *_ints(sizes.kv_heads, sizes.tokens, sizes.pages, sizes.page, sizes.table_entries, strides.table),
             *_ints(*strides.q_scale, *strides.k_scale, *strides.v_scale),
             *_ints(sizes.slot_rows(config.rows), sizes.slots(config, blocks), sizes.most_tiles(config.rows)),
+            *_ints(abreast(sizes, blocks)),
             *(np.int64(stride) for stride in (*strides.q, *strides.v)),
             *(np.float32(scale), np.float32(softcap)),
         )

@@ -47,6 +47,7 @@ struct AttentionParams {
   int q_scale_strides[2], k_scale_strides[2], v_scale_strides[2];  // of sequences, or pages, and heads
   int slot_rows, slots;            // rows of a partial result, and how many a block may leave, less one
   int most_tiles;                  // row tiles that the plan has room for
+  int abreast;                     // neighbouring blocks that have the same run, of different heads of K and V
   long long q_token, q_head, v_page, v_head;  // strides, in elements
   float softmax_scale, softcap;
 };

@@ -3,6 +3,8 @@
 // A row tile is kRows rows of a sequence and a head of K and V: row r is query token r / group, of the head's group
 // member r % group. With few tiles, or uneven ones, each block gets an equal run of chunks of keys, from wherever that
 // begins ("stream-K", Osama et al., 2023); with many, whole tiles are dealt back and forth, those with most keys first.
+// Neighbouring blocks have the same run, of neighbouring heads of K and V: what lies side by side in a page is read at
+// about the same time.
 #pragma once
 
 #include "serving/params.cuh"
@@ -14,7 +16,7 @@ struct RowTile {
   int sequence, first_row;
   int q_begin, q_len, kv_len;
   int key_begin, key_end;  // of all of its rows
-  int first_unit;          // in the plan's order; a unit is a chunk of one head
+  int first_unit;          // in the plan's order; a unit is a chunk of one head of those that a block may have
 
   __device__ __forceinline__ int first_chunk() const { return key_begin / kChunk; }
   // At least one: a tile without keys has its rows written too.
@@ -24,10 +26,12 @@ struct RowTile {
   __device__ __forceinline__ int rows(int most, int group) const { return min(most, q_len * group - first_row); }
 };
 
-// What a block does: units begin .. end - 1, of which the first is of first_tile. Or where tiles are dealt, its share of
-// items begin .. end - 1, a tile and a head each: one in every round, which has an item for each block.
+// What a block does: units begin .. end - 1, of which the first is of first_tile, a copy of which is `tile`. Or where
+// tiles are dealt, its share of items 0 .. end - 1, a tile and a head each: one in every round, which has an item for
+// each block.
 struct alignas(16) Share {
   int first_tile, begin, end, dealt;
+  RowTile tile;
 };
 
 // Views of the plan's memory: a header, then the shares of the blocks, then the tiles, then for each tile and head two
@@ -36,22 +40,29 @@ struct Plan {
   enum { kTiles, kUnits, kDealt, kHeader = 8 };
   int* words;
   int blocks, most_tiles;
+  int abreast;  // blocks that have the same run, each of its own heads; of kv_heads and of blocks a divisor
 
   __device__ __forceinline__ int tiles() const { return words[kTiles]; }
   __device__ __forceinline__ int units() const { return words[kUnits]; }
+  __device__ __forceinline__ int runs() const { return blocks / abreast; }
   __device__ __forceinline__ Share* share(int block) const {
     return reinterpret_cast<Share*>(words + kHeader) + block;
   }
   __device__ __forceinline__ RowTile* tile(int t) const {
-    return reinterpret_cast<RowTile*>(share((blocks + 1) / 2 * 2)) + t;
+    return static_cast<RowTile*>(__builtin_assume_aligned(reinterpret_cast<RowTile*>(share(blocks)) + t, 16));
   }
   // How many units of a tile and head are done, and by how many blocks their results are merged.
   __device__ __forceinline__ int* done(int t, int head, int kv_heads) const {
     return reinterpret_cast<int*>(tile(most_tiles)) + 2 * (t * kv_heads + head);
   }
-  // The last block that begins at or before a unit.
-  __device__ __forceinline__ int block_of(int unit) const {
-    return static_cast<int>((static_cast<long long>(unit + 1) * blocks - 1) / units());
+  // Where a run begins. With fewer units than runs, the first ones have a unit each: the blocks that come first are on
+  // multiprocessors of their own.
+  __device__ __forceinline__ static int begin_of(int run, int runs, long long units) {
+    return units < runs ? min(run, static_cast<int>(units)) : static_cast<int>(run * units / runs);
+  }
+  // The run that has a unit.
+  __device__ __forceinline__ static int run_of(int unit, int runs, int units) {
+    return units < runs ? unit : static_cast<int>((static_cast<long long>(unit + 1) * runs - 1) / units);
   }
 };
 
@@ -113,11 +124,11 @@ __device__ __forceinline__ void for_each_tile(const Batch& batch, int most_tiles
 // One block of kPlanThreads threads. blocks: of the attention kernel's grid.
 template <int kRows>
 __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int blocks, int kv_heads, int most_tiles,
-                                          int slots) {
+                                          int abreast, int slots) {
   constexpr int kThreads = kPlanThreads, kClasses = kThreads;
   __shared__ long long warps[32], carry;
   __shared__ int classes[kClasses], most_chunks;
-  const Plan plan{words, blocks, most_tiles};
+  const Plan plan{words, blocks, most_tiles, abreast};
   const int thread = threadIdx.x;
   for (int i = thread; i < kClasses; i += kThreads) classes[i] = 0;
   if (thread == 0) carry = most_chunks = 0;
@@ -141,7 +152,7 @@ __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int bl
   const int tiles = plan.tiles();
   for (int first = 0; first < tiles; first += kThreads) {
     const int t = first + thread;
-    const long long units = t < tiles ? static_cast<long long>(plan.tile(t)->chunks()) * kv_heads : 0;
+    const long long units = t < tiles ? static_cast<long long>(plan.tile(t)->chunks()) * (kv_heads / abreast) : 0;
     const long long begin = carry, end = inclusive_sum(units, warps);
     if (t < tiles) plan.tile(t)->first_unit = static_cast<int>(begin + end - units);
     __syncthreads();
@@ -149,11 +160,12 @@ __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int bl
     __syncthreads();
   }
   const long long units = carry;
+  const int runs = plan.runs();
   if (thread == 0) {
     // Dealt where that takes little longer than equal runs: at most an eighth. And where these would leave more partial
     // results than there is room for, or an int does not count the units.
     constexpr long long kMostUnits = 0x7fffffff;
-    const long long share = (units + blocks - 1) / blocks;
+    const long long share = (units + runs - 1) / runs;
     const long long rounds = (tiles * kv_heads + blocks - 1) / blocks;
     const bool room = units <= kMostUnits && (share <= slots || most_chunks <= slots);
     words[Plan::kUnits] = static_cast<int>(units <= kMostUnits ? units : kMostUnits);
@@ -162,18 +174,20 @@ __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int bl
   for (int i = thread; i < 2 * tiles * kv_heads; i += kThreads) plan.done(0, 0, kv_heads)[i] = 0;
   __syncthreads();
   for (int block = thread; block < blocks; block += kThreads) {
+    Share share;
     if (words[Plan::kDealt]) {
-      *plan.share(block) = {0, 0, tiles * kv_heads, 1};
-      continue;
+      share = {block / kv_heads, 0, tiles * kv_heads, 1, {}};
+    } else {
+      const int run = block / abreast, unit = Plan::begin_of(run, runs, units);
+      int low = 0, high = tiles;  // the last tile that begins at or before it
+      while (low + 1 < high) {
+        const int middle = (low + high) / 2;
+        (plan.tile(middle)->first_unit <= unit ? low : high) = middle;
+      }
+      share = {low, unit, Plan::begin_of(run + 1, runs, units), 0, {}};
     }
-    const auto begin_of = [&](long long of) { return static_cast<int>(of * units / blocks); };
-    const int unit = begin_of(block);
-    int low = 0, high = tiles;  // the last tile that begins at or before it
-    while (low + 1 < high) {
-      const int middle = (low + high) / 2;
-      (plan.tile(middle)->first_unit <= unit ? low : high) = middle;
-    }
-    *plan.share(block) = {low, unit, begin_of(block + 1), 0};
+    if (share.first_tile < tiles) share.tile = *plan.tile(share.first_tile);
+    *plan.share(block) = share;
   }
 }
 
@@ -197,6 +211,7 @@ struct Schedule {
   int dealt;
   int next, stop;  // dealt: the round, and all items; else units
   int t;           // the tile of `next`
+  RowTile tile;    // read ahead
 
   __device__ __forceinline__ void start(const Plan& plan) {
     const Share share = *plan.share(blockIdx.x);
@@ -204,32 +219,39 @@ struct Schedule {
     next = share.begin;
     stop = share.end;
     t = share.first_tile;
+    tile = share.tile;
+  }
+
+  // The block's item of a round.
+  __device__ __forceinline__ static int item(int round) {
+    const int blocks = gridDim.x;
+    return round * blocks + (round % 2 == 0 ? blockIdx.x : blocks - 1 - blockIdx.x);
   }
 
   __device__ __forceinline__ bool get(const Plan& plan, int kv_heads, Work& work) {
-    if (dealt) {
-      const int blocks = gridDim.x, round = next++;
-      const int item = round * blocks + (round % 2 == 0 ? blockIdx.x : blocks - 1 - blockIdx.x);
-      if (item >= stop) return false;  // no later round has any
-      t = item / kv_heads;
-      work.head = item % kv_heads;
-    } else if (next >= stop) {
-      return false;
-    }
     work.index = t;
-    work.tile = *plan.tile(t);
-    work.chunks = work.tile.chunks();
+    work.tile = tile;
+    work.chunks = tile.chunks();
     if (dealt) {
+      const int now = item(next++), later = item(next);
+      if (now >= stop) return false;  // no later round has any
+      work.head = now % kv_heads;
       work.begin = 0;
       work.end = work.chunks;
+      t = later / kv_heads;
+      if (later < stop) tile = *plan.tile(t);
       return true;
     }
-    const int from = next - work.tile.first_unit;
-    work.head = from / work.chunks;
-    work.begin = from % work.chunks;
+    if (next >= stop) return false;
+    const int from = next - tile.first_unit, turn = from / work.chunks;  // of the heads that the block may have
+    work.head = turn * plan.abreast + blockIdx.x % plan.abreast;
+    work.begin = from - turn * work.chunks;
     work.end = min(work.chunks, work.begin + stop - next);
     next += work.end - work.begin;
-    if (work.end == work.chunks && work.head == kv_heads - 1) ++t;
+    if (work.end == work.chunks && (turn + 1) * plan.abreast == kv_heads) {
+      ++t;
+      if (next < stop) tile = *plan.tile(t);
+    }
     return true;
   }
 };
