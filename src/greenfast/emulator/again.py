@@ -85,11 +85,17 @@ def in_spite_of(run: Callable[[Garbage], GridResult]) -> GridResult | None:
     return first if all(_same(first, other) for other in others) else None
 
 
+def _instructions(result: GridResult) -> Mapping[str, int]:
+    """How often each was executed; but where threads sleep until others are ready that is a matter of who runs when."""
+    found: Mapping[str, int] = result.counts.instructions
+    return {} if "nanosleep" in found else found
+
+
 def _same(a: GridResult, b: GridResult) -> bool:
     return (
         all(a.outputs[n].tobytes() == b.outputs[n].tobytes() for n in a.outputs)
         and (a.printed, a.input_writes, a.unwritten) == (b.printed, b.input_writes, b.unwritten)
-        and a.counts.instructions == b.counts.instructions
+        and _instructions(a) == _instructions(b)
         and len(a.later) == len(b.later)
         and all(map(_same, a.later, b.later))
     )

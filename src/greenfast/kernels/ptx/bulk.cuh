@@ -13,4 +13,9 @@ __device__ __forceinline__ void bulk_load(void* smem_dst, const void* src, unsig
                : "memory");
 }
 
+// Brings a line into L2, where all multiprocessors meet: it may be one that is still written.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 }  // namespace greenfast::ptx

@@ -21,6 +21,7 @@
 #include "attention/sm90/traits.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/e4m3.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/math.cuh"
@@ -614,11 +615,18 @@ struct Consumer {
     }
   }
 
+  // What one of O's numbers stands for, of a work.
+  __device__ __forceinline__ float unit_of(const Work& work) const {
+    if constexpr (T::kTokenScales) return 1.0f;
+    return p.v_scale[static_cast<long long>(work.tile.sequence) * p.v_scale_strides[0] +
+                     work.head * p.v_scale_strides[1]];
+  }
+
   // A row's factor of O, and its log-sum-exp if asked for, from the maximum and sum over all keys.
   struct Finish {
     float before, factor;  // O is multiplied by one, then by the other
     __device__ __forceinline__ Finish(const AttentionParams& p, const Work& work, int row, float max, float sum,
-                                      bool writes) {
+                                      bool writes, float unit) {
       const int packed = work.tile.first_row + row, of_tile = p.batch.token(packed);
       const int head = work.head * p.batch.group + packed - of_tile * p.batch.group;
       const int token = work.tile.q_begin + of_tile;
@@ -629,11 +637,6 @@ struct Consumer {
         before = merge.before;
       }
       const bool any = sum > 0.0f || sum != sum;
-      float unit = 1.0f;
-      if constexpr (!T::kTokenScales) {
-        unit = p.v_scale[static_cast<long long>(work.tile.sequence) * p.v_scale_strides[0] +
-                         work.head * p.v_scale_strides[1]];
-      }
       factor = any ? unit / sum : 0.0f;
       if (p.lse != nullptr && writes) {
         p.lse[static_cast<long long>(head) * p.tokens + token] =
@@ -658,12 +661,13 @@ struct Consumer {
   // Writes the rows of a tile that this block has worked on alone.
   __device__ __forceinline__ void store(const Work& work) {
     const int stop = work.tile.rows(T::kRows, p.batch.group), quad = threadIdx.x % 4;
+    const float unit = unit_of(work);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int of_part = row() + 8 * r, at = row_part * 64 + of_part;
       const bool valid = at < stop;
       const Finish finish(p, work, min(at, stop - 1), sums.all_max[of_part], sums.all_sum[of_part],
-                          valid && quad == 0 && column_part == 0);
+                          valid && quad == 0 && column_part == 0, unit);
       typename T::Out* const out = out_row(work, min(at, stop - 1)) + column_part * T::kColumns;
 #pragma unroll
       for (int j = 0; j < T::kColumns / 8; j += 4) {
@@ -696,14 +700,18 @@ struct Consumer {
     for (int i = 0; i < shared.piece_count; ++i) merge_piece(shared.pieces[i], plan);
   }
 
+  // Results that are merged at a time, in the memory of tiles: of a run of elements, which are four columns of a row.
+  struct Staged {
+    static constexpr int kElements = 512, kResults = 256, kValues = 2048, kEntries = 512, kRows = 40;
+    float4 values[kValues];                // [result][element]
+    float2 factors[kEntries];              // [row][result]: of what came before, and of the result
+    float max[kEntries], sum[kEntries];    // [row][result]
+    float o[4 * kElements], total[4 * kElements], top[kRows];  // so far
+    int slots[kResults];
+  };
+
   __device__ __forceinline__ void merge_piece(const Work& work, const Plan& plan) {
-    constexpr int kParts = T::kHeadDim / 4, kUnroll = 16, kListed = sizeof(shared.sums) / sizeof(int);
-    struct Staged {
-      float4 o[kThreads * kUnroll];
-      float2 factors[kThreads * kUnroll];  // of what came before, and of the result
-      float sums[kThreads * kUnroll];
-      float tops[kThreads];  // of a reader's results
-    };
+    constexpr int kParts = T::kHeadDim / 4;
     static_assert(sizeof(Staged) <= sizeof(shared.k) + sizeof(shared.v), "tiles are over, their memory is free");
     Staged& staged = *reinterpret_cast<Staged*>(shared.k);
     const auto sync = [] { ptx::barrier_sync(Barrier::kConsumers, kThreads); };
@@ -713,89 +721,124 @@ struct Consumer {
     const int units = plan.units(), runs = plan.runs(), run = blockIdx.x / plan.abreast;
     const int first_run = Plan::run_of(first_unit, runs, units);
     const int next_unit = Plan::begin_of(first_run + 1, runs, units), results = first_unit + work.chunks - next_unit + 1;
+    const int blocks = Plan::run_of(first_unit + work.chunks - 1, runs, units) - first_run + 1;
     const auto slot_of = [&](int result) {
       const int unit = next_unit + result - 1, of = result == 0 ? first_run : Plan::run_of(unit, runs, units);
       const int block = of * plan.abreast + blockIdx.x % plan.abreast;
       return block * (p.slots + 1) + (result == 0 ? p.slots : min(unit - Plan::begin_of(of, runs, units), p.slots));
     };
-    int* const listed = reinterpret_cast<int*>(shared.sums);
-    for (int i = threadIdx.x; i < min(results, kListed); i += kThreads) listed[i] = slot_of(i);
-    const int blocks = Plan::run_of(first_unit + work.chunks - 1, runs, units) - first_run + 1;
-    const int rank = run - first_run;
+    const auto list_slots = [&](int begin) {
+      for (int i = threadIdx.x; i < min(results - begin, Staged::kResults); i += kThreads) {
+        staged.slots[i] = slot_of(begin + i);
+      }
+    };
+    list_slots(0);
+    const float unit = unit_of(work);
     if (threadIdx.x == 0) {
       while (*static_cast<volatile int*>(done) < work.chunks) __nanosleep(32);
       __threadfence();
     }
-    sync();
-    const int elements = partial_rows(work.tile) * kParts;  // of four columns
+    const int elements = partial_rows(work.tile) * kParts, rank = run - first_run;
     const int stop = (rank + 1) * elements / blocks;
-    for (int first = rank * elements / blocks; first < stop; first += kThreads) {
-      // Several threads read the results of an element, up to kUnroll each, and find their factors; one merges them.
-      const int count = min(stop - first, kThreads);
-      const int readers = min(kThreads / count, (results + kUnroll - 1) / kUnroll);
-      const int element = threadIdx.x % count, reader = threadIdx.x / count;
-      const int row = (first + element) / kParts, column = (first + element) % kParts * 4;
-      float top = -CUDART_INF_F, total = 0.0f, x[4] = {};
-      for (int n = 0; n < results; n += readers * kUnroll) {
-        const int begin = n + reader * kUnroll;
-        const int mine = reader < readers ? min(results - begin, kUnroll) : 0;  // perhaps none
-        float next_max[kUnroll], most = -CUDART_INF_F;
-        float4 next[kUnroll];
-        float next_sum[kUnroll];
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-          if (u >= mine) break;
-          const int result = begin + u;
-          const float* const from = partial(result < kListed ? listed[result] : slot_of(result));
-          next[u] = __ldcg(reinterpret_cast<const float4*>(from + row * T::kHeadDim + column));
-          next_max[u] = __ldcg(from + p.slot_rows * T::kHeadDim + row);
-          next_sum[u] = __ldcg(from + p.slot_rows * (T::kHeadDim + 1) + row);
-        }
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-          if (u < mine) most = fmaxf(most, next_max[u]);
-        }
-        staged.tops[threadIdx.x] = most;
-        sync();
-        float before = top;
-        for (int r = 0; r < readers; ++r) {
-          const float of_reader = staged.tops[r * count + element];
-          if (r < reader) before = fmaxf(before, of_reader);
-          top = fmaxf(top, of_reader);
-        }
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-          if (u >= mine) break;
-          const int at = (reader * kUnroll + u) * count + element;
-          const Merge merge(before, next_max[u]);
-          staged.o[at] = next[u];
-          staged.sums[at] = next_sum[u];
-          staged.factors[at] = make_float2(merge.before, merge.after);
+    for (int first = rank * elements / blocks; first < stop; first += Staged::kElements) {
+      const int count = min(stop - first, Staged::kElements), at_once = min(Staged::kValues / count, Staged::kResults);
+      const int first_row = first / kParts, rows = (first + count - 1) / kParts - first_row + 1;
+      for (int begin = 0; begin < results; begin += at_once) {
+        const int now = min(results - begin, at_once);
+        if (results > at_once) {
+          sync();
+          list_slots(begin);
         }
         sync();
-        if (reader == 0) {
-          const int most_results = min(readers * kUnroll, results - n);
-#pragma unroll 8
-          for (int u = 0; u < most_results; ++u) {
-            const float4 y = staged.o[u * count + element];
-            const float2 factors = staged.factors[u * count + element];
-            const auto merge = [&](float z, float next) { return Merge::of(z, factors.x, next, factors.y); };
-            total = merge(total, staged.sums[u * count + element]);
-            x[0] = merge(x[0], y.x);
-            x[1] = merge(x[1], y.y);
-            x[2] = merge(x[2], y.z);
-            x[3] = merge(x[3], y.w);
-          }
+        fetch_results(staged, first, count, now);
+        const int entries = rows * now;
+        for (int i = threadIdx.x; i < entries; i += kThreads) {
+          const int row = i / now;
+          const float* const from = partial(staged.slots[i - row * now]) + p.slot_rows * T::kHeadDim + first_row + row;
+          staged.max[i] = __ldcg(from);
+          staged.sum[i] = __ldcg(from + p.slot_rows);
+        }
+        ptx::cp_async_wait<0>();
+        sync();
+        for (int row = threadIdx.x / 32; row < rows; row += kThreads / 32) {
+          find_factors(staged.max + row * now, staged.factors + row * now, now, begin == 0, staged.top[row]);
         }
         sync();
+        merge_results(staged, work, first, count, now, begin == 0, begin + now == results, unit);
       }
-      if (reader == 0) {
-        const Finish finish(p, work, row, top, total, column == 0);
-        *reinterpret_cast<uint2*>(out_row(work, row) + column) =
-            make_uint2(pair(finish(x[0]), finish(x[1])), pair(finish(x[2]), finish(x[3])));
-      }
+      sync();
     }
     if (threadIdx.x == 0 && atomicAdd(done + 1, 1) == blocks - 1) done[0] = done[1] = 0;  // for the plan's next launch
+  }
+
+  // Starts copying elements first .. first + count - 1 of the listed results.
+  __device__ __forceinline__ void fetch_results(Staged& staged, int first, int count, int results) const {
+    const int step_results = kThreads / count, step = kThreads % count;
+    int result = threadIdx.x / count, element = threadIdx.x % count;
+    while (result < results) {
+      const float* const from = partial(staged.slots[result]) + 4 * (first + element);
+      ptx::cp_async_16(&staged.values[result * count + element], from, 16);
+      result += step_results;
+      element += step;
+      if (element >= count) {
+        element -= count;
+        ++result;
+      }
+    }
+    ptx::cp_async_commit();
+  }
+
+  // By a warp: the factors of a row's results, whose maxima are given, and the maximum with those before them.
+  __device__ __forceinline__ static void find_factors(const float* maxima, float2* factors, int results, bool begins,
+                                                      float& top) {
+    const int lane = threadIdx.x % 32;
+    float before = begins ? -CUDART_INF_F : top;
+    for (int begin = 0; begin < results; begin += 32) {
+      const float mine = begin + lane < results ? maxima[begin + lane] : -CUDART_INF_F;
+      float most = mine;  // up to this lane's
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const float other = __shfl_up_sync(0xffffffffu, most, step);
+        most = lane >= step ? fmaxf(most, other) : most;
+      }
+      const float other = __shfl_up_sync(0xffffffffu, most, 1);
+      float up_to = lane > 0 ? fmaxf(before, other) : before;
+      const Merge merge(up_to, mine);
+      if (begin + lane < results) factors[begin + lane] = make_float2(merge.before, merge.after);
+      before = fmaxf(before, __shfl_sync(0xffffffffu, most, 31));
+    }
+    __syncwarp();
+    if (lane == 0) top = before;
+  }
+
+  // Merges results in order, a number of O in each thread; the last ones complete the output.
+  __device__ __forceinline__ void merge_results(Staged& staged, const Work& work, int first, int count, int results,
+                                                bool begins, bool ends, float unit) const {
+    constexpr int kParts = T::kHeadDim / 4;
+    const float* const values = reinterpret_cast<const float*>(staged.values);
+    for (int i = threadIdx.x; i - static_cast<int>(threadIdx.x % 32) < 4 * count; i += kThreads) {
+      const int at = min(i, 4 * count - 1), element = first + at / 4, row = element / kParts;
+      const int entry = (row - first / kParts) * results;
+      float x = begins ? 0.0f : staged.o[at], total = begins ? 0.0f : staged.total[at];
+#pragma unroll 8
+      for (int u = 0; u < results; ++u) {
+        const float2 factors = staged.factors[entry + u];
+        x = Merge::of(x, factors.x, values[u * 4 * count + at], factors.y);
+        total = Merge::of(total, factors.x, staged.sum[entry + u], factors.y);
+      }
+      if (!ends) {
+        if (i == at) {
+          staged.o[at] = x;
+          staged.total[at] = total;
+        }
+        continue;
+      }
+      const int column = element % kParts * 4 + at % 4;
+      const Finish finish(p, work, row, staged.top[row - first / kParts], total, i == at && column == 0, unit);
+      x = finish(x);
+      const float next = __shfl_down_sync(0xffffffffu, x, 1);
+      if (i == at && i % 2 == 0) *reinterpret_cast<unsigned*>(out_row(work, row) + column) = pair(x, next);
+    }
   }
 
   // One tile: its scores, during which P V of the tile before it runs, and its weights.
@@ -914,6 +957,14 @@ struct Consumer {
   }
 };
 
+// By 128 threads of each block: what the first loads wait for. Block tables are shared out among the blocks.
+__device__ __forceinline__ void prefetch(const AttentionParams& p, const ptx::TensorMap& k_map) {
+  if (threadIdx.x % 128 == 0) ptx::prefetch_map(k_map);
+  const long long entries = (p.batch.sequences - 1LL) * p.table_row + p.table_entries;
+  const long long entry = (blockIdx.x * 128LL + threadIdx.x % 128) * 32;  // of a line
+  if (entry < entries) ptx::prefetch_l2(p.block_table + entry);
+}
+
 // Grid: kBlocks per multiprocessor. Block: 128 threads for each consumer warpgroup and 128 for the producer.
 template <class Cfg>
 __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::TensorMap& k_map) {
@@ -922,7 +973,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
   Storage<T>& shared = *reinterpret_cast<Storage<T>*>(smem);
   static_assert(sizeof(Storage<T>) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be uniform
-  if (warpgroup == T::kConsumers && threadIdx.x % 128 == 0) ptx::prefetch_map(k_map);
+  if (warpgroup == T::kConsumers) prefetch(p, k_map);
   if (threadIdx.x == 0) {
     shared.piece_count = 0;
     constexpr int kWarps = 4 * T::kConsumers;

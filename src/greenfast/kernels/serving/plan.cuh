@@ -55,14 +55,19 @@ struct Plan {
   __device__ __forceinline__ int* done(int t, int head, int kv_heads) const {
     return reinterpret_cast<int*>(tile(most_tiles)) + 2 * (t * kv_heads + head);
   }
+  // Of a product, which is seldom beyond 32 bits.
+  __device__ __forceinline__ static int quotient(long long x, int y) {
+    if (x >> 32 == 0) return static_cast<unsigned>(x) / static_cast<unsigned>(y);
+    return static_cast<int>(x / y);
+  }
   // Where a run begins. With fewer units than runs, the first ones have a unit each: the blocks that come first are on
   // multiprocessors of their own.
   __device__ __forceinline__ static int begin_of(int run, int runs, long long units) {
-    return units < runs ? min(run, static_cast<int>(units)) : static_cast<int>(run * units / runs);
+    return units < runs ? min(run, static_cast<int>(units)) : quotient(run * units, runs);
   }
   // The run that has a unit.
   __device__ __forceinline__ static int run_of(int unit, int runs, int units) {
-    return units < runs ? unit : static_cast<int>((static_cast<long long>(unit + 1) * runs - 1) / units);
+    return units < runs ? unit : quotient((unit + 1LL) * runs - 1, units);
   }
 };
 
