@@ -18,7 +18,9 @@ from tests.serving.oracle import Case
 _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "e4m3"}
 
 
-def launches(c: Case, *, wide: bool = False, multiprocessors: int = 3) -> list[tuple[KernelSource, Launch]]:
+def launches(
+    c: Case, *, wide: bool = False, few_rows: int = 0, multiprocessors: int = 3
+) -> list[tuple[KernelSource, Launch]]:
     """The plan's launch and the attention's."""
     options = c.options
     kv_heads, page = c.k_cache.shape[2], c.k_cache.shape[1]
@@ -28,6 +30,7 @@ def launches(c: Case, *, wide: bool = False, multiprocessors: int = 3) -> list[t
         query=_NAMES[c.q.dtype],
         out=_NAMES[options["out_dtype"]],
         wide=wide,
+        few_rows=few_rows,
         token_scales=c.k_scale.dim() == 3,
         softcap=softcap > 0,
     )
@@ -84,17 +87,19 @@ def array(x: Tensor) -> Array:
     return np.ascontiguousarray(flat.view(view.get(x.dtype, x.dtype)).numpy())
 
 
-def attention(c: Case, *, wide: bool = False, multiprocessors: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
+def attention(
+    c: Case, *, wide: bool = False, few_rows: int = 0, multiprocessors: int = 3, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp."""
-    return attentions(c, 1, wide=wide, multiprocessors=multiprocessors, seed=seed)[0]
+    return attentions(c, 1, wide=wide, few_rows=few_rows, multiprocessors=multiprocessors, seed=seed)[0]
 
 
 def attentions(
-    c: Case, times: int, *, wide: bool = False, multiprocessors: int = 3, seed: int = 0
+    c: Case, times: int, *, wide: bool = False, few_rows: int = 0, multiprocessors: int = 3, seed: int = 0
 ) -> list[tuple[Tensor, Tensor]]:
     """The outputs and log-sum-exps of some launches with one plan."""
-    plan, kernel = launches(c, wide=wide, multiprocessors=multiprocessors)
-    config = serving.ServingConfig(head_dim=c.q.shape[2], wide=wide)
+    plan, kernel = launches(c, wide=wide, few_rows=few_rows, multiprocessors=multiprocessors)
+    config = serving.ServingConfig(head_dim=c.q.shape[2], wide=wide, few_rows=few_rows)
     blocks, sizes = serving.grid_blocks(config, multiprocessors), sizes_of(c)
     inputs = {
         name: array(x)

@@ -43,11 +43,13 @@ def _config(
     head_dim: int, group: int, max_seqlen_q: int, query: torch.dtype, out: torch.dtype, *, tokens: bool, cap: bool
 ) -> ServingConfig:
     """tokens: whether each token of K and V has a scale. cap: whether there is a softcap."""
+    rows = max_seqlen_q * group
     return ServingConfig(
         head_dim=head_dim,
         query=_NAMES[query],
         out=_NAMES[out],
-        wide=max_seqlen_q * group > attention.NARROW_ROWS,
+        wide=rows > attention.NARROW_ROWS,
+        few_rows=next((n for n in attention.FEW_ROWS if rows <= n), 0),
         token_scales=tokens,
         softcap=cap,
     )

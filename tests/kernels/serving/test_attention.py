@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.attention.config import KEY_ORDER
+from greenfast.kernels.serving.attention import FEW_ROWS
 from greenfast.numerics.serving import paged_attention
 from tests.serving import emulated
 from tests.serving.emulated import attention, attentions
@@ -69,7 +70,9 @@ def generated(count: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         options |= {"lengths": list(zip(queries, keys, strict=True)), "layout": "grouped"}
         options |= {"dtype": (torch.bfloat16, torch.float16)[i // 2 % 2], "group": (1, 2, 3, 4, 7, 8, 16)[i % 7]}
         run = {"multiprocessors": (1, 2, 3, 5)[i % 4], "wide": i % 3 > 0 and options["head_dim"] < 256}
-        found.append((options, run | {"seed": i % 2}))
+        rows = max(queries) * options["group"]
+        run["few_rows"] = next((n for n in FEW_ROWS if rows <= n), 0)
+        found.append((options, run | {"seed": i % 2, "wide": run["wide"] and not run["few_rows"]}))
     return found
 
 
@@ -91,6 +94,8 @@ def test_generated(number: int) -> None:
         ({"lengths": [(2, 140)], "head_dim": 256, "kv_heads": 1, "scales": "sequence", "softcap": 20.0}, {}),
         ({"lengths": [(1, 257), (0, 64)], "group": 16, "strides": "HND", "dtype": torch.float16}, {"seed": 1}),
         ({"lengths": [(9, 3), (3, 64)], "causal": False, "window": (1, 1), "page_size": 32}, {"multiprocessors": 5}),
+        ({"lengths": [(1, 257), (2, 600)], "group": 4, "window": (300, 0), "sinks": True}, {"few_rows": 8}),
+        ({"lengths": [(1, 130)], "group": 11, "head_dim": 256, "kv_heads": 1, "softcap": 20.0}, {"few_rows": 16}),
     ],
 )
 def test_some(options: dict[str, Any], run: dict[str, Any]) -> None:
@@ -145,12 +150,13 @@ def test_bits_do_not_depend_on_the_launch(
 
 
 def test_bits_do_not_depend_on_the_batch(surrounded: tuple[Case, tuple[Tensor, Tensor]]) -> None:
-    """Decode gives what prefill gave."""
+    """Decode gives what prefill gave, with rows as rows of the products or as their columns."""
     c, (out, lse) = surrounded
-    for b, last in ((0, None), (1, 1), (1, 3), (2, 1)):
+    for b, last, few_rows in ((0, None, 8), (1, 1, 0), (1, 5, 16), (2, 1, 8)):
         end = int(c.cu_seqlens_q[b + 1])
         begin = int(c.cu_seqlens_q[b]) if last is None else end - last
-        assert same(attention(only(c, b, last)), (out[begin:end], lse[:, begin:end])), (b, last)
+        found = attention(only(c, b, last), few_rows=few_rows)
+        assert same(found, (out[begin:end], lse[:, begin:end])), (b, last, few_rows)
 
 
 def test_bits_do_not_depend_on_pages(surrounded: tuple[Case, tuple[Tensor, Tensor]]) -> None:

@@ -59,6 +59,8 @@ __device__ __forceinline__ void pin(int (&d)[kCount]) {
 }
 
 // Operands of the instruction's text: %0 to %31 and so on, and the registers that they stand for.
+#define GF_D4 "%0,%1,%2,%3"
+#define GF_D8 GF_D4 ",%4,%5,%6,%7"
 #define GF_D32 \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
   ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -78,6 +80,8 @@ __device__ __forceinline__ void pin(int (&d)[kCount]) {
   how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3]), how(d[i + 4]), how(d[i + 5]), how(d[i + 6]), how(d[i + 7])
 #define GF_R4(how, d, i) how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3])
 #define GF_R32(how, d, i) GF_R8(how, d, i), GF_R8(how, d, i + 8), GF_R8(how, d, i + 16), GF_R8(how, d, i + 24)
+#define GF_ALL4(how, d) GF_R4(how, d, 0)
+#define GF_ALL8(how, d) GF_R8(how, d, 0)
 #define GF_ALL32(how, d) GF_R32(how, d, 0)
 #define GF_ALL36(how, d) GF_R32(how, d, 0), GF_R4(how, d, 32)
 #define GF_ALL64(how, d) GF_R32(how, d, 0), GF_R32(how, d, 32)
@@ -116,6 +120,8 @@ __device__ __forceinline__ void pin(int (&d)[kCount]) {
     GF_WGMMA(n, registers, "{" d0 "," d1 "," d2 "," d3 "}", d4, 1, all("+f", d), GF_A(a), "l"(b));                \
   }
 
+GF_WGMMA_E4M3(8, 4, GF_D4, GF_ALL4, "%4", "%5", "%6", "%7", "%8")
+GF_WGMMA_E4M3(16, 8, GF_D8, GF_ALL8, "%8", "%9", "%10", "%11", "%12")
 GF_WGMMA_E4M3(64, 32, GF_D32, GF_ALL32, "%32", "%33", "%34", "%35", "%36")
 GF_WGMMA_E4M3(72, 36, GF_D36, GF_ALL36, "%36", "%37", "%38", "%39", "%40")
 GF_WGMMA_E4M3(128, 64, GF_D64, GF_ALL64, "%64", "%65", "%66", "%67", "%68")
@@ -144,6 +150,8 @@ GF_WGMMA_S8(256, 128, GF_D128, GF_ALL128, "%128", "%129")
 #undef GF_ALL64
 #undef GF_ALL36
 #undef GF_ALL32
+#undef GF_ALL8
+#undef GF_ALL4
 #undef GF_R32
 #undef GF_R8
 #undef GF_R4
@@ -152,5 +160,7 @@ GF_WGMMA_S8(256, 128, GF_D128, GF_ALL128, "%128", "%129")
 #undef GF_D64
 #undef GF_D36
 #undef GF_D32
+#undef GF_D8
+#undef GF_D4
 
 }  // namespace greenfast::ptx

@@ -53,6 +53,7 @@ struct Barrier {
 //   int kHeadDim           64, 128 or 256
 //   int kRowParts          warpgroups with 64 rows each
 //   int kColumnParts       warpgroups that share rows, and have as many equal parts of O's columns
+//   int kFewRows           rows of a row tile of few: 8 or 16, which few_rows.cuh computes with one warpgroup; else 0
 //   int kStages            tiles of K, and of V, on their way at a time
 //   int kBlocks            of the grid on a multiprocessor
 //   int kConsumerRegisters, kProducerRegisters  per thread, from the start of the main loop on
@@ -66,7 +67,8 @@ template <class Cfg>
 struct Traits : Cfg {
   static constexpr int kConsumers = Cfg::kRowParts * Cfg::kColumnParts;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kRows = 64 * Cfg::kRowParts;
+  static constexpr int kPartRows = Cfg::kFewRows > 0 ? Cfg::kFewRows : 64;  // of a row part
+  static constexpr int kRows = kPartRows * Cfg::kRowParts;
   static constexpr int kPanel = Cfg::kHeadDim < 128 ? Cfg::kHeadDim : 128;  // bytes of a row between swizzles
   static constexpr int kPanels = Cfg::kHeadDim / kPanel;
   static constexpr int kColumns = Cfg::kHeadDim / Cfg::kColumnParts;  // of O, of a warpgroup
@@ -101,9 +103,19 @@ struct Sums {
   float all_max[64], all_sum[64];  // of the chunks before it
 };
 
+// What the warpgroup of a row tile of few rows exchanges (few_rows.cuh).
+template <int kRows>
+struct Few {
+  alignas(16) unsigned char weights[kTile / 16][kRows][16];  // in E4M3, of a group of V's keys
+  alignas(16) float numbers[kRows][kTile + 4];               // the weights; rows begin in different banks
+  float tops[2][4][kRows];                                   // maxima of each warp's keys, of two tiles in turn
+};
+template <>
+struct Few<0> {};
+
 template <class T>
 struct Storage {
-  alignas(1024) unsigned char q[T::kRowParts][T::kPanels][64 * T::kPanel];
+  alignas(1024) unsigned char q[T::kRowParts][T::kPanels][T::kPartRows * T::kPanel];
   alignas(1024) unsigned char k[T::kStages][T::kPanels][kTile * T::kPanel];
   alignas(1024) unsigned char v[T::kStages][kTile / 16][T::kGroupBytes];
   alignas(16) unsigned char raw_q[T::kRawRows > 0 ? T::kRawRows * T::kRawBytes : 16];
@@ -111,6 +123,7 @@ struct Storage {
   Work next;  // the work whose Q is in raw_q; without chunks there is no more
   Rows rows[T::kRowParts];
   Sums sums[T::kConsumers];
+  Few<T::kFewRows> few;
   Work pieces[2];  // of row tiles that other blocks have worked on too: the first and the last
   int piece_count;
   ptx::Mbarrier k_full[T::kStages], k_empty[T::kStages], v_full[T::kStages], v_empty[T::kStages];
@@ -346,7 +359,8 @@ struct Consumer {
       rows.whole_begin = p.batch.key_begin(token_of(63), tile.q_len, tile.kv_len);
       rows.whole_end = p.batch.key_end(token_of(0), tile.q_len, tile.kv_len);
     }
-    constexpr int kLanes = T::kHeadDim / 8, kAtOnce = T::kRowThreads / kLanes, kPasses = 64 / kAtOnce;
+    constexpr int kLanes = T::kHeadDim / 8, kAtOnce = T::kRowThreads / kLanes;
+    constexpr int kPasses = (T::kPartRows + kAtOnce - 1) / kAtOnce;
     const int lane = thread() % kLanes, column = lane * 8, first_row = thread() / kLanes;
     const bool fetched = tile.rows(T::kRows, group) <= T::kRawRows;
     uint4 words[kPasses];
@@ -359,7 +373,7 @@ struct Consumer {
           fetched ? shared.raw_q + (row - tile.first_row) * T::kRawBytes + column * kBytes
                   : static_cast<const unsigned char*>(p.q) + at * kBytes;
       words[i] = make_uint4(0, 0, 0, 0);
-      if (row >= stop) continue;
+      if (row >= stop || first_row + i * kAtOnce >= T::kPartRows) continue;
       if constexpr (T::kCodedQueries) {
         const uint2 codes = *reinterpret_cast<const uint2*>(from);
         words[i].x = codes.x;
@@ -392,6 +406,7 @@ struct Consumer {
         const float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
         codes = make_uint2(ptx::pack_e4m3(low), ptx::pack_e4m3(high));
       }
+      if (r >= T::kPartRows) continue;
       codes.x ^= signs;
       codes.y ^= signs;
       const int turn = T::kPanel == 128 ? r % 8 : r / 2 % 4;  // the copy engine's swizzle
@@ -965,6 +980,9 @@ __device__ __forceinline__ void prefetch(const AttentionParams& p, const ptx::Te
   if (entry < entries) ptx::prefetch_l2(p.block_table + entry);
 }
 
+template <class T>
+struct FewRows;
+
 // Grid: kBlocks per multiprocessor. Block: 128 threads for each consumer warpgroup and 128 for the producer.
 template <class Cfg>
 __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::TensorMap& k_map) {
@@ -991,17 +1009,19 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(shared.q) / 16); i += T::kThreads) {
     reinterpret_cast<uint4*>(shared.q)[i] = make_uint4(0, 0, 0, 0);
   }
-  for (int i = threadIdx.x; i < T::kRows; i += T::kThreads) shared.rows[i / 64].factor[i % 64] = 1.0f;
+  for (int i = threadIdx.x; i < 64 * T::kRowParts; i += T::kThreads) shared.rows[i / 64].factor[i % 64] = 1.0f;
   ptx::fence_proxy_async();
   __syncthreads();
   ptx::griddepcontrol_wait();  // so far nothing was read that kernels before this one may have written
   if (warpgroup == T::kConsumers) {
-    ptx::warpgroup_reg_dealloc<T::kProducerRegisters>();
+    if constexpr (T::kFewRows == 0) ptx::warpgroup_reg_dealloc<T::kProducerRegisters>();
     if (threadIdx.x / 32 % 4 == 0) {
       fetch<T>(p, shared, k_map);
     } else if constexpr (T::kTokenScales) {
       fetch_factors<T>(p, shared);
     }
+  } else if constexpr (T::kFewRows > 0) {
+    FewRows<T>(p, shared).run();
   } else {
     ptx::warpgroup_reg_alloc<T::kConsumerRegisters>();
     Consumer<T>(p, shared, warpgroup).run();

@@ -15,6 +15,7 @@ from greenfast.spec.kernel import KernelSource, Launch, Struct, TensorMap
 ENTRY, PLAN_ENTRY = "paged_attention", "plan_attention"
 TARGET = Target("sm_90a")
 HEAD_DIMS = (64, 128, 256)
+FEW_ROWS = (8, 16)  # of a row tile of decoding
 TILE, CHUNK = 128, 512  # keys: of a tile, and of a run whose sum stays in the tensor cores' accumulators
 NARROW_ROWS = 64  # of a row tile that is not wide
 OPEN = 2**30  # a side of the window that is open
@@ -34,7 +35,8 @@ class ServingConfig:
     """What is compiled into the kernel.
 
     head_dim: 64, 128 or 256. query: "float16", "bfloat16" or "e4m3". out: "float16" or "bfloat16". wide: row tiles of
-    128 rows, for prefill, instead of 64 (not at head_dim 256). token_scales: each token and head of K and V has a
+    128 rows, for prefill, instead of 64 (not at head_dim 256). few_rows: row tiles of 8 or 16 rows instead, for
+    decoding; 0 otherwise. token_scales: each token and head of K and V has a
     scale. softcap: whether there is one.
     """
 
@@ -42,6 +44,7 @@ class ServingConfig:
     query: str = "bfloat16"
     out: str = "bfloat16"
     wide: bool = False
+    few_rows: int = 0
     token_scales: bool = False
     softcap: bool = False
 
@@ -57,12 +60,12 @@ class ServingConfig:
     @property
     def column_parts(self) -> int:
         """Warpgroups that share rows."""
-        return 2 if self.head_dim == 256 else 1
+        return 2 if self.head_dim == 256 and not self.few_rows else 1
 
     @property
     def rows(self) -> int:
         """Rows of a row tile."""
-        return 64 * self.row_parts
+        return self.few_rows or 64 * self.row_parts
 
     @property
     def consumers(self) -> int:
@@ -71,8 +74,8 @@ class ServingConfig:
 
     @property
     def blocks(self) -> int:
-        """Blocks on a multiprocessor."""
-        return 2 if self.consumers == 1 else 1
+        """Blocks on a multiprocessor: two have not enough stages at head dim 256."""
+        return 2 if self.consumers == 1 and self.head_dim < 256 else 1
 
     @property
     def raw_rows(self) -> int:
@@ -103,10 +106,13 @@ class ServingConfig:
         return next(n for n in range(8, 0, -1) if self._smem_bytes(n, raw_rows) <= most)
 
     def _smem_bytes(self, stages: int, raw_rows: int) -> int:
-        tiles = 64 * self.row_parts * self.head_dim + stages * 2 * TILE * self.head_dim
+        queries = -(-self.rows * self.head_dim // 1024) * 1024
+        tiles = queries + stages * 2 * TILE * self.head_dim
         raw = max(16, raw_rows * self.head_dim * (1 if self.query == "e4m3" else 2))
         factors = 12 * TILE * (stages if self.token_scales else 1)
-        rest = raw + factors + _WORK_BYTES + _ROWS_BYTES * self.row_parts + _SUMS_BYTES * self.consumers + _PIECES_BYTES
+        few = self.few_rows * (TILE + 4 * (TILE + 4) + 4 * 8)
+        rest = raw + factors + _WORK_BYTES + _ROWS_BYTES * self.row_parts + _SUMS_BYTES * self.consumers + few
+        rest += _PIECES_BYTES
         rest = -(-rest // 8) * 8 + 40 * stages + 16
         return tiles + -(-rest // 1024) * 1024
 
@@ -216,12 +222,13 @@ def kernel(config: ServingConfig) -> KernelSource:
     producer = 40
     consumer = 216 if config.consumers == 1 else 232
     threads = 128 * (config.consumers + 1)
-    source = f"""#include "serving/attention.cuh"
+    source = f"""#include "serving/few_rows.cuh"
 
 struct Cfg {{
   static constexpr int kHeadDim = {config.head_dim};
   static constexpr int kRowParts = {config.row_parts};
   static constexpr int kColumnParts = {config.column_parts};
+  static constexpr int kFewRows = {config.few_rows};
   static constexpr int kStages = {config.stages};
   static constexpr int kBlocks = {config.blocks};
   static constexpr int kConsumerRegisters = {consumer};
