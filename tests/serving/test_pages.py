@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from greenfast.operator.serving_pages import PAGE, appended_slots, page_count, pages_of_rows, place, sequences_of
+from greenfast.operator.serving_pages import PAGE, appended_slots, page_count, pages_of_rows, sequences_of, token_slots
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -17,7 +17,9 @@ def test_temporary_pages(seed: int) -> None:
     lengths[int(torch.randint(0, batch, (), generator=generator))] = PAGE
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
     total = int(ends[-1]) + seed % 3
-    table, slots = place(ends, total, -(-int(lengths.max()) // PAGE))
+    slots, positions, used_k, table = token_slots(ends, None, None, None, total, -(-int(lengths.max()) // PAGE), PAGE)
+    assert used_k.tolist() == lengths.tolist()
+    assert positions[: int(ends[-1])].tolist() == [t for n in lengths.tolist() for t in range(n)]
     assert table.dtype == torch.int32
     assert slots.dtype == torch.int64
     for b, n in enumerate(lengths.tolist()):

@@ -15,12 +15,9 @@ from greenfast.operator.serving import ServingPlan, kind, window_of
 from greenfast.operator.serving_checks import E4M3, check_append_once, check_attention_once
 from greenfast.operator.serving_pages import (
     PAGE,
-    appended_slots,
     copy_codes,
     empty_pages,
     page_count,
-    place,
-    sequences_of,
 )
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -108,12 +105,12 @@ class Call:
             self._check_append(None, k, v, pages[:2], scales)
         elif v.shape != k.shape or v.dtype != E4M3 or v.device != k.device:
             raise ValueError(f"v: {kind(v)}, k {kind(k)}; they must agree")
-        table, slots = place(cu_seqlens_k, total, width)
+        slots, _, lengths, table = serving_ops.token_slots(cu_seqlens_k, None, None, None, total, width, PAGE)
         if given:
             copy_codes(k, v, slots, pages)
         else:
             serving_ops.append_kv(None, k, v, *pages[:2], slots, *scales[1:], *[None] * 5, 0.0, False)
-        used = cu_seqlens_k[1:] - cu_seqlens_k[:-1] if seqused_k is None else seqused_k
+        used = lengths if seqused_k is None else seqused_k
         return self.attend(*pages[:2], table, used, scales, wants_lse)
 
     def append(
@@ -158,20 +155,16 @@ class Call:
         self._check((k_cache, v_cache), table.shape, used, scales, like=used)
         places = k.new_empty(k.shape[0], dtype=torch.int64)
         self._check_append(q, k, v, (k_cache, v_cache), scales, cos, sin, places if rotates else None)
-        tokens = torch.arange(k.shape[0], dtype=torch.int64, device=k.device)
-        of_sequence = sequences_of(starts, tokens)
-        inside = tokens - starts.long()[of_sequence]
-        slots = appended_slots(table, k_cache.shape[1], of_sequence, used.long()[of_sequence] + inside)
-        slots = torch.where(tokens < starts[-1], slots, -1)
-        at = None
-        if rotates:
-            at = (used if seqlens is None else seqlens).long()[of_sequence] + inside
-        turned = serving_ops.append_kv(
-            q, k, v, k_cache, v_cache, slots, *scales[1:], None, None, cos, sin, at, 0.0, interleaved
+        slots, at, lengths, _ = serving_ops.token_slots(
+            starts, used, table, seqlens, k.shape[0], table.shape[1], k_cache.shape[1]
         )
+        turned = serving_ops.append_kv(
+            q, k, v, k_cache, v_cache, slots, *scales[1:], None, None, cos, sin, at if rotates else None, 0.0,
+            interleaved,
+        )  # fmt: skip
         if rotates:
             self.q = turned
-        return used + (starts[1:] - starts[:-1])
+        return lengths
 
     def _check(
         self, pages: Sequence[Tensor], table: Sequence[Any], lengths: Tensor, scales: tuple[Tensor | None, ...],

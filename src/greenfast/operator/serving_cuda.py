@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.kernels.serving import append, attention
+from greenfast.kernels.serving import append, attention, slots
 from greenfast.kernels.serving.append import AppendConfig, AppendSizes, AppendStrides
 from greenfast.kernels.serving.attention import ServingConfig, ServingSizes, ServingStrides
 from greenfast.operator.cuda import Plan, Step, cached, queue, stream_of, target_of
@@ -223,6 +223,35 @@ def _plan_sizes(
         table_entries=0,
     )  # fmt: skip
     return config, sizes
+
+
+def token_slots(
+    starts: Tensor, before: Tensor | None, block_table: Tensor | None, counted_from: Tensor | None, tokens: int,
+    max_pages: int, page_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``torch.ops.greenfast.token_slots`` of CUDA tensors."""
+    device, batch = starts.get_device(), starts.shape[0] - 1
+    places, positions = (starts.new_empty(tokens, dtype=torch.int64) for _ in range(2))
+    lengths = starts.new_empty(batch)
+    table = starts.new_empty((0, 0) if block_table is not None else (batch, max_pages))
+    if batch == 0:
+        return places.fill_(-1), positions.zero_(), lengths, table
+    dense = [x if x is None else x.contiguous() for x in (starts, before, counted_from)]
+    given = dict(zip(("starts", "before", "counted_from"), dense, strict=True)) | {"block_table": block_table}
+    optional = frozenset(name for name, x in given.items() if x is not None) - {"starts"}
+    entries = max_pages if block_table is None else block_table.shape[1]
+    row = 0 if block_table is None else block_table.stride(0)
+    options = ("slots", device, batch, tokens, page_size, entries, row, optional)
+    plan = _PLANS.get(options)
+    if plan is None:
+        _hopper(device)
+        step = Step(slots.KERNEL, slots.launch(batch, tokens, page_size, entries, row, optional))
+        plan = cached(_PLANS, options, Plan(device, (step,)), _MOST_PLANS)
+    made = {"slots": places, "positions": positions, "lengths": lengths, "made_table": table}
+    buffers = given | made
+    addresses = (stream_of(device), 0, *[0 if x is None else x.data_ptr() for x in buffers.values()])
+    queue(device, plan.launches.get(addresses) or plan.prepare(tuple(buffers), addresses))
+    return places, positions, lengths, table
 
 
 def append_kv(

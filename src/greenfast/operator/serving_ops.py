@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from greenfast.numerics import serving, serving_append
-from greenfast.operator import autograd, ops
+from greenfast.operator import autograd, ops, serving_pages
 from greenfast.operator.serving_checks import (
     check_append,
     check_append_once,
@@ -31,6 +31,8 @@ _SCHEMAS = {
     "paged_attention_out": f"({_ATTENTION}, Tensor(a!) out) -> Tensor",
     "paged_attention_plan": "(Tensor cu_seqlens_q, Tensor seqused_k, SymInt max_seqlen_q, int heads, int kv_heads, "
     "int head_dim, bool causal, int window_left, int window_right) -> Tensor",
+    "token_slots": "(Tensor starts, Tensor? before, Tensor? block_table, Tensor? counted_from, SymInt tokens, "
+    "SymInt max_pages, int page_size) -> (Tensor, Tensor, Tensor, Tensor)",
     "append_kv": "(Tensor? q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
     "Tensor(c!) k_scale, Tensor(d!) v_scale, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin, "
     "Tensor? positions, float eps, bool interleaved) -> Tensor",
@@ -115,6 +117,25 @@ def _plan_shape(
     return cu_seqlens_q.new_empty(size)
 
 
+def _slots_cpu(*args: Any) -> tuple[Tensor, ...]:
+    return serving_pages.token_slots(*args)
+
+
+def _slots_cuda(*args: Any) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = gpu().token_slots(*args)
+    return found
+
+
+def _slots_shapes(
+    starts: Tensor, before: Tensor | None, block_table: Tensor | None, counted_from: Tensor | None, tokens: Any,
+    max_pages: Any, page_size: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    batch = starts.shape[0] - 1
+    of_tokens = [starts.new_empty(tokens, dtype=torch.int64) for _ in range(2)]
+    table = (0, 0) if block_table is not None else (batch, max_pages)
+    return *of_tokens, starts.new_empty(batch), starts.new_empty(table)
+
+
 def _append_cpu(*args: Any) -> Tensor:
     check_append_once(*args)
     q, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, q_weight, k_weight, cos, sin, positions = args[:13]
@@ -148,6 +169,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Any, Any, Any, str]] = {
     "paged_attention": (_attention_cpu, _attention_cuda, _attention_shapes, "greenfast.flash_attn"),
     "paged_attention_out": (_attention_out_cpu, _attention_out_cuda, _attention_out_shapes, "greenfast.flash_attn"),
     "paged_attention_plan": (_plan_cpu, _plan_cuda, _plan_shape, "greenfast.ServingPlan"),
+    "token_slots": (_slots_cpu, _slots_cuda, _slots_shapes, "greenfast.flash_attn"),
     "append_kv": (_append_cpu, _append_cuda, _append_shape, "greenfast.append_kv"),
 }
 for _name, (_cpu, _cuda, _shapes, _call) in _IMPLEMENTATIONS.items():
@@ -159,6 +181,7 @@ for _name, (_cpu, _cuda, _shapes, _call) in _IMPLEMENTATIONS.items():
 
 _PAGED_ATTENTION = torch.ops.greenfast.paged_attention.default
 _PAGED_ATTENTION_OUT = torch.ops.greenfast.paged_attention_out.default
+_TOKEN_SLOTS = torch.ops.greenfast.token_slots.default
 _APPEND_KV = torch.ops.greenfast.append_kv.default
 PLAN = torch.ops.greenfast.paged_attention_plan.default
 
@@ -180,8 +203,14 @@ def paged_attention_out(*args: Any) -> Tensor:
     return found
 
 
+def token_slots(*args: Any) -> tuple[Tensor, ...]:
+    """``torch.ops.greenfast.token_slots`` in the same way; what it returns is ``serving_pages.Slots``."""
+    found: tuple[Tensor, ...] = (_slots_cuda if _direct(args[0]) else _TOKEN_SLOTS)(*args)
+    return found
+
+
 def append_kv(*args: Any) -> Tensor:
-    """``torch.ops.greenfast.append_kv`` in the same way."""
+    """``torch.ops.greenfast.append_kv`` in the same way as ``paged_attention``."""
     found: Tensor = _append_cuda(*args) if _direct(*args[:3]) else _APPEND_KV(*_checked(check_append_once, args))
     return found
 

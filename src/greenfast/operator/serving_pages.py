@@ -72,11 +72,17 @@ def pages_in(memory: Tensor, page_size: int, kv_heads: int, head_dim: int) -> KV
     return KVPages(keys, values, of_keys, of_values)
 
 
-class TemporaryPages(NamedTuple):
-    """block_table: int32 (batch, max_pages). slots: int64 (total_k,), -1 for tokens of no sequence."""
+class Slots(NamedTuple):
+    """Where new tokens go.
 
-    block_table: Tensor
+    slots: int64 (tokens,), -1 for tokens of no sequence and behind the block table. positions: int64 (tokens,).
+    lengths: int32 (batch,), of the sequences with these tokens. table: int32 (batch, max_pages), where one was made.
+    """
+
     slots: Tensor
+    positions: Tensor
+    lengths: Tensor
+    table: Tensor
 
 
 def page_count(total_k: Any, batch: Any) -> Any:
@@ -84,16 +90,33 @@ def page_count(total_k: Any, batch: Any) -> Any:
     return total_k // PAGE + batch
 
 
-def place(cu_seqlens_k: Tensor, total_k: Any, max_pages: Any) -> TemporaryPages:
-    """Pages of sequences that lie one after another: sequence b begins at page cu_seqlens_k[b] // PAGE + b."""
-    device = cu_seqlens_k.device
-    batch = cu_seqlens_k.shape[0] - 1
-    first = cu_seqlens_k[:-1] // PAGE + torch.arange(batch, dtype=torch.int32, device=device)
-    table = first.unsqueeze(1) + torch.arange(max_pages, dtype=torch.int32, device=device)
-    tokens = torch.arange(total_k, dtype=torch.int64, device=device)
-    of_sequence = sequences_of(cu_seqlens_k, tokens)
-    slots = first.long()[of_sequence] * PAGE + tokens - cu_seqlens_k.long()[of_sequence]
-    return TemporaryPages(table, torch.where(tokens < cu_seqlens_k[-1], slots, -1))
+def token_slots(
+    starts: Tensor, before: Tensor | None, block_table: Tensor | None, counted_from: Tensor | None, tokens: Any,
+    max_pages: Any, page_size: int,
+) -> Slots:  # fmt: skip
+    """The slots of ``tokens`` new tokens, of sequence b those from starts[b] on, behind ``before[b]`` keys.
+
+    starts: int32 (batch + 1,). before: int32 (batch,), None for none. block_table: int32 (batch, any); without it one
+    of max_pages columns is made: sequence b begins at page starts[b] // page_size + b. counted_from: int32 (batch,),
+    positions of the first new tokens, ``before`` by default.
+    """
+    device, batch = starts.device, starts.shape[0] - 1
+    new = torch.arange(tokens, dtype=torch.int64, device=device)
+    of_sequence = sequences_of(starts, new)
+    inside = new - starts.long()[of_sequence]
+    counts = starts[1:] - starts[:-1]
+    lengths = counts if before is None else before + counts
+    positions = inside if before is None else before.long()[of_sequence] + inside
+    if block_table is None:
+        first = starts[:-1] // page_size + torch.arange(batch, dtype=torch.int32, device=device)
+        table = first.unsqueeze(1) + torch.arange(max_pages, dtype=torch.int32, device=device)
+        slots = first.long()[of_sequence] * page_size + positions
+    else:
+        table = starts.new_empty((0, 0))
+        slots = appended_slots(block_table, page_size, of_sequence, positions)
+    if counted_from is not None:
+        positions = counted_from.long()[of_sequence] + inside
+    return Slots(torch.where(new < starts[-1], slots, -1), positions, lengths, table)
 
 
 def sequences_of(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:

@@ -1,0 +1,41 @@
+"""The kernel that finds where new tokens go in a paged cache, ``kernels/serving/slots.cuh``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from greenfast.kernels import KERNEL_DIR
+from greenfast.spec.kernel import KernelSource, Launch, Struct
+
+ENTRY = "token_slots"
+_THREADS, _MOST_BLOCKS = 128, 1024
+
+KERNEL = KernelSource(
+    entry=ENTRY,
+    source=f"""#include "serving/slots.cuh"
+
+extern "C" __global__ void __launch_bounds__({_THREADS})
+{ENTRY}(const __grid_constant__ greenfast::serving::SlotParams p) {{
+  greenfast::serving::find_slots(p);
+}}
+""",
+    name=f"{ENTRY}.cu",
+    include_dirs=(KERNEL_DIR,),
+    block=(_THREADS, 1, 1),
+)
+
+
+def launch(sequences: int, tokens: int, page: int, entries: int, table_row: int, optional: frozenset[str]) -> Launch:
+    """The launch for at least one sequence.
+
+    Buffers: starts, slots, positions, lengths, and of "before", "counted_from" and "block_table" those in ``optional``;
+    without the last one made_table, whose rows have ``entries`` pages. table_row: stride of block_table.
+    """
+    given = {n: n if n in optional else np.int64(0) for n in ("before", "counted_from", "block_table")}
+    made = np.int64(0) if "block_table" in optional else "made_table"
+    numbers = (np.int32(n) for n in (sequences, tokens, page, entries))
+    params = Struct(
+        ("starts", *given.values(), made, "slots", "positions", "lengths", *numbers, np.int64(table_row)),
+    )
+    work = max(tokens, sequences, 0 if "block_table" in optional else sequences * entries)
+    return Launch(grid=(max(1, min(_MOST_BLOCKS, -(-work // _THREADS))), 1, 1), args=(params,))
