@@ -273,7 +273,7 @@ def _check_rotation(cos: Tensor | None, sin: Tensor | None, positions: Tensor | 
 
 def checks_values(x: Tensor) -> bool:
     """Whether lengths and block tables are read before a call: on the CPU always, on a GPU where it was asked for."""
-    return x.device.type == "cpu" or _CHECKS_PAGES
+    return _CHECKS_PAGES or x.is_cpu
 
 
 def check_values(

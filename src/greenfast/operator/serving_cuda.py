@@ -16,6 +16,7 @@ from greenfast.kernels.serving.append import AppendConfig, AppendSizes, AppendSt
 from greenfast.kernels.serving.attention import ServingConfig, ServingSizes, ServingStrides
 from greenfast.operator.cuda import Plan, Step, cached, queue, stream_of, target_of
 from greenfast.operator.layout import aligned
+from greenfast.operator.serving_checks import check_append, check_attention
 from greenfast.spec.arch import Target
 
 _MOST_PLANS = 4096
@@ -72,17 +73,24 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``torch.ops.greenfast.paged_attention`` of CUDA tensors; ``out``: where the output is written, if given.
 
-    Rows behind the last of cu_seqlens_q are not written.
+    Rows behind the last of cu_seqlens_q are not written. Arguments are checked once for each combination of shapes,
+    strides, dtypes and devices, at the one look-up of the call.
     """
-    device, shape = q.get_device(), q.shape
     given = (q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale)
-    at = (
-        device, *[x.shape for x in given], *[x.stride() for x in given], q.dtype, out_dtype, max_seqlen_q, causal,
-        window_left, window_right, softcap, softmax_scale, plan is None or plan.shape, sinks is None,
-        q_scale is None or q_scale.stride(),
-    )  # fmt: skip
-    found = _PLANS.get(at)
+    others = (max_seqlen_q, causal, window_left, window_right, softcap, softmax_scale, out_dtype)
+    try:
+        device, shape = q.get_device(), q.shape
+        at = (
+            *[(x.shape, x.stride(), x.dtype, x.get_device()) for x in given],
+            *[x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in (q_scale, sinks, plan)],
+            others,
+        )  # fmt: skip
+        found = _PLANS.get(at)
+    except (AttributeError, RuntimeError, TypeError):  # no strided tensors, which the check says
+        check_attention(*given, q_scale, sinks, plan, *others)
+        raise
     if found is None:
+        check_attention(*given, q_scale, sinks, plan, *others)
         if v_cache.dim() == 4:
             raise NotImplementedError('v_cache: in rows; on a GPU the layout "grouped" is needed (docs/serving.md)')
         found = cached(_PLANS, at, _attention_plan(*given, q_scale, sinks, plan, max_seqlen_q, (causal, window_left,
@@ -260,15 +268,22 @@ def append_kv(
     positions: Tensor | None, eps: float, interleaved: bool,
 ) -> Tensor:  # fmt: skip
     """``torch.ops.greenfast.append_kv`` of CUDA tensors: Q as attention takes it, empty where q is None."""
-    device = k.get_device()
+    given = (q, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, q_weight, k_weight, cos, sin, positions)
+    try:
+        device = k.get_device()
+        at = (
+            "append", *[x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in given], eps,
+            interleaved,
+        )  # fmt: skip
+        found = _PLANS.get(at)
+    except (AttributeError, RuntimeError, TypeError):  # no strided tensors, which the check says
+        check_append(*given, eps, interleaved)
+        raise
+    if found is None:
+        check_append(*given, eps, interleaved)
     q_out = k.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if k.shape[0] == 0:
         return q_out
-    given = (q, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, q_weight, k_weight, cos, sin, positions)
-    at = (
-        device, *[x if x is None else (x.shape, x.stride(), x.dtype) for x in given], eps, interleaved,
-    )  # fmt: skip
-    found = _PLANS.get(at)
     if found is None:
         found = cached(_PLANS, at, _append_plan(given, eps, interleaved), _MOST_PLANS)
     addresses = (stream_of(device), 0, *[0 if x is None else x.data_ptr() for x in given], q_out.data_ptr())

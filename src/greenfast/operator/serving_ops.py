@@ -45,16 +45,16 @@ def gpu() -> Any:
     return importlib.import_module("greenfast.operator.serving_cuda")
 
 
-def _check_call(args: tuple[Any, ...]) -> None:
-    """The checks of an operator's implementation: of the tensors, and where that is cheap or asked for the lengths."""
-    check_attention_once(*args)
+def _check_values(args: tuple[Any, ...]) -> None:
+    """The check of lengths and block tables, of tensors that fit, where that is cheap or asked for."""
     if checks_values(args[0]):
+        check_attention_once(*args[:18])
         q, k_cache, _, block_table, cu_seqlens_q, seqused_k = args[:6]
         check_values(q, k_cache, block_table, cu_seqlens_q, seqused_k, args[11])
 
 
 def _attention_cpu(*args: Any) -> tuple[Tensor, Tensor]:
-    _check_call(args)
+    _check_values(args)
     (q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale, q_scale, sinks, plan) = args[:11]
     _, causal, left, right, softcap, softmax_scale, out_dtype = args[11:]
     if plan is not None:
@@ -67,7 +67,7 @@ def _attention_cpu(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _attention_cuda(*args: Any) -> tuple[Tensor, Tensor]:
-    _check_call(args)
+    _check_values(args)
     found: tuple[Tensor, Tensor] = gpu().paged_attention(*args)
     return found
 
@@ -88,7 +88,7 @@ def _attention_out_cpu(*args: Any) -> Tensor:
 
 def _attention_out_cuda(*args: Any) -> Tensor:
     check_out(args[18], args[0], args[17])
-    _check_call(args[:18])
+    _check_values(args)
     lse: Tensor = gpu().paged_attention(*args)[1]
     return lse
 
@@ -148,7 +148,6 @@ def _append_cpu(*args: Any) -> Tensor:
 
 
 def _append_cuda(*args: Any) -> Tensor:
-    check_append_once(*args)
     found: Tensor = gpu().append_kv(*args)
     return found
 
