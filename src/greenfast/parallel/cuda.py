@@ -109,19 +109,13 @@ def attend(
     """``blocks.attend`` of CUDA tensors."""
     batch, heads, length, head_dim = query.shape
     config = _config_of(head_dim, query.dtype, precision)
-    config = replace(config, mask=Mask(causal), log_sum_exp=True, rounded_sums=not exact_sums)
-    if hopper.quantizes_queries(config.head_dim):
-        query = readable(query, by_tma=True)
-        given, config = {"q": query}, replace(config, quantizes_queries=True)
-    else:
-        nothing = query.new_empty(*keys.key.shape[:2], 0, head_dim)
-        codes = quantize(query, nothing, nothing, query.new_empty(*keys.key.shape[:2], 32, head_dim), precision)
-        given = {"q_codes": codes.query, "q_scale": codes.query_scale}
+    config = replace(config, mask=Mask(causal), log_sum_exp=True, rounded_sums=not exact_sums, quantizes_queries=True)
+    query = readable(query, by_tma=True)
     blocks = -(-count // ROW_BLOCK)
     out = query.new_empty(query.shape)
     lse = query.new_empty((batch, heads, length), dtype=torch.float32)
     buffers = {
-        **given,
+        "q": query,
         "k_codes": keys.key,
         "v_codes": keys.value,
         "k_scale": keys.key_scale[..., :blocks].contiguous(),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from greenfast.operator import ops, serving_ops
 from greenfast.operator.serving_call import Call
-from greenfast.operator.serving_pages import PAGE, KVPages, page_bytes, page_count, pages_in, place, sequences_of
+from greenfast.operator.serving_pages import PAGE, KVPages, page_bytes, page_count, pages_in, sequences_of
 from greenfast.parallel.blocks import Merged
 from greenfast.parallel.group import Group, group_named
 from greenfast.parallel.layout import Layout
@@ -76,7 +76,8 @@ def _ring(
     pages = page_count(k.shape[0], keys.starts.shape[0] - 1)
     shape = (pages, page_bytes(PAGE, k.shape[1], k.shape[2]))
     here, there = (torch.empty(shape, dtype=torch.uint8, device=k.device) for _ in range(2))
-    table, slots = place(keys.starts, k.shape[0], max(1, -(-keys.longest // PAGE)))
+    width = max(1, -(-keys.longest // PAGE))
+    slots, _, _, table = serving_ops.token_slots(keys.starts, None, None, None, k.shape[0], width, PAGE)
     cache = pages_in(here, PAGE, *k.shape[1:])
     serving_ops.append_kv(None, k, v, *cache[:2], slots, *cache[2:], *[None] * 5, 0.0, False)
     plan = turns(group.rank, layout, 2, options.causal)  # in halves of a sequence
