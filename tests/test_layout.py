@@ -28,6 +28,7 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "judge solution": (5, ("judge.solution", "judge.entrant")),
     "judge gates": (6, ("judge.gates", "judge.errors")),
     "judge": (7, ("judge",)),
+    "evolve": (8, ("evolve",)),
     "bench": (8, ("bench",)),
     "cli": (9, ("cli",)),
 }
