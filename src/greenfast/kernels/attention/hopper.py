@@ -15,7 +15,7 @@ from greenfast.kernels.attention.config import (
     softmax_scale,
     strides_of,
 )
-from greenfast.kernels.attention.tiling import ROWS, heads_at_once, stages_queries, tiling
+from greenfast.kernels.attention.tiling import ROWS, Tiling, heads_at_once, stages_queries, tiling
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Argument, KernelSource, Launch, TensorMap
@@ -25,12 +25,19 @@ TARGET = Target("sm_90a")
 _PANEL = 128  # bytes in a row of a tile in shared memory: the widest swizzle
 
 
-def kernel(config: AttentionConfig, sizes: Sizes, multiprocessors: int = TARGET.multiprocessors) -> KernelSource:
-    """Render the kernel of an attention. multiprocessors: of the GPU, by which tiles are chosen.
+def kernel(
+    config: AttentionConfig,
+    sizes: Sizes,
+    multiprocessors: int = TARGET.multiprocessors,
+    *,
+    tiles: Tiling | None = None,
+) -> KernelSource:
+    """Render the kernel of an attention.
 
+    multiprocessors: of the GPU, by which tiles are chosen. tiles: to take in place of those.
     Raises UsageError for what it does not compute.
     """
-    tiles, _ = tiling(config, sizes, multiprocessors)
+    tiles = tiles or tiling(config, sizes, multiprocessors)[0]
     smem, (registers, fetching) = tiles.smem_bytes(config), tiles.registers
     threads = 128 * (tiles.consumers + 1)
     flags = {
@@ -116,6 +123,7 @@ def launch(
     *,
     kept_keys: int = 0,
     blocks_each: int = 1,
+    tiles: Tiling | None = None,
 ) -> Launch:
     """A block per multiprocessor, or per work tile where there are fewer.
 
@@ -123,9 +131,9 @@ def launch(
     kernel quantizes it; tensors are contiguous by default. kept_keys: where K and V hold codes of more keys than
     kv_len, of which the first are read, how many; their scales are of kv_len keys alone. blocks_each: blocks for each
     multiprocessor, of which one runs at a time: with several, multiprocessors that another kernel holds for a while
-    leave their share to the others.
+    leave their share to the others. tiles: of the kernel, where they were given.
     """
-    tiles, _ = tiling(config, sizes, multiprocessors)
+    tiles = tiles or tiling(config, sizes, multiprocessors)[0]
     heads, kv_heads, head_dim = sizes.batch * sizes.heads, sizes.batch * sizes.kv_heads, config.head_dim
     panel = min(head_dim, _PANEL)
     padded, kept = padded_keys(sizes.kv_len), kept_keys or sizes.kv_len

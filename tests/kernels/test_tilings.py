@@ -1,0 +1,66 @@
+"""The Hopper kernel with tiles that are named: the shipped ones make the shipped kernel, others are refused by rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from greenfast.evolve.space import read_space
+from greenfast.kernels.attention import hopper, tilings
+from greenfast.kernels.attention.config import read_dims
+from greenfast.kernels.attention.tiling import tiling
+from greenfast.spec.errors import UsageError
+
+TASK = Path(__file__).parents[2] / "tasks" / "fp8_attention"
+GOOD = {
+    "BLOCK_N": 128,
+    "CONSUMERS": 2,
+    "STAGES": 3,
+    "OUT_COLUMNS": 128,
+    "PING_PONG": 1,
+    "POLYNOMIALS": 8,
+    "OVERLAP": 1,
+    "TWO_LEVELS": 1,
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_the_shipped_tiles_make_the_shipped_kernel(head_dim: int, causal: int) -> None:
+    dims = {"B": 4, "H": 32, "S": 4096, "D": head_dim} | ({"CAUSAL": 1} if causal else {})
+    config, sizes = read_dims(dims, "e4m3")
+    tiles, _ = tiling(config, sizes, hopper.TARGET.multiprocessors)
+    toggles = {name: int(getattr(tiles, field)) for name, field in tilings.TOGGLES.items()}
+    assert tilings.kernel(toggles, "e4m3", dims) == hopper.kernel(config, sizes)
+    assert tilings.launch(toggles, "e4m3", dims) == hopper.launch(config, sizes)
+    space = read_space(TASK / f"space_d{head_dim}.json")
+    assert space.decode(toggles) == toggles  # a search can find what ships
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_space_allows_nothing_that_the_family_refuses(head_dim: int) -> None:
+    config, _ = read_dims({"B": 1, "H": 1, "S": 1, "D": head_dim}, "e4m3")
+    points = list(read_space(TASK / f"space_d{head_dim}.json").listed())
+    assert len(points) >= 50
+    for point in points:
+        tilings.tiles_of({name: int(value) for name, value in point.items()}, config)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"BLOCK_N": 64}, "multiple of 128"),
+        ({"CONSUMERS": 3}, "CONSUMERS is not"),
+        ({"OUT_COLUMNS": 96}, "does not divide"),
+        ({"OUT_COLUMNS": 64}, "OVERLAP=1 needs"),
+        ({"OVERLAP": 0, "TWO_LEVELS": 0}, "TWO_LEVELS=0 needs"),
+        ({"CONSUMERS": 1}, "PING_PONG=1 needs"),
+        ({"STAGES": 12}, "bytes of shared memory"),
+    ],
+)
+def test_a_rule_is_named(change: dict[str, int], rule: str) -> None:
+    config, _ = read_dims({"B": 1, "H": 1, "S": 1, "D": 128}, "e4m3")
+    tilings.tiles_of(GOOD, config)
+    with pytest.raises(UsageError, match=rule):
+        tilings.tiles_of({**GOOD, **change}, config)
