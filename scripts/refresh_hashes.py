@@ -4,7 +4,8 @@ python scripts/refresh_hashes.py [--check]    (--check changes nothing; exit 1 w
 
 A record of an older version whose kernels have the same text and compiler today gets the hash of their machine code
 and their launches. One whose kernels have the same machine code but different text gets the hash of that text, so that
-seeing that it is current needs no compile. Nothing else changes, and a stale record is left unchanged.
+seeing that it is current needs no compile. Nothing else changes, and a stale record is left unchanged. Insights that
+name a record by its digest get the new one.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ def _write(path: Path, before: AnyRecord, after: AnyRecord) -> None:
     if after == before:
         return
     content = read_json(path, dict[str, Any], "record")
+    old = digest_of(content)
     if isinstance(after, Benchmark) and after.side is None:
         for name, kernel in after.kernels.items():
             content["kernels"][name]["kernel_hash"] = kernel.kernel_hash
@@ -136,9 +138,13 @@ def _write(path: Path, before: AnyRecord, after: AnyRecord) -> None:
             new = {shape: facts for shape, facts in now.launches.items() if shape not in then.launches}
             if new:
                 held["launches"] = held.get("launches", {}) | msgspec.to_builtins(new)
+    new_digest = digest_of(content)
     if DIGEST in content:
-        content[DIGEST] = digest_of(content)
+        content[DIGEST] = new_digest
     write_whole(path, to_json(content))
+    for insights in sorted(ROOT.glob("tasks/*/insights.jsonl")):
+        if old in (text := insights.read_text(encoding="utf-8")):
+            write_whole(insights, text.replace(old, new_digest))
 
 
 def _builds(record: AnyRecord, side: str) -> list[Build]:

@@ -120,14 +120,15 @@ def test_extras_are_those_of_pyproject() -> None:
     assert requirements("judge") >= own
     assert requirements("triton") == packages["triton"]
     assert requirements("cute") == packages["cute"]
-    assert requirements("all") == {"greenfast[judge,transformers]"}
+    assert requirements("evolve") - {"greenfast[judge]"} == packages["evolve"]
+    assert requirements("all") == {"greenfast[evolve,judge,transformers]"}
     assert "greenfast[all]" in requirements("dev")
     assert not requirements("dependencies") & {*packages["judge"], "nvidia-cuda-nvdisasm"}
 
 
 def test_the_lock_has_all_that_extras_bring() -> None:
     locked = set(re.findall(r"^([\w-]+)==", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
-    for table in ("dependencies", "emulator", "judge", "transformers", "dev"):
+    for table in ("dependencies", "emulator", "judge", "evolve", "transformers", "dev"):
         assert {name for name in requirements(table) if "[" not in name} <= locked
 
 

@@ -12,8 +12,10 @@ _EMULATOR = ("ml_dtypes", "msgspec", "rich")
 EXTRAS = {
     "emulator": _EMULATOR,
     "judge": (*_EMULATOR, "jinja2", "markdown_it", "matplotlib", "nvtx", "scipy"),
+    "evolve": ("httpx2", "optuna"),
     "triton": ("triton",),
     "cute": ("cutlass",),
+    "ray": ("ray",),
 }
 
 

@@ -1,0 +1,76 @@
+"""Add the estimate from the emulator's counts to the T4 files of ``hopper_tilings``, for ``screen_recall``.
+
+    python -m benchmarks.tiling_counts FILE [FILE ...]
+
+Needs no GPU. Tilings that differ in their stages alone execute the same work, so one of each is counted, on one head
+of 512 queries and keys; with a mask and without. The estimate is ``greenfast.evolve.estimate``'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from greenfast.device.compiler import to_ptx
+from greenfast.emulator.grid import run_grid
+from greenfast.evolve.estimate import estimate
+from greenfast.evolve.t4 import ESTIMATE, PIPE
+from greenfast.kernels.attention import hopper, tilings
+from greenfast.problems import attention
+
+_LENGTH = 512
+_SAME = "STAGES"  # changes no count but those of waits
+Key = tuple[tuple[str, int], ...]
+
+
+def counted(toggles: Mapping[str, int], head_dim: int, causal: bool) -> tuple[float, str]:
+    """The estimate in seconds of one launch, and the busiest pipe."""
+    dims = {"B": 1, "H": 1, "S": _LENGTH, "D": head_dim, **({"CAUSAL": 1} if causal else {})}
+    source, launch = tilings.kernel(toggles, "e4m3", dims), tilings.launch(toggles, "e4m3", dims)
+    case = attention.make_case(dims, 0, "e4m3")
+    ptx = to_ptx(source, hopper.TARGET, assemble=False)
+    found = run_grid(ptx, source.entry, source.block, source.dynamic_smem_bytes, launch, case.inputs, case.outputs)
+    return estimate({"small": found.counts.record()}, hopper.TARGET, "e4m3")
+
+
+def key_of(toggles: Mapping[str, int]) -> Key:
+    """What decides a tiling's counts."""
+    return tuple(sorted((name, value) for name, value in toggles.items() if name != _SAME))
+
+
+def add_estimates(path: Path, known: dict[tuple[int, bool, Key], tuple[float, str]]) -> None:
+    """Write the estimates of all right tilings into a file. known: of tilings that were counted before."""
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    shape = content["metadata"]["shape"]
+    head_dim, causal = shape["D"], bool(shape.get("CAUSAL"))
+    for row in content["results"]:
+        if row["invalidity"] != "correct":
+            continue
+        key = (head_dim, causal, key_of(row["configuration"]))
+        if key not in known:
+            start = time.perf_counter()
+            known[key] = counted(row["configuration"], head_dim, causal)
+            print(f"{len(known)}: {dict(key[2])}: {known[key]}, {time.perf_counter() - start:.1f} s", flush=True)
+        kept = [m for m in row["measurements"] if m["name"] not in (ESTIMATE, PIPE)]
+        values = zip((ESTIMATE, PIPE), known[key], strict=True)
+        row["measurements"] = [*kept, *({"name": n, "value": v, "unit": ""} for n, v in values)]
+    rows = ",\n  ".join(json.dumps(row) for row in content["results"])
+    lines = json.dumps({**content, "results": []}, indent=1)[: -len("[]\n}")]
+    path.write_text(f"{lines}[\n  {rows}\n ]\n}}\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Read the options and do what they say."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("files", type=Path, nargs="+")
+    known: dict[tuple[int, bool, Key], tuple[float, str]] = {}
+    for path in parser.parse_args().files:
+        add_estimates(path, known)
+
+
+if __name__ == "__main__":
+    main()

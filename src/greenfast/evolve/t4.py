@@ -1,0 +1,116 @@
+"""Results of a search in the T4 format, which Kernel Tuner and other tuners share.
+
+The format: https://github.com/odgaard/TuningSchema, branch T4, version 1.0.0. Kernel Tuner writes the time of compiling
+as ``compilation`` where the schema says ``compilation_time``; both are read, and both are written. Times are in
+milliseconds, as Kernel Tuner has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from greenfast.evolve.proposal import Behaviour, Evaluation
+from greenfast.evolve.space import Value
+from greenfast.judge.store import read_json, to_json, write_whole
+from greenfast.spec.errors import UsageError
+
+Invalidity = Literal["timeout", "compile", "runtime", "correctness", "constraints", "correct"]
+VERSION = "1.0.0"
+#: Measurements by name: the time that is the objective, an estimate from counts, and how the kernel behaves.
+TIME, ESTIMATE, PIPE, SMEM, REGISTERS = "time", "estimate", "pipe", "smem_bytes", "registers"
+_UNITS = {TIME: "ms", ESTIMATE: "", PIPE: "", SMEM: "bytes", REGISTERS: ""}
+_STAGES: dict[str, Invalidity] = {
+    "space": "constraints",
+    "BUILD": "compile",
+    "RESOURCES": "constraints",
+    "CORRECTNESS": "correctness",
+    "race": "runtime",
+    "validate": "correctness",
+}
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure by name."""
+
+    name: str
+    value: float | str | list[Any] | None
+    unit: str = ""
+
+
+class Times(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an evaluation took, in milliseconds; runtimes: of single runs of the kernel."""
+
+    compilation_time: float | None = None
+    compilation: float | None = None
+    benchmark: float | None = None
+    runtimes: list[float] = []
+    framework: float | None = None
+    search_algorithm: float | None = None
+    validation: float | None = None
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What one configuration gave."""
+
+    configuration: dict[str, Value]
+    times: Times
+    invalidity: Invalidity
+    correctness: float
+    timestamp: str = ""
+    objectives: list[str] = []
+    measurements: list[Measurement] = []
+
+    @property
+    def measured(self) -> dict[str, float | str]:
+        """Single figures by name."""
+        return {m.name: m.value for m in self.measurements if isinstance(m.value, (int, float, str))}
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole file. metadata: of greenfast, what was measured, on what and when; other tools ignore it."""
+
+    results: list[Result]
+    schema_version: str = VERSION
+    metadata: dict[str, Any] = {}
+
+
+def read_t4(path: Path) -> Results:
+    """Read a file. Raises UsageError that says what is wrong with it."""
+    found: Results = read_json(path, Results, "T4 file of tuning results")
+    if not found.results:
+        raise UsageError(f"{path}: no results in it")
+    return found
+
+
+def write_t4(path: Path, results: Results) -> None:
+    """Write a file in one step. Raises MachineError where that cannot be done."""
+    write_whole(path, to_json(results))
+
+
+def results_of(evaluations: Iterable[Evaluation], metadata: Mapping[str, Any]) -> Results:
+    """Evaluations as results, without edits, which the format has no place for; duplicates are left out."""
+    kept = [e for e in evaluations if e.stage != "duplicate" and not e.candidate.edits]
+    return Results(results=[_result(e) for e in kept], metadata=dict(metadata))
+
+
+def _result(e: Evaluation) -> Result:
+    behaviour = e.behaviour or Behaviour()
+    figures: dict[str, float | str | None] = {
+        TIME: e.fitness * 1e3 if e.fitness is not None and e.fitness_kind == "seconds" else None,
+        ESTIMATE: e.fitness if e.fitness_kind == "estimate" else None,
+        PIPE: behaviour.pipe or None,
+        SMEM: behaviour.smem_bytes if e.behaviour else None,
+        REGISTERS: behaviour.registers if e.behaviour else None,
+    }
+    return Result(
+        configuration=e.candidate.parameters,
+        times=Times(framework=e.cost_seconds * 1e3, benchmark=e.gpu_seconds * 1e3),
+        invalidity="correct" if e.valid else _STAGES.get(e.stage, "runtime"),
+        correctness=float(e.valid),
+        objectives=[TIME],
+        measurements=[Measurement(name=n, value=v, unit=_UNITS[n]) for n, v in figures.items() if v is not None],
+    )
