@@ -10,12 +10,12 @@ from greenfast.cli.console import OPEN, required_gates
 from greenfast.cli.page import check_page
 from greenfast.cli.request import request_of
 from greenfast.cli.validate import at_measured_target, judged, kept_records, show_outcome
-from greenfast.judge.entrant import Entrant, rung_entrant, solution_entrant
 from greenfast.judge.formats.given import check_traces, given_problem, given_solution, write_traces
 from greenfast.judge.record import Record
-from greenfast.judge.request import Request, examined
+from greenfast.judge.reference import found_entrant, reference_entrant
+from greenfast.judge.request import examined
 from greenfast.judge.run import GATES
-from greenfast.judge.solution.schema import FoundSolution, find_solution, is_solution
+from greenfast.judge.solution.schema import FoundSolution, find_solution
 from greenfast.judge.tasks import find_task, load, task_names
 from greenfast.spec.errors import UsageError, unknown
 
@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
     note = ""
     if args.arch is None and not found.solution.target:
         request, note = at_measured_target(request, kept, Path(reference).stem, found.solution.name)
-    baseline = _reference(request, reference)
-    candidate = _entrant(request, found)
+    baseline = reference_entrant(request, reference)
+    candidate = found_entrant(request, found)
     chosen = args.shapes is not None or args.seeds is not None
     request = examined(request, None, chosen=chosen, seed=args.exam_seed)
     outcome = judged(args, request, baseline, candidate, kept)
@@ -67,22 +67,3 @@ def _named_problem(found: FoundSolution) -> str:
     if named not in task_names():
         raise unknown(f"problem of {found.where}", named, task_names())
     return named
-
-
-def _entrant(request: Request, found: FoundSolution, *, is_reference: bool = False) -> Entrant:
-    gpu = request.ordinal if isinstance(request.ordinal, int) else None
-    task = request.task
-    return solution_entrant(task.config, found, request.target, task.problem, gpu, is_reference=is_reference)
-
-
-def _reference(request: Request, text: str) -> Entrant:
-    """A rung or toggles of the task, or a solution: a path, from here or from the task's folder."""
-    task, config = request.task, request.task.config
-    if text in [rung.name for rung in config.rungs] or ("=" in text and config.rungs):
-        return rung_entrant(config, task.family, config.variant(text))
-    for path in (Path(text), task.folder / text):
-        if is_solution(path):
-            found = find_solution(given_solution(path, task.folder, request.out))
-            return _entrant(request, found, is_reference=True)
-    rungs = [rung.name for rung in config.rungs]
-    raise unknown("reference", text, [*rungs, "the path of a solution"])
