@@ -1,0 +1,109 @@
+"""What a run is asked to do, kept in its folder so that it can be resumed and repeated."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from greenfast.evolve.space import Space
+from greenfast.judge.record import GitState
+from greenfast.judge.store import read_json, to_json, write_whole
+from greenfast.spec.errors import UsageError
+
+MANIFEST = "manifest.json"
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run may use. evaluations: candidates that are built and are no duplicates. seconds: of GPUs, of time."""
+
+    evaluations: Count = 64
+    gpu_seconds: float | None = None
+    seconds: float | None = None
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings of a run.
+
+    task: its folder. space_folder: where its space was read, for a solution's path. baseline: a rung, toggles, or the
+    path of a solution. shapes: that are raced. small: that the emulator runs. seeds: of the inputs of both; the whole
+    validation draws its own. device: as ``--device``. batch: candidates that are proposed at a time. screen: the share
+    of a batch that the counts let through, 1 for all. finalists: that are validated. confidence: of all verdicts of
+    them together. seed: of the search. options: of the proposer.
+    """
+
+    version: int = 1
+    created: str
+    task: str
+    space: Space
+    space_folder: str
+    proposer: str
+    options: dict[str, str] = {}
+    budget: Budget = Budget()
+    baseline: str = ""
+    shapes: list[str] = []
+    small: list[str] = []
+    seeds: tuple[int, ...] = (0,)
+    format: str = ""
+    arch: str = ""
+    device: str = "auto"
+    timeout_s: float = 60.0
+    batch: Count = 8
+    screen: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    finalists: Count = 3
+    required: float | None = None
+    confidence: Annotated[float, Meta(gt=0.5, lt=1)] = 0.95
+    seed: int = 0
+    insights: str = ""
+    command: str = ""
+    package_version: str = ""
+    git: GitState | None = None
+    environment: dict[str, str] = {}
+
+    @property
+    def digest(self) -> str:
+        """Of what decides the run: 16 hexadecimal digits. Not of the budget, which may grow, nor of where and when."""
+        left_out = ("created", "budget", "command", "package_version", "git", "environment", "task", "space_folder")
+        content = {name: value for name, value in msgspec.to_builtins(self).items() if name not in left_out}
+        return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()[:16]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write it into a run's folder. Raises MachineError where that cannot be done."""
+    write_whole(folder / MANIFEST, to_json(manifest))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Of a run's folder. Raises UsageError for a folder that is no run."""
+    if not (folder / MANIFEST).is_file():
+        raise UsageError(f"{folder}: no run of `greenfast evolve`; it has no {MANIFEST}")
+    manifest: Manifest = read_json(folder / MANIFEST, Manifest, "manifest of a search")
+    return manifest
+
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])")
+
+
+def read_budget(text: str) -> Budget:
+    """``gpu=12m,evals=256,time=1h``, each part optional. Raises UsageError for anything else."""
+    found: dict[str, float | int] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.strip().partition("=")
+        duration = _DURATION.fullmatch(value)
+        amount: float | int
+        if name == "evals" and re.fullmatch(r"[1-9]\d*", value):
+            key, amount = "evaluations", int(value)
+        elif name in ("gpu", "time") and duration and float(duration[1]) > 0:
+            key, amount = {"gpu": "gpu_seconds", "time": "seconds"}[name], float(duration[1]) * _UNITS[duration[2]]
+        else:
+            raise UsageError(f"--budget {part!r}: allowed are evals=256, gpu=12m and time=1h, with s, m or h")
+        if key in found:
+            raise UsageError(f"--budget: {name} is given twice")
+        found[key] = amount
+    return msgspec.convert(found, Budget)
