@@ -59,6 +59,13 @@ class Peaks:
     memory_bytes: float
 
 
+def matrix_rate(capability: tuple[int, int], fmt: str) -> int:
+    """Operations of matrix instructions per multiprocessor and clock on operands of a format; 0 where not known."""
+    matrix = _MATRIX.get(f"{capability[0]}.{capability[1]}", {})
+    kind = next((kind for kind, names in _KINDS.items() if fmt in names), "")
+    return matrix.get(kind, max(matrix.values(), default=0))
+
+
 def peaks_of(device: DeviceInfo | None, fmt: str) -> Peaks | None:
     """The peaks of a GPU at its highest clock for a number format; None for a device that is not known here.
 
@@ -66,14 +73,13 @@ def peaks_of(device: DeviceInfo | None, fmt: str) -> Peaks | None:
     """
     if device is None or device.kind != "gpu" or not (device.sm_count > 0 and device.sm_clock_mhz > 0):
         return None
-    matrix = _MATRIX.get(device.compute_capability)
-    if matrix is None:
+    rate = matrix_rate(device.capability, fmt)
+    if not rate:
         return None
-    kind = next((kind for kind, names in _KINDS.items() if fmt in names), "")
     per_second = device.sm_count * device.sm_clock_mhz * 1e6
     words = re.findall(r"\w+", device.name)
     return Peaks(
-        matrix_flops=matrix.get(kind, max(matrix.values())) * per_second,
+        matrix_flops=rate * per_second,
         exponentials=_SPECIAL * per_second,
         memory_bytes=next((_MEMORY[word] for word in words if word in _MEMORY), 0.0),
     )

@@ -1,0 +1,191 @@
+"""A candidate as what the judge takes: toggles of a family, constants of a solution, and edits of either's sources."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from greenfast.evolve.proposal import Candidate
+from greenfast.evolve.space import Region, Space, Value
+from greenfast.judge.entrant import Entrant, rung_entrant, solution_entrant, source_files
+from greenfast.judge.request import Request
+from greenfast.judge.solution.schema import CONFIG_NAME, FoundSolution, find_solution
+from greenfast.judge.store import to_json, write_whole
+from greenfast.judge.task import Rung
+from greenfast.judge.variant import Variant
+from greenfast.kernels import KERNEL_DIR
+from greenfast.spec.errors import UsageError, unknown
+from greenfast.spec.kernel import Family, Program, program_of
+
+#: Families that a space may name: greenfast's own, which are imported. A user's is his task's.
+_OWN = "greenfast.kernels."
+#: Parameters that are no constants of a Triton solution, but options of each of its launches.
+_TRITON_OPTIONS = ("num_warps", "num_stages")
+
+
+class Sources:
+    """Makes candidates of a space into entrants.
+
+    Raises UsageError for a space whose parameters or regions are not those of what it searches.
+    """
+
+    def __init__(self, space: Space, space_folder: Path, request: Request, work: Path) -> None:
+        """request: the task and the target. work: where solutions and edited sources are written."""
+        self.space, self._request, self._work = space, request, work
+        self._solution: FoundSolution | None = None
+        self._root = KERNEL_DIR
+        #: What candidates that are no rung answer to; None for a solution.
+        self.rung: Rung | None = None
+        if space.solution:
+            if space.family or space.rung:
+                raise UsageError(f"space {space.name}: `solution` excludes `family` and `rung`")
+            self._solution = found = find_solution(space_folder / space.solution)
+            self._root = found.folder
+            options = dict.fromkeys(_TRITON_OPTIONS if found.solution.language == "triton" else ())
+            _known(space, "constant of the solution", {**found.solution.constants, **options})
+            return
+        config = request.task.config
+        if space.family:
+            if not space.family.startswith(_OWN):
+                raise UsageError(f"space {space.name}: family {space.family!r}: only those below {_OWN[:-1]}")
+            self._family = cast(Family, importlib.import_module(space.family))
+            _known(space, f"toggle of {space.family}", vars(self._family).get("TOGGLES", space.parameters))
+        else:
+            if not config.rungs:
+                raise UsageError(f"space {space.name}: task {config.name} has no kernels; name a `solution`")
+            self._family = request.task.family
+            _known(space, f"toggle of task {config.name}", config.toggles)
+        rung = config.rung(space.rung or config.defaults.candidate)
+        self.rung = msgspec.structs.replace(rung, only=space.only or rung.only, after=None, required_speedup=None)
+
+    def texts(self) -> dict[str, Region]:
+        """The regions with the text that stands in each. Raises UsageError where a region is not found."""
+        return {
+            name: msgspec.structs.replace(region, text=self._split(name, region)[1])
+            for name, region in self.space.regions.items()
+        }
+
+    def entrant(self, candidate: Candidate) -> Entrant:
+        """What takes part. Raises UsageError for what is not in the space, and as the entrants' makers do."""
+        complete = self.space.decode(candidate.parameters)
+        edits = self._edited(candidate)
+        if self._solution is not None:
+            return self._of_solution(self._solution, candidate.key, complete, edits)
+        config, toggles = self._request.task.config, {name: int(value) for name, value in complete.items()}
+        if self.space.family:
+            assert self.rung is not None
+            entrant = Entrant(Variant(candidate.key, tuple(toggles.items())), self._family, self.rung)
+        else:
+            entrant = rung_entrant(config, self._family, config.toggle_variant(toggles))
+            if entrant.rung is None and self.rung is not None:
+                entrant = dataclasses.replace(entrant, asked=self.rung)
+        if not edits:
+            return entrant
+        folder = self._work / candidate.key / "kernels"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(KERNEL_DIR, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+        for name, text in edits.items():
+            write_whole(folder / name, text)
+        variant = Variant(f"{entrant.variant.name}+{candidate.key[:6]}", entrant.variant.toggles)
+        return dataclasses.replace(
+            entrant, variant=variant, rung=None, family=cast(Family, _Moved(entrant.family, folder))
+        )
+
+    def _of_solution(
+        self, found: FoundSolution, key: str, complete: Mapping[str, Value], edits: Mapping[str, str]
+    ) -> Entrant:
+        """The solution with other constants, and edits, in a folder of its own."""
+        folder = self._work / key / "solution"
+        shutil.rmtree(folder, ignore_errors=True)
+        for name, data in source_files(found).items():
+            write_whole(folder / name, data)
+        for name, text in edits.items():
+            write_whole(folder / name, text)
+        where = folder / found.where.resolve().relative_to(found.folder.resolve())
+        solution = find_solution(where).solution if edits else found.solution
+        given = {name: _expression(value) for name, value in complete.items()}
+        options = {name: given.pop(name) for name in _TRITON_OPTIONS if name in given}
+        changed = msgspec.structs.replace(
+            solution,
+            name=f"{found.solution.name[:80]}-{key[:6]}",
+            constants={**solution.constants, **given},
+            launches=[msgspec.structs.replace(launch, **options) for launch in solution.launches],
+        )
+        write_whole(folder / CONFIG_NAME, to_json(changed))
+        request = self._request
+        gpu = request.ordinal if isinstance(request.ordinal, int) else None
+        task = request.task
+        return solution_entrant(task.config, find_solution(folder), request.target, task.problem, gpu)
+
+    def _edited(self, candidate: Candidate) -> dict[str, str]:
+        """The whole text of each file that edits change."""
+        files: dict[str, str] = {}
+        names = [edit.region for edit in candidate.edits]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise UsageError(f"region {twice[0]} is edited twice")
+        for edit in candidate.edits:
+            if edit.region not in self.space.regions:
+                raise unknown(f"region of space {self.space.name}", edit.region, self.space.regions)
+            region = self.space.regions[edit.region]
+            before, _, after = self._split(edit.region, region, files.get(region.file))
+            text = edit.text if edit.text.endswith("\n") or not edit.text else f"{edit.text}\n"
+            files[region.file] = before + text + after
+        return files
+
+    def _split(self, name: str, region: Region, text: str | None = None) -> tuple[str, str, str]:
+        """A region's file: what is before the region, in it, and after it."""
+        path = self._root / region.file
+        if not path.resolve().is_relative_to(self._root.resolve()):
+            raise UsageError(f"region {name}: {region.file} is outside of {self._root}")
+        if text is None:
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as e:
+                raise UsageError(f"region {name}: {path} cannot be read ({e})") from None
+        if not region.begin and not region.end:
+            return "", text, ""
+        lines = text.splitlines(keepends=True)
+        first = [n for n, line in enumerate(lines) if region.begin and region.begin in line]
+        if len(first) != 1:
+            raise UsageError(f"region {name}: {len(first)} lines of {region.file} contain {region.begin!r}, not one")
+        last = next((n for n in range(first[0] + 1, len(lines)) if region.end and region.end in lines[n]), None)
+        if last is None:
+            raise UsageError(f"region {name}: no line of {region.file} behind its begin contains {region.end!r}")
+        parts = lines[: first[0] + 1], lines[first[0] + 1 : last], lines[last:]
+        return "".join(parts[0]), "".join(parts[1]), "".join(parts[2])
+
+
+class _Moved:
+    """A family whose kernels include edited headers."""
+
+    def __init__(self, family: Family, folder: Path) -> None:
+        self._family, self._folder = family, folder
+
+    def program(
+        self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
+    ) -> Program:
+        """The program of the family, with the folder in place of greenfast's."""
+        made = program_of(self._family, toggles, fmt, dims, instrumented=instrumented)
+        steps = []
+        for step in made.steps:
+            folders = tuple(self._folder if folder == KERNEL_DIR else folder for folder in step.kernel.include_dirs)
+            steps.append(dataclasses.replace(step, kernel=dataclasses.replace(step.kernel, include_dirs=folders)))
+        return dataclasses.replace(made, steps=tuple(steps))
+
+
+def _known(space: Space, what: str, known: Mapping[str, object]) -> None:
+    for name in space.parameters:
+        if name not in known:
+            raise unknown(f"parameter of space {space.name}: no {what} is called", name, known)
+
+
+def _expression(value: Value) -> int | str:
+    if isinstance(value, float):
+        raise UsageError(f"{value!r}: constants of a solution are whole numbers or expressions")
+    return value

@@ -1,0 +1,288 @@
+"""The judge's gates as a search asks them, one candidate at a time: BUILD and RESOURCES, then CORRECTNESS.
+
+Nothing is judged here in another way than ``greenfast validate`` does: the same gates run on the same kinds of cases.
+What a search asks is less, so what passes here is only let through, and has the whole exam before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from greenfast.device.identity import code_hash
+from greenfast.device.worker import Worker
+from greenfast.emulator.session import EmulatorSession
+from greenfast.evolve.estimate import estimate
+from greenfast.evolve.manifest import Manifest
+from greenfast.evolve.proposal import Behaviour, Candidate, Stage
+from greenfast.evolve.sources import Sources
+from greenfast.judge.entrant import Entrant
+from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
+from greenfast.judge.record import GateResult
+from greenfast.judge.reference import reference_entrant
+from greenfast.judge.request import Request, Unwatched, examined, make_request
+from greenfast.judge.run import GateRun
+from greenfast.judge.tasks import LoadedTask, find_task, load
+from greenfast.spec.errors import GreenfastError, MachineError, UsageError
+from greenfast.spec.kernel import Argument, Packed, Struct, TensorMap
+from greenfast.spec.problem import Problem, References
+
+#: Seconds that the emulator may take for a case of a search; later is no fault of the kernel, but it is not searched.
+_CASE_S = 120.0
+_GATE_STAGES: dict[str, Stage] = {"BUILD": "BUILD", "RESOURCES": "RESOURCES", "CORRECTNESS": "CORRECTNESS"}
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage found. estimate: seconds by the counts, None where nothing was counted; no speed."""
+
+    stage: Stage
+    valid: bool
+    hash: str = ""
+    behaviour: Behaviour | None = None
+    estimate: float | None = None
+    feedback: str = ""
+
+
+class SharedWorker(Worker):
+    """A worker that runs use one after another: ``close`` leaves it open, and one that ended is started anew."""
+
+    def __init__(self, make: Callable[[], Worker]) -> None:
+        self._make = make
+        self._worker: Worker | None = None
+
+    def call(self, method: str, *args: Any) -> Any:
+        """What the session's method returns."""
+        self._worker = self._worker or self._make()
+        try:
+            return self._worker.call(method, *args)
+        except GreenfastError:
+            self.end()  # it may have ended, or be at a kernel that hangs
+            raise
+
+    def close(self) -> None:
+        """Leave it open for the next run."""
+
+    def end(self) -> None:
+        """End its process."""
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
+
+
+class _Remembering:
+    """A problem that makes the references of a case once: every candidate of a search is asked the same cases."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._known: dict[tuple[Any, ...], References] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._problem, name)
+
+    def references(self, dims: Mapping[str, int], seed: int, fmt: str, **variant: str) -> References:
+        """As the problem makes them."""
+        key = (*sorted(dims.items()), seed, fmt, *variant.values())
+        if key not in self._known:
+            self._known[key] = self._problem.references(dims, seed, fmt, **variant)
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class _Searched(Request):
+    """A request whose kernels run in a process that is already there."""
+
+    shared: SharedWorker | None = None
+
+    @property
+    def make_worker(self) -> Callable[[], Worker]:
+        """The shared process."""
+        shared = self.shared
+        return (lambda: shared) if shared is not None else super().make_worker
+
+    @property
+    def make_emulator(self) -> Callable[[], Worker] | None:
+        """None: the emulator has run before the GPU does."""
+        return None
+
+
+def request_of(manifest: Manifest, task: LoadedTask, shapes: list[str], device: str, out: Path) -> Request:
+    """The judge's request with a search's settings. Raises UsageError and MachineError as ``make_request`` does."""
+    return make_request(
+        task,
+        shapes=shapes or None,
+        seeds=manifest.seeds,
+        fmt=manifest.format or None,
+        arch=manifest.arch or None,
+        device=device,
+        warmup=None,
+        iters=None,
+        processes=None,
+        timeout_s=manifest.timeout_s,
+        out=out,
+        command=manifest.command,
+    )
+
+
+class Stages:
+    """The gates of one run, with what they need at hand. Use as a context manager: processes end with it."""
+
+    def __init__(self, manifest: Manifest, folder: Path, gpu: int | None = None) -> None:
+        """folder: of the run. gpu: the number of the one that is used; None for the emulator alone."""
+        self.manifest, self.gpu = manifest, gpu
+        task = load(find_task(manifest.task))
+        out = folder / "judged"
+        self._emulated = request_of(manifest, task, manifest.small, "emulator", out)
+        self.raced = request_of(manifest, task, manifest.shapes, "none" if gpu is None else str(gpu), out)
+        self.task, self.target = task, self.raced.target
+        self._remembering = dataclasses.replace(task, problem=cast(Problem, _Remembering(task.problem)))
+        self._emulated = dataclasses.replace(self._emulated, target=self.target)
+        self._emulator = SharedWorker(lambda: Worker(timeout_s=_CASE_S, make_session=EmulatorSession))
+        self._on_gpu = SharedWorker(lambda: Worker(gpu or 0, timeout_s=manifest.timeout_s))
+        work = folder / "candidates"
+        self.sources = Sources(manifest.space, Path(manifest.space_folder), self.raced, work)
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._emulator.end()
+        self._on_gpu.end()
+
+    def baseline(self) -> Entrant:
+        """What has to be beaten."""
+        return reference_entrant(self.raced, self.manifest.baseline or self.task.config.defaults.baseline)
+
+    def described(self) -> str:
+        """The task in words, for proposers."""
+        request, config = self.raced, self.task.config
+        shapes = "; ".join(f"{s.name} ({', '.join(f'{k}={v}' for k, v in s.dims.items())})" for s in request.shapes)
+        where = f"Format {request.format}, target {self.target.name}, timed at {shapes}."
+        return f"{config.name}: {config.description}. {where}"
+
+    def entrant(self, candidate: Candidate | None) -> Entrant:
+        """A candidate's; the baseline's for None."""
+        return self.baseline() if candidate is None else self.sources.entrant(candidate)
+
+    def built(self, candidate: Candidate | None) -> Found:
+        """BUILD and RESOURCES, for the shapes that are raced and those that the emulator runs."""
+        shapes = {shape.name: shape for shape in (*self._emulated.shapes, *self.raced.shapes)}
+        request = dataclasses.replace(self.raced, shapes=list(shapes.values()), ordinal=None, device=None)
+        run = self._passed(request, candidate)
+        if isinstance(run, Found):
+            return run
+        side, fault = run.built(_role(candidate)), _fault(run.gates, ("BUILD", "RESOURCES"))
+        if side is None or fault is not None:
+            return fault or Found(stage="BUILD", valid=False)
+        dims = {shape.name: shape.dims for shape in request.shapes}
+        of_race = [side.programs[shape.name] for shape in self.raced.shapes if shape.name in side.programs]
+        used = [kernel.resources for program in of_race for kernel in program.kernels]
+        behaviour = Behaviour(
+            smem_bytes=max((r.smem_bytes for r in used), default=0),
+            registers=max((r.registers for r in used), default=0),
+        )
+        return Found(stage="RESOURCES", valid=True, hash=identity(side, dims), behaviour=behaviour)
+
+    def emulated(self, candidate: Candidate | None, exam_seed: int) -> Found:
+        """CORRECTNESS on the emulator, on small shapes and shapes that are drawn from the seed; and the counts."""
+        request = _Searched(**_fields(self._emulated), shared=self._emulator)
+        run = self._passed(examined(request, self.sources.rung, chosen=True, seed=exam_seed), candidate)
+        if isinstance(run, Found):
+            return run
+        found = _fault(run.gates, tuple(_GATE_STAGES), undecided_too=self.gpu is None)
+        if found is not None:
+            return found
+        counts, side = run.correctness.counts.get(_role(candidate), {}), run.built(_role(candidate))
+        seconds, pipe = estimate(counts, self.target, request.format)
+        whole = side is not None and len(side.programs) == len(run.request.built_shapes)  # else sums cannot be compared
+        return Found(
+            stage="CORRECTNESS",
+            valid=True,
+            estimate=(seconds or None) if whole else None,
+            behaviour=Behaviour(pipe=pipe),
+        )
+
+    def on_gpu(self, candidate: Candidate | None) -> tuple[Found, BuiltSide | None, dict[tuple[str, int], str]]:
+        """CORRECTNESS on the GPU for all that is timed, the kernels, and the digests of their outputs."""
+        request = _Searched(**_fields(self.raced), shared=self._on_gpu)
+        run = self._passed(request, candidate)
+        if isinstance(run, Found):
+            return run, None, {}
+        found = _fault(run.gates, tuple(_GATE_STAGES))
+        if found is not None:
+            return found, None, {}
+        digests = {(shape, seed): digest for (_, shape, seed), digest in run.correctness.digests.items()}
+        return Found(stage="CORRECTNESS", valid=True), run.built(_role(candidate)), digests
+
+    def _passed(self, request: Request, candidate: Candidate | None) -> GateRun | Found:
+        """One pass through the gates; what a candidate's making or its own code raised is a finding."""
+        try:
+            entrant = self.entrant(candidate)
+        except UsageError as e:
+            if candidate is None:
+                raise
+            return Found(stage="space", valid=False, feedback=str(e))
+        except MachineError:
+            raise
+        except GreenfastError as e:
+            return Found(stage="BUILD", valid=False, feedback=str(e))
+        request = dataclasses.replace(request, task=self._remembering)
+        run = GateRun(request, {_role(candidate): entrant}, Unwatched())
+        try:
+            run.until_correct()
+        except UsageError as e:  # the family refuses the combination, or a shape
+            return Found(stage="space", valid=False, feedback=str(e))
+        except MachineError:
+            raise
+        except GreenfastError as e:
+            return Found(stage="BUILD", valid=False, feedback=str(e))
+        return run
+
+
+def _role(candidate: Candidate | None) -> str:
+    """The baseline need not compute all that is drawn."""
+    return BASELINE if candidate is None else CANDIDATE
+
+
+def identity(side: BuiltSide, dims: Mapping[str, Mapping[str, int]]) -> str:
+    """16 hexadecimal digits over all that is rendered for all shapes: machine code, launches and scratch buffers."""
+    digest = hashlib.sha256()
+    for shape, program in sorted(side.programs.items()):
+        for name, space in sorted(program.program.workspaces.items()):
+            digest.update(msgspec.json.encode((name, space.nbytes, space.zeros, space.data)))
+        launches = program.facts(shape, dims[shape]).items()
+        for step, (name, (kernel, facts)) in zip(program.program.steps, launches, strict=True):
+            # facts number buffers by first use: with input and output swapped they are the same
+            buffers = [buffer for argument in step.launch.args for buffer in _buffers(argument)]
+            digest.update(msgspec.json.encode((name, code_hash(kernel) or kernel.kernel_hash, facts, buffers)))
+    return digest.hexdigest()[:16]
+
+
+def _buffers(argument: Argument | Any) -> list[str]:
+    """The names of the buffers that an argument points to."""
+    if isinstance(argument, str):
+        return [argument]
+    if isinstance(argument, TensorMap):
+        return [argument.buffer]
+    if isinstance(argument, Struct):
+        return [name for field in argument.fields for name in _buffers(field)]
+    return [name for _, name, _ in argument.pointers] if isinstance(argument, Packed) else []
+
+
+def _fault(gates: list[GateResult], asked: tuple[str, ...], *, undecided_too: bool = True) -> Found | None:
+    """The first of these gates that did not pass; where a GPU asks again, what was left open is let through."""
+    for gate in gates:
+        if gate.gate in asked and gate.status in ("FAIL", *(["PENDING"] if undecided_too else [])):
+            why = "; ".join(gate.reasons) or gate.summary
+            said = why if gate.status == "FAIL" else f"could not be decided here: {why}"
+            return Found(stage=_GATE_STAGES[gate.gate], valid=False, feedback=said)
+    return None
+
+
+def _fields(request: Request) -> dict[str, Any]:
+    return {field.name: getattr(request, field.name) for field in dataclasses.fields(Request)}

@@ -1,0 +1,162 @@
+"""Candidates as what the judge takes: toggles, a solution's constants, and edits of named regions."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from greenfast.evolve.manifest import Manifest
+from greenfast.evolve.proposal import Candidate, Edit
+from greenfast.evolve.sources import Sources
+from greenfast.evolve.space import Space
+from greenfast.evolve.stages import identity
+from greenfast.judge.gates.sides import build_side
+from greenfast.judge.request import Request
+from greenfast.judge.solution.schema import find_solution
+from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import program_of
+from tests.cheats.judging import FOLDER
+from tests.fakes import request
+
+SOLUTION = """/* greenfast: {
+  "name": "mine", "problem": "doubling", "constants": {"THREADS": 128, "HALF": "THREADS // 2"}, "launches": [
+    {"kernel": "twice", "grid": ["ceildiv(N, THREADS)"], "block": ["THREADS"], "args": ["x", "y", "int32(N)"]}
+  ]}
+*/
+extern "C" __global__ void twice(const float* x, float* y, int n) {
+  int i = blockIdx.x * THREADS + threadIdx.x;
+  // begin: body
+  if (i < n) y[i] = 2.0f * x[i];
+  // end: body
+}
+"""
+REGIONS = {"body": {"file": "mine.cu", "begin": "// begin: body", "end": "// end: body"}, "all": {"file": "mine.cu"}}
+
+
+def space_of(**fields: Any) -> Space:
+    return msgspec.convert({"name": "s", **fields}, Space)
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Request:
+    return request(tmp_path, device=None)
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.cu").write_text(SOLUTION)
+    return tmp_path / "mine"
+
+
+def of_solution(asked: Request, mine: Path, **fields: Any) -> Sources:
+    return Sources(space_of(solution="mine.cu", **fields), mine, asked, mine.parent / "work")
+
+
+def test_constants_of_a_solution(asked: Request, mine: Path) -> None:
+    sources = of_solution(asked, mine, parameters={"THREADS": {"values": [64, 128]}})
+    entrant = sources.entrant(Candidate(parameters={"THREADS": 64}))
+    found = find_solution(Path(entrant.path))
+    assert found.solution.constants == {"THREADS": 64, "HALF": "THREADS // 2"}  # in their order: one uses the other
+    assert entrant.family.kernel({}, "fp32", {"N": 100}).block == (64, 1, 1)
+    assert entrant.family.launch({}, "fp32", {"N": 100}).grid == (2, 1, 1)
+    assert (mine / "mine.cu").read_text() == SOLUTION  # the user's own is as it was
+
+
+def test_an_edit_replaces_its_region_alone(asked: Request, mine: Path) -> None:
+    sources = of_solution(asked, mine, regions=REGIONS)
+    assert sources.texts()["body"].text == "  if (i < n) y[i] = 2.0f * x[i];\n"
+    entrant = sources.entrant(Candidate(parameters={}, edits=(Edit("body", "  if (i < n) y[i] = x[i] + x[i];"),)))
+    source = entrant.family.kernel({}, "fp32", {"N": 100}).source
+    assert "x[i] + x[i];\n  // end: body" in source
+    assert "2.0f" not in source
+    whole = sources.entrant(Candidate(parameters={}, edits=(Edit("all", SOLUTION.replace("2.0f", "3.0f")),)))
+    assert "3.0f" in whole.family.kernel({}, "fp32", {"N": 100}).source
+
+
+@pytest.mark.parametrize(
+    ("candidate", "says"),
+    [
+        (
+            Candidate(parameters={}, edits=(Edit("nobody", ""),)),
+            "unknown region of space s 'nobody'; allowed: all, body",
+        ),
+        (Candidate(parameters={}, edits=(Edit("body", ""), Edit("body", ""))), "region body is edited twice"),
+        (Candidate(parameters={"THREADS": 1}), "unknown parameter"),
+        (Candidate(parameters={}, edits=(Edit("all", "no kernel"),)), "its first comment does not begin with"),
+    ],
+)
+def test_a_candidate_outside_of_the_space(asked: Request, mine: Path, candidate: Candidate, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        of_solution(asked, mine, regions=REGIONS).entrant(candidate)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (
+            {"parameters": {"SPEED": {"values": [1]}}},
+            "no constant of the solution is called 'SPEED'; allowed: HALF, THREADS",
+        ),
+        ({"regions": {"r": {"file": "../x.cu"}}}, "is outside of"),
+        ({"regions": {"r": {"file": "none.cu"}}}, "cannot be read"),
+        (
+            {"regions": {"r": {"file": "mine.cu", "begin": "nowhere", "end": "}"}}},
+            "0 lines of mine.cu contain 'nowhere'",
+        ),
+        ({"regions": {"r": {"file": "mine.cu", "begin": "// end", "end": "// begin"}}}, "behind its begin"),
+        ({"family": "os.path"}, "excludes"),
+    ],
+)
+def test_a_space_that_does_not_fit_its_solution(asked: Request, mine: Path, fields: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        of_solution(asked, mine, **fields).texts()
+
+
+def test_a_space_that_does_not_fit_its_task(asked: Request, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no toggle of task fp8_sdpa is called 'USE_MAGIC'"):
+        Sources(space_of(parameters={"USE_MAGIC": {"values": [1]}}), tmp_path, asked, tmp_path)
+    with pytest.raises(UsageError, match=r"only those below greenfast\.kernels"):
+        Sources(space_of(family="os.path"), tmp_path, asked, tmp_path)
+
+
+def test_an_edit_of_greenfasts_own_kernels(asked: Request, tmp_path: Path) -> None:
+    """A rung with an edited header, in a copy of the headers."""
+    region = {"file": "ladder/registers.cuh", "begin": "#pragma once", "end": "namespace greenfast {"}
+    sources = Sources(space_of(regions={"top": region}), tmp_path, asked, tmp_path / "work")
+    text = sources.texts()["top"].text
+    plain = sources.entrant(Candidate(parameters={}))
+    edited = sources.entrant(Candidate(parameters={}, edits=(Edit("top", f"{text}#define EDITED 1\n"),)))
+    (step,) = program_of(edited.family, edited.variant.values, "e4m3", asked.shapes[0].dims).steps
+    (folder,) = step.kernel.include_dirs
+    assert "#define EDITED 1" in (folder / "ladder" / "registers.cuh").read_text()
+    assert plain.rung is not None
+    assert edited.rung is None  # what a rung promises is no promise of an edit
+
+
+def test_scratch_buffers_and_swapped_arguments_are_other_kernels(asked: Request) -> None:
+    """Equal machine code and launch facts; what differs is which buffer is which."""
+    found = []
+    for kind, name in (("honest", "doubles"), ("memory", "swapped_arguments")):
+        path = FOLDER / kind / f"{name}.cu"
+        if not path.is_file():
+            path = next(FOLDER.glob(f"*/{name}.cu"))
+        task = shutil.copy(path, asked.out / path.name)
+        sources = Sources(
+            space_of(solution=path.name, regions={"all": {"file": path.name}}), Path(task).parent, asked, asked.out
+        )
+        entrant = sources.entrant(Candidate(parameters={}))
+        shape = msgspec.structs.replace(asked.shapes[0], dims={"N": 1024})
+        side = build_side("candidate", entrant.family, entrant.variant, "fp32", [shape], asked.target)
+        found.append(identity(side, {shape.name: shape.dims}))
+    assert found[0] != found[1]
+
+
+def test_a_manifest_tells_settings_apart_and_not_budgets() -> None:
+    plain = Manifest(created="", task="t", space=space_of(regions={"r": {"file": "f"}}), space_folder="", proposer="p")
+    assert plain.digest == msgspec.structs.replace(plain, created="now", command="x").digest
+    assert plain.digest != msgspec.structs.replace(plain, seed=1).digest
