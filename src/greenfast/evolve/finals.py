@@ -1,0 +1,121 @@
+"""The whole validation of the finalists, in fresh processes, on shapes and seeds that the search never saw."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from greenfast.evolve.proposal import Candidate
+from greenfast.evolve.stages import Stages
+from greenfast.judge.artifacts import RECORD, REPORT
+from greenfast.judge.digest import digest_of
+from greenfast.judge.record import Record
+from greenfast.judge.request import Observer, Request, examined
+from greenfast.judge.store import to_json, write_whole
+from greenfast.judge.task import Shape
+from greenfast.judge.validate import validate
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What the validation said of a finalist.
+
+    record: its folder in the run's, and its digest. speedup, low, high: of the gated shape that gained least, 0 where
+    nothing was timed; the interval's confidence is corrected for the number of finalists.
+    """
+
+    decision: str
+    reasons: list[str]
+    record: str = ""
+    record_digest: str = ""
+    shape: str = ""
+    speedup: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    confidence: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Whole(Request):
+    """The whole exam, of which only the shapes that decide are timed."""
+
+    @property
+    def built_shapes(self) -> list[Shape]:
+        """All that the exam asks."""
+        asked = [*self.shapes, *(self.exam.whole if self.exam else ()), *(self.exam.drawn if self.exam else ())]
+        return list({shape.name: shape for shape in asked}.values())
+
+
+def confidence_of(confidence: float, finalists: int) -> float:
+    """What each of several verdicts needs so that all of them hold together with ``confidence`` (Bonferroni)."""
+    return 1 - (1 - confidence) / max(1, finalists)
+
+
+def judged(stages: Stages, candidate: Candidate, finalists: int, folder: Path, observer: Observer) -> Verdict:
+    """Validate one of several finalists against the baseline. folder: of the run.
+
+    Raises as ``validate`` does.
+    """
+    manifest, request = stages.manifest, stages.raced
+    entrant = stages.entrant(candidate)
+    timing = msgspec.structs.replace(
+        request.timing,
+        confidence=confidence_of(manifest.confidence, finalists),
+        gate_shapes=[shape.name for shape in request.shapes],
+    )
+    request = dataclasses.replace(request, timing=timing, seeds=list(request.task.config.seeds))
+    timed = request.shapes
+    request = examined(request, entrant.rung or stages.sources.rung, chosen=False)
+    whole = _Whole(**{field.name: getattr(request, field.name) for field in dataclasses.fields(request)})
+    request = dataclasses.replace(whole, shapes=timed)
+    outcome = validate(request, stages.baseline(), entrant, observer, required=manifest.required, profile=False)
+    return _verdict(outcome.record, outcome.folder, folder)
+
+
+def _verdict(record: Record, where: Path, folder: Path) -> Verdict:
+    gated = [row for row in record.speedups if row.gated]
+    least = min(gated, key=lambda row: row.ci_low, default=None)
+    verdict = Verdict(
+        decision=record.decision,
+        reasons=list(record.reasons),
+        record=where.relative_to(folder).as_posix(),
+        record_digest=digest_of(msgspec.to_builtins(record)),
+    )
+    if least is None:
+        return verdict
+    return msgspec.structs.replace(
+        verdict,
+        shape=least.shape,
+        speedup=least.speedup,
+        low=least.ci_low,
+        high=least.ci_high,
+        confidence=least.confidence,
+    )
+
+
+def keep_winner(stages: Stages, candidate: Candidate, verdict: Verdict, folder: Path) -> None:
+    """Fill ``winner/``: what it is, its record and report, its sources, and of toggles the rung to add to the task."""
+    winner, record = folder / "winner", folder / verdict.record
+    shutil.rmtree(winner, ignore_errors=True)
+    write_whole(winner / "winner.json", to_json({"candidate": candidate, "verdict": verdict}))
+    for name in (RECORD, REPORT):
+        if (record / name).is_file():
+            write_whole(winner / name, (record / name).read_bytes())
+    sources = folder / "candidates" / candidate.key
+    for kind in ("solution", "kernels"):
+        if (sources / kind).is_dir():
+            shutil.copytree(sources / kind, winner / kind)
+    space = stages.manifest.space
+    if not space.solution and not space.family:
+        entrant = stages.entrant(candidate)
+        rung = {
+            "name": f"evolved_{candidate.key[:6]}",
+            "title": candidate.rationale.splitlines()[0][:80] if candidate.rationale else "found by greenfast evolve",
+            "toggles": {name: value for name, value in entrant.variant.toggles if value},
+            "after": stages.manifest.baseline or stages.task.config.defaults.baseline,
+            "required_speedup": max(1.0, round(verdict.low - 0.005, 2)),
+            "budget": msgspec.to_builtins(entrant.asked.budget),
+        }
+        write_whole(winner / "rung.json", to_json(rung))
