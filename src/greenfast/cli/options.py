@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
+from greenfast.cli.evolve_options import evolve
 from greenfast.cli.values import count, extent, file_if_named, named_file, numbers, rounds, speedup, tolerance, words
 
 
@@ -368,6 +369,7 @@ VERBS: dict[str, _Options] = {
     "validate": ("judge a candidate against a baseline through the five gates", validate),
     "judge": ("judge a solution of your own against a problem, through the same gates", judge),
     "init": ("make a folder with a problem and a solution to start from", init),
+    "evolve": ("search for a faster kernel under the gates", evolve),
     "bench": ("time one kernel, or compare kernels, the operator, serving or several GPUs with other libraries", bench),
     "build": ("compile variants for targets: resources and machine code, without a GPU", build),
     "warmup": ("fill the kernel cache ahead, so that the first calls in PyTorch compile nothing", warmup),

@@ -78,3 +78,14 @@ def speedup(text: str) -> float:
     if not 1.0 <= value < 1000.0:
         raise argparse.ArgumentTypeError(f"{text!r}: give a ratio from 1 up, such as 1.15 for 15 % faster")
     return value
+
+
+def share(text: str) -> float:
+    """A part of a whole, above 0 and at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a share above 0 and up to 1, such as 0.5")
+    return value

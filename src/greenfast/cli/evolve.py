@@ -1,0 +1,211 @@
+"""``greenfast evolve``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from greenfast.cli.console import show, status
+from greenfast.evolve.lines import read_lines
+from greenfast.evolve.loop import State
+from greenfast.evolve.manifest import Manifest, read_budget
+from greenfast.evolve.proposal import Evaluation, Insight, best_of
+from greenfast.evolve.proposers import make_proposer
+from greenfast.evolve.report import write_report
+from greenfast.evolve.run import INSIGHTS, resumed, search, start
+from greenfast.evolve.space import Space, read_space
+from greenfast.judge.record import GateResult
+from greenfast.judge.store import to_json
+from greenfast.judge.tasks import find_task
+from greenfast.spec.errors import GreenfastError, UsageError
+
+_OF_A_NEW_RUN = ("space", "proposer", "against", "shapes", "seeds", "format", "arch", "insights")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, or go on with a search; prints each batch, then the verdict and the run's folder.
+
+    0: a winner passed the whole validation, or the search ended where there is no GPU. 1: no finalist passed.
+    """
+    folder, manifest = _resumed(args) if args.resume else _started(args)
+    watcher = Watcher(to_stderr=args.json)
+    watcher.line(f"run {folder}")
+    insights = Path(manifest.insights or Path(manifest.task) / INSIGHTS)
+    known = read_lines(insights, Insight, "insights") if manifest.insights or insights.is_file() else ()
+    make = functools.partial(make_proposer, log=watcher.line)
+    try:
+        state = search(folder, manifest, make, args.workers, watcher, known)
+        write_report(folder, manifest, state)
+    except (KeyboardInterrupt, GreenfastError):
+        watcher.clear()
+        again = f"greenfast evolve --resume {folder}"
+        print(f"greenfast: what was found so far is kept; `{again}` goes on", file=sys.stderr)
+        raise
+    watcher.clear()
+    if args.json:
+        print(to_json(summary(folder, state)), end="")
+    else:
+        _show(folder, manifest, state)
+    measured = any(e.fitness_kind == "seconds" for e in state.history)
+    return 1 if measured and state.winner is None else 0
+
+
+def _started(args: argparse.Namespace) -> tuple[Path, Manifest]:
+    if args.task is None:
+        raise UsageError("name a task, or a run with --resume")
+    task = find_task(args.task)
+    space, where = find_space(args.space, task.folder)
+    options = {"islands": str(args.islands)} if args.islands else {}
+    options |= {"model": args.model} if args.model else {}
+    for text in args.option:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--option {text!r}: NAME=VALUE is needed")
+        options[name] = value
+    proposer = args.proposer or "random"
+    make_proposer(proposer, options)  # before a folder is made
+    return start(
+        args.out,
+        Manifest(
+            created="",
+            task=str(task.folder),
+            space=space,
+            space_folder=str(where.resolve()),
+            proposer=proposer,
+            options=options,
+            budget=read_budget(args.budget or ""),
+            baseline=args.against or "",
+            shapes=args.shapes or [],
+            small=args.small or [],
+            seeds=tuple(args.seeds or (0,)),
+            format=args.format or "",
+            arch=args.arch or "",
+            device=args.device,
+            timeout_s=args.timeout,
+            batch=args.batch,
+            screen=args.screen,
+            finalists=args.finalists,
+            required=args.required,
+            seed=args.seed,
+            insights=str(args.insights.resolve()) if args.insights else "",
+            command=args.command,
+        ),
+    )
+
+
+def _resumed(args: argparse.Namespace) -> tuple[Path, Manifest]:
+    given = [name for name in _OF_A_NEW_RUN if getattr(args, name)]
+    if args.task is not None or given:
+        what = "a task" if args.task is not None else f"--{given[0]}"
+        raise UsageError(f"--resume goes on with the settings of its run, which {what} cannot change; --budget can")
+    return args.resume, resumed(args.resume, read_budget(args.budget) if args.budget else None)
+
+
+def find_space(given: str | None, folder: Path) -> tuple[Space, Path]:
+    """A space and its folder: a file, the NAME of the task's ``space_NAME.json``, or by default its ``space.json``.
+
+    Raises UsageError naming the task's.
+    """
+    names = {path.stem.removeprefix("space").lstrip("_"): path for path in sorted(folder.glob("space*.json"))}
+    path = names.get(given or "")
+    if given and path is None and Path(given).is_file():
+        path = Path(given)
+    if path is None:
+        allowed = ", ".join(filter(None, names)) or "none"
+        asked = f"--space {given!r}: no such file" if given else f"{folder} has no space.json: give --space FILE"
+        raise UsageError(f"{asked}; spaces of the task by name: {allowed}")
+    return read_space(path), path.parent
+
+
+class Watcher:
+    """Shows a search: a line of progress, and a line for each batch."""
+
+    def __init__(self, *, to_stderr: bool) -> None:
+        stream = sys.stderr if to_stderr else sys.stdout
+        self._live = stream.isatty()
+        self._console = Console(stderr=to_stderr, width=None if self._live else 200, highlight=False)
+        self._start = time.monotonic()
+
+    def line(self, text: str) -> None:
+        """Print a line."""
+        self.clear()
+        self._console.print(Text(text))
+
+    def clear(self) -> None:
+        """Remove the line of progress."""
+        if self._live:
+            self._console.file.write("\r\x1b[K")
+
+    def say(self, text: str) -> None:
+        """What goes on now; shown on a terminal only."""
+        if self._live:
+            self._console.file.write(f"\r\x1b[K{time.monotonic() - self._start:6.0f} s  {text}")
+            self._console.file.flush()
+
+    def gate(self, result: GateResult) -> None:
+        """A gate of a finalist's validation has ended."""
+        self.line(f"  {result.gate} {result.status}: {result.summary}")
+
+    def progress(self, gate: str, share: float, text: str) -> None:
+        """A gate of a finalist's validation is under way."""
+        self.say(f"{gate} {share:.0%} {text}")
+
+    def batch(self, number: int, evaluations: Sequence[Evaluation], state: State) -> None:
+        """A batch has ended."""
+        ends = Counter(e.stage if e.stage in ("space", "duplicate") or not e.valid else "" for e in evaluations)
+        died = ", ".join(f"{count} {stage}" for stage, count in ends.items() if stage) or "none"
+        self.line(
+            f"batch {number + 1}: {len(evaluations)} proposed, {ends['']} left (died: {died}); "
+            f"{state.evaluations} kernels, {state.gpu_seconds:.0f} s GPU; best {best_in_words(state)}"
+        )
+
+
+def best_in_words(state: State) -> str:
+    """The best so far, as a time, or as an estimate that says so."""
+    best, baseline = best_of(state.history), state.baseline
+    if best is None or best.fitness is None:
+        return "none"
+    if best.fitness_kind == "seconds":
+        return f"{best.fitness * 1e6:.2f} µs, {state.baseline_us / best.fitness / 1e6:.3f}x in a race"
+    ratio = f", {baseline.fitness / best.fitness:.2f}x the baseline's" if baseline and baseline.fitness else ""
+    return f"estimate {best.fitness * 1e6:.2f} µs by counts{ratio}; no speed"
+
+
+def summary(folder: Path, state: State) -> dict[str, Any]:
+    """What a run came to, as data."""
+    best, winner = best_of(state.history), state.winner
+    return {
+        "run": str(folder),
+        "ended": state.ended,
+        "candidates": len(state.history),
+        "evaluations": state.evaluations,
+        "gpu_seconds": round(state.gpu_seconds, 1),
+        "seconds": round(state.seconds, 1),
+        "best": msgspec.to_builtins(best),
+        "winner": {"evaluation": winner[0], "verdict": winner[1]} if winner else None,
+        "verdicts": [verdict for _, verdict in state.verdicts],
+    }
+
+
+def _show(folder: Path, manifest: Manifest, state: State) -> None:
+    for e, verdict in state.verdicts:
+        interval = f" {verdict.speedup:.3f}x [{verdict.low:.3f}, {verdict.high:.3f}] at {verdict.shape}"
+        settings = manifest.space.shown(e.candidate.parameters)
+        show(Text.assemble("\n", status(verdict.decision), interval if verdict.speedup else "", f"  {settings}"))
+        for reason in verdict.reasons:
+            show(Text(f"  - {reason}"))
+    show(f"\nended: {state.ended}")
+    show(f"best: {best_in_words(state)}")
+    if not state.verdicts:
+        show("no claim is made: nothing was validated")
+    show(f"\n{folder}")

@@ -1,0 +1,284 @@
+"""The report of a run as one HTML file, and its results in the T4 format."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from greenfast.evolve import t4
+from greenfast.evolve.loop import State, elites
+from greenfast.evolve.manifest import Manifest
+from greenfast.evolve.proposal import Evaluation, best_of
+from greenfast.judge.report.html.charts import drawing
+from greenfast.judge.report.html.page import Section, bullets, figure, page, paragraph, table
+from greenfast.judge.report.plots import BASELINE, CANDIDATE
+from greenfast.judge.store import write_whole
+
+REPORT, RESULTS = "report.html", "t4.json"
+#: Where candidates end, in the order of the stages, with what it means in the report.
+_ENDS = {
+    "space": "not in the space, or refused by the family",
+    "duplicate": "the same machine code and launches as another",
+    "BUILD": "did not compile, or cannot be launched",
+    "RESOURCES": "beyond the budget of registers, shared memory, spills or state",
+    "CORRECTNESS": "wrong, or a fault on the emulator or the GPU",
+    "screen": "cut by the counts; not measured",
+    "race": "failed in the race",
+    "left": "left at the end",
+}
+_MOST_ROWS = 60
+
+
+def write_report(folder: Path, manifest: Manifest, state: State) -> None:
+    """Write ``report.html`` and ``t4.json`` into a run's folder. Raises MachineError where that cannot be done."""
+    write_whole(folder / REPORT, report(manifest, state))
+    kept = [e for e in state.history if not e.candidate.edits]
+    metadata = {
+        "tool": f"greenfast {manifest.package_version}",
+        "space": manifest.space.name,
+        "shapes": manifest.shapes,
+        "format": manifest.format,
+        "target": manifest.arch,
+        "created": manifest.created,
+        "baseline": manifest.baseline,
+        "baseline_us": state.baseline_us,
+    }
+    t4.write_t4(folder / RESULTS, t4.results_of(kept, metadata))
+
+
+def report(manifest: Manifest, state: State) -> str:
+    """The page."""
+    sections = [
+        Section("Result", _result(manifest, state)),
+        Section("Fitness over time", [figure(_fitness(state), _fitness_caption(state))]),
+        Section("Where candidates ended", _ends(manifest, state)),
+        Section("Archive", _archive(manifest, state)),
+        Section("Lineage", _lineage(manifest, state)),
+        Section("Candidates", _candidates(manifest, state)),
+        Section("How to repeat it", _settings(manifest)),
+    ]
+    winner = state.winner
+    word = winner[1].decision if winner else "DEFER" if state.verdicts else "PENDING"
+    facts = [
+        ("candidates", str(len(state.history))),
+        ("kernels built", str(state.evaluations)),
+        ("GPU", f"{state.gpu_seconds:.0f} s"),
+        ("machine", f"{state.seconds:.0f} s"),
+        ("proposer", manifest.proposer),
+        ("baseline", manifest.baseline),
+        ("shapes", ", ".join(manifest.shapes)),
+        ("target", f"{manifest.arch}, {manifest.format}"),
+    ]
+    title = f"Search of {manifest.space.name}"
+    return page(title, sections, word=word, claims=[_claim(state)], facts=facts)
+
+
+def _claim(state: State) -> str:
+    if state.winner is not None:
+        _, v = state.winner
+        return (
+            f"{v.speedup:.3f}x the baseline's speed at {v.shape}, interval {v.low:.3f} to {v.high:.3f} "
+            f"({100 * v.confidence:.1f} %, corrected for {len(state.verdicts)} finalists), by the whole validation."
+        )
+    if state.verdicts:
+        return f"None of {len(state.verdicts)} finalists passed the whole validation."
+    best = best_of(state.history)
+    if best is None:
+        return "No candidate passed the gates of the search."
+    if best.fitness_kind == "estimate":
+        return "No GPU: candidates are ordered by estimates from counts. They are no speeds, and no claim is made."
+    return "No candidate was validated, so no claim is made."
+
+
+def _result(manifest: Manifest, state: State) -> list[Markup]:
+    parts = [paragraph(f"The search ended: {state.ended or 'it has not'}.")]
+    if state.verdicts:
+        rows = [
+            (
+                str(n + 1),
+                _shown(manifest, e),
+                v.decision,
+                f"{v.speedup:.3f}x [{v.low:.3f}, {v.high:.3f}]" if v.speedup else "",
+                f"{state.baseline_us / e.fitness / 1e6:.3f}x" if e.fitness else "",
+                v.record,
+            )
+            for n, (e, v) in enumerate(state.verdicts)
+        ]
+        parts.append(table(("finalist", "settings", "verdict", "validated", "in its race", "record"), rows))
+        parts.append(paragraph("The best of many looks better in its race than it is; what counts is the validation."))
+        parts.append(bullets([f"{_shown(manifest, e)}: {'; '.join(v.reasons)}" for e, v in state.verdicts]))
+    best = best_of(state.history)
+    if best is not None and state.baseline is not None:
+        mine, theirs = best.behaviour, state.baseline.behaviour
+        compared = [
+            *([("time in races, µs", f"{state.baseline_us:.2f}", _time(best))] if state.baseline_us else []),
+            ("estimate by counts, µs", _estimate(state.baseline), _estimate(best)),
+            ("registers", str(theirs.registers if theirs else ""), str(mine.registers if mine else "")),
+            ("shared memory, bytes", str(theirs.smem_bytes if theirs else ""), str(mine.smem_bytes if mine else "")),
+            ("busiest pipe", theirs.pipe if theirs else "", mine.pipe if mine else ""),
+            ("settings", manifest.baseline, _shown(manifest, best)),
+        ]
+        parts.append(table(("", "baseline", "best of the search"), [row for row in compared if any(row[1:])]))
+    return parts
+
+
+def _time(e: Evaluation) -> str:
+    return f"{e.fitness * 1e6:.2f}" if e.fitness and e.fitness_kind == "seconds" else ""
+
+
+def _estimate(e: Evaluation) -> str:
+    return f"{e.fitness * 1e6:.2f} (no speed)" if e.fitness and e.fitness_kind == "estimate" else ""
+
+
+def _shown(manifest: Manifest, e: Evaluation) -> str:
+    settings = manifest.space.shown(e.candidate.parameters)
+    edits = ", ".join(f"edit of {edit.region}" for edit in e.candidate.edits)
+    return ", ".join(filter(None, (settings, edits))) or e.candidate.key
+
+
+def _kind(state: State) -> str:
+    return "seconds" if any(e.fitness_kind == "seconds" for e in state.history) else "estimate"
+
+
+def _fitness_caption(state: State) -> str:
+    what = "Times of races" if _kind(state) == "seconds" else "Estimates by counts, which are no speeds"
+    return f"{what}, by the order of evaluation; the line is the best so far, the dashed one the baseline."
+
+
+def _fitness(state: State) -> Markup:
+    kind = _kind(state)
+    found = [(n, e.fitness * 1e6) for n, e in enumerate(state.history) if e.fitness_kind == kind and e.fitness]
+
+    def draw(one: Figure) -> None:
+        axes: Axes = one.add_subplot()
+        best, steps = math.inf, []
+        for n, us in found:
+            best = min(best, us)
+            steps.append((n, best))
+        axes.plot([n for n, _ in found], [us for _, us in found], ".", color=BASELINE[0], label="candidates")
+        axes.step([n for n, _ in steps], [us for _, us in steps], where="post", color=CANDIDATE[0], label="best so far")
+        theirs = state.baseline_us
+        if kind == "estimate" and state.baseline and state.baseline.fitness:
+            theirs = state.baseline.fitness * 1e6
+        if theirs:
+            axes.axhline(theirs, color="0.3", linestyle="--", linewidth=1, label="baseline")
+        axes.set_xlabel("candidate", fontsize=10)
+        axes.set_ylabel("µs" if kind == "seconds" else "estimate, µs", fontsize=10)
+        axes.set_xlim(-0.5, len(state.history) - 0.5)
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=10, frameon=False)
+
+    return drawing("fitness of the candidates over time", 3.0, draw)
+
+
+def _ends(manifest: Manifest, state: State) -> list[Markup]:
+    ends = Counter(_end(e) for e in state.history)
+    costs = dict.fromkeys(_ENDS, 0.0)
+    for e in state.history:
+        costs[_end(e)] += e.cost_seconds
+    total = len(state.history) or 1
+    rows = [
+        (name, _ENDS[name], str(ends[name]), f"{100 * ends[name] / total:.0f} %", f"{costs[name]:.1f}")
+        for name in _ENDS
+        if ends[name]
+    ]
+    header = ("ended at", "because", "candidates", "share", "seconds spent on them")
+    wrong = [e for e in state.history if not e.valid and e.stage != "space"]
+    seen = [f"{e.stage}: {_shown(manifest, e)}: {e.feedback[:300]}" for e in wrong[:_MOST_ROWS]]
+    return [table(header, rows, right=header[2:]), *([bullets(seen)] if seen else [])]
+
+
+def _end(e: Evaluation) -> str:
+    return e.stage if not e.valid or e.stage in ("duplicate", "screen") else "left"
+
+
+def _archive(manifest: Manifest, state: State) -> list[Markup]:
+    rows = [
+        (
+            e.behaviour.pipe,
+            f"{e.behaviour.smem_bytes}",
+            f"{e.behaviour.registers}",
+            f"{e.fitness * 1e6:.2f}{'' if e.fitness_kind == 'seconds' else ' (estimate)'}",
+            _shown(manifest, e),
+        )
+        for e in elites(state.history)
+        if e.behaviour is not None and e.fitness is not None
+    ]
+    if not rows:
+        return [paragraph("Empty: no candidate is right and has a fitness.")]
+    header = ("busiest pipe", "shared memory", "registers", "µs", "settings")
+    return [
+        paragraph(
+            "The best of each cell: busiest pipe, shared memory by doublings, registers by 32. Of settings, what "
+            "differs from the defaults is shown."
+        ),
+        table(header, rows, right=header[1:4]),
+    ]
+
+
+def _lineage(manifest: Manifest, state: State) -> list[Markup]:
+    """The ancestors of the best, the best first."""
+    by_key = {e.candidate.key: e for e in state.history}
+    at = state.winner[0] if state.winner else best_of(state.history)
+    lines: list[str] = []
+    seen: set[str] = set()
+    waiting = [at] if at is not None else []
+    while waiting and len(lines) < _MOST_ROWS:
+        e = waiting.pop(0)
+        if e.candidate.key in seen:
+            continue
+        seen.add(e.candidate.key)
+        said = f": {e.candidate.rationale}" if e.candidate.rationale else ""
+        lines.append(f"{_shown(manifest, e)} [{e.candidate.origin or 'proposed'}]{said}")
+        waiting += [by_key[key] for key in e.candidate.parents if key in by_key]
+    if len(lines) < 2:
+        return [paragraph("The best was made from no other candidate.")]
+    return [paragraph("The best, and what it was made from, the nearest first."), bullets(lines)]
+
+
+def _candidates(manifest: Manifest, state: State) -> list[Markup]:
+    ranked = sorted(
+        (e for e in state.history if e.stage != "duplicate"),
+        key=lambda e: (not e.valid, e.fitness_kind != "seconds", e.fitness or math.inf),
+    )
+    rows = [
+        (
+            e.hash[:8] or "-",
+            _shown(manifest, e),
+            e.stage if not e.valid else "left" if e.stage != "screen" else "screen",
+            f"{e.fitness * 1e6:.2f}{'' if e.fitness_kind == 'seconds' else ' est.'}" if e.fitness else "",
+            e.feedback[:160],
+        )
+        for e in ranked[:_MOST_ROWS]
+    ]
+    parts = [table(("hash", "settings", "ended", "µs", "said"), rows, right=("µs",))]
+    if len(ranked) > _MOST_ROWS:
+        parts.append(paragraph(f"{len(ranked) - _MOST_ROWS} more are in index.sqlite."))
+    return parts
+
+
+def _settings(manifest: Manifest) -> list[Markup]:
+    content = msgspec.to_builtins(manifest)
+    rows: Sequence[tuple[str, str]] = [
+        (name, str(content[name]))
+        for name in (
+            *("command", "created", "package_version", "proposer", "options", "budget", "batch", "screen"),
+            *("finalists", "confidence", "seed", "seeds", "small"),
+        )
+    ]
+    git = manifest.git
+    commit = [("commit", f"{git.sha}{' with changes' if git.dirty else ''}")] if git else []
+    space = manifest.space
+    values = [(name, ", ".join(map(str, p.values)), p.help) for name, p in space.parameters.items()]
+    return [
+        table(("setting", "value"), [*rows, *commit]),
+        table(("parameter", "values", ""), values),
+        bullets([f"constraint: {c}" for c in space.constraints] or ["no constraints"]),
+    ]

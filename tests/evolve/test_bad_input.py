@@ -1,0 +1,74 @@
+"""What a user can ask wrongly of `greenfast evolve`: each with a message that says what is allowed, and no folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.command_line import run_here
+from tests.evolve.doubling import SPACE, write_search_task
+
+pytestmark = pytest.mark.usefixtures("machine")
+PARAMETERS: Any = SPACE["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("space", "says"),
+    [
+        ({"name": "s"}, "space s is empty: declare `parameters`, `regions` or both"),
+        ({**SPACE, "constraints": ["KIND > 9"]}, "space doubling: its constraints allow no setting of 28"),
+        ({**SPACE, "constraints": ["SPEED > 9"]}, "SPEED is not known; known are KIND, THREADS"),
+        ({**SPACE, "constraints": ["KIND >"]}, "is not an expression"),
+        ({"name": "s", "parameters": {"KIND": {"values": []}}}, "length >= 1"),
+        ({"name": "s", "parameters": {"KIND": {"values": [1, 1]}}}, "KIND: a value stands twice"),
+        ({"name": "s", "parameters": {"KIND": {"values": [1], "default": 2}}}, "KIND: default 2 is not one of 1"),
+        ({"name": "s", "parameters": {"SPEED": {"values": [1]}}}, "no toggle of task twice is called 'SPEED'; allowed"),
+        ({"name": "s", "parameters": {"KIND": {"values": [1], "helpp": ""}}}, "unknown field `helpp`"),
+        ({**SPACE, "only": {"N": [7]}}, "no shape of task twice has {'N': [7]}"),
+    ],
+)
+def test_spaces(capsys: pytest.CaptureFixture[str], tmp_path: Path, space: dict[str, Any], says: str) -> None:
+    task = write_search_task(tmp_path / "task")
+    (task / "space.json").write_text(json.dumps(space))
+    ran = run_here(capsys, "evolve", task, "--device", "emulator", "--out", tmp_path / "runs")
+    assert ran.code == 2
+    assert says in ran.err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--proposer", "magic"), "unknown proposer 'magic'; allowed: "),
+        (("--option", "file"), "--option 'file': NAME=VALUE is needed"),
+        (("--budget", "gpu=12"), "allowed are evals=256, gpu=12m and time=1h"),
+        (("--budget", "evals=0"), "allowed are evals=256"),
+        (("--budget", "evals=3,evals=4"), "evals is given twice"),
+        (("--space", "none"), "--space 'none': no such file; spaces of the task by name: none"),
+        (("--workers", "cloud:3"), "--workers 'cloud:3': allowed are local:N, and ray:ADDRESS"),
+        (("--against", "nobody"), "unknown reference 'nobody'; allowed: fast, plain"),
+        (("--shapes", "huge"), "unknown shape of task twice 'huge'"),
+        (("--batch", "0"), "batch"),
+        (("--screen", "2"), "give a share above 0 and up to 1"),
+    ],
+)
+def test_options(capsys: pytest.CaptureFixture[str], tmp_path: Path, options: tuple[str, ...], says: str) -> None:
+    task = write_search_task(tmp_path / "task")
+    ran = run_here(capsys, "evolve", task, "--device", "emulator", "--out", tmp_path / "runs", *options)
+    assert ran.code == 2
+    assert says in ran.err
+
+
+def test_resuming(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    task = write_search_task(tmp_path / "task")
+    for arguments, says in (
+        (("--resume", tmp_path), "no run of `greenfast evolve`; it has no manifest.json"),
+        (("--resume", tmp_path, "--proposer", "tpe"), "goes on with the settings of its run, which --proposer cannot"),
+        ((task, "--resume", tmp_path), "which a task cannot change; --budget can"),
+        ((), "name a task, or a run with --resume"),
+    ):
+        ran = run_here(capsys, "evolve", *arguments)
+        assert ran.code == 2
+        assert says in ran.err

@@ -1,0 +1,140 @@
+"""A whole search by the command line: on the emulator, and on a fake GPU where it ends with a verdict."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from greenfast.device.worker import Worker
+from greenfast.evolve.log import EVENTS, read_events
+from greenfast.evolve.proposal import Candidate, Evaluation
+from greenfast.judge.request import examined
+from greenfast.judge.tasks import find_task, load
+from tests.cli.command_line import Ran, run_here
+from tests.evolve.doubling import KINDS, candidate, write_search_task
+from tests.fakes import FakeDevice, FakeWorker, Script, install, request
+
+pytestmark = pytest.mark.usefixtures("machine")
+STREAM = [candidate(kind) for kind in KINDS] + [candidate(0, 64), candidate(0, 256), candidate(0, 128)]
+
+
+def written(path: Path, candidates: list[Candidate]) -> Path:
+    path.write_bytes(b"".join(msgspec.json.encode(c) + b"\n" for c in candidates))
+    return path
+
+
+def folder_of(ran: Ran) -> Path:
+    return Path(ran.out.splitlines()[0].removeprefix("run "))
+
+
+def evaluations(folder: Path) -> list[Evaluation]:
+    data = [e.data for e in read_events(folder) if e.what == "evaluated"]
+    return [msgspec.convert(one, Evaluation) for batch in data for one in batch]
+
+
+def test_a_search_on_the_emulator(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    task = write_search_task(tmp_path / "task")
+    stream = written(tmp_path / "stream.jsonl", STREAM)
+    ran = run_here(
+        capsys, "evolve", task, "--proposer", "scripted", "--option", f"file={stream}", "--device", "emulator",
+        "--batch", "4", "--out", tmp_path / "runs",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "no claim is made" in ran.out
+    assert "no speed" in ran.out
+    folder = folder_of(ran)
+    found = evaluations(folder)
+    assert [e.candidate for e in found] == STREAM
+    ended = [e.stage if not e.valid or e.stage == "duplicate" else "" for e in found]
+    assert ended == [*KINDS.values(), "", "duplicate", "duplicate"]
+    assert "the same machine code and launches as the baseline" in found[-2].feedback
+    assert found[1].fitness == found[0].fitness  # a duplicate is given what the first one got
+    assert {e.fitness_kind for e in found if e.valid} == {"estimate"}
+    assert "kernel_bound" in found[2].feedback
+    assert "never written" in found[4].feedback
+    assert "device variables" in found[5].feedback
+
+    with sqlite3.connect(folder / "index.sqlite") as index:
+        assert dict(index.execute("select stage, count(*) from evaluations group by stage")) == Counter(
+            e.stage for e in found
+        )
+    assert json.loads((folder / "t4.json").read_text())["results"]
+    page = (folder / "report.html").read_text()
+    assert "They are no speeds, and no claim is made" in page
+    assert "<script" not in page
+    assert not (folder / "winner").exists()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
+    """A GPU on which fewer threads are faster, and which knows the cases of exam seed 77."""
+    task = load(find_task(str(write_search_task(tmp_path / "task"))))
+    plain = request(tmp_path, task=task, shapes=("tiny",), seeds=(0, 1, 2), fmt="float", whole=False)
+    asked = examined(plain, None, chosen=False, seed=77)
+    scripts = {"plain": Script(us=20.0), "fast": Script(us=15.0), "KIND=0,THREADS=64": Script(us=12.0)}
+    device = install(monkeypatch, FakeDevice(asked, scripts, default=Script(us=30.0)))
+
+    def start(ordinal: int = 0, **options: Any) -> Worker:
+        if "make_session" in options:
+            return Worker(ordinal, **options)
+        return FakeWorker(device, timeout_s=options["timeout_s"])
+
+    monkeypatch.setattr("greenfast.evolve.stages.Worker", start)
+    monkeypatch.setattr("greenfast.judge.request.new_seed", lambda: 77)
+    return device
+
+
+def test_a_search_on_a_gpu_ends_with_a_verdict(
+    capsys: pytest.CaptureFixture[str], gpu: FakeDevice, tmp_path: Path
+) -> None:
+    stream = written(tmp_path / "stream.jsonl", STREAM)
+    ran = run_here(
+        capsys, "evolve", tmp_path / "task", "--proposer", "scripted", "--option", f"file={stream}", "--batch", "10",
+        "--out", tmp_path / "runs", "--finalists", "2", "--shapes", "tiny",
+    )  # fmt: skip
+    assert ran.code == 0, ran.out + ran.err
+    folder = folder_of(ran)
+    raced = {(e.candidate.parameters["THREADS"]): e for e in evaluations(folder) if e.stage == "race"}
+    assert set(raced) == {64, 128}
+    assert raced[64].fitness == pytest.approx(12e-6, rel=0.02)
+    winner = json.loads((folder / "winner" / "winner.json").read_text())
+    assert winner["candidate"]["parameters"] == {"KIND": 0, "THREADS": 64}
+    verdict = winner["verdict"]
+    assert verdict["decision"] == "MERGE"
+    assert verdict["low"] <= 20 / 12 <= verdict["high"]
+    assert verdict["confidence"] == pytest.approx(0.975)  # of two finalists
+    assert json.loads((folder / "winner" / "rung.json").read_text())["toggles"] == {"THREADS": 64}
+    assert (folder / "winner" / "record.json").is_file()
+    assert len([e for e in read_events(folder) if e.what == "validated"]) == 2
+    assert "MERGE" in ran.out
+    insights = [json.loads(line) for line in (folder / "insights.jsonl").read_text().splitlines()]
+    assert len(insights) == 2
+    assert all(i["record"] for i in insights)
+
+
+def test_a_run_resumes_at_every_stage(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, tmp_path: Path
+) -> None:
+    stream = written(tmp_path / "stream.jsonl", [candidate(0), candidate(2), candidate(0, 64)])
+    ran = run_here(
+        capsys, "evolve", tmp_path / "task", "--proposer", "scripted", "--option", f"file={stream}", "--batch", "2",
+        "--out", tmp_path / "runs", "--finalists", "1", "--shapes", "tiny",
+    )  # fmt: skip
+    assert ran.code == 0, ran.out + ran.err
+    folder = folder_of(ran)
+    monkeypatch.setattr("greenfast.cli.evolve.write_report", lambda *_: None)  # slow to draw
+    lines = (folder / EVENTS).read_bytes().splitlines(keepends=True)
+    kinds = [json.loads(line)["what"] for line in lines]
+    for count in (kinds.index("emulated"), kinds.index("raced"), kinds.index("validated")):
+        (folder / EVENTS).write_bytes(b"".join(lines[:count]) + lines[count][:20])  # and a line that was cut short
+        again = run_here(capsys, "evolve", "--resume", folder)
+        assert again.code == 0, again.err
+        now = (folder / EVENTS).read_bytes().splitlines(keepends=True)
+        assert now[:count] == lines[:count]
+        assert [json.loads(line)["what"] for line in now] == kinds

@@ -1,0 +1,59 @@
+"""Workers give what one process gives, in the same order; one that is lost costs its candidate only."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from greenfast.evolve.manifest import Manifest
+from greenfast.evolve.space import read_space
+from greenfast.evolve.stages import Found, Stages
+from greenfast.evolve.workers import Here, Local, OnRay, job, make_workers
+from tests.evolve.doubling import KINDS, candidate, write_search_task
+
+pytestmark = pytest.mark.slow  # each worker is a process that imports all of the judge
+JOBS = [job("built", candidate(kind)) for kind in KINDS]
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    task = write_search_task(tmp_path / "task")
+    space = read_space(task / "space.json")
+    return Manifest(
+        created="", task=str(task), space=space, space_folder=str(task), proposer="random", shapes=["tiny"],
+        small=["tiny"], arch="sm_89", device="emulator",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def expected(manifest: Manifest, tmp_path: Path) -> list[Found]:
+    with Stages(manifest, tmp_path / "here") as stages:
+        found = list(Here(stages).results(JOBS))
+    assert [f.valid for f in found] == [kind in (0, 1, 2, 4) for kind in KINDS]
+    return found
+
+
+def test_processes(manifest: Manifest, expected: list[Found], tmp_path: Path) -> None:
+    with Stages(manifest, tmp_path) as stages:
+        workers = make_workers("local:2", manifest, tmp_path, stages)
+        assert isinstance(workers, Local)
+        assert list(workers.results(JOBS)) == expected
+        workers._pool.submit(os._exit, 3)  # a process ends, and takes the pool with it
+        time.sleep(0.5)
+        assert list(workers.results(JOBS)) == expected
+        workers.close()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs greenfast[ray]")
+def test_a_cluster_of_this_machine(manifest: Manifest, expected: list[Found], tmp_path: Path) -> None:
+    with Stages(manifest, tmp_path) as stages:
+        workers = make_workers("ray:local", manifest, tmp_path, stages)
+        assert isinstance(workers, OnRay)
+        assert list(workers.results(JOBS)) == expected
+        workers._ray.kill(workers._actors[0], no_restart=False)
+        assert list(workers.results(JOBS)) == expected  # its jobs ran again
+        workers.close()
