@@ -109,13 +109,18 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a record is not current")
     args = parser.parse_args()
     answers: list[Freshness] = []
+    digests: dict[str, str] = {}
     try:
         compared = [ROOT / path for path in COMPARED if (ROOT / path).is_file()]
         for path in [*sorted((ROOT / "evidence").glob(f"*/*/{RECORD}")), *compared]:
             record = read_record(path)
             if not args.check:
+                old = _digest(path)
                 _write(path, record, record := refreshed(record))
+                digests[old] = _digest(path)
             answers.append(_tell(path.parent if path.name == RECORD else path, freshness(record)))
+        for insights in sorted(ROOT.glob("tasks/*/insights.jsonl")):
+            restamp(insights, digests)
     except GreenfastError as e:
         print(f"refresh_hashes: {e}", file=sys.stderr)
         return e.exit_code
@@ -127,7 +132,6 @@ def _write(path: Path, before: AnyRecord, after: AnyRecord) -> None:
     if after == before:
         return
     content = read_json(path, dict[str, Any], "record")
-    old = digest_of(content)
     if isinstance(after, Benchmark) and after.side is None:
         for name, kernel in after.kernels.items():
             content["kernels"][name]["kernel_hash"] = kernel.kernel_hash
@@ -138,13 +142,22 @@ def _write(path: Path, before: AnyRecord, after: AnyRecord) -> None:
             new = {shape: facts for shape, facts in now.launches.items() if shape not in then.launches}
             if new:
                 held["launches"] = held.get("launches", {}) | msgspec.to_builtins(new)
-    new_digest = digest_of(content)
     if DIGEST in content:
-        content[DIGEST] = new_digest
+        content[DIGEST] = digest_of(content)
     write_whole(path, to_json(content))
-    for insights in sorted(ROOT.glob("tasks/*/insights.jsonl")):
-        if old in (text := insights.read_text(encoding="utf-8")):
-            write_whole(insights, text.replace(old, new_digest))
+
+
+def _digest(path: Path) -> str:
+    return digest_of(read_json(path, dict[str, Any], "record"))
+
+
+def restamp(insights: Path, digests: Mapping[str, str]) -> None:
+    """Give insights the new digests of their records. digests: old ones to new ones."""
+    text = before = insights.read_text(encoding="utf-8")
+    for old, new in digests.items():
+        text = text.replace(old, new)
+    if text != before:
+        write_whole(insights, text)
 
 
 def _builds(record: AnyRecord, side: str) -> list[Build]:

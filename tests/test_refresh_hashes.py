@@ -56,3 +56,10 @@ def test_phases_too(tmp_path: Path) -> None:
     assert isinstance(found, PhaseRecord)
     assert found.side == side
     assert found.schema_version == before.schema_version
+
+
+def test_insights_follow_their_records(tmp_path: Path) -> None:
+    file = tmp_path / "insights.jsonl"
+    file.write_text('{"record": "aa"}\n{"record": ""}\n{"record": "bb"}\n')
+    refresh_hashes.restamp(file, {"aa": "cc", "dd": "ee"})
+    assert file.read_text() == '{"record": "cc"}\n{"record": ""}\n{"record": "bb"}\n'
