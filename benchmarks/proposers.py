@@ -9,6 +9,7 @@ files have the estimates of ``tiling_counts``, what a screen by them is worth st
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import statistics
 from pathlib import Path
@@ -23,8 +24,15 @@ from greenfast.evolve.t4 import read_t4
 from greenfast.judge.store import to_json, write_whole
 from greenfast.spec.errors import UsageError
 
-PROPOSERS = ("tpe", "evolutionary")
+#: Column -> proposer and its options.
+PROPOSERS: dict[str, tuple[str, dict[str, str]]] = {
+    "tpe": ("tpe", {}),
+    "evolutionary": ("evolutionary", {}),
+    "four islands": ("evolutionary", {"islands": "4"}),
+}
 SHARE = 0.99
+#: Sizes of a batch that is screened.
+BATCHES = (8, 16)
 
 
 def compared(path: Path, seeds: int) -> dict[str, Any]:
@@ -40,12 +48,12 @@ def compared(path: Path, seeds: int) -> dict[str, Any]:
         "needed": {},
         "of_random": {},
     }
-    for name in PROPOSERS:
-        found = needed(lambda name=name: make_proposer(name), cache, range(seeds), SHARE)  # type: ignore[misc]
+    for name, made in PROPOSERS.items():
+        found = needed(functools.partial(make_proposer, *made), cache, range(seeds), SHARE)
         row["needed"][name] = found
         row["of_random"][name] = round(statistics.median(found) / chance, 3)
     try:
-        row["screen"] = msgspec.to_builtins(recall(results))
+        row["screen"] = {str(batch): msgspec.to_builtins(recall(results, batch=batch)) for batch in BATCHES}
     except UsageError:
         row["screen"] = None
     return row

@@ -412,7 +412,7 @@ def test_a_useless_answer_is_asked_for_again_counted_and_logged() -> None:
     assert "Refused in your answers" not in answers.prompts[0]
     assert "no JSON object" in answers.prompts[1]
     assert "BLOCK=1: allowed values are 64, 128" in answers.prompts[2]
-    assert ["1 candidates" in line for line in log] == [False, False, True]
+    assert ["1 taken" in line for line in log] == [False, False, True]
 
 
 def test_three_useless_answers_end_the_batch() -> None:

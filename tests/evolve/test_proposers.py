@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from greenfast.evolve.proposal import Behaviour, Candidate, Context, Evaluation, Proposer
+from greenfast.evolve.proposal import Behaviour, Candidate, Context, Evaluation, FitnessKind, Proposer, Stage
 from greenfast.evolve.proposers import make_proposer
 from greenfast.evolve.proposers.evolutionary import Archive, EvolutionaryProposer, cell_of
+from greenfast.evolve.proposers.tpe import TpeProposer
 from greenfast.evolve.simulate import Cache, median_by_chance, needed, search
 from greenfast.evolve.space import Parameter, Space
 from greenfast.spec.errors import MachineError, UsageError
@@ -138,33 +139,27 @@ def test_islands_take_turns_and_mix_only_by_migration(cache: Cache) -> None:
     assert {n // 3 % 8 for n in crossed} == {7}
 
 
-def test_tpe_learns_from_what_failed(cache: Cache) -> None:
-    """Only half of the values of ``a`` build, and where they do all times are equal: it proposes those that build."""
-    space = Space(name="s", parameters={n: Parameter(values=tuple(range(8))) for n in ("a", "b", "c")})
-    proposer, built = make_proposer("tpe"), []
-    for seed in range(40):
-        (candidate,) = proposer.propose(Context(space=space, task="", wanted=1, seed=seed))
-        right = int(candidate.parameters["a"]) < 4
-        proposer.observe([
-            Evaluation(candidate=candidate, stage="race" if right else "BUILD", valid=right,
-                       fitness=1.0 if right else None, fitness_kind="seconds" if right else "")
-        ])  # fmt: skip
-        built.append(right)
-    assert sum(built[20:]) >= 16
-
-
-def test_tpe_ranks_what_was_only_estimated_behind_what_was_measured() -> None:
-    space = Space(name="s", parameters={n: Parameter(values=tuple(range(8))) for n in ("a", "b", "c")})
-    proposer, measured = make_proposer("tpe"), []
-    for seed in range(40):
-        (candidate,) = proposer.propose(Context(space=space, task="", wanted=1, seed=seed))
-        raced = int(candidate.parameters["a"]) < 4
-        proposer.observe([
-            Evaluation(candidate=candidate, stage="race" if raced else "screen", valid=True,
-                       fitness=1.0 if raced else 1e-9, fitness_kind="seconds" if raced else "estimate")
-        ])  # fmt: skip
-        measured.append(raced)
-    assert sum(measured[20:]) >= 16
+def test_tpe_tells_optuna_what_failed_and_what_was_only_estimated() -> None:
+    space = Space(name="s", parameters={"a": Parameter(values=(10, 20, 30, 40)), "b": Parameter(values=("x", "y"))})
+    proposer = TpeProposer()
+    ends: list[tuple[Stage, float | None, FitnessKind]] = [
+        ("race", 2e-6, "seconds"), ("screen", 5.0, "estimate"), ("BUILD", None, ""), ("CORRECTNESS", None, ""),
+    ]  # fmt: skip
+    proposer.observe(
+        [
+            Evaluation(candidate=Candidate(parameters={"a": 10 * n, "b": "y"}), stage=stage, valid=fitness is not None,
+                       fitness=fitness, fitness_kind=kind)
+            for n, (stage, fitness, kind) in enumerate(ends, 1)
+        ]
+    )  # fmt: skip
+    proposer.propose(Context(space=space, task="", wanted=1, seed=0))
+    trials = [t for t in proposer._study.trials if t.state.name != "FAIL"]
+    assert [t.params for t in trials] == [{"a": n, "b": 1} for n in range(4)]
+    assert [t.state.name for t in trials] == ["COMPLETE", "PRUNED", "COMPLETE", "COMPLETE"]
+    assert (trials[0].value, trials[1].intermediate_values) == (2e-6, {0: 5.0})
+    told = [t.constraints["valid"] for t in trials]
+    assert told[:2] == [0, 0]
+    assert told[2] > told[3] > 0  # what failed later failed by less
 
 
 def test_scripted_proposes_a_files_candidates_in_order(tmp_path: Path) -> None:

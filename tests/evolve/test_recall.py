@@ -53,10 +53,21 @@ def test_a_perfect_screen_is_enough_and_a_random_one_is_not() -> None:
     rng = random.Random(0)
     times = [rng.random() for _ in range(100)]
     perfect = recall(results([(t, 3 * t) for t in times]))
-    assert (perfect.kept, perfect.in_batches, round(perfect.order, 9), perfect.enough) == (5, 1.0, 1.0, True)
+    assert (perfect.kept, round(perfect.in_batches, 3), round(perfect.order, 9), perfect.enough) == (5, 1.0, 1.0, True)
     noise = recall(results([(t, rng.random()) for t in times]))
-    assert noise.in_batches == pytest.approx(0.5, abs=0.15)
+    assert noise.in_batches < 0.95
     assert not noise.enough
+
+
+@pytest.mark.parametrize("batch", [4, 7, 10])
+def test_the_chance_in_a_batch_is_that_of_draws(batch: int) -> None:
+    rng = random.Random(1)
+    pairs = [(float(n), rng.random()) for n in range(20)]
+    kept = 0
+    for draw in range(20_000):
+        drawn = [pairs[draw % 5], *rng.sample([p for p in pairs if p != pairs[draw % 5]], batch - 1)]
+        kept += pairs[draw % 5] in sorted(drawn, key=lambda p: p[1])[: -(-batch // 2)]
+    assert recall(results(pairs), batch=batch).in_batches == pytest.approx(kept / 20_000, abs=0.015)
 
 
 def test_few_kernels_tell_nothing() -> None:

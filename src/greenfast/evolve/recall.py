@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 
 import msgspec
@@ -13,13 +12,15 @@ from greenfast.spec.errors import UsageError
 
 #: A screen is on by default where it keeps this share of the best on families that it was not tuned on.
 ENOUGH = 0.95
+#: Candidates that a search screens at a time by default.
+BATCH = 8
 
 
 class Recall(msgspec.Struct, frozen=True, kw_only=True):
     """Of one cache. kernels: with a time and an estimate. kept: of the best, with the whole cache screened at once.
 
-    in_batches: the mean chance that one of the best is kept, where it is screened among others drawn at random, as a
-    search does it. order: Spearman's rank correlation of estimates and times.
+    in_batches: the mean chance, exactly, that one of the best is kept where it is screened in a batch with others drawn
+    at random, as a search does it. order: Spearman's rank correlation of estimates and times.
     """
 
     kernels: int
@@ -34,9 +35,7 @@ class Recall(msgspec.Struct, frozen=True, kw_only=True):
         return self.kept / self.best >= ENOUGH and self.in_batches >= ENOUGH
 
 
-def recall(
-    results: t4.Results, *, best: int = 5, share: float = 0.5, batch: int = 16, batches: int = 2000, seed: int = 0
-) -> Recall:
+def recall(results: t4.Results, *, best: int = 5, share: float = 0.5, batch: int = BATCH) -> Recall:
     """What a screen that keeps the share with the least estimates is worth on a cache.
 
     Every right configuration counts that has the measurements ``time`` and ``estimate``. Raises UsageError where there
@@ -47,21 +46,22 @@ def recall(
     least = max(10, 2 * best)
     if len(pairs) < least:
         raise UsageError(f"{len(pairs)} configurations have a time and an estimate; at least {least} are needed")
-    rng = random.Random(seed)
     size = min(batch, len(pairs))
-    fastest = sorted(pairs)[:best]
-    survived = 0
-    for n in range(batches):
-        one = fastest[n % best]
-        others = rng.sample([pair for pair in pairs if pair is not one], size - 1)
-        survived += one in _kept([one, *others], share)
+    places = [_by_estimate(pairs).index(pair) for pair in sorted(pairs)[:best]]
     return Recall(
         kernels=len(pairs),
         best=best,
         kept=kept_of_best(pairs, best, share),
-        in_batches=survived / batches,
+        in_batches=sum(_chance(place, len(pairs), size, share) for place in places) / best,
         order=spearman(pairs),
     )
+
+
+def _chance(place: int, count: int, size: int, share: float) -> float:
+    """That a kernel with ``place`` others of ``count`` before it is kept among ``size`` that are drawn with it."""
+    kept = math.ceil(share * size)
+    ways = sum(math.comb(place, n) * math.comb(count - 1 - place, size - 1 - n) for n in range(kept))
+    return ways / math.comb(count - 1, size - 1)
 
 
 def kept_of_best(pairs: Sequence[tuple[float, float]], best: int, share: float) -> int:
@@ -69,12 +69,12 @@ def kept_of_best(pairs: Sequence[tuple[float, float]], best: int, share: float) 
 
     pairs: time and estimate. Of equal estimates at the border the slower ones are kept: the worst that can happen.
     """
-    kept = _kept(pairs, share)
+    kept = _by_estimate(pairs)[: math.ceil(share * len(pairs))]
     return sum(pair in kept for pair in sorted(pairs)[:best])
 
 
-def _kept(pairs: Sequence[tuple[float, float]], share: float) -> list[tuple[float, float]]:
-    return sorted(pairs, key=lambda pair: (pair[1], -pair[0]))[: math.ceil(share * len(pairs))]
+def _by_estimate(pairs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    return sorted(pairs, key=lambda pair: (pair[1], -pair[0]))
 
 
 def spearman(pairs: Sequence[tuple[float, float]]) -> float:

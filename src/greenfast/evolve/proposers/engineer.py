@@ -57,9 +57,7 @@ class EngineerProposer:
             self._unobserved += answer.tokens
             found, wrong = self._fresh(answer.text, context)
             self.counts.update(answers=1, tokens=answer.tokens, candidates=len(found), faults=len(wrong))
-            self._log(
-                f"prompt {prompt_digest(asked)}: {len(found)} candidates, {answer.tokens} tokens, refused: {wrong}"
-            )
+            self._log(f"prompt {prompt_digest(asked)}: {len(found)} taken, {answer.tokens} tokens, refused: {wrong}")
             if found:
                 origin = f"{self._strategy}, {self._unobserved} tokens"
                 first = msgspec.structs.replace(found[0], origin=origin)
