@@ -15,6 +15,7 @@ from greenfast.kernels.attention import ada, hopper
 from greenfast.kernels.attention.config import FORMATS, read_dims
 from greenfast.kernels.ladder import family as ladder
 from greenfast.operator import warmup
+from greenfast.operator.quantized import PRECISIONS
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
 from tests.emulator.corpus.everything import ENTRIES
@@ -37,7 +38,7 @@ def sources(target: Target) -> Iterator[KernelSource]:
         dims = {"B": 2, "H": 4, "HK": 2, "S": 200, "KV": 70, "D": head_dim, "CAUSAL": causal}
         yield ada.kernel(read_dims(dims, fmt)[0])
     if target.name == HOPPER.name:
-        yield from warmup.kernels_for(target, log_sum_exp=True)
+        yield from warmup.kernels_for(target, log_sum_exp=True, precisions=tuple(PRECISIONS))
         yield from _attention()
         yield from (kernel_of(e) for e in ENTRIES if e.kind == "cuda" and e.target == target.name)
 

@@ -26,7 +26,7 @@ extern "C" __global__ void late(const uint4* from, uint4* to, long long count) {
 """
 
 
-@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("precision", ["fp8", "int8", "int8_fine"])
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("length", [300, 4096])

@@ -12,7 +12,7 @@ import greenfast
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
-PRECISIONS = pytest.mark.parametrize("precision", ["fp8", "int8"])
+PRECISIONS = pytest.mark.parametrize("precision", ["fp8", "int8", "int8_fine"])
 HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 
 

@@ -34,7 +34,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double().cpu() - wanted.double().cpu()).norm() / wanted.double().norm().cpu())
 
 
-@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("precision", ["fp8", "int8", "int8_fine"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("sizes", "options"),
@@ -67,7 +67,7 @@ def test_agrees_with_the_cpu(
 @pytest.mark.parametrize(
     "choices",
     [("fp8", True, "block", False, False), ("int8", True, "block", True, True), ("int8", True, "channel", True, True),
-     ("fp8", True, "head", False, False), ("fp8", False, "head", True, True)],
+     ("int8_fine", True, "block", True, True), ("fp8", True, "head", False, False), ("fp8", False, "head", True, True)],
     ids=str,
 )  # fmt: skip
 def test_codes_equal_the_references(choices: tuple[str, bool, str, bool, bool], head_dim: int, length: int) -> None:

@@ -41,8 +41,9 @@ def quantize_groups(x: Tensor, fmt: str, factor: float = 1.0) -> tuple[Tensor, T
     heads, length, head_dim = x.shape
     blocks = -(-length // ROW_BLOCK)
     whole = torch.nn.functional.pad(x, (0, 0, 0, blocks * ROW_BLOCK - length))
-    grouped = whole.view(heads, blocks, -1, KEY_GROUPS, 2, head_dim).transpose(2, 3)
-    codes, scale = encode(grouped.reshape(heads * blocks * KEY_GROUPS, -1, head_dim), fmt, factor)
+    rows = ROW_BLOCK // KEY_GROUPS
+    grouped = whole.view(heads, blocks, rows // 2, KEY_GROUPS, 2, head_dim).transpose(2, 3)
+    codes, scale = encode(grouped.reshape(heads * blocks * KEY_GROUPS, rows, head_dim), fmt, factor)
     scale = scale.view(heads, blocks, KEY_GROUPS)
     unknown = scale.isnan().any(dim=2)
     codes = codes.view(grouped.shape).transpose(2, 3).reshape(heads, blocks, ROW_BLOCK, head_dim)

@@ -202,7 +202,7 @@ def _weighted(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         zeros = scores.new_zeros(*scores.shape[:-1], v.shape[-1])
         return zeros, scores.new_full(scores.shape[:-1], -math.inf)
     padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % ROW_BLOCK), value=-math.inf)
-    tiles = padded.view(*scores.shape[:-1], -1, ROW_BLOCK)
+    tiles = padded.view(*scores.shape[:-1], padded.shape[-1] // ROW_BLOCK, ROW_BLOCK)
     tops = tiles.amax(dim=-1, keepdim=True)
     so_far = tops.cummax(dim=-2).values
     bases = torch.maximum(tops, so_far - _MOST_FALL)
