@@ -187,7 +187,7 @@ def test_a_sink_leaves_later_keys_their_precision(head_dim: int, fmt: str) -> No
     assert np.linalg.norm(run(dims, case, fmt)["out"] - wanted) < 0.04 * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("times", [30, 1e5])
+@pytest.mark.parametrize("times", [pytest.param(30, marks=pytest.mark.slow), 1e5])
 def test_scores_of_int8_may_be_steep(times: float) -> None:
     """Up to a factor at which a unit of a score, of which there are thousands, is a power of e^12."""
     dims = {"B": 1, "H": 2, "S": 70, "KV": 300, "D": 64, **BLOCKS}
