@@ -181,12 +181,12 @@ def test_two_thousand_sequences(wide: bool) -> None:
         (int(q), int(k)) for q, k in zip(generator.integers(0, 4, 2000), generator.integers(0, 1500, 2000), strict=True)
     ]
     plan = made(lengths, wide=wide, multiprocessors=8)
-    check(plan, lengths, rows=128 if wide else 64)
+    check(plan, lengths, rows=serving.ServingConfig(head_dim=64, wide=wide).rows)
 
 
 def test_forty_thousand_rows_of_a_sequence() -> None:
     plan = made([(40_000, 40_000)], wide=True, multiprocessors=5)
-    check(plan, [(40_000, 40_000)], rows=128)
+    check(plan, [(40_000, 40_000)], rows=serving.ServingConfig(head_dim=64, wide=True).rows)
 
 
 def test_negative_lengths_are_none() -> None:

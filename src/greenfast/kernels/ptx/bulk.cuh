@@ -18,4 +18,9 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+// The same for bytes of global memory, a multiple of 16 as their address is.
+__device__ __forceinline__ void bulk_prefetch(const void* from, unsigned bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 }  // namespace greenfast::ptx

@@ -44,8 +44,8 @@ struct Barrier {
   enum {
     kBlock,      // __syncthreads()
     kConsumers,  // all consumer warpgroups
-    kRows = 2,   // and the one after it: the warpgroups that share rows
-    kTurn = 4    // and the one after it: the turn of a row part
+    kRows = 2,   // and the two after it: the warpgroups that share rows
+    kTurn = 5    // and the one after it: the turn of a row part
   };
 };
 
@@ -58,6 +58,7 @@ struct Barrier {
 //   int kBlocks            of the grid on a multiprocessor
 //   int kConsumerRegisters, kProducerRegisters  per thread, from the start of the main loop on
 //   int kRawRows           rows of Q that a producer fetches ahead; of a row tile with more, the consumers read them
+//   bool kSharedTotals     whether sums over chunks are in shared memory, or in registers
 //   int kSmemBytes         of Storage: a check of what Python plans
 //   bool kTokenScales      whether each token and head of K and V has a scale, or each head
 //   bool kSoftcap          whether scores s become softcap * tanh(s / softcap)
@@ -75,8 +76,18 @@ struct Traits : Cfg {
   static constexpr int kGroupBytes = Cfg::kHeadDim * 16;              // of V: 16 keys
   static constexpr int kRowThreads = 128 * Cfg::kColumnParts;         // that share rows
   static constexpr int kRawBytes = Cfg::kHeadDim * (Cfg::kCodedQueries ? 1 : 2);  // of a row of Q
+  // The factors of a tile are needed before P V of the tile before it is over.
+  static constexpr int kFactorStages = Cfg::kStages > 1 ? Cfg::kStages : 2;
+  // Whether a warp of the producer fetches the scales of heads, one work ahead, and one the pages of V: one for K and V
+  // would wait for room for V before it fetches the next K. A block with few works only begins later for it.
+  static constexpr bool kScalesAhead = Cfg::kRowParts > 1 && !Cfg::kTokenScales, kValuesApart = Cfg::kRowParts > 1;
+  // Of a thread's sums over chunks, how many are in registers. At head dim 256 shared memory lacks room for all.
+  static constexpr int kHeld = !Cfg::kSharedTotals ? kColumns / 2 : Cfg::kHeadDim == 256 ? 4 : 0;
   // Whether scores are turned into exponents before the mask, or scaled in the exponential.
   static constexpr bool kExponents = Cfg::kTokenScales || Cfg::kSoftcap;
+  // Warpgroups exchange the registers that the block began with: for more a warpgroup would wait forever.
+  static constexpr int kFirstRegisters = 65536 / (Cfg::kBlocks * kThreads) / 8 * 8;
+  static_assert(kConsumers * Cfg::kConsumerRegisters + Cfg::kProducerRegisters <= (kConsumers + 1) * kFirstRegisters);
 };
 
 // What the exponentials of a tile's keys need: scales of K, log2 of scales of V, and one over these.
@@ -93,6 +104,7 @@ __device__ __forceinline__ void load_pair(const float* from, float (&x)[2]) {
 struct Rows {
   Work work;
   int whole_begin, whole_end;      // keys that all rows attend to
+  float unit;                      // the scale of V, with kScalesAhead
   int begin[64], end[64];          // keys of a row
   float factor[64];                // from raw scores to exponents of two
 };
@@ -119,15 +131,19 @@ struct Storage {
   alignas(1024) unsigned char k[T::kStages][T::kPanels][kTile * T::kPanel];
   alignas(1024) unsigned char v[T::kStages][kTile / 16][T::kGroupBytes];
   alignas(16) unsigned char raw_q[T::kRawRows > 0 ? T::kRawRows * T::kRawBytes : 16];
-  KeyFactors factors[T::kTokenScales ? T::kStages : 1];
+  // Sums over chunks, four to an element: each is of one thread, which alone accesses it.
+  alignas(16) float4 totals[T::kSharedTotals ? T::kConsumers * (T::kColumns / 2 - T::kHeld) / 4 : 1]
+                           [T::kSharedTotals ? 128 : 1];
+  KeyFactors factors[T::kTokenScales ? T::kFactorStages : 1];
   Work next;  // the work whose Q is in raw_q; without chunks there is no more
+  float next_scales[2];  // of its K and V, with kScalesAhead
   Rows rows[T::kRowParts];
   Sums sums[T::kConsumers];
   Few<T::kFewRows> few;
   Work pieces[2];  // of row tiles that other blocks have worked on too: the first and the last
   int piece_count;
   ptx::Mbarrier k_full[T::kStages], k_empty[T::kStages], v_full[T::kStages], v_empty[T::kStages];
-  ptx::Mbarrier factors_full[T::kStages], q_full, q_empty;
+  ptx::Mbarrier factors_full[T::kFactorStages], q_full, q_empty;
 };
 
 // K-major operand of V in shared memory: matrices of 8 columns by 16 keys of 128 bytes each, without a swizzle.
@@ -193,8 +209,8 @@ __device__ __forceinline__ void fetch_queries(const AttentionParams& p, Storage<
   }
 }
 
-// The producer's first warp: pages of K and V. A page's lane issues its copies.
-template <class T>
+// By a warp of the producer: Q and pages of K, pages of V, or all of them. A page's lane issues its copies.
+template <class T, bool kKeys, bool kValues>
 __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shared, const ptx::TensorMap& k_map) {
   const int lane = threadIdx.x % 32;
   const int pages = kTile / p.page;
@@ -213,33 +229,40 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
     int tile = work.first_tile();
     int page = tile * pages + lane, next = has(page) ? table.entry(page) : 0;
     // Q is asked for before K and V, of which so much is on its way that Q would come late.
-    shared.q_empty.wait(q_parity ^ 1);
-    q_parity ^= 1;
-    fetch_queries(p, shared, work);
+    if constexpr (kKeys) {
+      shared.q_empty.wait(q_parity ^ 1);
+      q_parity ^= 1;
+      fetch_queries(p, shared, work);
+    }
     for (; tile < stop; ++tile, ring.advance()) {
       const int s = ring.stage, number = table.known(next);
       const bool needed = has(page);
       const unsigned bytes = __popc(__ballot_sync(0xffffffffu, needed)) * page_bytes;
       page += pages;
       next = tile + 1 < stop && has(page) ? table.entry(page) : 0;
-      shared.k_empty[s].wait(ring.parity ^ 1);
-      if (lane == 0) shared.k_full[s].arrive_expect(bytes);
-      __syncwarp();
-      if (needed) {
-        for (int i = 0; i < T::kPanels; ++i) {
-          ptx::tma_load_4d(shared.k[s][i] + lane * p.page * T::kPanel, k_map, shared.k_full[s], i * T::kPanel, 0,
-                           work.head, number);
+      if constexpr (kKeys) {
+        shared.k_empty[s].wait(ring.parity ^ 1);
+        if (lane == 0) shared.k_full[s].arrive_expect(bytes);
+        __syncwarp();
+        if (needed) {
+          for (int i = 0; i < T::kPanels; ++i) {
+            ptx::tma_load_4d(shared.k[s][i] + lane * p.page * T::kPanel, k_map, shared.k_full[s], i * T::kPanel, 0,
+                             work.head, number);
+          }
         }
       }
-      shared.v_empty[s].wait(ring.parity ^ 1);
-      if (lane == 0) shared.v_full[s].arrive_expect(bytes);
-      __syncwarp();
-      if (needed) {
-        const long long at = number * p.v_page + work.head * p.v_head;
-        ptx::bulk_load(shared.v[s][0] + lane * page_bytes, values + at, page_bytes, shared.v_full[s]);
+      if constexpr (kValues) {
+        shared.v_empty[s].wait(ring.parity ^ 1);
+        if (lane == 0) shared.v_full[s].arrive_expect(bytes);
+        __syncwarp();
+        if (needed) {
+          const long long at = number * p.v_page + work.head * p.v_head;
+          ptx::bulk_load(shared.v[s][0] + lane * page_bytes, values + at, page_bytes, shared.v_full[s]);
+        }
       }
     }
   }
+  if constexpr (!kKeys) return;
   shared.q_empty.wait(q_parity ^ 1);
   if (lane == 0) {
     shared.next = Work{};
@@ -247,35 +270,69 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
   }
 }
 
-// The producer's other warps with kTokenScales: the factors of a tile's keys.
+// The producer's second warp with kScalesAhead: the scales of a work's K and V, and its Q into L2 where that is not
+// fetched into shared memory. Consumers would wait for both.
+template <class T>
+__device__ __forceinline__ void fetch_scales(const AttentionParams& p, Storage<T>& shared) {
+  const int lane = threadIdx.x % 32, group = p.batch.group;
+  const Plan plan = plan_of(p);
+  Schedule schedule;
+  schedule.start(plan);
+  unsigned q_parity = 0;
+  for (Work work; schedule.get(plan, p.kv_heads, work); q_parity ^= 1) {
+    const long long sequence = work.tile.sequence;
+    const float k = p.k_scale[sequence * p.k_scale_strides[0] + work.head * p.k_scale_strides[1]];
+    const float v = p.v_scale[sequence * p.v_scale_strides[0] + work.head * p.v_scale_strides[1]];
+    shared.q_empty.wait(q_parity ^ 1);
+    if (lane == 0) {
+      shared.next_scales[0] = k;
+      shared.next_scales[1] = v;
+      shared.q_full.arrive();
+    }
+    const int rows = work.tile.rows(T::kRows, group);
+    for (int r = lane; rows > T::kRawRows && r < rows; r += 32) {
+      const int row = work.tile.first_row + r, token = p.batch.token(row), head = work.head * group + row - token * group;
+      const long long at = (work.tile.q_begin + token) * p.q_token + head * p.q_head;
+      ptx::bulk_prefetch(static_cast<const unsigned char*>(p.q) + at * (T::kRawBytes / T::kHeadDim), T::kRawBytes);
+    }
+  }
+  shared.q_empty.wait(q_parity ^ 1);
+  if (lane == 0) shared.q_full.arrive();
+}
+
+// The producer's second and third warp with kTokenScales: the factors of a tile's keys.
 template <class T>
 __device__ __forceinline__ void fetch_factors(const AttentionParams& p, Storage<T>& shared) {
-  constexpr int kThreads = 96;
+  constexpr int kThreads = 64;
   const int thread = threadIdx.x % 128 - 32;
-  Ring<T::kStages> ring;
+  Ring<T::kFactorStages> ring;
+  unsigned tiles = 0;  // so far
   const Plan plan = plan_of(p);
   Schedule schedule;
   schedule.start(plan);
   for (Work work; schedule.get(plan, p.kv_heads, work);) {
     const BlockTable table(p, work.tile.sequence);
     const int stop = work.stop_tile();
-    for (int tile = work.first_tile(); tile < stop; ++tile, ring.advance()) {
+    for (int tile = work.first_tile(); tile < stop; ++tile, ++tiles, ring.advance()) {
       const int s = ring.stage;
       float scales[2], of_values[2];
       for (int i = 0; i < 2; ++i) {
         const int key = tile * kTile + thread + i * kThreads;
         scales[i] = of_values[i] = 1.0f;
-        if (thread + i * kThreads < kTile && key >= work.tile.key_begin && key < work.tile.key_end) {
+        if (key >= work.tile.key_begin && key < work.tile.key_end) {
           const long long page = table.page(key / p.page);
           const int slot = key % p.page;
           scales[i] = p.k_scale[page * p.k_scale_strides[0] + work.head * p.k_scale_strides[1] + slot];
           of_values[i] = p.v_scale[page * p.v_scale_strides[0] + work.head * p.v_scale_strides[1] + slot];
         }
       }
-      shared.v_empty[s].wait(ring.parity ^ 1);
+      if constexpr (T::kStages > 1) {
+        shared.v_empty[s].wait(ring.parity ^ 1);
+      } else if (tiles >= 2) {
+        shared.v_empty[0].wait(tiles % 2);  // of the tile two before
+      }
       for (int i = 0; i < 2; ++i) {
         const int at = thread + i * kThreads;
-        if (at >= kTile) break;
         KeyFactors& factors = shared.factors[s];
         // A scale of NaN or 0 is to make rows NaN that attend to the key, through the exponent, and no others.
         const bool valid = of_values[i] >= kLeast;
@@ -304,10 +361,12 @@ struct Consumer {
   const ptx::Operand<T::kPanel> q_tile, k_tiles;
   const ValueOperand<T> v_tiles;
   Ring<T::kStages> k_ring, v_ring;
+  Ring<T::kFactorStages> factors_ring;
   unsigned q_parity = 0;
 
   float o[kOut], max[2], sum[2];  // of the present chunk; sum is of this thread's columns
-  float all_o[kOut];              // of the chunks before it
+  float held[T::kHeld > 0 ? T::kHeld : 1];  // of the sums over the chunks before it
+  bool begun;                     // whether there is such a chunk
   int whole_first, whole_stop;    // tiles whose keys all rows attend to
   int clear_first, clear_last;    // tiles of whose values some are to be cleared, or -1
 
@@ -337,7 +396,10 @@ struct Consumer {
     q_parity ^= 1;
     const Work work = shared.next;
     if (work.chunks == 0) return false;
-    if (thread() == 0) rows.work = work;
+    if (thread() == 0) {
+      rows.work = work;
+      if constexpr (T::kScalesAhead) rows.unit = shared.next_scales[1];
+    }
     const RowTile& tile = work.tile;
     const int group = p.batch.group, first = tile.first_row + row_part * 64, stop = tile.q_len * group;
     // Rows behind the last have its keys, and are not written.
@@ -346,7 +408,11 @@ struct Consumer {
     const auto of_head = [&](const float* scales, const int(&strides)[2]) {
       return scales[static_cast<long long>(tile.sequence) * strides[0] + work.head * strides[1]];
     };
-    if constexpr (!T::kTokenScales) scale *= of_head(p.k_scale, p.k_scale_strides);
+    if constexpr (T::kScalesAhead) {
+      scale *= shared.next_scales[0];
+    } else if constexpr (!T::kTokenScales) {
+      scale *= of_head(p.k_scale, p.k_scale_strides);
+    }
     if constexpr (T::kCodedQueries) scale *= of_head(p.q_scale, p.q_scale_strides);
     scale = T::kSoftcap ? scale / p.softcap : scale * kLog2E;
     // Factors of the maximum are to be positive: a negative one is its absolute value and -Q.
@@ -467,6 +533,33 @@ struct Consumer {
     ptx::barrier_sync(Barrier::kConsumers, kThreads);
   }
 
+  // The largest scores of a thread's two rows, if above the chunk's so far. As integers, three at a time and starting
+  // from 0, positive floats compare as they should. Where 0 comes out and the row had nothing above 0 before, all are
+  // negative: of these the largest has the smallest bits. Two chains for each row: one would wait for itself.
+  __device__ __forceinline__ void find_maxima(const float (&s)[kScores], float (&top)[2]) const {
+    int tops[2][2] = {};
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) {
+      int& x = tops[i / 2 % 2][i / 4 % 2];
+      x = __vimax3_s32(x, __float_as_int(s[i]), __float_as_int(s[i + 1]));
+    }
+    const int whole[2] = {::max(tops[0][0], tops[0][1]), ::max(tops[1][0], tops[1][1])};
+    top[0] = __int_as_float(whole[0]);
+    top[1] = __int_as_float(whole[1]);
+    if (__any_sync(0xffffffffu, (whole[0] == 0 && max[0] < 0.0f) || (whole[1] == 0 && max[1] < 0.0f))) {
+      unsigned least[2] = {0xff800000u, 0xff800000u};  // of -inf
+#pragma unroll
+      for (int i = 0; i < kScores; i += 2) {
+        unsigned& x = least[i / 2 % 2];
+        x = __vimin3_u32(x, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (whole[r] == 0) top[r] = __uint_as_float(least[r]);
+      }
+    }
+  }
+
   // Turns raw scores into weights, and the chunk's maxima and sums into those with this tile; gives the factors for
   // what came before. first_key: of the tile.
   template <bool kMasked>
@@ -502,16 +595,9 @@ struct Consumer {
         s[i] = key >= begin[i / 2 % 2] && key < end[i / 2 % 2] ? s[i] : -CUDART_INF_F;
       }
     }
-    // Four chains for each row: one would wait for itself.
-    float tops[2][4];
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      float& x = tops[i / 2 % 2][i / 4 % 4];
-      x = i < 16 && i % 2 == 0 ? s[i] : fmaxf(x, s[i]);
-    }
+    find_maxima(s, top);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      top[r] = fmaxf(fmaxf(tops[r][0], tops[r][1]), fmaxf(tops[r][2], tops[r][3]));
       if constexpr (!T::kExponents) top[r] *= factor[r];
     }
 #pragma unroll
@@ -576,11 +662,34 @@ struct Consumer {
     }
   }
 
+  // Registers 4 i to 4 i + 3 of O, summed over the chunks that have ended.
+  __device__ __forceinline__ float4& shared_total(int i) const {
+    constexpr int kShared = (kOut - T::kHeld) / 4;
+    return shared.totals[threadIdx.x / 128 * kShared + i - T::kHeld / 4][threadIdx.x % 128];
+  }
+  __device__ __forceinline__ float4 total(int i) const {
+    if (4 * i >= T::kHeld) return shared_total(i);
+    return make_float4(held[4 * i], held[4 * i + 1], held[4 * i + 2], held[4 * i + 3]);
+  }
+  __device__ __forceinline__ void set_total(int i, const float4& x) {
+    if (4 * i >= T::kHeld) {
+      shared_total(i) = x;
+    } else {
+      held[4 * i] = x.x;
+      held[4 * i + 1] = x.y;
+      held[4 * i + 2] = x.z;
+      held[4 * i + 3] = x.w;
+    }
+  }
+
   // Adds a chunk, whose O is in `o`, to those before it; or leaves it as a partial result. chunk: of the sequence.
+  // kLast: of the work, whose result is then in `o`.
+  template <bool kLast>
   __device__ __forceinline__ void end_chunk(int chunk) {
     if (rows.work.begin > 0) {
-      leave(chunk - rows.work.tile.first_chunk() - rows.work.begin, o, sums.max, sums.sum);
+      leave(chunk - rows.work.tile.first_chunk() - rows.work.begin, sums.max, sums.sum);
     } else {
+      float before[2], after[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int at = row() + 8 * r;
@@ -590,14 +699,35 @@ struct Consumer {
         __syncwarp();
         sums.all_max[at] = top;
         sums.all_sum[at] = total;
+        before[r] = merge.before;
+        after[r] = merge.after;
+      }
+      if (!T::kSharedTotals || begun) {
 #pragma unroll
-        for (int i = 0; i < kOut; ++i) {
-          if (i / 2 % 2 == r) all_o[i] = merge(all_o[i], o[i]);
+        for (int i = 0; i < kOut / 4; ++i) {
+          const float4 x = total(i);
+          o[4 * i] = Merge::of(x.x, before[0], o[4 * i], after[0]);
+          o[4 * i + 1] = Merge::of(x.y, before[0], o[4 * i + 1], after[0]);
+          o[4 * i + 2] = Merge::of(x.z, before[1], o[4 * i + 2], after[1]);
+          o[4 * i + 3] = Merge::of(x.w, before[1], o[4 * i + 3], after[1]);
+          if constexpr (!kLast) set_total(i, make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]));
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kOut; ++i) o[i] += 0.0f;  // -0 becomes 0, as in the sum with what came before
+        if constexpr (!kLast) {
+#pragma unroll
+          for (int i = 0; i < kOut / 4; ++i) {
+            set_total(i, make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]));
+          }
         }
       }
+      begun = true;
     }
+    if constexpr (!kLast) {
 #pragma unroll
-    for (float& x : o) x = 0.0f;
+      for (float& x : o) x = 0.0f;
+    }
   }
 
   // A partial result: O of slot_rows rows, their maxima, their sums.
@@ -610,8 +740,8 @@ struct Consumer {
     return min(tile.rows(T::kRows, p.batch.group), p.slot_rows);
   }
 
-  __device__ __forceinline__ void leave(int slot, const float (&x)[kOut], const float (&of_max)[64],
-                                        const float (&of_sum)[64]) const {
+  // Leaves what is in `o`.
+  __device__ __forceinline__ void leave(int slot, const float (&of_max)[64], const float (&of_sum)[64]) const {
     float* const to = partial(blockIdx.x * (p.slots + 1) + min(slot, p.slots));  // more only with a wrong plan
     const int stop = partial_rows(rows.work.tile), quad = threadIdx.x % 4;
 #pragma unroll
@@ -621,7 +751,7 @@ struct Consumer {
       float* const out = to + at * T::kHeadDim + column_part * T::kColumns + 2 * quad;
 #pragma unroll
       for (int j = 0; j < T::kColumns / 8; ++j) {
-        *reinterpret_cast<float2*>(out + 8 * j) = make_float2(x[4 * j + 2 * r], x[4 * j + 2 * r + 1]);
+        *reinterpret_cast<float2*>(out + 8 * j) = make_float2(o[4 * j + 2 * r], o[4 * j + 2 * r + 1]);
       }
       if (quad == 0 && column_part == 0) {
         to[p.slot_rows * T::kHeadDim + at] = of_max[row() + 8 * r];
@@ -676,7 +806,7 @@ struct Consumer {
   // Writes the rows of a tile that this block has worked on alone.
   __device__ __forceinline__ void store(const Work& work) {
     const int stop = work.tile.rows(T::kRows, p.batch.group), quad = threadIdx.x % 4;
-    const float unit = unit_of(work);
+    const float unit = T::kScalesAhead ? rows.unit : unit_of(work);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int of_part = row() + 8 * r, at = row_part * 64 + of_part;
@@ -689,7 +819,7 @@ struct Consumer {
         unsigned x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          x[i] = pair(finish(all_o[4 * (j + i) + 2 * r]), finish(all_o[4 * (j + i) + 2 * r + 1]));
+          x[i] = pair(finish(o[4 * (j + i) + 2 * r]), finish(o[4 * (j + i) + 2 * r + 1]));
         }
         transpose_quad(x);
         if (valid) ptx::store_16(out + 8 * (j + quad), x);
@@ -871,13 +1001,17 @@ struct Consumer {
     ptx::wgmma_wait<kFirst ? 0 : 1>();
     ptx::pin(s);
     arrive(shared.k_empty[stage]);
-    if constexpr (T::kTokenScales) shared.factors_full[stage].wait(k_ring.parity);
+    const KeyFactors* const factors = shared.factors + factors_ring.stage;
+    if constexpr (T::kTokenScales) {
+      shared.factors_full[factors_ring.stage].wait(factors_ring.parity);
+      factors_ring.advance();
+    }
     k_ring.advance();
     if constexpr (!kFirst && kNew) {
       keep_sums();
       start_sums();
     }
-    weigh<kMasked>(s, shared.factors + (T::kTokenScales ? stage : 0), tile * kTile, rescale);
+    weigh<kMasked>(s, factors, tile * kTile, rescale);
     if constexpr (!kFirst) {
       ptx::wgmma_wait<0>();
       ptx::pin(o);
@@ -886,7 +1020,7 @@ struct Consumer {
     pack(s, weights);  // not before: P V was reading them
     if constexpr (!kFirst) {
       if constexpr (kNew) {
-        end_chunk((tile - 1) / (kChunk / kTile));
+        end_chunk<false>((tile - 1) / (kChunk / kTile));
       } else if (__any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
 #pragma unroll
         for (int i = 0; i < kOut; ++i) o[i] *= rescale[i / 2 % 2];
@@ -905,7 +1039,8 @@ struct Consumer {
     v_ring.advance();
   }
 
-  // Row parts start their products one after the other. Left alone they fall into step, and all wait for one unit.
+  // Two row parts start their products one after the other. Left alone they fall into step, and both wait for one unit;
+  // three do not.
   __device__ __forceinline__ void take_turn() const {
     if constexpr (T::kRowParts == 2) ptx::barrier_sync(Barrier::kTurn + row_part, 256);
   }
@@ -923,6 +1058,28 @@ struct Consumer {
     clear_last = uniform(end % kTile != 0 ? end / kTile : -1);
   }
 
+  // All tiles of a work, up to the end of P V of the last one.
+  __device__ __forceinline__ void run_tiles(int tile, int stop) {
+    unsigned weights[kSteps][4];
+    is_whole(tile) ? step<false, true, true>(tile, weights) : step<true, true, true>(tile, weights);
+    for (++tile; tile < stop; ++tile) {
+      if (tile % (kChunk / kTile) == 0) {
+        is_whole(tile) ? step<false, false, true>(tile, weights) : step<true, false, true>(tile, weights);
+      } else {
+        is_whole(tile) ? step<false, false, false>(tile, weights) : step<true, false, false>(tile, weights);
+      }
+    }
+    keep_sums();
+    await_values(stop - 1);
+    take_turn();
+    start_output(weights);
+    pass_turn();
+    ptx::wgmma_wait<0>();
+    ptx::pin(o);
+    release_values();
+  }
+  __device__ __forceinline__ bool is_whole(int tile) const { return tile >= whole_first && tile < whole_stop; }
+
   __device__ __forceinline__ void run() {
     if (row_part == T::kRowParts - 1) pass_turn();  // the first begins
     while (begin_work()) {
@@ -933,36 +1090,22 @@ struct Consumer {
         sums.all_sum[row() + 8 * r] = 0.0f;
       }
 #pragma unroll
-      for (int i = 0; i < kOut; ++i) o[i] = all_o[i] = 0.0f;
-      unsigned weights[kSteps][4];
+      for (int i = 0; i < kOut; ++i) o[i] = 0.0f;
+      begun = false;
+#pragma unroll
+      for (float& x : held) x = 0.0f;
       find_ranges();
       int tile = __shfl_sync(0xffffffffu, rows.work.first_tile(), 0);
       const int stop = __shfl_sync(0xffffffffu, rows.work.stop_tile(), 0);
-      const auto is_whole = [&] { return tile >= whole_first && tile < whole_stop; };
       if (tile < stop) {
-        is_whole() ? step<false, true, true>(tile, weights) : step<true, true, true>(tile, weights);
-        for (++tile; tile < stop; ++tile) {
-          if (tile % (kChunk / kTile) == 0) {
-            is_whole() ? step<false, false, true>(tile, weights) : step<true, false, true>(tile, weights);
-          } else {
-            is_whole() ? step<false, false, false>(tile, weights) : step<true, false, false>(tile, weights);
-          }
-        }
-        keep_sums();
-        await_values(stop - 1);
-        take_turn();
-        start_output(weights);
-        pass_turn();
-        ptx::wgmma_wait<0>();
-        ptx::pin(o);
-        release_values();
-        end_chunk((stop - 1) / (kChunk / kTile));
+        run_tiles(tile, stop);
+        end_chunk<true>((stop - 1) / (kChunk / kTile));
       }
       __syncwarp();
       if (rows.work.whole()) {
         store(rows.work);
       } else {
-        if (rows.work.begin == 0) leave(p.slots, all_o, sums.all_max, sums.all_sum);
+        if (rows.work.begin == 0) leave(p.slots, sums.all_max, sums.all_sum);
         end_piece(plan_of(p));
       }
     }
@@ -995,15 +1138,15 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
   if (threadIdx.x == 0) {
     shared.piece_count = 0;
     constexpr int kWarps = 4 * T::kConsumers;
-    shared.q_full.init(1);
+    shared.q_full.init(T::kScalesAhead ? 2 : 1);
     shared.q_empty.init(T::kRowParts);
     for (int s = 0; s < T::kStages; ++s) {
       shared.k_full[s].init(1);
       shared.v_full[s].init(1);
-      shared.factors_full[s].init(3);
       shared.k_empty[s].init(kWarps);
       shared.v_empty[s].init(kWarps);
     }
+    for (int s = 0; s < T::kFactorStages; ++s) shared.factors_full[s].init(2);
     ptx::fence_mbarrier_init();
   }
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(shared.q) / 16); i += T::kThreads) {
@@ -1015,10 +1158,15 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
   ptx::griddepcontrol_wait();  // so far nothing was read that kernels before this one may have written
   if (warpgroup == T::kConsumers) {
     if constexpr (T::kFewRows == 0) ptx::warpgroup_reg_dealloc<T::kProducerRegisters>();
-    if (threadIdx.x / 32 % 4 == 0) {
-      fetch<T>(p, shared, k_map);
+    const int warp = threadIdx.x / 32 % 4;
+    if (warp == 0) {
+      fetch<T, true, !T::kValuesApart>(p, shared, k_map);
+    } else if (warp == 3) {
+      if constexpr (T::kValuesApart) fetch<T, false, true>(p, shared, k_map);
     } else if constexpr (T::kTokenScales) {
       fetch_factors<T>(p, shared);
+    } else if constexpr (T::kScalesAhead) {
+      if (warp == 1) fetch_scales<T>(p, shared);
     }
   } else if constexpr (T::kFewRows > 0) {
     FewRows<T>(p, shared).run();

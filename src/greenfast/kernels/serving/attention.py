@@ -23,7 +23,7 @@ _HEADER = 8  # words of a plan before its arrays
 _SHARE_WORDS, _TILE_WORDS = 12, 8
 _PLAN_THREADS = 1024
 #: Sizes of the kernel's Work, Rows, Sums, and of two pieces of Work and their number.
-_WORK_BYTES, _ROWS_BYTES, _SUMS_BYTES, _PIECES_BYTES = 52, 4 * (13 + 2 + 3 * 64), 4 * 4 * 64, 4 * (2 * 13 + 1)
+_WORK_BYTES, _ROWS_BYTES, _SUMS_BYTES, _PIECES_BYTES = 52, 4 * (13 + 3 + 3 * 64), 4 * 4 * 64, 4 * (2 * 13 + 1)
 #: Shared memory of a multiprocessor of TARGET, and what each block takes of it besides its own.
 _SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
 #: Partial results that the blocks of one launch may leave, in bytes, where row tiles are full.
@@ -35,9 +35,8 @@ class ServingConfig:
     """What is compiled into the kernel.
 
     head_dim: 64, 128 or 256. query: "float16", "bfloat16" or "e4m3". out: "float16" or "bfloat16". wide: row tiles of
-    128 rows, for prefill, instead of 64 (not at head_dim 256). few_rows: row tiles of 8 or 16 rows instead, for
-    decoding; 0 otherwise. token_scales: each token and head of K and V has a
-    scale. softcap: whether there is one.
+    128 or 192 rows, for prefill, instead of 64 (not at head_dim 256). few_rows: row tiles of 8 or 16 rows instead, for
+    decoding; 0 otherwise. token_scales: each token and head of K and V has a scale. softcap: whether there is one.
     """
 
     head_dim: int
@@ -54,13 +53,18 @@ class ServingConfig:
 
     @property
     def row_parts(self) -> int:
-        """Warpgroups that do not share their rows."""
-        return 2 if self.wide and self.head_dim < 256 else 1
+        """Warpgroups that do not share their rows: as many as their registers and sums let reside."""
+        return {64: 3, 128: 2, 256: 1}[self.head_dim] if self.wide else 1
 
     @property
     def column_parts(self) -> int:
         """Warpgroups that share rows."""
         return 2 if self.head_dim == 256 and not self.few_rows else 1
+
+    @property
+    def shared_totals(self) -> bool:
+        """Whether sums over chunks are in shared memory."""
+        return self.wide and self.head_dim == 64
 
     @property
     def rows(self) -> int:
@@ -103,17 +107,19 @@ class ServingConfig:
 
     def _stages(self, raw_rows: int) -> int:
         most = _SHARED_BYTES // self.blocks - _RESERVED_BYTES
-        return next(n for n in range(8, 0, -1) if self._smem_bytes(n, raw_rows) <= most)
+        return next((n for n in range(8, 0, -1) if self._smem_bytes(n, raw_rows) <= most), 0)
 
     def _smem_bytes(self, stages: int, raw_rows: int) -> int:
         queries = -(-self.rows * self.head_dim // 1024) * 1024
         tiles = queries + stages * 2 * TILE * self.head_dim
         raw = max(16, raw_rows * self.head_dim * (1 if self.query == "e4m3" else 2))
-        factors = 12 * TILE * (stages if self.token_scales else 1)
+        factors = 12 * TILE * (max(stages, 2) if self.token_scales else 1)
+        # At head dim 256 a thread holds four of its sums in registers.
+        totals = self.consumers * 256 * (self.head_dim - 8 * (self.head_dim == 256)) if self.shared_totals else 16
         few = self.few_rows * (TILE + 4 * (TILE + 4) + 4 * 8)
-        rest = raw + factors + _WORK_BYTES + _ROWS_BYTES * self.row_parts + _SUMS_BYTES * self.consumers + few
-        rest += _PIECES_BYTES
-        rest = -(-rest // 8) * 8 + 40 * stages + 16
+        rest = raw + totals + factors + _WORK_BYTES + 8 + _ROWS_BYTES * self.row_parts
+        rest = -(-(rest + _SUMS_BYTES * self.consumers) // 16) * 16 + few + _PIECES_BYTES
+        rest = -(-rest // 8) * 8 + 32 * stages + 8 * max(stages, 2) + 16
         return tiles + -(-rest // 1024) * 1024
 
 
@@ -219,8 +225,7 @@ def plan_launch(
 
 def kernel(config: ServingConfig) -> KernelSource:
     """Render the attention kernel."""
-    producer = 40
-    consumer = 216 if config.consumers == 1 else 232
+    consumer, producer = {1: (216, 40), 2: (232, 40), 3: (160, 32)}[config.consumers]
     threads = 128 * (config.consumers + 1)
     source = f"""#include "serving/few_rows.cuh"
 
@@ -234,6 +239,7 @@ struct Cfg {{
   static constexpr int kConsumerRegisters = {consumer};
   static constexpr int kProducerRegisters = {producer};
   static constexpr int kRawRows = {config.raw_rows};
+  static constexpr bool kSharedTotals = {str(config.shared_totals).lower()};
   static constexpr int kSmemBytes = {config.smem_bytes};
   static constexpr bool kTokenScales = {str(config.token_scales).lower()};
   static constexpr bool kSoftcap = {str(config.softcap).lower()};
