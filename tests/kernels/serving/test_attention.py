@@ -69,7 +69,7 @@ def generated(count: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         queries = [1 + i % 7, 40 if i % 4 == 3 else int(generator.integers(0, 5)), int(generator.integers(0, 5))]
         options |= {"lengths": list(zip(queries, keys, strict=True)), "layout": "grouped"}
         options |= {"dtype": (torch.bfloat16, torch.float16)[i // 2 % 2], "group": (1, 2, 3, 4, 7, 8, 16)[i % 7]}
-        run = {"multiprocessors": (1, 2, 3, 5)[i % 4], "wide": i % 3 > 0 and options["head_dim"] < 256}
+        run = {"multiprocessors": (1, 2, 3, 5)[i % 4], "wide": i % 3 > 0}
         rows = max(queries) * options["group"]
         run["few_rows"] = next((n for n in FEW_ROWS if rows <= n), 0)
         found.append((options, run | {"seed": i % 2, "wide": run["wide"] and not run["few_rows"]}))
@@ -92,6 +92,7 @@ def test_generated(number: int) -> None:
         ({"lengths": [(40, 130), (1, 0)], "group": 7, "kv_heads": 1, "window": (20, 0)}, {"multiprocessors": 1}),
         ({"lengths": [(5, 65), (2, 3)], "head_dim": 128, "fp8_queries": True, "page_size": 128}, {"wide": True}),
         ({"lengths": [(2, 140)], "head_dim": 256, "kv_heads": 1, "scales": "sequence", "softcap": 20.0}, {}),
+        ({"lengths": [(35, 700)], "head_dim": 256, "kv_heads": 1, "group": 4}, {"wide": True}),
         ({"lengths": [(1, 257), (0, 64)], "group": 16, "strides": "HND", "dtype": torch.float16}, {"seed": 1}),
         ({"lengths": [(9, 3), (3, 64)], "causal": False, "window": (1, 1), "page_size": 32}, {"multiprocessors": 5}),
         ({"lengths": [(1, 257), (2, 600)], "group": 4, "window": (300, 0), "sinks": True}, {"few_rows": 8}),

@@ -35,8 +35,8 @@ class ServingConfig:
     """What is compiled into the kernel.
 
     head_dim: 64, 128 or 256. query: "float16", "bfloat16" or "e4m3". out: "float16" or "bfloat16". wide: row tiles of
-    128 or 192 rows, for prefill, instead of 64 (not at head_dim 256). few_rows: row tiles of 8 or 16 rows instead, for
-    decoding; 0 otherwise. token_scales: each token and head of K and V has a scale. softcap: whether there is one.
+    128 or 192 rows, for prefill, instead of 64. few_rows: row tiles of 8 or 16 rows instead, for decoding; 0 otherwise.
+    token_scales: each token and head of K and V has a scale. softcap: whether there is one.
     """
 
     head_dim: int
@@ -54,17 +54,17 @@ class ServingConfig:
     @property
     def row_parts(self) -> int:
         """Warpgroups that do not share their rows: as many as their registers and sums let reside."""
-        return {64: 3, 128: 2, 256: 1}[self.head_dim] if self.wide else 1
+        return {64: 3, 128: 2, 256: 2}[self.head_dim] if self.wide else 1
 
     @property
     def column_parts(self) -> int:
         """Warpgroups that share rows."""
-        return 2 if self.head_dim == 256 and not self.few_rows else 1
+        return 2 if self.head_dim == 256 and not self.wide and not self.few_rows else 1
 
     @property
     def shared_totals(self) -> bool:
         """Whether sums over chunks are in shared memory."""
-        return self.wide and self.head_dim == 64
+        return self.wide and self.head_dim != 128
 
     @property
     def rows(self) -> int:
@@ -100,7 +100,7 @@ class ServingConfig:
         return self._smem_bytes(self.stages, self.raw_rows)
 
     def _raw_rows_and_stages(self) -> tuple[int, int]:
-        if self.row_parts > 1:
+        if self.wide and self.head_dim < 256:
             return self.rows, self._stages(self.rows)
         most = self._stages(0)
         return next((rows, most) for rows in (16, 8, 0) if self._stages(rows) == most)
@@ -225,7 +225,8 @@ def plan_launch(
 
 def kernel(config: ServingConfig) -> KernelSource:
     """Render the attention kernel."""
-    consumer, producer = {1: (216, 40), 2: (232, 40), 3: (160, 32)}[config.consumers]
+    two = (240, 24) if config.wide and config.head_dim == 256 else (232, 40)
+    consumer, producer = {1: (216, 40), 2: two, 3: (160, 32)}[config.consumers]
     threads = 128 * (config.consumers + 1)
     source = f"""#include "serving/few_rows.cuh"
 
