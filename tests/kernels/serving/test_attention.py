@@ -166,6 +166,13 @@ def test_bits_do_not_depend_on_pages(surrounded: tuple[Case, tuple[Tensor, Tenso
     assert same(attention(c.but(sinks=other.sinks), multiprocessors=2), wanted)
 
 
+@pytest.mark.slow
+def test_parts_that_are_merged_in_several_turns() -> None:
+    """A block merges 683 elements, 512 and 171, of five results, which the first turn takes in two parts."""
+    c = case([(32, 2600)], group=4, kv_heads=1, scales="head", sinks=True)
+    assert same(attention(c, multiprocessors=3, wide=True), attention(c, multiprocessors=1))
+
+
 def test_a_plan_is_for_many_launches() -> None:
     """The last block of a row tile resets what counts its parts."""
     c = case([(2, 900)], kv_heads=1)

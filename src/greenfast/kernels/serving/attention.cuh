@@ -878,6 +878,7 @@ struct Consumer {
       }
     };
     list_slots(0);
+    int listed = 0;  // the first result whose slot is listed
     const float unit = unit_of(work);
     if (threadIdx.x == 0) {
       while (*static_cast<volatile int*>(done) < work.chunks) __nanosleep(32);
@@ -890,16 +891,18 @@ struct Consumer {
       const int first_row = first / kParts, rows = (first + count - 1) / kParts - first_row + 1;
       for (int begin = 0; begin < results; begin += at_once) {
         const int now = min(results - begin, at_once);
-        if (results > at_once) {
+        if (begin < listed || begin + now > listed + Staged::kResults) {
           sync();
           list_slots(begin);
+          listed = begin;
         }
         sync();
-        fetch_results(staged, first, count, now);
+        const int* const slots = staged.slots + begin - listed;
+        fetch_results(staged, slots, first, count, now);
         const int entries = rows * now;
         for (int i = threadIdx.x; i < entries; i += kThreads) {
           const int row = i / now;
-          const float* const from = partial(staged.slots[i - row * now]) + p.slot_rows * T::kHeadDim + first_row + row;
+          const float* const from = partial(slots[i - row * now]) + p.slot_rows * T::kHeadDim + first_row + row;
           staged.max[i] = __ldcg(from);
           staged.sum[i] = __ldcg(from + p.slot_rows);
         }
@@ -916,12 +919,13 @@ struct Consumer {
     if (threadIdx.x == 0 && atomicAdd(done + 1, 1) == blocks - 1) done[0] = done[1] = 0;  // for the plan's next launch
   }
 
-  // Starts copying elements first .. first + count - 1 of the listed results.
-  __device__ __forceinline__ void fetch_results(Staged& staged, int first, int count, int results) const {
+  // Starts copying elements first .. first + count - 1 of the results in these slots.
+  __device__ __forceinline__ void fetch_results(Staged& staged, const int* slots, int first, int count,
+                                                int results) const {
     const int step_results = kThreads / count, step = kThreads % count;
     int result = threadIdx.x / count, element = threadIdx.x % count;
     while (result < results) {
-      const float* const from = partial(staged.slots[result]) + 4 * (first + element);
+      const float* const from = partial(slots[result]) + 4 * (first + element);
       ptx::cp_async_16(&staged.values[result * count + element], from, 16);
       result += step_results;
       element += step;
