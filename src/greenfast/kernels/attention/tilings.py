@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from greenfast.kernels.attention import hopper
-from greenfast.kernels.attention.config import AttentionConfig, Sizes, read_dims
+from greenfast.kernels.attention.config import ROW_BLOCK, AttentionConfig, Sizes, read_dims
 from greenfast.kernels.attention.tiling import Tiling
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import KernelSource, Launch
@@ -39,8 +39,12 @@ def tiles_of(toggles: Mapping[str, int], config: AttentionConfig) -> Tiling:
         (not tiles.overlap and not tiles.two_levels, "TWO_LEVELS=0 needs OVERLAP=1"),
         (tiles.ping_pong and tiles.consumers == 1, "PING_PONG=1 needs two or more CONSUMERS"),
         (
-            tiles.polynomials > 0 and (config.log_sum_exp or tiles.out_columns == 256),
-            "POLYNOMIALS above 0 exclude OUT_COLUMNS=256 and the log-sum-exp",
+            tiles.polynomials > 0 and (config.exact_sums or tiles.out_columns == 256),
+            "POLYNOMIALS above 0 exclude OUT_COLUMNS=256 and an exact log-sum-exp",
+        ),
+        (
+            tiles.block_n != ROW_BLOCK and (config.value_scales == "block" or config.key_scales == "fine"),
+            f"scales of blocks of V and fine ones of K need BLOCK_N={ROW_BLOCK}",
         ),
     ]
     for is_broken, rule in broken:
