@@ -65,6 +65,10 @@ def test_a_search_on_the_emulator(capsys: pytest.CaptureFixture[str], tmp_path: 
             e.stage for e in found
         )
     assert json.loads((folder / "t4.json").read_text())["results"]
+    before = (folder / EVENTS).read_bytes()
+    again = run_here(capsys, "evolve", "--resume", folder, "--json")  # an ended run only writes what follows from it
+    assert json.loads(again.out)["evaluations"] == len({e.hash for e in found if e.hash and e.stage != "duplicate"}) + 2
+    assert (folder / EVENTS).read_bytes() == before
     page = (folder / "report.html").read_text()
     assert "They are no speeds, and no claim is made" in page
     assert "<script" not in page

@@ -119,7 +119,7 @@ def _result(manifest: Manifest, state: State) -> list[Markup]:
         mine, theirs = best.behaviour, state.baseline.behaviour
         compared = [
             *([("time in races, µs", f"{state.baseline_us:.2f}", _time(best))] if state.baseline_us else []),
-            ("estimate by counts, µs", _estimate(state.baseline), _estimate(best)),
+            *([] if state.baseline_us else [("estimate by counts, µs", _estimate(state.baseline), _estimate(best))]),
             ("registers", str(theirs.registers if theirs else ""), str(mine.registers if mine else "")),
             ("shared memory, bytes", str(theirs.smem_bytes if theirs else ""), str(mine.smem_bytes if mine else "")),
             ("busiest pipe", theirs.pipe if theirs else "", mine.pipe if mine else ""),
@@ -134,7 +134,7 @@ def _time(e: Evaluation) -> str:
 
 
 def _estimate(e: Evaluation) -> str:
-    return f"{e.fitness * 1e6:.2f} (no speed)" if e.fitness and e.fitness_kind == "estimate" else ""
+    return f"{e.fitness * 1e6:.3g} (no speed)" if e.fitness and e.fitness_kind == "estimate" else ""
 
 
 def _shown(manifest: Manifest, e: Evaluation) -> str:
