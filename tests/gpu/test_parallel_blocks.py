@@ -47,7 +47,7 @@ def ring(tensors: list[Tensor], layout: Layout, causal: bool, precision: str, ex
     shards = [[layout.shard(x, 2, rank) for x in tensors] for rank in range(layout.size)]
     codes, means = [], []
     for _, key, value in shards:
-        codes.append(Keys.like(key))
+        codes.append(Keys.like(key, precision))
         means.append(blocks.quantize_keys(key, value, samples, precision, codes[-1]))
     scale, outs, sums = tensors[0].shape[3] ** -0.5, [], []
     for rank, (query, key, _) in enumerate(shards):
@@ -65,7 +65,7 @@ def ring(tensors: list[Tensor], layout: Layout, causal: bool, precision: str, ex
     return layout.whole(outs, 2), layout.whole(sums, 2)
 
 
-@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("precision", ["fp8", "int8", "int8_fine"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "rows", "head_dim", "size", "balanced", "causal"),
     [
@@ -99,7 +99,7 @@ def test_the_turns_of_a_ring(
 def test_all_keys_give_the_bits_of_sdpa(head_dim: int, causal: int) -> None:
     """The sums that a merge needs are those that the output is divided by."""
     q, k, v = inputs(4, 2, 700, head_dim, bias=3.0)
-    keys = Keys.like(k)
+    keys = Keys.like(k, "fp8")
     mean = blocks.quantize_keys(k, v, k[:, :, sample_places(700)].contiguous(), "fp8", keys)
     attend: Any = greenfast.sdpa
     wanted, sums = attend(q, k, v, is_causal=causal == 1, enable_gqa=True, return_lse=True)

@@ -85,13 +85,13 @@ def test_agrees_with_one_process(
         assert np.abs(lse - lse_alone.numpy()).max() < 0.1
 
 
-def test_int8_and_float32(ranks: Ranks) -> None:
-    sizes = given(512)
-    (found, _), *_ = results(
-        ranks("2", "attend", "ring", sizes, {"is_causal": True, "precision": "int8", "scale": 0.2}, True)
-    )
+@pytest.mark.parametrize(("precision", "method"), [("int8", "ring"), ("int8_fine", "ring"), ("int8_fine", "ulysses")])
+def test_int8(ranks: Ranks, precision: str, method: str) -> None:
+    sizes, options = given(512), {"is_causal": True, "precision": precision, "scale": 0.2}
+    (found, _), *_ = results(ranks("2", "attend", method, sizes, options, True))
     tensors = cases.inputs(**sizes)
-    alone = cases.sdpa(*tensors, is_causal=True, precision="int8", scale=0.2)
+    alone = cases.sdpa(*tensors, **options)
+    assert method == "ring" or np.array_equal(found[0], alone.float().numpy())
     assert error(found[0], alone.double()) < 0.03
     assert not np.array_equal(found[0], cases.sdpa(*tensors, is_causal=True, scale=0.2).float().numpy())
 

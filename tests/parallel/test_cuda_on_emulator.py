@@ -67,29 +67,30 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "rows", "first", "count", "causal"),
+    ("head_dim", "rows", "first", "count", "causal", "precision"),
     [
-        (64, 70, 30, 150, 0),
-        pytest.param(64, 40, 0, 300, 1, marks=pytest.mark.slow),
-        pytest.param(256, 20, 4, 140, 0, marks=pytest.mark.slow),
+        (64, 70, 30, 150, 0, "fp8"),
+        pytest.param(64, 40, 0, 300, 1, "int8", marks=pytest.mark.slow),
+        pytest.param(256, 20, 4, 140, 0, "fp8", marks=pytest.mark.slow),
+        pytest.param(64, 40, 10, 200, 0, "int8_fine", marks=pytest.mark.slow),
     ],
 )
 def test_some_queries_over_the_first_of_kept_keys(
-    grids: list[int], head_dim: int, rows: int, first: int, count: int, causal: int
+    grids: list[int], head_dim: int, rows: int, first: int, count: int, causal: int, precision: str
 ) -> None:
     q, k, v = inputs(rows, 300, head_dim)
     samples = k[:, :, sample_places(300)].contiguous()
-    keys, wanted = Keys.like(k), Keys.like(k)
-    mean = cuda.quantize_keys(k, v, samples, "fp8", keys)
-    expected = blocks.quantize_keys(k, v, samples, "fp8", wanted)
+    keys, wanted = Keys.like(k, precision), Keys.like(k, precision)
+    mean = cuda.quantize_keys(k, v, samples, precision, keys)
+    expected = blocks.quantize_keys(k, v, samples, precision, wanted)
     assert torch.allclose(mean, expected, atol=1e-5)
     assert float((keys.key != wanted.key).float().mean()) < 1e-3
     assert torch.equal(keys.value, wanted.value)
     assert torch.allclose(keys.key_scale, wanted.key_scale, rtol=1e-5)
     some, scale = q[:, :, first:], head_dim**-0.5
-    out, lse = blocks.attend(some, keys, count, "fp8", causal, scale, True)
+    out, lse = blocks.attend(some, keys, count, precision, causal, scale, True)
     for exact in (True, False):
-        found, sums = cuda.attend(some, keys, count, "fp8", causal, scale, exact)
+        found, sums = cuda.attend(some, keys, count, precision, causal, scale, exact)
         assert error(found, out) < 0.02, "weights are rounded at other sums"
         assert float((sums - lse).abs().max()) < (1e-3 if exact else 0.05)
 

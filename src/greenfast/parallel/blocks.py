@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.kernels.attention.config import QUERY_BLOCK, ROW_BLOCK, padded_keys
+from greenfast.kernels.attention.config import KEY_GROUPS, QUERY_BLOCK, ROW_BLOCK, padded_keys
 from greenfast.operator import reference
-from greenfast.operator.quantized import QuantizedQKV, config_of, padded_head_dim
+from greenfast.operator.quantized import FINE, QuantizedQKV, config_of, padded_head_dim
 
 _ALIGNMENT = 256  # bytes, of what lies in a buffer that travels
 
@@ -33,7 +33,7 @@ class Keys:
     """Codes and scales of K and V of a rank, in one ``buffer``, uint8, which travels as it is.
 
     key: uint8 (B, HK, KV, D); value: uint8 (B, HK, D, KV rounded up to 16); the scales: float32 (B, HK, blocks of 128
-    keys). D is the kernels' head dim.
+    keys), those of K with precision "int8_fine" (B, HK, blocks, 4). D is the kernels' head dim.
     """
 
     buffer: Tensor
@@ -43,14 +43,14 @@ class Keys:
     value_scale: Tensor
 
     @staticmethod
-    def like(key: Tensor) -> Keys:
+    def like(key: Tensor, precision: str) -> Keys:
         """Memory for the codes of keys (B, HK, KV, D) and as many values."""
         batch, heads, length, head_dim = key.shape
         width, blocks = padded_head_dim(head_dim), -(-length // ROW_BLOCK)
-        shapes = (
-            (batch, heads, length, width), (batch, heads, width, padded_keys(length)), (batch, heads, blocks),
-            (batch, heads, blocks),
-        )  # fmt: skip
+        of_blocks = (batch, heads, blocks)
+        of_keys = (*of_blocks, KEY_GROUPS) if precision == FINE else of_blocks
+        codes = (batch, heads, length, width), (batch, heads, width, padded_keys(length))
+        shapes = (*codes, of_keys, of_blocks)
         dtypes = (torch.uint8, torch.uint8, torch.float32, torch.float32)
         return Keys(*in_one_buffer(shapes, dtypes, key.device))
 
@@ -121,8 +121,8 @@ def codes_of(queries: QuantizedQKV, keys: Keys, count: int) -> QuantizedQKV:
         key=keys.key[:, :, :count].contiguous(),
         value=keys.value[..., : padded_keys(count)].contiguous(),
         query_scale=queries.query_scale,
-        key_scale=keys.key_scale[..., :blocks].contiguous(),
-        value_scale=keys.value_scale[..., :blocks].contiguous(),
+        key_scale=keys.key_scale[:, :, :blocks].contiguous(),
+        value_scale=keys.value_scale[:, :, :blocks].contiguous(),
         key_mean=None,
         precision=queries.precision,
         head_dim=queries.head_dim,

@@ -118,8 +118,8 @@ def attend(
         "q": query,
         "k_codes": keys.key,
         "v_codes": keys.value,
-        "k_scale": keys.key_scale[..., :blocks].contiguous(),
-        "v_scale": keys.value_scale[..., :blocks].contiguous(),
+        "k_scale": keys.key_scale[:, :, :blocks].contiguous(),
+        "v_scale": keys.value_scale[:, :, :blocks].contiguous(),
         "out": out,
         "lse": lse,
     }
