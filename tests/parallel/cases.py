@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from msgspec import to_builtins
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 import greenfast
 from greenfast.bench.parallel import Case, measure
@@ -136,6 +138,22 @@ def benchmark(mesh: DeviceMesh) -> Any:
     case = Case("small", 256 * mesh.size(), True, heads=2, kv_heads=2, head_dim=64)
     (record,) = measure(mesh, [case], 2, tuple(CONTENDERS))
     return to_builtins(record)
+
+
+def routed(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
+    """Outputs and gradients of ``greenfast.sdpa``, of PyTorch's attention routed, and of both in a checkpoint."""
+    cp = greenfast.context_parallel(mesh, "ring", timeout=_TIMEOUT)
+    own = partial(sdpa, is_causal=True)
+    theirs: Any = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    again: Any = partial(checkpoint, use_reentrant=False)
+    found = []
+    for call in (own, theirs, partial(again, own), partial(again, greenfast.use(min_length=0)(theirs))):
+        tensors = [cp.shard(x, 2).requires_grad_() for x in on(mesh, given)]
+        with cp, greenfast.use(min_length=0):
+            out = call(*tensors)
+            out.float().square().sum().backward()
+        found.append([array(x) for x in (out, *(t.grad for t in tensors))])
+    return found
 
 
 def example(mesh: DeviceMesh, code: str) -> Array:

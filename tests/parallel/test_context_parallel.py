@@ -168,6 +168,13 @@ def test_compiled(ranks: Ranks) -> None:
         assert not np.array_equal(alone, eager[0])
 
 
+def test_pytorchs_attention_is_routed_and_checkpointed(ranks: Ranks) -> None:
+    for wanted, *found in results(ranks("2", "routed", given(128))):
+        for mine in found:
+            for one, other in zip(mine, wanted, strict=True):
+                assert np.array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
