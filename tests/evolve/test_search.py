@@ -95,7 +95,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
 
 
 def test_a_search_on_a_gpu_ends_with_a_verdict(
-    capsys: pytest.CaptureFixture[str], gpu: FakeDevice, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, tmp_path: Path
 ) -> None:
     stream = written(tmp_path / "stream.jsonl", STREAM)
     ran = run_here(
@@ -114,6 +114,10 @@ def test_a_search_on_a_gpu_ends_with_a_verdict(
     assert verdict["low"] <= 20 / 12 <= verdict["high"]
     assert verdict["confidence"] == pytest.approx(0.975)  # of two finalists
     assert json.loads((folder / "winner" / "rung.json").read_text())["toggles"] == {"THREADS": 64}
+    (folder / "report.html").unlink()
+    monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 0)
+    assert run_here(capsys, "evolve", "--resume", folder).code == 0  # what a GPU measured can be read without one
+    assert "MERGE" in (folder / "report.html").read_text()
     assert (folder / "winner" / "record.json").is_file()
     assert len([e for e in read_events(folder) if e.what == "validated"]) == 2
     assert "MERGE" in ran.out

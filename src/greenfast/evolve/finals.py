@@ -108,8 +108,8 @@ def keep_winner(stages: Stages, candidate: Candidate, verdict: Verdict, folder: 
         if (sources / kind).is_dir():
             shutil.copytree(sources / kind, winner / kind)
     space = stages.manifest.space
-    if not space.solution and not space.family:
-        entrant = stages.entrant(candidate)
+    entrant = stages.entrant(candidate)
+    if not space.solution and not space.family and entrant.rung is None:
         rung = {
             "name": f"evolved_{candidate.key[:6]}",
             "title": candidate.rationale.splitlines()[0][:80] if candidate.rationale else "found by greenfast evolve",

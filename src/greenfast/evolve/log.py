@@ -70,6 +70,10 @@ class Log:
         """Whether the next event is one that was read."""
         return self._next < len(self.events)
 
+    def next_is(self, what: str, at: tuple[int, ...]) -> bool:
+        """Whether this event was read and comes next: a run of a GPU can be walked through where there is none."""
+        return self.replaying and (self.events[self._next].what, self.events[self._next].at) == (what, at)
+
     def pending(self, what: str, places: Sequence[tuple[int, ...]]) -> int:
         """How many of these events, from the first on, were read and come next."""
         found = 0

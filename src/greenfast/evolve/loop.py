@@ -277,7 +277,7 @@ class Search:
             rng = random.Random(f"{self.manifest.seed} screen {number}")
             kept = sorted([*order[:count], *rng.sample(rest, math.ceil(CONTROL * len(rest)))])
         cut = set(right) - set(kept)
-        if self._stages.gpu is None or not kept:
+        if not kept or (self._stages.gpu is None and not log.next_is("raced", (number,))):
             return {}, cut
         seed = random.Random(f"{self.manifest.seed} race {number}").getrandbits(53)
         run: Callable[[], Race] = lambda: race(  # noqa: E731
@@ -320,7 +320,7 @@ class Search:
     def _finals(self, log: Log) -> None:
         """The whole validation of the best, as far as the GPU's budget goes."""
         state, manifest = self.state, self.manifest
-        if self._stages.gpu is None:
+        if self._stages.gpu is None and not log.next_is("validated", (0,)):
             return
         timed = sorted((e for e in state.history if _faster(e, state)), key=lambda e: e.fitness or math.inf)
         finalists = timed[: manifest.finalists]
