@@ -127,8 +127,9 @@ def test_the_public_ci_calls_the_same_make_targets() -> None:
     steps = re.findall(r"run: (.*)", (ROOT / ".github" / "workflows" / "ci.yml").read_text())
     local = re.findall(r"^make .*", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert [step.split()[0] for step in steps] == ["make"] * len(steps)
-    assert {target for step in steps for target in step.split()[1:]} <= TARGETS
-    assert set(steps) <= set(local)
+    public = {target for step in steps for target in step.split()[1:]}
+    assert public <= TARGETS
+    assert public <= {word for line in local for word in line.split()}
 
 
 @pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "reference.md"], ids=lambda p: p.name)

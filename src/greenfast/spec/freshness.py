@@ -9,6 +9,7 @@ from typing import Literal
 CURRENT: Literal["current"] = "current"
 STALE: Literal["stale"] = "stale"
 CANNOT_TELL: Literal["cannot tell"] = "cannot tell"
+_MOST_SAID = 3
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,10 @@ class Freshness:
     other_compiler: bool = False
 
     def __str__(self) -> str:
-        return f"{self.status}: {'; '.join(self.reasons)}" if self.reasons else self.status
+        """The status with its reasons, of many the first three and how many more there are."""
+        more = len(self.reasons) - _MOST_SAID
+        said = [*self.reasons[:_MOST_SAID], *([f"and {more} more of the kind"] if more > 0 else [])]
+        return f"{self.status}: {'; '.join(said)}" if self.reasons else self.status
 
 
 def worst(answers: Iterable[Freshness]) -> Freshness:

@@ -169,8 +169,7 @@ def launch(
             softmax_scale(config, scale),
             *output_arguments(config, sizes, strides.out),
         ),
-        early=config.quantizes_queries,
-    )
+    )  # not early: see "The attention launch begins early" in docs/performance-log.md
 
 
 def _queries(config: AttentionConfig, sizes: Sizes, strides: Stride3 | None) -> tuple[Argument, ...]:

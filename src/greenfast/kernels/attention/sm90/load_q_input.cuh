@@ -2,8 +2,8 @@
 // consumer warpgroup rotates them and leaves their codes where TMA would. A warp's 16 rows share a scale, unless scales
 // are fine.
 //
-// Q is read once, so quantizing it in another launch would only move it to memory and back. The rows of the first work
-// tile are read and cast while the quantizer of K and V ends: the launch may begin early.
+// Q is read once, so quantizing it in another launch would only move it to memory and back. Where the launch may begin
+// early, the rows of the first work tile are read and cast while the quantizer of K and V ends.
 #pragma once
 
 #include "attention/sm90/load_q.cuh"
