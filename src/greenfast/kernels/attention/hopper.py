@@ -169,7 +169,7 @@ def launch(
             softmax_scale(config, scale),
             *output_arguments(config, sizes, strides.out),
         ),
-    )  # not early: see "The attention launch begins early" in docs/performance-log.md
+    )  # not early: see "A race in sdpa" in docs/performance-log.md
 
 
 def _queries(config: AttentionConfig, sizes: Sizes, strides: Stride3 | None) -> tuple[Argument, ...]:

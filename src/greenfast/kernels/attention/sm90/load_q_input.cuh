@@ -108,6 +108,7 @@ struct InputQueries {
     shared.q_full[warpgroup].wait(parity);
     parity ^= 1;
     read(shared.input[warpgroup], x);
+    ptx::fence_proxy_async();  // reads are over before TMA may overwrite what they read
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.q_empty[warpgroup].arrive();
     write(x, shared, warpgroup, q_scale);

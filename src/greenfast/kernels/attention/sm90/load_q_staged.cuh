@@ -55,6 +55,7 @@ struct StagedQueries {
     shared.v_full[ring.stage].wait(ring.parity);
     typename Rows::Values x;
     Input::read(place(shared, ring.stage, warpgroup), x);
+    ptx::fence_proxy_async();  // as in load_q_input.cuh
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
       shared.k_empty[ring.stage].arrive();
