@@ -61,13 +61,14 @@ def test_the_operator_is_checked_on_all_rows_and_on_every_kind_of_inputs() -> No
     )
     assert all(cell.sampled == cell.shape.dims["S"] and not cell.series for cell in found.timed)
     assert {cell.inputs for cell in found.accuracy} == set(INPUTS)
-    assert set(found.own) == {"sdpa_fp8", "sdpa_int8", "attention_fp8", "fp8_channel", "fp8_plain", "int8_plain"}
+    own = {"sdpa_fp8", "sdpa_int8", "sdpa_int8_fine", "attention_fp8", "fp8_channel", "fp8_plain", "int8_plain"}
+    assert set(found.own) == own
     assert {rival for versus in found.versus for rival in versus.rivals} == {"torch_flash", "torch_cudnn", "fa3_bf16"}
-    assert found.contenders[:6] == list(found.own)
+    assert found.contenders[:7] == list(found.own)
     assert found.host is not None
     assert found.host.contenders == ("sdpa_fp8", "attention_fp8", "torch")
     assert found.kernels is not None
-    assert len(found.kernels()) == len(found.timed) * 2 * 3
+    assert len(found.kernels()) == len(found.timed) * 3 * 3
 
 
 def test_a_mask_halves_the_operations() -> None:

@@ -28,7 +28,7 @@ def pipes(counts: KernelCounts, target: Target, fmt: str) -> dict[str, float]:
     Products by ``wgmma`` are of the format's operands, all others of half.
     """
     wide = any(name.startswith("wgmma") for name in counts.instructions)
-    rate = matrix_rate(target.capability, fmt if wide else "f16")
+    rate = matrix_rate(".".join(map(str, target.capability)), fmt if wide else "f16")
     sectors = counts.global_load_sectors + counts.global_store_sectors
     work = {
         "tensor": counts.matrix_flops / rate if rate else 0.0,

@@ -59,9 +59,12 @@ class Peaks:
     memory_bytes: float
 
 
-def matrix_rate(capability: tuple[int, int], fmt: str) -> int:
-    """Operations of matrix instructions per multiprocessor and clock on operands of a format; 0 where not known."""
-    matrix = _MATRIX.get(f"{capability[0]}.{capability[1]}", {})
+def matrix_rate(capability: str, fmt: str) -> int:
+    """Operations of matrix instructions per multiprocessor and clock on operands of a format; 0 where not known.
+
+    capability: as "9.0".
+    """
+    matrix = _MATRIX.get(capability, {})
     kind = next((kind for kind, names in _KINDS.items() if fmt in names), "")
     return matrix.get(kind, max(matrix.values(), default=0))
 
@@ -73,7 +76,7 @@ def peaks_of(device: DeviceInfo | None, fmt: str) -> Peaks | None:
     """
     if device is None or device.kind != "gpu" or not (device.sm_count > 0 and device.sm_clock_mhz > 0):
         return None
-    rate = matrix_rate(device.capability, fmt)
+    rate = matrix_rate(device.compute_capability, fmt)
     if not rate:
         return None
     per_second = device.sm_count * device.sm_clock_mhz * 1e6
