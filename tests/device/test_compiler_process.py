@@ -25,6 +25,7 @@ SIMPLE = 'extern "C" __global__ void k(float* out) { out[threadIdx.x] = 1.0f; }\
 # interrupted, as from a keyboard, and never ends.
 PROGRAM = """
 import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 from greenfast.device import compiler_process, nvrtc
 compiler_process._CHILD = '''
 import os, signal, sys, time
