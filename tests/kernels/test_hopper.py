@@ -151,7 +151,7 @@ def test_strides_of_unquantized_queries() -> None:
     q = plan.args[0]
     assert isinstance(q, TensorMap)
     assert (q.dtype, q.shape, q.strides, q.box) == ("uint16", (2, 3, 40, 40), (9600, 80, 240, 2), (1, 1, 64, 64))
-    assert not plan.early, "bits of short work tiles changed where it began while K and V were quantized"
+    assert plan.early
     assert not hopper.launch(replace(config, quantizes_queries=False), sizes).early
     alone = hopper.launch(config, Sizes(1, 3, 3, 40, 40), strides=Strides(query=(7, 40, 120))).args[0]
     assert isinstance(alone, TensorMap)

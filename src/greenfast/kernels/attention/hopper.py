@@ -169,7 +169,8 @@ def launch(
             softmax_scale(config, scale),
             *output_arguments(config, sizes, strides.out),
         ),
-    )  # not early: see "A race in sdpa" in docs/performance-log.md
+        early=config.quantizes_queries,
+    )
 
 
 def _queries(config: AttentionConfig, sizes: Sizes, strides: Stride3 | None) -> tuple[Argument, ...]:

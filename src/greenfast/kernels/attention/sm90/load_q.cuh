@@ -15,6 +15,10 @@
 
 namespace greenfast {
 
+// With fine scales, that of a row behind the last: steep scores of one row make its warp's sums round otherwise
+// (take_shift in softmax.cuh), so however Q comes, these rows have one scale that is never steep.
+constexpr float kScaleBehindRows = 1.88079096e-37f;  // 2^-122, the least that the quantizer gives
+
 template <class Traits>
 struct CodedQueries {
   using Source = ptx::TensorMap;
@@ -41,7 +45,7 @@ struct CodedQueries {
     parity ^= 1;
   }
 
-  // Rows behind the last have that row's scale; without fine scales it is the same for a warp.
+  // Without fine scales it is the same for a warp.
   template <class Loop, int kCount>
   __device__ __forceinline__ void prepare(const FlashParams& p, FlashStorage<Traits>&, int, const Sequence& sequence,
                                           int first_row, Loop&, float (&q_scale)[kCount]) {
@@ -49,7 +53,9 @@ struct CodedQueries {
       const int row = first_row + threadIdx.x / 32 % 4 * kQueryBlock + threadIdx.x % 32 / 4;
       const float* const of_head = p.q_scale + static_cast<size_t>(sequence.head) * sequence.q_len();
 #pragma unroll
-      for (int r = 0; r < 2; ++r) q_scale[r] = of_head[min(row + 8 * r, sequence.q_len() - 1)];
+      for (int r = 0; r < 2; ++r) {
+        q_scale[r] = row + 8 * r < sequence.q_len() ? of_head[row + 8 * r] : kScaleBehindRows;
+      }
     } else if constexpr (Traits::kQueryBlockScales) {
       const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // known to be uniform: saves registers
       q_scale[0] = p.q_scale[sequence.first_q_block() + min(first_row / kQueryBlock + warp, sequence.q_blocks() - 1)];

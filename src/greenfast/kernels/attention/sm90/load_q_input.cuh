@@ -72,10 +72,10 @@ struct InputQueries {
     Rows().transform(load, x);
   }
 
-  // Leaves its codes in Storage::q, and gives the scales.
+  // Leaves its codes in Storage::q, and gives the scales. rows: of the warpgroup, before the sequence ends.
   template <int kCount>
   __device__ __forceinline__ static void write(const typename Rows::Values& x, FlashStorage<Traits>& shared,
-                                               int warpgroup, float (&q_scale)[kCount]) {
+                                               int warpgroup, int rows, float (&q_scale)[kCount]) {
     const int within = threadIdx.x / 32 % 4 * kQueryBlock + Rows::row_of_warp(), row[2] = {within, within + 8};
     float scale[2];
     if constexpr (Traits::kFineScales) {
@@ -94,16 +94,16 @@ struct InputQueries {
     ptx::fence_proxy_async();
     ptx::griddepcontrol_wait();  // what follows reads scales of K and V
     if constexpr (Traits::kFineScales) {
-      q_scale[0] = scale[0];
-      q_scale[1] = scale[1];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) q_scale[r] = row[r] < rows ? scale[r] : kScaleBehindRows;
     } else {
       q_scale[0] = __shfl_sync(0xffffffffu, scale[0], 0);  // known to be uniform: saves a register
     }
   }
 
   template <class Shared, class Loop, int kCount>
-  __device__ __forceinline__ void prepare(const FlashParams&, Shared& shared, int warpgroup, const Sequence&, int, Loop&,
-                                          float (&q_scale)[kCount]) {
+  __device__ __forceinline__ void prepare(const FlashParams&, Shared& shared, int warpgroup,
+                                          const Sequence& sequence, int first_row, Loop&, float (&q_scale)[kCount]) {
     typename Rows::Values x;
     shared.q_full[warpgroup].wait(parity);
     parity ^= 1;
@@ -111,7 +111,7 @@ struct InputQueries {
     ptx::fence_proxy_async();  // reads are over before TMA may overwrite what they read
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.q_empty[warpgroup].arrive();
-    write(x, shared, warpgroup, q_scale);
+    write(x, shared, warpgroup, sequence.q_len() - first_row, q_scale);
   }
 
   template <class Shared>

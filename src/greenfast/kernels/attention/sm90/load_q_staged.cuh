@@ -49,7 +49,8 @@ struct StagedQueries {
 
   template <class Loop, int kCount>
   __device__ __forceinline__ void prepare(const FlashParams&, FlashStorage<Traits>& shared, int warpgroup,
-                                          const Sequence&, int, Loop& mainloop, float (&q_scale)[kCount]) {
+                                          const Sequence& sequence, int first_row, Loop& mainloop,
+                                          float (&q_scale)[kCount]) {
     Ring<Traits::kStages>& ring = mainloop.k_ring;  // that of V is at the same stage
     shared.k_full[ring.stage].wait(ring.parity);
     shared.v_full[ring.stage].wait(ring.parity);
@@ -63,7 +64,7 @@ struct StagedQueries {
     }
     ring.advance();
     mainloop.v_ring = ring;
-    Input::write(x, shared, warpgroup, q_scale);
+    Input::write(x, shared, warpgroup, sequence.q_len() - first_row, q_scale);
   }
 
   __device__ __forceinline__ void wait(FlashStorage<Traits>&, int warpgroup) const { Input::meet(warpgroup); }
