@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import greenfast
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu_session import GpuSession
+from greenfast.operator.serving_pages import KVPages, page_bytes, pages_in
 from greenfast.spec.arch import Target
 from tests.kernels.serving.appends import CALLS, Append, assert_as_on_the_cpu, random_call, request, run_of
 
@@ -50,3 +52,38 @@ def test_bits_of_many_tokens_equal_the_cpus(head_dim: int, grouped: bool) -> Non
             rotary_dim=head_dim,
         )
     )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_pages_of_an_engine(head_dim: int) -> None:
+    """Codes and scales of a page lie side by side in the engine's memory: what is written and read is the CPU's."""
+    kv_heads, size, tokens = 2, 32, 300
+    made = torch.Generator().manual_seed(head_dim)
+    memory = torch.randint(256, (12, page_bytes(size, kv_heads, head_dim)), generator=made, dtype=torch.uint8)
+    k, v = (torch.randn(tokens, kv_heads, head_dim, generator=made).bfloat16() for _ in "kv")
+    slots, on_gpu = torch.arange(17, 17 + tokens), memory.cuda()
+    here = pages_in(memory, size, kv_heads, head_dim)
+    greenfast.append_kv(None, k, v, *here[:2], slots, k_scale=here.k_scale, v_scale=here.v_scale)
+    there = pages_in(on_gpu, size, kv_heads, head_dim)
+    greenfast.append_kv(
+        None, k.cuda(), v.cuda(), *there[:2], slots.cuda(), k_scale=there.k_scale, v_scale=there.v_scale
+    )
+    assert torch.equal(on_gpu.cpu(), memory)
+
+    q = torch.randn(1, 3, 2 * kv_heads, head_dim, generator=made).bfloat16().cuda()
+    table, lengths = (
+        torch.arange(10, dtype=torch.int32).view(1, 10).cuda(),
+        torch.tensor([317], dtype=torch.int32).cuda(),
+    )
+    for x in there[:2]:
+        x.view(torch.uint8)[0] = 0  # slots before the first token
+    there.k_scale[0], there.v_scale[0] = 1.0, 1.0
+    found = [
+        greenfast.flash_attn_with_kvcache(
+            q, kept.k_cache, kept.v_cache, cache_seqlens=lengths, page_table=table, k_descale=kept.k_scale,
+            v_descale=kept.v_scale, causal=True,
+        )
+        for kept in (there, KVPages(*(x.contiguous() for x in there)))
+    ]  # fmt: skip
+    assert torch.equal(*found)
+    assert not found[0].isnan().any()

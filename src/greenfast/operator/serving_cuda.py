@@ -337,8 +337,8 @@ def _append_plan(given: tuple[Tensor | None, ...], eps: float, interleaved: bool
         value=v.stride()[:2],  # type: ignore[arg-type]
         key_cache=k_cache.stride()[:3],  # type: ignore[arg-type]
         value_cache=(of_value[0], 0, of_value[1]) if grouped else of_value[:3],  # type: ignore[arg-type]
-        key_scale=k_scale.stride(0) if k_scale.dim() == 1 else 0,
-        value_scale=v_scale.stride(0) if v_scale.dim() == 1 else 0,
+        key_scale=k_scale.stride(0) if k_scale.dim() else 0,
+        value_scale=v_scale.stride(0) if v_scale.dim() else 0,
         cos=0 if cos is None else cos.stride(0),
         sin=0 if sin is None else sin.stride(0),
     )

@@ -40,6 +40,7 @@ class Append:
     positions: torch.dtype = torch.int64
     hnd: bool = False
     shared_scale: bool = False
+    apart: bool = False  # whether something else lies between the scales of two pages
     seed: int = 0
     edit: dict[int, float] = field(default_factory=dict)  # token -> what its row is multiplied by
 
@@ -92,6 +93,8 @@ class Append:
         for scale in ("k_scale", "v_scale"):
             shape = (pages, kv_heads, size) if self.scales == "token" else () if self.shared_scale else (kv_heads,)
             found[scale] = 0.005 + 0.001 * torch.rand(shape, generator=made)
+            if self.apart:
+                found[scale] = torch.cat((found[scale], torch.rand(pages, 3, size, generator=made)), 1)[:, :kv_heads]
         if self.norm:
             found |= {weight: normal(dim).to(self.norm) for weight in ("q_weight", "k_weight")}
         if self.rotary_dim:
@@ -135,8 +138,8 @@ def request(call: Append, tensors: dict[str, Tensor]) -> Request:
         value=pair(tensors["v"]),
         key_cache=(k_cache.stride(0), k_cache.stride(1), k_cache.stride(2)),
         value_cache=(page, 0, slot) if call.grouped else (page, slot, rest[0]),
-        key_scale=int(tensors["k_scale"].dim() == 1),
-        value_scale=int(tensors["v_scale"].dim() == 1),
+        key_scale=tensors["k_scale"].stride(0) if tensors["k_scale"].dim() else 0,
+        value_scale=tensors["v_scale"].stride(0) if tensors["v_scale"].dim() else 0,
         cos=call.rotary_dim,
         sin=call.rotary_dim,
     )
@@ -199,6 +202,8 @@ CALLS = {
     "HND keys": Append(run_of(30, 5), head_dim=128, hnd=True, kv_heads=5, page_size=128),
     "given scales": Append(run_of(7, 20), scales="head", kv_heads=5, rotary_dim=32, edit={1: 40.0, 3: np.nan}),
     "one given scale": Append(run_of(7, 3), scales="head", shared_scale=True, grouped=False, edit={0: np.inf}),
+    "pages of an engine": Append(run_of(7, 90), apart=True, kv_heads=2),
+    "pages of an engine, rows": Append(run_of(7, 40), apart=True, kv_heads=3, grouped=False, head_dim=128),
     "norm": Append(run_of(1, 17), head_dim=128, norm=torch.bfloat16, dtype=torch.float16),
     "norm, 256": Append(run_of(1, 3), head_dim=256, norm=torch.float32, kv_heads=3),
     "neox": Append(run_of(1, 35), head_dim=128, rotary_dim=128, heads=5),

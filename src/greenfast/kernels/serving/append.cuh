@@ -34,7 +34,7 @@ __device__ __forceinline__ void append_rows(const AppendParams& p, const AppendI
     const AppendSlot<Cfg> slot(present ? p.slots[token] : -1, p.slot_count);
     present = slot.kept;
     codes_out = slot.row(pages, first);
-    scale = Cfg::kTokenScales ? slot.scale(pages, p.kv_heads, first) : pages.scale + first * pages.scale_stride;
+    scale = Cfg::kTokenScales ? slot.scale(pages, first) : pages.scale + first * pages.scale_stride;
   }
   AppendTransform<Cfg> transform;
   if constexpr (kWhat != Appended::kValue) transform.read(p, kIsQuery ? p.q_weight : p.k_weight, token, present);

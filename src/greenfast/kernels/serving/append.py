@@ -91,7 +91,7 @@ class AppendStrides:
 
     query, key, value: from a token to the next, from a head to the next.
     key_cache, value_cache: from a page, slot and head to the next; V in groups has 0 for slots.
-    key_scale, value_scale: from a head to the next of given scales: 0 or 1.
+    key_scale, value_scale: from a page to the next of scales by token; from a head to the next of given ones, 0 or 1.
     cos, sin: from a position to the next.
     """
 
@@ -143,10 +143,11 @@ extern "C" __global__ void __launch_bounds__({_THREADS}, {_resident(config)})
 {ENTRY}(const void* q, const void* k, const void* v, long long q_token, long long q_head, long long k_token,
         long long k_head, long long v_token, long long v_head, void* q_out, unsigned char* k_cache,
         unsigned char* v_cache, long long k_page, long long k_slot, long long k_cache_head, long long v_page,
-        long long v_slot, long long v_cache_head, float* k_scale, float* v_scale, int k_scale_stride,
-        int v_scale_stride, const long long* slot_mapping, long long slots, const void* q_weight, const void* k_weight,
-        float eps, const void* cos, const void* sin, long long cos_stride, long long sin_stride,
-        const void* positions, long long max_position, int tokens, int heads, int kv_heads, int chunk) {{
+        long long v_slot, long long v_cache_head, float* k_scale, float* v_scale,
+        long long k_scale_stride, long long v_scale_stride, const long long* slot_mapping, long long slots,
+        const void* q_weight, const void* k_weight, float eps, const void* cos, const void* sin, long long cos_stride,
+        long long sin_stride, const void* positions, long long max_position, int tokens, int heads, int kv_heads,
+        int chunk) {{
   greenfast::append<Cfg>({{{{q, q_token, q_head}}, {{k, k_token, k_head}}, {{v, v_token, v_head}}, q_out,
                           {{k_cache, k_page, k_slot, k_cache_head, k_scale, k_scale_stride}},
                           {{v_cache, v_page, v_slot, v_cache_head, v_scale, v_scale_stride}}, slot_mapping, slots,
@@ -201,7 +202,7 @@ def launch(config: AppendConfig, sizes: AppendSizes, strides: AppendStrides, eps
             *("k_cache", "v_cache"),
             *(np.int64(n) for n in (*strides.key_cache, *strides.value_cache)),
             *("k_scale", "v_scale"),
-            *(np.int32(strides.key_scale), np.int32(strides.value_scale)),
+            *(np.int64(strides.key_scale), np.int64(strides.value_scale)),
             *("slot_mapping", np.int64(sizes.pages * config.page_size)),
             *if_asked(config.norm and config.queries, "q_weight"),
             *if_asked(config.norm, "k_weight"),

@@ -18,8 +18,8 @@ struct AppendInput {
 struct AppendPages {
   unsigned char* codes;
   long long page_stride, slot_stride, head_stride;  // in bytes, multiples of 16; V in groups has no slots
-  float* scale;                                     // (pages, kv_heads, kPageSize), or given ones of heads
-  int scale_stride;                                 // of given ones: 1, or 0 for one that all heads share
+  float* scale;            // by token, in each page (kv_heads, kPageSize), or given ones of heads
+  long long scale_stride;  // of pages, or of given ones: 1, or 0 for one that all heads share
 };
 
 struct AppendParams {
@@ -66,8 +66,8 @@ struct AppendSlot {
   __device__ __forceinline__ unsigned char* row(const AppendPages& pages, int head) const {
     return pages.codes + page * pages.page_stride + place * pages.slot_stride + head * pages.head_stride;
   }
-  __device__ __forceinline__ float* scale(const AppendPages& pages, int kv_heads, int head) const {
-    return pages.scale + (page * kv_heads + head) * Cfg::kPageSize + place;
+  __device__ __forceinline__ float* scale(const AppendPages& pages, int head) const {
+    return pages.scale + page * pages.scale_stride + head * Cfg::kPageSize + place;
   }
 };
 

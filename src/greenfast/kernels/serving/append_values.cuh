@@ -97,11 +97,12 @@ struct AppendValues {
     float x[kAppendColumns];
     Row::widen(loaded, x);
     unsigned codes[kAppendColumns / 4];
-    const float scale = Row::quantize(x, p.v_pages.scale + head * p.v_pages.scale_stride, codes);
+    const float* const given = Cfg::kTokenScales ? nullptr : p.v_pages.scale + head * p.v_pages.scale_stride;
+    const float scale = Row::quantize(x, given, codes);
     if (!writes) return;
     Row::write(codes, shared.codes[token]);
     if (Cfg::kTokenScales && Row::lane() == 0) {
-      *AppendSlot<Cfg>(shared.slots[kBeyond + token], p.slot_count).scale(p.v_pages, p.kv_heads, head) = scale;
+      *AppendSlot<Cfg>(shared.slots[kBeyond + token], p.slot_count).scale(p.v_pages, head) = scale;
     }
   }
 
