@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -78,7 +80,7 @@ def test_pages_of_an_engine(head_dim: int) -> None:
     for x in there[:2]:
         x.view(torch.uint8)[0] = 0  # slots before the first token
     there.k_scale[0], there.v_scale[0] = 1.0, 1.0
-    found = [
+    found: list[Any] = [
         greenfast.flash_attn_with_kvcache(
             q, kept.k_cache, kept.v_cache, cache_seqlens=lengths, page_table=table, k_descale=kept.k_scale,
             v_descale=kept.v_scale, causal=True,

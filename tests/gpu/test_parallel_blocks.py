@@ -135,8 +135,9 @@ def test_heads_of_whole_sequences(heads: int, kv_heads: int, size: int) -> None:
         outs.append(ulysses._attend(whole, "fp8", 128, torch.bfloat16, 1, 128**-0.5, False)[0])
     found = torch.cat(outs, 1)[:, :heads]
     assert torch.equal(found, greenfast.sdpa(q, k, v, is_causal=True, enable_gqa=True))
-    scattered = exchange.scattered(outs[0])
-    again = torch.cat([layout.shard(outs[0], 2, rank).unsqueeze(1) for rank in range(size)], 1)
+    again = torch.stack([layout.shard(outs[0], 2, rank) for rank in range(size)])
+    scattered = torch.empty_like(again)
+    exchange.scatter(ulysses.Returned(outs[0], size), scattered)
     assert torch.equal(scattered, again)
 
 

@@ -28,8 +28,9 @@ from greenfast.operator.quantized import QuantizedQKV, config_of
 from greenfast.parallel.blocks import Keys
 from greenfast.spec.arch import Target
 
-#: Blocks of the attention kernel for each multiprocessor: NCCL's kernels hold some of these for a part of its time.
-BLOCKS_EACH = 4
+#: Blocks of the attention kernel for each multiprocessor while NCCL's kernels hold some of them for a part of its time:
+#: so many that one round more of blocks takes little.
+BLOCKS_EACH = 16
 _MOST_PLANS = 4096
 _PLANS: dict[tuple[Any, ...], Plan] = {}
 
@@ -104,7 +105,7 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precisi
 
 
 def attend(
-    query: Tensor, keys: Keys, count: int, precision: str, causal: int, scale: float, exact_sums: bool
+    query: Tensor, keys: Keys, count: int, precision: str, causal: int, scale: float, exact_sums: bool, exchanging: bool
 ) -> tuple[Tensor, Tensor]:
     """``blocks.attend`` of CUDA tensors."""
     batch, heads, length, head_dim = query.shape
@@ -124,7 +125,7 @@ def attend(
         "lse": lse,
     }
     sizes = Sizes(batch, heads, keys.key.shape[1], length, count)
-    _attending(config, sizes, scale, query.stride()[:3], keys.key.shape[2], buffers)
+    _attending(config, sizes, scale, query.stride()[:3], keys.key.shape[2], buffers, BLOCKS_EACH if exchanging else 1)
     return out, lse
 
 
@@ -146,26 +147,28 @@ def attend_codes(codes: QuantizedQKV, causal: int, scale: float, with_lse: bool)
         "lse": lse,
     }
     sizes = sizes_of(codes.query.shape, codes.key.shape)
-    _attending(config, sizes, scale, strides_of(heads, length, codes.head_dim), codes.key_length, buffers)
+    strides = strides_of(heads, length, codes.head_dim)
+    _attending(config, sizes, scale, strides, codes.key_length, buffers, BLOCKS_EACH)
     return out, lse
 
 
 def _attending(
-    config: AttentionConfig, sizes: Sizes, scale: float, query: tuple[int, ...], kept: int, buffers: dict[str, Tensor]
-) -> None:
+    config: AttentionConfig, sizes: Sizes, scale: float, query: tuple[int, ...], kept: int,
+    buffers: dict[str, Tensor], blocks_each: int,
+) -> None:  # fmt: skip
     device = buffers["out"].get_device()
     target = _target(device)
 
     def step() -> Step:
         size = target.multiprocessors
         launch = hopper.launch(
-            config, sizes, scale, Strides(query=query), size, kept_keys=kept, blocks_each=BLOCKS_EACH
+            config, sizes, scale, Strides(query=query), size, kept_keys=kept, blocks_each=blocks_each
         )
         names = {"k": "k_codes", "v_t": "v_codes"} | ({} if config.quantizes_queries else {"q": "q_codes"})
         # What lies before it on the stream may be a wait for NCCL, not the quantizer.
         return Step(hopper.kernel(config, sizes, size), replace(launch, early=False), names)
 
-    _launch(device, ("attend", config, sizes, scale, device, query, kept), step, buffers)
+    _launch(device, ("attend", config, sizes, scale, device, query, kept, blocks_each), step, buffers)
 
 
 def merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor, first: int, into: Tensor) -> Tensor:

@@ -70,7 +70,9 @@ def forward(
         works = group.exchange(here.buffer, there.buffer) if number + 1 < group.size else []
         if turn is not None:
             first, count, masked = turn
-            result = blocks.attend(query[:, :, first:], here, count, precision, masked, scale, with_lse)
+            result = blocks.attend(
+                query[:, :, first:], here, count, precision, masked, scale, with_lse, exchanging=bool(works)
+            )
             merged.add(*result, first)
         group.wait(*works)
         here, there = there, here
