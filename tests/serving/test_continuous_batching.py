@@ -161,8 +161,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, more: dict[str, Any]) -> Tensor:
     cap, window, sinks = more.get("softcap"), more.get("sliding_window"), more.get("s_aux")
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
-    at = torch.arange(k.shape[1] - q.shape[1], k.shape[1]).unsqueeze(1)
-    keys = torch.arange(k.shape[1])
+    at = torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device).unsqueeze(1)
+    keys = torch.arange(k.shape[1], device=q.device)
     seen = keys <= at
     if window is not None:
         seen &= keys > at - window
