@@ -116,11 +116,7 @@ def test_queries_that_the_kernel_quantizes(
     coded, sizes = read_dims(dims, fmt)
     config = replace(coded, columns=head_dim, quantizes_queries=True)
     assert tiling.tiling(config, sizes, 2)[0].consumers == consumers
-    case = attention_problem.make_case(dims, 0, fmt)
-    shape = (dims["B"], dims["S"], dims["H"], head_dim)
-    q = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype).transpose(1, 2)
-    inputs = case.inputs | {"q": q.transpose(1, 2).contiguous().view(torch.uint16).numpy()}
-    own = Case(inputs, {"out": OutputSpec((*q.shape[:3], head_dim), case.outputs["out"].dtype)})
+    case, q, own = with_queries(dims, head_dim, dtype, fmt)
     plan = hopper.launch(config, sizes, strides=Strides(query=q.stride()[:3]), multiprocessors=2)
     result = run_source(hopper.kernel(config, sizes, 2), plan, own)
     assert not any(result.unwritten.values())
@@ -133,6 +129,40 @@ def test_queries_that_the_kernel_quantizes(
     wanted = attention_problem.decode(outputs, fmt).reshape(*q.shape[:3], -1)[..., :head_dim]
     found = attention_problem.decode(result.outputs, fmt)
     assert np.linalg.norm(found - wanted) < 2e-3 * np.linalg.norm(wanted)  # a code in a thousand may differ by one
+
+
+def with_queries(dims: dict[str, int], head_dim: int, dtype: torch.dtype, fmt: str) -> tuple[Case, torch.Tensor, Case]:
+    """The case of a shape, queries (B, H, S, head_dim) of a dtype, and the case with these in place of its codes."""
+    case = attention_problem.make_case(dims, 0, fmt)
+    shape = (dims["B"], dims["S"], dims["H"], head_dim)
+    q = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype).transpose(1, 2)
+    inputs = case.inputs | {"q": q.transpose(1, 2).contiguous().view(torch.uint16).numpy()}
+    return case, q, Case(inputs, {"out": OutputSpec((*q.shape[:3], head_dim), case.outputs["out"].dtype)})
+
+
+@pytest.mark.parametrize(
+    ("header", "fence", "head_dim"),
+    [
+        ("load_q_input", "  // reads are over before TMA may overwrite what they read", 64),
+        ("load_q_staged", "  // as in load_q_input.cuh", 256),
+    ],
+)
+def test_rows_of_q_that_are_released_without_a_fence_are_caught(
+    header: str, fence: str, head_dim: int, tmp_path: Path
+) -> None:
+    """As both were before "sdpa: a proxy fence before TMA may overwrite rows of Q that were read"."""
+    dims = {**BLOCKS, "B": 1, "H": 6, "S": 60, "KV": 140, "D": head_dim}
+    _, q, own = with_queries(dims, head_dim, torch.float16, "e4m3")
+    coded, sizes = read_dims(dims, "e4m3")
+    config = replace(coded, columns=head_dim, quantizes_queries=True)
+    plan = hopper.launch(config, sizes, strides=Strides(query=q.stride()[:3]), multiprocessors=2)
+    kernel = hopper.kernel(config, sizes, 2)
+    run_source(kernel, plan, own)
+    says = rf"bulk write over what a load read with no fence\.proxy\.async since.* the load at load_q_\w+\.cuh:"
+    old = without(kernel, f"attention/sm90/{header}.cuh", f"    ptx::fence_proxy_async();{fence}\n", "", tmp_path)
+    for seed in range(3):
+        with pytest.raises(GreenfastError, match=says):
+            run_source(old, plan, own, seed=seed)
 
 
 def check(outputs: dict[str, NDArray[Any]], dims: dict[str, int], fmt: str) -> None:

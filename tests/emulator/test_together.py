@@ -322,6 +322,7 @@ for (int half = 0; half < 2; ++half) {
 def test_asynchronous_copies_of_the_standard_library(target: str, copy: str) -> None:
     body = ASYNC.replace("COPY", copy)
     source = f'{LIBRARY}\nextern "C" __global__ void k(const float* x, float* y) {{\n#line 1 "k.cu"\n{body}\n}}'
+    # On sm_90 one is a bulk copy over what was read with no proxy fence since: the library answers for it.
     ptx = to_ptx(KernelSource("k", source, "k.cu", (), (64, 1, 1)), Target(target), assemble=False)
     x = np.arange(128, dtype=np.float32)
     for seed in range(2):

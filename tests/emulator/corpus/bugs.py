@@ -493,6 +493,39 @@ def stage_overwritten_before_it_was_read(rng: Rng) -> Args:
 @bug(
     PRELUDE
     + r"""
+extern "C" __global__ void k(const float* x, float* y, int tiles) {
+  __shared__ __align__(128) float s[32];
+  __shared__ u64 full, empty;
+  if (threadIdx.x == 0) { init(&full, 1); init(&empty, 1); fence_init(); }
+  __syncthreads();
+  float sum = 0;
+  if (threadIdx.x == 32) {
+    for (int i = 0; i < tiles; ++i) {
+      wait(&empty, i % 2 ^ 1);
+      expect(&full, 128);
+      bulk_load(s, x + i * 32, 128, &full); // <-
+    }
+  } else if (threadIdx.x < 32) {
+    for (int i = 0; i < tiles; ++i) {
+      wait(&full, i % 2);
+      sum += s[threadIdx.x]; // <-
+      __syncwarp(); // no fence.proxy.async after the loads
+      if (threadIdx.x == 0) arrive(&empty);
+    }
+    y[threadIdx.x] = sum;
+  }
+}""",
+    r"over what a load read with no fence\.proxy\.async",
+    block=64,
+    inside="bulk_load",
+)
+def stage_released_without_a_proxy_fence(rng: Rng) -> Args:
+    return floats(rng, 256), Out(np.zeros(32, F32)), I32(8)
+
+
+@bug(
+    PRELUDE
+    + r"""
 extern "C" __global__ void k(const __grid_constant__ CUtensorMap to, const float* x, float* y) {
   __shared__ __align__(128) float s[8][32];
   for (int i = threadIdx.x; i < 256; i += 32) s[i / 32][i % 32] = x[i];

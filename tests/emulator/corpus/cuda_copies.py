@@ -299,6 +299,7 @@ extern "C" __global__ void k(const float* x, float* y, int tiles) {
       wait(&full[i % 2], i / 2 % 2);
       a += s[i % 2][warp * 64 + lane];
       b += s[i % 2][warp * 64 + 63 - lane];
+      fence_proxy();
       __syncwarp();
       if (lane == 0) arrive(&empty[i % 2]);
     }

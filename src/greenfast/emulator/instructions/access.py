@@ -13,7 +13,6 @@ from greenfast.emulator.instructions import floats
 from greenfast.emulator.instructions.operands import dtype_of, reader, type_of, writer
 from greenfast.emulator.machine.memory import (
     BASES,
-    CHUNK,
     GLOBAL_BASE,
     IN_FLIGHT,
     WINDOW_BITS,
@@ -303,7 +302,7 @@ def asynchronous_copy(i: Instruction) -> Operation:
             if arena.on_write is not None:
                 arena.on_write(offsets, size, None)
         count_access(m, "shared", True, offsets, indices, size)
-        m.copies.append(Copy(indices, offsets, values, m.copy_groups[indices].copy(), m.copies_issued))
+        m.copies.append(Copy(indices, offsets, values, m.copy_groups[indices].copy(), m.copies_issued, m.current))
         m.copies_issued += 1
 
     return run
@@ -362,8 +361,8 @@ def land(m: Machine, lanes: Lanes, which: Callable[[Copy], Any]) -> None:
         done = waiting[copy.lanes] & which(copy)
         if done.any():
             m.shared.place(copy.offsets[done], copy.values[done])
-            if m.shared.unfenced is not None:
-                m.shared.unfenced[copy.offsets[done] // CHUNK] = True
+            if m.proxies is not None:
+                m.proxies.landed(copy.offsets[done], copy.lanes[done], copy.instruction)
         if not done.all():
             left = ~done
             kept.append(

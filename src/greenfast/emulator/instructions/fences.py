@@ -15,8 +15,8 @@ def _nothing(m: Machine, lanes: Lanes) -> None:
 def fence(i: Instruction) -> Operation:
     """fence and membar: the ones of device scope order what blocks do, as far as races go.
 
-    fence.proxy.async and fence.mbarrier_init make what their block stored, or its mbarriers, visible to bulk copies and
-    matrix products; which thread stored what is not kept.
+    fence.proxy.async and fence.mbarrier_init make their block's mbarriers visible to bulk copies, whichever thread
+    began them; the first orders what went through the generic proxy too (see proxies.py).
     """
     proxy = i.parts[:2] == ("proxy", "async") and i.parts[2:3] != ("global",)
     if i.name == "membar" or i.parts[0] in ("sc", "acq_rel", "acquire", "release"):
@@ -26,10 +26,9 @@ def fence(i: Instruction) -> Operation:
         return _nothing
 
     def run(m: Machine, lanes: Lanes) -> None:
-        blocks = np.unique(m.block_of[lanes])
-        m.mbarriers.show(blocks, len(m.blocks))
-        if proxy and m.shared.unfenced is not None:
-            m.shared.unfenced.reshape(len(m.blocks), -1)[blocks] = False
+        m.mbarriers.show(np.unique(m.block_of[lanes]), len(m.blocks))
+        if proxy and m.proxies is not None:
+            m.proxies.fence(lanes)
 
     return run
 

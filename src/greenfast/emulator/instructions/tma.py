@@ -236,14 +236,15 @@ def _load(i: Instruction, tensor: bool) -> Operation:
             m.shared.mark(place, tile.unit, IN_FLIGHT, "bulk write")
             if m.shared.on_write is not None:
                 m.shared.on_write(place, tile.unit, None)
+            _require_fenced(m, place, "bulk write")
         _count(m, False, tile, owners, inside)
         total = tile.outer.shape[1] * tile.unit
 
         def land() -> None:
             m.shared.data.reshape(-1, tile.unit)[place // tile.unit] = data
             m.shared.state.reshape(-1, tile.unit)[place // tile.unit] = WRITTEN
-            if m.shared.unfenced is not None:
-                m.shared.unfenced[place // CHUNK] = False
+            if m.proxies is not None:
+                m.proxies.overwritten(place)
             m.races.arrive_at(rows, indices[copies])
             m.mbarriers.expect(rows, np.full(len(rows), -total))
             m.mbarriers.changes += 1
@@ -251,6 +252,13 @@ def _load(i: Instruction, tensor: bool) -> Operation:
         m.arriving.append(BulkLoad(indices, m.current, land))
 
     return run
+
+
+def _require_fenced(m: Machine, place: Offsets, what: str) -> None:
+    """A fault unless what went before through the generic proxy at the places of a bulk access had a proxy fence."""
+    source = m.current.source
+    if m.proxies is not None and not (source is not None and source.memcpy_async):
+        m.proxies.require_fenced(place, np.array([m.races.warp]), what, what == "bulk write")
 
 
 def _targets(m: Machine, indices: NDArray[np.intp], masks: Any) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
@@ -287,8 +295,8 @@ def _store(i: Instruction, tensor: bool) -> Operation:
         owners = np.broadcast_to(indices[:, None], tile.outer.shape)
         place = tile.shared.ravel()
         with m.accessing(owners.ravel(), "shared"):
-            values = m.shared.read(place, tile.unit, "bulk read")
-            m.shared.require_fenced(place, "bulk read")
+            values = m.shared.read(place, tile.unit, "bulk read", asynchronous=True)
+            _require_fenced(m, place, "bulk read")
         inside = tile.outer >= 0
         if tensor:
             _require_whole_chunks(m, tile, owners)

@@ -21,7 +21,7 @@ from greenfast.emulator.instructions.formats import BITS, decode
 from greenfast.emulator.instructions.operands import cast, dtype_of, reader
 from greenfast.emulator.machine.memory import CHUNK
 from greenfast.emulator.machine.state import WARP, Lanes, Machine, Operation, Values, lane_indices
-from greenfast.emulator.machine.underway import MatrixReads, Products, chunks_of, hold, release
+from greenfast.emulator.machine.underway import GROUPS, MatrixReads, Products, chunks_of, hold, release
 from greenfast.emulator.ptx.syntax import Immediate, Instruction, Operand, Register, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -41,7 +41,9 @@ def _fence(m: Machine, lanes: Lanes) -> None:
 
 
 def _commit(m: Machine, lanes: Lanes) -> None:
-    _products(m).committed[lanes] += 1
+    p, leads = _products(m), lane_indices(lanes)[::WARP]
+    p.committed[lanes] += 1
+    p.before[leads // WARP, p.committed[leads] % GROUPS] = m.races.ordering.now
 
 
 def _wait(i: Instruction) -> Operation:
@@ -63,6 +65,9 @@ def _wait(i: Instruction) -> Operation:
             m.yielded[go] = False
             p.done[go] = np.maximum(p.done[go], reached[~early])
             _release(m, go)
+            leads = go[::WARP]
+            if m.proxies is not None:
+                m.proxies.multiplied(leads, p.before[leads // WARP, p.done[leads] % GROUPS])
         return stay
 
     return run
@@ -278,8 +283,11 @@ def _operand(
     place = offsets + (blocks * m.shared_stride)[:, None, None]
     flat = place.ravel()
     with m.accessing(np.repeat(owner, place[0].size), "shared"):
-        data = m.shared.read(flat, CHUNK, "wgmma operand read", atomic=True)  # it is held until a wait covers it
-        m.shared.require_fenced(flat, "wgmma operand read")
+        # No race is looked for: it is held until a wait covers it.
+        data = m.shared.read(flat, CHUNK, "wgmma operand read", atomic=True, asynchronous=True)
+        if m.proxies is not None:
+            group = int(owner[0]) // (m.set_size * _WARPS) * _WARPS + np.arange(_WARPS)
+            m.proxies.require_fenced(flat, group, "wgmma operand read", False)
     values = decode(data.reshape(*place.shape[:2], -1), kind)
     return values.swapaxes(1, 2) if transposed else values, chunks_of(place.reshape(len(blocks), -1))
 

@@ -75,9 +75,9 @@ class Arena:
     """A byte array with a state per byte. Addresses are offsets into it.
 
     An access is ``count`` addresses of ``size`` bytes each (1, 2, 4, 8 or 16), aligned to their size.
-    ``readers``: for each 16 bytes, how many asynchronous operations still read them. ``unfenced``: which of them
-    ordinary stores wrote since the last proxy fence. Both only where a kernel has such operations.
-    ``on_read``, ``on_write``: told of offsets, size and what is to be written, before it is.
+    ``readers``: for each 16 bytes, how many asynchronous operations still read them; only where a kernel has such.
+    ``on_read``, ``on_write``: told of offsets, size and what is to be written, before it is. ``on_generic``: told of
+    offsets, whether they are written and whether the others were told, of accesses that are not asynchronous.
     ``writes``: how many writes there have been, of atomic ones, and of all with ``compares``, those that changed
     something.
     """
@@ -91,11 +91,11 @@ class Arena:
         self.state = np.full(padded, state, np.uint8)
         self.state[size:] = OUTSIDE
         self.readers: NDArray[np.uint16] | None = None
-        self.unfenced: NDArray[np.bool_] | None = None
         self.writes = 0
         self.compares = False
         self.on_read: Callable[[Addresses, int], None] | None = None
         self.on_write: Callable[[Addresses, int, Bytes | None], None] | None = None
+        self.on_generic: Callable[[Addresses, bool, bool], None] | None = None
 
     def fill_unwritten(self, poison: int) -> None:
         """Let reads of bytes that nothing has written give ``poison``, in place of a fault."""
@@ -103,9 +103,8 @@ class Arena:
         self.poisoned = True
 
     def watch_asynchronous_reads(self) -> None:
-        """Keep account of what asynchronous operations read, and of stores that no proxy fence followed."""
+        """Keep account of what asynchronous operations read."""
         self.readers = np.zeros(len(self.data) // CHUNK, np.uint16)
-        self.unfenced = np.zeros(len(self.data) // CHUNK, np.bool_)
 
     def _rows(self, offsets: Addresses, size: int, what: str) -> NDArray[np.int64]:
         """Indices of elements of ``size`` bytes; raises BadAccessError for misaligned ones and such beyond the end."""
@@ -139,12 +138,14 @@ class Arena:
             reason = f"{what} {UNWRITTEN_READ}"
         raise BadAccessError(reason, i, int(offsets[i]))
 
-    def read(self, offsets: Addresses, size: int, what: str, atomic: bool = False) -> Bytes:
+    def read(self, offsets: Addresses, size: int, what: str, atomic: bool = False, asynchronous: bool = False) -> Bytes:
         """(count, size) bytes; every byte must have been written. ``atomic``: it takes part in no race."""
         rows = self._rows(offsets, size, what)
         self._require(rows, offsets, size, what)
         if self.on_read is not None and not atomic and len(offsets):
             self.on_read(offsets, size)
+        if self.on_generic is not None and not asynchronous:
+            self.on_generic(offsets, False, not atomic)
         return elements(self.data, size)[rows].view(np.uint8).reshape(-1, size)
 
     def write(self, offsets: Addresses, values: Bytes, what: str, atomic: bool = False) -> None:
@@ -166,8 +167,8 @@ class Arena:
                     f"{what} of different values to one place by several threads in one instruction", i, int(offsets[i])
                 )
         elements(self.state, size)[rows] = _state(WRITTEN, size)
-        if self.unfenced is not None:
-            self.unfenced[offsets // CHUNK] = True
+        if self.on_generic is not None:
+            self.on_generic(offsets, True, not atomic)
 
     def require_free(self, offsets: Addresses, size: int, what: str) -> NDArray[np.int64]:
         """Rows of elements that may be overwritten now; raises BadAccessError for others."""
@@ -195,15 +196,6 @@ class Arena:
         elif (states[i] == BARRIER).any():
             reason = f"{what} over an mbarrier (no mbarrier.inval)"
         raise BadAccessError(reason, i, int(offsets[i]))
-
-    def require_fenced(self, offsets: Addresses, what: str) -> None:
-        """Raise BadAccessError where an ordinary store wrote and no proxy fence followed."""
-        if self.unfenced is None:
-            return
-        bad = self.unfenced[offsets // CHUNK]
-        if bad.any():
-            i = int(np.flatnonzero(bad)[0])
-            raise BadAccessError(f"{what} of what a store wrote with no fence.proxy.async since", i, int(offsets[i]))
 
     def place(self, offsets: Addresses, values: Bytes) -> None:
         """Write (count, size) bytes that an asynchronous copy delivers to places that were marked for it."""

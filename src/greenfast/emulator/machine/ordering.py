@@ -5,6 +5,9 @@ accesses of each warp of its block; each block, as a whole, has one for the othe
 knowledge on inside a block. Between blocks, and through flags and locks, atomic, volatile and acquire or release
 accesses do: a write passes on what its block knew at its last fence (a release: what it knows), a read takes up what
 was passed on there. An ordinary write counts as one of these where another thread waits for it in this way.
+
+Next to it each warp has two more, of accesses that a fence of the asynchronous proxy came after too (see proxies.py):
+the fence copies the first clock to them, and what passes the one on passes on the others.
 """
 
 from __future__ import annotations
@@ -32,11 +35,15 @@ class _Place:
 class Ordering:
     """The knowledge of the warps and blocks that run together. ``through_memory``: whether any is passed on there."""
 
-    def __init__(self, blocks: int, warps: int, through_memory: bool) -> None:
+    def __init__(self, blocks: int, warps: int, through_memory: bool, proxies: bool = False) -> None:
+        """``proxies``: whether to keep the clocks of proxy fences."""
         self.through_memory = through_memory
+        self._clocks = np.zeros((blocks, warps, 3 if proxies else 1, warps), np.int64)
         #: [block, warp, warp of the block]: which accesses of the latter the former knows to be over.
-        self.warps = np.zeros((blocks, warps, warps), np.int64)
+        self.warps = self._clocks[:, :, 0]
         self.warps[:, range(warps), range(warps)] = EVERYTHING
+        #: [block, warp, writes or reads, warp of the block]: which of these writes and reads a proxy fence came after.
+        self.proxied = self._clocks[:, :, 1:] if proxies else None
         #: For each warp number, what every block's warp knows at least of all others.
         self.floor = [EVERYTHING if warps == 1 else 0] * warps
         self.now = 0
@@ -50,15 +57,21 @@ class Ordering:
         self._mbarriers: dict[int, Numbers] = {}
 
     def of(self, block: int, warp: int) -> Numbers:
-        """What a warp passes on to others of its block."""
-        known: Numbers = self.warps[block, warp].copy()
-        known[warp] = self.now  # in place of everything
+        """(clocks, warps) what a warp passes on to others of its block."""
+        known: Numbers = self._clocks[block, warp].copy()
+        known[0, warp] = self.now  # in place of everything
         return known
 
     def learn(self, block: int, warp: int, known: Numbers) -> None:
         """A warp takes up what others of its block knew."""
-        mine = self.warps[block, warp]
+        mine = self._clocks[block, warp]
         np.maximum(mine, known, out=mine)
+
+    def fence_proxy(self, blocks: Any, warps: Any, until: Any, kinds: slice) -> None:
+        """Proxy fences by warps of blocks, for writes or reads that they know, up to the access ``until``."""
+        if self.proxied is not None:
+            known = np.minimum(self.warps[blocks, warps], np.asarray(until)[..., None])[..., None, :]
+            self.proxied[blocks, warps, kinds] = np.maximum(self.proxied[blocks, warps, kinds], known)
 
     def level(self, warps: NDArray[np.intp]) -> None:
         """Recompute what these warps know at least."""
@@ -78,7 +91,7 @@ class Ordering:
     def release(self, waiting: dict[int, tuple[int, list[int]]]) -> None:
         """Barriers are complete; ``waiting``: by barrier, the block and the warps that wait there."""
         for key, (block, warps) in waiting.items():
-            known = self._barriers.pop(key, np.zeros(self.warps.shape[1], np.int64))
+            known = self._barriers.pop(key, np.zeros(1, np.int64))
             for warp in warps:
                 known = np.maximum(known, self.of(block, warp))
             for warp in warps:
@@ -88,6 +101,8 @@ class Ordering:
     def level_blocks(self, blocks: NDArray[np.int64]) -> None:
         """All warps of some blocks leave a barrier that all of them came to."""
         own = np.arange(self.warps.shape[1])
+        if self.proxied is not None:
+            self.proxied[blocks] = self.proxied[blocks].max(axis=1, keepdims=True)
         self.warps[blocks] = self.now
         self.warps[blocks[:, None], own, own] = EVERYTHING
         self.level(own)

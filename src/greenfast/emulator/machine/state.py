@@ -20,6 +20,7 @@ from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.launches import Launches
 from greenfast.emulator.machine.memory import UNWRITTEN, UNWRITTEN_READ, WRITTEN, Arena, BadAccessError, GlobalMemory
 from greenfast.emulator.machine.ordering import Ordering
+from greenfast.emulator.machine.proxies import Proxies
 from greenfast.emulator.machine.races import Races
 from greenfast.emulator.machine.records import GlobalRecord
 from greenfast.emulator.machine.stack import Stack
@@ -77,6 +78,7 @@ class Copy:
     values: NDArray[np.uint8]
     groups: NDArray[np.int64]
     number: int
+    instruction: Instruction
 
 
 @dataclass(frozen=True)
@@ -189,8 +191,6 @@ class Machine:
         fragments = [o for i in products for o in i.operands[:2] if isinstance(o, Vector)]
         registers = {r.name for o in fragments for r in o.items if isinstance(r, Register)}
         self.products = Products(self.lanes, registers) if products else None
-        if products or any(i.name == "cp" and "bulk" in i.parts for i in self.function.code):
-            self.shared.watch_asynchronous_reads()
         #: Counts what may let a waiting thread go on.
         self.events = 0
         #: Threads whose next wait, if it may, gives up, as nothing else can go on.
@@ -199,7 +199,13 @@ class Machine:
         self.stack = Stack(self.lanes)
         self._lay_parameters()
         record = self.record or GlobalRecord(self.memory, frozenset())
-        self.races = Races(self, record, Ordering(len(self.blocks), self.warps, self.synchronizes))
+        asynchronous = bool(products) or any(i.name == "cp" and "bulk" in i.parts for i in self.function.code)
+        proxies = asynchronous and self.geometry.cluster_size == 1
+        self.races = Races(self, record, Ordering(len(self.blocks), self.warps, self.synchronizes, proxies))
+        self.proxies = Proxies(self) if asynchronous else None
+        if self.proxies is not None:
+            self.shared.watch_asynchronous_reads()
+            self.shared.on_generic = self.proxies.touched
         if self.races.watches_shared:
             self.shared.on_read, self.shared.on_write = self.races.shared_read, self.races.shared_write
         self.memory.on_read, self.memory.on_write = self.races.global_read, self.races.global_write

@@ -13,6 +13,8 @@ from greenfast.emulator.machine.memory import CHUNK, WRITTEN, Arena
 from greenfast.emulator.ptx.syntax import Instruction
 
 Lanes = Any  # a slice, or sorted indices
+#: Groups of products of a warp whose beginning is known.
+GROUPS = 8
 
 
 @dataclass
@@ -118,7 +120,8 @@ class MatrixReads:
 class Products:
     """The wgmma products in flight. Groups are counted from 1 per thread; those up to ``done`` have been waited for.
 
-    fences: how many wgmma.fence each thread has executed. guards: by register.
+    fences: how many wgmma.fence each thread has executed. guards: by register. before: (warps of all blocks, GROUPS)
+    the latest access to memory before each of a warp's last groups was committed.
     """
 
     def __init__(self, lanes: int, registers: Iterable[str]) -> None:
@@ -126,6 +129,7 @@ class Products:
         self.committed = np.zeros(lanes, np.int64)
         self.done = np.zeros(lanes, np.int64)
         self.fences = np.zeros(lanes, np.int64)
+        self.before = np.zeros((lanes // 32, GROUPS), np.int64)
         self.guards: dict[str, Guard] = {}
         self.reads: list[MatrixReads] = []
         for name in registers:

@@ -47,6 +47,8 @@ _VARIABLE = re.compile(
 _LOC = re.compile(r"\.loc\s+(\d+ \d+)(?: \d+)?(?:.*?inlined_at (\d+ \d+))?")
 #: The most inlined calls followed from a library's line to the caller's; beyond that (a cycle) any of them is named.
 _INLINED = 16
+#: Where the standard library has cuda::memcpy_async.
+_MEMCPY_ASYNC = "/__memcpy_async/"
 _TABLE = re.compile(r"([\w$]+)\s*:\s*\.branchtargets\s+([^;]*);")
 _PROTOTYPE = re.compile(r"[\w$]+\s*:\s*\.callprototype[^;]*;")
 _BRACKET = re.compile(r"[{[(})\]]")
@@ -82,13 +84,15 @@ class _Lines:
         place, caller = loc.groups()
         if caller:
             self._callers[place] = caller
-        where = place
+        where, of_library = place, False
         for _ in range(_INLINED):
-            if int(where.split()[0]) not in self._library:
+            file = int(where.split()[0])
+            if file not in self._library:
                 break
+            of_library |= _MEMCPY_ASYNC in self._files[file]
             where = self._callers.get(where, place)
         file, line = map(int, where.split())
-        return SourceLine(self._files.get(file, f"file {file}").rsplit("/", 1)[-1], line)
+        return SourceLine(self._files.get(file, f"file {file}").rsplit("/", 1)[-1], line, of_library)
 
 
 def parse(text: str, library: tuple[str, ...] = ()) -> Module:

@@ -63,10 +63,11 @@ Operand: TypeAlias = "Register | Special | Immediate | Symbol | Address | Vector
 
 @dataclass(frozen=True)
 class SourceLine:
-    """Where an instruction comes from."""
+    """Where an instruction comes from; memcpy_async: by way of cuda::memcpy_async of the standard library."""
 
     file: str
     line: int
+    memcpy_async: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"

@@ -1,0 +1,133 @@
+"""Accesses to shared memory through two proxies, and the fences that have to stand between them.
+
+Bulk copies and wgmma access shared memory through the asynchronous proxy, all else through the generic one. Where an
+asynchronous access follows a generic one to the same place, and one of them writes, a fence.proxy.async must lie on
+the path of synchronization that orders them: by the thread that accessed, or by one that knows of the access by then.
+Where the earlier one is asynchronous, its completion is followed by an implicit fence. The one that follows a wgmma
+counts for what its warps had read before, and for nothing else. docs/emulator.md, "Fences between proxies", has the
+reasons.
+
+Kept are, of each chunk of 16 bytes, the last generic write and each warp's last generic read. A fence counts for all
+threads of its warp. In a cluster of several blocks it counts for its whole block, and reads are not kept.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.machine.memory import CHUNK
+
+if TYPE_CHECKING:
+    from greenfast.emulator.machine.state import Lanes, Machine
+    from greenfast.emulator.ptx.syntax import Instruction
+
+Numbers = NDArray[Any]
+#: Of a chunk.
+_SHIFT = CHUNK.bit_length() - 1
+WRITES, READS = 0, 1
+_BOTH, _READS = slice(WRITES, READS + 1), slice(READS, READS + 1)
+_NAMES = ("store", "load")
+
+
+class Proxies:
+    """The generic accesses to a machine's shared memory, by the numbers that races.py gives them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.m, self.races, self.ordering = machine, machine.races, machine.races.ordering
+        self._chunks = len(machine.shared.data) // CHUNK
+        self._writes = np.zeros(self._chunks, np.uint32)
+        self._reads: dict[int, Numbers] = {}
+        #: [writes or reads, warp]: the last one, of any chunk.
+        self._last = np.zeros((2, machine.warps), np.int64)
+        #: Of a cluster's blocks, the last access before a fence.
+        self._fences = np.zeros(len(machine.blocks), np.int64)
+
+    def touched(self, offsets: Numbers, writes: bool, counted: bool) -> None:
+        """Threads of a warp read or write through the generic proxy; ``counted``: an access that has its number."""
+        warp = self.races.warp
+        if not writes and not self.races.watches_shared:
+            return
+        number = self.ordering.now if counted and self.races.watches_shared else self.races.begin()
+        if writes:
+            self._write(offsets, warp, number)
+            return
+        if warp not in self._reads:
+            self._reads[warp] = np.zeros(self._chunks, np.uint32)
+        self._reads[warp][offsets >> _SHIFT] = number
+        self._last[READS, warp] = number
+
+    def landed(self, offsets: Numbers, lanes: Numbers, instruction: Instruction) -> None:
+        """Copies by cp.async, which is generic, have come for threads of a warp."""
+        warp = int(lanes[0]) // self.m.set_size
+        self.ordering.now = self.races.record.accesses.add(instruction, warp)
+        self._write(offsets, warp, self.ordering.now)
+
+    def _write(self, offsets: Numbers, warp: int, number: int) -> None:
+        self._writes[offsets >> _SHIFT] = number
+        self._last[WRITES, warp] = number
+
+    def overwritten(self, offsets: Numbers) -> None:
+        """A bulk copy has written; no generic write is left there."""
+        self._writes[offsets >> _SHIFT] = 0
+
+    def fence(self, lanes: Lanes) -> None:
+        """Threads of a warp execute fence.proxy.async."""
+        blocks = np.unique(self.m.block_of[lanes])
+        self._fences[blocks] = self.ordering.now
+        self.ordering.fence_proxy(blocks, self.races.warp, self.ordering.now, _BOTH)
+
+    def multiplied(self, lanes: Numbers, until: Numbers) -> None:
+        """Warps, a thread of each, have waited for products; until: the last access before each one's was committed."""
+        self.ordering.fence_proxy(self.m.block_of[lanes], lanes // self.m.set_size, until, _READS)
+
+    def require_fenced(self, offsets: Numbers, warps: Numbers, what: str, writes: bool) -> None:
+        """A fault where a generic access to what warps now access asynchronously had no fence since.
+
+        offsets: of the access at hand, no two chunks in one; warps: those of which one must know of the fence.
+        """
+        self._require(WRITES, self._writes, offsets, warps, what)
+        for reads in self._reads.values() if writes else ():
+            self._require(READS, reads, offsets, warps, what)
+
+    def _require(self, kind: int, table: Numbers, offsets: Numbers, warps: Numbers, what: str) -> None:
+        proxied = self.ordering.proxied
+        if proxied is None:
+            if not self._last[kind].any():
+                return
+        elif (self._last[kind] <= proxied[:, warps, kind].max(axis=1).min(axis=0)).all():
+            return
+        found = table[offsets >> _SHIFT]
+        at = found.nonzero()[0]
+        if not len(at):
+            return
+        numbers, blocks = found[at].astype(np.int64), offsets[at] // self.m.shared_stride
+        by = self.races.record.accesses.warps[numbers]
+        if proxied is None:
+            known = self._fences[blocks]
+        else:
+            known = proxied[blocks[:, None], warps, kind, by[:, None]].max(axis=1)
+        bad = np.flatnonzero(numbers > known)
+        if len(bad):
+            self._accuse(kind, int(at[bad[0]]), int(numbers[bad[0]]), offsets, warps, what)
+
+    def _accuse(self, kind: int, at: int, number: int, offsets: Numbers, warps: Numbers, what: str) -> None:
+        m, offset, before = self.m, int(offsets[at]), _NAMES[kind]
+        place, lane = m.shared_place(offset), int(self.races.threads(len(offsets))[at])
+        block, accesses = offset // m.shared_stride, self.races.record.accesses
+        by, earlier = int(accesses.warps[number]), accesses.instructions[number]
+        assert earlier is not None
+        where = f"the {before} at {earlier.source or 'unknown line'} (in: {earlier.text}) by warp {by} of "
+        where += m.block_name(int(m.blocks[block]))
+        if self.ordering.proxied is not None and number > int(self.ordering.warps[block, warps, by].max()):
+            raise m.fault(f"a data race on {place}: nothing orders this {what} and {where}, found", lane)
+        did = "over what a load read" if kind == READS else "of what a store wrote"
+        if kind == WRITES and what == "bulk write":
+            did = "over what a store wrote"
+        raise m.fault(
+            f"{what} {did} with no fence.proxy.async since: {place}, {where}; a barrier orders threads, not proxies: "
+            f"put the fence behind the {before}, in front of the barrier or arrival that follows it; found",
+            lane,
+        )
