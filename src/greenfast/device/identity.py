@@ -20,6 +20,7 @@ import numpy as np
 from greenfast.device.compiler import CompiledKernel
 from greenfast.device.elf import ALLOC, UNDEFINED, Image
 from greenfast.device.machine_code import disassemble
+from greenfast.device.variables import HEAP_BYTES, HEAP_FUNCTIONS
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import Argument, KernelSource, Launch, Packed, Program, Struct, TensorMap
@@ -72,7 +73,8 @@ def launch_facts(source: KernelSource, launch: Launch, dims: Mapping[str, int]) 
 def state_variables(kernel: CompiledKernel) -> Mapping[str, int]:
     """The variables whose addresses a kernel has, in which it could keep state across launches: bytes by name.
 
-    The name "" stands for memory without one, such as a section into which an address is computed.
+    The name "" stands for memory without one, such as a section into which an address is computed, or the device heap
+    where the kernel allocates.
 
     For a cubin with other kernels and no PTX, where ``Resources.global_bytes`` counts all of the module. Text, which
     asserts and printf bring, does not count; a table of numbers that it only reads does.
@@ -157,6 +159,7 @@ class _Code:
         self._digest = hashlib.sha256()
         self._seen: dict[tuple[int, int], int] = {}  # (section, offset) -> number
         self._sizes: dict[tuple[int, int], int] = {}
+        self._outside: set[str] = set()  # what the driver provides
 
     def digest(self) -> str:
         image = self._image
@@ -180,13 +183,15 @@ class _Code:
         return bool(flags & ALLOC) and not name.startswith(by_use) and not of_a_kernel
 
     def reached(self, sections: tuple[str, ...]) -> dict[str, int]:
-        """Bytes of the variables of some sections that ``digest`` came to, by name."""
+        """Bytes of the variables of some sections that ``digest`` came to, by name, and of the heap if it is used."""
         names = {(s.section, s.value, s.size): s.name for s in self._image.symbols if not s.is_section}
         found = Counter[str]()
         for (section, start), size in self._sizes.items():
             in_one = self._image.sections[section].name.startswith(sections)
             if in_one and not self._is_text((section, start), size):
                 found[names.get((section, start, size), "")] += size
+        if self._outside & HEAP_FUNCTIONS:
+            found[""] += HEAP_BYTES
         return dict(found)
 
     def _is_text(self, place: tuple[int, int], size: int) -> bool:
@@ -247,6 +252,7 @@ class _Code:
         """What an address refers to: an offset in the kernel, a variable with its content, or something outside."""
         found = self._image.symbols[symbol]
         if found.section == UNDEFINED:
+            self._outside.add(found.name)
             self._add("outside", found.name.encode(), addend)
             return
         if found.section == self._text:

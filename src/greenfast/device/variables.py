@@ -10,7 +10,7 @@ _GLOBAL = (".nv.global", ".nv.global.init")
 #: Bank 3: ``__constant__`` variables. A kernel can write them through their address in global memory.
 _CONSTANT = ".nv.constant3"
 #: The device heap outlives a launch, and what is allocated there holds what was last freed there.
-_HEAP_FUNCTIONS = {"malloc", "__nv_aligned_device_malloc"}
+HEAP_FUNCTIONS = {"malloc", "__nv_aligned_device_malloc"}
 HEAP_BYTES = 8 << 20  # as the driver makes it
 
 
@@ -37,7 +37,7 @@ def variable_bytes(cubin: bytes, ptx: str = "") -> tuple[int, int]:
         section.size - sum(v.size for v in variables if v.name in harmless) - _padding(section, variables)
         for section, variables in (*in_global, *constant)
     )
-    heap = any(symbol.section == UNDEFINED and symbol.name in _HEAP_FUNCTIONS for symbol in image.symbols)
+    heap = any(symbol.section == UNDEFINED and symbol.name in HEAP_FUNCTIONS for symbol in image.symbols)
     return state + heap * HEAP_BYTES, sum(section.size for section, _ in constant)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel
+from greenfast.device.variables import HEAP_BYTES
 from greenfast.judge.gates.resources import _state_bytes
 from greenfast.judge.gates.sides import image_of, watched_variables
 from greenfast.spec.arch import Target
@@ -19,6 +20,9 @@ __device__ int calls;
 extern "C" __global__ void reads(float* y, int n) { y[threadIdx.x] = table[n & 7] * halves[n & 1]; }
 extern "C" __global__ void counts(float* y) { y[threadIdx.x] = atomicAdd(&calls, 1); }
 extern "C" __global__ void neither(float* y) { y[threadIdx.x] = 1; }
+extern "C" __global__ void allocates(float** y) { y[threadIdx.x] = new float[4]; }
+__device__ __noinline__ void* block(int n) { return malloc(n); }
+extern "C" __global__ void through_a_function(void** y, int n) { y[threadIdx.x] = block(n); }
 """
 TARGET = Target("sm_90a")
 
@@ -42,6 +46,12 @@ def test_variables_of_machine_code_are_compared(
     assert kernel.resources.global_bytes > 0  # of the module
     assert watched_variables(kernel) == image_of(kernel).variables == watched
     assert _state_bytes(kernel) == (0, nbytes)
+
+
+@pytest.mark.parametrize("entry", ["allocates", "through_a_function"])
+def test_the_device_heap_counts_for_machine_code_that_allocates(source: KernelSource, entry: str) -> None:
+    """What lies there outlives a launch and cannot be compared; ``neither``, of the same module, has none of it."""
+    assert _state_bytes(as_cubin(source, entry))[0] == HEAP_BYTES
 
 
 def test_a_table_is_compared_too(source: KernelSource) -> None:
