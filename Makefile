@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 HAS_GPU := import sys; from cuda.bindings import driver; sys.exit(int(driver.cuInit(0)[0]))
 
-.PHONY: validate test test-gpu test-slow lint clean
+.PHONY: validate test test-gpu test-slow sanitize lint clean
 
 validate: $(READY)
 	$(BIN)/greenfast validate fp8_sdpa
@@ -27,6 +27,10 @@ test-gpu: $(READY)
 
 test-slow: $(READY)
 	$(PYTEST) --numprocesses auto -m slow
+
+# Needs a Hopper GPU and compute-sanitizer on the PATH.
+sanitize: $(READY)
+	$(BIN)/python scripts/sanitize.py
 
 lint: $(READY)
 	$(BIN)/ruff check

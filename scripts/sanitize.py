@@ -1,0 +1,308 @@
+"""Small cases of every kernel for Hopper under compute-sanitizer, and planted faults that show what its tools see.
+
+python scripts/sanitize.py [--tools memcheck,racecheck,synccheck] [--cases TEXT] [--timeout S] [--log FOLDER]
+
+Needs a Hopper GPU and compute-sanitizer of the CUDA toolkit. The tools run at the same time, each over all cases whose
+names contain TEXT, and each fault runs under the tool that is to see it. Exit 1 where a tool reports something about
+a case; what the tools print goes to FOLDER. The first run compiles some 60 kernels into the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.executable import Executable, KernelImage
+from greenfast.device.gpu_session import GpuSession
+from greenfast.judge.report.format import table
+from greenfast.spec.arch import Target
+from greenfast.spec.kernel import KernelSource, Launch
+from greenfast.spec.problem import Case, OutputSpec
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+HEAD_DIMS, PRECISIONS = (64, 128, 256), ("fp8", "int8", "int8_fine")
+_RUN = "case: "
+_FOUND = re.compile(r"ERROR SUMMARY: (\d+)|RACECHECK SUMMARY: (\d+)")
+_REPORT = re.compile(r"^========= (?:Invalid|Barrier|Error|Warning|Race|Potential|Program hit|Misaligned|Divergent).*")
+
+# ---- cases ----------------------------------------------------------------------------------------------------------
+
+
+def cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Every family of kernels, by name, with calls that launch it."""
+    for precision, head_dim, causal in product(PRECISIONS, HEAD_DIMS, (False, True)):
+        name = f"sdpa {precision}, head dim {head_dim}{', causal' if causal else ''}"
+        yield name, partial(_sdpa, precision, head_dim, causal)
+    for precision, head_dim in product(PRECISIONS, HEAD_DIMS):
+        yield f"quantize, attention {precision}, head dim {head_dim}", partial(_kept, precision, head_dim)
+    for head_dim, rows in product(HEAD_DIMS, (1, 300)):
+        name = f"serving {'decode' if rows == 1 else 'prefill'}, append, plan, head dim {head_dim}"
+        yield name, partial(_serve, head_dim, rows)
+    for head_dim in HEAD_DIMS:
+        yield f"parallel, head dim {head_dim}", partial(_parallel, head_dim)
+
+
+def _randn(*shape: int) -> Any:
+    import torch
+
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))  # on the CPU: no kernel of PyTorch's
+    return made.bfloat16().cuda()
+
+
+def _sdpa(precision: str, head_dim: int, causal: bool) -> None:
+    """More work tiles than multiprocessors: blocks load rows of Q where they have read others."""
+    import greenfast
+
+    attend: Any = greenfast.sdpa
+    q, k, v = (_randn(1, 140, 90, head_dim) for _ in range(3))
+    attend(q, k, v, is_causal=causal, precision=precision, return_lse=causal)
+    attend(q[:, :2], _randn(1, 2, 700, head_dim), _randn(1, 2, 700, head_dim), precision=precision)
+
+
+def _kept(precision: str, head_dim: int) -> None:
+    import greenfast
+
+    quantize: Any = greenfast.quantize
+    codes = quantize(*(_randn(1, 3, 300, head_dim) for _ in range(3)), precision=precision)
+    greenfast.attention(codes, is_causal=True)
+
+
+def _serve(head_dim: int, rows: int) -> None:
+    """Three sequences with some past; their new tokens are appended, then attended to."""
+    import torch
+
+    import greenfast
+
+    cache = greenfast.PagedKVCache(64, 64, 2, head_dim, device="cuda")
+    past, names = [0, 70, 600], ["a", "b", "c"]
+    for name, before in zip(names, past, strict=True):
+        assert cache.reserve(name, before + rows)
+    total, every = 3 * rows, [0] * 3
+    for starts, counts in ((every, past), (past, [rows] * 3)):
+        slots = cache.slot_mapping(names, starts, counts)
+        q, k, v = (_randn(sum(counts), n, head_dim) for n in (8, 2, 2))
+        k_cache, v_cache, k_scale, v_scale = cache.layer(0)
+        q = greenfast.append_kv(q, k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
+    lengths = torch.tensor([0, rows, 2 * rows, total], dtype=torch.int32).cuda()
+    used = torch.tensor([before + rows for before in past], dtype=torch.int32).cuda()
+    plan = greenfast.ServingPlan(lengths, used, rows, heads=8, kv_heads=2, head_dim=head_dim, causal=True)
+    for prepared in (plan, None):
+        greenfast.flash_attn_varlen_func(
+            q, k_cache, v_cache, lengths, None, rows, 1000, seqused_k=used, block_table=cache.block_table(names),
+            k_descale=k_scale, v_descale=v_scale, causal=True, scheduler_metadata=prepared,
+        )  # fmt: skip
+
+
+def _parallel(head_dim: int) -> None:
+    """What a rank computes: codes of its keys, attention to two parts of them, and the merge."""
+    from greenfast.kernels.quantize.qkv import sample_places
+    from greenfast.parallel import blocks
+    from greenfast.parallel.blocks import Keys, Merged
+
+    q, k, v = _randn(1, 4, 400, head_dim), _randn(1, 2, 400, head_dim), _randn(1, 2, 400, head_dim)
+    keys, merged = Keys.like(k, "fp8"), Merged(of=2)
+    blocks.quantize_keys(k, v, k[:, :, sample_places(400)].contiguous(), "fp8", keys)
+    for first, count, causal in ((0, 400, 1), (200, 256, 0)):
+        merged.add(*blocks.attend(q[:, :, first:], keys, count, "fp8", causal, 0.1, False), first)
+
+
+def run_cases(text: str) -> None:
+    """Launch the kernels of the cases whose names contain a text."""
+    import torch
+
+    for name, run in cases():
+        if text in name:
+            print(f"{_RUN}{name}", flush=True)
+            run()
+            torch.cuda.synchronize()
+
+
+# ---- planted faults -------------------------------------------------------------------------------------------------
+
+#: A buffer of 64 floats, two mbarriers of one arrival, and a bulk copy of row n of x that counts at one of them.
+_BULK = """
+__shared__ __align__(128) float s[64]; __shared__ __align__(8) unsigned long long full, empty;
+const unsigned t = threadIdx.x, to = (unsigned)__cvta_generic_to_shared(s);
+const unsigned f = (unsigned)__cvta_generic_to_shared(&full), e = (unsigned)__cvta_generic_to_shared(&empty);
+if (t == 0) asm volatile("mbarrier.init.shared.b64 [%0], 1; mbarrier.init.shared.b64 [%1], 1;"
+                         "fence.mbarrier_init.release.cluster;" :: "r"(f), "r"(e) : "memory");
+__syncthreads();
+auto wait = [](unsigned bar, int parity) {
+  asm volatile("{ .reg .pred p; W: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @!p bra W; }"
+               :: "r"(bar), "r"(parity) : "memory");
+};
+auto load = [&](int n, unsigned bar) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], 256;" :: "r"(bar) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 256, [%2];"
+               :: "r"(to), "l"(x + 64 * n), "r"(bar) : "memory");
+};
+auto arrive = [](unsigned bar) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(bar) : "memory"); };
+auto fence = [] { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); };
+"""
+_PIPELINE = """
+if (t == 32) for (int n = 0; n < 4; ++n) { wait(e, n % 2 ^ 1); load(n, f); }
+if (t < 32) for (int n = 0; n < 4; ++n) {
+  wait(f, n % 2);
+  y[32 * n + t] = s[t] + s[t + 32];
+  fence();
+  __syncwarp();
+  if (t == 0) arrive(e);
+}"""
+
+
+@dataclass(frozen=True)
+class Planted:
+    """The body of a kernel k(const float* x, float* y) of 64 threads, and the tool that is to see its fault."""
+
+    tool: str
+    body: str
+
+
+#: None of them waits for what never comes.
+PLANTED = {
+    "a write out of bounds": Planted("memcheck", "y[threadIdx.x + (1 << 26)] = x[0];"),
+    "a bulk copy from out of bounds": Planted("memcheck", _BULK + "if (t == 32) load(1 << 22, f); wait(f, 0);"),
+    "no barrier between two warps": Planted(
+        "racecheck", "__shared__ float s[64]; s[threadIdx.x] = x[threadIdx.x]; y[threadIdx.x] = s[63 - threadIdx.x];"
+    ),
+    "a correct pipeline of bulk copies": Planted("racecheck", _BULK + _PIPELINE),
+    "the pipeline without a proxy fence": Planted("racecheck", _BULK + _PIPELINE.replace("fence();", "")),
+    "no wait for a bulk copy": Planted(
+        "racecheck", _BULK + "if (t == 32) load(0, f); __syncthreads(); y[t] = s[t]; wait(f, 0);"
+    ),
+    "a bulk copy over what is read": Planted(
+        "racecheck", _BULK + "if (t == 32) { load(0, f); wait(f, 0); load(1, e); } wait(f, 0); y[t] = s[t]; wait(e, 0);"
+    ),
+    "a barrier in a branch": Planted("synccheck", "if (threadIdx.x < 48) __syncthreads(); y[threadIdx.x] = x[0];"),
+    "an mbarrier that is not initialised": Planted(
+        "synccheck",
+        """__shared__ unsigned long long bar; y[threadIdx.x] = x[0];
+        if (threadIdx.x == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];"
+          :: "r"((unsigned)__cvta_generic_to_shared(&bar)) : "memory");""",
+    ),
+}
+
+
+def run_planted(name: str) -> None:
+    """Launch a planted fault."""
+    body = PLANTED[name].body
+    source = f'extern "C" __global__ void k(const float* x, float* y) {{\n{body}\n}}'
+    target = Target("sm_90a")
+    kernel = compile_kernel(KernelSource("k", source, "planted.cu", (), (64, 1, 1)), target)
+    x = np.zeros(256, np.float32)
+    image = KernelImage(kernel.cubin, "k", (64, 1, 1), 0)
+    case = Case({"x": x}, {"y": OutputSpec((256,), "float32")})
+    GpuSession(0).run(Executable.single(image, Launch((1, 1, 1), ("x", "y"))), case, 1)
+
+
+# ---- the tools ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tool:
+    """A tool that runs over this script with some arguments."""
+
+    tool: str
+    arguments: tuple[str, ...]
+    log: Path
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        options = ["--tool", self.tool, "--print-limit", "20", "--error-exitcode", "9"]
+        if self.tool == "racecheck":
+            options += ["--racecheck-report", "all"]
+        command = ["compute-sanitizer", *options, sys.executable, __file__, *self.arguments]
+        # PyTorch's allocator would hide where a tensor ends.
+        settings = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY"}
+        self._begin, self._output = time.monotonic(), self.log.open("w")
+        self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, env=settings,
+                                         start_new_session=True)  # fmt: skip
+        self.seconds = 0.0
+
+    def poll(self) -> bool:
+        """Whether it has ended; it is ended after ``timeout_s``."""
+        self.seconds = time.monotonic() - self._begin
+        if self._process.poll() is None and self.seconds > self.timeout_s:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._process.poll() is None:
+            return False
+        self._output.close()
+        return True
+
+
+def summary(log: str) -> tuple[str, int, dict[str, str]]:
+    """How many errors a tool counted, "no end" without a sum; of how many cases; by case, its first report."""
+    case, first, found, begun = "", dict[str, str](), "no end", 0
+    for line in log.splitlines():
+        if line.startswith(_RUN):
+            case, begun = line.removeprefix(_RUN), begun + 1
+        elif _REPORT.match(line):
+            first.setdefault(case, line.removeprefix("========= "))
+        elif match := _FOUND.search(line):
+            found = match[1] or match[2]
+    return found, begun, first
+
+
+def main() -> int:
+    """Run the tools over the cases and over the planted faults, and print two tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", default=",".join(TOOLS), type=lambda text: text.split(","))
+    parser.add_argument("--cases", default="", metavar="TEXT")
+    parser.add_argument(
+        "--timeout", default=600.0, type=float, metavar="S", help="seconds for each (default: %(default)s)"
+    )
+    parser.add_argument("--log", type=Path, metavar="FOLDER")
+    parser.add_argument("--run", metavar="NAME", help="`cases`, or a planted fault, without a tool")
+    asked = parser.parse_args()
+    if unknown := set(asked.tools) - set(TOOLS):
+        parser.error(f"--tools: {', '.join(sorted(unknown))} is none of {', '.join(TOOLS)}")
+    if asked.run:
+        run_cases(asked.cases) if asked.run == "cases" else run_planted(asked.run)
+        return 0
+    folder = asked.log or Path(tempfile.mkdtemp(prefix="sanitize-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    over_cases = {
+        tool: Tool(tool, ("--run", "cases", "--cases", asked.cases), folder / f"{tool}.log", asked.timeout)
+        for tool in asked.tools
+    }
+    faults = {
+        name: Tool(planted.tool, ("--run", name), folder / f"{name.replace(' ', '_')}.log", asked.timeout)
+        for name, planted in PLANTED.items()
+        if planted.tool in asked.tools
+    }
+    waiting = [*over_cases.values(), *faults.values()]
+    while waiting := [tool for tool in waiting if not tool.poll()]:
+        time.sleep(0.1)
+    rows = []
+    for name, tool in over_cases.items():
+        found, begun, first = summary(tool.log.read_text(errors="replace"))
+        said = "; ".join(f"{case}: {line}" for case, line in first.items())
+        rows.append((name, str(begun), found, f"{tool.seconds:.0f}", said or "-"))
+    print(table(("tool", "cases", "errors", "s", "first of each case"), rows))
+    planted = []
+    for name, tool in faults.items():
+        found, _, first = summary(tool.log.read_text(errors="replace"))
+        planted.append((name, tool.tool, found, f"{tool.seconds:.0f}", next(iter(first.values()), "-")))
+    print(table(("planted", "tool", "errors", "s", "first"), planted))
+    print(f"what the tools printed: {folder}")
+    return int(any(row[2] != "0" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
