@@ -275,6 +275,11 @@ def _attention(
     if launches is None:
         if out.numel() == 0 or key_length == 0:
             return _without_keys(out, sums)
+        if not aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()):
+            return _attention(
+                lse, query.clone(), key.clone(), value.clone(), query_scale, key_scale, value_scale, precision,
+                head_dim, key_length, dtype, causal, scale, strides,
+            )  # fmt: skip
         blocks, values = query_scale.dim() == 3, {2: "head", 3: "block", 4: "channel"}[value_scale.dim()]
         config = config_of(head_dim, dtype, precision, blocks, values)
         config = replace(config, mask=Mask(causal), log_sum_exp=lse)

@@ -96,7 +96,7 @@ def paged_attention(
         found = cached(_PLANS, at, _attention_plan(*given, q_scale, sinks, plan, max_seqlen_q, (causal, window_left,
             window_right), softcap, softmax_scale, out_dtype), _MOST_PLANS)  # fmt: skip
     lse = q.new_empty((shape[1], shape[0]), dtype=torch.float32)
-    if out is not None and not out.is_contiguous():
+    if out is not None and not (out.is_contiguous() and aligned(out.data_ptr())):
         made, lse = paged_attention(*given, q_scale, sinks, plan, max_seqlen_q, causal, window_left, window_right,
                                     softcap, softmax_scale, out_dtype)  # fmt: skip
         return out.copy_(made), lse
@@ -291,9 +291,13 @@ def append_kv(
     if launches is None:
         for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
             _check_address(name, x)
-        if not aligned(k.data_ptr() | v.data_ptr() | (0 if q is None else q.data_ptr())):
-            k, v, q = k.clone(), v.clone(), None if q is None else q.clone()
-            return append_kv(q, k, v, *given[3:], eps, interleaved)
+        moved: list[Any] = [
+            x if x is None or name in _ANYWHERE or aligned(x.data_ptr()) else x.clone()
+            for name, x in zip(_APPEND_BUFFERS, given, strict=True)
+        ]
+        if any(x is not y for x, y in zip(moved, given, strict=True)):
+            q, k, v, *rest = moved
+            return append_kv(q, k, v, *rest, eps, interleaved)  # type: ignore[call-arg]
         launches = found.prepare((*_APPEND_BUFFERS, "q_out"), addresses)
     queue(device, launches)
     return q_out
@@ -303,6 +307,8 @@ _APPEND_BUFFERS = (
     "q", "k", "v", "k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale", "q_weight", "k_weight", "cos", "sin",
     "positions",
 )  # fmt: skip
+#: Of these, the ones that are read or written number by number; the others in vectors of 16 bytes.
+_ANYWHERE = frozenset({"slot_mapping", "k_scale", "v_scale", "positions"})
 
 
 def _append_plan(given: tuple[Tensor | None, ...], eps: float, interleaved: bool) -> Plan:
