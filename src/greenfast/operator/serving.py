@@ -10,6 +10,8 @@ from torch import Tensor
 
 from greenfast.operator import serving_ops
 from greenfast.operator.arguments import check_flag, check_length, number
+from greenfast.operator.quantized import HEAD_DIMS
+from greenfast.operator.serving_checks import MOST_GROUPED
 
 
 def append_kv(
@@ -69,7 +71,7 @@ class ServingPlan:
         self, cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, *, heads: int, kv_heads: int, head_dim: int,
         causal: bool = False, window_size: Sequence[int] | None = (-1, -1),
     ) -> None:  # fmt: skip
-        """Raises TypeError and ValueError, naming the argument, for lengths and sizes that make no batch."""
+        """Raises TypeError, ValueError and NotImplementedError, naming the argument, where no call has such a batch."""
         for name, x in (("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
             if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.dim() != 1:
                 raise TypeError(f"{name}: {kind(x)}; an int32 tensor of one dimension is needed")
@@ -85,6 +87,12 @@ class ServingPlan:
             ("max_seqlen_q", max_seqlen_q),
         ):
             check_length(name, n)
+        if head_dim not in HEAD_DIMS:
+            raise NotImplementedError(f"head_dim: {head_dim}; allowed: {', '.join(map(str, HEAD_DIMS))}")
+        if kv_heads == 0 or heads % kv_heads or not 1 <= heads // kv_heads <= MOST_GROUPED:
+            raise ValueError(f"heads: {heads}, kv_heads {kv_heads}; 1 to {MOST_GROUPED} heads share each of kv_heads")
+        if seqused_k.device != cu_seqlens_q.device:
+            raise ValueError(f"seqused_k: on {seqused_k.device}, cu_seqlens_q on {cu_seqlens_q.device}")
         check_flag("causal", causal)
         self.cu_seqlens_q, self.seqused_k, self.max_seqlen_q = cu_seqlens_q, seqused_k, max_seqlen_q
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim

@@ -12,7 +12,16 @@ from greenfast.operator import serving_ops
 from greenfast.operator.arguments import check_flag, check_length, number
 from greenfast.operator.quantized import DTYPES
 from greenfast.operator.serving import ServingPlan, kind, window_of
-from greenfast.operator.serving_checks import E4M3, check_append_once, check_attention_once
+from greenfast.operator.serving_checks import (
+    E4M3,
+    check_append_once,
+    check_attention_once,
+    check_keys,
+    check_out,
+    check_starts,
+    check_values,
+    checks_values,
+)
 from greenfast.operator.serving_pages import (
     PAGE,
     copy_codes,
@@ -71,11 +80,11 @@ class Call:
     ) -> Result:
         """Attention over pages."""
         args = self.arguments(k, v, table, used, scales)
-        if self.plan is not None:
-            self.plan.check(self.max_seqlen_q, self.q.shape[1], k.shape[2], self.q.shape[2], self.mask)
+        self._check_plan(k.shape[2])
         if self.out is None:
             out, lse = serving_ops.paged_attention(*args)
         else:
+            self._check_out_gradient()
             out, lse = self.out, serving_ops.paged_attention_out(*args, self.out)
         return (out, lse) if wants_lse else out
 
@@ -87,8 +96,13 @@ class Call:
         for name, x in (("k", k), ("v", v)):
             if not isinstance(x, Tensor) or x.dim() != 3:
                 raise ValueError(f"{name}: {kind(x)}; without block_table (total_k, kv_heads, head_dim) is needed")
-        if not isinstance(cu_seqlens_k, Tensor) or cu_seqlens_k.shape != self.cu_seqlens_q.shape:
+        starts = self.cu_seqlens_q
+        if not isinstance(starts, Tensor) or starts.dim() != 1 or starts.shape[0] == 0:
+            raise ValueError(f"cu_seqlens_q: {kind(starts)}; int32 (batch + 1,) is needed")
+        if not isinstance(cu_seqlens_k, Tensor) or cu_seqlens_k.shape != starts.shape:
             raise ValueError(f"cu_seqlens_k: {kind(cu_seqlens_k)}; as cu_seqlens_q, without block_table it is needed")
+        if cu_seqlens_k.dtype != torch.int32:
+            raise TypeError(f"cu_seqlens_k: its dtype is {cu_seqlens_k.dtype}; allowed: torch.int32")
         check_length("max_seqlen_k", max_seqlen_k)
         total, batch = k.shape[0], cu_seqlens_k.shape[0] - 1
         given = k.dtype == E4M3
@@ -105,6 +119,9 @@ class Call:
             self._check_append(None, k, v, pages[:2], scales)
         elif v.shape != k.shape or v.dtype != E4M3 or v.device != k.device:
             raise ValueError(f"v: {kind(v)}, k {kind(k)}; they must agree")
+        if _readable(cu_seqlens_k, seqused_k):
+            check_keys(cu_seqlens_k, total, max_seqlen_k, seqused_k)
+        self._refuse_gradients_of(k, v)
         slots, _, lengths, table = serving_ops.token_slots(cu_seqlens_k, None, None, None, total, width, PAGE)
         if given:
             copy_codes(k, v, slots, pages)
@@ -155,9 +172,17 @@ class Call:
         self._check((k_cache, v_cache), table.shape, used, scales, like=used)
         places = k.new_empty(k.shape[0], dtype=torch.int64)
         self._check_append(q, k, v, (k_cache, v_cache), scales, cos, sin, places if rotates else None)
+        self._refuse_gradients_of(k, v)
+        self._check_rest(k_cache.shape[2])
         slots, at, lengths, _ = serving_ops.token_slots(
             starts, used, table, seqlens, k.shape[0], table.shape[1], k_cache.shape[1]
         )
+        if _readable(self.q, table, used, starts, lengths):
+            check_starts("cu_seqlens_k_new", starts, k.shape[0], "k")
+            check_values(self.q, k_cache, table, self.cu_seqlens_q, used, self.max_seqlen_q)
+            check_values(self.q, k_cache, table, self.cu_seqlens_q, lengths, self.max_seqlen_q)
+            if self.plan is not None and self.q.is_cpu:
+                serving_ops.check_plan(self.plan.tensor, self.cu_seqlens_q, lengths)
         turned = serving_ops.append_kv(
             q, k, v, k_cache, v_cache, slots, *scales[1:], None, None, cos, sin, at if rotates else None, 0.0,
             interleaved,
@@ -173,9 +198,33 @@ class Call:
         """Check the attention before anything is appended; tensors that are still to be computed are stood in for."""
         if torch.compiler.is_compiling():  # the operators check when they are traced
             return
-        block_table = lengths.new_empty(tuple(table))
+        block_table = lengths.new_empty(tuple(table), dtype=torch.int32)
         used = lengths.new_empty(table[0]) if like is None else like
         check_attention_once(*self.arguments(pages[0], pages[1], block_table, used, scales))
+
+    def _check_plan(self, kv_heads: int) -> None:
+        if self.plan is not None:
+            self.plan.check(self.max_seqlen_q, self.q.shape[1], kv_heads, self.q.shape[2], self.mask)
+
+    def _check_rest(self, kv_heads: int) -> None:
+        """What else ``attend`` would refuse, after the cache has been written."""
+        self._check_plan(kv_heads)
+        if self.out is not None and not torch.compiler.is_compiling():
+            check_out(self.out, self.q, self.out.dtype if self.q.dtype == E4M3 else self.q.dtype)
+            self._check_out_gradient()
+
+    def _check_out_gradient(self) -> None:
+        """As PyTorch's operators with ``out`` do: what is written there is not part of a graph."""
+        if torch.is_grad_enabled() and self.q.requires_grad:
+            raise NotImplementedError("out: given, while q, k or v require a gradient; leave it out or use no_grad()")
+
+    def _refuse_gradients_of(self, k: Tensor, v: Tensor) -> None:
+        """Let the output depend on K and V for autograd where it would not by Q: their gradients are refused too."""
+        if not torch.is_grad_enabled() or self.q.requires_grad or not (k.requires_grad or v.requires_grad):
+            return
+        if self.q.dtype == E4M3:
+            raise NotImplementedError("k, v: they require a gradient, of which there is none; use torch.no_grad()")
+        self.q = self.q + (k[:0].sum() + v[:0].sum()).to(self.q.dtype)
 
     def _check_append(
         self, q: Tensor | None, k: Tensor, v: Tensor, pages: Sequence[Tensor], scales: tuple[Tensor | None, ...],
@@ -185,6 +234,13 @@ class Call:
             return
         slots = k.new_empty(k.shape[0], dtype=torch.int64)
         check_append_once(q, k, v, *pages, slots, *scales[1:], None, None, cos, sin, positions, 0.0, False)
+
+
+def _readable(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether lengths are to be read and checked here: in eager calls, where ``checks_values`` says so."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not checks_values(first):
+        return False
+    return all(x is None or type(x) is Tensor for x in (first, *others))
 
 
 def one(like: Tensor) -> Tensor:

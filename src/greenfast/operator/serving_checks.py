@@ -210,6 +210,8 @@ def check_out(out: Tensor, q: Tensor, dtype: torch.dtype) -> None:
     _tensor("out", out, (dtype,), q)
     _shape("out", out, (tuple(q.shape), "as q"))
     _rows("out", out)
+    if any(step == 0 and n > 1 for n, step in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"out: its strides are {out.stride()}; rows that share memory cannot be written")
 
 
 def check_append(
@@ -276,15 +278,35 @@ def checks_values(x: Tensor) -> bool:
     return _CHECKS_PAGES or x.is_cpu
 
 
+def check_starts(name: str, starts: Tensor, tokens: int, of: str) -> list[int]:
+    """The lengths between the starts of sequences. Raises ValueError unless these lie in order in ``tokens`` tokens.
+
+    of: the tensor that has these tokens.
+    """
+    ends: list[int] = starts.tolist()
+    lengths = [b - a for a, b in pairwise(ends)]
+    if ends[0] != 0 or min(lengths, default=0) < 0 or ends[-1] > tokens:
+        raise ValueError(f"{name}: {ends}; from 0, never falling, to at most the {tokens} tokens of {of}")
+    return lengths
+
+
+def check_keys(cu_seqlens_k: Tensor, total_k: int, max_seqlen_k: int, seqused_k: Tensor | None) -> None:
+    """Raises ValueError for lengths of keys that are in no cache, where more would be read than a sequence has."""
+    lengths = check_starts("cu_seqlens_k", cu_seqlens_k, total_k, "k")
+    if max(lengths, default=0) > max_seqlen_k:
+        raise ValueError(f"max_seqlen_k: {max_seqlen_k}; a sequence has {max(lengths)} keys")
+    if seqused_k is not None and seqused_k.shape == (len(lengths),):
+        for b, (n, most) in enumerate(zip(seqused_k.tolist(), lengths, strict=True)):
+            if not 0 <= n <= most:
+                raise ValueError(f"seqused_k: {n} of sequence {b}; it has {most} keys")
+
+
 def check_values(
     q: Tensor, k_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int
 ) -> None:
     """Raises ValueError for lengths that do not fit, and for pages of a sequence that lie outside the cache."""
     (pages, page_size), most = k_cache.shape[:2], block_table.shape[1] * k_cache.shape[1]
-    ends, used = cu_seqlens_q.tolist(), seqused_k.tolist()
-    lengths = [b - a for a, b in pairwise(ends)]
-    if ends[0] != 0 or min(lengths, default=0) < 0 or ends[-1] > q.shape[0]:
-        raise ValueError(f"cu_seqlens_q: {ends}; from 0, never falling, to at most the {q.shape[0]} tokens of q")
+    lengths, used = check_starts("cu_seqlens_q", cu_seqlens_q, q.shape[0], "q"), seqused_k.tolist()
     if max(lengths, default=0) > max_seqlen_q:
         raise ValueError(f"max_seqlen_q: {max_seqlen_q}; a sequence has {max(lengths)} queries")
     for b, n in enumerate(used):

@@ -23,6 +23,8 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exp
     length is read. The kernel is "serving" on a Hopper GPU and "reference" for CPU tensors; "torch" stands for a call
     that is refused, with the error as the reason.
     """
+    if not callable(function):
+        raise TypeError(f"function: a {type(function).__name__}; the function that is to be called comes first")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     given, given_named = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

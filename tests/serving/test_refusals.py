@@ -1,0 +1,152 @@
+"""Lengths, tables, plans and gradients that fit no call: refused by name, and before the cache is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import greenfast
+
+varlen: Any = greenfast.flash_attn_varlen_func
+with_kvcache: Any = greenfast.flash_attn_with_kvcache
+
+
+def int32(*x: int) -> Tensor:
+    return torch.tensor(x, dtype=torch.int32)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+def keys() -> dict[str, Any]:
+    """Two sequences, of 4 and 6 queries and of 5 and 7 keys."""
+    return {
+        "q": normal(10, 4, 64), "k": normal(12, 2, 64), "v": normal(12, 2, 64), "cu_seqlens_q": int32(0, 4, 10),
+        "cu_seqlens_k": int32(0, 5, 12), "max_seqlen_q": 6, "max_seqlen_k": 7,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"cu_seqlens_k": int32(0, 5, 13)}, ValueError, "cu_seqlens_k: .* to at most the 12 tokens"),
+        ({"cu_seqlens_k": int32(0, 9, 4)}, ValueError, "cu_seqlens_k: .* never falling"),
+        ({"cu_seqlens_k": int32(1, 5, 12)}, ValueError, "cu_seqlens_k: .* from 0"),
+        ({"cu_seqlens_k": int32(0, 5, 12).long()}, TypeError, "cu_seqlens_k: its dtype is torch.int64"),
+        ({"cu_seqlens_q": int32(), "cu_seqlens_k": int32()}, ValueError, r"cu_seqlens_q: .*\(0,\); int32 \(batch"),
+        ({"cu_seqlens_q": [0, 4, 10]}, ValueError, "cu_seqlens_q: list"),
+        ({"max_seqlen_k": 6}, ValueError, "max_seqlen_k: 6; a sequence has 7 keys"),
+        ({"seqused_k": int32(6, 2)}, ValueError, "seqused_k: 6 of sequence 0; it has 5 keys"),
+        ({"seqused_k": int32(-1, 2)}, ValueError, "seqused_k: -1 of sequence 0"),
+        ({"out": normal(1, 4, 64).expand(10, 4, 64)}, ValueError, "out: .* share memory"),
+    ],
+    ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
+)
+def test_keys_that_are_not_there(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    varlen(**keys())
+    with pytest.raises(error, match=message):
+        varlen(**keys() | changes)
+
+
+def step() -> tuple[dict[str, Any], list[Tensor]]:
+    """Three new tokens for each of two sequences, and the cache's tensors, which hold NaN."""
+    tensors = list(greenfast.PagedKVCache(8, 16, 2, 64).layer())
+    for x in tensors:
+        x.fill_(torch.nan) if x.dtype == torch.float32 else x.view(torch.uint8).fill_(0x7F)
+    k_cache, v_cache, k_scale, v_scale = tensors
+    given = {
+        "q": normal(2, 3, 4, 64), "k_cache": k_cache, "v_cache": v_cache, "k": normal(2, 3, 2, 64),
+        "v": normal(2, 3, 2, 64), "cache_seqlens": int32(0, 5), "page_table": int32(*range(8)).view(2, 4),
+        "k_descale": k_scale, "v_descale": v_scale, "causal": True,
+    }  # fmt: skip
+    return given, tensors
+
+
+def plan(**changes: Any) -> greenfast.ServingPlan:
+    sizes: Any = {"heads": 4, "kv_heads": 2, "head_dim": 64, "causal": True} | changes
+    return greenfast.ServingPlan(int32(0, 3, 6), int32(99, 99), 3, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"cache_seqlens": 62}, ValueError, "seqused_k .*: 65 of sequence 0"),
+        ({"cache_seqlens": int32(-2, 3)}, ValueError, "seqused_k .*: -2 of sequence 0"),
+        ({"cache_seqlens": int32(0, 5).long()}, TypeError, "seqused_k .*torch.int64"),
+        ({"cache_seqlens": None}, ValueError, "seqused_k .*: 67"),
+        ({"page_table": int32(*range(6, 14)).view(2, 4)}, ValueError, "block_table"),
+        ({"page_table": int32(*range(-1, 7)).view(2, 4)}, ValueError, "block_table"),
+        ({"out": normal(2, 3, 4, 64).half()}, TypeError, "out: its dtype"),
+        ({"out": normal(1, 3, 4, 64)}, ValueError, "out: its shape"),
+        ({"scheduler_metadata": plan(heads=8)}, ValueError, "made for heads 8"),
+        ({"scheduler_metadata": plan()}, ValueError, "made for other lengths"),
+        ({"softcap": -1.0}, ValueError, "softcap"),
+        ({"s_aux": torch.ones(3)}, ValueError, "sinks"),
+        (
+            {"q": normal(6, 4, 64), "k": normal(6, 2, 64), "v": normal(6, 2, 64), "cu_seqlens_q": int32(0, 3, 6),
+             "max_seqlen_q": 3, "cu_seqlens_k_new": int32(0, 6, 3)}, ValueError, "cu_seqlens_k_new: .* never falling",
+        ),
+        (
+            {"q": normal(6, 4, 64), "k": normal(6, 2, 64), "v": normal(6, 2, 64), "cu_seqlens_q": int32(0, 3, 6),
+             "max_seqlen_q": 3, "cu_seqlens_k_new": int32(0, 3, 9)}, ValueError, "cu_seqlens_k_new: .* the 6 tokens",
+        ),
+        (
+            {"q": normal(6, 4, 64), "k": normal(6, 2, 64), "v": normal(6, 2, 64), "cu_seqlens_q": int32(0, 4, 3),
+             "max_seqlen_q": 4, "cu_seqlens_k_new": int32(0, 3, 6)}, ValueError, "cu_seqlens_q: .* never falling",
+        ),
+        ({"out": normal(2, 3, 4, 64), "k": normal(2, 3, 2, 64).requires_grad_()}, NotImplementedError, "out: given"),
+    ],
+    ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
+)  # fmt: skip
+def test_nothing_is_written(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    given, tensors = step()
+    with pytest.raises(error, match=message):
+        with_kvcache(**given | changes)
+    k_cache, v_cache, k_scale, v_scale = tensors
+    assert all((x.view(torch.uint8) == 0x7F).all() for x in (k_cache, v_cache))
+    assert k_scale.isnan().all()
+    assert v_scale.isnan().all()
+    with_kvcache(**given)
+    assert not k_scale[0, :, :3].isnan().any()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_gradient_of_any_input_is_refused(name: str) -> None:
+    """Also where Q has none, as with keys that a prefix adds to frozen queries."""
+    for call, given in ((varlen, keys()), (with_kvcache, step()[0] | {"cache_seqlens": 0})):
+        wanted = call(**given)
+        given[name] = given[name].clone().requires_grad_()
+        found = call(**given)
+        assert found.requires_grad
+        assert torch.equal(found, wanted)
+        with pytest.raises(NotImplementedError, match="no gradient flows"):
+            found.float().sum().backward()
+        with pytest.raises(NotImplementedError, match="out: given, while"):
+            call(**given, out=torch.empty_like(wanted))
+        with torch.no_grad():
+            out = torch.empty_like(wanted)
+            assert torch.equal(call(**given, out=out), wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"heads": 3}, ValueError, "heads: 3, kv_heads 2"),
+        ({"heads": 64}, ValueError, "heads: 64"),
+        ({"heads": 0, "kv_heads": 0}, ValueError, "heads: 0"),
+        ({"head_dim": 96}, NotImplementedError, "head_dim: 96; allowed: 64, 128, 256"),
+    ],
+)
+def test_plans_that_no_call_has(changes: dict[str, int], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        plan(**changes)
+
+
+def test_explain_call_wants_the_function() -> None:
+    wrong: Any = normal(1, 1, 64)
+    with pytest.raises(TypeError, match="function: a Tensor; the function"):
+        greenfast.explain_call(wrong, normal(1, 1, 64))
