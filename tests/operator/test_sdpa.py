@@ -78,6 +78,17 @@ def test_kept_codes_compiled_without_a_break() -> None:
     assert torch.equal(compiled(q, k, v), greenfast.attention(greenfast.quantize(q, k, v)))
 
 
+@pytest.mark.parametrize("dim", [0, 1, 3])
+def test_vmap_over_nothing(dim: int) -> None:
+    q, k, v = inputs()
+    shape = list(q.shape)
+    shape.insert(dim, 0)
+    none = q.new_empty(shape)
+    assert torch.vmap(greenfast.sdpa, in_dims=(dim, None, None))(none, k, v).shape == (0, *q.shape)
+    keys = torch.vmap(lambda x: greenfast.sdpa(q, x, v, return_lse=True)[1])(k.new_empty(0, *k.shape))
+    assert keys.shape == (0, *q.shape[:3])
+
+
 def test_vmap() -> None:
     q, k, v = inputs()
     batch: Any = [torch.stack([x, x.flip(2)]) for x in (q, k, v)]

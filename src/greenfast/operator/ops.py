@@ -150,7 +150,9 @@ def _batched(op: Any) -> Any:
             return moved.flatten(0, 1)
 
         def parted(x: Tensor) -> Tensor:
-            return x.view(info.batch_size, x.shape[0] // info.batch_size, *x.shape[1:])
+            of_none = args[0].shape[1 if in_dims[0] == 0 else 0]  # where the new dimension is empty
+            each = x.shape[0] // info.batch_size if info.batch_size else of_none
+            return x.view(info.batch_size, each, *x.shape[1:])
 
         found = op(*(merged(x, dim) for x, dim in zip(args, in_dims, strict=True)))
         if isinstance(found, Tensor):
