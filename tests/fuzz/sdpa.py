@@ -206,7 +206,8 @@ class SdpaDraw:
                 wrong.append(f"lse of head {h}: -inf elsewhere")
                 continue
             reach = (exact[0][h].abs() @ mean[h].abs()) * self._factor()
-            allowed = 1e-4 + _SCORES * sizes + 2.0**-17 * reach
+            # Each 32 columns are a sum of their own; int8's shift may cost 2^-9 of an octave (attention/softmax.cuh).
+            allowed = 2e-3 + _SCORES * numbers[0].shape[-1] / 32 * sizes + 2.0**-17 * reach
             beyond = ~((lse[h] - wanted).abs() <= allowed) & ~none
             if beyond.any():
                 at = int(beyond.nonzero()[0])
@@ -214,7 +215,7 @@ class SdpaDraw:
         return wrong[:4]
 
     def _slice_faults(self, codes: QuantizedQKV, whole: Tensor) -> list[str]:
-        """Codes of one sequence of the batch, which are views: the same bits."""
+        """Codes of one sequence of the batch, which are views."""
         if self.batch == 1:
             return []
         at = slice(1, 2)
@@ -222,7 +223,11 @@ class SdpaDraw:
             codes.query[at], codes.key[at], codes.value[at], codes.query_scale[at], codes.key_scale[at],
             codes.value_scale[at], None, codes.precision, codes.head_dim, codes.key_length, codes.dtype,
         )  # fmt: skip
-        return differ("codes of a slice of the batch", _attend(part, **self.options()), whole[at])
+        found, wanted = _attend(part, **self.options()).double(), whole[at].double()  # perhaps of other tiles
+        off = float((found - wanted).norm())
+        if off <= 6 * RELATIVE * float(wanted.norm()) + 1e-30:
+            return []
+        return [f"codes of a slice of the batch: {off / float(wanted.norm())} off the whole"]
 
     def _mask_faults(self, q: Tensor, k: Tensor, v: Tensor) -> list[str]:
         """A mask that no kernel has is refused, never left out."""
@@ -329,7 +334,10 @@ def draw(rng: random.Random, seed: int, on_gpu: bool) -> SdpaDraw:
     q_len, kv_len = (rng.choice(LENGTHS) if rng.random() < 0.7 else rng.randint(1, 1500) for _ in range(2))
     if rng.random() < 0.4:
         kv_len = q_len
-    while batch * heads * q_len * kv_len > most:
+    if on_gpu and rng.random() < 0.1:  # all blocks of a launch run at once, beside the quantizer's last ones
+        batch, kv_heads, heads, q_len = 1, 16, rng.choice([16, 32]), rng.choice([1024, 2048])
+        kv_len = q_len
+    while batch * heads * q_len * kv_len > 2 * most:
         if heads > 4 and rng.random() < 0.5:
             kv_heads, heads = 1, group
             batch = 1
