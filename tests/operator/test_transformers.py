@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import greenfast
+from greenfast.operator import scope
 from greenfast.operator import transformers as integration
 from greenfast.operator.routing import Routed
 
@@ -227,6 +228,29 @@ def test_attention_with_more_than_products_is_refused(name: str) -> None:
     more = {name: None}
     attend(Layer(), inputs(), **more)
     assert routed.taken == 1
+
+
+def test_nothing_is_left_to_transformers_in_a_context_parallel(llama: Any, tokens: Tensor) -> None:
+    """Its own attention would see the rows of one rank alone."""
+    taken = []
+
+    def of_all_ranks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *more: Any) -> Tensor:
+        if mask is not None:
+            raise NotImplementedError("attn_mask: in a context_parallel")
+        taken.append(more[1])
+        return torch.zeros_like(query)
+
+    scope.SCOPES.append(SimpleNamespace(size=2, sdpa=of_all_ranks))
+    try:
+        routed = greenfast.register_with_transformers()  # by whose rules 100 tokens are PyTorch's
+        logits(llama, tokens, "greenfast")
+        assert (routed.taken, taken) == (LAYERS, [True] * LAYERS)
+        padded = torch.ones_like(tokens)
+        padded[1, :10] = 0
+        with pytest.raises(NotImplementedError, match="attn_mask: in a context_parallel"):
+            logits(llama, tokens, "greenfast", attention_mask=padded)
+    finally:
+        scope.SCOPES.pop()
 
 
 def test_attention_that_is_causal_by_mistake_is_not() -> None:

@@ -12,7 +12,7 @@ import torch
 from msgspec import to_builtins
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import greenfast
@@ -154,6 +154,53 @@ def routed(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
             out.float().square().sum().backward()
         found.append([array(x) for x in (out, *(t.grad for t in tensors))])
     return found
+
+
+def left_to_pytorch(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
+    """Short shards under the default rules of ``use``: outputs; and the errors of what a context does not compute."""
+    cp = greenfast.context_parallel(mesh, "ring", timeout=_TIMEOUT)
+    shards = [cp.shard(x, 2) for x in on(mesh, given)]
+    theirs: Any = torch.nn.functional.scaled_dot_product_attention
+    mask = torch.ones(shards[0].shape[2], shards[1].shape[2], dtype=torch.bool).tril()
+    with cp:
+        own = sdpa(*shards, is_causal=True)
+        with greenfast.use() as routed:
+            found = theirs(*shards, is_causal=True)
+            refused = []
+            for change in ({"attn_mask": mask}, {"dropout_p": 0.5}, {"scale": -1.0}):
+                try:
+                    theirs(*shards, **change)
+                except (NotImplementedError, ValueError) as error:
+                    refused.append(str(error))
+            try:
+                theirs(*(x.float() for x in shards))
+            except TypeError as error:
+                refused.append(str(error))
+    return array(own), array(found), routed.taken, refused
+
+
+def placed(mesh: DeviceMesh) -> list[str]:
+    """The errors for DTensors that are not a rank's rows, in order, of whole numbers."""
+    square = DeviceMesh(mesh.device_type, [[0, 1], [2, 3]], mesh_dim_names=("other", "cp"))
+    plain, turned = (greenfast.context_parallel(square["cp"], load_balance=b, timeout=_TIMEOUT) for b in (False, True))
+    local = torch.randn(1, 2, 64, 64).bfloat16()
+    rows = Shard(2)
+    refused = []
+    for cp, placements in (
+        (plain, (Partial(), rows)), (plain, (Shard(2), rows)), (plain, (Shard(3), rows)), (plain, (rows, Replicate())),
+        (turned, (Replicate(), rows)),
+    ):  # fmt: skip
+        x = DTensor.from_local(local, square, placements, run_check=False)
+        with cp:
+            try:
+                sdpa(x, x, x, is_causal=True)
+            except ValueError as error:
+                refused.append(str(error))
+    for placements in ((Replicate(), rows), (Shard(1), rows), (Shard(0), rows)):
+        x = DTensor.from_local(local, square, placements, run_check=False)
+        with plain:
+            assert sdpa(x, x, x, is_causal=True).placements == placements
+    return refused
 
 
 def example(mesh: DeviceMesh, code: str) -> Array:

@@ -221,3 +221,18 @@ def test_a_rank_that_is_lost_is_named(tmp_path: Any, when: str) -> None:
     for one in (found[0], found[2]):
         assert isinstance(one, RuntimeError), one
         assert "rank 1 of the ranks [0, 1, 2] did not answer within 1.5 s" in str(one)
+
+
+def test_nothing_is_left_to_pytorch(ranks: Ranks) -> None:
+    """Which would attend to the rows of one rank, without a word."""
+    for own, found, taken, refused in results(ranks("2", "left_to_pytorch", given(256))):
+        assert np.array_equal(own, found)
+        assert taken == 1
+        assert [message.partition(":")[0] for message in refused] == ["attn_mask", "dropout_p", "scale", "query"]
+
+
+def test_placements_of_other_numbers_or_rows_are_refused(ranks: Ranks) -> None:
+    for refused in results(ranks("4", "placed")):
+        assert len(refused) == 5
+        assert all("query: a DTensor placed" in message for message in refused[:4])
+        assert "load_balance=False" in refused[4]

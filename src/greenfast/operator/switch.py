@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from greenfast.operator.arguments import check_length
 from greenfast.operator.quantized import PRECISIONS_AND_AUTO, AutoPrecision, check_choice
-from greenfast.operator.routing import Routed, explain
+from greenfast.operator.routing import Explanation, Routed, explain
+from greenfast.operator.scope import sharded
 from greenfast.operator.sdpa import sdpa
 
 _TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -38,7 +39,8 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
     It routes PyTorch's function under any name it was imported by, also in ``torch.nn.MultiheadAttention`` (which needs
     PyTorch 2.13) and under torch.compile, where ``with greenfast.use():`` may be around the compiled call or inside it.
     It can be entered again; if nested, the innermost one decides. precision, min_length: see ``explain``; by default
-    calls are routed that are faster so.
+    calls are routed that are faster so. Inside a ``context_parallel`` of several ranks all are, and what that does
+    not compute raises its error: PyTorch's attention would be of one rank's rows.
 
     It applies to the thread and the asyncio task that entered it, and to tasks started inside, until it is left; other
     threads and tasks do not see it. On a decorated generator or coroutine it applies while the body runs, not while it
@@ -180,6 +182,12 @@ class _Routing(TorchFunctionMode):
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         settings = self.settings
+        if sharded():  # nothing is left to PyTorch: what a context_parallel does not compute is an error there
+            whole: Tensor = sdpa(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=settings.precision
+            )
+            settings.routed.count(Explanation("context_parallel", "attention to the rows of all ranks"))
+            return whole
         found = explain(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=settings.precision,
             min_length=settings.min_length,

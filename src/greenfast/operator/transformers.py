@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from greenfast.operator.arguments import check_length
 from greenfast.operator.quantized import PRECISIONS_AND_AUTO, AutoPrecision, check_choice
 from greenfast.operator.routing import TORCH, Explanation, Routed, explain
+from greenfast.operator.scope import sharded
 from greenfast.operator.sdpa import sdpa
 
 NAME = "greenfast"
@@ -182,6 +183,8 @@ class _Attention:
             causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if causal and key.shape[2] > query.shape[2]:  # a static cache that is only partly filled
             k, v = (x[:, :, : query.shape[2]] for x in (key, value))
+        if sharded():  # as in ``greenfast.use``
+            return self._sharded(query, k, v, attention_mask, dropout, causal, scaling, more), None
         found = self._explain(query, k, v, attention_mask, dropout, causal, scaling, more)
         self.routed.count(found)
         if found.taken:
@@ -194,6 +197,18 @@ class _Attention:
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more
         )
         return result
+
+    def _sharded(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
+        scale: float | None, more: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        """(B, S, H, D). Raises NotImplementedError for what a ``context_parallel`` does not compute."""
+        for name in _LEFT:
+            if more.get(name) is not None:
+                raise NotImplementedError(f"{name}: it is not computed in a context_parallel")
+        out: Tensor = sdpa(query, key, value, mask, dropout, causal, scale, True, precision=self.precision)
+        self.routed.count(Explanation("context_parallel", "attention to the rows of all ranks"))
+        return out.transpose(1, 2).contiguous()
 
     def _explain(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from greenfast.operator import ops
 from greenfast.operator.arguments import (
@@ -122,6 +122,10 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
             fault = self._fault(form)
             if fault:
                 raise ValueError(fault)
+            if form.causal and self.load_balance and self.size > 1 and isinstance(given[0], DTensor):
+                raise ValueError(
+                    "query: a DTensor, whose rows are in order; with a mask the context needs load_balance=False"
+                )
             factor = scale_of(scale, query.shape[-1])
         except Exception as error:
             if torch.compiler.is_compiling():
@@ -241,10 +245,15 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
             return x
         dims = [i for i in range(x.device_mesh.ndim) if x.device_mesh.get_group(i) is self.group.process_group]
         place = x.placements[dims[0]] if dims else None
-        if not isinstance(place, Shard) or place.dim % x.dim() != x.dim() - 2:
+        others = [p for i, p in enumerate(x.placements) if [i] != dims]
+        by_rows = isinstance(place, Shard) and place.dim % x.dim() == x.dim() - 2
+        if not by_rows or not all(
+            isinstance(p, Replicate) or (isinstance(p, Shard) and p.dim % x.dim() < x.dim() - 2) for p in others
+        ):
             raise ValueError(
                 f"{name}: a DTensor placed {x.placements} on {x.device_mesh}; on the ranks of the context it must be "
-                f"Shard({x.dim() - 2}), sharded by rows. Use redistribute()"
+                f"Shard({x.dim() - 2}), sharded by rows, and on others replicated or sharded by batch or heads. Use "
+                "redistribute()"
             )
         return x.to_local()
 
