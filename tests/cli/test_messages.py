@@ -101,7 +101,7 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
         ((*WARMUP, "--dtypes", "float32"), "unknown dtype 'float32'; allowed: bfloat16, float16"),
         ((*WARMUP, "--precisions", "fp4"), "unknown precision 'fp4'; allowed: fp8, int8"),
         ((*WARMUP, "--causal", "maybe"), "argument --causal: invalid choice: 'maybe'"),
-        ((*WARMUP, "--lengths", "128,0"), "length 0: tensors have lengths from 1 up"),
+        ((*WARMUP, "--lengths", "128,0"), "length 0: the kernels take lengths from 1 to 2147483647"),
         ((*WARMUP, "--lengths", ","), "argument --lengths: ',' names nothing"),
         (("warmup", "--arch", "sm_80"), "compute capability 8.9 and up, this is sm_80; "),
         ((*VALIDATE, "--device", "gpu"), "device 'gpu': allowed are auto, none"),

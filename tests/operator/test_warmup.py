@@ -136,7 +136,8 @@ def test_what_a_target_has_no_kernel_for_is_left_out_and_named() -> None:
         ("sm_90a", {"head_dims": [0]}, "head dim 0: "),
         ("sm_90a", {"dtypes": ["float32"]}, "unknown dtype 'float32'; allowed: bfloat16, float16"),
         ("sm_90a", {"precisions": ["fp4"]}, "unknown precision 'fp4'; allowed: fp8, int8"),
-        ("sm_90a", {"lengths": [0]}, "length 0: tensors have lengths from 1 up"),
+        ("sm_90a", {"lengths": [0]}, "length 0: the kernels take lengths from 1 to 2147483647"),
+        ("sm_90a", {"lengths": [1 << 31]}, "length 2147483648: the kernels take lengths"),
         ("sm_80", {}, "head dim 64, float16, fp8: .* 8.9 and up, this is sm_80; .* nothing .* compiled for sm_80"),
         ("sm_89", {"head_dims": [256]}, "head dim 256, float16, fp8: .* the Ada kernel is for head dims 64, 128; "),
     ],
@@ -200,7 +201,7 @@ def test_processes_that_warm_at_once_leave_a_whole_cache(cache_folder: Path) -> 
         ends = [pool.submit(process.communicate, "go\n", 120) for process in processes]
         while not all(end.done() for end in ends):
             for entry in cache_folder.glob("entries/*/*"):
-                lengths, _, parts = entry.read_bytes().partition(b"\n")
+                _, lengths, parts = entry.read_bytes().split(b"\n", 2)  # behind the digest
                 assert sum(json.loads(lengths)) == len(parts), "an entry that is there is whole"
                 seen += 1
     outputs = [end.result() for end in ends]

@@ -162,7 +162,7 @@ def _read(path: Path) -> tuple[list[Event], int]:
     for number, line in enumerate(_lines(path), start=1):
         try:
             event = msgspec.json.decode(line, type=Event)
-        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise UsageError(f"{path}: line {number} is no event: {e}") from None
         if event.n != len(found) or chained(event, before) != event:
             raise UsageError(
@@ -179,7 +179,7 @@ def _costs(path: Path) -> Iterator[Cost]:
     for line in _lines(path):
         try:
             yield msgspec.json.decode(line, type=Cost)
-        except msgspec.DecodeError as e:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise UsageError(f"{path}: {e}; it can be deleted: times are then not known") from None
 
 

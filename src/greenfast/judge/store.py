@@ -94,7 +94,7 @@ def read_json(path: Path, kind: Any, name: str) -> Any:
         content = msgspec.json.decode(path.read_bytes())
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror})") from e
-    except (msgspec.DecodeError, ValueError) as e:
+    except (msgspec.DecodeError, ValueError, RecursionError) as e:
         raise _other(path, name, e) from e
     return convert_json(content, kind, path, name)
 
@@ -103,7 +103,7 @@ def convert_json(content: Any, kind: Any, path: Path, name: str) -> Any:
     """What a file holds, as this kind of data; raises the same."""
     try:
         return msgspec.convert(content, kind)
-    except ValueError as e:  # msgspec's ValidationError is one
+    except (ValueError, RecursionError) as e:  # msgspec's ValidationError is one
         raise _other(path, name, e) from e
 
 

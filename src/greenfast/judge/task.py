@@ -318,7 +318,8 @@ def load_task(folder: Path) -> Task:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); a task folder holds a {CONFIG_NAME}") from e
     try:
         config = msgspec.json.decode(raw, type=TaskConfig)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:  # a ValidationError's message names the key's path
+    # A ValidationError's message names the key's path.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         # The counters are the one enumeration of the schema; msgspec does not say what it allows.
         allowed = f"; allowed: {', '.join(get_args(Counter))}" if "Invalid enum value" in str(e) else ""
         raise UsageError(f"{path}: {e}{allowed}") from e

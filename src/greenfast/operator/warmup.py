@@ -31,6 +31,7 @@ LENGTHS = (128, 512, 1024, 32768)
 _HEADS = tuple(2**n for n in range(12))
 #: Query rows over all heads above which the attention kernel is always the same.
 _MOST_ROWS = 1 << 17
+_MOST_LENGTH = (1 << 31) - 1  # which they count in 32 bits
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _MOST_WORKERS = 16  # each holds some 50 MiB
 
@@ -166,5 +167,5 @@ def _check(
             if name not in allowed:
                 raise unknown(what, name, allowed)
     for length in lengths:
-        if length < 1:
-            raise UsageError(f"length {length}: tensors have lengths from 1 up")
+        if not 1 <= length <= _MOST_LENGTH:
+            raise UsageError(f"length {length}: the kernels take lengths from 1 to {_MOST_LENGTH}")

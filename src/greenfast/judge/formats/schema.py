@@ -195,7 +195,7 @@ def read_workloads(path: Path) -> list[Workload]:
     for number, line in enumerate(_text(path).splitlines(), 1):
         if line.strip():
             where = Path(f"{path}, line {number}")
-            wrapped = b'"workload"' in line and "workload" in msgspec.json.decode(line)
+            wrapped = b'"workload"' in line and "workload" in _decoded(where, line, dict)
             found.append(
                 _decoded(where, line, _TracedWorkload).workload if wrapped else _decoded(where, line, Workload)
             )
@@ -226,5 +226,5 @@ def _text(path: Path) -> bytes:
 def _decoded(path: Path, text: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise UsageError(f"{path}: {e}") from None
