@@ -75,6 +75,21 @@ def test_a_closed_pipe_is_not_an_error(option: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("command", [("tasks", "--schema"), ("variants",), ("tasks", "--json")])
+def test_a_full_disk_behind_standard_output_is_told_in_a_line(command: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*GREENFAST, *command],
+            cwd=ROOT,
+            env=environment(PYTHONUNBUFFERED=""),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 3
+    assert done.stderr == "greenfast: the output cannot be written (No space left on device)\n"
+
+
 HEAVY = ("torch", "cuda", "numpy", "rich", "matplotlib", "msgspec", "nvtx", "multiprocessing")
 LOADED_BY_HELP = f"""
 import json, sys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import shlex
@@ -20,6 +21,7 @@ from greenfast.spec.extras import require
 EXIT_INTERNAL = 3
 EXIT_INTERRUPTED = 130
 
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 #: Verb -> the extra that it needs, if that is not ``judge``; None: the core installation.
 _EXTRAS = {"doctor": None, "emulate": "emulator", "init": None, "warmup": None}
 
@@ -74,7 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader closed the pipe, as in `greenfast ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception:
+    except Exception as e:
+        if (
+            isinstance(e, OSError) and e.errno in _FULL and e.filename is None
+        ):  # of a file we name, it is a MachineError
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered
+            print(f"greenfast: the output cannot be written ({e.strerror})", file=sys.stderr)
+            return EXIT_INTERNAL
         traceback.print_exc()
         print("greenfast: this is a bug in greenfast, or in a task's own module", file=sys.stderr)
         return EXIT_INTERNAL
