@@ -40,7 +40,9 @@ KINDS: tuple[tuple[int, torch.dtype, Any], ...] = (
     (128, torch.float16, "fp8"), (256, torch.float16, "int8"),
 )  # fmt: skip
 _STEP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-_SCORES = 2.0**-13  # what the tensor cores keep of a sum of products
+#: Of a score's products, where they are E4M3: each is cut off at some 13 bits below the sum so far, which is why large
+#: scores are too small. Found on an H200: 0.0017 of a score of 95 at head dim 256.
+_SCORES = 2.0**-8
 _FEW = 128 * 128 * 4  # scores of a call on the CPU, at most
 
 
@@ -195,6 +197,7 @@ class SdpaDraw:
         mean = (codes.key_mean.double() @ matrix.T)[..., :d].repeat_interleave(share, 1).flatten(0, 1)
         added = (exact[0] @ mean.unsqueeze(-1)).squeeze(-1) * self._factor()
         wrong = []
+        lost = _SCORES if codes.precision == "fp8" else 2.0**-13 * numbers[0].shape[-1] / 32
         for h in range(len(lse)):
             scores = numbers[0][h] @ numbers[1][h].T * self._factor()
             sizes = (numbers[0][h].abs() @ numbers[1][h].abs().T).amax(-1) * self._factor()
@@ -206,8 +209,8 @@ class SdpaDraw:
                 wrong.append(f"lse of head {h}: -inf elsewhere")
                 continue
             reach = (exact[0][h].abs() @ mean[h].abs()) * self._factor()
-            # Each 32 columns are a sum of their own; int8's shift may cost 2^-9 of an octave (attention/softmax.cuh).
-            allowed = 2e-3 + _SCORES * numbers[0].shape[-1] / 32 * sizes + 2.0**-17 * reach
+            # int8's shift may cost 2^-9 of an octave (attention/softmax.cuh).
+            allowed = 2e-3 + lost * sizes + 2.0**-17 * reach
             beyond = ~((lse[h] - wanted).abs() <= allowed) & ~none
             if beyond.any():
                 at = int(beyond.nonzero()[0])
@@ -251,7 +254,10 @@ class SdpaDraw:
         exact = gradients(lambda q, k, v: _differentiable(q, k, v, mask), [x.double() for x in tensors], grad.double())
         theirs = gradients(lambda q, k, v: torch_attention(q, k, v, self.causal), tensors, grad)
         wrong = []
+        one_key = self.kv_len == 1 or (self.causal == 1 and self.q_len == 1)  # to which all attend: dQ and dK are 0
         for name, mine, other, wanted in zip("qkv", found, theirs, exact, strict=True):
+            if one_key and name != "v":
+                continue
             most, off = gradient_bound(other.nan_to_num(), wanted, grad), gradient_error(mine, wanted, grad)
             if not off <= most:
                 wrong.append(f"gradient of {name}: relative error {off}, {most} allowed")

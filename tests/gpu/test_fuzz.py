@@ -7,7 +7,7 @@ import pytest
 from tests.fuzz.__main__ import draw, faults_of
 from tests.fuzz.calls import Run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.usefixtures("hopper_gpu")]
 
 
 @pytest.mark.parametrize("first", range(0, 160, 20))
