@@ -197,8 +197,10 @@ def test_the_first_launch_of_a_thread_gets_a_context(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(cuda, "Device", FakeDevice)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
+    monkeypatch.setattr(cuda, "stream_of", lambda _: 5)
     one, two = Launch(), Launch()
-    cuda.queue(3, (one, two))  # type: ignore[arg-type]
+    kept = cuda.Launches((one, two), ([],), (0,))  # type: ignore[arg-type]
+    cuda.Plan(3, (), idle={5: [kept]}).launch(0)
     assert launched == [one, two]
     assert current == [3]
 

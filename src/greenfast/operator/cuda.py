@@ -41,15 +41,15 @@ from greenfast.spec.kernel import Choice, KernelSource, Launch, TensorMap
 
 _ALIGNMENT = 256  # bytes, of buffers in the workspace
 _MOST_PLANS = 4096
-_MOST_LAUNCHES = 256  # per plan, one for each set of addresses
+_MOST_STREAMS = 64  # per plan
 _COMPILING = threading.Lock()
 _PLANS: dict[tuple[Any, ...], Plan] = {}
-_ATTENTION_LAUNCHES: dict[tuple[Any, ...], tuple[Prepared, ...]] = {}
 _QUANTIZED = ("q_codes", "k_codes", "v_codes", "q_scale", "k_scale", "v_scale", "out", "lse")
 
 _config_of = lru_cache(maxsize=1024)(config_of)  # eager calls repeat their options; making a config takes longer
 
 Shape = tuple[int, ...]
+Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
@@ -105,7 +105,7 @@ def _loaded(source: KernelSource, device: int) -> Any:
     return load_kernel(image, Device(device))
 
 
-def cached(cache: dict[tuple[Any, ...], Value], key: tuple[Any, ...], value: Value, most: int) -> Value:
+def cached(cache: dict[Key, Value], key: Key, value: Value, most: int) -> Value:
     """Store a value and return it; a cache of ``most`` entries is cleared first."""
     if len(cache) >= most:
         cache.clear()
@@ -134,26 +134,80 @@ class Step:
         return Prepared(kernel, self.source.block, self.source.dynamic_smem_bytes, self.launch, renamed, stream)
 
 
+class Launches:
+    """The launches of a plan on one stream, with the addresses that are in their arguments."""
+
+    __slots__ = ("_addresses", "_each", "_places")
+
+    def __init__(self, each: tuple[Prepared, ...], places: tuple[list[tuple[Any, int]], ...], addresses: Shape) -> None:
+        """places: of each address, where it is in the arguments and what is added to it there."""
+        self._each, self._places, self._addresses = each, places, addresses
+
+    def __call__(self, addresses: Shape) -> None:
+        """Queue the launches with these addresses. Raises NoContextError, with none queued, without a context."""
+        if addresses != self._addresses:
+            for new, old, places in zip(addresses, self._addresses, self._places, strict=True):
+                if new != old:
+                    for place, offset in places:
+                        place.value = new + offset
+            self._addresses = addresses
+        for launch in self._each:
+            launch()
+
+
 @dataclass(slots=True)
 class Plan:
-    """Launches for calls of one kind: ``work`` names buffers in one allocation by their offsets, in bytes."""
+    """Launches for calls of one kind.
+
+    names: buffers that a call gives the addresses of. work: those in one allocation, by their offsets in bytes.
+    idle: by stream, launches that no thread is queueing.
+    """
 
     device: int
     steps: tuple[Step, ...]
+    names: tuple[str, ...] = ()
     work: Mapping[str, int] = field(default_factory=dict)
     work_elements: int = 0  # of the inputs' dtype
     head_dim: int = 0  # of the codes
     out_strides: tuple[int, ...] = ()
-    launches: dict[tuple[Any, ...], tuple[Prepared, ...]] = field(default_factory=dict)
+    idle: dict[int, list[Launches]] = field(default_factory=dict)
 
-    def prepare(self, names: tuple[str, ...], addresses: tuple[int, ...]) -> tuple[Prepared, ...]:
-        """The launches on a stream, a workspace and buffers of these names: ``addresses`` in this order."""
-        stream, workspace, *others = addresses
-        pointers = dict(zip(names, others, strict=True)) | {n: workspace + at for n, at in self.work.items()}
-        with torch.cuda.device(self.device):
-            Device(self.device).set_current()  # in a new thread PyTorch may not have done so yet
-            launches = tuple(step.prepared(self.device, pointers, stream) for step in self.steps)
-        return cached(self.launches, addresses, launches, _MOST_LAUNCHES)
+    def launch(self, *addresses: int) -> None:
+        """Queue the launches on the current stream; addresses: of the workspace, and of each of ``names``.
+
+        A call takes launches for itself, since it writes their arguments; no lock is held while it does.
+        """
+        device = self.device
+        if torch._C._cuda_getDevice() != device:
+            with torch.cuda.device(device):
+                self.launch(*addresses)
+            return
+        stream = stream_of(device)
+        idle = self.idle.get(stream)
+        if idle is None:
+            idle = cached(self.idle, stream, [], _MOST_STREAMS)
+        try:
+            launches = idle.pop()
+        except IndexError:
+            launches = self._prepared(stream, addresses)
+        try:
+            launches(addresses)
+        except NoContextError:  # the first launch of a thread: none was queued
+            Device(device).set_current()
+            launches(addresses)
+        idle.append(launches)
+
+    def _prepared(self, stream: int, addresses: Shape) -> Launches:
+        buffers = {name: (i, 0) for i, name in enumerate(self.names, 1)} | {n: (0, at) for n, at in self.work.items()}
+        pointers = {name: addresses[i] + at for name, (i, at) in buffers.items()}
+        Device(self.device).set_current()  # in a new thread PyTorch may not have done so yet
+        each = tuple(step.prepared(self.device, pointers, stream) for step in self.steps)
+        places: tuple[list[tuple[Any, int]], ...] = tuple([] for _ in addresses)
+        for step, launch in zip(self.steps, each, strict=True):
+            for name, place in launch.places():
+                i, at = buffers[step.names.get(name, name)]
+                places[i].append((place, at))
+        return Launches(each, places, addresses)
 
 
 def quantize_step(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig) -> Step:
@@ -233,10 +287,9 @@ def quantize(
     at = (choices, device, *(x.shape for x in given), *(x.stride() for x in given))
     plan = _PLANS.get(at)
     if plan is None:
-        plan = cached(_PLANS, at, Plan(device, (quantize_step(query, key, value, config),)), _MOST_PLANS)
-    names, buffers = ("q", "k", "v", *found), (*given, *found.values())
-    addresses = (stream_of(device), 0, *(x.data_ptr() for x in buffers))
-    queue(device, plan.launches.get(addresses) or plan.prepare(names, addresses))
+        step = quantize_step(query, key, value, config)
+        plan = cached(_PLANS, at, Plan(device, (step,), ("q", "k", "v", *found)), _MOST_PLANS)
+    plan.launch(0, *(x.data_ptr() for x in (*given, *found.values())))
     return tuple(found.values())
 
 
@@ -263,41 +316,25 @@ def _attention(
     else:
         out = query.new_empty_strided(out_shape, strides, dtype=dtype)
     sums = query.new_empty(shape[:3], dtype=torch.float32) if lse else query_scale
-    addresses = (
-        stream_of(device), 0, query.data_ptr(), key.data_ptr(), value.data_ptr(), query_scale.data_ptr(),
-        key_scale.data_ptr(), value_scale.data_ptr(), out.data_ptr(), sums.data_ptr(),
-    )  # fmt: skip
     at = (
-        addresses, shape, key.shape, query_scale.shape, key_scale.shape, value_scale.shape, head_dim, key_length,
+        "codes", shape, key.shape, query_scale.shape, key_scale.shape, value_scale.shape, head_dim, key_length,
         precision, dtype, causal, scale, lse, device, strides,
     )  # fmt: skip
-    launches = _ATTENTION_LAUNCHES.get(at)
-    if launches is None:
+    plan = _PLANS.get(at)
+    if plan is None:
         if out.numel() == 0 or key_length == 0:
             return _without_keys(out, sums)
         blocks, values = query_scale.dim() == 3, {2: "head", 3: "block", 4: "channel"}[value_scale.dim()]
         config = config_of(head_dim, dtype, precision, blocks, values)
         config = replace(config, mask=Mask(causal), log_sum_exp=lse)
         sizes, rows = sizes_of(shape, (*key.shape[:2], key_length)), Strides(out=out.stride()[:3])
-        plan = Plan(device, (attention_step(config, sizes, scale, target_of(device), rows),))
-        launches = cached(_ATTENTION_LAUNCHES, at, plan.prepare(_QUANTIZED, addresses), _MOST_PLANS)
-    queue(device, launches)
+        step = attention_step(config, sizes, scale, target_of(device), rows)
+        plan = cached(_PLANS, at, Plan(device, (step,), _QUANTIZED), _MOST_PLANS)
+    plan.launch(
+        0, query.data_ptr(), key.data_ptr(), value.data_ptr(), query_scale.data_ptr(), key_scale.data_ptr(),
+        value_scale.data_ptr(), out.data_ptr(), sums.data_ptr(),
+    )  # fmt: skip
     return out, sums
-
-
-def queue(device: int, launches: tuple[Prepared, ...]) -> None:
-    """Queue launches on the device that they were prepared for."""
-    if torch._C._cuda_getDevice() != device:
-        with torch.cuda.device(device):
-            queue(device, launches)
-        return
-    try:
-        for launch in launches:
-            launch()
-    except NoContextError:  # the first launch of a thread: none was queued
-        Device(device).set_current()
-        for launch in launches:
-            launch()
 
 
 def _without_keys(out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -321,20 +358,43 @@ def sdpa_lse(
     return out, lse.add_(reference.mean_scores(query, mean, rotated=True), alpha=scale)
 
 
+def sdpa_plan(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Plan | None:
+    """What ``sdpa`` launched for such tensors, if it took them as they are."""
+    return _PLANS.get(_kind(False, query, key, value, precision, causal, scale))
+
+
+def sdpa_again(plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+    """``sdpa`` by a plan for such tensors; None where their addresses need a copy."""
+    q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    if not aligned(q | k | v):
+        return None
+    if query.stride() == plan.out_strides:
+        out = torch.empty_like(query)  # at half the cost of the other
+    else:
+        out = query.new_empty_strided(query.shape, plan.out_strides)
+    plan.launch(query.new_empty(plan.work_elements).data_ptr(), q, k, v, out.data_ptr())
+    return out
+
+
+def _kind(
+    lse: bool, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
+) -> tuple[Any, ...]:
+    return (
+        lse, precision, causal, scale, query.get_device(), key.get_device(), value.get_device(), query.dtype, key.dtype,
+        value.dtype, query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+    )  # fmt: skip
+
+
 def _sdpa(
     lse: bool, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output, and with ``lse`` the log-sum-exp and the mean of the keys as the kernels write them."""
     device, shape = query.get_device(), query.shape
     try:
-        strides = query.stride(), key.stride(), value.stride()
+        at = _kind(lse, query, key, value, precision, causal, scale)
     except RuntimeError:  # sparse
         check_tensors(query, key, value)
         raise
-    at = (
-        lse, precision, causal, scale, device, key.get_device(), value.get_device(), query.dtype, key.dtype,
-        value.dtype, shape, key.shape, value.shape, *strides,
-    )  # fmt: skip
     plan = _PLANS.get(at)
     if plan is None:
         check_tensors(query, key, value)
@@ -347,22 +407,16 @@ def _sdpa(
         if config.key_scales == "head":
             return _sdpa_unfused(query, key, value, config, scale)
         plan = cached(_PLANS, at, _sdpa_plan(query, key, value, config, scale), _MOST_PLANS)
+    given = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    if not aligned(given[0] | given[1] | given[2]):
+        return _sdpa(lse, readable(query), readable(key), readable(value), precision, causal, scale)
     out = query.new_empty_strided(shape, plan.out_strides)
     workspace = query.new_empty(plan.work_elements)
     more: tuple[Tensor, ...] = ()
     if lse:
         sums = query.new_empty(shape[:3], dtype=torch.float32)
         more = (sums, query.new_empty((*key.shape[:2], plan.head_dim), dtype=torch.float32))
-    addresses = (
-        stream_of(device), workspace.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
-        *[x.data_ptr() for x in more],
-    )  # fmt: skip
-    launches = plan.launches.get(addresses)
-    if launches is None:
-        if not aligned(addresses[2] | addresses[3] | addresses[4]):
-            return _sdpa(lse, readable(query), readable(key), readable(value), precision, causal, scale)
-        launches = plan.prepare(("q", "k", "v", "out", "lse", "k_mean")[: len(addresses) - 2], addresses)
-    queue(device, launches)
+    plan.launch(workspace.data_ptr(), *given, out.data_ptr(), *[x.data_ptr() for x in more])
     return out, more
 
 
@@ -392,4 +446,5 @@ def _sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfi
         work[name] = size
         size += -(-torch.Size(shape).numel() * buffer_dtype(name).itemsize // _ALIGNMENT) * _ALIGNMENT
     strides = row_strides(query, config.columns)
-    return Plan(device, steps, work, size // query.itemsize, config.head_dim, strides)
+    names = ("q", "k", "v", "out", *(("lse", "k_mean") if config.log_sum_exp else ()))
+    return Plan(device, steps, names, work, size // query.itemsize, config.head_dim, strides)

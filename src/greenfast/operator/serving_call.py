@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from greenfast.operator import serving_ops
+from greenfast.operator import ops, serving_ops
 from greenfast.operator.arguments import check_flag, check_length, number
+from greenfast.operator.layout import aligned
 from greenfast.operator.quantized import DTYPES
+from greenfast.operator.repeats import Repeats
 from greenfast.operator.serving import ServingPlan, kind, window_of
-from greenfast.operator.serving_checks import E4M3, check_append_once, check_attention_once
+from greenfast.operator.serving_checks import E4M3, check_append_once, check_attention_once, checks_values
 from greenfast.operator.serving_pages import (
     PAGE,
     copy_codes,
@@ -23,6 +25,8 @@ from greenfast.operator.serving_pages import (
 Result = Tensor | tuple[Tensor, Tensor]
 _CONSTANTS: dict[tuple[Any, ...], Tensor] = {}
 _MOST_CONSTANTS = 1024
+_TWO_INTS = [int, int]
+KNOWN = Repeats()  # of calls that skipped the dispatcher
 
 
 class Call:
@@ -67,16 +71,19 @@ class Call:
         )  # fmt: skip
 
     def attend(
-        self, k: Tensor, v: Tensor, table: Tensor, used: Tensor, scales: tuple[Tensor | None, ...], wants_lse: bool
-    ) -> Result:
-        """Attention over pages."""
+        self, k: Tensor, v: Tensor, table: Tensor, used: Tensor, scales: tuple[Tensor | None, ...], wants_lse: bool,
+        request: Request | None = None,
+    ) -> Result:  # fmt: skip
+        """Attention over pages; it is remembered for ``request``."""
         args = self.arguments(k, v, table, used, scales)
         if self.plan is not None:
             self.plan.check(self.max_seqlen_q, self.q.shape[1], k.shape[2], self.q.shape[2], self.mask)
         if self.out is None:
-            out, lse = serving_ops.paged_attention(*args)
+            out, lse = serving_ops.paged_attention(*args, lse=wants_lse)
         else:
-            out, lse = self.out, serving_ops.paged_attention_out(*args, self.out)
+            out, lse = self.out, serving_ops.paged_attention_out(*args, self.out, lse=wants_lse)
+        if request is not None:
+            request.remember(args, out)
         return (out, lse) if wants_lse else out
 
     def over_keys(
@@ -185,6 +192,86 @@ class Call:
             return
         slots = k.new_empty(k.shape[0], dtype=torch.int64)
         check_append_once(q, k, v, *pages, slots, *scales[1:], None, None, cos, sin, positions, 0.0, False)
+
+
+class _Known(NamedTuple):
+    """An attention that was launched before: its plan, and of tensors that the call did not give the addresses.
+
+    like: whether the output is as ``torch.empty_like(q)``; else it is of dtype. kept: the tensors of these addresses.
+    """
+
+    plan: Any
+    addresses: tuple[int, ...]
+    like: bool
+    dtype: torch.dtype
+    kept: tuple[Tensor, ...]
+
+
+class Request:
+    """An attention over pages as it was called, to be launched as the last time or else remembered.
+
+    tensors: those of the operator in its order up to the sinks, Q of any leading dimensions, None where not given.
+    options: max_seqlen_q, softmax_scale, causal, window_size, softcap, and whether the log-sum-exp is wanted.
+    length: of all sequences where there is no tensor of them.
+    """
+
+    __slots__ = ("_all", "_given", "_options")
+
+    def __init__(
+        self, tensors: tuple[Any, ...], plan: ServingPlan | None, out: Tensor | None, options: tuple[Any, ...],
+        length: int | None = None,
+    ) -> None:  # fmt: skip
+        most, scale, causal, window, softcap, _ = options
+        self._options: tuple[Any, ...] | None = None
+        # What equals a number that was checked, such as True, and what may change is not remembered.
+        if (
+            type(softcap) is float and (scale is None or type(scale) is float) and (causal is True or causal is False)
+            and (most is None or type(most) is int) and (type(window) is tuple and [*map(type, window)] == _TWO_INTS)
+            and (plan is None or type(plan) is ServingPlan) and (length is None or type(length) is int)
+        ):  # fmt: skip
+            self._all = (*tensors, None if plan is None else plan.tensor, out)
+            self._given = [x for x in self._all if x is not None]
+            of_plan = () if plan is None else (plan.max_seqlen_q, plan.heads, plan.kv_heads, plan.head_dim, plan.mask)
+            self._options = (options, length, of_plan, *[x is None for x in self._all])
+
+    def again(self) -> tuple[Tensor, Any] | None:
+        """The output and log-sum-exp; None where nothing like it was launched, or the call has to be seen."""
+        if self._options is None:
+            return None
+        known: _Known | None = KNOWN.find(self._options, self._given)
+        if known is None or not ops.unobserved() or checks_values(self._all[0]):
+            return None
+        addresses = [a if x is None else x.data_ptr() for x, a in zip(self._all, known.addresses, strict=True)]
+        if not aligned(addresses[0] | addresses[1] | addresses[2]):
+            return None
+        q, out = self._all[0], self._all[-1]
+        if out is None:
+            out = torch.empty_like(q) if known.like else torch.empty(q.shape, dtype=known.dtype, device=q.device)
+            addresses[-1] = out.data_ptr()
+        lse = None
+        if self._options[0][-1]:
+            lse = q.new_empty((q.shape[-2], q.shape[:-2].numel()), dtype=torch.float32)
+        workspace = q.new_empty(known.plan.work_elements, dtype=torch.uint8)
+        known.plan.launch(workspace.data_ptr(), 0 if lse is None else lse.data_ptr(), *addresses)
+        return out, lse
+
+    def remember(self, args: tuple[Any, ...], out: Tensor) -> None:
+        """Keep what the operator launched with these arguments for this call, if it took all tensors as they are."""
+        if self._options is None or torch.compiler.is_compiling() or checks_values(args[0]):
+            return
+        used = (*args[:11], out)
+        if not ops.may_skip_dispatcher(*self._given, *[x for x in used if x is not None]) or _capturing(out.device):
+            return  # memory of a CUDA graph belongs to the graph
+        if not out.is_contiguous() or 0 in (out.numel(), args[1].numel(), args[3].numel(), args[5].numel()):
+            return
+        pairs = [*zip(self._all[:-1], used[:-1], strict=True), (self._all[-1], out)]
+        if any(x is not None and x.data_ptr() != y.data_ptr() for x, y in pairs):
+            return
+        q, added = self._all[0], tuple(y for x, y in pairs[:-1] if x is None and y is not None)
+        addresses = tuple(0 if y is None else y.data_ptr() for _, y in pairs)
+        plan = serving_ops.gpu().attention_plan(*args, lse=self._options[0][-1])
+        like = q.is_contiguous() and q.dtype == out.dtype
+        KNOWN.keep(self._options, self._given, _Known(plan, addresses, like, out.dtype, added))
 
 
 def one(like: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from greenfast.kernels.serving import append, attention, slots
 from greenfast.kernels.serving.append import AppendConfig, AppendSizes, AppendStrides
 from greenfast.kernels.serving.attention import ServingConfig, ServingSizes, ServingStrides
-from greenfast.operator.cuda import Plan, Step, cached, queue, stream_of, target_of
+from greenfast.operator.cuda import Plan, Step, cached, target_of
 from greenfast.operator.layout import aligned
 from greenfast.operator.serving_checks import check_append, check_attention
 from greenfast.spec.arch import Target
@@ -60,79 +60,80 @@ def _window(causal: bool, left: int, right: int) -> tuple[int, int]:
     return left, 0 if causal else right
 
 
-def _check_address(name: str, x: Tensor) -> None:
-    if not aligned(x.data_ptr()):
-        raise ValueError(f"{name}: it begins at address {x.data_ptr():#x}; a multiple of 16 is needed")
+def _check_addresses(k_cache: Tensor, v_cache: Tensor) -> None:
+    if aligned(k_cache.data_ptr() | v_cache.data_ptr()):
+        return
+    name, x = ("v_cache", v_cache) if aligned(k_cache.data_ptr()) else ("k_cache", k_cache)
+    raise ValueError(f"{name}: it begins at address {x.data_ptr():#x}; a multiple of 16 is needed")
 
 
-def paged_attention(
+def attention_plan(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
     k_scale: Tensor, v_scale: Tensor, q_scale: Tensor | None, sinks: Tensor | None, plan: Tensor | None,
     max_seqlen_q: int, causal: bool, window_left: int, window_right: int, softcap: float, softmax_scale: float,
-    out_dtype: torch.dtype, out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``torch.ops.greenfast.paged_attention`` of CUDA tensors; ``out``: where the output is written, if given.
+    out_dtype: torch.dtype, *, lse: bool = True,
+) -> Plan:  # fmt: skip
+    """The launches of ``paged_attention`` with such tensors, which are checked once for each combination.
 
-    Rows behind the last of cu_seqlens_q are not written. Arguments are checked once for each combination of shapes,
-    strides, dtypes and devices, at the one look-up of the call.
+    lse: whether the log-sum-exp is written.
     """
-    given = (q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale)
+    given = (q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale, q_scale, sinks, plan)
     others = (max_seqlen_q, causal, window_left, window_right, softcap, softmax_scale, out_dtype)
     try:
-        device, shape = q.get_device(), q.shape
-        at = (
-            *[(x.shape, x.stride(), x.dtype, x.get_device()) for x in given],
-            *[x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in (q_scale, sinks, plan)],
-            others,
-        )  # fmt: skip
+        at = (*[x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in given], others, lse)
         found = _PLANS.get(at)
     except (AttributeError, RuntimeError, TypeError):  # no strided tensors, which the check says
-        check_attention(*given, q_scale, sinks, plan, *others)
+        check_attention(*given, *others)
         raise
     if found is None:
-        check_attention(*given, q_scale, sinks, plan, *others)
+        check_attention(*given, *others)
         if v_cache.dim() == 4:
             raise NotImplementedError('v_cache: in rows; on a GPU the layout "grouped" is needed (docs/serving.md)')
-        found = cached(_PLANS, at, _attention_plan(*given, q_scale, sinks, plan, max_seqlen_q, (causal, window_left,
-            window_right), softcap, softmax_scale, out_dtype), _MOST_PLANS)  # fmt: skip
-    lse = q.new_empty((shape[1], shape[0]), dtype=torch.float32)
+        mask = (causal, window_left, window_right)
+        made = _attention_plan(*given, max_seqlen_q, mask, softcap, softmax_scale, out_dtype, lse=lse)
+        found = cached(_PLANS, at, made, _MOST_PLANS)
+    return found
+
+
+def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor | None]:
+    """``torch.ops.greenfast.paged_attention`` of CUDA tensors; where the output is written may follow the arguments.
+
+    lse: whether the log-sum-exp is wanted, which is None otherwise. Rows behind the last of cu_seqlens_q are not
+    written.
+    """
+    found = attention_plan(*args[:18], lse=lse)
+    q, k_cache, v_cache, block_table, _, seqused_k, _, _, _, sinks = args[:10]
+    out = args[18] if len(args) > 18 else None
     if out is not None and not out.is_contiguous():
-        made, lse = paged_attention(*given, q_scale, sinks, plan, max_seqlen_q, causal, window_left, window_right,
-                                    softcap, softmax_scale, out_dtype)  # fmt: skip
-        return out.copy_(made), lse
+        made, sums = paged_attention(*args[:18], lse=lse)
+        return out.copy_(made), sums
     if out is None:
-        out = torch.empty(shape, dtype=out_dtype, device=q.device)
+        out = torch.empty(q.shape, dtype=args[17], device=q.device)
+    sums = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if lse else None
     if out.numel() == 0 or seqused_k.shape[0] == 0:
-        return out, lse
+        return out, sums
     if k_cache.shape[0] == 0 or block_table.shape[1] == 0:
-        return _without_keys(out, lse, sinks)
+        return _without_keys(out, sums, sinks)
     if not aligned(q.data_ptr()):
         q = q.clone(memory_format=torch.contiguous_format)
-        return paged_attention(q, *given[1:], q_scale, sinks, plan, max_seqlen_q, causal, window_left, window_right,
-                               softcap, softmax_scale, out_dtype, out)  # fmt: skip
-    workspace = torch.empty(found.work_elements, dtype=torch.uint8, device=q.device)
-    addresses = (
-        stream_of(device), workspace.data_ptr(), q.data_ptr(), *[x.data_ptr() for x in given[1:]], out.data_ptr(),
-        lse.data_ptr(), 0 if q_scale is None else q_scale.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
-        *(() if plan is None else (plan.data_ptr(),)),
-    )  # fmt: skip
-    launches = found.launches.get(addresses)
-    if launches is None:
-        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-            _check_address(name, x)
-        launches = found.prepare(_ATTENTION_BUFFERS[: len(addresses) - 2], addresses)
-    queue(device, launches)
-    return out, lse
+        return paged_attention(q, *args[1:18], out, lse=lse)
+    _check_addresses(k_cache, v_cache)
+    workspace = q.new_empty(found.work_elements, dtype=torch.uint8)
+    buffers = (workspace, sums, *args[:11], out)
+    found.launch(*[0 if x is None else x.data_ptr() for x in buffers])
+    return out, sums
 
 
 _ATTENTION_BUFFERS = (
-    "q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seqused_k", "k_scale", "v_scale", "out", "lse",
-    "q_scale", "sinks", "plan",
+    "lse", "q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seqused_k", "k_scale", "v_scale", "q_scale",
+    "sinks", "plan", "out",
 )  # fmt: skip
 
 
-def _without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    if sinks is None:
+def _without_keys(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if lse is None:
+        pass
+    elif sinks is None:
         lse.fill_(-float("inf"))
     else:
         lse.copy_(sinks.unsqueeze(1).expand_as(lse))
@@ -143,6 +144,7 @@ def _attention_plan(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
     k_scale: Tensor, v_scale: Tensor, q_scale: Tensor | None, sinks: Tensor | None, plan: Tensor | None,
     max_seqlen_q: int, mask: tuple[bool, int, int], softcap: float, softmax_scale: float, out_dtype: torch.dtype,
+    *, lse: bool = True,
 ) -> Plan:  # fmt: skip
     """The launches for such tensors, with the plan of the work where none is given."""
     device = q.get_device()
@@ -177,7 +179,9 @@ def _attention_plan(
             k_scale=strides(k_scale), v_scale=strides(v_scale),
         ),
         window, softmax_scale, softcap,
-        frozenset({"lse", *(n for n, x in (("q_scale", q_scale), ("sinks", sinks)) if x is not None)}),
+        frozenset(
+            n for n, x in (("q_scale", q_scale), ("sinks", sinks), ("lse", lse or None)) if x is not None
+        ),
         multiprocessors,
     )  # fmt: skip
     steps = [Step(attention.kernel(config), launch)]
@@ -187,7 +191,7 @@ def _attention_plan(
             0, Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
         )
         work["plan"], size = size, size + 4 * needed
-    return Plan(device, tuple(steps), work, size)
+    return Plan(device, tuple(steps), _ATTENTION_BUFFERS, work, size)
 
 
 def plan(
@@ -204,13 +208,12 @@ def plan(
         window = _window(causal, window_left, window_right)
         step = Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
         size = attention.plan_words(config, sizes, attention.grid_blocks(config, multiprocessors))
-        found = cached(_PLANS, options, Plan(device, (step,), {}, size), _MOST_PLANS)
+        names = ("cu_seqlens_q", "seqused_k", "plan")
+        found = cached(_PLANS, options, Plan(device, (step,), names, work_elements=size), _MOST_PLANS)
     made = cu_seqlens_q.new_empty(found.work_elements)
     if batch == 0:
         return made.zero_()
-    addresses = (stream_of(device), 0, cu_seqlens_q.data_ptr(), seqused_k.data_ptr(), made.data_ptr())
-    names = ("cu_seqlens_q", "seqused_k", "plan")
-    queue(device, found.launches.get(addresses) or found.prepare(names, addresses))
+    found.launch(0, cu_seqlens_q.data_ptr(), seqused_k.data_ptr(), made.data_ptr())
     return made
 
 
@@ -254,11 +257,10 @@ def token_slots(
     if plan is None:
         _hopper(device)
         step = Step(slots.KERNEL, slots.launch(batch, tokens, page_size, entries, row, optional))
-        plan = cached(_PLANS, options, Plan(device, (step,)), _MOST_PLANS)
-    made = {"slots": places, "positions": positions, "lengths": lengths, "made_table": table}
-    buffers = given | made
-    addresses = (stream_of(device), 0, *[0 if x is None else x.data_ptr() for x in buffers.values()])
-    queue(device, plan.launches.get(addresses) or plan.prepare(tuple(buffers), addresses))
+        names = (*given, "slots", "positions", "lengths", "made_table")
+        plan = cached(_PLANS, options, Plan(device, (step,), names), _MOST_PLANS)
+    buffers = (*given.values(), places, positions, lengths, table)
+    plan.launch(0, *[0 if x is None else x.data_ptr() for x in buffers])
     return places, positions, lengths, table
 
 
@@ -270,7 +272,6 @@ def append_kv(
     """``torch.ops.greenfast.append_kv`` of CUDA tensors: Q as attention takes it, empty where q is None."""
     given = (q, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, q_weight, k_weight, cos, sin, positions)
     try:
-        device = k.get_device()
         at = (
             "append", *[x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in given], eps,
             interleaved,
@@ -286,22 +287,17 @@ def append_kv(
         return q_out
     if found is None:
         found = cached(_PLANS, at, _append_plan(given, eps, interleaved), _MOST_PLANS)
-    addresses = (stream_of(device), 0, *[0 if x is None else x.data_ptr() for x in given], q_out.data_ptr())
-    launches = found.launches.get(addresses)
-    if launches is None:
-        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-            _check_address(name, x)
-        if not aligned(k.data_ptr() | v.data_ptr() | (0 if q is None else q.data_ptr())):
-            k, v, q = k.clone(), v.clone(), None if q is None else q.clone()
-            return append_kv(q, k, v, *given[3:], eps, interleaved)
-        launches = found.prepare((*_APPEND_BUFFERS, "q_out"), addresses)
-    queue(device, launches)
+    _check_addresses(k_cache, v_cache)
+    if not aligned(k.data_ptr() | v.data_ptr() | (0 if q is None else q.data_ptr())):
+        k, v, q = k.clone(), v.clone(), None if q is None else q.clone()
+        return append_kv(q, k, v, *given[3:], eps, interleaved)
+    found.launch(0, *[0 if x is None else x.data_ptr() for x in given], q_out.data_ptr())
     return q_out
 
 
 _APPEND_BUFFERS = (
     "q", "k", "v", "k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale", "q_weight", "k_weight", "cos", "sin",
-    "positions",
+    "positions", "q_out",
 )  # fmt: skip
 
 
@@ -342,7 +338,7 @@ def _append_plan(given: tuple[Tensor | None, ...], eps: float, interleaved: bool
         cos=0 if cos is None else cos.stride(0),
         sin=0 if sin is None else sin.stride(0),
     )
-    return Plan(device, (Step(append.kernel(config), append.launch(config, sizes, strides, eps)),))
+    return Plan(device, (Step(append.kernel(config), append.launch(config, sizes, strides, eps)),), _APPEND_BUFFERS)
 
 
 def attention_steps(*args: Any) -> tuple[Step, ...]:

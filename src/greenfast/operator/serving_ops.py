@@ -66,9 +66,9 @@ def _attention_cpu(*args: Any) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
 
 
-def _attention_cuda(*args: Any) -> tuple[Tensor, Tensor]:
+def _attention_cuda(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor]:
     _check_values(args)
-    found: tuple[Tensor, Tensor] = gpu().paged_attention(*args)
+    found: tuple[Tensor, Tensor] = gpu().paged_attention(*args, lse=lse)
     return found
 
 
@@ -86,11 +86,9 @@ def _attention_out_cpu(*args: Any) -> Tensor:
     return lse
 
 
-def _attention_out_cuda(*args: Any) -> Tensor:
+def _attention_out_cuda(*args: Any, lse: bool = True) -> Tensor:
     check_out(args[18], args[0], args[17])
-    _check_values(args)
-    lse: Tensor = gpu().paged_attention(*args)[1]
-    return lse
+    return _attention_cuda(*args, lse=lse)[1]
 
 
 def _attention_out_shapes(*args: Any) -> Tensor:
@@ -185,32 +183,34 @@ _APPEND_KV = torch.ops.greenfast.append_kv.default
 PLAN = torch.ops.greenfast.paged_attention_plan.default
 
 
-def paged_attention(*args: Any) -> tuple[Tensor, Tensor]:
-    """``torch.ops.greenfast.paged_attention``, without PyTorch's dispatcher where nothing observes the call."""
-    found: tuple[Tensor, Tensor]
-    found = _attention_cuda(*args) if _direct(args[0]) else _PAGED_ATTENTION(*_checked(check_attention_once, args))
+def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor]:
+    """``torch.ops.greenfast.paged_attention``, without PyTorch's dispatcher where nothing observes the call.
+
+    lse: whether the log-sum-exp is wanted, which is anything otherwise.
+    """
+    if _direct(*args[:11]):
+        return _attention_cuda(*args, lse=lse)
+    found: tuple[Tensor, Tensor] = _PAGED_ATTENTION(*_checked(check_attention_once, args))
     return found
 
 
-def paged_attention_out(*args: Any) -> Tensor:
+def paged_attention_out(*args: Any, lse: bool = True) -> Tensor:
     """The same with the output written to the last argument; returns the log-sum-exp."""
-    found: Tensor
-    if _direct(args[0]):
-        found = _attention_out_cuda(*args)
-    else:
-        found = _PAGED_ATTENTION_OUT(*_checked(check_attention_once, args[:18]), args[18])
+    if _direct(*args[:11], args[18]):
+        return _attention_out_cuda(*args, lse=lse)
+    found: Tensor = _PAGED_ATTENTION_OUT(*_checked(check_attention_once, args[:18]), args[18])
     return found
 
 
 def token_slots(*args: Any) -> tuple[Tensor, ...]:
     """``torch.ops.greenfast.token_slots`` in the same way; what it returns is ``serving_pages.Slots``."""
-    found: tuple[Tensor, ...] = (_slots_cuda if _direct(args[0]) else _TOKEN_SLOTS)(*args)
+    found: tuple[Tensor, ...] = (_slots_cuda if _direct(*args[:4]) else _TOKEN_SLOTS)(*args)
     return found
 
 
 def append_kv(*args: Any) -> Tensor:
     """``torch.ops.greenfast.append_kv`` in the same way as ``paged_attention``."""
-    found: Tensor = _append_cuda(*args) if _direct(*args[:3]) else _APPEND_KV(*_checked(check_append_once, args))
+    found: Tensor = _append_cuda(*args) if _direct(*args[:13]) else _APPEND_KV(*_checked(check_append_once, args))
     return found
 
 

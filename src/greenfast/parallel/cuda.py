@@ -49,9 +49,8 @@ def _target(device: int) -> Target:
 def _launch(device: int, at: tuple[Any, ...], step: Callable[[], Step], buffers: dict[str, Tensor]) -> None:
     plan = _PLANS.get(at)
     if plan is None:
-        plan = cuda.cached(_PLANS, at, Plan(device, (step(),)), _MOST_PLANS)
-    addresses = (cuda.stream_of(device), 0, *(x.data_ptr() for x in buffers.values()))
-    cuda.queue(device, plan.launches.get(addresses) or plan.prepare(tuple(buffers), addresses))
+        plan = cuda.cached(_PLANS, at, Plan(device, (step(),), tuple(buffers)), _MOST_PLANS)
+    plan.launch(0, *(x.data_ptr() for x in buffers.values()))
 
 
 def _quantizing(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, buffers: dict[str, Tensor]) -> None:
