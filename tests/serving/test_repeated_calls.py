@@ -1,0 +1,362 @@
+"""A serving call that was made before launches what it would launch as the first, and is refused as the first."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+
+import greenfast
+from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from greenfast.operator import serving_call, serving_checks, serving_cuda, serving_ops
+from tests.operator.launched import Launch, PretendedGpu, pretend_cuda
+
+BATCH, HEADS, KV_HEADS, DIM, PAGES = 3, 8, 2, 64, 12
+Options = dict[str, Any]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr(serving_ops, "PLAN", serving_cuda.plan)
+    monkeypatch.setattr(serving_checks, "_CHECKS_PAGES", False)
+    return PretendedGpu(monkeypatch)
+
+
+def cache(page: int = 64, **options: Any) -> Options:
+    made = greenfast.PagedKVCache(PAGES, page, KV_HEADS, DIM, **options).layer()
+    return {"k_cache": made.k_cache, "v_cache": made.v_cache, "k_descale": made.k_scale, "v_descale": made.v_scale}
+
+
+def plan(max_seqlen_q: int = 1, **options: Any) -> greenfast.ServingPlan:
+    starts, lengths = torch.arange(BATCH + 1).int() * max_seqlen_q, torch.full((BATCH,), 9).int()
+    sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM} | options
+    return greenfast.ServingPlan(starts, lengths, max_seqlen_q, **sizes)
+
+
+def query(length: int = 1, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(BATCH, length, HEADS, DIM).to(dtype)
+
+
+def base() -> Options:
+    table = torch.arange(PAGES).int().view(BATCH, 4)
+    return {"q": query(), **cache(scales="head"), "page_table": table, "cache_seqlens": torch.full((BATCH,), 9).int()}
+
+
+def variants() -> list[Options]:
+    """Calls that differ in one thing from another."""
+    wide = torch.zeros(BATCH, 1, 2 * HEADS, DIM, dtype=torch.bfloat16)
+    scale = torch.ones(())
+    changes: list[Options] = [
+        {},
+        {"q": query()},
+        {"q": wide[:, :, :HEADS]},
+        {"q": wide[:, :, ::2]},
+        {"q": query(2)},
+        {"q": query(dtype=torch.float16)},
+        {"q": query(dtype=torch.float8_e4m3fn)},
+        {"q": query(dtype=torch.float8_e4m3fn), "q_descale": torch.ones(BATCH, KV_HEADS)},
+        {"q": query(dtype=torch.float8_e4m3fn), "q_descale": torch.ones(KV_HEADS, BATCH).t()},
+        {"q": query(dtype=torch.float8_e4m3fn), "q_descale": torch.ones(())},
+        {"q": query().flatten(0, 1), "cu_seqlens_q": torch.arange(BATCH + 1).int(), "max_seqlen_q": 1},
+        {"q": query().flatten(0, 1), "cu_seqlens_q": torch.arange(BATCH + 1).int(), "max_seqlen_q": 2},
+        {"q": query(4), "max_seqlen_q": 2},
+        cache(32, scales="head"),
+        cache(layout="HND", scales="head"),
+        cache(scales="token"),
+        cache(layout="HND", scales="token"),
+        {"k_descale": scale, "v_descale": scale},
+        {"k_descale": scale, "v_descale": torch.ones(())},
+        {"k_descale": None},
+        {"k_descale": None, "v_descale": None},
+        {"k_descale": torch.ones(KV_HEADS)},
+        {"k_descale": torch.ones(2 * KV_HEADS)[::2]},
+        {"k_descale": torch.ones(BATCH, KV_HEADS)},
+        {"page_table": torch.zeros(BATCH, 9).int()[:, :4]},
+        {"page_table": torch.zeros(BATCH, 5).int()},
+        {"cache_seqlens": torch.full((BATCH,), 8).int()},
+        {"cache_seqlens": 9},
+        {"cache_seqlens": 1},
+        {"cache_seqlens": None},
+        {"causal": True},
+        {"window_size": (4, 0)},
+        {"window_size": [4, 0]},
+        {"window_size": (5, 0)},
+        {"window_size": (4, -1)},
+        {"window_size": (4, -1), "causal": True},
+        {"window_size": None},
+        {"softcap": 20.0},
+        {"softcap": 20},
+        {"softcap": 30.0},
+        {"softmax_scale": 0.5},
+        {"softmax_scale": torch.tensor(0.5)},
+        {"softmax_scale": 1.0},
+        {"softmax_scale": 1},
+        {"s_aux": torch.zeros(HEADS)},
+        {"s_aux": torch.zeros(HEADS).bfloat16()},
+        {"return_softmax_lse": True},
+        {"return_softmax_lse": True, "s_aux": torch.zeros(HEADS)},
+        {"out": query()},
+        {"out": query(), "return_softmax_lse": True},
+        {"out": torch.zeros(BATCH, 1, HEADS, 2 * DIM, dtype=torch.bfloat16)[..., :DIM]},
+        {"scheduler_metadata": plan()},
+        {"scheduler_metadata": plan()},
+        {"scheduler_metadata": plan(causal=True), "causal": True},
+        {"scheduler_metadata": plan(window_size=(4, 0)), "window_size": (4, 0)},
+        {"q": query(2), "scheduler_metadata": plan(2)},
+    ]
+    aliased = base()
+    aliased["out"] = aliased["q"]
+    return [base() | change for change in changes] + [aliased]
+
+
+def tensors_of(options: Options) -> list[Tensor]:
+    plans = [x.tensor for x in options.values() if isinstance(x, greenfast.ServingPlan)]
+    return [x for x in options.values() if isinstance(x, Tensor)] + plans
+
+
+def call(options: Options) -> Any:
+    given = dict(options)
+    return flash_attn_with_kvcache(given.pop("q"), given.pop("k_cache"), given.pop("v_cache"), **given)
+
+
+def varlen(options: Options) -> Any:
+    given = dict(options)
+    q = given.pop("q").flatten(0, 1)
+    k, v, lengths = (given.pop(name) for name in ("k_cache", "v_cache", "cache_seqlens"))
+    given["return_attn_probs"] = given.pop("return_softmax_lse", False)
+    if given.get("out") is not None:
+        given["out"] = given["out"].flatten(0, 1)
+    return flash_attn_varlen_func(q, k, v, STARTS, max_seqlen_q=1, seqused_k=lengths, **given)
+
+
+STARTS = torch.arange(BATCH + 1).int()
+
+
+def calls() -> list[tuple[Callable[[], Any], list[Tensor]]]:
+    found: list[tuple[Callable[[], Any], list[Tensor]]] = []
+    for options in variants():
+        found.append((partial(call, options), tensors_of(options)))
+        lengths, table = options["cache_seqlens"], options["page_table"]
+        one = options["q"].dim() == 4 and options["q"].shape[1] == 1
+        if one and isinstance(lengths, Tensor) and table is not None:
+            found.append((partial(varlen, options), [*tensors_of(options), STARTS]))
+    return found
+
+
+def kinds(result: Any) -> Any:
+    if isinstance(result, tuple):
+        return tuple(kinds(x) for x in result)
+    return (result.shape, result.stride(), result.dtype) if isinstance(result, Tensor) else result
+
+
+def fresh(gpu: PretendedGpu, every: list[Any]) -> list[tuple[Any, list[Launch]]]:
+    found = []
+    gpu.launched()  # of plans
+    for run, tensors in every:
+        gpu.keep(tensors)
+        gpu.forget()
+        result = kinds(run())
+        found.append((result, gpu.launched()))
+    gpu.forget()
+    return found
+
+
+def test_a_repeated_call_launches_what_a_first_one_does(gpu: PretendedGpu) -> None:
+    every = calls()
+    wanted = fresh(gpu, every)
+    assert sum(bool(launches) for _, launches in wanted) > 0.9 * len(every)
+    order = list(range(len(every))) * 3
+    random.Random(0).shuffle(order)
+    for i in order:
+        assert kinds(every[i][0]()) == wanted[i][0]
+        assert gpu.launched() == wanted[i][1], i
+
+
+def test_what_is_repeated_skips_the_checks(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the other tests would compare a slow path with itself."""
+    options = [base(), base() | {"scheduler_metadata": plan()}, base() | {"out": query(), "return_softmax_lse": True}]
+    for given in options:
+        call(given)
+        varlen(given)
+    monkeypatch.setattr(serving_call, "Call", None)
+    for given in options:
+        call(given)
+        varlen(given)
+
+
+def test_outputs_are_where_they_were_asked_for(gpu: PretendedGpu) -> None:
+    given = base() | {"out": query()}
+    for _ in range(3):
+        assert call(given) is given["out"]
+    found = [call(base() | {"q": given["q"]}) for _ in range(3)]
+    assert len({x.untyped_storage().data_ptr() for x in found}) == 3
+
+
+def test_threads_and_streams_have_launches_of_their_own(gpu: PretendedGpu) -> None:
+    every = [c for i, c in enumerate(calls()) if i % 3 == 0]
+    wanted = fresh(gpu, every)
+    wrong: list[Any] = []
+
+    def work(stream: int) -> None:
+        gpu.stream[threading.get_ident()] = stream
+        order = list(range(len(every))) * 4
+        random.Random(stream).shuffle(order)
+        for i in order:
+            every[i][0]()
+            launches = [x._replace(stream=7) for x in gpu.launches[threading.get_ident()] if x.stream == stream]
+            gpu.launches.pop(threading.get_ident())
+            if launches != wanted[i][1]:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(stream,)) for stream in (1, 2, 1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"causal": 0}, TypeError),
+        ({"softcap": True}, TypeError),
+        ({"softcap": -1.0}, ValueError),
+        ({"softcap": float("nan")}, ValueError),
+        ({"window_size": (True, 0)}, TypeError),
+        ({"window_size": (1.0, 0)}, TypeError),
+        ({"window_size": 4}, TypeError),
+        ({"softmax_scale": torch.tensor(1.0, requires_grad=True)}, TypeError),
+        ({"softmax_scale": True}, TypeError),
+        ({"softmax_scale": 0.0}, ValueError),
+        ({"num_splits": True}, TypeError),
+        ({"attention_chunk": 1}, NotImplementedError),
+        ({"max_seqlen_q": True, "q": query()[:, 0], "cu_seqlens_q": STARTS}, TypeError),
+        ({"cache_seqlens": True}, TypeError),
+        ({"cache_seqlens": 9.0}, TypeError),
+        ({"cache_seqlens": torch.zeros(BATCH)}, TypeError),
+        ({"cache_seqlens": torch.zeros(BATCH + 1).int()}, ValueError),
+        ({"page_table": torch.zeros(BATCH, 4)}, TypeError),
+        ({"page_table": torch.zeros(4, BATCH).int().t()}, ValueError),
+        ({"q": torch.zeros(BATCH, 1, HEADS, DIM)}, TypeError),
+        ({"q": [1]}, TypeError),
+        ({"s_aux": query()}, ValueError),
+        ({"s_aux": torch.zeros(2 * HEADS)[::2]}, ValueError),
+        ({"out": query(dtype=torch.float16)}, TypeError),
+        ({"out": query(2)}, ValueError),
+        ({"scheduler_metadata": 1}, TypeError),
+        ({"scheduler_metadata": {"max_seqlen_q": 2}}, ValueError),
+        ({"scheduler_metadata": {"heads": 16}}, ValueError),
+        ({"scheduler_metadata": {"causal": True}}, ValueError),
+        ({"q_descale": torch.ones(())}, ValueError),
+        ({"k_descale": torch.ones(KV_HEADS).double()}, TypeError),
+        ({"block_table": torch.zeros(BATCH, 4).int()}, ValueError),
+        ({"k": query()}, ValueError),
+        ({"cache_batch_idx": torch.zeros(BATCH).int()}, ValueError),
+    ],
+    ids=lambda x: "_".join(x) if isinstance(x, dict) else "",
+)
+def test_every_refusal_stays(gpu: PretendedGpu, change: Options, error: type[Exception]) -> None:
+    for options in variants():
+        call(options)
+    made = {name: plan(**x) if isinstance(x, dict) else x for name, x in change.items()}
+    gpu.launched()
+    for _ in range(2):
+        with pytest.raises(error):
+            call(base() | made)
+    assert not gpu.launched()
+
+
+def test_a_cache_at_an_odd_address_is_refused_after_one_that_is_not(gpu: PretendedGpu) -> None:
+    given = base()
+    memory = torch.zeros(given["k_cache"].numel() + 8, dtype=torch.uint8)
+    places = [memory[at:][: given["k_cache"].numel()].view(torch.float8_e4m3fn) for at in (0, 8)]
+    good, bad = (x.view(given["k_cache"].shape) for x in places)
+    gpu.keep([memory])
+    for _ in range(2):
+        call(given | {"k_cache": good})
+    with pytest.raises(ValueError, match="k_cache: it begins at address"):
+        call(given | {"k_cache": bad})
+
+
+def test_queries_at_an_odd_address_are_copied(gpu: PretendedGpu) -> None:
+    given = base()
+    memory = torch.zeros(query().numel() + 4, dtype=torch.bfloat16)
+    odd = memory[4:].view(query().shape)
+    gpu.keep([memory, *tensors_of(given)])
+    call(given)
+    call(given)
+    gpu.launched()
+    call(given | {"q": odd})
+    assert odd.data_ptr().to_bytes(8, "little") not in gpu.launched()[-1].arguments[0]
+
+
+def test_a_plan_that_was_changed_is_checked_again(gpu: PretendedGpu) -> None:
+    made = plan()
+    given = base() | {"scheduler_metadata": made}
+    call(given)
+    call(given)
+    made.heads = 16
+    with pytest.raises(ValueError, match="made for heads 16"):
+        call(given)
+
+
+def test_pages_are_checked_where_that_is_asked_for(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = base() | {"cache_seqlens": torch.full((BATCH,), 9999).int()}
+    call(given)
+    call(given)
+    monkeypatch.setattr(serving_checks, "_CHECKS_PAGES", True)
+    with pytest.raises(ValueError, match="9999 of sequence 0"):
+        call(given)
+
+
+class Subclass(Tensor):
+    pass
+
+
+def test_an_observed_call_goes_through_the_dispatcher(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = base()
+    call(given)
+    call(given)
+    gpu.launched()
+    seen: list[Any] = []
+
+    def dispatched(*args: Any) -> tuple[Tensor, Tensor]:
+        seen.append(args)
+        return torch.zeros_like(args[0]), torch.zeros(args[0].shape[1], args[0].shape[0])
+
+    monkeypatch.setattr(serving_ops, "_PAGED_ATTENTION", dispatched)
+    for observer in (torch.autograd.profiler.profile(), torch.autocast("cpu", torch.bfloat16), forward_ad.dual_level()):
+        with observer:
+            call(given)
+        assert seen.pop()
+    for name in ("q", "k_cache", "page_table", "cache_seqlens", "k_descale"):
+        call(given | {name: given[name].as_subclass(Subclass)})
+        assert seen.pop()
+    call(given | {"q": given["q"].clone().requires_grad_()})
+    assert seen.pop()
+
+    def transformed(x: Tensor) -> Tensor:
+        call(given)
+        return x
+
+    torch.vmap(transformed)(torch.zeros(2))
+    assert seen.pop()
+    assert not gpu.launched()
+    call(given)
+    with torch.no_grad():
+        call(given | {"q": given["q"].clone().requires_grad_()})
+    assert not seen
+    assert len(gpu.launched()) == 4
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        call(given)
+    assert seen
