@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from greenfast.device import prepared
-from greenfast.operator import cuda, sdpa, serving_call, serving_cuda
+from greenfast.operator import cuda, sdpa, serving_call, serving_cuda, serving_ops
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import TensorMap, value_bytes
 
@@ -88,7 +88,9 @@ class PretendedGpu:
 
     def forget(self) -> None:
         """Empty every cache of launches."""
-        for cache in (cuda._PLANS, serving_cuda._PLANS, sdpa.REPEATS, serving_call.KNOWN, serving_call._CONSTANTS):
+        for repeats in (sdpa.REPEATS, serving_call.KNOWN, serving_ops.APPENDS):
+            repeats.clear()
+        for cache in (cuda._PLANS, serving_cuda._PLANS, serving_call._CONSTANTS):
             cache.clear()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
@@ -106,7 +108,8 @@ class PretendedGpu:
         if any(a <= real < b for a, b in self._ranges):
             return real
         constant = next((k for k, c in serving_call._CONSTANTS.items() if _ADDRESS(c) == real), None)
-        kind = repr((x.dtype, x.numel(), constant)).encode()
+        values = x.tolist() if x.dtype == torch.int32 and x.dim() == 1 else []  # lengths, whose values matter
+        kind = repr((x.dtype, x.numel(), constant, values)).encode()
         return int.from_bytes(hashlib.sha256(kind).digest()[:5], "little") << 8
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
     monkeypatch.setattr(serving_ops, "PLAN", serving_cuda.plan)
     monkeypatch.setattr(serving_checks, "_CHECKS_PAGES", False)
     return PretendedGpu(monkeypatch)
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Threads take turns within a call."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
 
 
 def cache(page: int = 64, **options: Any) -> Options:
@@ -93,6 +103,8 @@ def variants() -> list[Options]:
         {"window_size": (4, -1)},
         {"window_size": (4, -1), "causal": True},
         {"window_size": None},
+        {"window_size": (1, 0)},
+        {"softcap": 1.0},
         {"softcap": 20.0},
         {"softcap": 20},
         {"softcap": 30.0},
@@ -201,7 +213,7 @@ def test_outputs_are_where_they_were_asked_for(gpu: PretendedGpu) -> None:
     assert len({x.untyped_storage().data_ptr() for x in found}) == 3
 
 
-def test_threads_and_streams_have_launches_of_their_own(gpu: PretendedGpu) -> None:
+def test_threads_and_streams_have_launches_of_their_own(gpu: PretendedGpu, quick_switches: None) -> None:
     every = [c for i, c in enumerate(calls()) if i % 3 == 0]
     wanted = fresh(gpu, every)
     wrong: list[Any] = []

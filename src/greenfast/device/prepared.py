@@ -36,9 +36,18 @@ _SWIZZLES = {
 }
 
 
+class NoContextError(MachineError):
+    """The thread has no current CUDA context: PyTorch sets one only when it needs it."""
+
+
 def check(result: tuple[Any, ...]) -> Any:
-    """The value of a driver call; raises MachineError with the error's name if it failed."""
+    """The value of a driver call; raises MachineError with the error's name if it failed.
+
+    Raises NoContextError, which is one, where the thread has no context.
+    """
     status, *values = result
+    if status == _NO_CONTEXT:
+        raise NoContextError("CUDA: this thread has no context; Device(n).set_current() gives it one")
     if status:
         raise MachineError(f"CUDA: {status.name}")
     return values[0] if len(values) == 1 else values
@@ -87,10 +96,6 @@ class MovableMap:
         self._bytes.raw = found
 
     value = property(fset=_set)
-
-
-class NoContextError(MachineError):
-    """The thread has no current CUDA context: PyTorch sets one only when it needs it."""
 
 
 class Prepared:
@@ -159,8 +164,6 @@ class Prepared:
         """Queue the launch. Raises MachineError if the driver refuses it, NoContextError without a context."""
         status = driver.cuLaunchKernelEx(self._config, self._function, self._parameters, 0)[0]
         if status:
-            if status == _NO_CONTEXT:
-                raise NoContextError("CUDA: this thread has no context; Device(n).set_current() gives it one")
             check((status,))
 
 

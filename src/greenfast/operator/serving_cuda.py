@@ -108,7 +108,7 @@ def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor | None
         made, sums = paged_attention(*args[:18], lse=lse)
         return out.copy_(made), sums
     if out is None:
-        out = torch.empty(q.shape, dtype=args[17], device=q.device)
+        out = q.new_empty(q.shape, dtype=args[17])  # torch.empty costs twice as much
     sums = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if lse else None
     if out.numel() == 0 or seqused_k.shape[0] == 0:
         return out, sums
@@ -264,34 +264,39 @@ def token_slots(
     return places, positions, lengths, table
 
 
-def append_kv(
-    q: Tensor | None, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor,
-    v_scale: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    positions: Tensor | None, eps: float, interleaved: bool,
-) -> Tensor:  # fmt: skip
-    """``torch.ops.greenfast.append_kv`` of CUDA tensors: Q as attention takes it, empty where q is None."""
-    given = (q, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, q_weight, k_weight, cos, sin, positions)
+def append_plan(*args: Any) -> Plan:
+    """The launch of ``append_kv`` with such tensors, which are checked once for each combination."""
+    given, options = args[:13], args[13:]
     try:
-        at = (
-            "append", *[x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in given], eps,
-            interleaved,
-        )  # fmt: skip
+        kinds = [x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in given]
+        at = ("append", *kinds, *options)
         found = _PLANS.get(at)
     except (AttributeError, RuntimeError, TypeError):  # no strided tensors, which the check says
-        check_append(*given, eps, interleaved)
+        check_append(*given, *options)
         raise
     if found is None:
-        check_append(*given, eps, interleaved)
-    q_out = k.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if k.shape[0] == 0:
-        return q_out
-    if found is None:
-        found = cached(_PLANS, at, _append_plan(given, eps, interleaved), _MOST_PLANS)
-    _check_addresses(k_cache, v_cache)
-    if not aligned(k.data_ptr() | v.data_ptr() | (0 if q is None else q.data_ptr())):
-        k, v, q = k.clone(), v.clone(), None if q is None else q.clone()
-        return append_kv(q, k, v, *given[3:], eps, interleaved)
-    found.launch(0, *[0 if x is None else x.data_ptr() for x in given], q_out.data_ptr())
+        check_append(*given, *options)
+        found = cached(_PLANS, at, _append_plan(given, *options), _MOST_PLANS)
+    return found
+
+
+def append_kv(*args: Any, plan: Plan | None = None) -> Tensor:
+    """``torch.ops.greenfast.append_kv`` of CUDA tensors: Q as attention takes it, empty where q is None.
+
+    plan: that of ``append_plan``, where it is known.
+    """
+    q, k, v, k_cache, v_cache = args[:5]
+    if plan is None:
+        if isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == 0:  # no launch is for no tokens
+            check_append(*args)
+            return k.new_empty(0) if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
+        plan = append_plan(*args)
+    addresses = [0 if x is None else x.data_ptr() for x in args[:13]]
+    if not aligned(addresses[0] | addresses[1] | addresses[2] | addresses[3] | addresses[4]):
+        _check_addresses(k_cache, v_cache)
+        return append_kv(None if q is None else q.clone(), k.clone(), v.clone(), *args[3:])
+    q_out = k.new_empty(0) if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
+    plan.launch(0, *addresses, q_out.data_ptr())
     return q_out
 
 
