@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from greenfast.operator import cuda
+import greenfast
+from greenfast.operator import cuda, ops, repeats, sdpa
 from greenfast.operator.sdpa import quantize
-from tests.operator.launched import PretendedGpu
+from tests.operator.launched import PretendedGpu, pretend_cuda
 
 Call = Callable[..., Any]
 
@@ -74,3 +76,102 @@ def test_a_cached_launch_equals_a_new_one(gpu: PretendedGpu) -> None:
     plans = cuda._PLANS.values()
     assert len(plans) <= len(every)
     assert all(len(idle) == 1 for plan in plans for idle in plan.idle.values()), "calls took the launches of others"
+
+
+def forms() -> list[Call]:
+    """Calls of ``greenfast.sdpa`` that differ in one thing from another."""
+    q, k, v = tensors(4, 4, 40, 40, 64, torch.bfloat16, False)
+    grouped = tensors(4, 2, 40, 40, 64, torch.bfloat16, False)
+    options: list[dict[str, Any]] = [
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "causal_alignment": "lower_right"},
+        {"precision": "int8"},
+        {"scale": 0.5},
+        {"scale": 1.0},
+        {"scale": 1},
+        {"scale": torch.tensor(0.5)},
+        {"return_lse": True},
+        {"enable_gqa": True},
+    ]
+    inputs = [
+        (q, k, v), (q, k, k), (q, q, q), (k, q, v), tensors(4, 4, 40, 40, 64, torch.float16, False),
+        tensors(4, 4, 40, 40, 64, torch.bfloat16, True), tensors(4, 4, 40, 90, 64, torch.bfloat16, False),
+        tensors(4, 4, 40, 40, 72, torch.bfloat16, False), tensors(4, 4, 40, 40, 64, torch.bfloat16, False),
+    ]  # fmt: skip
+    found = [partial(greenfast.sdpa, *given, **more) for given in inputs for more in options]
+    return [*found, *(partial(greenfast.sdpa, *grouped, enable_gqa=True, **more) for more in options[:8])]
+
+
+def test_a_repeated_call_launches_what_a_first_one_does(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr(ops, "SDPA_LSE", cuda.sdpa_lse)  # which calls do not skip
+    every, fresh = forms(), []
+    for call in every:
+        gpu.keep(x for x in call.args if isinstance(x, Tensor))  # type: ignore[attr-defined]
+        gpu.forget()
+        call()
+        fresh.append(gpu.launched())
+    assert all(fresh)
+    gpu.forget()
+    order = list(range(len(every))) * 3
+    random.Random(2).shuffle(order)
+    for i in order:
+        every[i]()
+        assert gpu.launched() == fresh[i], i
+    monkeypatch.setattr(repeats, "_MOST_KINDS", 1000)
+    plain = [call for call in every if not {"return_lse", "scale"} & set(call.keywords)]  # type: ignore[attr-defined]
+    for call in plain:
+        call()
+    monkeypatch.setattr(sdpa, "is_plain", None)  # only a first call asks
+    for call in plain:
+        call()
+    for wrong in ({"is_causal": 1}, {"enable_gqa": 1}, {"scale": True}, {"scale": -0.5}, {"precision": "fp4"}):
+        with pytest.raises((TypeError, ValueError)):
+            every[0](**wrong)
+    monkeypatch.undo()
+
+
+class Subclass(Tensor):
+    """As a module's parameter, or a DTensor, it must be seen."""
+
+
+def test_tensors_are_alike_in_all_that_a_launch_depends_on() -> None:
+    found = repeats.Repeats()
+    x, y = torch.zeros(4, 4), torch.zeros(4, 4)
+    found.keep(("a",), (x, y), 1)
+    assert found.find(("a",), (y, x)) == 1
+    assert found.find(("a",), (torch.ones(4, 4), x)) == 1
+    for other in (
+        torch.zeros(4, 5), torch.zeros(4, 4, 1), torch.zeros(4, 4).t(), torch.zeros(4, 8)[:, :4],
+        torch.zeros(4, 4).half(), torch.zeros(4, 4, device="meta"), torch.zeros(4, 4, requires_grad=True),
+        torch.nn.Parameter(x), x.as_subclass(Subclass), torch.zeros(4, 4).to_sparse(), None, 3, [1],
+    ):  # fmt: skip
+        assert found.find(("a",), (other, x)) is None
+        assert found.find(("a",), (x, other)) is None
+    assert found.find(("b",), (x, y)) is None
+    with torch.inference_mode():
+        assert found.find(("a",), (torch.zeros(4, 4), torch.zeros(4, 4))) is None
+
+
+def test_one_tensor_in_two_places_is_another_call() -> None:
+    found = repeats.Repeats()
+    x, y, z = (torch.zeros(3) for _ in range(3))
+    found.keep((), (x, y, z), "all")
+    found.keep((), (x, y, x), "first and last")
+    assert found.find((), (z, x, y)) == "all"
+    assert found.find((), (z, y, z)) == "first and last"
+    assert found.find((), (y, y, z)) is None
+    assert found.find((), (y, y, y)) is None
+
+
+def test_no_tensor_is_kept_and_few_kinds_are() -> None:
+    found = repeats.Repeats()
+    kept = []
+    for n in range(6):
+        x = torch.zeros(n + 1)
+        kept.append(weakref.ref(x))
+        found.keep((), (x,), n)
+    del x
+    assert not any(ref() is not None for ref in kept)
+    assert [found.find((), (torch.zeros(n + 1),)) for n in range(6)] == [None, None, 2, 3, 4, 5]

@@ -16,12 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import greenfast
+from greenfast import flash_attn
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-from greenfast.operator import serving_call, serving_checks, serving_cuda, serving_ops
+from greenfast.operator import repeats, serving_checks, serving_cuda, serving_ops
 from tests.operator.launched import Launch, PretendedGpu, pretend_cuda
 
 BATCH, HEADS, KV_HEADS, DIM, PAGES = 3, 8, 2, 64, 12
 Options = dict[str, Any]
+COMPOSED = 39
 
 
 @pytest.fixture
@@ -164,6 +166,87 @@ def calls() -> list[tuple[Callable[[], Any], list[Tensor]]]:
     return found
 
 
+def new_keys(length: int = 1, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(BATCH, length, KV_HEADS, DIM).to(dtype)
+
+
+def angles(dtype: torch.dtype = torch.float32) -> Options:
+    return {"rotary_cos": torch.zeros(300, 16).to(dtype), "rotary_sin": torch.zeros(300, 16).to(dtype)}
+
+
+def appending() -> list[Options]:
+    """Calls that append, which differ in one thing from another."""
+    rows = {"q": query().flatten(0, 1), "cu_seqlens_q": STARTS, "max_seqlen_q": 1}
+    new_rows = {"k": new_keys()[:, 0], "v": new_keys()[:, 0], "cu_seqlens_k_new": STARTS.clone()}
+    wide = torch.zeros(BATCH, 1, 3 * KV_HEADS, DIM, dtype=torch.bfloat16)
+    changes: list[Options] = [
+        {},
+        {"k": new_keys()},
+        {"k": wide[:, :, ::3]},
+        {"k": wide[:, :, :KV_HEADS], "v": wide[:, :, KV_HEADS : 2 * KV_HEADS]},
+        {"k": new_keys(2), "v": new_keys(2)},
+        {"k": new_keys(2), "v": new_keys(2), "q": query(2), "causal": True},
+        {"k": new_keys(2), "v": new_keys(2), "q": query(2), "causal": True, **angles()},
+        angles(),
+        angles(torch.bfloat16),
+        {**angles(), "rotary_interleaved": False},
+        {**angles(), "rotary_seqlens": torch.full((BATCH,), 5).int()},
+        rows,
+        {**rows, **new_rows},
+        {**rows, **new_rows, **angles()},
+        {"q": query(dtype=torch.float8_e4m3fn)},
+        cache(scales="token"),
+        cache(32, scales="token"),
+        {**cache(scales="token"), **angles()},
+        {"k_descale": None, "v_descale": None},
+        {"cache_seqlens": 9},
+        {"cache_seqlens": 8},
+        {"softcap": 3.0},
+        {"window_size": (7, 0)},
+        {"scheduler_metadata": plan()},
+        {"return_softmax_lse": True, "s_aux": torch.zeros(HEADS)},
+        {"out": query(), **angles()},
+    ]
+    same = new_keys()
+    return [base() | {"k": new_keys(), "v": new_keys()} | change for change in changes] + [
+        base() | {"k": same, "v": same}
+    ]
+
+
+def uncached() -> list[Options]:
+    """Calls on keys that are in no cache, which differ in one thing from another."""
+    lengths = torch.tensor([0, 3, 7, 9]).int()
+    base: Options = {
+        "q": torch.zeros(9, HEADS, DIM).bfloat16(), "k": torch.zeros(9, KV_HEADS, DIM).bfloat16(),
+        "v": torch.zeros(9, KV_HEADS, DIM).bfloat16(), "cu_seqlens_q": lengths, "cu_seqlens_k": lengths.clone(),
+        "max_seqlen_q": 4, "max_seqlen_k": 4,
+    }  # fmt: skip
+    changes: list[Options] = [
+        {},
+        {"cu_seqlens_k": lengths},
+        {"max_seqlen_k": 300},
+        {"max_seqlen_q": 5},
+        {"seqused_k": torch.ones(3).int()},
+        {"causal": True},
+        {"k": torch.zeros(9, 3 * KV_HEADS, DIM).bfloat16()[:, ::3]},
+        {"k": torch.zeros(11, KV_HEADS, DIM).bfloat16(), "v": torch.zeros(11, KV_HEADS, DIM).bfloat16()},
+        {name: base[name].half() for name in ("q", "k", "v")},
+        {"q": base["q"].to(torch.float8_e4m3fn)},
+        {"s_aux": torch.zeros(HEADS), "return_attn_probs": True},
+        {"out": torch.zeros(9, HEADS, DIM).bfloat16()},
+    ]
+    return [base | change for change in changes]
+
+
+def composed() -> list[tuple[partial[Any], list[Tensor]]]:
+    appended = [(partial(call, options), tensors_of(options)) for options in appending()]
+    return appended + [(partial(flash_attn_varlen_func, **options), tensors_of(options)) for options in uncached()]
+
+
+def test_their_number() -> None:
+    assert len(appending()) + len(uncached()) == COMPOSED
+
+
 def kinds(result: Any) -> Any:
     if isinstance(result, tuple):
         return tuple(kinds(x) for x in result)
@@ -193,16 +276,73 @@ def test_a_repeated_call_launches_what_a_first_one_does(gpu: PretendedGpu) -> No
         assert gpu.launched() == wanted[i][1], i
 
 
+def words(launches: list[Launch]) -> list[Any]:
+    """What the launches are made of, their arguments in words of 8 bytes."""
+    found: list[Any] = []
+    for launch in launches:
+        found += [launch.kernel, launch.grid, launch.stream]
+        for argument in launch.arguments:
+            found += [argument[at : at + 8] for at in range(0, len(argument), 8)]
+    return found
+
+
+@pytest.mark.parametrize("i", range(COMPOSED))
+def test_several_launches_at_once_are_those_one_by_one(gpu: PretendedGpu, i: int) -> None:
+    """They differ in where memory of the call itself lies, and in that consistently."""
+    run, tensors = composed()[i]
+    gpu.real = True
+    gpu.launched()
+    wanted = kinds(run())
+    one_by_one = words(gpu.launched())
+    assert kinds(run()) == wanted
+    at_once = words(gpu.launched())
+    assert len(at_once) == len(one_by_one)
+    given = {x.data_ptr().to_bytes(8, "little") for x in tensors}
+    moved: dict[Any, Any] = {}
+    for a, b in zip(one_by_one, at_once, strict=True):
+        if a != b:
+            assert a not in given
+            assert moved.setdefault(a, b) == b
+    assert len(set(moved.values())) == len(moved)
+
+
+def test_several_launches_at_once_are_those_of_the_call(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "_MOST_KINDS", 1000)
+    every = composed()
+    wanted = []
+    gpu.launched()
+    for run, tensors in every:
+        gpu.keep(tensors)
+        gpu.forget()
+        run()
+        gpu.launched()
+        result = kinds(run())
+        wanted.append((result, gpu.launched()))
+    gpu.forget()
+    for run, _ in every:
+        run()
+    gpu.launched()
+    order = list(range(len(every))) * 3
+    random.Random(0).shuffle(order)
+    for i in order:
+        assert (kinds(every[i][0]()), gpu.launched()) == wanted[i], i
+
+
 def test_what_is_repeated_skips_the_checks(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the other tests would compare a slow path with itself."""
+    monkeypatch.setattr(repeats, "_MOST_KINDS", 1000)
     options = [base(), base() | {"scheduler_metadata": plan()}, base() | {"out": query(), "return_softmax_lse": True}]
     for given in options:
         call(given)
         varlen(given)
-    monkeypatch.setattr(serving_call, "Call", None)
+    for run, _ in composed():
+        run()
+    monkeypatch.setattr(flash_attn, "Call", None)
     for given in options:
         call(given)
         varlen(given)
+    for run, _ in composed():
+        run()
 
 
 def test_outputs_are_where_they_were_asked_for(gpu: PretendedGpu) -> None:

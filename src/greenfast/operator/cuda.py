@@ -7,7 +7,7 @@ strides and dtypes, and checked once for each combination.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any, TypeVar
@@ -37,7 +37,7 @@ from greenfast.operator.layout import aligned, empty_rows, readable, row_strides
 from greenfast.operator.quantized import FINE, check_tensors, config_of
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import Choice, KernelSource, Launch, TensorMap
+from greenfast.spec.kernel import Choice, KernelSource, Launch, TensorMap, pointers_of
 
 _ALIGNMENT = 256  # bytes, of buffers in the workspace
 _MOST_PLANS = 4096
@@ -123,8 +123,9 @@ class Step:
 
     def buffers(self) -> set[str]:
         """The plan's buffers that the launch reads or writes."""
-        named = (x.buffer if isinstance(x, TensorMap) else x for x in self.launch.args)
-        return {self.names.get(x, x) for x in named if isinstance(x, str)}
+        args = self.launch.args
+        named = [[x.buffer] if isinstance(x, TensorMap) else [name for _, name in pointers_of(x)] for x in args]
+        return {self.names.get(x, x) for names in named for x in names}
 
     def prepared(self, device: int, pointers: Mapping[str, int], stream: int) -> Prepared:
         """The launch on a stream, with the address of each of the plan's buffers."""
@@ -208,6 +209,27 @@ class Plan:
                 i, at = buffers[step.names.get(name, name)]
                 places[i].append((place, at))
         return Launches(each, places, addresses)
+
+
+def joined(
+    parts: Sequence[tuple[Plan, Mapping[str, str]]], names: tuple[str, ...], temporary: Mapping[str, int]
+) -> Plan:
+    """The launches of several plans, one after another, with one workspace, of bytes.
+
+    parts: plans, with what their buffers are called in the whole where they differ. names: of the whole, as a plan's.
+    temporary: buffers in the workspace besides those of the parts, with their bytes.
+    """
+    steps: list[Step] = []
+    work, size = {}, 0
+    for name, nbytes in temporary.items():
+        work[name] = size
+        size += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    for plan, renamed in parts:
+        if plan.work:
+            work |= {name: size + at for name, at in plan.work.items()}
+            size += plan.work_elements
+        steps += [replace(step, names={n: b for n, b in renamed.items() if n in step.buffers()}) for step in plan.steps]
+    return Plan(parts[0][0].device, tuple(steps), names, work, size)
 
 
 def quantize_step(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig) -> Step:

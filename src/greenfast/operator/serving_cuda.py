@@ -236,19 +236,13 @@ def _plan_sizes(
     return config, sizes
 
 
-def token_slots(
+def slots_plan(
     starts: Tensor, before: Tensor | None, block_table: Tensor | None, counted_from: Tensor | None, tokens: int,
     max_pages: int, page_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``torch.ops.greenfast.token_slots`` of CUDA tensors."""
+) -> Plan:  # fmt: skip
+    """The launch of ``token_slots`` with such tensors, contiguous ones but for the table."""
     device, batch = starts.get_device(), starts.shape[0] - 1
-    places, positions = (starts.new_empty(tokens, dtype=torch.int64) for _ in range(2))
-    lengths = starts.new_empty(batch)
-    table = starts.new_empty((0, 0) if block_table is not None else (batch, max_pages))
-    if batch == 0:
-        return places.fill_(-1), positions.zero_(), lengths, table
-    dense = [x if x is None else x.contiguous() for x in (starts, before, counted_from)]
-    given = dict(zip(("starts", "before", "counted_from"), dense, strict=True)) | {"block_table": block_table}
+    given = {"starts": starts, "before": before, "counted_from": counted_from, "block_table": block_table}
     optional = frozenset(name for name, x in given.items() if x is not None) - {"starts"}
     entries = max_pages if block_table is None else block_table.shape[1]
     row = 0 if block_table is None else block_table.stride(0)
@@ -259,7 +253,24 @@ def token_slots(
         step = Step(slots.KERNEL, slots.launch(batch, tokens, page_size, entries, row, optional))
         names = (*given, "slots", "positions", "lengths", "made_table")
         plan = cached(_PLANS, options, Plan(device, (step,), names), _MOST_PLANS)
-    buffers = (*given.values(), places, positions, lengths, table)
+    return plan
+
+
+def token_slots(
+    starts: Tensor, before: Tensor | None, block_table: Tensor | None, counted_from: Tensor | None, tokens: int,
+    max_pages: int, page_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``torch.ops.greenfast.token_slots`` of CUDA tensors."""
+    batch = starts.shape[0] - 1
+    places, positions = (starts.new_empty(tokens, dtype=torch.int64) for _ in range(2))
+    lengths = starts.new_empty(batch)
+    table = starts.new_empty((0, 0) if block_table is not None else (batch, max_pages))
+    if batch == 0:
+        return places.fill_(-1), positions.zero_(), lengths, table
+    before, counted = (x if x is None else x.contiguous() for x in (before, counted_from))
+    starts = starts.contiguous()
+    plan = slots_plan(starts, before, block_table, counted, tokens, max_pages, page_size)
+    buffers = (starts, before, counted, block_table, places, positions, lengths, table)
     plan.launch(0, *[0 if x is None else x.data_ptr() for x in buffers])
     return places, positions, lengths, table
 
