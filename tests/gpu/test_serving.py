@@ -294,8 +294,8 @@ def test_repeated_calls_have_the_bits_of_the_first(form: str, cache: greenfast.P
         options |= {"cache_seqlens": used, "page_table": cache.block_table(range(3)), "k_descale": k_scale}
         options["v_descale"] = v_scale
     if form == "plan":
-        sizes = {"heads": 8, "kv_heads": 2, "head_dim": 128}
-        options["scheduler_metadata"] = greenfast.ServingPlan(starts, used, 2, **sizes, causal=True)
+        made = greenfast.ServingPlan(starts, used, 2, heads=8, kv_heads=2, head_dim=128, causal=True)
+        options["scheduler_metadata"] = made
     if form == "rotate":
         options |= {"rotary_cos": drawn(2000, 32).cos(), "rotary_sin": drawn(2000, 32).sin()}
 

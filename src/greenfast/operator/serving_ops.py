@@ -137,13 +137,8 @@ def _slots_shapes(
 
 def _append_cpu(*args: Any) -> Tensor:
     check_append_once(*args)
-    q, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, q_weight, k_weight, cos, sin, positions = args[:13]
-    eps, interleaved = args[13:]
-    found: Tensor | None = serving_append.append(
-        q, k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale, q_weight=q_weight,
-        k_weight=k_weight, eps=eps, cos=cos, sin=sin, positions=positions, interleaved=interleaved,
-    )  # fmt: skip
-    return torch.empty(0, dtype=k.dtype) if found is None else found
+    found: Tensor | None = serving_append.append(*args)
+    return torch.empty(0, dtype=args[1].dtype) if found is None else found
 
 
 def _append_cuda(*args: Any) -> Tensor:
