@@ -462,6 +462,20 @@ def test_a_plan_that_was_changed_is_checked_again(gpu: PretendedGpu) -> None:
         call(given)
 
 
+def test_a_plan_is_made_again_in_its_memory(gpu: PretendedGpu) -> None:
+    made = plan()
+    gpu.keep([made.tensor, made.cu_seqlens_q, made.seqused_k])
+    gpu.launched()
+    place = made.tensor.data_ptr().to_bytes(8, "little")
+    made.update()
+    (launch,) = gpu.launched()
+    assert place in launch.arguments
+    made.kv_heads = 8
+    with pytest.raises(ValueError, match="make a new plan"):
+        made.update()
+    assert not gpu.launched()
+
+
 def test_pages_are_checked_where_that_is_asked_for(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     given = base() | {"cache_seqlens": torch.full((BATCH,), 9999).int()}
     call(given)

@@ -1,7 +1,8 @@
 """The operators on a GPU: which kernels a call takes, their memory, and launches that are prepared once per shape.
 
-On the host a call costs PyTorch's dispatcher, two allocations and two launches. Everything else is looked up by shapes,
-strides and dtypes, and checked once for each combination.
+What a call needs is looked up by shapes, strides and dtypes, and checked once for each combination; then it costs the
+host two allocations and its launches, into whose arguments the addresses are written. Calls that skip the dispatcher
+are found at their entry already, by ``Repeats``.
 """
 
 from __future__ import annotations

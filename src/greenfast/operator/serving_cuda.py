@@ -1,6 +1,6 @@
-"""The serving operators on a GPU. Arguments have been checked by ``serving_checks``.
+"""The serving operators on a GPU. Arguments are checked by ``serving_checks``, once for each combination.
 
-As in ``cuda``, what a call needs is looked up by shapes, strides and options, and its launches by addresses.
+As in ``cuda``, what a call needs is looked up by shapes, strides and options.
 """
 
 from __future__ import annotations
@@ -196,9 +196,12 @@ def _attention_plan(
 
 def plan(
     cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, causal: bool,
-    window_left: int, window_right: int,
+    window_left: int, window_right: int, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``torch.ops.greenfast.paged_attention_plan`` of CUDA tensors: int32 of ``plan_size`` elements."""
+    """``torch.ops.greenfast.paged_attention_plan`` of CUDA tensors: int32 of ``plan_size`` elements.
+
+    into: memory of a plan for the same, which is written.
+    """
     device, batch = cu_seqlens_q.get_device(), seqused_k.shape[0]
     options = (device, batch, max_seqlen_q, heads, kv_heads, head_dim, causal, window_left, window_right)
     found = _PLANS.get(options)
@@ -210,7 +213,11 @@ def plan(
         size = attention.plan_words(config, sizes, attention.grid_blocks(config, multiprocessors))
         names = ("cu_seqlens_q", "seqused_k", "plan")
         found = cached(_PLANS, options, Plan(device, (step,), names, work_elements=size), _MOST_PLANS)
-    made = cu_seqlens_q.new_empty(found.work_elements)
+    if into is not None and (into.shape != (found.work_elements,) or into.dtype != torch.int32):
+        size = found.work_elements
+        raise ValueError(f"plan: {into.dtype} {tuple(into.shape)}; int32 ({size},) is needed, make a new plan")
+    made = cu_seqlens_q.new_empty(found.work_elements) if into is None else into
+    cu_seqlens_q, seqused_k = cu_seqlens_q.contiguous(), seqused_k.contiguous()
     if batch == 0:
         return made.zero_()
     found.launch(0, cu_seqlens_q.data_ptr(), seqused_k.data_ptr(), made.data_ptr())

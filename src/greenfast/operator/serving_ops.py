@@ -199,6 +199,15 @@ def paged_attention_out(*args: Any, lse: bool = True) -> Tensor:
     return found
 
 
+def plan(*args: Any, into: Tensor | None = None) -> Tensor:
+    """``torch.ops.greenfast.paged_attention_plan`` in the same way; into: where it is written, if given."""
+    if _direct(*args[:2], into):
+        found: Tensor = gpu().plan(*args, into=into)
+        return found
+    made: Tensor = PLAN(*args)
+    return made if into is None else into.copy_(made)
+
+
 def token_slots(*args: Any) -> tuple[Tensor, ...]:
     """``torch.ops.greenfast.token_slots`` in the same way; what it returns is ``serving_pages.Slots``."""
     found: tuple[Tensor, ...] = (_slots_cuda if _direct(*args[:4]) else _TOKEN_SLOTS)(*args)

@@ -1,4 +1,4 @@
-"""``greenfast.parallel.blocks`` on a GPU: launches of the kernels that are prepared once per shape and address."""
+"""``greenfast.parallel.blocks`` on a GPU: launches of the kernels that are prepared once per shape."""
 
 from __future__ import annotations
 
