@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from greenfast.device import prepared
-from greenfast.operator import cuda, sdpa, serving_call, serving_cuda, serving_ops
+from greenfast.operator import cuda, plans, sdpa, serving_call, serving_cuda, serving_ops
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import TensorMap, value_bytes
 
@@ -75,11 +75,11 @@ class PretendedGpu:
             return _Kernel(hashlib.sha256(source.source.encode()).hexdigest())
 
         patch.setattr(prepared, "encoded", encoded)
-        patch.setattr(cuda, "Prepared", Prepared)
-        patch.setattr(cuda, "_loaded", loaded)
-        patch.setattr(cuda, "stream_of", lambda _: gpu.stream.get(threading.get_ident(), 7))
+        patch.setattr(plans, "Prepared", Prepared)
+        patch.setattr(plans, "_loaded", loaded)
+        patch.setattr(plans, "stream_of", lambda _: gpu.stream.get(threading.get_ident(), 7))
         patch.setattr(cuda, "target_of", lambda _: Target(target))
-        patch.setattr(cuda, "Device", lambda _: type("Device", (), {"set_current": lambda _: None})())
+        patch.setattr(plans, "Device", lambda _: type("Device", (), {"set_current": lambda _: None})())
         patch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(Tensor, "data_ptr", lambda x: gpu._address(x))

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 import greenfast
 from greenfast.device.prepared import NoContextError
-from greenfast.operator import cuda, ops
+from greenfast.operator import ops, plans
 
 torch_sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -195,12 +195,12 @@ def test_the_first_launch_of_a_thread_gets_a_context(monkeypatch: pytest.MonkeyP
         def set_current(self) -> None:
             current.append(self.ordinal)
 
-    monkeypatch.setattr(cuda, "Device", FakeDevice)
+    monkeypatch.setattr(plans, "Device", FakeDevice)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
-    monkeypatch.setattr(cuda, "stream_of", lambda _: 5)
+    monkeypatch.setattr(plans, "stream_of", lambda _: 5)
     one, two = Launch(), Launch()
-    kept = cuda.Launches((one, two), ([],), (0,))  # type: ignore[arg-type]
-    cuda.Plan(3, (), idle={5: [kept]}).launch(0)
+    kept = plans.Launches((one, two), ([],), (0,))  # type: ignore[arg-type]
+    plans.Plan(3, (), idle={5: [kept]}).launch(0)
     assert launched == [one, two]
     assert current == [3]
 

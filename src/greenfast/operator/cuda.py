@@ -1,26 +1,18 @@
 """The operators on a GPU: which kernels a call takes, their memory, and launches that are prepared once per shape.
 
 What a call needs is looked up by shapes, strides and dtypes, and checked once for each combination; then it costs the
-host two allocations and its launches, into whose arguments the addresses are written. Calls that skip the dispatcher
-are found at their entry already, by ``Repeats``.
+host two allocations and its launches. Calls that skip the dispatcher are found at their entry already, by ``Repeats``.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
-from typing import Any, TypeVar
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 import torch
-from cuda.core import Device
 from torch import Tensor
 
-from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import KernelImage
-from greenfast.device.gpu import load_kernel
-from greenfast.device.prepared import NoContextError, Prepared
 from greenfast.kernels.attention import ada, family, hopper
 from greenfast.kernels.attention.config import (
     KEY_GROUPS,
@@ -35,23 +27,19 @@ from greenfast.kernels.attention.config import (
 from greenfast.kernels.quantize import qkv
 from greenfast.operator import reference
 from greenfast.operator.layout import aligned, empty_rows, readable, row_strides
+from greenfast.operator.plans import ALIGNMENT, Plan, Step, cached, target_of
 from greenfast.operator.quantized import FINE, check_tensors, config_of
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import Choice, KernelSource, Launch, TensorMap, pointers_of
+from greenfast.spec.kernel import Choice
 
-_ALIGNMENT = 256  # bytes, of buffers in the workspace
 _MOST_PLANS = 4096
-_MOST_STREAMS = 64  # per plan
-_COMPILING = threading.Lock()
 _PLANS: dict[tuple[Any, ...], Plan] = {}
 _QUANTIZED = ("q_codes", "k_codes", "v_codes", "q_scale", "k_scale", "v_scale", "out", "lse")
 
 _config_of = lru_cache(maxsize=1024)(config_of)  # eager calls repeat their options; making a config takes longer
 
 Shape = tuple[int, ...]
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 
 def kernel_for(target: Target, config: AttentionConfig, sizes: Sizes) -> Choice:
@@ -87,150 +75,6 @@ def sdpa_config(
 def sizes_of(query: Shape, key: Shape) -> Sizes:
     """The sizes of a call on tensors, or codes of K, of these shapes."""
     return Sizes(query[0], query[1], key[1], query[2], key[2])
-
-
-@cache
-def target_of(device: int) -> Target:
-    """The target of a CUDA device. Raises NotImplementedError for one that is too old."""
-    try:
-        properties = torch.cuda.get_device_properties(device)
-        return Target.of_device((properties.major, properties.minor), properties.multi_processor_count)
-    except UsageError as e:
-        raise NotImplementedError(str(e)) from None
-
-
-@cache
-def _loaded(source: KernelSource, device: int) -> Any:
-    compiled = compile_kernel(source, target_of(device))
-    image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
-    return load_kernel(image, Device(device))
-
-
-def cached(cache: dict[Key, Value], key: Key, value: Value, most: int) -> Value:
-    """Store a value and return it; a cache of ``most`` entries is cleared first."""
-    if len(cache) >= most:
-        cache.clear()
-    cache[key] = value
-    return value
-
-
-@dataclass(frozen=True)
-class Step:
-    """One launch of a plan; ``names``: buffers of the kernel -> buffers of the plan, where they differ."""
-
-    source: KernelSource
-    launch: Launch
-    names: Mapping[str, str] = field(default_factory=dict)
-
-    def buffers(self) -> set[str]:
-        """The plan's buffers that the launch reads or writes."""
-        args = self.launch.args
-        named = [[x.buffer] if isinstance(x, TensorMap) else [name for _, name in pointers_of(x)] for x in args]
-        return {self.names.get(x, x) for names in named for x in names}
-
-    def prepared(self, device: int, pointers: Mapping[str, int], stream: int) -> Prepared:
-        """The launch on a stream, with the address of each of the plan's buffers."""
-        with _COMPILING:
-            kernel = _loaded(self.source, device)
-        renamed = {**pointers, **{name: pointers[buffer] for name, buffer in self.names.items()}}
-        return Prepared(kernel, self.source.block, self.source.dynamic_smem_bytes, self.launch, renamed, stream)
-
-
-class Launches:
-    """The launches of a plan on one stream, with the addresses that are in their arguments."""
-
-    __slots__ = ("_addresses", "_each", "_places")
-
-    def __init__(self, each: tuple[Prepared, ...], places: tuple[list[tuple[Any, int]], ...], addresses: Shape) -> None:
-        """places: of each address, where it is in the arguments and what is added to it there."""
-        self._each, self._places, self._addresses = each, places, addresses
-
-    def __call__(self, addresses: Shape) -> None:
-        """Queue the launches with these addresses. Raises NoContextError, with none queued, without a context."""
-        if addresses != self._addresses:
-            for new, old, places in zip(addresses, self._addresses, self._places, strict=True):
-                if new != old:
-                    for place, offset in places:
-                        place.value = new + offset
-            self._addresses = addresses
-        for launch in self._each:
-            launch()
-
-
-@dataclass(slots=True)
-class Plan:
-    """Launches for calls of one kind.
-
-    names: buffers that a call gives the addresses of. work: those in one allocation, by their offsets in bytes.
-    idle: by stream, launches that no thread is queueing.
-    """
-
-    device: int
-    steps: tuple[Step, ...]
-    names: tuple[str, ...] = ()
-    work: Mapping[str, int] = field(default_factory=dict)
-    work_elements: int = 0  # of the inputs' dtype
-    head_dim: int = 0  # of the codes
-    out_strides: tuple[int, ...] = ()
-    idle: dict[int, list[Launches]] = field(default_factory=dict)
-
-    def launch(self, *addresses: int) -> None:
-        """Queue the launches on the current stream; addresses: of the workspace, and of each of ``names``.
-
-        A call takes launches for itself, since it writes their arguments; no lock is held while it does.
-        """
-        device = self.device
-        if torch._C._cuda_getDevice() != device:
-            with torch.cuda.device(device):
-                self.launch(*addresses)
-            return
-        stream = stream_of(device)
-        idle = self.idle.get(stream)
-        if idle is None:
-            idle = cached(self.idle, stream, [], _MOST_STREAMS)
-        try:
-            launches = idle.pop()
-        except IndexError:
-            launches = self._prepared(stream, addresses)
-        try:
-            launches(addresses)
-        except NoContextError:  # the first launch of a thread: none was queued
-            Device(device).set_current()
-            launches(addresses)
-        idle.append(launches)
-
-    def _prepared(self, stream: int, addresses: Shape) -> Launches:
-        buffers = {name: (i, 0) for i, name in enumerate(self.names, 1)} | {n: (0, at) for n, at in self.work.items()}
-        pointers = {name: addresses[i] + at for name, (i, at) in buffers.items()}
-        Device(self.device).set_current()  # in a new thread PyTorch may not have done so yet
-        each = tuple(step.prepared(self.device, pointers, stream) for step in self.steps)
-        places: tuple[list[tuple[Any, int]], ...] = tuple([] for _ in addresses)
-        for step, launch in zip(self.steps, each, strict=True):
-            for name, place in launch.places():
-                i, at = buffers[step.names.get(name, name)]
-                places[i].append((place, at))
-        return Launches(each, places, addresses)
-
-
-def joined(
-    parts: Sequence[tuple[Plan, Mapping[str, str]]], names: tuple[str, ...], temporary: Mapping[str, int]
-) -> Plan:
-    """The launches of several plans, one after another, with one workspace, of bytes.
-
-    parts: plans, with what their buffers are called in the whole where they differ. names: of the whole, as a plan's.
-    temporary: buffers in the workspace besides those of the parts, with their bytes.
-    """
-    steps: list[Step] = []
-    work, size = {}, 0
-    for name, nbytes in temporary.items():
-        work[name] = size
-        size += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    for plan, renamed in parts:
-        if plan.work:
-            work |= {name: size + at for name, at in plan.work.items()}
-            size += plan.work_elements
-        steps += [replace(step, names={n: b for n, b in renamed.items() if n in step.buffers()}) for step in plan.steps]
-    return Plan(parts[0][0].device, tuple(steps), names, work, size)
 
 
 def quantize_step(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig) -> Step:
@@ -286,11 +130,6 @@ def quantized_sizes(query: Shape, key: Shape, config: AttentionConfig) -> dict[s
 def buffer_dtype(name: str) -> torch.dtype:
     """The dtype of a buffer of ``quantized_sizes``."""
     return torch.uint8 if name.endswith("codes") else torch.float32
-
-
-def stream_of(device: int) -> int:
-    """The current stream; torch.cuda.current_stream() makes an object for it, at forty times the cost."""
-    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def quantize(
@@ -467,7 +306,7 @@ def _sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfi
         if name not in used or (config.log_sum_exp and name == "k_mean"):
             continue  # the attention kernel quantizes Q, or the caller allocates the mean
         work[name] = size
-        size += -(-torch.Size(shape).numel() * buffer_dtype(name).itemsize // _ALIGNMENT) * _ALIGNMENT
+        size += -(-torch.Size(shape).numel() * buffer_dtype(name).itemsize // ALIGNMENT) * ALIGNMENT
     strides = row_strides(query, config.columns)
     names = ("q", "k", "v", "out", *(("lse", "k_mean") if config.log_sum_exp else ()))
     return Plan(device, steps, names, work, size // query.itemsize, config.head_dim, strides)

@@ -89,7 +89,7 @@ class Call:
 
     def over_keys(
         self, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_k: int | None, seqused_k: Tensor | None,
-        scales: tuple[Tensor | None, ...], wants_lse: bool, request: Request | None,
+        scales: tuple[Tensor | None, ...], wants_lse: bool, request: Request | None = None,
     ) -> Result:  # fmt: skip
         """Attention over keys that are in no cache: they are quantized into temporary pages first."""
         for name, x in (("k", k), ("v", v)):
@@ -314,7 +314,7 @@ class Request:
         gpu = serving_ops.gpu()
         attention = gpu.attention_plan(*args, lse=self._options is not None and self._options[0][-1])
         if before is None:
-            return ops.gpu().joined([(attention, {})], ("lse", *_NAMES), {})
+            return serving_ops.gpu().joined([(attention, {})], ("lse", *_NAMES), {})
         of_slots, (q, _, _, k_cache, v_cache, slots, k_scale, v_scale) = before[0], before[1][:8]
         temporary = {"slots": slots.nbytes, "positions": slots.nbytes, "lengths": args[5].nbytes}
         renamed, of_queries = {"seqused_k": "lengths"}, {} if q is None else {"q": "turned"}
@@ -329,7 +329,7 @@ class Request:
             (gpu.append_plan(*before[1]), _APPENDED),
             (attention, renamed | of_queries),
         ]
-        return ops.gpu().joined(parts, ("lse", *_NAMES, *_OF_NEW_KEYS), temporary)
+        return serving_ops.gpu().joined(parts, ("lse", *_NAMES, *_OF_NEW_KEYS), temporary)
 
 
 def one(like: Tensor) -> Tensor:

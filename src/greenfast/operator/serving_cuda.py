@@ -14,13 +14,13 @@ from torch import Tensor
 from greenfast.kernels.serving import append, attention, slots
 from greenfast.kernels.serving.append import AppendConfig, AppendSizes, AppendStrides
 from greenfast.kernels.serving.attention import ServingConfig, ServingSizes, ServingStrides
-from greenfast.operator.cuda import Plan, Step, cached, target_of
 from greenfast.operator.layout import aligned
+from greenfast.operator.plans import ALIGNMENT, Plan, Step, cached, target_of
+from greenfast.operator.plans import joined as joined
 from greenfast.operator.serving_checks import check_append, check_attention
 from greenfast.spec.arch import Target
 
 _MOST_PLANS = 4096
-_ALIGNMENT = 256  # bytes, of buffers in the workspace
 _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float8_e4m3fn: "e4m3"}
 _NAMES |= {torch.int64: "int64", torch.int32: "int32"}
 _PLANS: dict[tuple[Any, ...], Plan] = {}
@@ -185,7 +185,7 @@ def _attention_plan(
         multiprocessors,
     )  # fmt: skip
     steps = [Step(attention.kernel(config), launch)]
-    work, size = {"partials": 0}, -(-4 * attention.partial_words(config, sizes, blocks) // _ALIGNMENT) * _ALIGNMENT
+    work, size = {"partials": 0}, -(-4 * attention.partial_words(config, sizes, blocks) // ALIGNMENT) * ALIGNMENT
     if plan is None:
         steps.insert(
             0, Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))

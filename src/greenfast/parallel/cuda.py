@@ -22,8 +22,9 @@ from greenfast.kernels.attention.config import (
 from greenfast.kernels.merge import merge as merge_kernel
 from greenfast.kernels.quantize import qkv
 from greenfast.operator import cuda
-from greenfast.operator.cuda import Plan, Step, sizes_of
+from greenfast.operator.cuda import sizes_of
 from greenfast.operator.layout import readable
+from greenfast.operator.plans import Plan, Step, cached, target_of
 from greenfast.operator.quantized import QuantizedQKV, config_of
 from greenfast.parallel.blocks import Keys
 from greenfast.spec.arch import Target
@@ -37,7 +38,7 @@ _config_of = lru_cache(maxsize=1024)(config_of)
 
 
 def _target(device: int) -> Target:
-    target = cuda.target_of(device)
+    target = target_of(device)
     if target.name != hopper.TARGET.name:
         raise NotImplementedError(
             f"context_parallel: its kernels are for Hopper (compute capability 9.0), this is {target.name}; "
@@ -49,7 +50,7 @@ def _target(device: int) -> Target:
 def _launch(device: int, at: tuple[Any, ...], step: Callable[[], Step], buffers: dict[str, Tensor]) -> None:
     plan = _PLANS.get(at)
     if plan is None:
-        plan = cuda.cached(_PLANS, at, Plan(device, (step(),), tuple(buffers)), _MOST_PLANS)
+        plan = cached(_PLANS, at, Plan(device, (step(),), tuple(buffers)), _MOST_PLANS)
     plan.launch(0, *(x.data_ptr() for x in buffers.values()))
 
 
