@@ -124,6 +124,11 @@ def test_a_thread_without_a_context_is_reported(driver: Driver) -> None:
         Prepared(Kernel(5), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)()
 
 
+def test_a_driver_call_without_a_context_is_told_from_others() -> None:
+    with pytest.raises(NoContextError, match="no context"):
+        prepared.check((vars(prepared)["_NO_CONTEXT"],))
+
+
 def test_what_the_driver_refuses_is_raised(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(result: tuple[int]) -> None:
         raise MachineError(f"CUDA: {result[0]}")

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 import greenfast
 from greenfast import flash_attn
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-from greenfast.operator import repeats, serving_checks, serving_cuda, serving_ops
+from greenfast.operator import repeats, serving_call, serving_checks, serving_cuda, serving_ops
 from tests.operator.launched import Launch, PretendedGpu, pretend_cuda
 
 BATCH, HEADS, KV_HEADS, DIM, PAGES = 3, 8, 2, 64, 12
@@ -304,6 +304,36 @@ def test_several_launches_at_once_are_those_one_by_one(gpu: PretendedGpu, i: int
             assert a not in given
             assert moved.setdefault(a, b) == b
     assert len(set(moved.values())) == len(moved)
+
+
+def test_the_workspace_has_room_for_all(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, int] = {}
+    slots, append = serving_cuda.token_slots, serving_cuda.append_kv
+
+    def token_slots(*args: Any) -> Any:
+        found = slots(*args)
+        made.update(zip(("slots", "positions", "lengths", "made_table"), (x.nbytes for x in found), strict=True))
+        return found
+
+    def append_kv(*args: Any, **options: Any) -> Tensor:
+        found = append(*args, **options)
+        made["turned"] = found.nbytes
+        pages = zip(("k_cache", "v_cache", "k_scale", "v_scale"), (*args[3:5], *args[6:8]), strict=True)
+        made.update({name: x.nbytes for name, x in pages})
+        return found
+
+    monkeypatch.setattr(serving_cuda, "token_slots", token_slots)
+    monkeypatch.setattr(serving_cuda, "append_kv", append_kv)
+    for run, _ in composed():
+        gpu.forget()
+        run()
+        ((_, known),) = next(iter(serving_call._KNOWN._found.values()))
+        work = sorted(known.plan.work.items(), key=lambda x: x[1])
+        ends = [*(at for _, at in work[1:]), known.plan.work_elements]
+        assert {"slots", "positions", "lengths"} <= {name for name, _ in work}
+        for (name, at), end in zip(work, ends, strict=True):
+            assert at % 256 == 0
+            assert end - at >= made.get(name, 1), name
 
 
 def test_several_launches_at_once_are_those_of_the_call(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
