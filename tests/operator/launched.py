@@ -91,7 +91,7 @@ class PretendedGpu:
         """Empty every cache of launches."""
         for repeats in (sdpa.REPEATS, serving_call._KNOWN, serving_ops.APPENDS):
             repeats.clear()
-        for cache in (cuda._PLANS, serving_cuda._PLANS, serving_call._CONSTANTS):
+        for cache in (cuda._PLANS, serving_cuda._PLANS, serving_call._CONSTANTS, serving_call._JOINED):
             cache.clear()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:

@@ -306,6 +306,18 @@ def test_several_launches_at_once_are_those_one_by_one(gpu: PretendedGpu, i: int
     assert len(set(moved.values())) == len(moved)
 
 
+@pytest.mark.parametrize("appends", [False, True])
+def test_lengths_as_numbers_share_their_launches(gpu: PretendedGpu, appends: bool) -> None:
+    options = appending()[0] if appends else base()
+    for length in range(1, 9):
+        for _ in range(2):
+            call(options | {"cache_seqlens": length})
+    kept = serving_call._KNOWN._found.values()
+    assert len(kept) == 8
+    (plan,) = {id(known.plan): known.plan for ((_, known),) in kept}.values()
+    assert [len(idle) for idle in plan.idle.values()] == [1]
+
+
 def test_the_workspace_has_room_for_all(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, int] = {}
     slots, append = serving_cuda.token_slots, serving_cuda.append_kv

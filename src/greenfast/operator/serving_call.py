@@ -26,6 +26,8 @@ Result = Tensor | tuple[Tensor, Tensor]
 _CONSTANTS: dict[tuple[Any, ...], Tensor] = {}
 _MOST_CONSTANTS = 1024
 _TWO_INTS = [int, int]
+_MOST_JOINED = 1024
+_JOINED: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 _KNOWN = Repeats()  # of calls that skipped the dispatcher
 
 
@@ -314,7 +316,7 @@ class Request:
         gpu = serving_ops.gpu()
         attention = gpu.attention_plan(*args, lse=self._options is not None and self._options[0][-1])
         if before is None:
-            return serving_ops.gpu().joined([(attention, {})], ("lse", *_NAMES), {})
+            return attention
         of_slots, (q, _, _, k_cache, v_cache, slots, k_scale, v_scale) = before[0], before[1][:8]
         temporary = {"slots": slots.nbytes, "positions": slots.nbytes, "lengths": args[5].nbytes}
         renamed, of_queries = {"seqused_k": "lengths"}, {} if q is None else {"q": "turned"}
@@ -329,7 +331,13 @@ class Request:
             (gpu.append_plan(*before[1]), _APPENDED),
             (attention, renamed | of_queries),
         ]
-        return serving_ops.gpu().joined(parts, ("lse", *_NAMES, *_OF_NEW_KEYS), temporary)
+        # Calls that differ in a length have the same parts; their entry keeps these, and so their identities.
+        at = (*[id(plan) for plan, _ in parts], self._all[5] is None)
+        if at not in _JOINED:
+            if len(_JOINED) >= _MOST_JOINED:
+                _JOINED.clear()
+            _JOINED[at] = gpu.joined(parts, ("lse", *_NAMES, *_OF_NEW_KEYS), temporary), parts
+        return _JOINED[at][0]
 
 
 def one(like: Tensor) -> Tensor:
