@@ -16,7 +16,7 @@ from torch import Tensor
 from greenfast.operator.arguments import check_length
 from greenfast.operator.scope import SCOPES
 from greenfast.operator.serving import ServingPlan, kind
-from greenfast.operator.serving_call import Call, Result, constant
+from greenfast.operator.serving_call import Call, Request, Result, constant
 from greenfast.operator.serving_pages import pages_of_rows
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -102,17 +102,32 @@ def flash_attn_varlen_func(
             ),
         )  # fmt: skip
     table = _table(block_table, page_table)
+    request = None
+    if not torch.compiler.is_compiling() and (seqused_k is not None if cu_seqlens_k is None else table is None):
+        scales = (k_descale, v_descale, q_descale, s_aux)
+        options = (max_seqlen_q, softmax_scale, causal, window_size, softcap, bool(wants_lse))
+        paged: tuple[Tensor | None, ...] = (k, v, table)
+        longest: int | None = None
+        new: tuple[Tensor | None, ...] = ()
+        if table is None:
+            paged, longest, new = (None, None, None), max_seqlen_k, (k, v, cu_seqlens_k, None, None, None)
+        tensors = (q, *paged, cu_seqlens_q, seqused_k, *scales)
+        request = Request(tensors, scheduler_metadata, out, options, longest, new)
+        again = request.again()
+        if again is not None:
+            return again if wants_lse else again[0]
     check_length("max_seqlen_q", max_seqlen_q)
     call = Call(
         q, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size, softcap, s_aux, scheduler_metadata, out
     )
     if table is None:
-        return call.over_keys(k, v, cu_seqlens_k, max_seqlen_k, seqused_k, (q_descale, k_descale, v_descale), wants_lse)
+        given = (q_descale, k_descale, v_descale)
+        return call.over_keys(k, v, cu_seqlens_k, max_seqlen_k, seqused_k, given, wants_lse, request)
     if seqused_k is None:
         raise ValueError("seqused_k: None; with block_table the lengths of the sequences are needed, int32 (batch,)")
     if cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k: given with block_table; the lengths of paged sequences are seqused_k")
-    return call.attend(k, v, table, seqused_k, (q_descale, k_descale, v_descale), wants_lse)
+    return call.attend(k, v, table, seqused_k, (q_descale, k_descale, v_descale), wants_lse, request)
 
 
 def flash_attn_with_kvcache(
@@ -172,6 +187,23 @@ def flash_attn_with_kvcache(
     if qv is not None or cache_leftpad is not None or attention_chunk or alibi_slopes is not None:
         _refuse(qv=qv, cache_leftpad=cache_leftpad, attention_chunk=attention_chunk, alibi_slopes=alibi_slopes)
     _check_splits(num_splits)
+    table, request = _table(block_table, page_table), None
+    rotary = (rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
+    appends = k is not None and v is not None
+    only_reads = k is None and v is None and rotary_cos is None and rotary_sin is None
+    if (appends or only_reads) and cache_batch_idx is None and not torch.compiler.is_compiling():
+        new = (k, v, cu_seqlens_k_new, rotary_seqlens, rotary_cos, rotary_sin) if appends else ()
+        given, fixed = (cache_seqlens, None) if isinstance(cache_seqlens, Tensor) else (None, cache_seqlens)
+        tensors = (q, k_cache, v_cache, table, cu_seqlens_q, given, k_descale, v_descale, q_descale, s_aux)
+        options = (max_seqlen_q, softmax_scale, causal, window_size, softcap, bool(return_softmax_lse))
+        request = Request(tensors, scheduler_metadata, out, options, fixed, new, rotary_interleaved)
+        again = request.again()
+        if again is not None:
+            if return_softmax_lse and cu_seqlens_q is None:
+                return again[0], again[1].view(-1, *q.shape[:2]).transpose(0, 1)
+            return again if return_softmax_lse else again[0]
+    if not (appends or only_reads):
+        raise ValueError("k, v: None; both are given, or neither and no rotary_cos and rotary_sin")
     if cu_seqlens_q is None:
         _check_query(q, 4, "batch, seqlen, heads, head_dim")
         (batch, length), rows = q.shape[:2], q.flatten(0, 1)
@@ -184,18 +216,14 @@ def flash_attn_with_kvcache(
         if not isinstance(cu_seqlens_q, Tensor) or cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] == 0:
             raise ValueError("cu_seqlens_q: an int32 tensor (batch + 1,) is needed")
         batch, length, rows, starts, most = cu_seqlens_q.shape[0] - 1, None, q, cu_seqlens_q, max_seqlen_q
-    k_cache, v_cache, table = _cache(k_cache, v_cache, _table(block_table, page_table), cache_batch_idx, batch)
+    k_cache, v_cache, table = _cache(k_cache, v_cache, table, cache_batch_idx, batch)
     used = _lengths(q, cache_seqlens, batch, table.shape[1] * k_cache.shape[1])
     target = out if out is None or length is None else _rows_of(out)
     call = Call(rows, starts, most, softmax_scale, causal, window_size, softcap, s_aux, scheduler_metadata, target)
     scales = (q_descale, k_descale, v_descale)
-    if k is None or v is None:
-        if not (k is None and v is None and rotary_cos is None and rotary_sin is None):
-            raise ValueError("k, v: None; both are given, or neither and no rotary_cos and rotary_sin")
-    else:
-        rotary = (rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
+    if k is not None and v is not None:
         used = call.append(k, v, k_cache, v_cache, table, used, cu_seqlens_k_new, scales, rotary, length)
-    found = call.attend(k_cache, v_cache, table, used, scales, return_softmax_lse)
+    found = call.attend(k_cache, v_cache, table, used, scales, return_softmax_lse, request)
     if length is None:
         return found
     if not isinstance(found, tuple):

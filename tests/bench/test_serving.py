@@ -394,7 +394,7 @@ def test_the_recorded_launches_are_those_of_the_calls(
     expected = timed_launches([case])[f"{step}, {shape.name}"]
     made: list[Any] = []
 
-    def attention(*args: Any) -> tuple[Tensor, Tensor]:
+    def attention(*args: Any, lse: bool) -> tuple[Tensor, Tensor]:
         made.append(serving_cuda.attention_steps(*args[:10], None, args[11], tuple(args[12:15]), *args[15:])[1])
         return args[0], args[0]
 

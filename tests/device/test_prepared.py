@@ -13,7 +13,7 @@ import pytest
 from greenfast.device import prepared
 from greenfast.device.prepared import NoContextError, Prepared
 from greenfast.spec.errors import MachineError, UsageError
-from greenfast.spec.kernel import Launch, TensorMap
+from greenfast.spec.kernel import Launch, Struct, TensorMap
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,43 @@ def test_arguments_are_where_the_parameters_point(driver: Driver) -> None:
     assert all((address or 0) % 64 == 0 for address in addresses), "as tensor maps ask for"
 
 
+def test_addresses_are_written_where_the_buffers_are(driver: Driver) -> None:
+    inner = Struct((np.int32(3), "b", Struct((np.int8(1), "a"))))
+    plan = dataclasses.replace(PLAN, args=(*PLAN.args, inner))
+    launch = Prepared(Kernel(6), (1, 1, 1), 0, plan, {"a": 1, "b": 2}, 0)
+    for name, place in launch.places():
+        place.value = {"a": 2**40 + 5, "b": 77}[name]
+    launch()
+    moved = Prepared(Kernel(6), (1, 1, 1), 0, plan, {"a": 2**40 + 5, "b": 77}, 0)
+    moved()
+    (of_first, *_), (of_second, *_) = ((ctypes.c_void_p * 6).from_address(call[2]) for call in driver.launched)
+    assert of_first != of_second
+    for size, i in ((8, 0), (4, 1), (4, 2), (8, 3), (128, 4), (32, 5)):
+        first, second = ((ctypes.c_void_p * 6).from_address(call[2])[i] for call in driver.launched)
+        assert ctypes.string_at(first or 0, size) == ctypes.string_at(second or 0, size), i
+
+
+def test_a_tensor_map_is_encoded_again_for_another_address_alone(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encodings = []
+
+    def encoded(layout: TensorMap, pointer: int) -> bytes:
+        encodings.append(pointer)
+        return bytes([pointer]) * 128
+
+    launch = Prepared(Kernel(5), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)
+    monkeypatch.setattr(prepared, "encoded", encoded)
+    place = dict(launch.places())["b"]
+    for address in (5, 6, 5, 6):
+        place.value = address
+        launch()
+        parameters = driver.launched[-1][2]
+        argument = (ctypes.c_void_p * 5).from_address(parameters)[4]
+        assert ctypes.string_at(argument or 0, 128) == bytes([address]) * 128
+    assert encodings == [5, 6]
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_only_a_launch_that_may_begin_early_does(driver: Driver, early: bool) -> None:
     Prepared(Kernel(5), (1, 1, 1), 0, dataclasses.replace(PLAN, early=early), {"a": 1, "b": 2}, 0)()
@@ -85,6 +122,11 @@ def test_a_thread_without_a_context_is_reported(driver: Driver) -> None:
     driver.status = vars(prepared)["_NO_CONTEXT"]
     with pytest.raises(NoContextError, match="no context"):
         Prepared(Kernel(5), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)()
+
+
+def test_a_driver_call_without_a_context_is_told_from_others() -> None:
+    with pytest.raises(NoContextError, match="no context"):
+        prepared.check((vars(prepared)["_NO_CONTEXT"],))
 
 
 def test_what_the_driver_refuses_is_raised(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 import greenfast
 from greenfast.kernels import KERNEL_DIR
 from greenfast.operator import cuda
-from greenfast.operator.cuda import Step
+from greenfast.operator.plans import Step, target_of
 from greenfast.spec.kernel import KernelSource, Launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
@@ -35,7 +35,7 @@ def test_a_producer_that_writes_late(head_dim: int, causal: int, precision: str,
     shape = (1, 4, length, head_dim)
     q, k, v = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in "qkv")
     wanted = greenfast.sdpa(q, k, v, is_causal=bool(causal), precision=precision)  # type: ignore[call-overload]
-    target = cuda.target_of(0)
+    target = target_of(0)
     config = cuda.sdpa_config(target, head_dim, q.dtype, precision, causal)
     quantizing, attending = cuda.sdpa_steps(q, k, v, config, head_dim**-0.5, target)
     assert attending.launch.early

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import greenfast
 from greenfast.kernels.attention.config import Mask
-from greenfast.operator import cuda, ops, reference
+from greenfast.operator import cuda, ops, reference, sdpa
 from greenfast.operator.quantized import config_of
+from greenfast.operator.repeats import Repeats
 from greenfast.spec.kernel import Choice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
@@ -110,7 +111,7 @@ def test_the_ada_kernel(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cuda, "kernel_for", lambda target, config, sizes: Choice("ada", "wanted"))
     monkeypatch.setattr(cuda, "sdpa_config", of_heads)
     monkeypatch.setattr(cuda, "_PLANS", {})
-    monkeypatch.setattr(cuda, "_ATTENTION_LAUNCHES", {})
+    monkeypatch.setattr(sdpa, "REPEATS", Repeats())
     q, k, v = inputs(300, heads=4, kv_heads=2, head_dim=128, dtype=torch.float16)
     found = greenfast.sdpa(q, k, v, is_causal=True, enable_gqa=True, precision=precision)
     wanted = torch_sdpa(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 import greenfast
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from greenfast.numerics import serving as reference
-from greenfast.operator import serving_ops
+from greenfast.operator import serving_call, serving_ops
 from tests.serving.oracle import Case, case, faults
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
@@ -268,6 +269,80 @@ def test_appending_in_the_call_is_appending_before_it(cache: greenfast.PagedKVCa
     )
     assert torch.equal(one, two)  # type: ignore[arg-type]
     assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("form", ["read", "plan", "append", "rotate", "keys"])
+def test_repeated_calls_have_the_bits_of_the_first(form: str, cache: greenfast.PagedKVCache) -> None:
+    """Also on other tensors, in threads with streams of their own, and in a graph."""
+    generator = torch.Generator("cuda").manual_seed(2)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    for name in range(3):
+        assert cache.reserve(name, 1500)
+    k_cache, v_cache, k_scale, v_scale = cache.layer()
+    for x in (k_cache, v_cache):
+        codes = torch.randn(x.shape, device="cuda", generator=generator).to(x.dtype)
+        x.view(torch.uint8).copy_(codes.view(torch.uint8))
+    for x in (k_scale, v_scale):
+        x.fill_(1)
+    used = torch.tensor([3, 1000, 64], dtype=torch.int32, device="cuda")
+    starts = torch.arange(4, dtype=torch.int32, device="cuda") * 2
+    options: dict[str, Any] = {"causal": True}
+    if form != "keys":
+        options |= {"cache_seqlens": used, "page_table": cache.block_table(range(3)), "k_descale": k_scale}
+        options["v_descale"] = v_scale
+    if form == "plan":
+        made = greenfast.ServingPlan(starts, used, 2, heads=8, kv_heads=2, head_dim=128, causal=True)
+        options["scheduler_metadata"] = made
+    if form == "rotate":
+        options |= {"rotary_cos": drawn(2000, 32).cos(), "rotary_sin": drawn(2000, 32).sin()}
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if form == "keys":
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+            found = flash_attn_varlen_func(q, k, v, starts, starts, 2, 2, **options)
+        else:
+            new: dict[str, Any] = {"k": k, "v": v} if form in ("append", "rotate") else {}
+            found = flash_attn_with_kvcache(q, k_cache, v_cache, **new, **options)
+        assert isinstance(found, Tensor)
+        return found
+
+    inputs = [[drawn(3, 2, n, 128) for n in (8, 2, 2)] for _ in range(4)]
+    wanted = []
+    for given in inputs:
+        serving_call._KNOWN.clear()
+        wanted.append(call(*given))
+    wrong: list[int] = []
+
+    def check(i: int) -> None:
+        if not torch.equal(call(*inputs[i]), wanted[i]):
+            wrong.append(i)
+
+    for i in (0, 1, 1, 2, 3, 0):
+        check(i)
+    if form not in ("append", "rotate"):  # these write to one cache
+
+        def work(i: int) -> None:
+            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+                for _ in range(50):
+                    check(i)
+
+        torch.cuda.synchronize()
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(*inputs[1])
+    for x, y in zip(inputs[1], inputs[2], strict=True):
+        x.copy_(y)
+    graph.replay()
+    assert torch.equal(out, wanted[2])
+    assert not wrong
 
 
 def test_tables_and_lengths_that_lie_read_no_other_memory() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 import greenfast
 from greenfast.operator import cuda, serving_cuda
 from greenfast.operator.layout import aligned
+from greenfast.operator.plans import Plan
 from greenfast.spec.arch import Target
 from tests.fuzz.guards import dense
 from tests.kernels.serving.appends import Append
@@ -19,23 +19,17 @@ from tests.kernels.serving.appends import Append
 
 @pytest.fixture
 def addresses(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """What the last launch was given by name, on CPU tensors that are taken for a GPU's."""
+    """What the last plan was launched with by name, on CPU tensors that are taken for a GPU's."""
     found: dict[str, int] = {}
     target = Target("sm_90a")
 
-    def prepared(step: cuda.Step, device: int, pointers: dict[str, int], stream: int) -> Any:
-        return lambda: found.update({name: pointers[name] for name in step.buffers() | set(pointers)})
+    def launch(plan: Plan, *addresses: int) -> None:
+        found.update(zip(plan.names, addresses[1:], strict=True))
 
     for module in (cuda, serving_cuda):
-        monkeypatch.setattr(module, "queue", lambda _, launches: [launch() for launch in launches])
-        monkeypatch.setattr(module, "stream_of", lambda _: 7)
         monkeypatch.setattr(module, "target_of", lambda _: target)
         monkeypatch.setattr(module, "_PLANS", {})
-    monkeypatch.setattr(serving_cuda, "_hopper", lambda _: target)
-    monkeypatch.setattr(cuda, "_ATTENTION_LAUNCHES", {})
-    monkeypatch.setattr(cuda.Step, "prepared", prepared)
-    monkeypatch.setattr(cuda, "Device", lambda _: type("Device", (), {"set_current": lambda _: None})())
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(Plan, "launch", launch)
     return found
 
 
@@ -56,9 +50,8 @@ def test_what_is_appended_is_read_at_multiples_of_16_bytes(
     tensors = Append([0, 1, 5], norm=norm, rotary_dim=16).tensors()
     tensors |= {table: tensors[table].contiguous() for table in ("cos", "sin")}
     tensors[name] = odd(tensors[name])
-    given: list[Any] = [tensors.get(n) for n in serving_cuda._APPEND_BUFFERS]
-    q, k, v, *rest = given
-    serving_cuda.append_kv(q, k, v, *rest, 1e-6, False)  # type: ignore[call-arg]
+    given: list[Any] = [tensors.get(n) for n in serving_cuda._APPEND_BUFFERS[:-1]]
+    serving_cuda.append_kv(*given, 1e-6, False)
     assert all(aligned(addresses[n]) for n in ("q", "k", "v", "q_weight", "k_weight", "cos", "sin"))
     assert all(addresses[n] == tensors[n].data_ptr() for n in ("k_cache", "v_cache", "k_scale", "v_scale"))
 
@@ -68,6 +61,8 @@ def test_codes_are_read_at_multiples_of_16_bytes(name: str, addresses: dict[str,
     codes = greenfast.quantize(*(torch.randn(1, 2, 40, 64).half() for _ in "qkv"))
     names = ("query", "key", "value", "query_scale", "key_scale", "value_scale")
     fields = dict(zip(names, codes.tensors(), strict=False))
+    for _ in range(2):  # the second time by the plan of the first
+        cuda.attention(*fields.values(), "fp8", 64, 40, torch.float16, 0, 0.125)
     fields[name] = odd(fields[name])
     cuda.attention(*fields.values(), "fp8", 64, 40, torch.float16, 0, 0.125)
     assert all(aligned(addresses[n]) for n in ("q_codes", "k_codes", "v_codes"))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,39 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from greenfast.operator import cuda
+import greenfast
+from greenfast.operator import cuda, ops, repeats, sdpa
 from greenfast.operator.sdpa import quantize
-from greenfast.spec.arch import Target
+from tests.operator.launched import PretendedGpu, pretend_cuda
 
 Call = Callable[..., Any]
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The launches, on CPU tensors that all have the same address."""
-    found: list[Any] = []
-
-    def prepared(step: cuda.Step, device: int, pointers: dict[str, int], stream: int) -> tuple[Any, ...]:
-        return step.source, step.launch, sorted(pointers.items()), stream  # what a launch is made of
-
-    def launch(_: int, launches: tuple[Any, ...]) -> None:
-        found.append(list(launches))
-
-    monkeypatch.setattr(cuda.Step, "prepared", prepared)
-    monkeypatch.setattr(cuda, "queue", launch)
-    monkeypatch.setattr(cuda, "stream_of", lambda _: 7)
-    monkeypatch.setattr(cuda, "target_of", lambda _: Target("sm_90a"))
-    monkeypatch.setattr(cuda, "Device", lambda _: type("Device", (), {"set_current": lambda _: None})())
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(Tensor, "data_ptr", lambda _: 1 << 20)
-    clear()
-    yield found
-    clear()
-
-
-def clear() -> None:
-    cuda._PLANS.clear()
-    cuda._ATTENTION_LAUNCHES.clear()
+def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
+    return PretendedGpu(monkeypatch)
 
 
 def tensors(heads: int, kv_heads: int, length: int, keys: int, head_dim: int, dtype: torch.dtype, rows: bool) -> Any:
@@ -64,8 +42,8 @@ SCALES = [("block", "block"), ("block", "head"), ("block", "channel"), ("head", 
 OUTPUTS = [(torch.float16, 0, 0.1), (torch.bfloat16, 0, 0.1), (torch.float16, 1, 0.1), (torch.float16, 0, 0.3)]
 
 
-def calls() -> list[Call]:
-    found: list[Call] = []
+def calls() -> list[partial[Any]]:
+    found: list[partial[Any]] = []
     dtypes = (torch.float16, torch.bfloat16)
     for shape, head_dim, dtype, rows in itertools.product(SHAPES, (64, 72, 128), dtypes, (False, True)):
         inputs = tensors(*shape, head_dim, dtype, rows)
@@ -79,19 +57,121 @@ def calls() -> list[Call]:
     return found
 
 
-def test_a_cached_launch_equals_a_new_one(launched: list[Any]) -> None:
+def test_a_cached_launch_equals_a_new_one(gpu: PretendedGpu) -> None:
     every = calls()
+    for call in every[:: len(every) // 3]:  # a few have addresses of their own
+        gpu.keep(x for x in call.args if isinstance(x, Tensor))
+    fresh = []
     for call in every:
-        clear()
+        gpu.forget()
         call()
-    fresh = list(launched)
-    assert len(fresh) == len(every)
-    clear()
+        fresh.append(gpu.launched())
+    assert all(fresh)
+    gpu.forget()
     order = list(range(len(every))) * 2
     random.Random(1).shuffle(order)
     for i in order:
-        launched.clear()
         every[i]()
-        assert launched == [fresh[i]]
-    kept = sum(len(plan.launches) for plan in cuda._PLANS.values()) + len(cuda._ATTENTION_LAUNCHES)
-    assert kept <= len(every), "calls were repeated, and their launches kept"
+        assert gpu.launched() == fresh[i]
+    plans = cuda._PLANS.values()
+    assert len(plans) <= len(every)
+    assert all(len(idle) == 1 for plan in plans for idle in plan.idle.values()), "calls took the launches of others"
+
+
+def forms() -> list[Call]:
+    """Calls of ``greenfast.sdpa`` that differ in one thing from another."""
+    q, k, v = tensors(4, 4, 40, 40, 64, torch.bfloat16, False)
+    grouped = tensors(4, 2, 40, 40, 64, torch.bfloat16, False)
+    options: list[dict[str, Any]] = [
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "causal_alignment": "lower_right"},
+        {"precision": "int8"},
+        {"scale": 0.5},
+        {"scale": 1.0},
+        {"scale": 1},
+        {"scale": torch.tensor(0.5)},
+        {"return_lse": True},
+        {"enable_gqa": True},
+    ]
+    inputs = [
+        (q, k, v), (q, k, k), (q, q, q), (k, q, v), tensors(4, 4, 40, 40, 64, torch.float16, False),
+        tensors(4, 4, 40, 40, 64, torch.bfloat16, True), tensors(4, 4, 40, 90, 64, torch.bfloat16, False),
+        tensors(4, 4, 40, 40, 72, torch.bfloat16, False), tensors(4, 4, 40, 40, 64, torch.bfloat16, False),
+    ]  # fmt: skip
+    found = [partial(greenfast.sdpa, *given, **more) for given in inputs for more in options]
+    return [*found, *(partial(greenfast.sdpa, *grouped, enable_gqa=True, **more) for more in options[:8])]
+
+
+def test_a_repeated_call_launches_what_a_first_one_does(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr(ops, "SDPA_LSE", cuda.sdpa_lse)  # which calls do not skip
+    every, fresh = forms(), []
+    for call in every:
+        gpu.keep(x for x in call.args if isinstance(x, Tensor))  # type: ignore[attr-defined]
+        gpu.forget()
+        call()
+        fresh.append(gpu.launched())
+    assert all(fresh)
+    gpu.forget()
+    order = list(range(len(every))) * 3
+    random.Random(2).shuffle(order)
+    for i in order:
+        every[i]()
+        assert gpu.launched() == fresh[i], i
+    monkeypatch.setattr(repeats, "_MOST_KINDS", 1000)
+    plain = [call for call in every if not {"return_lse", "scale"} & set(call.keywords)]  # type: ignore[attr-defined]
+    for call in plain:
+        call()
+    monkeypatch.setattr(sdpa, "is_plain", None)  # only a first call asks
+    for call in plain:
+        call()
+    for wrong in ({"is_causal": 1}, {"enable_gqa": 1}, {"scale": True}, {"scale": -0.5}, {"precision": "fp4"}):
+        with pytest.raises((TypeError, ValueError)):
+            every[0](**wrong)
+    monkeypatch.undo()
+
+
+class Subclass(Tensor):
+    """As a module's parameter, or a DTensor, it must be seen."""
+
+
+def test_tensors_are_alike_in_all_that_a_launch_depends_on() -> None:
+    found = repeats.Repeats()
+    x, y = torch.zeros(4, 4), torch.zeros(4, 4)
+    found.keep(("a",), (x, y), 1)
+    assert found.find(("a",), (y, x)) == 1
+    assert found.find(("a",), (torch.ones(4, 4), x)) == 1
+    for other in (
+        torch.zeros(4, 5), torch.zeros(4, 4, 1), torch.zeros(4, 4).t(), torch.zeros(4, 8)[:, :4],
+        torch.zeros(4, 4).half(), torch.zeros(4, 4, device="meta"), torch.zeros(4, 4, requires_grad=True),
+        torch.nn.Parameter(x), x.as_subclass(Subclass), torch.zeros(4, 4).to_sparse(), None, 3, [1],
+    ):  # fmt: skip
+        assert found.find(("a",), (other, x)) is None
+        assert found.find(("a",), (x, other)) is None
+    assert found.find(("b",), (x, y)) is None
+    with torch.inference_mode():
+        assert found.find(("a",), (torch.zeros(4, 4), torch.zeros(4, 4))) is None
+
+
+def test_one_tensor_in_two_places_is_another_call() -> None:
+    found = repeats.Repeats()
+    x, y, z = (torch.zeros(3) for _ in range(3))
+    found.keep((), (x, y, z), "all")
+    found.keep((), (x, y, x), "first and last")
+    assert found.find((), (z, x, y)) == "all"
+    assert found.find((), (z, y, z)) == "first and last"
+    assert found.find((), (y, y, z)) is None
+    assert found.find((), (y, y, y)) is None
+
+
+def test_no_tensor_is_kept_and_few_kinds_are() -> None:
+    found = repeats.Repeats()
+    kept = []
+    for n in range(6):
+        x = torch.zeros(n + 1)
+        kept.append(weakref.ref(x))
+        found.keep((), (x,), n)
+    del x
+    assert not any(ref() is not None for ref in kept)
+    assert [found.find((), (torch.zeros(n + 1),)) for n in range(6)] == [None, None, 2, 3, 4, 5]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import permutations
 
 import pytest
@@ -16,7 +15,7 @@ from greenfast.kernels.attention.config import Strides, read_dims
 from greenfast.operator import cuda, ops
 from greenfast.operator.cuda import sdpa_config, sdpa_steps
 from greenfast.operator.layout import empty_rows, readable, row_strides
-from greenfast.spec.arch import Target
+from tests.operator.launched import PretendedGpu
 
 BATCH, HEADS, LENGTH = 2, 3, 5
 
@@ -136,38 +135,17 @@ def test_without_a_layout_the_output_is_contiguous(family: object) -> None:
     assert family.launch(*attention) == family.launch(*attention, strides=contiguous)  # type: ignore[attr-defined]
 
 
-@pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[int, ...]]]:
-    """The GPU code on CPU tensors: plans a target's kernels, launches none, and returns the addresses."""
-    prepared: list[tuple[int, ...]] = []
-
-    def prepare(plan: object, names: tuple[str, ...], addresses: tuple[int, ...]) -> tuple[()]:
-        prepared.append(addresses)
-        return ()
-
-    def pretend(target: str) -> list[tuple[int, ...]]:
-        monkeypatch.setattr(cuda, "target_of", lambda device: Target(target))
-        monkeypatch.setattr(cuda, "stream_of", lambda device: 0)
-        monkeypatch.setattr(cuda, "queue", lambda device, launches: None)
-        monkeypatch.setattr(cuda.Plan, "prepare", prepare)
-        monkeypatch.setattr(cuda, "_PLANS", {})
-        monkeypatch.setattr(cuda, "_ATTENTION_LAUNCHES", {})
-        return prepared
-
-    return pretend
-
-
 @pytest.mark.parametrize(("target", "dtype"), [("sm_90a", torch.bfloat16), ("sm_89", torch.float16)])
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_what_a_gpu_writes_into(
-    order: tuple[int, ...], target: str, dtype: torch.dtype, pretended: Callable[[str], list[tuple[int, ...]]]
+    order: tuple[int, ...], target: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared = pretended(target)
+    gpu = PretendedGpu(monkeypatch, target)
     q = ordered(order, 72, dtype)
     out = cuda.sdpa(q, q, q, "fp8", 0, 1.0)
     assert out.stride() == q.stride()
     assert out.untyped_storage().nbytes() == q.nbytes
-    assert out.data_ptr() in prepared[-1]
+    assert any(out.data_ptr().to_bytes(8, "little") in a for a in gpu.launched()[-1].arguments)
     expanded = ordered((1, 0, 2, 3), 72, dtype)[:1].expand(2, 3, 5, 72)
     for query in (expanded, ordered((0, 3, 2, 1), 72, dtype)):  # which are copied first
         assert cuda.sdpa(query, q, q, "fp8", 0, 1.0).stride() == row_strides(query, 72)

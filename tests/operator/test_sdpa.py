@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 import greenfast
 from greenfast.device.prepared import NoContextError
-from greenfast.operator import cuda, ops
+from greenfast.operator import ops, plans
 
 torch_sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -191,7 +191,7 @@ def test_the_dispatcher_is_skipped_for_plain_calls_only(monkeypatch: pytest.Monk
 
 def test_the_first_launch_of_a_thread_gets_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[int] = []
-    launched = []
+    launched: list[object] = []
 
     class Launch:
         def __call__(self) -> None:
@@ -206,11 +206,27 @@ def test_the_first_launch_of_a_thread_gets_a_context(monkeypatch: pytest.MonkeyP
         def set_current(self) -> None:
             current.append(self.ordinal)
 
-    monkeypatch.setattr(cuda, "Device", FakeDevice)
+    monkeypatch.setattr(plans, "Device", FakeDevice)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
+    monkeypatch.setattr(plans, "stream_of", lambda _: 5)
+
+    class Map:
+        """A tensor map, which the driver encodes in a context alone."""
+
+        def __setattr__(self, name: str, value: int) -> None:
+            if not current:
+                raise NoContextError
+            launched.append((name, value))
+
     one, two = Launch(), Launch()
-    cuda.queue(3, (one, two))  # type: ignore[arg-type]
+    kept = plans.Launches((one, two), ([],), (0,))  # type: ignore[arg-type]
+    plans.Plan(3, (), idle={5: [kept]}).launch(0)
     assert launched == [one, two]
+    assert current == [3]
+    current.clear()
+    moved = plans.Launches((one, two), ([(Map(), 5)],), (0,))  # type: ignore[arg-type]
+    plans.Plan(3, (), idle={5: [moved]}).launch(64)
+    assert launched == [one, two, ("value", 69), one, two]
     assert current == [3]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.quantize.qkv import sample_places
 from greenfast.operator import reference
-from greenfast.operator.cuda import Step
+from greenfast.operator.plans import Step
 from greenfast.operator.quantized import QuantizedQKV
 from greenfast.parallel import blocks, cuda
 from greenfast.parallel.blocks import Keys

@@ -10,7 +10,7 @@ from torch import Tensor
 from greenfast.bench.serving_cases import PAGE, Case, copies
 from greenfast.bench.serving_inputs import EPS, ROPE_POSITIONS
 from greenfast.device.identity import launch_facts
-from greenfast.operator.cuda import Step
+from greenfast.operator.plans import Step
 from greenfast.operator.serving_cuda import append_step, attention_steps
 from greenfast.operator.serving_pages import PAGE as TEMPORARY_PAGE
 from greenfast.operator.serving_pages import KVPages, empty_pages, page_count

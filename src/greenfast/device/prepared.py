@@ -10,9 +10,11 @@ import numpy as np
 from cuda.bindings import driver
 
 from greenfast.spec.errors import MachineError, UsageError, unknown
-from greenfast.spec.kernel import Argument, Launch, TensorMap, value_bytes
+from greenfast.spec.kernel import Argument, Launch, TensorMap, pointers_of, value_bytes
 
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+_MAP_BYTES = 128
+_MOST_ENCODED = 1024  # addresses of each tensor map whose encoding is kept
 _SLOT = 64  # alignment of each argument in bytes, as a tensor map requires
 _KINDS = driver.CUtensorMapDataType
 _TYPES = {
@@ -34,9 +36,18 @@ _SWIZZLES = {
 }
 
 
+class NoContextError(MachineError):
+    """The thread has no current CUDA context: PyTorch sets one only when it needs it."""
+
+
 def check(result: tuple[Any, ...]) -> Any:
-    """The value of a driver call; raises MachineError with the error's name if it failed."""
+    """The value of a driver call; raises MachineError with the error's name if it failed.
+
+    Raises NoContextError, which is one, where the thread has no context.
+    """
     status, *values = result
+    if status == _NO_CONTEXT:
+        raise NoContextError("CUDA: this thread has no context; Device(n).set_current() gives it one")
     if status:
         raise MachineError(f"CUDA: {status.name}")
     return values[0] if len(values) == 1 else values
@@ -65,15 +76,30 @@ def encoded(layout: TensorMap, pointer: int) -> bytes:
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
-    return ctypes.string_at(found.getPtr(), 128)
+    return ctypes.string_at(found.getPtr(), _MAP_BYTES)
 
 
-class NoContextError(MachineError):
-    """The thread has no current CUDA context: PyTorch sets one only when it needs it."""
+class MovableMap:
+    """A tensor map among the arguments of a launch; it is encoded again where ``value``, its address, is set."""
+
+    def __init__(self, layout: TensorMap, place: int) -> None:
+        self._layout, self._bytes = layout, (ctypes.c_char * _MAP_BYTES).from_address(place)
+        self._encoded: dict[int, bytes] = {}
+
+    def _set(self, address: int) -> None:
+        found = self._encoded.get(address)
+        if found is None:
+            found = encoded(self._layout, address)
+            if len(self._encoded) >= _MOST_ENCODED:
+                self._encoded.clear()
+            self._encoded[address] = found
+        self._bytes.raw = found
+
+    value = property(fset=_set)
 
 
 class Prepared:
-    """One launch of a loaded kernel on a fixed stream and fixed device memory.
+    """One launch of a loaded kernel on a fixed stream, and on fixed device memory unless ``places`` are written.
 
     Calling it queues the launch. It owns no device memory, so the caller must keep its pointers valid. Threads may
     share one whose arguments nothing writes.
@@ -108,6 +134,7 @@ class Prepared:
         self._places = [base + int(place) for place in places[:-1]]
         self._addresses = (ctypes.c_void_p * len(packed))(*self._places)
         self._parameters = ctypes.addressof(self._addresses)
+        self._arguments = plan.args
         self._function = driver.CUfunction(int(kernel.handle))
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = plan.grid
@@ -121,12 +148,22 @@ class Prepared:
         """Overwrite an argument, counted from 0, with as many bytes; launches that are queued keep what they had."""
         ctypes.memmove(self._places[number], argument, len(argument))
 
+    def places(self) -> list[tuple[str, Any]]:
+        """Each buffer's name with where its address is among the arguments: a ``value`` to be set, as long as self is.
+
+        Launches that are queued keep what they had.
+        """
+        found: list[tuple[str, Any]] = []
+        for place, argument in zip(self._places, self._arguments, strict=True):
+            if isinstance(argument, TensorMap):
+                found.append((argument.buffer, MovableMap(argument, place)))
+            found += [(name, ctypes.c_uint64.from_address(place + at)) for at, name in pointers_of(argument)]
+        return found
+
     def __call__(self) -> None:
         """Queue the launch. Raises MachineError if the driver refuses it, NoContextError without a context."""
         status = driver.cuLaunchKernelEx(self._config, self._function, self._parameters, 0)[0]
         if status:
-            if status == _NO_CONTEXT:
-                raise NoContextError("CUDA: this thread has no context; Device(n).set_current() gives it one")
             check((status,))
 
 

@@ -18,23 +18,10 @@ _NAN_CODE = 0x7F
 
 
 def append(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    positions: Tensor | None = None,
-    interleaved: bool = False,
-) -> Tensor | None:
+    q: Tensor | None, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor,
+    v_scale: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None, cos: Tensor | None = None,
+    sin: Tensor | None = None, positions: Tensor | None = None, eps: float = 1e-6, interleaved: bool = False,
+) -> Tensor | None:  # fmt: skip
     """Normalize and rotate Q and K, quantize K and V, and write them to the pages of a cache, which are changed.
 
     Everything is float32 up to one rounding: to the code of K and V, to the dtype of Q.

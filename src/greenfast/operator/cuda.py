@@ -1,25 +1,18 @@
 """The operators on a GPU: which kernels a call takes, their memory, and launches that are prepared once per shape.
 
-On the host a call costs PyTorch's dispatcher, two allocations and two launches. Everything else is looked up by shapes,
-strides and dtypes, and checked once for each combination.
+What a call needs is looked up by shapes, strides and dtypes, and checked once for each combination; then it costs the
+host two allocations and its launches. Calls that skip the dispatcher are found at their entry already, by ``Repeats``.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
-from typing import Any, TypeVar
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 import torch
-from cuda.core import Device
 from torch import Tensor
 
-from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import KernelImage
-from greenfast.device.gpu import load_kernel
-from greenfast.device.prepared import NoContextError, Prepared
 from greenfast.kernels.attention import ada, family, hopper
 from greenfast.kernels.attention.config import (
     KEY_GROUPS,
@@ -34,23 +27,19 @@ from greenfast.kernels.attention.config import (
 from greenfast.kernels.quantize import qkv
 from greenfast.operator import reference
 from greenfast.operator.layout import aligned, empty_rows, readable, row_strides
+from greenfast.operator.plans import ALIGNMENT, Plan, Step, cached, target_of
 from greenfast.operator.quantized import FINE, check_tensors, config_of
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import Choice, KernelSource, Launch, TensorMap
+from greenfast.spec.kernel import Choice
 
-_ALIGNMENT = 256  # bytes, of buffers in the workspace
 _MOST_PLANS = 4096
-_MOST_LAUNCHES = 256  # per plan, one for each set of addresses
-_COMPILING = threading.Lock()
 _PLANS: dict[tuple[Any, ...], Plan] = {}
-_ATTENTION_LAUNCHES: dict[tuple[Any, ...], tuple[Prepared, ...]] = {}
 _QUANTIZED = ("q_codes", "k_codes", "v_codes", "q_scale", "k_scale", "v_scale", "out", "lse")
 
 _config_of = lru_cache(maxsize=1024)(config_of)  # eager calls repeat their options; making a config takes longer
 
 Shape = tuple[int, ...]
-Value = TypeVar("Value")
 
 
 def kernel_for(target: Target, config: AttentionConfig, sizes: Sizes) -> Choice:
@@ -86,74 +75,6 @@ def sdpa_config(
 def sizes_of(query: Shape, key: Shape) -> Sizes:
     """The sizes of a call on tensors, or codes of K, of these shapes."""
     return Sizes(query[0], query[1], key[1], query[2], key[2])
-
-
-@cache
-def target_of(device: int) -> Target:
-    """The target of a CUDA device. Raises NotImplementedError for one that is too old."""
-    try:
-        properties = torch.cuda.get_device_properties(device)
-        return Target.of_device((properties.major, properties.minor), properties.multi_processor_count)
-    except UsageError as e:
-        raise NotImplementedError(str(e)) from None
-
-
-@cache
-def _loaded(source: KernelSource, device: int) -> Any:
-    compiled = compile_kernel(source, target_of(device))
-    image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
-    return load_kernel(image, Device(device))
-
-
-def cached(cache: dict[tuple[Any, ...], Value], key: tuple[Any, ...], value: Value, most: int) -> Value:
-    """Store a value and return it; a cache of ``most`` entries is cleared first."""
-    if len(cache) >= most:
-        cache.clear()
-    cache[key] = value
-    return value
-
-
-@dataclass(frozen=True)
-class Step:
-    """One launch of a plan; ``names``: buffers of the kernel -> buffers of the plan, where they differ."""
-
-    source: KernelSource
-    launch: Launch
-    names: Mapping[str, str] = field(default_factory=dict)
-
-    def buffers(self) -> set[str]:
-        """The plan's buffers that the launch reads or writes."""
-        named = (x.buffer if isinstance(x, TensorMap) else x for x in self.launch.args)
-        return {self.names.get(x, x) for x in named if isinstance(x, str)}
-
-    def prepared(self, device: int, pointers: Mapping[str, int], stream: int) -> Prepared:
-        """The launch on a stream, with the address of each of the plan's buffers."""
-        with _COMPILING:
-            kernel = _loaded(self.source, device)
-        renamed = {**pointers, **{name: pointers[buffer] for name, buffer in self.names.items()}}
-        return Prepared(kernel, self.source.block, self.source.dynamic_smem_bytes, self.launch, renamed, stream)
-
-
-@dataclass(slots=True)
-class Plan:
-    """Launches for calls of one kind: ``work`` names buffers in one allocation by their offsets, in bytes."""
-
-    device: int
-    steps: tuple[Step, ...]
-    work: Mapping[str, int] = field(default_factory=dict)
-    work_elements: int = 0  # of the inputs' dtype
-    head_dim: int = 0  # of the codes
-    out_strides: tuple[int, ...] = ()
-    launches: dict[tuple[Any, ...], tuple[Prepared, ...]] = field(default_factory=dict)
-
-    def prepare(self, names: tuple[str, ...], addresses: tuple[int, ...]) -> tuple[Prepared, ...]:
-        """The launches on a stream, a workspace and buffers of these names: ``addresses`` in this order."""
-        stream, workspace, *others = addresses
-        pointers = dict(zip(names, others, strict=True)) | {n: workspace + at for n, at in self.work.items()}
-        with torch.cuda.device(self.device):
-            Device(self.device).set_current()  # in a new thread PyTorch may not have done so yet
-            launches = tuple(step.prepared(self.device, pointers, stream) for step in self.steps)
-        return cached(self.launches, addresses, launches, _MOST_LAUNCHES)
 
 
 def quantize_step(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig) -> Step:
@@ -211,11 +132,6 @@ def buffer_dtype(name: str) -> torch.dtype:
     return torch.uint8 if name.endswith("codes") else torch.float32
 
 
-def stream_of(device: int) -> int:
-    """The current stream; torch.cuda.current_stream() makes an object for it, at forty times the cost."""
-    return torch._C._cuda_getCurrentRawStream(device)
-
-
 def quantize(
     query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, values: str, key_mean: bool, rotate: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -233,10 +149,9 @@ def quantize(
     at = (choices, device, *(x.shape for x in given), *(x.stride() for x in given))
     plan = _PLANS.get(at)
     if plan is None:
-        plan = cached(_PLANS, at, Plan(device, (quantize_step(query, key, value, config),)), _MOST_PLANS)
-    names, buffers = ("q", "k", "v", *found), (*given, *found.values())
-    addresses = (stream_of(device), 0, *(x.data_ptr() for x in buffers))
-    queue(device, plan.launches.get(addresses) or plan.prepare(names, addresses))
+        step = quantize_step(query, key, value, config)
+        plan = cached(_PLANS, at, Plan(device, (step,), ("q", "k", "v", *found)), _MOST_PLANS)
+    plan.launch(0, *(x.data_ptr() for x in (*given, *found.values())))
     return tuple(found.values())
 
 
@@ -263,46 +178,31 @@ def _attention(
     else:
         out = query.new_empty_strided(out_shape, strides, dtype=dtype)
     sums = query.new_empty(shape[:3], dtype=torch.float32) if lse else query_scale
-    addresses = (
-        stream_of(device), 0, query.data_ptr(), key.data_ptr(), value.data_ptr(), query_scale.data_ptr(),
-        key_scale.data_ptr(), value_scale.data_ptr(), out.data_ptr(), sums.data_ptr(),
-    )  # fmt: skip
     at = (
-        addresses, shape, key.shape, query_scale.shape, key_scale.shape, value_scale.shape, head_dim, key_length,
+        "codes", shape, key.shape, query_scale.shape, key_scale.shape, value_scale.shape, head_dim, key_length,
         precision, dtype, causal, scale, lse, device, strides,
     )  # fmt: skip
-    launches = _ATTENTION_LAUNCHES.get(at)
-    if launches is None:
+    plan = _PLANS.get(at)
+    if plan is None:
         if out.numel() == 0 or key_length == 0:
             return _without_keys(out, sums)
-        if not aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()):
-            return _attention(
-                lse, query.clone(), key.clone(), value.clone(), query_scale, key_scale, value_scale, precision,
-                head_dim, key_length, dtype, causal, scale, strides,
-            )  # fmt: skip
         blocks, values = query_scale.dim() == 3, {2: "head", 3: "block", 4: "channel"}[value_scale.dim()]
         config = config_of(head_dim, dtype, precision, blocks, values)
         config = replace(config, mask=Mask(causal), log_sum_exp=lse)
         sizes, rows = sizes_of(shape, (*key.shape[:2], key_length)), Strides(out=out.stride()[:3])
-        plan = Plan(device, (attention_step(config, sizes, scale, target_of(device), rows),))
-        launches = cached(_ATTENTION_LAUNCHES, at, plan.prepare(_QUANTIZED, addresses), _MOST_PLANS)
-    queue(device, launches)
+        step = attention_step(config, sizes, scale, target_of(device), rows)
+        plan = cached(_PLANS, at, Plan(device, (step,), _QUANTIZED), _MOST_PLANS)
+    codes = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    if not aligned(codes[0] | codes[1] | codes[2]):
+        return _attention(
+            lse, query.clone(), key.clone(), value.clone(), query_scale, key_scale, value_scale, precision, head_dim,
+            key_length, dtype, causal, scale, strides,
+        )  # fmt: skip
+    plan.launch(
+        0, *codes, query_scale.data_ptr(), key_scale.data_ptr(), value_scale.data_ptr(), out.data_ptr(),
+        sums.data_ptr(),
+    )  # fmt: skip
     return out, sums
-
-
-def queue(device: int, launches: tuple[Prepared, ...]) -> None:
-    """Queue launches on the device that they were prepared for."""
-    if torch._C._cuda_getDevice() != device:
-        with torch.cuda.device(device):
-            queue(device, launches)
-        return
-    try:
-        for launch in launches:
-            launch()
-    except NoContextError:  # the first launch of a thread: none was queued
-        Device(device).set_current()
-        for launch in launches:
-            launch()
 
 
 def _without_keys(out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -326,20 +226,43 @@ def sdpa_lse(
     return out, lse.add_(reference.mean_scores(query, mean, rotated=True), alpha=scale)
 
 
+def sdpa_plan(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Plan | None:
+    """What ``sdpa`` launched for such tensors, if it took them as they are."""
+    return _PLANS.get(_kind(False, query, key, value, precision, causal, scale))
+
+
+def sdpa_again(plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+    """``sdpa`` by a plan for such tensors; None where their addresses need a copy."""
+    q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    if not aligned(q | k | v):
+        return None
+    if query.stride() == plan.out_strides:
+        out = torch.empty_like(query)  # at half the cost of the other
+    else:
+        out = query.new_empty_strided(query.shape, plan.out_strides)
+    plan.launch(query.new_empty(plan.work_elements).data_ptr(), q, k, v, out.data_ptr())
+    return out
+
+
+def _kind(
+    lse: bool, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
+) -> tuple[Any, ...]:
+    return (
+        lse, precision, causal, scale, query.get_device(), key.get_device(), value.get_device(), query.dtype, key.dtype,
+        value.dtype, query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+    )  # fmt: skip
+
+
 def _sdpa(
     lse: bool, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output, and with ``lse`` the log-sum-exp and the mean of the keys as the kernels write them."""
     device, shape = query.get_device(), query.shape
     try:
-        strides = query.stride(), key.stride(), value.stride()
+        at = _kind(lse, query, key, value, precision, causal, scale)
     except RuntimeError:  # sparse
         check_tensors(query, key, value)
         raise
-    at = (
-        lse, precision, causal, scale, device, key.get_device(), value.get_device(), query.dtype, key.dtype,
-        value.dtype, shape, key.shape, value.shape, *strides,
-    )  # fmt: skip
     plan = _PLANS.get(at)
     if plan is None:
         check_tensors(query, key, value)
@@ -352,22 +275,16 @@ def _sdpa(
         if config.key_scales == "head":
             return _sdpa_unfused(query, key, value, config, scale)
         plan = cached(_PLANS, at, _sdpa_plan(query, key, value, config, scale), _MOST_PLANS)
+    given = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    if not aligned(given[0] | given[1] | given[2]):
+        return _sdpa(lse, readable(query), readable(key), readable(value), precision, causal, scale)
     out = query.new_empty_strided(shape, plan.out_strides)
     workspace = query.new_empty(plan.work_elements)
     more: tuple[Tensor, ...] = ()
     if lse:
         sums = query.new_empty(shape[:3], dtype=torch.float32)
         more = (sums, query.new_empty((*key.shape[:2], plan.head_dim), dtype=torch.float32))
-    addresses = (
-        stream_of(device), workspace.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
-        *[x.data_ptr() for x in more],
-    )  # fmt: skip
-    launches = plan.launches.get(addresses)
-    if launches is None:
-        if not aligned(addresses[2] | addresses[3] | addresses[4]):
-            return _sdpa(lse, readable(query), readable(key), readable(value), precision, causal, scale)
-        launches = plan.prepare(("q", "k", "v", "out", "lse", "k_mean")[: len(addresses) - 2], addresses)
-    queue(device, launches)
+    plan.launch(workspace.data_ptr(), *given, out.data_ptr(), *[x.data_ptr() for x in more])
     return out, more
 
 
@@ -395,6 +312,7 @@ def _sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfi
         if name not in used or (config.log_sum_exp and name == "k_mean"):
             continue  # the attention kernel quantizes Q, or the caller allocates the mean
         work[name] = size
-        size += -(-torch.Size(shape).numel() * buffer_dtype(name).itemsize // _ALIGNMENT) * _ALIGNMENT
+        size += -(-torch.Size(shape).numel() * buffer_dtype(name).itemsize // ALIGNMENT) * ALIGNMENT
     strides = row_strides(query, config.columns)
-    return Plan(device, steps, work, size // query.itemsize, config.head_dim, strides)
+    names = ("q", "k", "v", "out", *(("lse", "k_mean") if config.log_sum_exp else ()))
+    return Plan(device, steps, names, work, size // query.itemsize, config.head_dim, strides)

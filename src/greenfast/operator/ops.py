@@ -248,9 +248,13 @@ def may_skip_dispatcher(*tensors: Tensor) -> bool:
     for x in tensors:  # a comprehension would cost a microsecond
         if type(x) is not Tensor or (differentiable and x.requires_grad):
             return False
+    return tensors[0].is_cuda and unobserved()
+
+
+def unobserved() -> bool:
+    """Whether nothing but the tensors themselves may ask for the dispatcher in this thread; not for tracing."""
     return (
-        tensors[0].is_cuda
-        and not torch._C._len_torch_dispatch_stack()
+        not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         and not torch._C._is_any_autocast_enabled()

@@ -23,11 +23,13 @@ from greenfast.operator.quantized import (
     check_choice,
     check_tensors,
 )
+from greenfast.operator.repeats import Repeats
 from greenfast.operator.routing import explain
 from greenfast.operator.rules import BIAS, Form, Refusal, arranged, dtype_of, form_of, is_plain, restored
 from greenfast.operator.scope import SCOPES
 
 _overridden: Any = handle_torch_function  # for subclasses of Tensor, modes, and torch.fx, which traces calls this way
+REPEATS = Repeats()  # plans of calls that skipped the dispatcher
 _ALTERNATIVE = "; torch.nn.functional.scaled_dot_product_attention has it"
 
 
@@ -109,9 +111,16 @@ def sdpa(
     if (enable_gqa is not False and enable_gqa is not True) or (return_lse is not False and return_lse is not True):
         check_flag("enable_gqa", enable_gqa)
         check_flag("return_lse", return_lse)
+    plain = attn_mask is None and float32_as is None and type(dropout_p) is float and dropout_p == 0.0
+    repeats = plain and not return_lse and (scale is None or type(scale) is float) and not torch.compiler.is_compiling()
+    if repeats:
+        plan = REPEATS.find((precision, causal, scale, enable_gqa), (query, key, value))
+        if plan is not None and ops.unobserved():
+            found: Tensor | None = ops.gpu().sdpa_again(plan, query, key, value)
+            if found is not None:
+                return found
     if isinstance(query, Tensor) and torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
         query, key, value = (x.to(ops.autocast_dtype(x)) if isinstance(x, Tensor) else x for x in (query, key, value))
-    plain = attn_mask is None and float32_as is None and type(dropout_p) is float and dropout_p == 0.0
     if not (plain and is_plain(query, key, value, enable_gqa)):
         return _other_form(
             query, key, value, attn_mask, dropout_of(dropout_p), causal, scale, enable_gqa, precision, return_lse,
@@ -119,10 +128,17 @@ def sdpa(
         )  # fmt: skip
     factor = scale_of(scale, query.shape[3])
     if return_lse:
-        found: tuple[Tensor, Tensor] = ops.SDPA_LSE(query, key, value, precision, causal, factor)
-        return found
-    op: Callable[..., Tensor] = ops.gpu().sdpa if ops.may_skip_dispatcher(query, key, value) else ops.SDPA
-    return op(query, key, value, precision, causal, factor)
+        both: tuple[Tensor, Tensor] = ops.SDPA_LSE(query, key, value, precision, causal, factor)
+        return both
+    args = (query, key, value, precision, causal, factor)
+    if not ops.may_skip_dispatcher(query, key, value):
+        observed: Tensor = ops.SDPA(*args)
+        return observed
+    out: Tensor = ops.gpu().sdpa(*args)
+    plan = ops.gpu().sdpa_plan(*args)
+    if repeats and plan is not None:
+        REPEATS.keep((precision, causal, scale, enable_gqa), (query, key, value), plan)
+    return out
 
 
 def _auto(

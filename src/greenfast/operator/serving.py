@@ -80,6 +80,8 @@ class ServingPlan:
                 f"cu_seqlens_q: its shape is {tuple(cu_seqlens_q.shape)}, seqused_k's {tuple(seqused_k.shape)}; "
                 "(batch + 1,) and (batch,) are needed"
             )
+        if cu_seqlens_q.device != seqused_k.device:
+            raise ValueError(f"seqused_k: it is on {seqused_k.device}, cu_seqlens_q on {cu_seqlens_q.device}")
         for name, n in (
             ("heads", heads),
             ("kv_heads", kv_heads),
@@ -97,17 +99,15 @@ class ServingPlan:
         self.cu_seqlens_q, self.seqused_k, self.max_seqlen_q = cu_seqlens_q, seqused_k, max_seqlen_q
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.mask = (causal, *window_of(causal, window_size))
-        self.tensor = self._made()
+        self.tensor = self._made(None)
 
-    def _made(self) -> Tensor:
-        made: Tensor = serving_ops.PLAN(
-            self.cu_seqlens_q, self.seqused_k, self.max_seqlen_q, self.heads, self.kv_heads, self.head_dim, *self.mask
-        )
-        return made
+    def _made(self, into: Tensor | None) -> Tensor:
+        lengths, sizes = (self.cu_seqlens_q, self.seqused_k), (self.heads, self.kv_heads, self.head_dim)
+        return serving_ops.plan(*lengths, self.max_seqlen_q, *sizes, *self.mask, into=into)
 
     def update(self) -> None:
         """Plan again, in the same memory, for what the tensors of lengths hold now."""
-        self.tensor.copy_(self._made())
+        self._made(self.tensor)
 
     def check(self, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, mask: tuple[bool, int, int]) -> None:
         """Raises ValueError, naming what differs, unless the plan is for such a call."""

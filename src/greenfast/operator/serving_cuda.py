@@ -1,6 +1,6 @@
-"""The serving operators on a GPU. Arguments have been checked by ``serving_checks``.
+"""The serving operators on a GPU. Arguments are checked by ``serving_checks``, once for each combination.
 
-As in ``cuda``, what a call needs is looked up by shapes, strides and options, and its launches by addresses.
+As in ``cuda``, what a call needs is looked up by shapes, strides and options.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 from greenfast.kernels.serving import append, attention, slots
 from greenfast.kernels.serving.append import AppendConfig, AppendSizes, AppendStrides
 from greenfast.kernels.serving.attention import ServingConfig, ServingSizes, ServingStrides
-from greenfast.operator.cuda import Plan, Step, cached, queue, stream_of, target_of
 from greenfast.operator.layout import aligned
+from greenfast.operator.plans import ALIGNMENT, Plan, Step, cached, target_of
+from greenfast.operator.plans import joined as joined
 from greenfast.operator.serving_checks import check_append, check_attention
 from greenfast.spec.arch import Target
 
 _MOST_PLANS = 4096
-_ALIGNMENT = 256  # bytes, of buffers in the workspace
 _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float8_e4m3fn: "e4m3"}
 _NAMES |= {torch.int64: "int64", torch.int32: "int32"}
 _PLANS: dict[tuple[Any, ...], Plan] = {}
@@ -60,79 +60,81 @@ def _window(causal: bool, left: int, right: int) -> tuple[int, int]:
     return left, 0 if causal else right
 
 
-def _check_address(name: str, x: Tensor) -> None:
-    if not aligned(x.data_ptr()):
-        raise ValueError(f"{name}: it begins at address {x.data_ptr():#x}; a multiple of 16 is needed")
+def _check_addresses(k_cache: Tensor, v_cache: Tensor) -> None:
+    if aligned(k_cache.data_ptr() | v_cache.data_ptr()):
+        return
+    name, x = ("v_cache", v_cache) if aligned(k_cache.data_ptr()) else ("k_cache", k_cache)
+    raise ValueError(f"{name}: it begins at address {x.data_ptr():#x}; a multiple of 16 is needed")
 
 
-def paged_attention(
+def attention_plan(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
     k_scale: Tensor, v_scale: Tensor, q_scale: Tensor | None, sinks: Tensor | None, plan: Tensor | None,
     max_seqlen_q: int, causal: bool, window_left: int, window_right: int, softcap: float, softmax_scale: float,
-    out_dtype: torch.dtype, out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``torch.ops.greenfast.paged_attention`` of CUDA tensors; ``out``: where the output is written, if given.
+    out_dtype: torch.dtype, *, lse: bool = True,
+) -> Plan:  # fmt: skip
+    """The launches of ``paged_attention`` with such tensors, which are checked once for each combination.
 
-    Rows behind the last of cu_seqlens_q are not written. Arguments are checked once for each combination of shapes,
-    strides, dtypes and devices, at the one look-up of the call.
+    lse: whether the log-sum-exp is written.
     """
-    given = (q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale)
+    given = (q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale, q_scale, sinks, plan)
     others = (max_seqlen_q, causal, window_left, window_right, softcap, softmax_scale, out_dtype)
     try:
-        device, shape = q.get_device(), q.shape
-        at = (
-            *[(x.shape, x.stride(), x.dtype, x.get_device()) for x in given],
-            *[x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in (q_scale, sinks, plan)],
-            others,
-        )  # fmt: skip
+        at = (*[x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in given], others, lse)
         found = _PLANS.get(at)
     except (AttributeError, RuntimeError, TypeError):  # no strided tensors, which the check says
-        check_attention(*given, q_scale, sinks, plan, *others)
+        check_attention(*given, *others)
         raise
     if found is None:
-        check_attention(*given, q_scale, sinks, plan, *others)
+        check_attention(*given, *others)
         if v_cache.dim() == 4:
             raise NotImplementedError('v_cache: in rows; on a GPU the layout "grouped" is needed (docs/serving.md)')
-        found = cached(_PLANS, at, _attention_plan(*given, q_scale, sinks, plan, max_seqlen_q, (causal, window_left,
-            window_right), softcap, softmax_scale, out_dtype), _MOST_PLANS)  # fmt: skip
-    lse = q.new_empty((shape[1], shape[0]), dtype=torch.float32)
+        mask = (causal, window_left, window_right)
+        made = _attention_plan(*given, max_seqlen_q, mask, softcap, softmax_scale, out_dtype, lse=lse)
+        found = cached(_PLANS, at, made, _MOST_PLANS)
+    return found
+
+
+def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor | None]:
+    """``torch.ops.greenfast.paged_attention`` of CUDA tensors; where the output is written may follow the arguments.
+
+    lse: whether the log-sum-exp is wanted, which is None otherwise. Rows behind the last of cu_seqlens_q are not
+    written.
+    """
+    found = attention_plan(*args[:18], lse=lse)
+    q, k_cache, v_cache, block_table, _, seqused_k, _, _, _, sinks = args[:10]
+    out = args[18] if len(args) > 18 else None
     if out is not None and not (out.is_contiguous() and aligned(out.data_ptr())):
-        made, lse = paged_attention(*given, q_scale, sinks, plan, max_seqlen_q, causal, window_left, window_right,
-                                    softcap, softmax_scale, out_dtype)  # fmt: skip
-        return out.copy_(made), lse
+        made, sums = paged_attention(*args[:18], lse=lse)
+        return out.copy_(made), sums
     if out is None:
-        out = torch.empty(shape, dtype=out_dtype, device=q.device)
+        out = q.new_empty(q.shape, dtype=args[17])  # torch.empty costs twice as much
+    sums = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if lse else None
     if out.numel() == 0 or seqused_k.shape[0] == 0:
-        return out, lse
+        return out, sums
     if k_cache.shape[0] == 0 or block_table.shape[1] == 0:
-        return _without_keys(out, lse, sinks)
+        return _without_keys(out, sums, sinks)
     if not aligned(q.data_ptr()):
         q = q.clone(memory_format=torch.contiguous_format)
-        return paged_attention(q, *given[1:], q_scale, sinks, plan, max_seqlen_q, causal, window_left, window_right,
-                               softcap, softmax_scale, out_dtype, out)  # fmt: skip
-    workspace = torch.empty(found.work_elements, dtype=torch.uint8, device=q.device)
-    addresses = (
-        stream_of(device), workspace.data_ptr(), q.data_ptr(), *[x.data_ptr() for x in given[1:]], out.data_ptr(),
-        lse.data_ptr(), 0 if q_scale is None else q_scale.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
-        *(() if plan is None else (plan.data_ptr(),)),
-    )  # fmt: skip
-    launches = found.launches.get(addresses)
-    if launches is None:
-        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-            _check_address(name, x)
-        launches = found.prepare(_ATTENTION_BUFFERS[: len(addresses) - 2], addresses)
-    queue(device, launches)
-    return out, lse
+        return paged_attention(q, *args[1:18], out, lse=lse)
+    _check_addresses(k_cache, v_cache)
+    workspace = q.new_empty(found.work_elements, dtype=torch.uint8)
+    buffers = (workspace, sums, *args[:11], out)
+    found.launch(*[0 if x is None else x.data_ptr() for x in buffers])
+    return out, sums
 
 
+#: In the order in which ``serving_call.Request`` has them.
 _ATTENTION_BUFFERS = (
-    "q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seqused_k", "k_scale", "v_scale", "out", "lse",
-    "q_scale", "sinks", "plan",
+    "lse", "q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seqused_k", "k_scale", "v_scale", "q_scale",
+    "sinks", "plan", "out",
 )  # fmt: skip
 
 
-def _without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    if sinks is None:
+def _without_keys(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if lse is None:
+        pass
+    elif sinks is None:
         lse.fill_(-float("inf"))
     else:
         lse.copy_(sinks.unsqueeze(1).expand_as(lse))
@@ -143,6 +145,7 @@ def _attention_plan(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
     k_scale: Tensor, v_scale: Tensor, q_scale: Tensor | None, sinks: Tensor | None, plan: Tensor | None,
     max_seqlen_q: int, mask: tuple[bool, int, int], softcap: float, softmax_scale: float, out_dtype: torch.dtype,
+    *, lse: bool = True,
 ) -> Plan:  # fmt: skip
     """The launches for such tensors, with the plan of the work where none is given."""
     device = q.get_device()
@@ -177,24 +180,29 @@ def _attention_plan(
             k_scale=strides(k_scale), v_scale=strides(v_scale),
         ),
         window, softmax_scale, softcap,
-        frozenset({"lse", *(n for n, x in (("q_scale", q_scale), ("sinks", sinks)) if x is not None)}),
+        frozenset(
+            n for n, x in (("q_scale", q_scale), ("sinks", sinks), ("lse", lse or None)) if x is not None
+        ),
         multiprocessors,
     )  # fmt: skip
     steps = [Step(attention.kernel(config), launch)]
-    work, size = {"partials": 0}, -(-4 * attention.partial_words(config, sizes, blocks) // _ALIGNMENT) * _ALIGNMENT
+    work, size = {"partials": 0}, -(-4 * attention.partial_words(config, sizes, blocks) // ALIGNMENT) * ALIGNMENT
     if plan is None:
         steps.insert(
             0, Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
         )
         work["plan"], size = size, size + 4 * needed
-    return Plan(device, tuple(steps), work, size)
+    return Plan(device, tuple(steps), _ATTENTION_BUFFERS, work, size)
 
 
 def plan(
     cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, causal: bool,
-    window_left: int, window_right: int,
+    window_left: int, window_right: int, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``torch.ops.greenfast.paged_attention_plan`` of CUDA tensors: int32 of ``plan_size`` elements."""
+    """``torch.ops.greenfast.paged_attention_plan`` of CUDA tensors: int32 of ``plan_size`` elements.
+
+    into: memory of a plan for the same, which is written.
+    """
     device, batch = cu_seqlens_q.get_device(), seqused_k.shape[0]
     options = (device, batch, max_seqlen_q, heads, kv_heads, head_dim, causal, window_left, window_right)
     found = _PLANS.get(options)
@@ -204,13 +212,16 @@ def plan(
         window = _window(causal, window_left, window_right)
         step = Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
         size = attention.plan_words(config, sizes, attention.grid_blocks(config, multiprocessors))
-        found = cached(_PLANS, options, Plan(device, (step,), {}, size), _MOST_PLANS)
-    made = cu_seqlens_q.new_empty(found.work_elements)
+        names = ("cu_seqlens_q", "seqused_k", "plan")
+        found = cached(_PLANS, options, Plan(device, (step,), names, work_elements=size), _MOST_PLANS)
+    if into is not None and (into.shape != (found.work_elements,) or into.dtype != torch.int32):
+        size = found.work_elements
+        raise ValueError(f"plan: {into.dtype} {tuple(into.shape)}; int32 ({size},) is needed, make a new plan")
+    made = cu_seqlens_q.new_empty(found.work_elements) if into is None else into
+    cu_seqlens_q, seqused_k = cu_seqlens_q.contiguous(), seqused_k.contiguous()
     if batch == 0:
         return made.zero_()
-    addresses = (stream_of(device), 0, cu_seqlens_q.data_ptr(), seqused_k.data_ptr(), made.data_ptr())
-    names = ("cu_seqlens_q", "seqused_k", "plan")
-    queue(device, found.launches.get(addresses) or found.prepare(names, addresses))
+    found.launch(0, cu_seqlens_q.data_ptr(), seqused_k.data_ptr(), made.data_ptr())
     return made
 
 
@@ -233,19 +244,13 @@ def _plan_sizes(
     return config, sizes
 
 
-def token_slots(
+def slots_plan(
     starts: Tensor, before: Tensor | None, block_table: Tensor | None, counted_from: Tensor | None, tokens: int,
     max_pages: int, page_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``torch.ops.greenfast.token_slots`` of CUDA tensors."""
+) -> Plan:  # fmt: skip
+    """The launch of ``token_slots`` with such tensors, contiguous ones but for the table."""
     device, batch = starts.get_device(), starts.shape[0] - 1
-    places, positions = (starts.new_empty(tokens, dtype=torch.int64) for _ in range(2))
-    lengths = starts.new_empty(batch)
-    table = starts.new_empty((0, 0) if block_table is not None else (batch, max_pages))
-    if batch == 0:
-        return places.fill_(-1), positions.zero_(), lengths, table
-    dense = [x if x is None else x.contiguous() for x in (starts, before, counted_from)]
-    given = dict(zip(("starts", "before", "counted_from"), dense, strict=True)) | {"block_table": block_table}
+    given = {"starts": starts, "before": before, "counted_from": counted_from, "block_table": block_table}
     optional = frozenset(name for name, x in given.items() if x is not None) - {"starts"}
     entries = max_pages if block_table is None else block_table.shape[1]
     row = 0 if block_table is None else block_table.stride(0)
@@ -254,61 +259,75 @@ def token_slots(
     if plan is None:
         _hopper(device)
         step = Step(slots.KERNEL, slots.launch(batch, tokens, page_size, entries, row, optional))
-        plan = cached(_PLANS, options, Plan(device, (step,)), _MOST_PLANS)
-    made = {"slots": places, "positions": positions, "lengths": lengths, "made_table": table}
-    buffers = given | made
-    addresses = (stream_of(device), 0, *[0 if x is None else x.data_ptr() for x in buffers.values()])
-    queue(device, plan.launches.get(addresses) or plan.prepare(tuple(buffers), addresses))
+        names = (*given, "slots", "positions", "lengths", "made_table")
+        plan = cached(_PLANS, options, Plan(device, (step,), names), _MOST_PLANS)
+    return plan
+
+
+def token_slots(
+    starts: Tensor, before: Tensor | None, block_table: Tensor | None, counted_from: Tensor | None, tokens: int,
+    max_pages: int, page_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``torch.ops.greenfast.token_slots`` of CUDA tensors."""
+    batch = starts.shape[0] - 1
+    places, positions = (starts.new_empty(tokens, dtype=torch.int64) for _ in range(2))
+    lengths = starts.new_empty(batch)
+    table = starts.new_empty((0, 0) if block_table is not None else (batch, max_pages))
+    if batch == 0:
+        return places.fill_(-1), positions.zero_(), lengths, table
+    before, counted = (x if x is None else x.contiguous() for x in (before, counted_from))
+    starts = starts.contiguous()
+    plan = slots_plan(starts, before, block_table, counted, tokens, max_pages, page_size)
+    buffers = (starts, before, counted, block_table, places, positions, lengths, table)
+    plan.launch(0, *[0 if x is None else x.data_ptr() for x in buffers])
     return places, positions, lengths, table
 
 
-def append_kv(
-    q: Tensor | None, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor,
-    v_scale: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    positions: Tensor | None, eps: float, interleaved: bool,
-) -> Tensor:  # fmt: skip
-    """``torch.ops.greenfast.append_kv`` of CUDA tensors: Q as attention takes it, empty where q is None."""
-    given = (q, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, q_weight, k_weight, cos, sin, positions)
+def append_plan(*args: Any) -> Plan:
+    """The launch of ``append_kv`` with such tensors, which are checked once for each combination."""
+    given, options = args[:13], args[13:]
     try:
-        device = k.get_device()
-        at = (
-            "append", *[x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in given], eps,
-            interleaved,
-        )  # fmt: skip
+        kinds = [x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in given]
+        at = ("append", *kinds, *options)
         found = _PLANS.get(at)
     except (AttributeError, RuntimeError, TypeError):  # no strided tensors, which the check says
-        check_append(*given, eps, interleaved)
+        check_append(*given, *options)
         raise
     if found is None:
-        check_append(*given, eps, interleaved)
-    q_out = k.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if k.shape[0] == 0:
-        return q_out
-    if found is None:
-        found = cached(_PLANS, at, _append_plan(given, eps, interleaved), _MOST_PLANS)
-    addresses = (stream_of(device), 0, *[0 if x is None else x.data_ptr() for x in given], q_out.data_ptr())
-    launches = found.launches.get(addresses)
-    if launches is None:
-        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-            _check_address(name, x)
-        moved: list[Any] = [
-            x if x is None or name in _ANYWHERE or aligned(x.data_ptr()) else x.clone()
-            for name, x in zip(_APPEND_BUFFERS, given, strict=True)
-        ]
-        if any(x is not y for x, y in zip(moved, given, strict=True)):
-            q, k, v, *rest = moved
-            return append_kv(q, k, v, *rest, eps, interleaved)  # type: ignore[call-arg]
-        launches = found.prepare((*_APPEND_BUFFERS, "q_out"), addresses)
-    queue(device, launches)
+        check_append(*given, *options)
+        found = cached(_PLANS, at, _append_plan(given, *options), _MOST_PLANS)
+    return found
+
+
+def append_kv(*args: Any, plan: Plan | None = None) -> Tensor:
+    """``torch.ops.greenfast.append_kv`` of CUDA tensors: Q as attention takes it, empty where q is None.
+
+    plan: that of ``append_plan``, where it is known.
+    """
+    q, k, _, k_cache, v_cache = args[:5]
+    if plan is None:
+        if isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == 0:  # no launch is for no tokens
+            check_append(*args)
+            return k.new_empty(0) if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
+        plan = append_plan(*args)
+    addresses = [0 if x is None else x.data_ptr() for x in args[:13]]
+    if not all(aligned(addresses[i]) for i in _IN_VECTORS):
+        _check_addresses(k_cache, v_cache)
+        moved = [x.clone() if i in _IN_VECTORS and x is not None else x for i, x in enumerate(args[:13])]
+        return append_kv(*moved[:3], k_cache, v_cache, *moved[5:], *args[13:])
+    q_out = k.new_empty(0) if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
+    plan.launch(0, *addresses, q_out.data_ptr())
     return q_out
 
 
 _APPEND_BUFFERS = (
     "q", "k", "v", "k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale", "q_weight", "k_weight", "cos", "sin",
-    "positions",
+    "positions", "q_out",
 )  # fmt: skip
-#: Of these, the ones that are read or written number by number; the others in vectors of 16 bytes.
-_ANYWHERE = frozenset({"slot_mapping", "k_scale", "v_scale", "positions"})
+#: Of these, the ones that are read or written in vectors of 16 bytes; others may begin anywhere.
+_IN_VECTORS = tuple(
+    _APPEND_BUFFERS.index(x) for x in ("q", "k", "v", "k_cache", "v_cache", "q_weight", "k_weight", "cos", "sin")
+)
 
 
 def _append_plan(given: tuple[Tensor | None, ...], eps: float, interleaved: bool) -> Plan:
@@ -348,7 +367,7 @@ def _append_plan(given: tuple[Tensor | None, ...], eps: float, interleaved: bool
         cos=0 if cos is None else cos.stride(0),
         sin=0 if sin is None else sin.stride(0),
     )
-    return Plan(device, (Step(append.kernel(config), append.launch(config, sizes, strides, eps)),))
+    return Plan(device, (Step(append.kernel(config), append.launch(config, sizes, strides, eps)),), _APPEND_BUFFERS)
 
 
 def attention_steps(*args: Any) -> tuple[Step, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from greenfast.numerics import serving, serving_append
 from greenfast.operator import autograd, ops, serving_pages
+from greenfast.operator.repeats import Repeats
 from greenfast.operator.serving_checks import (
     check_append,
     check_append_once,
@@ -66,9 +67,9 @@ def _attention_cpu(*args: Any) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
 
 
-def _attention_cuda(*args: Any) -> tuple[Tensor, Tensor]:
+def _attention_cuda(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor]:
     _check_values(args)
-    found: tuple[Tensor, Tensor] = gpu().paged_attention(*args)
+    found: tuple[Tensor, Tensor] = gpu().paged_attention(*args, lse=lse)
     return found
 
 
@@ -86,11 +87,9 @@ def _attention_out_cpu(*args: Any) -> Tensor:
     return lse
 
 
-def _attention_out_cuda(*args: Any) -> Tensor:
+def _attention_out_cuda(*args: Any, lse: bool = True) -> Tensor:
     check_out(args[18], args[0], args[17])
-    _check_values(args)
-    lse: Tensor = gpu().paged_attention(*args)[1]
-    return lse
+    return _attention_cuda(*args, lse=lse)[1]
 
 
 def _attention_out_shapes(*args: Any) -> Tensor:
@@ -138,13 +137,8 @@ def _slots_shapes(
 
 def _append_cpu(*args: Any) -> Tensor:
     check_append_once(*args)
-    q, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, q_weight, k_weight, cos, sin, positions = args[:13]
-    eps, interleaved = args[13:]
-    found: Tensor | None = serving_append.append(
-        q, k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale, q_weight=q_weight,
-        k_weight=k_weight, eps=eps, cos=cos, sin=sin, positions=positions, interleaved=interleaved,
-    )  # fmt: skip
-    return torch.empty(0, dtype=k.dtype) if found is None else found
+    found: Tensor | None = serving_append.append(*args)
+    return torch.empty(0, dtype=args[1].dtype) if found is None else found
 
 
 def _append_cuda(*args: Any) -> Tensor:
@@ -163,6 +157,7 @@ def _plan_cuda(*args: Any) -> Tensor:
     return found
 
 
+APPENDS = Repeats()  # plans of calls that skipped the dispatcher
 _NO_GRADIENT = "no gradient flows through a quantized cache; greenfast.sdpa has gradients"
 _IMPLEMENTATIONS: dict[str, tuple[Any, Any, Any, str]] = {
     "paged_attention": (_attention_cpu, _attention_cuda, _attention_shapes, "greenfast.flash_attn"),
@@ -185,32 +180,55 @@ _APPEND_KV = torch.ops.greenfast.append_kv.default
 PLAN = torch.ops.greenfast.paged_attention_plan.default
 
 
-def paged_attention(*args: Any) -> tuple[Tensor, Tensor]:
-    """``torch.ops.greenfast.paged_attention``, without PyTorch's dispatcher where nothing observes the call."""
-    found: tuple[Tensor, Tensor]
-    found = _attention_cuda(*args) if _direct(args[0]) else _PAGED_ATTENTION(*_checked(check_attention_once, args))
+def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor]:
+    """``torch.ops.greenfast.paged_attention``, without PyTorch's dispatcher where nothing observes the call.
+
+    lse: whether the log-sum-exp is wanted, which is anything otherwise.
+    """
+    if _direct(*args[:11]):
+        return _attention_cuda(*args, lse=lse)
+    found: tuple[Tensor, Tensor] = _PAGED_ATTENTION(*_checked(check_attention_once, args))
     return found
 
 
-def paged_attention_out(*args: Any) -> Tensor:
+def paged_attention_out(*args: Any, lse: bool = True) -> Tensor:
     """The same with the output written to the last argument; returns the log-sum-exp."""
-    found: Tensor
-    if _direct(args[0]):
-        found = _attention_out_cuda(*args)
-    else:
-        found = _PAGED_ATTENTION_OUT(*_checked(check_attention_once, args[:18]), args[18])
+    if _direct(*args[:11], args[18]):
+        return _attention_out_cuda(*args, lse=lse)
+    found: Tensor = _PAGED_ATTENTION_OUT(*_checked(check_attention_once, args[:18]), args[18])
     return found
+
+
+def plan(*args: Any, into: Tensor | None = None) -> Tensor:
+    """``torch.ops.greenfast.paged_attention_plan`` in the same way; into: where it is written, if given."""
+    if _direct(*args[:2], into):
+        found: Tensor = gpu().plan(*args, into=into)
+        return found
+    made: Tensor = PLAN(*args)
+    return made if into is None else into.copy_(made)
 
 
 def token_slots(*args: Any) -> tuple[Tensor, ...]:
     """``torch.ops.greenfast.token_slots`` in the same way; what it returns is ``serving_pages.Slots``."""
-    found: tuple[Tensor, ...] = (_slots_cuda if _direct(args[0]) else _TOKEN_SLOTS)(*args)
+    found: tuple[Tensor, ...] = (_slots_cuda if _direct(*args[:4]) else _TOKEN_SLOTS)(*args)
     return found
 
 
 def append_kv(*args: Any) -> Tensor:
     """``torch.ops.greenfast.append_kv`` in the same way as ``paged_attention``."""
-    found: Tensor = _append_cuda(*args) if _direct(*args[:3]) else _APPEND_KV(*_checked(check_append_once, args))
+    kind: tuple[Any, ...] | None = None
+    if not torch.compiler.is_compiling():
+        given = [x for x in args[:13] if x is not None]
+        kind = (*args[13:], *[x is None for x in args[:13]])
+        plan = APPENDS.find(kind, given)
+        if plan is not None and ops.unobserved():
+            return gpu().append_kv(*args, plan=plan)  # type: ignore[no-any-return]
+    if not _direct(*args[:13]):
+        observed: Tensor = _APPEND_KV(*_checked(check_append_once, args))
+        return observed
+    found = _append_cuda(*args)
+    if kind is not None and args[1].shape[0]:
+        APPENDS.keep(kind, given, gpu().append_plan(*args))
     return found
 
 

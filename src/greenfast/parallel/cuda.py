@@ -1,4 +1,4 @@
-"""``greenfast.parallel.blocks`` on a GPU: launches of the kernels that are prepared once per shape and address."""
+"""``greenfast.parallel.blocks`` on a GPU: launches of the kernels that are prepared once per shape."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from greenfast.kernels.attention.config import (
 from greenfast.kernels.merge import merge as merge_kernel
 from greenfast.kernels.quantize import qkv
 from greenfast.operator import cuda
-from greenfast.operator.cuda import Plan, Step, sizes_of
+from greenfast.operator.cuda import sizes_of
 from greenfast.operator.layout import readable
+from greenfast.operator.plans import Plan, Step, cached, target_of
 from greenfast.operator.quantized import QuantizedQKV, config_of
 from greenfast.parallel.blocks import Keys
 from greenfast.spec.arch import Target
@@ -38,7 +39,7 @@ _config_of = lru_cache(maxsize=1024)(config_of)
 
 
 def _target(device: int) -> Target:
-    target = cuda.target_of(device)
+    target = target_of(device)
     if target.name != hopper.TARGET.name:
         raise NotImplementedError(
             f"context_parallel: its kernels are for Hopper (compute capability 9.0), this is {target.name}; "
@@ -50,9 +51,8 @@ def _target(device: int) -> Target:
 def _launch(device: int, at: tuple[Any, ...], step: Callable[[], Step], buffers: dict[str, Tensor]) -> None:
     plan = _PLANS.get(at)
     if plan is None:
-        plan = cuda.cached(_PLANS, at, Plan(device, (step(),)), _MOST_PLANS)
-    addresses = (cuda.stream_of(device), 0, *(x.data_ptr() for x in buffers.values()))
-    cuda.queue(device, plan.launches.get(addresses) or plan.prepare(tuple(buffers), addresses))
+        plan = cached(_PLANS, at, Plan(device, (step(),), tuple(buffers)), _MOST_PLANS)
+    plan.launch(0, *(x.data_ptr() for x in buffers.values()))
 
 
 def _quantizing(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, buffers: dict[str, Tensor]) -> None:

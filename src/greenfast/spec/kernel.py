@@ -48,11 +48,20 @@ class Struct:
 
     def layout(self, pointer_to: Callable[[str], int]) -> bytes:
         """Its bytes, with the addresses of buffers and zero padding."""
-        data = b""
+        return self._placed(pointer_to)[0]
+
+    def pointers(self) -> tuple[tuple[int, str], ...]:
+        """(offset, buffer) of each pointer, those of nested structs included."""
+        return self._placed(lambda _: 0)[1]
+
+    def _placed(self, pointer_to: Callable[[str], int]) -> tuple[bytes, tuple[tuple[int, str], ...]]:
+        data, pointers = b"", []
         for f in self.fields:
             data = data.ljust(-(-len(data) // _alignment(f)) * _alignment(f), b"\0")
+            if isinstance(f, (str, Struct)):
+                pointers += [(len(data) + at, buffer) for at, buffer in pointers_of(f)]
             data += value_bytes(f, pointer_to)
-        return data.ljust(-(-len(data) // self.alignment) * self.alignment, b"\0")
+        return data.ljust(-(-len(data) // self.alignment) * self.alignment, b"\0"), tuple(pointers)
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,13 @@ def value_bytes(
     if isinstance(argument, (bytes, ctypes.Structure, ctypes.Union)):
         return bytes(argument)
     return argument.tobytes()
+
+
+def pointers_of(argument: object) -> tuple[tuple[int, str], ...]:
+    """(offset, buffer) of each pointer in an argument that names buffers."""
+    if isinstance(argument, str):
+        return ((0, argument),)
+    return argument.pointers() if isinstance(argument, Struct) else ()
 
 
 #: A kernel argument: the name of a buffer of the case, a typed scalar, a struct (a Struct, its bytes, a structured

@@ -18,6 +18,7 @@ from torch import Tensor
 from greenfast.kernels.attention.config import KEY_ORDER
 from greenfast.kernels.serving.attention import FEW_ROWS
 from greenfast.numerics.serving import paged_attention
+from greenfast.spec.kernel import Struct
 from tests.serving import emulated
 from tests.serving.emulated import attention, attentions
 from tests.serving.matrix import drawn
@@ -179,6 +180,18 @@ def test_a_plan_is_for_many_launches() -> None:
     first, second = attentions(c, 2, multiprocessors=1)
     assert close(c, first) == []
     assert same(first, second)
+
+
+@pytest.mark.parametrize("few_rows", [0, 8])
+def test_without_a_log_sum_exp_the_output_is_the_same(monkeypatch: pytest.MonkeyPatch, few_rows: int) -> None:
+    c = case([(1, 900), (2, 70)], kv_heads=1, group=4, sinks=True)
+    wanted, _ = attention(c, few_rows=few_rows)
+    plan, (source, launch) = emulated.launches(c, few_rows=few_rows)
+    params, k = launch.args
+    assert isinstance(params, Struct)
+    without = Struct(tuple(np.int64(0) if isinstance(x, str) and x == "lse" else x for x in params.fields))
+    monkeypatch.setattr(emulated, "launches", lambda c, **_: [plan, (source, replace(launch, args=(without, k)))])
+    assert torch.equal(attention(c, few_rows=few_rows)[0].view(torch.int16), wanted.view(torch.int16))
 
 
 # ---- what must not reach other memory, or other rows ---------------------------------------------------------------

@@ -1,0 +1,179 @@
+"""Launches for calls of one kind, prepared once on each stream; a call writes its addresses into their arguments."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from cuda.core import Device
+
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.executable import KernelImage
+from greenfast.device.gpu import load_kernel
+from greenfast.device.prepared import NoContextError, Prepared
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import KernelSource, Launch, TensorMap, pointers_of
+
+ALIGNMENT = 256  # bytes, of buffers in the workspace
+_MOST_STREAMS = 64  # per plan
+_COMPILING = threading.Lock()
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+Addresses = tuple[int, ...]
+
+
+@cache
+def target_of(device: int) -> Target:
+    """The target of a CUDA device. Raises NotImplementedError for one that is too old."""
+    try:
+        properties = torch.cuda.get_device_properties(device)
+        return Target.of_device((properties.major, properties.minor), properties.multi_processor_count)
+    except UsageError as e:
+        raise NotImplementedError(str(e)) from None
+
+
+@cache
+def _loaded(source: KernelSource, device: int) -> Any:
+    compiled = compile_kernel(source, target_of(device))
+    image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
+    return load_kernel(image, Device(device))
+
+
+def cached(cache: dict[Key, Value], key: Key, value: Value, most: int) -> Value:
+    """Store a value and return it; a cache of ``most`` entries is cleared first."""
+    if len(cache) >= most:
+        cache.clear()
+    cache[key] = value
+    return value
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch of a plan; ``names``: buffers of the kernel -> buffers of the plan, where they differ."""
+
+    source: KernelSource
+    launch: Launch
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def buffers(self) -> set[str]:
+        """The plan's buffers that the launch reads or writes."""
+        args = self.launch.args
+        named = [[x.buffer] if isinstance(x, TensorMap) else [name for _, name in pointers_of(x)] for x in args]
+        return {self.names.get(x, x) for names in named for x in names}
+
+    def prepared(self, device: int, pointers: Mapping[str, int], stream: int) -> Prepared:
+        """The launch on a stream, with the address of each of the plan's buffers."""
+        with _COMPILING:
+            kernel = _loaded(self.source, device)
+        renamed = {**pointers, **{name: pointers[buffer] for name, buffer in self.names.items()}}
+        return Prepared(kernel, self.source.block, self.source.dynamic_smem_bytes, self.launch, renamed, stream)
+
+
+class Launches:
+    """The launches of a plan on one stream, with the addresses that are in their arguments."""
+
+    __slots__ = ("_addresses", "_each", "_places")
+
+    def __init__(
+        self, each: tuple[Prepared, ...], places: tuple[list[tuple[Any, int]], ...], addresses: Addresses
+    ) -> None:
+        """places: of each address, where it is in the arguments and what is added to it there."""
+        self._each, self._places, self._addresses = each, places, addresses
+
+    def __call__(self, addresses: Addresses) -> None:
+        """Queue the launches with these addresses. Raises NoContextError, with none queued, without a context."""
+        if addresses != self._addresses:
+            for new, old, places in zip(addresses, self._addresses, self._places, strict=True):
+                if new != old:
+                    for place, offset in places:
+                        place.value = new + offset
+            self._addresses = addresses
+        for launch in self._each:
+            launch()
+
+
+@dataclass(slots=True)
+class Plan:
+    """Launches for calls of one kind.
+
+    names: buffers that a call gives the addresses of. work: those in one allocation, by their offsets in bytes.
+    idle: by stream, launches that no thread is queueing.
+    """
+
+    device: int
+    steps: tuple[Step, ...]
+    names: tuple[str, ...] = ()
+    work: Mapping[str, int] = field(default_factory=dict)
+    work_elements: int = 0  # of the inputs' dtype
+    head_dim: int = 0  # of the codes
+    out_strides: tuple[int, ...] = ()
+    idle: dict[int, list[Launches]] = field(default_factory=dict)
+
+    def launch(self, *addresses: int) -> None:
+        """Queue the launches on the current stream; addresses: of the workspace, and of each of ``names``.
+
+        A call takes launches for itself, since it writes their arguments; no lock is held while it does.
+        """
+        device = self.device
+        if torch._C._cuda_getDevice() != device:
+            with torch.cuda.device(device):
+                self.launch(*addresses)
+            return
+        stream = stream_of(device)
+        idle = self.idle.get(stream)
+        if idle is None:
+            idle = cached(self.idle, stream, [], _MOST_STREAMS)
+        try:
+            launches = idle.pop()
+        except IndexError:
+            launches = self._prepared(stream, addresses)
+        try:
+            launches(addresses)
+        except NoContextError:  # the first launch of a thread: none was queued
+            Device(device).set_current()
+            launches(addresses)
+        idle.append(launches)
+
+    def _prepared(self, stream: int, addresses: Addresses) -> Launches:
+        buffers = {name: (i, 0) for i, name in enumerate(self.names, 1)} | {n: (0, at) for n, at in self.work.items()}
+        pointers = {name: addresses[i] + at for name, (i, at) in buffers.items()}
+        Device(self.device).set_current()  # in a new thread PyTorch may not have done so yet
+        each = tuple(step.prepared(self.device, pointers, stream) for step in self.steps)
+        places: tuple[list[tuple[Any, int]], ...] = tuple([] for _ in addresses)
+        for step, launch in zip(self.steps, each, strict=True):
+            for name, place in launch.places():
+                i, at = buffers[step.names.get(name, name)]
+                places[i].append((place, at))
+        return Launches(each, places, addresses)
+
+
+def joined(
+    parts: Sequence[tuple[Plan, Mapping[str, str]]], names: tuple[str, ...], temporary: Mapping[str, int]
+) -> Plan:
+    """The launches of several plans, one after another, with one workspace, of bytes.
+
+    parts: plans, with what their buffers are called in the whole where they differ. names: of the whole, as a plan's.
+    temporary: buffers in the workspace besides those of the parts, with their bytes.
+    """
+    steps: list[Step] = []
+    work, size = {}, 0
+    for name, nbytes in temporary.items():
+        work[name] = size
+        size += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    for plan, renamed in parts:
+        if plan.work:
+            work |= {name: size + at for name, at in plan.work.items()}
+            size += plan.work_elements
+        steps += [replace(step, names={n: b for n, b in renamed.items() if n in step.buffers()}) for step in plan.steps]
+    return Plan(parts[0][0].device, tuple(steps), names, work, size)
+
+
+def stream_of(device: int) -> int:
+    """The current stream; torch.cuda.current_stream() makes an object for it, at forty times the cost."""
+    return torch._C._cuda_getCurrentRawStream(device)

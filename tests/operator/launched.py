@@ -1,0 +1,120 @@
+"""A GPU that is pretended on CPU tensors: launches are prepared as there, and noted with every byte of their arguments.
+
+Tensors that a call allocates have addresses by their dtype and size, so that equal calls launch equal bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import threading
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from greenfast.device import prepared
+from greenfast.operator import cuda, plans, sdpa, serving_call, serving_cuda, serving_ops
+from greenfast.spec.arch import Target
+from greenfast.spec.kernel import TensorMap, value_bytes
+
+_ADDRESS = Tensor.data_ptr
+
+
+class Launch(NamedTuple):
+    kernel: str
+    grid: tuple[int, int, int]
+    arguments: tuple[bytes, ...]
+    stream: int
+
+
+class _Any(int):
+    """Any number of parameters."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
+class _Kernel:
+    num_arguments, handle = _Any(), 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class PretendedGpu:
+    """launches: of each thread. stream: the current one of each. real: whether all addresses are the tensors' own."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, target: str = "sm_90a") -> None:
+        self.launches: dict[int, list[Launch]] = {}
+        self.stream: dict[int, int] = {}
+        self.real = False
+        self._ranges: list[tuple[int, int]] = []
+        gpu = self
+
+        class Prepared(prepared.Prepared):
+            def __init__(self, kernel: Any, *args: Any, **more: Any) -> None:
+                super().__init__(kernel, *args, **more)
+                self._kernel, self._stream = kernel.name, args[4]
+
+            def __call__(self) -> None:
+                sizes = [128 if isinstance(a, TensorMap) else len(value_bytes(a, lambda _: 0)) for a in self._arguments]
+                found = [ctypes.string_at(place, size) for place, size in zip(self._places, sizes, strict=True)]
+                grid = (self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ)
+                noted = gpu.launches.setdefault(threading.get_ident(), [])
+                noted.append(Launch(self._kernel, grid, tuple(found), self._stream))
+
+        def encoded(layout: TensorMap, pointer: int) -> bytes:
+            return pointer.to_bytes(8, "little") + hashlib.sha256(repr(layout).encode()).digest().ljust(120, b"\0")
+
+        def loaded(source: Any, device: int) -> _Kernel:
+            return _Kernel(hashlib.sha256(source.source.encode()).hexdigest())
+
+        patch.setattr(prepared, "encoded", encoded)
+        patch.setattr(plans, "Prepared", Prepared)
+        patch.setattr(plans, "_loaded", loaded)
+        patch.setattr(plans, "stream_of", lambda _: gpu.stream.get(threading.get_ident(), 7))
+        patch.setattr(cuda, "target_of", lambda _: Target(target))
+        patch.setattr(plans, "Device", lambda _: type("Device", (), {"set_current": lambda _: None})())
+        patch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(Tensor, "data_ptr", lambda x: gpu._address(x))
+        patch.setattr(cuda, "_PLANS", {})
+        patch.setattr(serving_cuda, "_PLANS", {})
+        self.forget()
+
+    def forget(self) -> None:
+        """Empty every cache of launches."""
+        for repeats in (sdpa.REPEATS, serving_call._KNOWN, serving_ops.APPENDS):
+            repeats.clear()
+        for cache in (cuda._PLANS, serving_cuda._PLANS, serving_call._CONSTANTS, serving_call._JOINED):
+            cache.clear()
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """These tensors and their views keep their addresses."""
+        for x in tensors:
+            storage = x.untyped_storage()
+            self._ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+
+    def launched(self) -> list[Launch]:
+        """What this thread launched since the last time."""
+        return self.launches.pop(threading.get_ident(), [])
+
+    def _address(self, x: Tensor) -> int:
+        real: int = _ADDRESS(x)
+        if self.real or any(a <= real < b for a, b in self._ranges):
+            return real
+        constant = next((k for k, c in serving_call._CONSTANTS.items() if _ADDRESS(c) == real), None)
+        values = x.tolist() if x.dtype == torch.int32 and x.dim() == 1 else []  # lengths, whose values matter
+        kind = repr((x.dtype, x.numel(), constant, values)).encode()
+        return int.from_bytes(hashlib.sha256(kind).digest()[:5], "little") << 8
+
+
+def pretend_cuda(patch: pytest.MonkeyPatch) -> None:
+    """CPU tensors say that they are on a GPU."""
+    patch.setattr(Tensor, "is_cuda", property(lambda _: True))
+    patch.setattr(Tensor, "is_cpu", property(lambda _: False))
