@@ -6,8 +6,8 @@
 // Shah et al., 2024). O of a chunk stays in the tensor cores' accumulators; chunks are merged in float32.
 //
 // Pages of K hold rows. Pages of V hold, for each 16 keys, a matrix (head_dim, 16): V transposed, its keys in the order
-// in which accumulators of S are the A operand of P V (KEY_ORDER in attention/config.py). Or they hold rows, which two
-// warps of the producer turn into that in their stage; few_rows.cuh takes them as they are.
+// in which accumulators of S are the A operand of P V (KEY_ORDER in attention/config.py). Or they hold rows, which warps
+// of the producer turn into that in their stage; few_rows.cuh takes them as they are.
 //
 // A NaN of K, or of the scale of a token, reaches the rows that attend to the key. A NaN code of V reaches its column of
 // all rows of the row tile where one of them attends to its key, as 0 times NaN is NaN: query tokens before it too, but no
@@ -85,11 +85,13 @@ struct Traits : Cfg {
   // would wait for room for V before it fetches the next K. A block with few works only begins later for it. Where V's
   // rows are turned, it is the same warp.
   static constexpr bool kScalesAhead = Cfg::kRowParts > 1 && !Cfg::kTokenScales, kValuesApart = Cfg::kRowParts > 1;
-  // Rows of V are turned by warps of the producer: by two, or where two find the factors of keys by one, or by one and one.
+  // Rows of V are turned by warps of the producer: by two, or by one where others find the factors of keys. With one
+  // stage the consumers would wait for them, and turn the rows themselves.
   static constexpr bool kTurnsValues = Cfg::kRowValues && Cfg::kFewRows == 0;
+  static constexpr bool kTurnsAhead = kTurnsValues && Cfg::kStages > 1;
   static constexpr int kTurners = Cfg::kTokenScales ? 1 : 2;
   static constexpr int kFirstTurner = !Cfg::kTokenScales ? 1 : kValuesApart ? 2 : 3;
-  static constexpr int kFactorWarps = kTurnsValues && kValuesApart ? 1 : 2;
+  static constexpr int kFactorWarps = kTurnsAhead && kValuesApart ? 1 : 2;
   static constexpr bool kExchangesRegisters = Cfg::kFewRows == 0 || (Cfg::kRowValues && Cfg::kBlocks > 1);
   // Of a thread's sums over chunks, how many are in registers. At head dim 256 shared memory lacks room for all.
   static constexpr int kHeld = !Cfg::kSharedTotals ? kColumns / 2 : Cfg::kHeadDim == 256 ? 4 : 0;
@@ -163,7 +165,7 @@ struct Storage {
   int piece_count;
   ptx::Mbarrier k_full[T::kStages], k_empty[T::kStages], v_full[T::kStages], v_empty[T::kStages];
   ptx::Mbarrier factors_full[T::kFactorStages], q_full, q_empty;
-  RowStages<T::kTurnsValues ? T::kStages : 0> rows_of_v;
+  RowStages<T::kTurnsAhead ? T::kStages : 0> rows_of_v;
 };
 
 // K-major operand of V in shared memory: matrices of 8 columns by 16 keys of 128 bytes each, without a swizzle.
@@ -273,7 +275,7 @@ __device__ __forceinline__ void fetch_scales(const AttentionParams& p, Storage<T
 // What copies of V into a stage arrive at.
 template <class T>
 __device__ __forceinline__ ptx::Mbarrier& value_barrier(Storage<T>& shared, int stage) {
-  if constexpr (T::kTurnsValues) {
+  if constexpr (T::kTurnsAhead) {
     return shared.rows_of_v.full[stage];
   } else {
     return shared.v_full[stage];
@@ -323,7 +325,7 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
       shared.q_empty.wait(q_parity ^ 1);
       q_parity ^= 1;
       fetch_queries(p, shared, work);
-    } else if constexpr (T::kScalesAhead && T::kTurnsValues) {
+    } else if constexpr (T::kScalesAhead && T::kTurnsAhead) {
       fetch_scales(p, shared, work, q_parity);
       q_parity ^= 1;
     }
@@ -348,7 +350,7 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
         ptx::Mbarrier& full = value_barrier(shared, s);
         shared.v_empty[s].wait(ring.parity ^ 1);
         if (lane == 0) {
-          if constexpr (T::kTurnsValues) shared.rows_of_v.end[s] = 0;
+          if constexpr (T::kTurnsAhead) shared.rows_of_v.end[s] = 0;
           full.arrive_expect(bytes);
         }
         __syncwarp();
@@ -363,7 +365,7 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
       }
     }
   }
-  if constexpr (kValues && T::kTurnsValues) {
+  if constexpr (kValues && T::kTurnsAhead) {
     shared.v_empty[ring.stage].wait(ring.parity ^ 1);
     if (lane == 0) {
       shared.rows_of_v.end[ring.stage] = 1;
@@ -371,7 +373,7 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
     }
   }
   if constexpr (!kKeys) {
-    if constexpr (T::kScalesAhead && T::kTurnsValues) end_scales(shared, q_parity);
+    if constexpr (T::kScalesAhead && T::kTurnsAhead) end_scales(shared, q_parity);
     return;
   }
   shared.q_empty.wait(q_parity ^ 1);
@@ -381,18 +383,23 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
   }
 }
 
-// By kTurners warps of the producer: turns rows of V in the stages where they lie.
+// By a warp of kWarps that do so: turns rows of V in the stage where they lie.
+template <class T, int kWarps>
+__device__ __forceinline__ void turn_stage(unsigned char* stage, int warp) {
+  constexpr int kParts = kTile / 16 * T::kPanels;
+#pragma unroll 1
+  for (int part = warp; part < kParts; part += kWarps) turn_rows<T::kPanel>(stage + part * 16 * T::kPanel);
+  ptx::fence_proxy_async();
+}
+
+// By kTurners warps of the producer: turns all tiles of V.
 template <class T>
 __device__ __forceinline__ void turn_values(Storage<T>& shared) {
-  constexpr int kParts = kTile / 16 * T::kPanels;
-  const int first = threadIdx.x / 32 % 4 - T::kFirstTurner;
   for (Ring<T::kStages> ring;; ring.advance()) {
     const int s = ring.stage;
     shared.rows_of_v.full[s].wait(ring.parity);
     if (shared.rows_of_v.end[s]) break;
-#pragma unroll 1
-    for (int part = first; part < kParts; part += T::kTurners) turn_rows<T::kPanel>(shared.v[s][0] + part * 16 * T::kPanel);
-    ptx::fence_proxy_async();
+    turn_stage<T, T::kTurners>(shared.v[s][0], threadIdx.x / 32 % 4 - T::kFirstTurner);
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.v_full[s].arrive();
   }
@@ -1141,6 +1148,10 @@ struct Consumer {
 
   __device__ __forceinline__ void await_values(int tile) {
     shared.v_full[v_ring.stage].wait(v_ring.parity);
+    if constexpr (T::kTurnsValues && !T::kTurnsAhead) {
+      turn_stage<T, 4 * T::kConsumers>(shared.v[v_ring.stage][0], threadIdx.x / 32);
+      ptx::barrier_sync(Barrier::kConsumers, kThreads);
+    }
     if (tile == clear_first || tile == clear_last) {
       const int first = rows.work.tile.key_begin - tile * kTile, stop = rows.work.tile.key_end - tile * kTile;
       T::kRowValues && !T::kTurnsValues ? clear_rows(first, stop) : clear_values(first, stop);
@@ -1265,8 +1276,8 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
     shared.q_empty.init(T::kRowParts);
     for (int s = 0; s < T::kStages; ++s) {
       shared.k_full[s].init(1);
-      shared.v_full[s].init(T::kTurnsValues ? T::kTurners : 1);
-      if constexpr (T::kTurnsValues) shared.rows_of_v.full[s].init(1);
+      shared.v_full[s].init(T::kTurnsAhead ? T::kTurners : 1);
+      if constexpr (T::kTurnsAhead) shared.rows_of_v.full[s].init(1);
       shared.k_empty[s].init(kWarps);
       shared.v_empty[s].init(kWarps);
     }
@@ -1283,8 +1294,8 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
   if (warpgroup == T::kConsumers) {
     if constexpr (T::kExchangesRegisters) ptx::warpgroup_reg_dealloc<T::kProducerRegisters>();
     const int warp = threadIdx.x / 32 % 4;
-    if (T::kTurnsValues && warp >= T::kFirstTurner && warp < T::kFirstTurner + T::kTurners) {
-      if constexpr (T::kTurnsValues) turn_values(shared);
+    if (T::kTurnsAhead && warp >= T::kFirstTurner && warp < T::kFirstTurner + T::kTurners) {
+      if constexpr (T::kTurnsAhead) turn_values(shared);
     } else if (warp == 0) {
       fetch<T, true, !T::kValuesApart>(p, shared, k_map, v_map);
     } else if (warp == 3) {

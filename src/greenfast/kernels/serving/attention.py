@@ -130,7 +130,9 @@ class ServingConfig:
         few = self.few_rows * (TILE + 4 * (TILE + 4) + 4 * 8)
         rest = raw + totals + factors + _WORK_BYTES + 8 + _ROWS_BYTES * self.row_parts
         rest = -(-(rest + _SUMS_BYTES * self.consumers) // 16) * 16 + few + _PIECES_BYTES
-        rest = -(-rest // 8) * 8 + 32 * stages + 8 * max(stages, 2) + 16 + (12 * stages if self.turns_values else 0)
+        rest = -(-rest // 8) * 8 + 32 * stages + 8 * max(stages, 2) + 16
+        if self.turns_values and stages > 1:
+            rest += 12 * stages  # of the rows' stages, which with one the consumers turn themselves
         return tiles + -(-rest // 1024) * 1024
 
 
@@ -236,10 +238,8 @@ def plan_launch(
 
 def kernel(config: ServingConfig) -> KernelSource:
     """Render the attention kernel."""
-    two = (240, 24) if config.wide and config.head_dim == 256 else (232, 40)
-    consumer, producer = {1: (184, 72) if config.few_rows else (216, 40), 2: two, 3: (160, 32)}[config.consumers]
-    threads = 128 * (config.consumers + 1)
-    rows = config.value_layout == "rows"
+    threads, rows = 128 * (config.consumers + 1), config.value_layout == "rows"
+    consumer, producer = _registers(config)
     maps = [f"const __grid_constant__ greenfast::ptx::TensorMap {name}" for name in ("k", "v")[: 1 + rows]]
     parameters = ",\n        ".join(("const __grid_constant__ greenfast::serving::AttentionParams p", *maps))
     source = f"""#include "serving/few_rows.cuh"
@@ -278,6 +278,15 @@ extern "C" __global__ void __launch_bounds__({threads}, {config.blocks})
         dynamic_smem_bytes=config.smem_bytes,
         requires=TARGET.name,
     )
+
+
+def _registers(config: ServingConfig) -> tuple[int, int]:
+    """Of a thread that computes and of one of the producer: what spills least."""
+    if config.wide and config.head_dim == 256:
+        return 240, 24
+    if config.value_layout == "rows" and not (config.head_dim == 128 and config.consumers == 1 and not config.few_rows):
+        return {1: (184, 72), 2: (224, 56), 3: (152, 56)}[config.consumers]
+    return {1: (216, 40), 2: (232, 40), 3: (160, 32)}[config.consumers]
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 // Attention for row tiles of at most 16 rows, which decoding has: the same bits as attention.cuh's, with rows as columns.
 //
 // S^T = K Q^T and O^T = V^T P^T, so that 8 or 16 rows are not padded to the 64 of a product's left operand, and all
-// threads of a warpgroup share their softmax. P^T goes through shared memory. V in rows is read into the registers of
-// the left operand, whose row i of 16 is then column 2 i, or 2 i - 15 from 8 on: no product depends on it. A row's sum of weights is added up in the
-// order in which the threads of Consumer do it.
+// threads of a warpgroup share their softmax. P^T goes through shared memory. A row's sum of weights is added up in the
+// order in which the threads of Consumer do it. V in rows is read into the registers of the left operand, whose row i of
+// 16 is then column 2 i, or 2 i - 15 from 8 on: no product depends on it.
 #pragma once
 
 #include "serving/attention.cuh"
@@ -18,6 +18,7 @@ struct FewRows {
   static constexpr int kScores = kRows / 2;                    // registers of 64 keys, or of 64 columns
   static constexpr int kKeyParts = kTile / 64, kColumnParts = T::kHeadDim / 64;
   static constexpr int kSums = kRows / 8;  // rows to whose sum a thread contributes
+  using Values = unsigned[kTile / 32][kColumnParts][4];  // left operands: of each 32 keys and 64 columns
 
   Consumer<T> c;
   Few<kRows>& few;
@@ -58,11 +59,17 @@ struct FewRows {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void start_output() {
+  // values: with kRowValues.
+  __device__ __forceinline__ void start_output([[maybe_unused]] Values& values) {
     constexpr unsigned kKeysStep = sizeof(few.weights[0]) / 16, kRowsStep = 128 / 16;
     const unsigned low = ptx::shared_address(few.weights) >> 4 | kKeysStep << 16;
-    [[maybe_unused]] unsigned values[kTile / 32][kColumnParts][4];
-    if constexpr (T::kRowValues) load_values(values);
+    if constexpr (T::kRowValues) {
+#pragma unroll
+      for (int t = 0; t < kTile / 32; ++t) {
+#pragma unroll
+        for (int n = 0; n < kColumnParts; ++n) ptx::pin(values[t][n]);
+      }
+    }
     ptx::wgmma_fence();
 #pragma unroll
     for (int t = 0; t < kTile / 32; ++t) {
@@ -80,8 +87,8 @@ struct FewRows {
     ptx::wgmma_commit();
   }
 
-  // V's rows as left operands, of each 32 keys and 64 columns.
-  __device__ __forceinline__ void load_values(unsigned (&values)[kTile / 32][kColumnParts][4]) const {
+  // Of V's rows.
+  __device__ __forceinline__ void load_values(Values& values) const {
     const unsigned char* const stage = c.shared.v[c.v_ring.stage][0];
 #pragma unroll
     for (int t = 0; t < kTile / 32; ++t) {
@@ -334,6 +341,12 @@ struct FewRows {
         if constexpr (T::kTokenScales) c.shared.factors_full[stage].wait(c.k_ring.parity);
         c.k_ring.advance();
         const KeyFactors& keys = c.shared.factors[T::kTokenScales ? stage : 0];
+        [[maybe_unused]] Values values;
+        if constexpr (T::kRowValues) {
+          c.await_values(tile);
+          load_values(values);
+          if constexpr (!T::kTokenScales) c.release_values();
+        }
         float(&tops)[4][kRows] = few.tops[tile % 2];
         weigh(s, keys, tile * kTile, tops, tile < c.whole_first || tile >= c.whole_stop, rescale);
         bool same = true;
@@ -346,10 +359,10 @@ struct FewRows {
             for (int i = 0; i < kScores; ++i) o[n][i] *= rescale[own(i)];
           }
         }
-        c.await_values(tile);
-        start_output();
+        if constexpr (!T::kRowValues) c.await_values(tile);
+        start_output(values);
         add_weights(keys, tops);
-        if constexpr (T::kRowValues) c.release_values();  // V is in registers, and the tile's factors were read
+        if constexpr (T::kRowValues && T::kTokenScales) c.release_values();  // and with V the tile's factors
       }
       if (first < stop) {
         ptx::wgmma_wait<0>();
