@@ -333,6 +333,31 @@ def test_appending_in_the_call_is_appending_before_it(cache: greenfast.PagedKVCa
     assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("queries", [1, 60])
+def test_appending_to_rows_and_to_groups(queries: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(2)
+    q, k, v = (
+        torch.randn(2 * 700, n, 128, device="cuda", dtype=torch.bfloat16, generator=generator) for n in (8, 2, 2)
+    )
+    cu = torch.tensor([0, queries, 2 * queries], dtype=torch.int32, device="cuda")
+    used = torch.tensor([700, 700], dtype=torch.int32, device="cuda")
+    found = []
+    for values in ("grouped", "rows"):
+        cache = greenfast.PagedKVCache(64, 64, 2, 128, device="cuda", values=values)
+        assert all(cache.reserve(name, 700) for name in range(2))
+        layer = cache.layer()
+        slots = cache.slot_mapping(range(2), [0, 0], [700, 700])
+        greenfast.append_kv(None, k, v, *layer[:2], slots, k_scale=layer.k_scale, v_scale=layer.v_scale)
+        out = flash_attn_varlen_func(
+            q[: 2 * queries], *layer[:2], cu, max_seqlen_q=queries, seqused_k=used, causal=True,
+            block_table=cache.block_table(range(2)), k_descale=layer.k_scale, v_descale=layer.v_scale,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        found.append(out)
+    assert torch.equal(*found)
+    assert not found[0].isnan().any()
+
+
 def test_tables_and_lengths_that_lie_read_no_other_memory() -> None:
     c = case([(1, 600), (3, 200)], group=4, head_dim=128, page_size=64, scales="token")
     for table, used in (
