@@ -281,12 +281,11 @@ extern "C" __global__ void __launch_bounds__({threads}, {config.blocks})
 
 
 def _registers(config: ServingConfig) -> tuple[int, int]:
-    """Of a thread that computes and of one of the producer: what spills least."""
-    if config.wide and config.head_dim == 256:
-        return 240, 24
-    if config.value_layout == "rows" and not (config.head_dim == 128 and config.consumers == 1 and not config.few_rows):
-        return {1: (184, 72), 2: (224, 56), 3: (152, 56)}[config.consumers]
-    return {1: (216, 40), 2: (232, 40), 3: (160, 32)}[config.consumers]
+    """Of a thread that computes and of one of the producer."""
+    if config.few_rows:
+        return 184, 72
+    two = (240, 24) if config.wide and config.head_dim == 256 else (232, 40)
+    return {1: (216, 40), 2: two, 3: (160, 32)}[config.consumers]
 
 
 @dataclass(frozen=True)
