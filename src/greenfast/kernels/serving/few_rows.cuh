@@ -107,7 +107,7 @@ struct FewRows {
   }
 
   // Turns raw scores into weights, in shared memory as codes and as numbers, and the chunk's maxima into those with
-  // this tile; gives the factors for what came before. The weights are there after a proxy fence and sync_rows().
+  // this tile; gives the factors for what came before.
   __device__ __forceinline__ void weigh(float (&s)[kKeyParts][kScores], const KeyFactors& keys, int first_key,
                                         float (&tops)[4][kRows], bool masked, float (&rescale)[kOwn]) {
     float factor[kOwn], top[kOwn], bias[kOwn];
@@ -162,6 +162,8 @@ struct FewRows {
 #pragma unroll
       for (int n = 0; n < kScores; n += 4) store_codes(m, n / 4, s[m] + n);
     }
+    ptx::fence_proxy_async();
+    c.sync_rows();
   }
 
   // The factor for what came before a tile with that maximum, which max then follows.
@@ -341,13 +343,6 @@ struct FewRows {
         const KeyFactors& keys = c.shared.factors[T::kTokenScales ? stage : 0];
         float(&tops)[4][kRows] = few.tops[tile % 2];
         weigh(s, keys, tile * kTile, tops, tile < c.whole_first || tile >= c.whole_stop, rescale);
-        [[maybe_unused]] Values values;
-        if constexpr (T::kRowValues) {  // arrives in registers while threads wait for each other
-          c.await_values(tile);
-          load_values(values);
-        }
-        ptx::fence_proxy_async();
-        c.sync_rows();
         bool same = true;
 #pragma unroll
         for (int r = 0; r < kOwn; ++r) same = same && rescale[r] == 1.0f;
@@ -358,7 +353,9 @@ struct FewRows {
             for (int i = 0; i < kScores; ++i) o[n][i] *= rescale[own(i)];
           }
         }
-        if constexpr (!T::kRowValues) c.await_values(tile);
+        c.await_values(tile);
+        [[maybe_unused]] Values values;
+        if constexpr (T::kRowValues) load_values(values);
         start_output(values);
         add_weights(keys, tops);
         if constexpr (T::kRowValues) c.release_values();  // V is in registers, and the tile's factors were read
