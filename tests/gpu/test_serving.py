@@ -13,6 +13,7 @@ from torch import Tensor
 
 import greenfast
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from greenfast.kernels.attention.config import KEY_ORDER
 from greenfast.numerics import serving as reference
 from greenfast.operator import serving_call, serving_ops
 from tests.serving.oracle import Case, case, faults
@@ -73,6 +74,7 @@ def drawn(seed: int) -> Case:
         sinks=rng.random() < 0.3,
         fp8_queries=rng.random() < 0.2,
         dtype=rng.choice([torch.float16, torch.bfloat16]),
+        layout=rng.choice(["grouped", "rows"]),
         seed=seed,
     )
 
@@ -87,6 +89,63 @@ def test_results_are_as_exact_as_their_rounding(seed: int) -> None:
     assert float((lse.cpu() - wanted[1])[finite].abs().max()) < SCORES
 
 
+def rows_of_groups(v: Tensor) -> Tensor:
+    """V in groups as V in rows."""
+    pages, heads, groups, head_dim, _ = v.shape
+    rows = torch.empty(pages, groups, 16, heads, head_dim, dtype=torch.uint8, device=v.device)
+    rows[:, :, list(KEY_ORDER)] = v.view(torch.uint8).permute(0, 2, 4, 1, 3)
+    return rows.flatten(1, 2).view(v.dtype)
+
+
+@pytest.mark.parametrize("heads_first", [False, True], ids=["NHD", "HND"])
+@pytest.mark.parametrize("scales", ["token", "head"])
+@pytest.mark.parametrize(("queries", "group"), [(1, 8), (1, 16), (4, 3), (5, 8), (70, 2)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_values_in_rows_and_in_groups_have_the_same_bits(
+    head_dim: int, queries: int, group: int, scales: str, heads_first: bool
+) -> None:
+    lengths = [(queries, n) for n in (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 3000)]
+    for page_size in (16, 32, 64, 128):
+        c = case(lengths, group=group, head_dim=head_dim, page_size=page_size, scales=scales, seed=page_size)
+        given = arguments(c)
+        rows = rows_of_groups(given[2])
+        if heads_first:
+            rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
+        out, lse = serving_ops.paged_attention(*given)
+        for _ in range(3):
+            found, sums = serving_ops.paged_attention(*given[:2], rows, *given[3:])
+            assert torch.equal(found.view(torch.int16), out.view(torch.int16))
+            assert torch.equal(sums.view(torch.int32), lse.view(torch.int32))
+
+
+def test_a_cache_in_rows_without_a_page_table() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    k, v = (
+        torch.randn(3, 512, 2, 128, device="cuda", generator=generator).mul(50).clamp(-448, 448).to(torch.float8_e4m3fn)
+        for _ in "kv"
+    )
+    q = torch.randn(3, 2, 8, 128, device="cuda", dtype=torch.bfloat16, generator=generator)
+    used = torch.tensor([5, 512, 300], dtype=torch.int32, device="cuda")
+    scales: dict[str, Any] = {"k_descale": torch.full((), 0.02, device="cuda"), "causal": True}
+    found = flash_attn_with_kvcache(q, k, v, cache_seqlens=used, **scales)
+    pages = k.view(torch.uint8).view(12, 128, 2, 128).view(k.dtype)
+    table = torch.arange(12, dtype=torch.int32, device="cuda").view(3, 4)
+    values = reference.grouped_values(v.cpu().view(torch.uint8).view(12, 128, 2, 128).view(v.dtype)).cuda()
+    wanted = flash_attn_with_kvcache(q, pages, values, cache_seqlens=used, page_table=table, **scales)
+    assert torch.equal(found, wanted)  # type: ignore[arg-type]
+
+
+def test_values_in_rows_that_are_refused() -> None:
+    c = case([(1, 70)], layout="rows", scales="head")
+    given = arguments(c)
+    flat = torch.zeros(given[2].numel() + 8, dtype=torch.uint8, device="cuda")[8:].view(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"v_cache: it begins at address .*; a multiple of 16 is needed"):
+        serving_ops.paged_attention(*given[:2], flat.view(given[2].shape), *given[3:])
+    narrow = torch.zeros(*given[2].shape[:3], 72, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"v_cache: its strides are .*multiples of 16 bytes"):
+        serving_ops.paged_attention(*given[:2], narrow[..., :64], *given[3:])
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_fastest_scales_and_layouts_have_the_error_of_the_reference(seed: int) -> None:
     """Long rows, of which a race or a lost tile would change little: compared with the reference, not with a bound."""
@@ -97,7 +156,7 @@ def test_the_fastest_scales_and_layouts_have_the_error_of_the_reference(seed: in
     assert float((out.cpu().float() - wanted.float()).norm() / wanted.float().norm()) < 0.02
 
 
-def paged(length: int, head_dim: int, page: int, token: bool, seed: int = 0) -> dict[str, Any]:
+def paged(length: int, head_dim: int, page: int, token: bool, seed: int = 0, *, grouped: bool = True) -> dict[str, Any]:
     """One sequence's cache of 2 heads, on the GPU."""
     generator = torch.Generator().manual_seed(seed)
     pages = -(-length // page)
@@ -110,9 +169,10 @@ def paged(length: int, head_dim: int, page: int, token: bool, seed: int = 0) -> 
     table = order.argsort().int()[None]
     k, v = (x.view(torch.uint8)[order].view(torch.float8_e4m3fn) for x in (k, v))
     scales = [x[order] if token else x for x in scales]
+    values = reference.grouped_values(v) if grouped else v
     return {
-        "k_cache": k.cuda(), "v_cache": reference.grouped_values(v).cuda(), "block_table": table.cuda(),
-        "k_scale": scales[0].cuda(), "v_scale": scales[1].cuda(),
+        "k_cache": k.cuda(), "v_cache": values.cuda(), "block_table": table.cuda(), "k_scale": scales[0].cuda(),
+        "v_scale": scales[1].cuda(),
     }  # fmt: skip
 
 
@@ -132,10 +192,13 @@ def attend(c: dict[str, Any], q: Tensor, starts: list[int], used: list[int], **m
 @pytest.mark.parametrize("token", [True, False], ids=["token", "head"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("window", [(-1, -1), (600, 0)], ids=["all", "window"])
-def test_decode_chunks_and_prefill_have_the_same_bits(head_dim: int, token: bool, window: tuple[int, int]) -> None:
+@pytest.mark.parametrize("grouped", [True, False], ids=["groups", "rows"])
+def test_decode_chunks_and_prefill_have_the_same_bits(
+    head_dim: int, token: bool, window: tuple[int, int], grouped: bool
+) -> None:
     length = 2300
     q = torch.randn(length, 8, head_dim, device="cuda", dtype=torch.bfloat16)
-    c = paged(length, head_dim, 64, token)
+    c = paged(length, head_dim, 64, token, grouped=grouped)
     prefill = attend(c, q, [0, length], [length], window_size=window)
     rng = random.Random(head_dim)
     places = [0, 1, 127, 128, 511, 512, 513, length - 1, *(rng.randrange(length) for _ in range(200))]
@@ -343,6 +406,31 @@ def test_repeated_calls_have_the_bits_of_the_first(form: str, cache: greenfast.P
     graph.replay()
     assert torch.equal(out, wanted[2])
     assert not wrong
+
+
+@pytest.mark.parametrize("queries", [1, 60])
+def test_appending_to_rows_and_to_groups(queries: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(2)
+    q, k, v = (
+        torch.randn(2 * 700, n, 128, device="cuda", dtype=torch.bfloat16, generator=generator) for n in (8, 2, 2)
+    )
+    cu = torch.tensor([0, queries, 2 * queries], dtype=torch.int32, device="cuda")
+    used = torch.tensor([700, 700], dtype=torch.int32, device="cuda")
+    found = []
+    for values in ("grouped", "rows"):
+        cache = greenfast.PagedKVCache(64, 64, 2, 128, device="cuda", values=values)
+        assert all(cache.reserve(name, 700) for name in range(2))
+        layer = cache.layer()
+        slots = cache.slot_mapping(range(2), [0, 0], [700, 700])
+        greenfast.append_kv(None, k, v, *layer[:2], slots, k_scale=layer.k_scale, v_scale=layer.v_scale)
+        out = flash_attn_varlen_func(
+            q[: 2 * queries], *layer[:2], cu, max_seqlen_q=queries, seqused_k=used, causal=True,
+            block_table=cache.block_table(range(2)), k_descale=layer.k_scale, v_descale=layer.v_scale,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        found.append(out)
+    assert torch.equal(*found)
+    assert not found[0].isnan().any()
 
 
 def test_tables_and_lengths_that_lie_read_no_other_memory() -> None:

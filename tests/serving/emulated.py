@@ -33,6 +33,7 @@ def launches(
         few_rows=few_rows,
         token_scales=c.k_scale.dim() == 3,
         softcap=softcap > 0,
+        value_layout="rows" if c.v_cache.dim() == 4 else "grouped",
     )
     sizes = sizes_of(c)
     window = options.get("window", (-1, -1))
@@ -42,7 +43,7 @@ def launches(
     strides = serving.ServingStrides(
         q=_two(c.q),
         k=(of_page, of_token, of_head),
-        v=_two(c.v_cache),
+        v=c.v_cache.stride()[: 3 if c.v_cache.dim() == 4 else 2],
         table=c.block_table.stride(0),
         q_scale=(0, 0) if c.q_scale is None else _two(c.q_scale),
         k_scale=scales,
@@ -112,10 +113,10 @@ def attentions(
     for n in range(times):
         outputs[f"out_{n}"] = OutputSpec((total, heads, head_dim), "uint16")
         outputs[f"lse_{n}"] = OutputSpec((heads, total), "float32")
-        params, k = kernel[1].args
+        params, *maps = kernel[1].args
         assert isinstance(params, Struct)
         fields = [f"{x}_{n}" if isinstance(x, str) and x in ("out", "lse") else x for x in params.fields]
-        steps.append((kernel[0], replace(kernel[1], args=(Struct(tuple(fields)), k))))
+        steps.append((kernel[0], replace(kernel[1], args=(Struct(tuple(fields)), *maps))))
     result = run_chain(
         [Step(to_ptx(k, serving.TARGET), k.entry, k.block, k.dynamic_smem_bytes, launch) for k, launch in steps],
         inputs,

@@ -14,6 +14,7 @@ import greenfast
 from greenfast import flash_attn
 from greenfast.numerics import serving
 from greenfast.operator import serving_checks
+from greenfast.operator.serving_explain import reason_of
 from tests.serving.oracle import E4M3, NAN_CODE, Case, case, faults, relative, visible
 
 COMPILE: Any = torch.compile
@@ -438,6 +439,25 @@ def test_explanations() -> None:
     assert greenfast.explain_call(flash_attn_varlen_func, **varlen()).kernel == "reference"
     on_meta = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in varlen().items()}
     assert greenfast.explain_call(flash_attn_varlen_func, **on_meta).kernel == "meta"
+
+
+def test_explanations_say_how_values_lie() -> None:
+    layouts = {"grouped": "an FP8 cache with V in groups", "rows": "an FP8 cache with V in rows, turned on their way"}
+    for layout, words in layouts.items():
+        c = case([(3, 70)], layout=layout)
+        assert reason_of([c.q, c.k_cache, c.v_cache, c.block_table]).startswith(words)
+    codes = torch.zeros(70, 2, 64).to(E4M3)
+    for x in (codes, codes.bfloat16()):
+        assert reason_of([x, x, x]).startswith("K and V are put into temporary pages")
+
+
+@pytest.mark.parametrize("stride", [72, 65])
+def test_rows_of_values_begin_at_multiples_of_16_bytes(stride: int) -> None:
+    c = case([(3, 70)], layout="rows")
+    wide = torch.zeros(*c.v_cache.shape[:3], stride, dtype=torch.uint8).view(E4M3)
+    call = dict(seqused_k=c.seqused_k, block_table=c.block_table, k_descale=c.k_scale, v_descale=c.v_scale)
+    with pytest.raises(ValueError, match=r"v_cache: its strides are .* multiples of 16 bytes in the others are needed"):
+        flash_attn_varlen_func(c.q, c.k_cache, wide[..., :64], c.cu_seqlens_q, None, 3, 70, **call)
 
 
 def test_lengths_on_a_gpu_are_read_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,9 +41,10 @@ def _hopper(device: int) -> Target:
 
 
 def _config(
-    head_dim: int, group: int, max_seqlen_q: int, query: torch.dtype, out: torch.dtype, *, tokens: bool, cap: bool
-) -> ServingConfig:
-    """tokens: whether each token of K and V has a scale. cap: whether there is a softcap."""
+    head_dim: int, group: int, max_seqlen_q: int, query: torch.dtype, out: torch.dtype, *, tokens: bool, cap: bool,
+    layout: str = "grouped",
+) -> ServingConfig:  # fmt: skip
+    """tokens: whether each token of K and V has a scale. cap: whether there is a softcap. layout: of V's pages."""
     rows = max_seqlen_q * group
     return ServingConfig(
         head_dim=head_dim,
@@ -53,6 +54,7 @@ def _config(
         few_rows=next((n for n in attention.FEW_ROWS if rows <= n), 0),
         token_scales=tokens,
         softcap=cap,
+        value_layout=layout,
     )
 
 
@@ -87,8 +89,6 @@ def attention_plan(
         raise
     if found is None:
         check_attention(*given, *others)
-        if v_cache.dim() == 4:
-            raise NotImplementedError('v_cache: in rows; on a GPU the layout "grouped" is needed (docs/serving.md)')
         mask = (causal, window_left, window_right)
         made = _attention_plan(*given, max_seqlen_q, mask, softcap, softmax_scale, out_dtype, lse=lse)
         found = cached(_PLANS, at, made, _MOST_PLANS)
@@ -152,7 +152,10 @@ def _attention_plan(
     multiprocessors = _hopper(device).multiprocessors
     (tokens, heads, head_dim), (pages, page, kv_heads, _) = q.shape, k_cache.shape
     per_token = k_scale.dim() == 3
-    config = _config(head_dim, heads // kv_heads, max_seqlen_q, q.dtype, out_dtype, tokens=per_token, cap=softcap > 0)
+    config = _config(
+        head_dim, heads // kv_heads, max_seqlen_q, q.dtype, out_dtype, tokens=per_token, cap=softcap > 0,
+        layout="rows" if v_cache.dim() == 4 else "grouped",
+    )  # fmt: skip
     sizes = ServingSizes(
         sequences=seqused_k.shape[0], tokens=tokens, max_q_len=max_seqlen_q, heads=heads, kv_heads=kv_heads,
         pages=pages, page=page, table_entries=block_table.shape[1],
@@ -174,7 +177,7 @@ def _attention_plan(
         ServingStrides(
             q=q.stride()[:2],  # type: ignore[arg-type]
             k=(of_page, of_token, of_head),
-            v=v_cache.stride()[:2],  # type: ignore[arg-type]
+            v=v_cache.stride()[: 3 if v_cache.dim() == 4 else 2],
             table=block_table.stride(0),
             q_scale=(0, 0) if q_scale is None else strides(q_scale),
             k_scale=strides(k_scale), v_scale=strides(v_scale),

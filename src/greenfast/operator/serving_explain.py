@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,5 +43,14 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exp
     found = torch.cuda.get_device_capability(device)
     if found != _HOPPER:
         return Explanation(TORCH, f"q: on a GPU of compute capability {found[0]}.{found[1]}; the kernels are for 9.0")
-    cached = any(x.dtype == E4M3 and x.dim() > 3 for x in tensors)
-    return Explanation("serving", "a paged FP8 cache" if cached else "K and V are quantized into temporary pages first")
+    return Explanation("serving", reason_of(tensors))
+
+
+def reason_of(tensors: Sequence[Tensor]) -> str:
+    """Where K and V come from, and how V lies there, of a call with these tensors that the kernels take."""
+    dims = {x.dim() for x in tensors if x.dtype == E4M3}
+    if dims <= {3}:
+        return "K and V are put into temporary pages first, and quantized unless they are codes"
+    if 5 in dims:
+        return "an FP8 cache with V in groups, as the tensor cores take it"
+    return "an FP8 cache with V in rows, turned on their way to the tensor cores: the bits of V in groups"

@@ -68,7 +68,7 @@ def generated(count: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         keys = generator.permutation(KEYS)[:3].tolist()
         keys[0] = KEYS[i % len(KEYS)]
         queries = [1 + i % 7, 40 if i % 4 == 3 else int(generator.integers(0, 5)), int(generator.integers(0, 5))]
-        options |= {"lengths": list(zip(queries, keys, strict=True)), "layout": "grouped"}
+        options |= {"lengths": list(zip(queries, keys, strict=True))}
         options |= {"dtype": (torch.bfloat16, torch.float16)[i // 2 % 2], "group": (1, 2, 3, 4, 7, 8, 16)[i % 7]}
         run = {"multiprocessors": (1, 2, 3, 5)[i % 4], "wide": i % 3 > 0}
         rows = max(queries) * options["group"]
@@ -159,6 +159,34 @@ def test_bits_do_not_depend_on_the_batch(surrounded: tuple[Case, tuple[Tensor, T
         begin = int(c.cu_seqlens_q[b]) if last is None else end - last
         found = attention(only(c, b, last), few_rows=few_rows)
         assert same(found, (out[begin:end], lse[:, begin:end])), (b, last, few_rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "run"),
+    [
+        ({"lengths": [(1, 17), (1, 0), (1, 257)], "group": 8, "head_dim": 128, "scales": "head"}, {"few_rows": 8}),
+        ({"lengths": [(1, 257), (2, 600)], "group": 4, "window": (300, 0)}, {"few_rows": 8}),
+        ({"lengths": [(1, 130)], "group": 11, "head_dim": 256, "kv_heads": 1, "softcap": 20.0}, {"few_rows": 16}),
+        ({"lengths": [(3, 129), (2, 0), (1, 16)], "page_size": 32, "strides": "HND"}, {}),
+        ({"lengths": [(5, 65), (2, 140)], "head_dim": 256, "kv_heads": 1, "scales": "head"}, {"wide": True}),
+        *(
+            pytest.param(options, run, marks=pytest.mark.slow)
+            for options, run in (
+                ({"lengths": [(2, 140)], "head_dim": 256, "scales": "head", "page_size": 32}, {}),
+                ({"lengths": [(5, 65), (2, 300)], "head_dim": 128, "scales": "head"}, {"wide": True}),
+                ({"lengths": [(5, 65)], "head_dim": 128, "fp8_queries": True, "page_size": 128}, {"wide": True}),
+                ({"lengths": [(3, 129), (1, 600)], "scales": "head"}, {"wide": True}),
+                ({"lengths": [(35, 700)], "head_dim": 256, "group": 4}, {"wide": True}),
+                ({"lengths": [(9, 700)], "head_dim": 128, "group": 4}, {"seed": 1}),
+            )
+        ),
+    ],
+)
+def test_bits_do_not_depend_on_the_layout_of_values(options: dict[str, Any], run: dict[str, Any]) -> None:
+    rows = case(**options, layout="rows")
+    found = attention(rows, **run)
+    assert close(rows, found) == []
+    assert same(found, attention(case(**options), **run))
 
 
 def test_bits_do_not_depend_on_pages(surrounded: tuple[Case, tuple[Tensor, Tensor]]) -> None:
@@ -270,15 +298,18 @@ def test_a_key_of_nan_reaches_the_rows_that_attend_to_it() -> None:
     assert not out[:2].isnan().any()
 
 
-def test_a_value_of_nan_reaches_its_row_tile() -> None:
+@pytest.mark.parametrize(("layout", "few_rows"), [("grouped", 0), ("rows", 0), ("rows", 8)])
+def test_a_value_of_nan_reaches_its_row_tile(layout: str, few_rows: int) -> None:
     """As in FlashAttention: 0 times NaN is NaN. Other columns, other heads and the log-sum-exp are as they were."""
-    c = case([(4, 70)], kv_heads=2, scales="head")
-    clean, clean_lse = attention(c)
+    c = case([(4, 70)], kv_heads=2, scales="head", layout=layout)
+    clean, clean_lse = attention(c, few_rows=few_rows)
     key, page = 68, c.k_cache.shape[1]
-    c.v_cache.view(torch.uint8)[c.block_table[0, key // page], 1, key % page // 16, 5, KEY_ORDER.index(key % 16)] = (
-        NAN_CODE
-    )
-    out, lse = attention(c)
+    of_page = c.v_cache.view(torch.uint8)[c.block_table[0, key // page]]
+    if layout == "rows":
+        of_page[key % page, 1, 5] = NAN_CODE
+    else:
+        of_page[1, key % page // 16, 5, KEY_ORDER.index(key % 16)] = NAN_CODE
+    out, lse = attention(c, few_rows=few_rows)
     assert out[:, 2:, 5].isnan().all()
     expected = clean.clone()
     expected[:, 2:, 5] = out[:, 2:, 5]

@@ -46,7 +46,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving accesses of accumulators across this point.
+// Keeps the compiler from moving accesses of accumulators, or of left operands in registers, across this point.
 template <int kCount>
 __device__ __forceinline__ void pin(float (&d)[kCount]) {
 #pragma unroll
@@ -56,6 +56,11 @@ template <int kCount>
 __device__ __forceinline__ void pin(int (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
+template <int kCount>
+__device__ __forceinline__ void pin(unsigned (&a)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
 // Operands of the instruction's text: %0 to %31 and so on, and the registers that they stand for.

@@ -6,7 +6,8 @@
 // Shah et al., 2024). O of a chunk stays in the tensor cores' accumulators; chunks are merged in float32.
 //
 // Pages of K hold rows. Pages of V hold, for each 16 keys, a matrix (head_dim, 16): V transposed, its keys in the order
-// in which accumulators of S are the A operand of P V (KEY_ORDER in attention/config.py).
+// in which accumulators of S are the A operand of P V (KEY_ORDER in attention/config.py). Or they hold rows, which warps
+// of the producer turn into that in their stage; few_rows.cuh takes them as they are.
 //
 // A NaN of K, or of the scale of a token, reaches the rows that attend to the key. A NaN code of V reaches its column of
 // all rows of the row tile where one of them attends to its key, as 0 times NaN is NaN: query tokens before it too, but no
@@ -29,6 +30,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "serving/plan.cuh"
+#include "serving/value_rows.cuh"
 
 namespace greenfast::serving {
 
@@ -61,6 +63,7 @@ struct Barrier {
 //   bool kSharedTotals     whether sums over chunks are in shared memory, or in registers
 //   int kSmemBytes         of Storage: a check of what Python plans
 //   bool kTokenScales      whether each token and head of K and V has a scale, or each head
+//   bool kRowValues        whether pages of V hold rows, as those of K
 //   bool kSoftcap          whether scores s become softcap * tanh(s / softcap)
 //   bool kCodedQueries     whether Q is E4M3 with a scale for each sequence and head of K, or of type In
 //   type In, Out           half or __nv_bfloat16
@@ -79,8 +82,17 @@ struct Traits : Cfg {
   // The factors of a tile are needed before P V of the tile before it is over.
   static constexpr int kFactorStages = Cfg::kStages > 1 ? Cfg::kStages : 2;
   // Whether a warp of the producer fetches the scales of heads, one work ahead, and one the pages of V: one for K and V
-  // would wait for room for V before it fetches the next K. A block with few works only begins later for it.
+  // would wait for room for V before it fetches the next K. A block with few works only begins later for it. Where V's
+  // rows are turned, it is the same warp.
   static constexpr bool kScalesAhead = Cfg::kRowParts > 1 && !Cfg::kTokenScales, kValuesApart = Cfg::kRowParts > 1;
+  // Rows of V are turned by warps of the producer: by two, or by one where others find the factors of keys. With one
+  // stage the consumers would wait for them, and turn the rows themselves.
+  static constexpr bool kTurnsValues = Cfg::kRowValues && Cfg::kFewRows == 0;
+  static constexpr bool kTurnsAhead = kTurnsValues && Cfg::kStages > 1;
+  static constexpr int kTurners = Cfg::kTokenScales ? 1 : 2;
+  static constexpr int kFirstTurner = !Cfg::kTokenScales ? 1 : kValuesApart ? 2 : 3;
+  static constexpr int kFactorWarps = kTurnsAhead && kValuesApart ? 1 : 2;
+  static constexpr bool kExchangesRegisters = Cfg::kFewRows == 0 || (Cfg::kRowValues && Cfg::kBlocks > 1);
   // Of a thread's sums over chunks, how many are in registers. At head dim 256 shared memory lacks room for all.
   static constexpr int kHeld = !Cfg::kSharedTotals ? kColumns / 2 : Cfg::kHeadDim == 256 ? 4 : 0;
   // Whether scores are turned into exponents before the mask, or scaled in the exponential.
@@ -125,6 +137,15 @@ struct Few {
 template <>
 struct Few<0> {};
 
+// Stages of V that hold rows, or what comes behind the last of them.
+template <int kStages>
+struct RowStages {
+  ptx::Mbarrier full[kStages];
+  int end[kStages];
+};
+template <>
+struct RowStages<0> {};
+
 template <class T>
 struct Storage {
   alignas(1024) unsigned char q[T::kRowParts][T::kPanels][T::kPartRows * T::kPanel];
@@ -144,6 +165,7 @@ struct Storage {
   int piece_count;
   ptx::Mbarrier k_full[T::kStages], k_empty[T::kStages], v_full[T::kStages], v_empty[T::kStages];
   ptx::Mbarrier factors_full[T::kFactorStages], q_full, q_empty;
+  RowStages<T::kTurnsAhead ? T::kStages : 0> rows_of_v;
 };
 
 // K-major operand of V in shared memory: matrices of 8 columns by 16 keys of 128 bytes each, without a swizzle.
@@ -209,9 +231,79 @@ __device__ __forceinline__ void fetch_queries(const AttentionParams& p, Storage<
   }
 }
 
+// With kScalesAhead: the scales of a work's K and V, and its Q into L2 where that is not fetched into shared memory.
+// Consumers would wait for both.
+template <class T>
+__device__ __forceinline__ void fetch_scales(const AttentionParams& p, Storage<T>& shared, const Work& work,
+                                             unsigned q_parity) {
+  const int lane = threadIdx.x % 32, group = p.batch.group;
+  const long long sequence = work.tile.sequence;
+  const float k = p.k_scale[sequence * p.k_scale_strides[0] + work.head * p.k_scale_strides[1]];
+  const float v = p.v_scale[sequence * p.v_scale_strides[0] + work.head * p.v_scale_strides[1]];
+  shared.q_empty.wait(q_parity ^ 1);
+  if (lane == 0) {
+    shared.next_scales[0] = k;
+    shared.next_scales[1] = v;
+    shared.q_full.arrive();
+  }
+  const int rows = work.tile.rows(T::kRows, group);
+  for (int r = lane; rows > T::kRawRows && r < rows; r += 32) {
+    const int row = work.tile.first_row + r, token = p.batch.token(row), head = work.head * group + row - token * group;
+    const long long at = (work.tile.q_begin + token) * p.q_token + head * p.q_head;
+    ptx::bulk_prefetch(static_cast<const unsigned char*>(p.q) + at * (T::kRawBytes / T::kHeadDim), T::kRawBytes);
+  }
+}
+
+// Says that there is no more work.
+template <class T>
+__device__ __forceinline__ void end_scales(Storage<T>& shared, unsigned q_parity) {
+  shared.q_empty.wait(q_parity ^ 1);
+  if (threadIdx.x % 32 == 0) shared.q_full.arrive();
+}
+
+// The producer's second warp, where it does nothing else.
+template <class T>
+__device__ __forceinline__ void fetch_scales(const AttentionParams& p, Storage<T>& shared) {
+  const Plan plan = plan_of(p);
+  Schedule schedule;
+  schedule.start(plan);
+  unsigned q_parity = 0;
+  for (Work work; schedule.get(plan, p.kv_heads, work); q_parity ^= 1) fetch_scales(p, shared, work, q_parity);
+  end_scales(shared, q_parity);
+}
+
+// What copies of V into a stage arrive at.
+template <class T>
+__device__ __forceinline__ ptx::Mbarrier& value_barrier(Storage<T>& shared, int stage) {
+  if constexpr (T::kTurnsAhead) {
+    return shared.rows_of_v.full[stage];
+  } else {
+    return shared.v_full[stage];
+  }
+}
+
+// Starts copying rows of a page of V into a stage, where its keys begin at `slot`.
+template <class T>
+__device__ __forceinline__ void fetch_rows(const AttentionParams& p, unsigned char* stage, ptx::Mbarrier& full,
+                                           const ptx::TensorMap& v_map, int slot, int head, int page) {
+  if constexpr (T::kTurnsValues && T::kPanels > 1) {  // panels of 16 keys side by side, to be turned in place
+    for (int key = 0; key < p.page; key += 16) {
+      for (int i = 0; i < T::kPanels; ++i) {
+        ptx::tma_load_4d(stage + (slot + key) * T::kHeadDim + i * 16 * T::kPanel, v_map, full, i * T::kPanel, key, head,
+                         page);
+      }
+    }
+  } else {
+    for (int i = 0; i < T::kPanels; ++i) {
+      ptx::tma_load_4d(stage + (i * kTile + slot) * T::kPanel, v_map, full, i * T::kPanel, 0, head, page);
+    }
+  }
+}
+
 // By a warp of the producer: Q and pages of K, pages of V, or all of them. A page's lane issues its copies.
 template <class T, bool kKeys, bool kValues>
-__device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shared, const ptx::TensorMap& k_map) {
+__device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shared, const ptx::TensorMap& k_map,
+                                      const ptx::TensorMap& v_map) {
   const int lane = threadIdx.x % 32;
   const int pages = kTile / p.page;
   const unsigned page_bytes = p.page * T::kHeadDim;
@@ -233,6 +325,9 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
       shared.q_empty.wait(q_parity ^ 1);
       q_parity ^= 1;
       fetch_queries(p, shared, work);
+    } else if constexpr (T::kScalesAhead && T::kTurnsAhead) {
+      fetch_scales(p, shared, work, q_parity);
+      q_parity ^= 1;
     }
     for (; tile < stop; ++tile, ring.advance()) {
       const int s = ring.stage, number = table.known(next);
@@ -252,17 +347,35 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
         }
       }
       if constexpr (kValues) {
+        ptx::Mbarrier& full = value_barrier(shared, s);
         shared.v_empty[s].wait(ring.parity ^ 1);
-        if (lane == 0) shared.v_full[s].arrive_expect(bytes);
+        if (lane == 0) {
+          if constexpr (T::kTurnsAhead) shared.rows_of_v.end[s] = 0;
+          full.arrive_expect(bytes);
+        }
         __syncwarp();
         if (needed) {
-          const long long at = number * p.v_page + work.head * p.v_head;
-          ptx::bulk_load(shared.v[s][0] + lane * page_bytes, values + at, page_bytes, shared.v_full[s]);
+          if constexpr (T::kRowValues) {
+            fetch_rows<T>(p, shared.v[s][0], full, v_map, lane * p.page, work.head, number);
+          } else {
+            const long long at = number * p.v_page + work.head * p.v_head;
+            ptx::bulk_load(shared.v[s][0] + lane * page_bytes, values + at, page_bytes, full);
+          }
         }
       }
     }
   }
-  if constexpr (!kKeys) return;
+  if constexpr (kValues && T::kTurnsAhead) {
+    shared.v_empty[ring.stage].wait(ring.parity ^ 1);
+    if (lane == 0) {
+      shared.rows_of_v.end[ring.stage] = 1;
+      shared.rows_of_v.full[ring.stage].arrive();
+    }
+  }
+  if constexpr (!kKeys) {
+    if constexpr (T::kScalesAhead && T::kTurnsAhead) end_scales(shared, q_parity);
+    return;
+  }
   shared.q_empty.wait(q_parity ^ 1);
   if (lane == 0) {
     shared.next = Work{};
@@ -270,40 +383,32 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
   }
 }
 
-// The producer's second warp with kScalesAhead: the scales of a work's K and V, and its Q into L2 where that is not
-// fetched into shared memory. Consumers would wait for both.
-template <class T>
-__device__ __forceinline__ void fetch_scales(const AttentionParams& p, Storage<T>& shared) {
-  const int lane = threadIdx.x % 32, group = p.batch.group;
-  const Plan plan = plan_of(p);
-  Schedule schedule;
-  schedule.start(plan);
-  unsigned q_parity = 0;
-  for (Work work; schedule.get(plan, p.kv_heads, work); q_parity ^= 1) {
-    const long long sequence = work.tile.sequence;
-    const float k = p.k_scale[sequence * p.k_scale_strides[0] + work.head * p.k_scale_strides[1]];
-    const float v = p.v_scale[sequence * p.v_scale_strides[0] + work.head * p.v_scale_strides[1]];
-    shared.q_empty.wait(q_parity ^ 1);
-    if (lane == 0) {
-      shared.next_scales[0] = k;
-      shared.next_scales[1] = v;
-      shared.q_full.arrive();
-    }
-    const int rows = work.tile.rows(T::kRows, group);
-    for (int r = lane; rows > T::kRawRows && r < rows; r += 32) {
-      const int row = work.tile.first_row + r, token = p.batch.token(row), head = work.head * group + row - token * group;
-      const long long at = (work.tile.q_begin + token) * p.q_token + head * p.q_head;
-      ptx::bulk_prefetch(static_cast<const unsigned char*>(p.q) + at * (T::kRawBytes / T::kHeadDim), T::kRawBytes);
-    }
-  }
-  shared.q_empty.wait(q_parity ^ 1);
-  if (lane == 0) shared.q_full.arrive();
+// By a warp of kWarps that do so: turns rows of V in the stage where they lie.
+template <class T, int kWarps>
+__device__ __forceinline__ void turn_stage(unsigned char* stage, int warp) {
+  constexpr int kParts = kTile / 16 * T::kPanels;
+#pragma unroll 1
+  for (int part = warp; part < kParts; part += kWarps) turn_rows<T::kPanel>(stage + part * 16 * T::kPanel);
+  ptx::fence_proxy_async();
 }
 
-// The producer's second and third warp with kTokenScales: the factors of a tile's keys.
+// By kTurners warps of the producer: turns all tiles of V.
+template <class T>
+__device__ __forceinline__ void turn_values(Storage<T>& shared) {
+  for (Ring<T::kStages> ring;; ring.advance()) {
+    const int s = ring.stage;
+    shared.rows_of_v.full[s].wait(ring.parity);
+    if (shared.rows_of_v.end[s]) break;
+    turn_stage<T, T::kTurners>(shared.v[s][0], threadIdx.x / 32 % 4 - T::kFirstTurner);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) shared.v_full[s].arrive();
+  }
+}
+
+// With kTokenScales the producer's second warp, and the third if there are two for it: the factors of a tile's keys.
 template <class T>
 __device__ __forceinline__ void fetch_factors(const AttentionParams& p, Storage<T>& shared) {
-  constexpr int kThreads = 64;
+  constexpr int kThreads = 32 * T::kFactorWarps, kOwn = kTile / kThreads;
   const int thread = threadIdx.x % 128 - 32;
   Ring<T::kFactorStages> ring;
   unsigned tiles = 0;  // so far
@@ -315,8 +420,8 @@ __device__ __forceinline__ void fetch_factors(const AttentionParams& p, Storage<
     const int stop = work.stop_tile();
     for (int tile = work.first_tile(); tile < stop; ++tile, ++tiles, ring.advance()) {
       const int s = ring.stage;
-      float scales[2], of_values[2];
-      for (int i = 0; i < 2; ++i) {
+      float scales[kOwn], of_values[kOwn];
+      for (int i = 0; i < kOwn; ++i) {
         const int key = tile * kTile + thread + i * kThreads;
         scales[i] = of_values[i] = 1.0f;
         if (key >= work.tile.key_begin && key < work.tile.key_end) {
@@ -331,7 +436,7 @@ __device__ __forceinline__ void fetch_factors(const AttentionParams& p, Storage<
       } else if (tiles >= 2) {
         shared.v_empty[0].wait(tiles % 2);  // of the tile two before
       }
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < kOwn; ++i) {
         const int at = thread + i * kThreads;
         KeyFactors& factors = shared.factors[s];
         // A scale of NaN or 0 is to make rows NaN that attend to the key, through the exponent, and no others.
@@ -513,9 +618,8 @@ struct Consumer {
   }
 
   // Clears values of keys that no row attends to: a cache holds anything behind a sequence, and 0 times NaN is NaN.
-  __device__ __forceinline__ void clear_values(int tile, int begin, int end) {
+  __device__ __forceinline__ void clear_values(int first, int stop) {
     constexpr int kOrder[16] = {0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15};
-    const int first = begin - tile * kTile, stop = end - tile * kTile;
     for (int i = threadIdx.x; i < kTile / 16 * T::kHeadDim; i += kThreads) {
       const int group = i / T::kHeadDim, key = group * 16;
       if (key >= first && key + 16 <= stop) continue;
@@ -530,6 +634,16 @@ struct Consumer {
       *at = make_uint4(x.x & kept[0], x.y & kept[1], x.z & kept[2], x.w & kept[3]);
     }
     ptx::fence_proxy_async();
+    ptx::barrier_sync(Barrier::kConsumers, kThreads);
+  }
+  // The same where a stage holds rows.
+  __device__ __forceinline__ void clear_rows(int first, int stop) {
+    constexpr int kChunks = T::kPanel / 16;
+    for (int i = threadIdx.x; i < T::kPanels * kTile * kChunks; i += kThreads) {
+      const int key = i / kChunks % kTile;
+      if (key >= first && key < stop) continue;
+      reinterpret_cast<uint4*>(shared.v[v_ring.stage])[i] = make_uint4(0, 0, 0, 0);
+    }
     ptx::barrier_sync(Barrier::kConsumers, kThreads);
   }
 
@@ -1034,11 +1148,20 @@ struct Consumer {
 
   __device__ __forceinline__ void await_values(int tile) {
     shared.v_full[v_ring.stage].wait(v_ring.parity);
+    if constexpr (T::kTurnsValues && !T::kTurnsAhead) {
+      turn_stage<T, 4 * T::kConsumers>(shared.v[v_ring.stage][0], threadIdx.x / 32);
+      ptx::barrier_sync(Barrier::kConsumers, kThreads);
+    }
     if (tile == clear_first || tile == clear_last) {
-      clear_values(tile, rows.work.tile.key_begin, rows.work.tile.key_end);
+      const int first = rows.work.tile.key_begin - tile * kTile, stop = rows.work.tile.key_end - tile * kTile;
+      T::kRowValues && !T::kTurnsValues ? clear_rows(first, stop) : clear_values(first, stop);
     }
   }
   __device__ __forceinline__ void release_values() {
+    if constexpr (T::kRowValues && !T::kTurnsValues) {
+      ptx::fence_proxy_async();  // reads are over before TMA may overwrite what they read
+      __syncwarp();
+    }
     arrive(shared.v_empty[v_ring.stage]);
     v_ring.advance();
   }
@@ -1120,8 +1243,13 @@ struct Consumer {
 };
 
 // By 128 threads of each block: what the first loads wait for. Block tables are shared out among the blocks.
-__device__ __forceinline__ void prefetch(const AttentionParams& p, const ptx::TensorMap& k_map) {
-  if (threadIdx.x % 128 == 0) ptx::prefetch_map(k_map);
+template <class T>
+__device__ __forceinline__ void prefetch(const AttentionParams& p, const ptx::TensorMap& k_map,
+                                         const ptx::TensorMap& v_map) {
+  if (threadIdx.x % 128 == 0) {
+    ptx::prefetch_map(k_map);
+    if constexpr (T::kRowValues) ptx::prefetch_map(v_map);
+  }
   const long long entries = (p.batch.sequences - 1LL) * p.table_row + p.table_entries;
   const long long entry = (blockIdx.x * 128LL + threadIdx.x % 128) * 32;  // of a line
   if (entry < entries) ptx::prefetch_l2(p.block_table + entry);
@@ -1131,14 +1259,16 @@ template <class T>
 struct FewRows;
 
 // Grid: kBlocks per multiprocessor. Block: 128 threads for each consumer warpgroup and 128 for the producer.
+// v_map: of V in rows, else anything.
 template <class Cfg>
-__device__ __forceinline__ void attention(const AttentionParams& p, const ptx::TensorMap& k_map) {
+__device__ __forceinline__ void attention(const AttentionParams& p, const ptx::TensorMap& k_map,
+                                          const ptx::TensorMap& v_map) {
   using T = Traits<Cfg>;
   extern __shared__ __align__(1024) unsigned char smem[];
   Storage<T>& shared = *reinterpret_cast<Storage<T>*>(smem);
   static_assert(sizeof(Storage<T>) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be uniform
-  if (warpgroup == T::kConsumers) prefetch(p, k_map);
+  if (warpgroup == T::kConsumers) prefetch<T>(p, k_map, v_map);
   if (threadIdx.x == 0) {
     shared.piece_count = 0;
     constexpr int kWarps = 4 * T::kConsumers;
@@ -1146,11 +1276,12 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
     shared.q_empty.init(T::kRowParts);
     for (int s = 0; s < T::kStages; ++s) {
       shared.k_full[s].init(1);
-      shared.v_full[s].init(1);
+      shared.v_full[s].init(T::kTurnsAhead ? T::kTurners : 1);
+      if constexpr (T::kTurnsAhead) shared.rows_of_v.full[s].init(1);
       shared.k_empty[s].init(kWarps);
       shared.v_empty[s].init(kWarps);
     }
-    for (int s = 0; s < T::kFactorStages; ++s) shared.factors_full[s].init(2);
+    for (int s = 0; s < T::kFactorStages; ++s) shared.factors_full[s].init(T::kFactorWarps);
     ptx::fence_mbarrier_init();
   }
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(shared.q) / 16); i += T::kThreads) {
@@ -1161,18 +1292,21 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
   __syncthreads();
   ptx::griddepcontrol_wait();  // so far nothing was read that kernels before this one may have written
   if (warpgroup == T::kConsumers) {
-    if constexpr (T::kFewRows == 0) ptx::warpgroup_reg_dealloc<T::kProducerRegisters>();
+    if constexpr (T::kExchangesRegisters) ptx::warpgroup_reg_dealloc<T::kProducerRegisters>();
     const int warp = threadIdx.x / 32 % 4;
-    if (warp == 0) {
-      fetch<T, true, !T::kValuesApart>(p, shared, k_map);
+    if (T::kTurnsAhead && warp >= T::kFirstTurner && warp < T::kFirstTurner + T::kTurners) {
+      if constexpr (T::kTurnsAhead) turn_values(shared);
+    } else if (warp == 0) {
+      fetch<T, true, !T::kValuesApart>(p, shared, k_map, v_map);
     } else if (warp == 3) {
-      if constexpr (T::kValuesApart) fetch<T, false, true>(p, shared, k_map);
+      if constexpr (T::kValuesApart) fetch<T, false, true>(p, shared, k_map, v_map);
     } else if constexpr (T::kTokenScales) {
       fetch_factors<T>(p, shared);
     } else if constexpr (T::kScalesAhead) {
       if (warp == 1) fetch_scales<T>(p, shared);
     }
   } else if constexpr (T::kFewRows > 0) {
+    if constexpr (T::kExchangesRegisters) ptx::warpgroup_reg_alloc<T::kConsumerRegisters>();
     FewRows<T>(p, shared).run();
   } else {
     ptx::warpgroup_reg_alloc<T::kConsumerRegisters>();

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
+from greenfast.kernels.attention.config import KEY_GROUP
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import KernelSource, Launch, Struct, TensorMap
@@ -15,6 +16,7 @@ from greenfast.spec.kernel import KernelSource, Launch, Struct, TensorMap
 ENTRY, PLAN_ENTRY = "paged_attention", "plan_attention"
 TARGET = Target("sm_90a")
 HEAD_DIMS = (64, 128, 256)
+VALUE_LAYOUTS = ("grouped", "rows")
 FEW_ROWS = (8, 16)  # of a row tile of decoding
 TILE, CHUNK = 128, 512  # keys: of a tile, and of a run whose sum stays in the tensor cores' accumulators
 NARROW_ROWS = 64  # of a row tile that is not wide
@@ -36,7 +38,8 @@ class ServingConfig:
 
     head_dim: 64, 128 or 256. query: "float16", "bfloat16" or "e4m3". out: "float16" or "bfloat16". wide: row tiles of
     128 or 192 rows, for prefill, instead of 64. few_rows: row tiles of 8 or 16 rows instead, for decoding; 0 otherwise.
-    token_scales: each token and head of K and V has a scale. softcap: whether there is one.
+    token_scales: each token and head of K and V has a scale. softcap: whether there is one. value_layout: "grouped",
+    or "rows" as K.
     """
 
     head_dim: int
@@ -46,10 +49,13 @@ class ServingConfig:
     few_rows: int = 0
     token_scales: bool = False
     softcap: bool = False
+    value_layout: str = "grouped"
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
             raise UsageError(f"head_dim: {self.head_dim}; allowed are {', '.join(map(str, HEAD_DIMS))}")
+        if self.value_layout not in VALUE_LAYOUTS:
+            raise UsageError(f"value_layout: {self.value_layout!r}; allowed are {', '.join(VALUE_LAYOUTS)}")
 
     @property
     def row_parts(self) -> int:
@@ -60,6 +66,11 @@ class ServingConfig:
     def column_parts(self) -> int:
         """Warpgroups that share rows."""
         return 2 if self.head_dim == 256 and not self.wide and not self.few_rows else 1
+
+    @property
+    def turns_values(self) -> bool:
+        """Whether rows of V are turned in shared memory."""
+        return self.value_layout == "rows" and not self.few_rows
 
     @property
     def shared_totals(self) -> bool:
@@ -120,6 +131,8 @@ class ServingConfig:
         rest = raw + totals + factors + _WORK_BYTES + 8 + _ROWS_BYTES * self.row_parts
         rest = -(-(rest + _SUMS_BYTES * self.consumers) // 16) * 16 + few + _PIECES_BYTES
         rest = -(-rest // 8) * 8 + 32 * stages + 8 * max(stages, 2) + 16
+        if self.turns_values and stages > 1:
+            rest += 12 * stages  # of the rows' stages, which with one the consumers turn themselves
         return tiles + -(-rest // 1024) * 1024
 
 
@@ -225,9 +238,10 @@ def plan_launch(
 
 def kernel(config: ServingConfig) -> KernelSource:
     """Render the attention kernel."""
-    two = (240, 24) if config.wide and config.head_dim == 256 else (232, 40)
-    consumer, producer = {1: (216, 40), 2: two, 3: (160, 32)}[config.consumers]
-    threads = 128 * (config.consumers + 1)
+    threads, rows = 128 * (config.consumers + 1), config.value_layout == "rows"
+    consumer, producer = _registers(config)
+    maps = [f"const __grid_constant__ greenfast::ptx::TensorMap {name}" for name in ("k", "v")[: 1 + rows]]
+    parameters = ",\n        ".join(("const __grid_constant__ greenfast::serving::AttentionParams p", *maps))
     source = f"""#include "serving/few_rows.cuh"
 
 struct Cfg {{
@@ -243,6 +257,7 @@ struct Cfg {{
   static constexpr bool kSharedTotals = {str(config.shared_totals).lower()};
   static constexpr int kSmemBytes = {config.smem_bytes};
   static constexpr bool kTokenScales = {str(config.token_scales).lower()};
+  static constexpr bool kRowValues = {str(rows).lower()};
   static constexpr bool kSoftcap = {str(config.softcap).lower()};
   static constexpr bool kCodedQueries = {str(config.query == "e4m3").lower()};
   using In = {CUDA_TYPES["float16" if config.query == "e4m3" else config.query]};
@@ -250,9 +265,8 @@ struct Cfg {{
 }};
 
 extern "C" __global__ void __launch_bounds__({threads}, {config.blocks})
-{ENTRY}(const __grid_constant__ greenfast::serving::AttentionParams p,
-        const __grid_constant__ greenfast::ptx::TensorMap k) {{
-  greenfast::serving::attention<Cfg>(p, k);
+{ENTRY}({parameters}) {{
+  greenfast::serving::attention<Cfg>(p, k, {"v" if rows else "k"});
 }}
 """
     return KernelSource(
@@ -266,17 +280,25 @@ extern "C" __global__ void __launch_bounds__({threads}, {config.blocks})
     )
 
 
+def _registers(config: ServingConfig) -> tuple[int, int]:
+    """Of a thread that computes and of one of the producer."""
+    if config.few_rows:
+        return 184, 72
+    two = (240, 24) if config.wide and config.head_dim == 256 else (232, 40)
+    return {1: (216, 40), 2: two, 3: (160, 32)}[config.consumers]
+
+
 @dataclass(frozen=True)
 class ServingStrides:
     """Strides in elements. q: of tokens and heads. k: of pages, tokens of a page, and heads; multiples of 16.
 
-    v: of pages and heads. table: of the block table's sequences. q_scale, k_scale, v_scale: of sequences and heads, or
-    where tokens have scales of pages and heads.
+    v: of pages and heads, in rows as k. table: of the block table's sequences. q_scale, k_scale, v_scale: of sequences
+    and heads, or where tokens have scales of pages and heads.
     """
 
     q: tuple[int, int]
     k: tuple[int, int, int]
-    v: tuple[int, int]
+    v: tuple[int, ...]
     table: int
     q_scale: tuple[int, int] = (0, 0)
     k_scale: tuple[int, int] = (0, 0)
@@ -307,20 +329,22 @@ def launch(
             *_ints(*strides.q_scale, *strides.k_scale, *strides.v_scale),
             *_ints(sizes.slot_rows(config.rows), sizes.slots(config, blocks), sizes.most_tiles(config.rows)),
             *_ints(abreast(sizes, blocks)),
-            *(np.int64(stride) for stride in (*strides.q, *strides.v)),
+            *(np.int64(stride) for stride in (*strides.q, strides.v[0], strides.v[-1])),
             *(np.float32(scale), np.float32(softcap)),
         )
     )
-    of_page, of_token, of_head = strides.k
-    k = TensorMap(
-        "k_cache",
-        "uint8",
-        (sizes.pages, sizes.kv_heads, sizes.page, config.head_dim),
-        (of_page, of_head, of_token, 1),
-        (1, 1, sizes.page, panel),
-        panel,
-    )
-    return Launch(grid=(blocks, 1, 1), args=(params, k), early=True)
+
+    def rows(buffer: str, strides: tuple[int, ...], keys: int) -> TensorMap:
+        of_page, of_token, of_head = strides
+        dims = (sizes.pages, sizes.kv_heads, sizes.page, config.head_dim)
+        return TensorMap(buffer, "uint8", dims, (of_page, of_head, of_token, 1), (1, 1, keys, panel), panel)
+
+    maps = [rows("k_cache", strides.k, sizes.page)]
+    if config.value_layout == "rows":
+        # Where rows of 16 keys are turned in place, both panels of them lie side by side.
+        keys = KEY_GROUP if config.turns_values and panel < config.head_dim else sizes.page
+        maps.append(rows("v_cache", strides.v, keys))
+    return Launch(grid=(blocks, 1, 1), args=(params, *maps), early=True)
 
 
 def _batch(sizes: ServingSizes, window: tuple[int, int]) -> tuple[np.generic, ...]:

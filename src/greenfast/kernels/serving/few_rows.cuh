@@ -2,7 +2,8 @@
 //
 // S^T = K Q^T and O^T = V^T P^T, so that 8 or 16 rows are not padded to the 64 of a product's left operand, and all
 // threads of a warpgroup share their softmax. P^T goes through shared memory. A row's sum of weights is added up in the
-// order in which the threads of Consumer do it.
+// order in which the threads of Consumer do it. V in rows is read into the registers of the left operand, whose row i of
+// 16 is then column 2 i, or 2 i - 15 from 8 on: no product depends on it.
 #pragma once
 
 #include "serving/attention.cuh"
@@ -17,6 +18,7 @@ struct FewRows {
   static constexpr int kScores = kRows / 2;                    // registers of 64 keys, or of 64 columns
   static constexpr int kKeyParts = kTile / 64, kColumnParts = T::kHeadDim / 64;
   static constexpr int kSums = kRows / 8;  // rows to whose sum a thread contributes
+  using Values = unsigned[kTile / 32][kColumnParts][4];  // left operands: of each 32 keys and 64 columns
 
   Consumer<T> c;
   Few<kRows>& few;
@@ -32,6 +34,11 @@ struct FewRows {
   // The key, or column, of register i of 64.
   __device__ __forceinline__ static int place(int i) {
     return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
+  }
+  // The column of register i of 64.
+  __device__ __forceinline__ static int column(int i) {
+    if constexpr (!T::kRowValues) return place(i);
+    return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 * 2 + i / 2 % 2;
   }
   // Sums: sixteen threads share a row; a thread adds up keys 8 j + 2 (t % 4) and the next one for j = t / 4 % 4, + 4 ...
   __device__ __forceinline__ static int sum_row(int n) { return n * 8 + threadIdx.x % 128 / 16; }
@@ -52,20 +59,51 @@ struct FewRows {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void start_output() {
+  // values: with kRowValues.
+  __device__ __forceinline__ void start_output([[maybe_unused]] Values& values) {
     constexpr unsigned kKeysStep = sizeof(few.weights[0]) / 16, kRowsStep = 128 / 16;
     const unsigned low = ptx::shared_address(few.weights) >> 4 | kKeysStep << 16;
+    if constexpr (T::kRowValues) {
+#pragma unroll
+      for (int t = 0; t < kTile / 32; ++t) {
+#pragma unroll
+        for (int n = 0; n < kColumnParts; ++n) ptx::pin(values[t][n]);
+      }
+    }
     ptx::wgmma_fence();
 #pragma unroll
     for (int t = 0; t < kTile / 32; ++t) {
       const unsigned long long weights = static_cast<unsigned long long>(kRowsStep) << 32 | (low + 2 * t * kKeysStep);
 #pragma unroll
       for (int n = 0; n < kColumnParts; ++n) {
-        const unsigned at = c.v_ring.stage * sizeof(c.shared.v[0]) + 2 * t * T::kGroupBytes + n * 64 * 16;
-        ptx::wgmma_add(o[n], c.v_tiles.at(at), weights);
+        if constexpr (T::kRowValues) {
+          ptx::wgmma_add(o[n], values[t][n], weights);
+        } else {
+          const unsigned at = c.v_ring.stage * sizeof(c.shared.v[0]) + 2 * t * T::kGroupBytes + n * 64 * 16;
+          ptx::wgmma_add(o[n], c.v_tiles.at(at), weights);
+        }
       }
     }
     ptx::wgmma_commit();
+  }
+
+  // Of V's rows.
+  __device__ __forceinline__ void load_values(Values& values) const {
+    const unsigned char* const stage = c.shared.v[c.v_ring.stage][0];
+#pragma unroll
+    for (int t = 0; t < kTile / 32; ++t) {
+#pragma unroll
+      for (int n = 0; n < kColumnParts; ++n) {
+        const int column = n * 64 + threadIdx.x / 32 % 4 * 16;
+        const unsigned char* const panel = stage + column / T::kPanel * kTile * T::kPanel;
+        unsigned x[4];
+        ptx::ldmatrix_x4_trans(x, panel + swizzled<T::kPanel>(t * 32 + threadIdx.x % 32, column % T::kPanel / 16));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          values[t][n][i] = __byte_perm(x[i / 2 * 2], x[i / 2 * 2 + 1], i % 2 == 0 ? kEvenColumn : kOddColumn);
+        }
+      }
+    }
   }
 
   // Turns raw scores into weights, in shared memory as codes and as numbers, and the chunk's maxima into those with
@@ -230,7 +268,7 @@ struct FewRows {
       const int r = row(own(i));
       if (r >= stop) continue;
 #pragma unroll
-      for (int n = 0; n < kColumnParts; ++n) to[r * T::kHeadDim + n * 64 + place(i)] = x[n][i];
+      for (int n = 0; n < kColumnParts; ++n) to[r * T::kHeadDim + n * 64 + column(i)] = x[n][i];
     }
 #pragma unroll
     for (int n = 0; n < kSums; ++n) {
@@ -262,7 +300,7 @@ struct FewRows {
       for (int n = 0; n < kColumnParts; ++n) {
 #pragma unroll
         for (int i = 0; i < kScores; ++i) {
-          if (own(i) == r) out[n * 64 + place(i)] = static_cast<typename T::Out>(finish(all_o[n][i]));
+          if (own(i) == r) out[n * 64 + column(i)] = static_cast<typename T::Out>(finish(all_o[n][i]));
         }
       }
     }
@@ -297,7 +335,7 @@ struct FewRows {
         pin_output();
         c.arrive(c.shared.k_empty[stage]);
         if (tile > first) {
-          c.release_values();
+          if constexpr (!T::kRowValues) c.release_values();
           if (tile % (kChunk / kTile) == 0) end_chunk((tile - 1) / (kChunk / kTile));
         }
         if constexpr (T::kTokenScales) c.shared.factors_full[stage].wait(c.k_ring.parity);
@@ -316,13 +354,16 @@ struct FewRows {
           }
         }
         c.await_values(tile);
-        start_output();
+        [[maybe_unused]] Values values;
+        if constexpr (T::kRowValues) load_values(values);
+        start_output(values);
         add_weights(keys, tops);
+        if constexpr (T::kRowValues) c.release_values();  // V is in registers, and the tile's factors were read
       }
       if (first < stop) {
         ptx::wgmma_wait<0>();
         pin_output();
-        c.release_values();
+        if constexpr (!T::kRowValues) c.release_values();
         end_chunk((stop - 1) / (kChunk / kTile));
       }
       if (c.rows.work.whole()) {
