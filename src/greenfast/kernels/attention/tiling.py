@@ -1,10 +1,13 @@
-"""How the Hopper kernel cuts its work: which tiles a shape gets, by rules that were measured."""
+"""How the Hopper kernel cuts its work: which tiles a shape gets, as planned here or by rules from measurements."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any
 
 import numpy as np
 
@@ -20,12 +23,12 @@ _WIDEST = 256  # columns of a product
 class Tiling:
     """How the Hopper kernel cuts its work.
 
-    block_n: keys of a tile. consumers: warpgroups of 64 query rows each that share it. stages: tiles in flight.
-    out_columns: columns of O that one product computes. ping_pong: whether two warpgroups alternate on the tensor
-    cores. polynomials: of 16 exponentials, how many are computed on the FMA pipe. overlap: whether P V of a tile
-    overlaps with the softmax of the next. two_levels: whether the sums over tiles are float32, not the tensor cores'
-    own. row_stages: tiles of a row-major V in flight, which the producer warpgroup transposes; 0 where V comes
-    transposed.
+    block_n: keys of a tile; with scales of blocks of V, one or two of these. consumers: warpgroups of 64 query rows
+    each that share it. stages: tiles in flight. out_columns: columns of O that one product computes. ping_pong: whether
+    two warpgroups alternate on the tensor cores. polynomials: of 16 exponentials, how many are computed on the FMA
+    pipe. overlap: whether P V of a tile overlaps with the softmax of the next. two_levels: whether the sums over tiles
+    are float32, not the tensor cores' own. row_stages: tiles of a row-major V in flight, which the producer warpgroup
+    transposes; 0 where V comes transposed.
     """
 
     block_n: int
@@ -88,8 +91,8 @@ def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
         two = replace(common, consumers=2, ping_pong=head_dim > 64, overlap=head_dim == 64)
         found: tuple[Tiling, ...] = (common,) if causal and head_dim == 256 else (common, two)
     elif head_dim == 64:
-        # With a scale for each block of V, a tile is a block. With a mask and scales of blocks or the log-sum-exp four
-        # warpgroups spill up to seven registers: they take 0.87 of the time of three, which do not.
+        # With a mask and scales of blocks or the log-sum-exp four warpgroups spill up to seven registers: they take
+        # 0.87 of the time of three, which do not.
         wide = (
             Tiling(128, 2, 4, 64, True, 12, overlap=True)
             if config.value_scales == "block"
@@ -109,10 +112,19 @@ def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
 
 
 def tiling(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tuple[Tiling, str]:
-    """The tiles for an attention on a GPU with this number of multiprocessors, and why.
+    """The tiles for an attention on a GPU with this number of multiprocessors, and why: planned, or measured faster.
 
     Raises UsageError for a head dim that the kernel does not compute.
     """
+    chosen, why = planned(config, sizes, multiprocessors)
+    rule = _rule(config, sizes.kv_len, chosen)
+    if rule is None:
+        return chosen, why
+    return rule.tiles, f"{why}; {rule.quote}"
+
+
+def planned(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tuple[Tiling, str]:
+    """The same without measured rules."""
     if config.head_dim not in HEAD_DIMS:
         allowed = ", ".join(map(str, HEAD_DIMS))
         raise UsageError(f"head_dim D={config.head_dim}: the Hopper kernel has tiles for {allowed}")
@@ -132,6 +144,51 @@ def tiling(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tuple
         f"least time for {sizes.batch * sizes.heads} heads of {sizes.q_len} queries on {multiprocessors} "
         "multiprocessors"
     )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Tiles that were measured to be faster than those planned.
+
+    key: head dim, whether there is a mask, scales of Q, K and V, and the format. keys: from how many on, and before how
+    many. instead_of: the planned tiles. quote: the measurement in words.
+    """
+
+    key: tuple[Any, ...]
+    keys: tuple[int, int | None]
+    instead_of: Tiling
+    tiles: Tiling
+    quote: str
+
+
+@cache
+def rules() -> tuple[Rule, ...]:
+    """The rules of tilings.json, which scripts/update_results.py makes from benchmarks/hopper_tilings.py's records."""
+    found = json.loads(files(__package__).joinpath("tilings.json").read_text(encoding="utf-8"))
+    return tuple(
+        Rule(
+            key=tuple(rule["of"]),
+            keys=(rule["keys"][0], rule["keys"][1]),
+            instead_of=Tiling(**rule["instead_of"]),
+            tiles=Tiling(**rule["tiles"]),
+            quote=(
+                f"tiles of {rule['tiles']['block_n']} keys measured {rule['faster'][0]:.3f} to {rule['faster'][1]:.3f} "
+                f"times as fast there ({found['device']}, {rule['record']})"
+            ),
+        )
+        for rule in found["rules"]
+    )
+
+
+def _rule(config: AttentionConfig, kv_len: int, chosen: Tiling) -> Rule | None:
+    if config.value_layout == "row_major" or config.exact_sums or config.softcap:  # not measured
+        return None
+    key = (config.head_dim, config.causal, config.query_scales, config.key_scales, config.value_scales, config.format)
+    for rule in rules():
+        first, stop = rule.keys
+        if (rule.key, rule.instead_of) == (key, chosen) and first <= kv_len and (stop is None or kv_len < stop):
+            return rule
+    return None
 
 
 @lru_cache(maxsize=1024)
