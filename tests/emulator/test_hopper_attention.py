@@ -17,7 +17,6 @@ from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.kernels import KERNEL_DIR
 from greenfast.kernels.attention import hopper, tiling
 from greenfast.kernels.attention.config import QUERY_BLOCK, Strides, read_dims
-from greenfast.numerics.attention import attention
 from greenfast.numerics.codes import quantize_blocks
 from greenfast.operator import reference
 from greenfast.problems import attention as attention_problem
@@ -203,60 +202,6 @@ def test_the_output_has_the_callers_layout(dims: dict[str, int], head_dim: int, 
     assert np.array_equal(found, wanted)
     if "LSE" in dims:
         assert np.array_equal(result.outputs["lse"], plain.outputs["lse"])
-
-
-WIDE = {
-    64: tiling.Tiling(256, 2, 3, 64, ping_pong=True, polynomials=12),
-    128: tiling.Tiling(256, 2, 2, 128, ping_pong=True, polynomials=12),
-}
-
-
-@pytest.mark.parametrize(
-    ("dims", "fmt", "factors", "unknown"),
-    [
-        # Units of the two blocks of a tile that are far apart.
-        ({"H": 1, "S": 70, "KV": 900, "D": 64, "BF16": 1}, "e4m3", (1, 3, 30, 1, 1, 1e-3, 2e3, 1), None),
-        ({"H": 1, "HK": 1, "S": 200, "KV": 400, "D": 128, "CAUSAL": 2}, "int8", (1, 0.1, 2, 1), None),
-        ({"H": 1, "S": 130, "KV": 129, "D": 128, "CAUSAL": 1}, "e4m3", (1, 40), None),
-        ({"H": 1, "S": 200, "KV": 300, "D": 64, "CAUSAL": 2}, "e4m3", (1,), 2),
-    ],
-    ids=str,
-)
-def test_tiles_of_two_blocks_of_values(
-    dims: dict[str, int], fmt: str, factors: tuple[float, ...], unknown: int | None
-) -> None:
-    """Scales of V differ by ``factors`` from block to block; that of the block ``unknown`` is NaN."""
-    dims = {"B": 1, **dims, **BLOCKS}
-    config, sizes = read_dims(dims, fmt)
-    case = attention_problem.make_case(dims, 0, fmt)
-    inputs = dict(case.inputs)
-    scale = inputs["v_scale"] * np.resize(np.array(factors, np.float32), inputs["v_scale"].shape[1])
-    inputs["v_scale"] = scale
-    exact = _attention_on_codes(inputs, dims, fmt)
-    seen = np.zeros(exact.shape[:2], bool)  # rows that attend to what is unknown
-    if unknown is not None:
-        inputs["v_scale"] = scale.copy()
-        inputs["v_scale"][:, unknown] = np.nan
-        first = unknown * 128
-        inputs["v_t"][..., first : first + 128] = 0
-        last = np.arange(sizes.q_len) + sizes.shift(config.mask) if config.causal else np.full(sizes.q_len, 10**6)
-        seen |= last >= first
-    plan = hopper.launch(config, sizes, multiprocessors=2, tiles=WIDE[dims["D"]])
-    source = hopper.kernel(config, sizes, 2, tiles=WIDE[dims["D"]])
-    result = run_source(source, plan, Case(inputs, case.outputs), seed=5)
-    assert not any(result.unwritten.values())
-    out = attention_problem.decode(result.outputs, fmt)
-    assert (np.isnan(out) == seen[..., None]).all()
-    assert error_stats(out[~seen], exact[~seen], 1).relative_error <= 0.03
-
-
-def _attention_on_codes(inputs: dict[str, NDArray[Any]], dims: dict[str, int], fmt: str) -> NDArray[np.float64]:
-    config, sizes = read_dims(dims, fmt)
-    coded = {n: (torch.from_numpy(inputs[n]), torch.from_numpy(inputs[f"{n}_scale"])) for n in "qkv"}
-    q, k, v = attention_problem.dequantized(coded, config)
-    k, v = (x.repeat_interleave(sizes.heads // sizes.kv_heads, 0) for x in (k, v))
-    exact = attention(q, k, v, dims["D"] ** -0.5, attention_problem.mask_of(config.mask, sizes))
-    return np.asarray(exact, np.float64)
 
 
 def test_two_levels_at_head_dim_256(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,13 @@
 
 namespace greenfast {
 
-// Traits: kBlockN, kBlocks, kPolynomials, kSumsByProduct, kTileBase.
+// Traits: kBlockN, kPolynomials, kSumsByProduct, kTileBase.
 template <class Traits>
 struct OnlineSoftmax {
   using Scales = ScoreScales<Traits>;
   static constexpr int kScores = Traits::kBlockN / 2;  // per thread
   static constexpr int kSteps = Traits::kBlockN / 32;  // of P V
   static constexpr int kScales = Scales::kScales;
-  static constexpr int kBlocks = Traits::kBlocks;  // of a tile, each with a base: as many as scales, or one
   // A tile's largest weight is stored as 448 = 2^kOffset, E4M3's largest number, so that small ones keep their bits.
   static constexpr float kOffset = 8.807355f;
   // With kTileBase also where an earlier tile had larger ones, such as a sink that all rows attend to, whose own weight
@@ -39,43 +38,37 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns raw scores, which it overwrites, into weights, of which `pack` makes operands; gives, for each block, the
-  // factors for what came before. before: the sums of a row's weights so far, perhaps without the last block's.
+  // Turns raw scores, which it overwrites, into weights, of which `pack` makes operands; gives the factors for what came before. before: the
+  // sums of a row's weights so far, perhaps without the last tile's.
   //
   // Of each 16 weights the first kPolynomials come from the FMA pipe, as pairs of halves (ptx::exp2_halves), the
   // others from the special-function unit, which is the narrow one: 16 powers per multiprocessor and clock.
   template <class Variant>
   __device__ __forceinline__ void weigh(float (&s)[kScores], const Scales& scales, const float (&before)[2],
-                                        float (&w)[kScores], float (&rescale)[kBlocks][2]) {
-    constexpr int kScalesEach = kScales / kBlocks;
-    float tops[kBlocks][2], bias[kScales][2], half_bias[kScales][2];
+                                        float (&w)[kScores], float (&rescale)[2]) {
+    float top[2] = {-CUDART_INF_F, -CUDART_INF_F}, bias[kScales][2], half_bias[kScales][2];
 #pragma unroll
     for (int h = 0; h < kScales; ++h) {
-      float raw[2], (&top)[2] = tops[h / kScalesEach];
+      float raw[2];
       thread_maxima<Variant>(s, h, raw);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float scaled = raw[r] * scales.factor(h, r);
-        top[r] = h % kScalesEach == 0 ? scaled : fmaxf(top[r], scaled);
+        top[r] = h == 0 ? scaled : fmaxf(top[r], scaled);
       }
     }
-    if constexpr (kBlocks > 1) {  // all at once, as each waits; all threads of a row have the same sum
 #pragma unroll
-      for (int i = 0; i < 2 * kBlocks; ++i) over_row(tops[i / 2][i % 2]);
-    }
-#pragma unroll
-    for (int i = 0; i < 2 * kBlocks; ++i) {
-      const int block = i / 2, r = i % 2;
-      float& top = tops[block][r];
+    for (int r = 0; r < 2; ++r) {
       // Before the exchange: where a thread has a sum of its own, all of a row fall together.
-      top = fmaxf(top, Traits::kTileBase && before[r] < kLargeSum ? base[r] - kMostFall : base[r]);
-      if constexpr (kBlocks == 1) over_row(top);
-      const float from = top == -CUDART_INF_F ? 0.0f : top;  // no key so far: any base gives weights 0
-      rescale[block][r] = ptx::ex2(base[r] - from);
+      top[r] = fmaxf(top[r], Traits::kTileBase && before[r] < kLargeSum ? base[r] - kMostFall : base[r]);
+      top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 1));
+      top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 2));
+      const float from = top[r] == -CUDART_INF_F ? 0.0f : top[r];  // no key so far: any base gives weights 0
+      rescale[r] = ptx::ex2(base[r] - from);
 #pragma unroll
-      for (int h = 0; h < kScalesEach; ++h) bias[block * kScalesEach + h][r] = kOffset - from;
-      base[r] = top;
-      sum[r] *= rescale[block][r];
+      for (int h = 0; h < kScales; ++h) bias[h][r] = kOffset - from;
+      base[r] = top[r];
+      sum[r] *= rescale[r];
     }
     if constexpr (Variant::kShift != 0.0f) take_shift<Variant>(s, scales, bias);
 #pragma unroll
@@ -116,12 +109,6 @@ struct OnlineSoftmax {
   }
 
  private:
-  // The largest of a row's numbers, which four threads have.
-  __device__ __forceinline__ static void over_row(float& top) {
-    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-  }
-
   // Weights come in groups of 16 that make the four registers of an A operand: registers 0, 1 and 4, 5 the first, of
   // row 0, 2, 3 and 6, 7 the second, of row 1, and so on.
   __device__ static constexpr bool by_polynomial(int i) {

@@ -42,13 +42,9 @@ def tiles_of(toggles: Mapping[str, int], config: AttentionConfig) -> Tiling:
             tiles.polynomials > 0 and (config.exact_sums or tiles.out_columns == 256),
             "POLYNOMIALS above 0 exclude OUT_COLUMNS=256 and an exact log-sum-exp",
         ),
-        (tiles.block_n != ROW_BLOCK and config.key_scales == "fine", f"fine scales of K need BLOCK_N={ROW_BLOCK}"),
         (
-            tiles.block_n != ROW_BLOCK
-            and config.value_scales == "block"
-            and (tiles.block_n > 2 * ROW_BLOCK or tiles.overlap or config.exact_sums),
-            f"scales of blocks of V need BLOCK_N={ROW_BLOCK}, or {2 * ROW_BLOCK} with OVERLAP=0 and no exact "
-            "log-sum-exp",
+            tiles.block_n != ROW_BLOCK and (config.value_scales == "block" or config.key_scales == "fine"),
+            f"scales of blocks of V and fine ones of K need BLOCK_N={ROW_BLOCK}",
         ),
     ]
     for is_broken, rule in broken:

@@ -26,10 +26,11 @@ struct ValueUnits {
     }
   }
 
-  // The ratio for the block whose scale is there. A scale of NaN, whose codes are 0, is none: fmaxf leaves it out.
-  __device__ __forceinline__ float next(const float* scale) {
+  // The ratio for the tile whose scale is before that at `next_block`. A scale of NaN, whose codes are 0, is none:
+  // fmaxf leaves it out.
+  __device__ __forceinline__ float next(const FlashParams& p, int next_block) {
     if constexpr (!Traits::kValueBlockScales) return 1.0f;
-    const float before = unit, of_tile = ptx::load_written(scale);
+    const float before = unit, of_tile = ptx::load_written(p.v_scale + next_block - 1);
     largest = fmaxf(largest, of_tile);
     unit = fmaxf(of_tile, largest * kLeast);
     return before * ptx::inverse(unit);

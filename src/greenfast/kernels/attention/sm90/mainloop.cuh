@@ -1,7 +1,7 @@
 // The main loop of the Hopper attention kernel: a consumer warpgroup and its 64 query rows, from tile to tile of keys.
 //
 // S = Q K^T into registers, online softmax, P packed to E4M3 where it lies, O_tile = P V from zero, O = O * rescale +
-// O_tile. With scales of blocks of V a tile may be two blocks: one Q K^T, but O is rescaled for each of them.
+// O_tile.
 #pragma once
 
 #include "attention/softmax.cuh"
@@ -21,7 +21,6 @@ struct Mainloop {
   using Softmax = OnlineSoftmax<Traits>;
   static constexpr int kScores = Softmax::kScores;  // per thread
   static constexpr int kSteps = Softmax::kSteps;    // of P V
-  static constexpr int kBlocks = Traits::kBlocks;   // of the tile, which are added to O one after the other
   static constexpr int kOut = Traits::kHeadDim / 2;
   static constexpr int kPartial = Traits::kOutColumns / 2;
   static constexpr int kSums = Traits::kSumColumns / 2;  // behind the last part of O
@@ -116,7 +115,7 @@ struct Mainloop {
   __device__ __forceinline__ void step(const int (&end)[2]) {
     Score s[kScores];
     unsigned weights[kSteps][4];
-    float w[kScores], rescale[kBlocks][2], ratio[kBlocks];
+    float w[kScores], rescale[2];
     prepare_scores(s);
     shared.k_full[k_ring.stage].wait(k_ring.parity);
     start_scores(s);
@@ -124,38 +123,22 @@ struct Mainloop {
     end_scores<0>(s);
     weigh<kMasked>(s, end, w, rescale);
     Softmax::pack(w, weights);
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) ratio[b] = next_ratio(b);
+    units.ratio = next_ratio();
     shared.v_full[v_ring.stage].wait(v_ring.parity);
     take_turn();
-    if constexpr (kBlocks > 1 && kParts == 2) {  // one part is on its way while another is added
-      float first[kPartial], last[kPartial + kSums];
-      start_output<false>(first, weights, 0);
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        start_output<false>(last, weights, 1, b);
-        end_output<1>(first, 0, rescale[b], ratio[b]);
-        if (b + 1 < kBlocks) {
-          start_output<false>(first, weights, 0, b + 1);
-          end_output<1>(last, 1, rescale[b], ratio[b]);
-        } else {
-          end_output<0>(last, 1, rescale[b], ratio[b]);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-        for (int part = 0; part < kParts - 1; ++part) {
-          float partial[kPartial];
-          start_output<false>(partial, weights, part, b);
-          end_output<0>(partial, part, rescale[b], ratio[b]);
-        }
-        float last[kPartial + kSums];
-        start_output<false>(last, weights, kParts - 1, b);
-        end_output<0>(last, kParts - 1, rescale[b], ratio[b]);
-      }
+    for (int part = 0; part < kParts - 1; ++part) {
+      float partial[kPartial];
+      start_output<false>(partial, weights, part);
+      ptx::wgmma_wait<0>();
+      ptx::pin(partial);
+      add_output(partial, part, rescale);
     }
+    float last[kPartial + kSums];
+    start_output<false>(last, weights, kParts - 1);
+    ptx::wgmma_wait<0>();
+    ptx::pin(last);
+    add_output(last, kParts - 1, rescale);
     release_values();
   }
 
@@ -165,7 +148,7 @@ struct Mainloop {
   __device__ __forceinline__ void overlapped_step(unsigned (&weights)[kSteps][4], float (&rescale)[2],
                                                   const int (&end)[2]) {
     Score s[kScores];
-    float w[kScores], partial[kOut + kSums], of_blocks[kBlocks][2], (&next)[2] = of_blocks[0];
+    float w[kScores], partial[kOut + kSums], next[2];
     prepare_scores(s);
     shared.k_full[k_ring.stage].wait(k_ring.parity);
     if constexpr (!kFirst) take_turn();
@@ -173,8 +156,8 @@ struct Mainloop {
     if constexpr (!kFirst) start_last_output(partial, weights);
     pass_turn();
     end_scores<kFirst ? 0 : 1>(s);
-    weigh<kMasked>(s, end, w, of_blocks);
-    const float ratio = next_ratio(0);
+    weigh<kMasked>(s, end, w, next);
+    const float ratio = next_ratio();
     if constexpr (!kFirst) end_last_output(partial, rescale, {next[0] * ratio, next[1] * ratio});
     units.ratio = ratio;
 #pragma unroll
@@ -218,7 +201,7 @@ struct Mainloop {
 
   template <bool kMasked>
   __device__ __forceinline__ void weigh(Score (&s)[kScores], const int (&end)[2], float (&w)[kScores],
-                                        float (&rescale)[kBlocks][2]) {
+                                        float (&rescale)[2]) {
     using Variant = ScoreVariant<Traits>;
     float(&scores)[kScores] = Variant::scores(s, scales);
     const float before[2] = {sum(0), sum(1)};
@@ -232,38 +215,22 @@ struct Mainloop {
     return softmax.sum[row];
   }
 
-  // By which O is to be multiplied for its units to be those of a block of the tile whose weights have been found,
-  // asked for in the order of the blocks. The second may lie behind the last key: it has weights of 0, in any units.
-  __device__ __forceinline__ float next_ratio(int block) {
-    if (block > 0) return units.next(p.v_scale + min(scales.next_block - kBlocks + block, scales.last_block));
-    return units.next(p.v_scale + scales.next_block - kBlocks);
-  }
+  // By which O is to be multiplied for its units to be those of the tile whose weights have been found.
+  __device__ __forceinline__ float next_ratio() { return units.next(p, scales.next_block); }
 
-  // Starts partial = P V or += P V, with the keys of a block, of the columns of a part of O, and behind the last part
-  // the sums of P.
+  // Starts partial = P V or += P V, of the columns of a part of O, and behind the last part the sums of P.
   template <bool kAdd, int kCount>
   __device__ __forceinline__ void start_output(float (&partial)[kCount], const unsigned (&weights)[kSteps][4],
-                                               int part, int block = 0) {
+                                               int part) {
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kSteps / kBlocks; ++i) {
-      const int t = block * (kSteps / kBlocks) + i;
+    for (int t = 0; t < kSteps; ++t) {
       const int panel = t * 32 / Traits::kKeyPanel, within = t * 32 % Traits::kKeyPanel;
       const unsigned long long v = v_tiles.at(v_ring.stage * sizeof(shared.v[0]) + panel * sizeof(shared.v[0][0]) +
                                               part * Traits::kOutColumns * Traits::kKeyPanel + within);
-      i == 0 && !kAdd ? ptx::wgmma_set(partial, weights[t], v) : ptx::wgmma_add(partial, weights[t], v);
+      t == 0 && !kAdd ? ptx::wgmma_set(partial, weights[t], v) : ptx::wgmma_add(partial, weights[t], v);
     }
     ptx::wgmma_commit();
-  }
-
-  // Adds a part whose product is under way, with kPending later ones, in units that differ by `ratio` from O's.
-  template <int kPending, int kCount>
-  __device__ __forceinline__ void end_output(float (&partial)[kCount], int part, const float (&rescale)[2],
-                                             float ratio) {
-    ptx::wgmma_wait<kPending>();
-    ptx::pin(partial);
-    units.ratio = ratio;
-    add_output(partial, part, rescale);
   }
 
   // Adds a part to what came before, which it rescales.

@@ -59,9 +59,6 @@ struct FlashTraits : Cfg {
   // Whether a tile of small weights has a base of its own: not where O else stays unmultiplied on most tiles.
   static constexpr bool kTileBase = Cfg::kTwoLevels || Cfg::kValueBlockScales;
   static constexpr int kValueRows = Cfg::kHeadDim + kSumColumns;  // of V^T in shared memory
-  // Blocks of a tile's keys that have a unit of V each: their weights have bases of their own, and P V of each is added
-  // to O by itself, as if they were tiles.
-  static constexpr int kBlocks = Cfg::kValueBlockScales ? Cfg::kBlockN / kRowBlock : 1;
 
   static_assert(Cfg::kHeadDim % kDimPanel == 0 && Cfg::kBlockN % kKeyPanel == 0, "whole panels");
   static_assert(Cfg::kHeadDim % Cfg::kOutColumns == 0, "whole parts of O");
@@ -69,8 +66,8 @@ struct FlashTraits : Cfg {
                 "one level of accumulation is overlapped");
   static_assert(!Cfg::kFineScales || (Cfg::kKeyBlockScales && Cfg::kBlockN == kRowBlock),
                 "a thread has one group of keys");
-  static_assert(!Cfg::kValueBlockScales || Cfg::kKeyBlockScales, "scales of blocks of V go with such of K");
-  static_assert(kBlocks == 1 || (kSumsByProduct && !Cfg::kOverlap), "a row has one sum of all blocks, and the last block's P V is not overlapped");
+  static_assert(!Cfg::kValueBlockScales || (Cfg::kKeyBlockScales && Cfg::kBlockN == kRowBlock),
+                "a tile has one unit of V");
   static_assert(!Cfg::kValueBlockScales || !Cfg::kChannelScales, "V has scales of one kind");
   static_assert(Cfg::kPolynomials == 0 || kSumsByProduct, "halves are not summed");
 };
