@@ -19,12 +19,15 @@ from greenfast.kernels.attention.config import AttentionConfig, read_dims
 LEAST_GAIN = 1.01
 #: Processes that have to have timed a tiling: an interval of fewer says nothing about other runs.
 LEAST_PROCESSES = 3
+#: The lengths that are measured are so many times apart.
+REACH = 4
 
 
 def tiling_rules(folder: Path, root: Path) -> dict[str, Any]:
-    """tilings.json: a rule for each file in which a tiling was faster. Its keys end where the next length's begin.
+    """tilings.json: a rule for each file in which a tiling was faster, for its length to REACH times as many keys.
 
-    folder: T4 files, of which those without ``confirmed`` are left out. root: what the records' names begin at.
+    The longest length's rule has no end. folder: T4 files, of which those without ``confirmed`` are left out. root:
+    what the records' names begin at.
     """
     cells = []
     for file in sorted(folder.glob("*.json")):
@@ -38,14 +41,14 @@ def tiling_rules(folder: Path, root: Path) -> dict[str, Any]:
         if faster is None:
             continue
         toggles, interval = faster
-        later = sorted(n for other, n, _, _ in cells if other == config and n > length)
+        longest = length == max(n for other, n, _, _ in cells if other == config)
         found.append(
             {
                 "of": [
                     config.head_dim, config.causal, config.query_scales, config.key_scales, config.value_scales,
                     config.format,
                 ],
-                "keys": [length, later[0] if later else None],
+                "keys": [length, None if longest else REACH * length],
                 "instead_of": _tiles(metadata["shipped"], config),
                 "tiles": _tiles(toggles, config),
                 "faster": [round(interval.low, 3), round(interval.high, 3)],

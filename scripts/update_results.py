@@ -130,7 +130,7 @@ def generated(root: Path) -> dict[Path, str]:
         **_readme(root, records),
         **_emulator_page(root),
         **_benchmark_pages(root, _routing(root, _compared_pages(root))),
-        root / TILING_RULES: to_json(tiling_rules(root / TILING_RECORDS, root)),
+        **_tilings(root),
         **{root / f / REPORT: _report(record, PLOT if (root / f / PLOT).is_file() else None) for f, record in records},
     }
 
@@ -193,6 +193,12 @@ def _routing(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
     page = root / ROUTING_PAGE
     text = fill(pages.get(page) or page.read_text(encoding="utf-8"), "routing", rules_table(found), ROUTING_PAGE)
     return {**pages, page: text, root / ROUTING_RULES: to_json(data)}
+
+
+def _tilings(root: Path) -> dict[Path, str]:
+    """The rules of ``kernels.attention.tiling`` from the times of tilings."""
+    records = root / TILING_RECORDS
+    return {root / TILING_RULES: to_json(tiling_rules(records, root))} if records.is_dir() else {}
 
 
 def _benchmark_pages(root: Path, pages: dict[Path, str]) -> dict[Path, str]:

@@ -23,12 +23,12 @@ _WIDEST = 256  # columns of a product
 class Tiling:
     """How the Hopper kernel cuts its work.
 
-    block_n: keys of a tile; with scales of blocks of V, one or two of these. consumers: warpgroups of 64 query rows
-    each that share it. stages: tiles in flight. out_columns: columns of O that one product computes. ping_pong: whether
-    two warpgroups alternate on the tensor cores. polynomials: of 16 exponentials, how many are computed on the FMA
-    pipe. overlap: whether P V of a tile overlaps with the softmax of the next. two_levels: whether the sums over tiles
-    are float32, not the tensor cores' own. row_stages: tiles of a row-major V in flight, which the producer warpgroup
-    transposes; 0 where V comes transposed.
+    block_n: keys of a tile. consumers: warpgroups of 64 query rows each that share it. stages: tiles in flight.
+    out_columns: columns of O that one product computes. ping_pong: whether two warpgroups alternate on the tensor
+    cores. polynomials: of 16 exponentials, how many are computed on the FMA pipe. overlap: whether P V of a tile
+    overlaps with the softmax of the next. two_levels: whether the sums over tiles are float32, not the tensor cores'
+    own. row_stages: tiles of a row-major V in flight, which the producer warpgroup transposes; 0 where V comes
+    transposed.
     """
 
     block_n: int
@@ -91,8 +91,8 @@ def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
         two = replace(common, consumers=2, ping_pong=head_dim > 64, overlap=head_dim == 64)
         found: tuple[Tiling, ...] = (common,) if causal and head_dim == 256 else (common, two)
     elif head_dim == 64:
-        # With a mask and scales of blocks or the log-sum-exp four warpgroups spill up to seven registers: they take
-        # 0.87 of the time of three, which do not.
+        # With a scale for each block of V, a tile is a block. With a mask and scales of blocks or the log-sum-exp four
+        # warpgroups spill up to seven registers: they take 0.87 of the time of three, which do not.
         wide = (
             Tiling(128, 2, 4, 64, True, 12, overlap=True)
             if config.value_scales == "block"
@@ -172,8 +172,8 @@ def rules() -> tuple[Rule, ...]:
             instead_of=Tiling(**rule["instead_of"]),
             tiles=Tiling(**rule["tiles"]),
             quote=(
-                f"tiles of {rule['tiles']['block_n']} keys measured {rule['faster'][0]:.3f} to {rule['faster'][1]:.3f} "
-                f"times as fast there ({found['device']}, {rule['record']})"
+                f"tiles that were measured {rule['faster'][0]:.3f} to {rule['faster'][1]:.3f} times as fast "
+                f"there ({found['device']}, {rule['record']})"
             ),
         )
         for rule in found["rules"]
