@@ -1,11 +1,14 @@
 """Time every tiling of the Hopper kernel that a space allows, at several lengths, and keep them as T4 files.
 
     python -m benchmarks.hopper_tilings compile            # without a GPU: fill the build cache
-    python -m benchmarks.hopper_tilings time --out FOLDER  # a file per head dim, mask and length
+    python -m benchmarks.hopper_tilings time --out FOLDER  # a file per head dim, mask, scales, format and length
+    python -m benchmarks.hopper_tilings confirm --out FOLDER  # once more the best ones of these files, in a new process
 
 Each tiling is first checked against float64 on a small shape. The tilings of a cell then run in rounds, in another
-order each time, all on the same buffers; the shipped tiling runs among them, eight times in each round, so that a drift
-of the clock shows. The time of a tiling is the median of its rounds.
+order each time, all on the same buffers; the tiling that greenfast would take without measured rules, ``shipped``, runs
+among them, eight times in each round, so that a drift of the clock shows. The time of a tiling is the median of its
+rounds. The best of them then run in rounds of their own beside the shipped one, since the best of many is in part
+lucky: ``confirmed``, for each process that did so. scripts/update_results.py makes the rules from these.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import statistics
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +35,10 @@ from greenfast.evolve.space import Space, read_space
 from greenfast.judge.errors import worst_bound_ratio
 from greenfast.judge.gates.sides import image_of
 from greenfast.kernels.attention import hopper, tilings
-from greenfast.kernels.attention.config import read_dims
-from greenfast.kernels.attention.tiling import tiling
+from greenfast.kernels.attention.config import FORMATS, QUERY_BLOCK, ROW_BLOCK, AttentionConfig, read_dims
+from greenfast.kernels.attention.tiling import planned
 from greenfast.problems import attention
-from greenfast.spec.errors import CompileError, MachineError
+from greenfast.spec.errors import CompileError, MachineError, UsageError
 from greenfast.spec.problem import Case, dtype_of
 
 HEAD_DIMS = (64, 128, 256)
@@ -41,8 +46,15 @@ LENGTHS = (1024, 4096, 16384)
 TOKENS = 16384  # batch times length
 COLUMNS = 2048  # heads times head dim
 SPACES = Path(__file__).parents[1] / "tasks" / "fp8_attention"
+SCALES: dict[str, dict[str, int]] = {
+    "head": {},
+    "block": {"QBLOCK": QUERY_BLOCK, "KBLOCK": ROW_BLOCK, "VBLOCK": ROW_BLOCK},
+}
 _ROUNDS, _SHIPPED = 5, 8
+_BEST, _CONFIRMING = 4, 12
 _SAMPLE_US = 600.0
+#: Bytes that a kernel may spill to be timed.
+_MOST_SPILLS = 64
 #: Of the check: a tail in queries and keys, and more tiles than stages.
 _CHECKED = {"B": 1, "H": 2, "S": 1100}
 
@@ -55,23 +67,61 @@ def space_of(head_dim: int) -> Space:
     return read_space(SPACES / f"space_d{head_dim}.json")
 
 
-def dims_of(head_dim: int, causal: bool, length: int) -> Dims:
-    """A shape that fills the GPU."""
-    dims = {"B": TOKENS // length, "H": COLUMNS // head_dim, "S": length, "D": head_dim}
-    return dims | ({"CAUSAL": 1} if causal else {})
+@dataclass(frozen=True)
+class Group:
+    """Kernels that differ in their tiling alone."""
+
+    head_dim: int
+    causal: bool
+    scales: str
+    fmt: str
+
+    def dims(self, **sizes: int) -> Dims:
+        """A shape of these sizes."""
+        return sizes | {"D": self.head_dim} | ({"CAUSAL": 1} if self.causal else {}) | SCALES[self.scales]
+
+    def filling(self, length: int) -> Dims:
+        """A shape of a length that fills the GPU."""
+        return self.dims(B=TOKENS // length, H=COLUMNS // self.head_dim, S=length)
+
+    def points(self, wide: bool) -> list[Toggles]:
+        """The tilings of the space that the kernel can have, with ``wide`` those that can be fast on a full GPU."""
+        config, _ = read_dims(self.dims(B=1, H=1, S=1), self.fmt)
+        if self.scales == "block":  # then sdpa has Q quantized in the kernel, which takes shared memory
+            config = replace(config, quantizes_queries=True)
+        found = [{name: int(value) for name, value in point.items()} for point in space_of(self.head_dim).listed()]
+        return [t for t in found if _allowed(t, config) and (not wide or _can_be_fast(t, self.head_dim))]
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        more = "" if self.scales == "head" and self.fmt == FORMATS[0] else f"_{self.scales}_{self.fmt}"
+        return f"d{self.head_dim}_{mask}{more}"
 
 
-def points(head_dim: int) -> list[Toggles]:
-    """All tilings of the space."""
-    return [{name: int(value) for name, value in point.items()} for point in space_of(head_dim).listed()]
+def _allowed(toggles: Toggles, config: AttentionConfig) -> bool:
+    try:
+        tilings.tiles_of(toggles, config)
+    except UsageError:
+        return False
+    return True
 
 
-def compiled(toggles: Toggles, dims: Dims) -> CompiledKernel:
+def _can_be_fast(t: Toggles, head_dim: int) -> bool:
+    """Several warpgroups, 256 keys or more on their way at a time, polynomials where they may be, without spills."""
+    stages = (2, 3) if t["BLOCK_N"] > 128 or head_dim == 256 else (3, 4)
+    fits = (
+        t["OVERLAP"] == int(t["OUT_COLUMNS"] == 256) if head_dim == 256 else not (t["CONSUMERS"] == 4 and t["OVERLAP"])
+    )
+    polynomials = t["POLYNOMIALS"] > 0 or t["OUT_COLUMNS"] == 256
+    return t["CONSUMERS"] > 1 and t["STAGES"] in stages and fits and polynomials
+
+
+def compiled(toggles: Toggles, dims: Dims, fmt: str) -> CompiledKernel:
     """The kernel of a tiling; the length does not matter to it."""
-    return compile_kernel(tilings.kernel(toggles, "e4m3", dims), hopper.TARGET)
+    return compile_kernel(tilings.kernel(toggles, fmt, dims), hopper.TARGET)
 
 
-def _compile(job: tuple[Toggles, Dims]) -> str:
+def _compile(job: tuple[Toggles, Dims, str]) -> str:
     try:
         compiled(*job)
     except CompileError as e:
@@ -79,30 +129,33 @@ def _compile(job: tuple[Toggles, Dims]) -> str:
     return ""
 
 
-def compile_all(head_dims: list[int], masks: list[str]) -> None:
+def compile_all(groups: list[Group], wide: bool) -> None:
     """Fill the build cache with all kernels."""
-    jobs = [(t, dims_of(d, mask == "causal", 1024)) for d in head_dims for mask in masks for t in points(d)]
+    jobs = [(t, group.filling(LENGTHS[0]), group.fmt) for group in groups for t in group.points(wide)]
     start = time.perf_counter()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         failed = [why for why in pool.map(_compile, jobs, chunksize=4) if why]
     print(f"{len(jobs)} kernels in {time.perf_counter() - start:.0f} s, {len(failed)} do not compile", *failed[:3])
 
 
-def executable(toggles: Toggles | None, dims: Dims) -> tuple[Executable, CompiledKernel]:
+def shipped(dims: Dims, fmt: str, multiprocessors: int = hopper.TARGET.multiprocessors) -> Toggles:
+    """The tiling that a shape has without measured rules."""
+    tiles, _ = planned(*read_dims(dims, fmt), multiprocessors)
+    return {name: int(getattr(tiles, field)) for name, field in tilings.TOGGLES.items()}
+
+
+def executable(toggles: Toggles | None, dims: Dims, fmt: str) -> tuple[Executable, CompiledKernel]:
     """What the device runs for a tiling, or for the shipped one."""
-    config, sizes = read_dims(dims, "e4m3")
     if toggles is None:
-        kernel = compile_kernel(hopper.kernel(config, sizes), hopper.TARGET)
-        return Executable.single(image_of(kernel), hopper.launch(config, sizes)), kernel
-    kernel = compiled(toggles, dims)
-    return Executable.single(image_of(kernel), tilings.launch(toggles, "e4m3", dims)), kernel
+        toggles = shipped(dims, fmt)
+    kernel = compiled(toggles, dims, fmt)
+    return Executable.single(image_of(kernel), tilings.launch(toggles, fmt, dims)), kernel
 
 
-def checked(gpu: Gpu, toggles: Toggles, head_dim: int, causal: bool, case: Case, references: Any) -> str:
-    """Why a tiling is wrong on the small shape, or empty."""
-    dims = {**_CHECKED, "D": head_dim, **({"CAUSAL": 1} if causal else {})}
-    bound = gpu.bind(executable(toggles, dims)[0], case)
-    out, violations = attention.decode(bound.run(), "e4m3"), bound.violations()
+def checked(gpu: Gpu, toggles: Toggles, dims: Dims, fmt: str, case: Case, references: Any) -> str:
+    """Why a tiling is wrong on a small shape, or empty."""
+    bound = gpu.bind(executable(toggles, dims, fmt)[0], case)
+    out, violations = attention.decode(bound.run(), fmt), bound.violations()
     bound.free()
     if violations:
         return violations[0]
@@ -115,9 +168,9 @@ def checked(gpu: Gpu, toggles: Toggles, head_dim: int, causal: bool, case: Case,
 class Cell:
     """The buffers of a shape, and the tilings that run on them."""
 
-    def __init__(self, gpu: Gpu, dims: Dims) -> None:
-        self._gpu, self.dims = gpu, dims
-        one = attention.make_case({**dims, "B": 1, "H": 1}, 0, "e4m3")
+    def __init__(self, gpu: Gpu, dims: Dims, fmt: str) -> None:
+        self._gpu, self.dims, self.fmt = gpu, dims, fmt
+        one = attention.make_case({**dims, "B": 1, "H": 1}, 0, fmt)
         heads = dims["B"] * dims["H"]
         self._buffers: dict[str, GuardedBuffer] = {}
         for name, array in one.inputs.items():
@@ -129,7 +182,7 @@ class Cell:
     def launches(self, toggles: Toggles | None) -> list[Any]:
         """A tiling's launches on these buffers."""
         pointers = {name: buffer.pointer for name, buffer in self._buffers.items()}
-        return list(self._gpu.prepare(executable(toggles, self.dims)[0], pointers))
+        return list(self._gpu.prepare(executable(toggles, self.dims, self.fmt)[0], pointers))
 
     def sample(self, launches: list[Any], count: int) -> float:
         """Microseconds of one of ``count`` consecutive launches, after one that is not timed."""
@@ -149,26 +202,69 @@ class Cell:
             buffer.free()
 
 
-def time_cell(gpu: Gpu, dims: Dims, right: list[Toggles], rounds: int) -> tuple[list[list[float]], list[float]]:
-    """Per tiling its microseconds by round; and those of the shipped one."""
-    cell, rng = Cell(gpu, dims), random.Random(0)
-    programs = [cell.launches(t) for t in right]
-    shipped = cell.launches(None)
-    first = [cell.sample(p, 1) for p in programs]
-    counts = [max(1, min(20, round(_SAMPLE_US / us))) for us in first]
-    of_shipped = max(1, min(20, round(_SAMPLE_US / cell.sample(shipped, 1))))
-    found: list[list[float]] = [[] for _ in right]
-    baseline = []
-    for _ in range(rounds):
-        order = [*range(len(right)), *(-1 for _ in range(_SHIPPED))]
-        rng.shuffle(order)
-        for n in order:
-            if n < 0:
-                baseline.append(cell.sample(shipped, of_shipped))
-            else:
-                found[n].append(cell.sample(programs[n], counts[n]))
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of a cell: per tiling by round, and of the shipped one.
+
+    confirmed: of the best tilings, by number, their times in rounds of their own. shipped_beside: the shipped one's
+    there, two in each round.
+    """
+
+    found: list[list[float]]
+    shipped: list[float]
+    confirmed: dict[int, list[float]]
+    shipped_beside: list[float]
+
+
+class Race:
+    """Tilings of a cell, by number, and the shipped one, -1, timed in rounds."""
+
+    def __init__(self, cell: Cell, of: list[Toggles], seed: int) -> None:
+        self._cell, self._rng = cell, random.Random(seed)
+        self._programs = {n: cell.launches(t) for n, t in enumerate(of)} | {-1: cell.launches(None)}
+        firsts = {n: cell.sample(program, 1) for n, program in self._programs.items()}
+        self._counts = {n: max(1, min(20, round(_SAMPLE_US / us))) for n, us in firsts.items()}
+
+    def times(self, numbers: list[int], rounds: int) -> dict[int, list[float]]:
+        """Microseconds of those tilings, one for each time that a number is given, round by round."""
+        found: dict[int, list[float]] = {n: [] for n in numbers}
+        for _ in range(rounds):
+            order = list(numbers)
+            self._rng.shuffle(order)
+            for n in order:
+                found[n].append(self._cell.sample(self._programs[n], self._counts[n]))
+        return found
+
+
+def time_cell(gpu: Gpu, dims: Dims, fmt: str, right: list[Toggles], rounds: int) -> Times:
+    """Time the tilings of a cell."""
+    cell = Cell(gpu, dims, fmt)
+    race = Race(cell, right, 0)
+    found = race.times([*range(len(right)), *(-1 for _ in range(_SHIPPED))], rounds)
+    of_shipped = found.pop(-1)
+    best = sorted(found, key=lambda n: statistics.median(found[n]))[:_BEST]
+    confirmed = race.times([*best, -1, -1], _CONFIRMING)
+    beside = confirmed.pop(-1)
     cell.free()
-    return found, baseline
+    return Times([found[n] for n in range(len(right))], of_shipped, confirmed, beside)
+
+
+def confirm(group: Group, length: int, file: Path, best: int) -> None:
+    """Time the ``best`` tilings of the file's first process again, and add them to the file as another process."""
+    content = json.loads(file.read_bytes())
+    processes = content["metadata"]["confirmed"]
+    first = sorted(processes[0]["tilings"], key=lambda of: statistics.median(of["ms"]))[:best]
+    right = [of["configuration"] for of in first]
+    gpu = Gpu()
+    if gpu.info().name != content["metadata"]["device"]:
+        raise UsageError(f"{file}: it is of {content['metadata']['device']}, this is {gpu.info().name}")
+    cell = Cell(gpu, group.filling(length), group.fmt)
+    times = Race(cell, right, len(processes)).times([*range(len(right)), -1, -1], _CONFIRMING)
+    beside = times.pop(-1)
+    cell.free()
+    processes.append(_process(right, times, beside))
+    _store(file, content)
+    print(f"{file.stem}: {[round(statistics.median(beside) / statistics.median(t), 3) for t in times.values()]}")
 
 
 def t4_row(toggles: Toggles, times: list[float], why: str, kernel: CompiledKernel | None) -> dict[str, Any]:
@@ -195,42 +291,49 @@ def t4_row(toggles: Toggles, times: list[float], why: str, kernel: CompiledKerne
     }
 
 
-def time_all(head_dims: list[int], masks: list[str], lengths: list[int], out: Path, rounds: int) -> None:
-    """Check and time all, and write the files; a head dim's are there when it is done."""
+def time_all(groups: list[Group], lengths: list[int], wide: bool, out: Path, rounds: int) -> None:
+    """Check and time all, and write the files; a group's are there when it is done."""
     gpu = Gpu()
     out.mkdir(parents=True, exist_ok=True)
-    for head_dim in head_dims:
-        for causal in (mask == "causal" for mask in masks):
-            rows: list[tuple[Toggles, str, CompiledKernel | None]] = []
-            small = {**_CHECKED, "D": head_dim, **({"CAUSAL": 1} if causal else {})}
-            case = attention.make_case(small, 0, "e4m3")
-            references = attention.references(small, 0, "e4m3")
-            for toggles in points(head_dim):
-                try:
-                    kernel = compiled(toggles, small)
-                except CompileError as e:
-                    rows.append((toggles, str(e).splitlines()[0], None))
-                    continue
-                try:
-                    why = checked(gpu, toggles, head_dim, causal, case, references)
-                except MachineError as e:
-                    why = str(e)
-                rows.append((toggles, why, kernel))
-            right = [toggles for toggles, why, kernel in rows if kernel is not None and not why]
-            for length in lengths:
-                start = time.perf_counter()
-                dims = dims_of(head_dim, causal, length)
-                found, shipped = time_cell(gpu, dims, right, rounds)
-                by_point = dict(zip(map(_key, right), found, strict=True))
-                results = [t4_row(t, by_point.get(_key(t), []), why, kernel) for t, why, kernel in rows]
-                _write(gpu, out, dims, results, shipped)
-                best = min((statistics.median(times) for times in found), default=float("nan"))
-                print(
-                    f"d{head_dim} {'causal' if causal else 'full'} {length}: {len(right)} of {len(rows)} right, best "
-                    f"{best:.1f} us ({_tflops(dims, best):.0f} TFLOP/s), shipped {statistics.median(shipped):.1f} us, "
-                    f"{time.perf_counter() - start:.1f} s",
-                    flush=True,
-                )
+    for group in groups:
+        rows: list[tuple[Toggles, str, CompiledKernel | None]] = []
+        small = group.dims(**_CHECKED)
+        case = attention.make_case(small, 0, group.fmt)
+        references = attention.references(small, 0, group.fmt)
+        for toggles in group.points(wide):
+            try:
+                kernel = compiled(toggles, small, group.fmt)
+            except CompileError as e:
+                rows.append((toggles, str(e).splitlines()[0], None))
+                continue
+            spilled = kernel.resources.spill_bytes
+            try:
+                why = checked(gpu, toggles, small, group.fmt, case, references)
+            except MachineError as e:
+                why = str(e)
+            if wide and not why and spilled > _MOST_SPILLS:
+                why = f"not timed: it spills {spilled} bytes"
+            rows.append((toggles, why, kernel))
+        right = [toggles for toggles, why, kernel in rows if kernel is not None and not why]
+        for length in lengths:
+            start = time.perf_counter()
+            dims = group.filling(length)
+            times = time_cell(gpu, dims, group.fmt, right, rounds)
+            by_point = dict(zip(map(_key, right), times.found, strict=True))
+            results = [t4_row(t, by_point.get(_key(t), []), why, kernel) for t, why, kernel in rows]
+            _write(gpu, out / f"{group}_s{length}.json", dims, group.fmt, wide, results, times, right)
+            n, best = min(
+                ((n, statistics.median(t)) for n, t in times.confirmed.items()),
+                key=lambda at: at[1],
+                default=(-1, float("nan")),
+            )
+            usual = statistics.median(times.shipped_beside)
+            print(
+                f"{group} {length}: {len(right)} of {len(rows)} right, best {best:.1f} us "
+                f"({_tflops(dims, best):.0f} TFLOP/s), shipped {usual:.1f} us, {usual / best:.3f}x, "
+                f"{list(right[n].values()) if right else ''}, {time.perf_counter() - start:.1f} s",
+                flush=True,
+            )
 
 
 def _key(toggles: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -242,44 +345,74 @@ def _tflops(dims: Dims, us: float) -> float:
     return flops / us / 1e6
 
 
-def _write(gpu: Gpu, out: Path, dims: Dims, results: list[dict[str, Any]], shipped: list[float]) -> None:
+def _write(
+    gpu: Gpu, file: Path, dims: Dims, fmt: str, wide: bool, results: list[dict[str, Any]], times: Times,
+    right: list[Toggles],
+) -> None:  # fmt: skip
     info = gpu.info()
-    mask = "causal" if "CAUSAL" in dims else "full"
-    tiles, _ = tiling(*read_dims(dims, "e4m3"), info.sm_count)
     content = {
         "schema_version": "1.0.0",
         "metadata": {
             "device": info.name,
             "driver": info.driver,
             "shape": dims,
-            "format": "e4m3",
+            "format": fmt,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "git": os.environ.get("GREENFAST_GIT_SHA", ""),
+            "covered": (_can_be_fast.__doc__ if wide else "the whole space") or "",
             "method": "median of rounds in shuffled order on the same buffers; times in ms",
-            "shipped": {name: int(getattr(tiles, field)) for name, field in tilings.TOGGLES.items()},
-            "shipped_ms": [round(us / 1e3, 6) for us in shipped],
+            "shipped": shipped(dims, fmt, info.sm_count),
+            "shipped_ms": _ms(times.shipped),
+            "confirmed": [_process(right, times.confirmed, times.shipped_beside)],
         },
         "results": results,
     }
-    lines = json.dumps({**content, "results": []}, indent=1)[: -len("[]\n}")]
-    rows = ",\n  ".join(json.dumps(row) for row in results)
-    (out / f"d{dims['D']}_{mask}_s{dims['S']}.json").write_text(f"{lines}[\n  {rows}\n ]\n}}\n")
+    _store(file, content)
+
+
+def _store(file: Path, content: dict[str, Any]) -> None:
+    lines = json.dumps({**content, "results": []})[: -len("[]}")]
+    rows = ",\n  ".join(json.dumps(row) for row in content["results"])
+    file.write_text(f"{lines}[\n  {rows}\n ]}}\n")
+
+
+def _process(right: list[Toggles], confirmed: dict[int, list[float]], shipped: list[float]) -> dict[str, Any]:
+    """What one process measured of the best tilings."""
+    of_tilings = [{"configuration": right[n], "ms": _ms(times)} for n, times in confirmed.items()]
+    return {"shipped_ms": _ms(shipped), "tilings": of_tilings}
+
+
+def _ms(times: list[float]) -> list[float]:
+    return [round(us / 1e3, 6) for us in times]
 
 
 def main() -> None:
     """Read the options and do what they say."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("what", choices=("compile", "time"))
+    parser.add_argument("what", choices=("compile", "time", "confirm"))
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS))
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--masks", nargs="+", choices=("full", "causal"), default=["full", "causal"])
+    parser.add_argument("--scales", nargs="+", choices=tuple(SCALES), default=["head"])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["e4m3"])
+    parser.add_argument("--wide", action="store_true", help="only tilings that can be fast on a full GPU")
+    parser.add_argument("--best", type=int, default=2, help="of confirm: how many tilings of a file")
     parser.add_argument("--rounds", type=int, default=_ROUNDS)
     parser.add_argument("--out", type=Path, default=Path("results") / "hopper_tilings")
     args = parser.parse_args()
+    groups = [
+        Group(d, mask == "causal", scales, fmt)
+        for fmt, scales, d, mask in product(args.formats, args.scales, args.head_dims, args.masks)
+    ]
     if args.what == "compile":
-        compile_all(args.head_dims, args.masks)
+        compile_all(groups, args.wide)
+    elif args.what == "confirm":
+        files = [(group, n, args.out / f"{group}_s{n}.json") for group in groups for n in args.lengths]
+        for group, length, file in files:
+            if file.is_file():
+                confirm(group, length, file, args.best)
     else:
-        time_all(args.head_dims, args.masks, args.lengths, args.out, args.rounds)
+        time_all(groups, args.lengths, args.wide, args.out, args.rounds)
 
 
 if __name__ == "__main__":

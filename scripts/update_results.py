@@ -1,4 +1,4 @@
-"""Writes all that is generated from records: README.md's table and picture, docs/, reports, the rules of routing.
+"""Writes all that is generated from records: README.md's table and picture, docs/, reports, rules of routing and tiles.
 
 python scripts/update_results.py [--check]    (--check changes nothing; exit 1 where something differs)
 
@@ -28,6 +28,7 @@ from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.freshness import CURRENT, Freshness, worst
 from scripts.benchmark_tables import batching_table, models_table
 from scripts.speed_picture import DESCRIPTION, gains_table, numbers_digest, speed_picture
+from scripts.tiling_rules import tiling_rules
 
 ROOT = Path(__file__).parents[1]
 MAIN_TASK = "fp8_sdpa"
@@ -41,6 +42,7 @@ COMPARED = (
 OPERATOR_RECORD = COMPARED[0][2]
 ROUTING_RULES, ROUTING_RECORD = "src/greenfast/operator/measured.json", "evidence/routing-h200.json"
 ROUTING_PAGE = "docs/operator.md"
+TILING_RULES, TILING_RECORDS = "src/greenfast/kernels/attention/tilings.json", "evidence/hopper-tilings-h200"
 MODELS_PAGE, MODELS_RECORD = "docs/integrations.md", "evidence/models-h200.json"
 BATCHING_PAGE, BATCHING_RECORDS = "docs/serving.md", "evidence/continuous-batching*-h200.json"
 
@@ -128,6 +130,7 @@ def generated(root: Path) -> dict[Path, str]:
         **_readme(root, records),
         **_emulator_page(root),
         **_benchmark_pages(root, _routing(root, _compared_pages(root))),
+        **_tilings(root),
         **{root / f / REPORT: _report(record, PLOT if (root / f / PLOT).is_file() else None) for f, record in records},
     }
 
@@ -190,6 +193,12 @@ def _routing(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
     page = root / ROUTING_PAGE
     text = fill(pages.get(page) or page.read_text(encoding="utf-8"), "routing", rules_table(found), ROUTING_PAGE)
     return {**pages, page: text, root / ROUTING_RULES: to_json(data)}
+
+
+def _tilings(root: Path) -> dict[Path, str]:
+    """The rules of ``kernels.attention.tiling`` from the times of tilings."""
+    records = root / TILING_RECORDS
+    return {root / TILING_RULES: to_json(tiling_rules(records, root))} if records.is_dir() else {}
 
 
 def _benchmark_pages(root: Path, pages: dict[Path, str]) -> dict[Path, str]:

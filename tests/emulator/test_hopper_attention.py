@@ -165,6 +165,31 @@ def test_rows_of_q_that_are_released_without_a_fence_are_caught(
             run_source(old, plan, own, seed=seed)
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(r, marks=[pytest.mark.slow] if r.key[-1] == "int8" else [], id=f"{r.key}, {r.keys}")
+        for r in tiling.rules()
+    ],
+)
+def test_measured_tiles_where_the_kernel_quantizes_queries(rule: tiling.Rule) -> None:
+    """They leave the bits that the planned tiles leave with as many polynomials."""
+    head_dim, causal, fmt = rule.key[0], rule.key[1], rule.key[-1]
+    dims = {"B": 1, "H": 2, "S": 140, "KV": 600, "D": head_dim, **BLOCKS} | ({"CAUSAL": 2} if causal else {})
+    coded, sizes = read_dims(dims, fmt)
+    config = replace(coded, quantizes_queries=True)
+    case = attention_problem.make_case(dims, 0, fmt)
+    q = np.random.default_rng(1).standard_normal((2, 140, head_dim)).astype(np.float16)
+    own = Case(case.inputs | {"q": q.view(np.uint16)[None]}, case.outputs)
+    found = []
+    for tiles in (rule.tiles, replace(rule.instead_of, polynomials=rule.tiles.polynomials)):
+        plan = hopper.launch(config, sizes, multiprocessors=2, tiles=tiles)
+        result = run_source(hopper.kernel(config, sizes, 2, tiles=tiles), plan, own)
+        assert not any(result.unwritten.values())
+        found.append(result.outputs["out"])
+    assert np.array_equal(found[0], found[1])
+
+
 def check(outputs: dict[str, NDArray[Any]], dims: dict[str, int], fmt: str) -> None:
     references = attention_problem.references(dims, 0, fmt)
     out = attention_problem.decode(outputs, fmt)

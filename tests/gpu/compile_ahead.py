@@ -13,6 +13,7 @@ from greenfast.device.gpu import Gpu
 from greenfast.judge.tasks import find_task
 from greenfast.kernels.attention import ada, hopper
 from greenfast.kernels.attention.config import FORMATS, read_dims
+from greenfast.kernels.attention.tiling import rules
 from greenfast.kernels.ladder import family as ladder
 from greenfast.operator import warmup
 from greenfast.operator.quantized import PRECISIONS
@@ -23,6 +24,7 @@ from tests.emulator.corpus.runner import kernel_of
 from tests.emulator.instructions.case import kernel_source
 from tests.emulator.instructions.catalog import units
 from tests.gpu import test_hopper
+from tests.kernels.tiling_dims import MULTIPROCESSORS, rule_dims
 
 HOPPER = Target("sm_90a")
 
@@ -53,6 +55,8 @@ def _attention() -> Iterator[KernelSource]:
     for multiprocessors, shape in test_hopper.TILINGS:
         for extras, fmt, head_dim in product(test_hopper.EXTRAS, FORMATS, (64, 128, 256)):
             yield hopper.kernel(*read_dims({**shape, "D": head_dim, **extras}, fmt), multiprocessors)
+    for rule in rules():
+        yield hopper.kernel(*read_dims(rule_dims(rule), rule.key[-1]), MULTIPROCESSORS)
 
 
 def main() -> None:

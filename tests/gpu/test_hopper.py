@@ -18,7 +18,7 @@ from greenfast.device.gpu import Gpu
 from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims
-from greenfast.kernels.attention.tiling import ONE_LEVEL_KEYS, tiling
+from greenfast.kernels.attention.tiling import ONE_LEVEL_KEYS, Rule, rules, tiling
 from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS
 from greenfast.numerics.codes import transposed_values
 from greenfast.numerics.formats import dequantize, quantize
@@ -27,6 +27,7 @@ from greenfast.problems.attention import mask_of
 from greenfast.spec.arch import Target
 from greenfast.spec.problem import Case, OutputSpec
 from tests.gpu.references import attention, attention_rounding_bound
+from tests.kernels.tiling_dims import MULTIPROCESSORS, rule_dims
 
 pytestmark = pytest.mark.gpu
 
@@ -178,3 +179,15 @@ def test_formats_scales_and_outputs(extras: dict[str, int], fmt: str, head_dim: 
             finite = np.isfinite(wanted)
             # The tensor cores keep 14 bits of a score's sum of products, whose magnitudes add up to D * 0.64 / sqrt(D).
             assert np.abs(outputs["lse"] - wanted)[finite].max() <= 1e-4 + 2**-12 * math.sqrt(head_dim), dims
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: f"{rule.key}, {rule.keys}")
+def test_tiles_that_were_measured_to_be_faster(rule: Rule) -> None:
+    dims, fmt = rule_dims(rule), rule.key[-1]
+    config, sizes = read_dims(dims, fmt)
+    assert tiling(config, sizes, MULTIPROCESSORS)[0] == rule.tiles
+    references = attention_problem.references(dims, 0, fmt)
+    outputs = run(dims, attention_problem.make_case(dims, 0, fmt), fmt, MULTIPROCESSORS)
+    out = attention_problem.decode(outputs, fmt)
+    assert worst_bound_ratio(out, references.exact, references.bounds["e4m3_polynomial"]) <= 1
+    assert error_stats(out, references.exact, 1).relative_error <= 0.03

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from greenfast.device.compiler import compile_kernel
 from greenfast.evolve.space import read_space
 from greenfast.kernels.attention import hopper, tilings
 from greenfast.kernels.attention.config import read_dims
-from greenfast.kernels.attention.tiling import tiling
+from greenfast.kernels.attention.tiling import Rule, planned, rules, tiling
+from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
+from tests.kernels.tiling_dims import MULTIPROCESSORS, rule_dims
 
 TASK = Path(__file__).parents[2] / "tasks" / "fp8_attention"
 GOOD = {
@@ -64,3 +68,21 @@ def test_a_rule_is_named(change: dict[str, int], rule: str) -> None:
     tilings.tiles_of(GOOD, config)
     with pytest.raises(UsageError, match=rule):
         tilings.tiles_of({**GOOD, **change}, config)
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: f"{rule.key}, {rule.keys}")
+def test_a_measured_rule(rule: Rule) -> None:
+    """It is taken on a full GPU from its first to its last number of keys, fits, and hardly spills."""
+    config, sizes = read_dims(rule_dims(rule), rule.key[-1])
+    tiles, why = tiling(config, sizes, MULTIPROCESSORS)
+    assert tiles == rule.tiles != planned(config, sizes, MULTIPROCESSORS)[0]
+    assert why.endswith(rule.quote)
+    few = replace(sizes, kv_len=100)
+    assert tiling(config, few, MULTIPROCESSORS) == planned(config, few, MULTIPROCESSORS), "below all that was measured"
+    exact = replace(config, log_sum_exp=True)
+    assert tiling(exact, sizes, MULTIPROCESSORS) == planned(exact, sizes, MULTIPROCESSORS)
+    in_kernel = replace(config, quantizes_queries=config.query_scales == "block")
+    for each in {config, in_kernel}:
+        compiled = compile_kernel(hopper.kernel(each, sizes, MULTIPROCESSORS), Target("sm_90a"))
+        assert compiled.resources.spill_bytes <= 64
+        assert "C75" not in compiled.log, "the assembler serializes the products"

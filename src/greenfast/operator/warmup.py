@@ -26,7 +26,7 @@ from greenfast.spec.errors import MachineError, UsageError, unknown
 from greenfast.spec.kernel import KernelSource
 
 #: Lengths whose pairs need every kernel that any lengths need; a test compares the two.
-LENGTHS = (128, 512, 1024, 32768)
+LENGTHS = (128, 512, 1024, 4096, 16384, 32768)
 #: Heads over all batches that need every kernel of a length: the choice depends on how they fill the GPU.
 _HEADS = tuple(2**n for n in range(12))
 #: Query rows over all heads above which the attention kernel is always the same.

@@ -1,10 +1,13 @@
-"""How the Hopper kernel cuts its work: which tiles a shape gets, by rules that were measured."""
+"""How the Hopper kernel cuts its work: which tiles a shape gets, as planned here or by rules from measurements."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any
 
 import numpy as np
 
@@ -109,10 +112,19 @@ def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
 
 
 def tiling(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tuple[Tiling, str]:
-    """The tiles for an attention on a GPU with this number of multiprocessors, and why.
+    """The tiles for an attention on a GPU with this number of multiprocessors, and why: planned, or measured faster.
 
     Raises UsageError for a head dim that the kernel does not compute.
     """
+    chosen, why = planned(config, sizes, multiprocessors)
+    rule = _rule(config, sizes.kv_len, chosen)
+    if rule is None:
+        return chosen, why
+    return rule.tiles, f"{why}; {rule.quote}"
+
+
+def planned(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tuple[Tiling, str]:
+    """The same without measured rules."""
     if config.head_dim not in HEAD_DIMS:
         allowed = ", ".join(map(str, HEAD_DIMS))
         raise UsageError(f"head_dim D={config.head_dim}: the Hopper kernel has tiles for {allowed}")
@@ -132,6 +144,51 @@ def tiling(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tuple
         f"least time for {sizes.batch * sizes.heads} heads of {sizes.q_len} queries on {multiprocessors} "
         "multiprocessors"
     )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Tiles that were measured to be faster than those planned.
+
+    key: head dim, whether there is a mask, scales of Q, K and V, and the format. keys: from how many on, and before how
+    many. instead_of: the planned tiles. quote: the measurement in words.
+    """
+
+    key: tuple[Any, ...]
+    keys: tuple[int, int | None]
+    instead_of: Tiling
+    tiles: Tiling
+    quote: str
+
+
+@cache
+def rules() -> tuple[Rule, ...]:
+    """The rules of tilings.json, which scripts/update_results.py makes from benchmarks/hopper_tilings.py's records."""
+    found = json.loads(files(__package__).joinpath("tilings.json").read_text(encoding="utf-8"))
+    return tuple(
+        Rule(
+            key=tuple(rule["of"]),
+            keys=(rule["keys"][0], rule["keys"][1]),
+            instead_of=Tiling(**rule["instead_of"]),
+            tiles=Tiling(**rule["tiles"]),
+            quote=(
+                f"tiles that were measured {rule['faster'][0]:.3f} to {rule['faster'][1]:.3f} times as fast "
+                f"there ({found['device']}, {rule['record']})"
+            ),
+        )
+        for rule in found["rules"]
+    )
+
+
+def _rule(config: AttentionConfig, kv_len: int, chosen: Tiling) -> Rule | None:
+    if config.value_layout == "row_major" or config.exact_sums or config.softcap:  # not measured
+        return None
+    key = (config.head_dim, config.causal, config.query_scales, config.key_scales, config.value_scales, config.format)
+    for rule in rules():
+        first, stop = rule.keys
+        if (rule.key, rule.instead_of) == (key, chosen) and first <= kv_len and (stop is None or kv_len < stop):
+            return rule
+    return None
 
 
 @lru_cache(maxsize=1024)

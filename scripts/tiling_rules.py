@@ -1,0 +1,83 @@
+"""From T4 files of benchmarks/hopper_tilings.py to the rules of ``greenfast.kernels.attention.tiling``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from greenfast.judge.timing.statistics import Interval, speedup_interval
+from greenfast.kernels.attention import tilings
+from greenfast.kernels.attention.config import AttentionConfig, read_dims
+
+#: A rule departs from the planned tiles where the whole interval of the speedup is above this.
+LEAST_GAIN = 1.01
+#: Processes that have to have timed a tiling: an interval of fewer says nothing about other runs.
+LEAST_PROCESSES = 3
+#: The lengths that are measured are so many times apart.
+REACH = 4
+
+
+def tiling_rules(folder: Path, root: Path) -> dict[str, Any]:
+    """tilings.json: a rule for each file in which a tiling was faster, for its length to REACH times as many keys.
+
+    The longest length's rule has no end. folder: T4 files, of which those without ``confirmed`` are left out. root:
+    what the records' names begin at.
+    """
+    cells = []
+    for file in sorted(folder.glob("*.json")):
+        metadata = json.loads(file.read_bytes())["metadata"]
+        if "confirmed" in metadata:
+            config, sizes = read_dims(metadata["shape"], metadata["format"])
+            cells.append((config, sizes.kv_len, metadata, file))
+    found = []
+    for config, length, metadata, file in cells:
+        faster = fastest(metadata)
+        if faster is None:
+            continue
+        toggles, interval = faster
+        longest = length == max(n for other, n, _, _ in cells if other == config)
+        found.append(
+            {
+                "of": [
+                    config.head_dim, config.causal, config.query_scales, config.key_scales, config.value_scales,
+                    config.format,
+                ],
+                "keys": [length, None if longest else REACH * length],
+                "instead_of": _tiles(metadata["shipped"], config),
+                "tiles": _tiles(toggles, config),
+                "faster": [round(interval.low, 3), round(interval.high, 3)],
+                "record": file.relative_to(root).as_posix(),
+                "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+            }
+        )  # fmt: skip
+    return {"device": cells[0][2]["device"] if cells else "", "rules": found}
+
+
+def fastest(metadata: Mapping[str, Any]) -> tuple[dict[str, int], Interval] | None:
+    """The tiling whose speedup over the planned one has the highest lower end, above LEAST_GAIN; None if none has."""
+    processes = metadata["confirmed"]
+    best: tuple[dict[str, int], Interval] | None = None
+    for toggles in (of["configuration"] for of in processes[0]["tilings"]):
+        times = [(p, of["ms"]) for p in processes for of in p["tilings"] if of["configuration"] == toggles]
+        if len(times) < LEAST_PROCESSES or toggles == metadata["shipped"]:
+            continue
+        planned = [_by_round(process["shipped_ms"], len(ms)) for process, ms in times]
+        interval = speedup_interval(planned, [ms for _, ms in times])
+        if interval.low > max(LEAST_GAIN, best[1].low if best else 0.0):
+            best = toggles, interval
+    return best
+
+
+def _by_round(times: Sequence[float], rounds: int) -> list[float]:
+    """The geometric means of the samples of each round, which has several."""
+    return [float(x) for x in np.exp(np.log(np.reshape(times, (rounds, -1))).mean(axis=1))]
+
+
+def _tiles(toggles: Mapping[str, int], config: AttentionConfig) -> dict[str, Any]:
+    return asdict(tilings.tiles_of(toggles, config))
