@@ -16,8 +16,9 @@ from torch import Tensor
 from greenfast.operator.arguments import check_length
 from greenfast.operator.scope import SCOPES
 from greenfast.operator.serving import ServingPlan, kind
-from greenfast.operator.serving_call import Call, Request, Result, constant
+from greenfast.operator.serving_call import Call, Result, constant
 from greenfast.operator.serving_pages import pages_of_rows
+from greenfast.operator.serving_request import Request
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 

@@ -15,7 +15,7 @@ import greenfast
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from greenfast.kernels.attention.config import KEY_ORDER
 from greenfast.numerics import serving as reference
-from greenfast.operator import serving_call, serving_ops
+from greenfast.operator import serving_ops, serving_request
 from tests.serving.oracle import Case, case, faults
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
@@ -375,7 +375,7 @@ def test_repeated_calls_have_the_bits_of_the_first(form: str, cache: greenfast.P
     inputs = [[drawn(3, 2, n, 128) for n in (8, 2, 2)] for _ in range(4)]
     wanted = []
     for given in inputs:
-        serving_call._KNOWN.clear()
+        serving_request.KNOWN.clear()
         wanted.append(call(*given))
     wrong: list[int] = []
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from greenfast.device import prepared
-from greenfast.operator import cuda, plans, sdpa, serving_call, serving_cuda, serving_ops
+from greenfast.operator import cuda, plans, sdpa, serving_call, serving_cuda, serving_ops, serving_request
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import TensorMap, value_bytes
 
@@ -89,9 +89,9 @@ class PretendedGpu:
 
     def forget(self) -> None:
         """Empty every cache of launches."""
-        for repeats in (sdpa.REPEATS, serving_call._KNOWN, serving_ops.APPENDS):
+        for repeats in (sdpa.REPEATS, serving_request.KNOWN, serving_ops.APPENDS):
             repeats.clear()
-        for cache in (cuda._PLANS, serving_cuda._PLANS, serving_call._CONSTANTS, serving_call._JOINED):
+        for cache in (cuda._PLANS, serving_cuda._PLANS, serving_call._CONSTANTS, serving_request.JOINED):
             cache.clear()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:

@@ -146,12 +146,16 @@ class Watch:
 
 
 def rounded(x: Tensor, *, appended: bool) -> Tensor:
-    """To E4M3 with a scale for each token and head, by products in float32 as attention and append have them."""
-    most = x.float().abs().amax(-1, keepdim=True)
+    """To E4M3 with a scale for each token and head, by products in float32 as attention and append have them.
+
+    On the CPU: on a GPU PyTorch multiplies by the inverse of 448 where this divides, and codes at ties would differ.
+    """
+    given = x.float().cpu()
+    most = given.abs().amax(-1, keepdim=True)
     most = torch.where(most == 0, 448, most)
     scale = most / 448
     times = 1 / scale if appended else torch.full_like(most, 448) / most
-    return (x.float() * times).to(torch.float8_e4m3fn).double() * scale
+    return ((given * times).to(torch.float8_e4m3fn).double() * scale).to(x.device)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, more: dict[str, Any]) -> Tensor:

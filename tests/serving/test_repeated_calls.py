@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 import greenfast
 from greenfast import flash_attn
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-from greenfast.operator import repeats, serving_call, serving_checks, serving_cuda, serving_ops
+from greenfast.operator import repeats, serving_checks, serving_cuda, serving_ops, serving_request
 from tests.operator.launched import Launch, PretendedGpu, pretend_cuda
 
 BATCH, HEADS, KV_HEADS, DIM, PAGES = 3, 8, 2, 64, 12
@@ -312,7 +312,7 @@ def test_lengths_as_numbers_share_their_launches(gpu: PretendedGpu, appends: boo
     for length in range(1, 9):
         for _ in range(2):
             call(options | {"cache_seqlens": length})
-    kept = serving_call._KNOWN._found.values()
+    kept = serving_request.KNOWN._found.values()
     assert len(kept) == 8
     (plan,) = {id(known.plan): known.plan for ((_, known),) in kept}.values()
     assert [len(idle) for idle in plan.idle.values()] == [1]
@@ -339,7 +339,7 @@ def test_the_workspace_has_room_for_all(gpu: PretendedGpu, monkeypatch: pytest.M
     for run, _ in composed():
         gpu.forget()
         run()
-        ((_, known),) = next(iter(serving_call._KNOWN._found.values()))
+        ((_, known),) = next(iter(serving_request.KNOWN._found.values()))
         work = sorted(known.plan.work.items(), key=lambda x: x[1])
         ends = [*(at for _, at in work[1:]), known.plan.work_elements]
         assert {"slots", "positions", "lengths"} <= {name for name, _ in work}

@@ -124,7 +124,7 @@ def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor | None
     return out, sums
 
 
-#: In the order in which ``serving_call.Request`` has them.
+#: In the order in which ``serving_request.Request`` has them.
 _ATTENTION_BUFFERS = (
     "lse", "q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seqused_k", "k_scale", "v_scale", "q_scale",
     "sinks", "plan", "out",
