@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from greenfast.bench.record import Benchmark
-from greenfast.bench.records import AnyRecord, freshness, read_benchmark, read_record
+from greenfast.bench.records import AnyRecord, current_part, freshness, read_benchmark, read_record
 from greenfast.bench.report import benchmark_report, section
 from greenfast.bench.routing import rules, rules_table
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT
@@ -25,7 +25,7 @@ from greenfast.judge.report.markdown import report
 from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.tasks import find_task
 from greenfast.spec.errors import GreenfastError, UsageError
-from greenfast.spec.freshness import CURRENT, Freshness, worst
+from greenfast.spec.freshness import CURRENT, STALE, Freshness, worst
 from scripts.benchmark_tables import batching_table, models_table
 from scripts.speed_picture import DESCRIPTION, gains_table, numbers_digest, speed_picture
 from scripts.tiling_rules import tiling_rules
@@ -97,7 +97,12 @@ def _peers(records: Evidence) -> tuple[str, Benchmark] | None:
 
 
 def _section(path: str, record: Benchmark) -> str:
-    return section(record, path, shown(freshness(record)))
+    answer = shown(freshness(record))
+    if answer.status != STALE or record.comparison != "serving":
+        return section(record, path, answer)
+    current, left_out = current_part(record)
+    gone = f"Left out, as kernels have changed since: {', '.join(left_out)}; and what the host takes."
+    return f"{section(current, path)}\n\n{gone}"
 
 
 def _is_default(record: Record) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from greenfast.bench import records
 from greenfast.bench.comparison import Cell, Checked, Facts, Timed
 from greenfast.bench.plot import save_benchmark_plot
 from greenfast.bench.ratios import headline
@@ -22,7 +23,7 @@ from greenfast.bench.serving_report import read_rate, tables
 from greenfast.device.worker import Worker
 from greenfast.spec.errors import WrongResultError
 from greenfast.spec.facts import DeviceInfo
-from greenfast.spec.freshness import Freshness
+from greenfast.spec.freshness import STALE, Freshness
 from tests.bench.benchmarks import serving_record
 from tests.fakes import Watcher, request, shipped
 from tests.judge.report.figures import drawn_by
@@ -189,3 +190,17 @@ def test_greenfast_that_is_wrong_ends_the_run(scripted: Scripted, tmp_path: Path
     scripted.error = 0.11
     with pytest.raises(WrongResultError, match=r"greenfast on decode_32x8_d128_1x8192 .*error 0\.11, at most 0\.1"):
         run(tmp_path, "decode")
+
+
+def test_times_of_changed_kernels_are_left_out_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = serving_record()
+    shape, kept = next((r.shape, r.contender) for r in record.rows if r.contender == "greenfast")
+    answers = {f"attention, {shape}": Freshness(), f"append, {shape}": Freshness(STALE, ("its code differs",))}
+    monkeypatch.setattr(records, "_of_kernels", lambda _: answers)
+    current, gone = records.current_part(record)
+    assert gone == ["append"]
+    assert kept in {row.contender for row in current.rows}
+    assert "append" in {row.contender for row in record.rows} - {row.contender for row in current.rows}
+    assert not current.host
+    monkeypatch.setattr(records, "_of_kernels", lambda _: {f"attention, {shape}": Freshness()})
+    assert records.current_part(record) == (record, [])

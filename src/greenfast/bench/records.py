@@ -107,17 +107,35 @@ def freshness(record: AnyRecord) -> Freshness:
     """Whether a record is of today's kernels and launches, as far as this machine's compiler can tell."""
     if not isinstance(record, Benchmark) or record.side is not None:
         return judged.freshness(record)
+    return worst(_of_kernels(record).values())
+
+
+def _of_kernels(record: Benchmark) -> dict[str, Freshness]:
     kernels = comparison_of(record).kernels
     today = kernels() if kernels else {}
     if record.comparison == "serving":  # a run of some groups has the kernels of these
         shapes = {row.shape for row in record.rows}
         today = {n: k for n, k in today.items() if n in record.kernels or n.rpartition(", ")[2] in shapes}
-    answers = [
-        Freshness(STALE, (f"{name} is {'not in the record' if name in today else 'timed no more'}",))
+    answers = {
+        name: Freshness(STALE, (f"{name} is {'not in the record' if name in today else 'timed no more'}",))
         for name in sorted(today.keys() ^ record.kernels.keys())
-    ]
+    }
     for name, then in record.kernels.items():
         if name in today:
             source, launch = today[name]
-            answers += [of_build(name, then, source), of_launch(name, then.launch, launch)]
-    return worst(answers)
+            answers[name] = worst([of_build(name, then, source), of_launch(name, then.launch, launch)])
+    return answers
+
+
+def current_part(record: Benchmark) -> tuple[Benchmark, list[str]]:
+    """A serving comparison without the times of contenders one of whose kernels has changed, and those contenders.
+
+    Where there are any, what the host takes is left out too: it is of the code around the kernels.
+    """
+    steps: dict[str, tuple[str, ...]] = importlib.import_module("greenfast.bench.serving_kernels").STEPS
+    changed = {n.rpartition(", ")[0] for n, answer in _of_kernels(record).items() if answer.status == STALE}
+    gone = [name for name, of in steps.items() if changed.intersection(of)]
+    if not gone:
+        return record, []
+    rows = [row for row in record.rows if row.contender not in gone]
+    return msgspec.structs.replace(record, rows=rows, host=[]), [c.label for c in record.contenders if c.name in gone]

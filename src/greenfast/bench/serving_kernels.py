@@ -18,6 +18,14 @@ from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import KernelSource
 
 _META = torch.device("meta")
+#: The steps that a contender's times are of.
+STEPS = {
+    "greenfast": ("attention",),
+    "token_scales": ("attention, a scale per token",),
+    "varlen": ("quantization", "attention on bf16"),
+    "append": ("append",),
+    "plan": ("plan",),
+}
 
 
 def timed_launches(cases: Sequence[Case]) -> dict[str, tuple[KernelSource, LaunchFacts]]:
