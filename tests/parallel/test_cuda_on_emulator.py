@@ -90,7 +90,7 @@ def test_some_queries_over_the_first_of_kept_keys(
     some, scale = q[:, :, first:], head_dim**-0.5
     out, lse = blocks.attend(some, keys, count, precision, causal, scale, True)
     for exact in (True, False):
-        found, sums = cuda.attend(some, keys, count, precision, causal, scale, exact, exchanging=exact)
+        found, sums = cuda.attend(some, keys, count, precision, causal, scale, exact)
         assert error(found, out) < 0.02, "weights are rounded at other sums"
         assert float((sums - lse).abs().max()) < (1e-3 if exact else 0.05)
 

@@ -29,9 +29,8 @@ from greenfast.operator.quantized import QuantizedQKV, config_of
 from greenfast.parallel.blocks import Keys
 from greenfast.spec.arch import Target
 
-#: Blocks of the attention kernel for each multiprocessor while NCCL's kernels hold some of them for a part of its time:
-#: so many that one round more of blocks takes little.
-BLOCKS_EACH = 16
+#: Blocks of the attention kernel for each multiprocessor: NCCL's kernels hold some of these for a part of its time.
+BLOCKS_EACH = 4
 _MOST_PLANS = 4096
 _PLANS: dict[tuple[Any, ...], Plan] = {}
 
@@ -105,7 +104,7 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precisi
 
 
 def attend(
-    query: Tensor, keys: Keys, count: int, precision: str, causal: int, scale: float, exact_sums: bool, exchanging: bool
+    query: Tensor, keys: Keys, count: int, precision: str, causal: int, scale: float, exact_sums: bool
 ) -> tuple[Tensor, Tensor]:
     """``blocks.attend`` of CUDA tensors."""
     batch, heads, length, head_dim = query.shape
@@ -125,7 +124,7 @@ def attend(
         "lse": lse,
     }
     sizes = Sizes(batch, heads, keys.key.shape[1], length, count)
-    _attending(config, sizes, scale, query.stride()[:3], keys.key.shape[2], buffers, BLOCKS_EACH if exchanging else 1)
+    _attending(config, sizes, scale, query.stride()[:3], keys.key.shape[2], buffers)
     return out, lse
 
 
@@ -147,28 +146,26 @@ def attend_codes(codes: QuantizedQKV, causal: int, scale: float, with_lse: bool)
         "lse": lse,
     }
     sizes = sizes_of(codes.query.shape, codes.key.shape)
-    strides = strides_of(heads, length, codes.head_dim)
-    _attending(config, sizes, scale, strides, codes.key_length, buffers, BLOCKS_EACH)
+    _attending(config, sizes, scale, strides_of(heads, length, codes.head_dim), codes.key_length, buffers)
     return out, lse
 
 
 def _attending(
-    config: AttentionConfig, sizes: Sizes, scale: float, query: tuple[int, ...], kept: int,
-    buffers: dict[str, Tensor], blocks_each: int,
-) -> None:  # fmt: skip
+    config: AttentionConfig, sizes: Sizes, scale: float, query: tuple[int, ...], kept: int, buffers: dict[str, Tensor]
+) -> None:
     device = buffers["out"].get_device()
     target = _target(device)
 
     def step() -> Step:
         size = target.multiprocessors
         launch = hopper.launch(
-            config, sizes, scale, Strides(query=query), size, kept_keys=kept, blocks_each=blocks_each
+            config, sizes, scale, Strides(query=query), size, kept_keys=kept, blocks_each=BLOCKS_EACH
         )
         names = {"k": "k_codes", "v_t": "v_codes"} | ({} if config.quantizes_queries else {"q": "q_codes"})
         # What lies before it on the stream may be a wait for NCCL, not the quantizer.
         return Step(hopper.kernel(config, sizes, size), replace(launch, early=False), names)
 
-    _launch(device, ("attend", config, sizes, scale, device, query, kept, blocks_each), step, buffers)
+    _launch(device, ("attend", config, sizes, scale, device, query, kept), step, buffers)
 
 
 def merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor, first: int, into: Tensor) -> Tensor:

@@ -70,9 +70,7 @@ def forward(
         works = group.exchange(here.buffer, there.buffer) if number + 1 < group.size else []
         if turn is not None:
             first, count, masked = turn
-            result = blocks.attend(
-                query[:, :, first:], here, count, precision, masked, scale, with_lse, exchanging=bool(works)
-            )
+            result = blocks.attend(query[:, :, first:], here, count, precision, masked, scale, with_lse)
             merged.add(*result, first)
         group.wait(*works)
         here, there = there, here

@@ -127,7 +127,7 @@ class Exchange:
             if isinstance(x, Returned):
                 self.scatter(x, into)
             else:
-                _copy(into, x.transpose(0, 1))
+                into.copy_(x.transpose(0, 1))
         received, work = self.group.all_to_all(sent)
         return _views(received, shapes, dtypes), work
 
@@ -147,7 +147,7 @@ class Exchange:
         out = x.new_empty(shape)
         into = out.movedim(rows, 0)
         for place, chosen in self._places(chunks, rows + 1):
-            _copy(into[place], chosen)
+            into[place].copy_(chosen)
         return out.flatten(rows, rows + 1)
 
     def scatter(self, field: Returned, into: Tensor) -> None:
@@ -156,7 +156,7 @@ class Exchange:
         chunk = into.shape[3] // parts
         chunks = torch.unflatten(field.tensor, 2, (parts * size, chunk)).movedim(2, 0)
         for place, chosen in self._places(torch.unflatten(into, 3, (parts, chunk)), 3):
-            _copy(chosen, chunks[place])
+            chosen.copy_(chunks[place])
 
     def _places(self, chunks: Tensor, parts: int) -> list[tuple[slice | int, Tensor]]:
         """Where chunks (size, ..., parts, ...) go in the sequence: as few pairs of places and views as there can be."""
@@ -178,18 +178,21 @@ def _views(buffer: Tensor, shapes: list[tuple[int, ...]], dtypes: list[torch.dty
     return tuple(found)
 
 
-def _copy(into: Tensor, x: Tensor) -> None:
-    """Copy a tensor of the same dtype and shape: eight bytes at a time where both allow it, not each code alone."""
-    wide = torch.int64
-    if x.dtype.itemsize < wide.itemsize and all(_divides(y, wide.itemsize // x.dtype.itemsize) for y in (into, x)):
-        into, x = into.view(wide), x.view(wide)
-    into.copy_(x)
+def _wide(x: Tensor, together: int) -> Tensor:
+    """The same bytes as int64, which copies move faster than single codes; as they are where that cannot be.
 
-
-def _divides(x: Tensor, count: int) -> bool:
-    """Whether ``count`` neighbouring numbers of a tensor may be seen as one."""
+    together: how many neighbours in the last dimension are never parted.
+    """
+    count = torch.int64.itemsize // x.dtype.itemsize
     *strides, last = x.stride()
-    return last == 1 and not any(n % count for n in (x.shape[-1], x.storage_offset(), *strides))
+    if last != 1 or any(n % count for n in (together, x.shape[-1], x.storage_offset(), *strides)):
+        return x
+    return x.view(torch.int64)
+
+
+def _of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes of a dense tensor as another dtype."""
+    return x if x.dtype == dtype else x.view(dtype)
 
 
 def forward(
@@ -202,37 +205,48 @@ def forward(
     exchange = Exchange(group, layout, heads)
     as_codes = all(blocks.codes_travel(x.shape[2] // layout.parts) for x in (query, key))
     mean = None
+    scales: list[Field] = []
     if as_codes:
         codes = blocks.quantize(query, key, value, samples_of(group, layout, key), precision)
         mean = codes.key_mean
-        fields = [
-            Field(codes.query, 2, False), Field(codes.key, 2, True), Field(codes.value, 3, True),
-            Field(codes.query_scale, 2, False), Field(codes.key_scale, 2, True), Field(codes.value_scale, 2, True),
-        ]  # fmt: skip
+        q, k, v, *of_blocks = codes.tensors()[:6]
+        v = _wide(v, key.shape[2] // layout.parts)
+        fields = [Field(_wide(q, q.shape[3]), 2, False), Field(_wide(k, k.shape[3]), 2, True), Field(v, 3, True)]
+        scales = [Field(x, 2, of_keys) for x, of_keys in zip(of_blocks, (False, True, True), strict=True)]
     else:
-        fields = [Field(query, 2, False), Field(key, 2, True), Field(value, 2, True)]
+        fields = [Field(_wide(x, head_dim), 2, of_keys) for x, of_keys in ((query, False), (key, True), (value, True))]
     divided = [exchange.by_rank(field) for field in fields]
     parts = parts_of(divided, heads)
-    coming = exchange.send([x.tensor_split(parts, 2)[0] for x in divided])
+    # Scales are small: those of all parts come with the first one.
+    coming = exchange.send([*(x.tensor_split(parts, 2)[0] for x in divided), *map(exchange.by_rank, scales)])
+    of_parts: list[list[Tensor]] = []
     going = []
     found: tuple[Tensor, ...]
     for part in range(parts):
         some = coming
         if part + 1 < parts:  # the next part's way is hidden by this one's attention
             coming = exchange.send([x.tensor_split(parts, 2)[part + 1] for x in divided])
-        whole = [exchange.gathered(x, field.rows) for x, field in zip(exchange.wait(some), fields, strict=True)]
+        received = exchange.wait(some)
+        if part == 0:
+            of_all = (exchange.gathered(x, field.rows) for x, field in zip(received[3:], scales, strict=True))
+            of_parts = [[one.contiguous() for one in x.tensor_split(parts, 1)] for x in of_all]
+        whole = [
+            _of(exchange.gathered(x, field.rows), torch.uint8 if as_codes else query.dtype)
+            for x, field in zip(received[:3], fields, strict=True)
+        ] + [x[part] for x in of_parts]
         if as_codes:
             found = _attend(whole, precision, head_dim, query.dtype, causal, scale, with_lse)
         elif with_lse:
             found = ops.SDPA_LSE(*whole, precision, causal, scale)
         else:
             found = (ops.SDPA(*whole, precision, causal, scale),)
-        going.append(exchange.send([Returned(x, group.size) for x in found[: 1 + with_lse]]))
+        results = (_wide(found[0], head_dim), *found[1 : 1 + with_lse])
+        going.append(exchange.send([Returned(x, group.size) for x in results]))
     out = query.new_empty(batch, group.size, heads.queries, length, head_dim)
     lse = query.new_empty(out.shape[:4] if with_lse else (0,), dtype=torch.float32)
     for part, some in enumerate(going):
         for into, x in zip((out, lse), exchange.wait(some), strict=False):
-            _copy(into.tensor_split(parts, 2)[part], x.transpose(0, 1))
+            _of(into, x.dtype).tensor_split(parts, 2)[part].copy_(x.transpose(0, 1))
     out = out.flatten(1, 2)[:, :count]
     if with_lse:
         lse = lse.flatten(1, 2)[:, :count]
