@@ -193,7 +193,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     library.AttentionInterface.register(continuous_batching.PAGED, continuous_batching.attend)
 
 
-@pytest.mark.parametrize("make", [llama, gemma, oss, mistral])
+@pytest.mark.parametrize("make", [pytest.param(llama, marks=pytest.mark.slow), gemma, oss, mistral])
 def test_every_layer_of_every_step_is_attention_within_the_error_of_fp8(make: Any, watch: Watch) -> None:
     """Ragged requests; chunks of 64 tokens, so that prompts of 150 and 97 take several; steps that only decode."""
     generate(made(make), prompts(1, 40, 150, 17, 97), 5, max_batch_tokens=64, num_blocks=64)
@@ -205,7 +205,7 @@ def test_every_layer_of_every_step_is_attention_within_the_error_of_fp8(make: An
         assert 0 < watch.most_pages <= 8
 
 
-@pytest.mark.parametrize("make", [llama, gemma])
+@pytest.mark.parametrize("make", [llama, pytest.param(gemma, marks=pytest.mark.slow)])
 def test_more_requests_than_fit_wait(make: Any, watch: Watch) -> None:
     inputs = prompts(*[60, 33, 70, 20, 64, 48, 15, 66])
     # Blocks that are shared hold keys of whichever request came first, which the watch does not follow.
@@ -216,7 +216,7 @@ def test_more_requests_than_fit_wait(make: Any, watch: Watch) -> None:
     assert 0 < watch.error < ERROR
 
 
-@pytest.mark.parametrize("make", [llama, gemma])
+@pytest.mark.parametrize("make", [llama, pytest.param(gemma, marks=pytest.mark.slow)])
 def test_logits_are_those_of_the_model(make: Any) -> None:
     """The log-probabilities of what was generated, against the model's own attention in bfloat16 on the same tokens."""
     model = made(make, 1.0)

@@ -89,15 +89,23 @@ def test_generated(number: int) -> None:
     ("options", "run"),
     [
         ({"lengths": [(3, 129), (1, 600), (2, 0)]}, {}),
-        ({"lengths": [(3, 129), (1, 600), (2, 0)], "scales": "head", "sinks": True}, {"wide": True}),
         ({"lengths": [(40, 130), (1, 0)], "group": 7, "kv_heads": 1, "window": (20, 0)}, {"multiprocessors": 1}),
-        ({"lengths": [(5, 65), (2, 3)], "head_dim": 128, "fp8_queries": True, "page_size": 128}, {"wide": True}),
-        ({"lengths": [(2, 140)], "head_dim": 256, "kv_heads": 1, "scales": "sequence", "softcap": 20.0}, {}),
-        ({"lengths": [(35, 700)], "head_dim": 256, "kv_heads": 1, "group": 4}, {"wide": True}),
         ({"lengths": [(1, 257), (0, 64)], "group": 16, "strides": "HND", "dtype": torch.float16}, {"seed": 1}),
-        ({"lengths": [(9, 3), (3, 64)], "causal": False, "window": (1, 1), "page_size": 32}, {"multiprocessors": 5}),
         ({"lengths": [(1, 257), (2, 600)], "group": 4, "window": (300, 0), "sinks": True}, {"few_rows": 8}),
         ({"lengths": [(1, 130)], "group": 11, "head_dim": 256, "kv_heads": 1, "softcap": 20.0}, {"few_rows": 16}),
+        *(
+            pytest.param(options, run, marks=pytest.mark.slow)
+            for options, run in (
+                ({"lengths": [(3, 129), (1, 600), (2, 0)], "scales": "head", "sinks": True}, {"wide": True}),
+                (
+                    {"lengths": [(5, 65), (2, 3)], "head_dim": 128, "fp8_queries": True, "page_size": 128},
+                    {"wide": True},
+                ),
+                ({"lengths": [(2, 140)], "head_dim": 256, "kv_heads": 1, "scales": "sequence", "softcap": 20.0}, {}),
+                ({"lengths": [(35, 700)], "head_dim": 256, "kv_heads": 1, "group": 4}, {"wide": True}),
+                ({"lengths": [(9, 3), (3, 64)], "causal": False, "window": (1, 1)}, {"multiprocessors": 5}),
+            )
+        ),
     ],
 )
 def test_some(options: dict[str, Any], run: dict[str, Any]) -> None:
@@ -165,13 +173,16 @@ def test_bits_do_not_depend_on_the_batch(surrounded: tuple[Case, tuple[Tensor, T
     ("options", "run"),
     [
         ({"lengths": [(1, 17), (1, 0), (1, 257)], "group": 8, "head_dim": 128, "scales": "head"}, {"few_rows": 8}),
-        ({"lengths": [(1, 257), (2, 600)], "group": 4, "window": (300, 0)}, {"few_rows": 8}),
-        ({"lengths": [(1, 130)], "group": 11, "head_dim": 256, "kv_heads": 1, "softcap": 20.0}, {"few_rows": 16}),
         ({"lengths": [(3, 129), (2, 0), (1, 16)], "page_size": 32, "strides": "HND"}, {}),
         ({"lengths": [(5, 65), (2, 140)], "head_dim": 256, "kv_heads": 1, "scales": "head"}, {"wide": True}),
         *(
             pytest.param(options, run, marks=pytest.mark.slow)
             for options, run in (
+                ({"lengths": [(1, 257), (2, 600)], "group": 4, "window": (300, 0)}, {"few_rows": 8}),
+                (
+                    {"lengths": [(1, 130)], "group": 11, "head_dim": 256, "kv_heads": 1, "softcap": 20.0},
+                    {"few_rows": 16},
+                ),
                 ({"lengths": [(2, 140)], "head_dim": 256, "scales": "head", "page_size": 32}, {}),
                 ({"lengths": [(5, 65), (2, 300)], "head_dim": 128, "scales": "head"}, {"wide": True}),
                 ({"lengths": [(5, 65)], "head_dim": 128, "fp8_queries": True, "page_size": 128}, {"wide": True}),
@@ -210,7 +221,7 @@ def test_a_plan_is_for_many_launches() -> None:
     assert same(first, second)
 
 
-@pytest.mark.parametrize("few_rows", [0, 8])
+@pytest.mark.parametrize("few_rows", [pytest.param(0, marks=pytest.mark.slow), 8])
 def test_without_a_log_sum_exp_the_output_is_the_same(monkeypatch: pytest.MonkeyPatch, few_rows: int) -> None:
     c = case([(1, 900), (2, 70)], kv_heads=1, group=4, sinks=True)
     wanted, _ = attention(c, few_rows=few_rows)
@@ -225,7 +236,7 @@ def test_without_a_log_sum_exp_the_output_is_the_same(monkeypatch: pytest.Monkey
 # ---- what must not reach other memory, or other rows ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("entry", [-1, 2**31 - 1])
+@pytest.mark.parametrize("entry", [pytest.param(-1, marks=pytest.mark.slow), 2**31 - 1])
 def test_pages_that_are_not_there(entry: int) -> None:
     """A wrong result, from memory that is the cache's."""
     c = case([(2, 100), (1, 20)], kv_heads=1)
@@ -298,7 +309,9 @@ def test_a_key_of_nan_reaches_the_rows_that_attend_to_it() -> None:
     assert not out[:2].isnan().any()
 
 
-@pytest.mark.parametrize(("layout", "few_rows"), [("grouped", 0), ("rows", 0), ("rows", 8)])
+@pytest.mark.parametrize(
+    ("layout", "few_rows"), [("grouped", 0), pytest.param("rows", 0, marks=pytest.mark.slow), ("rows", 8)]
+)
 def test_a_value_of_nan_reaches_its_row_tile(layout: str, few_rows: int) -> None:
     """As in FlashAttention: 0 times NaN is NaN. Other columns, other heads and the log-sum-exp are as they were."""
     c = case([(4, 70)], kv_heads=2, scales="head", layout=layout)
