@@ -83,6 +83,7 @@ class PretendedGpu:
         patch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(Tensor, "data_ptr", lambda x: gpu._address(x))
+        patch.setattr(serving_call, "settled", lambda x: x)
         patch.setattr(cuda, "_PLANS", {})
         patch.setattr(serving_cuda, "_PLANS", {})
         self.forget()

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 import greenfast
 from greenfast import flash_attn
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-from greenfast.operator import repeats, serving_checks, serving_cuda, serving_ops, serving_request
+from greenfast.operator import repeats, serving_call, serving_checks, serving_cuda, serving_ops, serving_request
 from tests.operator.launched import Launch, PretendedGpu, pretend_cuda
 
 BATCH, HEADS, KV_HEADS, DIM, PAGES = 3, 8, 2, 64, 12
@@ -393,6 +393,21 @@ def test_outputs_are_where_they_were_asked_for(gpu: PretendedGpu) -> None:
         assert call(given) is given["out"]
     found = [call(base() | {"q": given["q"]}) for _ in range(3)]
     assert len({x.untyped_storage().data_ptr() for x in found}) == 3
+
+
+def test_a_kept_tensor_is_made_before_another_stream_may_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Tensor] = []
+
+    def settled(x: Tensor) -> Tensor:
+        waited.append(x)
+        return x
+
+    monkeypatch.setattr(serving_call, "_CONSTANTS", {})
+    monkeypatch.setattr(serving_call, "settled", settled)
+    like = torch.empty(1)
+    first, again = (serving_call.constant(like, "arange", 1, 3) for _ in range(2))
+    assert first is again is waited[0]
+    assert len(waited) == 1
 
 
 def test_threads_and_streams_have_launches_of_their_own(gpu: PretendedGpu, quick_switches: None) -> None:

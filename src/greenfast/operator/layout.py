@@ -39,6 +39,13 @@ def aligned(address: int) -> bool:
     return address % _ROW_ALIGNMENT == 0
 
 
+def settled(x: Tensor) -> Tensor:
+    """A tensor that is kept for later calls, once it is made: calls on other streams do not wait for this one's."""
+    if x.is_cuda and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(x.device).synchronize()
+    return x
+
+
 def readable(x: Tensor, *, by_tma: bool = False) -> Tensor:
     """x, or a copy in the same order where a kernel could not read its rows.
 

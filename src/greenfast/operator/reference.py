@@ -19,6 +19,7 @@ from greenfast.kernels.attention.config import (
 from greenfast.kernels.quantize.qkv import MEAN_GROUP, MEAN_KEYS
 from greenfast.numerics import formats
 from greenfast.numerics.codes import quantize_blocks, quantize_groups, scales_of_keys, transposed_values
+from greenfast.operator.layout import settled
 from greenfast.operator.quantized import FINE, QuantizedQKV, precision_of
 
 #: The largest weight of a row in ROW_BLOCK keys is scaled to E4M3's largest number, unless it is below the row's
@@ -219,7 +220,7 @@ def _weighted(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def _rotated_back(size: int, device: torch.device) -> Tensor:
     """The inverse of ``rotation``, float64; cached, so that a CUDA graph may capture its use."""
-    return rotation(size).T.double().to(device)
+    return settled(rotation(size).T.double().to(device))
 
 
 def mean_scores(query: Tensor, key_mean: Tensor, *, rotated: bool) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from greenfast.operator import serving_ops
 from greenfast.operator.arguments import check_flag, check_length, number
+from greenfast.operator.layout import settled
 from greenfast.operator.quantized import DTYPES
 from greenfast.operator.serving import ServingPlan, kind, window_of
 from greenfast.operator.serving_checks import (
@@ -274,5 +275,5 @@ def constant(like: Tensor, kind: str, step: Any = 0, count: Any = 0) -> Tensor:
     if kept and not torch._C._len_torch_dispatch_stack() and not capturing(device):
         if len(_CONSTANTS) >= _MOST_CONSTANTS:
             _CONSTANTS.clear()
-        _CONSTANTS[at] = made
+        return _CONSTANTS.setdefault(at, settled(made))
     return made

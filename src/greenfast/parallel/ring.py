@@ -12,6 +12,7 @@ from torch import Tensor
 
 from greenfast.kernels.quantize.qkv import MEAN_KEYS, sample_places
 from greenfast.operator import ops
+from greenfast.operator.layout import settled
 from greenfast.parallel import blocks
 from greenfast.parallel.blocks import Keys, Merged
 from greenfast.parallel.group import Group
@@ -33,7 +34,7 @@ def _own_samples(layout: Layout, rank: int, length: int, device: torch.device) -
     """Which of the samples are a rank's, and where its rows are; kept, as copies to a GPU take longer than they do."""
     places = [layout.row_of(place, length) for place in sample_places(length * layout.size)]
     mine = [(i, row) for i, (owner, row) in enumerate(places) if owner == rank]
-    at, rows = torch.tensor(mine, dtype=torch.long).view(-1, 2).T.contiguous().to(device)
+    at, rows = settled(torch.tensor(mine, dtype=torch.long).view(-1, 2).T.contiguous().to(device))
     return at, rows
 
 

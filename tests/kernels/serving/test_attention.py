@@ -281,7 +281,7 @@ def clean_results() -> dict[str, tuple[Tensor, Tensor]]:
     return {scales: attention(poisoned(scales)) for scales in ("token", "head")}
 
 
-@pytest.mark.parametrize("value", [math.nan, 0.0, math.inf, -1.0])
+@pytest.mark.parametrize("value", [math.nan, 0.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (math.inf, -1.0))])
 @pytest.mark.parametrize("of", [pytest.param("k_scale", marks=pytest.mark.slow), "v_scale"])
 def test_a_tokens_scale_reaches_the_rows_that_attend_to_it(
     of: str, value: float, clean_results: dict[str, tuple[Tensor, Tensor]]
@@ -348,7 +348,7 @@ def test_a_query_that_is_not_finite_is_its_rows_alone(
 
 @pytest.mark.parametrize("scales", ["token", "head"])
 @pytest.mark.parametrize("softcap", [0.0, pytest.param(5.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("value", [-0.01, 0.0, math.nan])
+@pytest.mark.parametrize("value", [pytest.param(-0.01, marks=pytest.mark.slow), 0.0, math.nan])
 def test_scales_of_keys_are_any_numbers(scales: str, softcap: float, value: float) -> None:
     c = case([(3, 70)], kv_heads=1, scales=scales, softcap=softcap)
     c.k_scale.fill_(value)
