@@ -140,7 +140,7 @@ def test_heads_of_whole_sequences(heads: int, kv_heads: int, size: int) -> None:
             assert torch.equal(outs[rank], alone)
     again = torch.stack([layout.shard(outs[0], 2, rank) for rank in range(size)])
     scattered = torch.empty_like(again)
-    exchange.scatter(ulysses.Returned(outs[0], size), scattered)
+    exchange.scatter(outs[0], scattered)
     assert torch.equal(scattered, again)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,10 +57,8 @@ def calls() -> list[partial[Any]]:
     return found
 
 
-def test_a_cached_launch_equals_a_new_one(gpu: PretendedGpu) -> None:
-    every = calls()
-    for call in every[:: len(every) // 3]:  # a few have addresses of their own
-        gpu.keep(x for x in call.args if isinstance(x, Tensor))
+def assert_launches_repeat(gpu: PretendedGpu, every: Sequence[Call], times: int, seed: int) -> None:
+    """Each call launches in any order, ``times`` times, what it launches with nothing cached."""
     fresh = []
     for call in every:
         gpu.forget()
@@ -68,11 +66,18 @@ def test_a_cached_launch_equals_a_new_one(gpu: PretendedGpu) -> None:
         fresh.append(gpu.launched())
     assert all(fresh)
     gpu.forget()
-    order = list(range(len(every))) * 2
-    random.Random(1).shuffle(order)
+    order = list(range(len(every))) * times
+    random.Random(seed).shuffle(order)
     for i in order:
         every[i]()
-        assert gpu.launched() == fresh[i]
+        assert gpu.launched() == fresh[i], i
+
+
+def test_a_cached_launch_equals_a_new_one(gpu: PretendedGpu) -> None:
+    every = calls()
+    for call in every[:: len(every) // 3]:  # a few have addresses of their own
+        gpu.keep(x for x in call.args if isinstance(x, Tensor))
+    assert_launches_repeat(gpu, every, 2, seed=1)
     plans = cuda._PLANS.values()
     assert len(plans) <= len(every)
     assert all(len(idle) == 1 for plan in plans for idle in plan.idle.values()), "calls took the launches of others"
@@ -106,19 +111,10 @@ def forms() -> list[Call]:
 def test_a_repeated_call_launches_what_a_first_one_does(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cuda(monkeypatch)
     monkeypatch.setattr(ops, "SDPA_LSE", cuda.sdpa_lse)  # which calls do not skip
-    every, fresh = forms(), []
+    every = forms()
     for call in every:
         gpu.keep(x for x in call.args if isinstance(x, Tensor))  # type: ignore[attr-defined]
-        gpu.forget()
-        call()
-        fresh.append(gpu.launched())
-    assert all(fresh)
-    gpu.forget()
-    order = list(range(len(every))) * 3
-    random.Random(2).shuffle(order)
-    for i in order:
-        every[i]()
-        assert gpu.launched() == fresh[i], i
+    assert_launches_repeat(gpu, every, 3, seed=2)
     monkeypatch.setattr(repeats, "_MOST_KINDS", 1000)
     plain = [call for call in every if not {"return_lse", "scale"} & set(call.keywords)]  # type: ignore[attr-defined]
     for call in plain:

@@ -39,9 +39,14 @@ def aligned(address: int) -> bool:
     return address % _ROW_ALIGNMENT == 0
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device is captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def settled(x: Tensor) -> Tensor:
     """A tensor that is kept for later calls, once it is made: calls on other streams do not wait for this one's."""
-    if x.is_cuda and not torch.cuda.is_current_stream_capturing():
+    if x.is_cuda and not capturing(x.device):
         torch.cuda.current_stream(x.device).synchronize()
     return x
 

@@ -41,8 +41,8 @@ class Explanation:
     """Which kernel computes a call of attention, and why.
 
     kernel: "hopper" or "ada"; "reference" for CPU tensors, "meta" for meta tensors, "none" where there is nothing to
-    compute; "torch" where PyTorch's own attention has to, as no kernel can, or should, as none is faster. precision:
-    "fp8" or "int8"; empty for "torch".
+    compute; "context_parallel" inside of one; "torch" where PyTorch's own attention has to, as no kernel can, or
+    should, as none is faster. precision: "fp8" or "int8"; empty for "torch".
     """
 
     kernel: str
@@ -56,6 +56,10 @@ class Explanation:
 
     def __str__(self) -> str:
         return f"{self.kernel}: {self.reason}"
+
+
+#: Of a call that a ``context_parallel`` computes.
+SHARDED = Explanation("context_parallel", "attention to the rows of all ranks")
 
 
 def explain(

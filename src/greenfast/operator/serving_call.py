@@ -10,7 +10,7 @@ from torch import Tensor
 
 from greenfast.operator import serving_ops
 from greenfast.operator.arguments import check_flag, check_length, number
-from greenfast.operator.layout import settled
+from greenfast.operator.layout import capturing, settled
 from greenfast.operator.quantized import DTYPES
 from greenfast.operator.serving import ServingPlan, kind, window_of
 from greenfast.operator.serving_checks import (
@@ -29,7 +29,7 @@ from greenfast.operator.serving_pages import (
     empty_pages,
     page_count,
 )
-from greenfast.operator.serving_request import Request, capturing
+from greenfast.operator.serving_request import Request
 
 Result = Tensor | tuple[Tensor, Tensor]
 _CONSTANTS: dict[tuple[Any, ...], Tensor] = {}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from greenfast.operator import ops, serving_ops
-from greenfast.operator.layout import aligned
+from greenfast.operator.layout import aligned, capturing
 from greenfast.operator.repeats import Repeats
 from greenfast.operator.serving import ServingPlan
 from greenfast.operator.serving_checks import checks_values
@@ -151,13 +151,9 @@ class Request:
         ]
         # Calls that differ in a length have the same parts; their entry keeps these, and so their identities.
         at = (*[id(plan) for plan, _ in parts], self._all[5] is None)
-        if at not in JOINED:
+        found = JOINED.get(at)
+        if found is None:
             if len(JOINED) >= _MOST_JOINED:
-                JOINED.clear()
-            JOINED[at] = gpu.joined(parts, ("lse", *_NAMES, *_OF_NEW_KEYS), temporary), parts
-        return JOINED[at][0]
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether the current stream of a device is captured in a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+                JOINED.clear()  # another thread may do so at any time
+            found = JOINED[at] = gpu.joined(parts, ("lse", *_NAMES, *_OF_NEW_KEYS), temporary), parts
+        return found[0]

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from greenfast.operator.arguments import check_length
 from greenfast.operator.quantized import PRECISIONS_AND_AUTO, AutoPrecision, check_choice
-from greenfast.operator.routing import Explanation, Routed, explain
+from greenfast.operator.routing import SHARDED, Routed, explain
 from greenfast.operator.scope import sharded
 from greenfast.operator.sdpa import sdpa
 
@@ -186,7 +186,7 @@ class _Routing(TorchFunctionMode):
             whole: Tensor = sdpa(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=settings.precision
             )
-            settings.routed.count(Explanation("context_parallel", "attention to the rows of all ranks"))
+            settings.routed.count(SHARDED)
             return whole
         found = explain(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=settings.precision,

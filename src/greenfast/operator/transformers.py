@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from greenfast.operator.arguments import check_length
 from greenfast.operator.quantized import PRECISIONS_AND_AUTO, AutoPrecision, check_choice
-from greenfast.operator.routing import TORCH, Explanation, Routed, explain
+from greenfast.operator.routing import SHARDED, TORCH, Explanation, Routed, explain
 from greenfast.operator.scope import sharded
 from greenfast.operator.sdpa import sdpa
 
@@ -207,7 +207,7 @@ class _Attention:
             if more.get(name) is not None:
                 raise NotImplementedError(f"{name}: it is not computed in a context_parallel")
         out: Tensor = sdpa(query, key, value, mask, dropout, causal, scale, True, precision=self.precision)
-        self.routed.count(Explanation("context_parallel", "attention to the rows of all ranks"))
+        self.routed.count(SHARDED)
         return out.transpose(1, 2).contiguous()
 
     def _explain(

@@ -7,7 +7,7 @@ one before it is computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ from greenfast.parallel import blocks
 from greenfast.parallel.group import Group
 from greenfast.parallel.layout import Layout
 from greenfast.parallel.ring import samples_of
+
+Coming = tuple[tuple[Tensor, ...], object]  # what an exchange receives, and the work to wait for
 
 _PARTS = (4, 2)
 _LEAST = 2 << 20  # bytes of a part for each rank: links are slow below
@@ -74,30 +76,6 @@ class Field:
     of_keys: bool
 
 
-@dataclass(frozen=True)
-class Returned:
-    """A result of the whole sequence, (B, heads, S, ...), that goes back as (B, size, heads, S / size, ...)."""
-
-    tensor: Tensor
-    size: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of what goes back."""
-        batch, heads, rows, *rest = self.tensor.shape
-        return (batch, self.size, heads, rows // self.size, *rest)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of what goes back."""
-        return self.tensor.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Of what goes back."""
-        return self.tensor.device
-
-
 class Exchange:
     """What a group exchanges for one attention, on ``length`` rows of each rank."""
 
@@ -115,23 +93,30 @@ class Exchange:
             x = torch.cat([x, missing], 1)
         return torch.unflatten(x, 1, (size, x.shape[1] // size))
 
-    def send(self, fields: Sequence[Tensor | Returned]) -> tuple[tuple[Tensor, ...], object]:
+    def send(self, fields: Sequence[Tensor]) -> Coming:
         """Exchange fields (B, size, heads, ...): the received ones, (size, B, heads, ...), and the work to wait for."""
-        size = self.group.size
         shapes = [(x.shape[0], *x.shape[2:]) for x in fields]
-        dtypes = [x.dtype for x in fields]
+        return self._exchange(fields, shapes, lambda x, into: into.copy_(x.transpose(0, 1)))
+
+    def send_back(self, results: Sequence[Tensor]) -> Coming:
+        """Exchange results of whole sequences, (B, heads, S, ...), as fields of each rank's rows of them."""
+        shapes = [(*x.shape[:2], x.shape[2] // self.group.size, *x.shape[3:]) for x in results]
+        return self._exchange(results, shapes, self.scatter)
+
+    def _exchange(
+        self, tensors: Sequence[Tensor], shapes: list[tuple[int, ...]], write: Callable[[Tensor, Tensor], object]
+    ) -> Coming:
+        """shapes: of each tensor for one rank. write(tensor, into): fills its place, (size, *shape)."""
+        dtypes = [x.dtype for x in tensors]
         # All of them in one buffer for each rank, so that the exchange is one.
         width = sum(blocks.place(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
-        sent = torch.empty(size, width, dtype=torch.uint8, device=fields[0].device)
-        for x, into in zip(fields, _views(sent, shapes, dtypes), strict=True):
-            if isinstance(x, Returned):
-                self.scatter(x, into)
-            else:
-                into.copy_(x.transpose(0, 1))
+        sent = torch.empty(self.group.size, width, dtype=torch.uint8, device=tensors[0].device)
+        for x, into in zip(tensors, _views(sent, shapes, dtypes), strict=True):
+            write(x, into)
         received, work = self.group.all_to_all(sent)
         return _views(received, shapes, dtypes), work
 
-    def wait(self, coming: tuple[tuple[Tensor, ...], object]) -> tuple[Tensor, ...]:
+    def wait(self, coming: Coming) -> tuple[Tensor, ...]:
         """What ``send`` receives, in the order of the ranks."""
         received, work = coming
         self.group.wait(work)
@@ -150,11 +135,11 @@ class Exchange:
             into[place].copy_(chosen)
         return out.flatten(rows, rows + 1)
 
-    def scatter(self, field: Returned, into: Tensor) -> None:
-        """The inverse: rows of the sequence into (size, B, heads, ...), each rank's in its order."""
+    def scatter(self, x: Tensor, into: Tensor) -> None:
+        """The inverse: (B, heads, rows of the sequence, ...) into (size, B, heads, ...), each rank's in its order."""
         parts, size = self.layout.parts, self.group.size
         chunk = into.shape[3] // parts
-        chunks = torch.unflatten(field.tensor, 2, (parts * size, chunk)).movedim(2, 0)
+        chunks = torch.unflatten(x, 2, (parts * size, chunk)).movedim(2, 0)
         for place, chosen in self._places(torch.unflatten(into, 3, (parts, chunk)), 3):
             chosen.copy_(chunks[place])
 
@@ -240,8 +225,7 @@ def forward(
             found = ops.SDPA_LSE(*whole, precision, causal, scale)
         else:
             found = (ops.SDPA(*whole, precision, causal, scale),)
-        results = (_wide(found[0], head_dim), *found[1 : 1 + with_lse])
-        going.append(exchange.send([Returned(x, group.size) for x in results]))
+        going.append(exchange.send_back([_wide(found[0], head_dim), *found[1 : 1 + with_lse]]))
     out = query.new_empty(batch, group.size, heads.queries, length, head_dim)
     lse = query.new_empty(out.shape[:4] if with_lse else (0,), dtype=torch.float32)
     for part, some in enumerate(going):
@@ -300,7 +284,7 @@ def backward(
     received = exchange.wait(exchange.send([exchange.by_rank(field) for field in fields]))
     whole = [exchange.gathered(x, 2) for x in received]
     found = torch.ops.greenfast.sdpa_backward(*whole, causal, scale)
-    received = exchange.wait(exchange.send([Returned(x, group.size) for x in found]))
+    received = exchange.wait(exchange.send_back(found))
     by_query, by_key, by_value = (x.transpose(0, 1).flatten(1, 2) for x in received)
     return (
         torch.empty_like(query).copy_(by_query[:, : query.shape[1]]),
