@@ -159,7 +159,7 @@ def joined(
     """The launches of several plans, one after another, with one workspace, of bytes.
 
     parts: plans, with what their buffers are called in the whole where they differ. names: of the whole, as a plan's.
-    temporary: buffers in the workspace besides those of the parts, with their bytes.
+    temporary: further buffers in the workspace, with their bytes.
     """
     steps: list[Step] = []
     work, size = {}, 0

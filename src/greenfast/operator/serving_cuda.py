@@ -305,7 +305,7 @@ def append_plan(*args: Any) -> Plan:
 def append_kv(*args: Any, plan: Plan | None = None) -> Tensor:
     """``torch.ops.greenfast.append_kv`` of CUDA tensors: Q as attention takes it, empty where q is None.
 
-    plan: that of ``append_plan``, where it is known.
+    plan: what ``append_plan`` returned, where it is known.
     """
     q, k, _, k_cache, v_cache = args[:5]
     if plan is None:

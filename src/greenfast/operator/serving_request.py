@@ -32,7 +32,7 @@ class _Known(NamedTuple):
     kept: tuple[Tensor, ...]
 
 
-#: The tensors of a request: those of every attention, and behind them those of new keys.
+#: The tensors of a request: first the ones that every attention has, then the ones of new keys.
 _NAMES = (
     "q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seqused_k", "k_scale", "v_scale", "q_scale", "sinks",
     "plan", "out",
