@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from greenfast.device import prepared
 from greenfast.operator import cuda, plans, sdpa, serving_call, serving_cuda, serving_ops, serving_request
@@ -54,6 +55,7 @@ class PretendedGpu:
         self.stream: dict[int, int] = {}
         self.real = False
         self._ranges: list[tuple[int, int]] = []
+        self._memory: dict[tuple[int, int], StorageWeakRef] = {}  # what each thread last asked for an address
         gpu = self
 
         class Prepared(prepared.Prepared):
@@ -68,6 +70,16 @@ class PretendedGpu:
                 noted = gpu.launches.setdefault(threading.get_ident(), [])
                 noted.append(Launch(self._kernel, grid, tuple(found), self._stream))
 
+        queue = plans.Plan.launch
+
+        def launch(plan: plans.Plan, *addresses: int) -> None:
+            """Another thread may be given memory that was given back before the launch is queued."""
+            asked = threading.get_ident()
+            memory = [gpu._memory.get((asked, a)) if a else None for a in addresses]  # 0: none, or no elements
+            freed = [i for i, found in enumerate(memory) if found is not None and found.expired()]
+            assert not freed, f"the tensors of addresses {freed} of a launch are gone"
+            queue(plan, *addresses)
+
         def encoded(layout: TensorMap, pointer: int) -> bytes:
             return pointer.to_bytes(8, "little") + hashlib.sha256(repr(layout).encode()).digest().ljust(120, b"\0")
 
@@ -76,6 +88,7 @@ class PretendedGpu:
 
         patch.setattr(prepared, "encoded", encoded)
         patch.setattr(plans, "Prepared", Prepared)
+        patch.setattr(plans.Plan, "launch", launch)
         patch.setattr(plans, "_loaded", loaded)
         patch.setattr(plans, "stream_of", lambda _: gpu.stream.get(threading.get_ident(), 7))
         patch.setattr(cuda, "target_of", lambda _: Target(target))
@@ -106,6 +119,11 @@ class PretendedGpu:
         return self.launches.pop(threading.get_ident(), [])
 
     def _address(self, x: Tensor) -> int:
+        found = self._address_of(x)
+        self._memory[threading.get_ident(), found] = StorageWeakRef(x.untyped_storage())
+        return found
+
+    def _address_of(self, x: Tensor) -> int:
         real: int = _ADDRESS(x)
         if self.real or any(a <= real < b for a, b in self._ranges):
             return real

@@ -240,7 +240,8 @@ def sdpa_again(plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor 
         out = torch.empty_like(query)  # at half the cost of the other
     else:
         out = query.new_empty_strided(query.shape, plan.out_strides)
-    plan.launch(query.new_empty(plan.work_elements).data_ptr(), q, k, v, out.data_ptr())
+    workspace = query.new_empty(plan.work_elements)  # held until it is queued: given back, another thread may take it
+    plan.launch(workspace.data_ptr(), q, k, v, out.data_ptr())
     return out
 
 
