@@ -76,7 +76,7 @@ class PretendedGpu:
             """Another thread may be given memory that was given back before the launch is queued."""
             asked = threading.get_ident()
             memory = [gpu._memory.get((asked, a)) if a else None for a in addresses]  # 0: none, or no elements
-            freed = [i for i, found in enumerate(memory) if found is not None and found.expired()]
+            freed = [i for i, found in enumerate(memory) if found is not None and found.expired()]  # type: ignore[no-untyped-call]
             assert not freed, f"the tensors of addresses {freed} of a launch are gone"
             queue(plan, *addresses)
 
@@ -120,7 +120,7 @@ class PretendedGpu:
 
     def _address(self, x: Tensor) -> int:
         found = self._address_of(x)
-        self._memory[threading.get_ident(), found] = StorageWeakRef(x.untyped_storage())
+        self._memory[threading.get_ident(), found] = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
         return found
 
     def _address_of(self, x: Tensor) -> int:
