@@ -5,68 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from greenfast.evolve.log import read_events
-from greenfast.evolve.proposal import Candidate, Edit, Evaluation
-from greenfast.judge.store import to_json
+from greenfast.evolve.proposal import Evaluation
 from tests.cheats.corpus import Entry, entries
-from tests.cheats.judging import FOLDER, task_of
-from tests.cli.command_line import Ran, run_here
+from tests.cli.command_line import run_here
+from tests.evolve.cheat_stream import BASES, RUNGS, command, evaluated, problem_of, summary
 
 pytestmark = pytest.mark.usefixtures("machine")
-#: An honest solution of each problem, whose whole file every candidate replaces.
-BASES = {
-    "doubling": "grid_stride.cu",
-    "sums": "block_sums.cu",
-    "counts": "global_atomics.cu",
-    "in_place": "in_place.cu",
-}
-SHAPES = {"sums": "whole,odd"}
 #: What the emulator cannot catch: a kernel that is right and only lacks what its rung promises, which EVIDENCE asks of
 #: finalists, and those that take a GPU (docs/cheats.md). They are left, and nothing is claimed of them.
 NOT_BY_SEARCH = {"no_async_copy", "global_timer", "right_while_the_clock_is_young"}
-
-
-def problem_of(entry: Entry) -> str:
-    """The problem of a kernel with a header; empty for what is no such file."""
-    path = entry.path
-    if path is None or path.suffix != ".cu" or path.parent.name == "doubling":
-        return ""
-    return next((p for p in BASES if f'"problem": "{p}"' in path.read_text()), "")
 
 
 def searched(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, problem: str, some: Sequence[Entry]
 ) -> list[Evaluation]:
     """What became of each, in order, in a search on the emulator."""
-    base = BASES[problem]
-    space = {"name": problem, "solution": base, "regions": {"kernel": {"file": base}}}
-    (tmp_path / "space.json").write_text(to_json(space))
-    (tmp_path / base).write_bytes((FOLDER / "honest" / base).read_bytes())
-    stream = tmp_path / "stream.jsonl"
-    candidates = [
-        Candidate(parameters={}, edits=(Edit("kernel", entry.path.read_text()),), rationale=entry.name)
-        for entry in some
-        if entry.path is not None
-    ]
-    stream.write_bytes(b"".join(msgspec.json.encode(c) + b"\n" for c in candidates))
-    ran = run_here(
-        capsys, "evolve", task_of(problem).folder, "--space", tmp_path / "space.json", "--proposer", "scripted",
-        "--option", f"file={stream}", "--device", "emulator", "--batch", "100", "--budget", "evals=500",
-        "--small", SHAPES.get(problem, "even,tail"), "--shapes", SHAPES.get(problem, "even,tail").split(",")[0],
-        "--seeds", "0,1", "--arch", "sm_90a", "--out", tmp_path / "runs",
-    )  # fmt: skip
-    return evaluations(ran)
-
-
-def evaluations(ran: Ran) -> list[Evaluation]:
+    ran = run_here(capsys, *command(problem, some, tmp_path), "--device", "emulator")
     assert ran.code == 0, ran.out + ran.err
     folder = Path(ran.out.splitlines()[0].removeprefix("run "))
     assert not (folder / "winner").exists()
-    data = [one for e in read_events(folder) if e.what == "evaluated" for one in e.data]
-    return [msgspec.convert(one, Evaluation) for one in data]
+    assert summary(problem, some, folder)["false_accepts"] == []
+    return evaluated(folder)
 
 
 def check(some: Sequence[Entry], found: Sequence[Evaluation]) -> None:
@@ -110,20 +71,5 @@ def test_the_whole_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path, pr
 
 @pytest.mark.slow
 def test_the_rungs_that_cheat(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    rungs = {rung.name: rung for rung in task_of("doubling").config.rungs}
-    some = [entry for entry in entries() if entry.name in rungs]
-    values = sorted({rung.toggles.get("KERNEL", 0) for rung in rungs.values()})
-    (tmp_path / "space.json").write_text(to_json({"name": "rungs", "parameters": {"KERNEL": {"values": values}}}))
-    stream = tmp_path / "stream.jsonl"
-    stream.write_bytes(
-        b"".join(
-            msgspec.json.encode(Candidate(parameters=dict(rungs[entry.name].toggles), rationale=entry.name)) + b"\n"
-            for entry in some
-        )
-    )
-    ran = run_here(
-        capsys, "evolve", task_of("doubling").folder, "--space", tmp_path / "space.json", "--proposer", "scripted",
-        "--option", f"file={stream}", "--device", "emulator", "--batch", "100", "--budget", "evals=500", "--against",
-        "good", "--small", "even,tail", "--shapes", "even", "--seeds", "0,1", "--arch", "sm_90a", "--out", tmp_path,
-    )  # fmt: skip
-    check(some, evaluations(ran))
+    some = [entry for entry in entries() if problem_of(entry) == RUNGS]
+    check(some, searched(capsys, tmp_path, RUNGS, some))

@@ -12,10 +12,13 @@ import msgspec
 import pytest
 
 from greenfast.device.worker import Worker
+from greenfast.evolve.again import AGAIN, Again, again
+from greenfast.evolve.finals import Verdict
 from greenfast.evolve.log import EVENTS, read_events
 from greenfast.evolve.proposal import Candidate, Evaluation
 from greenfast.judge.request import examined
 from greenfast.judge.tasks import find_task, load
+from greenfast.spec.errors import UsageError
 from tests.cli.command_line import Ran, run_here
 from tests.evolve.doubling import KINDS, candidate, write_search_task
 from tests.fakes import FakeDevice, FakeWorker, Script, install, request
@@ -66,8 +69,11 @@ def test_a_search_on_the_emulator(capsys: pytest.CaptureFixture[str], tmp_path: 
         )
     assert json.loads((folder / "t4.json").read_text())["results"]
     before = (folder / EVENTS).read_bytes()
-    again = run_here(capsys, "evolve", "--resume", folder, "--json")  # an ended run only writes what follows from it
-    assert json.loads(again.out)["evaluations"] == len({e.hash for e in found if e.hash and e.stage != "duplicate"}) + 2
+    ended_run = run_here(capsys, "evolve", "--resume", folder, "--json")  # only writes what follows from it
+    assert (
+        json.loads(ended_run.out)["evaluations"]
+        == len({e.hash for e in found if e.hash and e.stage != "duplicate"}) + 2
+    )
     assert (folder / EVENTS).read_bytes() == before
     page = (folder / "report.html").read_text()
     assert "They are no speeds, and no claim is made" in page
@@ -114,6 +120,14 @@ def test_a_search_on_a_gpu_ends_with_a_verdict(
     assert verdict["low"] <= 20 / 12 <= verdict["high"]
     assert verdict["confidence"] == pytest.approx(0.975)  # of two finalists
     assert json.loads((folder / "winner" / "rung.json").read_text())["toggles"] == {"THREADS": 64}
+    found = again(folder, tmp_path / "again")
+    assert found.before.record_digest == verdict["record_digest"]
+    assert found.after.decision == "MERGE"
+    assert found.after.confidence == found.before.confidence
+    kept = json.loads((tmp_path / "again" / AGAIN).read_text())
+    assert kept["inside"] is found.inside
+    assert (tmp_path / "again" / kept["after"]["record"] / "record.json").is_file()
+
     (folder / "report.html").unlink()
     monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 0)
     assert run_here(capsys, "evolve", "--resume", folder).code == 0  # what a GPU measured can be read without one
@@ -141,8 +155,22 @@ def test_a_run_resumes_at_every_stage(
     kinds = [json.loads(line)["what"] for line in lines]
     for count in (kinds.index("emulated"), kinds.index("raced"), kinds.index("validated")):
         (folder / EVENTS).write_bytes(b"".join(lines[:count]) + lines[count][:20])  # and a line that was cut short
-        again = run_here(capsys, "evolve", "--resume", folder)
-        assert again.code == 0, again.err
+        resumed = run_here(capsys, "evolve", "--resume", folder)
+        assert resumed.code == 0, resumed.err
         now = (folder / EVENTS).read_bytes().splitlines(keepends=True)
         assert now[:count] == lines[:count]
         assert [json.loads(line)["what"] for line in now] == kinds
+
+
+def test_a_winner_measured_again_is_inside_of_its_interval_or_is_not() -> None:
+    before = Verdict(decision="MERGE", reasons=[], shape="s", speedup=1.6, low=1.5, high=1.7)
+    for speedup, words in ((1.5, "inside of"), (1.49, "OUTSIDE of"), (1.71, "OUTSIDE of")):
+        after = Verdict(decision="MERGE", reasons=[], shape="s", speedup=speedup, low=1.4, high=1.8)
+        found = Again(run="r", first_created="2026-11-22T22:00:11Z", created="", before=before, after=after)
+        assert f"{words} 1.600x [1.500, 1.700] of 2026-11-22" in found.in_words
+        assert found.inside is (words == "inside of")
+
+
+def test_a_folder_that_is_no_run_is_not_measured_again(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no run of `greenfast evolve`"):
+        again(tmp_path, tmp_path / "out")
