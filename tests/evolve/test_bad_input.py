@@ -27,6 +27,9 @@ PARAMETERS: Any = SPACE["parameters"]
         ({"name": "s", "parameters": {"KIND": {"values": [1], "default": 2}}}, "KIND: default 2 is not one of 1"),
         ({"name": "s", "parameters": {"SPEED": {"values": [1]}}}, "no toggle of task twice is called 'SPEED'; allowed"),
         ({"name": "s", "parameters": {"KIND": {"values": [1], "helpp": ""}}}, "unknown field `helpp`"),
+        ({"name": "s", "regions": {"a": {"file": "../a.cuh"}}}, "region a: ../a.cuh is outside of"),
+        ({"name": "s", "regions": {"a": {"file": "a.cuh"}}}, "cannot be read"),
+        ({**SPACE, "rung": "nobody"}, "unknown variant of task twice 'nobody'; allowed: fast, plain"),
         ({**SPACE, "only": {"N": [7]}}, "no shape of task twice has {'N': [7]}"),
     ],
 )
@@ -36,6 +39,7 @@ def test_spaces(capsys: pytest.CaptureFixture[str], tmp_path: Path, space: dict[
     ran = run_here(capsys, "evolve", task, "--device", "emulator", "--out", tmp_path / "runs")
     assert ran.code == 2
     assert says in ran.err
+    assert not list(tmp_path.glob("runs/*"))
 
 
 @pytest.mark.parametrize(
@@ -59,6 +63,14 @@ def test_options(capsys: pytest.CaptureFixture[str], tmp_path: Path, options: tu
     ran = run_here(capsys, "evolve", task, "--device", "emulator", "--out", tmp_path / "runs", *options)
     assert ran.code == 2
     assert says in ran.err
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_stream_that_never_ends(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    task = write_search_task(tmp_path / "task")
+    ran = run_here(capsys, "evolve", task, "--proposer", "scripted", "--option", "file=/dev/zero", "--out", tmp_path)
+    assert ran.code == 2
+    assert "/dev/zero: more than 64 MiB; allowed is a file of lines, each a candidate as JSON" in ran.err
 
 
 def test_resuming(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

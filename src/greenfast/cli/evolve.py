@@ -24,6 +24,7 @@ from greenfast.evolve.proposers import make_proposer
 from greenfast.evolve.report import write_report
 from greenfast.evolve.run import INSIGHTS, resumed, search, start
 from greenfast.evolve.space import Space, read_space
+from greenfast.evolve.workers import read_workers
 from greenfast.judge.record import GateResult
 from greenfast.judge.store import to_json
 from greenfast.judge.tasks import find_task
@@ -74,6 +75,7 @@ def _started(args: argparse.Namespace) -> tuple[Path, Manifest]:
         options[name] = value
     proposer = args.proposer or "random"
     make_proposer(proposer, options)  # before a folder is made
+    read_workers(args.workers)
     return start(
         args.out,
         Manifest(

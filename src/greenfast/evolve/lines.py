@@ -10,6 +10,8 @@ import msgspec
 from greenfast.spec.errors import UsageError
 
 T = TypeVar("T")
+#: Of a file, at most; a device or a pipe may never end.
+_MOST_BYTES = 64 << 20
 
 
 def read_lines(path: Path, kind: type[T], name: str) -> tuple[T, ...]:
@@ -18,9 +20,15 @@ def read_lines(path: Path, kind: type[T], name: str) -> tuple[T, ...]:
     name: what a line holds, for messages. Raises UsageError that names the file, the line and what is wrong with it.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror})") from e
+    if len(data) > _MOST_BYTES:
+        raise UsageError(
+            f"{path}: more than {_MOST_BYTES >> 20} MiB; allowed is a file of lines, each a {name} as JSON"
+        )
+    lines = data.splitlines()
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -15,10 +15,12 @@ from greenfast.evolve.finals import keep_winner
 from greenfast.evolve.loop import Search, State, Watcher
 from greenfast.evolve.manifest import MANIFEST, Budget, Manifest, read_manifest, write_manifest
 from greenfast.evolve.proposal import Evaluation, Insight, Proposer
+from greenfast.evolve.sources import Sources
 from greenfast.evolve.space import check
 from greenfast.evolve.stages import Stages, request_of
 from greenfast.evolve.workers import make_workers
 from greenfast.judge.environment import git_state, now, package_versions
+from greenfast.judge.reference import reference_entrant
 from greenfast.judge.store import check_writable, to_json, write_whole
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.errors import MachineError, UsageError
@@ -40,6 +42,8 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
     check(manifest.space)
     task = load(find_task(manifest.task))
     raced = request_of(manifest, task, manifest.shapes, manifest.device, out)
+    Sources(manifest.space, Path(manifest.space_folder), raced, out).texts()
+    reference_entrant(raced, manifest.baseline or task.config.defaults.baseline)
     config = task.config
     suited = [shape for shape in config.shapes if _suits(shape.dims, manifest.space.only)]
     if not suited:

@@ -49,11 +49,17 @@ def job(method: str, candidate: Candidate | None, *more: Any) -> Job:
 
 def make_workers(text: str, manifest: Manifest, folder: Path, stages: Stages) -> Workers:
     """``local:N`` or ``ray:ADDRESS``. Raises UsageError for anything else, and for an extra that is missing."""
-    kind, _, value = text.partition(":")
-    if kind == "local" and re.fullmatch(r"[1-9]\d*", value):
-        return Local(manifest, folder, int(value)) if int(value) > 1 else Here(stages)
-    if kind == "ray" and value:
+    kind, value = read_workers(text)
+    if kind == "ray":
         return OnRay(manifest, folder, value)
+    return Local(manifest, folder, int(value)) if int(value) > 1 else Here(stages)
+
+
+def read_workers(text: str) -> tuple[str, str]:
+    """``local`` and a number, or ``ray`` and an address. Raises UsageError for anything else."""
+    kind, _, value = text.partition(":")
+    if (kind == "local" and re.fullmatch(r"[1-9]\d*", value)) or (kind == "ray" and value):
+        return kind, value
     raise UsageError(f"--workers {text!r}: allowed are local:N, and ray:ADDRESS such as ray:auto or ray:local")
 
 
