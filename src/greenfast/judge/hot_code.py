@@ -45,8 +45,9 @@ def hot_code(record: Record | BenchRecord, task: LoadedTask) -> HotCode:
     for role, side in record.sides():
         try:
             kernels = _kernels(record, side, shape, task)
-            found = [window(role, side.variant, disassemble(k.cubin, k.source.entry)) for k in kernels]
-            windows.append(max(found, key=_pace))  # of several launches the one that paces them
+            listings = [disassemble(kernel.cubin, kernel.source.entry) for kernel in kernels]
+            # Of several launches the one with most pacing instructions.
+            windows.append(window(role, side.variant, max(listings, key=_weight)))
         except GreenfastError as e:
             return HotCode(missing=f"{role}: {str(e).splitlines()[0].rstrip('.:')}")
     return HotCode(shape=shape, windows=tuple(windows))
@@ -81,8 +82,8 @@ def _kernels(record: Run, side: Side, shape: str, task: LoadedTask) -> list[Comp
     return kernels
 
 
-def _pace(found: Window) -> int:
-    return sum(_WEIGHTS[one.kind] for one in found.instructions)
+def _weight(sass: str) -> int:
+    return sum(_WEIGHTS[one.kind] for one in _read(sass)[0])
 
 
 def window(role: str, variant: str, sass: str) -> Window:
