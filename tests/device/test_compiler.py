@@ -352,6 +352,10 @@ def test_error_names_file_line_and_text() -> None:
     assert "/ladder.cu" not in message
 
 
+def test_an_error_holds_nothing_that_a_terminal_acts_on() -> None:
+    assert "directive: ?[31mred?[0m ?" in compile_error("#error \x1b[31mred\x1b[0m \u202e\n")
+
+
 def test_error_in_a_header_names_the_header(tmp_path: Path) -> None:
     folder = write(tmp_path / "project", a="\n#error wrong tile")
     message = compile_error('#include "a.cuh"\n' + SIMPLE, folder)
