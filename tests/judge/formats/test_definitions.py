@@ -20,6 +20,7 @@ from greenfast.judge.formats.convert import (
     is_foreign_solution,
 )
 from greenfast.judge.formats.defined import DefinedProblem
+from greenfast.judge.formats.given import given_problem, given_solution
 from greenfast.judge.formats.schema import dims_of, read_definition, read_workloads
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
@@ -213,6 +214,7 @@ def test_a_solution_becomes_a_callable(tmp_path: Path, style: bool) -> None:
         ({"definition": "other"}, "solves other, the problem is scaled_norm"),
         ({"sources": [{"path": "../main.py", "content": ""}]}, "names no file of sources"),
         ({"sources": [{"path": "main.py", "content": ""}, {"path": "../x", "content": ""}]}, "outside of the solution"),
+        ({"sources": [{"path": "main.py", "content": ""}, {"path": "a\0", "content": ""}]}, "is no path"),
         ({"spec": {"language": "cuda", "entry_point": "k.cu::go"}, "sources": [{"path": "k.cu", "content": ""}]},
          "binding: tvm-ffi"),
     ],
@@ -225,6 +227,18 @@ def test_a_solution_that_cannot_be_judged_is_refused_in_words(
     path.write_text(json.dumps({**solution(), **change}))
     with pytest.raises(UsageError, match=says):
         convert_solution(path, problem.definition, problem.workloads, tmp_path / "solution")
+
+
+def test_a_solution_has_no_files_of_another(tmp_path: Path) -> None:
+    problem = data_set(tmp_path / "set", named(SCALED, name="solution-mine_v1"), workload(3))
+    folder = Path(given_problem(str(problem), tmp_path))
+    path = tmp_path / "mine.json"
+    more = {"path": "problem.py", "content": "1 / 0"}
+    for sources in ([*solution()["sources"], more], solution()["sources"]):
+        path.write_text(json.dumps({**solution(), "definition": "solution-mine_v1", "sources": sources}))
+        made = given_solution(path, folder, tmp_path)
+    assert "1 / 0" not in (folder / "problem.py").read_text()
+    assert sorted(file.name for file in made.iterdir()) == ["main.py", "solution.json"]
 
 
 def test_a_definition_without_workloads_says_where_they_were_looked_for(tmp_path: Path) -> None:

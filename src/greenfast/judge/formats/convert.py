@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,7 @@ def convert_solution(path: Path, definition: Definition, workloads: Sequence[Wor
     if given.definition != definition.name:
         raise UsageError(f"{path}: solves {given.definition}, the problem is {definition.name}")
     file, _, function = given.spec.entry_point.partition("::")
+    shutil.rmtree(folder, ignore_errors=True)  # of a solution of the same name, whose files this one may lack
     for source in given.sources:
         write_whole(folder / source.path, source.content)
     if Path(file).suffix != ".py":

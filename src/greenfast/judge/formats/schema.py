@@ -214,6 +214,8 @@ def read_foreign_solution(path: Path) -> ForeignSolution:
     if found.spec.entry_point.partition("::")[0] not in names:
         raise UsageError(f"{path}: spec.entry_point: {found.spec.entry_point} names no file of sources")
     for name in names:
+        if not name.strip("./") or "\0" in name:
+            raise UsageError(f"{path}: sources: {name!r} is no path")
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise UsageError(f"{path}: sources: {name} is outside of the solution")
     return found
