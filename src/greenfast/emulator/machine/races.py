@@ -368,7 +368,11 @@ class Races:
                 row, column = np.argwhere(bad)[0]
                 place = m.memory.describe(int(offsets[row]))
                 lane = self._lane(int(row), len(offsets))
-                raise self._fault(what, other, int(numbers[row, column]), place, int(blocks[row, column]), lane)
+                fault = self._fault(what, other, int(numbers[row, column]), place, int(blocks[row, column]), lane)
+                if "read" in (what, other) and blocks[row, column] == m.blocks[m.block_of[lane]]:
+                    earlier = self.record.accesses.instructions[int(numbers[row, column])]
+                    fault.read = m.current if what == "read" else earlier
+                raise fault
 
     def _check_together(self, offsets: Numbers, values: Numbers, lost: Numbers, number: int) -> None:
         """A fault where blocks write different values to one place in the same access.
