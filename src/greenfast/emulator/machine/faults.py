@@ -14,8 +14,8 @@ class KernelFaultError(GreenfastError):
     """The kernel did something that no kernel may do; the message names kernel, source line, block and thread.
 
     printed: what the kernel had printed by then. unwritten: whether it is a read of a block's or a thread's own memory
-    that nothing has written, which harms only if the value matters. read: of a data race in a block on global memory,
-    the load, which may be one whose value does not matter either.
+    that nothing has written, which harms only if the value matters. read: of a data race of a load and a store, the
+    load, whose value may not matter either.
     """
 
     exit_code = 1

@@ -368,11 +368,7 @@ class Races:
                 row, column = np.argwhere(bad)[0]
                 place = m.memory.describe(int(offsets[row]))
                 lane = self._lane(int(row), len(offsets))
-                fault = self._fault(what, other, int(numbers[row, column]), place, int(blocks[row, column]), lane)
-                if "read" in (what, other) and blocks[row, column] == m.blocks[m.block_of[lane]]:
-                    earlier = self.record.accesses.instructions[int(numbers[row, column])]
-                    fault.read = m.current if what == "read" else earlier
-                raise fault
+                raise self._fault(what, other, int(numbers[row, column]), place, int(blocks[row, column]), lane)
 
     def _check_together(self, offsets: Numbers, values: Numbers, lost: Numbers, number: int) -> None:
         """A fault where blocks write different values to one place in the same access.
@@ -392,12 +388,13 @@ class Races:
 
     def _fault(self, what: str, other: str, number: int, place: str, block: int, lane: int) -> KernelFaultError:
         """The fault of two accesses that nothing orders; ``block``: of the earlier one."""
-        m = self.m
         earlier = self.record.accesses.instructions[number]
         assert earlier is not None
-        reader = f"warp {self.record.accesses.warps[number]} of {m.block_name(block)}"
-        return m.fault(
+        reader = f"warp {self.record.accesses.warps[number]} of {self.m.block_name(block)}"
+        fault = self.m.fault(
             f"a data race on {place}: nothing orders this {what} and the {other} at {earlier.source or 'unknown line'} "
             f"(in: {earlier.text}) by {reader}, found",
             lane,
         )
+        fault.read = self.m.current if what == "read" else earlier if other == "read" else None
+        return fault

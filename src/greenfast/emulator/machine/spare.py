@@ -33,8 +33,8 @@ class Spare:
         self._places = self._lowest = np.empty(0, np.int64)
 
     def add(self, load: Instruction) -> bool:
-        """Take a load in; whether it is a new one."""
-        new = not self.asks(load)
+        """Take a load in; whether it is a new one, and not of shared memory."""
+        new = not self.asks(load) and not any(part.startswith("shared") for part in load.parts)
         self._loads.append(load)
         self._seen.clear()
         return new
