@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
 import numpy as np
 import pytest
 
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable
+from greenfast.emulator import grid
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.state import Machine
 from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.gates.sides import build_side, image_of
 from greenfast.judge.task import Shape
@@ -91,3 +96,25 @@ def test_buffers_may_hold_the_small_formats(dtype: str) -> None:
     x = np.arange(N // kind.itemsize).astype(kind)
     found = EmulatorSession().run(executable(Program((copy,))), Case({"x": x}, {"y": OutputSpec(x.shape, dtype)}), 2)
     assert (found.outputs["y"].dtype, found.outputs["y"].tobytes()) == (kind, x.tobytes())
+
+
+def test_machines_of_much_shared_memory_are_freed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They refer to themselves, and hold gigabytes where a grid of a hundred blocks has all of its shared memory."""
+    monkeypatch.setattr(grid, "_MUCH_SHARED_MEMORY", -1)
+    alive = []
+    real = Machine
+
+    def machine(**given: Any) -> Any:
+        alive.append(sum(isinstance(x, real) for x in gc.get_objects()))
+        return real(**given)
+
+    monkeypatch.setattr(grid, "Machine", machine)
+    case = Case({"x": np.ones(N, np.float32)}, {"y": OutputSpec((1,), "float32", zeros=True)})
+    gc.collect()
+    gc.disable()
+    try:
+        EmulatorSession().run(executable(NORM), case, 4)
+    finally:
+        gc.enable()
+    assert len(alive) == 8
+    assert max(alive) <= 1

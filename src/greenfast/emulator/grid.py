@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -39,8 +40,8 @@ MAX_LANES = 16_384
 MULTIPROCESSORS, THREADS, BLOCKS, SHARED = 132, 2048, 32, 233_472
 #: The runtime's allocation through which a grid of cooperative groups synchronizes: its size and a barrier.
 WORKSPACE, _WORKSPACE_BYTES = "cooperative groups' workspace", 8
-
-
+#: Bytes of shared memory of the blocks that run at once, of which a machine needs many times as much.
+_MUCH_SHARED_MEMORY = 4 << 20
 #: Blocks of a cluster; more than 8 are an option of the launch on Hopper.
 _MOST_BLOCKS = 16
 
@@ -238,6 +239,8 @@ class _Chain:
             self.launches.begin(number, plan.early)
         with np.errstate(all="ignore"):
             for blocks in _batches(geometry, per_batch, seed, bool(program.polling)):
+                if shared_bytes * len(blocks) > _MUCH_SHARED_MEMORY:
+                    gc.collect()  # machines before this one, which refer to themselves
                 machine = Machine(
                     function=function,
                     geometry=geometry,
