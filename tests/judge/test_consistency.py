@@ -293,15 +293,17 @@ def old(folder: Path) -> Content:
     return content
 
 
-def test_a_record_of_version_1_is_recomputed_with_its_noise_floor(tmp_path: Path) -> None:
+def test_a_record_of_version_1_is_one_of_those_that_are_kept(tmp_path: Path) -> None:
     for folder in (MERGED, DEFERRED):
         record = read_record(written(tmp_path, old(folder)))
         assert isinstance(record, Record)
         assert record.baseline_again == []
-    content = old(DEFERRED)
-    content["speedups"][0]["noise_floor"] += 1e-4  # cannot be seen
-    read_record(written(tmp_path, content))
     edits: list[tuple[Callable[[Content], None], str]] = [
+        (set_at("speedups", 0, "noise_floor", to=0.0), "a record of version 1 has nothing to check"),
+        (
+            set_at("command", to="greenfast validate of something else"),
+            "measure again: greenfast validate of something",
+        ),
         (set_at("decision", to="MERGE"), "decision says MERGE, but recomputed it is DEFER"),
         (
             set_at("speedups", 0, "speedup", to=1.3),
@@ -321,11 +323,22 @@ def test_a_record_does_not_pass_for_an_older_one(merged: Content, tmp_path: Path
         read_record(written(tmp_path, resealed(merged | {"schema_version": 1})))
 
 
-def test_a_digest_of_a_record_of_version_1_is_checked(tmp_path: Path) -> None:
-    content = resealed(old(MERGED))
+def test_hashes_may_be_added_to_a_record_of_version_1(tmp_path: Path) -> None:
+    content = old(MERGED)
+    content["candidate"]["builds"][0]["code_hash"] = "0" * 64
     read_record(written(tmp_path, content))
-    with pytest.raises(UsageError, match="digest says"):
-        read_record(written(tmp_path, content | {"command": "greenfast validate of something else"}))
+
+
+def test_a_record_without_what_checks_it_is_not_read(merged: Content, tmp_path: Path) -> None:
+    """A newer record with all left out that version 1 did not have: its noise floor would be what anybody writes."""
+    content = {**merged, "schema_version": 1}
+    for name in ("digest", "exam", "baseline_again", "timing_faults"):
+        content.pop(name, None)
+    for side in ("baseline", "candidate"):
+        content[side] = {key: value for key, value in content[side].items() if key != "limits"}
+    content["speedups"] = [{**row, "noise_floor": 0.0} for row in content["speedups"]]
+    with pytest.raises(UsageError, match="a record of version 1 has nothing to check"):
+        read_record(written(tmp_path, content))
 
 
 def test_an_edited_record_is_not_quoted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
