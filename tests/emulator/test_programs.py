@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.memory import GlobalMemory
+from greenfast.emulator.machine.state import Machine
 from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.gates.sides import build_side, image_of
 from greenfast.judge.task import Shape
@@ -41,6 +48,31 @@ def test_launches_share_scratch_buffers_and_an_output_may_begin_as_zeros() -> No
     found = EmulatorSession().run(executable(NORM), case, 2)
     assert found.outputs["y"] == (x * x).sum()
     assert (found.violations, found.repeatable) == ([], True)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_run_leaves_nothing_in_memory(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its registers and what it knows of each byte take much memory, and cycles are looked for seldom."""
+    made: list[weakref.ref[Machine]] = []
+    memories: list[weakref.ref[GlobalMemory]] = []
+
+    def remember(self: Machine, before: Callable[[Machine], None] = Machine.__post_init__) -> None:
+        before(self)
+        made.append(weakref.ref(self))
+        memories.append(weakref.ref(self.memory))
+
+    monkeypatch.setattr(Machine, "__post_init__", remember)
+    case = Case({"x": np.zeros(N // 2 if wrong else N, np.float32)}, {"y": OutputSpec((1,), "float32", zeros=True)})
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(KernelFaultError) if wrong else nullcontext():
+            EmulatorSession().run(executable(NORM), case, 1)
+        assert made
+        assert [vars(machine) for ref in made if (machine := ref())] == []
+        assert [ref for ref in memories if ref()] == []
+    finally:
+        gc.enable()
 
 
 def test_a_scratch_buffer_holds_zeros_only_where_it_is_asked_for() -> None:

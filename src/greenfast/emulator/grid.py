@@ -257,25 +257,32 @@ class _Chain:
                     phases=by_phase,
                     dynamic_bytes=step.dynamic_smem_bytes,
                 )
-                if self.garbage:
-                    self.garbage.begin(number, machine)
-                if by_phase:
-                    by_phase.begin(machine.lanes)
                 try:
-                    Scheduler(machine, program, seed + int(blocks[0]), bool(seed)).run()
-                except KernelFaultError as e:
-                    e.printed = "".join([*self.printed, *machine.output])
-                    raise
-                except (GreenfastError, TrackReads):
-                    raise
-                except Exception as e:
-                    i = machine.current
-                    raise own_bug(f"{function.name} at {i.source or 'unknown line'} (in: {i.text})", e) from e
-                if self.garbage:
-                    self.garbage.end(number, machine)
-                if by_phase:
-                    by_phase.end()
-                self.printed += machine.output
+                    self._run_blocks(number, machine, program, seed)
+                finally:
+                    machine.forget()
+
+    def _run_blocks(self, number: int, machine: Machine, program: Program, seed: int) -> None:
+        """Run blocks of a launch that are resident together."""
+        if self.garbage:
+            self.garbage.begin(number, machine)
+        if self.by_phase:
+            self.by_phase.begin(machine.lanes)
+        try:
+            Scheduler(machine, program, seed + int(machine.blocks[0]), bool(seed)).run()
+        except KernelFaultError as e:
+            e.printed = "".join([*self.printed, *machine.output])
+            raise
+        except (GreenfastError, TrackReads):
+            raise
+        except Exception as e:
+            i = machine.current
+            raise own_bug(f"{program.function.name} at {i.source or 'unknown line'} (in: {i.text})", e) from e
+        if self.garbage:
+            self.garbage.end(number, machine)
+        if self.by_phase:
+            self.by_phase.end()
+        self.printed += machine.output
 
     def result(self, outputs: Mapping[str, OutputSpec], poison: int, phases: Sequence[str]) -> GridResult:
         """What the launches left."""
