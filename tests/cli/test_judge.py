@@ -125,6 +125,17 @@ def test_each_gate_has_its_exit_code(
     assert "Traceback" not in output.err
 
 
+@pytest.mark.parametrize("where", ["module", "references"])
+def test_a_problem_that_exits_is_no_verdict(scaffold: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = scaffold / "problem" / "problem.py"
+    text = path.read_text()
+    exits = "import sys\nsys.exit(0)\n"
+    path.write_text(text + (f"\n{exits}" if where == "module" else "\ndef references(*_):\n    raise SystemExit(0)\n"))
+    assert judge(scaffold) == 3
+    assert "a module of the task called sys.exit(0); there is no verdict" in capsys.readouterr().err
+    assert not list((scaffold / "results").rglob("record.json"))
+
+
 @pytest.mark.parametrize("language", ["family", "triton"])
 def test_code_that_exits_is_an_error_of_its_kind(
     tmp_path: Path, language: str, capsys: pytest.CaptureFixture[str]

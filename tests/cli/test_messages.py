@@ -35,7 +35,8 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
         # names
         (
             ("validate", "fp9"),
-            "greenfast: unknown task 'fp9'; allowed: fp8_attention, fp8_quantize, fp8_sdpa, or a task's folder",
+            "greenfast: unknown task 'fp9'; allowed: fp8_attention, fp8_quantize, fp8_sdpa, serving_attention, "
+            "or a task's folder",
         ),
         (("variants", "fp9"), "unknown task 'fp9'; allowed: "),
         (("variants", "fp8_sdpa", "--choose", "sm_89"), "task fp8_sdpa are chosen by name: scalar"),

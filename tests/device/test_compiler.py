@@ -194,6 +194,21 @@ def test_header_edit_misses_the_cache(tmp_path: Path) -> None:
     assert second.cubin != first.cubin
 
 
+@pytest.mark.parametrize(
+    "include",
+    ['#define H "mul.cuh"\n#include H', '#/**/include "mul.cuh"', '#inc\\\nlude "mul.cuh"', '%:include "mul.cuh"'],
+)
+def test_an_edit_of_a_header_that_is_included_in_another_way(tmp_path: Path, include: str) -> None:
+    kernel = source(f'{include}\nextern "C" __global__ void k(float* x) {{ *x = MUL; }}', tmp_path)
+    write(tmp_path, mul="#define MUL 2.0f\n")
+    before = compile_kernel(kernel, ADA)
+    write(tmp_path, mul="#define MUL 3.0f\n")
+    after = compile_kernel(kernel, ADA)
+    assert not after.from_cache
+    assert after.cubin != before.cubin
+    assert after.kernel_hash != before.kernel_hash
+
+
 def test_other_folder_hits_the_cache(tmp_path: Path) -> None:
     text = '#include "a.cuh"\n' + SIMPLE
     compile_kernel(source(text, write(tmp_path / "one", a="// a")), ADA)
@@ -335,6 +350,10 @@ def test_error_names_file_line_and_text() -> None:
     assert "ptxas info" not in message
     assert "NVRTC_ERROR" not in message
     assert "/ladder.cu" not in message
+
+
+def test_an_error_holds_nothing_that_a_terminal_acts_on() -> None:
+    assert "directive: ?[31mred?[0m ?" in compile_error("#error \x1b[31mred\x1b[0m \u202e\n")
 
 
 def test_error_in_a_header_names_the_header(tmp_path: Path) -> None:

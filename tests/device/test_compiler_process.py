@@ -82,6 +82,23 @@ def test_a_crash_is_a_compile_error_and_the_next_compile_works() -> None:
         assert (kernel.cubin, kernel.ptx, kernel.resources) == (here.cubin, here.ptx, here.resources)
 
 
+def test_a_compile_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_process, "COMPILE_S", 0.5)
+    endless = f"template <class... T> struct P;\n{_DOUBLING}B<60, int>::t bomb;\n"
+    with pytest.raises(CompileError, match=r"crashed \(it did not end within 0\.5 s\)"):
+        compile_kernel(source(endless), ADA, use_cache=False, isolated=True)
+
+
+#: Twice as many instances with each step.
+_DOUBLING = """
+template <int D, class... T> struct B {
+  typedef typename B<D - 1, T..., P<T...>>::t t;
+  typedef typename B<D - 1, T..., P<T..., int>>::t u;
+};
+template <class... T> struct B<0, T...> { typedef int t; };
+"""
+
+
 @pytest.mark.usefixtures("crashing_compiler")
 def test_one_process_serves_all_compiles_and_reports_the_same_errors() -> None:
     processes = set()

@@ -97,6 +97,12 @@ def test_what_an_early_launch_may_not_do(body: str, says: str, seed: int) -> Non
     chain(INDEX + body, early=False, seed=seed)
 
 
+def test_many_launches() -> None:
+    add = step("y[threadIdx.x] += 1;", "float* y", "y", blocks=1)
+    zeros = {"y": np.zeros(64, np.float32)}
+    assert (run_chain([add] * 300, zeros, {"y": OutputSpec((64,), "float32")}).outputs["y"] == 300).all()
+
+
 @pytest.mark.parametrize(
     ("head_dim", "early"), [(64, True), (128, True), (64, False), pytest.param(128, False, marks=pytest.mark.slow)]
 )

@@ -6,12 +6,14 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
 
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable
+from greenfast.emulator import grid
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.memory import GlobalMemory
 from greenfast.emulator.machine.state import Machine
@@ -123,3 +125,24 @@ def test_buffers_may_hold_the_small_formats(dtype: str) -> None:
     x = np.arange(N // kind.itemsize).astype(kind)
     found = EmulatorSession().run(executable(Program((copy,))), Case({"x": x}, {"y": OutputSpec(x.shape, dtype)}), 2)
     assert (found.outputs["y"].dtype, found.outputs["y"].tobytes()) == (kind, x.tobytes())
+
+
+def test_machines_are_freed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold gigabytes where a grid of a hundred blocks has all of its shared memory."""
+    alive = []
+    real = Machine
+
+    def machine(**given: Any) -> Any:
+        alive.append(sum(isinstance(x, real) for x in gc.get_objects()))
+        return real(**given)
+
+    monkeypatch.setattr(grid, "Machine", machine)
+    case = Case({"x": np.ones(N, np.float32)}, {"y": OutputSpec((1,), "float32", zeros=True)})
+    gc.collect()
+    gc.disable()
+    try:
+        EmulatorSession().run(executable(NORM), case, 4)
+    finally:
+        gc.enable()
+    assert len(alive) == 8
+    assert max(alive) <= 1

@@ -193,6 +193,8 @@ EDITS: list[tuple[str, Callable[[Content], None], str]] = [
     ("merged", set_at("speedups", 1, "noise_floor", to=0.0), r"\.noise_floor says 0\.0, but recomputed it is 0\.005"),
     ("merged", set_at("speedups", 0, "blocks", to=1000), r"\.blocks says 1000, but recomputed it is "),
     ("merged", set_at("speedups", 0, "confidence", to=0.5), r"\.ci_low says "),
+    ("merged", set_at("candidate", "timing", 0, "p50_us", to=0.5), r"p50_us says 0\.5, but recomputed it is from \d"),
+    ("merged", set_at("candidate", "timing", 0, "p90_us", to=0.5), r"p90_us says 0\.5, but recomputed it is at least "),
     (
         "merged",
         set_at("baseline_again", to=[]),
@@ -239,7 +241,7 @@ def test_an_edited_conclusion_is_named(
     "edit",
     [
         set_at("device", "name", to="NVIDIA H100"),
-        set_at("candidate", "timing", 0, "p50_us", to=1.0),
+        set_at("candidate", "timing", 0, "mean_us", to=1.0),
         set_at("created", to="2031-01-01T00:00:00Z"),
         set_at("git", "sha", to="0" * 40),
         lambda content: content.update(remark="added"),

@@ -22,12 +22,13 @@ from greenfast.judge.task import Shape, load_task
 from greenfast.judge.tasks import LoadedTask, load
 from greenfast.judge.validate import validate
 from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import program_of
 from greenfast.spec.problem import case_of, references_of
 from tests.fakes import L4, Behaviour, Call, FakeDevice, Script, Watcher, install, request, right, shipped
 from tests.judge.small_task import FAMILY, PROBLEM, write_task
 
 ROOT = Path(__file__).parents[2]
-TASKS = ("fp8_sdpa", "fp8_attention", "fp8_quantize")
+TASKS = ("fp8_sdpa", "fp8_attention", "fp8_quantize", "serving_attention")
 RANGES = {"N": {"min": 1, "max": 3000}, "FLAG": [0, 0, 7]}
 
 #: The doubling problem with variants, which refuses multiples of 3.
@@ -92,10 +93,10 @@ def test_every_rung_takes_what_is_drawn_for_it() -> None:
         for rung in config.rungs:
             for seed in range(3):
                 for shape in draw(config, task.problem, fmt, seed, rung=rung, emulated=True):
-                    task.family.kernel(config.rung_variant(rung).values, fmt, shape.dims)
+                    program_of(task.family, config.rung_variant(rung).values, fmt, shape.dims)
             for shape in config.shapes:
                 if rung.answers_for(shape.dims):
-                    task.family.kernel(config.rung_variant(rung).values, fmt, shape.dims)
+                    program_of(task.family, config.rung_variant(rung).values, fmt, shape.dims)
 
 
 # What is asked

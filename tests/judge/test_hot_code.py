@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -11,9 +13,12 @@ from greenfast.judge.hot_code import hot_code, window
 from greenfast.judge.record import Record
 from greenfast.judge.records import read_record
 from greenfast.judge.tasks import find_task, load
+from greenfast.judge.validate import validate
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import program_of
 from tests.cli.command_line import ROOT
+from tests.fakes import Watcher, request, shipped
 
 
 def listing(*lines: str) -> str:
@@ -96,6 +101,20 @@ def test_other_machine_code_is_not_shown_as_the_records() -> None:
     assert (found.windows, found.missing) == (
         (), "candidate: the kernel of today has other machine code than the record's"
     )  # fmt: skip
+
+
+def test_of_several_launches_the_one_that_paces_them(tmp_path: Path) -> None:
+    task = shipped("serving_attention")
+    few = task.config.variant("few_rows")
+    asked = request(tmp_path, task=task, shapes=["b2_q1_s130_h4_hk1_d64"], arch="sm_90a", device=None)
+    record = validate(asked, few, few, Watcher()).record
+    evidence = next(gate for gate in record.gates if gate.gate == "EVIDENCE")
+    assert "8 qgmma" in evidence.summary
+    found = hot_code(record, task)
+    attention = program_of(task.family, few.values, "e4m3", asked.shapes[0].dims).steps[1].kernel
+    kernel = compile_kernel(attention, Target("sm_90a"), isolated=True)
+    wanted = window("candidate", "few_rows", disassemble(kernel.cubin, attention.entry))
+    assert [(one.where, one.instructions) for one in found.windows] == [(wanted.where, wanted.instructions)] * 2
 
 
 def test_every_instruction_of_a_real_kernel_is_read() -> None:

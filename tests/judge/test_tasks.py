@@ -16,7 +16,7 @@ from greenfast.spec.errors import UsageError
 from tests.fakes import FakeDevice, Script, Watcher, install, request
 from tests.judge.small_task import FAMILY, PROBLEM, loaded, write_task
 
-SHIPPED = {"fp8_sdpa", "fp8_quantize", "fp8_attention"}
+SHIPPED = {"fp8_sdpa", "fp8_quantize", "fp8_attention", "serving_attention"}
 
 
 def names() -> set[str]:
@@ -35,7 +35,7 @@ def test_folders_of_the_environment_are_searched_first(monkeypatch: pytest.Monke
     write_task(tmp_path / "b" / "mine", name="hidden")
     write_task(tmp_path / "b" / "fp8_quantize", name="other")
     monkeypatch.setenv("GREENFAST_TASKS", os.pathsep.join([str(tmp_path / "a"), "", str(tmp_path / "b")]))
-    assert names() == {"twice", "other", "fp8_sdpa", "fp8_attention"}
+    assert names() == {"twice", "other", "fp8_sdpa", "fp8_attention", "serving_attention"}
     assert find_task("mine").config.name == "twice"
 
 
@@ -47,9 +47,8 @@ def test_a_folder_is_a_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_an_unknown_task_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(
-        UsageError, match="unknown task 'fp9'; allowed: fp8_attention, fp8_quantize, fp8_sdpa, or a task's folder"
-    ):
+    known = ", ".join(sorted(SHIPPED))
+    with pytest.raises(UsageError, match=f"unknown task 'fp9'; allowed: {known}, or a task's folder"):
         find_task("fp9")
 
 

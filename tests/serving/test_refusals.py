@@ -132,6 +132,75 @@ def test_a_gradient_of_any_input_is_refused(name: str) -> None:
             assert torch.equal(call(**given, out=out), wanted)
 
 
+#: Inputs of ``append_kv`` that may have a gradient.
+APPENDED = ["q", "k", "v", "q_weight", "k_weight", "cos", "sin", "k_scale", "v_scale"]
+
+
+@pytest.mark.parametrize("scales", ["token", "head"])
+@pytest.mark.parametrize("name", APPENDED)
+def test_a_gradient_of_what_is_appended_is_refused(name: str, scales: Any) -> None:
+    """By Q where there is one, which attention depends on; else at once, and before the cache is written."""
+
+    def given(**more: Any) -> tuple[Any, ...]:
+        cache = greenfast.PagedKVCache(4, 16, 2, 64, scales=scales).layer()
+        cache.k_cache.view(torch.uint8).fill_(0x7F)
+        tensors = {
+            "q": normal(3, 4, 64), "k": normal(3, 2, 64), "v": normal(3, 2, 64), **cache._asdict(),
+            "slot_mapping": torch.arange(3), "q_weight": torch.ones(64), "k_weight": torch.ones(64),
+            "cos": torch.ones(9, 16), "sin": torch.zeros(9, 16), "positions": torch.arange(3),
+        }  # fmt: skip
+        return tensors | more, tensors["k_cache"]
+
+    def written(k_cache: Tensor) -> bool:
+        return bool((k_cache.view(torch.uint8)[0, :3] != 0x7F).any())
+
+    tensors, _ = given()
+    tensors[name].requires_grad_()
+    found = greenfast.append_kv(**tensors)
+    assert found is not None
+    with pytest.raises(NotImplementedError, match=r"append_kv: no gradient flows"):
+        found.float().sum().backward()  # type: ignore[no-untyped-call]
+    if name in ("q", "q_weight"):
+        return
+    tensors, k_cache = given(q=None, q_weight=None)
+    tensors[name].requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"^{name}: a gradient is required, of which there is none"):
+        greenfast.append_kv(**tensors)
+    assert not written(k_cache)
+    for without in (torch.no_grad(), torch.inference_mode()):
+        tensors, k_cache = given(q=None, q_weight=None)
+        tensors[name].requires_grad_()
+        with without:
+            greenfast.append_kv(**tensors)
+        assert written(k_cache)
+
+
+@pytest.mark.parametrize("name", ["out", "s_aux", "k_descale", "v_descale", "rotary_cos", "k"])
+def test_out_is_refused_where_it_would_drop_a_gradient(name: str) -> None:
+    given, (k_cache, *_) = step()
+    given |= {"cache_seqlens": 0, "out": normal(2, 3, 4, 64), "s_aux": torch.ones(4)}
+    given |= {"rotary_cos": torch.ones(9, 16), "rotary_sin": torch.zeros(9, 16)}
+    given[name].requires_grad_()
+    with pytest.raises(NotImplementedError, match="out: given, while it or an input requires a gradient"):
+        with_kvcache(**given)
+    assert (k_cache.view(torch.uint8) == 0x7F).all()
+    with torch.no_grad():
+        assert with_kvcache(**given) is given["out"]
+
+
+@pytest.mark.parametrize("name", ["out", "s_aux", "q_descale", "k_descale"])
+def test_out_of_a_call_that_only_reads(name: str) -> None:
+    given, _ = step()
+    given = {x: given[x] for x in ("k_cache", "v_cache", "page_table", "k_descale", "v_descale")}
+    given |= {"q": normal(2, 3, 4, 64).to(torch.float8_e4m3fn), "q_descale": torch.ones(2, 2), "cache_seqlens": 5}
+    given |= {"out": normal(2, 3, 4, 64), "s_aux": torch.ones(4)}
+    given[name].requires_grad_()
+    with pytest.raises(NotImplementedError, match="out: given, while it or an input requires a gradient"):
+        with_kvcache(**given)
+    with torch.no_grad():
+        with_kvcache(**given)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -34,7 +34,7 @@ def for_ci(verb: Verb) -> Verb:
         _append(args.summary, "")
         try:
             return verb(args)
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             code = e.exit_code if isinstance(e, GreenfastError) else _EXIT_INTERNAL
             subject = str(getattr(args, "solution", None) or args.task)
             error = str(e) or type(e).__name__

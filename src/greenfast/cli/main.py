@@ -67,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GreenfastError as e:
         print(f"greenfast: {e}", file=sys.stderr)
         return e.exit_code
+    except SystemExit as e:  # of a problem's module: its exit code must not pass for a verdict
+        print(f"greenfast: a module of the task called sys.exit({e.code!r}); there is no verdict", file=sys.stderr)
+        return EXIT_INTERNAL
     except KeyboardInterrupt:
         print("greenfast: interrupted; nothing half-written was kept", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -31,6 +31,9 @@ from greenfast.spec.kernel import KernelSource
 # silently replace a project header. This folder does not exist; it also keeps the current one out of the line table.
 _NO_FOLDER = "/greenfast-rendered/"
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(["<])([^">\n]+)[">]', re.MULTILINE)
+#: Any directive that includes, also one that _INCLUDE does not read: by a macro, behind or around a comment.
+_ANY_INCLUDE = re.compile(rb"(?:#|%:)(?:\s|/\*.*?\*/)*(?:include|import)", re.DOTALL)
+_SPLICE = re.compile(rb"\\\r?\n")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 _COMPILER = re.compile(r"Cuda compilation tools, release [\d.]+, V([\d.]+)")
 
@@ -261,7 +264,8 @@ def _sources_digest(source: KernelSource) -> bytes:
     """SHA-256 over the source and the project headers that it includes, in the order of inclusion.
 
     Includes are followed if they resolve in ``include_dirs`` or next to the including header; the others are the
-    compiler's, or missing. Conditions are not evaluated, so a header that is never read may count too.
+    compiler's, or missing. Conditions are not evaluated, so a header that is never read may count too. Where a name is
+    not written out (``#include MACRO``), any file of the folders may be meant, and all of them count.
     """
     digest = hashlib.sha256()
     folders = [os.fspath(folder) for folder in source.include_dirs]
@@ -282,6 +286,12 @@ def _sources_digest(source: KernelSource) -> bytes:
                         seen.add((found.st_dev, found.st_ino))
                         visit(name, Path(path).read_bytes(), os.path.dirname(path))
                     break
+        if len(_ANY_INCLUDE.findall(_SPLICE.sub(b"", text))) > len(_includes(text)):
+            for file in sorted(path for folder in folders for path in Path(folder).rglob("*") if path.is_file()):
+                found = file.stat()
+                if (found.st_dev, found.st_ino) not in seen:
+                    seen.add((found.st_dev, found.st_ino))
+                    digest.update(b"%d;" % found.st_size + file.read_bytes())
 
     visit(b"", source.source.encode(), None)
     return digest.digest()

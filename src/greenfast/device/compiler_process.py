@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -20,8 +21,12 @@ from greenfast.device import nvrtc
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from greenfast.device import nvrtc; nvrtc.serve()"
 
 
+#: Seconds that one compile may take: templates and macros can ask for work without end.
+COMPILE_S = 600.0
+
+
 class CompilerCrashError(Exception):
-    """The compiler's process ended during a compile; the message names the signal or the exit code."""
+    """The compiler's process ended during a compile, or was ended; the message says how."""
 
 
 class _Process:
@@ -50,9 +55,13 @@ class _Process:
     def run(self, job: nvrtc.Job) -> nvrtc.Output:
         """As nvrtc.run. Raises CompilerCrashError if the process ends; after any other exception it is unusable."""
         assert self._child.stdin is not None
+        assert self._child.stdout is not None
         try:
             pickle.dump(job, self._child.stdin)
             self._child.stdin.flush()
+            if not select.select([self._child.stdout], [], [], COMPILE_S)[0]:
+                self.close()
+                raise CompilerCrashError(f"it did not end within {COMPILE_S:g} s")
             answer = self._answer()
         except (EOFError, OSError, pickle.UnpicklingError):
             raise CompilerCrashError(_ending(self._child.wait())) from None

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +84,7 @@ def serve() -> None:
     """
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     answer: Output | str | None = None
     while True:
         try:
@@ -94,3 +97,10 @@ def serve() -> None:
             answer = run(job)
         except Exception as e:
             answer = f"{type(e).__name__}: {e}"
+
+
+def _end_with(parent: int) -> None:
+    """A compile that may take long would outlive a parent that was killed: only between jobs is its pipe looked at."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(0)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.memory import LEFT, Bytes, GlobalMemory
+from greenfast.emulator.machine.spare import Spare
 
 if TYPE_CHECKING:
     from greenfast.emulator.grid import GridResult
@@ -83,6 +84,26 @@ def in_spite_of(run: Callable[[Garbage], GridResult]) -> GridResult | None:
     except KernelFaultError:
         return None
     return first if all(_same(first, other) for other in others) else None
+
+
+def in_spite_of_races(run: Callable[[Spare], GridResult], fault: KernelFaultError) -> GridResult | None:
+    """What a kernel leaves whose data race is one of loads that do not matter (``machine.spare``); else None."""
+    spare, found = Spare(), fault
+    while found.read is not None and spare.add(found.read):
+        try:
+            first = run(spare)
+        except KernelFaultError as e:
+            found = e
+            continue
+        others = []
+        try:
+            for fill in _FILLS:
+                spare.disturb(fill)
+                others.append(run(spare))
+        except KernelFaultError:
+            return None
+        return first if all(_same(first, other) for other in others) else None
+    return None
 
 
 def _instructions(result: GridResult) -> Mapping[str, int]:

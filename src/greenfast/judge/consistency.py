@@ -1,8 +1,9 @@
 """Whether a record's conclusions follow from its measurements: they are drawn again whenever it is read.
 
-From the stored block medians: each speedup with its interval, noise floor and verdict. From these: PERFORMANCE. From
-the numbers of each correctness row and the limits: its gates. From the gates: the decision with its reasons. What a
-record does not hold cannot be drawn again: single launches (so p50, p90, mean and deviation), outputs, machine code.
+From the stored block medians: each speedup with its interval, noise floor and verdict, and where the median of all
+launches lies. From these: PERFORMANCE. From the numbers of each correctness row and the limits: its gates. From the
+gates: the decision with its reasons. What a record does not hold cannot be drawn again: single launches (so p50 itself,
+p90, mean and deviation), outputs, machine code.
 
 So changed figures, verdicts and decisions are found; measurements that were made up are not.
 """
@@ -16,7 +17,16 @@ from typing import Any, NamedTuple
 from greenfast.judge.decision import decide, quoted_performance
 from greenfast.judge.errors import relative_error_factor
 from greenfast.judge.gates.performance import judge
-from greenfast.judge.record import BenchRecord, CorrectnessRow, GateResult, Limits, Record, Run, SpeedupRow
+from greenfast.judge.record import (
+    BenchRecord,
+    CorrectnessRow,
+    GateResult,
+    Limits,
+    Record,
+    Run,
+    SpeedupRow,
+    TimingRow,
+)
 from greenfast.judge.run import GATES
 from greenfast.judge.timing.interleaved import WARM
 from greenfast.judge.timing.speedup import speedup_row
@@ -26,6 +36,8 @@ from greenfast.judge.timing.statistics import Interval, verdict
 #: rounded; since then only another processor's last digit may differ.
 _TOLERANCE = {1: 1e-3}
 _LAST_DIGIT = 1.1e-4
+#: Times are rounded to a thousandth.
+_LAST_DIGITS_US = 1.1e-3
 _LIMIT = re.compile(r"(<=|>=|<|>)?\s*([-+.\deE]+)(?: \(.*\))?")
 
 
@@ -53,6 +65,9 @@ def disagreements(record: Run) -> Iterator[Disagreement]:
         yield from _of_speedups(record)
         yield from _of_quote(record)
         yield from _of_decision(record)
+    for role, side in record.sides():
+        for i, timing in enumerate(side.timing):
+            yield from _of_timing(f"{role}.timing[{i}] ({timing.shape}, {timing.cache} L2)", timing)
 
 
 def _unless(held: bool, field: str, stored: Any, recomputed: Any) -> Iterator[Disagreement]:
@@ -90,6 +105,16 @@ def _gates_of(row: CorrectnessRow, limits: Limits | None) -> dict[str, bool]:
         found["kernel_relative_error_pass"] = row.kernel_error.relative_error <= allowed
         found["kernel_bound_pass"] = row.bound_ratio <= limits.bound_factor
     return found
+
+
+def _of_timing(field: str, row: TimingRow) -> Iterator[Disagreement]:
+    """The median of all launches lies between the blocks' medians, and the 90th percentile is not below it."""
+    medians = [median for process in row.block_medians_us for median in process]
+    if medians:
+        low, high = min(medians), max(medians)
+        held = low - _LAST_DIGITS_US <= row.p50_us <= high + _LAST_DIGITS_US
+        yield from _unless(held, f"{field}.p50_us", row.p50_us, f"from {low} to {high}, as its blocks are")
+    yield from _unless(row.p50_us <= row.p90_us, f"{field}.p90_us", row.p90_us, f"at least {row.p50_us}, its p50")
 
 
 def _of_gate(field: str, gate: GateResult) -> Iterator[Disagreement]:

@@ -19,6 +19,7 @@ from greenfast.judge.report.html.run import speedups_of
 from greenfast.judge.tasks import LoadedTask
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, UsageError
+from greenfast.spec.kernel import program_of
 
 #: Instructions of a window.
 _LENGTH = 72
@@ -43,8 +44,10 @@ def hot_code(record: Record | BenchRecord, task: LoadedTask) -> HotCode:
     windows = []
     for role, side in record.sides():
         try:
-            kernel = _kernel(record, side, shape, task)
-            windows.append(window(role, side.variant, disassemble(kernel.cubin, kernel.source.entry)))
+            kernels = _kernels(record, side, shape, task)
+            listings = [disassemble(kernel.cubin, kernel.source.entry) for kernel in kernels]
+            # Of several launches the one with most pacing instructions.
+            windows.append(window(role, side.variant, max(listings, key=_weight)))
         except GreenfastError as e:
             return HotCode(missing=f"{role}: {str(e).splitlines()[0].rstrip('.:')}")
     return HotCode(shape=shape, windows=tuple(windows))
@@ -58,20 +61,29 @@ def _shape_of(record: Run) -> str:
     return next(iter(shapes), "")
 
 
-def _kernel(record: Run, side: Side, shape: str, task: LoadedTask) -> CompiledKernel:
-    """A side's kernel, built again; raises UsageError where it is not, or no longer, the record's."""
-    only = side.builds[0] if len(side.builds) == 1 else None  # older records do not say which shapes
-    then = next((build for build in side.builds if shape in build.shapes), only)
-    if then is None:
+def _kernels(record: Run, side: Side, shape: str, task: LoadedTask) -> list[CompiledKernel]:
+    """A side's kernels, built again; raises UsageError where one is not, or no longer, the record's."""
+    only = side.builds if len(side.builds) == 1 else []  # older records do not say which shapes
+    builds = {build.entry: build for build in side.builds if shape in build.shapes} or {b.entry: b for b in only}
+    if not builds:
         raise UsageError(f"the record does not say which kernel {shape or 'a shape'} ran")
-    if then.compiler != compiler_version():
-        raise UsageError(f"its kernel was compiled by {then.compiler}, and this is {compiler_version()}")
     toggles = task.config.toggle_values(side.toggles)
-    source = task.family.kernel(toggles, record.format, task.config.shape(shape).dims)
-    kernel = compile_kernel(source, Target.parse(then.arch), isolated=True)
-    if then.code_hash != code_hash(kernel):
-        raise UsageError("the kernel of today has other machine code than the record's")
-    return kernel
+    program = program_of(task.family, toggles, record.format, task.config.shape(shape).dims)
+    kernels = []
+    for source in dict.fromkeys(step.kernel for step in program.steps):
+        then = builds.get(source.entry)
+        if then is None:
+            raise UsageError(f"the record has no kernel {source.entry}")
+        if then.compiler != compiler_version():
+            raise UsageError(f"its kernel was compiled by {then.compiler}, and this is {compiler_version()}")
+        kernels.append(compile_kernel(source, Target.parse(then.arch), isolated=True))
+        if then.code_hash != code_hash(kernels[-1]):
+            raise UsageError("the kernel of today has other machine code than the record's")
+    return kernels
+
+
+def _weight(sass: str) -> int:
+    return sum(_WEIGHTS[one.kind] for one in _read(sass)[0])
 
 
 def window(role: str, variant: str, sass: str) -> Window:

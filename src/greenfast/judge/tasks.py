@@ -108,7 +108,7 @@ def load_family(task: Task) -> Family:
     if not name:
         return cast(Family, NoFamily(task.config.name))
     if name.startswith(_OWN):
-        return cast(Family, _module(task, "family", name, ("kernel", "launch")))
+        return cast(Family, _module(task, "family", name, ("kernel", "launch"), instead="program"))
     where = f"{task.folder / CONFIG_NAME}: family {name!r}"
     is_file = name.endswith(".py")
     if is_file and not (task.folder / name).is_file():
@@ -128,7 +128,8 @@ def load_peers(task: LoadedTask) -> ModuleType:
     return _module(Task(task.config, task.folder), "peers", task.config.peers, ("peers",))
 
 
-def _module(task: Task, key: str, name: str, functions: tuple[str, ...]) -> ModuleType:
+def _module(task: Task, key: str, name: str, functions: tuple[str, ...], *, instead: str = "") -> ModuleType:
+    """Import a module with these functions, or with the one called ``instead``. Raises UsageError for any other."""
     where = f"{task.folder / CONFIG_NAME}: {key} {name!r}"
     try:
         module = _import_file(task.folder / name) if name.endswith(".py") else importlib.import_module(name)
@@ -137,7 +138,7 @@ def _module(task: Task, key: str, name: str, functions: tuple[str, ...]) -> Modu
     except Exception as e:  # whatever a task author's module raises while it is imported
         raise UsageError(f"{where} cannot be imported: {type(e).__name__}: {e}") from e
     missing = [f for f in functions if not callable(getattr(module, f, None))]
-    if missing:
+    if missing and not callable(getattr(module, instead, None)):
         raise UsageError(f"{where} has no function {', '.join(missing)}")
     return module
 

@@ -13,6 +13,9 @@ from greenfast.operator.arguments import check_flag, check_length, number
 from greenfast.operator.quantized import HEAD_DIMS
 from greenfast.operator.serving_checks import MOST_GROUPED
 
+#: Of tensors whose gradient no result could refuse when it is asked for.
+NO_GRADIENT_OF = "{}: a gradient is required, of which there is none; use torch.no_grad()"
+
 
 def append_kv(
     q: Tensor | None,
@@ -44,10 +47,15 @@ def append_kv(
     a rotation of the first rotary_dim columns, by the rows that ``positions``, (tokens,), names; ``interleaved``
     rotates columns 2i and 2i + 1 together, else i and i + rotary_dim / 2.
 
-    Returns Q for attention, contiguous and of q's dtype, or None without q.
+    Returns Q for attention, contiguous and of q's dtype, or None without q. There are no gradients: one that reaches Q
+    raises NotImplementedError, and without q an input that requires one does.
     Raises TypeError, ValueError and NotImplementedError, which name the argument, before anything is written.
     """
     check_flag("interleaved", interleaved)
+    if q is None and torch.is_grad_enabled():
+        given = {"k": k, "v": v, "k_weight": k_weight, "cos": cos, "sin": sin, "k_scale": k_scale, "v_scale": v_scale}
+        if names := [name for name, x in given.items() if requires_grad(x)]:
+            raise NotImplementedError(NO_GRADIENT_OF.format(", ".join(names)))
     found = serving_ops.append_kv(
         q, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, q_weight, k_weight, cos, sin, positions,
         number("eps", eps), interleaved,
@@ -135,6 +143,11 @@ def window_of(causal: bool, window_size: Any) -> tuple[int, int]:
         if n < -1:
             raise ValueError(f"window_size: {window_size!r}; numbers of at least -1 are needed")
     return left, 0 if causal else right
+
+
+def requires_grad(*given: Tensor | None) -> bool:
+    """Whether a gradient of any of these tensors is wanted."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
 
 
 def kind(x: object) -> str:

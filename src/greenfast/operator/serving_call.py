@@ -12,7 +12,7 @@ from greenfast.operator import serving_ops
 from greenfast.operator.arguments import check_flag, check_length, number
 from greenfast.operator.layout import capturing, settled
 from greenfast.operator.quantized import DTYPES
-from greenfast.operator.serving import ServingPlan, kind, window_of
+from greenfast.operator.serving import NO_GRADIENT_OF, ServingPlan, kind, requires_grad, window_of
 from greenfast.operator.serving_checks import (
     E4M3,
     check_append_once,
@@ -88,7 +88,7 @@ class Call:
         if self.out is None:
             out, lse = serving_ops.paged_attention(*args, lse=wants_lse)
         else:
-            self._check_out_gradient()
+            self._check_out_gradient(*args[:11])
             out, lse = self.out, serving_ops.paged_attention_out(*args, self.out, lse=wants_lse)
         if request is not None:
             request.remember(args, out, self.before)
@@ -182,7 +182,7 @@ class Call:
         places = k.new_empty(k.shape[0], dtype=torch.int64)
         self._check_append(q, k, v, (k_cache, v_cache), scales, cos, sin, places if rotates else None)
         self._refuse_gradients_of(k, v)
-        self._check_rest(k_cache.shape[2])
+        self._check_rest(k_cache.shape[2], (k_cache, v_cache, *scales, cos, sin))
         of_slots = (starts, used, table, seqlens, k.shape[0], table.shape[1], k_cache.shape[1])
         slots, at, lengths, _ = serving_ops.token_slots(*of_slots)
         if _readable(self.q, table, used, starts, lengths):
@@ -216,24 +216,26 @@ class Call:
         if self.plan is not None:
             self.plan.check(self.max_seqlen_q, self.q.shape[1], kv_heads, self.q.shape[2], self.mask)
 
-    def _check_rest(self, kv_heads: int) -> None:
+    def _check_rest(self, kv_heads: int, given: Sequence[Tensor | None]) -> None:
         """What else ``attend`` would refuse, after the cache has been written."""
         self._check_plan(kv_heads)
         if self.out is not None and not torch.compiler.is_compiling():
             check_out(self.out, self.q, self.out.dtype if self.q.dtype == E4M3 else self.q.dtype)
-            self._check_out_gradient()
+            self._check_out_gradient(self.q, self.sinks, *given)
 
-    def _check_out_gradient(self) -> None:
+    def _check_out_gradient(self, *given: Tensor | None) -> None:
         """As PyTorch's operators with ``out`` do: what is written there is not part of a graph."""
-        if torch.is_grad_enabled() and self.q.requires_grad:
-            raise NotImplementedError("out: given, while q, k or v require a gradient; leave it out or use no_grad()")
+        if requires_grad(self.out, *given):
+            raise NotImplementedError(
+                "out: given, while it or an input requires a gradient; leave it out or use torch.no_grad()"
+            )
 
     def _refuse_gradients_of(self, k: Tensor, v: Tensor) -> None:
         """Let the output depend on K and V for autograd where it would not by Q: their gradients are refused too."""
-        if not torch.is_grad_enabled() or self.q.requires_grad or not (k.requires_grad or v.requires_grad):
+        if not requires_grad(k, v) or self.q.requires_grad:
             return
         if self.q.dtype == E4M3:
-            raise NotImplementedError("k, v: they require a gradient, of which there is none; use torch.no_grad()")
+            raise NotImplementedError(NO_GRADIENT_OF.format("k, v"))
         self.q = self.q + (k[:0].sum() + v[:0].sum()).to(self.q.dtype)
 
     def _check_append(

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+#: What a terminal may act on, and what turns the direction of text; errors quote sources and messages of others.
+_CONTROLS = re.compile(r"[^\n\t\x20-\x7e\u00a0-\u2029\u202f-\u2065\u206a-\ud7ff\ue000-\uffff]")
+
 
 class GreenfastError(Exception):
-    """Base of every error that greenfast raises on purpose; its message is for the user."""
+    """Base of every error that greenfast raises on purpose; its message is for the user, without control characters."""
 
     exit_code = 3
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(_CONTROLS.sub("?", arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class UsageError(GreenfastError):

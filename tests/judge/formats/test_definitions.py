@@ -20,6 +20,7 @@ from greenfast.judge.formats.convert import (
     is_foreign_solution,
 )
 from greenfast.judge.formats.defined import DefinedProblem
+from greenfast.judge.formats.given import given_problem, given_solution
 from greenfast.judge.formats.schema import dims_of, read_definition, read_workloads
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
@@ -213,6 +214,7 @@ def test_a_solution_becomes_a_callable(tmp_path: Path, style: bool) -> None:
         ({"definition": "other"}, "solves other, the problem is scaled_norm"),
         ({"sources": [{"path": "../main.py", "content": ""}]}, "names no file of sources"),
         ({"sources": [{"path": "main.py", "content": ""}, {"path": "../x", "content": ""}]}, "outside of the solution"),
+        ({"sources": [{"path": "main.py", "content": ""}, {"path": "a\0", "content": ""}]}, "is no path"),
         ({"spec": {"language": "cuda", "entry_point": "k.cu::go"}, "sources": [{"path": "k.cu", "content": ""}]},
          "binding: tvm-ffi"),
     ],
@@ -227,8 +229,59 @@ def test_a_solution_that_cannot_be_judged_is_refused_in_words(
         convert_solution(path, problem.definition, problem.workloads, tmp_path / "solution")
 
 
+def test_a_solution_has_no_files_of_another(tmp_path: Path) -> None:
+    problem = data_set(tmp_path / "set", named(SCALED, name="solution-mine_v1"), workload(3))
+    folder = Path(given_problem(str(problem), tmp_path))
+    path = tmp_path / "mine.json"
+    more = {"path": "problem.py", "content": "1 / 0"}
+    for sources in ([*solution()["sources"], more], solution()["sources"]):
+        path.write_text(json.dumps({**solution(), "definition": "solution-mine_v1", "sources": sources}))
+        made = given_solution(path, folder, tmp_path)
+    assert "1 / 0" not in (folder / "problem.py").read_text()
+    assert sorted(file.name for file in made.iterdir()) == ["main.py", "solution.json"]
+
+
 def test_a_definition_without_workloads_says_where_they_were_looked_for(tmp_path: Path) -> None:
     path = tmp_path / "alone.json"
     path.write_text(json.dumps(named(SCALED)))
     with pytest.raises(UsageError, match=r"workload\.jsonl is not there; --workloads FILE names them"):
         find_workloads(path)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("raise ValueError('no\\nmore')", r"run raises ValueError: no \(reference\.py, line 2\)"),
+        ("pass", r"run gives y, of which a tensor raises RuntimeError: Could not infer dtype of NoneType"),
+        ("return x[:1]", r"run gives y of shape \(1, 64\), the definition says \(3, 64\)"),
+        ("return x, x", r"run gives 2 outputs, the definition says y"),
+    ],
+)
+def test_what_a_reference_does_wrong_is_one_line(tmp_path: Path, body: str, says: str) -> None:
+    _, problem = converted(tmp_path, named(SCALED, reference=f"def run(x, w, eps):\n    {body}"), workload(3))
+    with pytest.raises(UsageError, match=says) as error:
+        problem.references(first(problem), 0, FORMAT)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ['../a"""b\\u\0', "[", "a" * 3000])
+def test_a_name_of_any_characters(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "definition.json"
+    path.write_text(json.dumps(named(SCALED, name=name)))
+    with pytest.raises(UsageError, match="no workloads"):
+        find_workloads(path)
+    (tmp_path / "workload.jsonl").write_text(json.dumps(workload(3)))
+    folder = convert_definition(find_workloads(path), tmp_path / "task")
+    compile((folder / "problem.py").read_text(), "problem.py", "exec")
+    assert load_task(folder).config.shapes
+
+
+def test_workloads_whose_names_begin_alike(tmp_path: Path) -> None:
+    folder, _ = converted(tmp_path, named(SCALED), workload(3, uuid="workload-1"), workload(3, uuid="workload-2"))
+    assert [shape.name for shape in load_task(folder).config.shapes] == ["rows3_workload", "rows3_workload_2"]
+
+
+@pytest.mark.parametrize("rows", [0, -1, 2**40 + 1, 10**30])
+def test_a_size_that_no_array_has(tmp_path: Path, rows: int) -> None:
+    with pytest.raises(UsageError, match=r"line 1: (Expected `int`|Integer value out of range)"):
+        converted(tmp_path, named(SCALED), {**workload(3), "axes": {"rows": rows}})

@@ -55,6 +55,7 @@ def test_a_float_where_one_is_wanted() -> None:
         ("", "is not an expression"),
         ("1\0", "is not an expression"),
         ("(" * 240 + ")" * 240, "is not an expression"),
+        ("-" * (MAX_LENGTH - 1) + "R", "too many operators within each other"),
         ("1+" * MAX_LENGTH + "1", "an expression of 1001 characters"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,9 @@ def test_a_path_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path / "none.cu", tmp_path / "k\udcff.cu", Path("no\0.cu")):
         with pytest.raises(UsageError, match=r"cannot be read|a solution is a folder"):
             find_solution(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "solution.json")
+    with pytest.raises(UsageError, match=r"solution\.json: cannot be read \(no regular file\)"):
+        find_solution(tmp_path)

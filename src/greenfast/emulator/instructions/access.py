@@ -132,8 +132,11 @@ def load(i: Instruction) -> Operation:
 
     def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
         arena, offsets, actual = locate(m, space, at, lanes)
-        with m.accessing(lanes, actual):
-            found = arena.read(offsets, total, what, strong)
+        if m.spare is not None and actual == "global" and not strong and m.spare.asks(i):
+            found = m.spare.read(m, arena, offsets, total, what, lanes)
+        else:
+            with m.accessing(lanes, actual):
+                found = arena.read(offsets, total, what, strong)
         if strong and actual in ("global", "shared"):
             m.races.synchronize(actual, offsets, lanes, True, False)
         count_access(m, actual, False, offsets, lanes, total)

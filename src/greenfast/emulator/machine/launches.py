@@ -27,8 +27,9 @@ class Launches:
 
     def __init__(self, memory: GlobalMemory, names: Sequence[str]) -> None:
         self.memory, self.names = memory, names
-        self.wrote = np.zeros(len(memory.data), np.uint8)
-        self.read = np.zeros(len(memory.data), np.uint8)
+        number = np.min_scalar_type(len(names))
+        self.wrote = np.zeros(len(memory.data), number)
+        self.read = np.zeros(len(memory.data), number)
         self.number = 0
         #: The first launch that may still run while this one does.
         self.first = 0
@@ -85,6 +86,6 @@ class Launches:
         launch = int(found[row].max())
         return row, f"launch {launch} ({self.names[launch - 1]}) {what}"
 
-    def _unfinished(self, launches: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def _unfinished(self, launches: NDArray[Any]) -> NDArray[Any]:
         """The numbers of launches that may still run, 0 for others."""
-        return np.where((launches >= self.first) & (launches < self.number), launches, np.uint8(0))
+        return np.where((launches >= self.first) & (launches < self.number), launches, launches.dtype.type(0))

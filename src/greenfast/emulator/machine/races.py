@@ -388,12 +388,13 @@ class Races:
 
     def _fault(self, what: str, other: str, number: int, place: str, block: int, lane: int) -> KernelFaultError:
         """The fault of two accesses that nothing orders; ``block``: of the earlier one."""
-        m = self.m
         earlier = self.record.accesses.instructions[number]
         assert earlier is not None
-        reader = f"warp {self.record.accesses.warps[number]} of {m.block_name(block)}"
-        return m.fault(
+        reader = f"warp {self.record.accesses.warps[number]} of {self.m.block_name(block)}"
+        fault = self.m.fault(
             f"a data race on {place}: nothing orders this {what} and the {other} at {earlier.source or 'unknown line'} "
             f"(in: {earlier.text}) by {reader}, found",
             lane,
         )
+        fault.read = self.m.current if what == "read" else earlier if other == "read" else None
+        return fault

@@ -30,6 +30,7 @@ from greenfast.emulator.ptx.syntax import Function, Instruction, Register, Vecto
 
 if TYPE_CHECKING:
     from greenfast.emulator.machine.phases import PhaseCounts
+    from greenfast.emulator.machine.spare import Spare
 
 #: Which threads an instruction runs for: a slice where they are whole warps next to each other, else sorted indices.
 Lanes: TypeAlias = "slice | NDArray[np.intp]"
@@ -211,6 +212,8 @@ class Machine:
         self.memory.on_read, self.memory.on_write = self.races.global_read, self.races.global_write
         #: Which threads are past a griddepcontrol.wait, theirs or of a thread that they have waited for since.
         self.behind_wait = np.zeros(self.lanes, np.bool_)
+        #: Loads of which only one thread of a block may use what it gets; None for no such question.
+        self.spare: Spare | None = None
         self.executed = 0
         self.current: Instruction = self.function.code[0]
         self.specials = self._specials()

@@ -8,7 +8,9 @@ from greenfast.spec.errors import UnsupportedError
 
 def own_bug(where: str, error: Exception) -> UnsupportedError:
     """The error for a failure of the emulator itself, for which the kernel is not to blame; ``where``: what it ran."""
-    what = "there is not enough memory to emulate this" if isinstance(error, MemoryError) else "a bug in the emulator"
+    # NumPy's error for a size beyond any memory is a ValueError.
+    large = isinstance(error, MemoryError) or str(error).startswith(("array is too big", "Maximum allowed"))
+    what = "there is not enough memory to emulate this" if large else "a bug in the emulator"
     return UnsupportedError(f"{where}: {what}: {type(error).__name__}: {error}")
 
 

@@ -6,8 +6,10 @@ can take it from there (shapes, bounds, ranges).
 
 from __future__ import annotations
 
+import glob
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,11 +85,11 @@ def find_workloads(definition: Path, workloads: Path | None = None) -> Found:
     """
     if workloads is not None:
         return Found(definition, workloads, workloads.parent)
-    name = read_definition(definition).name
+    name = re.sub(r"[/\0]", "_", read_definition(definition).name)[:200]
     places = [definition.with_name("workload.jsonl"), definition.with_name(f"{name}.jsonl")]
     for root in definition.resolve().parents:
         if (root / "workloads").is_dir():
-            places += sorted((root / "workloads").rglob(f"{name}.jsonl"))
+            places += sorted((root / "workloads").rglob(f"{glob.escape(name)}.jsonl"))
             for place in places:
                 if place.is_file():
                     return Found(definition, place, root)
@@ -106,7 +108,8 @@ def convert_definition(found: Found, folder: Path) -> Path:
     definition, workloads = read_definition(found.definition), read_workloads(found.workloads)
     write_whole(folder / DEFINITION, found.definition.read_bytes())
     write_whole(folder / WORKLOADS, found.workloads.read_bytes())
-    problem = _PROBLEM.format(name=definition.name, definition=found.definition.name, root=str(found.root.resolve()))
+    names = {"name": safe_name(definition.name), "definition": safe_name(found.definition.name)}
+    problem = _PROBLEM.format(**names, root=str(found.root.resolve()))
     write_whole(folder / "problem.py", problem)
     shapes = _shapes(definition, workloads)
     write_whole(folder / CONFIG_NAME, task_config(definition.name, definition.description or "", shapes))
@@ -126,6 +129,7 @@ def convert_solution(path: Path, definition: Definition, workloads: Sequence[Wor
     if given.definition != definition.name:
         raise UsageError(f"{path}: solves {given.definition}, the problem is {definition.name}")
     file, _, function = given.spec.entry_point.partition("::")
+    shutil.rmtree(folder, ignore_errors=True)  # of a solution of the same name, whose files this one may lack
     for source in given.sources:
         write_whole(folder / source.path, source.content)
     if Path(file).suffix != ".py":
@@ -150,10 +154,12 @@ def _extension(path: Path, given: ForeignSolution, function: str, folder: Path) 
 
 
 def _shapes(definition: Definition, workloads: Sequence[Workload]) -> list[dict[str, Any]]:
-    made = []
+    made: list[dict[str, Any]] = []
     for number, workload in enumerate(workloads, 1):
         axes = "_".join(f"{axis}{value}" for axis, value in workload.axes.items())
         name = safe_name(f"{axes}_{workload.uuid[:8]}" if axes else workload.uuid[:8])
+        if any(shape["name"] == name for shape in made):  # as of workload-1 and workload-2
+            name = f"{name}_{number}"
         made.append(
             {"name": name, "dims": dims_of(definition, workloads, number), "purpose": f"workload {workload.uuid}"}
         )
@@ -216,7 +222,7 @@ def callable_config(name: str, file: str, author: str, launch: Mapping[str, Any]
 
 def safe_name(text: str) -> str:
     """A text as a name of tasks and solutions."""
-    return _NAME.sub("_", text).strip("_.+-") or "unnamed"
+    return _NAME.sub("_", text)[:200].strip("_.+-") or "unnamed"
 
 
 def _json(data: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from greenfast.judge.formats.schema import (
     read_definition,
     read_workloads,
 )
-from greenfast.spec.errors import UsageError
+from greenfast.spec.errors import GreenfastError, UsageError, too_large
 from greenfast.spec.problem import Array, Case, OutputSpec, References, dtype_of
 
 #: FlashInfer-Bench's defaults.
@@ -67,10 +68,8 @@ class DefinedProblem:
         tensors = self._tensors(workload, sizes, seed)
         arguments = [tensors[n] if n in tensors else self.scalar(workload, n) for n in self.definition.inputs]
         with torch.no_grad():
-            found = self._function("run")(*arguments)
-        values = list(found.values()) if isinstance(found, dict) else found
-        outputs = values if isinstance(values, (tuple, list)) else [values]
-        exact = _joined([torch.as_tensor(value).double().numpy() for value in outputs])
+            found = called(f"{self.definition.name}: workload {workload.uuid}: run", self._function("run"), *arguments)
+        exact = _joined(self._outputs(found, workload, sizes))
         allowed = workload.tolerance or Allowed()
         if self.definition.is_sol or workload.tolerance:
             bound = allowed.max_atol + allowed.max_rtol * np.abs(exact)
@@ -82,6 +81,21 @@ class DefinedProblem:
                 most=math.inf if allowed.max_error_cap is None else allowed.max_error_cap,
             )
         return References(full=exact, exact=exact, bound=np.maximum(_ATOL, _RTOL * np.abs(exact)))
+
+    def _outputs(self, found: Any, workload: Workload, sizes: Mapping[str, int]) -> list[NDArray[np.float64]]:
+        """What ``run`` gave, in the order of the definition's outputs. Raises UsageError where it is something else."""
+        values = list(found.values()) if isinstance(found, dict) else found
+        values = values if isinstance(values, (tuple, list)) else [values]
+        where, wanted = f"{self.definition.name}: workload {workload.uuid}: run gives", self.definition.outputs
+        if len(values) != len(wanted):
+            raise UsageError(f"{where} {len(values)} outputs, the definition says {', '.join(wanted)}")
+        made = []
+        for value, (name, tensor) in zip(values, wanted.items(), strict=True):
+            array = called(f"{where} {name}, of which a tensor", lambda v=value: torch.as_tensor(v).double().numpy())
+            if array.shape != _shape(tensor, sizes):
+                raise UsageError(f"{where} {name} of shape {array.shape}, the definition says {_shape(tensor, sizes)}")
+            made.append(array)
+        return made
 
     def decode(self, outputs: Mapping[str, Array], fmt: str) -> NDArray[np.float64]:
         """The outputs in their order: one keeps its shape, several are flat behind one another."""
@@ -132,7 +146,12 @@ class DefinedProblem:
         scalars = {n: given.value for n, given in workload.inputs.items() if isinstance(given, ScalarInput)}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            made: dict[str, torch.Tensor] = self._function(name)({**sizes, **scalars}, torch.device("cpu"))
+            what = f"{self.definition.name}: workload {workload.uuid}: {name}"
+            made: dict[str, torch.Tensor] = called(
+                what, self._function(name), {**sizes, **scalars}, torch.device("cpu")
+            )
+        if missing := [n for n in wanted if not isinstance(made, dict) or not isinstance(made.get(n), torch.Tensor)]:
+            raise UsageError(f"{what} gives no tensor {', '.join(missing)}")
         return made
 
     def _from_file(self, given: FileInput) -> torch.Tensor:
@@ -158,8 +177,21 @@ class DefinedProblem:
     @functools.cached_property
     def _namespace(self) -> dict[str, Any]:
         made: dict[str, Any] = {"__name__": "reference"}
-        exec(self._source, made)  # the problem is trusted, as a problem.py is
+        called(f"{self.definition.name}: reference", exec, self._source, made)  # as trusted as a problem.py is
         return made
+
+
+def called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of the problem's author returns. Raises UsageError, in a line, for whatever it raises."""
+    try:
+        return function(*arguments)
+    except Exception as e:
+        if isinstance(e, GreenfastError):
+            raise
+        said = (str(e).splitlines() or [""])[0]
+        place = traceback.extract_tb(e.__traceback__)[-1]
+        text = f"{what} raises {type(e).__name__}: {said} ({Path(place.filename).name}, line {place.lineno})"
+        raise too_large(what, e) or UsageError(text) from e
 
 
 def _shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -20,8 +20,9 @@ from greenfast.judge.record import Record
 from greenfast.judge.store import write_whole
 from greenfast.spec.errors import UsageError
 
-#: The folder, next to the results, of problems and solutions that were converted.
-CONVERTED = "converted"
+#: The folders, next to the results, of problems and of solutions that were converted: no solution, whatever its name,
+#: writes into a problem.
+CONVERTED, SOLUTIONS = "converted", "converted_solutions"
 
 
 def given_problem(asked: str, out: Path, workloads: Path | None = None) -> str:
@@ -50,9 +51,9 @@ def given_solution(path: Path, problem: Path, out: Path) -> Path:
             raise UsageError(f"{path}: solves a definition of FlashInfer-Trace; --problem names that definition's file")
         name = safe_name(read_foreign_solution(path).name)
         definition, workloads = read_definition(problem / DEFINITION), read_workloads(problem / WORKLOADS)
-        return convert_solution(path, definition, workloads, out / CONVERTED / f"solution-{name}")
+        return convert_solution(path, definition, workloads, out / SOLUTIONS / name)
     if is_kernelbench(path, NEW_MODEL) and (problem / ORIGINAL).is_file():
-        return convert_model(path, problem / ORIGINAL, out / CONVERTED / f"solution-{safe_name(path.stem)}")
+        return convert_model(path, problem / ORIGINAL, out / SOLUTIONS / safe_name(path.stem))
     return path
 
 

@@ -66,7 +66,7 @@ def convert_problem(path: Path, folder: Path) -> Path:
     if missing:
         raise UsageError(f"{path}: has no function {', '.join(sorted(missing))}, which a KernelBench problem has")
     write_whole(folder / ORIGINAL, text)
-    write_whole(folder / "problem.py", _PROBLEM.format(name=path.stem, original=ORIGINAL))
+    write_whole(folder / "problem.py", _PROBLEM.format(name=safe_name(path.stem), original=ORIGINAL))
     shape = {"name": "as_given", "dims": {"problem": 1}, "purpose": "the shape that get_inputs makes"}
     write_whole(folder / CONFIG_NAME, task_config(path.stem, "", [shape]))
     _write_model(folder / REFERENCE, REFERENCE, text, "original", MODEL)

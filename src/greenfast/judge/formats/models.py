@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from greenfast.judge.formats.defined import array_of
+from greenfast.judge.formats.defined import array_of, called
 from greenfast.judge.formats.kernelbench import SEED
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Array, Case, OutputSpec, References
@@ -49,7 +49,8 @@ class ModelProblem:
     @functools.cached_property
     def _model(self) -> torch.nn.Module:
         torch.manual_seed(SEED)
-        model: torch.nn.Module = self._module.Model(*self._module.get_init_inputs()).eval()
+        module = self._module
+        model: torch.nn.Module = called(f"{self._path}: Model", lambda: module.Model(*module.get_init_inputs()).eval())
         return model
 
     @functools.cached_property
@@ -63,14 +64,14 @@ class ModelProblem:
     def _inputs(self, seed: int) -> list[torch.Tensor]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            found = list(self._module.get_inputs())
+            found: list[torch.Tensor] = called(f"{self._path}: get_inputs", lambda: list(self._module.get_inputs()))
         if not all(isinstance(value, torch.Tensor) for value in found):
             raise UsageError(f"{self._path}: get_inputs gives a value that is no tensor; put it in get_init_inputs")
         return found
 
     def _forward(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         with torch.no_grad():
-            found = self._model(*inputs)
+            found = called(f"{self._path}: Model", self._model, *inputs)
         return list(found) if isinstance(found, (tuple, list)) else [found]
 
 

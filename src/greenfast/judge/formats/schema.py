@@ -26,13 +26,15 @@ DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
     *("int64", "int32", "int16", "int8", "bool"),
 )
+#: Of an axis; beyond it no array could be made.
+Size = Annotated[int, Meta(ge=1, le=2**40)]
 _T = TypeVar("_T")
 
 
 class ConstAxis(msgspec.Struct, frozen=True, tag_field="type", tag="const"):
     """A dimension that the definition fixes."""
 
-    value: Annotated[int, Meta(ge=0)]
+    value: Size
 
 
 class VarAxis(msgspec.Struct, frozen=True, tag_field="type", tag="var"):
@@ -126,7 +128,7 @@ class Workload(msgspec.Struct, frozen=True):
     """A definition's variable axes and inputs."""
 
     uuid: str
-    axes: dict[str, int]
+    axes: dict[str, Size]
     inputs: dict[str, RandomInput | ScalarInput | FileInput | CustomInput]
     tolerance: Allowed | None = None
 
@@ -182,8 +184,9 @@ def read_definition(path: Path) -> Definition:
                 raise UsageError(f"{path}: {name}: shape names axis {axis}, which is not defined")
     try:
         functions = {s.name for s in ast.parse(found.reference).body if isinstance(s, ast.FunctionDef)}
-    except SyntaxError as e:
-        raise UsageError(f"{path}: reference: line {e.lineno}: {e.msg}") from None
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as e:
+        line = f"line {e.lineno}: " if isinstance(e, SyntaxError) and e.lineno else ""
+        raise UsageError(f"{path}: reference: {line}{getattr(e, 'msg', e)}") from None
     if "run" not in functions:
         raise UsageError(f"{path}: reference: has no function run at the top level")
     return found
@@ -211,6 +214,8 @@ def read_foreign_solution(path: Path) -> ForeignSolution:
     if found.spec.entry_point.partition("::")[0] not in names:
         raise UsageError(f"{path}: spec.entry_point: {found.spec.entry_point} names no file of sources")
     for name in names:
+        if not name.strip("./") or "\0" in name:
+            raise UsageError(f"{path}: sources: {name!r} is no path")
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise UsageError(f"{path}: sources: {name} is outside of the solution")
     return found

@@ -25,6 +25,7 @@ from greenfast.judge.record import CorrectnessRow, ErrorStats, GateResult, Histo
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.errors import UsageError
 from greenfast.spec.facts import KernelCounts
+from greenfast.spec.kernel import PHASE_BUFFER
 from greenfast.spec.problem import NORMAL, Case, Problem, References, case_of, references_of
 
 #: Each case runs this often on equal input in fresh memory; outputs that differ in a bit show a race.
@@ -64,7 +65,8 @@ def check(
     own_gates: by role, the kernel-error gate of a side whose rung defines one.
     emulated: one case that the emulator runs at the same time; its faults count, and what it cannot run does not.
 
-    Raises UsageError for a problem whose references do not hold (``spec.problem.references_of``).
+    Raises UsageError for a problem whose references do not hold (``spec.problem.references_of``), and for a workspace
+    with a buffer's name.
     """
     outcome = CorrectnessOutcome({side.role: [] for side in sides})
     workers = {side.role: make_worker() for side in sides}
@@ -86,6 +88,7 @@ def check(
             for side in sides:
                 if shape not in side.programs:
                     continue
+                _require_own_workspaces(side, shape, case)
                 result: RunResult | WorkerError
                 try:
                     if side.role in broken:
@@ -118,6 +121,15 @@ def check(
             else {}
         )
     return _result(outcome, sides, found), outcome
+
+
+def _require_own_workspaces(side: BuiltSide, shape: str, case: Case) -> None:
+    """A workspace in the place of an output would begin with what the solution says, such as zeros."""
+    names = case.inputs.keys() | case.outputs.keys() | {PHASE_BUFFER}
+    if taken := sorted(names & side.executable(shape).workspaces.keys()):
+        raise UsageError(
+            f"{side.variant.name}: workspaces: {', '.join(taken)}: the problem has buffers of this name; choose others"
+        )
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,9 @@ def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None
             faults = early_launch_faults(disassemble(kernel.cubin, kernel.source.entry))
             checks.append((f"{shape}: accesses before the wait", "0", str(len(faults)), "FAIL" if faults else "PASS"))
             reasons += [f"{shape}: it begins early, with {fault}" for fault in faults]
-    _, first = candidate.distinct[0]
-    shown = {name: n for name, n in counts[first.kernel_hash].items() if n and name != "total"}
+    first = next(iter(candidate.programs.values()))
+    of_first = sum((Counter(counts[kernel.kernel_hash]) for kernel in first.kernels), Counter())
+    shown = {name: n for name, n in of_first.items() if n and name != "total"}
     summary = f"{candidate.variant.name}: " + (", ".join(f"{n} {name}" for name, n in shown.items()) or "none counted")
     if rung is None:
         summary += " (no rung, so nothing is promised)"

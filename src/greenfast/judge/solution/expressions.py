@@ -57,6 +57,8 @@ def evaluate(text: str, names: Mapping[str, int]) -> Number:
         raise UsageError(f"{text!r} divides by zero for {_shown(names)}") from None
     except (ArithmeticError, ValueError, TypeError) as e:
         raise UsageError(f"{text!r}: {e}") from None
+    except RecursionError:
+        raise UsageError(f"{text[:80]!r} has too many operators within each other") from None
 
 
 def parse(text: str) -> ast.expr:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import select
 import shutil
 import signal
@@ -34,7 +33,6 @@ _CHILD = (
 #: The environment that a solution's code sees; everything else of the caller's stays out.
 _KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME", "TZ")
 _MOST_SHOWN = 2000
-_CONTROLS = re.compile(r"[^\n\x20-\x7e\u00a0-\ud7ff\ue000-\uffff]")
 
 
 class SolutionProcess:
@@ -165,8 +163,7 @@ class SolutionProcess:
 
 
 def _shown(text: str) -> str:
-    """Text of the solution without what a terminal would act on, and not too long."""
-    text = _CONTROLS.sub("?", text)
+    """Text of the solution, not too long; errors leave out what a terminal would act on."""
     return text if len(text) <= 2 * _MOST_SHOWN else text[: 2 * _MOST_SHOWN] + " ..."
 
 

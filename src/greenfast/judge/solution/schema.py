@@ -33,6 +33,8 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$", max_length=
 #: A whole number, or an expression in the shape's dimensions and the constants.
 Expression = int | str
 
+#: How many launches a program may have, and how many arguments a launch.
+MAX_LAUNCHES, MAX_ARGUMENTS = 1024, 4096
 _MAX_CONFIG = 1 << 20
 _MAX_SOURCE = 32 << 20
 
@@ -66,7 +68,7 @@ class LaunchSpec(_Strict, frozen=True, kw_only=True):
     grid: Annotated[list[Expression], Meta(max_length=3)] = []
     block: Annotated[list[Expression], Meta(min_length=1, max_length=3)] | None = None
     shared: Expression = 0
-    args: list[str | list[str] | TensorMapSpec] = []
+    args: Annotated[list[str | list[str] | TensorMapSpec], Meta(max_length=MAX_ARGUMENTS)] = []
     early: bool = False
     cluster: Annotated[list[Expression], Meta(max_length=3)] = []
     num_warps: Expression = 4
@@ -97,7 +99,7 @@ class Solution(_Strict, frozen=True, kw_only=True):
     file: str = ""
     target: str = ""
     constants: dict[Identifier, Expression] = {}
-    launches: list[LaunchSpec] = []
+    launches: Annotated[list[LaunchSpec], Meta(max_length=MAX_LAUNCHES)] = []
     workspaces: dict[Identifier, WorkspaceSpec] = {}
     toggles: dict[Identifier, int] = {}
 
@@ -161,6 +163,8 @@ def read_bytes(path: Path) -> bytes:
 
 def _read(path: Path, most: int) -> bytes:
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
+            raise OSError(0, "no regular file")
         with path.open("rb") as file:
             data = file.read(most + 1)
     except (OSError, ValueError) as e:

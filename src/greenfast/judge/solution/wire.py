@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from greenfast.judge.solution.schema import Solution
+from greenfast.judge.solution.schema import MAX_ARGUMENTS, MAX_LAUNCHES, Solution
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Argument, KernelSource, Launch, Packed, Program, Step, Struct, TensorMap, Workspace
 
-#: The longest message, bytes, and how many launches and arguments a program may have.
+#: The longest message, bytes.
 MAX_MESSAGE = 512 << 20
 
 _DTYPES = {
@@ -110,7 +110,7 @@ class StepData(_Message, frozen=True):
     language: Literal["cuda", "ptx", "cubin"]
     binary: bytes
     grid: Extents
-    args: Annotated[list[ArgumentData], Meta(max_length=4096)]
+    args: Annotated[list[ArgumentData], Meta(max_length=MAX_ARGUMENTS)]
     early: bool
     cluster: tuple[
         Annotated[int, Meta(ge=1, le=16)], Annotated[int, Meta(ge=1, le=16)], Annotated[int, Meta(ge=1, le=16)]
@@ -189,7 +189,7 @@ class Loaded(_Message, frozen=True, tag="loaded"):
 class Rendered(_Message, frozen=True, tag="rendered"):
     """A program."""
 
-    steps: Annotated[list[StepData], Meta(min_length=1, max_length=1024)]
+    steps: Annotated[list[StepData], Meta(min_length=1, max_length=MAX_LAUNCHES)]
     workspaces: dict[Line, WorkspaceData]
 
 

@@ -179,6 +179,13 @@ struct ValueOperand {
   }
 };
 
+// An operand's tile in a stage. Apart from the products, so that each of them adds a constant to it and no more.
+template <unsigned kStageBytes, class Operand>
+__device__ __forceinline__ Operand stage_of(Operand tiles, int stage) {
+  tiles.low += stage * (kStageBytes / 16);
+  return tiles;
+}
+
 // How the results of two runs of keys, of which the second comes later, become one: by factors of both.
 struct Merge {
   float before, after;
@@ -484,7 +491,7 @@ struct Consumer {
         column_part(warpgroup % T::kColumnParts),
         q_tile(shared.q[row_part]),
         k_tiles(shared.k),
-        v_tiles(shared.v) {}
+        v_tiles(shared.v[0][0] + column_part * T::kColumns * 16) {}
 
   __device__ __forceinline__ static void arrive(ptx::Mbarrier& barrier) {
     if (threadIdx.x % 32 == 0) barrier.arrive();
@@ -530,8 +537,23 @@ struct Consumer {
       rows.whole_begin = p.batch.key_begin(token_of(63), tile.q_len, tile.kv_len);
       rows.whole_end = p.batch.key_end(token_of(0), tile.q_len, tile.kv_len);
     }
-    constexpr int kLanes = T::kHeadDim / 8, kAtOnce = T::kRowThreads / kLanes;
+    quantize_queries(work, scale, signs);
+    ptx::fence_proxy_async();
+    sync_rows();
+    if (thread() == 0) shared.q_empty.arrive();
+    return true;
+  }
+
+  // By the threads that share rows: a row's numbers divided by its largest, as E4M3, into the swizzled tile that the
+  // products read, and the factors of its scores. Eight numbers are a thread's, of several rows, all at the same time:
+  // what a row waits for, the others hide. Rows behind the last become 0.
+  __device__ __forceinline__ void quantize_queries(const Work& work, float scale, unsigned signs) {
+    constexpr int kLanes = T::kHeadDim / 8, kAtOnce = T::kRowThreads / kLanes;  // threads of a row; rows
     constexpr int kPasses = (T::kPartRows + kAtOnce - 1) / kAtOnce;
+    static_assert(kPasses <= kLanes, "a lane divides for one pass");
+    constexpr int kBytes = T::kRawBytes / T::kHeadDim;
+    const RowTile& tile = work.tile;
+    const int group = p.batch.group, first = tile.first_row + row_part * 64, stop = tile.q_len * group;
     const int lane = thread() % kLanes, column = lane * 8, first_row = thread() / kLanes;
     const bool fetched = tile.rows(T::kRows, group) <= T::kRawRows;
     uint4 words[kPasses];
@@ -539,7 +561,6 @@ struct Consumer {
     for (int i = 0; i < kPasses; ++i) {
       const int row = first + first_row + i * kAtOnce, token = p.batch.token(row), head = row - token * group;
       const long long at = (tile.q_begin + token) * p.q_token + (work.head * group + head) * p.q_head + column;
-      constexpr int kBytes = T::kRawBytes / T::kHeadDim;
       const unsigned char* const from =
           fetched ? shared.raw_q + (row - tile.first_row) * T::kRawBytes + column * kBytes
                   : static_cast<const unsigned char*>(p.q) + at * kBytes;
@@ -553,27 +574,37 @@ struct Consumer {
         words[i] = *reinterpret_cast<const uint4*>(from);
       }
     }
+    float largest[kPasses], inverse = 1.0f, of_row = 1.0f;
+    if constexpr (!T::kCodedQueries) {
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        const typename T::In(&in)[8] = reinterpret_cast<const typename T::In(&)[8]>(words[i]);
+        largest[i] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) largest[i] = fmaxf(largest[i], fabsf(static_cast<float>(in[j])));
+      }
+#pragma unroll
+      for (int step = 1; step < kLanes; step *= 2) {
+#pragma unroll
+        for (float& x : largest) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+      }
+      float mine = largest[0];  // a row's divisions are by the lane whose number is the row's pass
+#pragma unroll
+      for (int i = 1; i < kPasses; ++i) mine = lane == i ? largest[i] : mine;
+      mine = mine > 0.0f ? fmaxf(mine, 448.0f * kLeastScale) : 448.0f;
+      inverse = __fdiv_rn(448.0f, mine);
+      of_row = __fdiv_rn(mine, 448.0f);
+    }
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const int r = first_row + i * kAtOnce;
-      if (first + i * kAtOnce >= stop) break;  // Q of rows that there are not may be anything
       uint2 codes = make_uint2(words[i].x, words[i].y);
-      float of_row = 1.0f;
       if constexpr (!T::kCodedQueries) {
         const typename T::In(&in)[8] = reinterpret_cast<const typename T::In(&)[8]>(words[i]);
-        float x[8], most = 0.0f;
+        const float by = __shfl_sync(0xffffffffu, inverse, i, kLanes);
+        float x[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          x[j] = static_cast<float>(in[j]);
-          most = fmaxf(most, fabsf(x[j]));
-        }
-#pragma unroll
-        for (int step = 1; step < kLanes; step *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
-        most = most > 0.0f ? fmaxf(most, 448.0f * kLeastScale) : 448.0f;
-        const float inverse = __fdiv_rn(448.0f, most);
-        of_row = __fdiv_rn(most, 448.0f);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) x[j] *= inverse;
+        for (int j = 0; j < 8; ++j) x[j] = static_cast<float>(in[j]) * by;
         const float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
         codes = make_uint2(ptx::pack_e4m3(low), ptx::pack_e4m3(high));
       }
@@ -583,37 +614,31 @@ struct Consumer {
       const int turn = T::kPanel == 128 ? r % 8 : r / 2 % 4;  // the copy engine's swizzle
       unsigned char* const to = shared.q[row_part][column / T::kPanel] + r * T::kPanel;
       *reinterpret_cast<uint2*>(to + ((column % T::kPanel / 16) ^ turn) * 16 + column % 16) = codes;
-      if (lane == 0) {
+      if (lane == i) {
         const float factor = of_row * scale;
         rows.factor[r] = factor < kLeast ? kLeast : factor;
       }
     }
-    ptx::fence_proxy_async();
-    sync_rows();
-    if (thread() == 0) shared.q_empty.arrive();
-    return true;
   }
 
   __device__ __forceinline__ void start_scores(float (&s)[kScores]) {
+    const auto k_tile = stage_of<sizeof(shared.k[0])>(k_tiles, k_ring.stage);
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < T::kHeadDim / 32; ++i) {
       const int panel = i * 32 / T::kPanel, within = i * 32 % T::kPanel;
       const unsigned long long q = q_tile.at(panel * sizeof(shared.q[0][0]) + within);
-      const unsigned long long k =
-          k_tiles.at(k_ring.stage * sizeof(shared.k[0]) + panel * sizeof(shared.k[0][0]) + within);
+      const unsigned long long k = k_tile.at(panel * sizeof(shared.k[0][0]) + within);
       i == 0 ? ptx::wgmma_set(s, q, k) : ptx::wgmma_add(s, q, k);
     }
     ptx::wgmma_commit();
   }
 
   __device__ __forceinline__ void start_output(const unsigned (&weights)[kSteps][4]) {
+    const auto v_tile = stage_of<sizeof(shared.v[0])>(v_tiles, v_ring.stage);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int t = 0; t < kSteps; ++t) {
-      const unsigned at = v_ring.stage * sizeof(shared.v[0]) + 2 * t * T::kGroupBytes;
-      ptx::wgmma_add(o, weights[t], v_tiles.at(at + column_part * T::kColumns * 16));
-    }
+    for (int t = 0; t < kSteps; ++t) ptx::wgmma_add(o, weights[t], v_tile.at(2 * t * T::kGroupBytes));
     ptx::wgmma_commit();
   }
 
@@ -660,7 +685,8 @@ struct Consumer {
     const int whole[2] = {::max(tops[0][0], tops[0][1]), ::max(tops[1][0], tops[1][1])};
     top[0] = __int_as_float(whole[0]);
     top[1] = __int_as_float(whole[1]);
-    if (__any_sync(0xffffffffu, (whole[0] == 0 && max[0] < 0.0f) || (whole[1] == 0 && max[1] < 0.0f))) {
+    const int negative = ((whole[0] == 0) & (max[0] < 0.0f)) | ((whole[1] == 0) & (max[1] < 0.0f));  // no branch
+    if (__any_sync(0xffffffffu, negative)) {
       unsigned least[2] = {0xff800000u, 0xff800000u};  // of -inf
 #pragma unroll
       for (int i = 0; i < kScores; i += 2) {
@@ -1104,17 +1130,21 @@ struct Consumer {
     }
   }
 
-  // One tile: its scores, during which P V of the tile before it runs, and its weights.
-  // kNew: it is the first of a chunk.
+  // One tile: its scores, after which P V of the tile before it runs, and its weights. Values are waited for once the
+  // scores have started: with one stage they come later than the keys. kNew: it is the first of a chunk.
   template <bool kMasked, bool kFirst, bool kNew>
   __device__ __forceinline__ void step(int tile, unsigned (&weights)[kSteps][4]) {
     float s[kScores], rescale[2];
     const int stage = k_ring.stage;
     shared.k_full[stage].wait(k_ring.parity);
-    if constexpr (!kFirst) await_values(tile - 1);
+    bool awaited = true;
+    if constexpr (!kFirst) awaited = prepare_values(tile - 1);
     take_turn();
     start_scores(s);
-    if constexpr (!kFirst) start_output(weights);
+    if constexpr (!kFirst) {
+      if (!awaited) await_values();  // without the condition the compiler spills, and waits after each product (C7511)
+      start_output(weights);
+    }
     pass_turn();
     ptx::wgmma_wait<kFirst ? 0 : 1>();
     ptx::pin(s);
@@ -1146,16 +1176,22 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void await_values(int tile) {
-    shared.v_full[v_ring.stage].wait(v_ring.parity);
-    if constexpr (T::kTurnsValues && !T::kTurnsAhead) {
+  __device__ __forceinline__ void await_values() const { shared.v_full[v_ring.stage].wait(v_ring.parity); }
+  // Turns or clears values of a tile, where that is to be done; says whether it was, and they were waited for. All
+  // consumers meet for it, so none has its turn.
+  __device__ __forceinline__ bool prepare_values(int tile) {
+    constexpr bool kTurns = T::kTurnsValues && !T::kTurnsAhead;
+    const bool clears = tile == clear_first || tile == clear_last;
+    if (kTurns || clears) await_values();
+    if constexpr (kTurns) {
       turn_stage<T, 4 * T::kConsumers>(shared.v[v_ring.stage][0], threadIdx.x / 32);
       ptx::barrier_sync(Barrier::kConsumers, kThreads);
     }
-    if (tile == clear_first || tile == clear_last) {
+    if (clears) {
       const int first = rows.work.tile.key_begin - tile * kTile, stop = rows.work.tile.key_end - tile * kTile;
       T::kRowValues && !T::kTurnsValues ? clear_rows(first, stop) : clear_values(first, stop);
     }
+    return kTurns || clears;
   }
   __device__ __forceinline__ void release_values() {
     if constexpr (T::kRowValues && !T::kTurnsValues) {
@@ -1197,7 +1233,7 @@ struct Consumer {
       }
     }
     keep_sums();
-    await_values(stop - 1);
+    if (!prepare_values(stop - 1)) await_values();
     take_turn();
     start_output(weights);
     pass_turn();

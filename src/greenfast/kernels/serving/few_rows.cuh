@@ -353,7 +353,7 @@ struct FewRows {
             for (int i = 0; i < kScores; ++i) o[n][i] *= rescale[own(i)];
           }
         }
-        c.await_values(tile);
+        if (!c.prepare_values(tile)) c.await_values();
         [[maybe_unused]] Values values;
         if constexpr (T::kRowValues) load_values(values);
         start_output(values);

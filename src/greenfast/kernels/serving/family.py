@@ -1,0 +1,111 @@
+"""The serving attention as a family: rows of Q as rows of the products, in tiles of 64 or wide ones, or as columns.
+
+A shape has B sequences of at most Q queries and S keys, H query heads, HK heads of K and V, and head dim D. It may have
+PAGE tokens of a page (64 where it is left out), VROWS=1 for V in rows, and HEADSCALE=1 for a scale of each head of K
+and V in place of one of each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from greenfast.kernels.serving import attention
+from greenfast.kernels.serving.attention import ServingConfig, ServingSizes, ServingStrides
+from greenfast.spec.errors import UsageError, unknown
+from greenfast.spec.kernel import Program, Step, Workspace
+
+FORMATS = ("e4m3",)
+#: As many blocks are launched as are resident on these.
+MULTIPROCESSORS = attention.TARGET.multiprocessors
+#: Causal, without a window.
+_WINDOW = (-1, 0)
+_REQUIRED, _DEFAULTS = ("B", "Q", "S", "H", "HK", "D"), {"PAGE": 64, "VROWS": 0, "HEADSCALE": 0}
+_ALLOWED = {"D": attention.HEAD_DIMS, "PAGE": (16, 32, 64, 128), "VROWS": (0, 1), "HEADSCALE": (0, 1)}
+_MOST_GROUPED = 16
+
+
+def query_lengths(sequences: int, longest: int) -> list[int]:
+    """Queries of each sequence, all at least 1: the first has ``longest``, the others other numbers where they can."""
+    return [longest - 7 * n % longest for n in range(sequences)]
+
+
+def read_dims(dims: Mapping[str, int], fmt: str) -> dict[str, int]:
+    """A shape's dimensions with defaults filled in. Raises UsageError for a format or shape without a kernel."""
+    if fmt not in FORMATS:
+        raise unknown("format", fmt, FORMATS)
+    if any(dims.get(name, 0) < 1 for name in _REQUIRED) or dims.keys() - {*_REQUIRED, *_DEFAULTS}:
+        raise UsageError(
+            f"a serving shape needs {', '.join(_REQUIRED)}, each at least 1, and may have {', '.join(_DEFAULTS)}; "
+            f"got {dict(dims)}"
+        )
+    found = _DEFAULTS | dict(dims)
+    for name, allowed in _ALLOWED.items():
+        if found[name] not in allowed:
+            raise UsageError(f"{name}={found[name]}: allowed are {', '.join(map(str, allowed))}")
+    if found["H"] % found["HK"] or found["H"] // found["HK"] > _MOST_GROUPED:
+        raise UsageError(f"H={found['H']}, HK={found['HK']}: 1 to {_MOST_GROUPED} query heads share a head of K and V")
+    return found
+
+
+def sizes_of(dims: Mapping[str, int], fmt: str) -> ServingSizes:
+    """The sizes of a shape: pages for all sequences at their longest and three more. Raises as ``read_dims`` does."""
+    d = read_dims(dims, fmt)
+    entries = -(-d["S"] // d["PAGE"])
+    return ServingSizes(
+        sequences=d["B"], tokens=sum(query_lengths(d["B"], d["Q"])), max_q_len=d["Q"], heads=d["H"], kv_heads=d["HK"],
+        pages=d["B"] * entries + 3, page=d["PAGE"], table_entries=entries + 1,
+    )  # fmt: skip
+
+
+def _config(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> ServingConfig:
+    d = read_dims(dims, fmt)
+    wide, rows = bool(toggles["USE_WIDE_ROWS"]), d["Q"] * d["H"] // d["HK"]
+    few_rows = 0
+    if toggles["USE_FEW_ROWS"]:
+        if wide:
+            raise UsageError("USE_WIDE_ROWS=1 and USE_FEW_ROWS=1 are two kernels; one of them is 0")
+        few_rows = next((n for n in attention.FEW_ROWS if rows <= n), 0)
+        if not few_rows:
+            raise UsageError(
+                f"USE_FEW_ROWS=1 takes up to {attention.FEW_ROWS[-1]} rows, Q={d['Q']} queries of {d['H'] // d['HK']} "
+                f"heads each are {rows}"
+            )
+    return ServingConfig(
+        head_dim=d["D"], query="float16", out="float16", wide=wide, few_rows=few_rows,
+        token_scales=not d["HEADSCALE"], value_layout="rows" if d["VROWS"] else "grouped",
+    )  # fmt: skip
+
+
+def program(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False) -> Program:
+    """The plan of the batch and the attention. Raises UsageError as Family says."""
+    if instrumented:
+        raise UsageError("the serving kernels have no phases to count: warpgroups are in different ones at a time")
+    config, sizes = _config(toggles, fmt, dims), sizes_of(dims, fmt)
+    page, heads, d = sizes.page, sizes.kv_heads, config.head_dim
+    blocks = attention.grid_blocks(config, MULTIPROCESSORS)
+    rows = (page * heads * d, heads * d, d)
+    scales = (heads * page, page) if config.token_scales else (0, 1)
+    strides = ServingStrides(
+        q=(sizes.heads * d, d),
+        k=rows,
+        v=rows if config.value_layout == "rows" else (heads * page * d, page * d),
+        table=sizes.table_entries,
+        k_scale=scales,
+        v_scale=scales,
+    )
+    return Program(
+        (
+            Step(
+                attention.plan_kernel(config),
+                attention.plan_launch(config, sizes, _WINDOW, multiprocessors=MULTIPROCESSORS),
+            ),
+            Step(
+                attention.kernel(config),
+                attention.launch(config, sizes, strides, _WINDOW, multiprocessors=MULTIPROCESSORS),
+            ),
+        ),
+        {
+            "plan": Workspace(4 * attention.plan_words(config, sizes, blocks)),
+            "partials": Workspace(4 * attention.partial_words(config, sizes, blocks)),
+        },
+    )
