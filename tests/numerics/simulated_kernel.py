@@ -93,3 +93,19 @@ def _multiply(start: Tensor, a: Tensor, b: Tensor, truncate: bool) -> Tensor:
         start = wide.float()
         start = torch.where(start.double().abs() > wide.abs(), torch.nextafter(start, torch.zeros(())), start)
     return start
+
+
+def hopper_sums(q: Tensor, k: Tensor, bits: int = 13) -> Tensor:
+    """q k^T of E4M3 numbers (heads, rows, columns) in float64, added up as Hopper's tensor cores do.
+
+    32 products at a time are added to the sum so far, each cut off ``bits`` bits below the largest of them.
+    """
+    total = torch.zeros(*q.shape[:2], k.shape[1], dtype=torch.float64)
+    for first in range(0, q.shape[2], 32):
+        columns = slice(first, first + 32)
+        products = q[..., columns].double().unsqueeze(2) * k[..., columns].double().unsqueeze(1)
+        addends = torch.cat([total.unsqueeze(-1), products], -1)
+        largest = addends.abs().amax(-1, keepdim=True).clamp(min=2.0**-60)
+        step = 2.0 ** (largest.log2().floor() - bits)
+        total = (torch.trunc(addends / step) * step).sum(-1)
+    return total

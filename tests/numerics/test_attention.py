@@ -149,7 +149,7 @@ def bound_of_a_row(rounding: Rounding, q: Tensor, k: Tensor, v: Tensor, softcap:
     for weight, score, key, value in zip(p, scores, k, v, strict=True):
         off = max(64 * step, rounding.sum) * float(q.abs() @ key.abs()) * SCALE
         off += (4 * step + (2.0**-11 if softcap else 0.0)) * (abs(score) + abs(top))
-        error = weight * (rounding.weight + 2.0**-21 + off) + rounding.smallest_weight
+        error = weight * (rounding.weight + 2.0**-21 + math.expm1(off)) + rounding.smallest_weight
         from_weights += error * (value.abs() + out.abs()) / total
         products += weight * value.abs() / total
     from_sums = (step * (20 + 4) + (rounding.sum if rounding.sum > step else 0.0)) * (products + out.abs())

@@ -12,9 +12,16 @@ from torch import Tensor
 
 from greenfast.judge.errors import error_stats, worst_bound_ratio
 from greenfast.judge.task import load_task
-from greenfast.numerics.attention import attention, attention_rounding_bound
-from greenfast.numerics.inputs import standard_normal
-from tests.numerics.simulated_kernel import FAULTS, Fault, QuantizedInputs, run_kernel
+from greenfast.numerics.attention import (
+    E4M3_SUM,
+    E4M3_WEIGHTS,
+    attention,
+    attention_rounding_bound,
+    attention_with_bounds,
+)
+from greenfast.numerics.formats import quantize
+from greenfast.numerics.inputs import standard_normal, varied
+from tests.numerics.simulated_kernel import FAULTS, Fault, QuantizedInputs, hopper_sums, run_kernel
 
 CONFIG = load_task(Path(__file__).parents[2] / "tasks" / "fp8_sdpa_stage_c_wmma").config
 
@@ -126,3 +133,24 @@ def test_the_bound_is_nearly_reached_where_small_weights_are_lost() -> None:
     out = run_kernel(inputs)
     assert not out.any()
     assert 0.8 < kernel_error(inputs, out)[0] <= 1.0
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_steep_scores_of_hopper_are_within_what_is_allowed_for(head_dim: int) -> None:
+    """Rows 16 times as large: scores of a thousand, of which the tensor cores cut off tenths."""
+    codes = [quantize(x, "e4m3") for x in varied(standard_normal((2, 64, head_dim), 3, 5), "scaled", 5)]
+    (q, q_scale), (k, k_scale), (v, v_scale) = (
+        (code.view(torch.float8_e4m3fn).double(), scale.double().view(-1, 1, 1)) for code, scale in codes
+    )
+    sums, exact = hopper_sums(q, k), q @ k.transpose(1, 2)
+    off = ((sums - exact).abs() / (q.abs() @ k.abs().transpose(1, 2))).max()
+    assert E4M3_SUM / 2 < off < E4M3_SUM
+
+    scale = 1 / math.sqrt(head_dim)
+    right, (bound,) = attention_with_bounds(q * q_scale, k * k_scale, v * v_scale, scale, None, (E4M3_WEIGHTS,))
+    for products, passes_ in ((sums, True), (exact.roll(1, 2), False)):
+        scores = products * (q_scale * k_scale * scale)
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+        rounded = (weights * 256).to(torch.float8_e4m3fn).double()
+        out = (rounded @ (v * v_scale) / rounded.sum(-1, keepdim=True)).half().double()
+        assert bool(((out - right).abs() <= bound).all()) is passes_

@@ -12,14 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.device.toolchain import cuda_include_dirs
-from greenfast.emulator.again import Beginning, Garbage, in_spite_of, in_spite_of_races
+from greenfast.emulator.again import Beginning, Garbage, in_spite_of
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.launches import Launches
 from greenfast.emulator.machine.memory import FUNCTION_BASE, UNWRITTEN, WRITTEN, GlobalMemory
 from greenfast.emulator.machine.phases import PhaseCounts
 from greenfast.emulator.machine.records import GlobalRecord, TrackReads
-from greenfast.emulator.machine.spare import Spare
 from greenfast.emulator.machine.state import Geometry, Machine
 from greenfast.emulator.machine.tensormap import MAP_BYTES, BoundMap, bind
 from greenfast.emulator.program import Program
@@ -40,8 +39,6 @@ MAX_LANES = 16_384
 MULTIPROCESSORS, THREADS, BLOCKS, SHARED = 132, 2048, 32, 233_472
 #: The runtime's allocation through which a grid of cooperative groups synchronizes: its size and a barrier.
 WORKSPACE, _WORKSPACE_BYTES = "cooperative groups' workspace", 8
-
-
 #: Blocks of a cluster; more than 8 are an option of the launch on Hopper.
 _MOST_BLOCKS = 16
 
@@ -137,7 +134,7 @@ def run_chain(
     left anything.
     """
 
-    def run(garbage: Garbage | Spare | None) -> GridResult:
+    def run(garbage: Garbage | None) -> GridResult:
         while True:
             try:
                 chain = _Chain(steps, inputs, outputs, workspaces or {}, garbage)
@@ -157,7 +154,7 @@ def run_chain(
     try:
         return run(None)
     except KernelFaultError as fault:
-        found = in_spite_of(run) if fault.unwritten else in_spite_of_races(run, fault)
+        found = in_spite_of(run) if fault.unwritten else None
         if found is None:
             raise
         return found
@@ -172,7 +169,7 @@ class _Chain:
         inputs: Mapping[str, Array],
         outputs: Mapping[str, OutputSpec],
         workspaces: Mapping[str, Workspace],
-        garbage: Garbage | Spare | None,
+        garbage: Garbage | None,
     ) -> None:
         self.steps, self.garbage = steps, garbage
         self.inputs = {name: np.ascontiguousarray(a) for name, a in inputs.items()}

@@ -27,16 +27,21 @@ class Rounding:
 
 #: P in half precision, whose subnormals have a spacing of 2^-24. Sums in float32.
 HALF_WEIGHTS = Rounding(2.0**-11, 2.0**-25, _FLOAT_STEP, 1.01)
-#: P times 2^8 in E4M3, with 3 mantissa bits and a subnormal spacing of 2^-9. The tensor cores of Hopper keep about 14
-#: bits of a sum of E4M3 products.
-E4M3_WEIGHTS = Rounding(2.0**-4 + 2.0**-9, 2.0**-18, 2.0**-13, 1.15)
+#: Of a sum of E4M3 products on Hopper: its tensor cores add 32 at a time to the sum so far, each cut off 13 bits below
+#: the largest. Not the most that such a sum can be off by: what most of them are for numbers of either sign, of which
+#: weights see the differences (docs/correctness.md).
+E4M3_SUM = 2.0**-12
+#: P times 2^8 in E4M3, with 3 mantissa bits and a subnormal spacing of 2^-9.
+E4M3_WEIGHTS = Rounding(2.0**-4 + 2.0**-9, 2.0**-18, E4M3_SUM, 1.15)
 
 #: The same with powers from a half-precision polynomial (exp2_halves in kernels/ptx/e4m3.cuh), off by up to 0.9 %.
-E4M3_POLYNOMIAL_WEIGHTS = Rounding(2.0**-4 + 2.0**-6, 2.0**-18, 2.0**-13, 1.15)
+E4M3_POLYNOMIAL_WEIGHTS = Rounding(2.0**-4 + 2.0**-6, 2.0**-18, E4M3_SUM, 1.15)
 
 #: Relative error of tanh.approx.f32 (PTX ISA).
 _TANH = 2.0**-11
 _HALF_OUTPUT, _HALF_OUTPUT_SMALLEST = 2.0**-11, 2.0**-25
+#: Of a score, the error that is still told apart: rows without a key have infinite ones, of weights that are 0.
+_MOST_OFF = 64.0
 #: Scores that are held at once: with several arrays of them a processor's caches are too small for more.
 _AT_ONCE = 1 << 21
 
@@ -78,7 +83,8 @@ def attention_rounding_bound(
 
     With weights p_j off by e_j, and the divisor summed over the same rounded weights, the output is off by exactly
     sum_j e_j (v_j - o) / sum_j (p_j + e_j); a divisor summed before the rounding only drops the term of o. Each e_j has
-    a relative part (the rounding of p_j, ex2, and the error of its score) and an absolute one (a subnormal p_j). Added
+    a relative part (the rounding of p_j, ex2, and exp(d) - 1 for a score off by d) and an absolute one (a subnormal
+    p_j). Added
     to this are accumulation over the keys, one rescale per tile of at least 32 keys, and the rounding of the output to
     half.
     """
@@ -91,7 +97,7 @@ def attention_with_bounds(
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """``attention``, and ``attention_rounding_bound`` for each rounding: in less time than one after the other.
 
-    The bounds are linear in what a rounding says, so they share their products.
+    The bounds share their products, those of scores where sums are as exact.
     """
     heads = max(1, _AT_ONCE // max(1, q.shape[-2] * k.shape[-2]))
     parts = []
@@ -114,17 +120,19 @@ def _with_bounds(
     summed = torch.cat([v.abs(), torch.ones_like(v[..., :1])], dim=-1)
     sizes = p @ summed
     # A score is a sum of exact products; scaling and subtracting the maximum round 4 times.
-    products = (p * (q.abs() @ k.abs().transpose(-1, -2) * scale)) @ summed
+    products = q.abs() @ k.abs().transpose(-1, -2) * scale
     # Of a softcap the derivative is at most 1.
-    magnitudes = (4 * _FLOAT_STEP + (_TANH if softcap else 0.0)) * ((p * (scores.abs_() + top.abs())) @ summed)
+    magnitudes = (4 * _FLOAT_STEP + (_TANH if softcap else 0.0)) * (scores.abs_() + top.abs())
     weights = (p > 0).double() @ summed
+    sums_of = [max(head_dim * _FLOAT_STEP, rounding.sum) for rounding in roundings]
+    # A score that is off by d, which steep ones are by tenths, makes its weight wrong by exp(d) - 1.
+    from_scores = {
+        sums: (p * torch.expm1((sums * products + magnitudes).clamp(max=_MOST_OFF))) @ summed for sums in set(sums_of)
+    }
 
     bounds = []
-    for rounding in roundings:
-        sums = max(head_dim * _FLOAT_STEP, rounding.sum)
-        errors = (
-            (rounding.weight + 2.0**-21) * sizes + sums * products + magnitudes + rounding.smallest_weight * weights
-        )
+    for rounding, sums in zip(roundings, sums_of, strict=True):
+        errors = (rounding.weight + 2.0**-21) * sizes + from_scores[sums] + rounding.smallest_weight * weights
         from_weights = (errors[..., :-1] + errors[..., -1:] * out.abs()) / total
         tiles = -(-kv_len // 32)
         accumulation = _FLOAT_STEP * (kv_len + 4 * tiles) + (rounding.sum if rounding.sum > _FLOAT_STEP else 0.0)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from greenfast.kernels.serving.attention import ServingSizes
 from greenfast.kernels.serving.family import query_lengths, read_dims, sizes_of
+from greenfast.numerics.attention import E4M3_SUM
 from greenfast.numerics.inputs import VARIANTS as VARIANTS
 from greenfast.numerics.inputs import standard_normal, varied
 from greenfast.numerics.serving import WEIGHT_LOG2, e4m3, grouped_values, quantize_rows, rows_of_pages
@@ -28,8 +29,6 @@ from greenfast.spec.problem import Array, Case, OutputSpec, References
 _UNWRITTEN = 0x7F
 #: Half a step of E4M3: relative, and of numbers below 2^-6 absolute.
 _WEIGHT, _SMALLEST = 2.0**-4, 2.0**-10
-#: The tensor cores of Hopper keep about 14 bits of a sum of E4M3 products.
-_PRODUCTS = 2.0**-13
 #: A score is scaled, has log2 of a value's scale (below 2^32, above 2^-32) added, a maximum subtracted, and goes
 #: through ex2.
 _SCORE = 8 * 2.0**-24
@@ -154,11 +153,11 @@ def _with_bound(q: Tensor, k: Tensor, v: Tensor, each: Tensor, mask: Tensor) -> 
     out, sizes = p @ v, v.abs()
     scores = (q @ k.T * scale).abs()
     # Of a score, absolute, and so of its weight and the maximum's, relative.
-    off = _PRODUCTS * (q.abs() @ k.abs().T * scale) + _SCORE * (scores + (scores * mask).amax(-1, keepdim=True) + 32)
+    off = E4M3_SUM * (q.abs() @ k.abs().T * scale) + _SCORE * (scores + (scores * mask).amax(-1, keepdim=True) + 32)
     off = p * torch.expm1(off)
     # Numbers that are rounded are weights times `each`; the smallest ones are off by the same everywhere.
     steps = _SMALLEST / 2.0**WEIGHT_LOG2 * (p * each).amax(-1, keepdim=True)
-    top = (_WEIGHT + _PRODUCTS + _SUMS) * (p @ sizes) + (1 + _WEIGHT) * (off @ sizes)
+    top = (_WEIGHT + E4M3_SUM + _SUMS) * (p @ sizes) + (1 + _WEIGHT) * (off @ sizes)
     top += steps * (mask.double() @ (sizes / each.unsqueeze(1)))
     total = off.sum(-1, keepdim=True) + _SUMS
     bound = (top + out.abs() * total) / (1 - total.clamp(max=0.9))
