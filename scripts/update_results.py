@@ -136,11 +136,13 @@ def generated(root: Path) -> dict[Path, str]:
         **_emulator_page(root),
         **_benchmark_pages(root, _routing(root, _compared_pages(root))),
         **_tilings(root),
-        **{root / f / REPORT: _report(record, PLOT if (root / f / PLOT).is_file() else None) for f, record in records},
+        **{root / folder / REPORT: report_of(record, root / folder) for folder, record in records},
     }
 
 
-def _report(record: AnyRecord, plot: str | None) -> str:
+def report_of(record: AnyRecord, folder: Path) -> str:
+    """The report of a run, which shows the plot that is in its folder."""
+    plot = PLOT if (folder / PLOT).is_file() else None
     return benchmark_report(record, plot=plot) if isinstance(record, Benchmark) else report(record, plot=plot)
 
 

@@ -310,15 +310,18 @@ def test_without_a_gpu_nothing_starts(session: Session, run: Run, tmp_path: Path
 # The operator, whose kernels the task does not build.
 
 
-@pytest.mark.parametrize("head_dims", [(64,), pytest.param((64, 128, 256), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("head_dims", "lengths"),
+    [((64,), (512,)), pytest.param((64, 128, 256), (512, 1024, 2048, 4096, 16384), marks=pytest.mark.slow)],
+)
 def test_the_operators_record_has_hashes_host_times_and_every_kind_of_inputs(
-    head_dims: tuple[int, ...], session: Session, run: Run, monkeypatch: pytest.MonkeyPatch
+    head_dims: tuple[int, ...], lengths: tuple[int, ...], session: Session, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernels of some head dims are compiled: those of all take 20 s."""
+    """The kernels of some head dims and lengths are compiled: those of all take 20 s."""
     every = attention.operator_kernels()
     assert len(every) == 270
-    kernels = {name: kernel for name, kernel in every.items() if kernel[1].dims["D"] in head_dims}
-    assert len(kernels) == 90 * len(head_dims)
+    kernels = {n: k for n, k in every.items() if k[1].dims["D"] in head_dims and k[1].dims["S"] in lengths}
+    assert len(kernels) == 18 * len(head_dims) * len(lengths)
     monkeypatch.setattr(attention, "operator_kernels", lambda: kernels)
     session.checked["fp8_plain"] = Checked(error=0.3, finite=True)  # on hard inputs an error stops nothing
     outcome = run(None, operator=True)

@@ -70,6 +70,11 @@ class _EmulatedHere(Request):
         return _Here
 
 
+def emulated_here(asked: Request) -> Request:
+    """A run on the emulator, in this process."""
+    return _EmulatedHere(**{name: getattr(asked, name) for name in asked.__dataclass_fields__})
+
+
 @cache
 def task_of(problem: str) -> LoadedTask:
     """A problem of the corpus, by the name of its folder."""
@@ -89,7 +94,7 @@ def request_of(problem: str, gpu: bool) -> Request:
         command="the corpus",
     )  # fmt: skip
     if not gpu:
-        asked = _EmulatedHere(**{name: getattr(asked, name) for name in asked.__dataclass_fields__})
+        asked = emulated_here(asked)
     return examined(asked, None, chosen=False, seed=SEED)
 
 

@@ -14,6 +14,7 @@ import pytest
 from greenfast.judge.bench import bench
 from greenfast.judge.request import Unwatched, make_request
 from tests.cheats.cheats import CHEATS, FAILURES, doubling
+from tests.cheats.judging import emulated_here
 
 IN = r"block \(\d+, 0, 0\), thread \(\d+, 0, 0\) "
 LEFT = rf"ran \(run: doubling: \d-byte read of what an earlier launch left: .* at NAME\.cuh?:\d+, {IN}"
@@ -59,14 +60,14 @@ CAUGHT = {
 WHERE = {"tail_unwritten": (["tail"], [0]), "one_shape": (["even", "tail"], [0]), "one_seed": (["even"], [0, 1])}
 
 
-def reasons(name: str, out: Path) -> tuple[str, list[str]]:
-    """The status of CORRECTNESS for a kernel, and why."""
+def reasons(name: str, out: Path, *, here: bool = True) -> tuple[str, list[str]]:
+    """The status of CORRECTNESS for a kernel, and why; here: in this process, as another one takes long to start."""
     shapes, seeds = WHERE.get(name, (["even"], [0]))
     request = make_request(
         doubling(), shapes=shapes, seeds=seeds, fmt=None, arch=None, device="emulator", warmup=None, iters=None,
         processes=1, timeout_s=60.0, out=out, command="the tests of the cheats",
     )  # fmt: skip
-    record = bench(request, doubling().config.variant(name), Unwatched()).record
+    record = bench(emulated_here(request) if here else request, doubling().config.variant(name), Unwatched()).record
     (gate,) = [g for g in record.gates if g.gate == "CORRECTNESS"]
     return gate.status, gate.reasons
 
@@ -78,7 +79,11 @@ def test_every_cheat_is_tried() -> None:
 
 
 def test_the_good_kernel_passes(tmp_path: Path) -> None:
-    assert reasons("good", tmp_path) == ("PASS", [])
+    assert reasons("good", tmp_path, here=False) == ("PASS", [])
+
+
+def test_what_hangs_is_caught_in_a_process_of_its_own(tmp_path: Path) -> None:
+    assert reasons("hang", tmp_path, here=False) == reasons("hang", tmp_path)
 
 
 @pytest.mark.parametrize("name", CAUGHT)

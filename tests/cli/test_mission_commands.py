@@ -44,8 +44,9 @@ def test_the_first_command(more: tuple[str, ...], tmp_path: Path) -> None:
     assert Path(ran.out.splitlines()[-1]).parent == tmp_path / "fp8_wmma_baseline"
 
 
-def test_the_second_command(tmp_path: Path) -> None:
-    ran = run_command(*SECOND, "--out", tmp_path, USE_CP_ASYNC="0")
+@pytest.mark.parametrize("more", [("--shapes", "small"), pytest.param((), marks=pytest.mark.slow)])
+def test_the_second_command(more: tuple[str, ...], tmp_path: Path) -> None:
+    ran = run_command(*SECOND, *more, "--out", tmp_path, USE_CP_ASYNC="0")
     assert_emulated(ran)
     build = build_of(ran)
     assert (build["USE_CP_ASYNC"], build["USE_WMMA_PV"]) == (0, 1)  # the toggle, and a default

@@ -178,15 +178,27 @@ def test_without_a_gpu_performance_is_quoted_from_the_evidence(
     assert (ran.code, "is of sm_90a, not sm_89" in ran.out.replace("\n", "")) == (4, True)
 
 
-@pytest.mark.parametrize("options", [("--shapes", "mission", "--seeds", "0"), pytest.param((), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("task", "sides", "options"),
+    [
+        ("fp8_quantize", ("quantize_scalar", "quantize_vector"), ("--shapes", "mission", "--seeds", "0")),
+        pytest.param("fp8_sdpa", ("stage1", "stage2"), (), marks=pytest.mark.slow),
+    ],
+)
 def test_the_first_command_is_decided_without_a_gpu(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+    task: str,
+    sides: tuple[str, str],
+    options: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """``make validate``: without a requested target the kept record's is taken and its PERFORMANCE quoted."""
-    kept = read_record(ROOT / "evidence/h100/fp8_sdpa-e4m3-stage2")
+    before, after = sides
+    kept = read_record(ROOT / f"evidence/h100/{task}-e4m3-{after}")
     assert isinstance(kept, Record)
     timed_today_as(kept, monkeypatch)
-    ran = run_here(capsys, "validate", "fp8_sdpa", *options, "--require", "all", "--out", tmp_path)
+    ran = run_here(capsys, "validate", task, *options, "--require", "all", "--out", tmp_path)
     if f"{kept.candidate.builds[0].compiler} for" not in ran.out:
         pytest.skip("another compiler than the record's, which then cannot be quoted")
     assert (ran.code, ran.err) == (0, "")
@@ -195,7 +207,7 @@ def test_the_first_command_is_decided_without_a_gpu(
     assert f"quoted from NVIDIA H100 80GB HBM3, {kept.created[:10]}, commit " in lines[3]
     assert "  - target sm_90a, from the kept record, as there is no GPU; --arch selects another" in lines
     decision = "MERGE" if kept.exam is not None and kept.exam.complete and not options else "PARTIAL"
-    assert f"{decision}  stage2 against stage1, e4m3" in lines
+    assert f"{decision}  {after} against {before}, e4m3" in lines
     record = read_record(last_line(ran))
     assert isinstance(record, Record)
     assert (record.decision, record.arch) == (decision, "sm_90a")

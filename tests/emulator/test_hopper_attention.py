@@ -101,7 +101,7 @@ def emulate(
         ({"B": 1, "H": 2, "S": 130, "D": 128, "CAUSAL": 1, "BF16": 1}, 72, torch.bfloat16, 2),
         ({"B": 1, "H": 1, "S": 70, "KV": 130, "D": 128, "BF16": 1}, 128, torch.bfloat16, 1),
         ({"B": 1, "H": 1, "S": 70, "KV": 130, "D": 64, "BF16": 1, **FINE}, 64, torch.bfloat16, 1),
-        ({"B": 1, "H": 2, "HK": 1, "S": 130, "KV": 140, "D": 256, "CAUSAL": 2}, 200, torch.float16, 2),
+        ({"B": 1, "H": 2, "HK": 1, "S": 70, "KV": 140, "D": 256, "CAUSAL": 2}, 200, torch.float16, 2),
         ({"B": 1, "H": 1, "S": 70, "KV": 130, "D": 256}, 256, torch.float16, 1),
     ],
     ids=str,
@@ -165,26 +165,31 @@ def test_rows_of_q_that_are_released_without_a_fence_are_caught(
             run_source(old, plan, own, seed=seed)
 
 
+#: One of the rules whose tiles, and those that were taken before, are the same.
+TILINGS = list({(r.key, r.tiles, r.instead_of): r for r in reversed(tiling.rules())}.values())
+
+
 @pytest.mark.parametrize(
     "rule",
     [
         pytest.param(r, marks=[] if r.key[1] and r.key[-1] == "e4m3" else [pytest.mark.slow], id=f"{r.key}, {r.keys}")
-        for r in tiling.rules()
+        for r in TILINGS
     ],
 )
 def test_measured_tiles_where_the_kernel_quantizes_queries(rule: tiling.Rule) -> None:
-    """They leave the bits that the planned tiles leave with as many polynomials."""
+    """They leave the bits that the planned tiles leave with as many polynomials; every stage is used again."""
     head_dim, causal, fmt = rule.key[0], rule.key[1], rule.key[-1]
-    dims = {"B": 1, "H": 2, "S": 140, "KV": 600, "D": head_dim, **BLOCKS} | ({"CAUSAL": 2} if causal else {})
+    keys = max(tiles.block_n * tiles.stages for tiles in (rule.tiles, rule.instead_of)) + 20
+    dims = {"B": 1, "H": 1, "S": 140, "KV": keys, "D": head_dim, **BLOCKS} | ({"CAUSAL": 2} if causal else {})
     coded, sizes = read_dims(dims, fmt)
     config = replace(coded, quantizes_queries=True)
     case = attention_problem.make_case(dims, 0, fmt)
-    q = np.random.default_rng(1).standard_normal((2, 140, head_dim)).astype(np.float16)
+    q = np.random.default_rng(1).standard_normal((1, 140, head_dim)).astype(np.float16)
     own = Case(case.inputs | {"q": q.view(np.uint16)[None]}, case.outputs)
     found = []
     for tiles in (rule.tiles, replace(rule.instead_of, polynomials=rule.tiles.polynomials)):
-        plan = hopper.launch(config, sizes, multiprocessors=2, tiles=tiles)
-        result = run_source(hopper.kernel(config, sizes, 2, tiles=tiles), plan, own)
+        plan = hopper.launch(config, sizes, multiprocessors=1, tiles=tiles)
+        result = run_source(hopper.kernel(config, sizes, 1, tiles=tiles), plan, own)
         assert not any(result.unwritten.values())
         found.append(result.outputs["out"])
     assert np.array_equal(found[0], found[1])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable
 from greenfast.emulator import grid
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.memory import GlobalMemory
 from greenfast.emulator.machine.state import Machine
 from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.gates.sides import build_side, image_of
@@ -46,6 +50,31 @@ def test_launches_share_scratch_buffers_and_an_output_may_begin_as_zeros() -> No
     found = EmulatorSession().run(executable(NORM), case, 2)
     assert found.outputs["y"] == (x * x).sum()
     assert (found.violations, found.repeatable) == ([], True)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_run_leaves_nothing_in_memory(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its registers and what it knows of each byte take much memory, and cycles are looked for seldom."""
+    made: list[weakref.ref[Machine]] = []
+    memories: list[weakref.ref[GlobalMemory]] = []
+
+    def remember(self: Machine, before: Callable[[Machine], None] = Machine.__post_init__) -> None:
+        before(self)
+        made.append(weakref.ref(self))
+        memories.append(weakref.ref(self.memory))
+
+    monkeypatch.setattr(Machine, "__post_init__", remember)
+    case = Case({"x": np.zeros(N // 2 if wrong else N, np.float32)}, {"y": OutputSpec((1,), "float32", zeros=True)})
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(KernelFaultError) if wrong else nullcontext():
+            EmulatorSession().run(executable(NORM), case, 1)
+        assert made
+        assert [vars(machine) for ref in made if (machine := ref())] == []
+        assert [ref for ref in memories if ref()] == []
+    finally:
+        gc.enable()
 
 
 def test_a_scratch_buffer_holds_zeros_only_where_it_is_asked_for() -> None:
@@ -98,9 +127,8 @@ def test_buffers_may_hold_the_small_formats(dtype: str) -> None:
     assert (found.outputs["y"].dtype, found.outputs["y"].tobytes()) == (kind, x.tobytes())
 
 
-def test_machines_of_much_shared_memory_are_freed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They refer to themselves, and hold gigabytes where a grid of a hundred blocks has all of its shared memory."""
-    monkeypatch.setattr(grid, "_MUCH_SHARED_MEMORY", -1)
+def test_machines_are_freed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold gigabytes where a grid of a hundred blocks has all of its shared memory."""
     alive = []
     real = Machine
 

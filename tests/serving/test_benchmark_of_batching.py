@@ -14,6 +14,12 @@ benchmark: Any = importlib.import_module("benchmarks.continuous_batching")
 paged: Any = importlib.import_module("transformers.generation.continuous_batching.cache")
 
 
+@pytest.fixture(autouse=True)
+def no_search_for_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks for one at the end of each run, which in a process of many tests takes most of the time."""
+    monkeypatch.setattr("gc.collect", lambda *_: 0)
+
+
 @pytest.mark.parametrize(("model", "layers"), [("llama", 2), pytest.param("gemma", 6, marks=pytest.mark.slow)])
 def test_it_runs_a_model_with_both_attentions(
     model: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

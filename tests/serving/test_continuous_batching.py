@@ -31,6 +31,12 @@ SMALL = {
 
 
 @pytest.fixture(autouse=True)
+def no_search_for_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks for one at the end of each run, which in a process of many tests takes most of the time."""
+    monkeypatch.setattr("gc.collect", lambda *_: 0)
+
+
+@pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     greenfast.register_continuous_batching()
     memory = (torch.device("cpu"), 1 << 33, 0, 0)

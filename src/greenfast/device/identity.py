@@ -30,7 +30,7 @@ _PARAM_CBANK, _EXTERNS = 0x0A, 0x0F
 _SIZED = 4  # the format of an attribute with a length and bytes; others have a 16-bit value
 # c[0x4] holds the addresses of the module's variables, including unused ``static constexpr`` members.
 _ADDRESSES = ".nv.constant4"
-_ADDRESS = re.compile(r"^\s*/\*([0-9a-f]+)\*/.*?\bc\[0x4\]\[([^\]]*)\]", re.MULTILINE)
+_ADDRESS = re.compile(r"^\s*/\*([0-9a-f]+)\*/.*?\bc\[0x4\]\[([^\]]*)\]")
 # Fields of an instruction's first eight bytes. The offset is in units of 4 bytes, in LDCU of 8.
 _OFFSET_AT, _OFFSET_MASK, _BANK_AT, _BANK_MASK = 40, 0x3FFF, 54, 0x1F
 _PRINTABLE = frozenset(b"\t\n" + bytes(range(0x20, 0x7F)))
@@ -235,7 +235,8 @@ class _Code:
 
     def _address_reads(self, code: bytes) -> Iterator[tuple[int, int | None]]:
         """(offset of the instruction, offset in bank 4) of every read of an address; None where that is computed."""
-        for place, spelled in _ADDRESS.findall(self._listing()):
+        lines = (line for line in self._listing().splitlines() if "c[0x4][" in line)  # few of very many
+        for place, spelled in (found.groups() for found in map(_ADDRESS.match, lines) if found):
             at = int(place, 16)
             word = int.from_bytes(code[at : at + 8], "little")
             constant = spelled.replace("URZ", "0x0")  # the zero register

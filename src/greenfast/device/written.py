@@ -8,14 +8,14 @@ branch, or is used by any instruction that does more than load.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 _COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/|\"[^\"\n]*\"|^[ \t]*\.(?:loc|file)\b[^\n]*", re.MULTILINE | re.DOTALL)
 _LIST = re.compile(r"\{([^{};]*)\}")  # a vector of registers or a variable's initial values; a scope holds statements
 _WORD = re.compile(r"(?<![\w$%'])[a-zA-Z_$%][\w$%']*")  # no number
-_DECLARED = re.compile(r"^[^\n;{}()\[=]*\.(?:global|const)\b[^\n;{}()\[=]*?([\w$%]+)[ \t]*[\[=;]", re.MULTILINE)
+_DECLARED = re.compile(r"[^;{}()\[=]*\.(?:global|const)\b[^;{}()\[=]*?([\w$%]+)[ \t]*[\[=;]")
 _VARIABLE = re.compile(r"\.(?:global|const)\b")
 _PARAMETER = re.compile(r"\.param\b.*?([\w$%]+)(?:\[\d*\])?$", re.DOTALL)
 _STATEMENT = re.compile(
@@ -32,15 +32,26 @@ _READERS = {"vprintf", "__assertfail"}
 
 def never_written(ptx: str, names: Iterable[str]) -> set[str]:
     """The ones of ``names`` that are variables of the module and that none of its code can write."""
-    text = _COMMENTS.sub(" ", ptx)
-    used = Counter(_WORD.findall(text))
-    alone = {name for name in _DECLARED.findall(text) if used[name] == 1} & set(names)  # most: nothing refers to them
-    module = _Module(set(names))
-    if module.names - alone:
+    # most: nothing refers to them
+    alone = set() if "/*" in ptx else {name for name in names if _only_declared(ptx, name)}
+    module = _Module(set(names) - alone)
+    if module.names:
+        text = _COMMENTS.sub(" ", ptx)
         while (joined := _LIST.sub(r"(\1)", text)) != text:
             text = joined
         module.read(text)
     return alone | (module.declared - module.lost)
+
+
+def _only_declared(ptx: str, name: str) -> bool:
+    """Whether a name stands once in a text without block comments: in a declaration, on a line without another."""
+    at = ptx.find(name)
+    if at < 0 or ptx.find(name, at + 1) >= 0:
+        return False
+    end = ptx.find("\n", at)
+    line = ptx[ptx.rfind("\n", 0, at) + 1 : end if end >= 0 else None]
+    found = None if '"' in line or "//" in line else _DECLARED.match(line)
+    return found is not None and found[1] == name
 
 
 def _renamed(text: str, names: Mapping[str, str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -40,8 +39,6 @@ MAX_LANES = 16_384
 MULTIPROCESSORS, THREADS, BLOCKS, SHARED = 132, 2048, 32, 233_472
 #: The runtime's allocation through which a grid of cooperative groups synchronizes: its size and a barrier.
 WORKSPACE, _WORKSPACE_BYTES = "cooperative groups' workspace", 8
-#: Bytes of shared memory of the blocks that run at once, of which a machine needs many times as much.
-_MUCH_SHARED_MEMORY = 4 << 20
 #: Blocks of a cluster; more than 8 are an option of the launch on Hopper.
 _MOST_BLOCKS = 16
 
@@ -239,8 +236,6 @@ class _Chain:
             self.launches.begin(number, plan.early)
         with np.errstate(all="ignore"):
             for blocks in _batches(geometry, per_batch, seed, bool(program.polling)):
-                if shared_bytes * len(blocks) > _MUCH_SHARED_MEMORY:
-                    gc.collect()  # machines before this one, which refer to themselves
                 machine = Machine(
                     function=function,
                     geometry=geometry,
@@ -260,25 +255,32 @@ class _Chain:
                     phases=by_phase,
                     dynamic_bytes=step.dynamic_smem_bytes,
                 )
-                if self.garbage:
-                    self.garbage.begin(number, machine)
-                if by_phase:
-                    by_phase.begin(machine.lanes)
                 try:
-                    Scheduler(machine, program, seed + int(blocks[0]), bool(seed)).run()
-                except KernelFaultError as e:
-                    e.printed = "".join([*self.printed, *machine.output])
-                    raise
-                except (GreenfastError, TrackReads):
-                    raise
-                except Exception as e:
-                    i = machine.current
-                    raise own_bug(f"{function.name} at {i.source or 'unknown line'} (in: {i.text})", e) from e
-                if self.garbage:
-                    self.garbage.end(number, machine)
-                if by_phase:
-                    by_phase.end()
-                self.printed += machine.output
+                    self._run_blocks(number, machine, program, seed)
+                finally:
+                    machine.forget()
+
+    def _run_blocks(self, number: int, machine: Machine, program: Program, seed: int) -> None:
+        """Run blocks of a launch that are resident together."""
+        if self.garbage:
+            self.garbage.begin(number, machine)
+        if self.by_phase:
+            self.by_phase.begin(machine.lanes)
+        try:
+            Scheduler(machine, program, seed + int(machine.blocks[0]), bool(seed)).run()
+        except KernelFaultError as e:
+            e.printed = "".join([*self.printed, *machine.output])
+            raise
+        except (GreenfastError, TrackReads):
+            raise
+        except Exception as e:
+            i = machine.current
+            raise own_bug(f"{program.function.name} at {i.source or 'unknown line'} (in: {i.text})", e) from e
+        if self.garbage:
+            self.garbage.end(number, machine)
+        if self.by_phase:
+            self.by_phase.end()
+        self.printed += machine.output
 
     def result(self, outputs: Mapping[str, OutputSpec], poison: int, phases: Sequence[str]) -> GridResult:
         """What the launches left."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from greenfast.device.compiler import CompiledKernel, compile_kernel, compile_options, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, launch_differences
 from greenfast.judge.record import Build, TimedKernel
@@ -32,10 +34,16 @@ def of_build(
                 CANNOT_TELL,
                 (f"the source of {what} or the compiler's options differ, and the record has no hash of machine code",),
             )
-        today = code_hash(compiled or compile_kernel(now, target, isolated=True))
+        today = code_hash(compiled) if compiled else _code_of_today(kernel_hash(now), now, target)
     except (CompileError, UsageError) as e:
         return Freshness(STALE, (f"{what} cannot be built any more: {str(e).splitlines()[0].rstrip(':')}",))
     return Freshness() if today == then.code_hash else Freshness(STALE, (f"the machine code of {what} differs",))
+
+
+@lru_cache(maxsize=1024)  # records share kernels, and shapes of a record do
+def _code_of_today(text: str, now: KernelSource, target: Target) -> str:
+    """text: the hash of all that the kernel is made from, headers included, which may change between two calls."""
+    return code_hash(compile_kernel(now, target, isolated=True))
 
 
 def of_launch(what: str, then: LaunchFacts | None, now: LaunchFacts | None = None) -> Freshness:

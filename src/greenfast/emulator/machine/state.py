@@ -218,6 +218,11 @@ class Machine:
         self.current: Instruction = self.function.code[0]
         self.specials = self._specials()
 
+    def forget(self) -> None:
+        """Let go of everything, once nothing runs on it: its parts refer to it, and its registers take much memory."""
+        vars(self.races).clear()
+        vars(self).clear()
+
     def _lay_parameters(self) -> None:
         """Give the parameters addresses; a tensor map there is opaque, its bytes cannot be read."""
         self.tensor_maps: dict[int, BoundMap] = {}
