@@ -28,7 +28,9 @@ from greenfast.spec.problem import Case, OutputSpec
 from tests.emulator.kernels import run_source
 
 SHIPPED = [load_task(folder).config.name for folder in task_folders()]
-TASKS = {name: load(find_task(name)) for name in (*SHIPPED, "examples/row_softmax")}
+LOADED = {name: load(find_task(name)) for name in (*SHIPPED, "examples/row_softmax")}
+#: Serving's program of two launches is run by tests/kernels/serving and tests/problems.
+TASKS = {name: task for name, task in LOADED.items() if not hasattr(task.family, "program")}
 FULL_FUSION = ["stage3b", "stage3b_pipe3", "stage3b_specialized", "stage3b_persistent"]
 VARIANTS = [
     pytest.param(

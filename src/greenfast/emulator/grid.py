@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.device.toolchain import cuda_include_dirs
-from greenfast.emulator.again import Beginning, Garbage, in_spite_of
+from greenfast.emulator.again import Beginning, Garbage, in_spite_of, in_spite_of_races
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.launches import Launches
 from greenfast.emulator.machine.memory import FUNCTION_BASE, UNWRITTEN, WRITTEN, GlobalMemory
 from greenfast.emulator.machine.phases import PhaseCounts
 from greenfast.emulator.machine.records import GlobalRecord, TrackReads
+from greenfast.emulator.machine.spare import Spare
 from greenfast.emulator.machine.state import Geometry, Machine
 from greenfast.emulator.machine.tensormap import MAP_BYTES, BoundMap, bind
 from greenfast.emulator.program import Program
@@ -134,7 +135,7 @@ def run_chain(
     left anything.
     """
 
-    def run(garbage: Garbage | None) -> GridResult:
+    def run(garbage: Garbage | Spare | None) -> GridResult:
         while True:
             try:
                 chain = _Chain(steps, inputs, outputs, workspaces or {}, garbage)
@@ -154,7 +155,7 @@ def run_chain(
     try:
         return run(None)
     except KernelFaultError as fault:
-        found = in_spite_of(run) if fault.unwritten else None
+        found = in_spite_of(run) if fault.unwritten else in_spite_of_races(run, fault)
         if found is None:
             raise
         return found
@@ -169,7 +170,7 @@ class _Chain:
         inputs: Mapping[str, Array],
         outputs: Mapping[str, OutputSpec],
         workspaces: Mapping[str, Workspace],
-        garbage: Garbage | None,
+        garbage: Garbage | Spare | None,
     ) -> None:
         self.steps, self.garbage = steps, garbage
         self.inputs = {name: np.ascontiguousarray(a) for name, a in inputs.items()}
