@@ -134,7 +134,7 @@ def test_what_a_compiler_prints_is_neither_xml_nor_markdown(repository: Path) ->
     assert judge_as_on_the_page() == 11
     assert outcomes(repository / "verdict.xml")["vector_add.four_at_a_time.BUILD"] == "failure"
     said = "".join(ElementTree.fromstring((repository / "verdict.xml").read_text()).itertext())
-    assert f"{quoted}\ufffd[31m" in said
+    assert f"{quoted}?[31m" in said
     assert r"\</failure> \*\*x\*\* \`y\` [a]\(b)" in (repository / "runner/summary.md").read_text()
 
 

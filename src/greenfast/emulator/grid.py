@@ -25,9 +25,10 @@ from greenfast.emulator.machine.tensormap import MAP_BYTES, BoundMap, bind
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.inlining import inlined
 from greenfast.emulator.ptx.parser import parse
-from greenfast.emulator.ptx.syntax import Function, Module, Variable
+from greenfast.emulator.ptx.syntax import Function, Module
 from greenfast.emulator.ptx.unsupported import own_bug
 from greenfast.emulator.scheduler import Scheduler
+from greenfast.emulator.variables import initial_value, packed, shared_layout_of
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap, Workspace, value_bytes
@@ -204,7 +205,7 @@ class _Chain:
             self.symbols.append({**functions, **{name: memory.address(place) for name, place in names.items()}})
             for name, place in names.items():  # they begin as zero where they have no initial value
                 v = module.variables[name]
-                data = _initial(v, self.symbols[-1]).ljust(v.size, b"\0")
+                data = initial_value(v, self.symbols[-1]).ljust(v.size, b"\0")
                 memory.bytes_of(place)[:] = np.frombuffer(data, np.uint8)
                 memory.states_of(place)[:] = WRITTEN
         self.read_only = self.inputs.keys() - outputs.keys()
@@ -226,8 +227,8 @@ class _Chain:
         module, self.running = program_of(step.ptx, step.entry)
         program, memory, plan = self.running, self.memory, step.plan
         function = program.function
-        shared_layout, shared_bytes = _layout(module, function, step.dynamic_smem_bytes)
-        local_layout, local_bytes = _pack([v for v in function.variables.values() if v.space == "local"])
+        shared_layout, shared_bytes = shared_layout_of(module, function, step.dynamic_smem_bytes)
+        local_layout, local_bytes = packed([v for v in function.variables.values() if v.space == "local"])
         geometry = Geometry(plan.grid, step.block, _cluster(function, plan))
         record = GlobalRecord(memory, program.tracked, self.read_only)
         record.input_writes = self.input_writes
@@ -333,16 +334,6 @@ def _cluster(function: Function, plan: Launch) -> tuple[int, int, int]:
     return found
 
 
-def _initial(v: Variable, symbols: Mapping[str, int]) -> bytes:
-    """A variable's initial value, with the addresses that stand in it."""
-    data = bytearray(v.data)
-    for r in v.relocations:
-        if r.symbol not in symbols:
-            raise UsageError(f"PTX: the initial value of {v.name} names {r.symbol}, which is not a variable in memory")
-        data[r.offset : r.offset + r.size] = r.value(symbols[r.symbol])
-    return bytes(data)
-
-
 def resident_blocks(program: Program, geometry: Geometry, shared_bytes: int) -> int:
     """How many blocks of a grid run together; all others begin when these have ended.
 
@@ -353,28 +344,6 @@ def resident_blocks(program: Program, geometry: Geometry, shared_bytes: int) -> 
         return max(1, MAX_LANES // threads)
     each = min(THREADS // threads, BLOCKS, SHARED // (shared_bytes + 1024))  # 1 KiB of each block is the system's
     return MULTIPROCESSORS * max(1, each)
-
-
-def _pack(variables: Sequence[Variable], start: int = 0) -> tuple[dict[str, int], int]:
-    """Offsets of variables laid out one after the other, and where the last one ends."""
-    layout, end = {}, start
-    for v in variables:
-        end = -(-end // v.align) * v.align
-        layout[v.name] = end
-        end += v.size
-    return layout, end
-
-
-def _layout(module: Module, function: Function, dynamic_bytes: int) -> tuple[dict[str, int], int]:
-    """Shared variables: the static ones, then the dynamic array (declared without a size)."""
-    shared = [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
-    layout, end = _pack([v for v in shared if v.size])
-    dynamic = [v for v in shared if not v.size]
-    if dynamic:
-        align = max(v.align for v in dynamic)
-        end = -(-end // align) * align
-        layout |= {v.name: end for v in dynamic}
-    return layout, end + dynamic_bytes
 
 
 def _pointer(name: str, memory: GlobalMemory) -> int:

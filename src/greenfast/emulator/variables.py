@@ -1,0 +1,40 @@
+"""Where a module's variables lie in memory, and what they hold at first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from greenfast.emulator.ptx.syntax import Function, Module, Variable
+from greenfast.spec.errors import UsageError
+
+
+def initial_value(v: Variable, symbols: Mapping[str, int]) -> bytes:
+    """A variable's initial value, with the addresses that stand in it."""
+    data = bytearray(v.data)
+    for r in v.relocations:
+        if r.symbol not in symbols:
+            raise UsageError(f"PTX: the initial value of {v.name} names {r.symbol}, which is not a variable in memory")
+        data[r.offset : r.offset + r.size] = r.value(symbols[r.symbol])
+    return bytes(data)
+
+
+def packed(variables: Sequence[Variable], start: int = 0) -> tuple[dict[str, int], int]:
+    """Offsets of variables laid out one after the other, and where the last one ends."""
+    layout, end = {}, start
+    for v in variables:
+        end = -(-end // v.align) * v.align
+        layout[v.name] = end
+        end += v.size
+    return layout, end
+
+
+def shared_layout_of(module: Module, function: Function, dynamic_bytes: int) -> tuple[dict[str, int], int]:
+    """Shared variables: the static ones, then the dynamic array (declared without a size)."""
+    shared = [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
+    layout, end = packed([v for v in shared if v.size])
+    dynamic = [v for v in shared if not v.size]
+    if dynamic:
+        align = max(v.align for v in dynamic)
+        end = -(-end // align) * align
+        layout |= {v.name: end for v in dynamic}
+    return layout, end + dynamic_bytes
