@@ -28,6 +28,8 @@ from greenfast.judge.environment import device_info
 from greenfast.spec.errors import UsageError
 from greenfast.spec.facts import DeviceInfo
 
+#: Seconds that Ray may take to start an actor again.
+_RESTART_S = 30.0
 #: A race and the seconds that it took.
 Ran = tuple[Race, float]
 
@@ -158,19 +160,34 @@ class OnRayGpus:
         self._actors = [actor.remote(functools.partial(make, 0)) for _ in range(count)]
         self.gpus: Sequence[Gpu] = self._ray.get([one.gpu.remote() for one in self._actors])
         _check_kinds(self.gpus)
+        self._ended: set[int] = set()
 
     def start(self, place: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], Ran]:
         """As the protocol says."""
+        if place in self._ended:
+            self._ended.remove(place)
+            self._wait(place)
         reference = self._actors[place].race.remote(candidates, seed)
 
         def answer() -> Ran:
             try:
                 found: Ran = self._ray.get(reference)
             except self._ray.exceptions.RayActorError as e:
+                self._ended.add(place)
                 raise WorkerError(f"the actor that races on GPU {self.gpus[place].name} ended") from e
             return found
 
         return answer
+
+    def _wait(self, place: int) -> None:
+        """Until an actor that ended has been started anew; not for long, as its machine may be gone."""
+        until, failures = time.monotonic() + _RESTART_S, self._ray.exceptions
+        while time.monotonic() < until:
+            try:
+                self._ray.get(self._actors[place].gpu.remote(), timeout=_RESTART_S)
+                return
+            except (failures.RayActorError, failures.GetTimeoutError):
+                time.sleep(0.5)
 
     def close(self) -> None:
         """End the actors."""
@@ -186,9 +203,8 @@ def make_racers(workers: str, manifest: Manifest, folder: Path, numbers: Sequenc
     """
     make = functools.partial(Stages, manifest, folder)
     if numbers and manifest.device == "all" and workers.startswith("ray:"):
-        found: OnRayGpus | OnGpus = OnRayGpus(make)
-    elif len(numbers) > 1:
-        found = OnGpus(gpus_here(numbers, manifest.timeout_s), make)
-    else:
-        return None
-    return found if len(found.gpus) > 1 else None
+        racers = OnRayGpus(make)
+        if len(racers.gpus) > 1:
+            return racers
+        racers.close()
+    return OnGpus(gpus_here(numbers, manifest.timeout_s), make) if len(numbers) > 1 else None
