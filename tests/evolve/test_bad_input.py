@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from greenfast.spec.facts import DeviceInfo
 from tests.cli.command_line import run_here
 from tests.evolve.doubling import SPACE, write_search_task
+from tests.fakes import L4
 
 pytestmark = pytest.mark.usefixtures("machine")
 PARAMETERS: Any = SPACE["parameters"]
@@ -64,6 +67,39 @@ def test_options(capsys: pytest.CaptureFixture[str], tmp_path: Path, options: tu
     assert ran.code == 2
     assert says in ran.err
     assert not list(tmp_path.glob("runs/*"))
+
+
+@pytest.mark.parametrize(
+    ("device", "code", "says"),
+    [
+        ("0,0", 2, "device '0,0': a GPU is named twice"),
+        ("0,7", 3, "device 7: the driver shows 2 GPU(s)"),
+        ("0,x", 2, "device '0,x': allowed are auto, all, none, emulator, and GPUs' numbers such as 0 or 0,1"),
+        ("0,emulator", 2, "device '0,emulator': allowed are auto, all"),
+        ("gpu", 2, "device 'gpu': allowed are auto, all"),
+        ("", 2, "device '': allowed are auto, all"),
+        ("0,1", 2, "GPUs of one kind, and these are of several: 0 is an NVIDIA H100 (132 multiprocessors), 1 is an N"),
+        ("all", 2, "1 is an NVIDIA H200 (132 multiprocessors)"),
+    ],
+)
+def test_devices(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    device: str,
+    code: int,
+    says: str,
+) -> None:
+    def info(ordinal: int, timeout_s: float) -> DeviceInfo:
+        return dataclasses.replace(L4, name=("NVIDIA H100", "NVIDIA H200")[ordinal], sm_count=132)
+
+    monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 2)
+    for module in ("judge.request", "evolve.racers"):
+        monkeypatch.setattr(f"greenfast.{module}.device_info", info)
+    task = write_search_task(tmp_path / "task")
+    ran = run_here(capsys, "evolve", task, "--device", device, "--out", tmp_path / "runs")
+    assert (ran.code, list(tmp_path.glob("runs/*"))) == (code, [])
+    assert says in ran.err
 
 
 def test_a_stream_that_never_ends(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,71 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from greenfast.device.session import Block, Started, WrongLaunch
 from greenfast.device.worker import WorkerError
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.race import race
-from greenfast.evolve.stages import Found
-from greenfast.spec.problem import Case
-
-BASELINE_US = 100.0
-
-
-class FakeWorker:
-    """Times by label; the label's programs are their names."""
-
-    def __init__(self, stages: FakeStages) -> None:
-        self._stages, self._rng = stages, random.Random(0)
-        self._drift = 1.0
-
-    def __enter__(self) -> FakeWorker:
-        self._stages.starts += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def prepare(self, key: str, executable: Any, cases: Any, warmup: int, seed: int) -> Started:
-        label = key.split("/")[0]
-        if self._stages.faults.get(label) == "crash":
-            raise WorkerError("crash: the process ended")
-        other = self._stages.faults.get(label) == "bits"
-        return Started(["other" if other else "bits"] * len(cases))
-
-    def time(self, key: str, warmup: int, iters: int, cold: bool, seed: int) -> Block:
-        label = key.split("/")[0]
-        self._stages.launches[label] = self._stages.launches.get(label, 0) + iters
-        wrong = WrongLaunch(3, iters, 0, "left other bits") if self._stages.faults.get(label) == "late" else None
-        self._drift *= 1.002  # the clock falls all the time; pairs see the same
-        us = self._stages.times[label] * self._drift * self._rng.uniform(0.99, 1.01)
-        return Block([us] * iters, {"sm_mhz": 1700.0}, wrong)
-
-
-class FakeStages:
-    """Stages whose candidates have given times, and faults by label."""
-
-    def __init__(self, times: list[float], faults: dict[str, str] | None = None) -> None:
-        self.times = {str(n): us for n, us in enumerate(times)} | {"baseline": BASELINE_US}
-        self.faults, self.launches, self.starts = faults or {}, dict[str, int](), 0
-        shape = SimpleNamespace(name="s", dims={"R": 8})
-        self.raced = SimpleNamespace(
-            make_worker=lambda: FakeWorker(self), shapes=[shape], seeds=[0], format="f", device=None
-        )
-        problem = SimpleNamespace(make_case=lambda dims, seed, fmt: Case({}, {}))
-        self.task = SimpleNamespace(problem=problem)
-
-    def on_gpu(self, candidate: Candidate | None) -> tuple[Found, Any, dict[tuple[str, int], str]]:
-        label = "baseline" if candidate is None else str(candidate.parameters["N"])
-        if self.faults.get(label) == "wrong":
-            return Found(stage="CORRECTNESS", valid=False, feedback="kernel_bound"), None, {}
-        side = SimpleNamespace(executable=lambda name: label)
-        return Found(stage="CORRECTNESS", valid=True), side, {("s", seed): "bits" for seed in range(3)}
+from tests.evolve.racing import BASELINE_US, FakeStages
 
 
 def run(times: list[float], faults: dict[str, str] | None = None) -> tuple[Any, FakeStages]:

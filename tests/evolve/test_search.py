@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sqlite3
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ from greenfast.evolve.again import AGAIN, Again, again
 from greenfast.evolve.finals import Verdict
 from greenfast.evolve.log import EVENTS, read_events
 from greenfast.evolve.proposal import Candidate, Evaluation
+from greenfast.evolve.racers import OnGpus, Racer
+from greenfast.evolve.racers import Ran as RanRace
 from greenfast.judge.request import examined
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.errors import UsageError
 from tests.cli.command_line import Ran, run_here
 from tests.evolve.doubling import KINDS, candidate, write_search_task
-from tests.fakes import FakeDevice, FakeWorker, Script, install, request
+from tests.fakes import L4, FakeDevice, FakeWorker, Script, install, request
 
 pytestmark = pytest.mark.usefixtures("machine")
 STREAM = [candidate(kind) for kind in KINDS] + [candidate(0, 64), candidate(0, 256), candidate(0, 128)]
@@ -113,6 +117,10 @@ def test_a_search_on_a_gpu_ends_with_a_verdict(
     raced = {(e.candidate.parameters["THREADS"]): e for e in evaluations(folder) if e.stage == "race"}
     assert set(raced) == {64, 128}
     assert raced[64].fitness == pytest.approx(12e-6, rel=0.02)
+    kept_evaluations = [json.loads(path.read_text()) for path in folder.glob("candidates/*/evaluation.json")]
+    ((n, _),) = [(e.n, e.what) for e in read_events(folder) if e.what == "raced"]
+    whole = json.loads((folder / "costs.jsonl").read_text().splitlines()[n])["gpu_seconds"]
+    assert sum(e["gpu_seconds"] for e in kept_evaluations) == pytest.approx(whole, abs=0.01)  # they shared the race
     winner = json.loads((folder / "winner" / "winner.json").read_text())
     assert winner["candidate"]["parameters"] == {"KIND": 0, "THREADS": 64}
     verdict = winner["verdict"]
@@ -138,6 +146,39 @@ def test_a_search_on_a_gpu_ends_with_a_verdict(
     insights = [json.loads(line) for line in (folder / "insights.jsonl").read_text().splitlines()]
     assert len(insights) == 2
     assert all(i["record"] for i in insights)
+
+
+class RacersHere(OnGpus):
+    """The races of all GPUs on one fake device, in this process."""
+
+    def start(self, place: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], RanRace]:
+        ran = Racer(functools.partial(self._make, 0)).race(candidates, seed)
+        return lambda: ran
+
+
+def test_a_search_on_two_gpus_ends_with_a_verdict_of_the_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 2)
+    monkeypatch.setattr("greenfast.evolve.racers.device_info", lambda ordinal, timeout_s: L4)
+    monkeypatch.setattr("greenfast.evolve.racers.OnGpus", RacersHere)
+    stream = written(tmp_path / "stream.jsonl", [candidate(0), candidate(0, 64), candidate(0, 32)])
+    ran = run_here(
+        capsys, "evolve", tmp_path / "task", "--proposer", "scripted", "--option", f"file={stream}", "--batch", "10",
+        "--out", tmp_path / "runs", "--finalists", "1", "--shapes", "tiny", "--device", "all",
+    )  # fmt: skip
+    assert ran.code == 0, ran.out + ran.err
+    folder = folder_of(ran)
+    winner = json.loads((folder / "winner" / "winner.json").read_text())
+    assert winner["candidate"]["parameters"] == {"KIND": 0, "THREADS": 64}
+    events = [(e.what, e.at) for e in read_events(folder)]
+    assert [at for what, at in events if what == "raced"] == [(0, 0, 0), (0, 0, 1)]
+    assert ("final", (0,)) in events
+    assert "Races were spread over GPU 0, 1, each an NVIDIA L4" in (folder / "report.html").read_text()
+    before = (folder / EVENTS).read_bytes()
+    monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 0)
+    assert run_here(capsys, "evolve", "--resume", folder).code == 0  # what GPUs measured can be read without one
+    assert (folder / EVENTS).read_bytes() == before
 
 
 def test_a_run_resumes_at_every_stage(

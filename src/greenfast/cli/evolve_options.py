@@ -60,7 +60,10 @@ def evolve(parser: argparse.ArgumentParser) -> None:
         help="insights.jsonl of earlier runs, for proposers (default: the task's)",
     )
     parser.add_argument(
-        "--device", default="auto", help="auto, none, emulator, or a GPU's number (default: %(default)s)"
+        "--device",
+        default="auto",
+        help="auto, all, none, emulator, or GPUs' numbers such as 0 or 0,1; races spread over them, finalists are "
+        "validated on the first (default: %(default)s)",
     )
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds that a GPU step may take")
     parser.add_argument("--out", type=Path, default=Path("results"), help="results folder (default: %(default)s)")

@@ -83,10 +83,13 @@ class Log:
             found += 1
         return found
 
-    def once(self, what: str, at: tuple[int, ...], make: Callable[[], Any], *, on_gpu: bool = False) -> Any:
+    def once(
+        self, what: str, at: tuple[int, ...], make: Callable[[], Any], *, on_gpu: bool | Callable[[], float] = False
+    ) -> Any:
         """The data of an event, as JSON reads it: of the one that was read, else what ``make`` gives, which is added.
 
-        on_gpu: whether its time counts as a GPU's. Raises UsageError where the event that was read is another one.
+        on_gpu: whether its time counts as a GPU's; a function says how many seconds do, where ``make`` only waits for
+        what runs beside others. Raises UsageError where the event that was read is another one.
         """
         if self.replaying:
             event = self.events[self._next]
@@ -100,7 +103,7 @@ class Log:
         start = time.perf_counter()
         data = make()
         seconds = time.perf_counter() - start
-        return self.add(what, at, data, seconds, seconds if on_gpu else 0.0)
+        return self.add(what, at, data, seconds, on_gpu() if callable(on_gpu) else seconds if on_gpu else 0.0)
 
     def add(self, what: str, at: tuple[int, ...], data: Any, seconds: float, gpu_seconds: float) -> Any:
         """Add an event; gives its data as JSON reads it."""

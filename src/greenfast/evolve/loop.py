@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from greenfast.evolve.finals import Verdict, judged
+from greenfast.evolve.heats import Heats, Result, result_of
 from greenfast.evolve.log import Log
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import (
@@ -29,7 +30,8 @@ from greenfast.evolve.proposal import (
     ProposerError,
     best_of,
 )
-from greenfast.evolve.race import Race, Raced, race
+from greenfast.evolve.race import Race, race
+from greenfast.evolve.racers import Gpu, Racers
 from greenfast.evolve.space import Space
 from greenfast.evolve.stages import Found, Stages
 from greenfast.evolve.workers import Workers, job
@@ -56,8 +58,9 @@ class Watcher(Observer, Protocol):
 
 @dataclass
 class State:
-    """What a run knows so far. ended: why it does not go on; empty before."""
+    """What a run knows so far. ended: why it does not go on; empty before. gpus: that races spread over, if several."""
 
+    gpus: list[Gpu] = field(default_factory=list)
     baseline: Evaluation | None = None
     baseline_us: float = 0.0
     history: list[Evaluation] = field(default_factory=list)
@@ -107,8 +110,10 @@ class Search:
         workers: Workers,
         watcher: Watcher,
         insights: Sequence[Insight] = (),
+        racers: Racers | None = None,
     ) -> None:
-        """insights: measured ones of before, which proposers are told."""
+        """insights: measured ones of before, which proposers are told. racers: where there are several GPUs."""
+        self._racers = racers
         self.folder, self.manifest, self.state = folder, manifest, State(insights=list(insights))
         self._proposer, self._stages, self._workers, self._watcher = proposer, stages, workers, watcher
         self._space = msgspec.structs.replace(manifest.space, regions=stages.sources.texts())
@@ -130,6 +135,9 @@ class Search:
         state, manifest = self.state, self.manifest
         if log.once("start", (), lambda: manifest.digest) != manifest.digest:
             raise UsageError(f"{self.folder}: its manifest differs from the one that its events were made with")
+        gpus = [] if self._racers is None or log.replaying else list(self._racers.gpus)
+        if gpus or log.next_is("gpus", ()):
+            state.gpus = msgspec.convert(log.once("gpus", (), lambda: gpus), list[Gpu])
         exam_seed = random.Random(f"{manifest.seed} exam").randrange(10**7, 10**8)
         state.baseline = self._baseline(log, exam_seed)
         stale = 0
@@ -208,9 +216,9 @@ class Search:
         for n, f in emulated.items():
             found[n] = _joined(found[n], f)
         right = [n for n in new if found[n].valid]
-        raced, cut = self._race(log, number, candidates, found, right)
+        results, cut = self._race(log, number, candidates, found, right)
         evaluations = [
-            self._evaluation(log, number, n, candidate, found[n], raced.get(n), n in cut)
+            self._evaluation(log, number, n, candidate, found[n], results.get(n), n in cut)
             for n, candidate in enumerate(candidates)
         ]
         of_hash = known | {e.hash: e for n, e in enumerate(evaluations) if n in new}
@@ -218,8 +226,10 @@ class Search:
             if f.valid and n not in new:
                 evaluations[n] = _duplicate(evaluations[n], of_hash.get(f.hash) or state.baseline)
         log.once("evaluated", (number,), lambda: [_without_costs(e) for e in evaluations])
-        record = log.digest_of("raced", (number,))
-        state.insights += [_insight(manifest.space, e, record) for e in evaluations if e.stage == "race"]
+        for n, e in enumerate(evaluations):
+            if e.stage == "race":
+                what, at, _ = results[n].events[-1]
+                state.insights.append(_insight(manifest.space, e, log.digest_of(what, at)))
         return evaluations
 
     def _context(self, number: int, wanted: int, left: int) -> Context:
@@ -267,7 +277,7 @@ class Search:
 
     def _race(
         self, log: Log, number: int, candidates: Sequence[Candidate], found: dict[int, Found], right: list[int]
-    ) -> tuple[dict[int, Raced], set[int]]:
+    ) -> tuple[dict[int, Result], set[int]]:
         """What the race found, and who was cut by the screen before it."""
         kept = right
         if self.manifest.screen < 1 and len(right) > 1:
@@ -277,23 +287,30 @@ class Search:
             rng = random.Random(f"{self.manifest.seed} screen {number}")
             kept = sorted([*order[:count], *rng.sample(rest, math.ceil(CONTROL * len(rest)))])
         cut = set(right) - set(kept)
-        if not kept or (self._stages.gpu is None and not log.next_is("raced", (number,))):
+        if not kept:
+            return {}, cut
+        if self.state.gpus:
+            heats = Heats(log, self.state.gpus, self._racers, self.manifest.seed, self._watcher.say)
+            results, baseline_us = heats.run(number, candidates, kept)
+            self.state.baseline_us = self.state.baseline_us or sum(baseline_us.values())
+            return results, cut
+        event = ("raced", (number,), len(kept))
+        if self._stages.gpu is None and not log.next_is(*event[:2]):
             return {}, cut
         seed = random.Random(f"{self.manifest.seed} race {number}").getrandbits(53)
         run: Callable[[], Race] = lambda: race(  # noqa: E731
             self._stages, [candidates[n] for n in kept], seed, self._watcher.say
         )
         found_race = msgspec.convert(log.once("raced", (number,), run, on_gpu=True), Race)
-        if not self.state.baseline_us:
-            self.state.baseline_us = sum(found_race.baseline_us.values())
-        return dict(zip(kept, found_race.raced, strict=True)), cut
+        self.state.baseline_us = self.state.baseline_us or sum(found_race.baseline_us.values())
+        return {n: result_of(raced, event) for n, raced in zip(kept, found_race.raced, strict=True)}, cut
 
     def _evaluation(
-        self, log: Log, batch: int, n: int, candidate: Candidate, f: Found, raced: Raced | None, cut: bool
+        self, log: Log, batch: int, n: int, candidate: Candidate, f: Found, raced: Result | None, cut: bool
     ) -> Evaluation:
         """All that was found out about one candidate."""
         costs = [log.cost_of(what, (batch, n)) for what in ("built", "emulated")]
-        gpu = log.cost_of("raced", (batch,)).gpu_seconds if raced else 0.0
+        gpu = sum(log.cost_of(what, at).gpu_seconds / sharing for what, at, sharing in raced.events) if raced else 0.0
         evaluation = Evaluation(
             candidate=candidate,
             hash=f.hash,
@@ -308,13 +325,12 @@ class Search:
         )
         if raced is None:
             return evaluation
-        changes: dict[str, Any] = {"stage": raced.stage, "fitness": None, "fitness_kind": "", "feedback": raced.why}
-        if raced.why:
-            changes["valid"] = False
-        else:
+        changes: dict[str, Any] = {"stage": raced.stage, "fitness": None, "fitness_kind": "", "feedback": raced.said}
+        if raced.speedup:
             seconds = self.state.baseline_us / raced.speedup * 1e-6
-            said = f"{raced.speedup:.3f}x the baseline's speed in a race of {raced.rounds} round(s)"
-            changes |= {"fitness": round(seconds, 12), "fitness_kind": "seconds", "feedback": said}
+            changes |= {"fitness": round(seconds, 12), "fitness_kind": "seconds"}
+        else:
+            changes["valid"] = False
         return msgspec.structs.replace(evaluation, **changes)
 
     def _finals(self, log: Log) -> None:

@@ -69,7 +69,7 @@ def report(manifest: Manifest, state: State) -> str:
     facts = [
         ("candidates", str(len(state.history))),
         ("kernels built", str(state.evaluations)),
-        ("GPU", f"{state.gpu_seconds:.0f} s"),
+        ("GPU", f"{state.gpu_seconds:.0f} s" + (f" on {len(state.gpus)} GPUs" if state.gpus else "")),
         ("machine", f"{state.seconds:.0f} s"),
         ("proposer", manifest.proposer),
         ("baseline", manifest.baseline),
@@ -99,6 +99,17 @@ def _claim(state: State) -> str:
 
 def _result(manifest: Manifest, state: State) -> list[Markup]:
     parts = [paragraph(f"The search ended: {state.ended or 'it has not'}.")]
+    if state.gpus:
+        names = ", ".join(gpu.name for gpu in state.gpus)
+        parts.append(
+            paragraph(
+                f"Races were spread over GPU {names}, each an {state.gpus[0].kind}. Each candidate is ranked by its "
+                "speedup over the baseline on the same GPU, and a final between the GPUs' winners puts the speedups of "
+                "a batch on one scale. GPUs of one kind differ by some per cent in time, less in the ratio of two "
+                "kernels' times: so small a difference between candidates of two GPUs says nothing. Finalists were "
+                "validated on one GPU."
+            )
+        )
     if state.verdicts:
         rows = [
             (

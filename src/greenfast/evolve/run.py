@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sqlite3
@@ -15,11 +16,12 @@ from greenfast.evolve.finals import keep_winner
 from greenfast.evolve.loop import Search, State, Watcher
 from greenfast.evolve.manifest import MANIFEST, Budget, Manifest, read_manifest, write_manifest
 from greenfast.evolve.proposal import Evaluation, Insight, Proposer
+from greenfast.evolve.racers import gpus_here, make_racers
 from greenfast.evolve.sources import Sources
 from greenfast.evolve.space import check
 from greenfast.evolve.stages import Stages, request_of
 from greenfast.evolve.workers import make_workers
-from greenfast.judge.environment import git_state, now, package_versions
+from greenfast.judge.environment import EMULATOR, choose_devices, git_state, now, package_versions
 from greenfast.judge.reference import reference_entrant
 from greenfast.judge.store import check_writable, to_json, write_whole
 from greenfast.judge.tasks import find_task, load
@@ -41,7 +43,10 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
         raise UsageError(f"settings of the search: {e}") from None
     check(manifest.space)
     task = load(find_task(manifest.task))
-    raced = request_of(manifest, task, manifest.shapes, manifest.device, out)
+    devices = choose_devices(manifest.device)
+    raced = request_of(manifest, task, manifest.shapes, devices[0], out)
+    if len(devices) > 1:
+        gpus_here([int(device) for device in devices], manifest.timeout_s)  # one kind
     Sources(manifest.space, Path(manifest.space_folder), raced, out).texts()
     reference_entrant(raced, manifest.baseline or task.config.defaults.baseline)
     config = task.config
@@ -121,27 +126,34 @@ def search(
     if free < _FREE_BYTES:
         raise MachineError(f"{folder}: {free >> 20} MiB are free on its disk; a run needs at least {_FREE_BYTES >> 20}")
     proposer = make_proposer(manifest.proposer, manifest.options)
-    with _Lock(folder), Stages(manifest, folder, _gpu(manifest)) as stages:
+    gpus = _gpus(manifest)
+    with _Lock(folder), Stages(manifest, folder, gpus[0] if gpus else None) as stages, contextlib.ExitStack() as ends:
         pool = make_workers(workers, manifest, folder, stages)
-        run = Search(folder, manifest, proposer, stages, pool, watcher, insights)
+        ends.callback(pool.close)
+        racers = make_racers(workers, manifest, folder, gpus)
+        if racers is not None:
+            ends.callback(racers.close)
+        run = Search(folder, manifest, proposer, stages, pool, watcher, insights, racers)
         try:
             state = run.run()
             if state.winner is not None:
                 keep_winner(stages, state.winner[0].candidate, state.winner[1], folder)
             return state
         finally:
-            pool.close()
             if run.state.history:
                 write_derived(folder, manifest, run.state)
 
 
-def _gpu(manifest: Manifest) -> int | None:
-    """The number of the GPU that races run on."""
-    if manifest.device in ("emulator", "none"):
-        return None
+def _gpus(manifest: Manifest) -> list[int]:
+    """The numbers of the GPUs that races run on; finalists are validated on the first."""
+    first, *more = choose_devices(manifest.device)
+    if first in (EMULATOR, "none"):
+        return []
     task = load(find_task(manifest.task))
-    request = request_of(manifest, task, manifest.shapes, manifest.device, Path())
-    return request.ordinal if isinstance(request.ordinal, int) and request.cannot_time() is None else None
+    request = request_of(manifest, task, manifest.shapes, first, Path())
+    if not isinstance(request.ordinal, int) or request.cannot_time() is not None:
+        return []
+    return [request.ordinal, *map(int, more)]
 
 
 class _Lock:

@@ -88,6 +88,23 @@ def choose_device(text: str) -> int | str | None:
     return int(text)
 
 
+def choose_devices(text: str) -> list[str]:
+    """What ``--device`` of a search asks for, each as ``choose_device`` reads it, the first one first.
+
+    As there, and several numbers such as 0,1, or all (every GPU, else the emulator). Raises as there.
+    """
+    if text == "all":
+        return [str(n) for n in range(device_count())] or [EMULATOR]
+    parts = text.split(",")
+    words = ("auto", "none", EMULATOR, _EMULATED)
+    if text not in words and not all(part.isascii() and part.isdigit() for part in parts):
+        raise UsageError(f"device {text!r}: allowed are auto, all, none, emulator, and GPUs' numbers such as 0 or 0,1")
+    chosen = [choose_device(part) for part in parts]
+    if len(set(chosen)) != len(chosen):
+        raise UsageError(f"device {text!r}: a GPU is named twice, and its two races would slow each other")
+    return ["none" if one is None else str(one) for one in chosen]
+
+
 def device_info(ordinal: int | str | None, timeout_s: float) -> DeviceInfo | None:
     """The chosen device; a GPU as seen from a separate process, so that this one never holds a CUDA context."""
     if ordinal is None:
