@@ -106,9 +106,13 @@ def _read_imports(tree: ast.Module) -> tuple[Import, ...]:
 def layout_faults(package: Path) -> list[str]:
     faults = []
     modules = read_modules(package)
+    lengths = {module.path: module.lines for module in modules.values()}
+    lengths |= {
+        file.relative_to(package).as_posix(): len(file.read_text().splitlines())
+        for file in sorted(package.rglob("*.cuh"))
+    }
+    faults += [f"{path}: {lines} lines, more than {MAX_LINES}" for path, lines in lengths.items() if lines > MAX_LINES]
     for module in modules.values():
-        if module.lines > MAX_LINES:
-            faults.append(f"{module.path}: {module.lines} lines, more than {MAX_LINES}")
         if module.room is None and module.path.removesuffix(".py") not in TOP:
             faults.append(f"{module.path}: in no room; the rooms are {', '.join(ROOMS)}")
             continue
@@ -215,6 +219,7 @@ _FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from gree
         ("extra/a.py", "", "in no room"),
         ("extra.py", "", "in no room"),
         ("spec/a.py", "\n" * 401, "401 lines"),
+        ("kernels/a.cuh", "\n" * 401, "401 lines"),
     ],
 )
 def test_checker_finds_a_fault(tmp_path: Path, path: str, text: str, fault: str) -> None:

@@ -242,7 +242,7 @@ def kernel(config: ServingConfig) -> KernelSource:
     consumer, producer = _registers(config)
     maps = [f"const __grid_constant__ greenfast::ptx::TensorMap {name}" for name in ("k", "v")[: 1 + rows]]
     parameters = ",\n        ".join(("const __grid_constant__ greenfast::serving::AttentionParams p", *maps))
-    source = f"""#include "serving/few_rows.cuh"
+    source = f"""#include "serving/attention.cuh"
 
 struct Cfg {{
   static constexpr int kHeadDim = {config.head_dim};

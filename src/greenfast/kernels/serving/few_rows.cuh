@@ -1,4 +1,4 @@
-// Attention for row tiles of at most 16 rows, which decoding has: the same bits as attention.cuh's, with rows as columns.
+// Attention for row tiles of at most 16 rows, which decoding has: the same bits as consumer.cuh's, with rows as columns.
 //
 // S^T = K Q^T and O^T = V^T P^T, so that 8 or 16 rows are not padded to the 64 of a product's left operand, and all
 // threads of a warpgroup share their softmax. P^T goes through shared memory. A row's sum of weights is added up in the
@@ -6,7 +6,16 @@
 // 16 is then column 2 i, or 2 i - 15 from 8 on: no product depends on it.
 #pragma once
 
-#include "serving/attention.cuh"
+#include <math_constants.h>
+
+#include "ptx/e4m3.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/math.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/wgmma.cuh"
+#include "serving/consumer.cuh"
+#include "serving/merge.cuh"
+#include "serving/value_rows.cuh"
 
 namespace greenfast::serving {
 
@@ -17,7 +26,7 @@ struct FewRows {
   static constexpr int kRows = T::kFewRows, kOwn = kRows / 4;  // rows, and how many of them a thread holds
   static constexpr int kScores = kRows / 2;                    // registers of 64 keys, or of 64 columns
   static constexpr int kKeyParts = kTile / 64, kColumnParts = T::kHeadDim / 64;
-  static constexpr int kSums = kRows / 8;  // rows to whose sum a thread contributes
+  static constexpr int kSums = kRows / 8;                // rows to whose sum a thread contributes
   using Values = unsigned[kTile / 32][kColumnParts][4];  // left operands: of each 32 keys and 64 columns
 
   Consumer<T> c;
@@ -341,7 +350,7 @@ struct FewRows {
         if constexpr (T::kTokenScales) c.shared.factors_full[stage].wait(c.k_ring.parity);
         c.k_ring.advance();
         const KeyFactors& keys = c.shared.factors[T::kTokenScales ? stage : 0];
-        float(&tops)[4][kRows] = few.tops[tile % 2];
+        float (&tops)[4][kRows] = few.tops[tile % 2];
         weigh(s, keys, tile * kTile, tops, tile < c.whole_first || tile >= c.whole_stop, rescale);
         bool same = true;
 #pragma unroll

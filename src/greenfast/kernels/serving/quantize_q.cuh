@@ -1,0 +1,93 @@
+// Q as the consumers read it: quantized, with a scale for each row.
+#pragma once
+
+#include "ptx/e4m3.cuh"
+#include "serving/traits.cuh"
+
+namespace greenfast::serving {
+
+// Of the threads that share rows.
+template <class T>
+__device__ __forceinline__ int row_thread() {
+  return threadIdx.x % T::kRowThreads;
+}
+
+// By the threads that share row_part's rows: a row's numbers divided by its largest, as E4M3, into the swizzled tile that the
+// products read, and the factors of its scores. Eight numbers are a thread's, of several rows, all at the same time:
+// what a row waits for, the others hide. Rows behind the last become 0.
+template <class T>
+__device__ __forceinline__ void quantize_queries(const AttentionParams& p, Storage<T>& shared, Rows& rows, int row_part,
+                                                 const Work& work, float scale, unsigned signs) {
+  constexpr int kLanes = T::kHeadDim / 8, kAtOnce = T::kRowThreads / kLanes;  // threads of a row; rows
+  constexpr int kPasses = (T::kPartRows + kAtOnce - 1) / kAtOnce;
+  static_assert(kPasses <= kLanes, "a lane divides for one pass");
+  constexpr int kBytes = T::kRawBytes / T::kHeadDim;
+  const RowTile& tile = work.tile;
+  const int group = p.batch.group, first = tile.first_row + row_part * 64, stop = tile.q_len * group;
+  const int lane = row_thread<T>() % kLanes, column = lane * 8, first_row = row_thread<T>() / kLanes;
+  const bool fetched = tile.rows(T::kRows, group) <= T::kRawRows;
+  uint4 words[kPasses];
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    const int row = first + first_row + i * kAtOnce, token = p.batch.token(row), head = row - token * group;
+    const long long at = (tile.q_begin + token) * p.q_token + (work.head * group + head) * p.q_head + column;
+    const unsigned char* const from = fetched ? shared.raw_q + (row - tile.first_row) * T::kRawBytes + column * kBytes
+                                              : static_cast<const unsigned char*>(p.q) + at * kBytes;
+    words[i] = make_uint4(0, 0, 0, 0);
+    if (row >= stop || first_row + i * kAtOnce >= T::kPartRows) continue;
+    if constexpr (T::kCodedQueries) {
+      const uint2 codes = *reinterpret_cast<const uint2*>(from);
+      words[i].x = codes.x;
+      words[i].y = codes.y;
+    } else {
+      words[i] = *reinterpret_cast<const uint4*>(from);
+    }
+  }
+  float largest[kPasses], inverse = 1.0f, of_row = 1.0f;
+  if constexpr (!T::kCodedQueries) {
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const typename T::In(&in)[8] = reinterpret_cast<const typename T::In(&)[8]>(words[i]);
+      largest[i] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) largest[i] = fmaxf(largest[i], fabsf(static_cast<float>(in[j])));
+    }
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) {
+#pragma unroll
+      for (float& x : largest) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+    }
+    float mine = largest[0];  // a row's divisions are by the lane whose number is the row's pass
+#pragma unroll
+    for (int i = 1; i < kPasses; ++i) mine = lane == i ? largest[i] : mine;
+    mine = mine > 0.0f ? fmaxf(mine, 448.0f * kLeastScale) : 448.0f;
+    inverse = __fdiv_rn(448.0f, mine);
+    of_row = __fdiv_rn(mine, 448.0f);
+  }
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    const int r = first_row + i * kAtOnce;
+    uint2 codes = make_uint2(words[i].x, words[i].y);
+    if constexpr (!T::kCodedQueries) {
+      const typename T::In(&in)[8] = reinterpret_cast<const typename T::In(&)[8]>(words[i]);
+      const float by = __shfl_sync(0xffffffffu, inverse, i, kLanes);
+      float x[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) x[j] = static_cast<float>(in[j]) * by;
+      const float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
+      codes = make_uint2(ptx::pack_e4m3(low), ptx::pack_e4m3(high));
+    }
+    if (r >= T::kPartRows) continue;
+    codes.x ^= signs;
+    codes.y ^= signs;
+    const int turn = T::kPanel == 128 ? r % 8 : r / 2 % 4;  // the copy engine's swizzle
+    unsigned char* const to = shared.q[row_part][column / T::kPanel] + r * T::kPanel;
+    *reinterpret_cast<uint2*>(to + ((column % T::kPanel / 16) ^ turn) * 16 + column % 16) = codes;
+    if (lane == i) {
+      const float factor = of_row * scale;
+      rows.factor[r] = factor < kLeast ? kLeast : factor;
+    }
+  }
+}
+
+}  // namespace greenfast::serving
