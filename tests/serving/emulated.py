@@ -19,7 +19,7 @@ _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float8_e4m
 
 
 def launches(
-    c: Case, *, wide: bool = False, few_rows: int = 0, multiprocessors: int = 3
+    c: Case, *, wide: bool = False, few_rows: int = 0, multiprocessors: int = 1
 ) -> list[tuple[KernelSource, Launch]]:
     """The plan's launch and the attention's."""
     options = c.options
@@ -89,14 +89,14 @@ def array(x: Tensor) -> Array:
 
 
 def attention(
-    c: Case, *, wide: bool = False, few_rows: int = 0, multiprocessors: int = 3, seed: int = 0
+    c: Case, *, wide: bool = False, few_rows: int = 0, multiprocessors: int = 1, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp."""
     return attentions(c, 1, wide=wide, few_rows=few_rows, multiprocessors=multiprocessors, seed=seed)[0]
 
 
 def attentions(
-    c: Case, times: int, *, wide: bool = False, few_rows: int = 0, multiprocessors: int = 3, seed: int = 0
+    c: Case, times: int, *, wide: bool = False, few_rows: int = 0, multiprocessors: int = 1, seed: int = 0
 ) -> list[tuple[Tensor, Tensor]]:
     """The outputs and log-sum-exps of some launches with one plan."""
     plan, kernel = launches(c, wide=wide, few_rows=few_rows, multiprocessors=multiprocessors)
