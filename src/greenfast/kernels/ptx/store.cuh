@@ -9,4 +9,12 @@ __device__ __forceinline__ void store_16(void* address, const unsigned (&x)[4]) 
                : "memory");
 }
 
+// The same under a condition, without a branch.
+__device__ __forceinline__ void store_16_if(bool condition, void* address, const unsigned (&x)[4]) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n\t}" ::"l"(address),
+      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(static_cast<unsigned>(condition))
+      : "memory");
+}
+
 }  // namespace greenfast::ptx

@@ -14,8 +14,8 @@
 // other sequence or head of K and V.
 //
 // In the order of reading: traits.cuh, what is compiled in, and shared memory; load.cuh, the producer; value_stage.cuh
-// and quantize_q.cuh, what consumers make of V and Q; softmax.cuh; merge.cuh, from chunks of keys to O; consumer.cuh,
-// the main loop, and few_rows.cuh, that of decoding. Here is what the kernel's entry calls.
+// and quantize_q.cuh, what consumers make of V and Q; softmax.cuh; merge.cuh and output.cuh, from chunks of keys to
+// O; consumer.cuh, the main loop, and few_rows.cuh, that of decoding. Here is what the kernel's entry calls.
 #pragma once
 
 #include "ptx/bulk.cuh"

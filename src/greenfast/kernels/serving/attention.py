@@ -60,12 +60,22 @@ class ServingConfig:
     @property
     def row_parts(self) -> int:
         """Warpgroups that do not share their rows: as many as their registers and sums let reside."""
-        return {64: 3, 128: 2, 256: 2}[self.head_dim] if self.wide else 1
+        return {64: 3, 128: 3, 256: 2}[self.head_dim] if self.wide else 1
 
     @property
     def column_parts(self) -> int:
         """Warpgroups that share rows."""
         return 2 if self.head_dim == 256 and not self.wide and not self.few_rows else 1
+
+    @property
+    def overlap(self) -> bool:
+        """Whether P V of a tile runs during the softmax of the next one. Three warpgroups at 128 lack the registers."""
+        return not (self.wide and self.head_dim == 128)
+
+    @property
+    def ping_pong(self) -> bool:
+        """Whether warpgroups start their products one after the other. At head dim 64 three are as fast without."""
+        return self.wide and self.head_dim > 64
 
     @property
     def turns_values(self) -> bool:
@@ -75,7 +85,7 @@ class ServingConfig:
     @property
     def shared_totals(self) -> bool:
         """Whether sums over chunks are in shared memory."""
-        return self.wide and self.head_dim != 128
+        return self.wide
 
     @property
     def rows(self) -> int:
@@ -94,7 +104,7 @@ class ServingConfig:
 
     @property
     def raw_rows(self) -> int:
-        """Rows of Q that are fetched ahead: of a wide row tile all, else as many as cost no stage."""
+        """Rows of Q that are fetched ahead: as many as cost no stage. None of a wide row tile, as copies take long."""
         return self._raw_rows_and_stages()[0]
 
     @property
@@ -111,8 +121,8 @@ class ServingConfig:
         return self._smem_bytes(self.stages, self.raw_rows)
 
     def _raw_rows_and_stages(self) -> tuple[int, int]:
-        if self.wide and self.head_dim < 256:
-            return self.rows, self._stages(self.rows)
+        if self.wide:
+            return 0, self._stages(0)
         most = self._stages(0)
         return next((rows, most) for rows in (16, 8, 0) if self._stages(rows) == most)
 
@@ -254,6 +264,8 @@ struct Cfg {{
   static constexpr int kConsumerRegisters = {consumer};
   static constexpr int kProducerRegisters = {producer};
   static constexpr int kRawRows = {config.raw_rows};
+  static constexpr bool kOverlap = {str(config.overlap).lower()};
+  static constexpr bool kPingPong = {str(config.ping_pong).lower()};
   static constexpr bool kSharedTotals = {str(config.shared_totals).lower()};
   static constexpr int kSmemBytes = {config.smem_bytes};
   static constexpr bool kTokenScales = {str(config.token_scales).lower()};

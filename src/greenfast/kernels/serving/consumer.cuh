@@ -1,16 +1,13 @@
-// A consumer warpgroup and its 64 rows: the main loop over tiles of keys, in which P V of a tile runs during the softmax
-// of the next, and the sums over chunks.
+// A consumer warpgroup and its 64 rows: the main loop over tiles of keys.
 #pragma once
 
 #include <math_constants.h>
 
-#include "attention/epilogue.cuh"
 #include "attention/sm90/traits.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/griddepcontrol.cuh"
-#include "ptx/store.cuh"
 #include "ptx/wgmma.cuh"
-#include "serving/merge.cuh"
+#include "serving/output.cuh"
 #include "serving/quantize_q.cuh"
 #include "serving/softmax.cuh"
 #include "serving/value_stage.cuh"
@@ -26,34 +23,29 @@ __device__ __forceinline__ Operand stage_of(Operand tiles, int stage) {
 
 // A thread's rows and columns of O are those of scores (Softmax). Registers follow the order of the members.
 template <class T>
-struct Consumer : Results<T> {
-  using Base = Results<T>;
-  using Base::end_piece, Base::merge_pieces;
+struct Consumer : Output<T> {
+  using Base = Output<T>;
+  using Base::begun, Base::column_part, Base::held, Base::kOut, Base::o, Base::row_part, Base::sums;
+  using Base::end_chunk, Base::end_piece, Base::leave, Base::merge_pieces, Base::store;
   using Base::kThreads, Base::p, Base::rows, Base::shared;
-  using Base::out_row, Base::pair, Base::partial, Base::partial_rows, Base::unit_of;
+  using Base::out_row, Base::partial, Base::partial_rows, Base::unit_of;
   using typename Base::Finish;
-  static constexpr int kScores = Softmax<T>::kScores, kSteps = Softmax<T>::kSteps, kOut = T::kColumns / 2;
+  static constexpr int kScores = Softmax<T>::kScores, kSteps = Softmax<T>::kSteps;
 
-  Sums& sums;
-  const int row_part, column_part;
   const ptx::Operand<T::kPanel> q_tile, k_tiles;
   const ValueOperand<T> v_tiles;
   Ring<T::kStages> k_ring, v_ring;
   Ring<T::kFactorStages> factors_ring;
   unsigned q_parity = 0;
 
-  float o[kOut];                            // of the present chunk
-  Softmax<T> softmax;                       // the same
-  float held[T::kHeld > 0 ? T::kHeld : 1];  // of the sums over the chunks before it
-  bool begun;                               // whether there is such a chunk
-  int whole_first, whole_stop;              // tiles whose keys all rows attend to
-  int clear_first, clear_last;              // tiles of whose values some are to be cleared, or -1
+  Softmax<T> softmax;           // of the present chunk
+  int whole_first, whole_stop;  // tiles whose keys all rows attend to
 
   __device__ __forceinline__ Consumer(const AttentionParams& p, Storage<T>& shared, int warpgroup)
-      : Base{p, shared, shared.rows[warpgroup / T::kColumnParts]},
-        sums(shared.sums[warpgroup]),
-        row_part(warpgroup / T::kColumnParts),
-        column_part(warpgroup % T::kColumnParts),
+      : Base{{p, shared, shared.rows[warpgroup / T::kColumnParts]},
+             shared.sums[warpgroup],
+             warpgroup / T::kColumnParts,
+             warpgroup % T::kColumnParts},
         q_tile(shared.q[row_part]),
         k_tiles(shared.k),
         v_tiles(shared.v[0][0] + column_part * T::kColumns * 16) {}
@@ -127,122 +119,10 @@ struct Consumer : Results<T> {
     ptx::wgmma_commit();
   }
 
-  // Registers 4 i to 4 i + 3 of O, summed over the chunks that have ended.
-  __device__ __forceinline__ float4& shared_total(int i) const {
-    constexpr int kShared = (kOut - T::kHeld) / 4;
-    return shared.totals[threadIdx.x / 128 * kShared + i - T::kHeld / 4][threadIdx.x % 128];
-  }
-  __device__ __forceinline__ float4 total(int i) const {
-    if (4 * i >= T::kHeld) return shared_total(i);
-    return make_float4(held[4 * i], held[4 * i + 1], held[4 * i + 2], held[4 * i + 3]);
-  }
-  __device__ __forceinline__ void set_total(int i, const float4& x) {
-    if (4 * i >= T::kHeld) {
-      shared_total(i) = x;
-    } else {
-      held[4 * i] = x.x;
-      held[4 * i + 1] = x.y;
-      held[4 * i + 2] = x.z;
-      held[4 * i + 3] = x.w;
-    }
-  }
-
-  // Adds a chunk, whose O is in `o`, to those before it; or leaves it as a partial result. chunk: of the sequence.
-  // kLast: of the work, whose result is then in `o`.
-  template <bool kLast>
-  __device__ __forceinline__ void end_chunk(int chunk) {
-    if (rows.work.begin > 0) {
-      leave(chunk - rows.work.tile.first_chunk() - rows.work.begin, sums.max, sums.sum);
-    } else {
-      float before[2], after[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int at = own_row() + 8 * r;
-        float top = sums.all_max[at];
-        const Merge merge(top, sums.max[at]);
-        const float total = merge(sums.all_sum[at], sums.sum[at]);
-        __syncwarp();
-        sums.all_max[at] = top;
-        sums.all_sum[at] = total;
-        before[r] = merge.before;
-        after[r] = merge.after;
-      }
-      if (!T::kSharedTotals || begun) {
-#pragma unroll
-        for (int i = 0; i < kOut / 4; ++i) {
-          const float4 x = total(i);
-          o[4 * i] = Merge::of(x.x, before[0], o[4 * i], after[0]);
-          o[4 * i + 1] = Merge::of(x.y, before[0], o[4 * i + 1], after[0]);
-          o[4 * i + 2] = Merge::of(x.z, before[1], o[4 * i + 2], after[1]);
-          o[4 * i + 3] = Merge::of(x.w, before[1], o[4 * i + 3], after[1]);
-          if constexpr (!kLast) set_total(i, make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]));
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < kOut; ++i) o[i] += 0.0f;  // -0 becomes 0, as in the sum with what came before
-        if constexpr (!kLast) {
-#pragma unroll
-          for (int i = 0; i < kOut / 4; ++i) {
-            set_total(i, make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]));
-          }
-        }
-      }
-      begun = true;
-    }
-    if constexpr (!kLast) {
-#pragma unroll
-      for (float& x : o) x = 0.0f;
-    }
-  }
-
-  // Leaves what is in `o`.
-  __device__ __forceinline__ void leave(int slot, const float (&of_max)[64], const float (&of_sum)[64]) const {
-    float* const to = partial(blockIdx.x * (p.slots + 1) + min(slot, p.slots));  // more only with a wrong plan
-    const int stop = partial_rows(rows.work.tile), quad = threadIdx.x % 4;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int at = row_part * 64 + own_row() + 8 * r;
-      if (at >= stop) continue;
-      float* const out = to + at * T::kHeadDim + column_part * T::kColumns + 2 * quad;
-#pragma unroll
-      for (int j = 0; j < T::kColumns / 8; ++j) {
-        *reinterpret_cast<float2*>(out + 8 * j) = make_float2(o[4 * j + 2 * r], o[4 * j + 2 * r + 1]);
-      }
-      if (quad == 0 && column_part == 0) {
-        to[p.slot_rows * T::kHeadDim + at] = of_max[own_row() + 8 * r];
-        to[p.slot_rows * (T::kHeadDim + 1) + at] = of_sum[own_row() + 8 * r];
-      }
-    }
-  }
-
-  // Writes the rows of a tile that this block has worked on alone.
-  __device__ __forceinline__ void store(const Work& work) {
-    const int stop = work.tile.rows(T::kRows, p.batch.group), quad = threadIdx.x % 4;
-    const float unit = T::kScalesAhead ? rows.unit : unit_of(work);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int of_part = own_row() + 8 * r, at = row_part * 64 + of_part;
-      const bool valid = at < stop;
-      const Finish finish(p, work, min(at, stop - 1), sums.all_max[of_part], sums.all_sum[of_part],
-                          valid && quad == 0 && column_part == 0, unit);
-      typename T::Out* const out = out_row(work, min(at, stop - 1)) + column_part * T::kColumns;
-#pragma unroll
-      for (int j = 0; j < T::kColumns / 8; j += 4) {
-        unsigned x[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          x[i] = pair(finish(o[4 * (j + i) + 2 * r]), finish(o[4 * (j + i) + 2 * r + 1]));
-        }
-        transpose_quad(x);
-        if (valid) ptx::store_16(out + 8 * (j + quad), x);
-      }
-    }
-  }
-
-  // One tile: its scores, after which P V of the tile before it runs, and its weights. Values are waited for once the
-  // scores have started: with one stage they come later than the keys. kNew: it is the first of a chunk.
+  // With kOverlap. One tile: its scores, after which P V of the tile before it runs, and its weights. Values are waited
+  // for once the scores have started: with one stage they come later than the keys. kNew: it is the first of a chunk.
   template <bool kMasked, bool kFirst, bool kNew>
-  __device__ __forceinline__ void step(int tile, unsigned (&weights)[kSteps][4]) {
+  __device__ __forceinline__ void overlapped_step(int tile, unsigned (&weights)[kSteps][4]) {
     float s[kScores], rescale[2];
     const int stage = k_ring.stage;
     shared.k_full[stage].wait(k_ring.parity);
@@ -285,21 +165,51 @@ struct Consumer : Results<T> {
     }
   }
 
+  // Without kOverlap. One tile, from this warpgroup's turn to its next one: P V of a tile and the scores of the next are
+  // a turn. It needs fewer registers, so that more warpgroups reside, which fill each other's gaps.
+  template <bool kMasked>
+  __device__ __forceinline__ void step(int tile) {
+    float s[kScores], rescale[2];
+    unsigned weights[kSteps][4];
+    const int stage = k_ring.stage;
+    shared.k_full[stage].wait(k_ring.parity);
+    start_scores(s);
+    pass_turn();
+    if constexpr (T::kTokenScales) shared.factors_full[stage].wait(k_ring.parity);
+    ptx::wgmma_wait<0>();
+    ptx::pin(s);
+    arrive(shared.k_empty[stage]);
+    softmax.template weigh<kMasked>(s, p, rows, shared.factors + stage, tile * kTile, rescale);
+    softmax.pack(s, weights);
+    if (__any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+#pragma unroll
+      for (int i = 0; i < kOut; ++i) o[i] *= rescale[i / 2 % 2];
+    }
+    v_ring = k_ring;
+    k_ring.advance();
+    if (!kMasked || !prepare_values(tile)) await_values();
+    take_turn();
+    start_output(weights);
+    ptx::wgmma_wait<0>();
+    ptx::pin(o);
+    arrive(shared.v_empty[v_ring.stage]);
+  }
+
   __device__ __forceinline__ void await_values() const { shared.v_full[v_ring.stage].wait(v_ring.parity); }
   // Turns or clears values of a tile, where that is to be done; says whether it was, and they were waited for. All
   // consumers meet for it, so none has its turn.
   __device__ __forceinline__ bool prepare_values(int tile) {
     constexpr bool kTurns = T::kTurnsValues && !T::kTurnsAhead;
-    const bool clears = tile == clear_first || tile == clear_last;
+    const int begin = rows.work.tile.key_begin - tile * kTile, end = rows.work.tile.key_end - tile * kTile;
+    const bool clears = !is_whole(tile) && ((begin > 0 && begin < kTile) || (end > 0 && end < kTile));
     if (kTurns || clears) await_values();
     if constexpr (kTurns) {
       turn_stage<T, 4 * T::kConsumers>(shared.v[v_ring.stage][0], threadIdx.x / 32);
       ptx::barrier_sync(Barrier::kConsumers, kThreads);
     }
     if (clears) {
-      const int first = rows.work.tile.key_begin - tile * kTile, stop = rows.work.tile.key_end - tile * kTile;
-      T::kRowValues && !T::kTurnsValues ? clear_rows(shared, v_ring, first, stop)
-                                        : clear_values(shared, v_ring, first, stop);
+      T::kRowValues && !T::kTurnsValues ? clear_rows(shared, v_ring, begin, end)
+                                        : clear_values(shared, v_ring, begin, end);
     }
     return kTurns || clears;
   }
@@ -312,34 +222,49 @@ struct Consumer : Results<T> {
     v_ring.advance();
   }
 
-  // Two row parts start their products one after the other. Left alone they fall into step, and both wait for one unit;
-  // three do not.
+  // With kPingPong, row parts start their products one after the other. Left alone they fall into step, and all wait
+  // for one unit.
   __device__ __forceinline__ void take_turn() const {
-    if constexpr (T::kRowParts == 2) ptx::barrier_sync(Barrier::kTurn + row_part, 256);
+    if constexpr (T::kPingPong) ptx::barrier_sync(Barrier::kTurn + row_part, 256);
   }
   __device__ __forceinline__ void pass_turn() const {
-    if constexpr (T::kRowParts == 2) ptx::barrier_arrive(Barrier::kTurn + (1 - row_part), 256);
+    if constexpr (T::kPingPong) {
+      ptx::barrier_arrive(Barrier::kTurn + (row_part + 1 == T::kRowParts ? 0 : row_part + 1), 256);
+    }
   }
 
-  // The tiles whose keys all rows attend to, and the tiles in which some values are to be cleared.
+  // The tiles whose keys all rows attend to.
   __device__ __forceinline__ void find_ranges() {
     const auto uniform = [](int x) { return __shfl_sync(0xffffffffu, x, 0); };  // known to be: saves registers
-    const int begin = rows.work.tile.key_begin, end = rows.work.tile.key_end;
     whole_first = uniform((rows.whole_begin + kTile - 1) / kTile);
     whole_stop = uniform(rows.whole_end / kTile);
-    clear_first = uniform(begin % kTile != 0 ? begin / kTile : -1);
-    clear_last = uniform(end % kTile != 0 ? end / kTile : -1);
   }
 
   // All tiles of a work, up to the end of P V of the last one.
   __device__ __forceinline__ void run_tiles(int tile, int stop) {
+    if constexpr (!T::kOverlap) {
+      while (true) {
+        take_turn();
+        do {
+          is_whole(tile) ? step<false>(tile) : step<true>(tile);
+          ++tile;
+        } while (tile % (kChunk / kTile) != 0 && tile < stop);
+        pass_turn();
+        softmax.keep(sums);
+        if (tile >= stop) return;
+        end_chunk<false>((tile - 1) / (kChunk / kTile));
+        softmax.start();
+      }
+    }
     unsigned weights[kSteps][4];
-    is_whole(tile) ? step<false, true, true>(tile, weights) : step<true, true, true>(tile, weights);
+    is_whole(tile) ? overlapped_step<false, true, true>(tile, weights) : overlapped_step<true, true, true>(tile, weights);
     for (++tile; tile < stop; ++tile) {
       if (tile % (kChunk / kTile) == 0) {
-        is_whole(tile) ? step<false, false, true>(tile, weights) : step<true, false, true>(tile, weights);
+        is_whole(tile) ? overlapped_step<false, false, true>(tile, weights)
+                       : overlapped_step<true, false, true>(tile, weights);
       } else {
-        is_whole(tile) ? step<false, false, false>(tile, weights) : step<true, false, false>(tile, weights);
+        is_whole(tile) ? overlapped_step<false, false, false>(tile, weights)
+                       : overlapped_step<true, false, false>(tile, weights);
       }
     }
     softmax.keep(sums);
@@ -368,10 +293,10 @@ struct Consumer : Results<T> {
 #pragma unroll
       for (float& x : held) x = 0.0f;
       find_ranges();
-      int tile = __shfl_sync(0xffffffffu, rows.work.first_tile(), 0);
+      const int first = __shfl_sync(0xffffffffu, rows.work.first_tile(), 0);
       const int stop = __shfl_sync(0xffffffffu, rows.work.stop_tile(), 0);
-      if (tile < stop) {
-        run_tiles(tile, stop);
+      if (first < stop) {
+        run_tiles(first, stop);
         end_chunk<true>((stop - 1) / (kChunk / kTile));
       }
       __syncwarp();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ptx/e4m3.cuh"
+#include "ptx/math.cuh"
 #include "serving/traits.cuh"
 
 namespace greenfast::serving {
@@ -43,23 +44,27 @@ __device__ __forceinline__ void quantize_queries(const AttentionParams& p, Stora
       words[i] = *reinterpret_cast<const uint4*>(from);
     }
   }
-  float largest[kPasses], inverse = 1.0f, of_row = 1.0f;
+  float inverse = 1.0f, of_row = 1.0f;
   if constexpr (!T::kCodedQueries) {
+    // Without their signs, floats of 16 bits compare as integers, two at a time. A NaN is then the largest.
+    unsigned largest[kPasses];
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      const typename T::In(&in)[8] = reinterpret_cast<const typename T::In(&)[8]>(words[i]);
-      largest[i] = 0.0f;
+      const unsigned(&pairs)[4] = reinterpret_cast<const unsigned(&)[4]>(words[i]);
+      largest[i] = 0;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) largest[i] = fmaxf(largest[i], fabsf(static_cast<float>(in[j])));
+      for (int j = 0; j < 4; ++j) largest[i] = ptx::max_u16x2(largest[i], pairs[j] & 0x7fff7fffu);
     }
 #pragma unroll
     for (int step = 1; step < kLanes; step *= 2) {
 #pragma unroll
-      for (float& x : largest) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+      for (unsigned& x : largest) x = ptx::max_u16x2(x, __shfl_xor_sync(0xffffffffu, x, step));
     }
-    float mine = largest[0];  // a row's divisions are by the lane whose number is the row's pass
+    unsigned own = largest[0];  // a row's divisions are by the lane whose number is the row's pass
 #pragma unroll
-    for (int i = 1; i < kPasses; ++i) mine = lane == i ? largest[i] : mine;
+    for (int i = 1; i < kPasses; ++i) own = lane == i ? largest[i] : own;
+    const typename T::In(&two)[2] = reinterpret_cast<const typename T::In(&)[2]>(own);
+    float mine = fmaxf(static_cast<float>(two[0]), static_cast<float>(two[1]));
     mine = mine > 0.0f ? fmaxf(mine, 448.0f * kLeastScale) : 448.0f;
     inverse = __fdiv_rn(448.0f, mine);
     of_row = __fdiv_rn(mine, 448.0f);

@@ -22,8 +22,8 @@ struct Barrier {
   enum {
     kBlock,      // __syncthreads()
     kConsumers,  // all consumer warpgroups
-    kRows = 2,   // and the two after it: the warpgroups that share rows
-    kTurn = 5    // and the one after it: the turn of a row part
+    kRows = 2,   // and the three after it: the warpgroups that share rows
+    kTurn = 6    // and the three after it: the turn of a row part
   };
 };
 
@@ -36,6 +36,8 @@ struct Barrier {
 //   int kBlocks            of the grid on a multiprocessor
 //   int kConsumerRegisters, kProducerRegisters  per thread, from the start of the main loop on
 //   int kRawRows           rows of Q that a producer fetches ahead; of a row tile with more, the consumers read them
+//   bool kOverlap          whether P V of a tile runs during the softmax of the next one, or other warpgroups' softmax
+//   bool kPingPong         whether row parts start their products one after the other
 //   bool kSharedTotals     whether sums over chunks are in shared memory, or in registers
 //   int kSmemBytes         of Storage: a check of what Python plans
 //   bool kTokenScales      whether each token and head of K and V has a scale, or each head
