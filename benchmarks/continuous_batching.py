@@ -191,7 +191,9 @@ def measure(
     seconds, outputs = generate(model, prompts, args.new, options)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     start = time.perf_counter()
-    times = kernel_times(lambda: generate(model, prompts, args.profiled_new, options))
+    times: Counter[str] = Counter()
+    if args.profiled_new:
+        times = kernel_times(lambda: generate(model, prompts, args.profiled_new, options))
     profiled = time.perf_counter() - start
     first += [] if first else outputs
     total = sum(times.values())
@@ -215,7 +217,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--longest", type=int, default=3072, help="tokens of a prompt at most")
     parser.add_argument("--new", type=int, default=32, help="tokens to generate for each request")
-    parser.add_argument("--profiled-new", type=int, default=4, help="the same where kernels are profiled")
+    parser.add_argument("--profiled-new", type=int, default=4, help="the same where kernels are profiled; 0: none are")
     parser.add_argument("--checked", type=int, default=4, help="requests whose outputs are checked, which also warm up")
     parser.add_argument("--fa3-library", help="vLLM's FlashAttention-3, for --attention flash_attention_3")
     parser.add_argument("--layers", type=int, default=16)

@@ -27,7 +27,8 @@ def batching_table(records: Sequence[Mapping[str, Any]]) -> str:
         for run in record["runs"]:
             rows.append(
                 (run["model"], run["attention"], f"{run['requests']} of {run['prompt_tokens']:,} tokens",
-                 f"{run['tokens_per_s']:.0f}", f"{run['attention_ms']:.0f} of {run['kernels_ms']:.0f}",
+                 f"{run['tokens_per_s']:.0f}",
+                 f"{run['attention_ms']:.0f} of {run['kernels_ms']:.0f}" if run["kernels_ms"] else "-",
                  f"{run['peak_gib']:.1f}", *(_checked(run) if "agreement" in run else ("-", "-")))
             )  # fmt: skip
     header = (
