@@ -101,6 +101,9 @@ def token_slots(
     positions of the first new tokens, ``before`` by default.
     """
     device, batch = starts.device, starts.shape[0] - 1
+    if batch == 0:
+        none = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+        return Slots(none, torch.zeros_like(none), starts.new_empty(0), starts.new_empty((0, max_pages)))
     new = torch.arange(tokens, dtype=torch.int64, device=device)
     of_sequence = sequences_of(starts, new)
     inside = new - starts.long()[of_sequence]
