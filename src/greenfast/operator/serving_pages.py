@@ -129,9 +129,12 @@ def sequences_of(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
 
 
 def copy_codes(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
-    """Write codes (tokens, kv_heads, head_dim) to pages, of which the last is spare, for tokens of no sequence."""
+    """Write codes (tokens, kv_heads, head_dim) to pages, of which the last is spare, for tokens of no sequence.
+
+    Slots beyond it, of lengths that lie, go there too: a GPU would give up its context for an index outside.
+    """
     spare = (pages.k_cache.shape[0] - 1) * PAGE
-    at = torch.where(slots < 0, spare, slots)
+    at = torch.where((slots < 0) | (slots > spare), spare, slots)
     for x, cache in ((k, pages.k_cache), (v, pages.v_cache)):
         cache.view(torch.uint8).flatten(0, 1)[at] = x.view(torch.uint8)
 
