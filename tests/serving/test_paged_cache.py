@@ -68,6 +68,12 @@ def test_slots() -> None:
     found = cache.slot_mapping(["b", "a"], [0, 15], [2, 3])
     assert found.dtype == torch.int64
     assert found.tolist() == [b0 * 16, b0 * 16 + 1, a0 * 16 + 15, a1 * 16, a1 * 16 + 1]
+    assert cache.slot_mapping(["a"], [3], [17]).tolist() == [
+        *range(a0 * 16 + 3, a0 * 16 + 16),
+        *range(a1 * 16, a1 * 16 + 4),
+    ]
+    assert cache.slot_mapping([], [], []).dtype == torch.int64
+    assert cache.slot_mapping(["a", "b"], [32, 2], [0, 0]).tolist() == []
     with pytest.raises(ValueError, match="starts, counts: 3 tokens from 14 of 'b', whose pages have 16"):
         cache.slot_mapping(["b"], [14], [3])
     with pytest.raises(KeyError):

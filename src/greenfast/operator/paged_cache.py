@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,8 +122,10 @@ class PagedKVCache:
             if max_pages < most:
                 raise ValueError(f"max_pages: {max_pages}; a sequence has {most}")
         width = max_pages or most
-        table = torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32).view(-1, width)
-        return table.to(self._device)
+        table = np.full((len(rows), width), -1, dtype=np.int32)
+        for row, pages in zip(table, rows, strict=True):
+            row[: len(pages)] = pages
+        return torch.from_numpy(table).to(self._device)
 
     def slot_mapping(self, sequences: Sequence[Hashable], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
         """Slots of tokens starts[i] .. starts[i] + counts[i] - 1 of each sequence, int64 (sum(counts),).
@@ -140,8 +143,12 @@ class PagedKVCache:
                 raise ValueError(
                     f"starts, counts: {count} tokens from {start} of {name!r}, whose pages have {len(row) * size}"
                 )
-            slots += [row[t // size] * size + t % size for t in range(start, start + count)]
-        return torch.tensor(slots, dtype=torch.int64).to(self._device)
+            while count > 0:  # a page at a time
+                page, place = row[start // size] * size, start % size
+                here = min(count, size - place)
+                slots += range(page + place, page + place + here)
+                start, count = start + here, count - here
+        return torch.from_numpy(np.array(slots, dtype=np.int64)).to(self._device)
 
 
 def _given(scale: Tensor | None, name: str, kv_heads: int, device: torch.device) -> Tensor:
