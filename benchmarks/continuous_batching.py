@@ -1,13 +1,19 @@
 """Tokens per second of transformers' continuous batching, and where the GPU's time goes.
 
 python -m benchmarks.continuous_batching [--model llama] [--attention 'paged|sdpa' 'paged|greenfast'] [--json FILE]
+    [--fa3-library _vllm_fa3_C.abi3.so --attention 'paged|greenfast' flash_attention_3]
 
 Models have random weights: llama, 4096 wide, 32 heads over 8 of K and V of head dim 128, and gemma (Gemma 3's shape),
 16 heads over 8 of head dim 256, windows of 1,024 tokens in five layers of six. Prompts of drawn lengths are generated
 from greedily, after a few that warm up; seconds are those of the call. A further run with fewer new tokens is profiled,
 and its kernels' times are split into attention and the rest by their names: transformers' "sdpa" gathers the keys and
 values of all requests in each layer, and these copies count as attention. transformers 5.20 or later is needed.
-'paged|flash_attention_3' takes part where a package flash_attn_3 is installed.
+
+What is generated is compared with the model's own attention in bfloat16 over the same tokens, without a cache: how
+often that chooses the same token, in the timed run, and how far log-probabilities are off, in the one that warms up.
+
+FlashAttention-3, in bfloat16 over transformers' own cache, takes part as flash_attention_3 where its package is
+installed, or with --fa3-library, vLLM's build of it (fa3_of_vllm.py).
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import math
 import random
 import time
 from collections import Counter
@@ -25,6 +32,7 @@ from typing import Any
 import torch
 
 import greenfast
+from benchmarks.fa3_of_vllm import as_package
 from greenfast.judge.environment import device_info, git_state, package_versions
 from greenfast.judge.store import to_json, write_whole
 
@@ -38,7 +46,13 @@ SMALL = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 256}
 
 @dataclass(frozen=True)
 class Run:
-    """A measured combination. Seconds of the host; times of kernels in milliseconds of the profiled run."""
+    """A measured combination. Seconds of the host; times of kernels in milliseconds of the profiled run.
+
+    agreement: the share of new tokens, of the requests that are checked, that the model's own attention chooses after
+    the same tokens. logprob_error: of the log-probabilities of those chosen, next to how much these differ from those
+    of equal chances. same_tokens: the share of a request's new tokens before the first that differs from those of the
+    first attention.
+    """
 
     model: str
     attention: str
@@ -53,6 +67,9 @@ class Run:
     profiled_s: float
     peak_gib: float
     top_kernels_ms: dict[str, float]
+    agreement: float
+    logprob_error: float
+    same_tokens: float
 
 
 def make_model(name: str, layers: int, device: str, small: bool) -> Any:
@@ -90,8 +107,10 @@ def draw_prompts(requests: int, longest: int, vocabulary: int) -> list[list[int]
     return [[draw.randrange(1, vocabulary) for _ in range(n)] for n in lengths]
 
 
-def generate(model: Any, prompts: list[list[int]], new: int, options: dict[str, Any]) -> float:
-    """Seconds of a call. Raises RuntimeError where a request failed."""
+def generate(
+    model: Any, prompts: list[list[int]], new: int, options: dict[str, Any], **more: Any
+) -> tuple[float, list[Any]]:
+    """Seconds of a call, and the outputs in the prompts' order. Raises RuntimeError where a request failed."""
     library: Any = importlib.import_module("transformers")
     settings: Any = importlib.import_module("transformers.generation.configuration_utils")
     start = time.perf_counter()
@@ -100,14 +119,42 @@ def generate(model: Any, prompts: list[list[int]], new: int, options: dict[str, 
         generation_config=library.GenerationConfig(
             max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
-        continuous_batching_config=settings.ContinuousBatchingConfig(auto_switch_to_flash=False, **options),
+        continuous_batching_config=settings.ContinuousBatchingConfig(auto_switch_to_flash=False, **options, **more),
     )
     seconds = time.perf_counter() - start
-    outputs = list(found.values())
+    outputs = sorted(found.values(), key=lambda x: int(x.request_id.rsplit("_", 1)[-1]))
     errors = {x.error for x in outputs if x.error}
     if errors or [len(x.generated_tokens) for x in outputs] != [new] * len(prompts):
         raise RuntimeError(f"{len(outputs)} of {len(prompts)} requests; errors: {errors}")
-    return seconds
+    return seconds, outputs
+
+
+def checked(model: Any, outputs: list[Any]) -> tuple[float, float]:
+    """``agreement`` and ``logprob_error`` of these outputs; the second is 0 where they have no log-probabilities."""
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    same, off, size = [], 0.0, 0.0
+    for x in outputs:
+        tokens = torch.tensor([x.prompt_ids + x.generated_tokens], device=model.device)
+        new = tokens[0, len(x.prompt_ids) :]
+        with torch.no_grad():
+            logits = model(tokens, logits_to_keep=len(new) + 1, use_cache=False).logits[0, :-1].float()
+        same.append((logits.argmax(-1) == new).float().mean())
+        if x.logprobs:
+            wanted = logits.log_softmax(-1).gather(1, new.unsqueeze(1)).squeeze(1)
+            off += float((torch.tensor(x.logprobs, device=new.device) - wanted).square().sum())
+            size += float((wanted + math.log(logits.shape[1])).square().sum())
+    model.set_attn_implementation(attention)
+    return float(torch.stack(same).mean()), math.sqrt(off / size) if size else 0.0
+
+
+def shared(outputs: list[Any], first: list[Any]) -> float:
+    """``same_tokens``."""
+    shares = []
+    for x, y in zip(outputs, first, strict=True):
+        pairs = [*zip(x.generated_tokens, y.generated_tokens, strict=True)]
+        shares.append(next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs)) / len(pairs))
+    return sum(shares) / len(shares)
 
 
 def kernel_times(work: Any) -> Counter[str]:
@@ -125,8 +172,10 @@ def kernel_times(work: Any) -> Counter[str]:
     return times
 
 
-def measure(model: Any, name: str, attention: str, prompts: list[list[int]], args: argparse.Namespace) -> Run:
-    """Runs with one attention."""
+def measure(
+    model: Any, name: str, attention: str, prompts: list[list[int]], args: argparse.Namespace, first: list[Any]
+) -> Run:
+    """Runs with one attention. first: the outputs of the first one; of that itself empty, and filled."""
     model.set_attn_implementation(attention)
     page = args.page_size if attention == "paged|greenfast" else 256
     options: dict[str, Any] = {
@@ -138,11 +187,15 @@ def measure(model: Any, name: str, attention: str, prompts: list[list[int]], arg
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    generate(model, prompts[:4], 2, options)
-    seconds = generate(model, prompts, args.new, options)
+    _, few = generate(model, prompts[: args.checked], min(args.new, 8), options, return_logprobs=True)
+    seconds, outputs = generate(model, prompts, args.new, options)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     start = time.perf_counter()
-    times = kernel_times(lambda: generate(model, prompts, args.profiled_new, options))
+    times: Counter[str] = Counter()
+    if args.profiled_new:
+        times = kernel_times(lambda: generate(model, prompts, args.profiled_new, options))
     profiled = time.perf_counter() - start
+    first += [] if first else outputs
     total = sum(times.values())
     ours = sum(ms for key, ms in times.items() if any(part in key.lower() for part in KERNELS))
     return Run(
@@ -150,8 +203,9 @@ def measure(model: Any, name: str, attention: str, prompts: list[list[int]], arg
         new_tokens=args.new * len(prompts), seconds=seconds,
         tokens_per_s=args.new * len(prompts) / seconds, kernels_ms=total, attention_ms=ours,
         attention_share=ours / total if total else 0.0, profiled_s=profiled,
-        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
-        top_kernels_ms={key[:120]: round(ms, 3) for key, ms in times.most_common(12)},
+        peak_gib=peak, top_kernels_ms={key[:120]: round(ms, 3) for key, ms in times.most_common(12)},
+        agreement=checked(model, outputs[: args.checked])[0], logprob_error=checked(model, few)[1],
+        same_tokens=shared(outputs, first),
     )  # fmt: skip
 
 
@@ -163,7 +217,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--longest", type=int, default=3072, help="tokens of a prompt at most")
     parser.add_argument("--new", type=int, default=32, help="tokens to generate for each request")
-    parser.add_argument("--profiled-new", type=int, default=4, help="the same where kernels are profiled")
+    parser.add_argument("--profiled-new", type=int, default=4, help="the same where kernels are profiled; 0: none are")
+    parser.add_argument("--checked", type=int, default=4, help="requests whose outputs are checked, which also warm up")
+    parser.add_argument("--fa3-library", help="vLLM's FlashAttention-3, for --attention flash_attention_3")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of a step at most")
     parser.add_argument("--page-size", type=int, default=64, help="of greenfast's cache")
@@ -176,33 +232,43 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def store(runs: list[Run], args: argparse.Namespace) -> None:
+    """Write the record of the runs so far."""
+    result = {
+        "benchmark": "continuous_batching",
+        "git": git_state(),
+        "device": device_info(0 if args.device == "cuda" else None, 60.0),
+        "environment": package_versions() | {"transformers": importlib.metadata.version("transformers")},
+        "settings": {k: v for k, v in vars(args).items() if k != "json"},
+        "runs": [asdict(x) for x in runs],
+    }
+    write_whole(args.json, to_json(result))
+
+
 def main(arguments: list[str] | None = None) -> list[Run]:
     """Measure, print and store."""
     args = parse(arguments)
+    if args.fa3_library:
+        as_package(args.fa3_library)
     greenfast.register_continuous_batching()
     runs = []
     for name in args.model:
         model = make_model(name, args.layers, args.device, args.small)
         prompts = draw_prompts(args.requests, args.longest, model.config.vocab_size)
+        first: list[Any] = []
         for attention in args.attention:
-            run = measure(model, name, attention, prompts, args)
+            run = measure(model, name, attention, prompts, args, first)
             runs.append(run)
             print(
                 f"{name:6} {attention:16} {run.tokens_per_s:8.1f} tokens/s ({run.seconds:.2f} s)  kernels "
-                f"{run.kernels_ms:.0f} ms, of attention {run.attention_ms:.0f} ms ({run.attention_share:.0%})",
+                f"{run.kernels_ms:.0f} ms, of attention {run.attention_ms:.0f} ms ({run.attention_share:.0%})  "
+                f"agrees {run.agreement:.1%}, log-probabilities off {run.logprob_error:.4f}, same "
+                f"{run.same_tokens:.1%}",
                 flush=True,
             )
+            if args.json:  # after each, as one may fail
+                store(runs, args)
         del model
-    if args.json:
-        result = {
-            "benchmark": "continuous_batching",
-            "git": git_state(),
-            "device": device_info(0 if args.device == "cuda" else None, 60.0),
-            "environment": package_versions() | {"transformers": importlib.metadata.version("transformers")},
-            "settings": {k: v for k, v in vars(args).items() if k != "json"},
-            "runs": [asdict(x) for x in runs],
-        }
-        write_whole(args.json, to_json(result))
     return runs
 
 

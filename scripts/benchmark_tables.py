@@ -27,16 +27,24 @@ def batching_table(records: Sequence[Mapping[str, Any]]) -> str:
         for run in record["runs"]:
             rows.append(
                 (run["model"], run["attention"], f"{run['requests']} of {run['prompt_tokens']:,} tokens",
-                 f"{run['tokens_per_s']:.0f}", f"{run['attention_ms']:.0f} of {run['kernels_ms']:.0f}",
-                 f"{run['peak_gib']:.1f}")
+                 f"{run['tokens_per_s']:.0f}",
+                 f"{run['attention_ms']:.0f} of {run['kernels_ms']:.0f}" if run["kernels_ms"] else "-",
+                 f"{run['peak_gib']:.1f}", *(_checked(run) if "agreement" in run else ("-", "-")))
             )  # fmt: skip
-    header = ("model", "attention", "prompts", "new tokens/s", "ms of attention, of all kernels", "peak GiB")
+    header = (
+        "model", "attention", "prompts", "new tokens/s", "ms of attention, of all kernels", "peak GiB",
+        "tokens that bf16 would choose", "log-probabilities off by",
+    )  # fmt: skip
     return f"{_table(header, rows)}\n\n{_source(records[0])}"
+
+
+def _checked(run: Mapping[str, Any]) -> tuple[str, str]:
+    return f"{100 * run['agreement']:.0f} %", f"{run['logprob_error']:.4f}"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+    return "\n".join([*lines, *("| " + " | ".join(x.replace("|", r"\|") for x in row) + " |" for row in rows)])
 
 
 def _source(record: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from greenfast.operator.arguments import check_length
 from greenfast.operator.scope import SCOPES
 from greenfast.operator.serving import ServingPlan, kind
 from greenfast.operator.serving_call import Call, Result, constant
+from greenfast.operator.serving_checks import MOST_LENGTH, check_strided
 from greenfast.operator.serving_pages import pages_of_rows
 from greenfast.operator.serving_request import Request
 
@@ -117,7 +118,7 @@ def flash_attn_varlen_func(
         again = request.again()
         if again is not None:
             return again if wants_lse else again[0]
-    check_length("max_seqlen_q", max_seqlen_q)
+    check_length("max_seqlen_q", max_seqlen_q, MOST_LENGTH)
     call = Call(
         q, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size, softcap, s_aux, scheduler_metadata, out
     )
@@ -212,7 +213,7 @@ def flash_attn_with_kvcache(
         most = length
     else:
         _check_query(q, 3, "total_q, heads, head_dim")
-        check_length("max_seqlen_q", max_seqlen_q)
+        check_length("max_seqlen_q", max_seqlen_q, MOST_LENGTH)
         assert max_seqlen_q is not None
         if not isinstance(cu_seqlens_q, Tensor) or cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] == 0:
             raise ValueError("cu_seqlens_q: an int32 tensor (batch + 1,) is needed")
@@ -241,8 +242,7 @@ def _refuse(**given: Any) -> None:
 
 
 def _check_query(q: Any, dims: int, names: str) -> None:
-    if not isinstance(q, Tensor):
-        raise TypeError(f"q: a torch.Tensor is needed, got {type(q).__name__}")
+    check_strided("q", q)
     if q.dim() != dims:
         raise ValueError(f"q: its shape is {tuple(q.shape)}; ({names}) is needed")
 
@@ -298,8 +298,12 @@ def _rows_of(out: Tensor) -> Tensor:
 
 def _lengths(q: Tensor, cache_seqlens: int | Tensor | None, batch: Any, most: Any) -> Tensor:
     if isinstance(cache_seqlens, Tensor):
+        if cache_seqlens.dim() != 1 or cache_seqlens.shape[0] != batch:
+            raise ValueError(
+                f"cache_seqlens: {kind(cache_seqlens)}; int32 (batch,) is needed, batch {batch}, or an int"
+            )
         return cache_seqlens
     if cache_seqlens is None:
         cache_seqlens = most
-    check_length("cache_seqlens", cache_seqlens)
+    check_length("cache_seqlens", cache_seqlens, MOST_LENGTH)
     return torch.full((batch,), int(cache_seqlens), dtype=torch.int32, device=q.device)

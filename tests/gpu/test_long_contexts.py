@@ -90,3 +90,35 @@ def test_sums_over_many_keys_are_as_exact_as_over_few(decode: bool, mean: float)
     A mean of 1 makes the sum grow with every key, so that what is lost of each would add up.
     """
     assert error(KEYS, mean, decode=decode) <= 1.3 * error(FEW_KEYS, mean, decode=decode)
+
+
+def test_more_elements_than_an_int_counts() -> None:
+    """Q, K, V, the output and the pages have more than 2^31 elements; what lies at their ends is as it is alone."""
+    tokens, pages, few = 2**31 // HEAD_DIM + 300, 2**31 // (PAGE * HEAD_DIM) + 20, 700
+    x = torch.zeros(tokens, 1, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
+    x[-few:] = normal(torch.Generator(DEVICE).manual_seed(0), few, 1, HEAD_DIM)
+    found = []
+    for rows, count in ((x, pages), (x[-few:].clone(), 11)):
+        cache = greenfast.PagedKVCache(count, PAGE, 1, HEAD_DIM, device=DEVICE)
+        assert cache.reserve("before", (count - 11) * PAGE)
+        assert cache.reserve("last", few)
+        layer, slots = cache.layer(), torch.full((len(rows),), -1, dtype=torch.int64, device=DEVICE)
+        slots[-few:] = cache.slot_mapping(["last"], [0], [few])
+        q = greenfast.append_kv(rows, rows, rows, *layer[:2], slots, k_scale=layer.k_scale, v_scale=layer.v_scale)
+        assert q is not None
+        between = len(rows) - few
+        starts, used = [0, between, between + few], [0, few]
+        result = flash_attn_varlen_func(
+            q, *layer[:2], torch.tensor(starts, dtype=torch.int32, device=DEVICE), max_seqlen_q=max(between, few),
+            seqused_k=torch.tensor(used, dtype=torch.int32, device=DEVICE), causal=True,
+            block_table=cache.block_table(["last"] * 2), k_descale=layer.k_scale, v_descale=layer.v_scale,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        assert isinstance(result, tuple)
+        out, lse = result
+        assert not out[:between].count_nonzero()
+        assert bool((lse[:, :between] == -math.inf).all())
+        found.append((q[-few:].clone(), out[-few:].clone(), lse[:, -few:].clone()))
+    for whole, alone in zip(*found, strict=True):
+        assert torch.equal(whole, alone)
+        assert not whole.isnan().any()

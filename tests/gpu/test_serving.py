@@ -81,7 +81,16 @@ def drawn(seed: int) -> Case:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_results_are_as_exact_as_their_rounding(seed: int) -> None:
-    c = drawn(seed)
+    is_exact(drawn(seed))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [(-1, -1), (4096, 0)])
+def test_long_sequences_are_too(head_dim: int, window: tuple[int, int]) -> None:
+    is_exact(case([(3, 8191), (30, 4097), (1, 8191)], head_dim=head_dim, kv_heads=1, group=4, window=window))
+
+
+def is_exact(c: Case) -> None:
     out, lse = serving_ops.paged_attention(*arguments(c))
     wanted = reference.paged_attention(**c.arguments())
     assert not [fault for fault in faults(c, out.cpu(), lse.cpu()) if not fault.startswith("lse: off")]

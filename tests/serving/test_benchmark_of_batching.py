@@ -30,6 +30,8 @@ def test_it_runs_a_model_with_both_attentions(
     options = ["--model", model, "--layers", str(layers), "--json", str(file)]
     runs = benchmark.main([*small.split(), *options])
     assert [(x.model, x.attention) for x in runs] == [(model, "paged|sdpa"), (model, "paged|greenfast")]
+    assert all(0 <= x.logprob_error < 0.5 and 0.5 < x.agreement <= 1 and x.same_tokens <= 1 for x in runs)
+    assert runs[0].same_tokens == 1
     assert all(x.new_tokens == 9 and x.tokens_per_s == 9 / x.seconds for x in runs)
     record = json.loads(file.read_text())
     assert [x["tokens_per_s"] for x in record["runs"]] == [x.tokens_per_s for x in runs]

@@ -156,7 +156,7 @@ BAD_ATTENTION: list[tuple[str, Any, type[Exception], str]] = [
      "v_cache: its strides are"),
     ("block_table", lambda x: x.long(), TypeError, r"block_table \(page_table\): its dtype is torch.int64"),
     ("block_table", lambda x: x[:1], ValueError, r"block_table \(page_table\): .*\(2, max_pages\) is needed"),
-    ("cu_seqlens_q", lambda x: x[:-1], ValueError, r"cu_seqlens_q: .*\(3,\) = \(batch \+ 1\)"),
+    ("cu_seqlens_q", lambda x: x[:-1], ValueError, r"cu_seqlens_q: .*\(3,\) = \(batch \+ 1, batch being"),
     ("cu_seqlens_q", lambda x: x - 1, ValueError, r"cu_seqlens_q: \[-1"),
     ("cu_seqlens_q", lambda x: x * 2, ValueError, "cu_seqlens_q: .*at most the 4 tokens of q"),
     ("seqused_k", lambda x: x.unsqueeze(0), ValueError, r"seqused_k \(cache_seqlens\): its shape"),
@@ -221,6 +221,12 @@ def test_numbers_that_attention_refuses(name: str, value: Any, message: str) -> 
         ({"cos": torch.ones(40, 4), "sin": torch.ones(40, 4)}, ValueError, "cos: .*a multiple of 16 up to head_dim 64"),
         ({"positions": torch.zeros(5)}, TypeError, "positions: its dtype"),
         ({"eps": -1.0}, ValueError, "eps: -1.0"),
+        ({"k_weight": None}, NotImplementedError, "q_weight, k_weight: one is None"),
+        (
+            {"k_cache": torch.zeros(1, 16, 2, 64).to(torch.float8_e4m3fn).expand(4, 16, 2, 64)},
+            ValueError,
+            "k_cache: .* share memory",
+        ),
     ],
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
 )

@@ -68,6 +68,12 @@ def test_slots() -> None:
     found = cache.slot_mapping(["b", "a"], [0, 15], [2, 3])
     assert found.dtype == torch.int64
     assert found.tolist() == [b0 * 16, b0 * 16 + 1, a0 * 16 + 15, a1 * 16, a1 * 16 + 1]
+    assert cache.slot_mapping(["a"], [3], [17]).tolist() == [
+        *range(a0 * 16 + 3, a0 * 16 + 16),
+        *range(a1 * 16, a1 * 16 + 4),
+    ]
+    assert cache.slot_mapping([], [], []).dtype == torch.int64
+    assert cache.slot_mapping(["a", "b"], [32, 2], [0, 0]).tolist() == []
     with pytest.raises(ValueError, match="starts, counts: 3 tokens from 14 of 'b', whose pages have 16"):
         cache.slot_mapping(["b"], [14], [3])
     with pytest.raises(KeyError):
@@ -76,6 +82,10 @@ def test_slots() -> None:
         cache.free("c")
     with pytest.raises(ValueError, match="max_pages: 1; a sequence has 2"):
         cache.block_table(["a"], 1)
+    with pytest.raises(TypeError, match=r"max_pages: 2\.5; a whole number"):
+        cache.block_table(["a"], 2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="starts, counts: 2 and 1 for 1 sequences"):
+        cache.slot_mapping(["a"], [0, 1], [1])
 
 
 @pytest.mark.parametrize(
@@ -88,10 +98,12 @@ def test_slots() -> None:
         ({"values": "columns"}, "values: 'columns'"),
         ({"scales": "tensor"}, "scales: 'tensor'"),
         ({"k_scale": torch.ones(2)}, "k_scale, v_scale: given with scales='token'"),
+        ({"page_size": 16.0}, "page_size: 16.0; a whole number"),
+        ({"scales": "head", "v_scale": 1.0}, r"v_scale .*: a torch.Tensor is needed, got float"),
         ({"scales": "head", "k_scale": torch.ones(3)}, r"k_scale: torch.float32 \(3,\) on cpu; float32 \(\) or \(2,\)"),
     ],
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
 )
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         greenfast.PagedKVCache(**({"pages": 4, "page_size": 16, "kv_heads": 2, "head_dim": 64} | changes))

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from greenfast.operator.serving_pages import PAGE, appended_slots, page_count, pages_of_rows, sequences_of, token_slots
+from greenfast.operator.serving_pages import (
+    PAGE,
+    appended_slots,
+    copy_codes,
+    empty_pages,
+    page_count,
+    pages_of_rows,
+    sequences_of,
+    token_slots,
+)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -50,6 +59,18 @@ def test_rows_as_pages(length: int, size: int) -> None:
     assert pages.shape[:2] == (2 * length // size, size)
     assert pages.data_ptr() == cache.data_ptr()
     assert torch.equal(pages.flatten(), cache.flatten())
+
+
+def test_codes_of_no_sequence_and_beyond_all_pages_go_to_the_spare_page() -> None:
+    pages = empty_pages(3, PAGE, 2, 64, None, grouped=False)
+    for x in pages[:2]:
+        x.view(torch.uint8).zero_()
+    k, v = (torch.full((4, 2, 64), n, dtype=torch.uint8).view(torch.float8_e4m3fn) for n in (1, 2))
+    copy_codes(k, v, torch.tensor([3, -1, 2 * PAGE + 7, 2**40]), pages)
+    for x, n in zip(pages[:2], (1, 2), strict=True):
+        rows = x.view(torch.uint8).flatten(0, 1)
+        assert bool((rows[[3, 2 * PAGE]] == n).all())
+        assert int(rows.sum()) == 2 * n * 2 * 64
 
 
 def test_rows_that_are_no_pages() -> None:

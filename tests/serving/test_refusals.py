@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import greenfast
+from greenfast.operator.serving_cuda import attention_steps
 
 varlen: Any = greenfast.flash_attn_varlen_func
 with_kvcache: Any = greenfast.flash_attn_with_kvcache
@@ -43,6 +44,20 @@ def keys() -> dict[str, Any]:
         ({"seqused_k": int32(6, 2)}, ValueError, "seqused_k: 6 of sequence 0; it has 5 keys"),
         ({"seqused_k": int32(-1, 2)}, ValueError, "seqused_k: -1 of sequence 0"),
         ({"out": normal(1, 4, 64).expand(10, 4, 64)}, ValueError, "out: .* share memory"),
+        ({"out": [1]}, TypeError, "out: a torch.Tensor is needed, got list"),
+        ({"max_seqlen_q": 2**31}, ValueError, "max_seqlen_q: 2147483648; at most 2147483647"),
+        ({"max_seqlen_k": 2**70}, ValueError, "max_seqlen_k: .*; at most 2147483647"),
+        ({"window_size": (2**63, 0)}, ValueError, r"window_size: .* below 2\*\*63"),
+        ({"softmax_scale": 1e39}, ValueError, "softmax_scale: 1e.39; a finite number of float32"),
+        ({"softcap": 1e39}, ValueError, "softcap: 1e.39; a finite number of float32"),
+        ({"softcap": float("nan")}, ValueError, "softcap: nan; a finite number"),
+        ({"q": normal(10, 4, 64).to_sparse()}, TypeError, "q: it is nested or sparse"),
+        ({"k": normal(12, 2, 64).to_sparse()}, TypeError, "k: it is nested or sparse"),
+        (
+            {"v": torch.nested.nested_tensor([normal(2, 64)] * 12, layout=torch.jagged)},
+            TypeError,
+            "v: it is nested or sparse",
+        ),
     ],
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
 )
@@ -78,6 +93,10 @@ def plan(**changes: Any) -> greenfast.ServingPlan:
         ({"cache_seqlens": int32(-2, 3)}, ValueError, "seqused_k .*: -2 of sequence 0"),
         ({"cache_seqlens": int32(0, 5).long()}, TypeError, "seqused_k .*torch.int64"),
         ({"cache_seqlens": None}, ValueError, "seqused_k .*: 67"),
+        ({"cache_seqlens": 2**40}, ValueError, "cache_seqlens: .*; at most 2147483647"),
+        ({"cache_seqlens": int32(5)}, ValueError, r"cache_seqlens: .*\(1,\); int32 \(batch,\) is needed, batch 2"),
+        ({"k": normal(2, 3, 2, 64).to_sparse()}, TypeError, "k: it is nested or sparse"),
+        ({"rotary_interleaved": 1}, TypeError, "rotary_interleaved: 1; True or False"),
         ({"page_table": int32(*range(6, 14)).view(2, 4)}, ValueError, "block_table"),
         ({"page_table": int32(*range(-1, 7)).view(2, 4)}, ValueError, "block_table"),
         ({"out": normal(2, 3, 4, 64).half()}, TypeError, "out: its dtype"),
@@ -219,3 +238,23 @@ def test_explain_call_wants_the_function() -> None:
     wrong: Any = normal(1, 1, 64)
     with pytest.raises(TypeError, match="function: a Tensor; the function"):
         greenfast.explain_call(wrong, normal(1, 1, 64))
+
+
+def test_tokens_of_no_sequence_are_zeros() -> None:
+    none = {"cu_seqlens_q": int32(0), "cu_seqlens_k": int32(0)}
+    assert not varlen(**keys() | none).any()
+
+
+def test_a_plan_that_no_kernel_could_count() -> None:
+    """Lengths are int32, and so is every number of a plan, on a GPU: their product need not be."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    cache, scale = greenfast.PagedKVCache(2, 16, 2, 64, device="meta").layer(), meta(dtype=torch.float32)
+    lengths = (meta(65), meta(64), scale, scale, None, None, None)
+    with pytest.raises(ValueError, match=r"max_seqlen_q: 2147483647, of 64 sequences; .* give the longest"):
+        attention_steps(
+            meta(70, 32, 64, dtype=torch.bfloat16), *cache[:2], meta(64, 2), *lengths, 2**31 - 1, (True, -1, -1), 0.0,
+            1.0, torch.bfloat16,
+        )  # fmt: skip

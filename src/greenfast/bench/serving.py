@@ -21,8 +21,10 @@ _CONTENDERS = {
     "prefill": (KERNEL, "varlen", *_FP8, *_BF16),
     "append": ("append", "copy"),
     "read": ("read_sum", "read_max", "read_norm"),
-    "host": ("kvcache", "kvcache_unplanned", *_FP8),
-}
+    "host": (
+        "kvcache", "kvcache_unplanned", "kvcache_appending", "varlen_decode", "append_last", "plan_update", *_FP8,
+    ),
+}  # fmt: skip
 
 
 def serving(groups: Sequence[str] = GROUPS, *, quick: bool = False, fa3_library: str = "") -> Comparison:

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -81,8 +82,68 @@ def _with_kvcache(planned: bool) -> Callable[[PagedInputs], Ready]:
     return prepare
 
 
+@dataclass(frozen=True)
+class _Last:
+    """The last token of each sequence, as a step of decoding appends it: what is in the cache is written again."""
+
+    k: Tensor  # (sequences, kv_heads, head_dim), as V
+    v: Tensor
+    at: Tensor  # positions, int64
+    slots: Tensor
+    scale: Tensor  # (kv_heads,)
+    angles: tuple[Tensor, Tensor]  # cosines and sines that turn nothing
+
+    @classmethod
+    def of(cls, inputs: PagedInputs) -> _Last:
+        at = inputs.used.long() - 1
+        k, v = (x[inputs.used.cumsum(0) - 1] for x in inputs.rows)
+        slots = inputs.tables[0].long().gather(1, (at // PAGE).unsqueeze(1)).squeeze(1) * PAGE + at % PAGE
+        cos = torch.ones(inputs.longest, inputs.head_dim // 2, device=at.device)
+        return cls(k, v, at, slots, inputs.scale[0], (cos, torch.zeros_like(cos)))
+
+
+def _appending_kvcache(inputs: PagedInputs) -> Ready:
+    """With the last token of each sequence as new K and V, which the call rotates and writes."""
+    q, plan, last, past = inputs.q.unsqueeze(1), _plan(inputs), _Last.of(inputs), inputs.used - 1
+    k, v = last.k.unsqueeze(1), last.v.unsqueeze(1)
+    return Ready(
+        lambda: flash_attn_with_kvcache(
+            q, inputs.k_codes, inputs.v_groups, k, v, rotary_cos=last.angles[0], rotary_sin=last.angles[1],
+            cache_seqlens=past, page_table=inputs.tables[0], k_descale=last.scale, v_descale=last.scale, causal=True,
+            scheduler_metadata=plan,
+        )
+    )  # fmt: skip
+
+
+def _append_last(inputs: PagedInputs) -> Ready:
+    last = _Last.of(inputs)
+    cos, sin = last.angles
+    return Ready(
+        lambda: append_kv(
+            inputs.q, last.k, last.v, inputs.k_codes, inputs.v_groups, last.slots, k_scale=last.scale,
+            v_scale=last.scale, cos=cos, sin=sin, positions=last.at,
+        )
+    )  # fmt: skip
+
+
+def _varlen_of_decode(inputs: PagedInputs) -> Ready:
+    """A query of each sequence over keys in bfloat16 that are in no cache."""
+    (k, v), ends = inputs.rows, torch.nn.functional.pad(inputs.used.cumsum(0), (1, 0)).int()
+    return Ready(lambda: flash_attn_varlen_func(inputs.q, k, v, inputs.starts, ends, 1, inputs.longest, causal=True))
+
+
 def _make_plan(inputs: PagedInputs) -> Ready:
     return Ready(lambda: _plan(inputs).tensor)
+
+
+def _update_plan(inputs: PagedInputs) -> Ready:
+    plan = _plan(inputs)
+
+    def update() -> Tensor:
+        plan.update()
+        return plan.tensor
+
+    return Ready(update)
 
 
 def _given(inputs: PagedInputs, precision: Precision) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
@@ -204,6 +265,12 @@ CONTENDERS = {
         Contender("append", "append", "none", *_OWN, _append),
         Contender("kvcache", "flash_attn_with_kvcache, planned", "fp8", *_OWN, _with_kvcache(True)),
         Contender("kvcache_unplanned", "flash_attn_with_kvcache", "fp8", *_OWN, _with_kvcache(False)),
+        Contender(
+            "kvcache_appending", "flash_attn_with_kvcache, planned, with k and v", "fp8", *_OWN, _appending_kvcache
+        ),
+        Contender("varlen_decode", "flash_attn_varlen_func without a cache", "fp8", *_OWN, _varlen_of_decode),
+        Contender("append_last", "append_kv", "none", *_OWN, _append_last, attention=False),
+        Contender("plan_update", "ServingPlan.update", "none", *_OWN, _update_plan, attention=False),
         Contender("vllm_fa3", "FA3 FP8 (vLLM)", "fp8", *_LIBRARY, _vllm("fp8")),
         Contender("vllm_fa3_bf16", "FA3 bf16 (vLLM)", "bf16", *_LIBRARY, _vllm("bf16")),
         Contender("vllm_fa3_plan", "FA3's plan (vLLM)", "none", *_LIBRARY, _vllm_plan, attention=False),

@@ -20,12 +20,14 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name}: {value!r}; True or False is needed, not a {type(value).__name__}")
 
 
-def check_length(name: str, value: object) -> None:
-    """Raises TypeError for anything but a whole number, ValueError for a negative one."""
+def check_length(name: str, value: object, most: int | None = None) -> None:
+    """Raises TypeError for anything but a whole number, ValueError for a negative one and above ``most``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
         raise TypeError(f"{name}: {value!r}; a whole number is needed, not a {type(value).__name__}")
     if value < 0:
         raise ValueError(f"{name}: {value}; 0 or more is needed")
+    if most is not None and not value <= most:
+        raise ValueError(f"{name}: {value}; at most {most} is allowed")
 
 
 def causal_of(is_causal: bool, alignment: str) -> int:

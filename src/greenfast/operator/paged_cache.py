@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from greenfast.operator.arguments import check_length
 from greenfast.operator.quantized import HEAD_DIMS, check_choice
-from greenfast.operator.serving_checks import PAGE_SIZES
+from greenfast.operator.serving_checks import PAGE_SIZES, check_strided
 from greenfast.operator.serving_pages import KVPages, empty_pages
 
 
@@ -43,7 +44,8 @@ class PagedKVCache:
         v_scale: Tensor | None = None,
     ) -> None:
         """Raises TypeError and ValueError, naming the argument, for sizes and choices that no kernel takes."""
-        for name, n in (("pages", pages), ("kv_heads", kv_heads), ("layers", layers)):
+        sizes = {"pages": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim, "layers": layers}
+        for name, n in sizes.items():
             check_length(name, n)
         for name, n, allowed in (("page_size", page_size, PAGE_SIZES), ("head_dim", head_dim, HEAD_DIMS)):
             if n not in allowed:
@@ -115,17 +117,25 @@ class PagedKVCache:
         """
         rows = [self._pages[s] for s in sequences]
         most = max([1, *map(len, rows)])
-        if max_pages is not None and max_pages < most:
-            raise ValueError(f"max_pages: {max_pages}; a sequence has {most}")
+        if max_pages is not None:
+            check_length("max_pages", max_pages)
+            if max_pages < most:
+                raise ValueError(f"max_pages: {max_pages}; a sequence has {most}")
         width = max_pages or most
-        table = torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32).view(-1, width)
-        return table.to(self._device)
+        table = np.full((len(rows), width), -1, dtype=np.int32)
+        for row, pages in zip(table, rows, strict=True):
+            row[: len(pages)] = pages
+        return torch.from_numpy(table).to(self._device)
 
     def slot_mapping(self, sequences: Sequence[Hashable], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
         """Slots of tokens starts[i] .. starts[i] + counts[i] - 1 of each sequence, int64 (sum(counts),).
 
         Raises KeyError for a sequence that is not known, ValueError for tokens that it has no page for.
         """
+        if not len(sequences) == len(starts) == len(counts):
+            raise ValueError(
+                f"starts, counts: {len(starts)} and {len(counts)} for {len(sequences)} sequences; one of each is needed"
+            )
         slots: list[int] = []
         for name, start, count in zip(sequences, starts, counts, strict=True):
             row, size = self._pages[name], self.page_size
@@ -133,13 +143,18 @@ class PagedKVCache:
                 raise ValueError(
                     f"starts, counts: {count} tokens from {start} of {name!r}, whose pages have {len(row) * size}"
                 )
-            slots += [row[t // size] * size + t % size for t in range(start, start + count)]
-        return torch.tensor(slots, dtype=torch.int64).to(self._device)
+            while count > 0:  # a page at a time
+                page, place = row[start // size] * size, start % size
+                here = min(count, size - place)
+                slots += range(page + place, page + place + here)
+                start, count = start + here, count - here
+        return torch.from_numpy(np.array(slots, dtype=np.int64)).to(self._device)
 
 
 def _given(scale: Tensor | None, name: str, kv_heads: int, device: torch.device) -> Tensor:
     if scale is None:
         return torch.ones((), device=device)
+    check_strided(name, scale)
     if scale.dtype != torch.float32 or scale.device != device or tuple(scale.shape) not in ((), (kv_heads,)):
         raise ValueError(
             f"{name}: {scale.dtype} {tuple(scale.shape)} on {scale.device}; "

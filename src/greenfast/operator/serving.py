@@ -11,7 +11,7 @@ from torch import Tensor
 from greenfast.operator import serving_ops
 from greenfast.operator.arguments import check_flag, check_length, number
 from greenfast.operator.quantized import HEAD_DIMS
-from greenfast.operator.serving_checks import MOST_GROUPED
+from greenfast.operator.serving_checks import MOST_GROUPED, MOST_LENGTH, check_strided
 
 #: Of tensors whose gradient no result could refuse when it is asked for.
 NO_GRADIENT_OF = "{}: a gradient is required, of which there is none; use torch.no_grad()"
@@ -43,9 +43,10 @@ def append_kv(
     kv_heads, page_size) are written, one for each token and head; scales of () or (kv_heads,) are read.
     slot_mapping: int64 (tokens,), page * page_size + place in the page; negative ones are not written. Two tokens must
     not have the same slot.
-    q_weight, k_weight: (head_dim,), of an RMS norm of each head, with ``eps``. cos, sin: (positions, rotary_dim / 2) of
-    a rotation of the first rotary_dim columns, by the rows that ``positions``, (tokens,), names; ``interleaved``
-    rotates columns 2i and 2i + 1 together, else i and i + rotary_dim / 2.
+    q_weight, k_weight: (head_dim,), of an RMS norm of each head, with ``eps``; with q both or neither. cos, sin:
+    (positions, rotary_dim / 2) of a rotation of the first rotary_dim columns, by the rows that ``positions``,
+    (tokens,), names: one that is not there makes Q and K NaN. ``interleaved`` rotates columns 2i and 2i + 1 together,
+    else i and i + rotary_dim / 2.
 
     Returns Q for attention, contiguous and of q's dtype, or None without q. There are no gradients: one that reaches Q
     raises NotImplementedError, and without q an input that requires one does.
@@ -81,7 +82,8 @@ class ServingPlan:
     ) -> None:  # fmt: skip
         """Raises TypeError, ValueError and NotImplementedError, naming the argument, where no call has such a batch."""
         for name, x in (("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
-            if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.dim() != 1:
+            check_strided(name, x)
+            if x.dtype != torch.int32 or x.dim() != 1:
                 raise TypeError(f"{name}: {kind(x)}; an int32 tensor of one dimension is needed")
         if cu_seqlens_q.shape[0] != seqused_k.shape[0] + 1:
             raise ValueError(
@@ -96,7 +98,7 @@ class ServingPlan:
             ("head_dim", head_dim),
             ("max_seqlen_q", max_seqlen_q),
         ):
-            check_length(name, n)
+            check_length(name, n, MOST_LENGTH)
         if head_dim not in HEAD_DIMS:
             raise NotImplementedError(f"head_dim: {head_dim}; allowed: {', '.join(map(str, HEAD_DIMS))}")
         if kv_heads == 0 or heads % kv_heads or not 1 <= heads // kv_heads <= MOST_GROUPED:
@@ -140,8 +142,8 @@ def window_of(causal: bool, window_size: Any) -> tuple[int, int]:
     for n in (left, right):
         if not isinstance(n, int | torch.SymInt) or isinstance(n, bool):
             raise TypeError(f"window_size: {window_size!r}; whole numbers are needed")
-        if n < -1:
-            raise ValueError(f"window_size: {window_size!r}; numbers of at least -1 are needed")
+        if not -1 <= n < 2**63:
+            raise ValueError(f"window_size: {window_size!r}; numbers of at least -1 and below 2**63 are needed")
     return left, 0 if causal else right
 
 

@@ -15,11 +15,13 @@ from greenfast.operator.quantized import DTYPES
 from greenfast.operator.serving import NO_GRADIENT_OF, ServingPlan, kind, requires_grad, window_of
 from greenfast.operator.serving_checks import (
     E4M3,
+    MOST_LENGTH,
     check_append_once,
     check_attention_once,
     check_keys,
     check_out,
     check_starts,
+    check_strided,
     check_values,
     checks_values,
 )
@@ -46,7 +48,7 @@ class Call:
     ) -> None:  # fmt: skip
         if causal is not True and causal is not False:
             check_flag("causal", causal)
-        self.q = q if q.stride(-1) == 1 else q.contiguous()
+        self.q = rows_of("q", q)
         self.cu_seqlens_q, self.max_seqlen_q = cu_seqlens_q, max_seqlen_q
         self.scale = q.shape[-1] ** -0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
         self.mask = (causal, *window_of(causal, window_size))
@@ -100,7 +102,8 @@ class Call:
     ) -> Result:  # fmt: skip
         """Attention over keys that are in no cache: they are quantized into temporary pages first."""
         for name, x in (("k", k), ("v", v)):
-            if not isinstance(x, Tensor) or x.dim() != 3:
+            check_strided(name, x)
+            if x.dim() != 3:
                 raise ValueError(f"{name}: {kind(x)}; without block_table (total_k, kv_heads, head_dim) is needed")
         starts = self.cu_seqlens_q
         if not isinstance(starts, Tensor) or starts.dim() != 1 or starts.shape[0] == 0:
@@ -109,12 +112,12 @@ class Call:
             raise ValueError(f"cu_seqlens_k: {kind(cu_seqlens_k)}; as cu_seqlens_q, without block_table it is needed")
         if cu_seqlens_k.dtype != torch.int32:
             raise TypeError(f"cu_seqlens_k: its dtype is {cu_seqlens_k.dtype}; allowed: torch.int32")
-        check_length("max_seqlen_k", max_seqlen_k)
+        check_length("max_seqlen_k", max_seqlen_k, MOST_LENGTH)
         total, batch = k.shape[0], cu_seqlens_k.shape[0] - 1
         given = k.dtype == E4M3
         if not given and (scales[1] is not None or scales[2] is not None):
             raise ValueError(f"k_descale, v_descale: given for k of {k.dtype}, which is quantized here; None is needed")
-        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+        k, v = rows_of("k", k), rows_of("v", v)
         pages = empty_pages(page_count(total, batch) + given, PAGE, k.shape[1], k.shape[2], k.device, grouped=not given)
         if not given:
             scales = (scales[0], pages.k_scale, pages.v_scale)
@@ -147,12 +150,11 @@ class Call:
         cos, sin, seqlens, interleaved = rotary
         batch = used.shape[0]
         shape = "batch, seqlen_new" if starts is None else "total_new"
+        if interleaved is not True and interleaved is not False:
+            check_flag("rotary_interleaved", interleaved)
         for name, x in (("k", k), ("v", v)):
-            if (
-                not isinstance(x, Tensor)
-                or x.dim() != (4 if starts is None else 3)
-                or (starts is None and x.shape[0] != batch)
-            ):
+            check_strided(name, x)
+            if x.dim() != (4 if starts is None else 3) or (starts is None and x.shape[0] != batch):
                 raise ValueError(f"{name}: {kind(x)}; ({shape}, kv_heads, head_dim) is needed, batch {batch}")
         for name, given, count in (("cu_seqlens_k_new", starts, batch + 1), ("rotary_seqlens", seqlens, batch)):
             if given is not None and (
@@ -174,7 +176,7 @@ class Call:
                 )
         if starts is None:
             starts = constant(self.q, "arange", new, batch)
-        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+        k, v = rows_of("k", k), rows_of("v", v)
         q, scales = self.q if rotates else None, tuple(one(self.q) if x is None else x for x in scales[:3])
         if self.q.dtype != E4M3:
             scales = (None, *scales[1:])
@@ -253,6 +255,12 @@ def _readable(first: Tensor, *others: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not checks_values(first):
         return False
     return all(x is None or type(x) is Tensor for x in (first, *others))
+
+
+def rows_of(name: str, x: Tensor) -> Tensor:
+    """x with dense rows. Raises TypeError for nested and sparse tensors."""
+    check_strided(name, x)
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def one(like: Tensor) -> Tensor:

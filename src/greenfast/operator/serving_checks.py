@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from itertools import pairwise
 from typing import Any
@@ -20,6 +19,9 @@ MOST_GROUPED = 16  # query heads of a KV head
 CHECK_PAGES = "GREENFAST_CHECK_PAGES"
 _CHECKS_PAGES = os.environ.get(CHECK_PAGES, "0") not in ("", "0")
 
+#: Lengths are int32, and numbers are float32 in the kernels.
+MOST_LENGTH = 2**31 - 1
+_MOST_FLOAT = torch.finfo(torch.float32).max
 _ROW_BYTES = 16  # of which the beginnings of rows are multiples
 _FLOATS = (*DTYPES, torch.float32)
 #: Names of the operators' arguments as errors have them: FlashAttention's names follow.
@@ -61,12 +63,18 @@ def check_append_once(*args: Any) -> None:
     _once(check_append, args[:13], args[13:])
 
 
-def _tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...], like: Tensor | None, more: str = "") -> None:
+def check_strided(name: str, x: Any) -> None:
+    """Raises TypeError for what is no tensor, and for nested and sparse ones, which have no strides."""
     shown = _SHOWN.get(name, name)
     if not isinstance(x, Tensor):
         raise TypeError(f"{shown}: a torch.Tensor is needed, got {type(x).__name__}")
     if x.is_nested or x.layout is not torch.strided:
         raise TypeError(f"{shown}: it is nested or sparse; a strided tensor is needed")
+
+
+def _tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...], like: Tensor | None, more: str = "") -> None:
+    check_strided(name, x)
+    shown = _SHOWN.get(name, name)
     if x.dtype not in dtypes:
         raise TypeError(f"{shown}: its dtype is {x.dtype}; allowed: {', '.join(map(str, dtypes))}{more}")
     if like is not None and x.device != like.device:
@@ -97,9 +105,15 @@ def _dense(name: str, x: Tensor) -> None:
         raise ValueError(f"{_SHOWN.get(name, name)}: it is not contiguous, strides {x.stride()}")
 
 
+def _apart(name: str, x: Tensor) -> None:
+    """Raises ValueError where elements lie in the same memory, which expand() makes."""
+    if any(step == 0 and n > 1 for n, step in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError(f"{name}: its strides are {x.stride()}; elements that share memory cannot be written")
+
+
 def _number(name: str, value: Any, least: float, *, above: bool = False) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name}: {value}; a finite number is needed")
+    if isinstance(value, float) and not abs(value) <= _MOST_FLOAT:
+        raise ValueError(f"{name}: {value}; a finite number of float32 is needed")
     if value < least or (above and value == least):
         raise ValueError(f"{name}: {value}; a number {'above' if above else 'of at least'} {least:g} is needed")
 
@@ -173,7 +187,7 @@ def check_attention(
     if seqused_k.dim() != 1:
         raise ValueError(f"{_SHOWN['seqused_k']}: its shape is {tuple(seqused_k.shape)}; (batch,) is needed")
     batch = seqused_k.shape[0]
-    _shape("cu_seqlens_q", cu_seqlens_q, ((batch + 1,), "batch + 1"))
+    _shape("cu_seqlens_q", cu_seqlens_q, ((batch + 1,), f"batch + 1, batch being that of {_SHOWN['seqused_k']}"))
     if block_table.dim() != 2 or block_table.shape[0] != batch:
         shape = tuple(block_table.shape)
         raise ValueError(f"{_SHOWN['block_table']}: its shape is {shape}; ({batch}, max_pages) is needed")
@@ -199,6 +213,8 @@ def check_attention(
     if out_dtype not in DTYPES:
         raise TypeError(f"out: dtype {out_dtype}; allowed: {', '.join(map(str, DTYPES))}")
     _number("max_seqlen_q", max_seqlen_q, 0)
+    if max_seqlen_q > MOST_LENGTH:
+        raise ValueError(f"max_seqlen_q: {max_seqlen_q}; at most {MOST_LENGTH} is allowed")
     _number("window_size", window_left, -1)
     _number("window_size", window_right, -1)
     _number("softcap", softcap, 0)
@@ -210,8 +226,7 @@ def check_out(out: Tensor, q: Tensor, dtype: torch.dtype) -> None:
     _tensor("out", out, (dtype,), q)
     _shape("out", out, (tuple(q.shape), "as q"))
     _rows("out", out)
-    if any(step == 0 and n > 1 for n, step in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError(f"out: its strides are {out.stride()}; rows that share memory cannot be written")
+    _apart("out", out)
 
 
 def check_append(
@@ -238,6 +253,9 @@ def check_append(
     _shape("slot_mapping", slot_mapping, ((tokens,), "tokens"))
     _dense("slot_mapping", slot_mapping)
     _check_scales(k_cache, k_scale, v_scale, None, k)
+    of_tokens = {"k_scale": k_scale, "v_scale": v_scale} if k_scale.dim() == 3 else {}
+    for name, written in ({"k_cache": k_cache, "v_cache": v_cache} | of_tokens).items():
+        _apart(name, written)
     for name, x in (("q_weight", q_weight), ("k_weight", k_weight)):
         if x is not None:
             _tensor(name, x, _FLOATS, k)
@@ -245,6 +263,8 @@ def check_append(
             _dense(name, x)
     if q_weight is not None and q is None:
         raise ValueError("q_weight: given without q")
+    if q is not None and (q_weight is None) != (k_weight is None):
+        raise NotImplementedError("q_weight, k_weight: one is None; with q both are given, or neither")
     _check_rotation(cos, sin, positions, k)
     _number("eps", eps, 0)
 

@@ -165,7 +165,7 @@ def _attention_plan(
         return scale.stride()[:2] if scale.dim() > 1 else (0, *scale.stride()) if scale.dim() else (0, 0)  # type: ignore[return-value]
 
     blocks, window = attention.grid_blocks(config, multiprocessors), _window(*mask)
-    needed = attention.plan_words(config, sizes, blocks)
+    needed = _plan_words(config, sizes, blocks)
     if plan is not None and plan.numel() != needed:
         raise ValueError(
             f"plan (scheduler_metadata): {plan.numel()} elements, {needed} are needed; it was made for another "
@@ -214,7 +214,7 @@ def plan(
         config, sizes = _plan_sizes(batch, max_seqlen_q, heads, kv_heads, head_dim)
         window = _window(causal, window_left, window_right)
         step = Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
-        size = attention.plan_words(config, sizes, attention.grid_blocks(config, multiprocessors))
+        size = _plan_words(config, sizes, attention.grid_blocks(config, multiprocessors))
         names = ("cu_seqlens_q", "seqused_k", "plan")
         found = cached(_PLANS, options, Plan(device, (step,), names, work_elements=size), _MOST_PLANS)
     if into is not None and (into.shape != (found.work_elements,) or into.dtype != torch.int32):
@@ -245,6 +245,17 @@ def _plan_sizes(
         table_entries=0,
     )  # fmt: skip
     return config, sizes
+
+
+def _plan_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
+    """As ``attention.plan_words``. Raises ValueError for more than the kernels can count."""
+    words = attention.plan_words(config, sizes, blocks)
+    if words >= 2**31:
+        raise ValueError(
+            f"max_seqlen_q: {sizes.max_q_len}, of {sizes.sequences} sequences; their plan would have {words} numbers, "
+            "2**31 - 1 are allowed: give the longest sequence's queries"
+        )
+    return words
 
 
 def slots_plan(
@@ -334,13 +345,11 @@ _IN_VECTORS = tuple(
 
 
 def _append_plan(given: tuple[Tensor | None, ...], eps: float, interleaved: bool) -> Plan:
-    q, k, v, k_cache, v_cache, _, k_scale, v_scale, q_weight, k_weight, cos, sin, positions = given
+    q, k, v, k_cache, v_cache, _, k_scale, v_scale, _, k_weight, cos, sin, positions = given
     assert k is not None and v is not None and k_cache is not None and v_cache is not None  # noqa: PT018
     assert k_scale is not None and v_scale is not None  # noqa: PT018
     device = k.get_device()
     _hopper(device)
-    if q is not None and (q_weight is None) != (k_weight is None):
-        raise NotImplementedError("q_weight, k_weight: one is None; on a GPU both are given, or neither")
     grouped, per_token = v_cache.dim() == 5, k_scale.dim() == 3
     config = AppendConfig(
         head_dim=k.shape[2],

@@ -195,6 +195,8 @@ def paged_attention_out(*args: Any, lse: bool = True) -> Tensor:
     """The same with the output written to the last argument; returns the log-sum-exp."""
     if _direct(*args[:11], args[18]):
         return _attention_out_cuda(*args, lse=lse)
+    if not torch.compiler.is_compiling():
+        check_out(args[18], args[0], args[17])
     found: Tensor = _PAGED_ATTENTION_OUT(*_checked(check_attention_once, args[:18]), args[18])
     return found
 

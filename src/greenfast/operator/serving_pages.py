@@ -101,6 +101,9 @@ def token_slots(
     positions of the first new tokens, ``before`` by default.
     """
     device, batch = starts.device, starts.shape[0] - 1
+    if batch == 0:
+        none = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+        return Slots(none, torch.zeros_like(none), starts.new_empty(0), starts.new_empty((0, max_pages)))
     new = torch.arange(tokens, dtype=torch.int64, device=device)
     of_sequence = sequences_of(starts, new)
     inside = new - starts.long()[of_sequence]
@@ -126,9 +129,12 @@ def sequences_of(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
 
 
 def copy_codes(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
-    """Write codes (tokens, kv_heads, head_dim) to pages, of which the last is spare, for tokens of no sequence."""
+    """Write codes (tokens, kv_heads, head_dim) to pages, of which the last is spare, for tokens of no sequence.
+
+    Slots beyond it, of lengths that lie, go there too: a GPU would give up its context for an index outside.
+    """
     spare = (pages.k_cache.shape[0] - 1) * PAGE
-    at = torch.where(slots < 0, spare, slots)
+    at = torch.where((slots < 0) | (slots > spare), spare, slots)
     for x, cache in ((k, pages.k_cache), (v, pages.v_cache)):
         cache.view(torch.uint8).flatten(0, 1)[at] = x.view(torch.uint8)
 
