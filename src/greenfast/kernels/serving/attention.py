@@ -356,7 +356,8 @@ def launch(
         # Where rows of 16 keys are turned in place, both panels of them lie side by side.
         keys = KEY_GROUP if config.turns_values and panel < config.head_dim else sizes.page
         maps.append(rows("v_cache", strides.v, keys))
-    return Launch(grid=(blocks, 1, 1), args=(params, *maps), early=True)
+    # Blocks wait for each other: a launch that the GPU cannot hold whole is to be refused, and none to hold half of it.
+    return Launch(grid=(blocks, 1, 1), args=(params, *maps), early=True, cooperative=True)
 
 
 def _batch(sizes: ServingSizes, window: tuple[int, int]) -> tuple[np.generic, ...]:

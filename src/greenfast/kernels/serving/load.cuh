@@ -214,11 +214,11 @@ __device__ __forceinline__ void fetch_factors(const AttentionParams& p, Storage<
   constexpr int kThreads = 32 * T::kFactorWarps, kOwn = kTile / kThreads;
   const int thread = threadIdx.x % 128 - 32;
   Ring<T::kFactorStages> ring;
-  unsigned tiles = 0;  // so far
+  unsigned tiles = 0, q_parity = 0;  // so far; of this work
   const Plan plan = plan_of(p);
   Schedule schedule;
   schedule.start(plan);
-  for (Work work; schedule.get(plan, p.kv_heads, work);) {
+  for (Work work; schedule.get(plan, p.kv_heads, work); q_parity ^= 1) {
     const BlockTable table(p, work.tile.sequence);
     const int stop = work.stop_tile();
     for (int tile = work.first_tile(); tile < stop; ++tile, ++tiles, ring.advance()) {
@@ -236,8 +236,11 @@ __device__ __forceinline__ void fetch_factors(const AttentionParams& p, Storage<
       }
       if constexpr (T::kStages > 1) {
         shared.v_empty[s].wait(ring.parity ^ 1);
+      } else if (tile == work.first_tile()) {
+        // The last two tiles of the work before may both be over by now, and a barrier tells only one phase from the next.
+        shared.q_empty.wait(q_parity);
       } else if (tiles >= 2) {
-        shared.v_empty[0].wait(tiles % 2);  // of the tile two before
+        shared.v_empty[0].wait(tiles % 2);  // of the tile two before: that of the one before needs this tile's factors
       }
       for (int i = 0; i < kOwn; ++i) {
         const int at = thread + i * kThreads;
