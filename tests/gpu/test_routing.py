@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import greenfast
-from greenfast.operator import switch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 attention = torch.nn.functional.scaled_dot_product_attention
@@ -92,7 +91,6 @@ def test_compiled_with_gradients() -> None:
         assert error(mine, theirs) < 2e-2
 
 
-@pytest.mark.skipif(switch._REDISPATCH is None, reason="this PyTorch has no redispatch_function (2.13 and later)")
 def test_multi_head_attention() -> None:
     layer = nn.MultiheadAttention(512, 4, batch_first=True, dtype=torch.float16, device="cuda").eval()
     x = torch.randn(1, 600, 512, dtype=torch.float16, device="cuda")
