@@ -44,7 +44,7 @@ OPERATOR_RECORD = COMPARED[0][2]
 ROUTING_RULES, ROUTING_RECORDS = "src/greenfast/operator/measured.json", ("evidence/routing-h200.json", OPERATOR_RECORD)
 ROUTING_PAGE = "docs/operator.md"
 TILING_RULES, TILING_RECORDS = "src/greenfast/kernels/attention/tilings.json", "evidence/hopper-tilings-h200"
-MODELS_PAGE, MODELS_RECORD = "docs/integrations.md", "evidence/models-h200.json"
+MODELS_PAGE, MODELS_RECORDS = "docs/integrations.md", "evidence/models*-h200.json"
 BATCHING_PAGE, BATCHING_RECORDS = "docs/serving.md", "evidence/continuous-batching*-h200.json"
 
 Evidence = Sequence[tuple[str, AnyRecord]]
@@ -213,11 +213,13 @@ def _benchmark_pages(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
     """These pages, and those with tables of benchmarks/ for which there are records."""
     found = dict(pages)
     tables = []
-    if (root / MODELS_RECORD).is_file():
-        tables.append((MODELS_PAGE, "models", models_table(json.loads((root / MODELS_RECORD).read_bytes()))))
-    batching = [json.loads(file.read_bytes()) for file in sorted(root.glob(BATCHING_RECORDS))]
-    if batching:
-        tables.append((BATCHING_PAGE, "batching", batching_table(batching)))
+    for name, block, pattern, table in (
+        (MODELS_PAGE, "models", MODELS_RECORDS, models_table),
+        (BATCHING_PAGE, "batching", BATCHING_RECORDS, batching_table),
+    ):
+        records = [json.loads(file.read_bytes()) for file in sorted(root.glob(pattern))]
+        if records:
+            tables.append((name, block, table(records)))
     for name, block, content in tables:
         page = root / name
         found[page] = fill(found.get(page) or page.read_text(encoding="utf-8"), block, content, name)
