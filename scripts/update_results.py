@@ -212,17 +212,14 @@ def _tilings(root: Path) -> dict[Path, str]:
 def _benchmark_pages(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
     """These pages, and those with tables of benchmarks/ for which there are records."""
     found = dict(pages)
-    tables = []
     for name, block, pattern, table in (
         (MODELS_PAGE, "models", MODELS_RECORDS, models_table),
         (BATCHING_PAGE, "batching", BATCHING_RECORDS, batching_table),
     ):
         records = [json.loads(file.read_bytes()) for file in sorted(root.glob(pattern))]
         if records:
-            tables.append((name, block, table(records)))
-    for name, block, content in tables:
-        page = root / name
-        found[page] = fill(found.get(page) or page.read_text(encoding="utf-8"), block, content, name)
+            page = root / name
+            found[page] = fill(found.get(page) or page.read_text(encoding="utf-8"), block, table(records), name)
     return found
 
 
