@@ -177,6 +177,29 @@ def test_auto_aligns_masks_and_casts_as_asked(rules: None) -> None:
     assert torch.equal(found, functional.scaled_dot_product_attention(q, k, v).float())
 
 
+@pytest.mark.parametrize("enable_gqa", [False, True])
+def test_auto_leaves_rows_without_keys_zero(rules: None, enable_gqa: bool) -> None:
+    """By PyTorch as by the kernels; PyTorch's own are NaN."""
+    q, k, v = tensors(length=14, keys=8, heads=4 if enable_gqa else 2)
+    wanted = greenfast.sdpa(q, k, v, is_causal=True, causal_alignment="lower_right", enable_gqa=enable_gqa)
+    forms: Any = ({"is_causal": True, "causal_alignment": "lower_right"}, {"attn_mask": causal_lower_right(14, 8)})
+    for more in forms:
+        assert not greenfast.explain(q, k, v, enable_gqa=enable_gqa, precision="auto", **more).taken
+        found = greenfast.sdpa(q, k, v, enable_gqa=enable_gqa, precision="auto", **more)
+        assert torch.equal(found[:, :, :6], torch.zeros_like(found[:, :, :6]))
+        assert float((found - wanted).norm() / wanted.norm()) < 0.08
+
+
+def test_auto_takes_a_mask_that_masks_nothing_with_either_alignment(rules: None) -> None:
+    q, k, v = tensors(length=8, keys=12)
+    everything = torch.ones(8, 12, dtype=torch.bool)
+    for alignment in ("upper_left", "lower_right"):
+        more: Any = {"is_causal": True, "causal_alignment": alignment, "precision": "auto"}
+        assert torch.equal(greenfast.sdpa(q, k, v, everything, **more), greenfast.sdpa(q, k, v, **more))
+    with pytest.raises(ValueError, match="attn_mask: with causal_alignment"):
+        greenfast.sdpa(q, k, v, everything.tril(), **more)
+
+
 def test_auto_with_the_log_sum_exp_is_fp8(rules: None) -> None:
     q, k, v = tensors(length=8)
     found = greenfast.sdpa(q, k, v, precision="auto", return_lse=True)

@@ -103,6 +103,14 @@ def test_other_modes_see_what_is_left() -> None:
     assert functional.scaled_dot_product_attention in seen
 
 
+def test_booleans_are_numbers_where_pytorch_takes_them_so() -> None:
+    with greenfast.use(min_length=0) as routed:
+        found = functional.scaled_dot_product_attention(Q, K, V, scale=True, dropout_p=False)
+        functional.scaled_dot_product_attention(Q, K, V, dropout_p=True)
+    assert torch.equal(found, greenfast.sdpa(Q, K, V, scale=1.0))
+    assert (routed.taken, routed.fallen_back) == (1, {"dropout_p: the kernels have no dropout": 1})
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_multi_head_attention(grad: bool) -> None:
     torch.manual_seed(0)

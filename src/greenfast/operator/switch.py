@@ -182,6 +182,8 @@ class _Routing(TorchFunctionMode):
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         settings = self.settings
+        dropout_p = float(dropout_p) if isinstance(dropout_p, bool) else dropout_p  # PyTorch takes True for 1
+        scale = float(scale) if isinstance(scale, bool) else scale
         if sharded():  # nothing is left to PyTorch: what a context_parallel does not compute is an error there
             whole: Tensor = sdpa(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=settings.precision
