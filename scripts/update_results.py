@@ -192,10 +192,9 @@ def _compared_pages(root: Path) -> dict[Path, str]:
 
 def _routing(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
     """These pages, the rules of ``greenfast.use`` from the records of times, and the page with their tables."""
-    records = [(path, read_benchmark(root / path)) for path in ROUTING_RECORDS if (root / path).is_file()]
-    if not records:
+    if not (root / ROUTING_RECORDS[0]).is_file():
         return pages
-    found = rules(records)
+    found = rules([(path, read_benchmark(root / path)) for path in ROUTING_RECORDS if (root / path).is_file()])
     page = root / ROUTING_PAGE
     text = pages.get(page) or page.read_text(encoding="utf-8")
     for block, against in (("routing", TORCH), ("routing-fa3", FA3)):
