@@ -28,8 +28,8 @@ _CONTENDERS = (*_OWN, "torch", "fa3_bf16")
 _TOKENS, _HIDDEN = 16384, 2048
 #: An output that is further from exact attention is wrong, not rounded.
 _LIMIT = 0.2
-#: Rows of Q in a tile of attention, and the tiles that fill a GPU: nearly two for each of 132 multiprocessors.
-_TILE, _FULL = 128, 256
+#: Rows of Q in a tile of attention, and the tiles that fill a GPU: two for each of 132 multiprocessors.
+_TILE, _FULL = 128, 264
 
 _Floats = npt.NDArray[np.float64]
 _Flags = npt.NDArray[np.bool_]
@@ -49,7 +49,7 @@ def shapes() -> tuple[Shape, ...]:
     ):
         found.append(_shape(d, group, _TOKENS // s, s, s, causal))
     for d, group, s, kv in product((64, 128, 256), (1, 8), (16, 128, 1024), (8192, 32768)):
-        batches = (1, 4096 // max(s, _TILE)) if kv == 8192 else (1,)
+        batches = (1, 5120 // max(s, _TILE)) if kv == 8192 else (1,)
         found += [_shape(d, group, b, s, kv, 0) for b in batches]
     return tuple(found)
 
