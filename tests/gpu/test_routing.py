@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -53,6 +54,28 @@ def test_measured_rules_decide_by_default() -> None:
     assert (routed.taken, routed.fallen_back.total()) == (1, 1)
     with greenfast.use(precision="auto"):
         assert torch.equal(attention(long, long, long), greenfast.sdpa(long, long, long, precision="auto"))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_measured_rules_decide_in_a_graph(inside: bool) -> None:
+    q = torch.randn(4, 16, 8192, 64, device="cuda", dtype=torch.bfloat16)
+
+    def model(q: Tensor) -> Tensor:
+        return -attention(q, q, q)
+
+    def routed(q: Tensor) -> Tensor:
+        with greenfast.use("auto"):
+            out = model(q)
+        return out
+
+    torch._dynamo.reset()
+    compiled = torch.compile(routed if inside else model, fullgraph=True, dynamic=True)
+    for given in (q, q[:, :, :96]):
+        with nullcontext() if inside else greenfast.use("auto"):
+            found = compiled(given)
+        wanted = routed(given)
+        assert error(found, wanted) < 5e-3
+    assert greenfast.explain(q, q, q, precision="auto").taken
 
 
 def test_autocast() -> None:

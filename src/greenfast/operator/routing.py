@@ -148,7 +148,8 @@ def _faster(query: Tensor, form: Form, precision: str) -> tuple[str, str]:
     flop = 4 * batch * heads * queries * keys * width // (2 if form.causal else 1)
     for found, least_reuse, least_keys, least_flop, quote in rules:
         if reuse >= least_reuse and keys >= least_keys and flop >= least_flop:
-            return found, f"{found} {quote}"
+            # A string of this package: torch.compile (2.13) cannot ask for the type of a part of a graph's constant.
+            return PRECISIONS_AND_AUTO[PRECISIONS_AND_AUTO.index(found)], f"{found} {quote}"
     known = "; ".join(f"{found} {quote}" for found, _, _, _, quote in rules) or "no measured shapes show it"
     return "", f"not known to be faster than PyTorch here: {known}"
 

@@ -167,12 +167,20 @@ def _auto(
     if blind > 0:
         q, causal = q[..., blind:, :], 1
     if causal == 2:
-        attn_mask = importlib.import_module(BIAS).causal_lower_right(q.shape[-2], k.shape[-2])
+        attn_mask = _lower_right(q, k)
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask, dropout_p, causal == 1, scale=scale, enable_gqa=enable_gqa
     )
     out = torch.nn.functional.pad(out, (0, 0, blind, 0)) if blind > 0 else out
     return out.float() if widened else out
+
+
+def _lower_right(query: Tensor, key: Tensor) -> Any:
+    """The causal mask that is aligned at the last key: a bias that PyTorch has kernels for, or booleans in a graph."""
+    rows, keys = query.shape[-2], key.shape[-2]
+    if torch.compiler.is_compiling():  # it cannot trace an import
+        return torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)
+    return importlib.import_module(BIAS).causal_lower_right(rows, keys)
 
 
 def _other_form(
