@@ -32,7 +32,7 @@ def batching_table(records: Sequence[Mapping[str, Any]]) -> str:
                  f"{run['peak_gib']:.1f}")
             )  # fmt: skip
     header = ("model", "attention", "prompts", "new tokens/s", "ms of attention, of all kernels", "peak GiB")
-    return "\n\n".join([_table(header, rows), *dict.fromkeys(map(_source, records))])
+    return f"{_table(header, rows)}\n\n{_source(records[0])}"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
