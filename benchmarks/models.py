@@ -1,11 +1,13 @@
 """Milliseconds of transformer layers of true size, with PyTorch's attention and under greenfast.use; and their errors.
 
-python -m benchmarks.models [--model flux wan llama] [--attention torch cudnn fp8 int8 auto] [--rounds 5] [--json FILE]
+python -m benchmarks.models [--model flux llama ...] [--attention torch cudnn fp8 int8 auto] [--rounds 5] [--json FILE]
 
 Models have random weights and few layers of the published width: Flux (24 heads, 4,096 tokens of an image and 512 of
 text), Wan 14B (40 heads; 480p is 32,760 tokens for 81 frames, 720p 75,600) and Llama 3 8B (32 heads over 8, 8,192
-tokens, causal), all of head dim 128. The attentions of a model run in turn, another first in each round. Then Q, K and
-V of each attention are taken from the model, and the error of some rows of the output is given against float64.
+tokens, causal), all of head dim 128; four steps of Wan of which the first and the last are in 16 bits; and of
+torch.nn.TransformerEncoderLayer a vision transformer as wide as ViT-L (16 heads of 64) on an image of 2048 x 2048 in
+patches of 16, which is 16,384 tokens. The attentions of a model run in turn, another first in each round. Then Q, K
+and V of each attention are taken from the model, and the error of some rows of the output is given against float64.
 diffusers and transformers are needed for the models of each.
 """
 
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -31,6 +33,7 @@ from greenfast.bench.graphs import event, order
 from greenfast.judge.environment import device_info, git_state, package_versions
 from greenfast.judge.store import to_json, write_whole
 from greenfast.numerics.attention import attention
+from greenfast.operator.switch import multi_head_attention
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 ATTENTIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -124,11 +127,39 @@ def llama(device: str, small: bool) -> Model:
     return Model(lambda: model(tokens, use_cache=False).last_hidden_state, 2, tokens.shape[1])
 
 
+def vit(device: str, small: bool) -> Model:
+    """Two of PyTorch's own layers, whose attention is torch.nn.MultiheadAttention, on the patches of an image."""
+    width, heads, side = (128, 2, 8) if small else (1024, 16, 128)
+
+    def layer() -> nn.Module:
+        return nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+
+    model = _made(lambda: nn.Sequential(layer(), layer()), device)
+    tokens = _normal(1, side * side, width, device=device)
+    return Model(lambda: model(tokens), 2, side * side)
+
+
+def wan_steps(device: str, small: bool) -> Model:
+    """Four steps of a layer of Wan at 480p, the first and the last with PyTorch's attention, as docs/ has it."""
+    step = MODELS["wan_480p"](device, small)
+
+    def call() -> Tensor:
+        outs = []
+        for index in range(4):
+            with nullcontext() if 0 < index < 3 else greenfast.use(min_length=10**9):
+                outs.append(step.call())
+        return torch.cat(outs)
+
+    return Model(call, 4, step.tokens)
+
+
 MODELS: dict[str, Callable[[str, bool], Model]] = {
     "flux": flux,
     "wan_480p": _wan((21, 60, 104)),
     "wan_720p": _wan((21, 90, 160)),
+    "wan_steps": wan_steps,
     "llama": llama,
+    "vit": vit,
 }
 
 
@@ -152,6 +183,9 @@ class _Recorded(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.nn.functional.multi_head_attention_forward:
+            with self:  # it calls attention
+                return multi_head_attention()(*args, **kwargs)
         if func is not _SDPA:
             return func(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

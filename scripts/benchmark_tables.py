@@ -6,18 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def models_table(record: Mapping[str, Any]) -> str:
+def models_table(records: Sequence[Mapping[str, Any]]) -> str:
     """Milliseconds by model and attention, and the errors of the attention; of benchmarks/models.py."""
     rows = []
-    plain = {run["model"]: run["median_ms"] for run in record["runs"] if run["attention"] == "torch"}
-    for run in record["runs"]:
-        gain = plain[run["model"]] / run["median_ms"]
-        rows.append(
-            (run["model"], f"{run['tokens']:,}", run["attention"], f"{run['median_ms']:.2f}", f"{gain:.3f}x",
-             str(run["taken"]), ", ".join(f"{e:.4f}" for e in run["errors"]), f"{run['difference']:.4f}")
-        )  # fmt: skip
+    for record in records:
+        plain = {run["model"]: run["median_ms"] for run in record["runs"] if run["attention"] == "torch"}
+        for run in record["runs"]:
+            gain = plain[run["model"]] / run["median_ms"]
+            rows.append(
+                (run["model"], f"{run['tokens']:,}", run["attention"], f"{run['median_ms']:.2f}", f"{gain:.3f}x",
+                 str(run["taken"]), ", ".join(f"{e:.4f}" for e in run["errors"]), f"{run['difference']:.4f}")
+            )  # fmt: skip
     header = ("model", "tokens", "attention", "ms", "speed", "calls routed", "errors of attention", "output differs by")
-    return f"{_table(header, rows)}\n\n{_source(record)}"
+    return "\n\n".join([_table(header, rows), *dict.fromkeys(map(_source, records))])
 
 
 def batching_table(records: Sequence[Mapping[str, Any]]) -> str:

@@ -24,6 +24,7 @@ from greenfast.judge.report.ladder import console_form, ladder_table
 from greenfast.judge.report.markdown import report
 from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.tasks import find_task
+from greenfast.operator.measured import FA3, TORCH
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.freshness import CURRENT, STALE, Freshness, worst
 from scripts.benchmark_tables import batching_table, models_table
@@ -40,10 +41,10 @@ COMPARED = (
     ("docs/serving.md", "serving", "evidence/serving-h200.json"),
 )
 OPERATOR_RECORD = COMPARED[0][2]
-ROUTING_RULES, ROUTING_RECORD = "src/greenfast/operator/measured.json", "evidence/routing-h200.json"
+ROUTING_RULES, ROUTING_RECORDS = "src/greenfast/operator/measured.json", ("evidence/routing-h200.json", OPERATOR_RECORD)
 ROUTING_PAGE = "docs/operator.md"
 TILING_RULES, TILING_RECORDS = "src/greenfast/kernels/attention/tilings.json", "evidence/hopper-tilings-h200"
-MODELS_PAGE, MODELS_RECORD = "docs/integrations.md", "evidence/models-h200.json"
+MODELS_PAGE, MODELS_RECORDS = "docs/integrations.md", "evidence/models*-h200.json"
 BATCHING_PAGE, BATCHING_RECORDS = "docs/serving.md", "evidence/continuous-batching*-h200.json"
 
 Evidence = Sequence[tuple[str, AnyRecord]]
@@ -190,16 +191,15 @@ def _compared_pages(root: Path) -> dict[Path, str]:
 
 
 def _routing(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
-    """These pages, the rules of ``greenfast.use`` from the record of routing, and the page with their table."""
-    if not (root / ROUTING_RECORD).is_file():
+    """These pages, the rules of ``greenfast.use`` from the records of times, and the page with their tables."""
+    if not (root / ROUTING_RECORDS[0]).is_file():
         return pages
-    record = read_benchmark(root / ROUTING_RECORD)
-    found = rules(record)
-    device = record.device.name if record.device else ""
-    data = {"device": device, "record": ROUTING_RECORD, "rules": found}
+    found = rules([(path, read_benchmark(root / path)) for path in ROUTING_RECORDS if (root / path).is_file()])
     page = root / ROUTING_PAGE
-    text = fill(pages.get(page) or page.read_text(encoding="utf-8"), "routing", rules_table(found), ROUTING_PAGE)
-    return {**pages, page: text, root / ROUTING_RULES: to_json(data)}
+    text = pages.get(page) or page.read_text(encoding="utf-8")
+    for block, against in (("routing", TORCH), ("routing-fa3", FA3)):
+        text = fill(text, block, rules_table(found, against), ROUTING_PAGE)
+    return {**pages, page: text, root / ROUTING_RULES: to_json({"rules": found})}
 
 
 def _tilings(root: Path) -> dict[Path, str]:
@@ -211,15 +211,14 @@ def _tilings(root: Path) -> dict[Path, str]:
 def _benchmark_pages(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
     """These pages, and those with tables of benchmarks/ for which there are records."""
     found = dict(pages)
-    tables = []
-    if (root / MODELS_RECORD).is_file():
-        tables.append((MODELS_PAGE, "models", models_table(json.loads((root / MODELS_RECORD).read_bytes()))))
-    batching = [json.loads(file.read_bytes()) for file in sorted(root.glob(BATCHING_RECORDS))]
-    if batching:
-        tables.append((BATCHING_PAGE, "batching", batching_table(batching)))
-    for name, block, content in tables:
-        page = root / name
-        found[page] = fill(found.get(page) or page.read_text(encoding="utf-8"), block, content, name)
+    for name, block, pattern, table in (
+        (MODELS_PAGE, "models", MODELS_RECORDS, models_table),
+        (BATCHING_PAGE, "batching", BATCHING_RECORDS, batching_table),
+    ):
+        records = [json.loads(file.read_bytes()) for file in sorted(root.glob(pattern))]
+        if records:
+            page = root / name
+            found[page] = fill(found.get(page) or page.read_text(encoding="utf-8"), block, table(records), name)
     return found
 
 

@@ -182,8 +182,8 @@ def test_the_record_and_its_report_are_kept(session: Session, run: Run) -> None:
 def test_without_shapes_all_are_timed_and_errors_compared(session: Session, run: Run) -> None:
     record = run(None).record
     assert len({row.shape for row in record.rows}) == 22
-    assert len(record.rows) == 22 * 5
-    assert sum(row.grid for row in record.rows) == 18 * 5
+    assert len(record.rows) == 22 * 6
+    assert sum(row.grid for row in record.rows) == 18 * 6
     inputs = [row for row in record.accuracy if row.series == "inputs"]
     assert {(row.dims["D"], row.inputs) for row in inputs} == {
         (d, kind) for d in (64, 128) for kind in ("normal", "outliers")

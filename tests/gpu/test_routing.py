@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import greenfast
-from greenfast.operator import switch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 attention = torch.nn.functional.scaled_dot_product_attention
@@ -56,6 +56,28 @@ def test_measured_rules_decide_by_default() -> None:
         assert torch.equal(attention(long, long, long), greenfast.sdpa(long, long, long, precision="auto"))
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_measured_rules_decide_in_a_graph(inside: bool) -> None:
+    q = torch.randn(4, 16, 8192, 64, device="cuda", dtype=torch.bfloat16)
+
+    def model(q: Tensor) -> Tensor:
+        return -attention(q, q, q)
+
+    def routed(q: Tensor) -> Tensor:
+        with greenfast.use("auto"):
+            out = model(q)
+        return out
+
+    torch._dynamo.reset()
+    compiled = torch.compile(routed if inside else model, fullgraph=True, dynamic=True)
+    for given in (q, q[:, :, :96]):
+        with nullcontext() if inside else greenfast.use("auto"):
+            found = compiled(given)
+        wanted = routed(given)
+        assert error(found, wanted) < 5e-3
+    assert greenfast.explain(q, q, q, precision="auto").taken
+
+
 def test_autocast() -> None:
     q, k, v = (x.float() for x in inputs(512))
     with torch.autocast("cuda", torch.float16), greenfast.use(min_length=0) as routed:
@@ -92,7 +114,6 @@ def test_compiled_with_gradients() -> None:
         assert error(mine, theirs) < 2e-2
 
 
-@pytest.mark.skipif(switch._REDISPATCH is None, reason="this PyTorch has no redispatch_function (2.13 and later)")
 def test_multi_head_attention() -> None:
     layer = nn.MultiheadAttention(512, 4, batch_first=True, dtype=torch.float16, device="cuda").eval()
     x = torch.randn(1, 600, 512, dtype=torch.float16, device="cuda")

@@ -14,13 +14,16 @@ import greenfast
 benchmark: Any = importlib.import_module("benchmarks.models")
 
 
-def test_a_model_is_run_with_each_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", ["llama", "vit"])
+def test_a_model_is_run_with_each_attention(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(benchmark.ATTENTIONS, "fp8", lambda: greenfast.use("fp8", min_length=0))
     file = tmp_path / "models.json"
-    command = "--small --rounds 1 --device cpu --model llama --attention torch fp8 int8"
+    command = f"--small --rounds 1 --device cpu --model {model} --attention torch fp8 int8"
     plain, fp8, int8 = benchmark.main([*command.split(), "--json", str(file)])
-    assert (plain.taken, fp8.taken, int8.taken) == (0, 2, 0), "128 tokens are routed only where that is asked for"
-    assert (plain.difference, int8.difference) == (0.0, 0.0)
+    assert (plain.taken, fp8.taken, int8.taken) == (0, 2, 0), "short sequences are routed only where that is asked for"
+    assert plain.difference == 0.0
+    # any mode turns off the fast path of PyTorch's layers, which rounds elsewhere
+    assert 0 < int8.difference < 0.004 if model == "vit" else int8.difference == 0.0
     assert 0.001 < fp8.difference < 0.1
     assert fp8.torch_errors == plain.errors == int8.errors
     assert all(e < 0.005 for e in plain.errors)

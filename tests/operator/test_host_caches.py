@@ -128,6 +128,21 @@ def test_a_repeated_call_launches_what_a_first_one_does(gpu: PretendedGpu, monke
     monkeypatch.undo()
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_view_that_negates_memory_goes_through_the_dispatcher(
+    gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """The kernels read memory, where the imaginary part of a conjugate has the other sign."""
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr(ops, "SDPA", lambda *args: "dispatched")
+    q, k, v = tensors(2, 2, 64, 64, 64, torch.float16, False)
+    given = [q, k, v]
+    given[place] = torch._neg_view(given[place])
+    assert greenfast.sdpa(q, k, v) != "dispatched"
+    for _ in range(2):
+        assert greenfast.sdpa(*given) == "dispatched"
+
+
 class Subclass(Tensor):
     """As a module's parameter, or a DTensor, it must be seen."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -156,6 +157,14 @@ def test_an_argument_that_is_no_tensor() -> None:
         greenfast.sdpa(q, k.tolist(), v)
     with pytest.raises(ValueError, match=r"query: 1-D; .* is needed \(query \(64,\)"):
         greenfast.sdpa(q[0, 0, 0], k, v)
+
+
+def test_errors_name_what_came() -> None:
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match=r"is_causal: .*True.*; True or False is needed, not a numpy\.bool"):
+        greenfast.sdpa(q, k, v, is_causal=np.True_)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="precision: 'fp9'; allowed are 'fp8', 'int8', 'int8_fine'"):
+        torch.ops.greenfast.sdpa(q, k, v, "fp9", 0, 0.125)
 
 
 class Subclass(Tensor):

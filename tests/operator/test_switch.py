@@ -15,7 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils.checkpoint import checkpoint
 
 import greenfast
-from greenfast.operator import switch
 
 MASK = "attn_mask: the kernels take causal masks only"
 Q, K, V = torch.randn(3, 2, 4, 40, 64, generator=torch.Generator().manual_seed(40)).bfloat16()
@@ -104,6 +103,14 @@ def test_other_modes_see_what_is_left() -> None:
     assert functional.scaled_dot_product_attention in seen
 
 
+def test_booleans_are_numbers_where_pytorch_takes_them_so() -> None:
+    with greenfast.use(min_length=0) as routed:
+        found = functional.scaled_dot_product_attention(Q, K, V, scale=True, dropout_p=False)
+        functional.scaled_dot_product_attention(Q, K, V, dropout_p=True)
+    assert torch.equal(found, greenfast.sdpa(Q, K, V, scale=1.0))
+    assert (routed.taken, routed.fallen_back) == (1, {"dropout_p: the kernels have no dropout": 1})
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_multi_head_attention(grad: bool) -> None:
     torch.manual_seed(0)
@@ -121,13 +128,38 @@ def test_multi_head_attention(grad: bool) -> None:
     assert 0.01 < float((found - wanted).norm() / wanted.norm()) < 0.08
 
 
-def test_multi_head_attention_of_a_pytorch_without_redispatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(switch, "_REDISPATCH", None)
+def test_multi_head_attention_of_a_subclass_is_the_subclasses() -> None:
+    seen = []
+
+    class Mine(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
     layer = nn.MultiheadAttention(128, 2, batch_first=True, dtype=torch.bfloat16)
     x = torch.randn(2, 50, 128).bfloat16()
-    with greenfast.use(min_length=0):
-        found = layer(x, x, x, need_weights=False)[0]
-    assert torch.equal(found, layer(x, x, x, need_weights=False)[0])
+    mine = x.as_subclass(Mine)
+    with greenfast.use(min_length=0) as routed:
+        found = layer(mine, mine, mine, need_weights=False)[0]
+    assert functional.multi_head_attention_forward in seen
+    assert routed.taken == 0
+    assert torch.equal(found.as_subclass(Tensor), layer(x, x, x, need_weights=False)[0])
+
+
+def test_modes_around_multi_head_attention_see_what_it_calls() -> None:
+    seen = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    layer = nn.MultiheadAttention(128, 2, batch_first=True, dtype=torch.bfloat16)
+    x = torch.randn(2, 50, 128).bfloat16()
+    with Watch(), greenfast.use(min_length=10**9):
+        layer(x, x, x, need_weights=False)
+    assert {functional.linear, functional.scaled_dot_product_attention} <= set(seen)
 
 
 @pytest.mark.parametrize("causal", [False, True])

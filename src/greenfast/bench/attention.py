@@ -177,7 +177,7 @@ def sdpa_kernels(cells: Sequence[Cell]) -> dict[str, tuple[KernelSource, LaunchF
     for cell in cells:
         dims = cell.shape.dims
         q, k = meta_tensors(dims)
-        for precision in ("fp8", "int8"):
+        for precision in PRECISIONS:
             config = cuda.sdpa_config(target, q.shape[3], q.dtype, precision, dims.get("CAUSAL", 0))
             for number, step in enumerate(cuda.sdpa_steps(q, k, k, config, 1.0, target), 1):
                 facts = launch_facts(step.source, step.launch, dims)

@@ -1,12 +1,14 @@
-"""Which calls of attention are faster in FP8 or int8 than by PyTorch: the shapes to measure, and the rules found."""
+"""Which calls of attention are faster in 8 bits than in 16: the shapes to measure, and the rules found."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from greenfast.bench.attention import attention_bytes, flops, sdpa_kernels
 from greenfast.bench.comparison import Cell, Comparison, Limits
@@ -15,24 +17,40 @@ from greenfast.bench.ratios import by_shape, geometric_mean
 from greenfast.bench.record import Benchmark, Versus
 from greenfast.bench.session import Session
 from greenfast.judge.task import Shape
+from greenfast.operator.measured import FA3, TORCH
+from greenfast.operator.quantized import PRECISIONS
 
-PRECISIONS = ("fp8", "int8")
-_CONTENDERS = ("sdpa_fp8", "sdpa_int8", "torch")
+_TORCH = ("torch", "torch_flash", "torch_cudnn")
+#: What a call is otherwise computed by, and the contenders of which the fastest stands for that.
+RIVALS = {TORCH: _TORCH, FA3: (*_TORCH, "fa3_bf16")}
+_OWN = tuple(f"sdpa_{p}" for p in PRECISIONS)
+_CONTENDERS = (*_OWN, "torch", "fa3_bf16")
 _TOKENS, _HIDDEN = 16384, 2048
 #: An output that is further from exact attention is wrong, not rounded.
 _LIMIT = 0.2
+#: Rows of Q in a tile of attention, and the tiles that fill a GPU: two for each of 132 multiprocessors.
+_TILE, _FULL = 128, 264
 
-Thresholds: TypeAlias = "tuple[float, ...]"
+_Floats = npt.NDArray[np.float64]
+_Flags = npt.NDArray[np.bool_]
 
 
 def shapes() -> tuple[Shape, ...]:
-    """The shapes: by head dim, mask, heads that share K and V, lengths and batches; and of few queries on many keys."""
+    """The shapes: by head dim, mask, heads that share K and V, and length, each at one sequence and at a full GPU.
+
+    Powers of two; lengths between them at a full GPU; and few queries on many keys.
+    """
     found = []
     for d, group, causal in product((64, 128, 256), (1, 4), (0, 1)):
         for s in (512, 1024, 2048, 4096, 8192, 16384, 32768):
             found += [_shape(d, group, b, s, s, causal) for b in sorted({1, max(1, _TOKENS // s)})]
+    for d, causal, (group, s) in product(
+        (64, 128, 256), (0, 1), ((1, 768), (1, 1536), (4, 1536), (1, 3072), (1, 6144))
+    ):
+        found.append(_shape(d, group, _TOKENS // s, s, s, causal))
     for d, group, s, kv in product((64, 128, 256), (1, 8), (16, 128, 1024), (8192, 32768)):
-        found.append(_shape(d, group, 1, s, kv, 0))
+        batches = (1, 5120 // max(s, _TILE)) if kv == 8192 else (1,)
+        found += [_shape(d, group, b, s, kv, 0) for b in batches]
     return tuple(found)
 
 
@@ -44,13 +62,17 @@ def _shape(d: int, group: int, b: int, s: int, kv: int, causal: int) -> Shape:
 
 
 def routing() -> Comparison:
-    """greenfast.sdpa in both precisions and PyTorch's attention as it is called by default, on many shapes."""
+    """greenfast.sdpa, PyTorch's attention as it is called by default and FlashAttention-3, on many shapes."""
     cells = tuple(Cell(shape, _CONTENDERS, sampled=16, grid=True) for shape in shapes())
     return Comparison(
         name="routing",
         what="greenfast.sdpa and PyTorch's attention, by shape",
-        own=_CONTENDERS[:2],
-        versus=tuple(Versus(own=f"sdpa_{p}", rivals=["torch"], title=f"sdpa {p} / torch") for p in PRECISIONS),
+        own=_OWN,
+        versus=tuple(
+            Versus(own=f"sdpa_{p}", rivals=list(rivals), title=f"sdpa {p} / {name}")
+            for name, rivals in (("torch", ["torch"]), ("best bf16", ["torch", "fa3_bf16"]))
+            for p in PRECISIONS
+        ),
         timed=cells,
         accuracy=(),
         inputs={"normal": INPUTS["normal"]},
@@ -65,90 +87,135 @@ def routing() -> Comparison:
 
 @dataclass(frozen=True)
 class Point:
-    """A measured shape as the rules see it, and the times of PyTorch's call over greenfast's.
+    """A measured shape as the rules see it, and the times of 16-bit attention over greenfast's by precision.
 
-    reuse: queries that read one key, all heads of a group counted. work: billions of operations.
+    reuse: queries that read one key, all heads of a group counted. work: billions of operations. full: whether its
+    tiles fill a GPU; with fewer, 16-bit kernels leave multiprocessors idle, which a larger batch would not.
     """
 
     shape: str
     reuse: int
     keys: int
     work: float
+    full: bool
     gains: dict[str, float]
 
 
-def points(record: Benchmark) -> dict[tuple[int, bool], list[Point]]:
-    """The measured shapes by head dim and whether there is a causal mask; those without a time are left out."""
+def points(record: Benchmark, against: str) -> dict[tuple[int, bool], list[Point]]:
+    """The measured shapes by head dim and whether there is a causal mask; those without a time are left out.
+
+    against: one of RIVALS; for FA3 only shapes on which FlashAttention-3 was timed.
+    """
     found: dict[tuple[int, bool], list[Point]] = {}
     for shape, rows in by_shape(record.rows).items():
         times = {name: row.median_us for name, row in rows.items() if row.median_us is not None}
-        if len(times) < len(_CONTENDERS):
+        rivals = [times[name] for name in RIVALS[against] if name in times]
+        if not rivals or (against == FA3 and "fa3_bf16" not in times):
             continue
+        gains = {p: min(rivals) / times[f"sdpa_{p}"] for p in PRECISIONS if f"sdpa_{p}" in times}
         dims = next(iter(rows.values())).dims
-        gains = {p: times["torch"] / times[f"sdpa_{p}"] for p in PRECISIONS}
-        point = Point(shape, dims["S"] * dims["H"] // dims["HK"], dims["KV"], flops(dims) / 1e9, gains)
-        found.setdefault((dims["D"], bool(dims["CAUSAL"])), []).append(point)
+        reuse, keys = dims["S"] * dims["H"] // dims.get("HK", dims["H"]), dims.get("KV", dims["S"])
+        full = dims["B"] * dims["H"] * -(-dims["S"] // _TILE) >= _FULL
+        point = Point(shape, reuse, keys, flops(dims) / 1e9, full, gains)
+        found.setdefault((dims["D"], bool(dims.get("CAUSAL"))), []).append(point)
     return found
 
 
-def rules(record: Benchmark) -> list[dict[str, Any]]:
-    """A rule for each head dim, mask and precision that has one, as ``greenfast.operator.measured`` reads them.
+def rules(records: Sequence[tuple[str, Benchmark]]) -> list[dict[str, Any]]:
+    """Rules by rival, precision, head dim and mask, as ``greenfast.operator.measured`` reads them.
 
-    ``held_out``: the least gain on one half of the points under the rule of the other half; None where it takes none.
+    records: with their paths; a rule is of the first that has times for it. least: None where no rule was found.
     """
     found = []
-    for (head_dim, causal), of in sorted(points(record).items()):
-        for precision in PRECISIONS:
-            whole, half = (_rule(x, precision) for x in (of, of[::2]))
-            if whole is None:
-                continue
-            others = [p.gains[precision] for p in of[1::2] if half and _takes(half["least"], p)]
-            found.append(
-                {"head_dim": head_dim, "causal": causal, "precision": precision, **whole,
-                 "held_out": round(min(others), 3) if others else None}
-            )  # fmt: skip
+    for against, precision in product(RIVALS, PRECISIONS):
+        for path, record in records:
+            timed = {
+                key: [p for p in of if precision in p.gains] for key, of in sorted(points(record, against).items())
+            }
+            if any(timed.values()):
+                source = {"against": against, "record": path, "device": record.device.name if record.device else ""}
+                found += [
+                    {**source, "head_dim": head_dim, "causal": causal, "precision": precision, **_rule(of, precision)}
+                    for (head_dim, causal), of in timed.items()
+                ]
+                break
     return found
 
 
-def _rule(of: Sequence[Point], precision: str) -> dict[str, Any] | None:
-    """The least reuse, keys and work of calls to take, so that greenfast is slower on none of the points.
+def _rule(of: Sequence[Point], precision: str) -> dict[str, Any]:
+    """The least reuse, keys and work of calls to take, and what they gain.
 
-    Of all such thresholds at measured values those that gain most, which is the largest sum of logarithms; of equal
-    ones the lowest. None where greenfast is slower on the largest point of all.
+    held_out: the least gain of shapes that the rule made without them takes; None where there are none.
     """
-    values = [sorted({getattr(p, name) for p in of}) for name in ("reuse", "keys", "work")]
-    best: list[float] = []
-    chosen: Thresholds | None = None
-    for least in product(*values):
-        gains = [p.gains[precision] for p in of if _takes(least, p)]
-        if gains and min(gains) >= 1.0 and sum(map(math.log, gains)) > sum(map(math.log, best)):
-            best, chosen = gains, least
-    if chosen is None:
-        return None
+    sizes = np.array([(p.reuse, p.keys, p.work) for p in of], np.float64)
+    gains = np.array([p.gains[precision] for p in of])
+    full = np.array([p.full for p in of])
+    least = _least(sizes, gains, full)
+    if least is None:
+        return {"least": None, "shapes": 0, "of": len(of)}
+    taken = gains[_reach(sizes, least)]
+    held_out = []
+    for i in range(len(of)):
+        others = np.arange(len(of)) != i
+        without = _least(sizes[others], gains[others], full[others])
+        if without is not None and _reach(sizes[i], without):
+            held_out.append(float(gains[i]))
     return {
-        "least": list(chosen), "shapes": len(best), "of": len(of), "slowest": round(min(best), 3),
-        "mean": round(geometric_mean(best), 3), "fastest": round(max(best), 3),
+        "least": [int(least[0]), int(least[1]), float(least[2])], "shapes": len(taken), "of": len(of),
+        "slowest": round(float(taken.min()), 3), "mean": round(geometric_mean(list(taken)), 3),
+        "fastest": round(float(taken.max()), 3), "held_out": round(min(held_out), 3) if held_out else None,
     }  # fmt: skip
 
 
-def rules_table(found: Sequence[Mapping[str, Any]]) -> str:
-    """The rules as a table of Markdown."""
+def _least(sizes: _Floats, gains: _Floats, full: _Flags) -> _Floats | None:
+    """The thresholds (reuse, keys, work) that gain most, which is the largest sum of logarithms; None for none.
+
+    Greenfast must be slower on no shape that has at least half of each threshold: so a border lies between shapes that
+    gain, and what is taken lies behind it. Reuse and keys must be those of shapes that fill a GPU. Of thresholds that
+    take the same shapes, the highest reuse and keys, and the lowest work. sizes: (shapes, 3).
+    """
+    if not full.any():
+        return None
+    values = (np.unique(sizes[full, 0]), np.unique(sizes[full, 1]), np.unique(sizes[:, 2]))
+    thresholds = np.array(list(product(*values)))
+    taken = _reach(sizes, thresholds[:, None])
+    safe = np.where(_reach(sizes, thresholds[:, None] / 2), gains, np.inf).min(axis=1) >= 1.0
+    total = np.where(safe, np.where(taken, np.log(gains), 0.0).sum(axis=1), 0.0)
+    best = total == total.max()
+    if total.max() <= 0:
+        return None
+    least = sizes[taken[best][0]].min(axis=0)
+    least[2] = thresholds[best, 2].min()
+    return np.asarray(least)
+
+
+def _reach(sizes: _Floats, least: _Floats) -> _Flags:
+    return np.asarray((sizes >= least).all(axis=-1))
+
+
+def rules_table(found: Sequence[Mapping[str, Any]], against: str) -> str:
+    """The rules against a rival as a table of Markdown for a page in docs/, and the records that they are from."""
     lines = [
         "| head dim, mask | precision | queries to a key, keys, GFLOP at least | shapes taken | slowest, mean, fastest "
-        "against PyTorch | slowest of those held out |",
+        "of these | slowest of those held out |",
         "|---|---|---|---|---|---|",
     ]
-    for rule in found:
+    shown = [rule for rule in found if rule["against"] == against]
+    for rule in shown:
         mask = "causal" if rule["causal"] else "none"
-        least = ", ".join(f"{x:.3g}" if isinstance(x, float) else f"{x:,}" for x in rule["least"])
-        gains = ", ".join(f"{rule[name]:.2f}" for name in ("slowest", "mean", "fastest"))
-        held_out = "" if rule["held_out"] is None else f"{rule['held_out']:.2f}"
+        least = gains = held_out = ""
+        if rule["least"]:
+            least = ", ".join(f"{x:.3g}" if isinstance(x, float) else f"{x:,}" for x in rule["least"])
+            gains = ", ".join(f"{rule[name]:.2f}" for name in ("slowest", "mean", "fastest"))
+            held_out = "" if rule["held_out"] is None else f"{rule['held_out']:.2f}"
         lines.append(
             f"| {rule['head_dim']}, {mask} | {rule['precision']} | {least} | {rule['shapes']} of {rule['of']} "
             f"| {gains} | {held_out} |"
         )
-    return "\n".join(lines)
-
-
-def _takes(least: Sequence[float], point: Point) -> bool:
-    return point.reuse >= least[0] and point.keys >= least[1] and point.work >= least[2]
+    sources = []
+    for path, device in dict.fromkeys((rule["record"], rule["device"]) for rule in shown):
+        of = [rule for rule in shown if rule["record"] == path]
+        names = list(dict.fromkeys(rule["precision"] for rule in of))
+        count = sum(rule["of"] for rule in of) // len(names)
+        sources.append(f"{', '.join(names)} on [{count} shapes](../{path}) on {device}")
+    return "\n".join([*lines, *(["", f"Measured: {'; '.join(sources)}."] if sources else [])])

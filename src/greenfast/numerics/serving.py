@@ -109,7 +109,7 @@ def paged_attention(
     kv_heads, page_size = k_cache.shape[2], k_cache.shape[1]
     group = heads // kv_heads
     out = torch.zeros(total, heads, head_dim, dtype=out_dtype)
-    lse = torch.full((heads, total), -math.inf)
+    lse = torch.full((heads, total), -math.inf, dtype=torch.float32)
     options = _Options(causal, window, softcap, softmax_scale)
     for b, length in enumerate(seqused_k.tolist()):
         first, last = cu_seqlens_q[b : b + 2].tolist()
@@ -183,8 +183,8 @@ def _sequence(
     """The output (tokens, heads, head_dim), float32, and the log-sum-exp (heads, tokens) of one sequence."""
     heads, tokens, head_dim = codes.shape
     kv_heads = keys.k.shape[0]
-    out = torch.empty(heads, tokens, head_dim)
-    top, total = torch.empty(heads, tokens), torch.empty(heads, tokens)
+    out = torch.empty(heads, tokens, head_dim, dtype=torch.float32)
+    top, total = (torch.empty(heads, tokens, dtype=torch.float32) for _ in range(2))
     step = max(1, _MOST_SCORES // (heads * max(keys.k.shape[1] // _TILES, 1)))
     for first in range(0, tokens, step):
         rows = slice(first, min(first + step, tokens))
@@ -224,8 +224,8 @@ def _merged(
     begin = min(int(first.min()) // CHUNK_KEYS, keys.k.shape[1] // CHUNK_KEYS)
     end = max(-(-int(last.max()) // CHUNK_KEYS), begin)
     out = q.new_zeros(q.shape, dtype=torch.float32)
-    top = torch.full(q.shape[:2], -math.inf)
-    total = torch.zeros(q.shape[:2])
+    top = torch.full(q.shape[:2], -math.inf, dtype=torch.float32)
+    total = torch.zeros(q.shape[:2], dtype=torch.float32)
     if begin == end:
         return out, top, total
     of_chunks = _chunks(q, q_scale, keys, (first, last), slice(begin, end), options)
@@ -264,9 +264,9 @@ def _chunks(
         return x.view(x.shape[0], -1, _TILES, TILE_KEYS, *x.shape[2:])[:, chunks]
 
     k, v = tiles(keys.k), tiles(keys.v)
-    out = torch.zeros(*q.shape[:2], count, q.shape[2])
-    top = torch.full(out.shape[:3], -math.inf)
-    total = torch.zeros(out.shape[:3])
+    out = torch.zeros(*q.shape[:2], count, q.shape[2], dtype=torch.float32)
+    top = torch.full(out.shape[:3], -math.inf, dtype=torch.float32)
+    total = torch.zeros(out.shape[:3], dtype=torch.float32)
     rows_q = q_scale.view(*q_scale.shape, 1, 1)
     at = torch.arange(chunks.start * CHUNK_KEYS, chunks.stop * CHUNK_KEYS).view(count, _TILES, TILE_KEYS)
     first, last = (x.view(-1, 1, 1) for x in limits)
@@ -276,7 +276,7 @@ def _chunks(
             1
         )
         t = _exponents(raw, rows_q, k_scale, options)
-        divisor = torch.ones(())
+        divisor = torch.ones((), dtype=torch.float32)
         if keys.v_scale.shape[1] > 1:
             divisor = tiles(keys.v_scale)[:, None, :, j]
             t = t + _log2(divisor)

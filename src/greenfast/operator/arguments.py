@@ -17,7 +17,9 @@ _CAUSAL = {"upper_left": 1, "lower_right": 2}
 def check_flag(name: str, value: object) -> None:
     """Raises TypeError for anything but True and False, as PyTorch's attention does."""
     if value is not True and value is not False and not isinstance(value, torch.SymBool):
-        raise TypeError(f"{name}: {value!r}; True or False is needed, not a {type(value).__name__}")
+        kind = type(value)
+        given = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+        raise TypeError(f"{name}: {value!r}; True or False is needed, not a {given}")
 
 
 def check_length(name: str, value: object, most: int | None = None) -> None:

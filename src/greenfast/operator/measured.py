@@ -1,8 +1,9 @@
-"""Which calls of attention are faster here than by PyTorch, by rules that a measurement gave.
+"""Which calls of attention are faster here than in 16 bits, by rules that a measurement gave.
 
-measured.json comes from a record of ``greenfast bench routing`` by scripts/update_results.py: for each head dim, mask
-and precision the least reuse of a key (queries times heads of a group), number of keys, and work (4 B H S KV D
-operations, half of it with a mask) of calls that are taken. On no measured shape that a rule takes is greenfast slower.
+measured.json comes from the records of ``greenfast bench routing`` and ``operator`` by scripts/update_results.py: for
+each rival, head dim, mask and precision the least reuse of a key (queries times heads of a group), number of keys, and
+work (4 B H S KV D operations, half of it with a mask) of calls that are taken. On no measured shape with at least half
+of each is greenfast slower.
 """
 
 from __future__ import annotations
@@ -16,38 +17,45 @@ from typing import Any, TypeAlias
 #: class, as torch.compile has to keep it as a constant.
 Rule: TypeAlias = "tuple[str, int, int, float, str]"
 
+#: What computes a call otherwise: PyTorch's attention, or with FlashAttention-3 active in it the faster of the two.
+TORCH, FA3 = "PyTorch's attention", "PyTorch's attention and FlashAttention-3"
 HEAD_DIMS = (64, 128, 256)
-#: The target whose GPU was measured. On others, and with other head dims, a call needs so many queries and keys.
+#: The target whose GPU was measured. What was not measured needs so many queries and keys.
 TARGET = "sm_90a"
 UNMEASURED_LENGTH = 4096
+_AUTO = ("fp8", "int8")
 
 
 @cache
 def data() -> dict[str, Any]:
-    """measured.json: its ``device``, ``record`` and ``rules``, as ``greenfast.bench.routing.rules`` makes them."""
+    """measured.json: its ``rules``, as ``greenfast.bench.routing.rules`` makes them."""
     found: dict[str, Any] = json.loads(files(__package__).joinpath("measured.json").read_text(encoding="utf-8"))
     return found
 
 
 @cache
-def rules(head_dim: int, causal: bool, precision: str) -> tuple[Rule, ...]:
-    """The rules to try in turn: the precision's own, or with "auto" those of both, the one that gains more first.
+def rules(head_dim: int, causal: bool, precision: str, against: str) -> tuple[Rule, ...] | None:
+    """The rules to try in turn: the precision's own, or with "auto" those of fp8 and int8, that gaining more first.
 
-    head_dim: one of HEAD_DIMS. Empty where PyTorch was faster on every shape.
+    head_dim: one of HEAD_DIMS. against: TORCH or FA3. None where this was not measured, empty where nothing gains.
     """
+    wanted = _AUTO if precision == "auto" else (precision,)
     found = [
         rule
         for rule in data()["rules"]
-        if (rule["head_dim"], rule["causal"]) == (head_dim, causal) and precision in (rule["precision"], "auto")
+        if (rule["head_dim"], rule["causal"], rule["against"]) == (head_dim, causal, against)
+        and rule["precision"] in wanted
     ]
-    return tuple(_rule(rule) for rule in sorted(found, key=lambda rule: -rule["mean"]))
+    if not found:
+        return None
+    return tuple(_rule(rule) for rule in sorted(found, key=lambda rule: -rule.get("mean", 0)) if rule["least"])
 
 
 def _rule(rule: dict[str, Any]) -> Rule:
     reuse, keys, gflop = rule["least"]
     quote = (
-        f"{rule['slowest']:.2f} to {rule['fastest']:.2f} times as fast as PyTorch's attention on the {rule['shapes']} "
+        f"{rule['slowest']:.2f} to {rule['fastest']:.2f} times as fast as {rule['against']} on the {rule['shapes']} "
         f"of {rule['of']} measured shapes with at least {reuse} queries to a key, {keys} keys and {gflop:.3g} GFLOP "
-        f"({data()['device']}, {data()['record']})"
+        f"({rule['device']}, {rule['record']})"
     )
     return rule["precision"], reuse, keys, gflop * 1e9, quote

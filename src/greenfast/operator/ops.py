@@ -240,13 +240,14 @@ def may_skip_dispatcher(*tensors: Tensor) -> bool:
     """Whether an eager call on CUDA tensors may skip the dispatcher, a third of its host time: nothing observes it.
 
     False under torch.compile, tracing, modes such as FakeTensorMode, functorch transforms, dual numbers, autocast and
-    the profiler, where a gradient is wanted, and for subclasses of Tensor: these must see the registered operator.
+    the profiler, where a gradient is wanted, for subclasses of Tensor, and for views that negate what lies in memory
+    (the imaginary part of a conjugate): these must see the registered operator.
     """
     if torch.compiler.is_compiling():
         return False
     differentiable = torch.is_grad_enabled()
     for x in tensors:  # a comprehension would cost a microsecond
-        if type(x) is not Tensor or (differentiable and x.requires_grad):
+        if type(x) is not Tensor or (differentiable and x.requires_grad) or x.is_neg():
             return False
     return tensors[0].is_cuda and unobserved()
 

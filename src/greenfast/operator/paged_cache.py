@@ -153,7 +153,7 @@ class PagedKVCache:
 
 def _given(scale: Tensor | None, name: str, kv_heads: int, device: torch.device) -> Tensor:
     if scale is None:
-        return torch.ones((), device=device)
+        return torch.ones((), dtype=torch.float32, device=device)
     check_strided(name, scale)
     if scale.dtype != torch.float32 or scale.device != device or tuple(scale.shape) not in ((), (kv_heads,)):
         raise ValueError(

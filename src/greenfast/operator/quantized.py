@@ -34,8 +34,10 @@ def config_of(
     """How tensors of this head dim and dtype are quantized (see ``greenfast.quantize``).
 
     blocks: whether Q and K have scales per block, or per head. values: one of VALUE_SCALES; "block" needs ``blocks``,
-    and so does the precision FINE. Raises ValueError for other ``values``, and without ``blocks`` for these.
+    and so does the precision FINE. Raises ValueError for an unknown precision, for other ``values``, and without
+    ``blocks`` for these.
     """
+    check_choice("precision", precision, PRECISIONS)
     check_choice("value_scales", values, VALUE_SCALES)
     if values == "block" and not blocks:
         raise ValueError("value_scales: 'block' goes with scales='block', not 'head'")

@@ -104,7 +104,9 @@ def _per_head(x: Tensor, fmt: str, rows: int, factor: float = 1.0) -> tuple[Tens
     """
     blocks = [-(-x.shape[2] // rows)] if rows else []
     if x.numel() == 0:
-        return torch.zeros_like(x, dtype=torch.uint8), torch.ones(*x.shape[:2], *blocks, device=x.device)
+        return torch.zeros_like(x, dtype=torch.uint8), torch.ones(
+            *x.shape[:2], *blocks, dtype=torch.float32, device=x.device
+        )
     flat = x.flatten(0, 1)
     codes, scale = quantize_blocks(flat, fmt, rows, factor) if rows else formats.encode(flat, fmt, factor)
     return codes.view(x.shape), scale.view(*x.shape[:2], *blocks)
@@ -116,7 +118,7 @@ def rotation(size: int) -> Tensor:
     It is Sylvester's Hadamard matrix with row signs from a bent function (Rothaus, 1976; for 7 bits, of 6 of them), so
     that equal channels do not add up to one large number.
     """
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     bit = [torch.arange(size) >> n & 1 for n in range(8)]

@@ -88,8 +88,8 @@ def explain(
       - with shapes that cannot be broadcast or share heads unevenly, for which PyTorch raises its error;
       - on devices that have no kernel;
       - where query or key is shorter than ``min_length``;
-      - with a ``min_length`` of None or ``precision="auto"``, where PyTorch is faster by the rules of
-        ``greenfast.operator.measured``, whose measurement the reason quotes. A call quantizes all of Q, K and V. What
+      - with a ``min_length`` of None or ``precision="auto"``, where the rules of ``greenfast.operator.measured``
+        do not say that this is faster; the reason quotes their measurement. A call quantizes all of Q, K and V. What
         FP8 saves grows with queries x keys, what quantization costs with queries + keys, so both must be long: one
         query over a long cache, as in decoding, would quantize all of K and V again for every token. "auto" takes the
         faster precision.
@@ -134,23 +134,34 @@ def _faster(query: Tensor, form: Form, precision: str) -> tuple[str, str]:
     """The precision in which greenfast is faster than PyTorch, empty for none, and the measurement that says so."""
     batch, heads, queries, width = form.query
     keys, reuse = form.key[2], queries * heads // form.key[1]
+    if form.causal == 1 and keys > queries:  # the last keys are quantized, but nothing attends to them
+        keys, reuse = queries, reuse * queries // keys
+    elif form.causal == 2 and queries > keys:  # lower right: the first queries attend to nothing
+        queries, reuse = keys, reuse * keys // queries
     head_dim = next((d for d in measured.HEAD_DIMS if width == d), 0)
-    if not head_dim or not _covers(query):
+    rules = _rules(head_dim, form.causal > 0, precision) if head_dim and _covers(query) else None
+    if rules is None:
         least = measured.UNMEASURED_LENGTH
         quote = f"such calls have not been measured; they are taken from {least} queries and keys on"
         taken = queries >= least and keys >= least
         return ("fp8" if precision == "auto" else precision) if taken else "", quote
     flop = 4 * batch * heads * queries * keys * width // (2 if form.causal else 1)
-    rules = _rules(head_dim, form.causal > 0, precision)
     for found, least_reuse, least_keys, least_flop, quote in rules:
         if reuse >= least_reuse and keys >= least_keys and flop >= least_flop:
-            return found, f"{found} {quote}"
-    known = "; ".join(f"{found} {quote}" for found, _, _, _, quote in rules) or "it was on all measured shapes"
-    return "", f"PyTorch's own attention is as fast or faster: {known}"
+            # A string of this package: torch.compile (2.13) cannot ask for the type of a part of a graph's constant.
+            return PRECISIONS_AND_AUTO[PRECISIONS_AND_AUTO.index(found)], f"{found} {quote}"
+    known = "; ".join(f"{found} {quote}" for found, _, _, _, quote in rules) or "no measured shapes show it"
+    return "", f"not known to be faster than PyTorch here: {known}"
 
 
-def _rules(head_dim: int, causal: bool, precision: str) -> tuple[measured.Rule, ...]:
-    return measured.rules(head_dim, causal, precision)
+def _rules(head_dim: int, causal: bool, precision: str) -> tuple[measured.Rule, ...] | None:
+    return measured.rules(head_dim, causal, precision, measured.FA3 if _flash_replaced() else measured.TORCH)
+
+
+def _flash_replaced() -> bool:
+    """Whether the user has put a later FlashAttention behind PyTorch's attention."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # PyTorch 2.11 and later
+    return current is not None and current() is not None
 
 
 def _covers(query: Tensor) -> bool:

@@ -155,16 +155,32 @@ def _auto(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             precision="int8" if found.precision == "int8" else "fp8", causal_alignment=alignment, float32_as=float32_as,
         )  # fmt: skip
-    if is_causal and alignment == "lower_right":
-        if attn_mask is not None:
-            raise ValueError("attn_mask: cannot be combined with is_causal")
-        attn_mask, is_causal = importlib.import_module(BIAS).causal_lower_right(query.shape[-2], key.shape[-2]), False
+    causal = causal_of(is_causal, alignment)
+    form = form_of(query, key, value, attn_mask, dropout_of(dropout_p), causal, enable_gqa, float32_as)
+    if isinstance(form, Form):  # so the mask masks nothing, or is a CausalBias
+        attn_mask, causal = None, form.causal
+    elif causal == 2 and attn_mask is not None:
+        raise ValueError('attn_mask: with causal_alignment="lower_right" it cannot be combined with is_causal')
     widened = float32_as is not None and query.dtype == torch.float32
     q, k, v = (x.to(float32_as) if widened and x.dtype == torch.float32 else x for x in (query, key, value))
+    blind = q.shape[-2] - k.shape[-2] if causal == 2 else 0  # rows without keys, NaN in PyTorch
+    if blind > 0:
+        q, causal = q[..., blind:, :], 1
+    if causal == 2:
+        attn_mask = _lower_right(q, k)
     out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        q, k, v, attn_mask, dropout_p, causal == 1, scale=scale, enable_gqa=enable_gqa
     )
+    out = torch.nn.functional.pad(out, (0, 0, blind, 0)) if blind > 0 else out
     return out.float() if widened else out
+
+
+def _lower_right(query: Tensor, key: Tensor) -> Any:
+    """The causal mask that is aligned at the last key: a bias that PyTorch has kernels for, or booleans in a graph."""
+    rows, keys = query.shape[-2], key.shape[-2]
+    if torch.compiler.is_compiling():  # it cannot trace an import
+        return torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)
+    return importlib.import_module(BIAS).causal_lower_right(rows, keys)
 
 
 def _other_form(

@@ -278,7 +278,7 @@ def constant(like: Tensor, kind: str, step: Any = 0, count: Any = 0) -> Tensor:
         if found is not None:
             return found
     if kind == "one":
-        made = torch.ones((), device=device)
+        made = torch.ones((), dtype=torch.float32, device=device)
     else:
         made = torch.arange(count + 1, dtype=torch.int32, device=device) * step
     # Memory of a CUDA graph belongs to the graph, and a mode's tensors to the mode.

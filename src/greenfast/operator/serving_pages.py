@@ -44,7 +44,7 @@ def empty_pages(
 
     of_groups = (pages, kv_heads, page_size // KEY_GROUP, head_dim, KEY_GROUP)
     values = torch.empty(of_groups, dtype=E4M3, device=device) if grouped else rows()
-    k_scale, v_scale = (torch.empty(pages, kv_heads, page_size, device=device) for _ in range(2))
+    k_scale, v_scale = (torch.empty(pages, kv_heads, page_size, dtype=torch.float32, device=device) for _ in range(2))
     return KVPages(rows(), values, k_scale, v_scale)
 
 
@@ -66,7 +66,7 @@ def pages_in(memory: Tensor, page_size: int, kv_heads: int, head_dim: int) -> KV
     keys = k.view(E4M3).view(pages, kv_heads, page_size, head_dim).transpose(1, 2)
     values = v.view(E4M3).view(pages, kv_heads, *of_group)
     if memory.shape[1] == ends[2]:
-        one = torch.ones((), device=memory.device)
+        one = torch.ones((), dtype=torch.float32, device=memory.device)
         return KVPages(keys, values, one, one)
     of_keys, of_values = (x.view(torch.float32).view(pages, kv_heads, page_size) for x in scales)
     return KVPages(keys, values, of_keys, of_values)

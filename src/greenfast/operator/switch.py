@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Generator
 from contextlib import ContextDecorator
 from contextvars import ContextVar
@@ -22,7 +23,6 @@ from greenfast.operator.sdpa import sdpa
 
 _TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
 _TORCH_MHA = torch.nn.functional.multi_head_attention_forward
-_REDISPATCH: Any = getattr(torch.overrides, "redispatch_function", None)  # PyTorch 2.13 and later
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -36,8 +36,8 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
             model(x)
         print(routed.taken, routed.fallen_back)
 
-    It routes PyTorch's function under any name it was imported by, also in ``torch.nn.MultiheadAttention`` (which needs
-    PyTorch 2.13) and under torch.compile, where ``with greenfast.use():`` may be around the compiled call or inside it.
+    It routes PyTorch's function under any name it was imported by, also in ``torch.nn.MultiheadAttention``, and under
+    torch.compile, where ``with greenfast.use():`` may be around the compiled call or inside it.
     It can be entered again; if nested, the innermost one decides. precision, min_length: see ``explain``; by default
     calls are routed that are faster so. Inside a ``context_parallel`` of several ranks all are, and what that does
     not compute raises its error: PyTorch's attention would be of one rank's rows.
@@ -165,13 +165,13 @@ class _Routing(TorchFunctionMode):
         _INNERMOST.set(_innermost())
         _settle()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, overriding: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _TORCH_SDPA and self._decides():
             return self._attend(*args, **kwargs)
-        if func is _TORCH_MHA and _REDISPATCH is not None and not torch.compiler.is_compiling() and self._decides():
+        if func is _TORCH_MHA and set(overriding) <= {Tensor} and not torch.compiler.is_compiling() and self._decides():
             with self:  # this function calls attention, for which the mode has to be on the stack again
-                return _REDISPATCH(func, types, args, kwargs)
+                return multi_head_attention()(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _decides(self) -> bool:
@@ -182,6 +182,8 @@ class _Routing(TorchFunctionMode):
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         settings = self.settings
+        dropout_p = float(dropout_p) if isinstance(dropout_p, bool) else dropout_p  # PyTorch takes True for 1
+        scale = float(scale) if isinstance(scale, bool) else scale
         if sharded():  # nothing is left to PyTorch: what a context_parallel does not compute is an error there
             whole: Tensor = sdpa(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=settings.precision
@@ -200,6 +202,19 @@ class _Routing(TorchFunctionMode):
             )  # type: ignore[call-overload]  # fmt: skip
             return out
         return _TORCH_SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+@functools.cache
+def multi_head_attention() -> Callable[..., Any]:
+    """PyTorch's function, which asks no mode for another implementation before it computes.
+
+    PyTorch 2.13 has redispatch_function for that, with which outer modes do not see the function either.
+    """
+    func: Any = _TORCH_MHA
+    names = {**func.__globals__, "has_torch_function": lambda tensors: False}
+    body = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
 
 
 #: The innermost entry of a context. Tasks inherit it; it may have been left since.
