@@ -121,7 +121,9 @@ def test_gradients(ranks: Ranks, mesh: str, sizes: dict[str, Any], causal: bool,
     for name, mine, wanted, one in zip("qkv", found, tensors, alone, strict=True):
         assert wanted.grad is not None
         assert one.grad is not None
-        assert print(name, error(mine, wanted.grad) / error(one.grad, wanted.grad)) or True
+        # Ranks with copies of a head of K and V round their sums, of which the sum is rounded again: sqrt(2) as much.
+        copies = name != "q" and sizes["kv_heads"] < len(MESHES[mesh])
+        assert error(mine, wanted.grad) < (1.5 if copies else 1.001) * error(one.grad, wanted.grad), name
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
@@ -180,14 +182,21 @@ def test_pytorchs_attention_is_routed_and_checkpointed(ranks: Ranks) -> None:
     [
         ("rows", ("rank 0: sdpa by ring, query (1, 2, 128, 64)", "rank 1: sdpa by ring, query (1, 2, 64, 64)")),
         ("mask", ("causal False", "causal True")),
+        ("scale", ("scale 0.125", "scale 0.25")),
+        ("precision", ("fp8", "int8")),
+        ("return_lse", ("return_lse False", "return_lse True")),
+        ("layout", ("load_balance False", "load_balance True")),
+        ("unshard", ("rank 0: unshard along 2, (1, 2, 128, 64)", "rank 1: unshard along 2, (1, 2, 128, 8)")),
+        ("varlen lengths", ("cu_seqlens_q [0, 60, 128]", "cu_seqlens_q [0, 40, 128]")),
         ("refused", ("rank 1: query: a shard of 65 rows; two chunks of the same length are needed",)),
+        ("varlen refused", ("rank 1: q: torch.bfloat16 (1, 128, 2, 64); (total, heads, head_dim)",)),
     ],
 )
 def test_calls_that_differ_end_on_all_ranks(ranks: Ranks, kind: str, says: tuple[str, ...]) -> None:
     found = ranks("3", "mismatch", kind)
     for rank, one in enumerate(found):
         assert isinstance(one, ValueError), one
-        if kind != "refused" or rank != 1:
+        if "refused" not in kind or rank != 1:
             assert "the ranks of the group make different calls" in str(one)
             assert all(text in str(one) for text in says), one
     results(ranks("3", "attend", "ring", given(96), {}, True))  # they can go on together
@@ -212,7 +221,7 @@ def test_the_example_of_the_page(ranks: Ranks) -> None:
         assert error(out, alone.double()) < 0.05
 
 
-@pytest.mark.parametrize("when", ["ends", "hangs"])
+@pytest.mark.parametrize("when", ["before", "ends", "hangs", "exchanges"])
 def test_a_rank_that_is_lost_is_named(tmp_path: Any, when: str) -> None:
     with running(3, tmp_path, ["3"]) as ranks:
         began = time.monotonic()
@@ -233,6 +242,55 @@ def test_nothing_is_left_to_pytorch(ranks: Ranks) -> None:
 
 def test_placements_of_other_numbers_or_rows_are_refused(ranks: Ranks) -> None:
     for refused in results(ranks("4", "placed")):
-        assert len(refused) == 5
+        assert len(refused) == 7
         assert all("query: a DTensor placed" in message for message in refused[:4])
-        assert "load_balance=False" in refused[4]
+        assert all("load_balance=False" in refused[i] for i in (4, 6))
+        assert "query (Shard(dim=1), Shard(dim=2)), key (Replicate(), Shard(dim=2))" in refused[5]
+
+
+def test_an_error_on_all_ranks_leaves_them_in_step(ranks: Ranks) -> None:
+    for found in results(ranks("3", "raised_on_all")):
+        assert found == ["in attend", "in _attend"]
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_autocast(ranks: Ranks, method: str) -> None:
+    for (dtype, *mine), (_, *wanted) in results(ranks("2", "under_autocast", method)):
+        assert dtype == "torch.bfloat16", "as outside"
+        for one, other in zip(mine, wanted, strict=True):
+            assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("mesh", ["1", "3"])
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_nothing_to_compute(ranks: Ranks, mesh: str, method: str) -> None:
+    for found in results(ranks(mesh, "nothing", method)):
+        assert found == [True] * 5, "no queries, keys, batches, heads, tokens"
+
+
+def test_a_mesh_of_one(ranks: Ranks) -> None:
+    assert results(ranks("1", "alone")) == [[True] * 3]
+
+
+def test_explanations_and_order(ranks: Ranks) -> None:
+    for ring, masked, left, order, functional in results(ranks("2", "other_calls")):
+        assert ring == "ring: ring was asked for"
+        assert masked.startswith("torch: attn_mask:")
+        assert left == "context_parallel: left, but not entered"
+        assert order
+        assert functional
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"timeout": float("nan")}, "timeout: nan; seconds above 0"),
+        ({"timeout": -1}, "timeout: -1"),
+        ({"timeout": "soon"}, "timeout: 'soon'"),
+        ({"method": "tree"}, "method: 'tree'; allowed are 'auto', 'ring', 'ulysses'"),
+    ],
+)
+def test_arguments(ranks: Ranks, options: dict[str, Any], says: str) -> None:
+    (found,) = ranks("1", "construct", options)
+    assert isinstance(found, TypeError | ValueError)
+    assert says in str(found)

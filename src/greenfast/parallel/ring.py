@@ -5,6 +5,7 @@ After Liu et al., "Ring Attention with Blockwise Transformers" (2023); what trav
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
@@ -68,12 +69,11 @@ def forward(
     plan = turns(group.rank, layout, key.shape[2], bool(causal))
     merged = Merged(of=sum(turn is not None for turn in plan))
     for number, turn in enumerate(plan):
-        works = group.exchange(here.buffer, there.buffer) if number + 1 < group.size else []
-        if turn is not None:
-            first, count, masked = turn
-            result = blocks.attend(query[:, :, first:], here, count, precision, masked, scale, with_lse)
-            merged.add(*result, first)
-        group.wait(*works)
+        with group.exchanging(here.buffer, there.buffer) if number + 1 < group.size else nullcontext():
+            if turn is not None:
+                first, count, masked = turn
+                result = blocks.attend(query[:, :, first:], here, count, precision, masked, scale, with_lse)
+                merged.add(*result, first)
         here, there = there, here
     lse = merged.lse
     if with_lse:

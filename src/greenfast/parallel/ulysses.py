@@ -119,7 +119,7 @@ class Exchange:
     def wait(self, coming: Coming) -> tuple[Tensor, ...]:
         """What ``send`` receives, in the order of the ranks."""
         received, work = coming
-        self.group.wait(work)
+        self.group.wait(received[0], work)
         places = self.group.places
         return tuple(x[places] for x in received) if places else received
 
