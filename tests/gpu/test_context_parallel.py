@@ -108,7 +108,7 @@ def test_dtensors_and_graphs(ranks: Ranks) -> None:
     assert np.array_equal(out, cases.sdpa(*whole(sizes), is_causal=True).float().cpu().numpy())
     assert placements == "(Shard(dim=2),)"
     assert "must be Shard(2)" in refused
-    for (eager, graph), _, _ in results(ranks("2", "compiled", sizes)):
+    for (eager, graph), _, _ in results(ranks("2", "compiled", "auto", sizes)):
         assert np.array_equal(graph[0], eager[0])
 
 

@@ -122,15 +122,15 @@ def as_dtensors(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
     return array(out.full_tensor()), str(out.placements), grads, refused
 
 
-def compiled(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
+def compiled(mesh: DeviceMesh, method: Any, given: dict[str, Any]) -> Any:
     """Outputs and gradients with and without torch.compile; and the same graph's and function's outside the context."""
-    cp = greenfast.context_parallel(mesh, "ring", timeout=_TIMEOUT)
+    cp = greenfast.context_parallel(mesh, method, timeout=_TIMEOUT)
     shards = [cp.shard(x, 2) for x in on(mesh, given)]
 
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return greenfast.sdpa(q, k, v, is_causal=True) * 2
 
-    graph = torch.compile(model, backend="aot_eager", fullgraph=True)
+    graph = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=method == "auto")
     alone = graph(*shards)
     found = []
     for call in (model, graph):

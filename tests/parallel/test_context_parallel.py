@@ -162,8 +162,9 @@ def test_dtensors(ranks: Ranks) -> None:
     assert "must be Shard(2)" in refused
 
 
-def test_compiled(ranks: Ranks) -> None:
-    for (eager, graph), alone, local in results(ranks("2", "compiled", given(128))):
+@pytest.mark.parametrize("method", ["ring", "auto"])
+def test_compiled(ranks: Ranks, method: str) -> None:
+    for (eager, graph), alone, local in results(ranks("2", "compiled", method, given(128))):
         for name, mine, wanted in zip(("out", *"qkv"), graph, eager, strict=True):
             assert np.array_equal(mine, wanted), name
         assert np.array_equal(alone, local), "compiled and called outside the context: the rank's rows alone"

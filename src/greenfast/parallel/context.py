@@ -186,10 +186,9 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
                 raise
             self.group.agree("", error)
             raise
-        method, _ = self._varlen_method(q, k, starts[0], causal)
         balanced = causal and self.load_balance
         found, lse = CONTEXT_VARLEN(
-            q, k, v, *starts, *longest, causal, float(softcap), factor, method, balanced, self.name
+            q, k, v, *starts, *longest, causal, float(softcap), factor, self.method, balanced, self.name
         )
         if out is not None:
             found = out.copy_(found)
@@ -229,13 +228,6 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
                 )
         return scale_of(scale, q.shape[2])
 
-    def _varlen_method(self, q: Tensor, k: Tensor, starts: Tensor, causal: bool) -> tuple[str, str]:
-        if self.method != "auto":
-            return self.method, f"{self.method} was asked for"
-        batch = max(1, starts.shape[0] - 1)
-        rows, keys = (max(1, x.shape[0] // batch) for x in (q, k))
-        return cost.choose(cost.Sizes(self.size, batch, q.shape[1], k.shape[1], rows, keys, q.shape[2], causal))
-
     def _attend(
         self, form: Form, tensors: tuple[Tensor, Tensor, Tensor], precision: str, scale: float, with_lse: bool
     ) -> tuple[Tensor, Tensor]:
@@ -245,9 +237,8 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
                 return found
             out = ops.SDPA(*tensors, precision, form.causal, scale)
             return out, out
-        method, _ = self._method(form)
         both: tuple[Tensor, Tensor] = CONTEXT_ATTENTION(
-            *tensors, precision, with_lse, int(form.causal > 0), scale, method, self._balanced(form), self.name
+            *tensors, precision, with_lse, int(form.causal > 0), scale, self.method, self._balanced(form), self.name
         )
         return both
 
@@ -273,15 +264,9 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
 
     def _method(self, form: Form) -> tuple[str, str]:
         """The method of a call, and why."""
-        if self.size == 1:
-            return "single", "a mesh of one rank: nothing is exchanged"
-        if form.empty:
-            return "ring", "no rows, or no keys that they attend to: nothing is exchanged"
-        if self.method != "auto":
-            return self.method, f"{self.method} was asked for"
         (batch, heads, rows, head_dim), (_, kv_heads, keys, _) = form.query, form.key
         sizes = cost.Sizes(self.size, batch, heads, kv_heads, rows, keys, head_dim, form.causal > 0)
-        return cost.choose(sizes)
+        return cost.method_of(self.method, sizes)
 
     def _misplaced(self, given: Sequence[Any]) -> str:
         """Which DTensor does not have this rank's rows, of the heads that the others have, or nothing."""

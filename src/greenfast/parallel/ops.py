@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from greenfast.operator import autograd, ops
-from greenfast.parallel import ring, ulysses
+from greenfast.parallel import cost, ring, ulysses
 from greenfast.parallel.group import Group, group_named
 from greenfast.parallel.layout import Layout
 
@@ -31,10 +31,16 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, precision: str, with_lse: bool, causal: int, scale: float, method: str,
     balanced: bool, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    ranks, layout = _agreed("sdpa", (query, key, value), causal, scale, method, balanced, group, precision, with_lse)
+    ranks = group_named(group)
+    (batch, heads, rows, head_dim), (_, kv_heads, keys, _) = query.shape, key.shape
+    sizes = cost.Sizes(ranks.size, batch, heads, kv_heads, rows, keys, head_dim, causal > 0)
+    method, _ = cost.method_of(method, sizes)  # here, as a graph would depend on the lengths that it compares
+    options = f", {precision}, return_lse {with_lse}"
+    _agree(ranks, f"sdpa by {method}", (query, key, value), causal, scale, balanced, options)
     if _empty(query, key):
         out, lse = query.new_zeros(query.shape), query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
     else:
+        layout = Layout(ranks.size, balanced)
         out, lse = METHODS[method](ranks, layout, query, key, value, precision, causal, scale, with_lse)
     return out, lse if with_lse else lse.new_empty(0)
 
@@ -43,25 +49,21 @@ def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float, method: str, balanced: bool,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    tensors = (query, key, value)
-    ranks, layout = _agreed("the gradient of sdpa", tensors, causal, scale, method, balanced, group)
+    ranks = group_named(group)
+    _agree(ranks, "the gradient of sdpa", (query, key, value), causal, scale, balanced)
     if _empty(query, key):
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    return ulysses.backward(ranks, layout, grad, query, key, value, causal, scale)
+    return ulysses.backward(ranks, Layout(ranks.size, balanced), grad, query, key, value, causal, scale)
 
 
-def _agreed(
-    name: str, tensors: tuple[Tensor, ...], causal: int, scale: float, method: str, balanced: bool, group: str,
-    precision: str = "", with_lse: bool = False,
-) -> tuple[Group, Layout]:  # fmt: skip
-    """The group, once all of its ranks make this call, and where their rows are."""
-    ranks = group_named(group)
+def _agree(
+    ranks: Group, name: str, tensors: tuple[Tensor, ...], causal: int, scale: float, balanced: bool, options: str = ""
+) -> None:
+    """Return once all ranks make this call."""
     shapes = ", ".join(f"{of} {tuple(x.shape)}" for of, x in zip(("query", "key", "value"), tensors, strict=True))
     ranks.agree(
-        f"{name} by {method}, {shapes}, {tensors[0].dtype}, causal {bool(causal)}, scale {scale}, load_balance "
-        f"{balanced}" + (f", {precision}, return_lse {with_lse}" if precision else "")
+        f"{name}, {shapes}, {tensors[0].dtype}, causal {bool(causal)}, scale {scale}, load_balance {balanced}{options}"
     )
-    return ranks, Layout(ranks.size, balanced)
 
 
 def _empty(query: Tensor, key: Tensor) -> bool:

@@ -19,13 +19,13 @@ from greenfast.operator.serving_call import Call
 from greenfast.operator.serving_checks import checks_values
 from greenfast.operator.serving_ops import NO_GRADIENT
 from greenfast.operator.serving_pages import PAGE, KVPages, page_bytes, page_count, pages_in, sequences_of
+from greenfast.parallel import cost
 from greenfast.parallel.blocks import Merged
 from greenfast.parallel.group import Group, group_named
 from greenfast.parallel.layout import Layout
 from greenfast.parallel.ring import turns
 from greenfast.parallel.ulysses import Exchange, Field, Heads
 
-METHODS = ("ring", "ulysses")
 _SCHEMA = (
     "context_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, bool causal, float softcap, float scale, str method, bool balanced, str group) "
@@ -60,6 +60,11 @@ def _run(
     ranks = group_named(group)
     layout, options = Layout(ranks.size, balanced), Options(causal, softcap, scale)
     queries, keys = Rows(cu_seqlens_q, max_seqlen_q), Rows(cu_seqlens_k, max_seqlen_k)
+    batch = max(1, cu_seqlens_q.shape[0] - 1)
+    sizes = cost.Sizes(
+        ranks.size, batch, q.shape[1], k.shape[1], -(-q.shape[0] // batch), -(-k.shape[0] // batch), q.shape[2], causal
+    )
+    method, _ = cost.method_of(method, sizes)
     starts = [x.tolist() if checks_values(x) else tuple(x.shape) for x in (cu_seqlens_q, cu_seqlens_k)]
     ranks.agree(
         f"flash_attn_varlen_func by {method}, q {tuple(q.shape)}, k {tuple(k.shape)}, {q.dtype}, causal {causal}, "
