@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from functools import partial
@@ -47,6 +48,22 @@ def places(mesh: DeviceMesh) -> list[int]:
 
 def construct(mesh: DeviceMesh, options: dict[str, Any]) -> None:
     greenfast.context_parallel(mesh, **options)
+
+
+def layout(mesh: DeviceMesh) -> list[bool]:
+    """Whether a rank's rows are those that PyTorch's context_parallel gives it, and a whole comes back of them."""
+    experimental: Any = importlib.import_module("torch.distributed.tensor.experimental")
+    cp = greenfast.context_parallel(mesh, timeout=_TIMEOUT)
+    whole = torch.arange(24.0 * mesh.size()).view(2, -1, 3)
+    buffer = whole.clone()
+    with experimental.context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1], no_restore_buffers={buffer}):
+        mine = buffer.clone()
+    found = [torch.equal(mine, cp.shard(whole, 1)), torch.equal(cp.unshard(mine, -2), whole)]
+    try:
+        cp.unshard(mine[:, 1:], 1)
+    except ValueError as error:
+        found.append("3 rows of a rank; with load_balance two chunks" in str(error))
+    return found
 
 
 def on(mesh: DeviceMesh, given: dict[str, Any]) -> Any:

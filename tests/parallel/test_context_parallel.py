@@ -226,11 +226,11 @@ def test_the_example_of_the_page(ranks: Ranks) -> None:
 def test_a_rank_that_is_lost_is_named(tmp_path: Any, when: str) -> None:
     with running(3, tmp_path, ["3"]) as ranks:
         began = time.monotonic()
-        found = ranks("3", "die", 1.5, when, lost=[1])
+        found = ranks("3", "die", 1.0, when, lost=[1])
         assert time.monotonic() - began < 10
     for one in (found[0], found[2]):
         assert isinstance(one, RuntimeError), one
-        assert "rank 1 of the ranks [0, 1, 2] did not answer within 1.5 s" in str(one)
+        assert "rank 1 of the ranks [0, 1, 2] did not answer within 1 s" in str(one)
 
 
 def test_nothing_is_left_to_pytorch(ranks: Ranks) -> None:
@@ -267,6 +267,12 @@ def test_autocast(ranks: Ranks, method: str) -> None:
 def test_nothing_to_compute(ranks: Ranks, mesh: str, method: str) -> None:
     for found in results(ranks(mesh, "nothing", method)):
         assert found == [True] * 5, "no queries, keys, batches, heads, tokens"
+
+
+@pytest.mark.parametrize("mesh", ["2", "3"])
+def test_the_layout_is_pytorchs(ranks: Ranks, mesh: str) -> None:
+    for found in results(ranks(mesh, "layout")):
+        assert found == [True] * 3
 
 
 def test_a_mesh_of_one(ranks: Ranks) -> None:

@@ -145,10 +145,9 @@ class Group:
 
         As integers: what is added to a zero keeps its bits, NaN and -0 too.
         """
-        if self.size > 1:
-            with self.watched():
-                work = dist.all_reduce(x.view(torch.int32), group=self.process_group, async_op=True)
-            self.wait(x, work)
+        with self.watched():
+            work = dist.all_reduce(x.view(torch.int32), group=self.process_group, async_op=True)
+        self.wait(x, work)
         return x
 
     def lost(self) -> list[int]:

@@ -63,8 +63,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output of this rank's queries over all keys, contiguous, and their log-sum-exp, float32 (B, H, S)."""
     samples = samples_of(group, layout, key)
-    here = Keys.like(key, precision)
-    there = Keys.like(key, precision) if group.size > 1 else here
+    here, there = (Keys.like(key, precision) for _ in range(2))
     mean = blocks.quantize_keys(key, value, samples, precision, here)
     plan = turns(group.rank, layout, key.shape[2], bool(causal))
     merged = Merged(of=sum(turn is not None for turn in plan))

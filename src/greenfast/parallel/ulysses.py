@@ -77,7 +77,7 @@ class Field:
 
 
 class Exchange:
-    """What a group exchanges for one attention, on ``length`` rows of each rank."""
+    """What a group exchanges for one attention."""
 
     def __init__(self, group: Group, layout: Layout, heads: Heads) -> None:
         self.group, self.layout, self.heads = group, layout, heads
