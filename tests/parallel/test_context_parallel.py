@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from greenfast.bench.parallel_record import ParallelRecord, read_parallel, write_record
+from greenfast.parallel.group import Group, _Watched
 from tests.parallel import cases
 from tests.parallel.ranks import MESHES, Ranks, running
 
@@ -222,15 +224,44 @@ def test_the_example_of_the_page(ranks: Ranks) -> None:
         assert error(out, alone.double()) < 0.05
 
 
-@pytest.mark.parametrize("when", ["before", "ends", "hangs", "exchanges"])
-def test_a_rank_that_is_lost_is_named(tmp_path: Any, when: str) -> None:
+@pytest.mark.parametrize(
+    ("when", "timeout", "says"),
+    [
+        ("before", 1.0, "did not answer within 1 s"),
+        ("ends", 60.0, "has ended"),
+        ("hangs", 1.0, "did not answer within 1 s"),
+        ("exchanges", 1.0, "did not answer within 1 s"),
+    ],
+)
+def test_a_rank_that_is_lost_is_named(tmp_path: Any, when: str, timeout: float, says: str) -> None:
     with running(3, tmp_path, ["3"]) as ranks:
         began = time.monotonic()
-        found = ranks("3", "die", 1.0, when, lost=[1])
+        found = ranks("3", "die", timeout, when, lost=[1])
         assert time.monotonic() - began < 10
     for one in (found[0], found[2]):
         assert isinstance(one, RuntimeError), one
-        assert "rank 1 of the ranks [0, 1, 2] did not answer within 1 s" in str(one)
+        assert f"rank 1 of the ranks [0, 1, 2] {says}" in str(one)
+
+
+def test_a_store_that_is_lost() -> None:
+    def lost(closed: bool) -> list[int]:
+        raise RuntimeError("Broken pipe")
+
+    group: Any = SimpleNamespace(lost=lost, ranks=[4, 6], rank=1)
+    says = r"rank 6 of the ranks \[4, 6\] lost the store .* rank 0 or the launcher"
+    with pytest.raises(RuntimeError, match=says), _Watched(group):
+        raise RuntimeError("Connection reset")
+
+
+@pytest.mark.parametrize(("call", "lost"), [(4, [8]), (5, [8]), (6, [8]), (3, [7, 8])])
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_roll_call(call: int, lost: list[int], closed: bool) -> None:
+    """A rank can have failed in the call before, or behind this one; what it said of an older one is no answer."""
+    group = object.__new__(Group)
+    group.store, group.ranks, group.rank, group.calls = torch._C._distributed_c10d.HashStore(), [7, 8, 9], 2, 5
+    group.timeout, group.since = 0.1, time.monotonic()
+    group.store.set("here/0", str(call))
+    assert group.lost(closed) == lost
 
 
 def test_nothing_is_left_to_pytorch(ranks: Ranks) -> None:

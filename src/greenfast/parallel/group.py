@@ -2,7 +2,7 @@
 
 Tensors travel over the caller's process group (NCCL, or gloo for CPU tensors). What a call is travels over a second
 group, of gloo on the host: before anything is launched every rank knows that all others make the same call, and one
-that is gone is found there, by a time limit, without waiting for NCCL's. The host is ahead of the GPU meanwhile.
+that is gone is found there, without waiting for NCCL's time limit. The host is ahead of the GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d
 TIMEOUT = 600.0
 _C10D: Any = distributed_c10d
 _SHOWN = 500  # characters of a call in an error
+_ENDED = ("connection closed", "connection reset", "broken pipe")  # gloo's errors where another rank is gone
 _MOMENT = 5.0  # seconds by which ranks may begin a call, and so give it up, one after another
 
 
@@ -150,20 +151,24 @@ class Group:
         self.wait(x, work)
         return x
 
-    def lost(self) -> list[int]:
+    def lost(self, closed: bool) -> list[int]:
         """Ranks of the world that do not answer a roll call until the time limit of the call, and a moment more.
 
-        Every rank whose exchange failed comes here, the last of them when its own time is over.
+        Every rank whose exchange failed comes here, the last of them when its own time is over. closed: whether an
+        exchange failed as a rank has ended, which is the last one that has not answered.
         """
-        place = f"{self.calls}/here"
-        self.store.set(f"{place}/{self.rank}", "")
+        self.store.set(f"here/{self.rank}", str(self.calls))
         until = max(self.since + self.timeout, time.monotonic()) + min(_MOMENT, self.timeout / 2)
         missing = list(range(self.size))
-        while missing and time.monotonic() < until:
-            missing = [i for i in missing if not self.store.check([f"{place}/{i}"])]
-            if missing:
+        while len(missing) > closed and time.monotonic() < until:
+            missing = [i for i in missing if not self._answered(f"here/{i}")]
+            if len(missing) > closed:
                 time.sleep(min(0.05, self.timeout / 20))
         return [self.ranks[i] for i in missing]
+
+    def _answered(self, place: str) -> bool:
+        """Whether a rank has answered a roll call of this call, or of one before or after: they agree on each."""
+        return bool(self.store.check([place])) and int(self.store.get(place)) >= self.calls - 1
 
 
 class _Watched:
@@ -180,23 +185,22 @@ class _Watched:
         group = self.group
         if not isinstance(error, RuntimeError):
             return
+        closed = any(words in str(error).lower() for words in _ENDED)
         try:
-            lost = group.lost()
+            lost = group.lost(closed)
         except RuntimeError:  # the store is gone with the process that held it
             raise RuntimeError(
-                f"context_parallel: rank {group.ranks[group.rank]} lost the other ranks {_others(group)} and the store "
-                f"of the process group, which rank 0 or the launcher holds; start the job again ({error})"
+                f"context_parallel: rank {group.ranks[group.rank]} of the ranks {group.ranks} lost the store of the "
+                f"process group, which rank 0 or the launcher holds: one of them has ended. Start the job again "
+                f"({error})"
             ) from error
         if lost:
             named = ", ".join(map(str, lost))
+            late = f"did not answer within {group.timeout:g} s; it has ended or hangs"
             raise RuntimeError(
-                f"context_parallel: rank {named} of the ranks {group.ranks} did not answer within "
-                f"{group.timeout:g} s; it has ended or hangs. Start the job again ({error})"
+                f"context_parallel: rank {named} of the ranks {group.ranks} "
+                f"{'has ended' if closed and len(lost) == 1 else late}. Start the job again ({error})"
             ) from error
-
-
-def _others(group: Group) -> list[int]:
-    return [rank for i, rank in enumerate(group.ranks) if i != group.rank]
 
 
 _GROUPS: dict[str, Group] = {}
