@@ -28,6 +28,7 @@ TIMEOUT = 600.0
 _C10D: Any = distributed_c10d
 _SHOWN = 500  # characters of a call in an error
 _ENDED = ("connection closed", "connection reset", "broken pipe")  # gloo's errors where another rank is gone
+_READING = 0.5  # seconds for which others may read the store, which can end with this process
 _MOMENT = 5.0  # seconds by which ranks may begin a call, and so give it up, one after another
 
 
@@ -164,6 +165,7 @@ class Group:
             missing = [i for i in missing if not self._answered(f"here/{i}")]
             if len(missing) > closed:
                 time.sleep(min(0.05, self.timeout / 20))
+        time.sleep(min(_READING, self.timeout / 2))
         return [self.ranks[i] for i in missing]
 
     def _answered(self, place: str) -> bool:
