@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from greenfast.operator.arguments import check_length
-from greenfast.operator.scope import SCOPES
+from greenfast.operator.scope import SCOPES, sharded
 from greenfast.operator.serving import ServingPlan, kind
 from greenfast.operator.serving_call import Call, Result, constant
 from greenfast.operator.serving_checks import MOST_LENGTH, check_strided
@@ -81,6 +81,19 @@ def flash_attn_varlen_func(
     Raises TypeError and ValueError for what does not fit and NotImplementedError for what no kernel computes, naming
     the argument, before any work.
     """
+    if sharded():  # before anything is refused: the other ranks are told of it
+        return SCOPES[-1].varlen(  # type: ignore[no-any-return]
+            q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), softmax_scale, causal, softcap,
+            return_attn_probs or return_softmax_lse, out,
+            dict(
+                block_table=block_table, page_table=page_table, seqused_q=seqused_q, seqused_k=seqused_k, qv=qv,
+                q_v=q_v, s_aux=s_aux, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+                alibi_slopes=alibi_slopes, scheduler_metadata=scheduler_metadata, window_size=window_size,
+                dropout_p=dropout_p or None, attention_chunk=attention_chunk or None,
+                cp_world_size=None if cp_world_size == 1 else cp_world_size,
+                cp_rank=cp_rank or None, cp_tot_seqused_k=cp_tot_seqused_k,
+            ),
+        )  # fmt: skip
     if (
         seqused_q is not None or qv is not None or q_v is not None or attention_chunk or dropout_p or cp_world_size != 1
         or alibi_slopes is not None or cp_tot_seqused_k is not None or cp_rank
@@ -93,16 +106,6 @@ def flash_attn_varlen_func(
     _check_query(q, 3, "total_q, heads, head_dim")
     _check_splits(num_splits)
     wants_lse = return_attn_probs or return_softmax_lse
-    if SCOPES and SCOPES[-1].size > 1:
-        return SCOPES[-1].varlen(  # type: ignore[no-any-return]
-            q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), softmax_scale, causal, softcap,
-            wants_lse, out,
-            dict(
-                block_table=_table(block_table, page_table), seqused_k=seqused_k, s_aux=s_aux, q_descale=q_descale,
-                k_descale=k_descale, v_descale=v_descale, scheduler_metadata=scheduler_metadata,
-                window_size=None if window_size is None or tuple(window_size) == (-1, -1) else window_size,
-            ),
-        )  # fmt: skip
     table = _table(block_table, page_table)
     request = None
     if not torch.compiler.is_compiling() and (seqused_k is not None if cu_seqlens_k is None else table is None):

@@ -1,4 +1,7 @@
-"""``greenfast.context_parallel`` on two GPUs, over NCCL, compared with one GPU and with float64."""
+"""``greenfast.context_parallel`` on two GPUs, over NCCL, compared with one GPU and with float64.
+
+Where there is one GPU both ranks are on it and exchange over gloo.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("two GPUs are needed")
     with running(2, tmp_path_factory.mktemp("ranks"), ["2", "2 turned"], "cuda") as found:
         yield found
 
@@ -108,7 +109,7 @@ def test_dtensors_and_graphs(ranks: Ranks) -> None:
     assert np.array_equal(out, cases.sdpa(*whole(sizes), is_causal=True).float().cpu().numpy())
     assert placements == "(Shard(dim=2),)"
     assert "must be Shard(2)" in refused
-    for (eager, graph), _, _ in results(ranks("2", "compiled", sizes)):
+    for (eager, graph), _, _ in results(ranks("2", "compiled", "auto", sizes)):
         assert np.array_equal(graph[0], eager[0])
 
 
@@ -119,9 +120,7 @@ def test_calls_that_differ_end_on_both(ranks: Ranks) -> None:
 
 
 def test_a_rank_that_is_lost_is_named(tmp_path: Any) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("two GPUs are needed")
     with running(2, tmp_path, ["2"], "cuda") as ranks:
-        found = ranks("2", "die", 3.0, "ends", lost=[1])
+        found = ranks("2", "die", 60.0, "ends", lost=[1])
     assert isinstance(found[0], RuntimeError), found
-    assert "rank 1 of the ranks [0, 1] did not answer within 3 s" in str(found[0])
+    assert "rank 1 of the ranks [0, 1] has ended" in str(found[0])

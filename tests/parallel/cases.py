@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -18,10 +20,14 @@ from torch.utils.checkpoint import checkpoint
 import greenfast
 from greenfast.bench.parallel import Case, measure
 from greenfast.bench.parallel_contenders import CONTENDERS
+from greenfast.operator.scope import SCOPES
+from greenfast.parallel import blocks
+from greenfast.parallel import varlen as varlen_ranks
 
 _TIMEOUT = 30.0  # seconds, where no rank is lost
 Array = np.ndarray[Any, Any]
 sdpa: Any = greenfast.sdpa  # whose overloads do not take options as they come here
+attend_varlen: Any = greenfast.flash_attn_varlen_func
 
 
 def inputs(shape: tuple[int, ...], kv_heads: int, seed: int, keys: int = 0, bias: float = 0.0) -> Any:
@@ -38,6 +44,26 @@ def inputs(shape: tuple[int, ...], kv_heads: int, seed: int, keys: int = 0, bias
 def places(mesh: DeviceMesh) -> list[int]:
     """The ranks of a mesh by their places in its process group; nothing where these are in order."""
     return greenfast.context_parallel(mesh, timeout=_TIMEOUT).group.places
+
+
+def construct(mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    greenfast.context_parallel(mesh, **options)
+
+
+def layout(mesh: DeviceMesh) -> list[bool]:
+    """Whether a rank's rows are those that PyTorch's context_parallel gives it, and a whole comes back of them."""
+    experimental: Any = importlib.import_module("torch.distributed.tensor.experimental")
+    cp = greenfast.context_parallel(mesh, timeout=_TIMEOUT)
+    whole = torch.arange(24.0 * mesh.size()).view(2, -1, 3)
+    buffer = whole.clone()
+    with experimental.context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1], no_restore_buffers={buffer}):
+        mine = buffer.clone()
+    found = [torch.equal(mine, cp.shard(whole, 1)), torch.equal(cp.unshard(mine, -2), whole)]
+    try:
+        cp.unshard(mine[:, 1:], 1)
+    except ValueError as error:
+        found.append("3 rows of a rank; with load_balance two chunks" in str(error))
+    return found
 
 
 def on(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
@@ -113,15 +139,15 @@ def as_dtensors(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
     return array(out.full_tensor()), str(out.placements), grads, refused
 
 
-def compiled(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
+def compiled(mesh: DeviceMesh, method: Any, given: dict[str, Any]) -> Any:
     """Outputs and gradients with and without torch.compile; and the same graph's and function's outside the context."""
-    cp = greenfast.context_parallel(mesh, "ring", timeout=_TIMEOUT)
+    cp = greenfast.context_parallel(mesh, method, timeout=_TIMEOUT)
     shards = [cp.shard(x, 2) for x in on(mesh, given)]
 
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return greenfast.sdpa(q, k, v, is_causal=True) * 2
 
-    graph = torch.compile(model, backend="aot_eager", fullgraph=True)
+    graph = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=method == "auto")
     alone = graph(*shards)
     found = []
     for call in (model, graph):
@@ -196,6 +222,13 @@ def placed(mesh: DeviceMesh) -> list[str]:
                 sdpa(x, x, x, is_causal=True)
             except ValueError as error:
                 refused.append(str(error))
+    whole, heads = (DTensor.from_local(local, square, (p, rows), run_check=False) for p in (Replicate(), Shard(1)))
+    for cp, query in ((plain, heads), (turned, local)):  # other heads than the keys, and rows that are in no order
+        with cp:
+            try:
+                sdpa(query, whole, whole, is_causal=True)
+            except ValueError as error:
+                refused.append(str(error))
     for placements in ((Replicate(), rows), (Shard(1), rows), (Shard(0), rows)):
         x = DTensor.from_local(local, square, placements, run_check=False)
         with plain:
@@ -213,23 +246,132 @@ def example(mesh: DeviceMesh, code: str) -> Array:
 
 def mismatch(mesh: DeviceMesh, kind: str) -> None:
     """One rank makes another call than the others."""
-    cp = greenfast.context_parallel(mesh, "ring", timeout=_TIMEOUT)
     odd = mesh.get_local_rank() == 1
+    cp = greenfast.context_parallel(mesh, "ring", load_balance=not (odd and kind == "layout"), timeout=_TIMEOUT)
     rows = 64 if odd and kind == "rows" else 65 if odd and kind == "refused" else 128
     q, k, v = on(mesh, {"shape": (1, 2, rows, 64), "kv_heads": 2, "seed": 0})
+    if kind == "unshard":
+        cp.unshard(q[..., :8] if odd else q, 2)
+    options: dict[str, Any] = {"is_causal": kind != "mask" or odd}
+    others = {"scale": 0.25, "precision": "int8", "return_lse": True}
+    if odd and kind in others:
+        options[kind] = others[kind]
     with cp:
-        greenfast.sdpa(q, k, v, is_causal=kind != "mask" or odd)
+        if not kind.startswith("varlen"):
+            sdpa(q, k, v, **options)
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+        starts = torch.tensor([0, 40 if odd and kind == "varlen lengths" else 60, 128], dtype=torch.int32)
+        if odd and kind == "varlen refused":
+            q = q[None]
+        attend_varlen(q, k, v, starts, starts, 88, 88, causal=True)
 
 
-def die(mesh: DeviceMesh, timeout: float, when: str) -> float:
-    """Rank 1 ends; returns how long the others took to notice, if they do not raise."""
+def raised_on_all(mesh: DeviceMesh) -> list[str]:
+    """Errors that all ranks raise in the middle of a call, after which they compute another one."""
+    cp = greenfast.context_parallel(mesh, "ring", timeout=_TIMEOUT)
+    q, k, v = on(mesh, {"shape": (1, 2, 64, 64), "kv_heads": 2, "seed": 0})
+    rows = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+    starts = torch.tensor([0, 64], dtype=torch.int32)
+    found = []
+    calls: Any = (
+        (blocks, "attend", partial(sdpa, q, k, v)),
+        (varlen_ranks, "_attend", partial(attend_varlen, *rows, starts, starts, 64, 64)),
+    )
+    for module, name, call in calls:
+        with cp:
+            wanted = call()
+            with patch.object(module, name, side_effect=MemoryError(f"in {name}")):
+                try:
+                    call()
+                except MemoryError as error:
+                    found.append(str(error))
+            assert torch.equal(call(), wanted)
+    return found
+
+
+def die(mesh: DeviceMesh, timeout: float, when: str) -> None:
+    """Rank 1 ends, or hangs, at some time."""
+    gone = mesh.get_local_rank() == 1
+    if gone and when == "before":
+        os._exit(1)
     cp = greenfast.context_parallel(mesh, "ring", timeout=timeout)
     q, k, v = on(mesh, {"shape": (1, 2, 64, 64), "kv_heads": 2, "seed": 0})
     with cp:
         greenfast.sdpa(q, k, v)
-        if mesh.get_local_rank() == 1:
+        if gone and when == "exchanges":
+            with patch.object(blocks, "attend", side_effect=lambda *_: time.sleep(600)):
+                greenfast.sdpa(q, k, v)
+        if gone:
             if when == "hangs":
                 time.sleep(600)
             os._exit(1)
-        greenfast.sdpa(q, k, v)
-    return 0.0
+        for _ in range(2):
+            greenfast.sdpa(q, k, v)
+
+
+def under_autocast(mesh: DeviceMesh, method: Any) -> Any:
+    """Outputs, log-sum-exps and gradients of float32 tensors under autocast, and of the same in bfloat16 without it."""
+    cp = greenfast.context_parallel(mesh, method, timeout=_TIMEOUT)
+    whole = [x.float() for x in on(mesh, {"shape": (1, 2, 96, 64), "kv_heads": 2, "seed": 1, "bias": 9.0})]
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = [cp.shard(x, 2).to(dtype).requires_grad_() for x in whole]
+        with cp, torch.autocast(mesh.device_type, torch.bfloat16, enabled=dtype == torch.float32):
+            out, lse = sdpa(*tensors, is_causal=True, return_lse=True)
+            out.sum().backward()
+        found.append([str(out.dtype), *(array(x) for x in (out, lse, *(t.grad for t in tensors)))])
+    return found
+
+
+def nothing(mesh: DeviceMesh, method: Any) -> list[bool]:
+    """Whether calls without rows, keys, batches or heads give what they give outside, and gradients of zeros."""
+    cp = greenfast.context_parallel(mesh, method, timeout=_TIMEOUT)
+    found = []
+    for shape, keys in (((1, 2, 0, 64), 32), ((1, 2, 16, 64), 0), ((0, 2, 16, 64), 16), ((1, 0, 16, 64), 16)):
+        lengths = (shape[2], keys, keys)
+        tensors = [torch.ones(*shape[:2], n, 64, dtype=torch.bfloat16, requires_grad=True) for n in lengths]
+        with cp:
+            out, lse = sdpa(*tensors, return_lse=True)
+            out.sum().backward()
+        wanted, sums = sdpa(*tensors, return_lse=True)
+        without = all(x.grad is not None and not x.grad.any() for x in tensors)
+        found.append(torch.equal(out, wanted) and torch.equal(lse, sums) and without)
+    q = torch.zeros(0, 4, 64, dtype=torch.bfloat16)
+    starts = torch.zeros(3, dtype=torch.int32)
+    with cp:
+        found.append(attend_varlen(q, q, q, starts, starts, 0, 0, causal=True).shape == q.shape)
+    return found
+
+
+def other_calls(mesh: DeviceMesh) -> list[Any]:
+    """What ``explain`` says inside; contexts that are left in another order; gradients by ``torch.func``."""
+    ring, plain = (greenfast.context_parallel(mesh, "ring", load_balance=b, timeout=_TIMEOUT) for b in (True, False))
+    q, k, v = on(mesh, {"shape": (1, 2, 64, 64), "kv_heads": 2, "seed": 0})
+    with ring:
+        explained = [str(greenfast.explain(q, k, v)), str(greenfast.explain(q, k, v, torch.zeros(64, 64).bool()))]
+        by_func = torch.func.grad(lambda x: sdpa(x, k, v, is_causal=True).sum())(q)
+        x = q.clone().requires_grad_()
+        sdpa(x, k, v, is_causal=True).sum().backward()
+    ring.__enter__()
+    plain.__enter__()
+    ring.__exit__()
+    left = [plain] == SCOPES
+    plain.__exit__()
+    try:
+        plain.__exit__()
+    except RuntimeError as error:
+        explained.append(str(error))
+    return [*explained, left and not SCOPES, torch.equal(by_func, x.grad)]
+
+
+def alone(mesh: DeviceMesh) -> list[bool]:
+    """Whether a mesh of one gives what there is outside of it, where several ranks would refuse the call too."""
+    cp = greenfast.context_parallel(mesh)
+    q, k, v = on(mesh, {"shape": (1, 2, 7, 64), "kv_heads": 2, "seed": 0, "keys": 19})
+    found = []
+    for options in ({"is_causal": True}, {"is_causal": True, "causal_alignment": "lower_right"}, {"return_lse": True}):
+        with cp:
+            mine = sdpa(q, k, v, **options)
+        wanted = sdpa(q, k, v, **options)
+        found.append(all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True)))
+    return found

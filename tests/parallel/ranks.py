@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from greenfast.parallel.group import Group
 
 #: Meshes that the ranks make, by name: the ranks in order.
 MESHES = {"1": (0,), "2": (0, 1), "3": (0, 1, 2), "4": (0, 1, 2, 3), "2 turned": (1, 0), "4 mixed": (2, 0, 3, 1)}
@@ -68,7 +71,7 @@ class Ranks:
 
 @contextmanager
 def running(count: int, folder: Path, meshes: Sequence[str], device: str = "cpu") -> Iterator[Ranks]:
-    """Ranks on gloo, or with device "cuda" on NCCL, each on its GPU."""
+    """Ranks on gloo, or with device "cuda" on NCCL, each on its GPU; where there are fewer they share the first one."""
     ranks = Ranks(count, folder, meshes, device)
     try:
         yield ranks
@@ -76,12 +79,31 @@ def running(count: int, folder: Path, meshes: Sequence[str], device: str = "cpu"
         ranks.close()
 
 
+def _share_a_gpu() -> None:
+    """NCCL has one rank for each GPU. Gloo exchanges a GPU's tensors too, but a ring's blocks only through the host."""
+    exchanging = Group.exchanging
+
+    @contextmanager
+    def through_host(group: Group, send: Tensor, receive: Tensor) -> Iterator[None]:
+        there = torch.empty_like(receive, device="cpu")
+        with exchanging(group, send.cpu(), there):
+            yield
+        receive.copy_(there)
+
+    Group.exchanging = through_host  # type: ignore[method-assign, assignment]
+
+
 def _serve(rank: int, count: int, store: str, meshes: tuple[str, ...], device: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     made = torch._C._distributed_c10d.FileStore(store, count)
+    backend = "gloo"
     if device == "cuda":
-        torch.cuda.set_device(rank)
-    backend = "nccl" if device == "cuda" else "gloo"
+        own = torch.cuda.device_count() >= count
+        torch.cuda.set_device(rank if own else 0)
+        if own:
+            backend = "nccl"
+        else:
+            _share_a_gpu()
     dist.init_process_group(backend, store=made, rank=rank, world_size=count, timeout=timedelta(seconds=60))
     found = {name: DeviceMesh(device, list(MESHES[name])) for name in meshes}
     cases = importlib.import_module("tests.parallel.cases")

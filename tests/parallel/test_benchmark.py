@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from greenfast.bench.parallel import Case
 from greenfast.bench.parallel_trace import covered, shares
 
 
@@ -24,3 +25,10 @@ def test_shares_of_a_trace(
 
 def test_covered() -> None:
     assert covered([(3, 4), (0, 2), (1, 2.5), (1, 2)]) == pytest.approx(3.5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "shared"), [(2, 32768, 32768), (3, 32768, 32256), (7, 1024, 1022), (5, 4, 10)]
+)
+def test_rows_that_ranks_can_share(ranks: int, rows: int, shared: int) -> None:
+    assert Case("any", rows, True).on(ranks).rows == shared

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from greenfast.bench.parallel_record import ParallelRecord, read_parallel, write_record
+from greenfast.parallel.group import Group, _Watched
 from tests.parallel import cases
 from tests.parallel.ranks import MESHES, Ranks, running
 
@@ -121,7 +123,9 @@ def test_gradients(ranks: Ranks, mesh: str, sizes: dict[str, Any], causal: bool,
     for name, mine, wanted, one in zip("qkv", found, tensors, alone, strict=True):
         assert wanted.grad is not None
         assert one.grad is not None
-        assert print(name, error(mine, wanted.grad) / error(one.grad, wanted.grad)) or True
+        # Ranks with copies of a head of K and V round their sums, of which the sum is rounded again: sqrt(2) as much.
+        copies = name != "q" and sizes["kv_heads"] < len(MESHES[mesh])
+        assert error(mine, wanted.grad) < (1.5 if copies else 1.001) * error(one.grad, wanted.grad), name
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
@@ -160,8 +164,9 @@ def test_dtensors(ranks: Ranks) -> None:
     assert "must be Shard(2)" in refused
 
 
-def test_compiled(ranks: Ranks) -> None:
-    for (eager, graph), alone, local in results(ranks("2", "compiled", given(128))):
+@pytest.mark.parametrize("method", ["ring", "auto"])
+def test_compiled(ranks: Ranks, method: str) -> None:
+    for (eager, graph), alone, local in results(ranks("2", "compiled", method, given(128))):
         for name, mine, wanted in zip(("out", *"qkv"), graph, eager, strict=True):
             assert np.array_equal(mine, wanted), name
         assert np.array_equal(alone, local), "compiled and called outside the context: the rank's rows alone"
@@ -180,14 +185,21 @@ def test_pytorchs_attention_is_routed_and_checkpointed(ranks: Ranks) -> None:
     [
         ("rows", ("rank 0: sdpa by ring, query (1, 2, 128, 64)", "rank 1: sdpa by ring, query (1, 2, 64, 64)")),
         ("mask", ("causal False", "causal True")),
+        ("scale", ("scale 0.125", "scale 0.25")),
+        ("precision", ("fp8", "int8")),
+        ("return_lse", ("return_lse False", "return_lse True")),
+        ("layout", ("load_balance False", "load_balance True")),
+        ("unshard", ("rank 0: unshard along 2, (1, 2, 128, 64)", "rank 1: unshard along 2, (1, 2, 128, 8)")),
+        ("varlen lengths", ("cu_seqlens_q [0, 60, 128]", "cu_seqlens_q [0, 40, 128]")),
         ("refused", ("rank 1: query: a shard of 65 rows; two chunks of the same length are needed",)),
+        ("varlen refused", ("rank 1: q: torch.bfloat16 (1, 128, 2, 64); (total, heads, head_dim)",)),
     ],
 )
 def test_calls_that_differ_end_on_all_ranks(ranks: Ranks, kind: str, says: tuple[str, ...]) -> None:
     found = ranks("3", "mismatch", kind)
     for rank, one in enumerate(found):
         assert isinstance(one, ValueError), one
-        if kind != "refused" or rank != 1:
+        if "refused" not in kind or rank != 1:
             assert "the ranks of the group make different calls" in str(one)
             assert all(text in str(one) for text in says), one
     results(ranks("3", "attend", "ring", given(96), {}, True))  # they can go on together
@@ -212,15 +224,44 @@ def test_the_example_of_the_page(ranks: Ranks) -> None:
         assert error(out, alone.double()) < 0.05
 
 
-@pytest.mark.parametrize("when", ["ends", "hangs"])
-def test_a_rank_that_is_lost_is_named(tmp_path: Any, when: str) -> None:
+@pytest.mark.parametrize(
+    ("when", "timeout", "says"),
+    [
+        ("before", 1.0, "did not answer within 1 s"),
+        ("ends", 60.0, "has ended"),
+        ("hangs", 1.0, "did not answer within 1 s"),
+        ("exchanges", 1.0, "did not answer within 1 s"),
+    ],
+)
+def test_a_rank_that_is_lost_is_named(tmp_path: Any, when: str, timeout: float, says: str) -> None:
     with running(3, tmp_path, ["3"]) as ranks:
         began = time.monotonic()
-        found = ranks("3", "die", 1.5, when, lost=[1])
+        found = ranks("3", "die", timeout, when, lost=[1])
         assert time.monotonic() - began < 10
     for one in (found[0], found[2]):
         assert isinstance(one, RuntimeError), one
-        assert "rank 1 of the ranks [0, 1, 2] did not answer within 1.5 s" in str(one)
+        assert f"rank 1 of the ranks [0, 1, 2] {says}" in str(one)
+
+
+def test_a_store_that_is_lost() -> None:
+    def lost(closed: bool) -> list[int]:
+        raise RuntimeError("Broken pipe")
+
+    group: Any = SimpleNamespace(lost=lost, ranks=[4, 6], rank=1)
+    says = r"rank 6 of the ranks \[4, 6\] lost the store .* rank 0 or the launcher"
+    with pytest.raises(RuntimeError, match=says), _Watched(group):
+        raise RuntimeError("Connection reset")
+
+
+@pytest.mark.parametrize(("call", "lost"), [(4, [8]), (5, [8]), (6, [8]), (3, [7, 8])])
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_roll_call(call: int, lost: list[int], closed: bool) -> None:
+    """A rank can have failed in the call before, or behind this one; what it said of an older one is no answer."""
+    group = object.__new__(Group)
+    group.store, group.ranks, group.rank, group.calls = torch._C._distributed_c10d.HashStore(), [7, 8, 9], 2, 5
+    group.timeout, group.since = 0.1, time.monotonic()
+    group.store.set("here/0", str(call))
+    assert group.lost(closed) == lost
 
 
 def test_nothing_is_left_to_pytorch(ranks: Ranks) -> None:
@@ -233,6 +274,61 @@ def test_nothing_is_left_to_pytorch(ranks: Ranks) -> None:
 
 def test_placements_of_other_numbers_or_rows_are_refused(ranks: Ranks) -> None:
     for refused in results(ranks("4", "placed")):
-        assert len(refused) == 5
+        assert len(refused) == 7
         assert all("query: a DTensor placed" in message for message in refused[:4])
-        assert "load_balance=False" in refused[4]
+        assert all("load_balance=False" in refused[i] for i in (4, 6))
+        assert "query (Shard(dim=1), Shard(dim=2)), key (Replicate(), Shard(dim=2))" in refused[5]
+
+
+def test_an_error_on_all_ranks_leaves_them_in_step(ranks: Ranks) -> None:
+    for found in results(ranks("3", "raised_on_all")):
+        assert found == ["in attend", "in _attend"]
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_autocast(ranks: Ranks, method: str) -> None:
+    for (dtype, *mine), (_, *wanted) in results(ranks("2", "under_autocast", method)):
+        assert dtype == "torch.bfloat16", "as outside"
+        for one, other in zip(mine, wanted, strict=True):
+            assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("mesh", ["1", "3"])
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_nothing_to_compute(ranks: Ranks, mesh: str, method: str) -> None:
+    for found in results(ranks(mesh, "nothing", method)):
+        assert found == [True] * 5, "no queries, keys, batches, heads, tokens"
+
+
+@pytest.mark.parametrize("mesh", ["2", "3"])
+def test_the_layout_is_pytorchs(ranks: Ranks, mesh: str) -> None:
+    for found in results(ranks(mesh, "layout")):
+        assert found == [True] * 3
+
+
+def test_a_mesh_of_one(ranks: Ranks) -> None:
+    assert results(ranks("1", "alone")) == [[True] * 3]
+
+
+def test_explanations_and_order(ranks: Ranks) -> None:
+    for ring, masked, left, order, functional in results(ranks("2", "other_calls")):
+        assert ring == "ring: ring was asked for"
+        assert masked.startswith("torch: attn_mask:")
+        assert left == "context_parallel: left, but not entered"
+        assert order
+        assert functional
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"timeout": float("nan")}, "timeout: nan; seconds above 0"),
+        ({"timeout": -1}, "timeout: -1"),
+        ({"timeout": "soon"}, "timeout: 'soon'"),
+        ({"method": "tree"}, "method: 'tree'; allowed are 'auto', 'ring', 'ulysses'"),
+    ],
+)
+def test_arguments(ranks: Ranks, options: dict[str, Any], says: str) -> None:
+    (found,) = ranks("1", "construct", options)
+    assert isinstance(found, TypeError | ValueError)
+    assert says in str(found)

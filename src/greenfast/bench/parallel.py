@@ -1,7 +1,7 @@
 """Attention of one sequence on several GPUs: ``torchrun --nproc-per-node N -m greenfast bench parallel``.
 
-PyTorch's ring, FlashAttention-3 in a ring written by hand, and greenfast's ring and exchange by heads take turns in one
-run; each is compared with float64 before it is timed. docs/parallel.md says how.
+PyTorch's ring, FlashAttention-3 in a ring written by hand, and greenfast's ring and exchange by heads are interleaved
+in one run; each is compared with float64 before it is timed. docs/parallel.md says how.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from greenfast.bench.parallel_contenders import CONTENDERS, LIMITS, Contender, S
 from greenfast.bench.parallel_record import CaseRow, LinkRow, ParallelRecord, write_record
 from greenfast.bench.parallel_trace import Trace, trace_of
 from greenfast.judge.environment import git_state, package_versions
+from greenfast.kernels.attention.config import ROW_BLOCK
 from greenfast.parallel import cost
 from greenfast.parallel.layout import Layout
 from greenfast.spec.errors import MachineError
@@ -54,6 +55,11 @@ class Case:
         whole = 4.0 * self.batch * self.heads * self.rows**2 * self.head_dim
         return whole / 2 if self.causal else whole
 
+    def on(self, size: int) -> Case:
+        """The case with rows that ``size`` ranks can share: in chunks of 128, whose codes can travel, or fewer."""
+        each = 2 * size * (ROW_BLOCK if self.rows >= 2 * size * ROW_BLOCK else 1)
+        return replace(self, rows=max(self.rows // each, 1) * each)
+
     def sizes(self, size: int) -> cost.Sizes:
         """Of the model, on one of ``size`` ranks."""
         rows = self.rows // size
@@ -67,13 +73,16 @@ CASES = (
     Case("131k_full", 131072, False),
     Case("32k_causal_gqa8", 32768, True, kv_heads=8),
 )
+#: For the kernels' arithmetic in PyTorch, where there is no GPU: whether everything works, not how fast.
+CPU_CASES = (Case("1k_causal", 1024, True, 4, 2, 64), Case("1k_full", 1024, False, 4, 2, 64))
 
 
 def run(
-    folder: Path, *, cases: Sequence[Case] = CASES, rounds: int = 7, contenders: Sequence[str] = tuple(CONTENDERS)
+    folder: Path, *, cases: Sequence[Case] = (), rounds: int = 7, contenders: Sequence[str] = tuple(CONTENDERS)
 ) -> ParallelRecord:
     """Measure in a process that torchrun has started, on its GPU, or with gloo on the CPU where there is none.
 
+    cases: by default CASES, on the CPU CPU_CASES.
     Returns the record on every rank; rank 0 prints each row and writes ``folder``/parallel.json. Raises MachineError
     for a process that torchrun has not started, and ValueError for a wrong result.
     """
@@ -90,7 +99,7 @@ def run(
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=5))
     try:
         mesh = init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),))
-        for record in measure(mesh, cases, rounds, contenders):
+        for record in measure(mesh, cases or (CASES if on_gpu else CPU_CASES), rounds, contenders):
             if dist.get_rank() == 0:
                 write_record(folder, record)
         return record
@@ -119,7 +128,7 @@ def measure(
         missing={name: why for name, why in missing.items() if why},
     )
     for case in cases:
-        rows, refused = _case(mesh, case, rounds, [name for name in contenders if not missing[name]])
+        rows, refused = _case(mesh, case.on(mesh.size()), rounds, [name for name in contenders if not missing[name]])
         record = msgspec.structs.replace(record, rows=[*record.rows, *rows], missing={**record.missing, **refused})
         yield record
 

@@ -22,9 +22,10 @@ class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
 class CaseRow(msgspec.Struct, frozen=True, kw_only=True):
     """One contender on one case: the slowest rank's time of one call, over rounds.
 
-    tflops: of each GPU. error: relative, against float64. peak_bytes: that a call allocates beside its inputs. exposed:
-    the share of a call in which a GPU only exchanges; idle: in which it does nothing; nccl: in which it exchanges at
-    all; the largest of the ranks, from a trace. model_ms: what ``parallel/cost.py`` predicts.
+    tflops: of each GPU. error: relative, against float64; 0 where the result is of a part alone, which is not compared.
+    peak_bytes: that a call allocates in addition to its inputs. exposed: the share of a call in which a GPU only
+    exchanges; idle: in which it does nothing; nccl: in which it exchanges at all; the largest of the ranks, from a
+    trace. model_ms: what ``parallel/cost.py`` predicts.
     """
 
     case: str
@@ -47,9 +48,10 @@ class CaseRow(msgspec.Struct, frozen=True, kw_only=True):
         """The row for a terminal."""
         shares = "" if self.exposed is None else f", exposed {self.exposed:.1%}, idle {self.idle:.1%}"
         model = "" if self.model_ms is None else f", model {self.model_ms:.3f} ms"
+        error = f", error {self.error:.4f}" if self.error else ""
         return (
-            f"{self.case:16} {self.contender:16} {self.median_ms:9.3f} ms {self.tflops:7.1f} TFLOP/s per GPU, error "
-            f"{self.error:.4f}, {self.peak_bytes / 2**20:.0f} MiB{shares}{model}"
+            f"{self.case:16} {self.contender:16} {self.median_ms:9.3f} ms {self.tflops:7.1f} TFLOP/s per GPU{error}, "
+            f"{self.peak_bytes / 2**20:.0f} MiB{shares}{model}"
         )
 
 

@@ -147,14 +147,14 @@ def _serving(args: argparse.Namespace) -> Comparison:
 def _parallel(args: argparse.Namespace) -> int:
     """Compare on several GPUs; prints each row, on one rank. Raises UsageError for unknown cases and contenders."""
     module = importlib.import_module("greenfast.bench.parallel")  # by its name, as it loads PyTorch
-    cases = {case.name: case for case in module.CASES}
+    cases = {case.name: case for case in (*module.CASES, *module.CPU_CASES)}
     for what, given, allowed in (("case", args.cases, cases), ("contender", args.contenders, module.CONTENDERS)):
         for name in given or ():
             if name not in allowed:
                 raise unknown(f"{what} of bench parallel", name, allowed)
     module.run(
         args.out,
-        cases=[cases[name] for name in args.cases or cases],
+        cases=[cases[name] for name in args.cases or ()],
         contenders=tuple(args.contenders or module.CONTENDERS),
         rounds=args.rounds,
     )

@@ -41,12 +41,16 @@ class _Node(torch.autograd.Function):
 
 
 class _Attention(_Node):
-    """``sdpa`` and ``sdpa_lse``: the gradients of attention on their unquantized inputs."""
+    """Attention of query, key and value: the gradients are those on the unquantized inputs.
+
+    backward: the operator that computes them, of the output's gradient, the three, and the arguments from ``first`` on.
+    """
 
     @staticmethod
-    def forward(ctx: Any, op: Any, keys: Any, *args: Any) -> Any:
-        query, key, value, _, ctx.causal, ctx.scale = args
-        ctx.name = "greenfast.sdpa"
+    def forward(ctx: Any, op: Any, keys: Any, backward: str, first: int, *args: Any) -> Any:
+        query, key, value = args[:3]
+        ctx.name, ctx.of, ctx.options = "greenfast.sdpa", backward, args[first:]
+        ctx.others = [None] * (len(args) - 3)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value)
         return _below_node(op, keys, args)
@@ -57,11 +61,11 @@ class _Attention(_Node):
         query, key, value = ctx.saved_tensors
         found: list[Tensor | None] = [None, None, None]
         if grad is not None:
-            found = list(torch.ops.greenfast.sdpa_backward(grad, query, key, value, ctx.causal, ctx.scale))
+            found = list(getattr(torch.ops.greenfast, ctx.of)(grad, query, key, value, *ctx.options))
         if of_lse is not None:
-            refused = _refusals(_LSE, ctx.needs_input_grad[2:5], (query.shape, key.shape, value.shape), of_lse)
+            refused = _refusals(_LSE, ctx.needs_input_grad[4:7], (query.shape, key.shape, value.shape), of_lse)
             found = [b if a is None else a if b is None else a + b for a, b in zip(found, refused, strict=True)]
-        return (None, None, *found, None, None, None)
+        return (None, None, None, None, *found, *ctx.others)
 
 
 class _Undifferentiable(_Node):
@@ -136,14 +140,14 @@ def _without_autocast(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-def register(library: Any, name: str, message: str | None) -> None:
+def register(library: Any, name: str, message: str | None, backward: str = "sdpa_backward", first: int = 4) -> None:
     """Register the kernels of ``torch.ops.greenfast.<name>``.
 
     message: of the error for a gradient that reaches its results, after its public name and a colon; None where it has
-    gradients.
+    gradients, by ``backward``, which takes its arguments from ``first`` on.
     """
     op = getattr(torch.ops.greenfast, name).default
-    kernel = _kernel(op, _Attention) if message is None else _kernel(op, _Undifferentiable, message)
+    kernel = _kernel(op, _Attention, backward, first) if message is None else _kernel(op, _Undifferentiable, message)
     library.impl(name, kernel, "Autograd", with_keyset=True)
     for key in _AUTOCAST:
         library.impl(name, _without_autocast(op), key)

@@ -30,6 +30,7 @@ from greenfast.operator.quantized import (
     padded_head_dim,
 )
 from greenfast.operator.rules import Form, Refusal, Shape, dtype_of, form_of
+from greenfast.operator.scope import SCOPES, sharded
 
 TORCH = "torch"  # the kernel of an Explanation where PyTorch's own attention computes the call
 NOTHING = "none"  # where there is nothing to compute
@@ -41,8 +42,9 @@ class Explanation:
     """Which kernel computes a call of attention, and why.
 
     kernel: "hopper" or "ada"; "reference" for CPU tensors, "meta" for meta tensors, "none" where there is nothing to
-    compute; "context_parallel" inside of one; "torch" where PyTorch's own attention has to, as no kernel can, or
-    should, as none is faster. precision: "fp8" or "int8"; empty for "torch".
+    compute; "ring" or "ulysses" inside a ``context_parallel``, where ``use`` counts calls of "context_parallel";
+    "torch" where PyTorch's own attention has to, as no kernel can, or should, as none is faster. precision: "fp8" or
+    "int8"; empty for "torch".
     """
 
     kernel: str
@@ -106,6 +108,12 @@ def explain(
     dropout = dropout_of(dropout_p)
     if scale is not None and not usable_scale(number("scale", scale)):
         return Explanation(TORCH, "scale: the kernels take positive, finite ones")
+    if sharded():
+        found: Explanation = SCOPES[-1].explain(
+            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, precision=precision,
+            causal_alignment=causal_alignment, float32_as=float32_as,
+        )  # fmt: skip
+        return found
     if not _fused_allowed():
         return Explanation(TORCH, "sdpa_kernel: PyTorch's fused backends are disabled, so only its math remains")
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -123,10 +131,10 @@ def explain(
     dtype = dtype_of(query, float32_as)
     if precision != "auto" and min_length is not None:
         return _kernel(query, form, dtype, fixed)
-    found, quote = _faster(query, form, precision)
-    if not found:
+    faster, quote = _faster(query, form, precision)
+    if not faster:
         return Explanation(TORCH, quote)
-    kernel = _kernel(query, form, dtype, found)
+    kernel = _kernel(query, form, dtype, faster)
     return Explanation(kernel.kernel, f"{kernel.reason}; {quote}", kernel.precision) if kernel.taken else kernel
 
 

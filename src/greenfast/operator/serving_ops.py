@@ -158,7 +158,7 @@ def _plan_cuda(*args: Any) -> Tensor:
 
 
 APPENDS = Repeats()  # plans of calls that skipped the dispatcher
-_NO_GRADIENT = "no gradient flows through a quantized cache; greenfast.sdpa has gradients"
+NO_GRADIENT = "no gradient flows through a quantized cache; greenfast.sdpa has gradients"
 _IMPLEMENTATIONS: dict[str, tuple[Any, Any, Any, str]] = {
     "paged_attention": (_attention_cpu, _attention_cuda, _attention_shapes, "greenfast.flash_attn"),
     "paged_attention_out": (_attention_out_cpu, _attention_out_cuda, _attention_out_shapes, "greenfast.flash_attn"),
@@ -171,7 +171,7 @@ for _name, (_cpu, _cuda, _shapes, _call) in _IMPLEMENTATIONS.items():
     ops.LIBRARY.impl(_name, _cpu, "CPU")
     ops.LIBRARY.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"greenfast::{_name}", _shapes, lib=ops.LIBRARY)
-    autograd.register(ops.LIBRARY, _name, f"{_call}: {_NO_GRADIENT}")
+    autograd.register(ops.LIBRARY, _name, f"{_call}: {NO_GRADIENT}")
 
 _PAGED_ATTENTION = torch.ops.greenfast.paged_attention.default
 _PAGED_ATTENTION_OUT = torch.ops.greenfast.paged_attention_out.default

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import get_rank
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -19,11 +21,12 @@ from greenfast.operator.arguments import (
     number,
     scale_of,
 )
-from greenfast.operator.quantized import DTYPES, PRECISIONS_AND_AUTO, check_choice
+from greenfast.operator.quantized import DTYPES, PRECISIONS_AND_AUTO, AutoPrecision, check_choice
 from greenfast.operator.routing import Explanation
 from greenfast.operator.rules import Form, Refusal, arranged, dtype_of, form_of, restored
 from greenfast.operator.scope import SCOPES
 from greenfast.operator.serving import kind
+from greenfast.operator.serving_checks import check_keys, check_out, check_starts, checks_values
 from greenfast.parallel import cost
 from greenfast.parallel.group import Group, group_of
 from greenfast.parallel.layout import Layout
@@ -32,6 +35,7 @@ from greenfast.parallel.varlen import CONTEXT_VARLEN
 
 Method = Literal["auto", "ring", "ulysses"]
 _NAMES = ("query", "key", "value")
+_LONGEST_TIMEOUT = 1e9  # seconds; what PyTorch counts in nanoseconds has an end
 
 
 class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_parallel(mesh)
@@ -58,7 +62,8 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
 
     Calls raise what ``greenfast.sdpa`` raises; ValueError on all ranks, with the calls, where these differ;
     RuntimeError with the rank's number where one is lost. Constructing it is a collective call of the mesh's ranks.
-    Raises TypeError for anything but a mesh of one dimension and numbers, ValueError for an unknown method.
+    Raises TypeError for anything but a mesh of one dimension and numbers, ValueError for an unknown method, a timeout
+    that is not positive and a mesh without this rank.
     """
 
     def __init__(
@@ -69,8 +74,10 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
             raise TypeError(f"mesh: {found}; a DeviceMesh of one dimension is needed, such as mesh['cp']")
         check_choice("method", method, ("auto", *METHODS))
         check_flag("load_balance", load_balance)
-        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
-            raise TypeError(f"timeout: {timeout!r}; a positive number of seconds is needed, or None")
+        if timeout is not None and not 0 < number("timeout", timeout) <= _LONGEST_TIMEOUT:
+            raise ValueError(f"timeout: {timeout}; seconds above 0, up to {_LONGEST_TIMEOUT:g}, are needed, or None")
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"mesh: its ranks are {mesh.mesh.tolist()}, and this is rank {get_rank()}")
         self.mesh, self.method, self.load_balance = mesh, method, load_balance
         self.group: Group = group_of(mesh.get_group(), mesh.mesh.flatten().tolist(), timeout)
         self.name = self.group.name
@@ -81,26 +88,42 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         return self
 
     def __exit__(self, *raised: object) -> None:
-        SCOPES.pop()
+        """Raises RuntimeError if it has not been entered."""
+        at = len(SCOPES) - 1
+        while at >= 0 and SCOPES[at] is not self:  # one that was entered later may still be open, on another thread
+            at -= 1
+        if at < 0:
+            raise RuntimeError("context_parallel: left, but not entered")
+        del SCOPES[at]
 
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part of a whole tensor, a copy. Raises ValueError for a length that has no such parts."""
         return Layout(self.size, self.load_balance).shard(tensor, dim, self.group.rank)
 
     def unshard(self, tensor: Tensor, dim: int) -> Tensor:
-        """The whole tensor, on each rank, from this rank's part. No gradient flows through it."""
+        """The whole tensor, on each rank, from this rank's part. No gradient flows through it.
+
+        Raises ValueError where the ranks' parts differ in shape or dtype.
+        """
+        self.group.agree(f"unshard along {dim}, {tuple(tensor.shape)}, {tensor.dtype}")
         shards = self.group.gather(tensor.detach().contiguous())
         return Layout(self.size, self.load_balance).whole(shards, dim)
 
     def explain(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, enable_gqa: bool = False
-    ) -> Explanation:
-        """Which method computes a call with these shards, and why; a ``kernel`` of "torch" where none does."""
-        form = form_of(_local(query), _local(key), _local(value), None, 0.0, int(is_causal), enable_gqa, None)
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, enable_gqa: bool = False, *, precision: AutoPrecision = "fp8",
+        causal_alignment: str = "upper_left", float32_as: torch.dtype | None = None,
+    ) -> Explanation:  # fmt: skip
+        """Which method computes a call with these shards, and why; a ``kernel`` of "torch" where none does.
+
+        Raises TypeError and ValueError for flags, numbers and choices, as ``greenfast.sdpa`` does.
+        """
+        fixed = _precision(precision)
+        given = (query, key, value)
+        _, form = self._read(given, attn_mask, dropout_p, is_causal, enable_gqa, causal_alignment, float32_as)
         if isinstance(form, Refusal):
             return Explanation("torch", form.reason)
-        fault = self._fault(form)
-        return Explanation("torch", fault) if fault else Explanation(*self._method(form))
+        return Explanation(*self._method(form), fixed)
 
     def sdpa(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
@@ -110,34 +133,41 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         """``greenfast.sdpa`` inside this context."""
         given = (query, key, value)
         try:
-            query, key, value = (self._shard_of(name, x) for name, x in zip(_NAMES, given, strict=True))
-            causal = causal_of(is_causal, causal_alignment)
-            check_choice("precision", precision, PRECISIONS_AND_AUTO)
-            precision = "fp8" if precision == "auto" else precision  # which is the faster one; PyTorch's has no shards
+            precision = _precision(precision)
             check_flag("return_lse", return_lse)
-            check_cast(float32_as)
-            form = form_of(query, key, value, attn_mask, dropout_of(dropout_p), causal, enable_gqa, float32_as)
+            local, form = self._read(given, attn_mask, dropout_p, is_causal, enable_gqa, causal_alignment, float32_as)
             if isinstance(form, Refusal):
                 raise form.error(f"{form.reason} (in a context_parallel)")
-            fault = self._fault(form)
-            if fault:
-                raise ValueError(fault)
-            if form.causal and self.load_balance and self.size > 1 and isinstance(given[0], DTensor):
-                raise ValueError(
-                    "query: a DTensor, whose rows are in order; with a mask the context needs load_balance=False"
-                )
             factor = scale_of(scale, query.shape[-1])
         except Exception as error:
             if torch.compiler.is_compiling():
                 raise
-            self.group.agree((), "", error)
+            self.group.agree("", error)
             raise
-        widened = query.dtype == torch.float32
-        query, key, value = (x.to(dtype_of(x, float32_as)) for x in (query, key, value))
-        out, lse = self._attend(form, arranged(form, query, key, value), precision, factor, return_lse)
+        widened = float32_as is not None and dtype_of(local[0], None) == torch.float32
+        q, k, v = (x.to(dtype_of(x, float32_as)) for x in local)
+        out, lse = self._attend(form, arranged(form, q, k, v), precision, factor, return_lse)
         out = restored(form, out)
-        out = self._as_given(given[0], out.float() if widened else out)
-        return (out, self._as_given(given[0], lse.reshape(form.out[:-1]))) if return_lse else out
+        out = self._as_given(query, out.float() if widened else out)
+        return (out, self._as_given(query, lse.reshape(form.out[:-1]))) if return_lse else out
+
+    def _read(
+        self, given: tuple[Tensor, Tensor, Tensor], attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+        enable_gqa: bool, causal_alignment: str, float32_as: torch.dtype | None,
+    ) -> tuple[list[Any], Form | Refusal]:  # fmt: skip
+        """This rank's rows, and the form of their attention or why it is refused."""
+        causal = causal_of(is_causal, causal_alignment)
+        check_flag("enable_gqa", enable_gqa)
+        check_cast(float32_as)
+        dropout = dropout_of(dropout_p)
+        fault = self._misplaced(given)
+        if fault:
+            return [], Refusal(ValueError, f"{fault}. Use redistribute()")
+        local = [x.to_local() if isinstance(x, DTensor) else x for x in given]
+        query, key, value = local
+        form = form_of(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
+        fault = "" if isinstance(form, Refusal) else self._fault(form, any(isinstance(x, DTensor) for x in given))
+        return local, Refusal(ValueError, fault) if fault else form
 
     def varlen(
         self, q: Tensor, k: Tensor, v: Tensor, starts: tuple[Any, Any], longest: tuple[Any, Any], scale: float | None,
@@ -146,18 +176,19 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         """``flash_attn_varlen_func`` inside this context. others: arguments that it does not take, None by default."""
         try:
             for name, given in others.items():
-                if given is not None:
+                if given is not None and (name != "window_size" or tuple(given) != (-1, -1)):
                     raise NotImplementedError(f"{name}: it is not computed in a context_parallel; leave it out")
             factor = self._check_varlen(q, k, v, starts, longest, scale, causal, softcap)
+            if out is not None:
+                check_out(out, q, q.dtype)
         except Exception as error:
             if torch.compiler.is_compiling():
                 raise
-            self.group.agree((), "", error)
+            self.group.agree("", error)
             raise
-        method, _ = self._varlen_method(q, k, starts[0], causal)
         balanced = causal and self.load_balance
         found, lse = CONTEXT_VARLEN(
-            q, k, v, *starts, *longest, causal, float(softcap), factor, method, balanced, self.name
+            q, k, v, *starts, *longest, causal, float(softcap), factor, self.method, balanced, self.name
         )
         if out is not None:
             found = out.copy_(found)
@@ -181,33 +212,33 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
             check_length(name, length)
         if causal and (q.shape[0] != k.shape[0] or longest[0] != longest[1]):
             raise ValueError("causal: the shards of q and k differ in length; with a mask they must be as long")
-        if causal and self.load_balance and q.device.type == "cpu" and bool((starts[0] % 2).any()):
-            raise ValueError(
-                "cu_seqlens_q: odd; with load_balance each sequence has two chunks of the same length here"
-            )
-        number("softcap", softcap)
+        if number("softcap", softcap) < 0:
+            raise ValueError(f"softcap: {softcap}; 0 or more is needed")
+        if not torch.compiler.is_compiling() and checks_values(q):
+            lengths = check_starts("cu_seqlens_q", starts[0], q.shape[0], "q")
+            if max(lengths, default=0) > longest[0]:
+                raise ValueError(f"max_seqlen_q: {longest[0]}; a sequence has {max(lengths)} rows here")
+            check_keys(starts[1], k.shape[0], longest[1], None)
+            if causal and not torch.equal(*starts):
+                raise ValueError("cu_seqlens_q, cu_seqlens_k: they differ; with a mask q and k must be as long")
+            if causal and self.load_balance and any(n % 2 for n in lengths):
+                raise ValueError(
+                    f"cu_seqlens_q: {starts[0].tolist()}; with load_balance each sequence has two chunks of the same "
+                    "length here. Pad it to a multiple of twice the ranks"
+                )
         return scale_of(scale, q.shape[2])
-
-    def _varlen_method(self, q: Tensor, k: Tensor, starts: Tensor, causal: bool) -> tuple[str, str]:
-        if self.method != "auto":
-            return self.method, f"{self.method} was asked for"
-        batch = max(1, starts.shape[0] - 1)
-        rows, keys = (max(1, x.shape[0] // batch) for x in (q, k))
-        return cost.choose(cost.Sizes(self.size, batch, q.shape[1], k.shape[1], rows, keys, q.shape[2], causal))
 
     def _attend(
         self, form: Form, tensors: tuple[Tensor, Tensor, Tensor], precision: str, scale: float, with_lse: bool
     ) -> tuple[Tensor, Tensor]:
-        causal = int(form.causal > 0)
-        if self.size == 1:
+        if self.size == 1 and not form.empty:
             if with_lse:
-                found: tuple[Tensor, Tensor] = ops.SDPA_LSE(*tensors, precision, causal, scale)
+                found: tuple[Tensor, Tensor] = ops.SDPA_LSE(*tensors, precision, form.causal, scale)
                 return found
-            out = ops.SDPA(*tensors, precision, causal, scale)
+            out = ops.SDPA(*tensors, precision, form.causal, scale)
             return out, out
-        method, _ = self._method(form)
         both: tuple[Tensor, Tensor] = CONTEXT_ATTENTION(
-            *tensors, precision, with_lse, causal, scale, method, self._balanced(form), self.name
+            *tensors, precision, with_lse, int(form.causal > 0), scale, self.method, self._balanced(form), self.name
         )
         return both
 
@@ -215,14 +246,16 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         """Without a mask the order of the keys changes nothing, and rows may be odd in number."""
         return self.load_balance and (form.causal > 0 or not (form.query[2] % 2 or form.key[2] % 2))
 
-    def _fault(self, form: Form) -> str:
-        """What is wrong with the shapes of shards, or nothing."""
+    def _fault(self, form: Form, in_order: bool) -> str:
+        """What is wrong with the shapes of shards, or nothing. in_order: whether their rows are, as a DTensor's."""
         rows, keys = form.query[2], form.key[2]
-        if form.empty:
-            return f"query: its shape is {tuple(form.query)}, key's {tuple(form.key)}; every rank needs rows and keys"
-        if form.causal and rows != keys:
+        if self.size == 1 or not form.causal:
+            return ""
+        if rows != keys:
             return f"is_causal: the shards have {rows} queries and {keys} keys; with a mask they must be as many"
-        if form.causal and self.load_balance and rows % 2:
+        if self.load_balance and in_order:
+            return "query: a DTensor, whose rows are in order; with a mask the context needs load_balance=False"
+        if self.load_balance and rows % 2:
             return (
                 f"query: a shard of {rows} rows; two chunks of the same length are needed (load_balance). Pad the "
                 "sequence to a multiple of twice the ranks"
@@ -231,31 +264,33 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
 
     def _method(self, form: Form) -> tuple[str, str]:
         """The method of a call, and why."""
-        if self.size == 1:
-            return "single", "a mesh of one rank: nothing is exchanged"
-        if self.method != "auto":
-            return self.method, f"{self.method} was asked for"
         (batch, heads, rows, head_dim), (_, kv_heads, keys, _) = form.query, form.key
         sizes = cost.Sizes(self.size, batch, heads, kv_heads, rows, keys, head_dim, form.causal > 0)
-        return cost.choose(sizes)
+        return cost.method_of(self.method, sizes)
 
-    def _shard_of(self, name: str, x: Any) -> Any:
-        """This rank's rows of a DTensor; any other tensor is such rows."""
-        if not isinstance(x, DTensor):
-            return x
+    def _misplaced(self, given: Sequence[Any]) -> str:
+        """Which DTensor does not have this rank's rows, of the heads that the others have, or nothing."""
+        placed = {name: x for name, x in zip(_NAMES, given, strict=True) if isinstance(x, DTensor)}
+        for name, x in placed.items():
+            if not self._holds_rows(x):
+                return (
+                    f"{name}: a DTensor placed {x.placements} on {x.device_mesh}; on the ranks of the context it must "
+                    f"be Shard({x.dim() - 2}), sharded by rows, and on others replicated or sharded by batch or heads"
+                )
+        if len({_placement(x) for x in placed.values()}) > 1:
+            shown = ", ".join(f"{name} {x.placements}" for name, x in placed.items())
+            return f"query, key and value: DTensors placed {shown}; they must be placed alike"
+        return ""
+
+    def _holds_rows(self, x: DTensor) -> bool:
+        """Whether a DTensor has this rank's rows of whole numbers, of some batches and heads."""
         dims = [i for i in range(x.device_mesh.ndim) if x.device_mesh.get_group(i) is self.group.process_group]
         place = x.placements[dims[0]] if dims else None
         others = [p for i, p in enumerate(x.placements) if [i] != dims]
         by_rows = isinstance(place, Shard) and place.dim % x.dim() == x.dim() - 2
-        if not by_rows or not all(
+        return by_rows and all(
             isinstance(p, Replicate) or (isinstance(p, Shard) and p.dim % x.dim() < x.dim() - 2) for p in others
-        ):
-            raise ValueError(
-                f"{name}: a DTensor placed {x.placements} on {x.device_mesh}; on the ranks of the context it must be "
-                f"Shard({x.dim() - 2}), sharded by rows, and on others replicated or sharded by batch or heads. Use "
-                "redistribute()"
-            )
-        return x.to_local()
+        )
 
     def _as_given(self, like: Any, x: Tensor) -> Tensor:
         """A result as a DTensor where the query is one."""
@@ -264,5 +299,12 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         return DTensor.from_local(x, like.device_mesh, like.placements, run_check=False)
 
 
-def _local(x: Any) -> Any:
-    return x.to_local() if isinstance(x, DTensor) else x
+def _precision(precision: str) -> str:
+    """The one that is asked for; of "auto" the faster one, as PyTorch's own attention knows no shards."""
+    check_choice("precision", precision, PRECISIONS_AND_AUTO)
+    return "fp8" if precision == "auto" else precision
+
+
+def _placement(x: DTensor) -> tuple[Any, ...]:
+    """Where its parts lie, with dimensions counted from the last one: those of three tensors can differ in number."""
+    return x.device_mesh, *(p.dim % x.dim() - x.dim() if isinstance(p, Shard) else None for p in x.placements)

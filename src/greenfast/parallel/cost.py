@@ -95,6 +95,15 @@ def ulysses(sizes: Sizes, machine: Machine = Machine()) -> Estimate:
     return Estimate(computing + exposed, computing, exposed)
 
 
+def method_of(asked: str, sizes: Sizes) -> tuple[str, str]:
+    """The method of a call, and why. asked: its name, or "auto"."""
+    if sizes.size == 1:
+        return "single", "a mesh of one rank: nothing is exchanged"
+    if 0 in (sizes.batch, sizes.heads, sizes.rows, sizes.keys):
+        return "ring", "no rows, or no keys that they attend to: nothing is exchanged"
+    return choose(sizes) if asked == "auto" else (asked, f"{asked} was asked for")
+
+
 def choose(sizes: Sizes, machine: Machine = Machine()) -> tuple[str, str]:
     """The method for these sizes, and why."""
     found = {"ring": ring(sizes, machine), "ulysses": ulysses(sizes, machine)}

@@ -129,7 +129,7 @@ def attend(
 
 
 def attend_codes(codes: QuantizedQKV, causal: int, scale: float, with_lse: bool) -> tuple[Tensor, Tensor]:
-    """Attention on codes of Q too, as ``torch.ops.greenfast.attention``, beside NCCL's kernels."""
+    """Attention on codes of Q too, as ``torch.ops.greenfast.attention``, while NCCL's kernels may run."""
     config = _config_of(codes.head_dim, codes.dtype, codes.precision)
     config = replace(config, mask=Mask(causal), log_sum_exp=with_lse)
     batch, heads, length, _ = codes.query.shape

@@ -2,7 +2,7 @@
 
 Tensors travel over the caller's process group (NCCL, or gloo for CPU tensors). What a call is travels over a second
 group, of gloo on the host: before anything is launched every rank knows that all others make the same call, and one
-that is gone is found there, by a time limit, without waiting for NCCL's. The host is ahead of the GPU meanwhile.
+that is gone is found there, without waiting for NCCL's time limit. The host is ahead of the GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import atexit
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -24,7 +26,9 @@ from torch.distributed import distributed_c10d
 #: How long a rank may stay away from a call before the others end with an error, in seconds.
 TIMEOUT = 600.0
 _C10D: Any = distributed_c10d
-_LONGEST = 32  # numbers that describe a call
+_SHOWN = 500  # characters of a call in an error
+_ENDED = ("connection closed", "connection reset", "broken pipe")  # gloo's errors where another rank is gone
+_READING = 0.5  # seconds for which others may read the store, which can end with this process
 _MOMENT = 5.0  # seconds by which ranks may begin a call, and so give it up, one after another
 
 
@@ -38,15 +42,15 @@ class Group:
 
     name: str
     process_group: Any
-    host: Any  # the group of gloo, None for one rank
     store: Any  # of the ranks, under a name of their own
     timeout: float  # seconds
     ranks: list[int]
+    host: Any = None  # the group of gloo, None for one rank
     calls: int = 0
-    since: float = 0.0  # when this rank came to its last call
 
     def __post_init__(self) -> None:
         self.rank = self.ranks.index(dist.get_rank())
+        self.since = time.monotonic()  # when this rank came to its last call
         places = [dist.get_group_rank(self.process_group, rank) for rank in self.ranks]
         #: The place of each rank in the process group; empty where that has the mesh's order.
         self.places = [] if places == list(range(len(places))) else places
@@ -56,11 +60,21 @@ class Group:
         """How many ranks it has."""
         return len(self.ranks)
 
-    def agree(self, call: Sequence[int], described: str, fault: Exception | None = None) -> None:
+    def connect(self) -> None:
+        """Make the group on the host. Raises RuntimeError, naming the rank, for one that does not come."""
+        with self.watched():
+            # Not new_group, for which ranks that are members of other groups would have to be in step.
+            self.host = dist.ProcessGroupGloo(self.store, self.rank, self.size, timeout=self._limit)
+
+    @property
+    def _limit(self) -> timedelta:
+        return timedelta(seconds=self.timeout)
+
+    def agree(self, call: str, fault: Exception | None = None) -> None:
         """Return when every rank of the group makes this call; all of them raise where one does not.
 
-        call: whole numbers that must be equal on all ranks, at most 32. described: the same for people. fault: the
-        error of a call that this rank refuses, which is raised here after the others know of it.
+        call: all that must be equal on the ranks, in words. fault: the error of a call that this rank refuses, which is
+        raised here after the others know of it.
 
         Raises ValueError for calls that differ, naming each, and RuntimeError, naming the rank, for one that is lost.
         """
@@ -69,35 +83,41 @@ class Group:
             if fault is not None:
                 raise fault
             return
-        numbers = [int(fault is not None), len(call), *call]
-        mine = torch.tensor(numbers + [0] * (_LONGEST + 2 - len(numbers)), dtype=torch.int64)
-        both = torch.cat([mine, -mine])
+        digest = int.from_bytes(blake2b(call.encode(), digest_size=7).digest(), "big")
+        both = torch.tensor([fault is not None, digest, -digest], dtype=torch.int64)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        options.timeout = self._limit
         with self.watched():
             self.host.allreduce([both], options).wait()
-        most, least = both[: len(mine)], -both[len(mine) :]
-        if fault is None and not most[0] and torch.equal(most, least):
+        refused, most, least = both.tolist()
+        if fault is None and not refused and most == -least:
             return
-        self.store.set(f"{self.calls}/call/{self.rank}", str(fault) if fault is not None else described)
+        said = call if fault is None else str(fault)
+        self.store.set(f"{self.calls}/call/{self.rank}", said if len(said) <= _SHOWN else f"{said[:_SHOWN]}...")
         if fault is not None:
             raise fault
         with self.watched():
-            said = [self.store.get(f"{self.calls}/call/{i}").decode() for i in range(self.size)]
-        calls = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self.ranks, said, strict=True))
+            others = [self.store.get(f"{self.calls}/call/{i}").decode() for i in range(self.size)]
+        calls = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self.ranks, others, strict=True))
         raise ValueError(f"context_parallel: the ranks of the group make different calls: {calls}")
 
     def watched(self) -> _Watched:
         """A context in which the error of an exchange becomes one that names the ranks that are lost."""
         return _Watched(self)
 
-    def exchange(self, send: Tensor, receive: Tensor) -> list[Any]:
-        """Send a buffer to the next rank and receive one from the rank before: the works to wait for."""
+    @contextmanager
+    def exchanging(self, send: Tensor, receive: Tensor) -> Iterator[None]:
+        """Send a buffer to the next rank and receive one from the rank before, while what is inside is computed."""
         following, before = ((self.rank + step) % self.size for step in (1, -1))
         sends = dist.P2POp(dist.isend, send, self.ranks[following], self.process_group)
         receives = dist.P2POp(dist.irecv, receive, self.ranks[before], self.process_group)
         with self.watched():
-            return dist.batch_isend_irecv([sends, receives])
+            works = dist.batch_isend_irecv([sends, receives])
+        try:
+            yield
+        finally:  # after an error too: a buffer that is given up would leave the ranks out of step
+            self.wait(receive, *works)
 
     def all_to_all(self, send: Tensor) -> tuple[Tensor, Any]:
         """Send part i of the first dimension to rank i: what comes back, once the work has been waited for."""
@@ -112,39 +132,45 @@ class Group:
         """A contiguous tensor of each rank."""
         found = [torch.empty_like(x) for _ in range(self.size)]
         with self.watched():
-            dist.all_gather(found, x, group=self.process_group)
+            work = dist.all_gather(found, x, group=self.process_group, async_op=True)
+        self.wait(x, work)
         return [found[place] for place in self.places or range(self.size)]
 
-    def wait(self, *works: Any) -> None:
-        """Wait for works; on CUDA the current stream does, not the host."""
+    def wait(self, x: Tensor, *works: Any) -> None:
+        """Wait for works that exchange tensors such as ``x``; on CUDA the current stream does, not the host."""
         with self.watched():
             for work in works:
-                work.wait()
+                work.wait() if x.is_cuda else work.wait(self._limit)
 
     def sum_of_bits(self, x: Tensor) -> Tensor:
         """The sum over the ranks of a 16-bit tensor of which each rank has some rows and zeros elsewhere, exactly.
 
         As integers: what is added to a zero keeps its bits, NaN and -0 too.
         """
-        if self.size > 1:
-            with self.watched():
-                dist.all_reduce(x.view(torch.int32), group=self.process_group)
+        with self.watched():
+            work = dist.all_reduce(x.view(torch.int32), group=self.process_group, async_op=True)
+        self.wait(x, work)
         return x
 
-    def lost(self) -> list[int]:
+    def lost(self, closed: bool) -> list[int]:
         """Ranks of the world that do not answer a roll call until the time limit of the call, and a moment more.
 
-        Every rank whose exchange failed comes here, the last of them when its own time is over.
+        Every rank whose exchange failed comes here, the last of them when its own time is over. closed: whether an
+        exchange failed as a rank has ended, which is the last one that has not answered.
         """
-        place = f"{self.calls}/here"
-        self.store.set(f"{place}/{self.rank}", "")
+        self.store.set(f"here/{self.rank}", str(self.calls))
         until = max(self.since + self.timeout, time.monotonic()) + min(_MOMENT, self.timeout / 2)
         missing = list(range(self.size))
-        while missing and time.monotonic() < until:
-            missing = [i for i in missing if not self.store.check([f"{place}/{i}"])]
-            if missing:
+        while len(missing) > closed and time.monotonic() < until:
+            missing = [i for i in missing if not self._answered(f"here/{i}")]
+            if len(missing) > closed:
                 time.sleep(min(0.05, self.timeout / 20))
+        time.sleep(min(_READING, self.timeout / 2))
         return [self.ranks[i] for i in missing]
+
+    def _answered(self, place: str) -> bool:
+        """Whether a rank has answered a roll call of this call, or of one before or after: they agree on each."""
+        return bool(self.store.check([place])) and int(self.store.get(place)) >= self.calls - 1
 
 
 class _Watched:
@@ -161,23 +187,22 @@ class _Watched:
         group = self.group
         if not isinstance(error, RuntimeError):
             return
+        closed = any(words in str(error).lower() for words in _ENDED)
         try:
-            lost = group.lost()
+            lost = group.lost(closed)
         except RuntimeError:  # the store is gone with the process that held it
             raise RuntimeError(
-                f"context_parallel: rank {group.ranks[group.rank]} lost the other ranks {_others(group)} and the store "
-                f"of the process group, which rank 0 or the launcher holds; start the job again ({error})"
+                f"context_parallel: rank {group.ranks[group.rank]} of the ranks {group.ranks} lost the store of the "
+                f"process group, which rank 0 or the launcher holds: one of them has ended. Start the job again "
+                f"({error})"
             ) from error
         if lost:
             named = ", ".join(map(str, lost))
+            late = f"did not answer within {group.timeout:g} s; it has ended or hangs"
             raise RuntimeError(
-                f"context_parallel: rank {named} of the ranks {group.ranks} did not answer within "
-                f"{group.timeout:g} s; it has ended or hangs. Start the job again ({error})"
+                f"context_parallel: rank {named} of the ranks {group.ranks} "
+                f"{'has ended' if closed and len(lost) == 1 else late}. Start the job again ({error})"
             ) from error
-
-
-def _others(group: Group) -> list[int]:
-    return [rank for i, rank in enumerate(group.ranks) if i != group.rank]
 
 
 _GROUPS: dict[str, Group] = {}
@@ -195,17 +220,16 @@ def group_of(process_group: Any, order: Sequence[int] = (), timeout: float | Non
     place = "-".join(map(str, ranks))
     name = f"{process_group.group_name}/{place}"
     found = _GROUPS.get(name)
-    if found is None or found.process_group is not process_group or (timeout and timeout != found.timeout):
-        seconds = timeout or TIMEOUT
+    if found is None or found.process_group is not process_group:
         _MADE[place] += 1
         store = _C10D.PrefixStore(f"greenfast/{place}/{_MADE[place]}", _C10D._get_default_store())
-        host = None
+        found = Group(name, process_group, store, timeout or TIMEOUT, ranks)
         if len(ranks) > 1:
-            # Not new_group, for which ranks that are members of other groups would have to be in step.
-            rank = ranks.index(dist.get_rank())
-            host = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=timedelta(seconds=seconds))
-        found = _GROUPS[name] = Group(name, process_group, host, store, seconds, ranks)
+            found.connect()
+        _GROUPS[name] = found
         _ALL.add(found)
+    elif timeout:
+        found.timeout = timeout
     return found
 
 

@@ -53,6 +53,11 @@ class Layout:
         return torch.cat([chunks[i] for i in self.chunks_of(rank)], dim)
 
     def whole(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole tensor from the shards of all ranks."""
+        """The whole tensor from the shards of all ranks. Raises ValueError for rows that are no whole chunks."""
+        rows = shards[0].shape[dim]
+        if rows % self.parts:
+            raise ValueError(
+                f"dim {dim}: {rows} rows of a rank; with load_balance two chunks of the same length are needed"
+            )
         chunks = [part for shard in shards for part in shard.chunk(self.parts, dim)]
         return torch.cat([chunks[place] for place in self.places()], dim)

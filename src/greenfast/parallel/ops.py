@@ -5,15 +5,14 @@ A graph of torch.compile holds one call of it, with the name of the process grou
 
 from __future__ import annotations
 
-import struct
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from greenfast.operator import ops
-from greenfast.operator.quantized import PRECISIONS
-from greenfast.parallel import ring, ulysses
+from greenfast.operator import autograd, ops
+from greenfast.parallel import cost, ring, ulysses
 from greenfast.parallel.group import Group, group_named
 from greenfast.parallel.layout import Layout
 
@@ -25,7 +24,7 @@ _SCHEMAS = {
     "context_attention_backward": f"(Tensor grad, Tensor query, Tensor key, Tensor value, {_OPTIONS}) "
     "-> (Tensor, Tensor, Tensor)",
 }
-_LSE = "greenfast.sdpa: a gradient reaches its log-sum-exp, which has none; use lse.detach() if none is meant"
+_TWICE = "greenfast.sdpa: its gradients in a context_parallel are not differentiable"
 
 
 def _forward(
@@ -33,11 +32,16 @@ def _forward(
     balanced: bool, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ranks = group_named(group)
-    options = (list(PRECISIONS).index(precision), with_lse)
-    _agree(ranks, "sdpa", (query, key, value), causal, scale, method, balanced, options)
-    out, lse = METHODS[method](
-        ranks, Layout(ranks.size, balanced), query, key, value, precision, causal, scale, with_lse
-    )
+    (batch, heads, rows, head_dim), (_, kv_heads, keys, _) = query.shape, key.shape
+    sizes = cost.Sizes(ranks.size, batch, heads, kv_heads, rows, keys, head_dim, causal > 0)
+    method, _ = cost.method_of(method, sizes)  # here, as a graph would depend on the lengths that it compares
+    options = f", {precision}, return_lse {with_lse}"
+    _agree(ranks, f"sdpa by {method}", (query, key, value), causal, scale, balanced, options)
+    if _empty(query, key):
+        out, lse = query.new_zeros(query.shape), query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
+    else:
+        layout = Layout(ranks.size, balanced)
+        out, lse = METHODS[method](ranks, layout, query, key, value, precision, causal, scale, with_lse)
     return out, lse if with_lse else lse.new_empty(0)
 
 
@@ -46,21 +50,24 @@ def _backward(
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     ranks = group_named(group)
-    _agree(ranks, "the gradient of sdpa", (query, key, value), causal, scale, method, balanced, ())
+    _agree(ranks, "the gradient of sdpa", (query, key, value), causal, scale, balanced)
+    if _empty(query, key):
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     return ulysses.backward(ranks, Layout(ranks.size, balanced), grad, query, key, value, causal, scale)
 
 
 def _agree(
-    ranks: Group, name: str, tensors: tuple[Tensor, ...], causal: int, scale: float, method: str, balanced: bool,
-    options: tuple[int, ...],
-) -> None:  # fmt: skip
-    (bits,) = struct.unpack("q", struct.pack("d", scale))
-    flags = (len(name), causal, bits, list(METHODS).index(method), balanced, tensors[0].dtype == torch.float16)
-    shapes = [n for x in tensors for n in x.shape]
-    named = zip(("query", "key", "value"), tensors, strict=True)
-    shown = ", ".join(f"{of} {tuple(x.shape)}" for of, x in named)
-    described = f"{name} by {method}, {shown}, {tensors[0].dtype}, causal {bool(causal)}, scale {scale:.6g}"
-    ranks.agree([*flags, *map(int, options), *shapes], described)
+    ranks: Group, name: str, tensors: tuple[Tensor, ...], causal: int, scale: float, balanced: bool, options: str = ""
+) -> None:
+    """Return once all ranks make this call."""
+    shapes = ", ".join(f"{of} {tuple(x.shape)}" for of, x in zip(("query", "key", "value"), tensors, strict=True))
+    ranks.agree(
+        f"{name}, {shapes}, {tensors[0].dtype}, causal {bool(causal)}, scale {scale}, load_balance {balanced}{options}"
+    )
+
+
+def _empty(query: Tensor, key: Tensor) -> bool:
+    return 0 in (*query.shape, *key.shape)
 
 
 def _forward_shapes(query: Tensor, key: Tensor, value: Tensor, precision: str, with_lse: bool, *options: Any) -> Any:
@@ -72,36 +79,14 @@ def _backward_shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *o
     return tuple(torch.empty_like(x) for x in (query, key, value))
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    query, key, value, _, _, *ctx.options = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value)
-
-
-def _gradients(ctx: Any, grad: Tensor | None, of_lse: Tensor | None) -> tuple[Any, ...]:
-    tensors = ctx.saved_tensors
-    found: list[Any] = [None, None, None]
-    if grad is not None:
-        found = list(torch.ops.greenfast.context_attention_backward(grad, *tensors, *ctx.options))
-    if of_lse is not None and of_lse.numel():
-        refused = [torch.ops.greenfast.refuse_gradient(of_lse, x.shape, _LSE) for x in tensors]
-        found = [b if a is None else a + b for a, b in zip(found, refused, strict=True)]
-    return (*found, *[None] * 7)
-
-
-def _twice(ctx: Any, *grads: Any) -> Any:
-    raise NotImplementedError("greenfast.sdpa: its gradients in a context_parallel are not differentiable")
-
-
-for _name, _call, _shapes in (
-    ("context_attention", _forward, _forward_shapes),
-    ("context_attention_backward", _backward, _backward_shapes),
+for _name, _call, _shapes, _message in (
+    ("context_attention", _forward, _forward_shapes, None),
+    ("context_attention_backward", _backward, _backward_shapes, _TWICE),
 ):
     ops.LIBRARY.define(_name + _SCHEMAS[_name])
     for _device in ("CPU", "CUDA"):
         ops.LIBRARY.impl(_name, _call, _device)
     torch.library.register_fake(f"greenfast::{_name}", _shapes, lib=ops.LIBRARY)
-torch.library.register_autograd("greenfast::context_attention", _gradients, setup_context=_setup, lib=ops.LIBRARY)
-torch.library.register_autograd("greenfast::context_attention_backward", _twice, lib=ops.LIBRARY)
+    autograd.register(ops.LIBRARY, _name, _message, "context_attention_backward", 5)
 
 CONTEXT_ATTENTION = torch.ops.greenfast.context_attention.default

@@ -5,6 +5,7 @@ After Liu et al., "Ring Attention with Blockwise Transformers" (2023); what trav
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
@@ -62,18 +63,16 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output of this rank's queries over all keys, contiguous, and their log-sum-exp, float32 (B, H, S)."""
     samples = samples_of(group, layout, key)
-    here = Keys.like(key, precision)
-    there = Keys.like(key, precision) if group.size > 1 else here
+    here, there = (Keys.like(key, precision) for _ in range(2))
     mean = blocks.quantize_keys(key, value, samples, precision, here)
     plan = turns(group.rank, layout, key.shape[2], bool(causal))
     merged = Merged(of=sum(turn is not None for turn in plan))
     for number, turn in enumerate(plan):
-        works = group.exchange(here.buffer, there.buffer) if number + 1 < group.size else []
-        if turn is not None:
-            first, count, masked = turn
-            result = blocks.attend(query[:, :, first:], here, count, precision, masked, scale, with_lse)
-            merged.add(*result, first)
-        group.wait(*works)
+        with group.exchanging(here.buffer, there.buffer) if number + 1 < group.size else nullcontext():
+            if turn is not None:
+                first, count, masked = turn
+                result = blocks.attend(query[:, :, first:], here, count, precision, masked, scale, with_lse)
+                merged.add(*result, first)
         here, there = there, here
     lse = merged.lse
     if with_lse:

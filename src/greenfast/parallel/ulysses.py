@@ -77,7 +77,7 @@ class Field:
 
 
 class Exchange:
-    """What a group exchanges for one attention, on ``length`` rows of each rank."""
+    """What a group exchanges for one attention."""
 
     def __init__(self, group: Group, layout: Layout, heads: Heads) -> None:
         self.group, self.layout, self.heads = group, layout, heads
@@ -119,7 +119,7 @@ class Exchange:
     def wait(self, coming: Coming) -> tuple[Tensor, ...]:
         """What ``send`` receives, in the order of the ranks."""
         received, work = coming
-        self.group.wait(work)
+        self.group.wait(received[0], work)
         places = self.group.places
         return tuple(x[places] for x in received) if places else received
 

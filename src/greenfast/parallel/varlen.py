@@ -8,22 +8,24 @@ elsewhere in its pages then.
 from __future__ import annotations
 
 import math
-import struct
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from greenfast.operator import ops, serving_ops
+from greenfast.operator import autograd, ops, serving_ops
 from greenfast.operator.serving_call import Call
+from greenfast.operator.serving_checks import checks_values
+from greenfast.operator.serving_ops import NO_GRADIENT
 from greenfast.operator.serving_pages import PAGE, KVPages, page_bytes, page_count, pages_in, sequences_of
+from greenfast.parallel import cost
 from greenfast.parallel.blocks import Merged
 from greenfast.parallel.group import Group, group_named
 from greenfast.parallel.layout import Layout
 from greenfast.parallel.ring import turns
 from greenfast.parallel.ulysses import Exchange, Field, Heads
 
-METHODS = ("ring", "ulysses")
 _SCHEMA = (
     "context_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, bool causal, float softcap, float scale, str method, bool balanced, str group) "
@@ -58,14 +60,19 @@ def _run(
     ranks = group_named(group)
     layout, options = Layout(ranks.size, balanced), Options(causal, softcap, scale)
     queries, keys = Rows(cu_seqlens_q, max_seqlen_q), Rows(cu_seqlens_k, max_seqlen_k)
-    numbers = [struct.unpack("q", struct.pack("d", x))[0] for x in (softcap, scale)]
-    shapes = [n for x in (q, k, v, cu_seqlens_q) for n in x.shape]
-    flags = (METHODS.index(method), balanced, causal, q.dtype == torch.float16, max_seqlen_q, max_seqlen_k)
-    described = (
-        f"flash_attn_varlen_func by {method}, q {tuple(q.shape)}, k {tuple(k.shape)}, {cu_seqlens_q.shape[0] - 1} "
-        f"sequences of up to {max_seqlen_q} and {max_seqlen_k}, {q.dtype}, causal {causal}, scale {scale:.6g}"
+    batch = max(1, cu_seqlens_q.shape[0] - 1)
+    sizes = cost.Sizes(
+        ranks.size, batch, q.shape[1], k.shape[1], -(-q.shape[0] // batch), -(-k.shape[0] // batch), q.shape[2], causal
     )
-    ranks.agree([7, *map(int, flags), *numbers, *shapes], described)
+    method, _ = cost.method_of(method, sizes)
+    starts = [x.tolist() if checks_values(x) else tuple(x.shape) for x in (cu_seqlens_q, cu_seqlens_k)]
+    ranks.agree(
+        f"flash_attn_varlen_func by {method}, q {tuple(q.shape)}, k {tuple(k.shape)}, {q.dtype}, causal {causal}, "
+        f"softcap {softcap}, scale {scale}, load_balance {balanced}, max_seqlen_q {max_seqlen_q}, max_seqlen_k "
+        f"{max_seqlen_k}, cu_seqlens_q {starts[0]}, cu_seqlens_k {starts[1]}"
+    )
+    if not q.shape[0] or not k.shape[0]:
+        return torch.zeros_like(q), q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
     run = _ring if method == "ring" else _ulysses
     return run(ranks, layout, q, k, v, queries, keys, options)
 
@@ -84,18 +91,17 @@ def _ring(
     merged = Merged(of=sum(turn is not None for turn in plan))
     tails, of_tails = _tails(queries, q.shape[0]) if layout.balanced else (None, queries)
     for number, turn in enumerate(plan):
-        works = group.exchange(here, there) if number + 1 < group.size else []
-        if turn is not None:
-            first, count, masked = turn
-            used = keys.lengths if count == 2 else keys.lengths // 2
-            some = options._replace(causal=bool(masked))
-            cache = pages_in(here, PAGE, *k.shape[1:])
-            if first and tails is not None:
-                out, lse = _spread(tails, q, *_attend(q[tails], of_tails, cache, table, used, some))
-            else:
-                out, lse = _attend(q, queries, cache, table, used, some)
-            merged.add(_as_batch(out), lse.unsqueeze(0))
-        group.wait(*works)
+        with group.exchanging(here, there) if number + 1 < group.size else nullcontext():
+            if turn is not None:
+                first, count, masked = turn
+                used = keys.lengths if count == 2 else keys.lengths // 2
+                some = options._replace(causal=bool(masked))
+                cache = pages_in(here, PAGE, *k.shape[1:])
+                if first and tails is not None:
+                    out, lse = _spread(tails, q, *_attend(q[tails], of_tails, cache, table, used, some))
+                else:
+                    out, lse = _attend(q, queries, cache, table, used, some)
+                merged.add(_as_batch(out), lse.unsqueeze(0))
         here, there = there, here
     return merged.out.squeeze(0).transpose(0, 1), merged.lse.squeeze(0)
 
@@ -178,16 +184,10 @@ def _shapes(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-def _no_gradient(ctx: Any, *grads: Any) -> Any:
-    raise NotImplementedError(
-        "greenfast.flash_attn: no gradient flows through a quantized cache; greenfast.sdpa has gradients"
-    )
-
-
 ops.LIBRARY.define(_SCHEMA)
 for _device in ("CPU", "CUDA"):
     ops.LIBRARY.impl("context_varlen", _run, _device)
 torch.library.register_fake("greenfast::context_varlen", _shapes, lib=ops.LIBRARY)
-torch.library.register_autograd("greenfast::context_varlen", _no_gradient, lib=ops.LIBRARY)
+autograd.register(ops.LIBRARY, "context_varlen", f"greenfast.flash_attn: {NO_GRADIENT}")
 
 CONTEXT_VARLEN = torch.ops.greenfast.context_varlen.default
