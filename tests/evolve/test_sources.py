@@ -120,8 +120,35 @@ def test_a_space_that_does_not_fit_its_solution(asked: Request, mine: Path, fiel
 def test_a_space_that_does_not_fit_its_task(asked: Request, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no toggle of task fp8_sdpa is called 'USE_MAGIC'"):
         Sources(space_of(parameters={"USE_MAGIC": {"values": [1]}}), tmp_path, asked, tmp_path)
-    with pytest.raises(UsageError, match=r"only those below greenfast\.kernels"):
-        Sources(space_of(family="os.path"), tmp_path, asked, tmp_path)
+    for values, says in (
+        (["1"], r"USE_WMMA_QK='1': allowed by the task are \[0, 1\]"),
+        ([0, 2], r"USE_WMMA_QK=2: allowed by the task are \[0, 1\]"),
+        ([0, 1.0], "USE_WMMA_QK=1.0: toggles are whole numbers"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            Sources(space_of(parameters={"USE_WMMA_QK": {"values": values}}), tmp_path, asked, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "parameters", "says"),
+    [
+        (
+            "os.path",
+            {},
+            r"allowed are families below greenfast\.kernels, such as greenfast\.kernels\.attention\.tilings",
+        ),
+        ("greenfast.kernels.none", {}, "family 'greenfast.kernels.none': allowed are"),
+        ("greenfast.kernels.attention.config", {}, "allowed are families"),
+        ("greenfast.kernels.attention.tilings", {"BLOCK": [1]}, "no toggle of .*tilings is called 'BLOCK'"),
+        ("greenfast.kernels.attention.tilings", {"BLOCK_N": [128]}, "declare CONSUMERS too, with one value to fix it"),
+    ],
+)
+def test_a_space_that_does_not_fit_its_family(
+    asked: Request, tmp_path: Path, family: str, parameters: dict[str, list[int]], says: str
+) -> None:
+    given = {name: {"values": values} for name, values in parameters.items()}
+    with pytest.raises(UsageError, match=says):
+        Sources(space_of(family=family, parameters=given), tmp_path, asked, tmp_path)
 
 
 def test_an_edit_of_greenfasts_own_kernels(asked: Request, tmp_path: Path) -> None:

@@ -49,18 +49,25 @@ class Sources:
             self._root = found.folder
             options = dict.fromkeys(_TRITON_OPTIONS if found.solution.language == "triton" else ())
             _known(space, "constant of the solution", {**found.solution.constants, **options})
+            _typed(space, (int, str), "constants of a solution are whole numbers or expressions")
             return
         config = request.task.config
         if space.family:
-            if not space.family.startswith(_OWN):
-                raise UsageError(f"space {space.name}: family {space.family!r}: only those below {_OWN[:-1]}")
-            self._family = cast(Family, importlib.import_module(space.family))
-            _known(space, f"toggle of {space.family}", vars(self._family).get("TOGGLES", space.parameters))
+            self._family = _own_family(space)
+            toggles = vars(self._family).get("TOGGLES", space.parameters)
+            _known(space, f"toggle of {space.family}", toggles)
+            if missing := [name for name in toggles if name not in space.parameters]:
+                raise UsageError(f"space {space.name}: declare {missing[0]} too, with one value to fix it")
         else:
             if not config.rungs:
                 raise UsageError(f"space {space.name}: task {config.name} has no kernels; name a `solution`")
             self._family = request.task.family
             _known(space, f"toggle of task {config.name}", config.toggles)
+            for name, parameter in space.parameters.items():
+                allowed = config.toggles[name].values
+                if other := [value for value in parameter.values if value not in allowed]:
+                    raise UsageError(f"space {space.name}: {name}={other[0]!r}: allowed by the task are {allowed}")
+        _typed(space, (int,), "toggles are whole numbers")
         rung = config.rung(space.rung or config.defaults.candidate)
         self.rung = msgspec.structs.replace(rung, only=space.only or rung.only, after=None, required_speedup=None)
 
@@ -109,7 +116,7 @@ class Sources:
             write_whole(folder / name, text)
         where = folder / found.where.resolve().relative_to(found.folder.resolve())
         solution = find_solution(where).solution if edits else found.solution
-        given = {name: _expression(value) for name, value in complete.items()}
+        given = cast(dict[str, int | str], dict(complete))  # _typed saw to it
         options = {name: given.pop(name) for name in _TRITON_OPTIONS if name in given}
         changed = msgspec.structs.replace(
             solution,
@@ -185,7 +192,21 @@ def _known(space: Space, what: str, known: Mapping[str, object]) -> None:
             raise unknown(f"parameter of space {space.name}: no {what} is called", name, known)
 
 
-def _expression(value: Value) -> int | str:
-    if isinstance(value, float):
-        raise UsageError(f"{value!r}: constants of a solution are whole numbers or expressions")
-    return value
+def _typed(space: Space, types: tuple[type, ...], rule: str) -> None:
+    for name, parameter in space.parameters.items():
+        if other := [value for value in parameter.values if not isinstance(value, types)]:
+            raise UsageError(f"space {space.name}: {name}={other[0]!r}: {rule}")
+
+
+def _own_family(space: Space) -> Family:
+    """The family that a space names. Raises UsageError for a name that is none."""
+    try:
+        family = importlib.import_module(space.family) if space.family.startswith(_OWN) else None
+    except ImportError:
+        family = None
+    if not (hasattr(family, "kernel") or hasattr(family, "program")):
+        raise UsageError(
+            f"space {space.name}: family {space.family!r}: allowed are families below {_OWN[:-1]}, such as "
+            f"{_OWN}attention.tilings"
+        )
+    return cast(Family, family)
