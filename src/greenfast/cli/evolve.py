@@ -22,7 +22,7 @@ from greenfast.evolve.manifest import Manifest, read_budget
 from greenfast.evolve.proposal import Evaluation, Insight, best_of
 from greenfast.evolve.proposers import make_proposer
 from greenfast.evolve.report import write_report
-from greenfast.evolve.run import INSIGHTS, resumed, search, start
+from greenfast.evolve.run import INSIGHTS, of_another_version, resumed, search, start
 from greenfast.evolve.space import Space, read_space
 from greenfast.evolve.workers import read_workers
 from greenfast.judge.record import GateResult
@@ -41,8 +41,10 @@ def run(args: argparse.Namespace) -> int:
     folder, manifest = _resumed(args) if args.resume else _started(args)
     watcher = Watcher(to_stderr=args.json)
     watcher.line(f"run {folder}")
+    if args.resume and (other := of_another_version(manifest)):
+        watcher.line(other)
     insights = Path(manifest.insights or Path(manifest.task) / INSIGHTS)
-    known = read_lines(insights, Insight, "insights") if manifest.insights or insights.is_file() else ()
+    known = read_lines(insights, Insight, "insight") if manifest.insights or insights.is_file() else ()
     make = functools.partial(make_proposer, log=watcher.line)
     try:
         state = search(folder, manifest, make, args.workers, watcher, known)
@@ -66,7 +68,7 @@ def _started(args: argparse.Namespace) -> tuple[Path, Manifest]:
         raise UsageError("name a task, or a run with --resume")
     task = find_task(args.task)
     space, where = find_space(args.space, task.folder)
-    options = {"islands": str(args.islands)} if args.islands else {}
+    options = {"islands": str(args.islands)} if args.islands is not None else {}
     options |= {"model": args.model} if args.model else {}
     for text in args.option:
         name, equals, value = text.partition("=")
@@ -76,6 +78,8 @@ def _started(args: argparse.Namespace) -> tuple[Path, Manifest]:
     proposer = args.proposer or "random"
     make_proposer(proposer, options)  # before a folder is made
     read_workers(args.workers)
+    if args.insights:
+        read_lines(args.insights, Insight, "insight")
     return start(
         args.out,
         Manifest(

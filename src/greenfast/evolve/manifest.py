@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -16,7 +16,7 @@ from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.spec.errors import UsageError
 
 MANIFEST = "manifest.json"
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     them together. seed: of the search. options: of the proposer.
     """
 
-    version: int = 1
+    version: Literal[1] = 1
     created: str
     task: str
     space: Space
@@ -52,7 +52,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: str = ""
     arch: str = ""
     device: str = "auto"
-    timeout_s: float = 60.0
+    timeout_s: Annotated[float, Meta(gt=0, le=1e9)] = 60.0
     batch: Count = 8
     screen: Annotated[float, Meta(gt=0, le=1)] = 1.0
     finalists: Count = 3
@@ -106,4 +106,7 @@ def read_budget(text: str) -> Budget:
         if key in found:
             raise UsageError(f"--budget: {name} is given twice")
         found[key] = amount
-    return msgspec.convert(found, Budget)
+    try:
+        return msgspec.convert(found, Budget)
+    except msgspec.ValidationError as e:
+        raise UsageError(f"--budget {text!r}: {e}") from None
