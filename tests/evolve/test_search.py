@@ -85,6 +85,17 @@ def test_a_search_on_the_emulator(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert not (folder / "winner").exists()
 
 
+def test_a_search_without_a_kernel_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    task = write_search_task(tmp_path / "task")
+    stream = written(tmp_path / "stream.jsonl", [candidate(6, threads) for threads in (32, 64)] + [candidate(3)])
+    ran = run_here(
+        capsys, "evolve", task, "--proposer", "scripted", "--option", f"file={stream}", "--device", "emulator",
+        "--out", tmp_path / "runs",
+    )  # fmt: skip
+    assert "best: none\n  2 ended at space: KIND=6: this family has no such kernel\n  1 ended at BUILD: " in ran.out
+    assert "KIND=6: this family has no such kernel" in (folder_of(ran) / "report.html").read_text()
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
     """A GPU on which fewer threads are faster, and which knows the cases of exam seed 77."""
@@ -127,8 +138,12 @@ def test_a_search_on_a_gpu_ends_with_a_verdict(
     assert verdict["decision"] == "MERGE"
     assert verdict["low"] <= 20 / 12 <= verdict["high"]
     assert verdict["confidence"] == pytest.approx(0.975)  # of two finalists
+    where = f"on NVIDIA L4, {verdict['created'][:10]}"
+    assert f"at tiny {where}" in ran.out
+    assert f"by the whole validation {where}; of that machine and day" in (folder / "report.html").read_text()
     assert json.loads((folder / "winner" / "rung.json").read_text())["toggles"] == {"THREADS": 64}
     found = again(folder, tmp_path / "again")
+    assert found.in_words.count(f" {where}") == 2
     assert found.before.record_digest == verdict["record_digest"]
     assert found.after.decision == "MERGE"
     assert found.after.confidence == found.before.confidence

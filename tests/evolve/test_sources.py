@@ -17,7 +17,7 @@ from greenfast.evolve.stages import identity
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.request import Request
 from greenfast.judge.solution.schema import find_solution
-from greenfast.spec.errors import UsageError
+from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.kernel import program_of
 from tests.cheats.judging import FOLDER
 from tests.fakes import request
@@ -115,6 +115,17 @@ def test_a_candidate_outside_of_the_space(asked: Request, mine: Path, candidate:
 def test_a_space_that_does_not_fit_its_solution(asked: Request, mine: Path, fields: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         of_solution(asked, mine, **fields).texts()
+
+
+def test_a_language_that_is_not_installed_is_named_once(
+    asked: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its candidates would end with it, and the search with no kernel and no reason."""
+    monkeypatch.setattr("greenfast.spec.extras._installed", lambda module: module != "triton")
+    folder = Path(__file__).parents[2] / "examples" / "solutions"
+    space = space_of(solution="triton_matmul.py", parameters={"BLOCK_M": {"values": [64]}})
+    with pytest.raises(MachineError, match=r"triton_matmul.py, a solution in triton, needs greenfast\[triton\]: pip"):
+        Sources(space, folder, asked, tmp_path)
 
 
 def test_a_space_that_does_not_fit_its_task(asked: Request, tmp_path: Path) -> None:

@@ -205,13 +205,18 @@ def summary(folder: Path, state: State) -> dict[str, Any]:
 
 def _show(folder: Path, manifest: Manifest, state: State) -> None:
     for e, verdict in state.verdicts:
-        interval = f" {verdict.speedup:.3f}x [{verdict.low:.3f}, {verdict.high:.3f}] at {verdict.shape}"
+        v = verdict
+        interval = f" {v.speedup:.3f}x [{v.low:.3f}, {v.high:.3f}] at {v.shape} {v.where}".rstrip()
         settings = manifest.space.shown(e.candidate.parameters)
         show(Text.assemble("\n", status(verdict.decision), interval if verdict.speedup else "", f"  {settings}"))
         for reason in verdict.reasons:
             show(Text(f"  - {reason}"))
     show(f"\nended: {state.ended}")
     show(f"best: {best_in_words(state)}")
+    if best_of(state.history) is None and state.history:
+        reasons = Counter((e.stage, e.feedback.partition("\n")[0]) for e in state.history if not e.valid)
+        for (stage, why), count in reasons.most_common(3):
+            show(Text(f"  {count} ended at {stage}: {why}"))
     if not state.verdicts:
         show("no claim is made: nothing was validated")
     show(f"\n{folder}")

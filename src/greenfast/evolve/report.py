@@ -85,7 +85,8 @@ def _claim(state: State) -> str:
         _, v = state.winner
         return (
             f"{v.speedup:.3f}x the baseline's speed at {v.shape}, interval {v.low:.3f} to {v.high:.3f} "
-            f"({100 * v.confidence:.1f} %, corrected for {len(state.verdicts)} finalists), by the whole validation."
+            f"({100 * v.confidence:.1f} %, corrected for {len(state.verdicts)} finalists), by the whole validation"
+            f"{f' {v.where}; of that machine and day, not of others' if v.where else ''}."
         )
     if state.verdicts:
         return f"None of {len(state.verdicts)} finalists passed the whole validation."
@@ -201,7 +202,7 @@ def _ends(manifest: Manifest, state: State) -> list[Markup]:
         if ends[name]
     ]
     header = ("ended at", "because", "candidates", "share", "seconds spent on them")
-    wrong = [e for e in state.history if not e.valid and e.stage != "space"]
+    wrong = [e for e in state.history if not e.valid and e.stage != "duplicate"]
     seen = [f"{e.stage}: {_shown(manifest, e)}: {e.feedback[:300]}" for e in wrong[:_MOST_ROWS]]
     return [table(header, rows, right=header[2:]), *([bullets(seen)] if seen else [])]
 

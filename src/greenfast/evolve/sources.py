@@ -21,6 +21,7 @@ from greenfast.judge.task import Rung
 from greenfast.judge.variant import Variant
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError, unknown
+from greenfast.spec.extras import EXTRAS, require
 from greenfast.spec.kernel import Family, Program, program_of
 
 #: Families that a space may name: greenfast's own, which are imported. A user's is his task's.
@@ -32,7 +33,8 @@ _TRITON_OPTIONS = ("num_warps", "num_stages")
 class Sources:
     """Makes candidates of a space into entrants.
 
-    Raises UsageError for a space whose parameters or regions are not those of what it searches.
+    Raises UsageError for a space whose parameters or regions are not those of what it searches, and MachineError where
+    the solution's language is not installed.
     """
 
     def __init__(self, space: Space, space_folder: Path, request: Request, work: Path) -> None:
@@ -47,6 +49,8 @@ class Sources:
                 raise UsageError(f"space {space.name}: `solution` excludes `family` and `rung`")
             self._solution = found = find_solution(space_folder / space.solution)
             self._root = found.folder
+            if (language := found.solution.language) in EXTRAS:  # else each candidate would end with this
+                require(f"{space.solution}, a solution in {language},", language)
             options = dict.fromkeys(_TRITON_OPTIONS if found.solution.language == "triton" else ())
             _known(space, "constant of the solution", {**found.solution.constants, **options})
             _typed(space, (int, str), "constants of a solution are whole numbers or expressions")
