@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Candidate, Edit
 from greenfast.evolve.sources import Sources
-from greenfast.evolve.space import Space
+from greenfast.evolve.space import Space, read_space
 from greenfast.evolve.stages import identity
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.request import Request
 from greenfast.judge.solution.schema import find_solution
+from greenfast.judge.tasks import find_task, load
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.kernel import program_of
 from tests.cheats.judging import FOLDER
@@ -34,6 +36,7 @@ extern "C" __global__ void twice(const float* x, float* y, int n) {
   // end: body
 }
 """
+SHIPPED = sorted((Path(__file__).parents[2] / "tasks").glob("*/space*.json"))
 REGIONS = {"body": {"file": "mine.cu", "begin": "// begin: body", "end": "// end: body"}, "all": {"file": "mine.cu"}}
 
 
@@ -138,6 +141,27 @@ def test_a_space_that_does_not_fit_its_task(asked: Request, tmp_path: Path) -> N
     ):
         with pytest.raises(UsageError, match=says):
             Sources(space_of(parameters={"USE_WMMA_QK": {"values": values}}), tmp_path, asked, tmp_path)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_the_spaces_that_ship_make_kernels_of_their_tasks(path: Path, tmp_path: Path) -> None:
+    space, task = read_space(path), load(find_task(path.parent.name))
+    shape = next(s for s in task.config.shapes if all(s.dims.get(n, 0) in v for n, v in space.only.items()))
+    asked = request(tmp_path, task=task, shapes=(shape.name,), fmt=task.config.defaults.format, device=None)
+    sources = Sources(space, path.parent, asked, tmp_path)
+    sources.texts()
+    for point in itertools.islice(space.listed(), 60):
+        entrant = sources.entrant(Candidate(parameters=point))
+        assert program_of(entrant.family, entrant.variant.values, asked.format, shape.dims).steps
+
+
+def test_each_setting_of_the_serving_space_is_a_rung(tmp_path: Path) -> None:
+    task = load(find_task("serving_attention"))
+    space = read_space(task.folder / "space.json")
+    asked = request(tmp_path, task=task, shapes=("b2_q1_s130_h4_hk1_d64",), fmt="e4m3", device=None)
+    sources = Sources(space, task.folder, asked, tmp_path)
+    rungs = [sources.entrant(Candidate(parameters=point)).rung for point in space.listed()]
+    assert [rung.name for rung in rungs if rung] == ["narrow_rows", "few_rows", "wide_rows"]
 
 
 @pytest.mark.parametrize(
