@@ -186,6 +186,45 @@ def test_a_space_that_does_not_fit_its_family(
         Sources(space_of(family=family, parameters=given), tmp_path, asked, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '#include "/etc/passwd"',
+        "#include </etc/passwd>",
+        '#include "../secret.cuh"',
+        '#include "a/../../secret.cuh"',
+        '# /* a comment */ include /* over\n lines */ "/etc/passwd"',
+        '#inc\\\nlude "/etc/passwd"',
+        '#inc\\ \r\nlude "/etc/passwd"',
+        '%:include "/etc/passwd"',
+        '#define HIDDEN "/etc/passwd"\n#include HIDDEN',
+        '#include_next "/etc/passwd"',
+        '#embed "/etc/passwd"',
+        'const char* a = "/*";\n#include "/etc/passwd"\nconst char* b = "*/";',
+        '#\vinclude\f"/etc/passwd"',
+        '#/* a comment */include "/etc/passwd"',
+        "#include /* a comment */ </etc/passwd>",
+        "#include",
+        "#/*" * 60_000,
+    ],
+    ids=range(17),
+)
+def test_an_edit_reads_no_other_file(asked: Request, mine: Path, line: str) -> None:
+    """A compiler's message quotes what it cannot read as C++, and a language model would be told it."""
+    sources = of_solution(asked, mine, regions=REGIONS)
+    with pytest.raises(UsageError, match=r"edit of all: includes .* allowed are headers by their names"):
+        sources.entrant(Candidate(parameters={}, edits=(Edit("all", f"{SOLUTION}{line}\n"),)))
+
+
+def test_an_edit_includes_headers_and_what_stood_there(asked: Request, mine: Path) -> None:
+    old = SOLUTION + '#if 0\n#include "../own.cuh"\n#endif\n'
+    (mine / "mine.cu").write_text(old)
+    sources = of_solution(asked, mine, regions=REGIONS)
+    more = '#include <cuda_fp16.h>\n#include "ladder/registers.cuh"  // why\n#include <cuda/std/type_traits>\n'
+    entrant = sources.entrant(Candidate(parameters={}, edits=(Edit("all", old + more),)))
+    assert more in entrant.family.kernel({}, "fp32", {"N": 100}).source
+
+
 def test_an_edit_of_greenfasts_own_kernels(asked: Request, tmp_path: Path) -> None:
     """A rung with an edited header, in a copy of the headers."""
     region = {"file": "ladder/registers.cuh", "begin": "#pragma once", "end": "namespace greenfast {"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import cast
 
 import msgspec
 
-from greenfast.evolve.proposal import Candidate
+from greenfast.evolve.proposal import Candidate, Edit
 from greenfast.evolve.space import Region, Space, Value
 from greenfast.judge.entrant import Entrant, rung_entrant, solution_entrant, source_files
 from greenfast.judge.request import Request
@@ -28,6 +29,9 @@ from greenfast.spec.kernel import Family, Program, program_of
 _OWN = "greenfast.kernels."
 #: Parameters that are no constants of a Triton solution, but options of each of its launches.
 _TRITON_OPTIONS = ("num_warps", "num_stages")
+#: A directive that reads a file, or may: a comment can stand before its word. And the headers that one may name.
+_READS = re.compile(r"(?:#|%:|\?\?=)[ \t\v\f\r]*(?:(?:include|include_next|import|embed)\b|(?=/\*))([^\n]*)")
+_HEADER = re.compile(r"(?:<[\w.+-]+(?:/[\w.+-]+)*>|\"[\w.+-]+(?:/[\w.+-]+)*\")")
 
 
 class Sources:
@@ -144,7 +148,8 @@ class Sources:
             if edit.region not in self.space.regions:
                 raise unknown(f"region of space {self.space.name}", edit.region, self.space.regions)
             region = self.space.regions[edit.region]
-            before, _, after = self._split(edit.region, region, files.get(region.file))
+            before, replaced, after = self._split(edit.region, region, files.get(region.file))
+            _check_reads(edit, replaced)
             text = edit.text if edit.text.endswith("\n") or not edit.text else f"{edit.text}\n"
             files[region.file] = before + text + after
         return files
@@ -194,6 +199,23 @@ def _known(space: Space, what: str, known: Mapping[str, object]) -> None:
     for name in space.parameters:
         if name not in known:
             raise unknown(f"parameter of space {space.name}: no {what} is called", name, known)
+
+
+def _check_reads(edit: Edit, replaced: str) -> None:
+    """Refuse an edit that includes a file by its path: the compiler quotes it, and a model is told what it says."""
+    known = _files_read(replaced)
+    for named in _files_read(edit.text):
+        header = _HEADER.match(named)
+        if named not in known and (header is None or ".." in header[0].strip('<>"').split("/")):
+            raise UsageError(
+                f"edit of {edit.region}: includes {named[:80]!r}; allowed are headers by their names, without .. or a "
+                "macro in place of one"
+            )
+
+
+def _files_read(text: str) -> list[str]:
+    """What the directives of a source that read files name."""
+    return [found[1].strip() for found in _READS.finditer(re.sub(r"(?:\\|\?\?/)[ \t]*\r?\n", "", text))]
 
 
 def _typed(space: Space, types: tuple[type, ...], rule: str) -> None:
