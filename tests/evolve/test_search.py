@@ -85,6 +85,24 @@ def test_a_search_on_the_emulator(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert not (folder / "winner").exists()
 
 
+def test_a_search_resumes_in_another_directory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_search_task(tmp_path / "task")
+    monkeypatch.chdir(tmp_path)
+    written(Path("stream.jsonl"), [candidate(6)])
+    ran = run_here(
+        capsys, "evolve", "task", "--proposer", "scripted", "--option", "file=stream.jsonl", "--device", "emulator",
+        "--out", "runs",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    folder = folder_of(ran).resolve()
+    (folder / EVENTS).unlink()
+    monkeypatch.chdir(tmp_path / "task")
+    resumed = run_here(capsys, "evolve", "--resume", folder)
+    assert resumed.code == 0, resumed.err
+
+
 def test_a_search_without_a_kernel_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     task = write_search_task(tmp_path / "task")
     stream = written(tmp_path / "stream.jsonl", [candidate(6, threads) for threads in (32, 64)] + [candidate(3)])

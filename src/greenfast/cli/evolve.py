@@ -20,7 +20,7 @@ from greenfast.evolve.lines import read_lines
 from greenfast.evolve.loop import State
 from greenfast.evolve.manifest import Manifest, read_budget
 from greenfast.evolve.proposal import Evaluation, Insight, best_of
-from greenfast.evolve.proposers import make_proposer
+from greenfast.evolve.proposers import make_proposer, with_whole_paths
 from greenfast.evolve.report import write_report
 from greenfast.evolve.run import INSIGHTS, of_another_version, resumed, search, start
 from greenfast.evolve.space import Space, read_space
@@ -88,7 +88,7 @@ def _started(args: argparse.Namespace) -> tuple[Path, Manifest]:
             space=space,
             space_folder=str(where.resolve()),
             proposer=proposer,
-            options=options,
+            options=with_whole_paths(options),
             budget=read_budget(args.budget or ""),
             baseline=args.against or "",
             shapes=args.shapes or [],

@@ -67,6 +67,18 @@ def make_proposer(
     return RandomProposer() if name == "random" else ExhaustiveProposer()
 
 
+def with_whole_paths(options: Mapping[str, str]) -> dict[str, str]:
+    """The options with paths that hold in every working directory, as a run may be resumed in another one."""
+    found = dict(options)
+    for name in ("file", "record"):
+        if found.get(name):
+            found[name] = str(Path(found[name]).resolve())
+    carrier, _, where = found.get("model", "").partition(":")
+    if carrier in ("mailbox", "replay") and where:
+        found["model"] = f"{carrier}:{Path(where).resolve()}"
+    return found
+
+
 def make_model(spec: str, name: str = "") -> Model:
     """A model by its carrier: http:URL with the model's name, mailbox:FOLDER or replay:FILE.
 
