@@ -103,6 +103,25 @@ def test_a_search_resumes_in_another_directory(
     assert resumed.code == 0, resumed.err
 
 
+def test_a_search_whose_task_was_changed_does_not_go_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Its baseline is of the old kernels, and what would come is of the new ones."""
+    task = write_search_task(tmp_path / "task")
+    stream = written(tmp_path / "stream.jsonl", [candidate(6)])
+    ran = run_here(
+        capsys, "evolve", task, "--proposer", "scripted", "--option", f"file={stream}", "--device", "emulator",
+        "--out", tmp_path / "runs",
+    )  # fmt: skip
+    folder = folder_of(ran)
+    (code,) = task.glob("*family*.py")
+    code.write_text(code.read_text() + "\n# changed\n")
+    assert run_here(capsys, "evolve", "--resume", folder).code == 0  # all was evaluated: it is only shown
+    lines = (folder / EVENTS).read_bytes().splitlines(keepends=True)
+    (folder / EVENTS).write_bytes(b"".join(lines[:-1]))
+    refused = run_here(capsys, "evolve", "--resume", folder)
+    assert refused.code == 2
+    assert "files are not those that it began with; put them back, or begin a new run" in refused.err
+
+
 def test_a_search_without_a_kernel_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     task = write_search_task(tmp_path / "task")
     stream = written(tmp_path / "stream.jsonl", [candidate(6, threads) for threads in (32, 64)] + [candidate(3)])

@@ -156,6 +156,11 @@ def read_events(folder: Path) -> list[Event]:
     return _read(folder / EVENTS)[0]
 
 
+def ended(folder: Path) -> bool:
+    """Whether a run came to its end, so that nothing is evaluated any more. Raises as ``read_events`` does."""
+    return any(event.what == "ended" for event in read_events(folder)[-1:])
+
+
 def _read(path: Path) -> tuple[list[Event], int]:
     """The events of a file, and how many of its bytes they are."""
     found: list[Event] = []

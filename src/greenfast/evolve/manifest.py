@@ -34,7 +34,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     path of a solution. shapes: that are raced. small: that the emulator runs. seeds: of the inputs of both; the whole
     validation draws its own. device: as ``--device``. batch: candidates that are proposed at a time. screen: the share
     of a batch that the counts let through, 1 for all. finalists: that are validated. confidence: of all verdicts of
-    them together. seed: of the search. options: of the proposer.
+    them together. seed: of the search. options: of the proposer. sources: the digest of what candidates are made from.
     """
 
     version: Literal[1] = 1
@@ -60,6 +60,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     confidence: Annotated[float, Meta(gt=0.5, lt=1)] = 0.95
     seed: int = 0
     insights: str = ""
+    sources: str = ""
     command: str = ""
     package_version: str = ""
     git: GitState | None = None
@@ -68,7 +69,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         """Of what decides the run: 16 hexadecimal digits. Not of the budget, which may grow, nor of where and when."""
-        left_out = ("created", "budget", "command", "package_version", "git", "environment", "task", "space_folder")
+        left_out = (
+            "created",
+            "budget",
+            "command",
+            "package_version",
+            "git",
+            "environment",
+            "task",
+            "space_folder",
+            "sources",
+        )
         content = {name: value for name, value in msgspec.to_builtins(self).items() if name not in left_out}
         return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()[:16]
 

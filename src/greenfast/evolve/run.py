@@ -14,6 +14,7 @@ import msgspec
 
 from greenfast import __version__
 from greenfast.evolve.finals import keep_winner
+from greenfast.evolve.log import ended
 from greenfast.evolve.loop import Search, State, Watcher
 from greenfast.evolve.manifest import MANIFEST, Budget, Manifest, read_manifest, write_manifest
 from greenfast.evolve.proposal import Evaluation, Insight, Proposer
@@ -48,7 +49,7 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
     raced = request_of(manifest, task, manifest.shapes, devices[0], out)
     if len(devices) > 1:
         gpus_here([int(device) for device in devices], manifest.timeout_s)  # one kind
-    Sources(manifest.space, Path(manifest.space_folder), raced, out).texts()
+    sources = Sources(manifest.space, Path(manifest.space_folder), raced, out).digest()
     reference_entrant(raced, manifest.baseline or task.config.defaults.baseline)
     config = task.config
     suited = [shape for shape in config.shapes if _suits(shape.dims, manifest.space.only)]
@@ -74,6 +75,7 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
         format=raced.format,
         arch=raced.target.name,
         baseline=manifest.baseline or config.defaults.baseline,
+        sources=sources,
         package_version=__version__,
         git=git_state(),
         environment=package_versions(),
@@ -146,6 +148,11 @@ def search(
     proposer = make_proposer(manifest.proposer, manifest.options)
     gpus = _gpus(manifest)
     with alone(folder), Stages(manifest, folder, gpus[0] if gpus else None) as stages, contextlib.ExitStack() as ends:
+        if manifest.sources not in ("", stages.sources.digest()) and not ended(folder):
+            raise UsageError(
+                f"{folder}: the task's, the solution's or a region's files are not those that it began with; put them "
+                "back, or begin a new run"
+            )
         pool = make_workers(workers, manifest, folder, stages)
         ends.callback(pool.close)
         racers = make_racers(workers, manifest, folder, gpus)

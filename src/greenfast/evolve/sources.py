@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import re
 import shutil
@@ -29,6 +30,8 @@ from greenfast.spec.kernel import Family, Program, program_of
 _OWN = "greenfast.kernels."
 #: Parameters that are no constants of a Triton solution, but options of each of its launches.
 _TRITON_OPTIONS = ("num_warps", "num_stages")
+#: Of a task: its config, and code of its own.
+_TASK_FILES = ("config_*.json", "*.py", "*.cu", "*.cuh")
 #: A directive that reads a file, or may: a comment can stand before its word. And the headers that one may name.
 _READS = re.compile(r"(?:#|%:|\?\?=)[ \t\v\f\r]*(?:(?:include|include_next|import|embed)\b|(?=/\*))([^\n]*)")
 _HEADER = re.compile(r"(?:<[\w.+-]+(?:/[\w.+-]+)*>|\"[\w.+-]+(?:/[\w.+-]+)*\")")
@@ -78,6 +81,18 @@ class Sources:
         _typed(space, (int,), "toggles are whole numbers")
         rung = config.rung(space.rung or config.defaults.candidate)
         self.rung = msgspec.structs.replace(rung, only=space.only or rung.only, after=None, required_speedup=None)
+
+    def digest(self) -> str:
+        """16 hexadecimal digits over what candidates are made from: the task's files, the solution's, regions'."""
+        task = self._request.task.folder
+        files = {path.name: path.read_bytes() for kind in _TASK_FILES for path in sorted(task.glob(kind))}
+        files |= {f"region {name}": region.text.encode() for name, region in self.texts().items()}
+        if self._solution is not None:
+            files |= {f"solution {name}": data for name, data in source_files(self._solution).items()}
+        found = hashlib.sha256()
+        for name, data in sorted(files.items()):
+            found.update(f"{name} {len(data)} ".encode() + data)
+        return found.hexdigest()[:16]
 
     def texts(self) -> dict[str, Region]:
         """The regions with the text that stands in each. Raises UsageError where a region is not found."""
