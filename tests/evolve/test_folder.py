@@ -34,10 +34,23 @@ print(make_pool(1, print).submit(os.getpid).result(), flush=True)
 time.sleep(60)
 """
 
+INTERRUPTED = """
+import time
+from greenfast.evolve.pools import end_pool, make_pool, submit
+pool = make_pool(2, print)
+for _ in range(2):
+    submit(pool, time.sleep, 30)
+try:
+    print("in", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    end_pool(pool)
+"""
+
 
 def started(code: str, *arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def first_line(process: subprocess.Popen[str]) -> str:
@@ -78,6 +91,15 @@ def test_a_pools_processes_end_when_their_parent_is_killed() -> None:
     while _runs(child) and time.monotonic() < end:
         time.sleep(0.05)
     assert not _runs(child)
+
+
+def test_an_interrupt_while_a_pool_starts_is_the_parents_alone() -> None:
+    """A terminal sends it to all; a process that was still importing printed a traceback."""
+    parent = started(INTERRUPTED)
+    assert first_line(parent) == "in"
+    os.killpg(parent.pid, signal.SIGINT)
+    _, said = parent.communicate(timeout=30)
+    assert (parent.returncode, said) == (0, "")
 
 
 def _runs(pid: int) -> bool:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any, TypeVar
+
+from greenfast.device.worker import interrupts_blocked
+
+T = TypeVar("T")
 
 
 def make_pool(count: int, start: Callable[..., None], *arguments: object) -> ProcessPoolExecutor:
     """Processes that call ``start(*arguments)`` first. They leave interrupts to this one, and end when it does."""
     context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
     return ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(start, arguments))
+
+
+def submit(pool: ProcessPoolExecutor, call: Callable[..., T], *arguments: Any) -> Future[T]:
+    """As the pool's own, which may start a process for it. Raises BrokenProcessPool."""
+    with interrupts_blocked():
+        return pool.submit(call, *arguments)
 
 
 def end_pool(pool: ProcessPoolExecutor) -> None:
@@ -26,7 +36,6 @@ def end_pool(pool: ProcessPoolExecutor) -> None:
 
 def _begin(start: Callable[..., None], arguments: tuple[object, ...]) -> None:
     """In a new process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     start(*arguments)
 

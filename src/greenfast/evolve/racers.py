@@ -19,7 +19,7 @@ import msgspec
 
 from greenfast.device.worker import WorkerError
 from greenfast.evolve.manifest import Manifest
-from greenfast.evolve.pools import end_pool, make_pool
+from greenfast.evolve.pools import end_pool, make_pool, submit
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.race import Race, race
 from greenfast.evolve.stages import Stages
@@ -116,7 +116,7 @@ class OnGpus:
         if place not in self._pools:
             self._pools[place] = make_pool(1, _begin, functools.partial(self._make, int(self.gpus[place].name)))
         try:
-            future = self._pools[place].submit(_race, candidates, seed)
+            future = submit(self._pools[place], _race, candidates, seed)
         except BrokenProcessPool:  # it ended since its last race
             end_pool(self._pools.pop(place))
             return self.start(place, candidates, seed)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from greenfast.evolve.manifest import Manifest
-from greenfast.evolve.pools import end_pool, make_pool
+from greenfast.evolve.pools import end_pool, make_pool, submit
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.stages import Found, Stages
 from greenfast.spec.errors import UsageError
@@ -118,12 +118,12 @@ class Local:
     def _submit(self, one: Job) -> Future[Found]:
         """One job, in a new pool where a process of this one has ended."""
         try:
-            return self._pool.submit(_evaluate, *one)
+            return submit(self._pool, _evaluate, *one)
         except BrokenProcessPool:
             self.close()
             manifest, folder, count = self._asked
             self._pool = make_pool(count, _start, manifest, folder)
-            return self._pool.submit(_evaluate, *one)
+            return submit(self._pool, _evaluate, *one)
 
     def _again(self, one: Job) -> Found:
         """The pool has ended, perhaps by another job: this one alone, in a new pool, says whose fault it was."""
