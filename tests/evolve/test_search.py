@@ -124,12 +124,15 @@ def test_a_search_whose_task_was_changed_does_not_go_on(capsys: pytest.CaptureFi
 
 def test_a_search_without_a_kernel_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     task = write_search_task(tmp_path / "task")
-    stream = written(tmp_path / "stream.jsonl", [candidate(6, threads) for threads in (32, 64)] + [candidate(3)])
+    defaults = [Candidate(parameters={"KIND": 3}), Candidate(parameters={"SPEED": 1})]
+    stream = written(tmp_path / "stream.jsonl", [candidate(6, threads) for threads in (32, 64)] + defaults)
     ran = run_here(
         capsys, "evolve", task, "--proposer", "scripted", "--option", f"file={stream}", "--device", "emulator",
         "--out", tmp_path / "runs",
     )  # fmt: skip
     assert "best: none\n  2 ended at space: KIND=6: this family has no such kernel\n  1 ended at BUILD: " in ran.out
+    results = json.loads((folder_of(ran) / "t4.json").read_text())["results"]
+    assert [r["configuration"] for r in results[2:]] == [{"KIND": 3, "THREADS": 256}, {"SPEED": 1}]
     assert "KIND=6: this family has no such kernel" in (folder_of(ran) / "report.html").read_text()
 
 
