@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -237,6 +239,23 @@ def test_an_edit_of_greenfasts_own_kernels(asked: Request, tmp_path: Path) -> No
     assert "#define EDITED 1" in (folder / "ladder" / "registers.cuh").read_text()
     assert plain.rung is not None
     assert edited.rung is None  # what a rung promises is no promise of an edit
+
+
+def test_a_disk_that_is_full_while_an_edit_is_written(
+    asked: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the machine, after which the run resumes, and none of the candidate."""
+    region = {"file": "ladder/registers.cuh", "begin": "#pragma once", "end": "namespace greenfast {"}
+    sources = Sources(space_of(regions={"top": region}), tmp_path, asked, tmp_path / "work")
+
+    def copy(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for failing in ("shutil.copyfile", "shutil.os.makedirs"):
+        with monkeypatch.context() as patched:
+            patched.setattr(failing, copy)
+            with pytest.raises(MachineError, match=r"kernels cannot be written \(.*No space left on device"):
+                sources.entrant(Candidate(parameters={}, edits=(Edit("top", "#define EDITED 1"),)))
 
 
 def test_scratch_buffers_and_swapped_arguments_are_other_kernels(asked: Request) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from greenfast.evolve.proposal import Candidate
+from greenfast.evolve.sources import copy_folder
 from greenfast.evolve.stages import Stages
 from greenfast.judge.artifacts import RECORD, REPORT
 from greenfast.judge.digest import digest_of
@@ -116,7 +117,7 @@ def keep_winner(stages: Stages, candidate: Candidate, verdict: Verdict, folder: 
     sources = folder / "candidates" / candidate.key
     for kind in ("solution", "kernels"):
         if (sources / kind).is_dir():
-            shutil.copytree(sources / kind, winner / kind)
+            copy_folder(sources / kind, winner / kind)
     space = stages.manifest.space
     entrant = stages.entrant(candidate)
     if not space.solution and not space.family and entrant.rung is None:

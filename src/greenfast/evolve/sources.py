@@ -22,7 +22,7 @@ from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.task import Rung
 from greenfast.judge.variant import Variant
 from greenfast.kernels import KERNEL_DIR
-from greenfast.spec.errors import UsageError, unknown
+from greenfast.spec.errors import MachineError, UsageError, unknown
 from greenfast.spec.extras import EXTRAS, require
 from greenfast.spec.kernel import Family, Program, program_of
 
@@ -118,8 +118,7 @@ class Sources:
         if not edits:
             return entrant
         folder = self._work / candidate.key / "kernels"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(KERNEL_DIR, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+        copy_folder(KERNEL_DIR, folder, "*.py", "__pycache__")
         for name, text in edits.items():
             write_whole(folder / name, text)
         variant = Variant(f"{entrant.variant.name}+{candidate.key[:6]}", entrant.variant.toggles)
@@ -214,6 +213,16 @@ def _known(space: Space, what: str, known: Mapping[str, object]) -> None:
     for name in space.parameters:
         if name not in known:
             raise unknown(f"parameter of space {space.name}: no {what} is called", name, known)
+
+
+def copy_folder(source: Path, target: Path, *ignored: str) -> None:
+    """In place of what is there. Raises MachineError where it cannot be written."""
+    try:
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(*ignored))
+    except OSError as e:
+        why = e.strerror or str(e.args[0][0][2])  # shutil lists what failed
+        raise MachineError(f"{target} cannot be written ({why}); free space, then --resume") from e
 
 
 def _check_reads(edit: Edit, replaced: str) -> None:
