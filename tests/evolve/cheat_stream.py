@@ -21,6 +21,7 @@ from greenfast.evolve.proposal import Candidate, Edit, Evaluation
 from greenfast.judge.environment import choose_device, device_info, git_state, now
 from greenfast.judge.store import to_json, write_whole
 from tests.cheats.corpus import Entry, entries
+from tests.cheats.host import HOST, HostCheat
 from tests.cheats.judging import FOLDER, task_of
 
 #: An honest solution of each problem, whose whole file every candidate replaces.
@@ -33,11 +34,15 @@ BASES = {
 SHAPES = {"sums": "whole,odd"}
 #: The search over the rungs of the doubling task.
 RUNGS = "rungs"
+#: The one over solutions that bring code, edits of an honest one; without ``hangs``, which is waited for minutes.
+HOSTS, _BASE_HOST, _NO_HOSTS = "host", HostCheat("honest", "", ""), {"hangs"}
 
 
 def problem_of(entry: Entry) -> str:
-    """The problem of a kernel with a header; ``rungs`` of a rung; empty for what is neither."""
+    """The problem of a kernel with a header; ``rungs`` of a rung, ``host`` of code; empty for what is none of these."""
     path = entry.path
+    if entry.kind == "host" and entry.name not in _NO_HOSTS:
+        return HOSTS
     if entry.name in {rung.name for rung in task_of("doubling").config.rungs}:
         return RUNGS
     if path is None or path.suffix != ".cu" or path.parent.name == "doubling":
@@ -48,7 +53,7 @@ def problem_of(entry: Entry) -> str:
 def command(problem: str, some: Sequence[Entry], folder: Path) -> list[str]:
     """The arguments of the search over some entries of a problem; its space and stream are written into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    task = task_of("doubling" if problem == RUNGS else problem)
+    task = task_of("doubling" if problem in (RUNGS, HOSTS) else problem)
     small = SHAPES.get(problem, "even,tail")
     against: list[str] = []
     if problem == RUNGS:
@@ -57,6 +62,12 @@ def command(problem: str, some: Sequence[Entry], folder: Path) -> list[str]:
         space: dict[str, Any] = {"name": RUNGS, "parameters": {"KERNEL": {"values": values}}}
         candidates = [Candidate(parameters=dict(rungs[e.name].toggles), rationale=e.name) for e in some]
         against = ["--against", "good"]
+    elif problem == HOSTS:
+        space = {"name": HOSTS, "solution": "mine.py", "regions": {"file": {"file": "mine.py"}}}
+        (folder / "mine.py").write_text(_BASE_HOST.text)
+        candidates = [
+            Candidate(parameters={}, edits=(Edit("file", HOST[e.name].text),), rationale=e.name) for e in some
+        ]
     else:
         base = BASES[problem]
         space = {"name": problem, "solution": base, "regions": {"kernel": {"file": base}}}
@@ -112,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--workers", default="local:1")
     parser.add_argument("--finalists", default="2")
-    parser.add_argument("--problems", default=",".join((*BASES, RUNGS)))
+    parser.add_argument("--problems", default=",".join((*BASES, RUNGS, HOSTS)))
     parser.add_argument("--cheats-only", action="store_true", help="leave the honest kernels out")
     args = parser.parse_args(argv)
     rows = []

@@ -10,7 +10,7 @@ import pytest
 from greenfast.evolve.proposal import Evaluation
 from tests.cheats.corpus import Entry, entries
 from tests.cli.command_line import run_here
-from tests.evolve.cheat_stream import BASES, RUNGS, command, evaluated, problem_of, summary
+from tests.evolve.cheat_stream import BASES, HOSTS, RUNGS, command, evaluated, problem_of, summary
 
 pytestmark = pytest.mark.usefixtures("machine")
 #: What the emulator cannot catch: a kernel that is right and only lacks what its rung promises, which EVIDENCE asks of
@@ -67,6 +67,18 @@ def test_the_whole_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path, pr
     for entry, e in zip(some, found, strict=True):
         if entry.gate in ("RESOURCES", "CORRECTNESS"):  # some of the corpus compile to the same code
             assert e.stage in (entry.gate, "duplicate"), (entry.name, e.feedback)
+
+
+@pytest.mark.slow
+def test_code_that_cheats(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Nobody is left, and no candidate's code ends the search or another candidate."""
+    some = [entry for entry in entries() if problem_of(entry) == HOSTS]
+    assert len(some) > 12
+    found = searched(capsys, tmp_path, HOSTS, some)
+    check(some, found)
+    for entry, e in zip(some, found, strict=True):
+        if entry.gate == "CORRECTNESS":  # or half of a drawn shape of one element, which is no launch
+            assert e.stage in (entry.gate, "BUILD"), (entry.name, e.feedback)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +24,7 @@ from greenfast.evolve.proposal import Behaviour, Candidate, Context, Evaluation,
 from greenfast.evolve.proposers import make_proposer
 from greenfast.evolve.proposers.engineer import EngineerProposer
 from greenfast.evolve.space import Parameter, Region, Space
-from greenfast.spec.errors import MachineError
+from greenfast.spec.errors import MachineError, UsageError
 
 LIMITS = Limits(tokens=100, seconds=0.5)
 SPACE = Space(
@@ -173,6 +174,55 @@ def test_a_refusal_is_not_asked_again(endpoint: Endpoint, status: int, monkeypat
     assert (KEY in str(error.value)) == (status == 401)
     assert "a-secret" not in str(error.value)
     assert len(endpoint.asked) == 1
+
+
+@pytest.mark.parametrize("status", [401, 302, 429])
+def test_a_key_that_the_server_sends_back_is_shown_nowhere(
+    endpoint: Endpoint, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY, "sk-a-secret\n")  # as a file has it
+    where = {"Location": "http://elsewhere/v1?key=sk-a-secret"} if status == 302 else {}
+    endpoint.replies = [(status, where, b"wrong key sk-a-secret")] * 6
+    with pytest.raises(ProposerError, match=r"wrong key \*\*\*") as error:
+        model(endpoint).complete("q", LIMITS)
+    assert "a-secret" not in "".join(traceback.format_exception(error.value))
+    assert all(headers["authorization"] == "Bearer sk-a-secret" for _, headers, _ in endpoint.asked)
+    assert (status == 302) == ("redirects are not followed" in str(error.value))
+
+
+def test_a_key_in_an_answer_is_not_kept(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "sk-a-secret")
+    endpoint.replies = [completion("your key is sk-a-secret")]
+    assert model(endpoint).complete("q", LIMITS).text == "your key is ***"
+
+
+def test_a_key_that_is_no_header_is_refused_and_not_shown(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("sk-a\nsecret", "sk-\u00e4-secret", "sk\0secret"):
+        monkeypatch.setattr("greenfast.evolve.language.http.os.environ", {KEY: key})
+        with pytest.raises(UsageError, match=f"{KEY} holds characters that no header can") as error:
+            model(endpoint)
+        assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["http://me:secret@host/v1", "http://host/v1?key=secret", "http://host/v1#secret"])
+def test_a_url_holds_no_secret(url: str) -> None:
+    with pytest.raises(UsageError, match=f"the key is read from {KEY} alone") as error:
+        HttpModel(url, "m")
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("wait", ["\u00b2", "-1", "1e9", "Wed, 21 Oct 2026 07:28:00 GMT", "9" * 400, ""])
+def test_a_wait_that_is_no_number_of_seconds_is_not_read(endpoint: Endpoint, wait: str) -> None:
+    endpoint.replies = [(429, {"Retry-After": wait}, b"slow down"), completion("at last")]
+    waits: list[float] = []
+    assert model(endpoint, waits).complete("q", LIMITS).text == "at last"
+    assert waits == [60.0 if wait.startswith("9") else 1.0]
+
+
+@pytest.mark.parametrize("usage", [None, {"total_tokens": None}, {}, {"total_tokens": -5}])
+def test_a_server_that_does_not_count_is_no_fault(endpoint: Endpoint, usage: Any) -> None:
+    endpoint.replies = [completion("12345678", usage=usage)]
+    assert model(endpoint).complete("question", LIMITS).tokens == 4
 
 
 def test_nobody_listens(endpoint: Endpoint) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from greenfast.evolve.log import EVENTS
+from greenfast.evolve.log import COSTS, EVENTS
 from greenfast.evolve.loop import STALE_BATCHES, Search, State
 from greenfast.evolve.manifest import Budget, Manifest
 from greenfast.evolve.proposal import Behaviour, Candidate, Context, Evaluation, ProposerError
@@ -142,12 +143,38 @@ def test_what_was_logged_is_not_done_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [None, 5, ["X=3"], [{"X": 3}], [Candidate(parameters={"X": [3]})], [Candidate(parameters={}, rationale=7)]],  # type: ignore[arg-type, dict-item]
+    [
+        *(None, 5, ["X=3"], [{"X": 3}]),
+        *([Candidate(parameters={"X": [3]})], [Candidate(parameters={}, rationale=7)]),  # type: ignore[arg-type, dict-item]
+        *([Candidate(parameters={"X": math.nan})], [Candidate(parameters={}, rationale="\ud800")]),
+    ],
 )
 def test_garbage_is_an_error_of_the_proposer(tmp_path: Path, answer: Any) -> None:
     with pytest.raises(ProposerError, match="test answered with no candidates"):
         search(tmp_path, Proposes(lambda _: answer)).run()
     assert search(tmp_path, Proposes(sampled)).run().evaluations == 10  # the run resumes
+
+
+def test_the_same_candidate_is_built_once_however_often_it_is_proposed(tmp_path: Path) -> None:
+    """In one batch two workers would write the same folder; a broken one would use up the budget."""
+    answers = iter([x(3, 3, 2, 2), x(2, 3, 4), x(3)])
+    stages = Stages()
+    state = search(tmp_path, Proposes(lambda _: next(answers, [])), stages).run()
+    assert [value for what, value in stages.calls if what == "built"] == [100, 3, 2, 4]
+    ended = [
+        "CORRECTNESS",
+        "duplicate",
+        "CORRECTNESS",
+        "duplicate",
+        "duplicate",
+        "duplicate",
+        "CORRECTNESS",
+        "duplicate",
+    ]
+    assert [e.stage for e in state.history] == ended
+    assert [e.valid for e in state.history] == [False, False, True, True, True, False, True, False]
+    assert len({(e.fitness, e.hash) for e in state.history if e.candidate.parameters["X"] == 2}) == 1
+    assert state.evaluations == 3
 
 
 def test_a_proposer_without_an_end_is_cut_off(tmp_path: Path) -> None:
@@ -235,6 +262,33 @@ def test_an_edited_log_is_refused_with_its_line(tmp_path: Path) -> None:
     (tmp_path / EVENTS).write_bytes(b"".join(better))
     with pytest.raises(UsageError, match=f"line {first + 1} does not follow"):
         search(tmp_path, Proposes(sampled)).run()
+
+
+def test_a_line_of_costs_that_a_kill_cut_short_is_dropped(tmp_path: Path) -> None:
+    search(tmp_path, Proposes(sampled)).run()
+    whole = (tmp_path / EVENTS).read_bytes()
+    (tmp_path / EVENTS).write_bytes(b"".join(whole.splitlines(keepends=True)[:9]))
+    costs = (tmp_path / COSTS).read_bytes().splitlines(keepends=True)
+    (tmp_path / COSTS).write_bytes(b"".join(costs[:9]) + costs[9][:7])
+    for _ in range(2):  # the second run reads what the first one appended
+        search(tmp_path, Proposes(sampled)).run()
+        assert (tmp_path / EVENTS).read_bytes() == whole
+    assert len((tmp_path / COSTS).read_bytes().splitlines()) == len(costs)
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 40 + b"\n", b"null\n", b'{"n": 6}\n', b"[" * 5000 + b"\n", b"\xff\xfe\n"])
+@pytest.mark.parametrize("line", [6, -1])
+def test_a_damaged_line_is_named_with_what_to_do(tmp_path: Path, damage: bytes, line: int) -> None:
+    search(tmp_path, Proposes(sampled)).run()
+    whole = (tmp_path / EVENTS).read_bytes()
+    lines = whole.splitlines(keepends=True)
+    number = range(len(lines))[line]
+    (tmp_path / EVENTS).write_bytes(b"".join([*lines[:number], damage, *lines[number + 1 :]]))
+    with pytest.raises(UsageError, match=rf"line {number + 1} .*keep its first {number} lines to resume from there"):
+        search(tmp_path, Proposes(sampled)).run()
+    (tmp_path / EVENTS).write_bytes(b"".join(lines[:number]))  # as it says
+    search(tmp_path, Proposes(sampled)).run()
+    assert (tmp_path / EVENTS).read_bytes() == whole
 
 
 def test_other_settings_do_not_resume_a_run(tmp_path: Path) -> None:

@@ -191,6 +191,8 @@ def _make(name: str, options: dict[str, str]) -> Callable[[], Proposer]:
         ("annealing", {}, "unknown proposer 'annealing'; allowed: evolutionary, exhaustive, free"),
         ("random", {"islands": "4"}, "unknown option 'islands'; allowed: none"),
         ("evolutionary", {"islands": "0"}, "islands='0': a whole number of at least 1"),
+        ("evolutionary", {"islands": "9999"}, "at most 1000 is needed"),  # each is an archive
+        ("free", {"model": "replay:/dev/null", "tokens": "9" * 5000}, "at most 1000000000000 is needed"),
         ("tpe", {"startup": "-1"}, "startup='-1': a whole number of at least 0"),
         ("scripted", {}, "file=FILE"),
         ("full", {}, "allowed are http:URL"),

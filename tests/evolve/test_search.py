@@ -85,6 +85,57 @@ def test_a_search_on_the_emulator(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert not (folder / "winner").exists()
 
 
+def test_a_search_resumes_in_another_directory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_search_task(tmp_path / "task")
+    monkeypatch.chdir(tmp_path)
+    written(Path("stream.jsonl"), [candidate(6)])
+    ran = run_here(
+        capsys, "evolve", "task", "--proposer", "scripted", "--option", "file=stream.jsonl", "--device", "emulator",
+        "--out", "runs",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    folder = folder_of(ran).resolve()
+    (folder / EVENTS).unlink()
+    monkeypatch.chdir(tmp_path / "task")
+    resumed = run_here(capsys, "evolve", "--resume", folder)
+    assert resumed.code == 0, resumed.err
+
+
+def test_a_search_whose_task_was_changed_does_not_go_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Its baseline is of the old kernels, and what would come is of the new ones."""
+    task = write_search_task(tmp_path / "task")
+    stream = written(tmp_path / "stream.jsonl", [candidate(6)])
+    ran = run_here(
+        capsys, "evolve", task, "--proposer", "scripted", "--option", f"file={stream}", "--device", "emulator",
+        "--out", tmp_path / "runs",
+    )  # fmt: skip
+    folder = folder_of(ran)
+    (code,) = task.glob("*family*.py")
+    code.write_text(code.read_text() + "\n# changed\n")
+    assert run_here(capsys, "evolve", "--resume", folder).code == 0  # all was evaluated: it is only shown
+    lines = (folder / EVENTS).read_bytes().splitlines(keepends=True)
+    (folder / EVENTS).write_bytes(b"".join(lines[:-1]))
+    refused = run_here(capsys, "evolve", "--resume", folder)
+    assert refused.code == 2
+    assert "files are not those that it began with; put them back, or begin a new run" in refused.err
+
+
+def test_a_search_without_a_kernel_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    task = write_search_task(tmp_path / "task")
+    defaults = [Candidate(parameters={"KIND": 3}), Candidate(parameters={"SPEED": 1})]
+    stream = written(tmp_path / "stream.jsonl", [candidate(6, threads) for threads in (32, 64)] + defaults)
+    ran = run_here(
+        capsys, "evolve", task, "--proposer", "scripted", "--option", f"file={stream}", "--device", "emulator",
+        "--out", tmp_path / "runs",
+    )  # fmt: skip
+    assert "best: none\n  2 ended at space: KIND=6: this family has no such kernel\n  1 ended at BUILD: " in ran.out
+    results = json.loads((folder_of(ran) / "t4.json").read_text())["results"]
+    assert [r["configuration"] for r in results[2:]] == [{"KIND": 3, "THREADS": 256}, {"SPEED": 1}]
+    assert "KIND=6: this family has no such kernel" in (folder_of(ran) / "report.html").read_text()
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
     """A GPU on which fewer threads are faster, and which knows the cases of exam seed 77."""
@@ -127,8 +178,12 @@ def test_a_search_on_a_gpu_ends_with_a_verdict(
     assert verdict["decision"] == "MERGE"
     assert verdict["low"] <= 20 / 12 <= verdict["high"]
     assert verdict["confidence"] == pytest.approx(0.975)  # of two finalists
+    where = f"on NVIDIA L4, {verdict['created'][:10]}"
+    assert f"at tiny {where}" in ran.out
+    assert f"by the whole validation {where}; of that machine and day" in (folder / "report.html").read_text()
     assert json.loads((folder / "winner" / "rung.json").read_text())["toggles"] == {"THREADS": 64}
     found = again(folder, tmp_path / "again")
+    assert found.in_words.count(f" {where}") == 2
     assert found.before.record_digest == verdict["record_digest"]
     assert found.after.decision == "MERGE"
     assert found.after.confidence == found.before.confidence

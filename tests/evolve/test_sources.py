@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,13 @@ import pytest
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Candidate, Edit
 from greenfast.evolve.sources import Sources
-from greenfast.evolve.space import Space
+from greenfast.evolve.space import Space, read_space
 from greenfast.evolve.stages import identity
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.request import Request
 from greenfast.judge.solution.schema import find_solution
-from greenfast.spec.errors import UsageError
+from greenfast.judge.tasks import find_task, load
+from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.kernel import program_of
 from tests.cheats.judging import FOLDER
 from tests.fakes import request
@@ -34,6 +38,7 @@ extern "C" __global__ void twice(const float* x, float* y, int n) {
   // end: body
 }
 """
+SHIPPED = sorted((Path(__file__).parents[2] / "tasks").glob("*/space*.json"))
 REGIONS = {"body": {"file": "mine.cu", "begin": "// begin: body", "end": "// end: body"}, "all": {"file": "mine.cu"}}
 
 
@@ -117,11 +122,109 @@ def test_a_space_that_does_not_fit_its_solution(asked: Request, mine: Path, fiel
         of_solution(asked, mine, **fields).texts()
 
 
+def test_a_language_that_is_not_installed_is_named_once(
+    asked: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its candidates would end with it, and the search with no kernel and no reason."""
+    monkeypatch.setattr("greenfast.spec.extras._installed", lambda module: module != "triton")
+    folder = Path(__file__).parents[2] / "examples" / "solutions"
+    space = space_of(solution="triton_matmul.py", parameters={"BLOCK_M": {"values": [64]}})
+    with pytest.raises(MachineError, match=r"triton_matmul.py, a solution in triton, needs greenfast\[triton\]: pip"):
+        Sources(space, folder, asked, tmp_path)
+
+
 def test_a_space_that_does_not_fit_its_task(asked: Request, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no toggle of task fp8_sdpa is called 'USE_MAGIC'"):
         Sources(space_of(parameters={"USE_MAGIC": {"values": [1]}}), tmp_path, asked, tmp_path)
-    with pytest.raises(UsageError, match=r"only those below greenfast\.kernels"):
-        Sources(space_of(family="os.path"), tmp_path, asked, tmp_path)
+    for values, says in (
+        (["1"], r"USE_WMMA_QK='1': allowed by the task are \[0, 1\]"),
+        ([0, 2], r"USE_WMMA_QK=2: allowed by the task are \[0, 1\]"),
+        ([0, 1.0], "USE_WMMA_QK=1.0: toggles are whole numbers"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            Sources(space_of(parameters={"USE_WMMA_QK": {"values": values}}), tmp_path, asked, tmp_path)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_the_spaces_that_ship_make_kernels_of_their_tasks(path: Path, tmp_path: Path) -> None:
+    space, task = read_space(path), load(find_task(path.parent.name))
+    shape = next(s for s in task.config.shapes if all(s.dims.get(n, 0) in v for n, v in space.only.items()))
+    asked = request(tmp_path, task=task, shapes=(shape.name,), fmt=task.config.defaults.format, device=None)
+    sources = Sources(space, path.parent, asked, tmp_path)
+    sources.texts()
+    for point in itertools.islice(space.listed(), 60):
+        entrant = sources.entrant(Candidate(parameters=point))
+        assert program_of(entrant.family, entrant.variant.values, asked.format, shape.dims).steps
+
+
+def test_each_setting_of_the_serving_space_is_a_rung(tmp_path: Path) -> None:
+    task = load(find_task("serving_attention"))
+    space = read_space(task.folder / "space.json")
+    asked = request(tmp_path, task=task, shapes=("b2_q1_s130_h4_hk1_d64",), fmt="e4m3", device=None)
+    sources = Sources(space, task.folder, asked, tmp_path)
+    rungs = [sources.entrant(Candidate(parameters=point)).rung for point in space.listed()]
+    assert [rung.name for rung in rungs if rung] == ["narrow_rows", "few_rows", "wide_rows"]
+
+
+@pytest.mark.parametrize(
+    ("family", "parameters", "says"),
+    [
+        (
+            "os.path",
+            {},
+            r"allowed are families below greenfast\.kernels, such as greenfast\.kernels\.attention\.tilings",
+        ),
+        ("greenfast.kernels.none", {}, "family 'greenfast.kernels.none': allowed are"),
+        ("greenfast.kernels.attention.config", {}, "allowed are families"),
+        ("greenfast.kernels.attention.tilings", {"BLOCK": [1]}, "no toggle of .*tilings is called 'BLOCK'"),
+        ("greenfast.kernels.attention.tilings", {"BLOCK_N": [128]}, "declare CONSUMERS too, with one value to fix it"),
+    ],
+)
+def test_a_space_that_does_not_fit_its_family(
+    asked: Request, tmp_path: Path, family: str, parameters: dict[str, list[int]], says: str
+) -> None:
+    given = {name: {"values": values} for name, values in parameters.items()}
+    with pytest.raises(UsageError, match=says):
+        Sources(space_of(family=family, parameters=given), tmp_path, asked, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '#include "/etc/passwd"',
+        "#include </etc/passwd>",
+        '#include "../secret.cuh"',
+        '#include "a/../../secret.cuh"',
+        '# /* a comment */ include /* over\n lines */ "/etc/passwd"',
+        '#inc\\\nlude "/etc/passwd"',
+        '#inc\\ \r\nlude "/etc/passwd"',
+        '%:include "/etc/passwd"',
+        '#define HIDDEN "/etc/passwd"\n#include HIDDEN',
+        '#include_next "/etc/passwd"',
+        '#embed "/etc/passwd"',
+        'const char* a = "/*";\n#include "/etc/passwd"\nconst char* b = "*/";',
+        '#\vinclude\f"/etc/passwd"',
+        '#/* a comment */include "/etc/passwd"',
+        "#include /* a comment */ </etc/passwd>",
+        "#include",
+        "#/*" * 60_000,
+    ],
+    ids=range(17),
+)
+def test_an_edit_reads_no_other_file(asked: Request, mine: Path, line: str) -> None:
+    """A compiler's message quotes what it cannot read as C++, and a language model would be told it."""
+    sources = of_solution(asked, mine, regions=REGIONS)
+    with pytest.raises(UsageError, match=r"edit of all: includes .* allowed are headers by their names"):
+        sources.entrant(Candidate(parameters={}, edits=(Edit("all", f"{SOLUTION}{line}\n"),)))
+
+
+def test_an_edit_includes_headers_and_what_stood_there(asked: Request, mine: Path) -> None:
+    old = SOLUTION + '#if 0\n#include "../own.cuh"\n#endif\n'
+    (mine / "mine.cu").write_text(old)
+    sources = of_solution(asked, mine, regions=REGIONS)
+    more = '#include <cuda_fp16.h>\n#include "ladder/registers.cuh"  // why\n#include <cuda/std/type_traits>\n'
+    entrant = sources.entrant(Candidate(parameters={}, edits=(Edit("all", old + more),)))
+    assert more in entrant.family.kernel({}, "fp32", {"N": 100}).source
 
 
 def test_an_edit_of_greenfasts_own_kernels(asked: Request, tmp_path: Path) -> None:
@@ -136,6 +239,23 @@ def test_an_edit_of_greenfasts_own_kernels(asked: Request, tmp_path: Path) -> No
     assert "#define EDITED 1" in (folder / "ladder" / "registers.cuh").read_text()
     assert plain.rung is not None
     assert edited.rung is None  # what a rung promises is no promise of an edit
+
+
+def test_a_disk_that_is_full_while_an_edit_is_written(
+    asked: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the machine, after which the run resumes, and none of the candidate."""
+    region = {"file": "ladder/registers.cuh", "begin": "#pragma once", "end": "namespace greenfast {"}
+    sources = Sources(space_of(regions={"top": region}), tmp_path, asked, tmp_path / "work")
+
+    def copy(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for failing in ("shutil.copyfile", "shutil.os.makedirs"):
+        with monkeypatch.context() as patched:
+            patched.setattr(failing, copy)
+            with pytest.raises(MachineError, match=r"kernels cannot be written \(.*No space left on device"):
+                sources.entrant(Candidate(parameters={}, edits=(Edit("top", "#define EDITED 1"),)))
 
 
 def test_scratch_buffers_and_swapped_arguments_are_other_kernels(asked: Request) -> None:

@@ -20,9 +20,9 @@ from greenfast.evolve.lines import read_lines
 from greenfast.evolve.loop import State
 from greenfast.evolve.manifest import Manifest, read_budget
 from greenfast.evolve.proposal import Evaluation, Insight, best_of
-from greenfast.evolve.proposers import make_proposer
+from greenfast.evolve.proposers import make_proposer, with_whole_paths
 from greenfast.evolve.report import write_report
-from greenfast.evolve.run import INSIGHTS, resumed, search, start
+from greenfast.evolve.run import INSIGHTS, of_another_version, resumed, search, start
 from greenfast.evolve.space import Space, read_space
 from greenfast.evolve.workers import read_workers
 from greenfast.judge.record import GateResult
@@ -41,8 +41,10 @@ def run(args: argparse.Namespace) -> int:
     folder, manifest = _resumed(args) if args.resume else _started(args)
     watcher = Watcher(to_stderr=args.json)
     watcher.line(f"run {folder}")
+    if args.resume and (other := of_another_version(manifest)):
+        watcher.line(other)
     insights = Path(manifest.insights or Path(manifest.task) / INSIGHTS)
-    known = read_lines(insights, Insight, "insights") if manifest.insights or insights.is_file() else ()
+    known = read_lines(insights, Insight, "insight") if manifest.insights or insights.is_file() else ()
     make = functools.partial(make_proposer, log=watcher.line)
     try:
         state = search(folder, manifest, make, args.workers, watcher, known)
@@ -66,7 +68,7 @@ def _started(args: argparse.Namespace) -> tuple[Path, Manifest]:
         raise UsageError("name a task, or a run with --resume")
     task = find_task(args.task)
     space, where = find_space(args.space, task.folder)
-    options = {"islands": str(args.islands)} if args.islands else {}
+    options = {"islands": str(args.islands)} if args.islands is not None else {}
     options |= {"model": args.model} if args.model else {}
     for text in args.option:
         name, equals, value = text.partition("=")
@@ -76,6 +78,8 @@ def _started(args: argparse.Namespace) -> tuple[Path, Manifest]:
     proposer = args.proposer or "random"
     make_proposer(proposer, options)  # before a folder is made
     read_workers(args.workers)
+    if args.insights:
+        read_lines(args.insights, Insight, "insight")
     return start(
         args.out,
         Manifest(
@@ -84,7 +88,7 @@ def _started(args: argparse.Namespace) -> tuple[Path, Manifest]:
             space=space,
             space_folder=str(where.resolve()),
             proposer=proposer,
-            options=options,
+            options=with_whole_paths(options),
             budget=read_budget(args.budget or ""),
             baseline=args.against or "",
             shapes=args.shapes or [],
@@ -201,13 +205,18 @@ def summary(folder: Path, state: State) -> dict[str, Any]:
 
 def _show(folder: Path, manifest: Manifest, state: State) -> None:
     for e, verdict in state.verdicts:
-        interval = f" {verdict.speedup:.3f}x [{verdict.low:.3f}, {verdict.high:.3f}] at {verdict.shape}"
+        v = verdict
+        interval = f" {v.speedup:.3f}x [{v.low:.3f}, {v.high:.3f}] at {v.shape} {v.where}".rstrip()
         settings = manifest.space.shown(e.candidate.parameters)
         show(Text.assemble("\n", status(verdict.decision), interval if verdict.speedup else "", f"  {settings}"))
         for reason in verdict.reasons:
             show(Text(f"  - {reason}"))
     show(f"\nended: {state.ended}")
     show(f"best: {best_in_words(state)}")
+    if best_of(state.history) is None and state.history:
+        reasons = Counter((e.stage, e.feedback.partition("\n")[0]) for e in state.history if not e.valid)
+        for (stage, why), count in reasons.most_common(3):
+            show(Text(f"  {count} ended at {stage}: {why}"))
     if not state.verdicts:
         show("no claim is made: nothing was validated")
     show(f"\n{folder}")

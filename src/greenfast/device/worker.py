@@ -36,6 +36,17 @@ class UnsupportedByDeviceError(WorkerError):
         self.ended = ended
 
 
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """For the start of processes: one that is still importing would print a traceback on an interrupt."""
+    resource_tracker.ensure_running()  # otherwise the start does this and unblocks the signal
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 class Worker:
     """A session in a child process. Use as a context manager; leaving it ends the process.
 
@@ -48,13 +59,8 @@ class Worker:
         context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, make_session, (ordinal,)), daemon=True)
-        # A child that is still importing would print a traceback on an interrupt, so it inherits the blocked signal.
-        resource_tracker.ensure_running()  # otherwise start() does this and unblocks the signal
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with interrupts_blocked():
             self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
         self._timeout_s = timeout_s
         self._started = False

@@ -50,9 +50,10 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
     def in_words(self) -> str:
         """One line with both."""
         said, b, a = "inside of" if self.inside else "OUTSIDE of", self.before, self.after
+        here = f" {a.where}" if a.where else ""
         return (
-            f"{a.shape}: {a.decision}, {a.speedup:.3f}x [{a.low:.3f}, {a.high:.3f}], {said} "
-            f"{b.speedup:.3f}x [{b.low:.3f}, {b.high:.3f}] of {self.first_created[:10]}"
+            f"{a.shape}: {a.decision}, {a.speedup:.3f}x [{a.low:.3f}, {a.high:.3f}]{here}, {said} "
+            f"{b.speedup:.3f}x [{b.low:.3f}, {b.high:.3f}] {b.where or f'of {self.first_created[:10]}'}"
         )
 
 

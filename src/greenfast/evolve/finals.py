@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from greenfast.evolve.proposal import Candidate
+from greenfast.evolve.sources import copy_folder
 from greenfast.evolve.stages import Stages
 from greenfast.judge.artifacts import RECORD, REPORT
 from greenfast.judge.digest import digest_of
@@ -23,7 +24,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What the validation said of a finalist.
 
     record: its folder in the run's, and its digest. speedup, low, high: of the gated shape that gained least, 0 where
-    nothing was timed; the interval's confidence is corrected for the number of finalists.
+    nothing was timed; the interval's confidence is corrected for the number of finalists. device, created: where and
+    when it was timed; the interval holds for them.
     """
 
     decision: str
@@ -35,6 +37,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     low: float = 0.0
     high: float = 0.0
     confidence: float = 0.0
+    device: str = ""
+    created: str = ""
+
+    @property
+    def where(self) -> str:
+        """Device and day; empty where they are not known, as of runs of before."""
+        return f"on {self.device}, {self.created[:10]}" if self.device else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +101,8 @@ def _verdict(record: Record, where: Path, folder: Path) -> Verdict:
         low=least.ci_low,
         high=least.ci_high,
         confidence=least.confidence,
+        device=record.device.name if record.device else "",
+        created=record.created,
     )
 
 
@@ -106,7 +117,7 @@ def keep_winner(stages: Stages, candidate: Candidate, verdict: Verdict, folder: 
     sources = folder / "candidates" / candidate.key
     for kind in ("solution", "kernels"):
         if (sources / kind).is_dir():
-            shutil.copytree(sources / kind, winner / kind)
+            copy_folder(sources / kind, winner / kind)
     space = stages.manifest.space
     entrant = stages.entrant(candidate)
     if not space.solution and not space.family and entrant.rung is None:

@@ -51,14 +51,12 @@ class Log:
     def __init__(self, folder: Path) -> None:
         self._path, self._costs_path = folder / EVENTS, folder / COSTS
         self.events, good = _read(self._path)
-        self.costs = {cost.n: cost for cost in _costs(self._costs_path)}
+        costs = _lines(self._costs_path)
+        self.costs = {cost.n: cost for cost in _costs(costs, self._costs_path)}
         self._places = {(event.what, event.at): event.n for event in self.events}
         self._next = 0
-        self._file = _opened(self._path)
-        self._file.truncate(good)  # a line that a kill cut short
-        self._file.seek(good)
-        self._costs = _opened(self._costs_path)
-        self._costs.seek(0, os.SEEK_END)
+        self._file = _opened(self._path, good)
+        self._costs = _opened(self._costs_path, sum(map(len, costs)))
 
     def close(self) -> None:
         """Close the files."""
@@ -158,6 +156,11 @@ def read_events(folder: Path) -> list[Event]:
     return _read(folder / EVENTS)[0]
 
 
+def ended(folder: Path) -> bool:
+    """Whether a run came to its end, so that nothing is evaluated any more. Raises as ``read_events`` does."""
+    return any(event.what == "ended" for event in read_events(folder)[-1:])
+
+
 def _read(path: Path) -> tuple[list[Event], int]:
     """The events of a file, and how many of its bytes they are."""
     found: list[Event] = []
@@ -166,7 +169,9 @@ def _read(path: Path) -> tuple[list[Event], int]:
         try:
             event = msgspec.json.decode(line, type=Event)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-            raise UsageError(f"{path}: line {number} is no event: {e}") from None
+            raise UsageError(
+                f"{path}: line {number} is no event: {e}; keep its first {number - 1} lines to resume from there"
+            ) from None
         if event.n != len(found) or chained(event, before) != event:
             raise UsageError(
                 f"{path}: line {number} does not follow from the one before: the file was edited or damaged; keep its "
@@ -178,8 +183,8 @@ def _read(path: Path) -> tuple[list[Event], int]:
     return found, good
 
 
-def _costs(path: Path) -> Iterator[Cost]:
-    for line in _lines(path):
+def _costs(lines: Sequence[bytes], path: Path) -> Iterator[Cost]:
+    for line in lines:
         try:
             yield msgspec.json.decode(line, type=Cost)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
@@ -195,9 +200,13 @@ def _lines(path: Path) -> list[bytes]:
     return [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path, good: int) -> BinaryIO:
+    """A file to append to, without what follows its first ``good`` bytes: a line that a kill cut short."""
     try:
-        return path.open("r+b" if path.exists() else "x+b", buffering=0)
+        file = path.open("r+b" if path.exists() else "x+b", buffering=0)
+        file.truncate(good)
+        file.seek(good)
+        return file
     except OSError as e:
         raise MachineError(f"{path} cannot be written ({e.strerror})") from e
 

@@ -21,6 +21,7 @@ from greenfast.evolve.finals import Verdict, judged
 from greenfast.evolve.heats import Heats, Result, result_of
 from greenfast.evolve.log import Log
 from greenfast.evolve.manifest import Manifest
+from greenfast.evolve.outcomes import duplicate, insight_of, joined, repeated, without_costs
 from greenfast.evolve.proposal import (
     Candidate,
     Context,
@@ -32,7 +33,6 @@ from greenfast.evolve.proposal import (
 )
 from greenfast.evolve.race import Race, race
 from greenfast.evolve.racers import Gpu, Racers
-from greenfast.evolve.space import Space
 from greenfast.evolve.stages import Found, Stages
 from greenfast.evolve.workers import Workers, job
 from greenfast.judge.request import Observer
@@ -134,7 +134,10 @@ class Search:
     def _run(self, log: Log) -> None:
         state, manifest = self.state, self.manifest
         if log.once("start", (), lambda: manifest.digest) != manifest.digest:
-            raise UsageError(f"{self.folder}: its manifest differs from the one that its events were made with")
+            raise UsageError(
+                f"{self.folder}: its manifest differs from the one that its events were made with; "
+                f"restore it, or begin a new run (it was begun by greenfast {manifest.package_version})"
+            )
         gpus = [] if self._racers is None or log.replaying else list(self._racers.gpus)
         if gpus or log.next_is("gpus", ()):
             state.gpus = msgspec.convert(log.once("gpus", (), lambda: gpus), list[Gpu])
@@ -180,7 +183,7 @@ class Search:
         built = self._found(log, "baseline built", (), None, "built")
         if built.valid:
             emulated = self._found(log, "baseline emulated", (), None, "emulated", exam_seed)
-            built = _joined(built, emulated)
+            built = joined(built, emulated)
         if not built.valid:
             raise UsageError(f"the baseline does not pass {built.stage}: {built.feedback}")
         name = self.manifest.baseline or self._stages.task.config.defaults.baseline
@@ -205,7 +208,10 @@ class Search:
         context = self._context(number, min(manifest.batch, left), left)
         proposed = log.once("proposed", (number,), lambda: self._proposed(context))
         candidates = msgspec.convert(proposed, list[Candidate])
-        found = self._all(log, "built", number, candidates, range(len(candidates)))
+        keys = [candidate.key for candidate in candidates]
+        earlier = {e.candidate.key: e for e in reversed(state.history)}
+        fresh = [n for n, key in enumerate(keys) if key not in earlier and keys.index(key) == n]
+        found = self._all(log, "built", number, candidates, fresh)
         known = {e.hash: e for e in state.history if e.hash and e.stage != "duplicate"}
         first: dict[str, int] = {}
         for n, f in found.items():
@@ -214,22 +220,25 @@ class Search:
         new = sorted(first.values())
         emulated = self._all(log, "emulated", number, candidates, new, exam_seed)
         for n, f in emulated.items():
-            found[n] = _joined(found[n], f)
+            found[n] = joined(found[n], f)
         right = [n for n in new if found[n].valid]
         results, cut = self._race(log, number, candidates, found, right)
-        evaluations = [
-            self._evaluation(log, number, n, candidate, found[n], results.get(n), n in cut)
-            for n, candidate in enumerate(candidates)
-        ]
-        of_hash = known | {e.hash: e for n, e in enumerate(evaluations) if n in new}
+        of_batch = {
+            n: self._evaluation(log, number, n, candidates[n], f, results.get(n), n in cut) for n, f in found.items()
+        }
+        of_hash = known | {of_batch[n].hash: of_batch[n] for n in new}
         for n, f in found.items():
             if f.valid and n not in new:
-                evaluations[n] = _duplicate(evaluations[n], of_hash.get(f.hash) or state.baseline)
-        log.once("evaluated", (number,), lambda: [_without_costs(e) for e in evaluations])
+                of_batch[n] = duplicate(of_batch[n], of_hash.get(f.hash) or state.baseline)
+        for n, (key, candidate) in enumerate(zip(keys, candidates, strict=True)):
+            if n not in found:
+                of_batch[n] = repeated(candidate, earlier.get(key) or of_batch[keys.index(key)])
+        evaluations = [of_batch[n] for n in range(len(candidates))]
+        log.once("evaluated", (number,), lambda: [without_costs(e) for e in evaluations])
         for n, e in enumerate(evaluations):
             if e.stage == "race":
                 what, at, _ = results[n].events[-1]
-                state.insights.append(_insight(manifest.space, e, log.digest_of(what, at)))
+                state.insights.append(insight_of(manifest.space, e, log.digest_of(what, at)))
         return evaluations
 
     def _context(self, number: int, wanted: int, left: int) -> Context:
@@ -256,8 +265,9 @@ class Search:
             for candidate in found:
                 if not isinstance(candidate, Candidate):
                     raise TypeError(f"a {type(candidate).__name__}")
-                msgspec.convert(msgspec.to_builtins(candidate), Candidate)
-        except (TypeError, ValueError) as e:
+            if msgspec.json.decode(msgspec.json.encode(found), type=list[Candidate]) != found:
+                raise ValueError("JSON cannot hold them")
+        except (TypeError, ValueError, OverflowError, RecursionError) as e:
             raise ProposerError(f"the proposer {self.manifest.proposer} answered with no candidates: {e}") from e
         return found
 
@@ -355,40 +365,3 @@ def _faster(e: Evaluation, state: State) -> bool:
     """Whether a race found it faster than the baseline at all."""
     measured = e.valid and e.stage == "race" and e.fitness_kind == "seconds" and e.fitness is not None
     return bool(measured and e.fitness is not None and e.fitness * 1e6 < state.baseline_us)
-
-
-def _joined(built: Found, later: Found) -> Found:
-    """What two stages found of one kernel."""
-    behaviour = built.behaviour
-    if behaviour is not None and later.behaviour is not None:
-        behaviour = msgspec.structs.replace(behaviour, pipe=later.behaviour.pipe)
-    return msgspec.structs.replace(later, hash=built.hash, behaviour=behaviour)
-
-
-def _duplicate(e: Evaluation, first: Evaluation | None) -> Evaluation:
-    """The same machine code and launches as another's, whose fitness it is given."""
-    if first is None:
-        return e
-    other = first.candidate.key if first.candidate.parameters or first.candidate.edits else "the baseline"
-    return msgspec.structs.replace(
-        e,
-        stage="duplicate",
-        valid=first.valid,
-        fitness=first.fitness,
-        fitness_kind=first.fitness_kind,
-        behaviour=first.behaviour,
-        feedback=f"the same machine code and launches as {other}",
-    )
-
-
-def _insight(space: Space, e: Evaluation, record: str) -> Insight:
-    """What a race showed of a candidate. record: the digest of the event that says so."""
-    c = e.candidate
-    settings = space.shown(c.parameters)
-    edits = ", ".join(f"edit of {edit.region}" for edit in c.edits)
-    change = "; ".join(filter(None, (c.rationale, settings, edits)))
-    return Insight(change=change, prediction=c.prediction, outcome=e.feedback, record=record)
-
-
-def _without_costs(e: Evaluation) -> Evaluation:
-    return msgspec.structs.replace(e, cost_seconds=0.0, gpu_seconds=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -16,7 +16,7 @@ from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.spec.errors import UsageError
 
 MANIFEST = "manifest.json"
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,10 +34,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     path of a solution. shapes: that are raced. small: that the emulator runs. seeds: of the inputs of both; the whole
     validation draws its own. device: as ``--device``. batch: candidates that are proposed at a time. screen: the share
     of a batch that the counts let through, 1 for all. finalists: that are validated. confidence: of all verdicts of
-    them together. seed: of the search. options: of the proposer.
+    them together. seed: of the search. options: of the proposer. sources: the digest of what candidates are made from.
     """
 
-    version: int = 1
+    version: Literal[1] = 1
     created: str
     task: str
     space: Space
@@ -52,7 +52,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: str = ""
     arch: str = ""
     device: str = "auto"
-    timeout_s: float = 60.0
+    timeout_s: Annotated[float, Meta(gt=0, le=1e9)] = 60.0
     batch: Count = 8
     screen: Annotated[float, Meta(gt=0, le=1)] = 1.0
     finalists: Count = 3
@@ -60,6 +60,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     confidence: Annotated[float, Meta(gt=0.5, lt=1)] = 0.95
     seed: int = 0
     insights: str = ""
+    sources: str = ""
     command: str = ""
     package_version: str = ""
     git: GitState | None = None
@@ -68,7 +69,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         """Of what decides the run: 16 hexadecimal digits. Not of the budget, which may grow, nor of where and when."""
-        left_out = ("created", "budget", "command", "package_version", "git", "environment", "task", "space_folder")
+        left_out = (
+            "created",
+            "budget",
+            "command",
+            "package_version",
+            "git",
+            "environment",
+            "task",
+            "space_folder",
+            "sources",
+        )
         content = {name: value for name, value in msgspec.to_builtins(self).items() if name not in left_out}
         return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()[:16]
 
@@ -106,4 +117,7 @@ def read_budget(text: str) -> Budget:
         if key in found:
             raise UsageError(f"--budget: {name} is given twice")
         found[key] = amount
-    return msgspec.convert(found, Budget)
+    try:
+        return msgspec.convert(found, Budget)
+    except msgspec.ValidationError as e:
+        raise UsageError(f"--budget {text!r}: {e}") from None

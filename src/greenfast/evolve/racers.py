@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,6 +19,7 @@ import msgspec
 
 from greenfast.device.worker import WorkerError
 from greenfast.evolve.manifest import Manifest
+from greenfast.evolve.pools import end_pool, make_pool, submit
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.race import Race, race
 from greenfast.evolve.stages import Stages
@@ -95,7 +94,6 @@ _racer: Racer | None = None
 def _begin(make: Callable[[], Stages]) -> None:
     """In a new process."""
     global _racer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     _racer = Racer(make)
 
 
@@ -116,36 +114,26 @@ class OnGpus:
     def start(self, place: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], Ran]:
         """As the protocol says."""
         if place not in self._pools:
-            make = functools.partial(self._make, int(self.gpus[place].name))
-            context = multiprocessing.get_context("spawn")
-            self._pools[place] = ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(make,))
+            self._pools[place] = make_pool(1, _begin, functools.partial(self._make, int(self.gpus[place].name)))
         try:
-            future = self._pools[place].submit(_race, candidates, seed)
+            future = submit(self._pools[place], _race, candidates, seed)
         except BrokenProcessPool:  # it ended since its last race
-            self._end(place)
+            end_pool(self._pools.pop(place))
             return self.start(place, candidates, seed)
 
         def answer() -> Ran:
             try:
                 return future.result()
             except BrokenProcessPool:
-                self._end(place)
+                end_pool(self._pools.pop(place))
                 raise WorkerError(f"the process that races on GPU {self.gpus[place].name} ended") from None
 
         return answer
 
-    def _end(self, place: int) -> None:
-        """End a process, whatever it is doing; its kernels' process ends with its pipe."""
-        pool = self._pools.pop(place)
-        processes = list((pool._processes or {}).values())
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.kill()
-
     def close(self) -> None:
         """End the processes."""
-        for place in list(self._pools):
-            self._end(place)
+        while self._pools:
+            end_pool(self._pools.popitem()[1])
 
 
 class OnRayGpus:

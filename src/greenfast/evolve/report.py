@@ -20,6 +20,7 @@ from greenfast.judge.report.html.charts import drawing
 from greenfast.judge.report.html.page import Section, bullets, figure, page, paragraph, table
 from greenfast.judge.report.plots import BASELINE, CANDIDATE
 from greenfast.judge.store import write_whole
+from greenfast.spec.errors import UsageError
 
 REPORT, RESULTS = "report.html", "t4.json"
 #: Where candidates end, in the order of the stages, with what it means in the report.
@@ -39,7 +40,7 @@ _MOST_ROWS = 60
 def write_report(folder: Path, manifest: Manifest, state: State) -> None:
     """Write ``report.html`` and ``t4.json`` into a run's folder. Raises MachineError where that cannot be done."""
     write_whole(folder / REPORT, report(manifest, state))
-    kept = [e for e in state.history if not e.candidate.edits]
+    kept = [_whole(manifest, e) for e in state.history if not e.candidate.edits]
     metadata = {
         "tool": f"greenfast {manifest.package_version}",
         "space": manifest.space.name,
@@ -51,6 +52,15 @@ def write_report(folder: Path, manifest: Manifest, state: State) -> None:
         "baseline_us": state.baseline_us,
     }
     t4.write_t4(folder / RESULTS, t4.results_of(kept, metadata))
+
+
+def _whole(manifest: Manifest, e: Evaluation) -> Evaluation:
+    """With all parameters, which readers of the T4 format expect of each result; as it is where it is in no space."""
+    try:
+        complete = manifest.space.complete(e.candidate.parameters)
+    except UsageError:
+        return e
+    return msgspec.structs.replace(e, candidate=msgspec.structs.replace(e.candidate, parameters=complete))
 
 
 def report(manifest: Manifest, state: State) -> str:
@@ -85,7 +95,8 @@ def _claim(state: State) -> str:
         _, v = state.winner
         return (
             f"{v.speedup:.3f}x the baseline's speed at {v.shape}, interval {v.low:.3f} to {v.high:.3f} "
-            f"({100 * v.confidence:.1f} %, corrected for {len(state.verdicts)} finalists), by the whole validation."
+            f"({100 * v.confidence:.1f} %, corrected for {len(state.verdicts)} finalists), by the whole validation"
+            f"{f' {v.where}; of that machine and day, not of others' if v.where else ''}."
         )
     if state.verdicts:
         return f"None of {len(state.verdicts)} finalists passed the whole validation."
@@ -201,7 +212,7 @@ def _ends(manifest: Manifest, state: State) -> list[Markup]:
         if ends[name]
     ]
     header = ("ended at", "because", "candidates", "share", "seconds spent on them")
-    wrong = [e for e in state.history if not e.valid and e.stage != "space"]
+    wrong = [e for e in state.history if not e.valid and e.stage != "duplicate"]
     seen = [f"{e.stage}: {_shown(manifest, e)}: {e.feedback[:300]}" for e in wrong[:_MOST_ROWS]]
     return [table(header, rows, right=header[2:]), *([bullets(seen)] if seen else [])]
 

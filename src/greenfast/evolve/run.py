@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from greenfast import __version__
 from greenfast.evolve.finals import keep_winner
+from greenfast.evolve.log import ended
 from greenfast.evolve.loop import Search, State, Watcher
 from greenfast.evolve.manifest import MANIFEST, Budget, Manifest, read_manifest, write_manifest
 from greenfast.evolve.proposal import Evaluation, Insight, Proposer
@@ -47,7 +49,7 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
     raced = request_of(manifest, task, manifest.shapes, devices[0], out)
     if len(devices) > 1:
         gpus_here([int(device) for device in devices], manifest.timeout_s)  # one kind
-    Sources(manifest.space, Path(manifest.space_folder), raced, out).texts()
+    sources = Sources(manifest.space, Path(manifest.space_folder), raced, out).digest()
     reference_entrant(raced, manifest.baseline or task.config.defaults.baseline)
     config = task.config
     suited = [shape for shape in config.shapes if _suits(shape.dims, manifest.space.only)]
@@ -55,6 +57,8 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
         raise UsageError(f"space {manifest.space.name}: no shape of task {config.name} has {manifest.space.only}")
     small = manifest.small or [min(suited, key=lambda s: _size(s.dims)).name]
     names = [shape.name for shape in suited]
+    if strange := [name for name in small if name not in names]:
+        raise UsageError(f"--small {strange[0]!r}: shapes of space {manifest.space.name} are {', '.join(names)}")
     gated = [config.shape(name).name for name in (*config.timing.gate_shapes, *config.defaults.shapes[::-1])]
     chosen = [shape.name for shape in raced.shapes] if manifest.shapes else [n for n in gated if n in names][:1]
     if not chosen or not set(chosen) | set(small) <= set(names):
@@ -71,6 +75,7 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
         format=raced.format,
         arch=raced.target.name,
         baseline=manifest.baseline or config.defaults.baseline,
+        sources=sources,
         package_version=__version__,
         git=git_state(),
         environment=package_versions(),
@@ -88,6 +93,21 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
         write_manifest(folder, manifest)
         return folder, manifest
     raise MachineError(f"{out}: a thousand runs of one second")
+
+
+def of_another_version(manifest: Manifest) -> str:
+    """In words, that a run was begun by another version than this one; empty where it was not."""
+    git = git_state()
+    then, here = (
+        f"{version}{f' of commit {state.sha[:8]}' if state else ''}"
+        for version, state in ((manifest.package_version, manifest.git), (__version__, git))
+    )
+    if then == here:
+        return ""
+    return (
+        f"this run was begun by greenfast {then}, and goes on with {here}: what each measured may be of different "
+        "kernels; begin a new run where they have to be compared"
+    )
 
 
 def resumed(folder: Path, budget: Budget | None) -> Manifest:
@@ -127,7 +147,12 @@ def search(
         raise MachineError(f"{folder}: {free >> 20} MiB are free on its disk; a run needs at least {_FREE_BYTES >> 20}")
     proposer = make_proposer(manifest.proposer, manifest.options)
     gpus = _gpus(manifest)
-    with _Lock(folder), Stages(manifest, folder, gpus[0] if gpus else None) as stages, contextlib.ExitStack() as ends:
+    with alone(folder), Stages(manifest, folder, gpus[0] if gpus else None) as stages, contextlib.ExitStack() as ends:
+        if manifest.sources not in ("", stages.sources.digest()) and not ended(folder):
+            raise UsageError(
+                f"{folder}: the task's, the solution's or a region's files are not those that it began with; put them "
+                "back, or begin a new run"
+            )
         pool = make_workers(workers, manifest, folder, stages)
         ends.callback(pool.close)
         racers = make_racers(workers, manifest, folder, gpus)
@@ -156,24 +181,30 @@ def _gpus(manifest: Manifest) -> list[int]:
     return [request.ordinal, *map(int, more)]
 
 
-class _Lock:
-    """One process at a time in a run's folder."""
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """One process at a time in a run's folder, by a lock that ends with the process, however it ends.
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / ".running"
-
-    def __enter__(self) -> None:
+    The file stays: a lock on one that is removed would let a third process in.
+    """
+    path = folder / ".running"
+    try:
+        file = path.open("a+b", buffering=0)
+    except OSError as e:
+        raise MachineError(f"{path} cannot be written ({e.strerror})") from e
+    with file:
         try:
-            other = int(self._path.read_text())
-            os.kill(other, 0)
-        except (OSError, ValueError):  # nobody, or one that was killed
-            write_whole(self._path, str(os.getpid()))
-            return
-        if other != os.getpid():
-            raise UsageError(f"{self._path.parent}: process {other} is running it")
-
-    def __exit__(self, *_: object) -> None:
-        self._path.unlink(missing_ok=True)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            who = file.read(20).decode("ascii", "replace") or "another one"
+            raise UsageError(f"{folder}: process {who} is running it; wait until it ends, or end it") from None
+        except OSError as e:
+            raise MachineError(f"{path} cannot be locked ({e.strerror}); use a disk that knows locks") from e
+        file.truncate(0)
+        file.write(str(os.getpid()).encode())
+        yield
+        file.truncate(0)
 
 
 def write_derived(folder: Path, manifest: Manifest, state: State) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import cast
 
 import msgspec
 
-from greenfast.evolve.proposal import Candidate
+from greenfast.evolve.proposal import Candidate, Edit
 from greenfast.evolve.space import Region, Space, Value
 from greenfast.judge.entrant import Entrant, rung_entrant, solution_entrant, source_files
 from greenfast.judge.request import Request
@@ -20,19 +22,26 @@ from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.task import Rung
 from greenfast.judge.variant import Variant
 from greenfast.kernels import KERNEL_DIR
-from greenfast.spec.errors import UsageError, unknown
+from greenfast.spec.errors import MachineError, UsageError, unknown
+from greenfast.spec.extras import EXTRAS, require
 from greenfast.spec.kernel import Family, Program, program_of
 
 #: Families that a space may name: greenfast's own, which are imported. A user's is his task's.
 _OWN = "greenfast.kernels."
 #: Parameters that are no constants of a Triton solution, but options of each of its launches.
 _TRITON_OPTIONS = ("num_warps", "num_stages")
+#: Of a task: its config, and code of its own.
+_TASK_FILES = ("config_*.json", "*.py", "*.cu", "*.cuh")
+#: A directive that reads a file, or may: a comment can stand before its word. And the headers that one may name.
+_READS = re.compile(r"(?:#|%:|\?\?=)[ \t\v\f\r]*(?:(?:include|include_next|import|embed)\b|(?=/\*))([^\n]*)")
+_HEADER = re.compile(r"(?:<[\w.+-]+(?:/[\w.+-]+)*>|\"[\w.+-]+(?:/[\w.+-]+)*\")")
 
 
 class Sources:
     """Makes candidates of a space into entrants.
 
-    Raises UsageError for a space whose parameters or regions are not those of what it searches.
+    Raises UsageError for a space whose parameters or regions are not those of what it searches, and MachineError where
+    the solution's language is not installed.
     """
 
     def __init__(self, space: Space, space_folder: Path, request: Request, work: Path) -> None:
@@ -47,22 +56,43 @@ class Sources:
                 raise UsageError(f"space {space.name}: `solution` excludes `family` and `rung`")
             self._solution = found = find_solution(space_folder / space.solution)
             self._root = found.folder
+            if (language := found.solution.language) in EXTRAS:  # else each candidate would end with this
+                require(f"{space.solution}, a solution in {language},", language)
             options = dict.fromkeys(_TRITON_OPTIONS if found.solution.language == "triton" else ())
             _known(space, "constant of the solution", {**found.solution.constants, **options})
+            _typed(space, (int, str), "constants of a solution are whole numbers or expressions")
             return
         config = request.task.config
         if space.family:
-            if not space.family.startswith(_OWN):
-                raise UsageError(f"space {space.name}: family {space.family!r}: only those below {_OWN[:-1]}")
-            self._family = cast(Family, importlib.import_module(space.family))
-            _known(space, f"toggle of {space.family}", vars(self._family).get("TOGGLES", space.parameters))
+            self._family = _own_family(space)
+            toggles = vars(self._family).get("TOGGLES", space.parameters)
+            _known(space, f"toggle of {space.family}", toggles)
+            if missing := [name for name in toggles if name not in space.parameters]:
+                raise UsageError(f"space {space.name}: declare {missing[0]} too, with one value to fix it")
         else:
             if not config.rungs:
                 raise UsageError(f"space {space.name}: task {config.name} has no kernels; name a `solution`")
             self._family = request.task.family
             _known(space, f"toggle of task {config.name}", config.toggles)
+            for name, parameter in space.parameters.items():
+                allowed = config.toggles[name].values
+                if other := [value for value in parameter.values if value not in allowed]:
+                    raise UsageError(f"space {space.name}: {name}={other[0]!r}: allowed by the task are {allowed}")
+        _typed(space, (int,), "toggles are whole numbers")
         rung = config.rung(space.rung or config.defaults.candidate)
         self.rung = msgspec.structs.replace(rung, only=space.only or rung.only, after=None, required_speedup=None)
+
+    def digest(self) -> str:
+        """16 hexadecimal digits over what candidates are made from: the task's files, the solution's, regions'."""
+        task = self._request.task.folder
+        files = {path.name: path.read_bytes() for kind in _TASK_FILES for path in sorted(task.glob(kind))}
+        files |= {f"region {name}": region.text.encode() for name, region in self.texts().items()}
+        if self._solution is not None:
+            files |= {f"solution {name}": data for name, data in source_files(self._solution).items()}
+        found = hashlib.sha256()
+        for name, data in sorted(files.items()):
+            found.update(f"{name} {len(data)} ".encode() + data)
+        return found.hexdigest()[:16]
 
     def texts(self) -> dict[str, Region]:
         """The regions with the text that stands in each. Raises UsageError where a region is not found."""
@@ -88,8 +118,7 @@ class Sources:
         if not edits:
             return entrant
         folder = self._work / candidate.key / "kernels"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(KERNEL_DIR, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+        copy_folder(KERNEL_DIR, folder, "*.py", "__pycache__")
         for name, text in edits.items():
             write_whole(folder / name, text)
         variant = Variant(f"{entrant.variant.name}+{candidate.key[:6]}", entrant.variant.toggles)
@@ -109,7 +138,7 @@ class Sources:
             write_whole(folder / name, text)
         where = folder / found.where.resolve().relative_to(found.folder.resolve())
         solution = find_solution(where).solution if edits else found.solution
-        given = {name: _expression(value) for name, value in complete.items()}
+        given = cast(dict[str, int | str], dict(complete))  # _typed saw to it
         options = {name: given.pop(name) for name in _TRITON_OPTIONS if name in given}
         changed = msgspec.structs.replace(
             solution,
@@ -133,7 +162,8 @@ class Sources:
             if edit.region not in self.space.regions:
                 raise unknown(f"region of space {self.space.name}", edit.region, self.space.regions)
             region = self.space.regions[edit.region]
-            before, _, after = self._split(edit.region, region, files.get(region.file))
+            before, replaced, after = self._split(edit.region, region, files.get(region.file))
+            _check_reads(edit, replaced)
             text = edit.text if edit.text.endswith("\n") or not edit.text else f"{edit.text}\n"
             files[region.file] = before + text + after
         return files
@@ -185,7 +215,48 @@ def _known(space: Space, what: str, known: Mapping[str, object]) -> None:
             raise unknown(f"parameter of space {space.name}: no {what} is called", name, known)
 
 
-def _expression(value: Value) -> int | str:
-    if isinstance(value, float):
-        raise UsageError(f"{value!r}: constants of a solution are whole numbers or expressions")
-    return value
+def copy_folder(source: Path, target: Path, *ignored: str) -> None:
+    """In place of what is there. Raises MachineError where it cannot be written."""
+    try:
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(*ignored))
+    except OSError as e:
+        why = e.strerror or str(e.args[0][0][2])  # shutil lists what failed
+        raise MachineError(f"{target} cannot be written ({why}); free space, then --resume") from e
+
+
+def _check_reads(edit: Edit, replaced: str) -> None:
+    """Refuse an edit that includes a file by its path: the compiler quotes it, and a model is told what it says."""
+    known = _files_read(replaced)
+    for named in _files_read(edit.text):
+        header = _HEADER.match(named)
+        if named not in known and (header is None or ".." in header[0].strip('<>"').split("/")):
+            raise UsageError(
+                f"edit of {edit.region}: includes {named[:80]!r}; allowed are headers by their names, without .. or a "
+                "macro in place of one"
+            )
+
+
+def _files_read(text: str) -> list[str]:
+    """What the directives of a source that read files name."""
+    return [found[1].strip() for found in _READS.finditer(re.sub(r"(?:\\|\?\?/)[ \t]*\r?\n", "", text))]
+
+
+def _typed(space: Space, types: tuple[type, ...], rule: str) -> None:
+    for name, parameter in space.parameters.items():
+        if other := [value for value in parameter.values if not isinstance(value, types)]:
+            raise UsageError(f"space {space.name}: {name}={other[0]!r}: {rule}")
+
+
+def _own_family(space: Space) -> Family:
+    """The family that a space names. Raises UsageError for a name that is none."""
+    try:
+        family = importlib.import_module(space.family) if space.family.startswith(_OWN) else None
+    except ImportError:
+        family = None
+    if not (hasattr(family, "kernel") or hasattr(family, "program")):
+        raise UsageError(
+            f"space {space.name}: family {space.family!r}: allowed are families below {_OWN[:-1]}, such as "
+            f"{_OWN}attention.tilings"
+        )
+    return cast(Family, family)

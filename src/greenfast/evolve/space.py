@@ -5,24 +5,28 @@ It is a JSON file that a user writes, or the task's own (``spaces``). The types 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from greenfast.judge.solution.expressions import evaluate
+from greenfast.judge.solution.expressions import NoValueError, evaluate, names_in
 from greenfast.judge.store import read_json
 from greenfast.spec.errors import UsageError, unknown
 
 Value = int | float | str
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
-#: Tries of ``sample`` before it lists what is left; and the most points that a space is listed to find a valid one.
-_TRIES, _MOST_LISTED = 1000, 2_000_000
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z", max_length=100)]
+#: A space is drawn from where so many of so many draws are allowed; else it is listed, up to so many settings or steps.
+_HITS, _TRIES, MOST_LISTED, MOST_STEPS = 3, 1000, 100_000, 1_000_000
+#: Values that a message lists.
+_SHOWN = 40
 
 
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,11 +56,12 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     text: str = ""
 
 
-class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """What can be searched.
 
     constraints: expressions in the parameters that must not be 0, such as "BLOCK_N * STAGES <= 512", in the language of
-    a solution's expressions. regions: by name.
+    a solution's expressions; one without a value, such as a division by zero, forbids the setting too. regions: by
+    name.
     solution: the user's own, whose constants the parameters are; a path from the space's file. family: the module that
     parameters are given to as toggles; empty for the task's. rung: whose budget and error candidates answer to where
     they are no rung themselves; empty for the task's default candidate.
@@ -67,7 +72,7 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     family: str = ""
     rung: str = ""
     only: dict[str, list[int]] = {}
-    parameters: dict[Name, Parameter] = {}
+    parameters: Annotated[dict[Name, Parameter], Meta(max_length=200)] = {}
     constraints: tuple[str, ...] = ()
     regions: dict[Name, Region] = {}
 
@@ -86,23 +91,31 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 raise unknown(f"parameter of space {self.name}", str(name), self.parameters)
             allowed = self.parameters[name].values
             if not any(value == v and type(value) is type(v) for v in allowed):
-                shown = ", ".join(repr(v) for v in allowed)
-                raise UsageError(f"space {self.name}: {name}={value!r}: allowed values are {shown}")
+                raise UsageError(f"space {self.name}: {name}={value!r}: allowed values are {_listed(allowed)}")
         return {name: given.get(name, p.start) for name, p in self.parameters.items()}
 
     def violated(self, complete: Mapping[str, Value]) -> str | None:
         """The first constraint that a complete setting breaks, or None."""
-        names = {name: value for name, value in complete.items() if not isinstance(value, str)}
-        return next((c for c in self.constraints if not evaluate(c, names)), None)  # type: ignore[arg-type]
+        return next((c for c in self.constraints if not _holds(c, complete)), None)
 
     def decode(self, given: Mapping[str, Value]) -> dict[str, Value]:
         """``complete``, and raises UsageError that quotes the constraint where one forbids it."""
         complete = self.complete(given)
-        broken = self.violated(complete)
-        if broken is not None:
-            shown = ", ".join(f"{n}={v!r}" for n, v in complete.items() if n in broken)
-            raise UsageError(f"space {self.name}: {shown} breaks the constraint {broken!r}")
+        if broken := self._broken(complete):
+            raise UsageError(f"space {self.name}: {broken}")
         return complete
+
+    def _broken(self, complete: Mapping[str, Value]) -> str:
+        """In words, how a complete setting breaks a constraint; empty where it breaks none."""
+        constraint = self.violated(complete)
+        if constraint is None:
+            return ""
+        shown = ", ".join(f"{n}={v!r}" for n, v in complete.items() if n in names_in(constraint)) or "every setting"
+        try:
+            evaluate(constraint, complete)  # type: ignore[arg-type]
+        except NoValueError as e:
+            return f"{shown} leaves a constraint without a value: {e}"
+        return f"{shown} breaks the constraint {constraint!r}"
 
     def shown(self, parameters: Mapping[str, Value]) -> str:
         """A setting in words: what differs from the defaults."""
@@ -110,24 +123,55 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         changed = [f"{name}={value}" for name, value in parameters.items() if of_default.get(name) != value]
         return ", ".join(changed) or ("the defaults" if self.parameters else "")
 
-    def listed(self) -> Iterator[dict[str, Value]]:
-        """Every setting that the constraints allow, the last parameter changing fastest."""
+    def listed(self, steps: int | None = None) -> Iterator[dict[str, Value]]:
+        """Every setting that the constraints allow, the last parameter changing fastest.
+
+        A constraint is asked as soon as its parameters have values. steps: how many values are looked at, at most.
+        """
         names = list(self.parameters)
-        for values in itertools.product(*(p.values for p in self.parameters.values())):
-            point = dict(zip(names, values, strict=True))
-            if self.violated(point) is None:
+        due: list[list[str]] = [[] for _ in range(len(names) + 1)]  # by how many parameters have values
+        for constraint in self.constraints:
+            due[max((names.index(name) + 1 for name in names_in(constraint)), default=0)].append(constraint)
+        left = itertools.repeat(None) if steps is None else itertools.repeat(None, steps)
+
+        def extended(point: dict[str, Value]) -> Iterator[dict[str, Value]]:
+            if not all(_holds(constraint, point) for constraint in due[len(point)]):
+                return
+            if len(point) == len(names):
                 yield point
+                return
+            name = names[len(point)]
+            for value, _ in zip(self.parameters[name].values, left, strict=False):
+                yield from extended({**point, name: value})
+
+        return extended({})
+
+    @functools.cached_property
+    def _rare(self) -> list[dict[str, Value]]:
+        """Where hardly any draw is allowed, settings that are; else none. Raises UsageError where none is found."""
+        rng = random.Random(0)
+        if sum(self.violated(self._drawn(rng)) is None for _ in range(_TRIES)) >= _HITS:
+            return []
+        found = list(itertools.islice(self.listed(MOST_STEPS), MOST_LISTED))
+        if not found:
+            far = "" if self.points <= MOST_STEPS else f", as far as {MOST_STEPS} steps of a search through it show"
+            said = self._broken({name: p.start for name, p in self.parameters.items()})
+            raise UsageError(f"space {self.name}: its constraints allow no setting of {self.points}{far}; {said}")
+        return found
+
+    def _drawn(self, rng: random.Random) -> dict[str, Value]:
+        return {name: rng.choice(p.values) for name, p in self.parameters.items()}
 
     def sample(self, rng: random.Random) -> dict[str, Value]:
-        """A setting that the constraints allow, evenly drawn. Raises UsageError where there is none."""
-        for _ in range(_TRIES):
-            point = {name: rng.choice(p.values) for name, p in self.parameters.items()}
-            if self.violated(point) is None:
-                return point
-        allowed = list(itertools.islice(self.listed(), _MOST_LISTED)) if self.points <= _MOST_LISTED else []
-        if not allowed:
-            raise UsageError(f"space {self.name}: its constraints allow no setting of {self.points}")
-        return rng.choice(allowed)
+        """A setting that the constraints allow. Raises UsageError where there is none.
+
+        Evenly drawn; where hardly any is allowed, from the first MOST_LISTED of them.
+        """
+        if self._rare:
+            return rng.choice(self._rare)
+        while self.violated(point := self._drawn(rng)) is not None:
+            pass
+        return point
 
     def neighbours(self, point: Mapping[str, Value]) -> list[dict[str, Value]]:
         """The allowed settings that differ from a complete one in one parameter."""
@@ -139,14 +183,30 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return found
 
 
+def _holds(constraint: str, point: Mapping[str, Value]) -> bool:
+    try:
+        return bool(evaluate(constraint, point))  # type: ignore[arg-type]  # check() lets numbers alone into constraints
+    except NoValueError:
+        return False
+
+
 def read_space(path: Path) -> Space:
     """Read and check a space. Raises UsageError that names the file and what is wrong in it."""
     space: Space = read_json(path, Space, "space")
     try:
+        json.loads(path.read_bytes(), object_pairs_hook=_once)
         check(space)
     except UsageError as e:
         raise UsageError(f"{path}: {e}") from None
     return space
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of JSON, in which no name stands twice: all but the last would be lost without a word."""
+    names = [name for name, _ in pairs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(f"{twice[0]!r} stands twice in one object; give each name once")
+    return dict(pairs)
 
 
 def check(space: Space) -> None:
@@ -154,9 +214,26 @@ def check(space: Space) -> None:
     if not space.parameters and not space.regions:
         raise UsageError(f"space {space.name} is empty: declare `parameters`, `regions` or both")
     for name, parameter in space.parameters.items():
-        if len(set(map(repr, parameter.values))) != len(parameter.values):
-            raise UsageError(f"space {space.name}: {name}: a value stands twice in {list(parameter.values)}")
-        if parameter.start not in parameter.values:
-            allowed = ", ".join(map(repr, parameter.values))
-            raise UsageError(f"space {space.name}: {name}: default {parameter.default!r} is not one of {allowed}")
+        values = parameter.values
+        if len(set(values)) != len(values):  # 1 and 1.0 are one value
+            raise UsageError(f"space {space.name}: {name}: a value stands twice in {_listed(values)}")
+        if not any(parameter.start == v and type(parameter.start) is type(v) for v in values):
+            raise UsageError(
+                f"space {space.name}: {name}: default {parameter.default!r} is not one of {_listed(values)}"
+            )
+    numbers = [n for n, p in space.parameters.items() if not any(isinstance(v, str) for v in p.values)]
+    for constraint in space.constraints:
+        if unknown_names := sorted(names_in(constraint) - set(numbers)):
+            texts = " (its values are texts)" if unknown_names[0] in space.parameters else ""
+            known = ", ".join(numbers) or "none"
+            raise UsageError(
+                f"space {space.name}: constraint {constraint!r}: {unknown_names[0]}{texts} is not known; known are "
+                f"{known}"
+            )
     space.sample(random.Random(0))
+
+
+def _listed(values: Sequence[Value]) -> str:
+    """Values in a message, not all of thousands."""
+    shown = ", ".join(map(repr, values[:_SHOWN]))
+    return shown if len(values) <= _SHOWN else f"{shown} and {len(values) - _SHOWN} more"

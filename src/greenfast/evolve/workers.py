@@ -7,17 +7,16 @@ first. A worker that is lost costs its candidate only.
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import re
-import signal
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Protocol
 
 from greenfast.evolve.manifest import Manifest
+from greenfast.evolve.pools import end_pool, make_pool, submit
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.stages import Found, Stages
 from greenfast.spec.errors import UsageError
@@ -84,7 +83,6 @@ _stages: Stages | None = None
 def _start(manifest: Manifest, folder: Path) -> None:
     """In a process of a pool."""
     global _stages
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     _stages = Stages(manifest, folder)
 
 
@@ -101,12 +99,7 @@ class Local:
         self._asked = manifest, folder, count
         for name in _THREADS:  # of the processes that are started from here on: they share the cores
             os.environ.setdefault(name, "1")
-        self._pool = self._made()
-
-    def _made(self) -> ProcessPoolExecutor:
-        manifest, folder, count = self._asked
-        context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(count, mp_context=context, initializer=_start, initargs=(manifest, folder))
+        self._pool = make_pool(count, _start, manifest, folder)
 
     def results(self, jobs: Sequence[Job]) -> Iterator[Found]:
         """All at once."""
@@ -125,11 +118,12 @@ class Local:
     def _submit(self, one: Job) -> Future[Found]:
         """One job, in a new pool where a process of this one has ended."""
         try:
-            return self._pool.submit(_evaluate, *one)
+            return submit(self._pool, _evaluate, *one)
         except BrokenProcessPool:
             self.close()
-            self._pool = self._made()
-            return self._pool.submit(_evaluate, *one)
+            manifest, folder, count = self._asked
+            self._pool = make_pool(count, _start, manifest, folder)
+            return submit(self._pool, _evaluate, *one)
 
     def _again(self, one: Job) -> Found:
         """The pool has ended, perhaps by another job: this one alone, in a new pool, says whose fault it was."""
@@ -145,10 +139,7 @@ class Local:
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
-        processes = list((self._pool._processes or {}).values())
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.kill()
+        end_pool(self._pool)
 
 
 class OnRay:

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -46,6 +47,8 @@ class HttpModel:
         """
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"model http:{url}: a URL is needed, such as http:http://localhost:8000/v1")
+        if "@" in urlsplit(url).netloc or "?" in url or "#" in url:  # it would stand in the run's manifest
+            raise UsageError(f"model http: the URL holds a name, a key or options; the key is read from {KEY} alone")
         if not name:
             raise UsageError(f"model http:{url}: give the model's name too (model_name=NAME)")
         require("a model behind http", "evolve")
@@ -53,7 +56,9 @@ class HttpModel:
 
         self._http: Any = httpx2
         self._url, self._name, self._sleep = f"{url.rstrip('/')}/chat/completions", name, sleep
-        key = os.environ.get(KEY, "")
+        self._key = key = os.environ.get(KEY, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise UsageError(f"{KEY} holds characters that no header can; give the key alone")
         self._client: Any = httpx2.Client(headers={"Authorization": f"Bearer {key}"} if key else {})
 
     def complete(self, prompt: str, limits: Limits) -> Answer:
@@ -61,7 +66,8 @@ class HttpModel:
         wait = _FIRST_WAIT
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                return _read(self._post(prompt, limits), prompt)
+                answer = _read(self._post(prompt, limits), prompt)
+                return msgspec.structs.replace(answer, text=self._without_key(answer.text))
             except _PassingError as e:
                 if attempt == _ATTEMPTS:
                     self._fail(f"{e}; asked {attempt} times")
@@ -70,7 +76,11 @@ class HttpModel:
         raise AssertionError("the last attempt returns or raises")
 
     def _fail(self, why: str) -> NoReturn:
-        raise ProposerError(f"model {self._name} at {self._url}: {why}")
+        raise ProposerError(self._without_key(f"model {self._name} at {self._url}: {why}")) from None
+
+    def _without_key(self, text: str) -> str:
+        """A server may send the key back, and what it sends is shown and kept."""
+        return text.replace(self._key, "***") if self._key else text
 
     def _post(self, prompt: str, limits: Limits) -> bytes:
         """The body of a 200. A client's timeout is for each read, so the whole is timed here."""
@@ -98,6 +108,10 @@ class HttpModel:
         if status in _AGAIN or status >= 500:
             raise _PassingError(said, _seconds(response.headers.get("retry-after", "")))
         hint = f"; the key is read from {KEY}" if status in (401, 403) else ""
+        if where := response.headers.get("location"):
+            hint = (
+                f"; redirects are not followed, since the key goes to the named server alone: it names {where[:_SHOWN]}"
+            )
         self._fail(f"{said}{hint}")
 
 
@@ -110,7 +124,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    total_tokens: int = 0
+    total_tokens: int | None = None
 
 
 class _Completion(msgspec.Struct):
@@ -124,10 +138,10 @@ def _read(body: bytes, prompt: str) -> Answer:
         text = found.choices[0].message.content
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError, RecursionError) as e:
         raise _PassingError(f"no completion: {e}: {body[:_SHOWN].decode('utf-8', 'replace')}") from e
-    counted = found.usage.total_tokens if found.usage else 0
+    counted = (found.usage.total_tokens if found.usage else 0) or 0
     return Answer(text=text, tokens=counted if counted > 0 else estimated_tokens(prompt, text))
 
 
 def _seconds(header: str) -> float | None:
     """Retry-After in seconds; its other form, a date, is not read."""
-    return float(header) if header.isdigit() else None
+    return float(header) if header.isascii() and header.isdigit() else None

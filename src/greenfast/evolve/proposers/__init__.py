@@ -59,12 +59,24 @@ def make_proposer(
     if name == "tpe":
         return TpeProposer(_whole(name, chosen, "startup", least=0))
     if name == "evolutionary":
-        return EvolutionaryProposer(_whole(name, chosen, "islands"))
+        return EvolutionaryProposer(_whole(name, chosen, "islands", most=1000))
     if name == "scripted":
         if not chosen["file"]:
             raise UsageError("proposer scripted: give its candidates, one as JSON on each line: file=FILE")
         return ScriptedProposer(chosen["file"])
     return RandomProposer() if name == "random" else ExhaustiveProposer()
+
+
+def with_whole_paths(options: Mapping[str, str]) -> dict[str, str]:
+    """The options with paths that hold in every working directory, as a run may be resumed in another one."""
+    found = dict(options)
+    for name in ("file", "record"):
+        if found.get(name):
+            found[name] = str(Path(found[name]).resolve())
+    carrier, _, where = found.get("model", "").partition(":")
+    if carrier in ("mailbox", "replay") and where:
+        found["model"] = f"{carrier}:{Path(where).resolve()}"
+    return found
 
 
 def make_model(spec: str, name: str = "") -> Model:
@@ -90,8 +102,9 @@ def _engineer(strategy: str, chosen: Mapping[str, str], log: Callable[[str], Non
     return EngineerProposer(strategy, model, limits, _whole(strategy, chosen, "tokens"), log)
 
 
-def _whole(proposer: str, options: Mapping[str, str], key: str, least: int = 1) -> int:
+def _whole(proposer: str, options: Mapping[str, str], key: str, least: int = 1, most: int = 10**12) -> int:
     text = options[key]
-    if not (text.isascii() and text.isdigit() and int(text) >= least):
-        raise UsageError(f"proposer {proposer}: {key}={text!r}: a whole number of at least {least} is needed")
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(most)) and least <= int(text) <= most):
+        allowed = f"a whole number of at least {least} and at most {most}"
+        raise UsageError(f"proposer {proposer}: {key}={text[:40]!r}: {allowed} is needed")
     return int(text)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 from greenfast.evolve.proposal import Evaluation
-from greenfast.evolve.space import Space, Value
+from greenfast.evolve.space import MOST_LISTED, MOST_STEPS, Space, Value
 
 Point = dict[str, Value]
-#: Draws before all settings are listed, and the size up to which a space is listed at all.
-_TRIES, _MOST_LISTED = 30, 200_000
+#: Draws before settings are listed.
+_TRIES = 30
 
 
 class Untried:
@@ -32,13 +33,13 @@ class Untried:
     def draw(self, space: Space, rng: random.Random, batch: Sequence[Point] = ()) -> Point | None:
         """A fresh setting that the constraints allow, evenly drawn; None where none was found.
 
-        A space of more than 200,000 points, whose fresh settings 30 draws did not hit, counts as used up.
+        Where 30 draws hit none, one of the first MOST_LISTED of the space; when these are taken, it counts as used up.
         """
         for _ in range(_TRIES):
             if self.fresh(point := space.sample(rng), batch):
                 return point
         if self._allowed is None:
-            self._allowed = list(space.listed()) if space.points <= _MOST_LISTED else []
+            self._allowed = list(islice(space.listed(MOST_STEPS), MOST_LISTED))
         left = [point for point in self._allowed if self.fresh(point, batch)]
         return rng.choice(left) if left else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -41,6 +42,15 @@ _FUNCTIONS: dict[str, Callable[..., Number]] = {
 _WHOLE = "whole numbers, + - * // % **, comparisons, min, max, ceildiv, next_power_of_2 and `a if condition else b`"
 
 
+class NoValueError(UsageError):
+    """An expression that is one, and has no value for these names: it divides by zero, or becomes too large."""
+
+
+def names_in(text: str) -> set[str]:
+    """The names that an expression asks for. Raises UsageError for what is no expression."""
+    return {node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)} - set(_FUNCTIONS)
+
+
 def whole(text: str | int, names: Mapping[str, int]) -> int:
     """The value of an expression in whole numbers. Raises UsageError, which quotes it, for anything else."""
     value = evaluate(str(text), names)
@@ -50,17 +60,21 @@ def whole(text: str | int, names: Mapping[str, int]) -> int:
 
 
 def evaluate(text: str, names: Mapping[str, int]) -> Number:
-    """The value of an expression; / and sqrt give floats. Raises UsageError, which quotes the expression."""
+    """The value of an expression; / and sqrt give floats.
+
+    Raises UsageError, which quotes the expression; NoValueError where other values of the names may do.
+    """
     try:
         return _value(parse(text), names, text)
     except ZeroDivisionError:
-        raise UsageError(f"{text!r} divides by zero for {_shown(names)}") from None
+        raise NoValueError(f"{text!r} divides by zero for {_shown(names)}") from None
     except (ArithmeticError, ValueError, TypeError) as e:
-        raise UsageError(f"{text!r}: {e}") from None
+        raise NoValueError(f"{text!r}: {e}") from None
     except RecursionError:
         raise UsageError(f"{text[:80]!r} has too many operators within each other") from None
 
 
+@functools.lru_cache(maxsize=1024)
 def parse(text: str) -> ast.expr:
     """The syntax tree of an expression. Raises UsageError for what is not one."""
     if len(text) > MAX_LENGTH:
@@ -103,9 +117,9 @@ def _value(node: ast.expr, names: Mapping[str, int], text: str) -> Number:
 
 def _power(base: Number, exponent: Number, text: str) -> Number:
     if not isinstance(exponent, int) or not 0 <= exponent <= 62:
-        raise UsageError(f"{text!r}: the exponent is {exponent:.6g}; whole numbers from 0 to 62 are allowed")
+        raise NoValueError(f"{text!r}: the exponent is {exponent:.6g}; whole numbers from 0 to 62 are allowed")
     if isinstance(base, int) and base.bit_length() * exponent > 64 * 2:
-        raise UsageError(_too_large(text))
+        raise NoValueError(_too_large(text))
     return base**exponent
 
 
@@ -113,7 +127,7 @@ def _bounded(value: Number, text: str) -> Number:
     if isinstance(value, float):
         return value
     if abs(value) > MAX_VALUE:
-        raise UsageError(_too_large(text))
+        raise NoValueError(_too_large(text))
     return int(value)  # a comparison is 0 or 1
 
 
