@@ -20,6 +20,8 @@ from greenfast.spec.problem import Array, Case, OutputSpec, dtype_of
 #: Guard bytes before and after every buffer. They and unwritten outputs are 0xFF: NaN as float32, float16 and E4M3.
 GUARD_BYTES = 4096
 POISON = 0xFF
+#: The driver maps memory in pages of this size.
+PAGE_BYTES = 2 << 20
 
 #: NVML's number of a board's power at the moment, in milliwatts.
 _POWER_INSTANT = 186
@@ -51,6 +53,11 @@ def load_kernel(image: KernelImage, device: Device) -> Any:
     # Above 48 KB a launch fails unless the kernel's dynamic shared memory limit has been raised.
     check(driver.cuKernelSetAttribute(attribute, image.dynamic_smem_bytes, kernel.handle, device.device_id))
     return kernel
+
+
+def whole_pages(nbytes: int) -> int:
+    """The bytes of the pages that hold so many."""
+    return nbytes + -nbytes % PAGE_BYTES
 
 
 class GuardedBuffer:
