@@ -86,13 +86,15 @@ def run(gpu: bool, jobs: int, only: Collection[str] = ()) -> dict[str, Any]:
 
 
 def with_rows_of(kept: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
-    """Kept results with the rows of a later run, on the same device and with the same seed, in place of their own."""
+    """Kept results with the rows of a later run, of the same device and seed, in place of theirs or in addition."""
     for fact in ("device", "exam_seed"):
         if kept[fact] != again[fact]:
             raise SystemExit(f"--only: the kept results have another {fact}: run the whole corpus")
     when = {"again": {"created": again["created"], "git": again["git"]}}
-    later = {(row["kind"], row["name"]): row | when for row in again["rows"]}
-    return kept | {"rows": [later.get((row["kind"], row["name"]), row) for row in kept["rows"]]}
+    rows = {(row["kind"], row["name"]): row for row in kept["rows"]}
+    rows |= {(row["kind"], row["name"]): row | when for row in again["rows"]}
+    order = [(entry.kind, entry.name) for entry in entries()]
+    return kept | {"rows": [rows[key] for key in sorted(rows, key=lambda key: order.index(key))]}
 
 
 def wrong(rows: list[Row]) -> tuple[list[Row], list[Row]]:

@@ -426,16 +426,18 @@ def request(
 
     It times few launches, so that tests take little time, unless ``timing`` says otherwise.
 
-    whole: whether the exam is as if the task had these shapes and seeds only, and drew nothing; else none is planned.
+    whole: whether the exam is as if the task had these shapes and seeds only, of which the last of each were drawn;
+    else none is planned.
     """
     task = task or shipped("fp8_sdpa")
     chosen = [task.config.shape(name) for name in shapes]
-    cells = tuple(Cell(shape, seed) for shape in chosen for seed in seeds)
+    last = chosen[-1], seeds[-1]
+    cells = tuple(Cell(shape, seed, drawn=(shape, seed) == last) for shape in chosen for seed in seeds)
     return Request(
         task=task,
         shapes=chosen,
         seeds=list(seeds),
-        exam=Plan(cells, tuple(chosen), chosen[0]) if whole else None,
+        exam=Plan(cells, tuple(chosen), chosen[0], drawn=(chosen[-1],), seed=seeds[-1]) if whole else None,
         format=fmt,
         target=Target.parse(arch),
         ordinal=None if device is None else 0,

@@ -1,8 +1,8 @@
 """The corpus: cheats and accidents that the gates must catch, by kind, and honest kernels that they must pass.
 
-- memory, state, time, races, values, launch: kernels as solutions (``KIND/NAME.cu``), judged on the problems next to
-  them; and the rungs of the doubling task, whose budgets allow state so that what it does must be found
-  (``doubling/NAME.cu``).
+- memory, state, time, races, values, launch: kernels as solutions (``KIND/NAME.cu`` or ``.ptx``), judged on the
+  problems next to them; and the rungs of the doubling task, whose budgets allow state so that what it does must be
+  found (``doubling/NAME.cu``).
 - host: solutions that bring code (host.py).
 - records: edited records (records.py).
 - honest: right kernels in many styles (``honest/NAME.cu`` or ``.ptx``).
@@ -32,8 +32,9 @@ _RUNGS = {
     "values": "zeros nan infinity one_shape one_seed trap",
     "launch": "too_much_smem too_many_registers spills local_array no_async_copy",
 }
-#: Cheats that only a GPU shows: they look at the clock, which on the emulator is young and goes slowly.
-GPU_ONLY = {"global_timer", "right_while_the_clock_is_young"}
+#: Cheats that only a GPU shows: they look at the clock, which on the emulator is young and goes slowly, or cheat at a
+#: size that takes the emulator too long.
+GPU_ONLY = {"global_timer", "right_while_the_clock_is_young", "far_memory"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def entries() -> tuple[Entry, ...]:
     found = []
     for kind, expected in EXPECTED.items():
         for name, (gate, says) in expected.items():
-            about = find_solution(FOLDER / kind / f"{name}.cu").solution.description
+            (path,) = (FOLDER / kind).glob(f"{name}.*")
+            about = find_solution(path).solution.description
             found.append(Entry(kind, name, about, gate, says, name in GPU_ONLY))
     titles = {rung.name: rung.title for rung in task_of("doubling").config.rungs}
     for kind, names in _RUNGS.items():

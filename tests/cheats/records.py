@@ -15,7 +15,8 @@ from greenfast.spec.errors import UsageError
 from tests.cheats.judging import Finding
 
 Content: TypeAlias = dict[str, Any]
-_KEPT = Path(__file__).parents[2] / "evidence" / "h100" / "fp8_sdpa-e4m3-stage3a"
+#: One that is DEFER, as the candidate was SHORT of what was asked.
+_KEPT = Path(__file__).parents[2] / "evidence" / "h200" / "fp8_sdpa-e4m3-stage1"
 
 
 def _merge(content: Content) -> None:
@@ -58,6 +59,51 @@ def _budget(content: Content) -> None:
     next(check for check in resources["checks"] if check[0].endswith("registers"))[2] = "1000"
 
 
+def _fewer_registers(content: Content) -> None:
+    for build in content["candidate"]["builds"]:
+        build["resources"]["registers"] -= 8
+
+
+def _no_budget(content: Content) -> None:
+    (resources,) = [gate for gate in content["gates"] if gate["gate"] == "RESOURCES"]
+    resources["checks"] = [check for check in resources["checks"] if not check[0].endswith("registers")]
+
+
+def _counts(content: Content) -> None:
+    for build in content["candidate"]["builds"]:
+        build["machine_code"] = {name: n + 1 for name, n in build["machine_code"].items()}
+
+
+def _nothing_drawn(content: Content) -> None:
+    content["exam"] = {"seed": None, "drawn": {}, "complete": True, "missing": []}
+    _drop_drawn(content)
+
+
+def _seed_of_nothing(content: Content) -> None:
+    content["exam"]["drawn"] = {}
+    _drop_drawn(content)
+
+
+def _drop_drawn(content: Content) -> None:
+    for side in (content["baseline"], content["candidate"]):
+        side["correctness"] = [row for row in side["correctness"] if not row["drawn"]]
+
+
+def _errors(content: Content) -> None:
+    for row in content["candidate"]["correctness"]:
+        for name in row["kernel_error"]:
+            row["kernel_error"][name] /= 1000
+
+
+def _median(content: Content) -> None:
+    content["candidate"]["timing"][0]["p50_us"] /= 2
+
+
+def _twice(content: Content) -> None:
+    content["gates"] = [*content["gates"], content["gates"][0]]
+    _merge(content)
+
+
 def _no_claim(content: Content) -> None:
     for row in content["speedups"]:
         row["gated"] = False
@@ -82,6 +128,14 @@ RECORDS = {
     "gate_left_out": Edit("a gate left out", _gate, "gates says no PERFORMANCE, but recomputed"),
     "rows_left_out": Edit("a case of CORRECTNESS left out", _rows, r"gates\.CORRECTNESS"),
     "over_budget": Edit("1000 registers", _budget, r"\(RESOURCES\), .* registers says PASS, but recomputed"),
+    "fewer_registers": Edit("kernels of 8 registers less", _fewer_registers, r"\(RESOURCES\), .*registers says"),
+    "no_budget": Edit("the rows of registers left out", _no_budget, r"\(RESOURCES\), .*registers says nothing"),
+    "machine_code": Edit("other counts of machine code", _counts, r"\(EVIDENCE\), .* says"),
+    "nothing_drawn": Edit("nothing was drawn, and the exam is the whole one", _nothing_drawn, r"exam\.complete says"),
+    "seed_of_nothing": Edit("a drawn seed that no case has", _seed_of_nothing, r"exam\.seed says"),
+    "errors": Edit("errors a thousand times smaller", _errors, r"kernel_error\.max_abs_err says"),
+    "median": Edit("half the median", _median, r"\.p50_us says"),
+    "gate_twice": Edit("a gate twice, and MERGE", _twice, r"gates says"),
     "nothing_claimed": Edit("no shape has to be faster", _no_claim, r"speedups\.gated says"),
 }
 

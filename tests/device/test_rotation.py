@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from greenfast.device.executable import Executable, KernelImage
-from greenfast.device.gpu import GUARD_BYTES, POISON, Gpu
+from greenfast.device.gpu import GUARD_BYTES, PAGE_BYTES, POISON, Gpu, whole_pages
 from greenfast.device.instruments import Instruments
 from greenfast.device.rotation import PLACES, WRONG_BITS, WRONG_FAR, WRONG_MEMORY, WRONG_VARIABLES, Layout, Rotation
 from greenfast.spec.kernel import Launch, Workspace
@@ -20,6 +20,7 @@ from greenfast.spec.problem import Array, Case, OutputSpec
 from tests.fakes import HostInstrument, HostLaunch, Stamp
 from tests.host_driver import HostDriver
 
+PAGE = 1 << 15
 IMAGE = KernelImage(b"", "solution", (32, 1, 1), 0)
 
 
@@ -80,6 +81,7 @@ class OneKernelGpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> OneKernelGpu:
     memory = HostDriver()
+    monkeypatch.setattr("greenfast.device.gpu.PAGE_BYTES", PAGE)  # a driver's pages would take long on the host
     for module in ("gpu", "instruments", "rotation"):
         monkeypatch.setattr(f"greenfast.device.{module}.driver", memory)
         monkeypatch.setattr(f"greenfast.device.{module}.Prepared", HostLaunch)
@@ -116,9 +118,10 @@ def test_buffers_lie_apart_inputs_first() -> None:
     assert layout.offsets["x"] >= GUARD_BYTES
     assert layout.offsets["x"] < layout.changed <= layout.offsets["y"]
     assert layout.offsets["s"] < layout.scratch <= layout.offsets["w"]
-    ((start, end),) = layout.bands()
+    (start, end), rest = layout.bands()
     assert start == layout.offsets["w"] + 16
     assert (start % 16, end) == (0, layout.end)
+    assert (rest[0], rest[1] % PAGE_BYTES, rest[1] - rest[0] < PAGE_BYTES) == (layout.end, 0, True)
 
 
 def test_an_image_is_what_a_launch_finds() -> None:
@@ -160,14 +163,15 @@ def test_every_launch_draws_a_case_and_a_place(gpu: OneKernelGpu) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cold", "between"), [(False, ["digest", "scrub", "spin"]), (True, ["scrub", "fill 128 bytes"])]
+    ("cold", "between"),
+    [(False, ["digest", "scrub", "spin"]), (True, ["scrub", f"fill {PAGE - 2 * GUARD_BYTES} bytes"])],
 )
 def test_what_is_queued_around_a_launch(gpu: OneKernelGpu, cold: bool, between: list[str]) -> None:
     """Between the two stamps there is the launch and nothing else."""
     found = rotation(gpu)
     gpu.memory.watched = True
     found.time(1, 1, cold=cold, seed=0)
-    wipe = f"fill {found._layout.end} bytes"
+    wipe = f"fill {whole_pages(found._layout.end)} bytes"
     one = ["copy", "fill 16 bytes", *between, "stamp", "launch", "stamp", "digest", wipe]
     assert gpu.memory.queued[1 : 2 * len(one) + 3] == [*one, *one, "digest", "digest"]  # the first is that of the sums
 
@@ -202,6 +206,7 @@ def poke(name: str, offset: int, byte: int = 0) -> Callable[[Mapping[str, int], 
         (poke("y", -1), WRONG_MEMORY),
         (poke("w", 16), WRONG_MEMORY),
         (poke("w", 16 + GUARD_BYTES - 1), WRONG_MEMORY),
+        (poke("x", 25000), WRONG_MEMORY),  # behind all buffers, in what is left of the page
     ],
 )
 def test_every_launch_is_checked(

@@ -125,6 +125,14 @@ TABLES = {
         % "x[1] = t[x[0]](x[2]);",
         0,
     ),
+    "tables of virtual functions": (
+        "struct A { virtual __device__ int f(int i) const = 0; };"
+        "struct B : A { __device__ int f(int i) const override { return 3 * i; } };"
+        "struct C : A { __device__ int f(int i) const override { return 5 * i; } };"
+        + KERNEL
+        % "B b; C c; const A* a = x[0] ? (const A*)&b : &c; x[1] = a->f(x[2]);",
+        0,
+    ),
     "printf": (KERNEL % 'if (x[0] > 7) printf("n is %%d %%s", x[0], "of these");', 0),
     "assert": (KERNEL % 'if (x[0] > 7) __assertfail("x", "file", 3, "k", 1); x[0] = 1;', 0),
     "shared memory": (KERNEL % "__shared__ int s[32]; s[threadIdx.x] = x[0]; __syncthreads(); x[1] = s[3];", 0),
@@ -189,12 +197,26 @@ def test_bytes_that_are_no_cubin_are_refused() -> None:
         "setp.eq.u64 %p1, n, %rd1; @%p1 bra L;",
         "tensormap.replace.tile.global_address.global.b1024.b64 [%rd1], n;",
         "? n;",
+        ".loc 1 2 3 st.global.u32 [n], 1;",
+        ".loc 1\n2 3\tst.global.u32 [n], 1;",
+        "L: .loc 1 2 3, function_name $L__info + 4, inlined_at 1 5 6 st.global.u32 [n], 1;",
+        '.file 2 "b.cu", 7, 8 st.global.u32 [n], 1;',
+        '.pragma "/*"; st.global.u32 [n], 1; .pragma "*/";',
+        "{ .reg .b64 vprintf; mov.b64 vprintf, n; call f, (vprintf); }",
+        "mov.b64 %rd1, n; call (%r1), %rd1, (%rd1), prototype;",
     ],
 )
 def test_code_that_may_write_a_variable(code: str) -> None:
     module = ".global .u32 n; .global .u32 m[2] = {1, 2};\n.visible .entry k(.param .u64 a) {\n%s ret;\n}\n"
     assert never_written(module % code, {"n", "m"}) == {"m"}
     assert never_written(module % re.sub(r"\bn\b", "m", code), {"n", "m"}) == {"n"}
+
+
+def test_a_function_of_the_module_with_the_name_of_one_of_cudas_may_write() -> None:
+    calls = ".entry k() { .param .b64 p; st.param.b64 [p], n; call (p), vprintf, (p, p); }"
+    func = ".func (.param .b32 r) vprintf(.param .b64 a, .param .b64 b)"
+    assert never_written(f".global .u32 n; .extern {func}; {calls}", {"n"}) == {"n"}
+    assert never_written(f".global .u32 n; {calls} {func} {{ ret; }}", {"n"}) == set()
 
 
 def test_only_variables_of_the_module_are_known_to_be_safe() -> None:

@@ -213,3 +213,28 @@ def test_a_product_that_is_waited_for_fences_what_came_before_it(before: bool) -
     else:
         with pytest.raises(KernelFaultError, match=WITHOUT):
             result(body, threads=256, before=mma)
+
+
+#: 128 threads bring both operands and multiply.
+MULTIPLIED = """
+__shared__ __align__(1024) u32 tile[512];
+float d[4] = {0, 0, 0, 0};
+for (int i = t; i < 512; i += 128) BRING
+asm volatile("cp.async.wait_all;" ::: "memory");
+__syncthreads();
+mma_fence();
+mma(d, descriptor(tile, 128, 256, 0), descriptor(tile, 128, 256, 0), 0);
+mma_commit();
+mma_wait<0>();
+for (int i = t; i < 512; i += 128) y[i] = (u32)d[0];
+"""
+COPY = 'asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(at(tile + i)), "l"(x + i) : "memory");'
+
+
+def test_a_product_of_what_cp_async_brought_needs_no_fence_and_one_of_stores_does() -> None:
+    """Less than the PTX ISA asks for: CUTLASS's and Triton's kernels leave it out."""
+    mma = wgmma("mma", 8, "k32", "f32.e4m3.e4m3")
+    result(MULTIPLIED.replace("BRING", COPY), threads=128, before=mma)
+    result(MULTIPLIED.replace("BRING", "{ tile[i] = 0x38383838; proxy_fence(); }"), threads=128, before=mma)
+    with pytest.raises(KernelFaultError, match=WITHOUT):
+        result(MULTIPLIED.replace("BRING", "tile[i] = 0x38383838;"), threads=128, before=mma)

@@ -142,3 +142,49 @@ def test_names_like_those_of_special_registers() -> None:
 def test_what_cannot_be_run_is_named(body: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         run(body, 1)
+
+
+STORES = "mov.b32 %r1, 7; st.global.b32 [%out], %r1;"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f".loc 1 5 0 {STORES}",
+        f".loc 1 5 {STORES}",
+        f".loc 1\n5\t0 {STORES}",
+        f"L: .loc 1 5 0, function_name $L__info_string0 + 4, inlined_at 1 9 3 {STORES}",
+        f'.pragma "/*"; {STORES} .pragma "*/";',
+        f'.pragma "// nothing"; {STORES}',
+    ],
+)
+def test_what_follows_a_directive_in_its_line_is_executed(body: str) -> None:
+    assert run(body, 1) == [7]
+
+
+@pytest.mark.parametrize("head", ['.file 1 "a.cu"', '.file 1 "a.cu", 12, 34', ".section .debug_str { .b8 1 }"])
+def test_what_follows_a_directive_of_the_module_in_its_line_is_read(head: str) -> None:
+    assert run("ld.const.u32 %r1, [c]; st.global.b32 [%out], %r1;", 1, f"{head} .const .u32 c = 7;") == [7]
+
+
+def test_a_directive_that_is_not_known_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"a directive that is not emulated: \.newer 1"):
+        run(f".newer 1; {STORES}", 1)
+
+
+def test_a_function_with_the_name_of_one_of_cudas_is_the_modules_own() -> None:
+    before = (
+        ".func (.param .b32 r) vprintf(.param .b64 a, .param .b64 b)"
+        "{ .reg .b64 %a; ld.param.u64 %a, [a]; st.b32 [%a], 7; st.param.b32 [r], 0; ret; }"
+    )
+    body = (
+        "{ .param .b64 p; .param .b64 q; .param .b32 r; st.param.b64 [p], %out; st.param.b64 [q], %out;"
+        " call (r), vprintf, (p, q); }"
+    )
+    assert run(body, 1, before) == [7]
+
+
+def test_a_register_that_nothing_has_set_is_no_zero() -> None:
+    assert run("add.u32 %r1, %r2, 2; st.global.b32 [%out], %r1;", 1) == [1]
+    assert run("add.f32 %f1, %f2, 0f3F800000; st.global.f32 [%out], %f1;", 1)[0] & 0x7FFFFFFF > 0x7F800000
+    assert run("mov.b32 %r1, 7; @%p1 st.global.b32 [%out], %r1;", 1) == [7]

@@ -40,7 +40,7 @@ VARIED = VARIED.replace("_x(dims, seed)", "_x(dims, seed, variant)").replace(
     """    if dims["N"] % 3 == 0:
         raise UsageError(f"N={dims['N']} is a multiple of 3")
     x = np.random.default_rng(seed).standard_normal(dims["N"], dtype=np.float32)
-    return x + np.float32(100 if variant == "shifted" else 0)""",
+    return x + np.float32({"shifted": 100, "outliers": 7}.get(variant, 0))""",
 )
 VARIED = "from greenfast.spec.errors import UsageError\nVARIANTS = ('shifted', 'outliers')\n" + VARIED
 

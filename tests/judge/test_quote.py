@@ -316,6 +316,7 @@ def test_the_requirement_of_this_run_decides(machines: Machines, required: float
         assert {row.required for row in outcome.record.quoted.speedups} == {required}
 
 
+@pytest.mark.usefixtures("made_up_records")
 def test_of_several_kernels_the_record_must_say_which_ran(machines: Machines) -> None:
     measured = machines.measure(shapes=("b1_h1_s32_d64", "b1_h2_s100_d64")).record
     (build,) = measured.candidate.builds

@@ -19,10 +19,11 @@ def faults(
     smem: int = 0,
     registers: int = 32,
     target: str = "sm_90a",
+    cooperative: bool = False,
 ) -> list[str]:
     source = KernelSource("k", "", "k.cu", (), block, smem)
     used = Resources(**{**vars(USED), "registers": registers})
-    return launch_faults(source, Launch(grid, ()), used, Target(target))
+    return launch_faults(source, Launch(grid, (), cooperative=cooperative), used, Target(target))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -37,6 +38,8 @@ def test_what_a_gpu_can_launch_has_no_fault(target: str) -> None:
         ({"block": (2048, 1, 1)}, "its block is 2048 x 1 x 1; extents are at least 1, and at most 1024 x 1024 x 64"),
         ({"block": (64, 32, 1)}, "its block of 64 x 32 x 1 has 2048 threads; at most 1024 are allowed"),
         ({"block": (0, 1, 1)}, "its block is 0 x 1 x 1"),
+        ({"grid": (2113, 1, 1), "cooperative": True}, "launch of 2113 blocks; at most 2112 are resident at once"),
+        ({"grid": (265, 2, 1), "registers": 128, "cooperative": True}, "of 530 blocks; at most 528 are resident"),
         ({"block": (-32, 1, 1)}, "its block is -32 x 1 x 1"),
         ({"grid": (0, 1, 1)}, "its grid is 0 x 1 x 1"),
         ({"grid": (1, 65536, 1)}, "its grid is 1 x 65536 x 1"),

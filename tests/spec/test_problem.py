@@ -58,6 +58,9 @@ def made(**changes: Any) -> Problem:
         ({"bound": np.ones(())}, "bound has the shape (), and exact (2, 3)"),
         ({"exact": with_element(np.inf)}, "exact[1, 2] is inf; inputs must not make NaN or infinity"),
         ({"full": with_element(np.nan)}, "full[1, 2] is nan; inputs must not"),
+        ({"full": np.ones((2, 3), np.float32)}, "full is float32; arrays of float64 are allowed"),
+        ({"exact": [[1.0] * 3] * 2}, "exact is list; arrays of float64 are allowed"),
+        ({"bound": np.ones((2, 3), complex)}, "bound is complex128; arrays of float64 are allowed"),
     ],
 )
 def test_references_that_do_not_hold(changes: dict[str, Any], says: str) -> None:
@@ -81,3 +84,39 @@ def test_a_case_beyond_all_memory_is_one_line_with_its_place() -> None:
     assert "its dimensions are too large: " in str(error.value)
     assert "(test_problem.py, line " in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+X, Y = np.zeros(3, np.float32), OutputSpec((3,), "float32")
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        (None, "it gives NoneType; a Case is asked for"),
+        (Case({"x": [1.0]}, {"y": Y}), "input 'x' is list; NumPy arrays are allowed"),  # type: ignore[dict-item]
+        (Case({"x": X.astype(object)}, {"y": Y}), "input 'x' has the dtype object"),
+        (Case({"x": np.array(["a"])}, {"y": Y}), "input 'x' has the dtype <U1"),
+        (Case({"x": X}, {}), "it has no outputs"),
+        (Case({"x": X}, {"y": OutputSpec((3,), "float33")}), "output 'y': data type 'float33' not understood"),
+        (
+            Case({"x": X}, {"y": OutputSpec((-1,), "float32")}),
+            "output 'y' has the shape (-1,); extents are whole numbers",
+        ),
+        (
+            Case({"x": X}, {"x": OutputSpec((4,), "float32")}),
+            "'x' is changed in place, with 12 bytes before and 16 after",
+        ),
+    ],
+)
+def test_what_is_no_case(case: Case, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Made, "make_case", lambda *_: case)
+    with pytest.raises(UsageError) as error:
+        case_of(made(), DIMS, 4, "fp32")
+    assert f"make_case of R=2 C=3, seed 4: {says}" in str(error.value)
+
+
+@pytest.mark.parametrize("variants", ["shifted", ("",), 3, (1,)])
+def test_variants_that_are_no_names(variants: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Made, "VARIANTS", variants)
+    with pytest.raises(UsageError, match=r"VARIANTS is .*; a tuple of names is allowed"):
+        variants_of(made())

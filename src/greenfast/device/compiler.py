@@ -214,10 +214,11 @@ def _build(
 
 
 def _run_nvrtc(source: KernelSource, target: Target, isolated: bool, assemble: bool) -> nvrtc.Output:
-    toolchain.nvrtc_library()
+    library = toolchain.nvrtc_library()
     folders = (*(folder.resolve() for folder in source.include_dirs), *toolchain.cuda_include_dirs())
     options = tuple(_options(source, target, folders, assemble).as_bytes("nvrtc", "cubin"))
-    job = nvrtc.Job(source.source, _NO_FOLDER + source.name, options)
+    may_read = (*map(str, folders), str(library.parent), str(library.resolve().parent))
+    job = nvrtc.Job(source.source, _NO_FOLDER + source.name, options, may_read if isolated else None)
     what = f"{source.name}{f': kernel {source.entry!r}' if source.entry else ''}"
     try:
         output = compiler_process.run(job) if isolated else nvrtc.run(job)

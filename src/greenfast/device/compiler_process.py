@@ -18,6 +18,8 @@ import threading
 
 from greenfast.device import nvrtc
 
+#: What the process keeps of the environment: a source could include /proc/self/environ.
+_KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME", "CONDA_PREFIX")
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from greenfast.device import nvrtc; nvrtc.serve()"
 
 
@@ -38,7 +40,8 @@ class _Process:
         # The parent handles interrupts: the child inherits the blocked signal.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 
@@ -11,6 +12,8 @@ from greenfast.spec.facts import Resources
 
 # Attributes of .nv.info, each with a symbol's number and a 32-bit value; and the form of an attribute with a length.
 _REGISTERS, _FRAME, _STACK = 0x2F, 0x11, 0x12
+#: And of a kernel's own: three extents of a block, of which the product is the most threads, or which it must have.
+_MOST_THREADS, _EXACT_BLOCK = 0x05, 0x10
 _SIZED = 4
 _TEXT = ".text."
 #: From compute capability 9.0 on, a block's shared memory begins with this many bytes of the system's.
@@ -63,6 +66,21 @@ def cubin_resources(cubin: bytes, image: Image, entry: str, dynamic_smem_bytes: 
         spill_store_bytes=0,
         spill_load_bytes=0,
     )
+
+
+def block_fault(image: Image, entry: str, block: tuple[int, int, int]) -> str:
+    """Why a kernel cannot be launched with a block, from __launch_bounds__ or .reqntid; empty where it can."""
+    found = dict(_attributes(image, f".nv.info.{entry}"))
+    shown = " x ".join(map(str, block))
+    for code, value in found.items():
+        if code in (_MOST_THREADS, _EXACT_BLOCK) and len(value) == 12:
+            bound: tuple[int, ...] = struct.unpack("<3I", value)
+            most = math.prod(bound)
+            if code == _MOST_THREADS and math.prod(block) > most:
+                return f"its block of {shown} has {math.prod(block)} threads; the kernel is compiled for at most {most}"
+            if code == _EXACT_BLOCK and block != bound:
+                return f"its block is {shown}; the kernel is compiled for {' x '.join(map(str, bound))}"
+    return ""
 
 
 def _attributes(image: Image, name: str) -> Iterator[tuple[int, bytes]]:

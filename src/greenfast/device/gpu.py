@@ -20,7 +20,11 @@ from greenfast.spec.problem import Array, Case, OutputSpec, dtype_of
 #: Guard bytes before and after every buffer. They and unwritten outputs are 0xFF: NaN as float32, float16 and E4M3.
 GUARD_BYTES = 4096
 POISON = 0xFF
+#: The driver maps memory in pages of this size.
+PAGE_BYTES = 2 << 20
 
+#: The major compute capability of the first GPUs with clusters.
+_CLUSTERS_SINCE = 9
 #: NVML's number of a board's power at the moment, in milliwatts.
 _POWER_INSTANT = 186
 
@@ -50,7 +54,15 @@ def load_kernel(image: KernelImage, device: Device) -> Any:
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     # Above 48 KB a launch fails unless the kernel's dynamic shared memory limit has been raised.
     check(driver.cuKernelSetAttribute(attribute, image.dynamic_smem_bytes, kernel.handle, device.device_id))
+    if device.compute_capability.major >= _CLUSTERS_SINCE:  # of more than 8 blocks too
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        check(driver.cuKernelSetAttribute(attribute, 1, kernel.handle, device.device_id))
     return kernel
+
+
+def whole_pages(nbytes: int) -> int:
+    """The bytes of the pages that hold so many."""
+    return nbytes + -nbytes % PAGE_BYTES
 
 
 class GuardedBuffer:

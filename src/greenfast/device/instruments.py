@@ -13,7 +13,7 @@ from cuda.bindings import driver
 
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import KernelImage
-from greenfast.device.gpu import Gpu, GuardedBuffer
+from greenfast.device.gpu import GUARD_BYTES, Gpu, GuardedBuffer, whole_pages
 from greenfast.device.prepared import Prepared, check
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch
@@ -57,7 +57,8 @@ class Instruments:
         self._cubin = compile_kernel(source("digest"), Target.of_device(gpu.capability)).cubin
         properties = gpu.device.properties
         self._blocks = _BLOCKS_PER_SM * properties.multiprocessor_count
-        self.flushed = GuardedBuffer(2 * properties.l2_cache_size)
+        flushed = whole_pages(2 * properties.l2_cache_size + 2 * GUARD_BYTES)
+        self.flushed = GuardedBuffer(flushed - 2 * GUARD_BYTES)
         self.flush_l2()
         self._spin = self._prepare("spin", 1, 0, Launch((1, 1, 1), (np.int64(_SPIN_NS),)))
         shared = properties.max_shared_memory_per_block_optin

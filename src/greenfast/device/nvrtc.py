@@ -1,7 +1,7 @@
 """One run of NVRTC, with plain data in and out, and a process that serves such runs. Imports little, to start fast.
 
-NVRTC crashes on some sources and kills its process, so third-party kernels are compiled through
-``greenfast.device.compiler_process``.
+NVRTC crashes on some sources and kills its process, and opens every file that a source includes, so third-party
+kernels are compiled through ``greenfast.device.compiler_process``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,20 @@ from typing import Any
 
 from cuda.bindings import nvrtc
 
+from greenfast.device.sandbox import confine_compiler
+
 
 @dataclass(frozen=True)
 class Job:
-    """A source to compile: its text, its name in messages, and the compiler's options."""
+    """A source to compile: its text, its name in messages, and the compiler's options.
+
+    readable: the folders that the compiler may read, in a process of its own; None for no limit.
+    """
 
     source: str
     name: str
     options: tuple[bytes, ...]
+    readable: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,7 @@ def serve() -> None:
     """
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    nvrtc.nvrtcVersion()  # the library is loaded before a job is confined
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     answer: Output | str | None = None
     while True:
@@ -93,10 +100,35 @@ def serve() -> None:
             job = pickle.load(jobs)
         except (EOFError, BrokenPipeError):
             os._exit(0)  # the parent has exited or closed the pipe
+        answer = _answer(job) if job.readable is None else _confined(job)
+
+
+def _answer(job: Job) -> Output | str:
+    try:
+        return run(job)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+
+
+def _confined(job: Job) -> Output | str:
+    """The answer of a copy of this process that reads the job's folders alone; ends by a signal as that one does."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
         try:
-            answer = run(job)
-        except Exception as e:
-            answer = f"{type(e).__name__}: {e}"
+            confine_compiler(job.readable or ())
+            with os.fdopen(writing, "wb") as answers:
+                pickle.dump(_answer(job), answers)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as answers:
+        data = answers.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    answer: Output | str = pickle.loads(data)
+    return answer
 
 
 def _end_with(parent: int) -> None:

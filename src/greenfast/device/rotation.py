@@ -18,7 +18,7 @@ from cuda.bindings import driver
 from numpy.typing import NDArray
 
 from greenfast.device.executable import Executable
-from greenfast.device.gpu import GUARD_BYTES, POISON, Gpu
+from greenfast.device.gpu import GUARD_BYTES, POISON, Gpu, whole_pages
 from greenfast.device.instruments import Instruments, Range
 from greenfast.device.prepared import Prepared, check
 from greenfast.device.session import WrongLaunch
@@ -82,10 +82,11 @@ class Layout:
         return image[self.offsets[name] : self.offsets[name] + nbytes]
 
     def bands(self) -> list[tuple[int, int]]:
-        """Start and end of the guard bands behind each workspace."""
+        """Start and end of the guard bands behind each workspace, and of what is left of the last page behind all."""
         names = [name for name, offset in self.offsets.items() if offset >= self.scratch]
         starts = [self.offsets[name] + self.sizes[name] for name in names]
-        return [(start + -start % 16, _up(start + GUARD_BYTES)) for start in starts]
+        bands = [(start + -start % 16, _up(start + GUARD_BYTES)) for start in starts]
+        return [*bands, (self.end, whole_pages(self.end))]
 
 
 def _up(nbytes: int) -> int:
@@ -93,11 +94,14 @@ def _up(nbytes: int) -> int:
 
 
 class Memory:
-    """One allocation on the device. Copies have arrived when a method returns."""
+    """One allocation on the device, of whole pages. Copies have arrived when a method returns.
+
+    What is left of a page is mapped too: a kernel could keep something there.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.pointer = int(check(driver.cuMemAlloc(nbytes)))
+        self.nbytes = whole_pages(nbytes)
+        self.pointer = int(check(driver.cuMemAlloc(self.nbytes)))
 
     def upload(self, data: NDArray[np.uint8]) -> None:
         """Copy host bytes to its beginning."""
@@ -145,7 +149,7 @@ class Rotation:
         for name, memory in self._data.items():
             memory.upload(np.frombuffer(self._workspaces[name].data, np.uint8))
         self._places = [self._place(executable) for _ in range(PLACES)]
-        self._poison = self._allocate(_up(GUARD_BYTES + _ALIGNMENT))
+        self._poison = self._allocate(_up(GUARD_BYTES + _ALIGNMENT))  # a page: no band is longer
         self._poison.upload(np.full(self._poison.nbytes, POISON, np.uint8))
         self._sums = self._allocate(0)
         self.outputs: list[dict[str, Array]] = []
@@ -155,7 +159,7 @@ class Rotation:
         self._own = self._digests_of_own()
 
     def _allocate(self, nbytes: int) -> Memory:
-        self._allocated.append(Memory(max(nbytes, _ALIGNMENT)))
+        self._allocated.append(Memory(max(nbytes, 1)))
         return self._allocated[-1]
 
     def _place(self, executable: Executable) -> _Place:

@@ -12,7 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-_COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/|\"[^\"\n]*\"|^[ \t]*\.(?:loc|file)\b[^\n]*", re.MULTILINE | re.DOTALL)
+from greenfast.device.directives import COMMENT_OR_STRING, FILE, LOC
+
+#: Comments, strings, and the two directives that no semicolon ends: an instruction may follow them in their line.
+_COMMENTS = re.compile(f"{FILE}|{LOC}|{COMMENT_OR_STRING}", re.DOTALL)
 _LIST = re.compile(r"\{([^{};]*)\}")  # a vector of registers or a variable's initial values; a scope holds statements
 _WORD = re.compile(r"(?<![\w$%'])[a-zA-Z_$%][\w$%']*")  # no number
 _DECLARED = re.compile(r"[^;{}()\[=]*\.(?:global|const)\b[^;{}()\[=]*?([\w$%]+)[ \t]*[\[=;]")
@@ -23,10 +26,14 @@ _STATEMENT = re.compile(
 )
 _FIRST_OPERAND = re.compile(r"\([^)]*\)|\[[^\]]*\]|[^,]*")
 _LOAD = re.compile(r"(?:ldu?|prefetchu?)\b")
-_LOAD_ELSEWHERE = re.compile(r"ldu?\.(?:global|const|shared|volatile\.global|volatile\.shared)\b")  # than local memory
+#: From elsewhere than local memory; what is stored to a parameter is followed by its name.
+_LOAD_ELSEWHERE = re.compile(r"ldu?\.(?:global|const|shared|param|volatile\.global|volatile\.shared)\b")
 _COPY_INTO_SHARED = re.compile(r"cp\.async\.c[ag]\.shared(?:::cta)?\.global\b")
 _CONTROL = re.compile(r"(?:bra|brx|call|ret|exit)\b")
-#: Functions of CUDA that read what their arguments point to; ptxas resolves the names itself.
+_CALLED = re.compile(r"\s*(?:\([^)]*\)\s*,\s*)?([\w$%]+)")
+_NAMED = re.compile(r"\.func\s*(?:\([^)]*\)\s*)?([\w$%]+)")
+#: Functions of CUDA that read what their arguments point to; ptxas resolves the names itself, unless a module has one
+#: of its own of the name.
 _READERS = {"vprintf", "__assertfail"}
 
 
@@ -67,6 +74,7 @@ class _Statement:
     others: tuple[str, ...]
     addresses: tuple[str, ...]
     initial: tuple[str, ...]  # of a declaration
+    called: str  # of a call
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -76,16 +84,18 @@ class _Statement:
     def parse(cls, text: str) -> _Statement:
         found = _STATEMENT.match(text)
         if found is None:  # not understood: opcode "" loses every address in it
-            return cls("", (), tuple(_WORD.findall(text)), (), ())
+            return cls("", (), tuple(_WORD.findall(text)), (), (), "")
         rest = found["rest"] or ""
         first = _FIRST_OPERAND.match(rest)
         assert first is not None  # it matches the empty text
+        called = _CALLED.match(rest) if found["opcode"].startswith("call") else None
         return cls(
             opcode=found["opcode"],
             first=tuple(_WORD.findall(first[0])),
             others=(*filter(None, [found["guard"]]), *_WORD.findall(rest[first.end() :])),
             addresses=tuple(_WORD.findall(" ".join(re.findall(r"\[([^\]]*)\]", rest)))),
             initial=tuple(_WORD.findall(rest.partition("=")[2])),
+            called=called[1] if called else "",
         )
 
 
@@ -93,7 +103,8 @@ class _Statement:
 class _Module:
     """names: the variables asked for. held: the ones whose addresses a variable's initial value holds.
 
-    local: the addresses that are stored in local memory. lost: the variables that may be written.
+    local: the addresses that are stored in local memory. lost: the variables that may be written. own: functions that
+    have a body here.
     """
 
     names: set[str]
@@ -101,6 +112,7 @@ class _Module:
     held: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     local: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
+    own: set[str] = field(default_factory=set)
 
     def read(self, text: str) -> None:
         """Follow the addresses through all functions, until nothing new is found."""
@@ -121,6 +133,8 @@ class _Module:
         for statement, end in zip(map(str.strip, parts[::2]), parts[1::2], strict=False):
             if not scopes:
                 self._declare(statement)
+                if end == "{" and (name := _NAMED.search(statement)):
+                    self.own.add(name[1])
             elif statement:
                 if end == ";" and (parameter := _PARAMETER.match(statement)):
                     number += 1
@@ -167,10 +181,13 @@ class _Module:
                 holds[word] |= of(statement.others)
         elif _COPY_INTO_SHARED.match(opcode):
             self.lost |= of(statement.first)
-        elif opcode.startswith("call") and _READERS & set(statement.words):
+        elif statement.called in _READERS - self.own:
             pass
         elif not opcode or statement.addresses or _CONTROL.match(opcode) or any("'" in w for w in statement.words):
-            self.lost |= of(statement.words)
+            words = list(statement.words)
+            if statement.called in words:  # what is called is no argument: a table of functions is only read
+                words.remove(statement.called)
+            self.lost |= of(words)
         else:
             for word in statement.first:
                 holds[word] |= of(statement.others)

@@ -256,6 +256,7 @@ class _Chain:
                     counts=self.counts,
                     phases=by_phase,
                     dynamic_bytes=step.dynamic_smem_bytes,
+                    seed=seed,
                 )
                 try:
                     self._run_blocks(number, machine, program, seed)

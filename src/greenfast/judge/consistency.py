@@ -1,15 +1,17 @@
 """Whether a record's conclusions follow from its measurements: they are drawn again whenever it is read.
 
 From the stored block medians: each speedup with its interval, noise floor and verdict, and where the median of all
-launches lies. From these: PERFORMANCE. From the numbers of each correctness row and the limits: its gates. From the
-gates: the decision with its reasons. What a record does not hold cannot be drawn again: single launches (so p50 itself,
-p90, mean and deviation), outputs, machine code.
+launches lies. From these: PERFORMANCE. From the numbers of each correctness row and the limits: its gates. From what
+was built: the rows of RESOURCES, and what those of EVIDENCE counted. From the gates: the decision with its reasons.
+What a record does not hold cannot be drawn again: single launches (so p50 itself, p90, mean and deviation), outputs,
+machine code, and what the task asked then (limits, budgets, promises, the required speedup).
 
 So changed figures, verdicts and decisions are found; measurements that were made up are not.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,8 +21,10 @@ from greenfast.judge.errors import relative_error_factor
 from greenfast.judge.gates.performance import judge
 from greenfast.judge.record import (
     BenchRecord,
+    Build,
     CorrectnessRow,
     GateResult,
+    Histogram,
     Limits,
     Record,
     Run,
@@ -38,6 +42,8 @@ _TOLERANCE = {1: 1e-3}
 _LAST_DIGIT = 1.1e-4
 #: Times are rounded to a thousandth.
 _LAST_DIGITS_US = 1.1e-3
+#: Of a sum in floating point, as a share.
+_ROUNDING = 1e-9
 _LIMIT = re.compile(r"(<=|>=|<|>)?\s*([-+.\deE]+)(?: \(.*\))?")
 
 
@@ -60,6 +66,8 @@ def disagreements(record: Run) -> Iterator[Disagreement]:
             yield from _of_correctness(f"{role}.correctness[{i}]", row, side.limits.get(row.shape))
     for i, gate in enumerate(record.gates):
         yield from _of_gate(f"gates[{i}] ({gate.gate})", gate)
+    if record.schema_version > 1:
+        yield from _of_builds(record)
     yield from _of_correctness_gate(record)
     if isinstance(record, Record):
         yield from _of_speedups(record)
@@ -80,6 +88,16 @@ def _of_correctness(field: str, row: CorrectnessRow, limits: Limits | None) -> I
     for name, held in _gates_of(row, limits).items():
         if name in row.gates:
             yield from _unless(row.gates[name] == held, f"{where}.gates.{name}", row.gates[name], held)
+    for name in ("error", "kernel_error"):
+        if (error := getattr(row, name)) is not None:
+            held = error.mean_abs_err <= error.max_abs_err * (1 + _ROUNDING)
+            yield from _unless(held, f"{where}.{name}.mean_abs_err", error.mean_abs_err, f"<= {error.max_abs_err}")
+    if row.kernel_error is not None and row.error_histogram is not None:
+        low, high = _top_bin(row.error_histogram)
+        most = row.kernel_error.max_abs_err
+        held = low * (1 - _ROUNDING) <= most <= high * (1 + _ROUNDING)
+        found = f"from {low:.3g} to {high:.3g}, as its histogram"
+        yield from _unless(held, f"{where}.kernel_error.max_abs_err", most, found)
     if row.passed:
         asked = ["kernel_relative_error_pass", "kernel_bound_pass"]
         if limits is not None and row.format_is_judged:
@@ -105,6 +123,49 @@ def _gates_of(row: CorrectnessRow, limits: Limits | None) -> dict[str, bool]:
         found["kernel_relative_error_pass"] = row.kernel_error.relative_error <= allowed
         found["kernel_bound_pass"] = row.bound_ratio <= limits.bound_factor
     return found
+
+
+def _top_bin(histogram: Histogram) -> tuple[float, float]:
+    """The edges of the highest bin that has an element; no element counts as one in the lowest."""
+    top = max((n for n, count in enumerate(histogram.counts) if count), default=0)
+    low, high = (10.0 ** (histogram.first + (top - n) / histogram.per_decade) for n in (1, 0))
+    return (low if top else 0.0), (high if top < len(histogram.counts) - 1 else math.inf)
+
+
+def _of_builds(record: Run) -> Iterator[Disagreement]:
+    """What the rows of RESOURCES and EVIDENCE say was built, against the builds."""
+    rows = {gate.gate: {what: actual for what, _, actual, _ in gate.checks} for gate in record.gates}
+    if record.gate_status("RESOURCES") == "PASS":
+        for role, side in record.sides():
+            role = role if isinstance(record, Record) else "candidate"
+            for build in (build for build in side.builds if build.resources is not None and build.shapes):
+                for name, amount in _amounts(build):
+                    what = f"{role} {side.variant} ({build.shapes[0]}): {name}"
+                    told = rows["RESOURCES"].get(what)
+                    yield from _unless(told == str(amount), f"gates (RESOURCES), {what}", told or "nothing", amount)
+    for what, told in rows.get("EVIDENCE", {}).items():
+        shape, _, counter = what.partition(": ")
+        launches = [
+            build
+            for build in record.sides()[-1][1].builds
+            for launch in build.launches
+            if launch.partition(" launch ")[0] == shape
+        ]
+        if launches and all(counter in build.machine_code for build in launches):
+            count = sum(build.machine_code[counter] for build in launches)
+            yield from _unless(told == str(count), f"gates (EVIDENCE), {what}", told, count)
+
+
+def _amounts(build: Build) -> list[tuple[str, int]]:
+    """What RESOURCES compares of a kernel but variables, some of which are compared after launches instead."""
+    used = build.resources
+    assert used is not None
+    return [
+        ("registers", used.registers),
+        ("shared memory, bytes", used.smem_bytes),
+        ("stack, bytes", used.stack_bytes),
+        ("spills, bytes", used.spill_bytes),
+    ]
 
 
 def _of_timing(field: str, row: TimingRow) -> Iterator[Disagreement]:
@@ -263,8 +324,13 @@ def _of_exam(record: Record) -> Iterator[Disagreement]:
         return
     complete = not exam.missing or (exam.complete and record.quoted is not None)
     yield from _unless(exam.complete == complete, "exam.complete", exam.complete, complete)
+    nothing = exam.seed is None and complete and record.quoted is None
+    yield from _unless(not nothing, "exam.complete", True, "False: nothing was drawn")
     if record.gate_status("CORRECTNESS") != "PASS":
         return
+    if exam.seed is not None:
+        took = any(row.drawn and row.seed == exam.seed for row in record.candidate.correctness)
+        yield from _unless(took, "exam.seed", exam.seed, "None: no case has it")
     ran = {(row.shape, row.seed, row.drawn): row.dims for row in record.candidate.correctness}
     for name, dims in exam.drawn.items():
         found = ran.get((name, exam.seed or 0, True))

@@ -11,7 +11,8 @@ from greenfast.spec.kernel import KernelSource, Launch
 _MOST_THREADS = 1024
 _BLOCK = (1024, 1024, 64)
 _GRID = (2**31 - 1, 65535, 65535)
-_REGISTERS = 65536  # of a block
+_REGISTERS = 65536  # of a block, and of a multiprocessor
+_BLOCKS, _THREADS = 32, 2048  # of a multiprocessor; some have fewer
 #: Compute capability -> the most shared memory of a block, in bytes; other targets have the least of these.
 _SHARED = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}
 _LEAST_SHARED = 99 * 1024
@@ -44,6 +45,12 @@ def launch_faults(source: KernelSource, plan: Launch, resources: Resources | Non
         found.append(
             f"{threads} threads of {resources.registers} registers need {registers}; a block has at most {_REGISTERS}"
         )
+    if plan.cooperative and not found:
+        held = target.multiprocessors * min(_BLOCKS, _THREADS // (-(-threads // 32) * 32))
+        if registers:
+            held = min(held, target.multiprocessors * (_REGISTERS // registers))
+        if math.prod(plan.grid) > held:
+            found.append(f"a cooperative launch of {math.prod(plan.grid)} blocks; at most {held} are resident at once")
     return found
 
 

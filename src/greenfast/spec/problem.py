@@ -137,26 +137,61 @@ _Made = TypeVar("_Made")
 
 
 def variants_of(problem: Problem) -> tuple[str, ...]:
-    """The names of a problem's input variants other than NORMAL."""
-    return tuple(name for name in getattr(problem, "VARIANTS", ()) if name != NORMAL)
+    """The names of a problem's input variants but NORMAL. Raises UsageError unless VARIANTS is a tuple of names."""
+    found = getattr(problem, "VARIANTS", ())
+    if not isinstance(found, tuple | list) or not all(isinstance(name, str) and name for name in found):
+        raise UsageError(
+            f'{_name_of(problem)}: VARIANTS is {found!r}; a tuple of names is allowed, such as ("outliers",)'
+        )
+    return tuple(name for name in found if name != NORMAL)
 
 
 def case_of(problem: Problem, dims: Mapping[str, int], seed: int, fmt: str, variant: str = NORMAL) -> Case:
-    """A problem's case. Raises UsageError for dimensions that are too large to make it."""
-    return _made(problem, problem.make_case, dims, seed, fmt, variant)
+    """A problem's case. Raises UsageError for dimensions that are too large to make it, and for one that is none."""
+    case = _made(problem, problem.make_case, dims, seed, fmt, variant)
+    fault = _fault_of(case)
+    if fault:
+        raise UsageError(f"{_name_of(problem)}: make_case of {_described(dims)}, seed {seed}: {fault}")
+    return case
+
+
+def _fault_of(case: Case) -> str:
+    """What is wrong with what make_case gave; empty where it is a case."""
+    if not isinstance(case, Case):
+        return f"it gives {type(case).__name__}; a Case is asked for"
+    for name, array in case.inputs.items():
+        if not isinstance(array, np.ndarray):
+            return f"input {name!r} is {type(array).__name__}; NumPy arrays are allowed"
+        if array.dtype.hasobject or array.dtype.kind in "USMm":
+            return f"input {name!r} has the dtype {array.dtype}; a kernel reads numbers"
+    if not case.outputs:
+        return "it has no outputs; name at least one, with an OutputSpec"
+    for name, spec in case.outputs.items():
+        try:
+            nbytes = spec.nbytes
+        except (AttributeError, TypeError) as e:
+            return f"output {name!r}: {e}; an OutputSpec with a shape and the name of a NumPy dtype is asked for"
+        if not all(isinstance(n, int | np.integer) and n >= 0 for n in spec.shape):
+            return f"output {name!r} has the shape {spec.shape}; extents are whole numbers from 0"
+        if name in case.inputs and case.inputs[name].nbytes != nbytes:
+            return f"{name!r} is changed in place, with {case.inputs[name].nbytes} bytes before and {nbytes} after"
+    return ""
 
 
 def references_of(problem: Problem, dims: Mapping[str, int], seed: int, fmt: str, variant: str = NORMAL) -> References:
     """The references of the same case, checked.
 
-    Raises UsageError for dimensions that are too large, for references of different shapes, for such that are not
-    finite, and for bounds that are not finite or negative.
+    Raises UsageError for dimensions that are too large, for references that are not float64 arrays of one shape, for
+    such that are not finite, and for bounds that are not finite or negative.
     """
     found = _made(problem, problem.references, dims, seed, fmt, variant)
     where = f"{_name_of(problem)}: references of {_described(dims)}, seed {seed}"
     where += f", variant {variant}" if variant != NORMAL else ""
     bounds = {"bound": found.bound, **{f"bounds[{name!r}]": bound for name, bound in found.bounds.items()}}
     for name, array in {"full": found.full, "exact": found.exact, **bounds}.items():
+        if not isinstance(array, np.ndarray | np.generic) or array.dtype != np.float64:
+            kind = array.dtype if isinstance(array, np.ndarray | np.generic) else type(array).__name__
+            raise UsageError(f"{where}: {name} is {kind}; arrays of float64 are allowed")
         shape = np.shape(array)
         if shape != np.shape(found.exact):
             raise UsageError(f"{where}: {name} has the shape {shape}, and exact {np.shape(found.exact)}")

@@ -128,7 +128,7 @@ def load(i: Instruction) -> Operation:
     total = size * len(items)
     where = addresses(i.operands[1], i)
     what = f"{total}-byte read"
-    strong = not STRONG.isdisjoint(i.parts)
+    strong, narrow = not STRONG.isdisjoint(i.parts), "cta" in i.parts
 
     def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
         arena, offsets, actual = locate(m, space, at, lanes)
@@ -138,7 +138,7 @@ def load(i: Instruction) -> Operation:
             with m.accessing(lanes, actual):
                 found = arena.read(offsets, total, what, strong)
         if strong and actual in ("global", "shared"):
-            m.races.synchronize(actual, offsets, lanes, True, False)
+            m.races.synchronize(actual, offsets, lanes, True, False, False, narrow)
         count_access(m, actual, False, offsets, lanes, total)
         values = found.view(dtype_of(kind))
         for n, w in enumerate(write):
@@ -157,7 +157,7 @@ def store(i: Instruction) -> Operation:
     size = dtype_of(kind).itemsize
     where = addresses(i.operands[0], i)
     what = f"{size * len(items)}-byte write"
-    strong, releases = not STRONG.isdisjoint(i.parts), "release" in i.parts
+    strong, releases, narrow = not STRONG.isdisjoint(i.parts), "release" in i.parts, "cta" in i.parts
 
     def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
         arena, offsets, actual = locate(m, space, at, lanes)
@@ -167,7 +167,7 @@ def store(i: Instruction) -> Operation:
         with m.accessing(lanes, actual):
             arena.write(offsets, values.view(np.uint8), what, strong)
         if strong and actual in ("global", "shared"):
-            m.races.synchronize(actual, offsets, lanes, False, True, releases)
+            m.races.synchronize(actual, offsets, lanes, False, True, releases, narrow)
         count_access(m, actual, True, offsets, lanes, size * len(read))
 
     return by_space(space, where, run)
@@ -213,6 +213,7 @@ def atomic(i: Instruction) -> Operation:
     if operation is None or (kind in ("f16", "bf16", "f16x2", "bf16x2") and operation != "add"):
         raise unsupported(i)
     returns, releases = i.name == "atom", not {"release", "acq_rel"}.isdisjoint(i.parts)
+    narrow = "cta" in i.parts
     target, *sources = without_policy(i, i.operands[1:] if returns else i.operands)
     parts = [_items(s) for s in sources]
     read = [[reader(item, kind, i) for item in column] for column in zip(*parts, strict=True)]
@@ -228,9 +229,8 @@ def atomic(i: Instruction) -> Operation:
         watched = actual in ("global", "shared")
         if watched:
             m.races.accessing = lanes
-            if operation not in ("cas", "exch"):
-                m.races.atomics.meet(actual, offsets, whole)
-            m.races.synchronize(actual, offsets, lanes, returns, True, releases)
+            m.races.atomics.meet(actual, offsets, whole, narrow, lock=operation in ("cas", "exch"))
+            m.races.synchronize(actual, offsets, lanes, returns, True, releases, narrow)
         changed = np.zeros(len(offsets), np.bool_)
         for element, column in enumerate(read):  # each element of a vector for itself
             rows = offsets // dtype.itemsize + element

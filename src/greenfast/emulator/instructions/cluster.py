@@ -76,6 +76,7 @@ def _wait(m: Machine, lanes: Lanes) -> Any:
     np.minimum.at(phase, m.block_of[there] // size, m.cluster_arrivals[there])
     early = phase[m.block_of[indices] // size] <= m.cluster_waits[indices]
     m.cluster_waits[indices[~early]] += 1
+    m.cluster_met[m.block_of[indices[~early]]] = True
     m.races.converge(indices[~early])
     for first in np.unique(m.block_of[indices[~early]] // size) * size:
         m.races.ordering.level_cluster(np.arange(first, first + size))

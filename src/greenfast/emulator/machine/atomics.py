@@ -3,6 +3,7 @@
 An ordinary write may be lost between the read and the write of an atomic access, and the other way round. Only atomic
 accesses that changed something count. Compare-and-swap and exchange may meet an earlier ordinary write, as with it a
 lock is released; no atomic access is accused for an ordinary read, as many kernels look first and then act atomically.
+One whose scope is its block (.cta) is no atomic access for other blocks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from greenfast.emulator.machine.races import Races
 
 Numbers = NDArray[Any]
+OF_A_BLOCK = "atomic access with the scope of a block"
 
 
 class Atomics:
@@ -26,12 +28,22 @@ class Atomics:
         self.races = races
         self._shared = Tables(races.m)
 
-    def meet(self, space: str, offsets: Numbers, size: int) -> None:
-        """Threads access ``size`` bytes each atomically, by what no lock is taken with: a fault for a racing write."""
+    def meet(self, space: str, offsets: Numbers, size: int, narrow: bool, lock: bool) -> None:
+        """Threads access ``size`` bytes each atomically: a fault for a racing write, unless it may take a lock.
+
+        narrow: with the scope of a block, and then also for an access of another block: it is not atomic to that one.
+        """
         races = self.races
         if space == "global":
+            if lock and not narrow:
+                return
             tags = races.tags(races.begin(), len(offsets))
-            races.check_global(races.record.writes, offsets, size, tags, "atomic access", "write", None)
+            if not lock:
+                races.check_global(races.record.writes, offsets, size, tags, "atomic access", "write", None)
+            if narrow:
+                races.check_global(races.record.atomics, offsets, size, tags, OF_A_BLOCK, "atomic access", None)
+        elif lock:
+            return
         elif races.watches_shared:
             floor = races.ordering.floor[races.warp]
             for table in races.shared_writes.values():

@@ -136,28 +136,29 @@ class Ordering:
             self.fenced[block] = self.blocks[block]
             self.fenced[block, block] = self.now
 
-    def publish(self, space: str, address: int, block: int, warp: int, releases: bool) -> None:
-        """A warp writes to a place; ``releases``: with release semantics, which need no fence."""
-        if releases:
+    def publish(self, space: str, address: int, block: int, warp: int, releases: bool, narrow: bool = False) -> None:
+        """A warp writes to a place; releases: with release semantics, which need no fence; narrow: for its block."""
+        if releases and not narrow:
             self.fence([block])
         place = self._places.setdefault((space, address), _Place())
         place.version += 1
-        if space == "global":
+        if space == "global" and not narrow:
             place.blocks = np.maximum(place.blocks, self.fenced[block])
         before = place.warps.get(block)
         known = self.of(block, warp)
         place.warps[block] = known if before is None else np.maximum(before, known)
 
-    def observe(self, space: str, address: int, block: int, warp: int) -> None:
-        """A warp reads a place."""
+    def observe(self, space: str, address: int, block: int, warp: int, narrow: bool = False) -> None:
+        """A warp reads a place; narrow: what others of its block wrote there."""
         place = self._places.get((space, address))
         if place is None:
             return
         key = (block, warp, space, address)
         if self._seen.get(key) == place.version:
             return
-        self._seen[key] = place.version
-        if space == "global":
+        if not narrow:
+            self._seen[key] = place.version
+        if space == "global" and not narrow:
             np.maximum(self.blocks[block], place.blocks, out=self.blocks[block])
         if block in place.warps:
             self.learn(block, warp, place.warps[block])

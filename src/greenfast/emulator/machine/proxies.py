@@ -4,8 +4,8 @@ Bulk copies and wgmma access shared memory through the asynchronous proxy, all e
 asynchronous access follows a generic one to the same place, and one of them writes, a fence.proxy.async must lie on
 the path of synchronization that orders them: by the thread that accessed, or by one that knows of the access by then.
 Where the earlier one is asynchronous, its completion is followed by an implicit fence. The one that follows a wgmma
-counts for what its warps had read before, and for nothing else. docs/emulator.md, "Fences between proxies", has the
-reasons.
+counts for what its warps had read before, and for nothing else. No wgmma is accused for what cp.async brought.
+docs/emulator.md, "Fences between proxies", has the reasons.
 
 Kept are, of each chunk of 16 bytes, the last generic write and each warp's last generic read. A fence counts for all
 threads of its warp. In a cluster of several blocks it counts for its whole block, and reads are not kept.
@@ -110,6 +110,9 @@ class Proxies:
         else:
             known = proxied[blocks[:, None], warps, kind, by[:, None]].max(axis=1)
         bad = np.flatnonzero(numbers > known)
+        if len(bad) and self.m.current.name == "wgmma":
+            wrote = self.races.record.accesses.instructions
+            bad = np.array([n for n in bad.tolist() if getattr(wrote[numbers[n]], "name", "") != "cp"], np.int64)
         if len(bad):
             self._accuse(kind, int(at[bad[0]]), int(numbers[bad[0]]), offsets, warps, what)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.machine.atomics import Atomics
+from greenfast.emulator.machine.atomics import OF_A_BLOCK, Atomics
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.ordering import Ordering
 from greenfast.emulator.machine.records import (
@@ -26,6 +26,7 @@ from greenfast.emulator.machine.records import (
     clashes,
     places_of,
     threads_by_unit,
+    threads_of,
     units_of,
 )
 from greenfast.emulator.machine.within import Within
@@ -48,8 +49,7 @@ class Races:
     def __init__(self, machine: Machine, record: GlobalRecord, ordering: Ordering) -> None:
         self.m, self.record, self.ordering = machine, record, ordering
         self.warp = 0
-        #: In a cluster warps of several blocks touch a block's shared memory.
-        self.watches_shared = machine.geometry.cluster_size == 1
+        self.watches_shared = machine.geometry.cluster_size == 1  # not where warps of several blocks touch it
         self.accessing: Lanes = slice(0, 0)  # the threads of the access, in order
         self._position = np.full(machine.geometry.blocks, -1, np.int64)  # of a block of the grid among these
         self._position[machine.blocks] = np.arange(len(machine.blocks))
@@ -126,36 +126,36 @@ class Races:
             self.ordering.fence(np.unique(self.m.block_of[lanes]).tolist())
 
     def synchronize(
-        self, space: str, offsets: Numbers, lanes: Lanes, reads: bool, writes: bool, releases: bool = False
+        self, space: str, offsets: Numbers, lanes: Lanes, reads: bool, writes: bool, releases: bool, narrow: bool
     ) -> None:
-        """Threads read or write, one after the other, in a way that may synchronize them with others."""
-        if space == "global" and self.m.launches is not None:
-            self.accessing = lanes
+        """Threads read or write, one by one, in a way that may synchronize them with others; narrow: of their block."""
+        self.accessing = lanes
+        if space == "global":
             self._check_launches(offsets, 4, writes)
+            if writes:
+                self._note_inputs(offsets, self.m.memory.owners(offsets))
         self.converge(lanes)
-        if writes and space == "global":
-            self.accessing = lanes
-            self._note_inputs(offsets, self.m.memory.owners(offsets))
         if not self.ordering.through_memory:
             return
         warps = set()
         for offset, block, warp in self._each(offsets, lanes):
             if reads:
                 warps.add(warp)
-                self.ordering.observe(space, offset, block, warp)
-                self._observe_write(space, offset, block, warp)
+                self.ordering.observe(space, offset, block, warp, narrow)
+                self._observe_write(space, offset, block, warp, narrow)
             if writes:
-                self.ordering.publish(space, offset, block, warp, releases)
+                self.ordering.publish(space, offset, block, warp, releases, narrow)
         self.ordering.level(np.array(sorted(warps), np.intp))
 
-    def _observe_write(self, space: str, offset: int, block: int, warp: int) -> None:
+    def _observe_write(self, space: str, offset: int, block: int, warp: int, narrow: bool) -> None:
         """A place that is read may have been written by an ordinary write, as a flag or a lock."""
         ordering = self.ordering
         if space == "global":
             tag = int(self.record.table(WORD)[offset // WORD])
             writer, number = int(self._position[(tag & int(_BLOCK)) - 1]) if tag else -1, tag >> 32
             if writer >= 0 and writer != block:
-                np.maximum(ordering.blocks[block], ordering.fenced[writer], out=ordering.blocks[block])
+                if not narrow:
+                    np.maximum(ordering.blocks[block], ordering.fenced[writer], out=ordering.blocks[block])
                 return
         else:
             number = int(self.shared_writes[WORD].entries[offset // WORD])
@@ -219,9 +219,7 @@ class Races:
 
     def threads(self, count: int, lanes: Lanes | None = None) -> Numbers:
         """The thread of each element of an access by ``lanes``, of the one at hand if there are none."""
-        lanes = self.accessing if lanes is None else lanes
-        found = np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
-        return found if len(found) == count else found[np.arange(count) * len(found) // count]
+        return threads_of(self.accessing if lanes is None else lanes, count)
 
     def _check_within(
         self, table: Table, rows: Numbers, size: int, mine: Numbers, what: str, other: str, values: Any
@@ -286,6 +284,8 @@ class Races:
         number = self.begin()
         mine = self.tags(number, len(offsets))
         self.check_global(record.writes, offsets, size, mine, "read", "write", None)
+        if "nc" in self.m.current.parts and (found := record.written(offsets, size)) is not None:
+            raise self.m.fault(found[1], self._lane(found[0], len(offsets)))
         record.read.update(owners - record.tracked - record.dirty)
         unit, places = places_of(offsets, size)
         mine = mine[:, None]
@@ -356,9 +356,9 @@ class Races:
                 between = np.where(inside, self.ordering.blocks[here, np.where(inside, first, 0)], numbers)
             else:
                 between = np.zeros(1, np.int64)
-            same = (blocks == own) & (by == self.warp)
+            same = (blocks == own) & ((by == self.warp) | (what == OF_A_BLOCK))
             bad = (numbers > np.where(blocks == own, known, between)) & ~same
-            if values is not None or what == "read":  # no asynchronous copy
+            if values is not None or what == "read":  # no asynchronous copy, nothing atomic
                 lanes = (tags >> _LANE & np.uint64(WARP - 1)).astype(np.int64)
                 others = self.warp * m.set_size + here * WARP + lanes
                 bad |= same & self.within.apart(numbers, self.threads(len(offsets))[:, None], others)

@@ -81,6 +81,18 @@ class GlobalRecord:
             tables[unit] = np.zeros(len(self.memory.data) // unit, np.uint64)
         return tables[unit]
 
+    def written(self, offsets: Numbers, size: int) -> tuple[int, str] | None:
+        """The first element of a read that promises that nothing is written there, and was; and the fault in words."""
+        for unit, table in self.writes.items():
+            found = table[offsets[:, None] // unit + np.arange(max(1, size // unit))].max(axis=1)
+            if found.any():
+                row = int(np.flatnonzero(found)[0])
+                by = self.accesses.instructions[int(found[row] >> np.uint64(32))]
+                assert by is not None
+                place = self.memory.describe(int(offsets[row]))
+                return row, f"a read by ld.global.nc of {place}, which was written in this launch at {by.source}"
+        return None
+
     def readers(self, unit: int) -> tuple[Numbers, Numbers]:
         """The last reads by unit, and those before them of another block."""
         if unit not in self.reads:
@@ -152,6 +164,12 @@ def units_of(offsets: Numbers, size: int) -> tuple[int, Numbers, int]:
             if not int(np.bitwise_or.reduce(heads)) % _PIECE and (table - heads[:, None] == _STEPS[size]).all():
                 return WORD, heads >> _SHIFTS[_PIECE], _PIECE
     return WORD if size >= WORD else 1, offsets >> _SHIFTS[size], size
+
+
+def threads_of(lanes: slice | Numbers, count: int) -> Numbers:
+    """The thread of each of an access's elements, of which several may be one thread's."""
+    found = np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
+    return found if len(found) == count else found[np.arange(count) * len(found) // count]
 
 
 def threads_by_unit(threads: Numbers, elements: int, units: int) -> Numbers:

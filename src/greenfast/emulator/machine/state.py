@@ -155,6 +155,7 @@ class Machine:
     record: GlobalRecord | None = None
     launches: Launches | None = None
     synchronizes: bool = False
+    seed: int = 0
 
     def __post_init__(self) -> None:
         self.warps = -(-self.geometry.threads // WARP)
@@ -182,6 +183,8 @@ class Machine:
         self.ended = ~self.exists
         self.cluster_arrivals = np.zeros(self.lanes, np.int64)
         self.cluster_waits = np.zeros(self.lanes, np.int64)
+        #: Blocks that know that the others of their cluster have begun.
+        self.cluster_met = np.zeros(len(self.blocks), np.bool_)
         self.bulk_groups = np.zeros(self.lanes, np.int64)
         self.stores: list[BulkStore] = []
         #: Bulk copies that the scheduler has yet to deliver.
@@ -262,6 +265,10 @@ class Machine:
         for at in np.flatnonzero(~running[target]):
             gone = unflatten(int(self.blocks[target[at]]), self.geometry.grid)
             raise self.fault(f"access to the shared memory of block {gone}, which has ended", int(indices[at]))
+        for at in np.flatnonzero((target != own) & ~self.cluster_met[own]):
+            new = unflatten(int(self.blocks[target[at]]), self.geometry.grid)
+            why = "which may not have begun: no barrier.cluster.wait before it"
+            raise self.fault(f"access to the shared memory of block {new}, {why}", int(indices[at]))
         return np.where(named > 0, found & ((1 << RANK_BITS) - 1), found), target * self.shared_stride
 
     @property
@@ -281,9 +288,10 @@ class Machine:
         }
         cluster, size = self.geometry.cluster, self.geometry.cluster_size
         found |= {"%cluster_ctarank": self.block_of % size, "%cluster_nctarank": np.full(self.lanes, size)}
+        # Nothing promises that each multiprocessor gets a block: here every second one gets none.
+        on = block % (MULTIPROCESSORS // 2) * 2 + 1
+        found |= {"%smid": on, "%nsmid": np.full(self.lanes, MULTIPROCESSORS)}
         place = unflatten(block, self.geometry.grid)
-        # Blocks go to the multiprocessors of an H100 round-robin.
-        found |= {"%smid": block % MULTIPROCESSORS, "%nsmid": np.full(self.lanes, MULTIPROCESSORS)}
         for name, value in (
             ("%nwarpid", self.warps),
             ("%gridid", 1),
@@ -313,10 +321,15 @@ class Machine:
         return {name: np.ascontiguousarray(values, dtype=np.uint32) for name, values in found.items()}
 
     def register(self, name: str) -> Values:
-        """All threads' values of a register, as unsigned integers of its width (bool for a predicate)."""
+        """All threads' values of a register, as unsigned integers of its width (bool for a predicate).
+
+        One that nothing has set holds -1, which is NaN too, as a zero would make an unset sum right.
+        """
         found = self.registers.get(name)
         if found is None:
-            found = self.registers[name] = np.zeros(self.lanes, self.register_type(name))
+            kind = self.register_type(name)
+            unset = not self.seed if kind is np.bool_ else np.iinfo(kind).max
+            found = self.registers[name] = np.full(self.lanes, unset, kind)
         return found
 
     def register_type(self, name: str) -> Any:

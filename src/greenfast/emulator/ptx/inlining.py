@@ -88,6 +88,10 @@ class _Inliner:
             self.instruction(i, function, names, callers)
         self.mark(labels.get(len(function.code), ()), names)
 
+    def _has_own(self, name: str) -> bool:
+        found = self.module.functions.get(name)
+        return found is not None and bool(found.code)
+
     def mark(self, labels: Sequence[str], names: _Names) -> None:
         """Put labels at the next instruction."""
         for label in labels:
@@ -199,7 +203,7 @@ class _Inliner:
         assert isinstance(results, Vector)
         after = self.skip(i, guard)
         if isinstance(target, Symbol):
-            if target.name in BUILT_IN:
+            if target.name in BUILT_IN and not self._has_own(target.name):
                 self.emit(
                     replace(i, operands=tuple(operands if not results.items else (results, *operands)), guard=None)
                 )

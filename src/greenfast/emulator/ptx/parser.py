@@ -12,6 +12,7 @@ from bisect import bisect_left
 from dataclasses import replace
 from functools import lru_cache
 
+from greenfast.device.directives import COMMENT_OR_STRING, FILE, LOC
 from greenfast.emulator.ptx.literals import initial, integer, pattern
 from greenfast.emulator.ptx.scopes import Scope
 from greenfast.emulator.ptx.syntax import (
@@ -29,10 +30,14 @@ from greenfast.emulator.ptx.syntax import (
     Variable,
     Vector,
 )
-from greenfast.spec.errors import UsageError
+from greenfast.spec.errors import UnsupportedError, UsageError
 
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_FILE = re.compile(r"\.file\s+(\d+)\s+\"([^\"]*)\"")
+_COMMENT = re.compile(COMMENT_OR_STRING, re.DOTALL)
+_FILE = re.compile(FILE)
+#: What else stands outside of functions with no semicolon.
+_HEAD = re.compile(rf"\.version\s+[\d.]+|\.target\s+\w+(?:\s*,\s*\w+)*|\.address_size\s+\d+|{FILE}")
+#: Sections for debuggers hold only data.
+_SECTION = re.compile(r"\.section\s+[\w$.]+\s*\{[^{}]*\}")
 _HEADER = re.compile(
     r"(?P<link>(?:\.(?:visible|weak|extern)\s+)*)\.(?P<kind>entry|func)\s*"
     r"(?:\((?P<results>[^)]*)\)\s*)?(?P<name>[\w$]+)\s*(?:\((?P<params>[^)]*)\))?"
@@ -44,7 +49,9 @@ _VARIABLE = re.compile(
     r"(?P<name>[\w$%]+)(?P<dims>(?:\[\d*\])*)(?:\s*=\s*(?P<init>.+))?$",
     re.DOTALL,
 )
-_LOC = re.compile(r"\.loc\s+(\d+ \d+)(?: \d+)?(?:.*?inlined_at (\d+ \d+))?")
+_LOC = re.compile(LOC)
+#: Directives in a function that change nothing of what it computes.
+_IGNORED = (".pragma",)
 #: The most inlined calls followed from a library's line to the caller's; beyond that (a cycle) any of them is named.
 _INLINED = 16
 #: Where the standard library has cuda::memcpy_async.
@@ -81,18 +88,19 @@ class _Lines:
 
     def source(self, loc: re.Match[str]) -> SourceLine:
         """The line of a .loc directive; an inlined line's directive follows its caller's."""
-        place, caller = loc.groups()
-        if caller:
-            self._callers[place] = caller
+        file, line, of, at = loc.groups()
+        place = f"{file} {line}"
+        if of:
+            self._callers[place] = f"{of} {at}"
         where, of_library = place, False
         for _ in range(_INLINED):
-            file = int(where.split()[0])
-            if file not in self._library:
+            number = int(where.split()[0])
+            if number not in self._library:
                 break
-            of_library |= _MEMCPY_ASYNC in self._files[file]
+            of_library |= _MEMCPY_ASYNC in self._files[number]
             where = self._callers.get(where, place)
-        file, line = map(int, where.split())
-        return SourceLine(self._files.get(file, f"file {file}").rsplit("/", 1)[-1], line, of_library)
+        number, row = map(int, where.split())
+        return SourceLine(self._files.get(number, f"file {number}").rsplit("/", 1)[-1], row, of_library)
 
 
 def parse(text: str, library: tuple[str, ...] = ()) -> Module:
@@ -100,8 +108,7 @@ def parse(text: str, library: tuple[str, ...] = ()) -> Module:
 
     Raises UsageError with the statement that could not be read.
     """
-    # Debug sections hold only data for debuggers; .loc lines need no symbol of theirs.
-    files, text = text, _COMMENT.sub(lambda c: "\n" * c[0].count("\n"), text.split("\n\t.section", 1)[0])
+    files, text = text, _COMMENT.sub(lambda c: c[0] if c[0][0] == '"' else " " + "\n" * c[0].count("\n"), text)
     lines = _Lines(files, text, library)
     module = Module()
     target = re.search(r"\.target\s+(\w+)", text)
@@ -115,8 +122,9 @@ def parse(text: str, library: tuple[str, ...] = ()) -> Module:
         if header:
             position = _function(text, header, module, lines)
             continue
-        if text.startswith((".version", ".target", ".address_size", ".file"), position):
-            position = text.find("\n", position) + 1 or len(text)
+        head = _HEAD.match(text, position) or _SECTION.match(text, position)
+        if head:
+            position = head.end()
             continue
         end = text.find(";", position)
         if end < 0:
@@ -172,7 +180,7 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
         loc = _LOC.match(text, position)
         if loc:
             source = lines.source(loc)
-            position = text.find("\n", position) + 1 or len(text)
+            position = loc.end()
             continue
         prototype = _PROTOTYPE.match(text, position)
         if prototype:
@@ -222,6 +230,8 @@ def _statement(statement: str, function: Function, source: SourceLine | None, sc
             if variable.space == "param":  # an argument or result of a call that follows
                 variable = replace(variable, name=scope.own(variable.name), space="local")
             function.variables[variable.name] = variable
+        elif not statement.startswith(_IGNORED):
+            raise UnsupportedError(f"PTX: {function.name} has a directive that is not emulated: {statement}")
     elif statement:
         try:
             function.code.append(_instruction(statement, source, scope))

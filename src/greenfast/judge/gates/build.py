@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from greenfast.device.cubin import block_fault, read_cubin
 from greenfast.judge.entrant import Entrant
 from greenfast.judge.gates.sides import BASELINE, BuiltSide, build_side
 from greenfast.judge.record import GateResult, Status
@@ -78,6 +79,10 @@ def _faults(side: BuiltSide, target: Target) -> list[str]:
     found: dict[str, str] = {}
     for shape, program in side.programs.items():
         for kernel, step in zip(program.kernels, program.program.steps, strict=True):
-            for fault in launch_faults(kernel.source, step.launch, kernel.reported, target):
+            faults = launch_faults(kernel.source, step.launch, kernel.reported, target)
+            if kernel.cubin:
+                image = read_cubin(kernel.cubin, kernel.source.name)
+                faults += filter(None, [block_fault(image, kernel.source.entry, kernel.source.block)])
+            for fault in faults:
                 found.setdefault(fault, shape)
     return [f"cannot be launched at {shape}: {fault}" for fault, shape in found.items()]

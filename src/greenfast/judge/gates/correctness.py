@@ -77,10 +77,13 @@ def check(
         if emulated:
             stack.enter_context(emulated)
         checked = _Checked(problem, fmt, gates, own_gates)
+        inputs: dict[tuple[str, int, str], str] = {}
+        _require_same_inputs(problem, cells[0], fmt)
         for done, cell in enumerate(cells):
             progress(done / len(cells), str(cell))
             shape = cell.shape.name
             case = case_of(problem, cell.shape.dims, cell.seed, fmt, cell.variant)
+            _require_other_inputs(inputs, cell, case)
             if emulated and cell == emulated.cell:
                 emulated.start(case)
             references = references_of(problem, cell.shape.dims, cell.seed, fmt, cell.variant)
@@ -121,6 +124,26 @@ def check(
             else {}
         )
     return _result(outcome, sides, found), outcome
+
+
+def _require_same_inputs(problem: Problem, cell: Cell, fmt: str) -> None:
+    """The references are of what make_case gives when it is asked again."""
+    first, again = (case_of(problem, cell.shape.dims, cell.seed, fmt, cell.variant).digest for _ in range(2))
+    if first != again:
+        raise UsageError(
+            f"make_case gives other inputs when it is asked for {cell} again; draw them from a generator with the seed"
+        )
+
+
+def _require_other_inputs(seen: dict[tuple[str, int, str], str], cell: Cell, case: Case) -> None:
+    """A variant whose inputs are the normal ones asks nothing."""
+    if not case.inputs or (cell.variant == NORMAL and not cell.drawn):
+        return
+    variant = seen.setdefault((cell.shape.name, cell.seed, case.digest), cell.variant)
+    if variant != cell.variant:
+        raise UsageError(
+            f"make_case gives the inputs of variant {variant!r} for {cell} too; give each name of VARIANTS its own"
+        )
 
 
 def _require_own_workspaces(side: BuiltSide, shape: str, case: Case) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-from greenfast.judge.solution.sandbox import confine
+from greenfast.device.sandbox import confine
 
 
 def main(questions: int, answers: int, readable: Sequence[str], writable: str, gpu: bool) -> None:

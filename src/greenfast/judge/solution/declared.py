@@ -119,7 +119,8 @@ def _step(found: FoundSolution, number: int, spec: LaunchSpec, names: Mapping[st
         binary=read_bytes(found.file) if solution.language == "cubin" else b"",
     )
     cluster = extents(found, f"launches[{number}].cluster", spec.cluster, names, (16, 16, 16))
-    launch = Launch(grid_of(found, number, names), arguments(found, number, names), spec.early, cluster)
+    grid, args = grid_of(found, number, names), arguments(found, number, names)
+    launch = Launch(grid, args, spec.early, cluster, spec.cooperative)
     return Step(kernel, launch)
 
 

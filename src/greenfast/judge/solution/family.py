@@ -156,7 +156,16 @@ class RemoteFamily(_Single):
             program = decode_program(said)
         except (ValueError, TypeError) as e:
             raise UsageError(f"{self._what}: {e}") from None
+        self._require_readable(program)
         return replace(program, steps=tuple(map(self._shared, program.steps)))
+
+    def _require_readable(self, program: Program) -> None:
+        """The compiler opens what lies in these folders, so a solution names none that it could not read itself."""
+        allowed = [Path(path).resolve() for path in (*self._process.readable, str(self._process.scratch))]
+        folders: set[Path] = {folder for step in program.steps for folder in step.kernel.include_dirs}
+        for folder in sorted(folders):
+            if not any(folder.resolve().is_relative_to(path) for path in allowed):
+                raise UsageError(f"{self._what}: include_dirs: {folder} is not the solution's; copy its headers there")
 
     def _shared(self, step: Step) -> Step:
         """The step with its machine code held once: a library's, of many megabytes, comes with each of its kernels."""

@@ -49,11 +49,13 @@ class SolutionProcess:
         self._buffer = bytearray()
         #: The one folder that it may write.
         self.scratch = Path(tempfile.mkdtemp(prefix="greenfast-solution-"))
+        #: The folders that it may read, besides the system's.
+        self.readable = _readable(folder.resolve())
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         their_questions, self._questions = os.pipe()
         self._answers, their_answers = os.pipe()
         try:
-            self._child = _start(their_questions, their_answers, folder.resolve(), str(self.scratch), self._output, gpu)
+            self._child = _start(their_questions, their_answers, self.readable, str(self.scratch), self._output, gpu)
         finally:
             os.close(their_questions)
             os.close(their_answers)
@@ -167,18 +169,24 @@ def _shown(text: str) -> str:
     return text if len(text) <= 2 * _MOST_SHOWN else text[: 2 * _MOST_SHOWN] + " ..."
 
 
+def _path() -> list[str]:
+    return [os.path.abspath(entry) for entry in sys.path]
+
+
+def _readable(folder: Path) -> list[str]:
+    return [str(folder), sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), *_path()]
+
+
 def _start(
-    questions: int, answers: int, folder: Path, scratch: str, output: IO[bytes], gpu: int | None
+    questions: int, answers: int, readable: Sequence[str], scratch: str, output: IO[bytes], gpu: int | None
 ) -> subprocess.Popen[bytes]:
-    path = [os.path.abspath(entry) for entry in sys.path]
-    readable = [str(folder), sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), *path]
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     folders = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "GREENFAST_CACHE_DIR"), scratch)
     quiet = {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": _visible(gpu), "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.Popen(
         [
             *(sys.executable, "-I", "-c", _CHILD, str(questions), str(answers), "\x1f".join(readable), scratch),
-            *("" if gpu is None else "gpu", *path),
+            *("" if gpu is None else "gpu", *_path()),
         ],
         stdin=subprocess.DEVNULL,
         stdout=output,

@@ -61,7 +61,7 @@ class LaunchSpec(_Strict, frozen=True, kw_only=True):
     Triton's block follows from num_warps.
     shared: bytes of dynamic shared memory. args: in the order of the kernel's parameters, each a buffer's name,
     a typed scalar such as "int32(R)", a list of those for a struct by value, or a tensor map.
-    early: as in ``spec.kernel.Launch``. num_warps, num_stages: of Triton.
+    early, cooperative: as in ``spec.kernel.Launch``. num_warps, num_stages: of Triton.
     """
 
     kernel: Entry
@@ -70,6 +70,7 @@ class LaunchSpec(_Strict, frozen=True, kw_only=True):
     shared: Expression = 0
     args: Annotated[list[str | list[str] | TensorMapSpec], Meta(max_length=MAX_ARGUMENTS)] = []
     early: bool = False
+    cooperative: bool = False
     cluster: Annotated[list[Expression], Meta(max_length=3)] = []
     num_warps: Expression = 4
     num_stages: Expression = 3

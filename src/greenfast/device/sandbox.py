@@ -1,7 +1,8 @@
-"""What a solution's process gives up before it runs any code of the solution. Standard library only, to start fast.
+"""What a process gives up before it runs or compiles what others wrote. Standard library only, to start fast.
 
 Linux offers several mechanisms, and each may be missing or forbidden where the judge runs (a container, an old kernel):
-``confine`` applies what it can and says what held. docs/judging.md says what none of them protects from.
+``confine``, of a solution's process, and ``confine_compiler`` apply what they can. docs/judging.md says what none of
+them protects from.
 """
 
 from __future__ import annotations
@@ -73,13 +74,25 @@ def confine(readable: Sequence[str], writable: str, gpu: bool = False) -> list[s
             ("resource limits", _limit),
             ("no new privileges", lambda: _prctl(_PR_SET_NO_NEW_PRIVS, 1)),
             ("no network", _leave_network),
-            ("files by Landlock", lambda: _landlock(readable, writable, _gpu_devices() if gpu else ())),
+            ("files by Landlock", lambda: _landlock((*_SYSTEM, *readable), writable, _gpu_devices() if gpu else ())),
             ("system calls by seccomp", lambda: _forbid_calls(gpu)),
         )
         if _tried(step)
     ]
     _tried(lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))  # last: a new user namespace clears it
     return held
+
+
+def confine_compiler(readable: Sequence[str]) -> None:
+    """Give up all files but these folders, which a source's includes could name, as its text ends up in messages.
+
+    Also what ``confine`` says but the network's namespace, as there are no sockets. The process ends with its parent.
+    """
+    _tried(_limit)
+    _tried(lambda: _prctl(_PR_SET_NO_NEW_PRIVS, 1))
+    _tried(lambda: _landlock(readable, "", ()))
+    _tried(lambda: _forbid_calls(False))
+    _tried(lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
 
 
 def _tried(step: object) -> bool:
@@ -119,7 +132,7 @@ def _leave_network() -> None:
 
 
 def _landlock(readable: Sequence[str], writable: str, devices: Sequence[str]) -> None:
-    """Files can be read in some folders and written in one; other processes cannot be traced or signalled."""
+    """Files can be read in some folders and written in one, if any; other processes cannot be traced or signalled."""
     version = _checked(_LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG))
     rights = (1 << _RIGHTS.get(version, 16)) - 1
     fields = [rights]
@@ -130,7 +143,7 @@ def _landlock(readable: Sequence[str], writable: str, devices: Sequence[str]) ->
     attributes = struct.pack(f"{len(fields)}Q", *fields)
     rules = _checked(_LIBC.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0))
     try:
-        for path in dict.fromkeys((*_SYSTEM, *readable)):
+        for path in dict.fromkeys(readable):
             _allow(rules, path, _READ & rights)
         for path in _DEVICES:
             _allow(rules, path, (_READ_FILE | _WRITE_FILE) & rights)
