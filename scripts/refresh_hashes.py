@@ -35,7 +35,7 @@ from greenfast.spec.errors import GreenfastError
 from greenfast.spec.freshness import CURRENT, Freshness
 
 ROOT = Path(__file__).parents[1]
-COMPARED = ("evidence/operator-h200.json", "evidence/serving-h200.json")
+COMPARED = ("evidence/operator-h200.json", "evidence/serving-h100.json")
 
 
 def refreshed(record: AnyRecord) -> AnyRecord:

@@ -38,14 +38,14 @@ EMULATOR_PAGE, EMULATOR_RECORD = "docs/emulator.md", "evidence/emulator-h200.jso
 #: Pages with the tables of a comparison: page, name of the block, record.
 COMPARED = (
     ("docs/operator.md", "operator", "evidence/operator-h200.json"),
-    ("docs/serving.md", "serving", "evidence/serving-h200.json"),
+    ("docs/serving.md", "serving", "evidence/serving-h100.json"),
 )
 OPERATOR_RECORD = COMPARED[0][2]
 ROUTING_RULES, ROUTING_RECORDS = "src/greenfast/operator/measured.json", ("evidence/routing-h200.json", OPERATOR_RECORD)
 ROUTING_PAGE = "docs/operator.md"
 TILING_RULES, TILING_RECORDS = "src/greenfast/kernels/attention/tilings.json", "evidence/hopper-tilings-h200"
 MODELS_PAGE, MODELS_RECORDS = "docs/integrations.md", "evidence/models*-h200.json"
-BATCHING_PAGE, BATCHING_RECORDS = "docs/serving.md", "evidence/continuous-batching*-h200.json"
+BATCHING_PAGE, BATCHING_RECORDS = "docs/serving.md", "evidence/continuous-batching*-h100.json"
 
 Evidence = Sequence[tuple[str, AnyRecord]]
 
