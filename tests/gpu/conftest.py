@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -16,6 +18,14 @@ def references_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for problem in (attention_problem, ladder_problem):
         monkeypatch.setattr(problem, "attention", references.attention)
         monkeypatch.setattr(problem, "attention_with_bounds", references.attention_with_bounds)
+
+
+@pytest.fixture(autouse=True)
+def memory_given_back() -> Iterator[None]:
+    """Several processes share the GPU: what a test with large tensors leaves in PyTorch's cache is another's."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2 << 30:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

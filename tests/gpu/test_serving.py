@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -300,6 +302,36 @@ def test_k_and_v_without_a_cache_against_pytorch() -> None:
         )[0]
         error = (out[a:b].double().transpose(0, 1) - wanted).norm() / wanted.norm()
         assert float(error) < 0.07
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_many_short_work_tiles_end(head_dim: int) -> None:
+    """With one stage and a scale per token, a wait for one phase of a barrier of two could not end."""
+    lengths = [64, 200, 1024, 1, 130, 600] * 8
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(head_dim)
+    q, k, v = (
+        torch.randn(sum(lengths), heads, head_dim, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for heads in (16, 8, 8)
+    )
+
+    def call() -> Tensor:
+        out: Tensor = flash_attn_varlen_func(q, k, v, starts, starts, 1024, 1024, causal=True)
+        return out
+
+    wanted = call().clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [call() for _ in range(4)]
+    for _ in range(20):
+        graph.replay()
+    ended = torch.cuda.Event()
+    ended.record()
+    late = time.monotonic() + 30.0
+    while not ended.query():
+        assert time.monotonic() < late, "the launches have not ended"
+        time.sleep(0.01)
+    assert all(torch.equal(out, wanted) for out in found)
 
 
 def test_appending_in_the_call_is_appending_before_it(cache: greenfast.PagedKVCache) -> None:
