@@ -73,7 +73,7 @@ CASES = (
     Case("131k_full", 131072, False),
     Case("32k_causal_gqa8", 32768, True, kv_heads=8),
 )
-#: For the kernels' arithmetic in PyTorch, where there is no GPU: whether everything works, not how fast.
+#: For the kernels' arithmetic in PyTorch, on machines without a GPU: whether it works, not how fast.
 CPU_CASES = (Case("1k_causal", 1024, True, 4, 2, 64), Case("1k_full", 1024, False, 4, 2, 64))
 
 

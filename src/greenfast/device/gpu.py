@@ -61,7 +61,7 @@ def load_kernel(image: KernelImage, device: Device) -> Any:
 
 
 def whole_pages(nbytes: int) -> int:
-    """The bytes of the pages that hold so many."""
+    """The bytes of the pages that hold this number of bytes."""
     return nbytes + -nbytes % PAGE_BYTES
 
 

@@ -170,7 +170,7 @@ def _read(path: Path) -> tuple[list[Event], int]:
             event = msgspec.json.decode(line, type=Event)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise UsageError(
-                f"{path}: line {number} is no event: {e}; keep its first {number - 1} lines to resume from there"
+                f"{path}: line {number} is not an event: {e}; keep its first {number - 1} lines to resume from there"
             ) from None
         if event.n != len(found) or chained(event, before) != event:
             raise UsageError(

@@ -23,7 +23,7 @@ from greenfast.spec.errors import UsageError, unknown
 
 Value = int | float | str
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z", max_length=100)]
-#: A space is drawn from where so many of so many draws are allowed; else it is listed, up to so many settings or steps.
+#: A space is drawn from where _HITS of _TRIES draws are allowed; else it is listed, up to these many settings or steps.
 _HITS, _TRIES, MOST_LISTED, MOST_STEPS = 3, 1000, 100_000, 1_000_000
 #: Values that a message lists.
 _SHOWN = 40

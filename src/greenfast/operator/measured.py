@@ -20,7 +20,7 @@ Rule: TypeAlias = "tuple[str, int, int, float, str]"
 #: What computes a call otherwise: PyTorch's attention, or with FlashAttention-3 active in it the faster of the two.
 TORCH, FA3 = "PyTorch's attention", "PyTorch's attention and FlashAttention-3"
 HEAD_DIMS = (64, 128, 256)
-#: The target whose GPU was measured. What was not measured needs so many queries and keys.
+#: The target whose GPU was measured. What was not measured needs this number of queries and of keys.
 TARGET = "sm_90a"
 UNMEASURED_LENGTH = 4096
 _AUTO = ("fp8", "int8")

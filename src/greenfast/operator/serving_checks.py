@@ -64,7 +64,7 @@ def check_append_once(*args: Any) -> None:
 
 
 def check_strided(name: str, x: Any) -> None:
-    """Raises TypeError for what is no tensor, and for nested and sparse ones, which have no strides."""
+    """Raises TypeError unless it is a tensor with strides: nested and sparse tensors have none."""
     shown = _SHOWN.get(name, name)
     if not isinstance(x, Tensor):
         raise TypeError(f"{shown}: a torch.Tensor is needed, got {type(x).__name__}")

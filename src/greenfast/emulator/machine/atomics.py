@@ -3,7 +3,7 @@
 An ordinary write may be lost between the read and the write of an atomic access, and the other way round. Only atomic
 accesses that changed something count. Compare-and-swap and exchange may meet an earlier ordinary write, as with it a
 lock is released; no atomic access is accused for an ordinary read, as many kernels look first and then act atomically.
-One whose scope is its block (.cta) is no atomic access for other blocks.
+One whose scope is its block (.cta) is not atomic for other blocks.
 """
 
 from __future__ import annotations

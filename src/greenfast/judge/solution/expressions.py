@@ -47,7 +47,7 @@ class NoValueError(UsageError):
 
 
 def names_in(text: str) -> set[str]:
-    """The names that an expression asks for. Raises UsageError for what is no expression."""
+    """The names that an expression asks for. Raises UsageError for a text that is not an expression."""
     return {node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)} - set(_FUNCTIONS)
 
 

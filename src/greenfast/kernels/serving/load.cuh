@@ -240,7 +240,7 @@ __device__ __forceinline__ void fetch_factors(const AttentionParams& p, Storage<
         // The last two tiles of the work before may both be over by now, and a barrier tells only one phase from the next.
         shared.q_empty.wait(q_parity);
       } else if (tiles >= 2) {
-        shared.v_empty[0].wait(tiles % 2);  // of the tile two before: that of the one before needs this tile's factors
+        shared.v_empty[0].wait(tiles % 2);  // of the tile two before; the tile one before needs these factors
       }
       for (int i = 0; i < kOwn; ++i) {
         const int at = thread + i * kThreads;

@@ -1,5 +1,5 @@
-// O of a consumer warpgroup's 64 rows: that of the present chunk of keys, the sums over the chunks before it, and how
-// it is written.
+// O of a consumer warpgroup's 64 rows: of the present chunk of keys, summed over the chunks before it, and how it is
+// written.
 #pragma once
 
 #include <math_constants.h>
