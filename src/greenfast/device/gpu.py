@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,8 @@ POISON = 0xFF
 #: The driver maps memory in pages of this size.
 PAGE_BYTES = 2 << 20
 
-#: The major compute capability of the first GPUs with clusters.
-_CLUSTERS_SINCE = 9
+#: Blocks of a cluster that every GPU with clusters takes; more have to be allowed for a kernel.
+_PORTABLE_CLUSTER = 8
 #: NVML's number of a board's power at the moment, in milliwatts.
 _POWER_INSTANT = 186
 
@@ -54,9 +55,6 @@ def load_kernel(image: KernelImage, device: Device) -> Any:
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     # Above 48 KB a launch fails unless the kernel's dynamic shared memory limit has been raised.
     check(driver.cuKernelSetAttribute(attribute, image.dynamic_smem_bytes, kernel.handle, device.device_id))
-    if device.compute_capability.major >= _CLUSTERS_SINCE:  # of more than 8 blocks too
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-        check(driver.cuKernelSetAttribute(attribute, 1, kernel.handle, device.device_id))
     return kernel
 
 
@@ -249,6 +247,10 @@ class Gpu:
         """A program's launches on the device's stream; pointers: the address of each buffer."""
         known = {PHASE_BUFFER: 0, **pointers}  # only an instrumented build writes that one
         stream = int(self.stream.handle)
+        for image, plan in executable.steps:
+            if math.prod(plan.cluster) > _PORTABLE_CLUSTER:
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+                check(driver.cuKernelSetAttribute(attribute, 1, self.load(image).handle, self.device.device_id))
         return [
             Prepared(self.load(image), image.block, image.dynamic_smem_bytes, plan, known, stream, name=image.entry)
             for image, plan in executable.steps
