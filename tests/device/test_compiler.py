@@ -150,6 +150,13 @@ def test_hash_covers_what_decides_the_kernel(tmp_path: Path) -> None:
     assert all(len(h) == 16 and int(h, 16) >= 0 for h in hashes)
 
 
+def test_a_pipe_is_no_header(tmp_path: Path) -> None:
+    """The compiler would wait for it until its time is up."""
+    os.mkfifo(tmp_path / "pipe.cuh")
+    with pytest.raises(CompileError, match=r"k\.cu: it includes 'pipe\.cuh', which is a pipe or a device"):
+        compile_kernel(source('#include "pipe.cuh"\nextern "C" __global__ void k() {}', tmp_path), ADA)
+
+
 def test_hash_survives_include_cycles_and_folders(tmp_path: Path) -> None:
     write(tmp_path / "sub", a='#pragma once\n#include "b.cuh"', b='#pragma once\n#include "a.cuh"\n#define B 1')
     base = source('  #  include <sub/a.cuh>\n#include "missing.cuh"\n' + SIMPLE, tmp_path)

@@ -266,7 +266,8 @@ def _sources_digest(source: KernelSource) -> bytes:
 
     Includes are followed if they resolve in ``include_dirs`` or next to the including header; the others are the
     compiler's, or missing. Conditions are not evaluated, so a header that is never read may count too. Where a name is
-    not written out (``#include MACRO``), any file of the folders may be meant, and all of them count.
+    not written out (``#include MACRO``), any file of the folders may be meant, and all of them count. Raises
+    CompileError for a pipe or a device.
     """
     digest = hashlib.sha256()
     folders = [os.fspath(folder) for folder in source.include_dirs]
@@ -282,6 +283,11 @@ def _sources_digest(source: KernelSource) -> bytes:
                     found = os.stat(path)
                 except (OSError, ValueError):
                     continue
+                if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+                    raise CompileError(
+                        f"{source.name}: it includes {name.decode(errors='replace')!r}, which is a pipe or a device: "
+                        "a compiler would wait for it; include ordinary files"
+                    )
                 if stat.S_ISREG(found.st_mode):
                     if (found.st_dev, found.st_ino) not in seen:
                         seen.add((found.st_dev, found.st_ino))
