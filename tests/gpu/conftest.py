@@ -24,7 +24,7 @@ def references_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def memory_given_back() -> Iterator[None]:
     """Several processes share the GPU: what a test with large tensors leaves in PyTorch's cache is another's."""
     yield
-    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2 << 30:
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2 << 30:
         torch.cuda.empty_cache()
 
 
