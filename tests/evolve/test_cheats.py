@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from greenfast.evolve.proposal import Evaluation
-from tests.cheats.corpus import Entry, entries
+from tests.cheats.corpus import GPU_ONLY, Entry, entries
 from tests.cli.command_line import run_here
 from tests.evolve.cheat_stream import BASES, HOSTS, RUNGS, command, evaluated, problem_of, summary
 
 pytestmark = pytest.mark.usefixtures("machine")
 #: What the emulator cannot catch: a kernel that is right and only lacks what its rung promises, which EVIDENCE asks of
 #: finalists, and those that take a GPU (docs/cheats.md). They are left, and nothing is claimed of them.
-NOT_BY_SEARCH = {"no_async_copy", "global_timer", "right_while_the_clock_is_young"}
+NOT_BY_SEARCH = {"no_async_copy", *GPU_ONLY}
 
 
 def searched(
@@ -77,7 +77,7 @@ def test_code_that_cheats(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     found = searched(capsys, tmp_path, HOSTS, some)
     check(some, found)
     for entry, e in zip(some, found, strict=True):
-        if entry.gate == "CORRECTNESS":  # or half of a drawn shape of one element, which is no launch
+        if entry.gate == "CORRECTNESS":  # or half of a drawn shape of one element, which cannot be launched
             assert e.stage in (entry.gate, "BUILD"), (entry.name, e.feedback)
 
 

@@ -185,7 +185,7 @@ class _Module:
             pass
         elif not opcode or statement.addresses or _CONTROL.match(opcode) or any("'" in w for w in statement.words):
             words = list(statement.words)
-            if statement.called in words:  # what is called is no argument: a table of functions is only read
+            if statement.called in words:  # a called table of functions is only read
                 words.remove(statement.called)
             self.lost |= of(words)
         else:

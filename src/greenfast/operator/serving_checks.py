@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.attention.config import KEY_GROUP
+from greenfast.operator.arguments import check_length
 from greenfast.operator.quantized import DTYPES, HEAD_DIMS
 
 E4M3 = torch.float8_e4m3fn
@@ -212,9 +213,7 @@ def check_attention(
         _dense("plan", plan)
     if out_dtype not in DTYPES:
         raise TypeError(f"out: dtype {out_dtype}; allowed: {', '.join(map(str, DTYPES))}")
-    _number("max_seqlen_q", max_seqlen_q, 0)
-    if max_seqlen_q > MOST_LENGTH:
-        raise ValueError(f"max_seqlen_q: {max_seqlen_q}; at most {MOST_LENGTH} is allowed")
+    check_length("max_seqlen_q", max_seqlen_q, MOST_LENGTH)
     _number("window_size", window_left, -1)
     _number("window_size", window_right, -1)
     _number("softcap", softcap, 0)

@@ -60,7 +60,7 @@ class ServingConfig:
     @property
     def row_parts(self) -> int:
         """Warpgroups that do not share their rows: as many as their registers and sums let reside."""
-        return {64: 3, 128: 3, 256: 2}[self.head_dim] if self.wide else 1
+        return (2 if self.head_dim == 256 else 3) if self.wide else 1
 
     @property
     def column_parts(self) -> int:
@@ -296,7 +296,7 @@ def _registers(config: ServingConfig) -> tuple[int, int]:
     """Of a thread that computes and of one of the producer."""
     if config.few_rows:
         return 184, 72
-    two = (240, 24) if config.wide and config.head_dim == 256 else (232, 40)
+    two = (240, 24) if config.wide else (232, 40)  # both at head dim 256
     return {1: (216, 40), 2: two, 3: (160, 32)}[config.consumers]
 
 

@@ -36,7 +36,7 @@ struct Barrier {
 //   int kBlocks            of the grid on a multiprocessor
 //   int kConsumerRegisters, kProducerRegisters  per thread, from the start of the main loop on
 //   int kRawRows           rows of Q that a producer fetches ahead; of a row tile with more, the consumers read them
-//   bool kOverlap          whether P V of a tile runs during the softmax of the next one, or other warpgroups' softmax
+//   bool kOverlap          whether P V of a tile runs during the softmax of the next one, or behind its own
 //   bool kPingPong         whether row parts start their products one after the other
 //   bool kSharedTotals     whether sums over chunks are in shared memory, or in registers
 //   int kSmemBytes         of Storage: a check of what Python plans
