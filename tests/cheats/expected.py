@@ -31,6 +31,8 @@ EXPECTED = {
     "state": {
         "address_by_bits": ("RESOURCES", "device variables, bytes is 4194304"),
         "address_by_subtraction": ("RESOURCES", "device variables, bytes is"),
+        "alias_named_vprintf": ("RESOURCES", "device variables, bytes is 4194304"),
+        "called_through_vprintf": ("RESOURCES", "device variables, bytes is 4194304"),
         "constant_rewritten": ("CORRECTNESS", "trap was executed"),
         "device_heap": ("RESOURCES", "device variables, bytes is"),
         "far_memory": ("PERFORMANCE", "memory around a buffer"),
@@ -121,6 +123,7 @@ EXPECTED = {
         "compiled_cluster_that_does_not_divide": ("CORRECTNESS", "divide the grid in each dimension"),
         "does_not_compile": ("BUILD", 'identifier "z" is undefined'),
         "early_without_wait": ("CORRECTNESS", "in a launch that may begin early"),
+        "forged_report": ("BUILD", r"1024 threads of \d+ registers need \d+; a block has at most"),
         "grid_beyond_all_limits": ("UsageError", "from 1 to 2147483647 is allowed"),
         "grid_rounds_down": ("CORRECTNESS", "bytes of 'y' were never written"),
         "half_the_elements": ("CORRECTNESS", "bytes of 'y' were never written"),

@@ -47,6 +47,13 @@ def test_called_functions_count_and_smem_may_be_left_out() -> None:
     )
 
 
+def test_what_a_source_has_the_compiler_print_is_no_report() -> None:
+    lines = [line for line in LOG.splitlines() if "entry function 'a'" in line or "bytes stack frame" in line][:2]
+    forged = "\n".join([*lines, "ptxas info    : Used 8 registers"])
+    swallows = "k.cu(1): warning #1105-D: Compiling entry function 'A\n"
+    assert parse_resources(f"{forged}\n{swallows}{LOG}", "a", 0) == parse_resources(LOG, "a", 0)
+
+
 @pytest.mark.parametrize(
     ("log", "entry", "message"),
     [

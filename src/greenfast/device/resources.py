@@ -12,7 +12,9 @@ from greenfast.spec.facts import Resources
 #   ptxas info    : Function properties for k
 #   ptxas         .     144 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
 #   ptxas info    : Used 64 registers, used 1 barriers, 144 bytes cumulative stack size, 256 bytes smem
-_SECTION = re.compile(r"Compiling entry function '([^']+)'")
+# A source can have the compiler print anything, by a #warning for one, but only before ptxas begins: a whole line of
+# ptxas's that is the last of its kind is its own.
+_SECTION = re.compile(r"^ptxas info +: Compiling entry function '([\w$.%]+)' for '\w+'$", re.MULTILINE)
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers(.*)")
 _SMEM = re.compile(r"(\d+) bytes smem")

@@ -32,9 +32,10 @@ _COPY_INTO_SHARED = re.compile(r"cp\.async\.c[ag]\.shared(?:::cta)?\.global\b")
 _CONTROL = re.compile(r"(?:bra|brx|call|ret|exit)\b")
 _CALLED = re.compile(r"\s*(?:\([^)]*\)\s*,\s*)?([\w$%]+)")
 _NAMED = re.compile(r"\.func\s*(?:\([^)]*\)\s*)?([\w$%]+)")
-#: Functions of CUDA that read what their arguments point to; ptxas resolves the names itself, unless a module has one
-#: of its own of the name.
+#: Functions of CUDA that read what their arguments point to; ptxas resolves the names itself, unless a module has a
+#: function, an alias or a register of its own of the name.
 _READERS = {"vprintf", "__assertfail"}
+_RENAMES = re.compile(r"\.(?:alias|reg)\b[^;]*")
 
 
 def never_written(ptx: str, names: Iterable[str]) -> set[str]:
@@ -104,7 +105,7 @@ class _Module:
     """names: the variables asked for. held: the ones whose addresses a variable's initial value holds.
 
     local: the addresses that are stored in local memory. lost: the variables that may be written. own: functions that
-    have a body here.
+    have a body here, aliases and registers.
     """
 
     names: set[str]
@@ -116,6 +117,7 @@ class _Module:
 
     def read(self, text: str) -> None:
         """Follow the addresses through all functions, until nothing new is found."""
+        self.own |= {name for renames in _RENAMES.findall(text) for name in _WORD.findall(renames)}
         functions = [[_Statement.parse(s) for s in body] for body in self._bodies(text)]
         registers: list[dict[str, set[str]]] = [defaultdict(set) for _ in functions]
         size, before = 0, -1
