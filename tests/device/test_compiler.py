@@ -150,11 +150,39 @@ def test_hash_covers_what_decides_the_kernel(tmp_path: Path) -> None:
     assert all(len(h) == 16 and int(h, 16) >= 0 for h in hashes)
 
 
-def test_a_pipe_is_no_header(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        '#include "pipe.cuh"',
+        '#define NAME "pipe.cuh"\n#include NAME',
+        '#include /* */ "pipe.cuh"',
+        '#include \\\n"pipe.cuh"',
+        '#include_next "pipe.cuh"',
+        '#if __has_include("pipe.cuh")\n#endif',
+        '#define NAME "pipe.cuh"\n#if __has_include(NAME)\n#endif',
+        '#define NAME "pipe.cuh"\n# /*\n#include "header.cuh"\n*/ include NAME',
+        '#include "header.cuh"',
+    ],
+)
+def test_a_pipe_is_no_header(tmp_path: Path, text: str) -> None:
     """The compiler would wait for it until its time is up."""
     os.mkfifo(tmp_path / "pipe.cuh")
+    write(tmp_path, header='#define OTHER "pipe.cuh"\n#include OTHER')
     with pytest.raises(CompileError, match=r"k\.cu: it includes 'pipe\.cuh', which is a pipe or a device"):
-        compile_kernel(source('#include "pipe.cuh"\nextern "C" __global__ void k() {}', tmp_path), ADA)
+        compile_kernel(source(text + '\nextern "C" __global__ void k() {}', tmp_path), ADA)
+
+
+def test_a_pipe_that_nothing_includes_is_no_matter(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    text = "#if defined(__has_include)\n#ifdef __has_include\n#endif\n#endif\n"
+    compile_kernel(source(text + 'extern "C" __global__ void k() {}', tmp_path), ADA)
+
+
+def test_a_name_that_may_mean_too_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_MOST_MEANT", 2)
+    write(tmp_path, a="", b="", c="")
+    with pytest.raises(CompileError, match=r"k\.cu: it includes a file by a macro, which may be any of more than 2"):
+        compile_kernel(source('#define NAME "a.cuh"\n#include NAME\n' + SIMPLE, tmp_path), ADA)
 
 
 def test_hash_survives_include_cycles_and_folders(tmp_path: Path) -> None:

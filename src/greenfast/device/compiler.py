@@ -11,6 +11,7 @@ import os
 import re
 import stat
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,10 +31,15 @@ from greenfast.spec.kernel import KernelSource
 # NVRTC looks for quoted includes in the program's folder first, by default the current one, where a stray file could
 # silently replace a project header. This folder does not exist; it also keeps the current one out of the line table.
 _NO_FOLDER = "/greenfast-rendered/"
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(["<])([^">\n]+)[">]', re.MULTILINE)
-#: Any directive that includes, also one that _INCLUDE does not read: by a macro, behind or around a comment.
-_ANY_INCLUDE = re.compile(rb"(?:#|%:)(?:\s|/\*.*?\*/)*(?:include|import)", re.DOTALL)
-_SPLICE = re.compile(rb"\\\r?\n")
+_INCLUDE = re.compile(
+    rb'(?:^[ \t]*#[ \t]*include[ \t]*|\b__has_include[ \t]*\([ \t]*)(["<])([^">\n]+)[">]', re.MULTILINE
+)
+#: Anything that opens a file, also what _INCLUDE does not read: by a macro, behind or around a comment.
+_ANY_INCLUDE = re.compile(rb"(?:#|%:)(?:\s|/\*.*?\*/)*(?:include|import)|\b__has_include", re.DOTALL)
+_ASKS_FOR_IT = re.compile(rb"(?:#[ \t]*ifn?def[ \t]+|\bdefined[ \t]*\(?[ \t]*)__has_include\b")
+#: Files of the folders that a name which is not written out may mean.
+_MOST_MEANT = 4096
+_SPLICE = re.compile(rb"\\[ \t]*\r?\n")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 _COMPILER = re.compile(r"Cuda compilation tools, release [\d.]+, V([\d.]+)")
 
@@ -267,7 +273,7 @@ def _sources_digest(source: KernelSource) -> bytes:
     Includes are followed if they resolve in ``include_dirs`` or next to the including header; the others are the
     compiler's, or missing. Conditions are not evaluated, so a header that is never read may count too. Where a name is
     not written out (``#include MACRO``), any file of the folders may be meant, and all of them count. Raises
-    CompileError for a pipe or a device.
+    CompileError for a pipe or a device, and for a folder of more files than that.
     """
     digest = hashlib.sha256()
     folders = [os.fspath(folder) for folder in source.include_dirs]
@@ -283,18 +289,14 @@ def _sources_digest(source: KernelSource) -> bytes:
                     found = os.stat(path)
                 except (OSError, ValueError):
                     continue
-                if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
-                    raise CompileError(
-                        f"{source.name}: it includes {name.decode(errors='replace')!r}, which is a pipe or a device: "
-                        "a compiler would wait for it; include ordinary files"
-                    )
+                _require_no_pipe(source, name.decode(errors="replace"), found)
                 if stat.S_ISREG(found.st_mode):
                     if (found.st_dev, found.st_ino) not in seen:
                         seen.add((found.st_dev, found.st_ino))
                         visit(name, Path(path).read_bytes(), os.path.dirname(path))
                     break
-        if len(_ANY_INCLUDE.findall(_SPLICE.sub(b"", text))) > len(_includes(text)):
-            for file in sorted(path for folder in folders for path in Path(folder).rglob("*") if path.is_file()):
+        if _includes_by_a_macro(text):
+            for file in _files_of(source, folders):
                 found = file.stat()
                 if (found.st_dev, found.st_ino) not in seen:
                     seen.add((found.st_dev, found.st_ino))
@@ -304,7 +306,41 @@ def _sources_digest(source: KernelSource) -> bytes:
     return digest.digest()
 
 
+def _files_of(source: KernelSource, folders: Sequence[str]) -> list[Path]:
+    """The files in folders, any of which the source may include. Raises CompileError for a pipe, and for too many."""
+    files = []
+    for path in (path for folder in folders for path in Path(folder).rglob("*")):
+        try:
+            found = path.stat()
+        except OSError:  # a link that leads nowhere
+            continue
+        _require_no_pipe(source, path.name, found)
+        if stat.S_ISREG(found.st_mode):
+            files.append(path)
+        if len(files) > _MOST_MEANT:
+            raise CompileError(
+                f"{source.name}: it includes a file by a macro, which may be any of more than {_MOST_MEANT} in "
+                f"{', '.join(folders)}; write the name out, or keep the source in a folder of its own"
+            )
+    return sorted(files)
+
+
+def _require_no_pipe(source: KernelSource, name: str, found: os.stat_result) -> None:
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        raise CompileError(
+            f"{source.name}: it includes {name!r}, which is a pipe or a device: a compiler would wait for it; include "
+            "ordinary files"
+        )
+
+
 @functools.lru_cache(maxsize=512)
 def _includes(text: bytes) -> list[tuple[bytes, bytes]]:
     """(opening quote, name) of each include: a process hashes the same headers for every kernel."""
-    return _INCLUDE.findall(text)
+    return _INCLUDE.findall(_SPLICE.sub(b"", text))
+
+
+@functools.lru_cache(maxsize=512)
+def _includes_by_a_macro(text: bytes) -> bool:
+    """Whether it may open a file whose name is not among ``_includes``."""
+    rest = _INCLUDE.sub(b"", _ASKS_FOR_IT.sub(b"", _SPLICE.sub(b"", text)))
+    return _ANY_INCLUDE.search(rest) is not None
