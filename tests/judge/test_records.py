@@ -17,6 +17,7 @@ from greenfast.judge.store import to_json
 from greenfast.judge.validate import validate
 from greenfast.spec.errors import UsageError
 from tests.fakes import Watcher, request
+from tests.judge.report.records import correctness_row, speedup_row
 from tests.judge.report.records import record as make_record
 from tests.judge.small_task import FAMILY, loaded, write_task
 
@@ -162,6 +163,25 @@ def test_a_record_that_does_not_say_how_it_launched_cannot_be_compared(record: R
 def test_a_record_is_not_stale_because_of_anything_else(record: Record, folder: Path) -> None:
     write_task(folder, family=WITH_HEADER + "\n# a comment\n", description="another one", seeds=[7])
     assert said(record) == "current"
+
+
+def test_a_record_that_asked_for_less_than_its_task_is_stale(record: Record, folder: Path) -> None:
+    """Its decision follows from what it asked, so reading it alone finds nothing."""
+    limits = {name: msgspec.structs.replace(then, bound_factor=9.0) for name, then in record.candidate.limits.items()}
+    rows = [msgspec.structs.replace(correctness_row("mission", 0), shape="tiny", dims={"N": 5})]
+    assert said(with_side(record, correctness=rows)) == "current"
+    easier = with_side(record, correctness=rows, limits=limits)
+    assert said(easier) == "stale: it allowed the candidate bound_factor 9, the task allows 1"
+
+    gates = [msgspec.structs.replace(gate, status="PASS") for gate in record.gates]
+    timed = msgspec.structs.replace(record, gates=gates, speedups=[speedup_row("tiny", required=1.05)])
+    assert said(timed) == "current"
+    config = json.loads((folder / "config_forward.json").read_text())
+    config["rungs"][-1]["required_speedup"] = 1.15
+    assert config["rungs"][-1]["name"] == record.candidate.variant
+    (folder / "config_forward.json").write_text(json.dumps(config))
+    assert said(timed) == "stale: it asked for 1.05x, the task asks for 1.15x"
+    assert said(msgspec.structs.replace(timed, speedups=[speedup_row("tiny", required=1.2)])) == "current"
 
 
 def test_a_record_without_a_kernel_of_today_is_stale(record: Record, folder: Path) -> None:

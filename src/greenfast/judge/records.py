@@ -119,11 +119,43 @@ def freshness_of(records: Sequence[tuple[str, Run]]) -> dict[str, Freshness]:
 
 
 def freshness(record: Run) -> Freshness:
-    """Whether a record is of today's kernels and launches, as far as this machine's compiler can tell."""
+    """Whether a record is of today's kernels and launches, as far as this machine's compiler can tell.
+
+    One that asked for less than its task asks today is stale: what it says of itself follows from what it asked.
+    """
     sides = record.sides()
-    return worst(
+    kernels = (
         answer for name, side in sides for answer in _of_side(record, side, f"{name} kernel" if sides[1:] else "kernel")
     )
+    return worst(itertools.chain(kernels, _of_demands(record)))
+
+
+def _of_demands(record: Run) -> Iterator[Freshness]:
+    """The speedup, and of each side the limits on errors, against those of the task."""
+    try:
+        config = find_task(record.task).config
+        gates = config.gates(record.format)
+    except UsageError:  # its kernels are stale for that
+        return
+    rungs = {rung.name: rung for rung in config.rungs}
+    for role, side in record.sides():
+        rung = rungs.get(side.variant) if side.solution is None else None
+        own = config.solutions.kernel_error if side.solution else rung.kernel_error if rung else None
+        for row in side.correctness:
+            then, error, kernel = side.limits.get(row.shape), gates.error_for(row.dims), own or gates.kernel_error
+            for name in then.__struct_fields__ if then is not None else ():
+                today = getattr(kernel if hasattr(kernel, name) else error, name)
+                if getattr(then, name) > today:
+                    yield Freshness(
+                        STALE, (f"it allowed the {role} {name} {getattr(then, name):g}, the task allows {today:g}",)
+                    )
+    if isinstance(record, Record):
+        solution = record.candidate.solution is not None
+        asks = config.solutions if solution else rungs.get(record.candidate.variant)
+        today = (asks and asks.required_speedup) or 0.0
+        for asked in dict.fromkeys(row.required for row in record.speedups):
+            if asked < today:
+                yield Freshness(STALE, (f"it asked for {asked or 1:g}x, the task asks for {today:g}x",))
 
 
 def _of_side(record: Run, side: Side, what: str) -> Iterator[Freshness]:
