@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from greenfast.judge.history import records_below
+from greenfast.judge.quote import kept_at, kept_in
 from greenfast.judge.record import Record
 from greenfast.judge.store import to_json
 from greenfast.spec.errors import MachineError, UsageError
@@ -36,6 +38,19 @@ def test_every_record_below_a_folder(tmp_path: Path) -> None:
     assert sorted(name for name, _ in found) == ["a/b/record.json", "c/record.json"]
     assert len(skipped) == 1
     assert skipped[0].startswith("broken/record.json: not a record")
+
+
+def test_what_is_no_file_is_no_record(tmp_path: Path) -> None:
+    """A pipe of its name would be waited for, a device read without end."""
+    for name in ("pipe", "device", "folder"):
+        (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / "pipe" / "record.json")
+    (tmp_path / "device" / "record.json").symlink_to("/dev/zero")
+    (tmp_path / "folder" / "record.json").mkdir()
+    assert records_below(tmp_path) == ([], [])
+    assert kept_in(tmp_path) == []
+    with pytest.raises(UsageError, match=r"no record\.json there holds a comparison"):
+        kept_at(tmp_path)
 
 
 def test_the_versions_that_git_holds(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +28,11 @@ _RESOURCES = (
     *("registers", "shared_memory_bytes", "static_smem_bytes", "dynamic_smem_bytes", "stack_bytes"),
     *("spill_store_bytes", "spill_load_bytes"),
 )
+
+
+def record_files(folder: Path) -> list[Path]:
+    """The records below a folder, by name; a pipe of this name would be waited for, a device read without end."""
+    return sorted(path for path in folder.rglob(RECORD) if path.is_file())
 
 
 class PerformanceFile(msgspec.Struct, frozen=True, kw_only=True):

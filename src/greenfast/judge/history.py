@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from greenfast.judge.artifacts import RECORD
+from greenfast.judge.artifacts import RECORD, record_files
 from greenfast.judge.record import BenchRecord, Record
 from greenfast.judge.records import read_record
 from greenfast.spec.errors import MachineError, UsageError
@@ -26,7 +26,7 @@ def records_below(folder: Path, *, git: bool = False) -> tuple[list[tuple[str, R
     found: dict[tuple[str, ...], tuple[str, Record | BenchRecord]] = {}
     skipped: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
-        files = [(str(path.relative_to(folder)), path) for path in sorted(folder.rglob(RECORD))]
+        files = [(str(path.relative_to(folder)), path) for path in record_files(folder)]
         for name, path in (*files, *(_versions(folder, Path(scratch)) if git else ())):
             try:
                 record = read_record(path)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from greenfast.judge.artifacts import RECORD
+from greenfast.judge.artifacts import RECORD, record_files
 from greenfast.judge.decision import quoted_performance
 from greenfast.judge.freshness import of_build, of_launch
 from greenfast.judge.gates.performance import gated_shapes
@@ -63,7 +63,7 @@ def kept_in(folder: Path, skipped: Callable[[str], None] = lambda why: None) -> 
     skipped: is told why.
     """
     found = []
-    for file in sorted(folder.rglob(RECORD)):
+    for file in record_files(folder):
         try:
             found += _kept(file, (Path(folder.name) / file.relative_to(folder)).as_posix())
         except UsageError as e:  # of another version, edited or damaged: it is not quoted
@@ -76,7 +76,7 @@ def kept_at(path: Path) -> list[Kept]:
 
     Raises UsageError where there is none, or one cannot be read.
     """
-    files = sorted(path.rglob(RECORD)) if path.is_dir() else [path]
+    files = record_files(path) if path.is_dir() else [path]
     found = [kept for file in files for kept in _kept(file, str(file))]
     if not found:
         raise UsageError(f"--quote {path}: no {RECORD} there holds a comparison measured on a GPU")

@@ -6,6 +6,7 @@ The types below are the schema: msgspec checks every key, type and bound when a 
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -18,7 +19,8 @@ from greenfast.spec.errors import UsageError, unknown
 
 CONFIG_NAME = "config_forward.json"
 
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
+# In Python $ also stands before a line's end; the schema is printed for others, where \Z is a letter.
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$(?!\n)")]
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 Tolerance = Annotated[float, Meta(ge=0)]
@@ -313,7 +315,7 @@ def load_task(folder: Path) -> Task:
     """
     path = folder / CONFIG_NAME
     try:
-        raw = path.read_bytes()
+        raw = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); a task folder holds a {CONFIG_NAME}") from e
     try:

@@ -80,6 +80,23 @@ def test_a_single_file_carries_its_config(tmp_path: Path, name: str, text: str) 
     assert found.solution.launches[0].kernel == "twice"
 
 
+@pytest.mark.parametrize("name", ["k.cu", "k.ptx", "k.py", "solution.json"])
+def test_a_byte_order_mark_is_read_over(tmp_path: Path, name: str) -> None:
+    """As editors on Windows write it; no compiler sees it."""
+    config: dict[str, Any] = {"name": "mine", "launches": launch(grid=[1], block=[32], args=[])}
+    header = {"k.cu": "/* greenfast: CONFIG */\n", "k.ptx": "// greenfast: CONFIG\n", "k.py": "GREENFAST = CONFIG\n"}
+    if name == "k.py":
+        config["language"] = "triton"
+    if name == "solution.json":
+        config["file"] = "k.cu"
+    (tmp_path / "k.cu").write_text(SOURCE, encoding="utf-8-sig")
+    (tmp_path / name).write_text(header.get(name, "CONFIG").replace("CONFIG", json.dumps(config)), encoding="utf-8-sig")
+    found = find_solution(tmp_path / name)
+    assert found.solution.name == "mine"
+    if name != "k.py":
+        assert not declared_program(found, {"N": 1}).steps[0].kernel.source.startswith("\ufeff")
+
+
 def test_a_header_of_several_lines_of_comments(tmp_path: Path) -> None:
     body = json.dumps({"name": "mine", "launches": launch(grid=[1], block=[32])}, indent=2)
     header = "\n".join(f"// {line}" for line in f"greenfast: {body}".splitlines())
@@ -92,6 +109,9 @@ def test_a_header_of_several_lines_of_comments(tmp_path: Path) -> None:
     [
         ({"extra": 1}, "unknown field `extra`; its keys are name, problem, author"),
         ({"name": "a b"}, r"$.name"),
+        ({"name": "a\n"}, r"$.name"),
+        ({"launches": launch(kernel="twice\n")}, r"$.launches[0].kernel"),
+        ({"toggles": {"T": 2**70}}, "Expected `int` <= 9223372036854775807 - at `$.toggles[...]`"),
         ({"language": "rust"}, "Invalid enum value 'rust' - at `$.language`; allowed: cuda, ptx, cubin"),
         ({"launches": launch(blok=1)}, "`$.launches[0]`; its keys are kernel, grid, block"),
         ({"launches": []}, "launches: missing; name each kernel"),
@@ -102,6 +122,7 @@ def test_a_header_of_several_lines_of_comments(tmp_path: Path) -> None:
         ({"file": "/etc/passwd", "language": "cuda"}, "is outside of the solution's folder"),
         ({"file": "no.cu"}, "no.cu does not exist"),
         ({"file": "no\0.cu"}, "is no path"),
+        ({"file": "a\nb.cu"}, "is no path that can be shown; rename the file"),
         ({"file": "k.txt"}, "language: missing, and k.txt does not tell; one of cuda, ptx"),
         ({"target": "sm_1"}, "target: unknown target 'sm_1'"),
         ({"language": "ptx", "constants": {"X": 1}}, "constants: X not used; ptx takes no macros"),
@@ -126,6 +147,7 @@ def test_a_mistake_in_the_config_is_named(tmp_path: Path, changes: dict[str, Any
         ({"launches": launch(grid=["N - N"])}, "launches[0].grid[0]: 0; from 1 to 2147483647"),
         ({"launches": launch(shared=2**40)}, "launches[0].shared: 1099511627776 bytes"),
         ({"launches": launch(args=["int32(N ** 8)"])}, "launches[0].args[0]: int32(N ** 8) is 10000000000000000"),
+        ({"launches": launch(args=["float16(N * 1000)"])}, "float16(N * 1000) is 100000, which does not fit float16"),
         ({"launches": launch(args=["int33(N)"])}, "launches[0].args[0]: unknown type 'int33'; allowed: bool, float16"),
         ({"launches": launch(args=["x y"])}, "neither a buffer's name nor a typed scalar such as int32(R)"),
         ({"launches": launch(args=["float32(x)"])}, "x is not known; known are N, T"),

@@ -7,6 +7,7 @@ pages). Keys that are not judged by (descriptions, tags) are read over.
 from __future__ import annotations
 
 import ast
+import codecs
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -223,7 +224,7 @@ def read_foreign_solution(path: Path) -> ForeignSolution:
 
 def _text(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror})") from None
 

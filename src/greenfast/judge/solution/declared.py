@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -163,7 +164,10 @@ def scalar(text: str, names: Mapping[str, int]) -> np.generic:
         least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         if not least <= value <= most:
             raise UsageError(f"{text} is {value}, which does not fit {dtype}")
-    made: np.generic = dtype.type(value)
+    with np.errstate(over="ignore"):
+        made: np.generic = dtype.type(value)
+    if np.isinf(made) and not math.isinf(value):
+        raise UsageError(f"{text} is {value:g}, which does not fit {dtype}")
     return made
 
 

@@ -6,6 +6,7 @@ The types below are the schema: msgspec checks every key and type. ``expressions
 from __future__ import annotations
 
 import ast
+import codecs
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,11 +26,14 @@ Language = Literal["cuda", "ptx", "cubin", "triton", "cute", "family", "callable
 DECLARED = ("cuda", "ptx", "cubin")
 _OF_SUFFIX: dict[str, Language] = {".cu": "cuda", ".ptx": "ptx", ".cubin": "cubin"}
 
-Identifier = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
+# In patterns \Z, as $ also stands before a line's end.
+Identifier = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z", max_length=200)]
 #: A kernel's compiled name.
-Entry = Annotated[str, Meta(pattern=r"^[A-Za-z_$%.][\w$.]*$", max_length=1000)]
+Entry = Annotated[str, Meta(pattern=r"^[A-Za-z_$%.][\w$.]*\Z", max_length=1000)]
 #: A solution's name also names its folder of results.
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$", max_length=100)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*\Z", max_length=100)]
+#: Of 64 bits, as messages to a solution's process are.
+Toggle = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 #: A whole number, or an expression in the shape's dimensions and the constants.
 Expression = int | str
 
@@ -102,7 +106,7 @@ class Solution(_Strict, frozen=True, kw_only=True):
     constants: dict[Identifier, Expression] = {}
     launches: Annotated[list[LaunchSpec], Meta(max_length=MAX_LAUNCHES)] = []
     workspaces: dict[Identifier, WorkspaceSpec] = {}
-    toggles: dict[Identifier, int] = {}
+    toggles: dict[Identifier, Toggle] = {}
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,9 @@ def find_solution(path: Path) -> FoundSolution:
     if path.is_dir():
         path = path / CONFIG_NAME
     if path.suffix == ".json":
-        found = FoundSolution(_decoded(_read(path, _MAX_CONFIG), path, {}), path.parent, path)
+        found = FoundSolution(
+            _decoded(_read(path, _MAX_CONFIG).removeprefix(codecs.BOM_UTF8), path, {}), path.parent, path
+        )
     else:
         found = FoundSolution(_from_header(path), path.parent, path)
     _check(found)
@@ -152,7 +158,7 @@ def find_solution(path: Path) -> FoundSolution:
 def read_text(path: Path) -> str:
     """A source's text. Raises UsageError where it cannot be read, is too large, or is not UTF-8."""
     try:
-        return _read(path, _MAX_SOURCE).decode()
+        return _read(path, _MAX_SOURCE).removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as e:
         raise UsageError(f"{path}: byte {e.start} is not UTF-8; save the file as UTF-8") from None
 
@@ -268,6 +274,8 @@ def _check(found: FoundSolution) -> None:
     solution, where = found.solution, found.where
     if not solution.file:
         raise UsageError(f"{where}: file: missing; name the solution's source, such as kernel.cu")
+    if not solution.file.isprintable():
+        raise UsageError(f"{where}: file: {solution.file!r} is no path that can be shown; rename the file")
     try:
         inside = found.file.resolve().is_relative_to(found.folder.resolve())
         there = found.file.is_file()

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from greenfast.judge.solution.schema import MAX_ARGUMENTS, MAX_LAUNCHES, Solution
+from greenfast.judge.solution.schema import MAX_ARGUMENTS, MAX_LAUNCHES, Entry, Solution
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Argument, KernelSource, Launch, Packed, Program, Step, Struct, TensorMap, Workspace
 
@@ -31,8 +31,7 @@ _DTYPES = {
 } | {name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
 
 Text = Annotated[str, Meta(max_length=1000)]
-Line = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=1000)]
-Entry = Annotated[str, Meta(pattern=r"^[A-Za-z_$%.][\w$.]*$", max_length=1000)]
+Line = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]*\Z", max_length=1000)]
 Count = Annotated[int, Meta(ge=0, le=2**40)]
 #: BUILD says which of these no GPU takes.
 Extents = tuple[Count, Count, Count]
