@@ -294,7 +294,7 @@ class Machine:
         place = unflatten(block, self.geometry.grid)
         for name, value in (
             ("%nwarpid", self.warps),
-            ("%gridid", 1),
+            ("%gridid", 1 + self.seed),
             ("%is_explicit_cluster", int(size > 1)),
             ("%dynamic_smem_size", self.dynamic_bytes),
             ("%total_smem_size", self.shared_bytes),
