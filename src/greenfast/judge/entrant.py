@@ -20,7 +20,7 @@ from greenfast.spec.problem import Problem
 
 _LOCAL_BYTES = 512 << 10
 _ANY_STATE = 1 << 40
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)
 _MOST_FILES, _MOST_BYTES = 256, 32 << 20
 
 

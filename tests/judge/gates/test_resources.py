@@ -8,10 +8,12 @@ import pytest
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.variables import HEAP_BYTES
-from greenfast.judge.gates.resources import _state_bytes
-from greenfast.judge.gates.sides import image_of, watched_variables
+from greenfast.judge.gates.resources import _state_bytes, check
+from greenfast.judge.gates.sides import BuiltProgram, BuiltSide, image_of, watched_variables
+from greenfast.judge.task import Budget, BudgetWhere, Rung, Shape
+from greenfast.judge.variant import Variant
 from greenfast.spec.arch import Target
-from greenfast.spec.kernel import KernelSource
+from greenfast.spec.kernel import KernelSource, Launch, Program, Step
 
 #: A table that is read, a counter of launches, and a kernel that has neither.
 SOURCE = """__device__ float table[8] = {1, 2, 3, 4, 5, 6, 7, 8};
@@ -72,3 +74,19 @@ def test_what_ptx_shows_is_decided_by_it(source: KernelSource) -> None:
     assert watched_variables(kernel) == ()
     assert _state_bytes(kernel) == (kernel.resources.global_bytes, 0)
     assert kernel.resources.global_bytes >= 4
+
+
+def test_a_kernel_meets_the_budget_of_every_shape(source: KernelSource) -> None:
+    """The first shape that runs it may have the largest."""
+    kernel = compile_kernel(dataclasses.replace(source, entry="neither"), TARGET)
+    program = BuiltProgram(Program((Step(kernel.source, Launch((1, 1, 1), ("y",))),)), (kernel,))
+    side = BuiltSide("candidate", Variant("one", ()), {"wide": program, "narrow": program, "thin": program})
+    wide = BudgetWhere(registers=255, smem_bytes=0, global_bytes=1 << 30, when={"D": 128})
+    rung = Rung(
+        name="one", title="", budget=Budget(registers=1, smem_bytes=0, global_bytes=1 << 30), budget_where=[wide]
+    )
+    shapes = [Shape(name=name, dims={"D": d}) for name, d in (("wide", 128), ("narrow", 64), ("thin", 32))]
+    result = check([side], {"candidate": rung}, shapes)
+    used = kernel.resources.registers
+    assert result.reasons == [f"candidate one (narrow): registers is {used}, the budget of one allows 1"]
+    assert len(result.checks) == 2 * 5

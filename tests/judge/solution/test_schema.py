@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from greenfast.judge.entrant import source_files
 from greenfast.judge.solution.declared import declared_program
 from greenfast.judge.solution.schema import find_solution
 from greenfast.spec.errors import UsageError
@@ -203,3 +204,12 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "solution.json")
     with pytest.raises(UsageError, match=r"solution\.json: cannot be read \(no regular file\)"):
         find_solution(tmp_path)
+
+
+def test_the_sources_that_are_kept_are_all_that_it_includes(tmp_path: Path) -> None:
+    """In brackets too, which resolve in the folder as well: two solutions of one digest are one."""
+    folder = write(tmp_path, '#include "a.cuh"\n#include <b.cuh>\n' + SOURCE)
+    (folder / "a.cuh").write_text("#include <c.cuh>\n")
+    for name in ("b.cuh", "c.cuh", "other.cuh"):
+        (folder / name).write_text("// nothing\n")
+    assert list(source_files(find_solution(folder))) == ["a.cuh", "b.cuh", "c.cuh", "k.cu", "solution.json"]

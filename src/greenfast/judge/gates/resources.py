@@ -9,7 +9,7 @@ from greenfast.device.compiler import CompiledKernel
 from greenfast.device.identity import state_variables
 from greenfast.judge.gates.sides import BuiltSide, watched_variables
 from greenfast.judge.record import GateResult, Status
-from greenfast.judge.task import Rung, Shape
+from greenfast.judge.task import Budget, Rung, Shape
 
 
 def check(sides: Sequence[BuiltSide], asked: Mapping[str, Rung], shapes: Sequence[Shape]) -> GateResult:
@@ -29,12 +29,14 @@ def check(sides: Sequence[BuiltSide], asked: Mapping[str, Rung], shapes: Sequenc
     for side in sides:
         rung = asked[side.role]
         for shape, kernel in side.distinct:
-            r, budget = kernel.resources, rung.budget_for(dims[shape])
+            r = kernel.resources
             only = f" ({shape})" if len(side.distinct) > 1 else ""
             constant = f", {r.constant_bytes} bytes of __constant__" if r.constant_bytes else ""
-            state, compared = _state_bytes(kernel)
+            _, compared = _state_bytes(kernel)
             constant += f", {compared} bytes of variables, compared after its launches" if compared else ""
             used.append(f"{side.variant.name}{only} {r.registers} registers, {r.smem_bytes / 1024:.1f} KB{constant}")
+        for shape, kernel, budget in _budgets(side, rung, dims):
+            r, (state, _) = kernel.resources, _state_bytes(kernel)
             for what, limit, actual in (
                 ("registers", budget.registers, r.registers),
                 ("shared memory, bytes", budget.smem_bytes, r.smem_bytes),
@@ -50,6 +52,18 @@ def check(sides: Sequence[BuiltSide], asked: Mapping[str, Rung], shapes: Sequenc
     return GateResult(
         gate="RESOURCES", status="FAIL" if reasons else "PASS", summary="; ".join(used), reasons=reasons, checks=checks
     )
+
+
+def _budgets(
+    side: BuiltSide, rung: Rung, dims: Mapping[str, dict[str, int]]
+) -> list[tuple[str, CompiledKernel, Budget]]:
+    """Each kernel with each budget that it has to meet, and the first shape for which it has."""
+    found: dict[tuple[str, int], tuple[str, CompiledKernel, Budget]] = {}
+    for shape, program in side.programs.items():
+        budget = rung.budget_for(dims[shape])
+        for kernel in program.kernels:
+            found.setdefault((kernel.kernel_hash, id(budget)), (shape, kernel, budget))
+    return list(found.values())
 
 
 def _state_bytes(kernel: CompiledKernel) -> tuple[int, int]:
