@@ -125,6 +125,12 @@ HOST = {
         "(Permission|FileNotFound)Error|Read-only",
         in_kernel='open(__file__ + ".json", "w").write("{}")',
     ),
+    "reads_the_environment": HostCheat(
+        "reads the environment of the judge, which may hold a token",
+        "SolutionError",
+        "it raised PermissionError",
+        in_kernel='import os; open(f"/proc/{os.getppid()}/environ").read()',
+    ),
     "calls_home": HostCheat(
         "opens a connection",
         "SolutionError",
