@@ -14,6 +14,7 @@ EXPECTED = {
         "misaligned_vectors": ("CORRECTNESS", "misaligned 8-byte read"),
         "offset_of_32_bits": ("CORRECTNESS", "write out of bounds: in no allocation"),
         "padding_not_set": ("CORRECTNESS", "read of an element that nothing has written"),
+        "parameter_beyond_its_end": ("CORRECTNESS", "read of byte 4 of parameter doubling_param_2, which has 4 bytes"),
         "product_overflows": ("CORRECTNESS", "bytes of 'y' were never written"),
         "reads_in_front": ("CORRECTNESS", "read out of bounds"),
         "reads_the_poison": ("CORRECTNESS", "read of an element that nothing has written"),

@@ -188,6 +188,9 @@ def _load_param(i: Instruction) -> Operation:
             raise m.fault("read of a tensor map, whose bytes are opaque", int(lane_indices(lanes)[0]))
         for n, w in enumerate(write):
             start = offset + n * dtype.itemsize
+            if not 0 <= start <= len(data) - dtype.itemsize:
+                what = f"read of byte {start} of parameter {name}, which has {len(data)} bytes"
+                raise m.fault(what, int(lane_indices(lanes)[0]))
             w(m, lanes, np.frombuffer(data[start : start + dtype.itemsize], dtype)[0])
 
     return run
