@@ -167,6 +167,19 @@ def test_many_tiles_are_dealt_longest_first() -> None:
     assert max(shares) - min(shares) <= 1
 
 
+@pytest.mark.parametrize("lengths", [(1024,) * 8, (137, 9000, 512, 33, 4000, 1500, 1202)])
+def test_blocks_of_a_prefill_have_about_as_many_keys(lengths: tuple[int, ...]) -> None:
+    """Tiles of keys of all of a block's items: at most a twentieth and a quarter of the longest item above the mean."""
+    batch = [(n, n) for n in lengths]
+    plan = made(batch, group=4, kv_heads=4, wide=True, head_dim=128, multiprocessors=33)
+    check(plan, batch, group=4, kv_heads=4, rows=192)
+    assert plan.dealt
+    keys = [int((-(-items[:, 7] // 128)).sum()) for items in plan.blocks]
+    longest = -(-max(lengths) // 128)
+    mean = sum(keys) / len(keys)
+    assert max(keys) <= mean * 1.05 + longest / 4
+
+
 def test_an_empty_batch_has_no_work() -> None:
     for lengths in ([], [(0, 0)], [(0, 700)]):
         plan = made(lengths, multiprocessors=3)

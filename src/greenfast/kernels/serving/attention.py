@@ -103,6 +103,14 @@ class ServingConfig:
         return 2 if self.consumers == 1 and self.head_dim < 256 else 1
 
     @property
+    def sorted_keys(self) -> int:
+        """Row tiles are dealt in the order of how many runs of that many keys they have, longest first.
+
+        At head dim 256, which waits for each tile of K and V, more row tiles of a sequence stay side by side instead.
+        """
+        return 2 * TILE if self.head_dim == 256 else TILE
+
+    @property
     def raw_rows(self) -> int:
         """Rows of Q that are fetched ahead: as many as cost no stage. None of a wide row tile, as copies take long."""
         return self._raw_rows_and_stages()[0]
@@ -218,7 +226,8 @@ def plan_kernel(config: ServingConfig) -> KernelSource:
 extern "C" __global__ void __launch_bounds__({_PLAN_THREADS}, 1)
 {PLAN_ENTRY}(const int* q_begins, const int* kv_lens, int* plan, int sequences, int group, int left, int right,
              unsigned group_inverse, int blocks, int kv_heads, int most_tiles, int abreast, int slots) {{
-  greenfast::serving::make_plan<{config.rows}>({_BATCH}, plan, blocks, kv_heads, most_tiles, abreast, slots);
+  greenfast::serving::make_plan<{config.rows}, {config.sorted_keys}>({_BATCH}, plan, blocks, kv_heads, most_tiles,
+                                                                     abreast, slots);
 }}
 """
     return KernelSource(

@@ -23,6 +23,8 @@ struct RowTile {
   __device__ __forceinline__ int chunks() const {
     return max(1, (key_end + kChunk - 1) / kChunk - first_chunk());
   }
+  // How many runs of that many keys, which are a multiple of a tile, its keys touch.
+  __device__ __forceinline__ int runs(int keys) const { return (key_end + keys - 1) / keys - key_begin / keys; }
   __device__ __forceinline__ int rows(int most, int group) const { return min(most, q_len * group - first_row); }
 };
 
@@ -126,24 +128,32 @@ __device__ __forceinline__ void for_each_tile(const Batch& batch, int most_tiles
   }
 }
 
-// One block of kPlanThreads threads. blocks: of the attention kernel's grid.
-template <int kRows>
+// Where whole tiles are dealt: the item of a block in a round.
+__device__ __forceinline__ int dealt_item(int round, int block, int blocks) {
+  return round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
+}
+
+// One block of kPlanThreads threads. blocks: of the attention kernel's grid. kSortedKeys: row tiles come in the order of
+// how many runs of that many keys they have. Those of a sequence stay together in a run, so few sequences' keys are
+// read at a time.
+template <int kRows, int kSortedKeys>
 __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int blocks, int kv_heads, int most_tiles,
                                           int abreast, int slots) {
   constexpr int kThreads = kPlanThreads, kClasses = kThreads;
   __shared__ long long warps[32], carry;
-  __shared__ int classes[kClasses], most_chunks;
+  __shared__ int classes[kClasses], most_chunks, longest;
   const Plan plan{words, blocks, most_tiles, abreast};
   const int thread = threadIdx.x;
   for (int i = thread; i < kClasses; i += kThreads) classes[i] = 0;
-  if (thread == 0) carry = most_chunks = 0;
+  if (thread == 0) carry = most_chunks = longest = 0;
   __syncthreads();
-  const auto class_of = [](int chunks) { return kClasses - min(chunks, kClasses); };
-  // How many tiles there are of each class; those with most chunks come first.
+  const auto class_of = [](const RowTile& tile) {
+    return kClasses - min(max(1, tile.runs(kSortedKeys)), kClasses);
+  };
+  // How many tiles there are of each class; those with most keys come first.
   for_each_tile<kRows>(batch, most_tiles, [&](const RowTile& tile) {
-    const int chunks = tile.chunks();
-    atomicAdd(&classes[class_of(chunks)], 1);
-    atomicMax(&most_chunks, chunks);
+    atomicAdd(&classes[class_of(tile)], 1);
+    atomicMax(&most_chunks, tile.chunks());
   });
   __syncthreads();
   const int in_class = classes[thread], behind = static_cast<int>(inclusive_sum(in_class, warps));
@@ -151,7 +161,7 @@ __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int bl
   if (thread == kThreads - 1) words[Plan::kTiles] = behind;
   __syncthreads();
   for_each_tile<kRows>(batch, most_tiles, [&](const RowTile& tile) {
-    *plan.tile(atomicAdd(&classes[class_of(tile.chunks())], 1)) = tile;
+    *plan.tile(atomicAdd(&classes[class_of(tile)], 1)) = tile;
   });
   __syncthreads();
   const int tiles = plan.tiles();
@@ -166,15 +176,28 @@ __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int bl
   }
   const long long units = carry;
   const int runs = plan.runs();
+  const long long share = (units + runs - 1) / runs, most = most_chunks;
+  // Dealt where that takes little longer than equal runs: at most an eighth. A block has at most one of the longest tiles
+  // more than the others, so where a share is eight of these nothing is to be counted.
+  const bool even = share >= 8 * most;
+  if (!even && most * 8 <= share * 9) {
+    for (int block = thread; block < blocks; block += kThreads) {
+      int chunks = 0;
+      for (int round = 0;; ++round) {
+        const int item = dealt_item(round, block, blocks);
+        if (item >= tiles * kv_heads) break;
+        chunks += plan.tile(item / kv_heads)->chunks();
+      }
+      atomicMax(&longest, chunks);
+    }
+  }
+  __syncthreads();
   if (thread == 0) {
-    // Dealt where that takes little longer than equal runs: at most an eighth. And where these would leave more partial
-    // results than there is room for, or an int does not count the units.
+    // Dealt too where runs would leave more partial results than there is room for, or an int does not count the units.
     constexpr long long kMostUnits = 0x7fffffff;
-    const long long share = (units + runs - 1) / runs;
-    const long long rounds = (tiles * kv_heads + blocks - 1) / blocks;
-    const bool room = units <= kMostUnits && (share <= slots || most_chunks <= slots);
+    const bool room = units <= kMostUnits && (share <= slots || most <= slots);
     words[Plan::kUnits] = static_cast<int>(units <= kMostUnits ? units : kMostUnits);
-    words[Plan::kDealt] = !room || share >= 8LL * most_chunks || rounds * most_chunks * 8 <= share * 9;
+    words[Plan::kDealt] = !room || even || (longest > 0 && longest * 8LL <= share * 9);
   }
   for (int i = thread; i < 2 * tiles * kv_heads; i += kThreads) plan.done(0, 0, kv_heads)[i] = 0;
   __syncthreads();
@@ -227,18 +250,13 @@ struct Schedule {
     tile = share.tile;
   }
 
-  // The block's item of a round.
-  __device__ __forceinline__ static int item(int round) {
-    const int blocks = gridDim.x;
-    return round * blocks + (round % 2 == 0 ? blockIdx.x : blocks - 1 - blockIdx.x);
-  }
-
   __device__ __forceinline__ bool get(const Plan& plan, int kv_heads, Work& work) {
     work.index = t;
     work.tile = tile;
     work.chunks = tile.chunks();
     if (dealt) {
-      const int now = item(next++), later = item(next);
+      const int now = dealt_item(next, blockIdx.x, gridDim.x), later = dealt_item(next + 1, blockIdx.x, gridDim.x);
+      ++next;
       if (now >= stop) return false;  // no later round has any
       work.head = now % kv_heads;
       work.begin = 0;
