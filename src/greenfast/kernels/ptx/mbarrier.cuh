@@ -26,6 +26,18 @@ struct Mbarrier {
                  : "memory");
   }
 
+  // Whether the phase of that parity is over.
+  __device__ __forceinline__ bool is_over(unsigned parity) {
+    unsigned done;
+    asm volatile(
+        "{\n\t.reg .pred done;\n\tmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, done;\n\t}"
+        : "=r"(done)
+        : "r"(shared_address(&word)), "r"(parity)
+        : "memory");
+    return done;
+  }
+
   // Waits until the phase of that parity is over.
   __device__ __forceinline__ void wait(unsigned parity) {
     unsigned done;

@@ -66,6 +66,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
       shared.k_empty[s].init(kWarps);
       shared.v_empty[s].init(kWarps);
     }
+    if constexpr (T::kClearsAhead) shared.landed.full.init(1);
     for (int s = 0; s < T::kFactorStages; ++s) shared.factors_full[s].init(T::kFactorWarps);
     ptx::fence_mbarrier_init();
   }

@@ -151,6 +151,8 @@ class ServingConfig:
         rest = -(-rest // 8) * 8 + 32 * stages + 8 * max(stages, 2) + 16
         if self.turns_values and stages > 1:
             rest += 12 * stages  # of the rows' stages, which with one the consumers turn themselves
+        if self.wide and self.value_layout == "grouped":
+            rest += 8  # of the copies of values that are cleared
         return tiles + -(-rest // 1024) * 1024
 
 

@@ -127,7 +127,7 @@ struct Consumer : Output<T> {
     const int stage = k_ring.stage;
     shared.k_full[stage].wait(k_ring.parity);
     bool awaited = true;
-    if constexpr (!kFirst) awaited = prepare_values(tile - 1);
+    if constexpr (!kFirst) awaited = prepare_values(tile - 1) || (T::kClearsAhead && values_are_there());
     take_turn();
     start_scores(s);
     if constexpr (!kFirst) {
@@ -196,12 +196,15 @@ struct Consumer : Output<T> {
   }
 
   __device__ __forceinline__ void await_values() const { shared.v_full[v_ring.stage].wait(v_ring.parity); }
-  // Turns or clears values of a tile, where that is to be done; says whether it was, and they were waited for. All
+  __device__ __forceinline__ bool values_are_there() const {
+    return shared.v_full[v_ring.stage].is_over(v_ring.parity);
+  }
+  // Turns or clears values of a tile, where consumers are to do that; says whether they did, and waited for them. All
   // consumers meet for it, so none has its turn.
   __device__ __forceinline__ bool prepare_values(int tile) {
     constexpr bool kTurns = T::kTurnsValues && !T::kTurnsAhead;
     const int begin = rows.work.tile.key_begin - tile * kTile, end = rows.work.tile.key_end - tile * kTile;
-    const bool clears = !is_whole(tile) && ((begin > 0 && begin < kTile) || (end > 0 && end < kTile));
+    const bool clears = !T::kClearsAhead && !is_whole(tile) && ((begin > 0 && begin < kTile) || (end > 0 && end < kTile));
     if (kTurns || clears) await_values();
     if constexpr (kTurns) {
       turn_stage<T, 4 * T::kConsumers>(shared.v[v_ring.stage][0], threadIdx.x / 32);

@@ -124,7 +124,7 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
   const Plan plan = plan_of(p);
   Schedule schedule;
   schedule.start(plan);
-  unsigned q_parity = 0;
+  unsigned q_parity = 0, landed_parity = 0;
   for (Work work; schedule.get(plan, p.kv_heads, work);) {
     const int begin = work.tile.key_begin, end = work.tile.key_end;
     const BlockTable table(p, work.tile.sequence);
@@ -159,19 +159,36 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
         }
       }
       if constexpr (kValues) {
-        ptx::Mbarrier& full = value_barrier(shared, s);
         shared.v_empty[s].wait(ring.parity ^ 1);
+        Cleared cleared;
+        if constexpr (T::kClearsAhead) {
+          cleared = clear_unfetched<T>(shared.v[s][0], p.page, begin - tile * kTile, end - tile * kTile);
+        }
+        const auto full = [&]() -> ptx::Mbarrier& {
+          if constexpr (T::kClearsAhead) {
+            if (cleared.later) return shared.landed.full;
+          }
+          return value_barrier(shared, s);
+        };
         if (lane == 0) {
           if constexpr (T::kTurnsAhead) shared.rows_of_v.end[s] = 0;
-          full.arrive_expect(bytes);
+          full().arrive_expect(bytes);
         }
         __syncwarp();
         if (needed) {
           if constexpr (T::kRowValues) {
-            fetch_rows<T>(p, shared.v[s][0], full, v_map, lane * p.page, work.head, number);
+            fetch_rows<T>(p, shared.v[s][0], full(), v_map, lane * p.page, work.head, number);
           } else {
             const long long at = number * p.v_page + work.head * p.v_head;
-            ptx::bulk_load(shared.v[s][0] + lane * page_bytes, values + at, page_bytes, full);
+            ptx::bulk_load(shared.v[s][0] + lane * page_bytes, values + at, page_bytes, full());
+          }
+        }
+        if constexpr (T::kClearsAhead) {
+          if (cleared.later) {
+            shared.landed.full.wait(landed_parity);
+            landed_parity ^= 1;
+            clear_values<T>(shared.v[s][0], cleared.begin, cleared.end, begin - tile * kTile, end - tile * kTile);
+            if (lane == 0) shared.v_full[s].arrive();
           }
         }
       }

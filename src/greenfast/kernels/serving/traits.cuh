@@ -68,6 +68,9 @@ struct Traits : Cfg {
   // stage the consumers would wait for them, and turn the rows themselves.
   static constexpr bool kTurnsValues = Cfg::kRowValues && Cfg::kFewRows == 0;
   static constexpr bool kTurnsAhead = kTurnsValues && Cfg::kStages > 1;
+  // Whether V's warp clears what lies beside the keys of a row tile. Where it holds rows, or is no warp of its own, the
+  // consumers do, who wait for each other then.
+  static constexpr bool kClearsAhead = kValuesApart && !Cfg::kRowValues;
   static constexpr int kTurners = Cfg::kTokenScales ? 1 : 2;
   static constexpr int kFirstTurner = !Cfg::kTokenScales ? 1 : kValuesApart ? 2 : 3;
   static constexpr int kFactorWarps = kTurnsAhead && kValuesApart ? 1 : 2;
@@ -120,6 +123,14 @@ struct RowStages {
 template <>
 struct RowStages<0> {};
 
+// The copies of a tile of V of which the warp that fetches it clears a part.
+template <bool kClearsAhead>
+struct Landed {
+  ptx::Mbarrier full;
+};
+template <>
+struct Landed<false> {};
+
 template <class T>
 struct Storage {
   alignas(1024) unsigned char q[T::kRowParts][T::kPanels][T::kPartRows * T::kPanel];
@@ -140,6 +151,7 @@ struct Storage {
   ptx::Mbarrier k_full[T::kStages], k_empty[T::kStages], v_full[T::kStages], v_empty[T::kStages];
   ptx::Mbarrier factors_full[T::kFactorStages], q_full, q_empty;
   RowStages<T::kTurnsAhead ? T::kStages : 0> rows_of_v;
+  Landed<T::kClearsAhead> landed;
 };
 
 __device__ __forceinline__ Plan plan_of(const AttentionParams& p) {
