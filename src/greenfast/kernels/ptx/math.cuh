@@ -34,4 +34,11 @@ __device__ __forceinline__ float max_nan(float a, float b) {
 // The larger of both halves of two words, as unsigned integers (sm_90; emulated before).
 __device__ __forceinline__ unsigned max_u16x2(unsigned a, unsigned b) { return __vmaxu2(a, b); }
 
+// x y + z. Where the compiler knows where x and y come from, it multiplies 64 bits of each.
+__device__ __forceinline__ long long mad_wide(int x, int y, long long z) {
+  long long result;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(x), "r"(y), "l"(z));
+  return result;
+}
+
 }  // namespace greenfast::ptx

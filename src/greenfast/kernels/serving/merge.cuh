@@ -58,7 +58,7 @@ struct Results {
 
   // A row's factor of O, and its log-sum-exp if asked for, from the maximum and sum over all keys.
   struct Finish {
-    float before, factor;  // O is multiplied by one, then by the other
+    float before, factor;  // O is multiplied by one, which without sinks is 1, then by the other
     __device__ __forceinline__ Finish(const AttentionParams& p, const Work& work, int row, float max, float sum,
                                       bool writes, float unit) {
       const int packed = work.tile.first_row + row, of_tile = p.batch.token(packed);

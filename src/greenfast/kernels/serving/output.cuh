@@ -127,6 +127,10 @@ struct Output : Results<T> {
     const Finish finishes[2] = {finish(0), finish(1)};
     typename T::Out* const outs[2] = {out_row(work, min(row(0), stop - 1)) + column_part * T::kColumns,
                                       out_row(work, min(row(1), stop - 1)) + column_part * T::kColumns};
+    if (p.sinks != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kOut; ++i) o[i] *= finishes[i / 2 % 2].before;
+    }
 #pragma unroll
     for (int j = 0; j < T::kColumns / 8; j += 4) {
 #pragma unroll
@@ -134,7 +138,8 @@ struct Output : Results<T> {
         unsigned x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          x[i] = pair(finishes[r](o[4 * (j + i) + 2 * r]), finishes[r](o[4 * (j + i) + 2 * r + 1]));
+          const float factor = finishes[r].factor;
+          x[i] = pair(o[4 * (j + i) + 2 * r] * factor, o[4 * (j + i) + 2 * r + 1] * factor);
         }
         transpose_quad(x);
         ptx::store_16_if(row(r) < stop, outs[r] + 8 * (j + quad), x);
