@@ -28,7 +28,7 @@ struct BlockTable {
 template <class T>
 __device__ __forceinline__ void fetch_queries(const AttentionParams& p, Storage<T>& shared, const Work& work) {
   const int lane = threadIdx.x % 32, group = p.batch.group;
-  const int stop = work.tile.rows(T::kRows, group), rows = stop <= T::kRawRows ? stop : 0;
+  const int stop = T::kRawRows > 0 ? work.tile.rows(T::kRows, group) : 0, rows = stop <= T::kRawRows ? stop : 0;
   if (lane == 0) {
     shared.next = work;
     shared.q_full.arrive_expect(rows * T::kRawBytes);
