@@ -148,12 +148,22 @@ struct Consumer : Output<T> {
       softmax.keep(sums);
       softmax.start();
     }
-    softmax.template weigh<kMasked>(s, p, rows, factors, tile * kTile, rescale);
-    if constexpr (!kFirst) {
+    const auto end_output = [&] {
       ptx::wgmma_wait<0>();
       ptx::pin(o);
       release_values();
-    }
+    };
+    softmax.template weigh<kMasked>(s, p, rows, factors, tile * kTile, rescale, [&](float (&factor)[2]) {
+      if constexpr (!kFirst && T::kStages == 1) {
+        // The next values are fetched from here on. The compiler waits before the powers of any kernel; but up to 200
+        // instructions would come between that and the arrival, unless the powers need what is read behind it.
+        end_output();
+        if constexpr (!T::kExponents) {
+          for (int r = 0; r < 2; ++r) factor[r] = load_behind(&rows.factor[own_row() + 8 * r]);
+        }
+      }
+    });
+    if constexpr (!kFirst && T::kStages > 1) end_output();
     softmax.pack(s, weights);  // not before: P V was reading them
     if constexpr (!kFirst) {
       if constexpr (kNew) {
@@ -179,7 +189,7 @@ struct Consumer : Output<T> {
     ptx::wgmma_wait<0>();
     ptx::pin(s);
     arrive(shared.k_empty[stage]);
-    softmax.template weigh<kMasked>(s, p, rows, shared.factors + stage, tile * kTile, rescale);
+    softmax.template weigh<kMasked>(s, p, rows, shared.factors + stage, tile * kTile, rescale, [](float (&)[2]) {});
     softmax.pack(s, weights);
     if (__any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
 #pragma unroll

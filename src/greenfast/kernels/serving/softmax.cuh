@@ -10,6 +10,13 @@
 
 namespace greenfast::serving {
 
+// A number in shared memory, read behind all that the program has done by then: what depends on it is not moved ahead.
+__device__ __forceinline__ float load_behind(const float* from) {
+  float x;
+  asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(x) : "r"(ptx::shared_address(from)) : "memory");
+  return x;
+}
+
 // Two neighbours in shared memory. The compiler must not load a whole tile's ahead: registers are short.
 __device__ __forceinline__ void load_pair(const float* from, float (&x)[2]) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(ptx::shared_address(from)));
@@ -74,12 +81,14 @@ struct Softmax {
   }
 
   // Turns raw scores into weights, and the chunk's maxima and sums into those with this tile; gives the factors for
-  // what came before. first_key: of the tile.
-  template <bool kMasked>
+  // what came before. first_key: of the tile. between: is called once a thread has found
+  // its own maxima; it may read `factor` again.
+  template <bool kMasked, class Between>
   __device__ __forceinline__ void weigh(float (&s)[kScores], const AttentionParams& p, const Rows& rows,
-                                        const KeyFactors* keys, int first_key, float (&rescale)[2]) {
+                                        const KeyFactors* keys, int first_key, float (&rescale)[2],
+                                        const Between& between) {
     const int column = threadIdx.x % 4 * 2;
-    const float factor[2] = {rows.factor[own_row()], rows.factor[own_row() + 8]};
+    float factor[2] = {rows.factor[own_row()], rows.factor[own_row() + 8]};
     float top[2], bias[2];
     if constexpr (T::kExponents) {
 #pragma unroll
@@ -109,6 +118,7 @@ struct Softmax {
       }
     }
     find_maxima(s, top);
+    between(factor);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if constexpr (!T::kExponents) top[r] *= factor[r];
