@@ -130,11 +130,12 @@ struct Consumer : Output<T> {
     if constexpr (!kFirst) awaited = prepare_values(tile - 1) || (T::kClearsAhead && values_are_there());
     take_turn();
     start_scores(s);
+    if constexpr (kFirst || T::kStages == 1) pass_turn();  // the other's scores need no values
     if constexpr (!kFirst) {
       if (!awaited) await_values();  // without the condition the compiler spills, and waits after each product (C7511)
       start_output(weights);
+      if constexpr (T::kStages > 1) pass_turn();
     }
-    pass_turn();
     ptx::wgmma_wait<kFirst ? 0 : 1>();
     ptx::pin(s);
     arrive(shared.k_empty[stage]);
