@@ -55,11 +55,17 @@ struct Consumer : Output<T> {
   }
   __device__ __forceinline__ void sync_rows() const { ptx::barrier_sync(Barrier::kRows + row_part, T::kRowThreads); }
 
+  // Until it is said which work is next.
+  __device__ __forceinline__ void await_work() {
+    shared.q_full.wait(q_parity);
+    q_parity ^= 1;
+    if constexpr (T::kQueriesAhead) fetch_queries_ahead(p, shared, row_part);
+  }
+
   // The next work: whether there is any, what its rows attend to, and their Q, quantized.
   __device__ __forceinline__ bool begin_work() {
     sync_rows();  // the last work is over
-    shared.q_full.wait(q_parity);
-    q_parity ^= 1;
+    if constexpr (!T::kQueriesAhead) await_work();
     const Work work = shared.next;
     if (work.chunks == 0) return false;
     if (row_thread<T>() == 0) {
@@ -294,6 +300,7 @@ struct Consumer : Output<T> {
 
   __device__ __forceinline__ void run() {
     if (row_part == T::kRowParts - 1) pass_turn();  // the first begins
+    if constexpr (T::kQueriesAhead) await_work();
     while (begin_work()) {
       softmax.start();
 #pragma unroll
@@ -313,6 +320,7 @@ struct Consumer : Output<T> {
         run_tiles(first, stop);
         end_chunk<true>((stop - 1) / (kChunk / kTile));
       }
+      if constexpr (T::kQueriesAhead) await_work();
       __syncwarp();
       if (rows.work.whole()) {
         store(rows.work);

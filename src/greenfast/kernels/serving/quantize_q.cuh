@@ -1,6 +1,7 @@
 // Q as the consumers read it: quantized, with a scale for each row.
 #pragma once
 
+#include "ptx/cp_async.cuh"
 #include "ptx/e4m3.cuh"
 #include "ptx/math.cuh"
 #include "serving/traits.cuh"
@@ -29,41 +30,91 @@ __device__ __forceinline__ void share_maxima(unsigned (&x)[kCount], int lane) {
   }
 }
 
-// By the threads that share row_part's rows: a row's numbers divided by its largest, as E4M3, into the swizzled tile that
-// the products read, and the factors of its scores. Eight numbers are a thread's, of several rows, all at the same time:
-// what a row waits for, the others hide. Rows behind the last are copies of it.
+// Which rows of Q in global memory a thread has parts of, of a row part: eight numbers of one in each pass. Rows behind
+// the last are copies of it.
+template <class T>
+struct QueryRows {
+  static constexpr int kLanes = T::kHeadDim / 8, kAtOnce = T::kRowThreads / kLanes;  // threads of a row; rows
+  static constexpr int kPasses = (T::kPartRows + kAtOnce - 1) / kAtOnce;
+  static constexpr int kBytes = T::kRawBytes / T::kHeadDim;
+  // In 8 bytes, of which strides are multiples: products of 32 bits, where 64 would be most of the instructions here.
+  const uint2* of_tile;
+  int token_step, head_step, group, first, stop;
+  unsigned group_inverse;
+
+  __device__ __forceinline__ QueryRows(const AttentionParams& p, const Work& work, int row_part)
+      : of_tile(reinterpret_cast<const uint2*>(
+            static_cast<const unsigned char*>(p.q) +
+            (work.tile.q_begin * p.q_token + work.head * p.batch.group * p.q_head + column()) * kBytes)),
+        token_step(static_cast<int>(p.q_token * kBytes / 8)),
+        head_step(p.batch.group == 1 ? token_step : static_cast<int>(p.q_head * kBytes / 8)),
+        group(p.batch.group),
+        first(work.tile.first_row + row_part * 64),
+        stop(work.tile.q_len * p.batch.group),
+        group_inverse(p.batch.group_inverse) {}
+  __device__ __forceinline__ static int lane() { return row_thread<T>() % kLanes; }
+  __device__ __forceinline__ static int column() { return lane() * 8; }
+  __device__ __forceinline__ static int of_part(int pass) { return row_thread<T>() / kLanes + pass * kAtOnce; }
+  __device__ __forceinline__ int row(int pass) const {
+    return min(first + (kPasses * kAtOnce > T::kPartRows ? min(of_part(pass), T::kPartRows - 1) : of_part(pass)),
+               stop - 1);
+  }
+  // In a group of one, rows are tokens, and group_inverse is 0.
+  __device__ __forceinline__ const void* at(int pass) const {
+    const int token = static_cast<int>(__umulhi(row(pass), group_inverse)), head = row(pass) - token * group;
+    return of_tile + ptx::mad_wide(token, token_step, ptx::mad_wide(head, head_step, 0));
+  }
+};
+
+// Memory of a thread's own sums, which is free from the end of a work's last chunk to that of the next one's first.
+template <class T>
+__device__ __forceinline__ void* own_memory(Storage<T>& shared, int pass) {
+  constexpr int kOwn = (T::kColumns / 2 - T::kHeld) / 4;
+  static_assert(QueryRows<T>::kPasses <= kOwn, "a thread's parts of Q lie in the memory of its sums");
+  return &shared.totals[threadIdx.x / 128 * kOwn + pass][threadIdx.x % 128];
+}
+
+// With kQueriesAhead: starts copying what the thread will quantize of the next work, if there is one.
+template <class T>
+__device__ __forceinline__ void fetch_queries_ahead(const AttentionParams& p, Storage<T>& shared, int row_part) {
+  if (shared.next.chunks == 0) return;
+  const QueryRows<T> rows(p, shared.next, row_part);
+#pragma unroll
+  for (int i = 0; i < QueryRows<T>::kPasses; ++i) ptx::cp_async_16(own_memory(shared, i), rows.at(i), 16);
+  ptx::cp_async_commit();
+}
+
+// By the threads that share row_part's rows: a row's numbers divided by its largest, as E4M3, into the swizzled tile
+// that the products read, and the factors of its scores. A thread has parts of several rows, all at the same time: what
+// a row waits for, the others hide.
 template <class T>
 __device__ __forceinline__ void quantize_queries(const AttentionParams& p, Storage<T>& shared, Rows& rows, int row_part,
                                                  const Work& work, float scale, unsigned signs) {
-  constexpr int kLanes = T::kHeadDim / 8, kAtOnce = T::kRowThreads / kLanes;  // threads of a row; rows
-  constexpr int kPasses = (T::kPartRows + kAtOnce - 1) / kAtOnce;
+  using Queries = QueryRows<T>;
+  constexpr int kLanes = Queries::kLanes, kPasses = Queries::kPasses;
   static_assert(kPasses <= kLanes && (kPasses & (kPasses - 1)) == 0, "a lane divides for one pass");
-  constexpr int kBytes = T::kRawBytes / T::kHeadDim;
-  const RowTile& tile = work.tile;
-  const int group = p.batch.group, first = tile.first_row + row_part * 64, stop = tile.q_len * group;
-  const int lane = row_thread<T>() % kLanes, column = lane * 8, first_row = row_thread<T>() / kLanes;
-  const bool fetched = T::kRawRows > 0 && tile.rows(T::kRows, group) <= T::kRawRows;
-  // In 8 bytes, of which strides are multiples: products of 32 bits, where 64 would be most of the instructions here.
-  // In a group of one, rows are tokens, and group_inverse is 0.
-  const uint2* const of_tile = reinterpret_cast<const uint2*>(
-      static_cast<const unsigned char*>(p.q) +
-      (tile.q_begin * p.q_token + work.head * group * p.q_head + column) * kBytes);
-  const int token_step = static_cast<int>(p.q_token * kBytes / 8);
-  const int head_step = group == 1 ? token_step : static_cast<int>(p.q_head * kBytes / 8);
+  const int lane = Queries::lane(), column = Queries::column();
   uint4 words[kPasses];
+  if constexpr (T::kQueriesAhead) {
+    ptx::cp_async_wait<0>();
 #pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    const int of_part = first_row + i * kAtOnce;
-    const int row = min(first + (kPasses * kAtOnce > T::kPartRows ? min(of_part, T::kPartRows - 1) : of_part), stop - 1);
-    const int token = static_cast<int>(__umulhi(row, p.batch.group_inverse)), head = row - token * group;
-    const void* from = of_tile + ptx::mad_wide(token, token_step, ptx::mad_wide(head, head_step, 0));
-    if (fetched) from = shared.raw_q + (row - tile.first_row) * T::kRawBytes + column * kBytes;
-    if constexpr (T::kCodedQueries) {
-      const uint2 codes = *static_cast<const uint2*>(from);
-      words[i].x = codes.x;
-      words[i].y = codes.y;
-    } else {
-      words[i] = *static_cast<const uint4*>(from);
+    for (int i = 0; i < kPasses; ++i) words[i] = *static_cast<const uint4*>(own_memory(shared, i));
+  } else {
+    const Queries queries(p, work, row_part);
+    const bool fetched = T::kRawRows > 0 && work.tile.rows(T::kRows, p.batch.group) <= T::kRawRows;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const void* from = queries.at(i);
+      if (fetched) {
+        from = shared.raw_q + (queries.row(i) - work.tile.first_row) * T::kRawBytes + column * Queries::kBytes;
+      }
+      if constexpr (T::kCodedQueries) {
+        const uint2 codes = *static_cast<const uint2*>(from);
+        words[i].x = codes.x;
+        words[i].y = codes.y;
+      } else {
+        words[i] = *static_cast<const uint4*>(from);
+      }
     }
   }
   float inverse = 1.0f, of_row = 1.0f;
@@ -90,7 +141,7 @@ __device__ __forceinline__ void quantize_queries(const AttentionParams& p, Stora
   }
 #pragma unroll
   for (int i = 0; i < kPasses; ++i) {
-    const int r = first_row + i * kAtOnce;
+    const int r = Queries::of_part(i);
     uint2 codes = make_uint2(words[i].x, words[i].y);
     if constexpr (!T::kCodedQueries) {
       const typename T::In(&in)[8] = reinterpret_cast<const typename T::In(&)[8]>(words[i]);
