@@ -104,7 +104,8 @@ struct Consumer : Output<T> {
     return true;
   }
 
-  __device__ __forceinline__ void start_scores(float (&s)[kScores]) {
+  template <int kCount>
+  __device__ __forceinline__ void start_scores(float (&s)[kCount]) {
     const auto k_tile = stage_of<sizeof(shared.k[0])>(k_tiles, k_ring.stage);
     ptx::wgmma_fence();
 #pragma unroll
@@ -117,11 +118,12 @@ struct Consumer : Output<T> {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void start_output(const unsigned (&weights)[kSteps][4]) {
+  template <int kCount>
+  __device__ __forceinline__ void start_output(const unsigned (&weights)[kCount][4]) {
     const auto v_tile = stage_of<sizeof(shared.v[0])>(v_tiles, v_ring.stage);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int t = 0; t < kSteps; ++t) ptx::wgmma_add(o, weights[t], v_tile.at(2 * t * T::kGroupBytes));
+    for (int t = 0; t < kCount; ++t) ptx::wgmma_add(o, weights[t], v_tile.at(2 * t * T::kGroupBytes));
     ptx::wgmma_commit();
   }
 
@@ -184,10 +186,11 @@ struct Consumer : Output<T> {
 
   // Without kOverlap. One tile, from this warpgroup's turn to its next one: P V of a tile and the scores of the next are
   // a turn. It needs fewer registers, so that more warpgroups reside, which fill each other's gaps.
-  template <bool kMasked>
+  // kHalf: rows attend to keys of its first half alone, as they do in the last tile of half of causal works.
+  template <bool kMasked, bool kHalf>
   __device__ __forceinline__ void step(int tile) {
-    float s[kScores], rescale[2];
-    unsigned weights[kSteps][4];
+    float s[kHalf ? kScores / 2 : kScores], rescale[2];
+    unsigned weights[kHalf ? kSteps / 2 : kSteps][4];
     const int stage = k_ring.stage;
     shared.k_full[stage].wait(k_ring.parity);
     start_scores(s);
@@ -263,10 +266,15 @@ struct Consumer : Output<T> {
   // All tiles of a work, up to the end of P V of the last one.
   __device__ __forceinline__ void run_tiles(int tile, int stop) {
     if constexpr (!T::kOverlap) {
+      const int last_half = (rows.work.tile.key_end - 1) % kTile < kTile / 2 ? rows.work.tile.key_end / kTile : -1;
       while (true) {
         take_turn();
         do {
-          is_whole(tile) ? step<false>(tile) : step<true>(tile);
+          if (is_whole(tile)) {
+            step<false, false>(tile);
+          } else {
+            tile == last_half ? step<true, true>(tile) : step<true, false>(tile);
+          }
           ++tile;
         } while (tile % (kChunk / kTile) != 0 && tile < stop);
         pass_turn();

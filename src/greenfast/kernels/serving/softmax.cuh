@@ -55,10 +55,11 @@ struct Softmax {
   // The largest scores of a thread's two rows, if above the chunk's so far. As integers, three at a time and starting
   // from 0, positive floats compare as they should. Where 0 comes out and the row had nothing above 0 before, all are
   // negative: of these the largest has the smallest bits. Two chains for each row: one would wait for itself.
-  __device__ __forceinline__ void find_maxima(const float (&s)[kScores], float (&top)[2]) const {
+  template <int kCount>
+  __device__ __forceinline__ void find_maxima(const float (&s)[kCount], float (&top)[2]) const {
     int tops[2][2] = {};
 #pragma unroll
-    for (int i = 0; i < kScores; i += 2) {
+    for (int i = 0; i < kCount; i += 2) {
       int& x = tops[i / 2 % 2][i / 4 % 2];
       x = __vimax3_s32(x, __float_as_int(s[i]), __float_as_int(s[i + 1]));
     }
@@ -69,7 +70,7 @@ struct Softmax {
     if (__any_sync(0xffffffffu, negative)) {
       unsigned least[2] = {0xff800000u, 0xff800000u};  // of -inf
 #pragma unroll
-      for (int i = 0; i < kScores; i += 2) {
+      for (int i = 0; i < kCount; i += 2) {
         unsigned& x = least[i / 2 % 2];
         x = __vimin3_u32(x, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
       }
@@ -83,8 +84,8 @@ struct Softmax {
   // Turns raw scores into weights, and the chunk's maxima and sums into those with this tile; gives the factors for
   // what came before. first_key: of the tile. between: is called once a thread has found
   // its own maxima; it may read `factor` again.
-  template <bool kMasked, class Between>
-  __device__ __forceinline__ void weigh(float (&s)[kScores], const AttentionParams& p, const Rows& rows,
+  template <bool kMasked, int kCount, class Between>
+  __device__ __forceinline__ void weigh(float (&s)[kCount], const AttentionParams& p, const Rows& rows,
                                         const KeyFactors* keys, int first_key, float (&rescale)[2],
                                         const Between& between) {
     const int column = threadIdx.x % 4 * 2;
@@ -92,7 +93,7 @@ struct Softmax {
     float top[2], bias[2];
     if constexpr (T::kExponents) {
 #pragma unroll
-      for (int i = 0; i < kScores; i += 4) {  // two keys, of both rows
+      for (int i = 0; i < kCount; i += 4) {  // two keys, of both rows
         const int key = i / 4 * 8 + column;
         float scales[2] = {1.0f, 1.0f}, log2_values[2] = {0.0f, 0.0f};
         if constexpr (T::kTokenScales) {
@@ -112,7 +113,7 @@ struct Softmax {
       const int begin[2] = {rows.begin[own_row()] - before, rows.begin[own_row() + 8] - before};
       const int end[2] = {rows.end[own_row()] - before, rows.end[own_row() + 8] - before};
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) {
+      for (int i = 0; i < kCount; ++i) {
         const int key = i / 4 * 8 + i % 2;
         s[i] = key >= begin[i / 2 % 2] && key < end[i / 2 % 2] ? s[i] : -CUDART_INF_F;
       }
@@ -139,7 +140,7 @@ struct Softmax {
     }
     float sums[2][4] = {{sum[0] * rescale[0], 0.0f, 0.0f, 0.0f}, {sum[1] * rescale[1], 0.0f, 0.0f, 0.0f}};
 #pragma unroll
-    for (int i = 0; i < kScores; i += 4) {
+    for (int i = 0; i < kCount; i += 4) {
       float inverse_values[2];
       if constexpr (T::kTokenScales) load_pair(&keys->inverse_value[i / 4 * 8 + column], inverse_values);
 #pragma unroll
@@ -154,9 +155,10 @@ struct Softmax {
     for (int r = 0; r < 2; ++r) sum[r] = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]);
   }
 
-  __device__ __forceinline__ static void pack(const float (&w)[kScores], unsigned (&weights)[kSteps][4]) {
+  template <int kCount>
+  __device__ __forceinline__ static void pack(const float (&w)[kCount], unsigned (&weights)[kCount / 16][4]) {
 #pragma unroll
-    for (int t = 0; t < kSteps; ++t) {
+    for (int t = 0; t < kCount / 16; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {  // row i % 2, columns 16 (i / 2) on
         const int first = 16 * t + 8 * (i / 2) + 2 * (i % 2);
