@@ -129,9 +129,9 @@ struct Consumer : Output<T> {
 
   // With kOverlap. One tile: its scores, after which P V of the tile before it runs, and its weights. Values are waited
   // for once the scores have started: with one stage they come later than the keys. kNew: it is the first of a chunk.
-  template <bool kMasked, bool kFirst, bool kNew>
+  template <bool kMasked, bool kFirst, bool kNew, bool kHalf = false>
   __device__ __forceinline__ void overlapped_step(int tile, unsigned (&weights)[kSteps][4]) {
-    float s[kScores], rescale[2];
+    float s[kHalf ? kScores / 2 : kScores], rescale[2];
     const int stage = k_ring.stage;
     shared.k_full[stage].wait(k_ring.parity);
     bool awaited = true;
@@ -173,7 +173,18 @@ struct Consumer : Output<T> {
       }
     });
     if constexpr (!kFirst && T::kStages > 1) end_output();
-    softmax.pack(s, weights);  // not before: P V was reading them
+    // Not before: P V was reading them.
+    if constexpr (kHalf) {
+      unsigned half[kSteps / 2][4];
+      softmax.pack(s, half);
+#pragma unroll
+      for (int t = 0; t < kSteps; ++t) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) weights[t][i] = t < kSteps / 2 ? half[t % (kSteps / 2)][i] : 0;
+      }
+    } else {
+      softmax.pack(s, weights);
+    }
     if constexpr (!kFirst) {
       if constexpr (kNew) {
         end_chunk<false>((tile - 1) / (kChunk / kTile));
@@ -265,8 +276,8 @@ struct Consumer : Output<T> {
 
   // All tiles of a work, up to the end of P V of the last one.
   __device__ __forceinline__ void run_tiles(int tile, int stop) {
+    const int last_half = (rows.work.tile.key_end - 1) % kTile < kTile / 2 ? rows.work.tile.key_end / kTile : -1;
     if constexpr (!T::kOverlap) {
-      const int last_half = (rows.work.tile.key_end - 1) % kTile < kTile / 2 ? rows.work.tile.key_end / kTile : -1;
       while (true) {
         take_turn();
         do {
@@ -291,8 +302,12 @@ struct Consumer : Output<T> {
         is_whole(tile) ? overlapped_step<false, false, true>(tile, weights)
                        : overlapped_step<true, false, true>(tile, weights);
       } else {
-        is_whole(tile) ? overlapped_step<false, false, false>(tile, weights)
-                       : overlapped_step<true, false, false>(tile, weights);
+        if (is_whole(tile)) {
+          overlapped_step<false, false, false>(tile, weights);
+        } else {
+          tile == last_half ? overlapped_step<true, false, false, true>(tile, weights)
+                            : overlapped_step<true, false, false>(tile, weights);
+        }
       }
     }
     softmax.keep(sums);
