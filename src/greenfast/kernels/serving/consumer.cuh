@@ -305,8 +305,8 @@ struct Consumer : Output<T> {
         if (is_whole(tile)) {
           overlapped_step<false, false, false>(tile, weights);
         } else {
-          tile == last_half ? overlapped_step<true, false, false, true>(tile, weights)
-                            : overlapped_step<true, false, false>(tile, weights);
+          T::kHalfTiles && tile == last_half ? overlapped_step<true, false, false, T::kHalfTiles>(tile, weights)
+                                             : overlapped_step<true, false, false>(tile, weights);
         }
       }
     }

@@ -77,8 +77,11 @@ struct Traits : Cfg {
   static constexpr bool kExchangesRegisters = Cfg::kFewRows == 0 || (Cfg::kRowValues && Cfg::kBlocks > 1);
   // Of a thread's sums over chunks, how many are in registers. At head dim 256 shared memory lacks room for all.
   static constexpr int kHeld = !Cfg::kSharedTotals ? kColumns / 2 : Cfg::kHeadDim == 256 ? 4 : 0;
-  // Whether a thread's parts of Q of the next work are copied to the memory of its sums while it writes O.
-  static constexpr bool kQueriesAhead = Cfg::kSharedTotals && !Cfg::kCodedQueries;
+  // Whether a thread's parts of Q of the next work are copied to the memory of its sums while it writes O, and whether
+  // the half of a work's last tile that no row attends to is left out. At head dim 256 the code that both take costs
+  // more.
+  static constexpr bool kQueriesAhead = Cfg::kSharedTotals && !Cfg::kCodedQueries && Cfg::kHeadDim < 256;
+  static constexpr bool kHalfTiles = Cfg::kHeadDim < 256;
   // Whether scores are turned into exponents before the mask, or scaled in the exponential.
   static constexpr bool kExponents = Cfg::kTokenScales || Cfg::kSoftcap;
   // Warpgroups exchange the registers that the block began with: for more a warpgroup would wait forever.
