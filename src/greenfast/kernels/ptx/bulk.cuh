@@ -1,6 +1,7 @@
 // Copies of contiguous bytes from global to shared memory by the copy engine (PTX ISA, "cp.async.bulk"; sm_90 and up).
 #pragma once
 
+#include "ptx/cache_hint.cuh"
 #include "ptx/mbarrier.cuh"
 
 namespace greenfast::ptx {
@@ -11,6 +12,15 @@ __device__ __forceinline__ void bulk_load(void* smem_dst, const void* src, unsig
                    shared_address(smem_dst)),
                "l"(src), "r"(bytes), "r"(shared_address(&full.word))
                : "memory");
+}
+
+__device__ __forceinline__ void bulk_load(void* smem_dst, const void* src, unsigned bytes, Mbarrier& full,
+                                          CacheHint hint) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(smem_dst)),
+      "l"(src), "r"(bytes), "r"(shared_address(&full.word)), "l"(hint.policy)
+      : "memory");
 }
 
 // Brings a line into L2, where all multiprocessors meet: it may be one that is still written.

@@ -1,6 +1,8 @@
 // Stores to global memory (PTX ISA, "st").
 #pragma once
 
+#include "ptx/cache_hint.cuh"
+
 namespace greenfast::ptx {
 
 // 16 bytes at once. Of an ordinary uint4 store the compiler may make four of 4 bytes, where its registers lie apart.
@@ -15,6 +17,10 @@ __device__ __forceinline__ void store_16_if(bool condition, void* address, const
       "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n\t}" ::"l"(address),
       "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(static_cast<unsigned>(condition))
       : "memory");
+}
+
+__device__ __forceinline__ void store(float* address, float x, CacheHint hint) {
+  asm volatile("st.global.L2::cache_hint.f32 [%0], %1, %2;" ::"l"(address), "f"(x), "l"(hint.policy) : "memory");
 }
 
 }  // namespace greenfast::ptx

@@ -1,6 +1,7 @@
 // Copies of tiles between global and shared memory by the copy engine (PTX ISA, "cp.async.bulk.tensor"; sm_90 and up).
 #pragma once
 
+#include "ptx/cache_hint.cuh"
 #include "ptx/mbarrier.cuh"
 
 namespace greenfast::ptx {
@@ -29,6 +30,16 @@ __device__ __forceinline__ void tma_load_4d(void* smem_dst, const TensorMap& map
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
       "[%2];"
       ::"r"(shared_address(smem_dst)), "l"(&map), "r"(shared_address(&full.word)), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_4d(void* smem_dst, const TensorMap& map, Mbarrier& full, int x, int y, int z,
+                                            int w, CacheHint hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+      ::"r"(shared_address(smem_dst)), "l"(&map), "r"(shared_address(&full.word)), "r"(x), "r"(y), "r"(z), "r"(w),
+      "l"(hint.policy)
       : "memory");
 }
 

@@ -12,6 +12,7 @@
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/store.cuh"
 #include "ptx/wgmma.cuh"
 #include "serving/consumer.cuh"
 #include "serving/merge.cuh"
@@ -266,18 +267,20 @@ struct FewRows {
     start_chunk();
   }
 
-  // of_max, of_sum: of rows sum_row(n).
+  // The tiles of K and V that come after it would push it out of L2 before it is merged. of_max, of_sum: of rows
+  // sum_row(n).
   __device__ __forceinline__ void leave(int slot, const float (&x)[kColumnParts][kScores], const float (&of_max)[kSums],
                                         const float (&of_sum)[kSums]) const {
     const AttentionParams& p = c.p;
     float* const to = c.partial(blockIdx.x * (p.slots + 1) + min(slot, p.slots));  // more only with a wrong plan
     const int stop = c.partial_rows(c.rows.work.tile);
+    const ptx::CacheHint kept = ptx::evict_last();
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       const int r = row(own(i));
       if (r >= stop) continue;
 #pragma unroll
-      for (int n = 0; n < kColumnParts; ++n) to[r * T::kHeadDim + n * 64 + column(i)] = x[n][i];
+      for (int n = 0; n < kColumnParts; ++n) ptx::store(to + r * T::kHeadDim + n * 64 + column(i), x[n][i], kept);
     }
 #pragma unroll
     for (int n = 0; n < kSums; ++n) {

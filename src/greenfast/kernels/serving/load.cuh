@@ -94,6 +94,17 @@ __device__ __forceinline__ ptx::Mbarrier& value_barrier(Storage<T>& shared, int 
   }
 }
 
+// Starts copying rows of a page. Where a row tile has all queries of a sequence, its keys are read once.
+template <class T>
+__device__ __forceinline__ void load_rows(void* to, const ptx::TensorMap& map, ptx::Mbarrier& full, int column, int key,
+                                          int head, int page) {
+  if constexpr (T::kFewRows > 0) {
+    ptx::tma_load_4d(to, map, full, column, key, head, page, ptx::evict_first());
+  } else {
+    ptx::tma_load_4d(to, map, full, column, key, head, page);
+  }
+}
+
 // Starts copying rows of a page of V into a stage, where its keys begin at `slot`.
 template <class T>
 __device__ __forceinline__ void fetch_rows(const AttentionParams& p, unsigned char* stage, ptx::Mbarrier& full,
@@ -101,13 +112,13 @@ __device__ __forceinline__ void fetch_rows(const AttentionParams& p, unsigned ch
   if constexpr (T::kTurnsValues && T::kPanels > 1) {  // panels of 16 keys side by side, to be turned in place
     for (int key = 0; key < p.page; key += 16) {
       for (int i = 0; i < T::kPanels; ++i) {
-        ptx::tma_load_4d(stage + (slot + key) * T::kHeadDim + i * 16 * T::kPanel, v_map, full, i * T::kPanel, key, head,
-                         page);
+        load_rows<T>(stage + (slot + key) * T::kHeadDim + i * 16 * T::kPanel, v_map, full, i * T::kPanel, key, head,
+                     page);
       }
     }
   } else {
     for (int i = 0; i < T::kPanels; ++i) {
-      ptx::tma_load_4d(stage + (i * kTile + slot) * T::kPanel, v_map, full, i * T::kPanel, 0, head, page);
+      load_rows<T>(stage + (i * kTile + slot) * T::kPanel, v_map, full, i * T::kPanel, 0, head, page);
     }
   }
 }
@@ -153,8 +164,8 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
         __syncwarp();
         if (needed) {
           for (int i = 0; i < T::kPanels; ++i) {
-            ptx::tma_load_4d(shared.k[s][i] + lane * p.page * T::kPanel, k_map, shared.k_full[s], i * T::kPanel, 0,
-                             work.head, number);
+            load_rows<T>(shared.k[s][i] + lane * p.page * T::kPanel, k_map, shared.k_full[s], i * T::kPanel, 0,
+                         work.head, number);
           }
         }
       }
@@ -180,7 +191,11 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
             fetch_rows<T>(p, shared.v[s][0], full(), v_map, lane * p.page, work.head, number);
           } else {
             const long long at = number * p.v_page + work.head * p.v_head;
-            ptx::bulk_load(shared.v[s][0] + lane * page_bytes, values + at, page_bytes, full());
+            if constexpr (T::kFewRows > 0) {
+              ptx::bulk_load(shared.v[s][0] + lane * page_bytes, values + at, page_bytes, full(), ptx::evict_first());
+            } else {
+              ptx::bulk_load(shared.v[s][0] + lane * page_bytes, values + at, page_bytes, full());
+            }
           }
         }
         if constexpr (T::kClearsAhead) {
