@@ -94,10 +94,10 @@ struct Results {
 
   // Where several blocks work on a row tile: says that this one has left its part, for merge_pieces.
   __device__ __forceinline__ void end_piece(const Plan& plan) {
-    __threadfence();
     ptx::barrier_sync(Barrier::kConsumers, kThreads);
     if (threadIdx.x == 0) {
       const Work& work = rows.work;
+      __threadfence();
       atomicAdd(plan.done(work.index, work.head, p.kv_heads), work.end - work.begin);
       shared.pieces[shared.piece_count++] = work;
     }
@@ -113,10 +113,10 @@ struct Results {
   // Results that are merged at a time, in the memory of tiles: of a run of elements, which are four columns of a row.
   struct Staged {
     static constexpr int kElements = 512, kResults = 256, kValues = 2048, kEntries = 512, kRows = 40;
-    float4 values[kValues];                                    // [result][element]
-    float2 factors[kEntries];                                  // [row][result]: of what came before, and of the result
-    float max[kEntries], sum[kEntries];                        // [row][result]
-    float o[4 * kElements], total[4 * kElements], top[kRows];  // so far
+    float4 values[kValues];                                       // [result][element]
+    alignas(16) float before[kEntries], after[kEntries];          // [row][result]: factors, as of Merge
+    float max[kEntries], sum[kEntries];                           // [row][result]
+    alignas(16) float merged[4 * kElements + kRows], top[kRows];  // so far: O, and the sums of rows; maxima of rows
     int slots[kResults];
   };
 
@@ -156,7 +156,7 @@ struct Results {
       const int count = min(stop - first, Staged::kElements), at_once = min(Staged::kValues / count, Staged::kResults);
       const int first_row = first / kParts, rows = (first + count - 1) / kParts - first_row + 1;
       for (int begin = 0; begin < results; begin += at_once) {
-        const int now = min(results - begin, at_once);
+        const int now = min(results - begin, at_once), row_step = (now + 3) / 4 * 4;
         if (begin < listed || begin + now > listed + Staged::kResults) {
           sync();
           list_slots(begin);
@@ -165,22 +165,22 @@ struct Results {
         sync();
         const int* const slots = staged.slots + begin - listed;
         fetch_results(staged, slots, first, count, now);
-        const int entries = rows * now;
-        for (int i = threadIdx.x; i < entries; i += kThreads) {
-          const int row = i / now;
-          const float* const from = partial(slots[i - row * now]) + p.slot_rows * T::kHeadDim + first_row + row;
-          staged.max[i] = __ldcg(from);
-          staged.sum[i] = __ldcg(from + p.slot_rows);
+        for (int i = threadIdx.x; i < rows * now; i += kThreads) {
+          const int row = i / now, result = i - row * now;
+          const float* const from = partial(slots[result]) + p.slot_rows * T::kHeadDim + first_row + row;
+          staged.max[row * row_step + result] = __ldcg(from);
+          staged.sum[row * row_step + result] = __ldcg(from + p.slot_rows);
+        }
+        sync();
+        for (int row = threadIdx.x / 32; row < rows; row += kThreads / 32) {
+          find_factors(staged, row * row_step, now, begin == 0, staged.top[row]);
         }
         ptx::cp_async_wait<0>();
         sync();
-        for (int row = threadIdx.x / 32; row < rows; row += kThreads / 32) {
-          find_factors(staged.max + row * now, staged.factors + row * now, now, begin == 0, staged.top[row]);
-        }
-        sync();
-        merge_results(staged, work, first, count, now, begin == 0, begin + now == results, unit);
+        merge_results(staged, first, count, rows, now, begin == 0);
       }
       sync();
+      write_output(staged, work, first, count, unit);
     }
     if (threadIdx.x == 0 && atomicAdd(done + 1, 1) == blocks - 1) done[0] = done[1] = 0;  // for the plan's next launch
   }
@@ -203,56 +203,71 @@ struct Results {
     ptx::cp_async_commit();
   }
 
-  // By a warp: the factors of a row's results, whose maxima are given, and the maximum with those before them.
-  __device__ __forceinline__ static void find_factors(const float* maxima, float2* factors, int results, bool begins,
-                                                      float& top) {
-    const int lane = threadIdx.x % 32;
-    float before = begins ? -CUDART_INF_F : top;
-    for (int begin = 0; begin < results; begin += 32) {
-      const float mine = begin + lane < results ? maxima[begin + lane] : -CUDART_INF_F;
-      float most = mine;  // up to this lane's
+  // By a warp: the factors of a row's results, which begin at an entry, and the maximum with those before them. A lane
+  // has some neighbouring ones: an odd number, so that lanes read different banks.
+  __device__ __forceinline__ static void find_factors(Staged& staged, int entry, int results, bool begins, float& top) {
+    const int lane = threadIdx.x % 32, own = (results + 31) / 32 | 1;
+    const int first = entry + min(lane * own, results), stop = entry + min((lane + 1) * own, results);
+    float most = -CUDART_INF_F;  // up to this lane's last
+    for (int i = first; i < stop; ++i) most = fmaxf(most, staged.max[i]);
 #pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const float other = __shfl_up_sync(0xffffffffu, most, step);
-        most = lane >= step ? fmaxf(most, other) : most;
-      }
-      const float other = __shfl_up_sync(0xffffffffu, most, 1);
-      float up_to = lane > 0 ? fmaxf(before, other) : before;
-      const Merge merge(up_to, mine);
-      if (begin + lane < results) factors[begin + lane] = make_float2(merge.before, merge.after);
-      before = fmaxf(before, __shfl_sync(0xffffffffu, most, 31));
+    for (int step = 1; step < 32; step *= 2) {
+      const float other = __shfl_up_sync(0xffffffffu, most, step);
+      most = lane >= step ? fmaxf(most, other) : most;
+    }
+    const float before = begins ? -CUDART_INF_F : top, others = __shfl_up_sync(0xffffffffu, most, 1);
+    float max = lane > 0 ? fmaxf(before, others) : before;
+    for (int i = first; i < stop; ++i) {
+      const Merge merge(max, staged.max[i]);
+      staged.before[i] = merge.before;
+      staged.after[i] = merge.after;
     }
     __syncwarp();
-    if (lane == 0) top = before;
+    if (lane == 31) top = fmaxf(before, most);
   }
 
-  // Merges results in order, a number of O in each thread; the last ones complete the output.
-  __device__ __forceinline__ void merge_results(Staged& staged, const Work& work, int first, int count, int results,
-                                                bool begins, bool ends, float unit) const {
-    constexpr int kParts = T::kHeadDim / 4;
-    const float* const values = reinterpret_cast<const float*>(staged.values);
-    for (int i = threadIdx.x; i - static_cast<int>(threadIdx.x % 32) < 4 * count; i += kThreads) {
-      const int at = min(i, 4 * count - 1), element = first + at / 4, row = element / kParts;
-      const int entry = (row - first / kParts) * results;
-      float x = begins ? 0.0f : staged.o[at], total = begins ? 0.0f : staged.total[at];
-#pragma unroll 8
-      for (int u = 0; u < results; ++u) {
-        const float2 factors = staged.factors[entry + u];
-        x = Merge::of(x, factors.x, values[u * 4 * count + at], factors.y);
-        total = Merge::of(total, factors.x, staged.sum[entry + u], factors.y);
-      }
-      if (!ends) {
-        if (i == at) {
-          staged.o[at] = x;
-          staged.total[at] = total;
+  // Merges results in order: a number of O, or the sum of a row, in each thread.
+  __device__ __forceinline__ static void merge_results(Staged& staged, int first, int count, int rows, int results,
+                                                       bool begins) {
+    constexpr int kParts = T::kHeadDim / 4, kTogether = 16;
+    const int row_step = (results + 3) / 4 * 4;
+    for (int i = threadIdx.x; i < 4 * count + rows; i += kThreads) {
+      const bool is_sum = i >= 4 * count;
+      const int row = is_sum ? i - 4 * count : (first + i / 4) / kParts - first / kParts, entry = row * row_step;
+      const int step = is_sum ? 1 : 4 * count;
+      const float* from = is_sum ? staged.sum + entry : reinterpret_cast<const float*>(staged.values) + i;
+      float x = begins ? 0.0f : staged.merged[i];
+      int u = 0;
+      for (; u + kTogether <= results; u += kTogether) {
+        float before[kTogether], after[kTogether], next[kTogether];
+#pragma unroll
+        for (int v = 0; v < kTogether; v += 4) {
+          reinterpret_cast<float4&>(before[v]) = *reinterpret_cast<const float4*>(staged.before + entry + u + v);
+          reinterpret_cast<float4&>(after[v]) = *reinterpret_cast<const float4*>(staged.after + entry + u + v);
         }
-        continue;
+#pragma unroll
+        for (int v = 0; v < kTogether; ++v, from += step) next[v] = *from;
+#pragma unroll
+        for (int v = 0; v < kTogether; ++v) x = Merge::of(x, before[v], next[v], after[v]);
       }
-      const int column = element % kParts * 4 + at % 4;
-      const Finish finish(p, work, row, staged.top[row - first / kParts], total, i == at && column == 0, unit);
-      x = finish(x);
-      const float next = __shfl_down_sync(0xffffffffu, x, 1);
-      if (i == at && i % 2 == 0) *reinterpret_cast<unsigned*>(out_row(work, row) + column) = pair(x, next);
+#pragma unroll 4
+      for (; u < results; ++u, from += step) {
+        x = Merge::of(x, staged.before[entry + u], *from, staged.after[entry + u]);
+      }
+      staged.merged[i] = x;
+    }
+  }
+
+  // Completes the output of elements that all results were merged to.
+  __device__ __forceinline__ void write_output(const Staged& staged, const Work& work, int first, int count,
+                                               float unit) const {
+    constexpr int kParts = T::kHeadDim / 4;
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      const int row = (first + i) / kParts, column = (first + i) % kParts * 4, of_row = row - first / kParts;
+      const float* const x = staged.merged + 4 * i;
+      const Finish finish(p, work, row, staged.top[of_row], staged.merged[4 * count + of_row], column == 0, unit);
+      *reinterpret_cast<uint2*>(out_row(work, row) + column) =
+          make_uint2(pair(finish(x[0]), finish(x[1])), pair(finish(x[2]), finish(x[3])));
     }
   }
 };
