@@ -101,7 +101,8 @@ def attentions(
     """The outputs and log-sum-exps of some launches with one plan."""
     plan, kernel = launches(c, wide=wide, few_rows=few_rows, multiprocessors=multiprocessors)
     config = serving.ServingConfig(head_dim=c.q.shape[2], wide=wide, few_rows=few_rows)
-    blocks, sizes = serving.grid_blocks(config, multiprocessors), sizes_of(c)
+    sizes = sizes_of(c)
+    blocks = serving.grid_blocks(config, sizes, multiprocessors)
     inputs = {
         name: array(x)
         for name, x in c.arguments().items()

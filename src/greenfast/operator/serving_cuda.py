@@ -164,7 +164,7 @@ def _attention_plan(
     def strides(scale: Tensor) -> tuple[int, int]:
         return scale.stride()[:2] if scale.dim() > 1 else (0, *scale.stride()) if scale.dim() else (0, 0)  # type: ignore[return-value]
 
-    blocks, window = attention.grid_blocks(config, multiprocessors), _window(*mask)
+    blocks, window = attention.grid_blocks(config, sizes, multiprocessors), _window(*mask)
     needed = _plan_words(config, sizes, blocks)
     if plan is not None and plan.numel() != needed:
         raise ValueError(
@@ -214,7 +214,7 @@ def plan(
         config, sizes = _plan_sizes(batch, max_seqlen_q, heads, kv_heads, head_dim)
         window = _window(causal, window_left, window_right)
         step = Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
-        size = _plan_words(config, sizes, attention.grid_blocks(config, multiprocessors))
+        size = _plan_words(config, sizes, attention.grid_blocks(config, sizes, multiprocessors))
         names = ("cu_seqlens_q", "seqused_k", "plan")
         found = cached(_PLANS, options, Plan(device, (step,), names, work_elements=size), _MOST_PLANS)
     if into is not None and (into.shape != (found.work_elements,) or into.dtype != torch.int32):
@@ -232,7 +232,7 @@ def plan_size(batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim
     """Elements of a plan on the current device, for tracing."""
     config, sizes = _plan_sizes(batch, max_seqlen_q, heads, kv_heads, head_dim)
     multiprocessors = _hopper(torch.cuda.current_device()).multiprocessors
-    return attention.plan_words(config, sizes, attention.grid_blocks(config, multiprocessors))
+    return attention.plan_words(config, sizes, attention.grid_blocks(config, sizes, multiprocessors))
 
 
 def _plan_sizes(

@@ -64,7 +64,7 @@ def made(
     queries, keys = (np.array([x[i] for x in lengths], np.int32) for i in (0, 1))
     most_q = max(queries.tolist(), default=0) if max_q_len is None else max_q_len
     sizes = serving.ServingSizes(len(lengths), int(queries.sum()), most_q, group * kv_heads, kv_heads, 1, 16, 1)
-    blocks = serving.grid_blocks(config, multiprocessors)
+    blocks = serving.grid_blocks(config, sizes, multiprocessors)
     words, most_tiles = serving.plan_words(config, sizes, blocks), sizes.most_tiles(config.rows)
     plan = serving.plan_kernel(config)
     abreast = serving.abreast(sizes, blocks)

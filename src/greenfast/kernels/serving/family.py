@@ -82,7 +82,7 @@ def program(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, in
         raise UsageError("the serving kernels have no phases to count: warpgroups are in different ones at a time")
     config, sizes = _config(toggles, fmt, dims), sizes_of(dims, fmt)
     page, heads, d = sizes.page, sizes.kv_heads, config.head_dim
-    blocks = attention.grid_blocks(config, MULTIPROCESSORS)
+    blocks = attention.grid_blocks(config, sizes, MULTIPROCESSORS)
     rows = (page * heads * d, heads * d, d)
     scales = (heads * page, page) if config.token_scales else (0, 1)
     strides = ServingStrides(
