@@ -22,6 +22,7 @@ from greenfast.spec.arch import Target
 from greenfast.spec.kernel import TensorMap, value_bytes
 
 _ADDRESS = Tensor.data_ptr
+_WORKSPACE = 1 << 56  # above all addresses
 
 
 class Launch(NamedTuple):
@@ -55,6 +56,7 @@ class PretendedGpu:
         self.stream: dict[int, int] = {}
         self.real = False
         self._ranges: list[tuple[int, int]] = []
+        self._workspaces: dict[int, int] = {}  # the one that each thread holds
         self._memory: dict[tuple[int, int], StorageWeakRef] = {}  # what each thread last asked for an address
         gpu = self
 
@@ -64,6 +66,9 @@ class PretendedGpu:
                 self._kernel, self._stream = kernel.name, args[4]
 
             def __call__(self) -> None:
+                given = [place.value for _, place in self.places() if isinstance(place, ctypes.c_uint64)]
+                held = gpu._workspaces.get(threading.get_ident(), 0)
+                assert all(a < _WORKSPACE or a >= held > 0 for a in given), "the workspace was given back"
                 sizes = [128 if isinstance(a, TensorMap) else len(value_bytes(a, lambda _: 0)) for a in self._arguments]
                 found = [ctypes.string_at(place, size) for place, size in zip(self._places, sizes, strict=True)]
                 grid = (self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ)
@@ -72,13 +77,22 @@ class PretendedGpu:
 
         queue = plans.Plan.launch
 
-        def launch(plan: plans.Plan, *addresses: int) -> None:
+        def launch(plan: plans.Plan, addresses: plans.Addresses) -> None:
             """Another thread may be given memory that was given back before the launch is queued."""
             asked = threading.get_ident()
             memory = [gpu._memory.get((asked, a)) if a else None for a in addresses]  # 0: none, or no elements
             freed = [i for i, found in enumerate(memory) if found is not None and found.expired()]  # type: ignore[no-untyped-call]
             assert not freed, f"the tensors of addresses {freed} of a launch are gone"
-            queue(plan, *addresses)
+            queue(plan, addresses)
+
+        def allocated(nbytes: int, stream: int) -> int:
+            asked = threading.get_ident()
+            assert asked not in gpu._workspaces
+            gpu._workspaces[asked] = _WORKSPACE + (nbytes << 8)
+            return gpu._workspaces[asked]
+
+        def given_back(address: int) -> None:
+            assert gpu._workspaces.pop(threading.get_ident()) == address
 
         def encoded(layout: TensorMap, pointer: int) -> bytes:
             return pointer.to_bytes(8, "little") + hashlib.sha256(repr(layout).encode()).digest().ljust(120, b"\0")
@@ -90,10 +104,15 @@ class PretendedGpu:
         patch.setattr(plans, "Prepared", Prepared)
         patch.setattr(plans.Plan, "launch", launch)
         patch.setattr(plans, "_loaded", loaded)
-        patch.setattr(plans, "stream_of", lambda _: gpu.stream.get(threading.get_ident(), 7))
+        for name, stand_in in (
+            ("_cuda_getDevice", lambda: -1),
+            ("_cuda_getCurrentRawStream", lambda _: gpu.stream.get(threading.get_ident(), 7)),
+            ("_cuda_cudaCachingAllocator_raw_alloc", allocated),
+            ("_cuda_cudaCachingAllocator_raw_delete", given_back),
+        ):
+            patch.setattr(torch._C, name, stand_in, raising=False)
         patch.setattr(cuda, "target_of", lambda _: Target(target))
         patch.setattr(plans, "Device", lambda _: type("Device", (), {"set_current": lambda _: None})())
-        patch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(Tensor, "data_ptr", lambda x: gpu._address(x))
         patch.setattr(serving_call, "settled", lambda x: x)
@@ -107,6 +126,7 @@ class PretendedGpu:
             repeats.clear()
         for cache in (cuda._PLANS, serving_cuda._PLANS, serving_call._CONSTANTS, serving_request.JOINED):
             cache.clear()
+        serving_cuda._planning.cache_clear()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """These tensors and their views keep their addresses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,8 +24,8 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     found: dict[str, int] = {}
     target = Target("sm_90a")
 
-    def launch(plan: Plan, *addresses: int) -> None:
-        found.update(zip(plan.names, addresses[1:], strict=True))
+    def launch(plan: Plan, addresses: Sequence[int]) -> None:
+        found.update(zip(plan.names, addresses, strict=True))
 
     for module in (cuda, serving_cuda):
         monkeypatch.setattr(module, "target_of", lambda _: target)

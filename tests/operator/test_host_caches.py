@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 import greenfast
-from greenfast.operator import cuda, ops, repeats, sdpa
+from greenfast.operator import cuda, ops, plans, repeats, sdpa
 from greenfast.operator.sdpa import quantize
+from greenfast.spec.errors import MachineError
 from tests.operator.launched import PretendedGpu, pretend_cuda
 
 Call = Callable[..., Any]
@@ -81,6 +82,21 @@ def test_a_cached_launch_equals_a_new_one(gpu: PretendedGpu) -> None:
     plans = cuda._PLANS.values()
     assert len(plans) <= len(every)
     assert all(len(idle) == 1 for plan in plans for idle in plan.idle.values()), "calls took the launches of others"
+
+
+def test_memory_is_given_back_where_a_launch_fails(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = tensors(2, 2, 40, 40, 64, torch.float16, False)
+
+    def refused(*args: Any) -> None:
+        raise MachineError("CUDA: refused")
+
+    for _ in range(2):  # one that is prepared, and one that is taken
+        with monkeypatch.context() as patch:
+            patch.setattr(plans.Launches, "__call__", refused)
+            with pytest.raises(MachineError):
+                SDPA[0](*inputs, "fp8", 0, 0.1)
+        SDPA[0](*inputs, "fp8", 0, 0.1)  # a thread holds one workspace at a time
+    assert len(gpu.launched()) == 4
 
 
 def forms() -> list[Call]:

@@ -217,7 +217,7 @@ def test_the_first_launch_of_a_thread_gets_a_context(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(plans, "Device", FakeDevice)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
-    monkeypatch.setattr(plans, "stream_of", lambda _: 5)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 5, raising=False)
 
     class Map:
         """A tensor map, which the driver encodes in a context alone."""
@@ -228,14 +228,14 @@ def test_the_first_launch_of_a_thread_gets_a_context(monkeypatch: pytest.MonkeyP
             launched.append((name, value))
 
     one, two = Launch(), Launch()
-    kept = plans.Launches((one, two), ([],), (0,))  # type: ignore[arg-type]
-    plans.Plan(3, (), idle={5: [kept]}).launch(0)
+    kept = plans.Launches((one, two), ())  # type: ignore[arg-type]
+    plans.Plan(3, (), idle={5: [kept]}).launch(())
     assert launched == [one, two]
     assert current == [3]
     current.clear()
-    moved = plans.Launches((one, two), ([(Map(), 5)],), (0,))  # type: ignore[arg-type]
-    plans.Plan(3, (), idle={5: [moved]}).launch(64)
-    assert launched == [one, two, ("value", 69), one, two]
+    moved = plans.Launches((one, two), [(0, Map())])  # type: ignore[arg-type]
+    plans.Plan(3, (), idle={5: [moved]}).launch((64,))
+    assert launched == [one, two, ("value", 64), one, two]
     assert current == [3]
 
 

@@ -341,7 +341,7 @@ def test_the_workspace_has_room_for_all(gpu: PretendedGpu, monkeypatch: pytest.M
         run()
         ((_, known),) = next(iter(serving_request.KNOWN._found.values()))
         work = sorted(known.plan.work.items(), key=lambda x: x[1])
-        ends = [*(at for _, at in work[1:]), known.plan.work_elements]
+        ends = [*(at for _, at in work[1:]), known.plan.work_bytes]
         assert {"slots", "positions", "lengths"} <= {name for name, _ in work}
         for (name, at), end in zip(work, ends, strict=True):
             assert at % 256 == 0

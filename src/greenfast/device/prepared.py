@@ -85,15 +85,18 @@ class MovableMap:
     def __init__(self, layout: TensorMap, place: int) -> None:
         self._layout, self._bytes = layout, (ctypes.c_char * _MAP_BYTES).from_address(place)
         self._encoded: dict[int, bytes] = {}
+        self._address = 0
 
     def _set(self, address: int) -> None:
+        if address == self._address:
+            return
         found = self._encoded.get(address)
         if found is None:
             found = encoded(self._layout, address)
             if len(self._encoded) >= _MOST_ENCODED:
                 self._encoded.clear()
             self._encoded[address] = found
-        self._bytes.raw = found
+        self._bytes.raw, self._address = found, address
 
     value = property(fset=_set)
 

@@ -151,7 +151,7 @@ def quantize(
     if plan is None:
         step = quantize_step(query, key, value, config)
         plan = cached(_PLANS, at, Plan(device, (step,), ("q", "k", "v", *found)), _MOST_PLANS)
-    plan.launch(0, *(x.data_ptr() for x in (*given, *found.values())))
+    plan.launch([x.data_ptr() for x in (*given, *found.values())])
     return tuple(found.values())
 
 
@@ -198,10 +198,7 @@ def _attention(
             lse, query.clone(), key.clone(), value.clone(), query_scale, key_scale, value_scale, precision, head_dim,
             key_length, dtype, causal, scale, strides,
         )  # fmt: skip
-    plan.launch(
-        0, *codes, query_scale.data_ptr(), key_scale.data_ptr(), value_scale.data_ptr(), out.data_ptr(),
-        sums.data_ptr(),
-    )  # fmt: skip
+    plan.launch([*codes, *[x.data_ptr() for x in (query_scale, key_scale, value_scale, out, sums)]])
     return out, sums
 
 
@@ -240,8 +237,7 @@ def sdpa_again(plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor 
         out = torch.empty_like(query)  # at half the cost of the other
     else:
         out = query.new_empty_strided(query.shape, plan.out_strides)
-    workspace = query.new_empty(plan.work_elements)  # held until it is queued: given back, another thread may take it
-    plan.launch(workspace.data_ptr(), q, k, v, out.data_ptr())
+    plan.launch((q, k, v, out.data_ptr()))
     return out
 
 
@@ -280,12 +276,11 @@ def _sdpa(
     if not aligned(given[0] | given[1] | given[2]):
         return _sdpa(lse, readable(query), readable(key), readable(value), precision, causal, scale)
     out = query.new_empty_strided(shape, plan.out_strides)
-    workspace = query.new_empty(plan.work_elements)
     more: tuple[Tensor, ...] = ()
     if lse:
         sums = query.new_empty(shape[:3], dtype=torch.float32)
         more = (sums, query.new_empty((*key.shape[:2], plan.head_dim), dtype=torch.float32))
-    plan.launch(workspace.data_ptr(), *given, out.data_ptr(), *[x.data_ptr() for x in more])
+    plan.launch([*given, out.data_ptr(), *[x.data_ptr() for x in more]])
     return out, more
 
 
@@ -316,4 +311,4 @@ def _sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfi
         size += -(-torch.Size(shape).numel() * buffer_dtype(name).itemsize // ALIGNMENT) * ALIGNMENT
     strides = row_strides(query, config.columns)
     names = ("q", "k", "v", "out", *(("lse", "k_mean") if config.log_sum_exp else ()))
-    return Plan(device, steps, names, work, size // query.itemsize, config.head_dim, strides)
+    return Plan(device, steps, names, work, size, config.head_dim, strides)

@@ -25,7 +25,7 @@ _COMPILING = threading.Lock()
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-Addresses = tuple[int, ...]
+Addresses = Sequence[int]
 
 
 @cache
@@ -76,24 +76,25 @@ class Step:
 
 
 class Launches:
-    """The launches of a plan on one stream, with the addresses that are in their arguments."""
+    """The launches of a plan on one stream.
 
-    __slots__ = ("_addresses", "_each", "_places")
+    places: where addresses are in their arguments, each with the number of the address. work: places of the workspace,
+    each with the bytes from its beginning.
+    """
+
+    __slots__ = ("_each", "_places", "_work")
 
     def __init__(
-        self, each: tuple[Prepared, ...], places: tuple[list[tuple[Any, int]], ...], addresses: Addresses
+        self, each: Sequence[Prepared], places: Sequence[tuple[int, Any]], work: Sequence[tuple[int, Any]] = ()
     ) -> None:
-        """places: of each address, where it is in the arguments and what is added to it there."""
-        self._each, self._places, self._addresses = each, places, addresses
+        self._each, self._places, self._work = each, places, work
 
-    def __call__(self, addresses: Addresses) -> None:
+    def __call__(self, addresses: Addresses, workspace: int) -> None:
         """Queue the launches with these addresses. Raises NoContextError, with none queued, without a context."""
-        if addresses != self._addresses:
-            for new, old, places in zip(addresses, self._addresses, self._places, strict=True):
-                if new != old:
-                    for place, offset in places:
-                        place.value = new + offset
-            self._addresses = addresses
+        for number, place in self._places:
+            place.value = addresses[number]
+        for offset, place in self._work:
+            place.value = workspace + offset
         for launch in self._each:
             launch()
 
@@ -110,47 +111,52 @@ class Plan:
     steps: tuple[Step, ...]
     names: tuple[str, ...] = ()
     work: Mapping[str, int] = field(default_factory=dict)
-    work_elements: int = 0  # of the inputs' dtype
+    work_bytes: int = 0
     head_dim: int = 0  # of the codes
     out_strides: tuple[int, ...] = ()
     idle: dict[int, list[Launches]] = field(default_factory=dict)
 
-    def launch(self, *addresses: int) -> None:
-        """Queue the launches on the current stream; addresses: of the workspace, and of each of ``names``.
+    def launch(self, addresses: Addresses) -> None:
+        """Queue the launches on the current stream; addresses: of each of ``names``.
 
-        A call takes launches for itself, since it writes their arguments; no lock is held while it does.
+        A call takes launches for itself, since it writes their arguments; no lock is held while it does. Its workspace
+        is PyTorch's memory of the stream, held until they are queued: given back, another thread may take it.
         """
         device = self.device
         if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
-                self.launch(*addresses)
+                self.launch(addresses)
             return
-        stream = stream_of(device)
+        stream = torch._C._cuda_getCurrentRawStream(device)  # an object for it costs forty times as much
         idle = self.idle.get(stream)
         if idle is None:
             idle = cached(self.idle, stream, [], _MOST_STREAMS)
+        # A tensor around it would cost as much again.
+        workspace = torch._C._cuda_cudaCachingAllocator_raw_alloc(self.work_bytes, stream) if self.work_bytes else 0
         try:
-            launches = idle.pop()
-        except IndexError:
-            launches = self._prepared(stream, addresses)
-        try:
-            launches(addresses)
-        except NoContextError:  # the first launch of a thread: none was queued
-            Device(device).set_current()
-            launches(addresses)
+            try:
+                launches = idle.pop()
+            except IndexError:
+                launches = self._prepared(stream, addresses, workspace)
+            try:
+                launches(addresses, workspace)
+            except NoContextError:  # the first launch of a thread: none was queued
+                Device(device).set_current()
+                launches(addresses, workspace)
+        finally:
+            if workspace:
+                torch._C._cuda_cudaCachingAllocator_raw_delete(workspace)
         idle.append(launches)
 
-    def _prepared(self, stream: int, addresses: Addresses) -> Launches:
-        buffers = {name: (i, 0) for i, name in enumerate(self.names, 1)} | {n: (0, at) for n, at in self.work.items()}
-        pointers = {name: addresses[i] + at for name, (i, at) in buffers.items()}
+    def _prepared(self, stream: int, addresses: Addresses, workspace: int) -> Launches:
+        pointers = dict(zip(self.names, addresses, strict=True))
+        pointers |= {name: workspace + at for name, at in self.work.items()}
         Device(self.device).set_current()  # in a new thread PyTorch may not have done so yet
         each = tuple(step.prepared(self.device, pointers, stream) for step in self.steps)
-        places: tuple[list[tuple[Any, int]], ...] = tuple([] for _ in addresses)
-        for step, launch in zip(self.steps, each, strict=True):
-            for name, place in launch.places():
-                i, at = buffers[step.names.get(name, name)]
-                places[i].append((place, at))
-        return Launches(each, places, addresses)
+        pairs = zip(self.steps, each, strict=True)
+        placed = [(step.names.get(name, name), place) for step, x in pairs for name, place in x.places()]
+        work = [(self.work[name], place) for name, place in placed if name in self.work]
+        return Launches(each, [(self.names.index(n), place) for n, place in placed if n not in self.work], work)
 
 
 def joined(
@@ -169,11 +175,6 @@ def joined(
     for plan, renamed in parts:
         if plan.work:
             work |= {name: size + at for name, at in plan.work.items()}
-            size += plan.work_elements
+            size += plan.work_bytes
         steps += [replace(step, names={n: b for n, b in renamed.items() if n in step.buffers()}) for step in plan.steps]
     return Plan(parts[0][0].device, tuple(steps), names, work, size)
-
-
-def stream_of(device: int) -> int:
-    """The current stream; torch.cuda.current_stream() makes an object for it, at forty times the cost."""
-    return torch._C._cuda_getCurrentRawStream(device)

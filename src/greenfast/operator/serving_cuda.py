@@ -5,7 +5,7 @@ As in ``cuda``, what a call needs is looked up by shapes, strides and options.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -118,9 +118,8 @@ def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor | None
         q = q.clone(memory_format=torch.contiguous_format)
         return paged_attention(q, *args[1:18], out, lse=lse)
     _check_addresses(k_cache, v_cache)
-    workspace = q.new_empty(found.work_elements, dtype=torch.uint8)
-    buffers = (workspace, sums, *args[:11], out)
-    found.launch(*[0 if x is None else x.data_ptr() for x in buffers])
+    buffers = (sums, *args[:11], out)
+    found.launch([0 if x is None else x.data_ptr() for x in buffers])
     return out, sums
 
 
@@ -207,25 +206,29 @@ def plan(
     into: memory of a plan for the same, which is written.
     """
     device, batch = cu_seqlens_q.get_device(), seqused_k.shape[0]
-    options = (device, batch, max_seqlen_q, heads, kv_heads, head_dim, causal, window_left, window_right)
-    found = _PLANS.get(options)
-    if found is None:
-        multiprocessors = _hopper(device).multiprocessors
-        config, sizes = _plan_sizes(batch, max_seqlen_q, heads, kv_heads, head_dim)
-        window = _window(causal, window_left, window_right)
-        step = Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
-        size = _plan_words(config, sizes, attention.grid_blocks(config, sizes, multiprocessors))
-        names = ("cu_seqlens_q", "seqused_k", "plan")
-        found = cached(_PLANS, options, Plan(device, (step,), names, work_elements=size), _MOST_PLANS)
-    if into is not None and (into.shape != (found.work_elements,) or into.dtype != torch.int32):
-        size = found.work_elements
+    found, size = _planning(device, batch, max_seqlen_q, heads, kv_heads, head_dim, causal, window_left, window_right)
+    if into is not None and (into.shape != (size,) or into.dtype != torch.int32):
         raise ValueError(f"plan: {into.dtype} {tuple(into.shape)}; int32 ({size},) is needed, make a new plan")
-    made = cu_seqlens_q.new_empty(found.work_elements) if into is None else into
+    made = cu_seqlens_q.new_empty(size) if into is None else into
     cu_seqlens_q, seqused_k = cu_seqlens_q.contiguous(), seqused_k.contiguous()
     if batch == 0:
         return made.zero_()
-    found.launch(0, cu_seqlens_q.data_ptr(), seqused_k.data_ptr(), made.data_ptr())
+    found.launch((cu_seqlens_q.data_ptr(), seqused_k.data_ptr(), made.data_ptr()))
     return made
+
+
+@lru_cache(maxsize=_MOST_PLANS)
+def _planning(
+    device: int, batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, causal: bool,
+    window_left: int, window_right: int,
+) -> tuple[Plan, int]:  # fmt: skip
+    """The launch that makes a plan, and the plan's elements."""
+    multiprocessors = _hopper(device).multiprocessors
+    config, sizes = _plan_sizes(batch, max_seqlen_q, heads, kv_heads, head_dim)
+    window = _window(causal, window_left, window_right)
+    step = Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
+    size = _plan_words(config, sizes, attention.grid_blocks(config, sizes, multiprocessors))
+    return Plan(device, (step,), ("cu_seqlens_q", "seqused_k", "plan")), size
 
 
 def plan_size(batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int) -> int:
@@ -293,7 +296,7 @@ def token_slots(
     starts = starts.contiguous()
     plan = slots_plan(starts, before, block_table, counted, tokens, max_pages, page_size)
     buffers = (starts, before, counted, block_table, places, positions, lengths, table)
-    plan.launch(0, *[0 if x is None else x.data_ptr() for x in buffers])
+    plan.launch([0 if x is None else x.data_ptr() for x in buffers])
     return places, positions, lengths, table
 
 
@@ -330,7 +333,7 @@ def append_kv(*args: Any, plan: Plan | None = None) -> Tensor:
         moved = [x.clone() if i in _IN_VECTORS and x is not None else x for i, x in enumerate(args[:13])]
         return append_kv(*moved[:3], k_cache, v_cache, *moved[5:], *args[13:])
     q_out = k.new_empty(0) if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
-    plan.launch(0, *addresses, q_out.data_ptr())
+    plan.launch([*addresses, q_out.data_ptr()])
     return q_out
 
 

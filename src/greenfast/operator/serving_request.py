@@ -89,8 +89,7 @@ class Request:
         lse = None
         if self._options[0][-1]:
             lse = q.new_empty((q.shape[-2], q.shape[:-2].numel()), dtype=torch.float32)
-        workspace = q.new_empty(known.plan.work_elements, dtype=torch.uint8)
-        known.plan.launch(workspace.data_ptr(), 0 if lse is None else lse.data_ptr(), *addresses)
+        known.plan.launch([0 if lse is None else lse.data_ptr(), *addresses])
         return out, lse
 
     def remember(

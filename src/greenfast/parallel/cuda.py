@@ -51,7 +51,7 @@ def _launch(device: int, at: tuple[Any, ...], step: Callable[[], Step], buffers:
     plan = _PLANS.get(at)
     if plan is None:
         plan = cached(_PLANS, at, Plan(device, (step(),), tuple(buffers)), _MOST_PLANS)
-    plan.launch(0, *(x.data_ptr() for x in buffers.values()))
+    plan.launch([x.data_ptr() for x in buffers.values()])
 
 
 def _quantizing(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, buffers: dict[str, Tensor]) -> None:
