@@ -19,7 +19,7 @@ from greenfast.operator.serving import ServingPlan, kind
 from greenfast.operator.serving_call import Call, Result, constant
 from greenfast.operator.serving_checks import MOST_LENGTH, check_strided
 from greenfast.operator.serving_pages import pages_of_rows
-from greenfast.operator.serving_request import Request
+from greenfast.operator.serving_request import KNOWN, again
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -103,24 +103,24 @@ def flash_attn_varlen_func(
             cp_world_size=None if cp_world_size == 1 else cp_world_size, alibi_slopes=alibi_slopes,
             cp_tot_seqused_k=cp_tot_seqused_k, cp_rank=cp_rank,
         )  # fmt: skip
-    _check_query(q, 3, "total_q, heads, head_dim")
-    _check_splits(num_splits)
+    if type(num_splits) is not int or num_splits < 0:
+        check_length("num_splits", num_splits)
     wants_lse = return_attn_probs or return_softmax_lse
-    table = _table(block_table, page_table)
-    request = None
-    if not torch.compiler.is_compiling() and (seqused_k is not None if cu_seqlens_k is None else table is None):
-        scales = (k_descale, v_descale, q_descale, s_aux)
-        options = (max_seqlen_q, softmax_scale, causal, window_size, softcap, bool(wants_lse))
-        paged: tuple[Tensor | None, ...] = (k, v, table)
-        longest: int | None = None
-        new: tuple[Tensor | None, ...] = ()
-        if table is None:
-            paged, longest, new = (None, None, None), max_seqlen_k, (k, v, cu_seqlens_k, None, None, None)
-        tensors = (q, *paged, cu_seqlens_q, seqused_k, *scales)
-        request = Request(tensors, scheduler_metadata, out, options, longest, new)
-        again = request.again()
-        if again is not None:
-            return again if wants_lse else again[0]
+    table, request = _table(block_table, page_table), None
+    if not torch.compiler.is_compiling():
+        keys = (k, v, out, None, None) if table is not None else (None, None, out, k, v)
+        plan = scheduler_metadata.parts() if type(scheduler_metadata) is ServingPlan else (scheduler_metadata,)
+        # A pair or one argument, so that no other arguments are in the places of these.
+        window = window_size if type(window_size) is tuple and len(window_size) == 2 else (window_size,)
+        request = (
+            q, *keys, None, None, cu_seqlens_k, None, table, cu_seqlens_q, seqused_k, k_descale, v_descale, q_descale,
+            s_aux, *plan, max_seqlen_q, softmax_scale, causal, *window, softcap, wants_lse,
+            max_seqlen_k if table is None else None,
+        )  # fmt: skip
+        known = again(KNOWN, request, q, out)
+        if known is not None:
+            return known if wants_lse else known[0]  # type: ignore[return-value]
+    _check_query(q, 3, "total_q, heads, head_dim")
     check_length("max_seqlen_q", max_seqlen_q, MOST_LENGTH)
     call = Call(
         q, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size, softcap, s_aux, scheduler_metadata, out
@@ -191,23 +191,25 @@ def flash_attn_with_kvcache(
     """
     if qv is not None or cache_leftpad is not None or attention_chunk or alibi_slopes is not None:
         _refuse(qv=qv, cache_leftpad=cache_leftpad, attention_chunk=attention_chunk, alibi_slopes=alibi_slopes)
-    _check_splits(num_splits)
+    if type(num_splits) is not int or num_splits < 0:
+        check_length("num_splits", num_splits)
     table, request = _table(block_table, page_table), None
+    if cache_batch_idx is None and not torch.compiler.is_compiling():
+        plan = scheduler_metadata.parts() if type(scheduler_metadata) is ServingPlan else (scheduler_metadata,)
+        window = window_size if type(window_size) is tuple and len(window_size) == 2 else (window_size,)
+        request = (
+            q, k_cache, v_cache, out, k, v, rotary_cos, rotary_sin, cu_seqlens_k_new, rotary_seqlens, table,
+            cu_seqlens_q, cache_seqlens, k_descale, v_descale, q_descale, s_aux, *plan, max_seqlen_q, softmax_scale,
+            causal, *window, softcap, return_softmax_lse, rotary_interleaved,
+        )  # fmt: skip
+        known = again(KNOWN, request, q, out)
+        if known is not None:
+            found, lse = known
+            if lse is None:
+                return found  # type: ignore[no-any-return]
+            return found, lse if q.dim() == 3 else lse.view(-1, *q.shape[:2]).transpose(0, 1)
     rotary = (rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
-    appends = k is not None and v is not None
-    only_reads = k is None and v is None and rotary_cos is None and rotary_sin is None
-    if (appends or only_reads) and cache_batch_idx is None and not torch.compiler.is_compiling():
-        new = (k, v, cu_seqlens_k_new, rotary_seqlens, rotary_cos, rotary_sin) if appends else ()
-        given, fixed = (cache_seqlens, None) if isinstance(cache_seqlens, Tensor) else (None, cache_seqlens)
-        tensors = (q, k_cache, v_cache, table, cu_seqlens_q, given, k_descale, v_descale, q_descale, s_aux)
-        options = (max_seqlen_q, softmax_scale, causal, window_size, softcap, bool(return_softmax_lse))
-        request = Request(tensors, scheduler_metadata, out, options, fixed, new, rotary_interleaved)
-        again = request.again()
-        if again is not None:
-            if return_softmax_lse and cu_seqlens_q is None:
-                return again[0], again[1].view(-1, *q.shape[:2]).transpose(0, 1)
-            return again if return_softmax_lse else again[0]
-    if not (appends or only_reads):
+    if (k is None) != (v is None) or (k is None and not (rotary_cos is None and rotary_sin is None)):
         raise ValueError("k, v: None; both are given, or neither and no rotary_cos and rotary_sin")
     if cu_seqlens_q is None:
         _check_query(q, 4, "batch, seqlen, heads, head_dim")
@@ -248,12 +250,6 @@ def _check_query(q: Any, dims: int, names: str) -> None:
     check_strided("q", q)
     if q.dim() != dims:
         raise ValueError(f"q: its shape is {tuple(q.shape)}; ({names}) is needed")
-
-
-def _check_splits(num_splits: Any) -> None:
-    """The split changes no bit of the result and is the kernels' affair; what is no count is still a mistake."""
-    if type(num_splits) is not int or num_splits < 0:
-        check_length("num_splits", num_splits)
 
 
 def _table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:

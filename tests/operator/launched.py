@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from greenfast.device import prepared
-from greenfast.operator import cuda, plans, sdpa, serving_call, serving_cuda, serving_ops, serving_request
+from greenfast.operator import cuda, plans, sdpa, serving_call, serving_cuda, serving_request
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import TensorMap, value_bytes
 
@@ -122,7 +122,7 @@ class PretendedGpu:
 
     def forget(self) -> None:
         """Empty every cache of launches."""
-        for repeats in (sdpa.REPEATS, serving_request.KNOWN, serving_ops.APPENDS):
+        for repeats in (sdpa.REPEATS, serving_request.KNOWN, serving_request.APPENDS):
             repeats.clear()
         for cache in (cuda._PLANS, serving_cuda._PLANS, serving_call._CONSTANTS, serving_request.JOINED):
             cache.clear()

@@ -306,13 +306,17 @@ def test_several_launches_at_once_are_those_one_by_one(gpu: PretendedGpu, i: int
     assert len(set(moved.values())) == len(moved)
 
 
+def kept_calls() -> list[Any]:
+    return [entries for kind in serving_request.KNOWN._kinds.values() for entries in kind.found.values()]
+
+
 @pytest.mark.parametrize("appends", [False, True])
 def test_lengths_as_numbers_share_their_launches(gpu: PretendedGpu, appends: bool) -> None:
     options = appending()[0] if appends else base()
     for length in range(1, 9):
         for _ in range(2):
             call(options | {"cache_seqlens": length})
-    kept = serving_request.KNOWN._found.values()
+    kept = kept_calls()
     assert len(kept) == 8
     (plan,) = {id(known.plan): known.plan for ((_, known),) in kept}.values()
     assert [len(idle) for idle in plan.idle.values()] == [1]
@@ -339,7 +343,7 @@ def test_the_workspace_has_room_for_all(gpu: PretendedGpu, monkeypatch: pytest.M
     for run, _ in composed():
         gpu.forget()
         run()
-        ((_, known),) = next(iter(serving_request.KNOWN._found.values()))
+        ((_, known),) = kept_calls()[0]
         work = sorted(known.plan.work.items(), key=lambda x: x[1])
         ends = [*(at for _, at in work[1:]), known.plan.work_bytes]
         assert {"slots", "positions", "lengths"} <= {name for name, _ in work}
@@ -349,7 +353,7 @@ def test_the_workspace_has_room_for_all(gpu: PretendedGpu, monkeypatch: pytest.M
 
 
 def test_several_launches_at_once_are_those_of_the_call(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeats, "_MOST_KINDS", 1000)
+    monkeypatch.setattr(repeats, "_MOST_ALIKE", 1000)
     every = composed()
     wanted = []
     gpu.launched()
@@ -372,7 +376,7 @@ def test_several_launches_at_once_are_those_of_the_call(gpu: PretendedGpu, monke
 
 def test_what_is_repeated_skips_the_checks(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the other tests would compare a slow path with itself."""
-    monkeypatch.setattr(repeats, "_MOST_KINDS", 1000)
+    monkeypatch.setattr(repeats, "_MOST_ALIKE", 1000)
     options = [base(), base() | {"scheduler_metadata": plan()}, base() | {"out": query(), "return_softmax_lse": True}]
     for given in options:
         call(given)
@@ -444,6 +448,8 @@ def test_threads_and_streams_have_launches_of_their_own(gpu: PretendedGpu, quick
         ({"window_size": (True, 0)}, TypeError),
         ({"window_size": (1.0, 0)}, TypeError),
         ({"window_size": 4}, TypeError),
+        ({"window_size": (None, None)}, TypeError),
+        ({"window_size": (-1, -1, 0.0)}, TypeError),
         ({"softmax_scale": torch.tensor(1.0, requires_grad=True)}, TypeError),
         ({"softmax_scale": True}, TypeError),
         ({"softmax_scale": 0.0}, ValueError),
@@ -463,6 +469,7 @@ def test_threads_and_streams_have_launches_of_their_own(gpu: PretendedGpu, quick
         ({"out": query(dtype=torch.float16)}, TypeError),
         ({"out": query(2)}, ValueError),
         ({"scheduler_metadata": 1}, TypeError),
+        ({"scheduler_metadata": plan().tensor}, TypeError),
         ({"scheduler_metadata": {"max_seqlen_q": 2}}, ValueError),
         ({"scheduler_metadata": {"heads": 16}}, ValueError),
         ({"scheduler_metadata": {"causal": True}}, ValueError),
@@ -483,6 +490,15 @@ def test_every_refusal_stays(gpu: PretendedGpu, change: Options, error: type[Exc
         with pytest.raises(error):
             call(base() | made)
     assert not gpu.launched()
+
+
+def test_arguments_in_the_wrong_places_are_refused(gpu: PretendedGpu) -> None:
+    """In a row they are those of a call that is known."""
+    made = plan()
+    call(base() | {"scheduler_metadata": made})
+    parts = {"scheduler_metadata": made.tensor, "max_seqlen_q": 1, "softmax_scale": HEADS, "causal": KV_HEADS}
+    with pytest.raises(TypeError):
+        call(base() | parts | {"window_size": (DIM, made.mask, None, None, False, -1, -1)})
 
 
 def test_a_cache_at_an_odd_address_is_refused_after_one_that_is_not(gpu: PretendedGpu) -> None:
@@ -534,12 +550,12 @@ def test_a_plan_is_made_again_in_its_memory(gpu: PretendedGpu) -> None:
 
 
 def test_pages_are_checked_where_that_is_asked_for(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = base() | {"cache_seqlens": torch.full((BATCH,), 9999).int()}
-    call(given)
-    call(given)
     monkeypatch.setattr(serving_checks, "_CHECKS_PAGES", True)
+    given = base()
+    call(given)
+    call(given)
     with pytest.raises(ValueError, match="9999 of sequence 0"):
-        call(given)
+        call(given | {"cache_seqlens": torch.full((BATCH,), 9999).int()})
 
 
 class Subclass(Tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_ROW_ALIGNMENT = 16  # bytes, of the rows that the quantizer reads
+ROW_ALIGNMENT = 16  # bytes, of the rows that kernels read
 
 
 def row_strides(x: Tensor, head_dim: int) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ def padded(x: Tensor, head_dim: int) -> Tensor:
 
 def aligned(address: int) -> bool:
     """Whether rows may begin at an address; for several addresses, pass their bitwise or."""
-    return address % _ROW_ALIGNMENT == 0
+    return address % ROW_ALIGNMENT == 0
 
 
 def capturing(device: torch.device) -> bool:

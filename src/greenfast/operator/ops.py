@@ -255,12 +255,19 @@ def may_skip_dispatcher(*tensors: Tensor) -> bool:
 def unobserved() -> bool:
     """Whether nothing but the tensors themselves may ask for the dispatcher in this thread; not for tracing."""
     return (
-        not torch._C._len_torch_dispatch_stack()
+        not watched()
         and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
         and not torch._C._is_any_autocast_enabled()
         and not torch._C._get_tracing_state()
-        and not torch._C._autograd._profiler_enabled()
+    )
+
+
+def watched() -> bool:
+    """Whether what tensors' dispatch keys do not tell may ask for it: modes, dual numbers and the profiler."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
+        or torch._C._autograd._profiler_enabled()
     )
 
 

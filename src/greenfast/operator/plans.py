@@ -104,7 +104,7 @@ class Plan:
     """Launches for calls of one kind.
 
     names: buffers that a call gives the addresses of. work: those in one allocation, by their offsets in bytes.
-    idle: by stream, launches that no thread is queueing.
+    idle: by stream, launches that no thread is queueing. others: the same launches, by other names.
     """
 
     device: int
@@ -115,6 +115,13 @@ class Plan:
     head_dim: int = 0  # of the codes
     out_strides: tuple[int, ...] = ()
     idle: dict[int, list[Launches]] = field(default_factory=dict)
+    others: dict[tuple[str, ...], Plan] = field(default_factory=dict)
+
+    def taking(self, names: tuple[str, ...]) -> Plan:
+        """The plan for calls that give the addresses of these buffers, all that its launches have, in this order."""
+        if names not in self.others:
+            self.others[names] = replace(self, names=names, idle={}, others={})
+        return self.others[names]
 
     def launch(self, addresses: Addresses) -> None:
         """Queue the launches on the current stream; addresses: of each of ``names``.

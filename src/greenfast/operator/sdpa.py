@@ -29,7 +29,7 @@ from greenfast.operator.rules import BIAS, Form, Refusal, arranged, dtype_of, fo
 from greenfast.operator.scope import SCOPES
 
 _overridden: Any = handle_torch_function  # for subclasses of Tensor, modes, and torch.fx, which traces calls this way
-REPEATS = Repeats()  # plans of calls that skipped the dispatcher
+REPEATS = Repeats(3)  # plans of calls that skipped the dispatcher
 _ALTERNATIVE = "; torch.nn.functional.scaled_dot_product_attention has it"
 
 
@@ -114,8 +114,8 @@ def sdpa(
     plain = attn_mask is None and float32_as is None and type(dropout_p) is float and dropout_p == 0.0
     repeats = plain and not return_lse and (scale is None or type(scale) is float) and not torch.compiler.is_compiling()
     if repeats:
-        plan = REPEATS.find((precision, causal, scale, enable_gqa), (query, key, value))
-        if plan is not None and ops.unobserved():
+        plan, _ = REPEATS.find((query, key, value, precision, causal, scale, enable_gqa))
+        if plan is not None and not ops.watched():
             found: Tensor | None = ops.gpu().sdpa_again(plan, query, key, value)
             if found is not None:
                 return found
@@ -137,7 +137,7 @@ def sdpa(
     out: Tensor = ops.gpu().sdpa(*args)
     plan = ops.gpu().sdpa_plan(*args)
     if repeats and plan is not None:
-        REPEATS.keep((precision, causal, scale, enable_gqa), (query, key, value), plan)
+        REPEATS.keep((query, key, value, precision, causal, scale, enable_gqa), plan)
     return out
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.operator import serving_ops
+from greenfast.operator import serving_ops, serving_request
 from greenfast.operator.arguments import check_flag, check_length, number
 from greenfast.operator.quantized import HEAD_DIMS
 from greenfast.operator.serving_checks import MOST_GROUPED, MOST_LENGTH, check_strided
@@ -52,15 +52,27 @@ def append_kv(
     raises NotImplementedError, and without q an input that requires one does.
     Raises TypeError, ValueError and NotImplementedError, which name the argument, before anything is written.
     """
+    request = (
+        q, k, v, k_cache, v_cache, q_weight, k_weight, cos, sin, slot_mapping, k_scale, v_scale, positions, eps,
+        interleaved,
+    )  # fmt: skip
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        known = serving_request.again(serving_request.APPENDS, request, q)
+        if known is not None:
+            return known[0]  # type: ignore[no-any-return]
     check_flag("interleaved", interleaved)
     if q is None and torch.is_grad_enabled():
         given = {"k": k, "v": v, "k_weight": k_weight, "cos": cos, "sin": sin, "k_scale": k_scale, "v_scale": v_scale}
         if names := [name for name, x in given.items() if requires_grad(x)]:
             raise NotImplementedError(NO_GRADIENT_OF.format(", ".join(names)))
-    found = serving_ops.append_kv(
+    args = (
         q, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, q_weight, k_weight, cos, sin, positions,
         number("eps", eps), interleaved,
     )  # fmt: skip
+    found = serving_ops.append_kv(*args)
+    if not compiling:
+        serving_request.remember_append(request, args)
     return None if q is None else found
 
 
@@ -118,6 +130,10 @@ class ServingPlan:
     def update(self) -> None:
         """Plan again, in the same memory, for what the tensors of lengths hold now."""
         self._made(self.tensor)
+
+    def parts(self) -> tuple[Any, ...]:
+        """The plan's tensor, and what a call has to agree with."""
+        return self.tensor, self.max_seqlen_q, self.heads, self.kv_heads, self.head_dim, self.mask
 
     def check(self, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, mask: tuple[bool, int, int]) -> None:
         """Raises ValueError, naming what differs, unless the plan is for such a call."""

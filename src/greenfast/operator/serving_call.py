@@ -31,7 +31,7 @@ from greenfast.operator.serving_pages import (
     empty_pages,
     page_count,
 )
-from greenfast.operator.serving_request import Request
+from greenfast.operator.serving_request import remember
 
 Result = Tensor | tuple[Tensor, Tensor]
 _CONSTANTS: dict[tuple[Any, ...], Tensor] = {}
@@ -82,7 +82,7 @@ class Call:
 
     def attend(
         self, k: Tensor, v: Tensor, table: Tensor, used: Tensor, scales: tuple[Tensor | None, ...], wants_lse: bool,
-        request: Request | None = None,
+        request: tuple[Any, ...] | None = None,
     ) -> Result:  # fmt: skip
         """Attention over pages; it is remembered for ``request``."""
         args = self.arguments(k, v, table, used, scales)
@@ -93,12 +93,12 @@ class Call:
             self._check_out_gradient(*args[:11])
             out, lse = self.out, serving_ops.paged_attention_out(*args, self.out, lse=wants_lse)
         if request is not None:
-            request.remember(args, out, self.before)
+            remember(request, args, out, self.before, lse=wants_lse)
         return (out, lse) if wants_lse else out
 
     def over_keys(
         self, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_k: int | None, seqused_k: Tensor | None,
-        scales: tuple[Tensor | None, ...], wants_lse: bool, request: Request | None = None,
+        scales: tuple[Tensor | None, ...], wants_lse: bool, request: tuple[Any, ...] | None = None,
     ) -> Result:  # fmt: skip
         """Attention over keys that are in no cache: they are quantized into temporary pages first."""
         for name, x in (("k", k), ("v", v)):

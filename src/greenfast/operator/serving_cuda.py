@@ -123,7 +123,6 @@ def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor | None
     return out, sums
 
 
-#: In the order in which ``serving_request.Request`` has them.
 _ATTENTION_BUFFERS = (
     "lse", "q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seqused_k", "k_scale", "v_scale", "q_scale",
     "sinks", "plan", "out",
@@ -316,17 +315,13 @@ def append_plan(*args: Any) -> Plan:
     return found
 
 
-def append_kv(*args: Any, plan: Plan | None = None) -> Tensor:
-    """``torch.ops.greenfast.append_kv`` of CUDA tensors: Q as attention takes it, empty where q is None.
-
-    plan: what ``append_plan`` returned, where it is known.
-    """
+def append_kv(*args: Any) -> Tensor:
+    """``torch.ops.greenfast.append_kv`` of CUDA tensors: Q as attention takes it, empty where q is None."""
     q, k, _, k_cache, v_cache = args[:5]
-    if plan is None:
-        if isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == 0:  # no launch is for no tokens
-            check_append(*args)
-            return k.new_empty(0) if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
-        plan = append_plan(*args)
+    if isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == 0:  # no launch is for no tokens
+        check_append(*args)
+        return k.new_empty(0) if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
+    plan = append_plan(*args)
     addresses = [0 if x is None else x.data_ptr() for x in args[:13]]
     if not all(aligned(addresses[i]) for i in _IN_VECTORS):
         _check_addresses(k_cache, v_cache)

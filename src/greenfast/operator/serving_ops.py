@@ -11,7 +11,6 @@ from torch import Tensor
 
 from greenfast.numerics import serving, serving_append
 from greenfast.operator import autograd, ops, serving_pages
-from greenfast.operator.repeats import Repeats
 from greenfast.operator.serving_checks import (
     check_append,
     check_append_once,
@@ -157,7 +156,6 @@ def _plan_cuda(*args: Any) -> Tensor:
     return found
 
 
-APPENDS = Repeats()  # plans of calls that skipped the dispatcher
 NO_GRADIENT = "no gradient flows through a quantized cache; greenfast.sdpa has gradients"
 _IMPLEMENTATIONS: dict[str, tuple[Any, Any, Any, str]] = {
     "paged_attention": (_attention_cpu, _attention_cuda, _attention_shapes, "greenfast.flash_attn"),
@@ -218,19 +216,9 @@ def token_slots(*args: Any) -> tuple[Tensor, ...]:
 
 def append_kv(*args: Any) -> Tensor:
     """``torch.ops.greenfast.append_kv`` in the same way as ``paged_attention``."""
-    kind: tuple[Any, ...] | None = None
-    if not torch.compiler.is_compiling():
-        given = [x for x in args[:13] if x is not None]
-        kind = (*args[13:], *[x is None for x in args[:13]])
-        plan = APPENDS.find(kind, given)
-        if plan is not None and ops.unobserved():
-            return gpu().append_kv(*args, plan=plan)  # type: ignore[no-any-return]
-    if not _direct(*args[:13]):
-        observed: Tensor = _APPEND_KV(*_checked(check_append_once, args))
-        return observed
-    found = _append_cuda(*args)
-    if kind is not None and args[1].shape[0]:
-        APPENDS.keep(kind, given, gpu().append_plan(*args))
+    if _direct(*args[:13]):
+        return _append_cuda(*args)
+    found: Tensor = _APPEND_KV(*_checked(check_append_once, args))
     return found
 
 
