@@ -41,15 +41,20 @@ def _plan(inputs: PagedInputs) -> ServingPlan:
     )  # fmt: skip
 
 
+def _common(inputs: PagedInputs) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    """What most calls take, looked up ahead: the host's time of a call is without it."""
+    return inputs.q, inputs.starts, inputs.used, inputs.most_queries, inputs.longest
+
+
 def _paged(inputs: PagedInputs, cache: Sequence[Tensor]) -> Ready:
     """greenfast over the cache. cache: of KVPages."""
     k, v, k_scale, v_scale = cache
-    plan = _plan(inputs)
+    plan, (q, starts, used, queries, longest) = _plan(inputs), _common(inputs)
 
     def of(table: Tensor) -> Callable[[], Any]:
         return lambda: flash_attn_varlen_func(
-            inputs.q, k, v, inputs.starts, None, inputs.most_queries, inputs.longest, seqused_k=inputs.used,
-            block_table=table, k_descale=k_scale, v_descale=v_scale, causal=True, scheduler_metadata=plan,
+            q, k, v, starts, None, queries, longest, seqused_k=used, block_table=table, k_descale=k_scale,
+            v_descale=v_scale, causal=True, scheduler_metadata=plan,
         )  # fmt: skip
 
     return _in_turn([of(table) for table in inputs.tables])
@@ -65,17 +70,18 @@ def _token_scales(inputs: PagedInputs) -> Ready:
 
 def _varlen(inputs: PagedInputs) -> Ready:
     """greenfast over keys in bfloat16 that are in no cache: quantization is part of the call."""
-    (k, v), starts, most = inputs.rows, inputs.starts, inputs.longest
-    return Ready(lambda: flash_attn_varlen_func(inputs.q, k, v, starts, starts, most, most, causal=True))
+    (k, v), (q, starts, _, _, most) = inputs.rows, _common(inputs)
+    return Ready(lambda: flash_attn_varlen_func(q, k, v, starts, starts, most, most, causal=True))
 
 
 def _with_kvcache(planned: bool) -> Callable[[PagedInputs], Ready]:
     def prepare(inputs: PagedInputs) -> Ready:
         q, plan = inputs.q.unsqueeze(1), _plan(inputs) if planned else None
+        k, v, used, table, scale = inputs.k_codes, inputs.v_groups, inputs.used, inputs.tables[0], inputs.scale
         return Ready(
             lambda: flash_attn_with_kvcache(
-                q, inputs.k_codes, inputs.v_groups, cache_seqlens=inputs.used, page_table=inputs.tables[0],
-                k_descale=inputs.scale, v_descale=inputs.scale, causal=True, scheduler_metadata=plan,
+                q, k, v, cache_seqlens=used, page_table=table, k_descale=scale, v_descale=scale, causal=True,
+                scheduler_metadata=plan,
             )
         )  # fmt: skip
 
@@ -105,31 +111,32 @@ class _Last:
 def _appending_kvcache(inputs: PagedInputs) -> Ready:
     """With the last token of each sequence as new K and V, which the call rotates and writes."""
     q, plan, last, past = inputs.q.unsqueeze(1), _plan(inputs), _Last.of(inputs), inputs.used - 1
-    k, v = last.k.unsqueeze(1), last.v.unsqueeze(1)
+    k, v, scale, (cos, sin) = last.k.unsqueeze(1), last.v.unsqueeze(1), last.scale, last.angles
+    k_cache, v_cache, table = inputs.k_codes, inputs.v_groups, inputs.tables[0]
     return Ready(
         lambda: flash_attn_with_kvcache(
-            q, inputs.k_codes, inputs.v_groups, k, v, rotary_cos=last.angles[0], rotary_sin=last.angles[1],
-            cache_seqlens=past, page_table=inputs.tables[0], k_descale=last.scale, v_descale=last.scale, causal=True,
-            scheduler_metadata=plan,
+            q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=past, page_table=table,
+            k_descale=scale, v_descale=scale, causal=True, scheduler_metadata=plan,
         )
     )  # fmt: skip
 
 
 def _append_last(inputs: PagedInputs) -> Ready:
     last = _Last.of(inputs)
-    cos, sin = last.angles
+    q, k_cache, v_cache = inputs.q, inputs.k_codes, inputs.v_groups
+    k, v, at, slots, scale, (cos, sin) = last.k, last.v, last.at, last.slots, last.scale, last.angles
     return Ready(
         lambda: append_kv(
-            inputs.q, last.k, last.v, inputs.k_codes, inputs.v_groups, last.slots, k_scale=last.scale,
-            v_scale=last.scale, cos=cos, sin=sin, positions=last.at,
+            q, k, v, k_cache, v_cache, slots, k_scale=scale, v_scale=scale, cos=cos, sin=sin, positions=at
         )
-    )  # fmt: skip
+    )
 
 
 def _varlen_of_decode(inputs: PagedInputs) -> Ready:
     """A query of each sequence over keys in bfloat16 that are in no cache."""
     (k, v), ends = inputs.rows, torch.nn.functional.pad(inputs.used.cumsum(0), (1, 0)).int()
-    return Ready(lambda: flash_attn_varlen_func(inputs.q, k, v, inputs.starts, ends, 1, inputs.longest, causal=True))
+    q, starts, _, _, longest = _common(inputs)
+    return Ready(lambda: flash_attn_varlen_func(q, k, v, starts, ends, 1, longest, causal=True))
 
 
 def _make_plan(inputs: PagedInputs) -> Ready:
@@ -171,14 +178,14 @@ def _vllm(precision: Precision) -> Callable[[PagedInputs], Ready]:
         library: Any = torch.ops._vllm_fa3_C
         q, k, v, scales = _given(inputs, precision)
         metadata = None if inputs.prefill else _vllm_metadata(inputs, precision)
-        of_keys = inputs.starts if inputs.prefill else None
-        used = None if inputs.prefill else inputs.used
+        _, starts, used, queries, longest = _common(inputs)
+        of_keys, of_cache = (starts, None) if inputs.prefill else (None, used)
+        forward, scale = library.fwd, inputs.head_dim**-0.5
 
         def of(table: Tensor | None) -> Callable[[], Any]:
-            return lambda: library.fwd(
-                q, k, v, None, None, None, None, inputs.starts, of_keys, None, None, used, inputs.most_queries,
-                inputs.longest, table, None, None, None, None, None, *scales, inputs.head_dim**-0.5, True, -1, -1, 0.0,
-                True, metadata, 0, None, 0, None, 1, 0, None,
+            return lambda: forward(
+                q, k, v, None, None, None, None, starts, of_keys, None, None, of_cache, queries, longest, table, None,
+                None, None, None, None, *scales, scale, True, -1, -1, 0.0, True, metadata, 0, None, 0, None, 1, 0, None,
             )[0]  # fmt: skip
 
         return _in_turn([of(table) for table in ([None] if inputs.prefill else inputs.tables)])
@@ -210,11 +217,13 @@ def _package(precision: Precision) -> Callable[[PagedInputs], Ready]:
             qkv_dtype=q.dtype, cu_seqlens_q=inputs.starts, page_size=PAGE, causal=True,
         )  # fmt: skip
 
+        _, starts, used, _, _ = _common(inputs)
+
         def of(table: Tensor) -> Callable[[], Any]:
             return lambda: _first(
                 fa3.flash_attn_with_kvcache(
-                    q, k, v, cache_seqlens=inputs.used, page_table=table, cu_seqlens_q=inputs.starts, max_seqlen_q=1,
-                    causal=True, scheduler_metadata=metadata, **descale,
+                    q, k, v, cache_seqlens=used, page_table=table, cu_seqlens_q=starts, max_seqlen_q=1, causal=True,
+                    scheduler_metadata=metadata, **descale,
                 )
             )  # fmt: skip
 
