@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -258,3 +259,12 @@ def test_a_plan_that_no_kernel_could_count() -> None:
             meta(70, 32, 64, dtype=torch.bfloat16), *cache[:2], meta(64, 2), *lengths, 2**31 - 1, (True, -1, -1), 0.0,
             1.0, torch.bfloat16,
         )  # fmt: skip
+
+
+def test_rows_too_far_apart_for_the_kernels(tmp_path: Path) -> None:
+    """16 GiB, of a file that takes no room."""
+    step = 2**33
+    memory = torch.from_file(str(tmp_path / "q"), shared=True, size=step + 4 * 64, dtype=torch.bfloat16)
+    q = memory.as_strided((2, 4, 64), (step, 64, 1))
+    with pytest.raises(ValueError, match=r"q: its strides are \(8589934592, 64, 1\); less than 17179869184 bytes"):
+        varlen(**keys() | {"q": q, "cu_seqlens_q": int32(0, 1, 2)})

@@ -23,6 +23,7 @@ _CHECKS_PAGES = os.environ.get(CHECK_PAGES, "0") not in ("", "0")
 #: Lengths are int32, and numbers are float32 in the kernels.
 MOST_LENGTH = 2**31 - 1
 _MOST_FLOAT = torch.finfo(torch.float32).max
+_MOST_STRIDE = 2**34  # bytes: in units of 8 an int32 to the kernels
 _ROW_BYTES = 16  # of which the beginnings of rows are multiples
 _FLOATS = (*DTYPES, torch.float32)
 #: Names of the operators' arguments as errors have them: FlashAttention's names follow.
@@ -183,6 +184,8 @@ def check_attention(
             f"q: it has {heads} heads, the cache {kv_heads}; 1 to {MOST_GROUPED} query heads share each head of K and V"
         )
     _rows("q", q)
+    if any(n > 1 and step * q.itemsize >= _MOST_STRIDE for n, step in zip(q.shape, q.stride(), strict=True)):
+        raise ValueError(f"q: its strides are {q.stride()}; less than {_MOST_STRIDE} bytes are needed")
     for name, x in (("block_table", block_table), ("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
         _tensor(name, x, (torch.int32,), q)
     if seqused_k.dim() != 1:
