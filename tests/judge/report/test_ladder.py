@@ -182,3 +182,10 @@ def test_the_shape_asked_for_with_its_own_cache_state() -> None:
     assert found[3].startswith("1.250x")
     assert found[7] == "SHORT"
     assert row(one, shape="small")[2] == "PENDING"
+
+
+def test_rungs_for_other_shapes_have_a_table_of_their_own() -> None:
+    other = record(speedups=[speedup_row(shape="decode")])
+    found = tables(ladder_table([("a", record()), ("other", other), ("b", record())]))
+    assert [[cells[-1] for cells in rows] for _, rows in found] == [["[a](a)", "[b](b)"], ["[other](other)"]]
+    assert "shape decode" in found[1][0]

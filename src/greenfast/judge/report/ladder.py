@@ -31,17 +31,29 @@ def ladder_table(
     """A row per (path of the evidence, record), in the order given; the path becomes the row's link.
 
     Records of one task, format, target and device share a table, under a line that states these, the days and commits
-    of the runs, and the shape. aged: by path, the records that are stale, which are shown without a number, and the
-    records for which that cannot be told; the reasons stand under the table. shape: the one shown; by
-    default the one at which most of a table's records were gated. Times are medians over seeds, baseline -> candidate.
+    of the runs, and the shape; those not timed at it have one of their own. aged: by path, the records that are stale,
+    which are shown without a number, and the records for which that cannot be told; the reasons stand under the table.
+    shape: the one shown; by default the one at which most of a table's records were gated. Times are medians over
+    seeds, baseline -> candidate.
     """
     groups: dict[tuple[str, ...], list[tuple[str, Record]]] = {}
     for path, record in records:
         groups.setdefault((record.task, record.format, record.arch, _machine(record)), []).append((path, record))
-    return "\n\n".join(
-        _group(members, aged or {}, _gated([record for _, record in members]) if shape is None else shape)
-        for members in groups.values()
-    )
+    tables = []
+    for members in groups.values():
+        while members:
+            shown = _gated([record for _, record in members]) if shape is None else shape
+            parts: dict[bool, list[tuple[str, Record]]] = {True: [], False: []}
+            for path, record in members:
+                parts[shape is not None or _shows(record, shown)].append((path, record))
+            tables.append(_group(parts[True], aged or {}, shown))
+            members = parts[False]
+    return "\n\n".join(tables)
+
+
+def _shows(record: Record, shape: str) -> bool:
+    """Whether a table of that shape has what a record found: rungs may be for other shapes."""
+    return shape in {row.shape for row in _speedups(record)} or not _speedups(record)
 
 
 def _gated(records: Sequence[Record]) -> str:
