@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -16,14 +17,25 @@ from torch import Tensor
 import greenfast
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from greenfast.kernels.attention.config import KEY_ORDER
+from greenfast.kernels.serving import attention
 from greenfast.numerics import serving as reference
 from greenfast.operator import serving_ops, serving_request
+from tests.operator.launched import forget_launches
 from tests.serving.oracle import Case, case, faults
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 #: The tensor cores keep about 14 bits of a sum of products: so far may scores be off in natural units.
 SCORES = 5e-3
+
+
+@pytest.fixture
+def _wide_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Row tiles of prompts are wide, though the tests' batches are too small to fill a GPU with them."""
+    monkeypatch.setattr(attention, "_MARGIN", 0.0)
+    forget_launches()
+    yield
+    forget_launches()
 
 
 def on_gpu(x: Tensor | None) -> Tensor | None:
@@ -82,7 +94,9 @@ def drawn(seed: int) -> Case:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_results_are_as_exact_as_their_rounding(seed: int) -> None:
+def test_results_are_as_exact_as_their_rounding(seed: int, request: pytest.FixtureRequest) -> None:
+    if seed % 2 == 0:
+        request.getfixturevalue("_wide_tiles")
     is_exact(drawn(seed))
 
 
@@ -157,6 +171,7 @@ def test_values_in_rows_that_are_refused() -> None:
         serving_ops.paged_attention(*given[:2], narrow[..., :64], *given[3:])
 
 
+@pytest.mark.usefixtures("_wide_tiles")
 @pytest.mark.parametrize("seed", range(8))
 def test_the_fastest_scales_and_layouts_have_the_error_of_the_reference(seed: int) -> None:
     """Long rows, of which a race or a lost tile would change little: compared with the reference, not with a bound."""
@@ -204,9 +219,12 @@ def attend(c: dict[str, Any], q: Tensor, starts: list[int], used: list[int], **m
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("window", [(-1, -1), (600, 0)], ids=["all", "window"])
 @pytest.mark.parametrize("grouped", [True, False], ids=["groups", "rows"])
+@pytest.mark.parametrize("tiles", ["chosen", "wide"])
 def test_decode_chunks_and_prefill_have_the_same_bits(
-    head_dim: int, token: bool, window: tuple[int, int], grouped: bool
+    head_dim: int, token: bool, window: tuple[int, int], grouped: bool, tiles: str, request: pytest.FixtureRequest
 ) -> None:
+    if tiles == "wide":
+        request.getfixturevalue("_wide_tiles")
     length = 2300
     q = torch.randn(length, 8, head_dim, device="cuda", dtype=torch.bfloat16)
     c = paged(length, head_dim, 64, token, grouped=grouped)

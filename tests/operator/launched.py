@@ -25,6 +25,15 @@ _ADDRESS = Tensor.data_ptr
 _WORKSPACE = 1 << 56  # above all addresses
 
 
+def forget_launches() -> None:
+    """Empty every cache of launches."""
+    for repeats in (sdpa.REPEATS, serving_request.KNOWN, serving_request.APPENDS):
+        repeats.clear()
+    for cache in (cuda._PLANS, serving_cuda._PLANS, serving_call._CONSTANTS, serving_request.JOINED):
+        cache.clear()
+    serving_cuda._planning.cache_clear()
+
+
 class Launch(NamedTuple):
     kernel: str
     grid: tuple[int, int, int]
@@ -121,12 +130,7 @@ class PretendedGpu:
         self.forget()
 
     def forget(self) -> None:
-        """Empty every cache of launches."""
-        for repeats in (sdpa.REPEATS, serving_request.KNOWN, serving_request.APPENDS):
-            repeats.clear()
-        for cache in (cuda._PLANS, serving_cuda._PLANS, serving_call._CONSTANTS, serving_request.JOINED):
-            cache.clear()
-        serving_cuda._planning.cache_clear()
+        forget_launches()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """These tensors and their views keep their addresses."""

@@ -41,20 +41,18 @@ def _hopper(device: int) -> Target:
 
 
 def _config(
-    head_dim: int, group: int, max_seqlen_q: int, query: torch.dtype, out: torch.dtype, *, tokens: bool, cap: bool,
-    layout: str = "grouped",
+    head_dim: int, sizes: ServingSizes, multiprocessors: int, query: torch.dtype, out: torch.dtype, *, tokens: bool,
+    cap: bool, layout: str = "grouped",
 ) -> ServingConfig:  # fmt: skip
     """tokens: whether each token of K and V has a scale. cap: whether there is a softcap. layout: of V's pages."""
-    rows = max_seqlen_q * group
     return ServingConfig(
         head_dim=head_dim,
         query=_NAMES[query],
         out=_NAMES[out],
-        wide=rows > attention.NARROW_ROWS,
-        few_rows=next((n for n in attention.FEW_ROWS if rows <= n), 0),
         token_scales=tokens,
         softcap=cap,
         value_layout=layout,
+        **attention.row_tiles(head_dim, sizes, multiprocessors),  # type: ignore[arg-type]
     )
 
 
@@ -150,13 +148,13 @@ def _attention_plan(
     multiprocessors = _hopper(device).multiprocessors
     (tokens, heads, head_dim), (pages, page, kv_heads, _) = q.shape, k_cache.shape
     per_token = k_scale.dim() == 3
-    config = _config(
-        head_dim, heads // kv_heads, max_seqlen_q, q.dtype, out_dtype, tokens=per_token, cap=softcap > 0,
-        layout="rows" if v_cache.dim() == 4 else "grouped",
-    )  # fmt: skip
     sizes = ServingSizes(
         sequences=seqused_k.shape[0], tokens=tokens, max_q_len=max_seqlen_q, heads=heads, kv_heads=kv_heads,
         pages=pages, page=page, table_entries=block_table.shape[1],
+    )  # fmt: skip
+    config = _config(
+        head_dim, sizes, multiprocessors, q.dtype, out_dtype, tokens=per_token, cap=softcap > 0,
+        layout="rows" if v_cache.dim() == 4 else "grouped",
     )  # fmt: skip
 
     def strides(scale: Tensor) -> tuple[int, int]:
@@ -223,7 +221,7 @@ def _planning(
 ) -> tuple[Plan, int]:  # fmt: skip
     """The launch that makes a plan, and the plan's elements."""
     multiprocessors = _hopper(device).multiprocessors
-    config, sizes = _plan_sizes(batch, max_seqlen_q, heads, kv_heads, head_dim)
+    config, sizes = _plan_sizes(batch, max_seqlen_q, heads, kv_heads, head_dim, multiprocessors)
     window = _window(causal, window_left, window_right)
     step = Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
     size = _plan_words(config, sizes, attention.grid_blocks(config, sizes, multiprocessors))
@@ -232,21 +230,20 @@ def _planning(
 
 def plan_size(batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int) -> int:
     """Elements of a plan on the current device, for tracing."""
-    config, sizes = _plan_sizes(batch, max_seqlen_q, heads, kv_heads, head_dim)
     multiprocessors = _hopper(torch.cuda.current_device()).multiprocessors
+    config, sizes = _plan_sizes(batch, max_seqlen_q, heads, kv_heads, head_dim, multiprocessors)
     return attention.plan_words(config, sizes, attention.grid_blocks(config, sizes, multiprocessors))
 
 
 def _plan_sizes(
-    batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int
+    batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, multiprocessors: int
 ) -> tuple[ServingConfig, ServingSizes]:
     """What a plan depends on; the rest is anything."""
-    config = _config(head_dim, heads // kv_heads, max_seqlen_q, torch.bfloat16, torch.bfloat16, tokens=False, cap=False)
     sizes = ServingSizes(
         sequences=batch, tokens=0, max_q_len=max_seqlen_q, heads=heads, kv_heads=kv_heads, pages=0, page=attention.TILE,
         table_entries=0,
     )  # fmt: skip
-    return config, sizes
+    return _config(head_dim, sizes, multiprocessors, torch.bfloat16, torch.bfloat16, tokens=False, cap=False), sizes
 
 
 def _plan_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:

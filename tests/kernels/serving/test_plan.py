@@ -220,3 +220,43 @@ def test_more_units_than_an_int_can_hold_are_dealt() -> None:
     assert plan.dealt
     assert {tuple(x) for x in plan.items()[:, [4, 1]].tolist()} == {(b, h) for b in range(8) for h in range(256)}
     assert (plan.items()[:, 3] == 2**21).all()
+
+
+def sizes(batch: int, queries: int, heads: int, kv_heads: int) -> serving.ServingSizes:
+    return serving.ServingSizes(batch, batch * queries, queries, heads, kv_heads, 1, 64, 1)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "queries", "heads", "kv_heads", "rows"),
+    [
+        # What was faster on an H100, in the record of wide_rows.
+        (128, 2, 512, 32, 8, 64),
+        (128, 3, 130, 8, 2, 64),
+        (256, 2, 512, 8, 2, 64),
+        (256, 1, 130, 2, 1, 64),
+        (64, 1, 2048, 16, 4, 192),
+        # Batches that fill it.
+        (64, 16, 1024, 64, 8, 192),
+        (128, 16, 1024, 32, 8, 192),
+        (256, 16, 1024, 16, 8, 128),
+        (128, 1, 16384, 32, 8, 192),
+        (128, 61, 2048, 32, 8, 192),
+        # Decoding, and a few tokens more.
+        (128, 1, 1, 32, 8, 8),
+        (64, 4, 2, 64, 8, 16),
+        (128, 4, 16, 32, 8, 64),
+    ],
+)
+def test_row_tiles_of_a_batch(head_dim: int, batch: int, queries: int, heads: int, kv_heads: int, rows: int) -> None:
+    options = serving.row_tiles(head_dim, sizes(batch, queries, heads, kv_heads), 132)
+    assert serving.ServingConfig(head_dim=head_dim, **options).rows == rows  # type: ignore[arg-type]
+
+
+def test_blocks_of_decoding_are_a_multiple_of_the_heads() -> None:
+    def blocks(head_dim: int, few_rows: int, kv_heads: int) -> int:
+        config = serving.ServingConfig(head_dim=head_dim, few_rows=few_rows)
+        return serving.grid_blocks(config, sizes(4, 1, 4 * kv_heads, kv_heads), 132)
+
+    assert [blocks(256, 8, n) for n in (1, 2, 4, 8, 16, 40)] == [132, 132, 132, 128, 128, 132]
+    assert [blocks(128, 8, n) for n in (1, 8, 16, 40)] == [264, 264, 256, 264]
+    assert blocks(256, 0, 8) == 132

@@ -21,6 +21,9 @@ FEW_ROWS = (8, 16)  # of a row tile of decoding
 TILE, CHUNK = 128, 512  # keys: of a tile, and of a run whose sum stays in the tensor cores' accumulators
 NARROW_ROWS = 64  # of a row tile that is not wide
 OPEN = 2**30  # a side of the window that is open
+#: How long a block takes for a row of a narrow tile, if it takes 1 for a row of a wide one; and how much shorter narrow
+#: tiles are to take before they are chosen. From the record of the rung wide_rows on an H100.
+_NARROW_ROW_TIME, _MARGIN = {64: 3.3, 128: 2.1, 256: 1.4}, 0.85
 _HEADER = 8  # words of a plan before its arrays
 _SHARE_WORDS, _TILE_WORDS = 12, 8
 _PLAN_THREADS = 1024
@@ -195,6 +198,25 @@ class ServingSizes:
     def slots(self, config: ServingConfig, blocks: int) -> int:
         """Those that sequences of up to ``table_entries`` pages may make it leave."""
         return max(1, min(-(-self.table_entries * self.page // CHUNK), self.most_slots(config, blocks)))
+
+
+def row_tiles(head_dim: int, sizes: ServingSizes, multiprocessors: int) -> dict[str, int | bool]:
+    """``wide`` and ``few_rows`` of the ServingConfig for a batch; the bits of the output are the same with all.
+
+    Wide tiles read keys least often. Where a batch has too few to keep all blocks at work, narrow ones take less time.
+    """
+    rows = sizes.max_q_len * sizes.group
+    few = next((n for n in FEW_ROWS if rows <= n), 0)
+    if few or rows <= NARROW_ROWS:
+        return {"few_rows": few, "wide": False}
+
+    def rounds(config: ServingConfig) -> int:
+        return -(-sizes.most_tiles(config.rows) * sizes.kv_heads // grid_blocks(config, sizes, multiprocessors))
+
+    wide, narrow = (ServingConfig(head_dim=head_dim, wide=wide) for wide in (True, False))
+    of_wide = rounds(wide) * min(rows, wide.rows)
+    of_narrow = rounds(narrow) * NARROW_ROWS * _NARROW_ROW_TIME[head_dim]
+    return {"few_rows": 0, "wide": of_narrow > _MARGIN * of_wide}
 
 
 def grid_blocks(config: ServingConfig, sizes: ServingSizes, multiprocessors: int) -> int:
