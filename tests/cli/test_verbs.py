@@ -306,6 +306,17 @@ def test_report_prints_it_again(capsys: pytest.CaptureFixture[str], device: Fake
     assert short.out.startswith("**PARTIAL**: fp8_sdpa, `stage1` -> `stage2`, e4m3, sm_89\n")
     plot = run_here(capsys, "report", folder, "--plot", tmp_path / "p.svg")
     assert (plot.code, (tmp_path / "p.svg").read_text()[:5]) == (0, "<?xml")
+    assert (whole.err, short.err) == ("", "")
+
+
+def test_report_says_where_a_record_asked_for_less_than_its_task(
+    capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
+) -> None:
+    options = ("--required", "1.0", "--out", tmp_path)
+    folder = last_line(run_here(capsys, "validate", "fp8_sdpa", *SMALL, *options))
+    ran = run_here(capsys, "report", folder)
+    assert ran.code == 0
+    assert "it asked for 1x, the task asks for 1.15x; its decision follows from what it asked" in ran.err
 
 
 def test_a_plot_that_cannot_be_drawn_says_why(

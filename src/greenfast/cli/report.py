@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from greenfast.bench.plot import save_benchmark_plot
@@ -12,7 +13,7 @@ from greenfast.bench.records import AnyRecord, read_record, record_schema
 from greenfast.bench.report import benchmark_report
 from greenfast.cli.page import check_page, write_page
 from greenfast.judge.record import Record
-from greenfast.judge.records import freshness_of
+from greenfast.judge.records import demands, freshness_of
 from greenfast.judge.report.ladder import ladder_table
 from greenfast.judge.report.markdown import report, short_form
 from greenfast.judge.report.plots import save_plot
@@ -40,6 +41,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--{'plot draws' if args.plot else 'html is of'} one run; give one")
     check_page(args.html)
     for path, record in records.items():
+        if not isinstance(record, Benchmark):
+            for reason in demands(record).reasons:
+                print(f"greenfast: {path}: {reason}; its decision follows from what it asked", file=sys.stderr)
         if args.html:
             write_page(args.html, record, path)
             print(args.html)

@@ -130,6 +130,11 @@ def freshness(record: Run) -> Freshness:
     return worst(itertools.chain(kernels, _of_demands(record)))
 
 
+def demands(record: Run) -> Freshness:
+    """Whether a record asked for what its task asks today, or more. It takes no compiler."""
+    return worst(_of_demands(record))
+
+
 def _of_demands(record: Run) -> Iterator[Freshness]:
     """The speedup, and of each side the limits on errors, against those of the task."""
     try:
