@@ -11,6 +11,7 @@ from torch import Tensor
 from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import Step, run_chain
 from greenfast.kernels.serving import attention as serving
+from greenfast.kernels.serving.config import ServingConfig
 from greenfast.spec.kernel import KernelSource, Launch, Struct, Workspace
 from greenfast.spec.problem import Array, OutputSpec
 from tests.serving.oracle import Case
@@ -25,7 +26,7 @@ def launches(
     options = c.options
     kv_heads, page = c.k_cache.shape[2], c.k_cache.shape[1]
     softcap = options.get("softcap", 0.0)
-    config = serving.ServingConfig(
+    config = ServingConfig(
         head_dim=c.q.shape[2],
         query=_NAMES[c.q.dtype],
         out=_NAMES[options["out_dtype"]],
@@ -100,7 +101,7 @@ def attentions(
 ) -> list[tuple[Tensor, Tensor]]:
     """The outputs and log-sum-exps of some launches with one plan."""
     plan, kernel = launches(c, wide=wide, few_rows=few_rows, multiprocessors=multiprocessors)
-    config = serving.ServingConfig(head_dim=c.q.shape[2], wide=wide, few_rows=few_rows)
+    config = ServingConfig(head_dim=c.q.shape[2], wide=wide, few_rows=few_rows)
     sizes = sizes_of(c)
     blocks = serving.grid_blocks(config, sizes, multiprocessors)
     inputs = {

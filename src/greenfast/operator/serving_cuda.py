@@ -13,7 +13,8 @@ from torch import Tensor
 
 from greenfast.kernels.serving import append, attention, slots
 from greenfast.kernels.serving.append import AppendConfig, AppendSizes, AppendStrides
-from greenfast.kernels.serving.attention import ServingConfig, ServingSizes, ServingStrides
+from greenfast.kernels.serving.attention import ServingSizes, ServingStrides
+from greenfast.kernels.serving.config import TILE, ServingConfig
 from greenfast.operator.layout import aligned
 from greenfast.operator.plans import ALIGNMENT, Plan, Step, cached, target_of
 from greenfast.operator.plans import joined as joined
@@ -240,7 +241,7 @@ def _plan_sizes(
 ) -> tuple[ServingConfig, ServingSizes]:
     """What a plan depends on; the rest is anything."""
     sizes = ServingSizes(
-        sequences=batch, tokens=0, max_q_len=max_seqlen_q, heads=heads, kv_heads=kv_heads, pages=0, page=attention.TILE,
+        sequences=batch, tokens=0, max_q_len=max_seqlen_q, heads=heads, kv_heads=kv_heads, pages=0, page=TILE,
         table_entries=0,
     )  # fmt: skip
     return _config(head_dim, sizes, multiprocessors, torch.bfloat16, torch.bfloat16, tokens=False, cap=False), sizes

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.attention.config import KEY_ORDER
-from greenfast.kernels.serving.attention import FEW_ROWS
+from greenfast.kernels.serving.config import FEW_ROWS
 from greenfast.numerics.serving import paged_attention
 from greenfast.spec.kernel import Struct
 from tests.serving import emulated, oracle

@@ -11,6 +11,7 @@ from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import Step, run_chain
 from greenfast.kernels import KERNEL_DIR
 from greenfast.kernels.serving import attention as serving
+from greenfast.kernels.serving.config import ServingConfig
 from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import Array, OutputSpec
 
@@ -60,7 +61,7 @@ def made(
     lengths: list[tuple[int, int]], *, group: int = 1, kv_heads: int = 1, window: tuple[int, int] = (-1, 0),
     multiprocessors: int = 2, wide: bool = False, head_dim: int = 64, max_q_len: int | None = None,
 ) -> Made:  # fmt: skip
-    config = serving.ServingConfig(head_dim=head_dim, wide=wide)
+    config = ServingConfig(head_dim=head_dim, wide=wide)
     queries, keys = (np.array([x[i] for x in lengths], np.int32) for i in (0, 1))
     most_q = max(queries.tolist(), default=0) if max_q_len is None else max_q_len
     sizes = serving.ServingSizes(len(lengths), int(queries.sum()), most_q, group * kv_heads, kv_heads, 1, 16, 1)
@@ -194,12 +195,12 @@ def test_two_thousand_sequences(wide: bool) -> None:
         (int(q), int(k)) for q, k in zip(generator.integers(0, 4, 2000), generator.integers(0, 1500, 2000), strict=True)
     ]
     plan = made(lengths, wide=wide, multiprocessors=8)
-    check(plan, lengths, rows=serving.ServingConfig(head_dim=64, wide=wide).rows)
+    check(plan, lengths, rows=ServingConfig(head_dim=64, wide=wide).rows)
 
 
 def test_forty_thousand_rows_of_a_sequence() -> None:
     plan = made([(40_000, 40_000)], wide=True, multiprocessors=5)
-    check(plan, [(40_000, 40_000)], rows=serving.ServingConfig(head_dim=64, wide=True).rows)
+    check(plan, [(40_000, 40_000)], rows=ServingConfig(head_dim=64, wide=True).rows)
 
 
 def test_negative_lengths_are_none() -> None:
@@ -249,12 +250,12 @@ def sizes(batch: int, queries: int, heads: int, kv_heads: int) -> serving.Servin
 )
 def test_row_tiles_of_a_batch(head_dim: int, batch: int, queries: int, heads: int, kv_heads: int, rows: int) -> None:
     options = serving.row_tiles(head_dim, sizes(batch, queries, heads, kv_heads), 132)
-    assert serving.ServingConfig(head_dim=head_dim, **options).rows == rows  # type: ignore[arg-type]
+    assert ServingConfig(head_dim=head_dim, **options).rows == rows  # type: ignore[arg-type]
 
 
 def test_blocks_of_decoding_are_a_multiple_of_the_heads() -> None:
     def blocks(head_dim: int, few_rows: int, kv_heads: int) -> int:
-        config = serving.ServingConfig(head_dim=head_dim, few_rows=few_rows)
+        config = ServingConfig(head_dim=head_dim, few_rows=few_rows)
         return serving.grid_blocks(config, sizes(4, 1, 4 * kv_heads, kv_heads), 132)
 
     assert [blocks(256, 8, n) for n in (1, 2, 4, 8, 16, 40)] == [132, 132, 132, 128, 128, 132]

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from greenfast.kernels.serving import attention
-from greenfast.kernels.serving.attention import ServingConfig, ServingSizes, ServingStrides
+from greenfast.kernels.serving.attention import ServingSizes, ServingStrides
+from greenfast.kernels.serving.config import FEW_ROWS, HEAD_DIMS, ServingConfig
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import Program, Step, Workspace
 
@@ -20,7 +21,7 @@ MULTIPROCESSORS = attention.TARGET.multiprocessors
 #: Causal, without a window.
 _WINDOW = (-1, 0)
 _REQUIRED, _DEFAULTS = ("B", "Q", "S", "H", "HK", "D"), {"PAGE": 64, "VROWS": 0, "HEADSCALE": 0}
-_ALLOWED = {"D": attention.HEAD_DIMS, "PAGE": (16, 32, 64, 128), "VROWS": (0, 1), "HEADSCALE": (0, 1)}
+_ALLOWED = {"D": HEAD_DIMS, "PAGE": (16, 32, 64, 128), "VROWS": (0, 1), "HEADSCALE": (0, 1)}
 _MOST_GROUPED = 16
 
 
@@ -64,10 +65,10 @@ def _config(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Se
     if toggles["USE_FEW_ROWS"]:
         if wide:
             raise UsageError("USE_WIDE_ROWS=1 and USE_FEW_ROWS=1 are two kernels; one of them is 0")
-        few_rows = next((n for n in attention.FEW_ROWS if rows <= n), 0)
+        few_rows = next((n for n in FEW_ROWS if rows <= n), 0)
         if not few_rows:
             raise UsageError(
-                f"USE_FEW_ROWS=1 takes up to {attention.FEW_ROWS[-1]} rows, Q={d['Q']} queries of {d['H'] // d['HK']} "
+                f"USE_FEW_ROWS=1 takes up to {FEW_ROWS[-1]} rows, Q={d['Q']} queries of {d['H'] // d['HK']} "
                 f"heads each are {rows}"
             )
     return ServingConfig(
