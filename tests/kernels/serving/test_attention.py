@@ -394,6 +394,14 @@ def test_rows_without_keys() -> None:
         torch.testing.assert_close(lse[:, :4], wanted)
 
 
+@pytest.mark.parametrize("layout", ["grouped", pytest.param("rows", marks=pytest.mark.slow)])
+def test_works_without_keys_between_others(layout: str) -> None:
+    """With one stage the factors of a work's first tile wait for the works before it, which have no tiles here."""
+    lengths = [(1, 128), (1, 0), (1, 128), (2, 0), (1, 0), (1, 200), (1, 0), (1, 70)]
+    c = case(lengths, kv_heads=1, head_dim=256, layout=layout)
+    assert close(c, attention(c, wide=True)) == []
+
+
 def test_sinks_of_infinity() -> None:
     c = case([(3, 1)], kv_heads=1, sinks=True)
     c = c.but(sinks=torch.tensor([-math.inf, 1000.0]))

@@ -57,7 +57,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
   if (threadIdx.x == 0) {
     shared.piece_count = 0;
     constexpr int kWarps = 4 * T::kConsumers;
-    shared.q_full.init(T::kScalesAhead ? 2 : 1);
+    shared.q_full.init(1 + (T::kScalesAhead ? 1 : T::kFactorsFollow ? T::kFactorWarps : 0));
     shared.q_empty.init(T::kRowParts);
     for (int s = 0; s < T::kStages; ++s) {
       shared.k_full[s].init(1);

@@ -66,9 +66,9 @@ __device__ __forceinline__ void fetch_scales(const AttentionParams& p, Storage<T
   }
 }
 
-// Says that there is no more work.
+// By a warp that consumers wait for before they begin a work: it has come to that work, or there is none.
 template <class T>
-__device__ __forceinline__ void end_scales(Storage<T>& shared, unsigned q_parity) {
+__device__ __forceinline__ void come_to_work(Storage<T>& shared, unsigned q_parity) {
   shared.q_empty.wait(q_parity ^ 1);
   if (threadIdx.x % 32 == 0) shared.q_full.arrive();
 }
@@ -81,7 +81,7 @@ __device__ __forceinline__ void fetch_scales(const AttentionParams& p, Storage<T
   schedule.start(plan);
   unsigned q_parity = 0;
   for (Work work; schedule.get(plan, p.kv_heads, work); q_parity ^= 1) fetch_scales(p, shared, work, q_parity);
-  end_scales(shared, q_parity);
+  come_to_work(shared, q_parity);
 }
 
 // What copies of V into a stage arrive at.
@@ -217,7 +217,7 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
     }
   }
   if constexpr (!kKeys) {
-    if constexpr (T::kScalesAhead && T::kTurnsAhead) end_scales(shared, q_parity);
+    if constexpr (T::kScalesAhead && T::kTurnsAhead) come_to_work(shared, q_parity);
     return;
   }
   shared.q_empty.wait(q_parity ^ 1);
@@ -251,6 +251,7 @@ __device__ __forceinline__ void fetch_factors(const AttentionParams& p, Storage<
   Schedule schedule;
   schedule.start(plan);
   for (Work work; schedule.get(plan, p.kv_heads, work); q_parity ^= 1) {
+    if constexpr (T::kFactorsFollow) come_to_work(shared, q_parity);
     const BlockTable table(p, work.tile.sequence);
     const int stop = work.stop_tile();
     for (int tile = work.first_tile(); tile < stop; ++tile, ++tiles, ring.advance()) {
@@ -287,6 +288,7 @@ __device__ __forceinline__ void fetch_factors(const AttentionParams& p, Storage<
       if (threadIdx.x % 32 == 0) shared.factors_full[s].arrive();
     }
   }
+  if constexpr (T::kFactorsFollow) come_to_work(shared, q_parity);
 }
 
 }  // namespace greenfast::serving

@@ -74,6 +74,9 @@ struct Traits : Cfg {
   static constexpr int kTurners = Cfg::kTokenScales ? 1 : 2;
   static constexpr int kFirstTurner = !Cfg::kTokenScales ? 1 : kValuesApart ? 2 : 3;
   static constexpr int kFactorWarps = kTurnsAhead && kValuesApart ? 1 : 2;
+  // With one stage these warps know by q_empty that the tiles of the work before are over. So consumers must not leave
+  // them behind, as they could over works without keys: a barrier tells only one phase from the next.
+  static constexpr bool kFactorsFollow = Cfg::kTokenScales && Cfg::kStages == 1;
   static constexpr bool kExchangesRegisters = Cfg::kFewRows == 0 || (Cfg::kRowValues && Cfg::kBlocks > 1);
   // Of a thread's sums over chunks, how many are in registers. At head dim 256 shared memory lacks room for all.
   static constexpr int kHeld = !Cfg::kSharedTotals ? kColumns / 2 : Cfg::kHeadDim == 256 ? 4 : 0;
