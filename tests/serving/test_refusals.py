@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import greenfast
-from greenfast.operator.serving_cuda import attention_steps
+from greenfast.operator.serving_cuda import _planning, attention_plan, attention_steps
 
 varlen: Any = greenfast.flash_attn_varlen_func
 with_kvcache: Any = greenfast.flash_attn_with_kvcache
@@ -246,12 +246,12 @@ def test_tokens_of_no_sequence_are_zeros() -> None:
     assert not varlen(**keys() | none).any()
 
 
+def meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def test_a_plan_that_no_kernel_could_count() -> None:
     """Lengths are int32, and so is every number of a plan, on a GPU: their product need not be."""
-
-    def meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     cache, scale = greenfast.PagedKVCache(2, 16, 2, 64, device="meta").layer(), meta(dtype=torch.float32)
     lengths = (meta(65), meta(64), scale, scale, None, None, None)
     with pytest.raises(ValueError, match=r"max_seqlen_q: 2147483647, of 64 sequences; .* give the longest"):
@@ -259,6 +259,21 @@ def test_a_plan_that_no_kernel_could_count() -> None:
             meta(70, 32, 64, dtype=torch.bfloat16), *cache[:2], meta(64, 2), *lengths, 2**31 - 1, (True, -1, -1), 0.0,
             1.0, torch.bfloat16,
         )  # fmt: skip
+
+
+def test_a_plan_of_another_batch_whose_row_tiles_are_others() -> None:
+    """Both would have 3248 numbers: of 69 sequences, in wide row tiles, and of one, in narrow ones."""
+    (_, of_many), (_, of_one) = (_planning(-1, batch, 48, 32, 8, 128, True, -1, -1) for batch in (69, 1))
+    cache, scale = greenfast.PagedKVCache(2, 16, 8, 128, device="meta").layer(), meta(dtype=torch.float32)
+    of_batch = (meta(1, 2), meta(2), meta(1), scale, scale, None, None)
+
+    def call(size: int) -> None:
+        args: Any = (*cache[:2], *of_batch, meta(size), 48, True, -1, -1, 0.0, 1.0, torch.bfloat16)
+        attention_plan(meta(48, 32, 128, dtype=torch.bfloat16), *args)
+
+    call(of_one)
+    with pytest.raises(ValueError, match="made for another batch"):
+        call(of_many)
 
 
 def test_rows_too_far_apart_for_the_kernels(tmp_path: Path) -> None:

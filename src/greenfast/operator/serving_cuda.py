@@ -233,7 +233,7 @@ def plan_size(batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim
     """Elements of a plan on the current device, for tracing."""
     multiprocessors = _hopper(torch.cuda.current_device()).multiprocessors
     config, sizes = _plan_sizes(batch, max_seqlen_q, heads, kv_heads, head_dim, multiprocessors)
-    return attention.plan_words(config, sizes, attention.grid_blocks(config, sizes, multiprocessors))
+    return _plan_words(config, sizes, attention.grid_blocks(config, sizes, multiprocessors))
 
 
 def _plan_sizes(
@@ -248,8 +248,11 @@ def _plan_sizes(
 
 
 def _plan_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
-    """As ``attention.plan_words``. Raises ValueError for more than the kernels can count."""
-    words = attention.plan_words(config, sizes, blocks)
+    """As ``attention.plan_words``, or one more. Raises ValueError for more than the kernels can count.
+
+    A plan is known by its size. That of another batch may have the other row tiles: sizes for wide ones are odd.
+    """
+    words = attention.plan_words(config, sizes, blocks) + (1 if config.wide else 0)
     if words >= 2**31:
         raise ValueError(
             f"max_seqlen_q: {sizes.max_q_len}, of {sizes.sequences} sequences; their plan would have {words} numbers, "
