@@ -414,6 +414,25 @@ def test_a_kept_tensor_is_made_before_another_stream_may_read_it(monkeypatch: py
     assert len(waited) == 1
 
 
+@pytest.mark.parametrize("appends", [False, True])
+def test_lengths_that_a_stream_made_are_read_on_it_alone(
+    gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch, appends: bool
+) -> None:
+    made: list[Tensor] = []
+    lengths = flash_attn._lengths
+
+    def noted(*args: Any) -> Tensor:
+        made.append(lengths(*args))
+        return made[-1]
+
+    monkeypatch.setattr(flash_attn, "_lengths", noted)
+    options = (appending()[0] if appends else base()) | {"cache_seqlens": 5}
+    for stream, count in ((1, 1), (1, 1), (2, 2), (2, 2)):
+        gpu.stream[threading.get_ident()] = stream
+        call(options)
+        assert len(made) == count
+
+
 def test_threads_and_streams_have_launches_of_their_own(gpu: PretendedGpu, quick_switches: None) -> None:
     every = [c for i, c in enumerate(calls()) if i % 3 == 0]
     wanted = fresh(gpu, every)

@@ -36,7 +36,8 @@ class _Known:
 
     plan: it takes the addresses of the call's tensors, of the log-sum-exp where that is wanted (``lse``), of what is
     kept, which the call did not give, and of the output. empty: makes an output like Q. rows: how many of the call's
-    tensors must begin at multiples of 16 bytes, the first ones.
+    tensors must begin at multiples of 16 bytes, the first ones. stream: the one that calls must be on, where what is
+    kept was made on it: on others it may not be there yet.
     """
 
     plan: Any
@@ -45,6 +46,7 @@ class _Known:
     rows: int
     kept: Sequence[Tensor]
     addresses: Sequence[int]  # of those kept
+    stream: int | None = None
 
 
 def again(repeats: Repeats, request: tuple[Any, ...], q: Any, out: Any = None) -> tuple[Any, Tensor | None] | None:
@@ -54,6 +56,8 @@ def again(repeats: Repeats, request: tuple[Any, ...], q: Any, out: Any = None) -
     """
     known, tensors = repeats.find(request)
     if known is None or ops.watched():
+        return None
+    if known.stream is not None and known.stream != torch._C._cuda_getCurrentRawStream(known.plan.device):
         return None
     addresses = [*map(Tensor.data_ptr, tensors)]
     for address in addresses[: known.rows]:
@@ -114,7 +118,10 @@ def remember(request: tuple[Any, ...], args: tuple[Any, ...], out: Tensor, befor
     names = (*given, *(["lse"] if lse else []), *kept, "out")
     plan = _plan("seqused_k" in given, args, before, lse=lse).taking(names)
     rows, addresses = sum(x in _ROWS for x in given), [x.data_ptr() for x in kept.values()]
-    KNOWN.keep(request, _Known(plan, _empty_like(request[0], out.dtype), lse, rows, [*kept.values()], addresses))
+    # Lengths from a number; all else that is kept are constants, which were waited for.
+    stream = torch._C._cuda_getCurrentRawStream(plan.device) if "seqused_k" in kept else None
+    empty = _empty_like(request[0], out.dtype)
+    KNOWN.keep(request, _Known(plan, empty, lse, rows, [*kept.values()], addresses, stream))
 
 
 def remember_append(request: tuple[Any, ...], args: tuple[Any, ...]) -> None:
