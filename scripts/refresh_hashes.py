@@ -22,7 +22,7 @@ from greenfast.bench.comparison import Comparison
 from greenfast.bench.record import Benchmark
 from greenfast.bench.records import AnyRecord, comparison_of, freshness, read_record, timed_kernels
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
-from greenfast.device.identity import code_hash, launch_facts
+from greenfast.device.identity import code_hash, launch_facts, launches_of
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.digest import FIELD as DIGEST
 from greenfast.judge.digest import digest_of
@@ -33,6 +33,7 @@ from greenfast.judge.tasks import find_task, load, load_peers
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.freshness import CURRENT, Freshness
+from greenfast.spec.kernel import program_of
 
 ROOT = Path(__file__).parents[1]
 COMPARED = ("evidence/operator-h200.json", "evidence/serving-h100.json")
@@ -57,7 +58,14 @@ def _build(record: AnyRecord, side: Side, build: Build) -> Build:
         return build
     family, toggles = family_of(record, side)
     instrumented = isinstance(record, PhaseRecord)
-    source = family.kernel(toggles, record.format, build.dims, instrumented=instrumented)
+    if build.launches:  # all of one kernel
+        name, then = next(iter(build.launches.items()))
+        program = program_of(family, toggles, record.format, then.dims, instrumented=instrumented)
+        source, _ = launches_of(program, name.partition(" launch ")[0], then.dims).get(name, (None, None))
+        if source is None:
+            return build  # stale
+    else:
+        source = family.kernel(toggles, record.format, build.dims, instrumented=instrumented)
     text, code = kernel_hash(source), build.code_hash
     if code != (today := code_hash(compile_kernel(source, Target(build.arch)))):
         if code or text != build.kernel_hash:
@@ -65,11 +73,10 @@ def _build(record: AnyRecord, side: Side, build: Build) -> Build:
         code = today
     launches = dict(build.launches)
     dims = _dims(record)
-    for shape in build.shapes or _shapes(record):
-        if shape not in launches:
-            launched = family.kernel(toggles, record.format, dims[shape], instrumented=instrumented)
-            plan = family.launch(toggles, record.format, dims[shape])
-            launches[shape] = launch_facts(launched, plan, dims[shape])
+    for shape in () if launches else build.shapes or _shapes(record):
+        launched = family.kernel(toggles, record.format, dims[shape], instrumented=instrumented)
+        plan = family.launch(toggles, record.format, dims[shape])
+        launches[shape] = launch_facts(launched, plan, dims[shape])
     return msgspec.structs.replace(build, kernel_hash=text, code_hash=code, launches=launches)
 
 
