@@ -88,9 +88,7 @@ class PretendedGpu:
 
         def launch(plan: plans.Plan, addresses: plans.Addresses) -> None:
             """Another thread may be given memory that was given back before the launch is queued."""
-            asked = threading.get_ident()
-            memory = [gpu._memory.get((asked, a)) if a else None for a in addresses]  # 0: none, or no elements
-            freed = [i for i, found in enumerate(memory) if found is not None and found.expired()]  # type: ignore[no-untyped-call]
+            freed = [i for i, a in enumerate(addresses) if a and gpu._given_back(a)]  # 0: none, or no elements
             assert not freed, f"the tensors of addresses {freed} of a launch are gone"
             queue(plan, addresses)
 
@@ -141,6 +139,16 @@ class PretendedGpu:
     def launched(self) -> list[Launch]:
         """What this thread launched since the last time."""
         return self.launches.pop(threading.get_ident(), [])
+
+    def _given_back(self, address: int) -> bool:
+        """Whether what this thread asked for the address is gone, and nothing of another thread is there.
+
+        Addresses follow from contents, so lengths that another thread made for the same stream have the same one.
+        """
+        own = self._memory.get((threading.get_ident(), address))
+        if own is None or not own.expired():  # type: ignore[no-untyped-call]
+            return False
+        return all(x.expired() for (_, at), x in list(self._memory.items()) if at == address)  # type: ignore[no-untyped-call]
 
     def _address(self, x: Tensor) -> int:
         found = self._address_of(x)
