@@ -22,7 +22,7 @@ from greenfast.bench.comparison import Comparison
 from greenfast.bench.record import Benchmark
 from greenfast.bench.records import AnyRecord, comparison_of, freshness, read_record, timed_kernels
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
-from greenfast.device.identity import code_hash, launch_facts, launches_of
+from greenfast.device.identity import code_hash, launches_of
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.digest import FIELD as DIGEST
 from greenfast.judge.digest import digest_of
@@ -32,8 +32,9 @@ from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.judge.tasks import find_task, load, load_peers
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError
+from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.freshness import CURRENT, Freshness
-from greenfast.spec.kernel import program_of
+from greenfast.spec.kernel import KernelSource, program_of
 
 ROOT = Path(__file__).parents[1]
 COMPARED = ("evidence/operator-h200.json", "evidence/serving-h100.json")
@@ -58,25 +59,25 @@ def _build(record: AnyRecord, side: Side, build: Build) -> Build:
         return build
     family, toggles = family_of(record, side)
     instrumented = isinstance(record, PhaseRecord)
-    if build.launches:  # all of one kernel
-        name, then = next(iter(build.launches.items()))
-        program = program_of(family, toggles, record.format, then.dims, instrumented=instrumented)
-        source, _ = launches_of(program, name.partition(" launch ")[0], then.dims).get(name, (None, None))
-        if source is None:
-            return build  # stale
-    else:
-        source = family.kernel(toggles, record.format, build.dims, instrumented=instrumented)
+    dims: dict[str, Mapping[str, int]] = {
+        name.partition(" launch ")[0]: then.dims for name, then in build.launches.items()
+    }
+    of_task = _dims(record)
+    dims |= {shape: of_task[shape] for shape in build.shapes or _shapes(record) if shape not in dims}
+    today: dict[str, tuple[KernelSource, LaunchFacts]] = {}
+    for shape, of_shape in dims.items():
+        program = program_of(family, toggles, record.format, of_shape, instrumented=instrumented)
+        today |= launches_of(program, shape, of_shape)
+    first = next(iter(build.launches or today))
+    if first not in today:
+        return build  # stale
+    source, _ = today[first]
     text, code = kernel_hash(source), build.code_hash
-    if code != (today := code_hash(compile_kernel(source, Target(build.arch)))):
+    if code != (now := code_hash(compile_kernel(source, Target(build.arch)))):
         if code or text != build.kernel_hash:
             return build  # stale, or cannot tell
-        code = today
-    launches = dict(build.launches)
-    dims = _dims(record)
-    for shape in () if launches else build.shapes or _shapes(record):
-        launched = family.kernel(toggles, record.format, dims[shape], instrumented=instrumented)
-        plan = family.launch(toggles, record.format, dims[shape])
-        launches[shape] = launch_facts(launched, plan, dims[shape])
+        code = now
+    launches = {name: facts for name, (kernel, facts) in today.items() if kernel == source} | dict(build.launches)
     return msgspec.structs.replace(build, kernel_hash=text, code_hash=code, launches=launches)
 
 
