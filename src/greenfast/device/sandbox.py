@@ -48,8 +48,11 @@ _LIMITS = {
 
 #: What code and its libraries read in an ordinary installation. Of /proc not the folders of other processes: Landlock
 #: lets a process read the environment of others of its user, which may hold secrets.
-_SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/opt", "/sys/devices/system", "/proc/self")
 _OF_PROC = ("cpuinfo", "devices", "driver", "filesystems", "loadavg", "meminfo", "modules", "stat", "sys", "version")
+_SYSTEM = (
+    *("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/opt", "/sys/devices/system", "/proc/self"),
+    *(f"/proc/{name}" for name in _OF_PROC),
+)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 # By machine: the audit architecture, and the numbers of ptrace, process_vm_readv, process_vm_writev, setsid, setpgid,
@@ -76,7 +79,7 @@ def confine(readable: Sequence[str], writable: str, gpu: bool = False) -> list[s
             ("resource limits", _limit),
             ("no new privileges", lambda: _prctl(_PR_SET_NO_NEW_PRIVS, 1)),
             ("no network", _leave_network),
-            ("files by Landlock", lambda: _landlock((*_system(), *readable), writable, _gpu_devices() if gpu else ())),
+            ("files by Landlock", lambda: _landlock((*_SYSTEM, *readable), writable, _gpu_devices() if gpu else ())),
             ("system calls by seccomp", lambda: _forbid_calls(gpu)),
         )
         if _tried(step)
@@ -157,10 +160,6 @@ def _landlock(readable: Sequence[str], writable: str, devices: Sequence[str]) ->
         _checked(_LIBC.syscall(_RESTRICT_SELF, rules, 0))
     finally:
         os.close(rules)
-
-
-def _system() -> list[str]:
-    return [*_SYSTEM, *(f"/proc/{name}" for name in _OF_PROC)]
 
 
 def _gpu_devices() -> list[str]:
