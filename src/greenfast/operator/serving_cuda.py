@@ -46,14 +46,16 @@ def _config(
     cap: bool, layout: str = "grouped",
 ) -> ServingConfig:  # fmt: skip
     """tokens: whether each token of K and V has a scale. cap: whether there is a softcap. layout: of V's pages."""
+    wide, few_rows = attention.row_tiles(head_dim, sizes, multiprocessors)
     return ServingConfig(
         head_dim=head_dim,
         query=_NAMES[query],
         out=_NAMES[out],
+        wide=wide,
+        few_rows=few_rows,
         token_scales=tokens,
         softcap=cap,
         value_layout=layout,
-        **attention.row_tiles(head_dim, sizes, multiprocessors),  # type: ignore[arg-type]
     )
 
 

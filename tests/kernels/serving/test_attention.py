@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.attention.config import KEY_ORDER
-from greenfast.kernels.serving.config import FEW_ROWS
+from greenfast.kernels.serving.config import few_rows
 from greenfast.numerics.serving import paged_attention
 from greenfast.spec.kernel import Struct
 from tests.serving import emulated, oracle
@@ -81,7 +81,7 @@ def generated(count: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         options |= {"dtype": (torch.bfloat16, torch.float16)[i // 2 % 2], "group": (1, 2, 3, 4, 7, 8, 16)[i % 7]}
         run = {"multiprocessors": (1, 2, 3, 5)[i % 4], "wide": i % 3 > 0}
         rows = max(queries) * options["group"]
-        run["few_rows"] = next((n for n in FEW_ROWS if rows <= n), 0)
+        run["few_rows"] = few_rows(rows)
         found.append((options, run | {"seed": i % 2, "wide": run["wide"] and not run["few_rows"]}))
     return found
 

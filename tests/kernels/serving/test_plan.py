@@ -249,8 +249,8 @@ def sizes(batch: int, queries: int, heads: int, kv_heads: int) -> serving.Servin
     ],
 )
 def test_row_tiles_of_a_batch(head_dim: int, batch: int, queries: int, heads: int, kv_heads: int, rows: int) -> None:
-    options = serving.row_tiles(head_dim, sizes(batch, queries, heads, kv_heads), 132)
-    assert ServingConfig(head_dim=head_dim, **options).rows == rows  # type: ignore[arg-type]
+    wide, few = serving.row_tiles(head_dim, sizes(batch, queries, heads, kv_heads), 132)
+    assert ServingConfig(head_dim=head_dim, wide=wide, few_rows=few).rows == rows
 
 
 def test_blocks_of_decoding_are_a_multiple_of_the_heads() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
 from greenfast.kernels.attention.config import KEY_GROUP
-from greenfast.kernels.serving.config import FEW_ROWS, NARROW_ROWS, ServingConfig
+from greenfast.kernels.serving.config import NARROW_ROWS, ServingConfig, few_rows
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch, Struct, TensorMap
 
@@ -68,15 +68,14 @@ class ServingSizes:
         return max(1, min(-(-self.table_entries * self.page // CHUNK), self.most_slots(config, blocks)))
 
 
-def row_tiles(head_dim: int, sizes: ServingSizes, multiprocessors: int) -> dict[str, int | bool]:
+def row_tiles(head_dim: int, sizes: ServingSizes, multiprocessors: int) -> tuple[bool, int]:
     """``wide`` and ``few_rows`` of the ServingConfig for a batch; the bits of the output are the same with all.
 
     Wide tiles read keys least often. Where a batch has too few to keep all blocks at work, narrow ones take less time.
     """
     rows = sizes.max_q_len * sizes.group
-    few = next((n for n in FEW_ROWS if rows <= n), 0)
-    if few or rows <= NARROW_ROWS:
-        return {"few_rows": few, "wide": False}
+    if rows <= NARROW_ROWS:
+        return False, few_rows(rows)
 
     def rounds(config: ServingConfig) -> int:
         return -(-sizes.most_tiles(config.rows) * sizes.kv_heads // grid_blocks(config, sizes, multiprocessors))
@@ -84,7 +83,7 @@ def row_tiles(head_dim: int, sizes: ServingSizes, multiprocessors: int) -> dict[
     wide, narrow = (ServingConfig(head_dim=head_dim, wide=wide) for wide in (True, False))
     of_wide = rounds(wide) * min(rows, wide.rows)
     of_narrow = rounds(narrow) * NARROW_ROWS * _NARROW_ROW_TIME[head_dim]
-    return {"few_rows": 0, "wide": of_narrow > _MARGIN * of_wide}
+    return of_narrow > _MARGIN * of_wide, 0
 
 
 def grid_blocks(config: ServingConfig, sizes: ServingSizes, multiprocessors: int) -> int:

@@ -17,6 +17,11 @@ _WORK_BYTES, _ROWS_BYTES, _SUMS_BYTES, _PIECES_BYTES = 52, 4 * (13 + 3 + 3 * 64)
 _SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
 
 
+def few_rows(rows: int) -> int:
+    """The row tile of decoding that has so many rows, or 0 where none has."""
+    return next((n for n in FEW_ROWS if rows <= n), 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServingConfig:
     """What is compiled into the kernel.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from greenfast.kernels.serving import attention
 from greenfast.kernels.serving.attention import ServingSizes, ServingStrides
-from greenfast.kernels.serving.config import FEW_ROWS, HEAD_DIMS, ServingConfig
+from greenfast.kernels.serving.config import FEW_ROWS, HEAD_DIMS, ServingConfig, few_rows
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import Program, Step, Workspace
 
@@ -61,18 +61,18 @@ def sizes_of(dims: Mapping[str, int], fmt: str) -> ServingSizes:
 def _config(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> ServingConfig:
     d = read_dims(dims, fmt)
     wide, rows = bool(toggles["USE_WIDE_ROWS"]), d["Q"] * d["H"] // d["HK"]
-    few_rows = 0
+    few = 0
     if toggles["USE_FEW_ROWS"]:
         if wide:
             raise UsageError("USE_WIDE_ROWS=1 and USE_FEW_ROWS=1 are two kernels; one of them is 0")
-        few_rows = next((n for n in FEW_ROWS if rows <= n), 0)
-        if not few_rows:
+        few = few_rows(rows)
+        if not few:
             raise UsageError(
                 f"USE_FEW_ROWS=1 takes up to {FEW_ROWS[-1]} rows, Q={d['Q']} queries of {d['H'] // d['HK']} "
                 f"heads each are {rows}"
             )
     return ServingConfig(
-        head_dim=d["D"], query="float16", out="float16", wide=wide, few_rows=few_rows,
+        head_dim=d["D"], query="float16", out="float16", wide=wide, few_rows=few,
         token_scales=not d["HEADSCALE"], value_layout="rows" if d["VROWS"] else "grouped",
     )  # fmt: skip
 
