@@ -57,9 +57,11 @@ def worst_bound_ratio(
     """
     if float(np.abs(actual - exact).max(initial=0.0)) > most:
         return math.inf
-    ratios = np.sort(_bound_ratios(actual, exact, bound).ravel())
-    counted = ratios[: math.ceil(matched * len(ratios))]
-    return float(counted.max(initial=0.0))
+    ratios = _bound_ratios(actual, exact, bound).ravel()
+    counted = math.ceil(matched * len(ratios))
+    if counted < len(ratios):
+        ratios = np.sort(ratios)[:counted]
+    return float(ratios.max(initial=0.0))
 
 
 def error_histogram(actual: Floats, exact: Floats) -> Histogram:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ _HALF_OUTPUT, _HALF_OUTPUT_SMALLEST = 2.0**-11, 2.0**-25
 #: Of a score, the error that is still told apart: rows without a key have infinite ones, of weights that are 0.
 _MOST_OFF = 64.0
 #: Scores that are held at once: with several arrays of them a processor's caches are too small for more.
-_AT_ONCE = 1 << 21
+_AT_ONCE = 1 << 18
 
 
 def scores_of(q: Tensor, k: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
@@ -61,7 +62,19 @@ def attention(
     mask: bool (q_len, kv_len), true where a query attends to a key; a query that attends to no key gives 0. The result
     has the shape of q.
     """
-    return _weights(scores_of(q, k, scale, softcap), mask)[0] @ v.double()
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for heads, rows in _blocks(q, k):
+        scores = scores_of(q[heads, rows], k[heads], scale, softcap)
+        out[heads, rows] = _weights(scores, None if mask is None else mask[rows])[0] @ v[heads].double()
+    return out
+
+
+def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Heads and queries, as many as are computed at once."""
+    rows = max(1, _AT_ONCE // max(1, k.shape[-2]))
+    heads = max(1, rows // max(1, q.shape[-2]))
+    for head, row in product(range(0, len(q), heads), range(0, q.shape[-2], rows)):
+        yield slice(head, head + heads), slice(row, row + rows)
 
 
 def _weights(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,13 +112,15 @@ def attention_with_bounds(
 
     The bounds share their products, those of scores where sums are as exact.
     """
-    heads = max(1, _AT_ONCE // max(1, q.shape[-2] * k.shape[-2]))
-    parts = []
-    for first in range(0, max(1, len(q)), heads):
-        of_q, of_k, of_v = (x[first : first + heads].double() for x in (q, k, v))
-        parts.append(_with_bounds(of_q, of_k, of_v, scale, mask, roundings, softcap))
-    outs, bounds = zip(*parts, strict=True)
-    return torch.cat(outs), [torch.cat(of_one) for of_one in zip(*bounds, strict=True)]
+    out = torch.empty(q.shape, dtype=torch.float64)
+    bounds = [torch.empty_like(out) for _ in roundings]
+    for heads, rows in _blocks(q, k):
+        of_q, of_k, of_v = (x.double() for x in (q[heads, rows], k[heads], v[heads]))
+        of_mask = None if mask is None else mask[rows]
+        out[heads, rows], found = _with_bounds(of_q, of_k, of_v, scale, of_mask, roundings, softcap)
+        for bound, of_one in zip(bounds, found, strict=True):
+            bound[heads, rows] = of_one
+    return out, bounds
 
 
 def _with_bounds(
