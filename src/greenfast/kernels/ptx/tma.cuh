@@ -43,4 +43,11 @@ __device__ __forceinline__ void tma_load_4d(void* smem_dst, const TensorMap& map
       : "memory");
 }
 
+// The box into L2 alone.
+__device__ __forceinline__ void tma_prefetch_4d(const TensorMap& map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(x), "r"(y),
+               "r"(z), "r"(w)
+               : "memory");
+}
+
 }  // namespace greenfast::ptx

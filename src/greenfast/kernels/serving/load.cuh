@@ -123,6 +123,13 @@ __device__ __forceinline__ void fetch_rows(const AttentionParams& p, unsigned ch
   }
 }
 
+// With one stage a tile is asked for when the one before it is over, and everyone waits for it. So it is in L2 by then:
+// a lane's page of K or V is prefetched a tile ahead. V in rows is not, which the consumers turn before they go on.
+template <class T>
+__device__ __forceinline__ void prefetch_keys(const ptx::TensorMap& k_map, int head, int page) {
+  for (int i = 0; i < T::kPanels; ++i) ptx::tma_prefetch_4d(k_map, i * T::kPanel, 0, head, page);
+}
+
 // By a warp of the producer: Q and pages of K, pages of V, or all of them. A page's lane issues its copies.
 template <class T, bool kKeys, bool kValues>
 __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shared, const ptx::TensorMap& k_map,
@@ -168,6 +175,9 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
                          work.head, number);
           }
         }
+        if constexpr (T::kPrefetches) {
+          if (tile + 1 < stop && has(page)) prefetch_keys<T>(k_map, work.head, table.known(next));
+        }
       }
       if constexpr (kValues) {
         shared.v_empty[s].wait(ring.parity ^ 1);
@@ -196,6 +206,11 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
             } else {
               ptx::bulk_load(shared.v[s][0] + lane * page_bytes, values + at, page_bytes, full());
             }
+          }
+        }
+        if constexpr (T::kPrefetches && !T::kRowValues) {
+          if (tile + 1 < stop && has(page)) {
+            ptx::bulk_prefetch(values + table.known(next) * p.v_page + work.head * p.v_head, page_bytes);
           }
         }
         if constexpr (T::kClearsAhead) {

@@ -85,6 +85,8 @@ struct Traits : Cfg {
   // more.
   static constexpr bool kQueriesAhead = Cfg::kSharedTotals && !Cfg::kCodedQueries && Cfg::kHeadDim < 256;
   static constexpr bool kHalfTiles = Cfg::kHeadDim < 256;
+  // Whether tiles of K and V are prefetched to L2 before there is room for them.
+  static constexpr bool kPrefetches = Cfg::kStages == 1 && Cfg::kRowParts > 1;
   // Whether scores are turned into exponents before the mask, or scaled in the exponential.
   static constexpr bool kExponents = Cfg::kTokenScales || Cfg::kSoftcap;
   // Warpgroups exchange the registers that the block began with: for more a warpgroup would wait forever.
