@@ -128,7 +128,8 @@ struct Consumer : Output<T> {
   }
 
   // With kOverlap. One tile: its scores, after which P V of the tile before it runs, and its weights. Values are waited
-  // for once the scores have started: with one stage they come later than the keys. kNew: it is the first of a chunk.
+  // for once the scores have started: with one stage they come later than the keys. kMasked: it may have a mask. kNew: it
+  // is the first of a chunk.
   template <bool kMasked, bool kFirst, bool kNew, bool kHalf = false>
   __device__ __forceinline__ void overlapped_step(int tile, unsigned (&weights)[kSteps][4]) {
     float s[kHalf ? kScores / 2 : kScores], rescale[2];
@@ -171,7 +172,7 @@ struct Consumer : Output<T> {
           for (int r = 0; r < 2; ++r) factor[r] = load_behind(&rows.factor[own_row() + 8 * r]);
         }
       }
-    });
+    }, !T::kMaskInStep || !is_whole(tile));
     if constexpr (!kFirst && T::kStages > 1) end_output();
     // Not before: P V was reading them.
     if constexpr (kHalf) {
@@ -296,13 +297,15 @@ struct Consumer : Output<T> {
       }
     }
     unsigned weights[kSteps][4];
-    is_whole(tile) ? overlapped_step<false, true, true>(tile, weights) : overlapped_step<true, true, true>(tile, weights);
+    const auto without_mask = [&](int tile) { return !T::kMaskInStep && is_whole(tile); };
+    without_mask(tile) ? overlapped_step<false, true, true>(tile, weights)
+                       : overlapped_step<true, true, true>(tile, weights);
     for (++tile; tile < stop; ++tile) {
       if (tile % (kChunk / kTile) == 0) {
-        is_whole(tile) ? overlapped_step<false, false, true>(tile, weights)
-                       : overlapped_step<true, false, true>(tile, weights);
+        without_mask(tile) ? overlapped_step<false, false, true>(tile, weights)
+                           : overlapped_step<true, false, true>(tile, weights);
       } else {
-        if (is_whole(tile)) {
+        if (without_mask(tile)) {
           overlapped_step<false, false, false>(tile, weights);
         } else {
           T::kHalfTiles && tile == last_half ? overlapped_step<true, false, false, T::kHalfTiles>(tile, weights)

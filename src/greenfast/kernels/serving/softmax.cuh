@@ -83,11 +83,11 @@ struct Softmax {
 
   // Turns raw scores into weights, and the chunk's maxima and sums into those with this tile; gives the factors for
   // what came before. first_key: of the tile. between: is called once a thread has found
-  // its own maxima; it may read `factor` again.
+  // its own maxima; it may read `factor` again. masked: whether this tile has a mask, which kMasked says of any.
   template <bool kMasked, int kCount, class Between>
   __device__ __forceinline__ void weigh(float (&s)[kCount], const AttentionParams& p, const Rows& rows,
                                         const KeyFactors* keys, int first_key, float (&rescale)[2],
-                                        const Between& between) {
+                                        const Between& between, bool masked = true) {
     const int column = threadIdx.x % 4 * 2;
     float factor[2] = {rows.factor[own_row()], rows.factor[own_row() + 8]};
     float top[2], bias[2];
@@ -108,7 +108,7 @@ struct Softmax {
         }
       }
     }
-    if constexpr (kMasked) {
+    if (kMasked && masked) {
       const int before = first_key + column;
       const int begin[2] = {rows.begin[own_row()] - before, rows.begin[own_row() + 8] - before};
       const int end[2] = {rows.end[own_row()] - before, rows.end[own_row() + 8] - before};

@@ -85,6 +85,9 @@ struct Traits : Cfg {
   // more.
   static constexpr bool kQueriesAhead = Cfg::kSharedTotals && !Cfg::kCodedQueries && Cfg::kHeadDim < 256;
   static constexpr bool kHalfTiles = Cfg::kHeadDim < 256;
+  // Whether tiles with and without a mask are one piece of code. At head dim 256 two of each do not fit the instruction
+  // cache, and a work runs through most of them once.
+  static constexpr bool kMaskInStep = Cfg::kHeadDim == 256 && Cfg::kRowParts > 1;
   // Whether tiles of K and V are prefetched to L2 before there is room for them.
   static constexpr bool kPrefetches = Cfg::kStages == 1 && Cfg::kRowParts > 1;
   // Whether scores are turned into exponents before the mask, or scaled in the exponential.
