@@ -84,53 +84,30 @@ __device__ __forceinline__ void fetch_queries_ahead(const AttentionParams& p, St
   ptx::cp_async_commit();
 }
 
-// By the threads that share row_part's rows: a row's numbers divided by its largest, as E4M3, into the swizzled tile
-// that the products read, and the factors of its scores. A thread has parts of several rows, all at the same time: what
-// a row waits for, the others hide.
-template <class T>
-__device__ __forceinline__ void quantize_queries(const AttentionParams& p, Storage<T>& shared, Rows& rows, int row_part,
-                                                 const Work& work, float scale, unsigned signs) {
+// A thread's parts of kCount passes from `first_pass` on, words[i] of pass first_pass + i: each divided by the largest
+// number of its row, as E4M3, into the swizzled tile that the products read, and the factors of the rows' scores. All
+// at the same time: what a row waits for, the others hide.
+template <class T, int kCount>
+__device__ __forceinline__ void quantize_passes(Storage<T>& shared, Rows& rows, int row_part, const uint4 (&words)[kCount],
+                                                int first_pass, float scale, unsigned signs) {
   using Queries = QueryRows<T>;
-  constexpr int kLanes = Queries::kLanes, kPasses = Queries::kPasses;
-  static_assert(kPasses <= kLanes && (kPasses & (kPasses - 1)) == 0, "a lane divides for one pass");
+  constexpr int kLanes = Queries::kLanes;
+  static_assert(kCount <= kLanes && (kCount & (kCount - 1)) == 0, "a lane divides for one pass");
   const int lane = Queries::lane(), column = Queries::column();
-  uint4 words[kPasses];
-  if constexpr (T::kQueriesAhead) {
-    ptx::cp_async_wait<0>();
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) words[i] = *static_cast<const uint4*>(own_memory(shared, i));
-  } else {
-    const Queries queries(p, work, row_part);
-    const bool fetched = T::kRawRows > 0 && work.tile.rows(T::kRows, p.batch.group) <= T::kRawRows;
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      const void* from = queries.at(i);
-      if (fetched) {
-        from = shared.raw_q + (queries.row(i) - work.tile.first_row) * T::kRawBytes + column * Queries::kBytes;
-      }
-      if constexpr (T::kCodedQueries) {
-        const uint2 codes = *static_cast<const uint2*>(from);
-        words[i].x = codes.x;
-        words[i].y = codes.y;
-      } else {
-        words[i] = *static_cast<const uint4*>(from);
-      }
-    }
-  }
   float inverse = 1.0f, of_row = 1.0f;
   if constexpr (!T::kCodedQueries) {
     // Without their signs, floats of 16 bits compare as integers, two at a time. A NaN is then the largest.
-    unsigned largest[kPasses];
+    unsigned largest[kCount];
 #pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       const unsigned(&pairs)[4] = reinterpret_cast<const unsigned(&)[4]>(words[i]);
       largest[i] = 0;
 #pragma unroll
       for (int j = 0; j < 4; ++j) largest[i] = ptx::max_u16x2(largest[i], pairs[j] & 0x7fff7fffu);
     }
-    share_maxima<kPasses>(largest, lane);
+    share_maxima<kCount>(largest, lane);
 #pragma unroll
-    for (int step = kPasses; step < kLanes; step *= 2) {
+    for (int step = kCount; step < kLanes; step *= 2) {
       largest[0] = ptx::max_u16x2(largest[0], __shfl_xor_sync(0xffffffffu, largest[0], step));
     }
     const typename T::In(&two)[2] = reinterpret_cast<const typename T::In(&)[2]>(largest[0]);
@@ -140,8 +117,8 @@ __device__ __forceinline__ void quantize_queries(const AttentionParams& p, Stora
     of_row = __fdiv_rn(mine, 448.0f);
   }
 #pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    const int r = Queries::of_part(i);
+  for (int i = 0; i < kCount; ++i) {
+    const int r = Queries::of_part(first_pass + i);
     uint2 codes = make_uint2(words[i].x, words[i].y);
     if constexpr (!T::kCodedQueries) {
       const typename T::In(&in)[8] = reinterpret_cast<const typename T::In(&)[8]>(words[i]);
@@ -162,6 +139,44 @@ __device__ __forceinline__ void quantize_queries(const AttentionParams& p, Stora
       const float factor = of_row * scale;
       rows.factor[r] = factor < kLeast ? kLeast : factor;
     }
+  }
+}
+
+// By the threads that share row_part's rows: Q as the products read it.
+template <class T>
+__device__ __forceinline__ void quantize_queries(const AttentionParams& p, Storage<T>& shared, Rows& rows, int row_part,
+                                                 const Work& work, float scale, unsigned signs) {
+  using Queries = QueryRows<T>;
+  constexpr int kPasses = Queries::kPasses;
+  if constexpr (T::kQueriesAhead) {
+    constexpr int kTogether = kPasses < 8 ? kPasses : 8;  // at head dim 256 in two turns of a loop: half of the code
+    ptx::cp_async_wait<0>();
+#pragma unroll 1
+    for (int first = 0; first < kPasses; first += kTogether) {
+      uint4 words[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) words[i] = *static_cast<const uint4*>(own_memory(shared, first + i));
+      quantize_passes<T>(shared, rows, row_part, words, first, scale, signs);
+    }
+  } else {
+    uint4 words[kPasses];
+    const Queries queries(p, work, row_part);
+    const bool fetched = T::kRawRows > 0 && work.tile.rows(T::kRows, p.batch.group) <= T::kRawRows;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const void* from = queries.at(i);
+      if (fetched) {
+        from = shared.raw_q + (queries.row(i) - work.tile.first_row) * T::kRawBytes + Queries::column() * Queries::kBytes;
+      }
+      if constexpr (T::kCodedQueries) {
+        const uint2 codes = *static_cast<const uint2*>(from);
+        words[i].x = codes.x;
+        words[i].y = codes.y;
+      } else {
+        words[i] = *static_cast<const uint4*>(from);
+      }
+    }
+    quantize_passes<T>(shared, rows, row_part, words, 0, scale, signs);
   }
 }
 

@@ -83,7 +83,7 @@ struct Traits : Cfg {
   // Whether a thread's parts of Q of the next work are copied to the memory of its sums while it writes O, and whether
   // the half of a work's last tile that no row attends to is left out. At head dim 256 the code that both take costs
   // more.
-  static constexpr bool kQueriesAhead = Cfg::kSharedTotals && !Cfg::kCodedQueries && Cfg::kHeadDim < 256;
+  static constexpr bool kQueriesAhead = Cfg::kSharedTotals && !Cfg::kCodedQueries;
   static constexpr bool kHalfTiles = Cfg::kHeadDim < 256;
   // Whether tiles with and without a mask are one piece of code. At head dim 256 two of each do not fit the instruction
   // cache, and a work runs through most of them once.
