@@ -124,10 +124,13 @@ __device__ __forceinline__ void fetch_rows(const AttentionParams& p, unsigned ch
 }
 
 // With one stage a tile is asked for when the one before it is over, and everyone waits for it. So it is in L2 by then:
-// a lane's page of K or V is prefetched a tile ahead. V in rows is not, which the consumers turn before they go on.
+// a lane's page of K or V is prefetched a tile ahead. Here rows, of which a box of the map has `keys`.
 template <class T>
-__device__ __forceinline__ void prefetch_keys(const ptx::TensorMap& k_map, int head, int page) {
-  for (int i = 0; i < T::kPanels; ++i) ptx::tma_prefetch_4d(k_map, i * T::kPanel, 0, head, page);
+__device__ __forceinline__ void prefetch_rows(const AttentionParams& p, const ptx::TensorMap& map, int keys, int head,
+                                              int page) {
+  for (int key = 0; key < p.page; key += keys) {
+    for (int i = 0; i < T::kPanels; ++i) ptx::tma_prefetch_4d(map, i * T::kPanel, key, head, page);
+  }
 }
 
 // By a warp of the producer: Q and pages of K, pages of V, or all of them. A page's lane issues its copies.
@@ -176,7 +179,7 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
           }
         }
         if constexpr (T::kPrefetches) {
-          if (tile + 1 < stop && has(page)) prefetch_keys<T>(k_map, work.head, table.known(next));
+          if (tile + 1 < stop && has(page)) prefetch_rows<T>(p, k_map, p.page, work.head, table.known(next));
         }
       }
       if constexpr (kValues) {
@@ -208,9 +211,13 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
             }
           }
         }
-        if constexpr (T::kPrefetches && !T::kRowValues) {
+        if constexpr (T::kPrefetches) {
           if (tile + 1 < stop && has(page)) {
-            ptx::bulk_prefetch(values + table.known(next) * p.v_page + work.head * p.v_head, page_bytes);
+            if constexpr (T::kRowValues) {
+              prefetch_rows<T>(p, v_map, 16, work.head, table.known(next));
+            } else {
+              ptx::bulk_prefetch(values + table.known(next) * p.v_page + work.head * p.v_head, page_bytes);
+            }
           }
         }
         if constexpr (T::kClearsAhead) {
