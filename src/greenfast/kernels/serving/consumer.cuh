@@ -128,8 +128,8 @@ struct Consumer : Output<T> {
   }
 
   // With kOverlap. One tile: its scores, after which P V of the tile before it runs, and its weights. Values are waited
-  // for once the scores have started: with one stage they come later than the keys. kMasked: it may have a mask. kNew: it
-  // is the first of a chunk.
+  // for once the scores have started: with one stage they come later than the keys. kMasked: it may have a mask, with
+  // kMaskInStep. kNew: it is the first of a chunk.
   template <bool kMasked, bool kFirst, bool kNew, bool kHalf = false>
   __device__ __forceinline__ void overlapped_step(int tile, unsigned (&weights)[kSteps][4]) {
     float s[kHalf ? kScores / 2 : kScores], rescale[2];
@@ -172,7 +172,7 @@ struct Consumer : Output<T> {
           for (int r = 0; r < 2; ++r) factor[r] = load_behind(&rows.factor[own_row() + 8 * r]);
         }
       }
-    }, !T::kMaskInStep || !is_whole(tile));
+    }, has_mask(tile));
     if constexpr (!kFirst && T::kStages > 1) end_output();
     // Not before: P V was reading them.
     if constexpr (kHalf) {
@@ -211,7 +211,8 @@ struct Consumer : Output<T> {
     ptx::wgmma_wait<0>();
     ptx::pin(s);
     arrive(shared.k_empty[stage]);
-    softmax.template weigh<kMasked>(s, p, rows, shared.factors + stage, tile * kTile, rescale, [](float (&)[2]) {});
+    softmax.template weigh<kMasked>(s, p, rows, shared.factors + stage, tile * kTile, rescale, [](float (&)[2]) {},
+                                     has_mask(tile));
     softmax.pack(s, weights);
     if (__any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
 #pragma unroll
@@ -277,12 +278,13 @@ struct Consumer : Output<T> {
 
   // All tiles of a work, up to the end of P V of the last one.
   __device__ __forceinline__ void run_tiles(int tile, int stop) {
+    const auto without_mask = [&](int tile) { return !T::kMaskInStep && is_whole(tile); };
     const int last_half = (rows.work.tile.key_end - 1) % kTile < kTile / 2 ? rows.work.tile.key_end / kTile : -1;
     if constexpr (!T::kOverlap) {
       while (true) {
         take_turn();
         do {
-          if (is_whole(tile)) {
+          if (without_mask(tile)) {
             step<false, false>(tile);
           } else {
             tile == last_half ? step<true, true>(tile) : step<true, false>(tile);
@@ -297,7 +299,6 @@ struct Consumer : Output<T> {
       }
     }
     unsigned weights[kSteps][4];
-    const auto without_mask = [&](int tile) { return !T::kMaskInStep && is_whole(tile); };
     without_mask(tile) ? overlapped_step<false, true, true>(tile, weights)
                        : overlapped_step<true, true, true>(tile, weights);
     for (++tile; tile < stop; ++tile) {
@@ -322,6 +323,8 @@ struct Consumer : Output<T> {
     ptx::pin(o);
     release_values();
   }
+  // Whether to look for keys that are masked, in code that looks for them.
+  __device__ __forceinline__ bool has_mask(int tile) const { return !T::kMaskInStep || !is_whole(tile); }
   __device__ __forceinline__ bool is_whole(int tile) const { return tile >= whole_first && tile < whole_stop; }
 
   __device__ __forceinline__ void run() {

@@ -88,8 +88,9 @@ __device__ __forceinline__ void fetch_queries_ahead(const AttentionParams& p, St
 // number of its row, as E4M3, into the swizzled tile that the products read, and the factors of the rows' scores. All
 // at the same time: what a row waits for, the others hide.
 template <class T, int kCount>
-__device__ __forceinline__ void quantize_passes(Storage<T>& shared, Rows& rows, int row_part, const uint4 (&words)[kCount],
-                                                int first_pass, float scale, unsigned signs) {
+__device__ __forceinline__ void quantize_passes(Storage<T>& shared, Rows& rows, int row_part,
+                                                const uint4 (&words)[kCount], int first_pass, float scale,
+                                                unsigned signs) {
   using Queries = QueryRows<T>;
   constexpr int kLanes = Queries::kLanes;
   static_assert(kCount <= kLanes && (kCount & (kCount - 1)) == 0, "a lane divides for one pass");
@@ -161,13 +162,12 @@ __device__ __forceinline__ void quantize_queries(const AttentionParams& p, Stora
   } else {
     uint4 words[kPasses];
     const Queries queries(p, work, row_part);
+    const unsigned char* const raw = shared.raw_q + Queries::column() * Queries::kBytes;
     const bool fetched = T::kRawRows > 0 && work.tile.rows(T::kRows, p.batch.group) <= T::kRawRows;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const void* from = queries.at(i);
-      if (fetched) {
-        from = shared.raw_q + (queries.row(i) - work.tile.first_row) * T::kRawBytes + Queries::column() * Queries::kBytes;
-      }
+      if (fetched) from = raw + (queries.row(i) - work.tile.first_row) * T::kRawBytes;
       if constexpr (T::kCodedQueries) {
         const uint2 codes = *static_cast<const uint2*>(from);
         words[i].x = codes.x;

@@ -81,13 +81,12 @@ struct Traits : Cfg {
   // Of a thread's sums over chunks, how many are in registers. At head dim 256 shared memory lacks room for all.
   static constexpr int kHeld = !Cfg::kSharedTotals ? kColumns / 2 : Cfg::kHeadDim == 256 ? 4 : 0;
   // Whether a thread's parts of Q of the next work are copied to the memory of its sums while it writes O, and whether
-  // the half of a work's last tile that no row attends to is left out. At head dim 256 the code that both take costs
-  // more.
+  // the half of a work's last tile that no row attends to is left out, for which head dim 256 has too much code.
   static constexpr bool kQueriesAhead = Cfg::kSharedTotals && !Cfg::kCodedQueries;
   static constexpr bool kHalfTiles = Cfg::kHeadDim < 256;
   // Whether tiles with and without a mask are one piece of code. At head dim 256 two of each do not fit the instruction
-  // cache, and a work runs through most of them once.
-  static constexpr bool kMaskInStep = Cfg::kHeadDim == 256 && Cfg::kRowParts > 1;
+  // cache, and a work runs through most of them once; at 64 the branch costs 4 %.
+  static constexpr bool kMaskInStep = Cfg::kHeadDim > 64 && Cfg::kRowParts > 1;
   // Whether tiles of K and V are prefetched to L2 before there is room for them.
   static constexpr bool kPrefetches = Cfg::kStages == 1 && Cfg::kRowParts > 1;
   // Whether scores are turned into exponents before the mask, or scaled in the exponential.
