@@ -67,6 +67,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
       shared.v_empty[s].init(kWarps);
     }
     if constexpr (T::kClearsAhead) shared.landed.full.init(1);
+    if constexpr (T::kFindsPieces) shared.pieces_found.full.init(1);
     for (int s = 0; s < T::kFactorStages; ++s) shared.factors_full[s].init(T::kFactorWarps);
     ptx::fence_mbarrier_init();
   }
@@ -86,6 +87,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
       fetch<T, true, !T::kValuesApart>(p, shared, k_map, v_map);
     } else if (warp == 3) {
       if constexpr (T::kValuesApart) fetch<T, false, true>(p, shared, k_map, v_map);
+      if constexpr (T::kFindsPieces) find_pieces<T>(p, shared);
     } else if constexpr (T::kTokenScales) {
       fetch_factors<T>(p, shared);
     } else if constexpr (T::kScalesAhead) {

@@ -11,8 +11,8 @@ VALUE_LAYOUTS = ("grouped", "rows")
 FEW_ROWS = (8, 16)  # of a row tile of decoding
 NARROW_ROWS = 64  # of a row tile that is not wide
 TILE = 128  # keys
-#: Sizes of the kernel's Work, Rows, Sums, and of two pieces of Work and their number.
-_WORK_BYTES, _ROWS_BYTES, _SUMS_BYTES, _PIECES_BYTES = 52, 4 * (13 + 3 + 3 * 64), 4 * 4 * 64, 4 * (2 * 13 + 1)
+#: Sizes of the kernel's Work, Rows, Sums, and of two Pieces and their number.
+_WORK_BYTES, _ROWS_BYTES, _SUMS_BYTES, _PIECES_BYTES = 52, 4 * (13 + 3 + 3 * 64), 4 * 4 * 64, 4 * (2 * (13 + 9) + 1)
 #: Shared memory of a multiprocessor of Hopper, and what each block takes of it besides its own.
 _SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
 
@@ -143,4 +143,6 @@ class ServingConfig:
             rest += 12 * stages  # of the rows' stages, which with one the consumers turn themselves
         if self.wide and self.value_layout == "grouped":
             rest += 8  # of the copies of values that are cleared
+        if self.few_rows:
+            rest += 8  # of what a warp finds of the block's pieces
         return tiles + -(-rest // 1024) * 1024

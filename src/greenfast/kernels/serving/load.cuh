@@ -84,6 +84,24 @@ __device__ __forceinline__ void fetch_scales(const AttentionParams& p, Storage<T
   come_to_work(shared, q_parity);
 }
 
+// With kFindsPieces, the producer's last warp.
+template <class T>
+__device__ __forceinline__ void find_pieces(const AttentionParams& p, Storage<T>& shared) {
+  const Plan plan = plan_of(p);
+  Schedule schedule;
+  schedule.start(plan);
+  int count = 0;
+  for (Work work; !schedule.dealt && schedule.get(plan, p.kv_heads, work);) {
+    if (work.whole()) continue;
+    if (threadIdx.x % 32 == 0) shared.pieces[count].find(plan, work);
+    ++count;
+  }
+  if (threadIdx.x % 32 == 0) {
+    shared.piece_count = count;
+    shared.pieces_found.full.arrive();
+  }
+}
+
 // What copies of V into a stage arrive at.
 template <class T>
 __device__ __forceinline__ ptx::Mbarrier& value_barrier(Storage<T>& shared, int stage) {

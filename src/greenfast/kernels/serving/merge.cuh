@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 #include <math_constants.h>
 
+#include "ptx/atomic.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/math.cuh"
@@ -97,9 +98,8 @@ struct Results {
     ptx::barrier_sync(Barrier::kConsumers, kThreads);
     if (threadIdx.x == 0) {
       const Work& work = rows.work;
-      __threadfence();
-      atomicAdd(plan.done(work.index, work.head, p.kv_heads), work.end - work.begin);
-      shared.pieces[shared.piece_count++] = work;
+      ptx::add_release(plan.done(work.index, work.head, p.kv_heads), work.end - work.begin);
+      if constexpr (!T::kFindsPieces) shared.pieces[shared.piece_count++].find(plan, work);
     }
   }
 
@@ -107,6 +107,7 @@ struct Results {
   // columns. All blocks are resident, so each waits for a short time, for those that end later.
   __device__ __forceinline__ void merge_pieces(const Plan& plan) {
     ptx::barrier_sync(Barrier::kConsumers, kThreads);
+    if constexpr (T::kFindsPieces) shared.pieces_found.full.wait(0);
     for (int i = 0; i < shared.piece_count; ++i) merge_piece(shared.pieces[i], plan);
   }
 
@@ -120,37 +121,31 @@ struct Results {
     int slots[kResults];
   };
 
-  __device__ __forceinline__ void merge_piece(const Work& work, const Plan& plan) {
+  __device__ __forceinline__ void merge_piece(const Piece& piece, const Plan& plan) {
     constexpr int kParts = T::kHeadDim / 4;
     static_assert(sizeof(Staged) <= sizeof(shared.k) + sizeof(shared.v), "tiles are over, their memory is free");
     Staged& staged = *reinterpret_cast<Staged*>(shared.k);
     const auto sync = [] { ptx::barrier_sync(Barrier::kConsumers, kThreads); };
-    int* const done = plan.done(work.index, work.head, p.kv_heads);
-    // Result 0 is the first block's, of all of its chunks; the others are of a chunk each.
-    const int first_unit = work.tile.first_unit + work.head / plan.abreast * work.chunks;
-    const int units = plan.units(), runs = plan.runs(), run = blockIdx.x / plan.abreast;
-    const int first_run = Plan::run_of(first_unit, runs, units);
-    const int next_unit = Plan::begin_of(first_run + 1, runs, units),
-              results = first_unit + work.chunks - next_unit + 1;
-    const int blocks = Plan::run_of(first_unit + work.chunks - 1, runs, units) - first_run + 1;
-    const auto slot_of = [&](int result) {
-      const int unit = next_unit + result - 1, of = result == 0 ? first_run : Plan::run_of(unit, runs, units);
-      const int block = of * plan.abreast + blockIdx.x % plan.abreast;
-      return block * (p.slots + 1) + (result == 0 ? p.slots : min(unit - Plan::begin_of(of, runs, units), p.slots));
-    };
+    const Work& work = piece.work;
+    const int results = piece.results, blocks = piece.blocks;
+    // By all but the first warp, of which a thread waits meanwhile.
     const auto list_slots = [&](int begin) {
-      for (int i = threadIdx.x; i < min(results - begin, Staged::kResults); i += kThreads) {
-        staged.slots[i] = slot_of(begin + i);
+      if (threadIdx.x < 32) return;
+      for (int i = threadIdx.x - 32; i < min(results - begin, Staged::kResults); i += kThreads - 32) {
+        staged.slots[i] = piece.slot(begin + i, p.slots);
       }
     };
     list_slots(0);
     int listed = 0;  // the first result whose slot is listed
     const float unit = unit_of(work);
+    int* const done = plan.done(work.index, work.head, p.kv_heads);
+    int informed = 0;  // blocks that knew before this one that all parts are done
     if (threadIdx.x == 0) {
-      while (*static_cast<volatile int*>(done) < work.chunks) __nanosleep(32);
-      __threadfence();
+      while (ptx::load_acquire(done) < work.chunks) {
+      }
+      informed = atomicAdd(done + 1, 1);
     }
-    const int elements = partial_rows(work.tile) * kParts, rank = run - first_run;
+    const int elements = partial_rows(work.tile) * kParts, rank = piece.run - piece.first_run;
     const int stop = (rank + 1) * elements / blocks;
     for (int first = rank * elements / blocks; first < stop; first += Staged::kElements) {
       const int count = min(stop - first, Staged::kElements), at_once = min(Staged::kValues / count, Staged::kResults);
@@ -182,7 +177,10 @@ struct Results {
       sync();
       write_output(staged, work, first, count, unit);
     }
-    if (threadIdx.x == 0 && atomicAdd(done + 1, 1) == blocks - 1) done[0] = done[1] = 0;  // for the plan's next launch
+    if (threadIdx.x == 0 && informed == blocks - 1) {  // for the plan's next launch
+      ptx::store_relaxed(done, 0);
+      ptx::store_relaxed(done + 1, 0);
+    }
   }
 
   // Starts copying elements first .. first + count - 1 of the results in these slots.

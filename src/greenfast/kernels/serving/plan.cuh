@@ -234,6 +234,37 @@ struct Work {
   __device__ __forceinline__ int stop_tile() const { return (key_end() + kTile - 1) / kTile; }
 };
 
+// A work that is a part of its row tile, and where the results of all parts are. Result 0 is the first block's, of all of
+// its chunks; the others are of a chunk each.
+struct Piece {
+  Work work;
+  int units, runs, abreast;         // the plan's
+  int run, place;                   // this block's, and its place among those that have the same run
+  int first_run, next_unit;         // the run that has the row tile's first unit, and the unit behind that run
+  int results, blocks;              // of the row tile
+
+  __device__ __forceinline__ void find(const Plan& plan, const Work& of) {
+    work = of;
+    units = plan.units();
+    runs = plan.runs();
+    abreast = plan.abreast;
+    run = blockIdx.x / abreast;
+    place = blockIdx.x % abreast;
+    const int first_unit = of.tile.first_unit + of.head / abreast * of.chunks, stop = first_unit + of.chunks;
+    first_run = Plan::run_of(first_unit, runs, units);
+    next_unit = Plan::begin_of(first_run + 1, runs, units);
+    results = stop - next_unit + 1;
+    blocks = Plan::run_of(stop - 1, runs, units) - first_run + 1;
+  }
+
+  // Of the memory for partial results, where each block has room for those of `slots` chunks and one more.
+  __device__ __forceinline__ int slot(int result, int slots) const {
+    const int unit = next_unit + result - 1, of = result == 0 ? first_run : Plan::run_of(unit, runs, units);
+    return (of * abreast + place) * (slots + 1) +
+           (result == 0 ? slots : min(unit - Plan::begin_of(of, runs, units), slots));
+  }
+};
+
 // The work of a block, one after the other.
 struct Schedule {
   int dealt;

@@ -71,6 +71,9 @@ struct Traits : Cfg {
   // Whether V's warp clears what lies beside the keys of a row tile. Where it holds rows, or is no warp of its own, the
   // consumers do, who wait for each other then.
   static constexpr bool kClearsAhead = kValuesApart && !Cfg::kRowValues;
+  // Whether a warp of the producer that does nothing else finds what the merge needs to know of a piece, or the consumers
+  // do so at its end, when others may wait for them.
+  static constexpr bool kFindsPieces = Cfg::kFewRows > 0;
   static constexpr int kTurners = Cfg::kTokenScales ? 1 : 2;
   static constexpr int kFirstTurner = !Cfg::kTokenScales ? 1 : kValuesApart ? 2 : 3;
   static constexpr int kFactorWarps = kTurnsAhead && kValuesApart ? 1 : 2;
@@ -139,6 +142,14 @@ struct Landed {
 template <>
 struct Landed<false> {};
 
+// What a warp of the producer finds of the block's pieces.
+template <bool kFindsPieces>
+struct Found {
+  ptx::Mbarrier full;
+};
+template <>
+struct Found<false> {};
+
 template <class T>
 struct Storage {
   alignas(1024) unsigned char q[T::kRowParts][T::kPanels][T::kPartRows * T::kPanel];
@@ -154,12 +165,13 @@ struct Storage {
   Rows rows[T::kRowParts];
   Sums sums[T::kConsumers];
   Few<T::kFewRows> few;
-  Work pieces[2];  // of row tiles that other blocks have worked on too: the first and the last
+  Piece pieces[2];  // of row tiles that other blocks work on too: the first and the last
   int piece_count;
   ptx::Mbarrier k_full[T::kStages], k_empty[T::kStages], v_full[T::kStages], v_empty[T::kStages];
   ptx::Mbarrier factors_full[T::kFactorStages], q_full, q_empty;
   RowStages<T::kTurnsAhead ? T::kStages : 0> rows_of_v;
   Landed<T::kClearsAhead> landed;
+  Found<T::kFindsPieces> pieces_found;
 };
 
 __device__ __forceinline__ Plan plan_of(const AttentionParams& p) {
