@@ -105,7 +105,7 @@ def abreast(sizes: ServingSizes, blocks: int) -> int:
 def plan_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
     """Size of a plan, in int32."""
     most = sizes.most_tiles(config.rows)
-    return _HEADER + blocks * _SHARE_WORDS + most * (_TILE_WORDS + 2 * sizes.kv_heads)
+    return _HEADER + blocks * _SHARE_WORDS + most * (_TILE_WORDS + sizes.kv_heads)
 
 
 def partial_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:

@@ -95,10 +95,11 @@ struct Results {
 
   // Where several blocks work on a row tile: says that this one has left its part, for merge_pieces.
   __device__ __forceinline__ void end_piece(const Plan& plan) {
+    const Work& work = rows.work;
+    unsigned* const done = plan.done(work.index, work.head, p.kv_heads);
     ptx::barrier_sync(Barrier::kConsumers, kThreads);
     if (threadIdx.x == 0) {
-      const Work& work = rows.work;
-      ptx::add_release(plan.done(work.index, work.head, p.kv_heads), work.end - work.begin);
+      ptx::add_release(done, work.end - work.begin);
       if constexpr (!T::kFindsPieces) shared.pieces[shared.piece_count++].find(plan, work);
     }
   }
@@ -118,7 +119,7 @@ struct Results {
     alignas(16) float before[kEntries], after[kEntries];          // [row][result]: factors, as of Merge
     float max[kEntries], sum[kEntries];                           // [row][result]
     alignas(16) float merged[4 * kElements + kRows], top[kRows];  // so far: O, and the sums of rows; maxima of rows
-    int slots[kResults];
+    int places[kResults];                                         // of results in p.partials, in 16 bytes
   };
 
   __device__ __forceinline__ void merge_piece(const Piece& piece, const Plan& plan) {
@@ -128,23 +129,28 @@ struct Results {
     const auto sync = [] { ptx::barrier_sync(Barrier::kConsumers, kThreads); };
     const Work& work = piece.work;
     const int results = piece.results, blocks = piece.blocks;
+    const int result_step = p.slot_rows * (T::kHeadDim + 2) / 4;
     // By all but the first warp, of which a thread waits meanwhile.
-    const auto list_slots = [&](int begin) {
+    const auto list_results = [&](int begin) {
       if (threadIdx.x < 32) return;
       for (int i = threadIdx.x - 32; i < min(results - begin, Staged::kResults); i += kThreads - 32) {
-        staged.slots[i] = piece.slot(begin + i, p.slots);
+        staged.places[i] = piece.slot(begin + i, p.slots) * result_step;
       }
     };
-    list_slots(0);
-    int listed = 0;  // the first result whose slot is listed
+    list_results(0);
+    int listed = 0;  // the first result whose place is listed
     const float unit = unit_of(work);
-    int* const done = plan.done(work.index, work.head, p.kv_heads);
-    int informed = 0;  // blocks that knew before this one that all parts are done
-    if (threadIdx.x == 0) {
-      while (ptx::load_acquire(done) < work.chunks) {
+    unsigned* const done = plan.done(work.index, work.head, p.kv_heads);
+    bool all_done = false;
+    const auto await_all = [&] {
+      if (threadIdx.x == 0) {
+        const unsigned parts = work.chunks;
+        while (ptx::load_acquire(done) < parts) {
+        }
+        ptx::increment(done, parts + blocks - 1);
       }
-      informed = atomicAdd(done + 1, 1);
-    }
+      all_done = true;
+    };
     const int elements = partial_rows(work.tile) * kParts, rank = piece.run - piece.first_run;
     const int stop = (rank + 1) * elements / blocks;
     for (int first = rank * elements / blocks; first < stop; first += Staged::kElements) {
@@ -152,19 +158,36 @@ struct Results {
       const int first_row = first / kParts, rows = (first + count - 1) / kParts - first_row + 1;
       for (int begin = 0; begin < results; begin += at_once) {
         const int now = min(results - begin, at_once), row_step = (now + 3) / 4 * 4;
+        Walk of_values(count), of_rows(now);
         if (begin < listed || begin + now > listed + Staged::kResults) {
           sync();
-          list_slots(begin);
+          list_results(begin);
           listed = begin;
         }
+        if (!all_done) await_all();  // not before the above is found, which takes as long as a part's end to be seen
         sync();
-        const int* const slots = staged.slots + begin - listed;
-        fetch_results(staged, slots, first, count, now);
-        for (int i = threadIdx.x; i < rows * now; i += kThreads) {
-          const int row = i / now, result = i - row * now;
-          const float* const from = partial(slots[result]) + p.slot_rows * T::kHeadDim + first_row + row;
-          staged.max[row * row_step + result] = __ldcg(from);
-          staged.sum[row * row_step + result] = __ldcg(from + p.slot_rows);
+        const int* const places = staged.places + begin - listed;
+        const float4* const partials = reinterpret_cast<const float4*>(p.partials);
+        // Maxima first, as factors take longer than what they are for.
+        float max = 0.0f, sum = 0.0f;
+        const auto load = [&] {
+          if (of_rows.row >= rows) return;
+          const float* const from = reinterpret_cast<const float*>(partials + places[of_rows.column]) +
+                                    (p.slot_rows * T::kHeadDim + first_row + of_rows.row);
+          max = __ldcg(from);
+          sum = __ldcg(from + p.slot_rows);
+        };
+        load();
+        for (; of_values.row < now; of_values.next()) {
+          ptx::cp_async_16(&staged.values[of_values.row * count + of_values.column],
+                           partials + places[of_values.row] + (first + of_values.column), 16);
+        }
+        ptx::cp_async_commit();
+        while (of_rows.row < rows) {
+          staged.max[of_rows.row * row_step + of_rows.column] = max;
+          staged.sum[of_rows.row * row_step + of_rows.column] = sum;
+          of_rows.next();
+          load();
         }
         sync();
         for (int row = threadIdx.x / 32; row < rows; row += kThreads / 32) {
@@ -172,42 +195,48 @@ struct Results {
         }
         ptx::cp_async_wait<0>();
         sync();
-        merge_results(staged, first, count, rows, now, begin == 0);
+        merge_results(staged, first, count, rows, now, row_step, begin == 0);
       }
       sync();
       write_output(staged, work, first, count, unit);
     }
-    if (threadIdx.x == 0 && informed == blocks - 1) {  // for the plan's next launch
-      ptx::store_relaxed(done, 0);
-      ptx::store_relaxed(done + 1, 0);
-    }
+    if (!all_done) await_all();  // with more blocks than elements
   }
 
-  // Starts copying elements first .. first + count - 1 of the results in these slots.
-  __device__ __forceinline__ void fetch_results(Staged& staged, const int* slots, int first, int count,
-                                                int results) const {
-    const int step_results = kThreads / count, step = kThreads % count;
-    int result = threadIdx.x / count, element = threadIdx.x % count;
-    while (result < results) {
-      const float* const from = partial(slots[result]) + 4 * (first + element);
-      ptx::cp_async_16(&staged.values[result * count + element], from, 16);
-      result += step_results;
-      element += step;
-      if (element >= count) {
-        element -= count;
-        ++result;
+  // How a thread goes through rows of so many columns: from its number on, in steps of all threads.
+  struct Walk {
+    int columns, row, column, row_step, column_step;
+    __device__ __forceinline__ explicit Walk(unsigned columns)
+        : columns(columns),
+          row(threadIdx.x / columns),
+          column(threadIdx.x % columns),
+          row_step(kThreads / columns),
+          column_step(kThreads % columns) {}
+    __device__ __forceinline__ void next() {
+      row += row_step;
+      column += column_step;
+      if (column >= columns) {
+        column -= columns;
+        ++row;
       }
     }
-    ptx::cp_async_commit();
-  }
+  };
 
   // By a warp: the factors of a row's results, which begin at an entry, and the maximum with those before them. A lane
   // has some neighbouring ones: an odd number, so that lanes read different banks.
   __device__ __forceinline__ static void find_factors(Staged& staged, int entry, int results, bool begins, float& top) {
+    constexpr int kMost = Staged::kResults / 32 | 1;
     const int lane = threadIdx.x % 32, own = (results + 31) / 32 | 1;
-    const int first = entry + min(lane * own, results), stop = entry + min((lane + 1) * own, results);
-    float most = -CUDART_INF_F;  // up to this lane's last
-    for (int i = first; i < stop; ++i) most = fmaxf(most, staged.max[i]);
+    const int first = lane * own, count = min(own, results - first);
+    float maxima[kMost], most = -CUDART_INF_F;  // most: up to this lane's last
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (i < count) maxima[i] = staged.max[entry + first + i];
+    }
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (i < count) most = fmaxf(most, maxima[i]);
+    }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const float other = __shfl_up_sync(0xffffffffu, most, step);
@@ -215,10 +244,12 @@ struct Results {
     }
     const float before = begins ? -CUDART_INF_F : top, others = __shfl_up_sync(0xffffffffu, most, 1);
     float max = lane > 0 ? fmaxf(before, others) : before;
-    for (int i = first; i < stop; ++i) {
-      const Merge merge(max, staged.max[i]);
-      staged.before[i] = merge.before;
-      staged.after[i] = merge.after;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (i >= count) break;
+      const Merge merge(max, maxima[i]);
+      staged.before[entry + first + i] = merge.before;
+      staged.after[entry + first + i] = merge.after;
     }
     __syncwarp();
     if (lane == 31) top = fmaxf(before, most);
@@ -226,9 +257,8 @@ struct Results {
 
   // Merges results in order: a number of O, or the sum of a row, in each thread.
   __device__ __forceinline__ static void merge_results(Staged& staged, int first, int count, int rows, int results,
-                                                       bool begins) {
+                                                       int row_step, bool begins) {
     constexpr int kParts = T::kHeadDim / 4, kTogether = 16;
-    const int row_step = (results + 3) / 4 * 4;
     for (int i = threadIdx.x; i < 4 * count + rows; i += kThreads) {
       const bool is_sum = i >= 4 * count;
       const int row = is_sum ? i - 4 * count : (first + i / 4) / kParts - first / kParts, entry = row * row_step;

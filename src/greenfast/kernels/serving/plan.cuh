@@ -36,8 +36,8 @@ struct alignas(16) Share {
   RowTile tile;
 };
 
-// Views of the plan's memory: a header, then the shares of the blocks, then the tiles, then for each tile and head two
-// counters.
+// Views of the plan's memory: a header, then the shares of the blocks, then the tiles, then for each tile and head a
+// counter.
 struct Plan {
   enum { kTiles, kUnits, kDealt, kHeader = 8 };
   int* words;
@@ -53,9 +53,10 @@ struct Plan {
   __device__ __forceinline__ RowTile* tile(int t) const {
     return static_cast<RowTile*>(__builtin_assume_aligned(reinterpret_cast<RowTile*>(share(blocks)) + t, 16));
   }
-  // How many units of a tile and head are done, and by how many blocks their results are merged.
-  __device__ __forceinline__ int* done(int t, int head, int kv_heads) const {
-    return reinterpret_cast<int*>(tile(most_tiles)) + 2 * (t * kv_heads + head);
+  // How many units of a tile and head are done, and when all are, how many blocks know it; 0 once all of these do, for
+  // the next launch.
+  __device__ __forceinline__ unsigned* done(int t, int head, int kv_heads) const {
+    return reinterpret_cast<unsigned*>(tile(most_tiles)) + t * kv_heads + head;
   }
   // Of a product, which is seldom beyond 32 bits.
   __device__ __forceinline__ static int quotient(long long x, int y) {
@@ -199,7 +200,7 @@ __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int bl
     words[Plan::kUnits] = static_cast<int>(units <= kMostUnits ? units : kMostUnits);
     words[Plan::kDealt] = !room || even || (longest > 0 && longest * 8LL <= share * 9);
   }
-  for (int i = thread; i < 2 * tiles * kv_heads; i += kThreads) plan.done(0, 0, kv_heads)[i] = 0;
+  for (int i = thread; i < tiles * kv_heads; i += kThreads) plan.done(0, 0, kv_heads)[i] = 0;
   __syncthreads();
   for (int block = thread; block < blocks; block += kThreads) {
     Share share;
