@@ -37,6 +37,7 @@ __device__ __forceinline__ void prefetch(const AttentionParams& p, const ptx::Te
   if (threadIdx.x % 128 == 0) {
     ptx::prefetch_map(k_map);
     if constexpr (T::kRowValues) ptx::prefetch_map(v_map);
+    ptx::prefetch_l2(plan_of(p).share(blockIdx.x));
   }
   const long long entries = (p.batch.sequences - 1LL) * p.table_row + p.table_entries;
   const long long entry = (blockIdx.x * 128LL + threadIdx.x % 128) * 32;  // of a line

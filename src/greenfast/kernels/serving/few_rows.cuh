@@ -294,7 +294,7 @@ struct FewRows {
   __device__ __forceinline__ void store() {
     const Work& work = c.rows.work;
     const int stop = work.tile.rows(kRows, c.p.batch.group);
-    const float unit = c.unit_of(work);
+    const float unit = T::kScalesAhead ? c.rows.unit : c.unit_of(work);
     c.sync_rows();  // sums of weights are over, and with them few.numbers
 #pragma unroll
     for (int n = 0; n < kSums; ++n) {

@@ -60,10 +60,11 @@ struct Traits : Cfg {
   static constexpr int kRawTileBytes = Cfg::kRawRows == 0 ? 16 : kRawBytes * Cfg::kRawRows;
   // The factors of a tile are needed before P V of the tile before it is over.
   static constexpr int kFactorStages = Cfg::kStages > 1 ? Cfg::kStages : 2;
-  // Whether a warp of the producer fetches the scales of heads, one work ahead, and one the pages of V: one for K and V
-  // would wait for room for V before it fetches the next K. A block with few works only begins later for it. Where V's
-  // rows are turned, it is the same warp.
-  static constexpr bool kScalesAhead = Cfg::kRowParts > 1 && !Cfg::kTokenScales, kValuesApart = Cfg::kRowParts > 1;
+  // Whether a warp of the producer fetches the pages of V: one for K and V would wait for room for V before it fetches the
+  // next K. A block with few works only begins later for it. And whether one fetches the scales of heads, one work ahead,
+  // where it does nothing else, or the pages of V where their rows are turned.
+  static constexpr bool kValuesApart = Cfg::kRowParts > 1;
+  static constexpr bool kScalesAhead = (kValuesApart || Cfg::kFewRows > 0) && !Cfg::kTokenScales;
   // Rows of V are turned by warps of the producer: by two, or by one where others find the factors of keys. With one
   // stage the consumers would wait for them, and turn the rows themselves.
   static constexpr bool kTurnsValues = Cfg::kRowValues && Cfg::kFewRows == 0;
