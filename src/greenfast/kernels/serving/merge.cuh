@@ -129,7 +129,7 @@ struct Results {
     const auto sync = [] { ptx::barrier_sync(Barrier::kConsumers, kThreads); };
     const Work& work = piece.work;
     const int results = piece.results, blocks = piece.blocks;
-    const int result_step = p.slot_rows * (T::kHeadDim + 2) / 4;
+    const int warp = threadIdx.x / 32, result_step = p.slot_rows * (T::kHeadDim + 2) / 4;
     // By all but the first warp, of which a thread waits meanwhile.
     const auto list_results = [&](int begin) {
       if (threadIdx.x < 32) return;
@@ -156,9 +156,11 @@ struct Results {
     for (int first = rank * elements / blocks; first < stop; first += Staged::kElements) {
       const int count = min(stop - first, Staged::kElements), at_once = min(Staged::kValues / count, Staged::kResults);
       const int first_row = first / kParts, rows = (first + count - 1) / kParts - first_row + 1;
+      // Of the results one after the other, a thread copies an element, and then those that are kThreads further on.
+      const int first_result = threadIdx.x / count, first_element = threadIdx.x % count;
+      const int step_results = kThreads / count, step = kThreads % count;
       for (int begin = 0; begin < results; begin += at_once) {
         const int now = min(results - begin, at_once), row_step = (now + 3) / 4 * 4;
-        Walk of_values(count), of_rows(now);
         if (begin < listed || begin + now > listed + Staged::kResults) {
           sync();
           list_results(begin);
@@ -169,28 +171,29 @@ struct Results {
         const int* const places = staged.places + begin - listed;
         const float4* const partials = reinterpret_cast<const float4*>(p.partials);
         // Maxima first, as factors take longer than what they are for.
-        float max = 0.0f, sum = 0.0f;
-        const auto load = [&] {
-          if (of_rows.row >= rows) return;
-          const float* const from = reinterpret_cast<const float*>(partials + places[of_rows.column]) +
-                                    (p.slot_rows * T::kHeadDim + first_row + of_rows.row);
-          max = __ldcg(from);
-          sum = __ldcg(from + p.slot_rows);
-        };
-        load();
-        for (; of_values.row < now; of_values.next()) {
-          ptx::cp_async_16(&staged.values[of_values.row * count + of_values.column],
-                           partials + places[of_values.row] + (first + of_values.column), 16);
+        for (int row = warp; row < rows; row += kThreads / 32) {
+          for (int result = threadIdx.x % 32; result < now; result += 32) {
+            const int entry = row * row_step + result;
+            const float* const from = reinterpret_cast<const float*>(partials + places[result]) +
+                                      (p.slot_rows * T::kHeadDim + first_row + row);
+            ptx::cp_async_4(&staged.max[entry], from);
+            ptx::cp_async_4(&staged.sum[entry], from + p.slot_rows);
+          }
         }
         ptx::cp_async_commit();
-        while (of_rows.row < rows) {
-          staged.max[of_rows.row * row_step + of_rows.column] = max;
-          staged.sum[of_rows.row * row_step + of_rows.column] = sum;
-          of_rows.next();
-          load();
+        for (int result = first_result, element = first_element; result < now;) {
+          ptx::cp_async_16(&staged.values[result * count + element], partials + places[result] + (first + element), 16);
+          result += step_results;
+          element += step;
+          if (element >= count) {
+            element -= count;
+            ++result;
+          }
         }
-        sync();
-        for (int row = threadIdx.x / 32; row < rows; row += kThreads / 32) {
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<1>();
+        __syncwarp();
+        for (int row = warp; row < rows; row += kThreads / 32) {
           find_factors(staged, row * row_step, now, begin == 0, staged.top[row]);
         }
         ptx::cp_async_wait<0>();
@@ -202,25 +205,6 @@ struct Results {
     }
     if (!all_done) await_all();  // with more blocks than elements
   }
-
-  // How a thread goes through rows of so many columns: from its number on, in steps of all threads.
-  struct Walk {
-    int columns, row, column, row_step, column_step;
-    __device__ __forceinline__ explicit Walk(unsigned columns)
-        : columns(columns),
-          row(threadIdx.x / columns),
-          column(threadIdx.x % columns),
-          row_step(kThreads / columns),
-          column_step(kThreads % columns) {}
-    __device__ __forceinline__ void next() {
-      row += row_step;
-      column += column_step;
-      if (column >= columns) {
-        column -= columns;
-        ++row;
-      }
-    }
-  };
 
   // By a warp: the factors of a row's results, which begin at an entry, and the maximum with those before them. A lane
   // has some neighbouring ones: an odd number, so that lanes read different banks.
