@@ -220,7 +220,8 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
           if (cleared.later) {
             shared.landed.full.wait(landed_parity);
             landed_parity ^= 1;
-            clear_values<T>(shared.v[s][0], cleared.begin, cleared.end, begin - tile * kTile, end - tile * kTile);
+            clear_values<T, 1>(shared.v[s][0], 0, cleared.begin, cleared.end, begin - tile * kTile, end - tile * kTile);
+            __syncwarp();
             if (lane == 0) shared.v_full[s].arrive();
           }
         }
@@ -262,9 +263,6 @@ __device__ __forceinline__ void turn_values(Storage<T>& shared) {
 template <class T>
 __device__ __forceinline__ void fetch_factors(const AttentionParams& p, Storage<T>& shared) {
   constexpr int kThreads = 32 * T::kFactorWarps, kOwn = kTile / kThreads;
-  // Tiles whose scales are asked for at a time: for each tile alone, these warps would wait for two loads in a row, which
-  // takes them as long as the keys and values of a tile of few rows take to come.
-  constexpr int kTogether = T::kFewRows > 0 ? 4 : 1;
   const int thread = threadIdx.x % 128 - 32;
   Ring<T::kFactorStages> ring;
   unsigned tiles = 0, q_parity = 0;  // so far; of this work
@@ -275,48 +273,38 @@ __device__ __forceinline__ void fetch_factors(const AttentionParams& p, Storage<
     if constexpr (T::kFactorsFollow) come_to_work(shared, q_parity);
     const BlockTable table(p, work.tile.sequence);
     const int stop = work.stop_tile();
-    for (int first = work.first_tile(); first < stop; first += kTogether) {
-      float scales[kTogether][kOwn], of_values[kTogether][kOwn];
-#pragma unroll
-      for (int n = 0; n < kTogether; ++n) {
-        for (int i = 0; i < kOwn; ++i) {
-          const int key = (first + n) * kTile + thread + i * kThreads;
-          scales[n][i] = of_values[n][i] = 1.0f;
-          if (first + n < stop && key >= work.tile.key_begin && key < work.tile.key_end) {
-            const long long page = table.page(key / p.page);
-            const int slot = key % p.page;
-            scales[n][i] = p.k_scale[page * p.k_scale_strides[0] + work.head * p.k_scale_strides[1] + slot];
-            of_values[n][i] = p.v_scale[page * p.v_scale_strides[0] + work.head * p.v_scale_strides[1] + slot];
-          }
+    for (int tile = work.first_tile(); tile < stop; ++tile, ++tiles, ring.advance()) {
+      const int s = ring.stage;
+      float scales[kOwn], of_values[kOwn];
+      for (int i = 0; i < kOwn; ++i) {
+        const int key = tile * kTile + thread + i * kThreads;
+        scales[i] = of_values[i] = 1.0f;
+        if (key >= work.tile.key_begin && key < work.tile.key_end) {
+          const long long page = table.page(key / p.page);
+          const int slot = key % p.page;
+          scales[i] = p.k_scale[page * p.k_scale_strides[0] + work.head * p.k_scale_strides[1] + slot];
+          of_values[i] = p.v_scale[page * p.v_scale_strides[0] + work.head * p.v_scale_strides[1] + slot];
         }
       }
-#pragma unroll
-      for (int n = 0; n < kTogether; ++n) {
-        const int tile = first + n, s = ring.stage;
-        if (tile >= stop) break;
-        if constexpr (T::kStages > 1) {
-          shared.v_empty[s].wait(ring.parity ^ 1);
-        } else if (tile == work.first_tile()) {
-          // The last two tiles of the work before may both be over by now, and a barrier tells only one phase from the
-          // next.
-          shared.q_empty.wait(q_parity);
-        } else if (tiles >= 2) {
-          shared.v_empty[0].wait(tiles % 2);  // of the tile two before; the tile one before needs these factors
-        }
-        for (int i = 0; i < kOwn; ++i) {
-          const int at = thread + i * kThreads;
-          KeyFactors& factors = shared.factors[s];
-          // A scale of NaN or 0 is to make rows NaN that attend to the key, through the exponent, and no others.
-          const bool valid = of_values[n][i] >= kLeast;
-          factors.scale[at] = scales[n][i];
-          factors.log2_value[at] = valid ? __log2f(of_values[n][i]) : CUDART_NAN_F;
-          factors.inverse_value[at] = valid ? ptx::inverse(of_values[n][i]) : 0.0f;
-        }
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) shared.factors_full[s].arrive();
-        ++tiles;
-        ring.advance();
+      if constexpr (T::kStages > 1) {
+        shared.v_empty[s].wait(ring.parity ^ 1);
+      } else if (tile == work.first_tile()) {
+        // The last two tiles of the work before may both be over by now, and a barrier tells only one phase from the next.
+        shared.q_empty.wait(q_parity);
+      } else if (tiles >= 2) {
+        shared.v_empty[0].wait(tiles % 2);  // of the tile two before; the tile one before needs these factors
       }
+      for (int i = 0; i < kOwn; ++i) {
+        const int at = thread + i * kThreads;
+        KeyFactors& factors = shared.factors[s];
+        // A scale of NaN or 0 is to make rows NaN that attend to the key, through the exponent, and no others.
+        const bool valid = of_values[i] >= kLeast;
+        factors.scale[at] = scales[i];
+        factors.log2_value[at] = valid ? __log2f(of_values[i]) : CUDART_NAN_F;
+        factors.inverse_value[at] = valid ? ptx::inverse(of_values[i]) : 0.0f;
+      }
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) shared.factors_full[s].arrive();
     }
   }
   if constexpr (T::kFactorsFollow) come_to_work(shared, q_parity);
