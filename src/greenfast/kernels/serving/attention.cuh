@@ -68,7 +68,6 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
       shared.v_empty[s].init(kWarps);
     }
     if constexpr (T::kClearsAhead) shared.landed.full.init(1);
-    if constexpr (T::kFindsPieces) shared.pieces_found.full.init(1);
     for (int s = 0; s < T::kFactorStages; ++s) shared.factors_full[s].init(T::kFactorWarps);
     ptx::fence_mbarrier_init();
   }
@@ -88,10 +87,10 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
       fetch<T, true, !T::kValuesApart>(p, shared, k_map, v_map);
     } else if (warp == 3) {
       if constexpr (T::kValuesApart) fetch<T, false, true>(p, shared, k_map, v_map);
-      if constexpr (T::kFindsPieces) find_pieces<T>(p, shared);
+      if constexpr (T::kWorksApart) fetch_works<T>(p, shared);
     } else if constexpr (T::kTokenScales) {
       fetch_factors<T>(p, shared);
-    } else if constexpr (T::kScalesAhead) {
+    } else if constexpr (T::kScalesAhead && !T::kWorksApart) {
       if (warp == 1) fetch_scales<T>(p, shared);
     }
   } else if constexpr (T::kFewRows > 0) {

@@ -143,6 +143,4 @@ class ServingConfig:
             rest += 12 * stages  # of the rows' stages, which with one the consumers turn themselves
         if self.wide and self.value_layout == "grouped":
             rest += 8  # of the copies of values that are cleared
-        if self.few_rows:
-            rest += 8  # of what a warp finds of the block's pieces
         return tiles + -(-rest // 1024) * 1024

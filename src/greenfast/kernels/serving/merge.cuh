@@ -100,7 +100,7 @@ struct Results {
     ptx::barrier_sync(Barrier::kConsumers, kThreads);
     if (threadIdx.x == 0) {
       ptx::add_release(done, work.end - work.begin);
-      if constexpr (!T::kFindsPieces) shared.pieces[shared.piece_count++].find(plan, work);
+      if constexpr (!T::kWorksApart) shared.pieces[shared.piece_count++].find(plan, work);
     }
   }
 
@@ -108,7 +108,6 @@ struct Results {
   // columns. All blocks are resident, so each waits for a short time, for those that end later.
   __device__ __forceinline__ void merge_pieces(const Plan& plan) {
     ptx::barrier_sync(Barrier::kConsumers, kThreads);
-    if constexpr (T::kFindsPieces) shared.pieces_found.full.wait(0);
     for (int i = 0; i < shared.piece_count; ++i) merge_piece(shared.pieces[i], plan);
   }
 

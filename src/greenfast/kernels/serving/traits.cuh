@@ -72,9 +72,9 @@ struct Traits : Cfg {
   // Whether V's warp clears what lies beside the keys of a row tile. Where it holds rows, or is no warp of its own, the
   // consumers do, who wait for each other then.
   static constexpr bool kClearsAhead = kValuesApart && !Cfg::kRowValues;
-  // Whether a warp of the producer that does nothing else finds what the merge needs to know of a piece, or the consumers
-  // do so at its end, when others may wait for them.
-  static constexpr bool kFindsPieces = Cfg::kFewRows > 0;
+  // Whether a warp of the producer that has nothing else to do says which work is next, fetches its Q and scales, and finds
+  // what a merge needs to know: the first keys are then asked for earlier, and no block waits for another's divisions.
+  static constexpr bool kWorksApart = Cfg::kFewRows > 0;
   static constexpr int kTurners = Cfg::kTokenScales ? 1 : 2;
   static constexpr int kFirstTurner = !Cfg::kTokenScales ? 1 : kValuesApart ? 2 : 3;
   static constexpr int kFactorWarps = kTurnsAhead && kValuesApart ? 1 : 2;
@@ -143,14 +143,6 @@ struct Landed {
 template <>
 struct Landed<false> {};
 
-// What a warp of the producer finds of the block's pieces.
-template <bool kFindsPieces>
-struct Found {
-  ptx::Mbarrier full;
-};
-template <>
-struct Found<false> {};
-
 template <class T>
 struct Storage {
   alignas(1024) unsigned char q[T::kRowParts][T::kPanels][T::kPartRows * T::kPanel];
@@ -172,7 +164,6 @@ struct Storage {
   ptx::Mbarrier factors_full[T::kFactorStages], q_full, q_empty;
   RowStages<T::kTurnsAhead ? T::kStages : 0> rows_of_v;
   Landed<T::kClearsAhead> landed;
-  Found<T::kFindsPieces> pieces_found;
 };
 
 __device__ __forceinline__ Plan plan_of(const AttentionParams& p) {
