@@ -55,7 +55,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
   static_assert(sizeof(Storage<T>) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be uniform
   if (warpgroup == T::kConsumers) prefetch<T>(p, k_map, v_map);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 64) {  // of a warp that in a block of few rows has nothing to clear
     shared.piece_count = 0;
     constexpr int kWarps = 4 * T::kConsumers;
     shared.q_full.init(1 + (T::kScalesAhead ? 1 : T::kFactorsFollow ? T::kFactorWarps : 0));
@@ -71,10 +71,18 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
     for (int s = 0; s < T::kFactorStages; ++s) shared.factors_full[s].init(T::kFactorWarps);
     ptx::fence_mbarrier_init();
   }
-  for (int i = threadIdx.x; i < static_cast<int>(sizeof(shared.q) / 16); i += T::kThreads) {
-    reinterpret_cast<uint4*>(shared.q)[i] = make_uint4(0, 0, 0, 0);
+  // Loops of known lengths: the others would be most of what a block does before it reads its share of the plan.
+  constexpr unsigned kClears = sizeof(shared.q) / 16, kFactors = 64 * T::kRowParts;
+#pragma unroll
+  for (unsigned first = 0; first < kClears; first += T::kThreads) {
+    const unsigned i = first + threadIdx.x;
+    if (i < kClears) reinterpret_cast<uint4*>(shared.q)[i] = make_uint4(0, 0, 0, 0);
   }
-  for (int i = threadIdx.x; i < 64 * T::kRowParts; i += T::kThreads) shared.rows[i / 64].factor[i % 64] = 1.0f;
+#pragma unroll
+  for (unsigned first = 0; first < kFactors; first += T::kThreads) {
+    const unsigned i = first + threadIdx.x;
+    if (i < kFactors) shared.rows[i / 64].factor[i % 64] = 1.0f;
+  }
   ptx::fence_proxy_async();
   __syncthreads();
   ptx::griddepcontrol_wait();  // so far nothing was read that kernels before this one may have written
