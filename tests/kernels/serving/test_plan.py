@@ -146,7 +146,22 @@ def test_few_tiles_are_shared_in_equal_runs() -> None:
     plan = made([(1, 40_000)], group=8, kv_heads=1, multiprocessors=5)
     check(plan, [(1, 40_000)], group=8)
     assert not plan.dealt
-    assert [int((b[:, 3] - b[:, 2]).sum()) for b in plan.blocks] == [7, 8, 8, 8, 8, 8, 8, 8, 8, 8]
+    assert [int((b[:, 3] - b[:, 2]).sum()) for b in plan.blocks] == [8] * 9 + [7]
+
+
+def test_runs_end_where_sequences_do() -> None:
+    """33 runs of 15 or 16 chunks would cut four of eight sequences in five; 32 of 16 cut all in four."""
+    lengths = [(1, 64 * CHUNK)] * 8
+    plan = made(lengths, kv_heads=2, multiprocessors=33)
+    check(plan, lengths, kv_heads=2)
+    assert not plan.dealt
+    assert [[end - begin for _, _, begin, end, *_ in b.tolist()] for b in plan.blocks] == [[16]] * 64 + [[]] * 2
+
+
+def test_where_equal_runs_would_leave_many_blocks_without_work_they_differ_by_one() -> None:
+    plan = made([(1, 12 * CHUNK)], multiprocessors=5)
+    check(plan, [(1, 12 * CHUNK)])
+    assert sorted(int((b[:, 3] - b[:, 2]).sum()) for b in plan.blocks) == [1] * 8 + [2] * 2
 
 
 def test_fewer_units_than_blocks_leave_blocks_without_work() -> None:

@@ -37,6 +37,7 @@ __device__ __forceinline__ void prefetch(const AttentionParams& p, const ptx::Te
   if (threadIdx.x % 128 == 0) {
     ptx::prefetch_map(k_map);
     if constexpr (T::kRowValues) ptx::prefetch_map(v_map);
+    ptx::prefetch_l2(plan_of(p).share(blockIdx.x));
   }
   const long long entries = (p.batch.sequences - 1LL) * p.table_row + p.table_entries;
   const long long entry = (blockIdx.x * 128LL + threadIdx.x % 128) * 32;  // of a line
@@ -54,7 +55,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
   static_assert(sizeof(Storage<T>) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be uniform
   if (warpgroup == T::kConsumers) prefetch<T>(p, k_map, v_map);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 64) {  // of a warp that in a block of few rows has nothing to clear
     shared.piece_count = 0;
     constexpr int kWarps = 4 * T::kConsumers;
     shared.q_full.init(1 + (T::kScalesAhead ? 1 : T::kFactorsFollow ? T::kFactorWarps : 0));
@@ -70,10 +71,18 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
     for (int s = 0; s < T::kFactorStages; ++s) shared.factors_full[s].init(T::kFactorWarps);
     ptx::fence_mbarrier_init();
   }
-  for (int i = threadIdx.x; i < static_cast<int>(sizeof(shared.q) / 16); i += T::kThreads) {
-    reinterpret_cast<uint4*>(shared.q)[i] = make_uint4(0, 0, 0, 0);
+  // Loops of known lengths: the others would be most of what a block does before it reads its share of the plan.
+  constexpr unsigned kClears = sizeof(shared.q) / 16, kFactors = 64 * T::kRowParts;
+#pragma unroll
+  for (unsigned first = 0; first < kClears; first += T::kThreads) {
+    const unsigned i = first + threadIdx.x;
+    if (i < kClears) reinterpret_cast<uint4*>(shared.q)[i] = make_uint4(0, 0, 0, 0);
   }
-  for (int i = threadIdx.x; i < 64 * T::kRowParts; i += T::kThreads) shared.rows[i / 64].factor[i % 64] = 1.0f;
+#pragma unroll
+  for (unsigned first = 0; first < kFactors; first += T::kThreads) {
+    const unsigned i = first + threadIdx.x;
+    if (i < kFactors) shared.rows[i / 64].factor[i % 64] = 1.0f;
+  }
   ptx::fence_proxy_async();
   __syncthreads();
   ptx::griddepcontrol_wait();  // so far nothing was read that kernels before this one may have written
@@ -86,9 +95,10 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
       fetch<T, true, !T::kValuesApart>(p, shared, k_map, v_map);
     } else if (warp == 3) {
       if constexpr (T::kValuesApart) fetch<T, false, true>(p, shared, k_map, v_map);
+      if constexpr (T::kWorksApart) fetch_works<T>(p, shared);
     } else if constexpr (T::kTokenScales) {
       fetch_factors<T>(p, shared);
-    } else if constexpr (T::kScalesAhead) {
+    } else if constexpr (T::kScalesAhead && !T::kWorksApart) {
       if (warp == 1) fetch_scales<T>(p, shared);
     }
   } else if constexpr (T::kFewRows > 0) {

@@ -103,9 +103,10 @@ def abreast(sizes: ServingSizes, blocks: int) -> int:
 
 
 def plan_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
-    """Size of a plan, in int32."""
+    """Size of a plan, in int32: an even number."""
     most = sizes.most_tiles(config.rows)
-    return _HEADER + blocks * _SHARE_WORDS + most * (_TILE_WORDS + 2 * sizes.kv_heads)
+    words = _HEADER + blocks * _SHARE_WORDS + most * (_TILE_WORDS + sizes.kv_heads)
+    return words + words % 2
 
 
 def partial_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:

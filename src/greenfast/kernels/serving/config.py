@@ -11,8 +11,8 @@ VALUE_LAYOUTS = ("grouped", "rows")
 FEW_ROWS = (8, 16)  # of a row tile of decoding
 NARROW_ROWS = 64  # of a row tile that is not wide
 TILE = 128  # keys
-#: Sizes of the kernel's Work, Rows, Sums, and of two pieces of Work and their number.
-_WORK_BYTES, _ROWS_BYTES, _SUMS_BYTES, _PIECES_BYTES = 52, 4 * (13 + 3 + 3 * 64), 4 * 4 * 64, 4 * (2 * 13 + 1)
+#: Sizes of the kernel's Work, Rows, Sums, and of two Pieces and their number.
+_WORK_BYTES, _ROWS_BYTES, _SUMS_BYTES, _PIECES_BYTES = 52, 4 * (13 + 3 + 3 * 64), 4 * 4 * 64, 4 * (2 * (13 + 9) + 1)
 #: Shared memory of a multiprocessor of Hopper, and what each block takes of it besides its own.
 _SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
 

@@ -244,8 +244,11 @@ struct Consumer : Output<T> {
       ptx::barrier_sync(Barrier::kConsumers, kThreads);
     }
     if (clears) {
-      T::kRowValues && !T::kTurnsValues ? clear_rows(shared, v_ring, begin, end)
-                                        : clear_values(shared, v_ring, begin, end);
+      unsigned char* const stage = shared.v[v_ring.stage][0];
+      T::kRowValues && !T::kTurnsValues
+          ? clear_rows<T>(stage, begin, end)
+          : clear_values<T, 4 * T::kConsumers>(stage, threadIdx.x / 32, 0, kTile, begin, end);
+      ptx::barrier_sync(Barrier::kConsumers, kThreads);
     }
     return kTurns || clears;
   }

@@ -273,14 +273,20 @@ struct FewRows {
                                         const float (&of_sum)[kSums]) const {
     const AttentionParams& p = c.p;
     float* const to = c.partial(blockIdx.x * (p.slots + 1) + min(slot, p.slots));  // more only with a wrong plan
+    float* const first = to + row(0) * T::kHeadDim + column(0);  // from which all others have constant distances
     const int stop = c.partial_rows(c.rows.work.tile);
     const ptx::CacheHint kept = ptx::evict_last();
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const int r = row(own(i));
-      if (r >= stop) continue;
+    for (int r = 0; r < kOwn; ++r) {
+      if (row(r) >= stop) continue;
+      float* const of_row = first + (row(r) - row(0)) * T::kHeadDim;
 #pragma unroll
-      for (int n = 0; n < kColumnParts; ++n) ptx::store(to + r * T::kHeadDim + n * 64 + column(i), x[n][i], kept);
+      for (int n = 0; n < kColumnParts; ++n) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+          if (own(i) == r) ptx::store(of_row + (n * 64 + column(i) - column(0)), x[n][i], kept);
+        }
+      }
     }
 #pragma unroll
     for (int n = 0; n < kSums; ++n) {
@@ -294,7 +300,7 @@ struct FewRows {
   __device__ __forceinline__ void store() {
     const Work& work = c.rows.work;
     const int stop = work.tile.rows(kRows, c.p.batch.group);
-    const float unit = c.unit_of(work);
+    const float unit = T::kScalesAhead ? c.rows.unit : c.unit_of(work);
     c.sync_rows();  // sums of weights are over, and with them few.numbers
 #pragma unroll
     for (int n = 0; n < kSums; ++n) {

@@ -24,7 +24,7 @@ struct BlockTable {
   __device__ __forceinline__ int page(int number) const { return known(entry(number)); }
 };
 
-// By the producer's first warp: says which work is next, and fetches its Q.
+// By a warp of the producer: says which work is next, and fetches its Q.
 template <class T>
 __device__ __forceinline__ void fetch_queries(const AttentionParams& p, Storage<T>& shared, const Work& work) {
   const int lane = threadIdx.x % 32, group = p.batch.group;
@@ -34,10 +34,12 @@ __device__ __forceinline__ void fetch_queries(const AttentionParams& p, Storage<
     shared.q_full.arrive_expect(rows * T::kRawBytes);
   }
   __syncwarp();
-  for (int r = lane; r < rows; r += 32) {
-    const int row = work.tile.first_row + r, token = p.batch.token(row), head = work.head * group + row - token * group;
+  static_assert(T::kRawRows <= 32, "a row's lane copies it");
+  if (lane < rows) {
+    const int row = work.tile.first_row + lane, token = p.batch.token(row);
+    const int head = work.head * group + row - token * group;
     const long long at = (work.tile.q_begin + token) * p.q_token + head * p.q_head;
-    ptx::bulk_load(shared.raw_q + r * T::kRawBytes,
+    ptx::bulk_load(shared.raw_q + lane * T::kRawBytes,
                    static_cast<const unsigned char*>(p.q) + at * (T::kRawBytes / T::kHeadDim), T::kRawBytes,
                    shared.q_full);
   }
@@ -82,6 +84,32 @@ __device__ __forceinline__ void fetch_scales(const AttentionParams& p, Storage<T
   unsigned q_parity = 0;
   for (Work work; schedule.get(plan, p.kv_heads, work); q_parity ^= 1) fetch_scales(p, shared, work, q_parity);
   come_to_work(shared, q_parity);
+}
+
+// With kWorksApart, the producer's last warp.
+template <class T>
+__device__ __forceinline__ void fetch_works(const AttentionParams& p, Storage<T>& shared) {
+  const Plan plan = plan_of(p);
+  Schedule schedule;
+  schedule.start(plan);
+  const bool leads = threadIdx.x % 32 == 0;
+  unsigned q_parity = 0;
+  int pieces = 0;
+  for (Work work; schedule.get(plan, p.kv_heads, work); q_parity ^= 1) {
+    shared.q_empty.wait(q_parity ^ 1);
+    fetch_queries(p, shared, work);
+    if constexpr (T::kScalesAhead) fetch_scales(p, shared, work, q_parity);
+    if (work.whole()) continue;
+    if (leads) shared.pieces[pieces].find(plan, work);
+    ++pieces;
+  }
+  shared.q_empty.wait(q_parity ^ 1);
+  if (leads) {
+    shared.piece_count = pieces;
+    shared.next = Work{};
+    shared.q_full.arrive();
+    if constexpr (T::kScalesAhead) shared.q_full.arrive();
+  }
 }
 
 // What copies of V into a stage arrive at.
@@ -154,7 +182,7 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
     int tile = work.first_tile();
     int page = tile * pages + lane, next = has(page) ? table.entry(page) : 0;
     // Q is asked for before K and V, of which so much is on its way that Q would come late.
-    if constexpr (kKeys) {
+    if constexpr (kKeys && !T::kWorksApart) {
       shared.q_empty.wait(q_parity ^ 1);
       q_parity ^= 1;
       fetch_queries(p, shared, work);
@@ -224,7 +252,8 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
           if (cleared.later) {
             shared.landed.full.wait(landed_parity);
             landed_parity ^= 1;
-            clear_values<T>(shared.v[s][0], cleared.begin, cleared.end, begin - tile * kTile, end - tile * kTile);
+            clear_values<T, 1>(shared.v[s][0], 0, cleared.begin, cleared.end, begin - tile * kTile, end - tile * kTile);
+            __syncwarp();
             if (lane == 0) shared.v_full[s].arrive();
           }
         }
@@ -238,7 +267,7 @@ __device__ __forceinline__ void fetch(const AttentionParams& p, Storage<T>& shar
       shared.rows_of_v.full[ring.stage].arrive();
     }
   }
-  if constexpr (!kKeys) {
+  if constexpr (!kKeys || T::kWorksApart) {
     if constexpr (T::kScalesAhead && T::kTurnsAhead) come_to_work(shared, q_parity);
     return;
   }

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 #include <math_constants.h>
 
+#include "ptx/atomic.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/math.cuh"
@@ -94,12 +95,12 @@ struct Results {
 
   // Where several blocks work on a row tile: says that this one has left its part, for merge_pieces.
   __device__ __forceinline__ void end_piece(const Plan& plan) {
+    const Work& work = rows.work;
+    unsigned* const done = plan.done(work.index, work.head, p.kv_heads);
     ptx::barrier_sync(Barrier::kConsumers, kThreads);
     if (threadIdx.x == 0) {
-      const Work& work = rows.work;
-      __threadfence();
-      atomicAdd(plan.done(work.index, work.head, p.kv_heads), work.end - work.begin);
-      shared.pieces[shared.piece_count++] = work;
+      ptx::add_release(done, work.end - work.begin);
+      if constexpr (!T::kWorksApart) shared.pieces[shared.piece_count++].find(plan, work);
     }
   }
 
@@ -117,99 +118,108 @@ struct Results {
     alignas(16) float before[kEntries], after[kEntries];          // [row][result]: factors, as of Merge
     float max[kEntries], sum[kEntries];                           // [row][result]
     alignas(16) float merged[4 * kElements + kRows], top[kRows];  // so far: O, and the sums of rows; maxima of rows
-    int slots[kResults];
+    int places[kResults];                                         // of results in p.partials, in 16 bytes
   };
 
-  __device__ __forceinline__ void merge_piece(const Work& work, const Plan& plan) {
+  __device__ __forceinline__ void merge_piece(const Piece& piece, const Plan& plan) {
     constexpr int kParts = T::kHeadDim / 4;
     static_assert(sizeof(Staged) <= sizeof(shared.k) + sizeof(shared.v), "tiles are over, their memory is free");
     Staged& staged = *reinterpret_cast<Staged*>(shared.k);
     const auto sync = [] { ptx::barrier_sync(Barrier::kConsumers, kThreads); };
-    int* const done = plan.done(work.index, work.head, p.kv_heads);
-    // Result 0 is the first block's, of all of its chunks; the others are of a chunk each.
-    const int first_unit = work.tile.first_unit + work.head / plan.abreast * work.chunks;
-    const int units = plan.units(), runs = plan.runs(), run = blockIdx.x / plan.abreast;
-    const int first_run = Plan::run_of(first_unit, runs, units);
-    const int next_unit = Plan::begin_of(first_run + 1, runs, units),
-              results = first_unit + work.chunks - next_unit + 1;
-    const int blocks = Plan::run_of(first_unit + work.chunks - 1, runs, units) - first_run + 1;
-    const auto slot_of = [&](int result) {
-      const int unit = next_unit + result - 1, of = result == 0 ? first_run : Plan::run_of(unit, runs, units);
-      const int block = of * plan.abreast + blockIdx.x % plan.abreast;
-      return block * (p.slots + 1) + (result == 0 ? p.slots : min(unit - Plan::begin_of(of, runs, units), p.slots));
-    };
-    const auto list_slots = [&](int begin) {
-      for (int i = threadIdx.x; i < min(results - begin, Staged::kResults); i += kThreads) {
-        staged.slots[i] = slot_of(begin + i);
+    const Work& work = piece.work;
+    const int results = piece.results, blocks = piece.blocks;
+    const int warp = threadIdx.x / 32, result_step = p.slot_rows * (T::kHeadDim + 2) / 4;
+    // By all but the first warp, of which a thread waits meanwhile.
+    const auto list_results = [&](int begin) {
+      if (threadIdx.x < 32) return;
+      for (int i = threadIdx.x - 32; i < min(results - begin, Staged::kResults); i += kThreads - 32) {
+        staged.places[i] = piece.slot(begin + i, p.slots) * result_step;
       }
     };
-    list_slots(0);
-    int listed = 0;  // the first result whose slot is listed
+    list_results(0);
+    int listed = 0;  // the first result whose place is listed
     const float unit = unit_of(work);
-    if (threadIdx.x == 0) {
-      while (*static_cast<volatile int*>(done) < work.chunks) __nanosleep(32);
-      __threadfence();
-    }
-    const int elements = partial_rows(work.tile) * kParts, rank = run - first_run;
+    unsigned* const done = plan.done(work.index, work.head, p.kv_heads);
+    bool all_done = false;
+    const auto await_all = [&] {
+      if (threadIdx.x == 0) {
+        const unsigned parts = work.chunks;
+        while (ptx::load_acquire(done) < parts) {
+        }
+        ptx::increment(done, parts + blocks - 1);
+      }
+      all_done = true;
+    };
+    const int elements = partial_rows(work.tile) * kParts, rank = piece.run - piece.first_run;
     const int stop = (rank + 1) * elements / blocks;
     for (int first = rank * elements / blocks; first < stop; first += Staged::kElements) {
       const int count = min(stop - first, Staged::kElements), at_once = min(Staged::kValues / count, Staged::kResults);
       const int first_row = first / kParts, rows = (first + count - 1) / kParts - first_row + 1;
+      // Of the results one after the other, a thread copies an element, and then those that are kThreads further on.
+      const int first_result = threadIdx.x / count, first_element = threadIdx.x % count;
+      const int step_results = kThreads / count, step = kThreads % count;
       for (int begin = 0; begin < results; begin += at_once) {
         const int now = min(results - begin, at_once), row_step = (now + 3) / 4 * 4;
         if (begin < listed || begin + now > listed + Staged::kResults) {
           sync();
-          list_slots(begin);
+          list_results(begin);
           listed = begin;
         }
+        if (!all_done) await_all();  // not before the above is found, which takes as long as a part's end to be seen
         sync();
-        const int* const slots = staged.slots + begin - listed;
-        fetch_results(staged, slots, first, count, now);
-        for (int i = threadIdx.x; i < rows * now; i += kThreads) {
-          const int row = i / now, result = i - row * now;
-          const float* const from = partial(slots[result]) + p.slot_rows * T::kHeadDim + first_row + row;
-          staged.max[row * row_step + result] = __ldcg(from);
-          staged.sum[row * row_step + result] = __ldcg(from + p.slot_rows);
+        const int* const places = staged.places + begin - listed;
+        const float4* const partials = reinterpret_cast<const float4*>(p.partials);
+        // Maxima first, as factors take longer than what they are for.
+        for (int row = warp; row < rows; row += kThreads / 32) {
+          for (int result = threadIdx.x % 32; result < now; result += 32) {
+            const int entry = row * row_step + result;
+            const float* const from = reinterpret_cast<const float*>(partials + places[result]) +
+                                      (p.slot_rows * T::kHeadDim + first_row + row);
+            ptx::cp_async_4(&staged.max[entry], from);
+            ptx::cp_async_4(&staged.sum[entry], from + p.slot_rows);
+          }
         }
-        sync();
-        for (int row = threadIdx.x / 32; row < rows; row += kThreads / 32) {
+        ptx::cp_async_commit();
+        for (int result = first_result, element = first_element; result < now;) {
+          ptx::cp_async_16(&staged.values[result * count + element], partials + places[result] + (first + element), 16);
+          result += step_results;
+          element += step;
+          if (element >= count) {
+            element -= count;
+            ++result;
+          }
+        }
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<1>();
+        __syncwarp();
+        for (int row = warp; row < rows; row += kThreads / 32) {
           find_factors(staged, row * row_step, now, begin == 0, staged.top[row]);
         }
         ptx::cp_async_wait<0>();
         sync();
-        merge_results(staged, first, count, rows, now, begin == 0);
+        merge_results(staged, first, count, rows, now, row_step, begin == 0);
       }
       sync();
       write_output(staged, work, first, count, unit);
     }
-    if (threadIdx.x == 0 && atomicAdd(done + 1, 1) == blocks - 1) done[0] = done[1] = 0;  // for the plan's next launch
-  }
-
-  // Starts copying elements first .. first + count - 1 of the results in these slots.
-  __device__ __forceinline__ void fetch_results(Staged& staged, const int* slots, int first, int count,
-                                                int results) const {
-    const int step_results = kThreads / count, step = kThreads % count;
-    int result = threadIdx.x / count, element = threadIdx.x % count;
-    while (result < results) {
-      const float* const from = partial(slots[result]) + 4 * (first + element);
-      ptx::cp_async_16(&staged.values[result * count + element], from, 16);
-      result += step_results;
-      element += step;
-      if (element >= count) {
-        element -= count;
-        ++result;
-      }
-    }
-    ptx::cp_async_commit();
+    if (!all_done) await_all();  // with more blocks than elements
   }
 
   // By a warp: the factors of a row's results, which begin at an entry, and the maximum with those before them. A lane
   // has some neighbouring ones: an odd number, so that lanes read different banks.
   __device__ __forceinline__ static void find_factors(Staged& staged, int entry, int results, bool begins, float& top) {
+    constexpr int kMost = Staged::kResults / 32 | 1;
     const int lane = threadIdx.x % 32, own = (results + 31) / 32 | 1;
-    const int first = entry + min(lane * own, results), stop = entry + min((lane + 1) * own, results);
-    float most = -CUDART_INF_F;  // up to this lane's last
-    for (int i = first; i < stop; ++i) most = fmaxf(most, staged.max[i]);
+    const int first = lane * own, count = min(own, results - first);
+    float maxima[kMost], most = -CUDART_INF_F;  // most: up to this lane's last
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (i < count) maxima[i] = staged.max[entry + first + i];
+    }
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (i < count) most = fmaxf(most, maxima[i]);
+    }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const float other = __shfl_up_sync(0xffffffffu, most, step);
@@ -217,10 +227,12 @@ struct Results {
     }
     const float before = begins ? -CUDART_INF_F : top, others = __shfl_up_sync(0xffffffffu, most, 1);
     float max = lane > 0 ? fmaxf(before, others) : before;
-    for (int i = first; i < stop; ++i) {
-      const Merge merge(max, staged.max[i]);
-      staged.before[i] = merge.before;
-      staged.after[i] = merge.after;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (i >= count) break;
+      const Merge merge(max, maxima[i]);
+      staged.before[entry + first + i] = merge.before;
+      staged.after[entry + first + i] = merge.after;
     }
     __syncwarp();
     if (lane == 31) top = fmaxf(before, most);
@@ -228,9 +240,8 @@ struct Results {
 
   // Merges results in order: a number of O, or the sum of a row, in each thread.
   __device__ __forceinline__ static void merge_results(Staged& staged, int first, int count, int rows, int results,
-                                                       bool begins) {
+                                                       int row_step, bool begins) {
     constexpr int kParts = T::kHeadDim / 4, kTogether = 16;
-    const int row_step = (results + 3) / 4 * 4;
     for (int i = threadIdx.x; i < 4 * count + rows; i += kThreads) {
       const bool is_sum = i >= 4 * count;
       const int row = is_sum ? i - 4 * count : (first + i / 4) / kParts - first / kParts, entry = row * row_step;

@@ -36,40 +36,41 @@ struct alignas(16) Share {
   RowTile tile;
 };
 
-// Views of the plan's memory: a header, then the shares of the blocks, then the tiles, then for each tile and head two
-// counters.
+// Views of the plan's memory: a header, then the shares of the blocks, then the tiles, then for each tile and head a
+// counter.
 struct Plan {
-  enum { kTiles, kUnits, kDealt, kHeader = 8 };
+  enum { kTiles, kUnits, kDealt, kRuns, kWhole, kHeader = 8 };
   int* words;
   int blocks, most_tiles;
   int abreast;  // blocks that have the same run, each of its own heads; of kv_heads and of blocks a divisor
 
   __device__ __forceinline__ int tiles() const { return words[kTiles]; }
   __device__ __forceinline__ int units() const { return words[kUnits]; }
-  __device__ __forceinline__ int runs() const { return blocks / abreast; }
+  // Runs that have units, and how many these would be if the last run were as long as the others.
+  __device__ __forceinline__ int runs() const { return words[kRuns]; }
+  __device__ __forceinline__ int whole() const { return words[kWhole]; }
   __device__ __forceinline__ Share* share(int block) const {
     return reinterpret_cast<Share*>(words + kHeader) + block;
   }
   __device__ __forceinline__ RowTile* tile(int t) const {
     return static_cast<RowTile*>(__builtin_assume_aligned(reinterpret_cast<RowTile*>(share(blocks)) + t, 16));
   }
-  // How many units of a tile and head are done, and by how many blocks their results are merged.
-  __device__ __forceinline__ int* done(int t, int head, int kv_heads) const {
-    return reinterpret_cast<int*>(tile(most_tiles)) + 2 * (t * kv_heads + head);
+  // How many units of a tile and head are done, and when all are, how many blocks know it; 0 once all of these do, for
+  // the next launch.
+  __device__ __forceinline__ unsigned* done(int t, int head, int kv_heads) const {
+    return reinterpret_cast<unsigned*>(tile(most_tiles)) + t * kv_heads + head;
   }
   // Of a product, which is seldom beyond 32 bits.
   __device__ __forceinline__ static int quotient(long long x, int y) {
     if (x >> 32 == 0) return static_cast<unsigned>(x) / static_cast<unsigned>(y);
     return static_cast<int>(x / y);
   }
-  // Where a run begins. With fewer units than runs, the first ones have a unit each: the blocks that come first are on
-  // multiprocessors of their own.
-  __device__ __forceinline__ static int begin_of(int run, int runs, long long units) {
-    return units < runs ? min(run, static_cast<int>(units)) : quotient(run * units, runs);
+  // Where a run begins, and which run has a unit.
+  __device__ __forceinline__ static int begin_of(int run, int runs, long long whole) {
+    return quotient(run * whole, runs);
   }
-  // The run that has a unit.
-  __device__ __forceinline__ static int run_of(int unit, int runs, int units) {
-    return units < runs ? unit : quotient((unit + 1LL) * runs - 1, units);
+  __device__ __forceinline__ static int run_of(int unit, int runs, int whole) {
+    return quotient((unit + 1LL) * runs - 1, whole);
   }
 };
 
@@ -175,8 +176,16 @@ __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int bl
     __syncthreads();
   }
   const long long units = carry;
-  const int runs = plan.runs();
-  const long long share = (units + runs - 1) / runs, most = most_chunks;
+  const int most_runs = blocks / abreast;
+  const long long share = max(1LL, (units + most_runs - 1) / most_runs), most = most_chunks;
+  // Runs have the same number of units but for the last, which may leave a few blocks without any: sequences are then
+  // seldom cut, as their chunks are often a multiple of it or the other way around. Where it would leave many, runs differ
+  // by one. With fewer units than blocks, the blocks that come first have one each: they are on multiprocessors of their
+  // own.
+  const int needed = Plan::quotient(units + share - 1, static_cast<int>(share));
+  const bool same = share == 1 || 16 * needed >= 15 * most_runs;
+  const int runs = max(1, same ? needed : most_runs);
+  const long long whole = max(1LL, same ? runs * share : units);
   // Dealt where that takes little longer than equal runs: at most an eighth. A block has at most one of the longest tiles
   // more than the others, so where a share is eight of these nothing is to be counted.
   const bool even = share >= 8 * most;
@@ -195,24 +204,27 @@ __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int bl
   if (thread == 0) {
     // Dealt too where runs would leave more partial results than there is room for, or an int does not count the units.
     constexpr long long kMostUnits = 0x7fffffff;
-    const bool room = units <= kMostUnits && (share <= slots || most <= slots);
+    const bool room = whole <= kMostUnits && (share <= slots || most <= slots);
     words[Plan::kUnits] = static_cast<int>(units <= kMostUnits ? units : kMostUnits);
+    words[Plan::kRuns] = runs;
+    words[Plan::kWhole] = static_cast<int>(whole <= kMostUnits ? whole : kMostUnits);
     words[Plan::kDealt] = !room || even || (longest > 0 && longest * 8LL <= share * 9);
   }
-  for (int i = thread; i < 2 * tiles * kv_heads; i += kThreads) plan.done(0, 0, kv_heads)[i] = 0;
+  for (int i = thread; i < tiles * kv_heads; i += kThreads) plan.done(0, 0, kv_heads)[i] = 0;
   __syncthreads();
   for (int block = thread; block < blocks; block += kThreads) {
     Share share;
     if (words[Plan::kDealt]) {
       share = {block / kv_heads, 0, tiles * kv_heads, 1, {}};
     } else {
-      const int run = block / abreast, unit = Plan::begin_of(run, runs, units);
+      const auto begin_of = [&](int run) { return min(static_cast<int>(units), Plan::begin_of(run, runs, whole)); };
+      const int run = block / abreast, unit = begin_of(run);
       int low = 0, high = tiles;  // the last tile that begins at or before it
       while (low + 1 < high) {
         const int middle = (low + high) / 2;
         (plan.tile(middle)->first_unit <= unit ? low : high) = middle;
       }
-      share = {low, unit, Plan::begin_of(run + 1, runs, units), 0, {}};
+      share = {low, unit, begin_of(run + 1), 0, {}};
     }
     if (share.first_tile < tiles) share.tile = *plan.tile(share.first_tile);
     *plan.share(block) = share;
@@ -232,6 +244,37 @@ struct Work {
   __device__ __forceinline__ int key_end() const { return min(tile.key_end, (tile.first_chunk() + end) * kChunk); }
   __device__ __forceinline__ int first_tile() const { return key_begin() / kTile; }
   __device__ __forceinline__ int stop_tile() const { return (key_end() + kTile - 1) / kTile; }
+};
+
+// A work that is a part of its row tile, and where the results of all parts are. Result 0 is the first block's, of all of
+// its chunks; the others are of a chunk each.
+struct Piece {
+  Work work;
+  int whole, runs, abreast;         // the plan's
+  int run, place;                   // this block's, and its place among those that have the same run
+  int first_run, next_unit;         // the run that has the row tile's first unit, and the unit behind that run
+  int results, blocks;              // of the row tile
+
+  __device__ __forceinline__ void find(const Plan& plan, const Work& of) {
+    work = of;
+    whole = plan.whole();
+    runs = plan.runs();
+    abreast = plan.abreast;
+    run = blockIdx.x / abreast;
+    place = blockIdx.x % abreast;
+    const int first_unit = of.tile.first_unit + of.head / abreast * of.chunks, stop = first_unit + of.chunks;
+    first_run = Plan::run_of(first_unit, runs, whole);
+    next_unit = Plan::begin_of(first_run + 1, runs, whole);
+    results = stop - next_unit + 1;
+    blocks = Plan::run_of(stop - 1, runs, whole) - first_run + 1;
+  }
+
+  // Of the memory for partial results, where each block has room for those of `slots` chunks and one more.
+  __device__ __forceinline__ int slot(int result, int slots) const {
+    const int unit = next_unit + result - 1, of = result == 0 ? first_run : Plan::run_of(unit, runs, whole);
+    return (of * abreast + place) * (slots + 1) +
+           (result == 0 ? slots : min(unit - Plan::begin_of(of, runs, whole), slots));
+  }
 };
 
 // The work of a block, one after the other.

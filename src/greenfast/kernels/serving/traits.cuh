@@ -60,10 +60,11 @@ struct Traits : Cfg {
   static constexpr int kRawTileBytes = Cfg::kRawRows == 0 ? 16 : kRawBytes * Cfg::kRawRows;
   // The factors of a tile are needed before P V of the tile before it is over.
   static constexpr int kFactorStages = Cfg::kStages > 1 ? Cfg::kStages : 2;
-  // Whether a warp of the producer fetches the scales of heads, one work ahead, and one the pages of V: one for K and V
-  // would wait for room for V before it fetches the next K. A block with few works only begins later for it. Where V's
-  // rows are turned, it is the same warp.
-  static constexpr bool kScalesAhead = Cfg::kRowParts > 1 && !Cfg::kTokenScales, kValuesApart = Cfg::kRowParts > 1;
+  // Whether a warp of the producer fetches the pages of V: one for K and V would wait for room for V before it fetches the
+  // next K. A block with few works only begins later for it. And whether one fetches the scales of heads, one work ahead,
+  // where it does nothing else, or the pages of V where their rows are turned.
+  static constexpr bool kValuesApart = Cfg::kRowParts > 1;
+  static constexpr bool kScalesAhead = (kValuesApart || Cfg::kFewRows > 0) && !Cfg::kTokenScales;
   // Rows of V are turned by warps of the producer: by two, or by one where others find the factors of keys. With one
   // stage the consumers would wait for them, and turn the rows themselves.
   static constexpr bool kTurnsValues = Cfg::kRowValues && Cfg::kFewRows == 0;
@@ -71,6 +72,9 @@ struct Traits : Cfg {
   // Whether V's warp clears what lies beside the keys of a row tile. Where it holds rows, or is no warp of its own, the
   // consumers do, who wait for each other then.
   static constexpr bool kClearsAhead = kValuesApart && !Cfg::kRowValues;
+  // Whether a warp of the producer that has nothing else to do says which work is next, fetches its Q and scales, and finds
+  // what a merge needs to know: the first keys are then asked for earlier, and no block waits for another's divisions.
+  static constexpr bool kWorksApart = Cfg::kFewRows > 0;
   static constexpr int kTurners = Cfg::kTokenScales ? 1 : 2;
   static constexpr int kFirstTurner = !Cfg::kTokenScales ? 1 : kValuesApart ? 2 : 3;
   static constexpr int kFactorWarps = kTurnsAhead && kValuesApart ? 1 : 2;
@@ -158,7 +162,7 @@ struct Storage {
   Rows rows[T::kRowParts];
   Sums sums[T::kConsumers];
   Few<T::kFewRows> few;
-  Work pieces[2];  // of row tiles that other blocks have worked on too: the first and the last
+  Piece pieces[2];  // of row tiles that other blocks work on too: the first and the last
   int piece_count;
   ptx::Mbarrier k_full[T::kStages], k_empty[T::kStages], v_full[T::kStages], v_empty[T::kStages];
   ptx::Mbarrier factors_full[T::kFactorStages], q_full, q_empty;

@@ -41,22 +41,25 @@ __device__ __forceinline__ uint4 bytes_of_keys(int key, int first, int stop) {
   return make_uint4(kept[0], kept[1], kept[2], kept[3]);
 }
 
-// Clears values of keys that no row attends to: a cache holds anything behind a sequence, and 0 times NaN is NaN.
-template <class T>
-__device__ __forceinline__ void clear_values(Storage<T>& shared, const Ring<T::kStages>& ring, int first, int stop) {
-  for (int i = threadIdx.x; i < kTile / 16 * T::kHeadDim; i += T::kConsumerThreads) {
-    const int group = i / T::kHeadDim, key = group * 16;
+// By a warp of kWarps that do so: of keys begin .. end - 1, clears values of those that no row attends to. A cache holds
+// anything behind a sequence, and 0 times NaN is NaN.
+template <class T, int kWarps>
+__device__ __forceinline__ void clear_values(unsigned char* stage, int warp, int begin, int end, int first, int stop) {
+#pragma unroll 1
+  for (int key = begin + 16 * warp; key < end; key += 16 * kWarps) {
     if (key >= first && key + 16 <= stop) continue;
     const uint4 kept = bytes_of_keys(key, first, stop);
-    uint4* const at = reinterpret_cast<uint4*>(shared.v[ring.stage][group] + i % T::kHeadDim * 16);
-    const uint4 x = *at;
-    *at = make_uint4(x.x & kept.x, x.y & kept.y, x.z & kept.z, x.w & kept.w);
+    uint4* const group = reinterpret_cast<uint4*>(stage + key / 16 * T::kGroupBytes);
+#pragma unroll 2
+    for (int column = threadIdx.x % 32; column < T::kHeadDim; column += 32) {
+      const uint4 x = group[column];
+      group[column] = make_uint4(x.x & kept.x, x.y & kept.y, x.z & kept.z, x.w & kept.w);
+    }
   }
   ptx::fence_proxy_async();
-  ptx::barrier_sync(Barrier::kConsumers, T::kConsumerThreads);
 }
 
-// The same by the warp that fetches a tile, in pages of `page` keys: at first what lies in pages that are not fetched.
+// By the warp that fetches a tile, in pages of `page` keys: clears at first what lies in pages that are not fetched.
 struct Cleared {
   int begin, end;  // of the keys that are fetched
   bool later;      // whether some of them are to be cleared once they are there
@@ -77,34 +80,15 @@ __device__ __forceinline__ Cleared clear_unfetched(unsigned char* stage, int pag
   return cleared;
 }
 
-// Then the others, of keys begin .. end - 1.
+// By all consumers: the same where the stage holds rows.
 template <class T>
-__device__ __forceinline__ void clear_values(unsigned char* stage, int begin, int end, int first, int stop) {
-#pragma unroll 1
-  for (int key = begin; key < end; key += 16) {
-    if (key >= first && key + 16 <= stop) continue;
-    const uint4 kept = bytes_of_keys(key, first, stop);
-    uint4* const group = reinterpret_cast<uint4*>(stage + key / 16 * T::kGroupBytes);
-#pragma unroll 2
-    for (int column = threadIdx.x % 32; column < T::kHeadDim; column += 32) {
-      const uint4 x = group[column];
-      group[column] = make_uint4(x.x & kept.x, x.y & kept.y, x.z & kept.z, x.w & kept.w);
-    }
-  }
-  ptx::fence_proxy_async();
-  __syncwarp();
-}
-
-// The same where the stage holds rows.
-template <class T>
-__device__ __forceinline__ void clear_rows(Storage<T>& shared, const Ring<T::kStages>& ring, int first, int stop) {
+__device__ __forceinline__ void clear_rows(unsigned char* stage, int first, int stop) {
   constexpr int kChunks = T::kPanel / 16;
   for (int i = threadIdx.x; i < T::kPanels * kTile * kChunks; i += T::kConsumerThreads) {
     const int key = i / kChunks % kTile;
     if (key >= first && key < stop) continue;
-    reinterpret_cast<uint4*>(shared.v[ring.stage])[i] = make_uint4(0, 0, 0, 0);
+    reinterpret_cast<uint4*>(stage)[i] = make_uint4(0, 0, 0, 0);
   }
-  ptx::barrier_sync(Barrier::kConsumers, T::kConsumerThreads);
 }
 
 }  // namespace greenfast::serving
