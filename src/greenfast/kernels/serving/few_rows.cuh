@@ -267,8 +267,7 @@ struct FewRows {
     start_chunk();
   }
 
-  // The tiles of K and V that come after it would push it out of L2 before it is merged. of_max, of_sum: of rows
-  // sum_row(n).
+  // Later tiles of K and V would push it out of L2 before it is merged. of_max, of_sum: of rows sum_row(n).
   __device__ __forceinline__ void leave(int slot, const float (&x)[kColumnParts][kScores], const float (&of_max)[kSums],
                                         const float (&of_sum)[kSums]) const {
     const AttentionParams& p = c.p;
@@ -279,13 +278,10 @@ struct FewRows {
 #pragma unroll
     for (int r = 0; r < kOwn; ++r) {
       if (row(r) >= stop) continue;
-      float* const of_row = first + (row(r) - row(0)) * T::kHeadDim;
 #pragma unroll
-      for (int n = 0; n < kColumnParts; ++n) {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-          if (own(i) == r) ptx::store(of_row + (n * 64 + column(i) - column(0)), x[n][i], kept);
-        }
+      for (int j = 0; j < kColumnParts * kScores; ++j) {
+        const int n = j / kScores, i = j % kScores, distance = (row(r) - row(0)) * T::kHeadDim + column(i) - column(0);
+        if (own(i) == r) ptx::store(first + (distance + n * 64), x[n][i], kept);
       }
     }
 #pragma unroll
