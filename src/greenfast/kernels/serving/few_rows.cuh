@@ -267,28 +267,28 @@ struct FewRows {
     start_chunk();
   }
 
-  // Later tiles of K and V would push it out of L2 before it is merged. of_max, of_sum: of rows sum_row(n).
+  // Kept in L2, out of which the next tiles of K and V would push it before its merge. of_max, of_sum: of rows sum_row(n).
   __device__ __forceinline__ void leave(int slot, const float (&x)[kColumnParts][kScores], const float (&of_max)[kSums],
                                         const float (&of_sum)[kSums]) const {
-    const AttentionParams& p = c.p;
-    float* const to = c.partial(blockIdx.x * (p.slots + 1) + min(slot, p.slots));  // more only with a wrong plan
+    float* const to = c.partial(blockIdx.x * (c.p.slots + 1) + min(slot, c.p.slots));  // more only with a wrong plan
     float* const first = to + row(0) * T::kHeadDim + column(0);  // from which all others have constant distances
     const int stop = c.partial_rows(c.rows.work.tile);
     const ptx::CacheHint kept = ptx::evict_last();
 #pragma unroll
     for (int r = 0; r < kOwn; ++r) {
       if (row(r) >= stop) continue;
+      float* const of_row = first + (row(r) - row(0)) * T::kHeadDim;
 #pragma unroll
       for (int j = 0; j < kColumnParts * kScores; ++j) {
-        const int n = j / kScores, i = j % kScores, distance = (row(r) - row(0)) * T::kHeadDim + column(i) - column(0);
-        if (own(i) == r) ptx::store(first + (distance + n * 64), x[n][i], kept);
+        const int n = j / kScores, i = j % kScores;
+        if (own(i) == r) ptx::store(of_row + (n * 64 + column(i) - column(0)), x[n][i], kept);
       }
     }
 #pragma unroll
     for (int n = 0; n < kSums; ++n) {
       if (threadIdx.x % 16 != 0 || sum_row(n) >= stop) continue;
-      to[p.slot_rows * T::kHeadDim + sum_row(n)] = of_max[n];
-      to[p.slot_rows * (T::kHeadDim + 1) + sum_row(n)] = of_sum[n];
+      to[c.p.slot_rows * T::kHeadDim + sum_row(n)] = of_max[n];
+      to[c.p.slot_rows * (T::kHeadDim + 1) + sum_row(n)] = of_sum[n];
     }
   }
 
