@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
+from greenfast.judge.strict_json import decode
 from greenfast.spec.errors import UsageError
 
 T = TypeVar("T")
@@ -34,7 +33,7 @@ def read_lines(path: Path, kind: type[T], name: str) -> tuple[T, ...]:
         if not line.strip():
             continue
         try:
-            found.append(msgspec.json.decode(line, type=kind))
-        except (msgspec.DecodeError, ValueError, RecursionError) as e:
+            found.append(decode(line, kind))
+        except (ValueError, RecursionError) as e:
             raise UsageError(f"{path}, line {number}: no {name}: {e}") from e
     return tuple(found)

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from greenfast.judge.strict_json import decode
 from greenfast.spec.errors import MachineError, UsageError
 
 EVENTS, COSTS = "events.jsonl", "costs.jsonl"
@@ -167,7 +168,7 @@ def _read(path: Path) -> tuple[list[Event], int]:
     before, good = _START, 0
     for number, line in enumerate(_lines(path), start=1):
         try:
-            event = msgspec.json.decode(line, type=Event)
+            event = decode(line, Event)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise UsageError(
                 f"{path}: line {number} is not an event: {e}; keep its first {number - 1} lines to resume from there"
@@ -186,7 +187,7 @@ def _read(path: Path) -> tuple[list[Event], int]:
 def _costs(lines: Sequence[bytes], path: Path) -> Iterator[Cost]:
     for line in lines:
         try:
-            yield msgspec.json.decode(line, type=Cost)
+            yield decode(line, Cost)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise UsageError(f"{path}: {e}; it can be deleted: times are then not known") from None
 

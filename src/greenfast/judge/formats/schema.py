@@ -10,12 +10,13 @@ import ast
 import codecs
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
 
 from greenfast.judge.solution.expressions import evaluate, whole
+from greenfast.judge.strict_json import decode
 from greenfast.spec.errors import UsageError
 
 #: The files of a converted problem's folder.
@@ -231,6 +232,6 @@ def _text(path: Path) -> bytes:
 
 def _decoded(path: Path, text: bytes, kind: type[_T]) -> _T:
     try:
-        return msgspec.json.decode(text, type=kind)
+        return cast(_T, decode(text, kind))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise UsageError(f"{path}: {e}") from None

@@ -16,6 +16,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
+from greenfast.judge.strict_json import decode, once
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 
@@ -223,23 +224,37 @@ def _python_header(text: str, path: Path) -> bytes:
     except (SyntaxError, ValueError, MemoryError, RecursionError) as e:
         line = getattr(e, "lineno", None)
         raise UsageError(f"{path}: not Python{f', line {line}' if line else ''}: {str(e).splitlines()[0]}") from None
-    for statement in body:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id="GREENFAST")], value=value):
-                try:
-                    return msgspec.json.encode(ast.literal_eval(value))
-                except (ValueError, TypeError, MemoryError, RecursionError):
-                    raise UsageError(
-                        f"{path}: line {statement.lineno}: GREENFAST is not a literal of JSON's types; it is read "
-                        "without running the file"
-                    ) from None
-    raise UsageError(f"{path}: has no GREENFAST at the top level; write {example}")
+    found = [(s.lineno, s.value) for s in body if isinstance(s, ast.Assign) and _names_greenfast(s.targets)]
+    if not found:
+        raise UsageError(f"{path}: has no GREENFAST at the top level; write {example}")
+    where = f"{path}: line {found[-1][0]}: GREENFAST"
+    if len(found) > 1:
+        raise UsageError(f"{where} stands twice; give it once")
+    try:
+        read = ast.literal_eval(found[0][1])
+        _require_distinct_keys(found[0][1], where)
+        return msgspec.json.encode(read)
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        raise UsageError(f"{where} is not a literal of JSON's types; it is read without running the file") from None
+
+
+def _names_greenfast(targets: list[ast.expr]) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == "GREENFAST" for target in targets)
+
+
+def _require_distinct_keys(literal: ast.expr, where: str) -> None:
+    """Raise UsageError for a key that one dict has twice, of which Python takes the last without a word."""
+    for part in ast.walk(literal):
+        try:
+            once([(key.value, None) for key in getattr(part, "keys", ()) if isinstance(key, ast.Constant)])
+        except msgspec.DecodeError as e:
+            raise UsageError(f"{where}: {e}") from None
 
 
 def _decoded(text: bytes, path: Path, implied: Mapping[str, str]) -> Solution:
     """The solution of a JSON text; implied: the keys that the file itself answers."""
     try:
-        raw = msgspec.json.decode(text)
+        raw = decode(text)
         if isinstance(raw, dict):
             for key, value in implied.items():
                 if raw.setdefault(key, value) != value:
