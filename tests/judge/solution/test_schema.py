@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.judge.entrant import source_files
 from greenfast.judge.solution.declared import declared_program
+from greenfast.judge.solution.files import solution_files
 from greenfast.judge.solution.schema import find_solution
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Struct, TensorMap
@@ -212,4 +212,4 @@ def test_the_sources_that_are_kept_are_all_that_it_includes(tmp_path: Path) -> N
     (folder / "a.cuh").write_text("#include <c.cuh>\n")
     for name in ("b.cuh", "c.cuh", "other.cuh"):
         (folder / name).write_text("// nothing\n")
-    assert list(source_files(find_solution(folder))) == ["a.cuh", "b.cuh", "c.cuh", "k.cu", "solution.json"]
+    assert list(solution_files(find_solution(folder))) == ["a.cuh", "b.cuh", "c.cuh", "k.cu", "solution.json"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import codecs
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -114,17 +115,19 @@ class Solution(_Strict, frozen=True, kw_only=True):
 class FoundSolution:
     """A solution and where it was found.
 
-    folder: quoted includes and its source resolve there. where: the file that holds the JSON, for messages.
+    folder: quoted includes and its source resolve there. where: the file that holds the JSON, for messages. content: of
+    that file, as it was read.
     """
 
     solution: Solution
     folder: Path
     where: Path
+    content: bytes = b""
 
     @property
     def file(self) -> Path:
         """Its source."""
-        return self.folder / self.solution.file
+        return Path(os.path.normpath(self.folder / self.solution.file))
 
     @property
     def is_code(self) -> bool:
@@ -147,19 +150,24 @@ def find_solution(path: Path) -> FoundSolution:
     if path.is_dir():
         path = path / CONFIG_NAME
     if path.suffix == ".json":
-        found = FoundSolution(
-            _decoded(_read(path, _MAX_CONFIG).removeprefix(codecs.BOM_UTF8), path, {}), path.parent, path
-        )
+        content = _read(path, _MAX_CONFIG)
+        solution = _decoded(content.removeprefix(codecs.BOM_UTF8), path, {})
     else:
-        found = FoundSolution(_from_header(path), path.parent, path)
+        content = b"" if path.suffix == ".cubin" else read_bytes(path)
+        solution = _from_header(path, content)
+    found = FoundSolution(solution, path.parent, path, content)
     _check(found)
     return found
 
 
 def read_text(path: Path) -> str:
     """A source's text. Raises UsageError where it cannot be read, is too large, or is not UTF-8."""
+    return _text(path, read_bytes(path))
+
+
+def _text(path: Path, content: bytes) -> str:
     try:
-        return _read(path, _MAX_SOURCE).removeprefix(codecs.BOM_UTF8).decode()
+        return content.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as e:
         raise UsageError(f"{path}: byte {e.start} is not UTF-8; save the file as UTF-8") from None
 
@@ -184,8 +192,8 @@ def _read(path: Path, most: int) -> bytes:
     return data
 
 
-def _from_header(path: Path) -> Solution:
-    text = "" if path.suffix == ".cubin" else read_text(path)
+def _from_header(path: Path, content: bytes) -> Solution:
+    text = _text(path, content)
     if path.suffix == ".py":
         return _decoded(_python_header(text, path), path, {"file": path.name})
     if path.suffix not in _OF_SUFFIX or path.suffix == ".cubin":
