@@ -246,7 +246,7 @@ def _entry(asked: Emulate, found: Sequence[str]) -> str:
 
 def _run(asked: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int) -> tuple[GridResult, list[str]]:
     """The result of the first order of warps, and how others differ from it."""
-    plan = Launch(asked.grid, tuple(arguments.launch))
+    plan = Launch(asked.grid, tuple(arguments.launch), cooperative=True)
     results = []
     for n in range(orders):
         try:
