@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 from cuda.pathfinder import DynamicLibNotFoundError
@@ -191,6 +192,14 @@ def test_hash_survives_include_cycles_and_folders(tmp_path: Path) -> None:
     before = kernel_hash(base)
     write(tmp_path / "sub", b='#pragma once\n#include "a.cuh"\n#define B 2')
     assert kernel_hash(base) != before, "b.cuh is found next to a.cuh"
+
+
+@pytest.mark.parametrize("language", ["cuda", "ptx"])
+def test_a_nul_does_not_hide_what_follows(language: Literal["cuda", "ptx"]) -> None:
+    """NVRTC takes it for the end of the text; the emulator, and who reads the file, would go on."""
+    made = dataclasses.replace(source(SIMPLE + "\n\0#error hidden"), language=language)
+    with pytest.raises(CompileError, match=r"k\.cu: line 2 holds a NUL, where a compiler ends to read; take it out"):
+        compile_kernel(made, ADA)
 
 
 # The cache

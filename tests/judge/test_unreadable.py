@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.store import read_json
 from greenfast.judge.strict_json import once
 from greenfast.judge.task import CONFIG_NAME, load_task
-from greenfast.spec.errors import UsageError
+from greenfast.spec.errors import MachineError, UsageError
 
 #: By the name of the file that each reads.
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -43,6 +44,18 @@ def test_the_file_is_named(name: str, content: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(content + "\n")
     with pytest.raises(UsageError, match=re.escape(name)):
+        READERS[name](path)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_pipe_is_not_waited_for_and_a_device_not_read_to_its_end(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    os.mkfifo(path)
+    with pytest.raises((UsageError, MachineError), match=rf"{re.escape(name)}:? cannot be read \(no regular file\)"):
+        READERS[name](path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises((UsageError, MachineError), match=rf"{re.escape(name)}:? cannot be read \(no regular file\)"):
         READERS[name](path)
 
 

@@ -193,6 +193,9 @@ def _build(
     source: KernelSource, given: bytes, target: Target, use_cache: bool, isolated: bool, assemble: bool = True
 ) -> tuple[nvrtc.Output, bool]:
     """The compiler's output for a source, and whether it came from the cache. given: as ``_given`` found it."""
+    if "\0" in source.source:
+        line = source.source[: source.source.index("\0")].count("\n") + 1
+        raise CompileError(f"{source.name}: line {line} holds a NUL, where a compiler ends to read; take it out")
     if source.language == "ptx":
         return assembler.assemble(source.source, source.name, target, use_cache=use_cache)
     if source.language == "cubin":

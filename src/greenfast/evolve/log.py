@@ -18,6 +18,7 @@ import msgspec
 
 from greenfast.judge.strict_json import decode
 from greenfast.spec.errors import MachineError, UsageError
+from greenfast.spec.files import read_file
 
 EVENTS, COSTS = "events.jsonl", "costs.jsonl"
 _START = "0" * 16
@@ -195,7 +196,7 @@ def _costs(lines: Sequence[bytes], path: Path) -> Iterator[Cost]:
 def _lines(path: Path) -> list[bytes]:
     """The whole lines of a file."""
     try:
-        data = path.read_bytes() if path.exists() else b""
+        data = read_file(path) if path.exists() else b""
     except OSError as e:
         raise MachineError(f"{path} cannot be read ({e.strerror})") from e
     return [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]

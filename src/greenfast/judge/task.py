@@ -17,6 +17,7 @@ from greenfast.judge.strict_json import decode
 from greenfast.judge.variant import Variant
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError, unknown
+from greenfast.spec.files import read_file
 
 CONFIG_NAME = "config_forward.json"
 
@@ -316,7 +317,7 @@ def load_task(folder: Path) -> Task:
     """
     path = folder / CONFIG_NAME
     try:
-        raw = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        raw = read_file(path).removeprefix(codecs.BOM_UTF8)
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); a task folder holds a {CONFIG_NAME}") from e
     try:

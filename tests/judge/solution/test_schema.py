@@ -200,6 +200,11 @@ def test_a_path_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
             find_solution(path)
 
 
+@pytest.mark.parametrize("target", ["sm_90a", " sm_90a\n", "9.0a"])
+def test_a_target_has_one_name_however_it_is_written(tmp_path: Path, target: str) -> None:
+    assert find_solution(write(tmp_path, target=target)).solution.target == "sm_90a"
+
+
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "solution.json")
     with pytest.raises(UsageError, match=r"solution\.json: cannot be read \(no regular file\)"):

@@ -18,6 +18,7 @@ from msgspec import Meta
 from greenfast.judge.solution.expressions import evaluate, whole
 from greenfast.judge.strict_json import decode
 from greenfast.spec.errors import UsageError
+from greenfast.spec.files import read_file
 
 #: The files of a converted problem's folder.
 DEFINITION, WORKLOADS = "definition.json", "workloads.jsonl"
@@ -225,7 +226,7 @@ def read_foreign_solution(path: Path) -> ForeignSolution:
 
 def _text(path: Path) -> bytes:
     try:
-        return path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        return read_file(path).removeprefix(codecs.BOM_UTF8)
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror})") from None
 

@@ -20,6 +20,7 @@ from msgspec import Meta
 from greenfast.judge.strict_json import decode, once
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
+from greenfast.spec.files import read_file
 
 CONFIG_NAME = "solution.json"
 
@@ -155,9 +156,18 @@ def find_solution(path: Path) -> FoundSolution:
     else:
         content = b"" if path.suffix == ".cubin" else read_bytes(path)
         solution = _from_header(path, content)
-    found = FoundSolution(solution, path.parent, path, content)
+    found = FoundSolution(_with_target(solution, path), path.parent, path, content)
     _check(found)
     return found
+
+
+def _with_target(solution: Solution, where: Path) -> Solution:
+    """The solution with its target's name, which may be written in other ways. Raises UsageError for another one."""
+    try:
+        name = Target.parse(solution.target).name if solution.target else ""
+    except UsageError as e:
+        raise UsageError(f"{where}: target: {e}") from None
+    return msgspec.structs.replace(solution, target=name)
 
 
 def read_text(path: Path) -> str:
@@ -179,17 +189,11 @@ def read_bytes(path: Path) -> bytes:
 
 def _read(path: Path, most: int) -> bytes:
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
-            raise OSError(0, "no regular file")
-        with path.open("rb") as file:
-            data = file.read(most + 1)
+        return read_file(path, most)
     except (OSError, ValueError) as e:
         reason = getattr(e, "strerror", None) or e
         hint = f"; a solution's folder holds a {CONFIG_NAME}" if path.name == CONFIG_NAME else ""
         raise UsageError(f"{path}: cannot be read ({reason}){hint}") from None
-    if len(data) > most:
-        raise UsageError(f"{path}: larger than {most >> 20} MiB, which is the most that is read")
-    return data
 
 
 def _from_header(path: Path, content: bytes) -> Solution:
@@ -308,11 +312,6 @@ def _check(found: FoundSolution) -> None:
         raise UsageError(f"{where}: file: {solution.file} is outside of the solution's folder; copy it there")
     if not there:
         raise UsageError(f"{where}: file: {found.file} does not exist")
-    if solution.target:
-        try:
-            Target.parse(solution.target)
-        except UsageError as e:
-            raise UsageError(f"{where}: target: {e}") from None
     if solution.language != "callable":
         for number, launch in enumerate(solution.launches):
             if not launch.grid:
