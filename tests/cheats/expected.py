@@ -126,6 +126,7 @@ EXPECTED = {
         "skips_small": ("CORRECTNESS", "kernel_bound"),
         "sums_in_half": ("CORRECTNESS", "kernel_bound"),
         "sums_into_an_unset_register": ("CORRECTNESS", "finite"),
+        "true_is_255": ("CORRECTNESS", "of 'y', which is bool, are neither 0 nor 1"),
         "truncates": ("CORRECTNESS", "kernel_bound"),
         "unset_predicate": ("CORRECTNESS", "gave different bits"),
         "vectors_only": ("CORRECTNESS", "kernel_bound"),
