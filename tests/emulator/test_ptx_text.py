@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from greenfast.emulator.grid import run_grid
-from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.ptx.literals import initial, integer
 from greenfast.spec.errors import UnsupportedError, UsageError
 from greenfast.spec.kernel import Launch

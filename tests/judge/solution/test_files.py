@@ -187,6 +187,13 @@ def test_a_file_that_cannot_be_named_is_refused(tmp_path: Path) -> None:
     assert "\n" not in str(e.value)
 
 
+def test_data_may_be_larger_than_a_source(tmp_path: Path) -> None:
+    folder = family(tmp_path / "mine", 2)
+    with (folder / "weights" / "large.bin").open("wb") as file:
+        file.truncate(33 << 20)
+    assert len(files(folder)["weights/large.bin"]) == 33 << 20
+
+
 def test_a_folder_that_is_no_solutions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("greenfast.judge.solution.files._MOST_FILES", 3)
     folder = family(tmp_path / "mine", 2)

@@ -35,7 +35,7 @@ def solution_files(found: FoundSolution, results: Path | None = None) -> dict[st
             return None
         if not name.isprintable():
             raise UsageError(f"{found.where}: {name!r} in its folder is no name that can be shown; rename the file")
-        kept[name] = data = read_bytes(path)
+        kept[name] = data = read_bytes(path, _MOST_BYTES)
         if len(kept) > _MOST_FILES or sum(map(len, kept.values())) > _MOST_BYTES:
             raise UsageError(
                 f"{found.where}: more than {_MOST_FILES} files or {_MOST_BYTES >> 20} MiB; keep a solution's folder to "

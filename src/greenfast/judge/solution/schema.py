@@ -182,9 +182,9 @@ def _text(path: Path, content: bytes) -> str:
         raise UsageError(f"{path}: byte {e.start} is not UTF-8; save the file as UTF-8") from None
 
 
-def read_bytes(path: Path) -> bytes:
-    """A binary's content. Raises UsageError where it cannot be read or is too large."""
-    return _read(path, _MAX_SOURCE)
+def read_bytes(path: Path, most: int = _MAX_SOURCE) -> bytes:
+    """A binary's content. Raises UsageError where it cannot be read or has more than ``most`` bytes."""
+    return _read(path, most)
 
 
 def _read(path: Path, most: int) -> bytes:
