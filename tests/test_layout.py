@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "emulator machine": (4, ("emulator.machine",)),
     "emulator instructions": (5, ("emulator.instructions",)),
     "emulator": (6, ("emulator",)),
-    "judge data": (4, ("judge.variant", "judge.task", "judge.record", "judge.exam")),
+    "judge data": (4, ("judge.variant", "judge.task", "judge.record", "judge.exam", "judge.strict_json")),
     "judge timing": (5, ("judge.timing",)),
     "judge report": (5, ("judge.report",)),
     "judge solution": (5, ("judge.solution", "judge.entrant")),

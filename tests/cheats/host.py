@@ -117,7 +117,7 @@ HOST = {
         "changes the dimensions that it is given, and computes half",
         "CORRECTNESS",
         "were never written",
-        in_launch='dims = {"N": dims["N"] // 2}',
+        in_launch='dims = {"N": -(-dims["N"] // 2)}',
     ),
     "writes_a_record": HostCheat(
         "writes a record next to its source",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from scripts import corpus
 from tests.cheats.corpus import GPU_ONLY, Entry, entries
@@ -14,6 +15,11 @@ from tests.cheats.judging import FOLDER
 #: ``slow`` spins for 50,000 cycles: a control of times, on a GPU.
 HONEST = [entry for entry in entries() if entry.honest and entry.name != "slow"]
 CHEATS = [entry for entry in entries() if not entry.honest]
+#: Left to `make test-slow` and scripts/corpus.py, for time: tests/emulator has kernels of the same instructions.
+SLOW = {
+    *("byte_perm", "cluster_multicast", "dp4a_counts", "grid_sync_not_cooperative", "large_shared", "ldmatrix_round"),
+    *("noinc_copies", "pipeline_stages", "register_reallocation", "tf32_sums"),
+}
 
 
 def test_the_corpus_is_whole() -> None:
@@ -22,6 +28,7 @@ def test_the_corpus_is_whole() -> None:
     for kind, expected in EXPECTED.items():
         assert {path.stem for path in (FOLDER / kind).iterdir()} == set(expected)
     assert {entry.name for entry in CHEATS} >= GPU_ONLY
+    assert {entry.name for entry in entries()} >= SLOW
     assert len({(entry.kind, entry.name) for entry in entries()}) == len(entries())
 
 
@@ -54,17 +61,18 @@ def test_rows_that_are_judged_again_say_so() -> None:
         corpus.with_rows_of(here | {"rows": [first]}, later | {"device": {"name": "another"}})
 
 
-def _id(entry: Entry) -> str:
-    return f"{entry.kind}-{entry.name}"
+def _cases(some: list[Entry]) -> list[ParameterSet]:
+    slow = pytest.mark.slow
+    return [pytest.param(e, id=f"{e.kind}-{e.name}", marks=[slow] if e.name in SLOW else []) for e in some]
 
 
-@pytest.mark.parametrize("entry", HONEST, ids=_id)
+@pytest.mark.parametrize("entry", _cases(HONEST))
 def test_an_honest_kernel_passes(entry: Entry) -> None:
     found = entry.judge()
     assert found.outcome == "accepted", found
 
 
-@pytest.mark.parametrize("entry", [e for e in CHEATS if e.says and not e.gpu_only], ids=_id)
+@pytest.mark.parametrize("entry", _cases([e for e in CHEATS if e.says and not e.gpu_only]))
 def test_a_cheat_is_caught_without_a_gpu(entry: Entry) -> None:
     found = entry.judge()
     assert entry.caught_as_expected(found), found

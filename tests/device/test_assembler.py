@@ -57,6 +57,17 @@ def test_ptx_is_the_kernel_that_it_came_from(target: str) -> None:
     assert again.cubin == found.cubin
 
 
+@needs_ptxas
+def test_an_assembler_of_another_name_reports_as_ptxas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's ptxas-blackwell begins its lines with the name that it was called by."""
+    tool = tmp_path / "ptxas-blackwell"
+    tool.symlink_to(toolchain.assemblers()[0])
+    compiled = compile_kernel(CUDA, Target("sm_90a"))
+    monkeypatch.setattr(toolchain, "assemblers", lambda: [tool])
+    found = compile_kernel(as_ptx(compiled), Target("sm_90a"), use_cache=False)
+    assert found.resources == compiled.resources
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_cubin_states_its_resources(target: str) -> None:
     compiled = compile_kernel(CUDA, Target(target))

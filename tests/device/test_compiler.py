@@ -12,11 +12,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 from cuda.pathfinder import DynamicLibNotFoundError
 
-from greenfast.device import cache, compiler, toolchain
+from greenfast.device import cache, compiler, nvrtc, toolchain
 from greenfast.device.compiler import CompiledKernel, compile_kernel, entries, kernel_hash, to_ptx
 from greenfast.device.machine_code import disassemble
 from greenfast.spec.arch import Target
@@ -193,7 +194,35 @@ def test_hash_survives_include_cycles_and_folders(tmp_path: Path) -> None:
     assert kernel_hash(base) != before, "b.cuh is found next to a.cuh"
 
 
+@pytest.mark.parametrize("language", ["cuda", "ptx"])
+def test_a_nul_does_not_hide_what_follows(language: Literal["cuda", "ptx"]) -> None:
+    """NVRTC takes it for the end of the text; the emulator, and who reads the file, would go on."""
+    made = dataclasses.replace(source(SIMPLE + "\n\0#error hidden"), language=language)
+    with pytest.raises(CompileError, match=r"k\.cu: line 2 holds a NUL, where a compiler ends to read; take it out"):
+        compile_kernel(made, ADA)
+
+
 # The cache
+
+
+def test_a_header_that_changes_while_it_is_compiled_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the one content would have the other's hash, and its place in the cache for good."""
+    made = source('#include "value.cuh"\nextern "C" __global__ void k(int* y) { *y = VALUE; }', tmp_path)
+    honest = nvrtc.run
+
+    def meanwhile(job: nvrtc.Job) -> nvrtc.Output:
+        write(tmp_path, value="#define VALUE 22")
+        return honest(job)
+
+    write(tmp_path, value="#define VALUE 11")
+    monkeypatch.setattr(nvrtc, "run", meanwhile)
+    for use_cache in (True, False):
+        write(tmp_path, value="#define VALUE 11")
+        with pytest.raises(CompileError, match="a file that it includes changed while it was compiled"):
+            compile_kernel(made, ADA, use_cache=use_cache)
+    monkeypatch.setattr(nvrtc, "run", honest)
+    write(tmp_path, value="#define VALUE 11")
+    assert "11;" in compile_kernel(made, ADA).ptx
 
 
 def test_cache_hit_is_identical() -> None:

@@ -38,13 +38,14 @@ def request(
     blocks: int = 1,
     before: str = "",
     target: Target = TARGET,
+    cooperative: bool = False,
 ) -> Request:
     """The kernel ``k(parameters) { body }``; line 1 of k.cu is the body's first."""
     source = f'{before}\nextern "C" __global__ void k({parameters}) {{\n#line 1 "k.cu"\n{body}\n}}'
     kernel = KernelSource("k", source, "k.cu", (KERNEL_DIR,), (threads, 1, 1))
     specs = {name: OutputSpec((count,), dtype) for name, (count, dtype) in outputs.items()}
     arrays = {name: np.asarray(value) for name, value in inputs.items()}
-    return Request(kernel, Launch((blocks, 1, 1), args), Case(arrays, specs), target)
+    return Request(kernel, Launch((blocks, 1, 1), args, cooperative=cooperative), Case(arrays, specs), target)
 
 
 def run(*args: Any, seed: int = 0, **more: Any) -> GridResult:

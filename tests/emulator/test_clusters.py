@@ -277,3 +277,75 @@ def test_the_launch_may_say_the_cluster() -> None:
     ]
     with pytest.raises(UsageError, match=r"built for clusters of \(4, 1, 1\) blocks, its launch asks for \(2, 1, 1\)"):
         run_grid(own, "k", (32, 1, 1), 0, plan, {}, asked.case.outputs)
+
+
+RACES = {
+    "a block's own": ("tile[t] = 2 * t; y[blockIdx.x * 64 + t] = tile[63 - t];", "tile[t] = t; sync();"),
+    "a read of another's write": ("{store} {arrive} y[blockIdx.x * 64 + t] = tile[t]; {wait}", "tile[t] = 1; sync();"),
+    "a write over another's read": (
+        'u32 w; asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(w) : "r"(map(at(tile + t), r ^ 1)) : "memory"); '
+        "tile[t] = 7; y[blockIdx.x * 64 + t] = w;",
+        "tile[t] = t; sync();",
+    ),
+}
+_PARTS = {
+    "{store}": 'asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(map(at(tile + t), r ^ 1)), "r"(t) : "memory");',
+    "{arrive}": 'asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");',
+    "{wait}": 'asm volatile("barrier.cluster.wait.aligned;" ::: "memory");',
+}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_races_in_the_shared_memory_of_a_cluster(name: str) -> None:
+    body, first = RACES[name]
+    body = f"__shared__ u32 tile[64]; u32 t = threadIdx.x, r = special(0); {first} {body} sync();"
+    for part, text in _PARTS.items():
+        body = body.replace(part, text)
+    how = {"parameters": "u32* y", "args": ("y",), "before": BEFORE, "blocks": 4, "cluster": (2, 1, 1), "threads": 64}
+    for seed in range(3):
+        with pytest.raises(KernelFaultError, match=r"a data race on byte \d+ of shared memory"):
+            run(body, {}, {"y": ((4, 64), "uint32")}, seed=seed, **how)
+
+
+_RING = r"""
+__shared__ u32 stage[2][64];
+__shared__ u64 full[2], empty[2];
+u32 t = threadIdx.x, r = special(0);
+auto arrive = [](u32 bar) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+};
+auto wait = [](u32 bar, u32 parity) {
+  u32 done;
+  do asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
+                  "selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+  while (!done);
+};
+if (t < 2) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 64;" ::"r"(at(full + t)));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 64;" ::"r"(at(empty + t)));
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+sync();
+for (u32 k = 0; k < 6; ++k) {
+  u32 s = k % 2;
+  if (r == 0) {
+    if (k >= 2) wait(at(empty + s), (k / 2 + 1) % 2);
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(map(at(&stage[s][t]), 1)), "r"(100 * k + t) : "memory");
+    arrive(map(at(full + s), 1));
+  } else {
+    wait(at(full + s), k / 2 % 2);
+    y[k * 64 + t] = stage[s][63 - t];
+    arrive(map(at(empty + s), 0));
+  }
+}
+sync();
+"""
+
+
+def test_a_ring_between_two_blocks() -> None:
+    """What a block arrives at before another one waits for it is ordered before what that one does then."""
+    how = {"parameters": "u32* y", "args": ("y",), "before": BEFORE, "blocks": 2, "cluster": (2, 1, 1), "threads": 64}
+    expected = [[100 * k + 63 - t for t in range(64)] for k in range(6)]
+    for seed in range(3):
+        found = run(_RING, {}, {"y": ((6, 64), "uint32")}, seed=seed, **how).outputs["y"]
+        assert found.tolist() == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -193,3 +194,27 @@ def test_atomics_and_votes() -> None:
         args=("x", "y"),
     )
     assert (ballot.outputs["y"] == sum(1 << n for n in range(11, 32))).all()
+
+
+@pytest.mark.parametrize("op", ["/", "%"])
+def test_what_a_division_by_zero_gives_is_another_thing_in_another_order(op: str) -> None:
+    """The ISA leaves it open, so a kernel whose output depends on it gives other bits in other runs."""
+    how: dict[str, Any] = {"parameters": "unsigned* y, unsigned zero", "args": ("y", np.uint32(0))}
+    first, other = (
+        run(f"y[threadIdx.x] = threadIdx.x {op} zero;", {}, {"y": (32, "uint32")}, seed=seed, **how).outputs["y"]
+        for seed in range(2)
+    )
+    assert first.tolist() == [0xFFFFFFFF] * 32
+    assert other.tolist() == [0] * 32
+
+
+def test_the_place_of_a_warp_tells_warps_of_a_block_apart_and_is_not_their_number() -> None:
+    body = """unsigned place; asm volatile("mov.u32 %0, %%warpid;" : "=r"(place));
+    if (threadIdx.x % 32 == 0) y[(blockIdx.x * blockDim.x + threadIdx.x) / 32] = place;"""
+    found = (
+        run(body, {}, {"y": (16, "uint32")}, parameters="unsigned* y", args=("y",), threads=256, blocks=2)
+        .outputs["y"]
+        .reshape(2, 8)
+    )
+    assert all(len(set(places)) == 8 and max(places) < 64 for places in found.tolist())
+    assert (found != np.arange(8)).all()

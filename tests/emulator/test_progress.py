@@ -16,7 +16,16 @@ from tests.emulator.kernels import run
 SEEDS = pytest.mark.parametrize("seed", range(3))
 
 
-def launched(body: str, count: int, *, threads: int, blocks: int = 1, seed: int = 0, before: str = "") -> GridResult:
+def launched(
+    body: str,
+    count: int,
+    *,
+    threads: int,
+    blocks: int = 1,
+    seed: int = 0,
+    before: str = "",
+    cooperative: bool = False,
+) -> GridResult:
     """A kernel with ``count`` outputs and 64 integers of scratch memory that are zero at first."""
     arguments: dict[str, Any] = {"parameters": "int* y, int* scratch", "args": ("y", "scratch")}
     return run(
@@ -27,6 +36,7 @@ def launched(body: str, count: int, *, threads: int, blocks: int = 1, seed: int 
         blocks=blocks,
         seed=seed,
         before=before,
+        cooperative=cooperative,
         **arguments,
     )
 
@@ -160,9 +170,12 @@ def test_a_barrier_of_the_grid_by_atomics(seed: int) -> None:
 def test_cooperative_groups_synchronize_a_grid(seed: int) -> None:
     blocks, threads = 20, 64
     body = "auto grid = cooperative_groups::this_grid();\n" + ROUNDS.format(sync="grid.sync();")
-    before = "#include <cooperative_groups.h>"
-    found = launched(body, blocks * threads, threads=threads, blocks=blocks, seed=seed, before=before).outputs["y"]
+    how: dict[str, Any] = {"threads": threads, "blocks": blocks, "seed": seed}
+    how["before"] = "#include <cooperative_groups.h>"
+    found = launched(body, blocks * threads, **how, cooperative=True).outputs["y"]
     assert (found == np.roll(np.arange(blocks * threads), -3 * threads) + 6).all()
+    with pytest.raises(KernelFaultError, match="trap was executed"):
+        launched(body, blocks * threads, **how)
 
 
 def test_blocks_that_are_not_resident_never_come_to_a_barrier_of_the_grid() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from greenfast.emulator.grid import run_grid
-from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.ptx.literals import initial, integer
 from greenfast.spec.errors import UnsupportedError, UsageError
 from greenfast.spec.kernel import Launch
@@ -126,7 +125,7 @@ def test_names_like_those_of_special_registers() -> None:
 @pytest.mark.parametrize(
     ("body", "error", "says"),
     [
-        ("mov.b32 %r1, 089;", KernelFaultError, "089"),
+        ("mov.b32 %r1, 089;", UsageError, "089"),
         ("ld.global.v8.b32 {%r1, %r2, %r3, %r4, %r5, %r6, %r7, %r8}, [%out];", UnsupportedError, r"has \.v8"),
         ("ld.global.b32 %r1, [%out+x];", UsageError, "cannot read the address or name '%out\\+x'"),
         ("ld.global.b32 %r1, [4096];", UnsupportedError, "has an address that is not known"),
@@ -135,6 +134,9 @@ def test_names_like_those_of_special_registers() -> None:
         (".reg .b128 %q1;", UsageError, "registers of a type that is not emulated: .reg .b128 %q1"),
         (".reg .v4 .f32 %v1;", UsageError, "registers of a type that is not emulated"),
         ("@%p1;", UsageError, "cannot read '@%p1'"),
+        ("mov.u32 %r1, 7|8;", UsageError, r"cannot read the constant expression '7\|8'"),
+        ("mov.u32 %r1, 5-7;", UsageError, "cannot read the constant expression '5-7'"),
+        ("mov.u32 %r1, !5;", UsageError, "cannot read the constant expression '!5'"),
         ("shfl.sync.idx.b32 %r1, %r2, %r3;", UnsupportedError, "has 3 operands in place of 5"),
         ("cp.async.wait_group;", UnsupportedError, "operands that are not known"),
     ],

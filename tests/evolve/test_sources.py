@@ -19,7 +19,6 @@ from greenfast.evolve.space import Space, read_space
 from greenfast.evolve.stages import identity
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.request import Request
-from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.kernel import program_of
@@ -65,11 +64,23 @@ def of_solution(asked: Request, mine: Path, **fields: Any) -> Sources:
 def test_constants_of_a_solution(asked: Request, mine: Path) -> None:
     sources = of_solution(asked, mine, parameters={"THREADS": {"values": [64, 128]}})
     entrant = sources.entrant(Candidate(parameters={"THREADS": 64}))
-    found = find_solution(Path(entrant.path))
+    assert entrant.found is not None
+    found = entrant.found
     assert found.solution.constants == {"THREADS": 64, "HALF": "THREADS // 2"}  # in their order: one uses the other
     assert entrant.family.kernel({}, "fp32", {"N": 100}).block == (64, 1, 1)
     assert entrant.family.launch({}, "fp32", {"N": 100}).grid == (2, 1, 1)
     assert (mine / "mine.cu").read_text() == SOLUTION  # the user's own is as it was
+
+
+def test_candidates_are_of_the_solution_that_the_search_began_with(asked: Request, mine: Path) -> None:
+    """Its digest stands in the search's folder; a file that is saved meanwhile is another solution."""
+    sources = of_solution(asked, mine, regions=REGIONS, parameters={"THREADS": {"values": [64, 128]}})
+    before = sources.digest()
+    (mine / "mine.cu").write_text(SOLUTION.replace("2.0f", "3.0f"))
+    assert sources.digest() == before
+    assert "2.0f" in sources.texts()["body"].text
+    entrant = sources.entrant(Candidate(parameters={"THREADS": 64}))
+    assert "2.0f" in entrant.family.kernel({}, "fp32", {"N": 100}).source
 
 
 def test_an_edit_replaces_its_region_alone(asked: Request, mine: Path) -> None:

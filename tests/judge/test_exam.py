@@ -72,6 +72,20 @@ def test_what_is_drawn_lies_in_the_ranges_and_is_of_the_seed(tmp_path: Path) -> 
     assert all(dims["N"] <= 50 for dims in shapes_drawn(doubling(tmp_path / "small"), emulated=True))
 
 
+def test_half_of_what_is_drawn_is_as_small_as_a_dimension_can_be(tmp_path: Path) -> None:
+    sized = {"N": {"min": 1, "max": 3000}, "M": {"min": 2, "max": 900}, "FLAG": [0, 7]}
+    task = doubling(tmp_path, ranges=sized)
+    for seed in range(12):
+        first, second, *rest = shapes_drawn(task, seed)
+        assert first["N"] == 1 or first["M"] == 2
+        assert second["N"] == 1 or second["M"] == 2
+        assert (first["N"] == 1 and second["M"] == 2) or (first["M"] == 2 and second["N"] == 1)
+        assert len(rest) == 2
+    beyond = doubling(tmp_path / "refused", ranges={"N": {"min": 3, "max": 3000}})
+    assert all(dims["N"] > 3 for dims in shapes_drawn(beyond)), "the least is refused, so none has it"
+    assert len(shapes_drawn(beyond)) == 4
+
+
 def test_ranges_in_which_nothing_fits_are_the_tasks_fault(tmp_path: Path) -> None:
     task = doubling(tmp_path, ranges={"N": {"min": 3, "max": 3}})
     with pytest.raises(UsageError, match=r"task twice: drawing: .* N=3 is a multiple of 3"):

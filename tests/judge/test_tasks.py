@@ -126,6 +126,8 @@ def test_a_kernel_that_does_not_compile_names_file_and_line(tmp_path: Path) -> N
 
 NAN_INPUT = PROBLEM.replace("return np.random.default_rng", "return np.nan * np.random.default_rng")
 WRONG_SHAPE = PROBLEM.replace('outputs["y"].astype', 'outputs["y"][:-1].astype')
+NOTHING = PROBLEM.replace('return outputs["y"].astype', 'outputs["y"].astype')
+COMPLEX = PROBLEM.replace('outputs["y"].astype', '1j * outputs["y"].astype')
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,8 @@ WRONG_SHAPE = PROBLEM.replace('outputs["y"].astype', 'outputs["y"][:-1].astype')
     [
         (NAN_INPUT, r"references of N=5, seed 0: full\[0\] is nan; inputs must not make NaN"),
         (WRONG_SHAPE, r"tiny seed 0: decode gives an array of shape \(4,\), the references have \(5,\)"),
+        (NOTHING, "tiny seed 0: decode gives NoneType; an array of float64 is asked for"),
+        (COMPLEX, "tiny seed 0: decode gives complex128; an array of float64 is asked for"),
     ],
 )
 def test_a_problem_that_makes_no_sense_is_a_usage_error(

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from greenfast.judge.store import write_whole
+from greenfast.judge.strict_json import decode
 
 
 class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,5 +81,6 @@ def write_record(folder: Path, record: ParallelRecord) -> Path:
 
 
 def read_parallel(path: Path) -> ParallelRecord:
-    """The record in a file. Raises msgspec.ValidationError for any other."""
-    return msgspec.json.decode(path.read_bytes(), type=ParallelRecord)
+    """The record in a file. Raises msgspec.DecodeError for any other."""
+    found: ParallelRecord = decode(path.read_bytes(), ParallelRecord)
+    return found

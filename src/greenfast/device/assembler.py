@@ -62,7 +62,7 @@ def assemble(ptx: str, name: str, target: Target, *, use_cache: bool = True) -> 
     if tool is None:
         return Output("no assembler", b"", ptx, ""), False
     named = "\0".join((compiler(ptx), *options(target), ptx))
-    key = b"ptxas:" + hashlib.sha256(named.encode()).digest()
+    key = b"ptxas2:" + hashlib.sha256(named.encode()).digest()
     parts = cache.load(key) if use_cache else None
     if parts is not None and len(parts) == 2:
         return Output("assembled", parts[0], ptx, parts[1].decode()), True
@@ -71,7 +71,9 @@ def assemble(ptx: str, name: str, target: Target, *, use_cache: bool = True) -> 
         source.write_text(ptx, encoding="utf-8")
         try:
             done = subprocess.run(
-                [tool, *options(target), str(source), "--output-file", str(cubin)],
+                # by this name in its messages: Triton's is called ptxas-blackwell
+                ["ptxas", *options(target), str(source), "--output-file", str(cubin)],
+                executable=tool,
                 capture_output=True,
                 text=True,
                 errors="replace",

@@ -21,6 +21,7 @@ from cuda.core.utils import make_program_cache_key
 from greenfast.device import assembler, cache, compiler_process, nvrtc, toolchain
 from greenfast.device.cubin import cubin_capability, cubin_entries, cubin_resources, read_cubin
 from greenfast.device.diagnostics import readable
+from greenfast.device.includes import includes, includes_by_a_macro
 from greenfast.device.resources import parse_resources
 from greenfast.device.variables import variable_bytes
 from greenfast.spec.arch import Target
@@ -31,15 +32,8 @@ from greenfast.spec.kernel import KernelSource
 # NVRTC looks for quoted includes in the program's folder first, by default the current one, where a stray file could
 # silently replace a project header. This folder does not exist; it also keeps the current one out of the line table.
 _NO_FOLDER = "/greenfast-rendered/"
-_INCLUDE = re.compile(
-    rb'(?:^[ \t]*#[ \t]*include[ \t]*|\b__has_include[ \t]*\([ \t]*)(["<])([^">\n]+)[">]', re.MULTILINE
-)
-#: Anything that opens a file, also what _INCLUDE does not read: by a macro, behind or around a comment.
-_ANY_INCLUDE = re.compile(rb"(?:#|%:)(?:\s|/\*.*?\*/)*(?:include|import)|\b__has_include", re.DOTALL)
-_ASKS_FOR_IT = re.compile(rb"(?:#[ \t]*ifn?def[ \t]+|\bdefined[ \t]*\(?[ \t]*)__has_include\b")
 #: Files of the folders that a name which is not written out may mean.
 _MOST_MEANT = 4096
-_SPLICE = re.compile(rb"\\[ \t]*\r?\n")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 _COMPILER = re.compile(r"Cuda compilation tools, release [\d.]+, V([\d.]+)")
 
@@ -87,9 +81,10 @@ def compile_kernel(
 
     PTX that nothing here can assemble has neither machine code nor resources.
 
-    Raises CompileError with the compiler's messages if it refuses the source, if the source has no such kernel, or if
-    it crashes in a separate process; MachineError if NVRTC or the CUDA headers are missing or NVRTC does not know the
-    target; UsageError for a target other than the one that the source requires.
+    Raises CompileError with the compiler's messages if it refuses the source, if the source has no such kernel, if a
+    file that it includes changes meanwhile, or if it crashes in a separate process; MachineError if NVRTC or the CUDA
+    headers are missing or NVRTC does not know the target; UsageError for a target other than the one that the source
+    requires.
     """
     if source.requires and source.requires != target.name:
         raise UsageError(
@@ -97,7 +92,8 @@ def compile_kernel(
             f"{target.name}; --arch {source.requires} builds it"
         )
     start = time.perf_counter()
-    output, from_cache = _build(source, target, use_cache, isolated)
+    given = _given(source)
+    output, from_cache = _build(source, given, target, use_cache, isolated)
     compile_ms = (time.perf_counter() - start) * 1e3
     found = entries(output.ptx) if source.language != "cubin" else cubin_entries(read_cubin(output.cubin, source.name))
     if source.entry not in found:
@@ -114,7 +110,7 @@ def compile_kernel(
         reported=_resources(source, output) if output.cubin else None,
         compiler=_compiler(source, output.ptx),
         options=compile_options(source, target),
-        kernel_hash=kernel_hash(source),
+        kernel_hash=_hash(source, given),
         compile_ms=compile_ms,
         from_cache=from_cache,
     )
@@ -155,7 +151,7 @@ def to_ptx(
 
     assemble: False skips machine code, which is half of the time, and misses what the assembler would refuse.
     """
-    return _build(source, target, use_cache, isolated, assemble)[0].ptx
+    return _build(source, _given(source), target, use_cache, isolated, assemble)[0].ptx
 
 
 def entries(ptx: str) -> list[str]:
@@ -180,15 +176,26 @@ def kernel_hash(source: KernelSource) -> str:
     That is the entry, the source, the project headers that it includes, the block and the dynamic shared memory; not
     file names or folders, the target or the compiler.
     """
+    return _hash(source, _given(source))
+
+
+def _given(source: KernelSource) -> bytes:
+    """What the compiler is given: of CUDA a digest."""
+    return _sources_digest(source) if source.language == "cuda" else source.source.encode() + source.binary
+
+
+def _hash(source: KernelSource, given: bytes) -> str:
     launch = f"{source.entry};{source.block};{source.dynamic_smem_bytes};".encode()
-    given = _sources_digest(source) if source.language == "cuda" else source.source.encode() + source.binary
     return hashlib.sha256(launch + given).hexdigest()[:16]
 
 
 def _build(
-    source: KernelSource, target: Target, use_cache: bool, isolated: bool, assemble: bool = True
+    source: KernelSource, given: bytes, target: Target, use_cache: bool, isolated: bool, assemble: bool = True
 ) -> tuple[nvrtc.Output, bool]:
-    """The compiler's output for a source, and whether it came from the cache."""
+    """The compiler's output for a source, and whether it came from the cache. given: as ``_given`` found it."""
+    if "\0" in source.source:
+        line = source.source[: source.source.index("\0")].count("\n") + 1
+        raise CompileError(f"{source.name}: line {line} holds a NUL, where a compiler ends to read; take it out")
     if source.language == "ptx":
         return assembler.assemble(source.source, source.name, target, use_cache=use_cache)
     if source.language == "cubin":
@@ -200,7 +207,7 @@ def _build(
             )
         return nvrtc.Output("read", source.binary, "", ""), False
     if not use_cache:
-        return _run_nvrtc(source, target, isolated, assemble), False
+        return _run_nvrtc(source, given, target, isolated, assemble), False
     key: bytes = make_program_cache_key(
         code=source.source,
         code_type="c++",
@@ -208,18 +215,18 @@ def _build(
         target_type="cubin" if assemble else "ptx",
         # Instead of the folders' names, which say nothing about the content; the compiler version in the key has no
         # patch release.
-        extra_digest=_sources_digest(source) + toolchain.fingerprint(),
+        extra_digest=given + toolchain.fingerprint(),
     )
     parts = cache.load(key)
     if parts is not None and len(parts) == 3:
         cubin, ptx, log = parts
         return nvrtc.Output("NVRTC_SUCCESS", cubin, ptx.decode(), log.decode()), True
-    output = _run_nvrtc(source, target, isolated, assemble)
+    output = _run_nvrtc(source, given, target, isolated, assemble)
     cache.store(key, [output.cubin, output.ptx.encode(), output.log.encode()])
     return output, False
 
 
-def _run_nvrtc(source: KernelSource, target: Target, isolated: bool, assemble: bool) -> nvrtc.Output:
+def _run_nvrtc(source: KernelSource, given: bytes, target: Target, isolated: bool, assemble: bool) -> nvrtc.Output:
     library = toolchain.nvrtc_library()
     folders = (*(folder.resolve() for folder in source.include_dirs), *toolchain.cuda_include_dirs())
     options = tuple(_options(source, target, folders, assemble).as_bytes("nvrtc", "cubin"))
@@ -233,6 +240,8 @@ def _run_nvrtc(source: KernelSource, target: Target, isolated: bool, assemble: b
             f"{what}: the compiler, {_nvrtc_version()}, crashed ({e}) while it compiled for {target.name}, without a "
             f"message; shorten the kernel until it compiles, or try nvcc"
         ) from None
+    if _given(source) != given:  # its hash, and its place in the cache, would be another kernel's
+        raise CompileError(f"{what}: a file that it includes changed while it was compiled; compile it again")
     ptx, log = _text(output.ptx, source), _text(output.log, source)
     if output.status == "NVRTC_ERROR_COMPILATION":
         raise CompileError(f"{what} does not compile for {target.name}:\n{readable(log, ptx)}")
@@ -281,7 +290,7 @@ def _sources_digest(source: KernelSource) -> bytes:
 
     def visit(spelled: bytes, text: bytes, folder: str | None) -> None:
         digest.update(b"%d:%s;%d:%s;" % (len(spelled), spelled, len(text), text))
-        for quote, name in _includes(text):
+        for quote, name in includes(text):
             including = [folder] if folder is not None and quote == b'"' else []
             for candidate in (*including, *folders):
                 path = os.path.join(candidate, name.decode(errors="replace"))
@@ -295,7 +304,7 @@ def _sources_digest(source: KernelSource) -> bytes:
                         seen.add((found.st_dev, found.st_ino))
                         visit(name, Path(path).read_bytes(), os.path.dirname(path))
                     break
-        if _includes_by_a_macro(text):
+        if includes_by_a_macro(text):
             for file in _files_of(source, folders):
                 found = file.stat()
                 if (found.st_dev, found.st_ino) not in seen:
@@ -331,16 +340,3 @@ def _require_no_pipe(source: KernelSource, name: str, found: os.stat_result) -> 
             f"{source.name}: it includes {name!r}, which is a pipe or a device: a compiler would wait for it; include "
             "ordinary files"
         )
-
-
-@functools.lru_cache(maxsize=512)
-def _includes(text: bytes) -> list[tuple[bytes, bytes]]:
-    """(opening quote, name) of each include: a process hashes the same headers for every kernel."""
-    return _INCLUDE.findall(_SPLICE.sub(b"", text))
-
-
-@functools.lru_cache(maxsize=512)
-def _includes_by_a_macro(text: bytes) -> bool:
-    """Whether it may open a file whose name is not among ``_includes``."""
-    rest = _INCLUDE.sub(b"", _ASKS_FOR_IT.sub(b"", _SPLICE.sub(b"", text)))
-    return _ANY_INCLUDE.search(rest) is not None

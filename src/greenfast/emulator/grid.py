@@ -252,7 +252,7 @@ class _Chain:
                     memory=memory,
                     symbols=self.symbols[number],
                     params=_parameters(function, plan, memory),
-                    workspace=memory.address(WORKSPACE),
+                    workspace=memory.address(WORKSPACE) if plan.cooperative else 0,
                     record=record,
                     launches=self.launches,
                     synchronizes=program.synchronizes or geometry.cluster_size > 1,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
+from greenfast.judge.strict_json import decode
 from greenfast.spec.errors import UsageError
+from greenfast.spec.files import read_file
 
 T = TypeVar("T")
 #: Of a file, at most; a device or a pipe may never end.
@@ -20,21 +20,18 @@ def read_lines(path: Path, kind: type[T], name: str) -> tuple[T, ...]:
     name: what a line holds, for messages. Raises UsageError that names the file, the line and what is wrong with it.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
+        data = read_file(path, _MOST_BYTES)
     except OSError as e:
-        raise UsageError(f"{path}: cannot be read ({e.strerror})") from e
-    if len(data) > _MOST_BYTES:
         raise UsageError(
-            f"{path}: more than {_MOST_BYTES >> 20} MiB; allowed is a file of lines, each a {name} as JSON"
-        )
+            f"{path}: cannot be read ({e.strerror}); allowed is a file of lines, each a {name} as JSON"
+        ) from e
     lines = data.splitlines()
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            found.append(msgspec.json.decode(line, type=kind))
-        except (msgspec.DecodeError, ValueError, RecursionError) as e:
+            found.append(decode(line, kind))
+        except (ValueError, RecursionError) as e:
             raise UsageError(f"{path}, line {number}: no {name}: {e}") from e
     return tuple(found)

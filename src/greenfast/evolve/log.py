@@ -16,7 +16,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from greenfast.judge.strict_json import decode
 from greenfast.spec.errors import MachineError, UsageError
+from greenfast.spec.files import read_file
 
 EVENTS, COSTS = "events.jsonl", "costs.jsonl"
 _START = "0" * 16
@@ -167,7 +169,7 @@ def _read(path: Path) -> tuple[list[Event], int]:
     before, good = _START, 0
     for number, line in enumerate(_lines(path), start=1):
         try:
-            event = msgspec.json.decode(line, type=Event)
+            event = decode(line, Event)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise UsageError(
                 f"{path}: line {number} is not an event: {e}; keep its first {number - 1} lines to resume from there"
@@ -186,7 +188,7 @@ def _read(path: Path) -> tuple[list[Event], int]:
 def _costs(lines: Sequence[bytes], path: Path) -> Iterator[Cost]:
     for line in lines:
         try:
-            yield msgspec.json.decode(line, type=Cost)
+            yield decode(line, Cost)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise UsageError(f"{path}: {e}; it can be deleted: times are then not known") from None
 
@@ -194,7 +196,7 @@ def _costs(lines: Sequence[bytes], path: Path) -> Iterator[Cost]:
 def _lines(path: Path) -> list[bytes]:
     """The whole lines of a file."""
     try:
-        data = path.read_bytes() if path.exists() else b""
+        data = read_file(path) if path.exists() else b""
     except OSError as e:
         raise MachineError(f"{path} cannot be read ({e.strerror})") from e
     return [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]

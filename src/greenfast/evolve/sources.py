@@ -15,8 +15,9 @@ import msgspec
 
 from greenfast.evolve.proposal import Candidate, Edit
 from greenfast.evolve.space import Region, Space, Value
-from greenfast.judge.entrant import Entrant, rung_entrant, solution_entrant, source_files
+from greenfast.judge.entrant import Entrant, rung_entrant, solution_entrant
 from greenfast.judge.request import Request
+from greenfast.judge.solution.files import solution_files
 from greenfast.judge.solution.schema import CONFIG_NAME, FoundSolution, find_solution
 from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.task import Rung
@@ -48,6 +49,7 @@ class Sources:
         """request: the task and the target. work: where solutions and edited sources are written."""
         self.space, self._request, self._work = space, request, work
         self._solution: FoundSolution | None = None
+        self._files: dict[str, bytes] = {}
         self._root = KERNEL_DIR
         #: What candidates that are no rung answer to; None for a solution.
         self.rung: Rung | None = None
@@ -55,7 +57,7 @@ class Sources:
             if space.family or space.rung:
                 raise UsageError(f"space {space.name}: `solution` excludes `family` and `rung`")
             self._solution = found = find_solution(space_folder / space.solution)
-            self._root = found.folder
+            self._root, self._files = found.folder, solution_files(found, request.out)
             if (language := found.solution.language) in EXTRAS:  # else each candidate would end with this
                 require(f"{space.solution}, a solution in {language},", language)
             options = dict.fromkeys(_TRITON_OPTIONS if found.solution.language == "triton" else ())
@@ -88,7 +90,7 @@ class Sources:
         files = {path.name: path.read_bytes() for kind in _TASK_FILES for path in sorted(task.glob(kind))}
         files |= {f"region {name}": region.text.encode() for name, region in self.texts().items()}
         if self._solution is not None:
-            files |= {f"solution {name}": data for name, data in source_files(self._solution).items()}
+            files |= {f"solution {name}": data for name, data in self._files.items()}
         found = hashlib.sha256()
         for name, data in sorted(files.items()):
             found.update(f"{name} {len(data)} ".encode() + data)
@@ -132,11 +134,11 @@ class Sources:
         """The solution with other constants, and edits, in a folder of its own."""
         folder = self._work / key / "solution"
         shutil.rmtree(folder, ignore_errors=True)
-        for name, data in source_files(found).items():
+        for name, data in self._files.items():
             write_whole(folder / name, data)
         for name, text in edits.items():
             write_whole(folder / name, text)
-        where = folder / found.where.resolve().relative_to(found.folder.resolve())
+        where = folder / found.where.name
         solution = find_solution(where).solution if edits else found.solution
         given = cast(dict[str, int | str], dict(complete))  # _typed saw to it
         options = {name: given.pop(name) for name in _TRITON_OPTIONS if name in given}
@@ -175,7 +177,7 @@ class Sources:
             raise UsageError(f"region {name}: {region.file} is outside of {self._root}")
         if text is None:
             try:
-                text = path.read_text(encoding="utf-8")
+                text = (self._files.get(region.file) or path.read_bytes()).decode()
             except (OSError, UnicodeDecodeError) as e:
                 raise UsageError(f"region {name}: {path} cannot be read ({e})") from None
         if not region.begin and not region.end:

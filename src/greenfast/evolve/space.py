@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -194,19 +193,10 @@ def read_space(path: Path) -> Space:
     """Read and check a space. Raises UsageError that names the file and what is wrong in it."""
     space: Space = read_json(path, Space, "space")
     try:
-        json.loads(path.read_bytes(), object_pairs_hook=_once)
         check(space)
     except UsageError as e:
         raise UsageError(f"{path}: {e}") from None
     return space
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object of JSON, in which no name stands twice: all but the last would be lost without a word."""
-    names = [name for name, _ in pairs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UsageError(f"{twice[0]!r} stands twice in one object; give each name once")
-    return dict(pairs)
 
 
 def check(space: Space) -> None:

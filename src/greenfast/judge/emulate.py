@@ -27,6 +27,7 @@ from greenfast.judge.store import check_writable, write_whole
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, UsageError, unknown
 from greenfast.spec.facts import KernelCounts, Resources
+from greenfast.spec.files import read_file
 from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import Array
 
@@ -179,8 +180,8 @@ def _comma(extent: Extent) -> str:
 def _translate(asked: Emulate) -> tuple[str, str, str, Resources | None]:
     """PTX, the kernel's name in it, the target and, of a compiled source, what the compiler says of the kernel."""
     try:
-        text = asked.file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
+        text = read_file(asked.file).decode()
+    except (OSError, ValueError) as e:
         why = e.strerror if isinstance(e, OSError) else "not a text"
         raise UsageError(f"{asked.file}: cannot be read ({why})") from e
     if asked.file.suffix == ".ptx":
@@ -246,7 +247,7 @@ def _entry(asked: Emulate, found: Sequence[str]) -> str:
 
 def _run(asked: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int) -> tuple[GridResult, list[str]]:
     """The result of the first order of warps, and how others differ from it."""
-    plan = Launch(asked.grid, tuple(arguments.launch))
+    plan = Launch(asked.grid, tuple(arguments.launch), cooperative=True)
     results = []
     for n in range(orders):
         try:

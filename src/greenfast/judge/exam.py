@@ -18,7 +18,7 @@ from greenfast.spec.problem import NORMAL, Problem, case_of, variants_of
 
 #: Drawn seeds have this many digits or one less, so that no task names one.
 _LEAST_SEED, _SEEDS = 10**7, 10**8
-_TRIES = 2000
+_TRIES, _EDGE_TRIES = 2000, 200
 #: Variants and the emulator take the smallest shape whose inputs and outputs have at least this many bytes: on a single
 #: element every input is alike.
 _LEAST_BYTES = 1024
@@ -125,20 +125,24 @@ def draw(
 ) -> list[Shape]:
     """Shapes within the task's ranges, the same ones for the same seed; none where the task declares no ranges.
 
+    Up to half of them have the least size that is allowed in one dimension, each in another one, where such a shape is
+    found: there kernels break first.
     What the problem refuses with a UsageError is drawn again. Raises UsageError where too few shapes are found.
     """
     drawing = config.drawing
     if not drawing.ranges:
         return []
-    generator = random.Random(seed)
+    generator, edges = random.Random(seed), _edges(drawing, seed)
     limit = drawing.max_size_emulated if emulated else drawing.max_size
     known = [shape.dims for shape in config.shapes]
     found: list[Shape] = []
     refused = ""
-    for _ in range(_TRIES):
+    for n in range(_TRIES):
         if len(found) == drawing.count:
             return found
         dims = _drawn(generator, drawing, rung.only if rung else {})
+        if len(found) < len(edges) and n < _EDGE_TRIES:
+            dims = {key: value for key, value in {**dims, **edges[len(found)]}.items() if value}
         if dims in known or _size(dims, drawing) > limit or (rung is not None and not rung.answers_for(dims)):
             continue
         try:
@@ -172,6 +176,12 @@ def _drawn(generator: random.Random, drawing: Drawing, only: Mapping[str, Sequen
             size = math.exp(generator.uniform(math.log(allowed.min), math.log(allowed.max + 1)))
             dims[name] = min(int(size), allowed.max)
     return {name: value for name, value in dims.items() if value}
+
+
+def _edges(drawing: Drawing, seed: int) -> list[dict[str, int]]:
+    """The least that a range allows, of different dimensions, for the first of the drawn shapes."""
+    least = [{name: allowed.min} for name, allowed in drawing.ranges.items() if isinstance(allowed, Range)]
+    return random.Random(f"edge {seed}").sample(least, min(len(least), drawing.count // 2))
 
 
 def _size(dims: Mapping[str, int], drawing: Drawing) -> int:

@@ -56,7 +56,7 @@ def take_profile(
     program = program_of(entrant.family, entrant.variant.values, request.format, shape.dims)
     job = {
         "task": str(request.task.folder),
-        "solution": entrant.path,
+        "solution": str(entrant.found.folder / entrant.found.where.name) if entrant.found else "",
         "toggles": entrant.variant.values,
         "shape": shape.name,
         "seed": seed,

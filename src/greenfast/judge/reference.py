@@ -15,7 +15,9 @@ def found_entrant(request: Request, found: FoundSolution, *, is_reference: bool 
     """The entrant of a solution for a request's task, target and GPU; raises as ``solution_entrant`` does."""
     gpu = request.ordinal if isinstance(request.ordinal, int) else None
     task = request.task
-    return solution_entrant(task.config, found, request.target, task.problem, gpu, is_reference=is_reference)
+    return solution_entrant(
+        task.config, found, request.target, task.problem, gpu, is_reference=is_reference, results=request.out
+    )
 
 
 def reference_entrant(request: Request, text: str) -> Entrant:

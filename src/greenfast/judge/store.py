@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 
+from greenfast.judge.strict_json import decode
 from greenfast.spec.errors import MachineError, UsageError
+from greenfast.spec.files import read_file
 
 # A line end follows the bracket, which no JSON string holds: texts stay as they are.
 _NUMBERS = re.compile(r"\[\n([-+.\deE,\s]+)\]")
@@ -91,10 +93,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def read_json(path: Path, kind: Any, name: str) -> Any:
     """Read a file of this kind of data. Raises UsageError that names the file and what is wrong with it."""
     try:
-        content = msgspec.json.decode(path.read_bytes())
+        content = decode(read_file(path))
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror})") from e
-    except (msgspec.DecodeError, ValueError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:
         raise _other(path, name, e) from e
     return convert_json(content, kind, path, name)
 

@@ -13,9 +13,11 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
+from greenfast.judge.strict_json import decode
 from greenfast.judge.variant import Variant
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError, unknown
+from greenfast.spec.files import read_file
 
 CONFIG_NAME = "config_forward.json"
 
@@ -315,11 +317,11 @@ def load_task(folder: Path) -> Task:
     """
     path = folder / CONFIG_NAME
     try:
-        raw = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        raw = read_file(path).removeprefix(codecs.BOM_UTF8)
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); a task folder holds a {CONFIG_NAME}") from e
     try:
-        config = msgspec.json.decode(raw, type=TaskConfig)
+        config = decode(raw, TaskConfig)
     # A ValidationError's message names the key's path.
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         # The counters are the one enumeration of the schema; msgspec does not say what it allows.

@@ -387,7 +387,6 @@ extern "C" __global__ void k(const unsigned char* x, unsigned char* y, unsigned*
 }""",
     grid=3,
     block=128,
-    refused="cp.reduce.async.bulk",
 )
 def bulk_store_and_reduce(rng: Rng) -> Args:
     x = rng.integers(0, 256, 256).astype(U8)

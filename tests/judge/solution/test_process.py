@@ -175,6 +175,20 @@ def test_what_it_cannot_reach(tmp_path: Path, mechanism: str) -> None:
         family.program({"FAST": 1}, "float", DIMS)
 
 
+def test_the_callers_current_folder_is_none_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``python -m`` puts it on the path, which a solution's process may read: its digest would not cover that."""
+    (tmp_path / "helper.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for entry in (str(tmp_path), ""):
+        monkeypatch.syspath_prepend(entry)
+        with pytest.raises(UsageError, match="No module named 'helper'"):
+            started(tmp_path / "mine", "import helper\n" + FAMILY)
+        family = started(tmp_path / "mine", in_kernel(f"open({str(tmp_path / 'helper.py')!r})"))
+        if "files by Landlock" in family.sandbox:
+            with pytest.raises(SolutionError, match="PermissionError"):
+                family.program({"FAST": 1}, "float", DIMS)
+
+
 def test_it_can_write_in_its_own_folder_only(tmp_path: Path) -> None:
     line = "import os; open('scratch.txt', 'w').write('x'); open(__file__, 'a').write('# changed')"
     family = started(tmp_path / "mine", in_kernel(line))

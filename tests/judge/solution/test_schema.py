@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.judge.entrant import source_files
 from greenfast.judge.solution.declared import declared_program
+from greenfast.judge.solution.files import solution_files
 from greenfast.judge.solution.schema import find_solution
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Struct, TensorMap
@@ -200,6 +200,11 @@ def test_a_path_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
             find_solution(path)
 
 
+@pytest.mark.parametrize("target", ["sm_90a", " sm_90a\n", "9.0a"])
+def test_a_target_has_one_name_however_it_is_written(tmp_path: Path, target: str) -> None:
+    assert find_solution(write(tmp_path, target=target)).solution.target == "sm_90a"
+
+
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "solution.json")
     with pytest.raises(UsageError, match=r"solution\.json: cannot be read \(no regular file\)"):
@@ -212,4 +217,4 @@ def test_the_sources_that_are_kept_are_all_that_it_includes(tmp_path: Path) -> N
     (folder / "a.cuh").write_text("#include <c.cuh>\n")
     for name in ("b.cuh", "c.cuh", "other.cuh"):
         (folder / name).write_text("// nothing\n")
-    assert list(source_files(find_solution(folder))) == ["a.cuh", "b.cuh", "c.cuh", "k.cu", "solution.json"]
+    assert list(solution_files(find_solution(folder))) == ["a.cuh", "b.cuh", "c.cuh", "k.cu", "solution.json"]

@@ -207,6 +207,10 @@ _ATOMIC: dict[str, Any] = {
 }  # fmt: skip
 
 
+#: What may be reduced into memory.
+REDUCTIONS = (*_ATOMIC, "inc", "dec")
+
+
 def atomic(i: Instruction) -> Operation:
     """atom and red: the threads of a warp go one after the other, in order."""
     space = space_of(i)
@@ -228,7 +232,7 @@ def atomic(i: Instruction) -> Operation:
         with m.accessing(lanes, actual):
             arena.read(offsets, whole, f"{whole}-byte atomic access", True)
         cells = arena.data.view(dtype)
-        after = _after(operation, kind, actual)
+        after = atomic_result(operation, kind, actual)
         watched = actual in ("global", "shared")
         if watched:
             m.races.accessing = lanes
@@ -254,7 +258,7 @@ def atomic(i: Instruction) -> Operation:
     return by_space(space, where, run)
 
 
-def _after(operation: str, kind: str, space: str) -> Callable[..., Any]:
+def atomic_result(operation: str, kind: str, space: str) -> Callable[..., Any]:
     """What an atomic operation leaves behind, of the old value and its arguments."""
     if operation == "exch":
         return lambda old, new: new

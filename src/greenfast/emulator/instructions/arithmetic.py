@@ -145,30 +145,37 @@ def carrying(i: Instruction) -> Operation:
 
 
 def divide(i: Instruction) -> Operation:
-    """div: integers truncate toward zero; the ISA leaves x / 0 open, here it is all ones."""
+    """div: integers truncate toward zero."""
     if floats.is_float(i):
         return floats.divide(i)
-    dtype = dtype_of(type_of(i))
+    signed = dtype_of(type_of(i)).kind == "i"
 
     def quotient(a: Values, b: Values) -> Values:
-        safe = np.where(b == 0, dtype.type(1), b)
-        result = np.asarray(a // safe)
-        if dtype.kind == "i":
-            result = result + ((result < 0) & (result * safe != a))
-        return np.where(b == 0, ~dtype.type(0), result).astype(dtype)
+        result = np.asarray(a // b)
+        return result + ((result < 0) & (result * b != a)) if signed else result
 
-    return elementwise(i, quotient)
+    return _by_no_zero(i, quotient)
 
 
 def remainder(i: Instruction) -> Operation:
-    """rem, of the sign of the dividend; the ISA leaves x % 0 open, here it is all ones."""
-    dtype = dtype_of(type_of(i))
+    """rem, of the sign of the dividend."""
+    return _by_no_zero(i, np.fmod)
 
-    def rest(a: Values, b: Values) -> Values:
-        found = np.fmod(a, np.where(b == 0, dtype.type(1), b))
-        return np.where(b == 0, ~dtype.type(0), found).astype(dtype)
 
-    return elementwise(i, rest)
+def _by_no_zero(i: Instruction, function: Callable[[Values, Values], Values]) -> Operation:
+    """An operation that the ISA leaves open for a divisor of 0: all ones, and in other orders than the first 0."""
+    kind = type_of(i)
+    dtype = dtype_of(kind)
+    destination, *sources = i.operands
+    first, second = (reader(source, kind, i) for source in sources)
+    write = writer(destination, kind, i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        b = np.asarray(second(m, lanes))
+        found = function(np.asarray(first(m, lanes)), np.where(b == 0, dtype.type(1), b))
+        write(m, lanes, np.where(b == 0, dtype.type(0) if m.seed else ~dtype.type(0), found).astype(dtype))
+
+    return run
 
 
 def sum_of_differences(i: Instruction) -> Operation:

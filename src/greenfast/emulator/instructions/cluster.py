@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from greenfast.emulator.instructions import access
 from greenfast.emulator.instructions.access import addresses, locate
@@ -65,22 +66,32 @@ def _arrive(m: Machine, lanes: Lanes) -> None:
         at = int(lane_indices(lanes)[np.flatnonzero(twice)[0]])
         raise m.fault("a second arrival at the cluster barrier with no wait between", at)
     m.cluster_arrivals[lanes] += 1
+    m.races.within.let_go(lanes, m.races.ordering.now)
     m.events += 1
+    _phases(m)
 
 
 def _wait(m: Machine, lanes: Lanes) -> Any:
     indices, size = lane_indices(lanes), m.geometry.cluster_size
-    # A thread that has ended counts as one that arrived.
-    phase = np.full(len(m.blocks) // size, np.iinfo(np.int64).max)
-    there = np.flatnonzero(m.exists & ~m.ended)
-    np.minimum.at(phase, m.block_of[there] // size, m.cluster_arrivals[there])
-    early = phase[m.block_of[indices] // size] <= m.cluster_waits[indices]
+    early = _phases(m)[m.block_of[indices] // size] <= m.cluster_waits[indices]
     m.cluster_waits[indices[~early]] += 1
     m.cluster_met[m.block_of[indices[~early]]] = True
     m.races.converge(indices[~early])
     for first in np.unique(m.block_of[indices[~early]] // size) * size:
-        m.races.ordering.level_cluster(np.arange(first, first + size))
+        m.races.ordering.level_cluster(np.arange(first, first + size), int(m.cluster_met_at[first // size]))
     return indices[early]
+
+
+def _phases(m: Machine) -> NDArray[np.int64]:
+    """How often each cluster has met; keeps the last access before that: threads leave one after the other."""
+    size = m.geometry.cluster_size
+    # A thread that has ended counts as one that arrived.
+    phase = np.full(len(m.blocks) // size, np.iinfo(np.int64).max)
+    there = np.flatnonzero(m.exists & ~m.ended)
+    np.minimum.at(phase, m.block_of[there] // size, m.cluster_arrivals[there])
+    m.cluster_met_at[phase > m.cluster_phases] = m.races.ordering.now
+    m.cluster_phases = np.maximum(m.cluster_phases, phase)
+    return phase
 
 
 def store(i: Instruction) -> Operation:

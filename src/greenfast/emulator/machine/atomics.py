@@ -44,7 +44,7 @@ class Atomics:
                 races.check_global(races.record.atomics, offsets, size, tags, OF_A_BLOCK, "atomic access", None)
         elif lock:
             return
-        elif races.watches_shared:
+        else:
             floor = races.ordering.floor[races.warp]
             for table in races.shared_writes.values():
                 if table.newest(races.warp) > floor:
@@ -58,7 +58,7 @@ class Atomics:
         if space == "global":
             unit, places = places_of(offsets, size)
             races.record.table(unit, atomic=True)[places] = races.tags(number, len(offsets))[:, None]
-        elif races.watches_shared:
+        else:
             unit, rows, whole = units_of(offsets, size)
             threads = threads_by_unit(races.threads(len(offsets)), len(rows), whole // unit)
             self._shared[unit].put(rows, whole, number, races.warp, threads)

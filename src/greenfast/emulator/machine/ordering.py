@@ -107,12 +107,14 @@ class Ordering:
         self.warps[blocks[:, None], own, own] = EVERYTHING
         self.level(own)
 
-    def level_cluster(self, blocks: NDArray[np.int64]) -> None:
-        """All warps of a cluster's blocks leave a barrier that all of them came to."""
-        self.level_blocks(blocks)
+    def level_cluster(self, blocks: NDArray[np.int64], until: int) -> None:
+        """Warps of a cluster's blocks leave a barrier that all of them came to after the access ``until``."""
+        self.warps[blocks] = np.maximum(self.warps[blocks], until)
+        self.level(np.arange(self.warps.shape[1]))
         if self.through_memory:
             self.blocks[blocks] = self.blocks[blocks].max(axis=0)
-            self.blocks[np.ix_(blocks, blocks)] = self.now
+            among = np.ix_(blocks, blocks)
+            self.blocks[among] = np.maximum(self.blocks[among], until)
 
     # ---- mbarriers --------------------------------------------------------------------------------------------------
 

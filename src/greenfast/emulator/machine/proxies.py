@@ -48,9 +48,7 @@ class Proxies:
     def touched(self, offsets: Numbers, writes: bool, counted: bool) -> None:
         """Threads of a warp read or write through the generic proxy; ``counted``: an access that has its number."""
         warp = self.races.warp
-        if not writes and not self.races.watches_shared:
-            return
-        number = self.ordering.now if counted and self.races.watches_shared else self.races.begin()
+        number = self.ordering.now if counted else self.races.begin()
         if writes:
             self._write(offsets, warp, number)
             return

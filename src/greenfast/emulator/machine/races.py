@@ -49,7 +49,6 @@ class Races:
     def __init__(self, machine: Machine, record: GlobalRecord, ordering: Ordering) -> None:
         self.m, self.record, self.ordering = machine, record, ordering
         self.warp = 0
-        self.watches_shared = machine.geometry.cluster_size == 1  # not where warps of several blocks touch it
         self.accessing: Lanes = slice(0, 0)  # the threads of the access, in order
         self._position = np.full(machine.geometry.blocks, -1, np.int64)  # of a block of the grid among these
         self._position[machine.blocks] = np.arange(len(machine.blocks))
@@ -98,6 +97,7 @@ class Races:
         """Threads arrive at mbarriers."""
         if self.m.launches is not None:
             self._behind_wait.update(rows[self.m.behind_wait[lanes]].tolist())
+        self.within.let_go(lanes, self.ordering.now)
         for row, block, warp in self._each(rows, lanes):
             self.ordering.pass_to(row, block, warp)
 
@@ -239,36 +239,34 @@ class Races:
         if bad.any():
             row, column = np.argwhere(bad)[0]
             lane = int(mine[row, column])
-            block = int(self.m.blocks[self.m.block_of[lane]])
+            block = int(self.m.blocks[self.m.block_of[table.by(rows, size)[row, column]]])
             place = self.m.shared_place(int(rows[row]) * size)
             raise self._fault(what, other, int(numbers[row, column]), place, block, lane)
 
     def check_shared(self, table: Table, rows: Numbers, size: int, what: str, other: str, values: Any) -> None:
         """A fault where an access meets one of other warps that is not known to be complete."""
-        numbers = table.get(rows, size)
+        numbers, m = table.get(rows, size), self.m
         floor = self.ordering.floor[self.warp]
         if int(numbers.max()) <= floor:
             return
         late = np.flatnonzero(numbers > floor)
         late = late[self.record.accesses.warps[numbers.ravel()[late]] != self.warp]
-        if len(late):
-            elements = late // numbers.shape[1]
-            self._judge_shared(numbers.ravel()[late], elements, rows, size, what, other, values)
-
-    def _judge_shared(
-        self, numbers: Numbers, elements: Numbers, rows: Numbers, size: int, what: str, other: str, values: Any
-    ) -> None:
-        """A fault where an access of another warp may not be complete; elements: which of this access it met."""
-        m = self.m
-        by = self.record.accesses.warps[numbers]
-        bad = numbers > self.ordering.warps[rows[elements] * size // m.shared_stride, self.warp, by]
+        if not len(late):
+            return
+        elements, numbers = late // numbers.shape[1], numbers.ravel()[late]
+        blocks = rows[elements] * size // m.shared_stride
+        bad = numbers > self.ordering.warps[blocks, self.warp, self.record.accesses.warps[numbers]]
+        others = table.by(rows, size).ravel()[late]
+        if not self.within.alone:
+            mine = self.threads(len(rows))[elements]
+            bad = np.where(self.within.abroad(blocks, mine, others), self.within.apart(numbers, mine, others), bad)
         if bad.any() and values is not None:
             bad &= changes(m.shared, rows * size, size, values)[elements]
         if bad.any():
             first = int(np.flatnonzero(bad)[0])
             row = int(elements[first])
             lane = self._lane(row, len(rows))
-            block = int(m.blocks[m.block_of[lane]])
+            block = int(m.blocks[m.block_of[others[first] if others[first] >= 0 else lane]])
             raise self._fault(what, other, int(numbers[first]), m.shared_place(int(rows[row]) * size), block, lane)
 
     # ---- global memory ----------------------------------------------------------------------------------------------

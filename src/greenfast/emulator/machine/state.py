@@ -41,8 +41,8 @@ Values: TypeAlias = NDArray[Any]
 WARP = 32
 #: Addresses in the shared memory of another block of the cluster have its rank, counted from 1, above these bits.
 RANK_BITS = 24
-#: What %nsmid says.
-MULTIPROCESSORS = 132
+#: What %nsmid and %nwarpid say.
+MULTIPROCESSORS, WARPS = 132, 64
 _FULL = np.uint64(0xFFFFFFFF)
 _BITS = {"8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64, "16x2": np.uint32}
 
@@ -131,9 +131,9 @@ class Machine:
     blocks: their linear indices. shared_layout, local_layout: offsets of variables. dynamic_bytes: shared memory that
     the launch asks for, among shared_bytes. params: each parameter's bytes, or
     the tensor map that it is.
-    workspace: address of what cooperative groups synchronize a grid with. record: the accesses to global memory of
-    all blocks of the grid. launches: the chain that this one belongs to. synchronizes: whether threads may do so
-    through memory.
+    workspace: address of what cooperative groups synchronize a grid with, 0 for none. record: the accesses to global
+    memory of all blocks of the grid. launches: the chain that this one belongs to. synchronizes: whether threads may do
+    so through memory.
     counts: where what runs now is counted. phases: where it is counted by phase, in an instrumented build.
     """
 
@@ -183,6 +183,10 @@ class Machine:
         self.ended = ~self.exists
         self.cluster_arrivals = np.zeros(self.lanes, np.int64)
         self.cluster_waits = np.zeros(self.lanes, np.int64)
+        #: Of each cluster, how often its threads have met, and the last access before that.
+        self.cluster_phases, self.cluster_met_at = np.zeros(
+            (2, -(-len(self.blocks) // self.geometry.cluster_size)), np.int64
+        )
         #: Blocks that know that the others of their cluster have begun.
         self.cluster_met = np.zeros(len(self.blocks), np.bool_)
         self.bulk_groups = np.zeros(self.lanes, np.int64)
@@ -210,8 +214,7 @@ class Machine:
         if self.proxies is not None:
             self.shared.watch_asynchronous_reads()
             self.shared.on_generic = self.proxies.touched
-        if self.races.watches_shared:
-            self.shared.on_read, self.shared.on_write = self.races.shared_read, self.races.shared_write
+        self.shared.on_read, self.shared.on_write = self.races.shared_read, self.races.shared_write
         self.memory.on_read, self.memory.on_write = self.races.global_read, self.races.global_write
         #: Which threads are past a griddepcontrol.wait, theirs or of a thread that they have waited for since.
         self.behind_wait = np.zeros(self.lanes, np.bool_)
@@ -278,7 +281,9 @@ class Machine:
 
     def _specials(self) -> dict[str, Values]:
         block = self.blocks[self.block_of]
-        found: dict[str, Values] = {"%laneid": np.arange(self.lanes) % WARP, "%warpid": self.thread_of // WARP}
+        # What tells the warps of a block apart is their place on a multiprocessor, which it may share with others.
+        slot = (self.thread_of // WARP + 3 + self.warps * block) % WARPS
+        found: dict[str, Values] = {"%laneid": np.arange(self.lanes) % WARP, "%warpid": slot}
         lane = np.arange(self.lanes, dtype=np.uint64) % np.uint64(WARP)
         below, own = (np.uint64(1) << lane) - np.uint64(1), np.uint64(1) << lane
         found |= {"%lanemask_eq": own, "%lanemask_lt": below, "%lanemask_le": below | own}
@@ -293,7 +298,7 @@ class Machine:
         found |= {"%smid": on, "%nsmid": np.full(self.lanes, MULTIPROCESSORS)}
         place = unflatten(block, self.geometry.grid)
         for name, value in (
-            ("%nwarpid", self.warps),
+            ("%nwarpid", WARPS),
             ("%gridid", 1 + self.seed),
             ("%is_explicit_cluster", int(size > 1)),
             ("%dynamic_smem_size", self.dynamic_bytes),

@@ -4,7 +4,8 @@ Two accesses of different threads of a warp are ordered where both threads have 
 synchronizes since the first: a barrier, __syncwarp, any other instruction of a whole warp (shuffles, votes, matrix
 fragments), a wait for an mbarrier, an atomic or volatile access. That is more lenient than the memory model: it
 need not be the same barrier. In the same way a block must wait for something between the last access of another
-block of its cluster to its shared memory and its end.
+block of its cluster to its shared memory and its end. Threads of two blocks of a cluster are ordered in shared memory
+where the first has arrived at something since its access, and the second has waited since.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ class Within:
     def __init__(self, machine: Machine) -> None:
         self.m = machine
         self.synced = np.zeros(machine.lanes, np.int64)
+        #: Whether a block has no others in its cluster.
+        self.alone = machine.geometry.cluster_size == 1
+        #: In a cluster the same, and where a thread arrived and did not wait.
+        self._released = self.synced if self.alone else self.synced.copy()
         self._least: dict[int, int] = {}
         # Accesses to other blocks' shared memory are counted; of each thread, how many there were when it synchronized.
         self._outside = 0
@@ -52,9 +57,19 @@ class Within:
 
     def converge(self, lanes: Lanes, now: int) -> None:
         """Threads synchronize."""
-        self.synced[lanes] = now
+        self.synced[lanes] = self._released[lanes] = now
         self._outside_before[lanes] = self._outside
         self._least.clear()
+
+    def let_go(self, lanes: Lanes, now: int) -> None:
+        """Threads arrive at an mbarrier or at a cluster's barrier."""
+        if not self.alone:
+            self._released[lanes] = now
+
+    def abroad(self, blocks: NDArray[Any], mine: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
+        """Whether one of two threads (-1: of none) accesses another block's shared memory; blocks: whose it is."""
+        found: NDArray[np.bool_] = (self.m.block_of[mine] != blocks) | (self.m.block_of[others] != blocks)
+        return found & (others >= 0)
 
     def end(self, lanes: Lanes) -> None:
         """Threads end: what they did is complete for threads that synchronize from now on.
@@ -65,7 +80,7 @@ class Within:
             mine = self.m.block_of == block
             if self.m.ended[mine].all() and self._outside_before[mine].max() < number:
                 raise self._ended(block)
-        self.synced[lanes] = _ENDED
+        self.synced[lanes] = self._released[lanes] = _ENDED
         self._least.clear()
 
     def least(self, warp: int) -> int:
@@ -78,6 +93,9 @@ class Within:
 
     def apart(self, numbers: NDArray[Any], mine: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
         """Which accesses of other threads of a warp (-1: of none) this one's threads have not synchronized with."""
-        known = np.minimum(self.synced[mine], self.synced[others])
+        theirs = self.synced[others]
+        if not self.alone:
+            theirs = np.where(self.m.block_of[mine] == self.m.block_of[others], theirs, self._released[others])
+        known = np.minimum(self.synced[mine], theirs)
         found: NDArray[np.bool_] = (others >= 0) & (mine >= 0) & (others != mine) & (known < numbers)
         return found

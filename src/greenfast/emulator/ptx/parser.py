@@ -306,7 +306,10 @@ def _operand(text: str) -> Operand:
             raise UsageError(f"PTX: cannot read the address {text!r}")
         return Address(base, offset, items.items)
     if "|" in text:
-        return Vector(tuple(_operand(item) for item in text.split("|")))
+        both = tuple(_operand(item) for item in text.split("|"))
+        if any(isinstance(item, Immediate) for item in both):
+            raise UsageError(f"PTX: cannot read the constant expression {text!r}")
+        return Vector(both)
     if _SPECIAL.fullmatch(text):
         return Special(text)
     if text[0] == "%" or text == "_":  # _ takes a result that is not used
@@ -319,7 +322,10 @@ def _operand(text: str) -> Operand:
         return Immediate(*found)
     if text == "WARP_SZ":
         return Immediate(32)
-    return Symbol(*_with_offset(text))
+    name, offset = _with_offset(text)
+    if name.lstrip("!")[0].isdigit():
+        raise UsageError(f"PTX: cannot read the constant expression {text!r}")
+    return Symbol(name, offset)
 
 
 def _with_offset(text: str) -> tuple[str, int]:

@@ -10,6 +10,7 @@ import msgspec
 
 from greenfast.evolve.proposal import Candidate, Edit
 from greenfast.evolve.space import Space, Value
+from greenfast.judge.strict_json import once
 from greenfast.spec.errors import UsageError
 
 #: Of an answer: characters that are read, places at which JSON is looked for, candidates; and characters of an edit.
@@ -67,7 +68,7 @@ def _listed(text: str) -> list[Any] | None:
 
 def _values(text: str) -> list[Any]:
     """The JSON values in a text that begin with a bracket, one after the other."""
-    decoder, found, at = json.JSONDecoder(), [], 0
+    decoder, found, at = json.JSONDecoder(object_pairs_hook=_object), [], 0
     for _ in range(_MOST_STARTS):
         start = _START.search(text, at)
         if start is None:
@@ -78,6 +79,14 @@ def _values(text: str) -> list[Any]:
         except (ValueError, RecursionError):
             at = start.end()
     return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Any:
+    """An object, or why it is none, in place of it: the rest of the answer is read."""
+    try:
+        return once(pairs)
+    except msgspec.DecodeError as e:
+        return str(e)
 
 
 def _rows(value: Any) -> list[Any] | None:

@@ -17,6 +17,7 @@ import msgspec
 
 from greenfast.evolve.language.model import Answer, Limits, estimated_tokens
 from greenfast.evolve.proposal import ProposerError
+from greenfast.judge.strict_json import decode
 from greenfast.spec.errors import UsageError
 from greenfast.spec.extras import require
 
@@ -134,7 +135,7 @@ class _Completion(msgspec.Struct):
 
 def _read(body: bytes, prompt: str) -> Answer:
     try:
-        found = msgspec.json.decode(body, type=_Completion)
+        found = decode(body, _Completion)
         text = found.choices[0].message.content
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError, RecursionError) as e:
         raise _PassingError(f"no completion: {e}: {body[:_SHOWN].decode('utf-8', 'replace')}") from e

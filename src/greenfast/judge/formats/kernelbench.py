@@ -13,6 +13,7 @@ from greenfast.judge.formats.convert import REFERENCE, callable_config, safe_nam
 from greenfast.judge.store import write_whole
 from greenfast.judge.task import CONFIG_NAME
 from greenfast.spec.errors import UsageError
+from greenfast.spec.files import read_file
 
 MODEL, NEW_MODEL = "Model", "ModelNew"
 #: The file as it was given, in a converted problem's and solution's folder.
@@ -52,14 +53,14 @@ def is_kernelbench(path: Path, model: str = MODEL) -> bool:
         return False
     try:
         body = ast.parse(path.read_bytes()).body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
         return False
     return model in {statement.name for statement in body if isinstance(statement, ast.ClassDef)}
 
 
 def convert_problem(path: Path, folder: Path) -> Path:
     """Write the task folder of a KernelBench file, whose baseline is its Model; returns it."""
-    text = path.read_text()
+    text = read_file(path)
     missing = {"get_inputs", "get_init_inputs"} - {
         s.name for s in ast.parse(text).body if isinstance(s, ast.FunctionDef)
     }
@@ -75,12 +76,12 @@ def convert_problem(path: Path, folder: Path) -> Path:
 
 def convert_model(path: Path, problem: Path, folder: Path) -> Path:
     """Write the folder of a solution with ModelNew for a problem's file; returns it."""
-    write_whole(folder / "new_model.py", path.read_text())
-    _write_model(folder, safe_name(path.stem), problem.read_text(), "new_model", NEW_MODEL)
+    write_whole(folder / "new_model.py", read_file(path))
+    _write_model(folder, safe_name(path.stem), read_file(problem), "new_model", NEW_MODEL)
     return folder
 
 
-def _write_model(folder: Path, name: str, problem: str, module: str, model: str) -> None:
+def _write_model(folder: Path, name: str, problem: bytes, module: str, model: str) -> None:
     write_whole(folder / ORIGINAL, problem)
     write_whole(folder / "entry.py", _ENTRY.format(module=module, model=model, seed=SEED))
     write_whole(folder / "solution.json", callable_config(name, "entry.py", "", {"kernel": "run"}))

@@ -10,13 +10,15 @@ import ast
 import codecs
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
 
 from greenfast.judge.solution.expressions import evaluate, whole
+from greenfast.judge.strict_json import decode
 from greenfast.spec.errors import UsageError
+from greenfast.spec.files import read_file
 
 #: The files of a converted problem's folder.
 DEFINITION, WORKLOADS = "definition.json", "workloads.jsonl"
@@ -224,13 +226,13 @@ def read_foreign_solution(path: Path) -> ForeignSolution:
 
 def _text(path: Path) -> bytes:
     try:
-        return path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        return read_file(path).removeprefix(codecs.BOM_UTF8)
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror})") from None
 
 
 def _decoded(path: Path, text: bytes, kind: type[_T]) -> _T:
     try:
-        return msgspec.json.decode(text, type=kind)
+        return cast(_T, decode(text, kind))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise UsageError(f"{path}: {e}") from None

@@ -41,7 +41,7 @@ def check(
             side = build_side(role, entrant.family, variant, fmt, shapes, target, refused=refused)
         except CompileError as e:
             checks.append((what, "compiles", "does not compile", "FAIL"))
-            reasons.append(str(e))
+            reasons.append(entrant.named(str(e)))
             continue
         except AbsentError as e:
             checks.append((what, "compiles", "not here", "PENDING"))

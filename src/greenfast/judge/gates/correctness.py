@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,13 +171,23 @@ class _Checked:
         """One side's row of a case, and its decoded output; None where it did not run."""
         decoded = None
         if not isinstance(result, WorkerError):
+            result = replace(result, violations=[*result.violations, *_odd_booleans(result.outputs)])
             decoded = self.problem.decode(result.outputs, self.fmt)
+            if not isinstance(decoded, np.ndarray) or decoded.dtype.kind not in "fiub":
+                found = getattr(decoded, "dtype", type(decoded).__name__)
+                raise UsageError(f"{cell}: decode gives {found}; an array of float64 is asked for")
             if decoded.shape != references.exact.shape:
                 shapes_differ = f"{decoded.shape}, the references have {references.exact.shape}"
                 raise UsageError(f"{cell}: decode gives an array of shape {shapes_differ}")
         kernel_gate = self.own_gates.get(role, self.gates.kernel_error)
         gate = self.gates.error_for(cell.shape.dims)
         return _row(cell, case, references, gate, kernel_gate, result, decoded), decoded
+
+
+def _odd_booleans(outputs: Mapping[str, NDArray[Any]]) -> list[str]:
+    """Bytes of truth values that are neither 0 nor 1. Such as 255, which unwritten ones hold, some take for true."""
+    odd = {n: int((a.view(np.uint8) > 1).sum()) for n, a in outputs.items() if a.dtype == np.bool_}
+    return [f"{count} elements of {name!r}, which is bool, are neither 0 nor 1" for name, count in odd.items() if count]
 
 
 def _row(

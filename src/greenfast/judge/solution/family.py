@@ -123,7 +123,7 @@ class RemoteFamily(_Single):
         self._with_data = solution.language == "callable"
         self._binaries: dict[bytes, bytes] = {}
         gpu = gpu if self._with_data else None
-        self._process = SolutionProcess(what, folder, answer_s=answer_s, gpu=gpu)
+        self._process = SolutionProcess(what, folder, answer_s=answer_s, gpu=gpu, imports=bool(module))
         self.sandbox = self._process.sandbox
         said = self._process.ask(Load(solution, str(folder.resolve()), module))
         if isinstance(said, Raised):

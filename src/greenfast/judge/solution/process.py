@@ -33,6 +33,7 @@ _CHILD = (
 #: The environment that a solution's code sees; everything else of the caller's stays out.
 _KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME", "TZ")
 _MOST_SHOWN = 2000
+_PACKAGE = __name__.partition(".")[0]
 
 
 class SolutionProcess:
@@ -42,7 +43,10 @@ class SolutionProcess:
     Every method raises SolutionError where the code ends, hangs or answers with what is no answer.
     """
 
-    def __init__(self, what: str, folder: Path, *, answer_s: float = ANSWER_S, gpu: int | None = None) -> None:
+    def __init__(
+        self, what: str, folder: Path, *, answer_s: float = ANSWER_S, gpu: int | None = None, imports: bool = False
+    ) -> None:
+        """Start it. imports: whether its code is a module, which may lie in the caller's current folder."""
         self._what = what
         self._answer_s = answer_s
         self._number = 0
@@ -50,12 +54,15 @@ class SolutionProcess:
         #: The one folder that it may write.
         self.scratch = Path(tempfile.mkdtemp(prefix="greenfast-solution-"))
         #: The folders that it may read, besides the system's.
-        self.readable = _readable(folder.resolve())
+        path = _path(imports)
+        self.readable = _readable(folder.resolve(), path)
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         their_questions, self._questions = os.pipe()
         self._answers, their_answers = os.pipe()
         try:
-            self._child = _start(their_questions, their_answers, self.readable, str(self.scratch), self._output, gpu)
+            self._child = _start(
+                their_questions, their_answers, self.readable, path, str(self.scratch), self._output, gpu
+            )
         finally:
             os.close(their_questions)
             os.close(their_answers)
@@ -169,16 +176,24 @@ def _shown(text: str) -> str:
     return text if len(text) <= 2 * _MOST_SHOWN else text[: 2 * _MOST_SHOWN] + " ..."
 
 
-def _path() -> list[str]:
-    return [os.path.abspath(entry) for entry in sys.path]
+def _path(imports: bool) -> list[str]:
+    """Where modules are found. Python adds the current folder, which may hold what is in no digest of a solution."""
+    entries = [os.path.abspath(entry) for entry in sys.path]
+    return [entry for entry in entries if imports or entry != os.getcwd() or Path(entry, _PACKAGE).is_dir()]
 
 
-def _readable(folder: Path) -> list[str]:
-    return [str(folder), sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), *_path()]
+def _readable(folder: Path, path: Sequence[str]) -> list[str]:
+    return [str(folder), sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), *path]
 
 
 def _start(
-    questions: int, answers: int, readable: Sequence[str], scratch: str, output: IO[bytes], gpu: int | None
+    questions: int,
+    answers: int,
+    readable: Sequence[str],
+    path: Sequence[str],
+    scratch: str,
+    output: IO[bytes],
+    gpu: int | None,
 ) -> subprocess.Popen[bytes]:
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     folders = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "GREENFAST_CACHE_DIR"), scratch)
@@ -186,7 +201,7 @@ def _start(
     return subprocess.Popen(
         [
             *(sys.executable, "-I", "-c", _CHILD, str(questions), str(answers), "\x1f".join(readable), scratch),
-            *("" if gpu is None else "gpu", *_path()),
+            *("" if gpu is None else "gpu", *path),
         ],
         stdin=subprocess.DEVNULL,
         stdout=output,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import codecs
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
+from greenfast.judge.strict_json import decode, once
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
+from greenfast.spec.files import read_file
 
 CONFIG_NAME = "solution.json"
 
@@ -113,17 +116,19 @@ class Solution(_Strict, frozen=True, kw_only=True):
 class FoundSolution:
     """A solution and where it was found.
 
-    folder: quoted includes and its source resolve there. where: the file that holds the JSON, for messages.
+    folder: quoted includes and its source resolve there. where: the file that holds the JSON, for messages. content: of
+    that file, as it was read.
     """
 
     solution: Solution
     folder: Path
     where: Path
+    content: bytes = b""
 
     @property
     def file(self) -> Path:
         """Its source."""
-        return self.folder / self.solution.file
+        return Path(os.path.normpath(self.folder / self.solution.file))
 
     @property
     def is_code(self) -> bool:
@@ -146,45 +151,53 @@ def find_solution(path: Path) -> FoundSolution:
     if path.is_dir():
         path = path / CONFIG_NAME
     if path.suffix == ".json":
-        found = FoundSolution(
-            _decoded(_read(path, _MAX_CONFIG).removeprefix(codecs.BOM_UTF8), path, {}), path.parent, path
-        )
+        content = _read(path, _MAX_CONFIG)
+        solution = _decoded(content.removeprefix(codecs.BOM_UTF8), path, {})
     else:
-        found = FoundSolution(_from_header(path), path.parent, path)
+        content = b"" if path.suffix == ".cubin" else read_bytes(path)
+        solution = _from_header(path, content)
+    found = FoundSolution(_with_target(solution, path), path.parent, path, content)
     _check(found)
     return found
 
 
+def _with_target(solution: Solution, where: Path) -> Solution:
+    """The solution with its target's name, which may be written in other ways. Raises UsageError for another one."""
+    try:
+        name = Target.parse(solution.target).name if solution.target else ""
+    except UsageError as e:
+        raise UsageError(f"{where}: target: {e}") from None
+    return msgspec.structs.replace(solution, target=name)
+
+
 def read_text(path: Path) -> str:
     """A source's text. Raises UsageError where it cannot be read, is too large, or is not UTF-8."""
+    return _text(path, read_bytes(path))
+
+
+def _text(path: Path, content: bytes) -> str:
     try:
-        return _read(path, _MAX_SOURCE).removeprefix(codecs.BOM_UTF8).decode()
+        return content.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as e:
         raise UsageError(f"{path}: byte {e.start} is not UTF-8; save the file as UTF-8") from None
 
 
-def read_bytes(path: Path) -> bytes:
-    """A binary's content. Raises UsageError where it cannot be read or is too large."""
-    return _read(path, _MAX_SOURCE)
+def read_bytes(path: Path, most: int = _MAX_SOURCE) -> bytes:
+    """A binary's content. Raises UsageError where it cannot be read or has more than ``most`` bytes."""
+    return _read(path, most)
 
 
 def _read(path: Path, most: int) -> bytes:
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
-            raise OSError(0, "no regular file")
-        with path.open("rb") as file:
-            data = file.read(most + 1)
+        return read_file(path, most)
     except (OSError, ValueError) as e:
         reason = getattr(e, "strerror", None) or e
         hint = f"; a solution's folder holds a {CONFIG_NAME}" if path.name == CONFIG_NAME else ""
         raise UsageError(f"{path}: cannot be read ({reason}){hint}") from None
-    if len(data) > most:
-        raise UsageError(f"{path}: larger than {most >> 20} MiB, which is the most that is read")
-    return data
 
 
-def _from_header(path: Path) -> Solution:
-    text = "" if path.suffix == ".cubin" else read_text(path)
+def _from_header(path: Path, content: bytes) -> Solution:
+    text = _text(path, content)
     if path.suffix == ".py":
         return _decoded(_python_header(text, path), path, {"file": path.name})
     if path.suffix not in _OF_SUFFIX or path.suffix == ".cubin":
@@ -223,23 +236,37 @@ def _python_header(text: str, path: Path) -> bytes:
     except (SyntaxError, ValueError, MemoryError, RecursionError) as e:
         line = getattr(e, "lineno", None)
         raise UsageError(f"{path}: not Python{f', line {line}' if line else ''}: {str(e).splitlines()[0]}") from None
-    for statement in body:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id="GREENFAST")], value=value):
-                try:
-                    return msgspec.json.encode(ast.literal_eval(value))
-                except (ValueError, TypeError, MemoryError, RecursionError):
-                    raise UsageError(
-                        f"{path}: line {statement.lineno}: GREENFAST is not a literal of JSON's types; it is read "
-                        "without running the file"
-                    ) from None
-    raise UsageError(f"{path}: has no GREENFAST at the top level; write {example}")
+    found = [(s.lineno, s.value) for s in body if isinstance(s, ast.Assign) and _names_greenfast(s.targets)]
+    if not found:
+        raise UsageError(f"{path}: has no GREENFAST at the top level; write {example}")
+    where = f"{path}: line {found[-1][0]}: GREENFAST"
+    if len(found) > 1:
+        raise UsageError(f"{where} stands twice; give it once")
+    try:
+        read = ast.literal_eval(found[0][1])
+        _require_distinct_keys(found[0][1], where)
+        return msgspec.json.encode(read)
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        raise UsageError(f"{where} is not a literal of JSON's types; it is read without running the file") from None
+
+
+def _names_greenfast(targets: list[ast.expr]) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == "GREENFAST" for target in targets)
+
+
+def _require_distinct_keys(literal: ast.expr, where: str) -> None:
+    """Raise UsageError for a key that one dict has twice, of which Python takes the last without a word."""
+    for part in ast.walk(literal):
+        try:
+            once([(key.value, None) for key in getattr(part, "keys", ()) if isinstance(key, ast.Constant)])
+        except msgspec.DecodeError as e:
+            raise UsageError(f"{where}: {e}") from None
 
 
 def _decoded(text: bytes, path: Path, implied: Mapping[str, str]) -> Solution:
     """The solution of a JSON text; implied: the keys that the file itself answers."""
     try:
-        raw = msgspec.json.decode(text)
+        raw = decode(text)
         if isinstance(raw, dict):
             for key, value in implied.items():
                 if raw.setdefault(key, value) != value:
@@ -285,11 +312,6 @@ def _check(found: FoundSolution) -> None:
         raise UsageError(f"{where}: file: {solution.file} is outside of the solution's folder; copy it there")
     if not there:
         raise UsageError(f"{where}: file: {found.file} does not exist")
-    if solution.target:
-        try:
-            Target.parse(solution.target)
-        except UsageError as e:
-            raise UsageError(f"{where}: target: {e}") from None
     if solution.language != "callable":
         for number, launch in enumerate(solution.launches):
             if not launch.grid:

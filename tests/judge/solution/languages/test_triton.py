@@ -53,10 +53,12 @@ def made(tmp_path: Path) -> Make:
         buffers: Mapping[str, str] = FLOATS,
         dims: Mapping[str, int] | None = None,
         target: Target = TARGET,
+        spaces: Mapping[str, Any] | None = None,
     ) -> Program:
         path = tmp_path / "mine.py"
         chosen = {"BLOCK": 64} if constants is None else dict(constants)
-        about = {"name": "mine", "language": "triton", "constants": chosen, "launches": [{**LAUNCH, **launch}]}
+        about: dict[str, Any] = {"name": "mine", "language": "triton", "constants": chosen, "workspaces": spaces or {}}
+        about["launches"] = [{**LAUNCH, **launch}]
         path.write_text(f"{HEADER}GREENFAST = {json.dumps(about)}\n\n\n{source}")
         found = find_solution(path)
         known = {name: Buffer(dtype, [64]) for name, dtype in buffers.items()}
@@ -179,13 +181,26 @@ def test_an_autotuned_function_takes_the_configuration_that_the_solution_names(m
         ({"launch": {"num_warps": 3}}, r"launches\[0\].num_warps: 3 is no power of two"),
         ({"launch": {"num_stages": 0}}, r"launches\[0\].num_stages: 0 is not at least 1"),
         ({"launch": {"grid": [2]}, "constants": {}}, r"BLOCK is a tl.constexpr without a value; give it under const"),
-        ({"buffers": {**FLOATS, "x": "complex64"}}, r'x holds complex64; annotate x_ptr, such as x_ptr: "\*bf16"'),
+        ({"buffers": {**FLOATS, "x": "complex64"}}, r'x holds complex64; annotate x_ptr, such as x_ptr: "\*fp32"'),
     ],
 )
 def test_what_does_not_fit_is_refused(made: Make, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         made(**changed)
     assert "mine.py: launches[0]" in str(caught.value)
+
+
+@needs_triton
+@pytest.mark.parametrize("annotation", ["", ': "*fp32"'])
+def test_a_workspace_has_the_type_that_the_function_says(made: Make, annotation: str) -> None:
+    """Without one a float would be stored as a byte."""
+    source = TWICE.replace("n, BLOCK", f"w{annotation}, n, BLOCK") + "    tl.store(w + i, 2.5)\n"
+    given: dict[str, Any] = {"launch": {"args": ["x", "y", "w", "int32(N)"]}, "spaces": {"w": {"bytes": 512}}}
+    if annotation:
+        assert str(0x40200000) in made(source, **given).steps[0].kernel.source
+        return
+    with pytest.raises(UsageError, match=r'w holds bytes of no type; annotate w, such as w: "\*fp32"'):
+        made(source, **given)
 
 
 @needs_triton

@@ -39,6 +39,8 @@ _TYPES = {
 }
 _BYTES = {"i1": 1, "fp8e4nv": 1, "fp8e5": 1, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 _BYTES |= {f"{sign}{bits}": bits // 8 for sign in "iu" for bits in (8, 16, 32, 64)}
+#: What a workspace holds. As plain bytes a float would be stored as a number below 256, without a word.
+_UNTYPED = "bytes of no type"
 _DIVISIBLE = [["tt.divisibility", 16]]
 
 
@@ -54,7 +56,7 @@ def program(
     require_extra(found.solution.name, "triton")
     names = constants(found, dims)
     spaces = workspaces(found, names)
-    dtypes = {name: buffer.dtype for name, buffer in buffers.items()} | dict.fromkeys(spaces, "uint8")
+    dtypes = {name: buffer.dtype for name, buffer in buffers.items()} | dict.fromkeys(spaces, _UNTYPED)
     with _ready(target):
         module = module_of(found.folder, found.solution.file)
         steps = []
@@ -179,7 +181,7 @@ def _type_of(key: str, parameter: Any, argument: Argument, buffers: Mapping[str,
         if annotated.startswith("*"):  # such as "*bf16" where the case holds its bits as uint16
             return str(annotated)
         if own is None:
-            raise UsageError(f'{key}: {argument} holds {buffers[argument]}; annotate {name}, such as {name}: "*bf16"')
+            raise UsageError(f'{key}: {argument} holds {buffers[argument]}; annotate {name}, such as {name}: "*fp32"')
         return f"*{own}"
     if not isinstance(argument, np.generic):
         raise UsageError(f"{key}: {name}: structs and tensor maps are not passed to Triton; make descriptors inside")

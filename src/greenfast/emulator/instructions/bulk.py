@@ -1,0 +1,145 @@
+"""Where a bulk copy reads and writes, with and without a tensor map; what it must not do there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.instructions.access import addresses, count_access
+from greenfast.emulator.instructions.operands import reader
+from greenfast.emulator.machine.memory import CHUNK, GLOBAL_BASE, PARAM_BASE
+from greenfast.emulator.machine.state import Lanes, Machine, lane_indices
+from greenfast.emulator.machine.tensormap import BoundMap, swizzled
+from greenfast.emulator.ptx.syntax import Address, Instruction, Operand
+
+Offsets = NDArray[np.int64]
+
+#: Alignment in shared memory of a tile and of other bulk copies.
+TILE_ALIGNMENT, BULK_ALIGNMENT = 128, 16
+
+
+class Tile:
+    """What the copies of some threads move: (threads, units) offsets into both memories, ``unit`` bytes each.
+
+    shared: into the arena. outer: into global memory, -1 where a tile lies outside of its tensor.
+    """
+
+    def __init__(self, shared: Offsets, outer: Offsets, unit: int) -> None:
+        self.shared, self.outer, self.unit = shared, outer, unit
+
+
+def _shared_start(m: Machine, found: Offsets, lanes: Lanes, size: int, alignment: int) -> Offsets:
+    """The arena offsets of ``size`` bytes in each thread's block; a fault where they do not lie in it or misaligned."""
+    indices = lane_indices(lanes)
+    for at in np.flatnonzero(found % alignment):
+        what = f"a bulk copy at byte {found[at]} of shared memory, which must be a multiple of {alignment}"
+        raise m.fault(what, int(indices[at]))
+    for at in np.flatnonzero((found < 0) | (found + size > m.shared_bytes)):
+        what = f"a bulk copy of {size} bytes out of bounds at byte {found[at]} of {m.shared_bytes} of shared memory"
+        raise m.fault(what, int(indices[at]))
+    return found + m.shared_start[indices]
+
+
+def _map_at(m: Machine, address: int, lane: int) -> BoundMap:
+    """The tensor map at an address, generic or a parameter's own."""
+    known = m.tensor_maps.get(address - PARAM_BASE) or m.tensor_maps.get(address)
+    if known is None:
+        raise m.fault(f"no tensor map at address {address:#x} (it must be a parameter's)", lane)
+    return known
+
+
+def _tensor_tile(m: Machine, tensor: BoundMap, start: Offsets, corner: Offsets) -> Tile:
+    """The tiles of copies between shared memory at ``start`` and the boxes at ``corner`` (threads, dimensions)."""
+    copies = len(start)
+    item = tensor.item
+    unit = CHUNK if tensor.shape[0] * item % CHUNK == 0 else item
+    per_row = tensor.box[0] * item // unit
+    first = corner[:, :1] * item + np.arange(per_row) * unit  # byte in the innermost dimension
+    inside = (first >= 0) & (first < tensor.shape[0] * item)
+    offsets = first
+    for n in range(1, len(tensor.box)):
+        at = corner[:, n : n + 1] + np.arange(tensor.box[n])
+        good = (at >= 0) & (at < tensor.shape[n])
+        offsets = (at * tensor.strides[n])[:, :, None] + offsets[:, None, :]
+        inside = good[:, :, None] & inside[:, None, :]
+        offsets, inside = offsets.reshape(copies, -1), inside.reshape(copies, -1)
+    outer = np.where(inside, offsets + tensor.start, -1)
+    linear = np.arange(outer.shape[1]) * unit
+    shared = start[:, None] + linear
+    if tensor.swizzle:
+        base = start // m.shared_stride * m.shared_stride
+        shared = base[:, None] + swizzled(shared - base[:, None], tensor.swizzle)
+    return Tile(shared, outer, unit)
+
+
+def tiles_of(
+    i: Instruction, shared: Operand, outer: Operand, size: Operand | None
+) -> Callable[[Machine, Lanes], Iterator[tuple[NDArray[np.intp], Tile]]]:
+    """A function that gives what a copy moves, for threads whose copies have one form (a size, or a tensor map) each.
+
+    size: of a copy without a tensor map.
+    """
+    here, there = addresses(shared, i), addresses(outer, i)
+    tile = _tensor_tiles(i, outer) if size is None else _plain_tile
+    amount = there if size is None else reader(size, "u32", i)
+
+    def run(m: Machine, lanes: Lanes) -> Iterator[tuple[NDArray[np.intp], Tile]]:
+        indices = lane_indices(lanes)
+        forms = np.broadcast_to(np.asarray(amount(m, lanes)), len(indices)).astype(np.int64)
+        start, outward = here(m, lanes), there(m, lanes)
+        for form in np.unique(forms).tolist():
+            mine = forms == form
+            yield indices[mine], tile(m, indices[mine], form, start[mine], outward[mine])
+
+    return run
+
+
+def _plain_tile(m: Machine, indices: NDArray[np.intp], length: int, start: Offsets, outward: Offsets) -> Tile:
+    """Copies of ``length`` bytes."""
+    if length % BULK_ALIGNMENT:
+        raise m.fault(f"a bulk copy of {length} bytes, which must be a multiple of 16", int(indices[0]))
+    start = _shared_start(m, start, indices, length, BULK_ALIGNMENT)
+    outward = outward - GLOBAL_BASE
+    for at in np.flatnonzero(outward % BULK_ALIGNMENT):
+        where = m.memory.describe(int(outward[at]))
+        raise m.fault(f"a bulk copy at {where}, which must be a multiple of 16", int(indices[at]))
+    chunks = np.arange(0, length, CHUNK)
+    return Tile(start[:, None] + chunks, outward[:, None] + chunks, CHUNK)
+
+
+def _tensor_tiles(i: Instruction, outer: Operand) -> Callable[[Machine, NDArray[np.intp], int, Offsets, Offsets], Tile]:
+    """A function that gives the tiles of copies through the tensor map at an address."""
+    assert isinstance(outer, Address)
+    rank = int(next(p for p in i.parts if p in ("1d", "2d", "3d", "4d", "5d"))[0])
+    coordinates = [reader(c, "s32", i) for c in outer.coordinates]
+
+    def tile(m: Machine, indices: NDArray[np.intp], address: int, start: Offsets, outward: Offsets) -> Tile:
+        tensor = _map_at(m, address, int(indices[0]))
+        if len(tensor.box) != rank or len(coordinates) != rank:
+            what = f"a copy of {rank} dimensions with {len(coordinates)} coordinates"
+            raise m.fault(f"{what}, its tensor map has {len(tensor.box)}", int(indices[0]))
+        start = _shared_start(m, start, indices, tensor.box_bytes, TILE_ALIGNMENT)
+        corner = np.stack([np.broadcast_to(c(m, indices), len(indices)) for c in coordinates], axis=1).astype(np.int64)
+        for at in np.flatnonzero(corner[:, 0] * tensor.item % BULK_ALIGNMENT):
+            # The PTX ISA and the driver's manual ask it of the tensor's address and strides only; Hopper answers such
+            # coordinates with an illegal instruction (H100, 2026-11-21; triton-lang/triton issue 7385 of a load,
+            # tile-ai/tilelang pull request 2681 of a store).
+            what = f"a tensor copy at {corner[at, 0]} of the innermost dimension, elements of {tensor.item} bytes"
+            raise m.fault(f"{what}; a tile must begin at a multiple of 16 bytes there", int(indices[at]))
+        return _tensor_tile(m, tensor, start, corner)
+
+    return tile
+
+
+def require_fenced(m: Machine, place: Offsets, what: str) -> None:
+    """A fault unless what went before through the generic proxy at the places of a bulk access had a proxy fence."""
+    source = m.current.source
+    if m.proxies is not None and not (source is not None and source.memcpy_async):
+        m.proxies.require_fenced(place, np.array([m.races.warp]), what, what == "bulk write")
+
+
+def count_bulk(m: Machine, store: bool, tile: Tile, owners: NDArray[np.intp], inside: NDArray[np.bool_]) -> None:
+    """Count the accesses to global memory."""
+    count_access(m, "global", store, tile.outer[inside], owners[inside], tile.unit)

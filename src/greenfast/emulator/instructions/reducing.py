@@ -1,0 +1,64 @@
+"""cp.reduce.async.bulk: bulk copies that apply an atomic operation to each element (PTX ISA)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.instructions.access import REDUCTIONS, atomic_result
+from greenfast.emulator.instructions.bulk import Offsets, Tile, count_bulk, require_fenced, tiles_of
+from greenfast.emulator.instructions.operands import dtype_of, type_of
+from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values
+from greenfast.emulator.machine.underway import BulkStore, chunks_of, hold
+from greenfast.emulator.ptx.syntax import Instruction
+
+
+def reduce(i: Instruction) -> Operation:
+    """cp.reduce.async.bulk to global memory: an atomic operation for each element, by itself.
+
+    They happen here when they are issued; the source is held as a store's is.
+    """
+    to, source, size, *_ = i.operands
+    kind = type_of(i)
+    dtype, tiles = dtype_of(kind), tiles_of(i, source, to, size)
+    operation = next(p for p in i.parts if p in REDUCTIONS)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        for indices, tile in tiles(m, lanes):
+            run_tile(m, indices, tile)
+
+    def run_tile(m: Machine, indices: NDArray[np.intp], tile: Tile) -> None:
+        owners = np.repeat(indices, tile.outer.shape[1] * tile.unit // dtype.itemsize)
+        place = tile.shared.ravel()
+        with m.accessing(np.broadcast_to(indices[:, None], tile.outer.shape).ravel(), "shared"):
+            values = m.shared.read(place, tile.unit, "bulk read", asynchronous=True).ravel().view(dtype)
+            require_fenced(m, place, "bulk read")
+        offsets = (tile.outer.ravel()[:, None] + np.arange(0, tile.unit, dtype.itemsize)).ravel()
+        _reduce_at(m, offsets, values, owners, operation, kind)
+        count_bulk(m, True, tile, np.broadcast_to(indices[:, None], tile.outer.shape), tile.outer >= 0)
+        chunks = chunks_of(tile.shared)
+        hold(m.shared, chunks)
+        nowhere, nothing = np.full(tile.outer.shape, -1), np.zeros((*tile.outer.shape, tile.unit), np.uint8)
+        m.stores.append(BulkStore(indices, m.bulk_groups[indices], chunks, nowhere, nothing, m.current))
+
+    return run
+
+
+def _reduce_at(
+    m: Machine, offsets: Offsets, values: Values, lanes: NDArray[np.intp], operation: str, kind: str
+) -> None:
+    """Threads, one for each element, apply an operation to elements of global memory, one after the other."""
+    size = values.dtype.itemsize
+    with m.accessing(lanes, "global"):
+        m.memory.read(offsets, size, f"{size}-byte atomic access", True)
+    m.races.atomics.meet("global", offsets, size, False, lock=False)
+    m.races.synchronize("global", offsets, lanes, False, True, False, False)
+    cells, after = m.memory.data.view(values.dtype), atomic_result(operation, kind, "global")
+    changed = np.zeros(len(offsets), np.bool_)
+    for n, row in enumerate(offsets // size):
+        new = after(cells[row], values[n])
+        changed[n], cells[row] = new != cells[row], new
+    m.memory.writes += int(np.count_nonzero(changed))
+    if changed.any():
+        m.races.accessing = lanes[changed]
+        m.races.atomics.record("global", offsets[changed], size)
