@@ -192,7 +192,7 @@ def _make(name: str, options: dict[str, str]) -> Callable[[], Proposer]:
         ("random", {"islands": "4"}, "unknown option 'islands'; allowed: none"),
         ("evolutionary", {"islands": "0"}, "islands='0': a whole number of at least 1"),
         ("evolutionary", {"islands": "9999"}, "at most 1000 is needed"),  # each is an archive
-        ("free", {"model": "replay:/dev/null", "tokens": "9" * 5000}, "at most 1000000000000 is needed"),
+        ("free", {"model": "replay:EMPTY", "tokens": "9" * 5000}, "at most 1000000000000 is needed"),
         ("tpe", {"startup": "-1"}, "startup='-1': a whole number of at least 0"),
         ("scripted", {}, "file=FILE"),
         ("full", {}, "allowed are http:URL"),
@@ -203,9 +203,11 @@ def _make(name: str, options: dict[str, str]) -> Callable[[], Proposer]:
         ("free", {"model": "http:http://host/v1", "model_name": "m", "tokens": "many"}, "tokens='many'"),
     ],
 )
-def test_a_wrong_option_is_named(name: str, options: dict[str, str], said: str) -> None:
+def test_a_wrong_option_is_named(name: str, options: dict[str, str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    given = {key: value.replace("EMPTY", str(tmp_path / "empty")) for key, value in options.items()}
     with pytest.raises(UsageError, match=said):
-        _make(name, options)()
+        _make(name, given)()
 
 
 def test_without_optuna_tpe_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
