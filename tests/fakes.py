@@ -176,7 +176,7 @@ class FakeDevice:
             if sizes.keys() <= pointers.keys() and all(
                 self.memory.holds(pointers[name], nbytes) for name, nbytes in sizes.items()
             ):
-                key = tuple(hash(ctypes.string_at(pointers[name], nbytes)) for name, nbytes in sizes.items())
+                key = tuple(self.memory.hash_at(pointers[name], nbytes) for name, nbytes in sizes.items())
                 if key in self._seeds:
                     return dims, *self._seeds[key]
         return None
@@ -256,9 +256,12 @@ class HostInstrument:
         for pointer, pairs, first, place, veil in zip(*(fields[i::FIELDS] for i in range(FIELDS)), strict=True):
             if pairs:
                 assert memory.holds(pointer, 16 * pairs), "a digest of memory that is not allocated"
-                data = ctypes.string_at(pointer, 16 * pairs)
                 number = ctypes.c_uint64.from_address(place)
-                number.value += hash((_veiled(data, veil) if veil else data, first, key)) % 2**64
+                if veil:
+                    of_data = hash(_veiled(ctypes.string_at(pointer, 16 * pairs), veil))
+                else:
+                    of_data = memory.hash_at(pointer, 16 * pairs)
+                number.value += hash((of_data, first, key)) % 2**64
 
 
 def _veiled(data: bytes, key: int) -> bytes:

@@ -19,6 +19,7 @@ class HostDriver:
     def __init__(self) -> None:
         self._blocks: dict[int, Any] = {}
         self._bases: list[int] = []
+        self._hashes: dict[tuple[int, int], tuple[bytes, int]] = {}
         self._ok = self.CUresult.CUDA_SUCCESS
         self.underway = 0  # fills and copies to the device that have not been waited for
         self.queued: list[str] = []  # what the stream was given, when a test sets ``watched``
@@ -38,6 +39,14 @@ class HostDriver:
         """Whether an access lies within an allocation."""
         n = bisect_right(self._bases, pointer) - 1
         return n >= 0 and pointer + nbytes <= self._bases[n] + len(self._blocks[self._bases[n]])
+
+    def hash_at(self, pointer: int, nbytes: int) -> int:
+        """The hash of what lies there, computed again where that has changed: a comparison takes far less time."""
+        data = ctypes.string_at(pointer, nbytes)
+        known = self._hashes.get((pointer, nbytes))
+        if known is None or known[0] != data:
+            known = self._hashes[pointer, nbytes] = data, hash(data)
+        return known[1]
 
     def _do(self, pointer: int, nbytes: int, act: Callable[[], object]) -> tuple[Any, ...]:
         if not self.holds(pointer, nbytes):

@@ -18,7 +18,8 @@ CHEATS = [entry for entry in entries() if not entry.honest]
 #: Left to `make test-slow` and scripts/corpus.py, for time: tests/emulator has kernels of the same instructions.
 SLOW = {
     *("byte_perm", "cluster_multicast", "dp4a_counts", "grid_sync_not_cooperative", "large_shared", "ldmatrix_round"),
-    *("noinc_copies", "pipeline_stages", "register_reallocation", "tf32_sums"),
+    *("noinc_copies", "pipeline_stages", "register_reallocation", "tf32_sums", "kahan_sums", "grid_sync"),
+    *("cluster_ring", "half2_math", "in_place_vectors", "inline_ptx", "in_place_rotation", "bulk_reduce"),
 }
 
 
