@@ -151,7 +151,7 @@ def find_solution(path: Path) -> FoundSolution:
     if path.is_dir():
         path = path / CONFIG_NAME
     if path.suffix == ".json":
-        content = _read(path, _MAX_CONFIG)
+        content = read_bytes(path, _MAX_CONFIG)
         solution = _decoded(content.removeprefix(codecs.BOM_UTF8), path, {})
     else:
         content = b"" if path.suffix == ".cubin" else read_bytes(path)
@@ -183,11 +183,7 @@ def _text(path: Path, content: bytes) -> str:
 
 
 def read_bytes(path: Path, most: int = _MAX_SOURCE) -> bytes:
-    """A binary's content. Raises UsageError where it cannot be read or has more than ``most`` bytes."""
-    return _read(path, most)
-
-
-def _read(path: Path, most: int) -> bytes:
+    """A file's content. Raises UsageError where it cannot be read or has more than ``most`` bytes."""
     try:
         return read_file(path, most)
     except (OSError, ValueError) as e:
