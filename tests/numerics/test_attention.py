@@ -155,3 +155,10 @@ def bound_of_a_row(rounding: Rounding, q: Tensor, k: Tensor, v: Tensor, softcap:
     from_sums = (step * (20 + 4) + (rounding.sum if rounding.sum > step else 0.0)) * (products + out.abs())
     from_output = (2.0**-11 + 4 * step) * out.abs() + 2.0**-25
     return rounding.second_order * (from_weights + from_sums + from_output)
+
+
+def test_results_are_where_the_inputs_are() -> None:
+    q, k, v = (torch.empty(3, n, 64, dtype=torch.float32, device="meta") for n in (70, 5000, 5000))
+    out, bounds = attention_with_bounds(q, k, v, 0.1)
+    for x in (attention(q, k, v, 0.1), attention_rounding_bound(q, k, v, 0.1), out, *bounds):
+        assert (x.device.type, x.dtype, x.shape) == ("meta", torch.float64, q.shape)

@@ -43,8 +43,9 @@ _TANH = 2.0**-11
 _HALF_OUTPUT, _HALF_OUTPUT_SMALLEST = 2.0**-11, 2.0**-25
 #: Of a score, the error that is still told apart: rows without a key have infinite ones, of weights that are 0.
 _MOST_OFF = 64.0
-#: Scores that are held at once: with several arrays of them a processor's caches are too small for more.
-_AT_ONCE = 1 << 18
+#: Scores that are held at once: with several arrays of them a processor's caches are too small for more. A GPU needs
+#: more to be at work.
+_AT_ONCE, _AT_ONCE_ELSEWHERE = 1 << 18, 1 << 24
 
 
 def scores_of(q: Tensor, k: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
@@ -62,7 +63,7 @@ def attention(
     mask: bool (q_len, kv_len), true where a query attends to a key; a query that attends to no key gives 0. The result
     has the shape of q.
     """
-    out = torch.empty(q.shape, dtype=torch.float64)
+    out = torch.empty_like(q, dtype=torch.float64)
     for heads, rows in _blocks(q, k):
         scores = scores_of(q[heads, rows], k[heads], scale, softcap)
         out[heads, rows] = _weights(scores, None if mask is None else mask[rows])[0] @ v[heads].double()
@@ -71,7 +72,7 @@ def attention(
 
 def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
     """Heads and queries, as many as are computed at once."""
-    rows = max(1, _AT_ONCE // max(1, k.shape[-2]))
+    rows = max(1, (_AT_ONCE if q.device.type == "cpu" else _AT_ONCE_ELSEWHERE) // max(1, k.shape[-2]))
     heads = max(1, rows // max(1, q.shape[-2]))
     for head, row in product(range(0, len(q), heads), range(0, q.shape[-2], rows)):
         yield slice(head, head + heads), slice(row, row + rows)
@@ -112,7 +113,7 @@ def attention_with_bounds(
 
     The bounds share their products, those of scores where sums are as exact.
     """
-    out = torch.empty(q.shape, dtype=torch.float64)
+    out = torch.empty_like(q, dtype=torch.float64)
     bounds = [torch.empty_like(out) for _ in roundings]
     for heads, rows in _blocks(q, k):
         of_q, of_k, of_v = (x.double() for x in (q[heads, rows], k[heads], v[heads]))
