@@ -17,11 +17,11 @@ from greenfast.judge.bench import bench
 from greenfast.judge.consistency import disagreements
 from greenfast.judge.digest import FIELD, digest_of
 from greenfast.judge.record import SCHEMA_VERSION, Record
-from greenfast.judge.records import read_record
+from greenfast.judge.records import check_record, read_record
 from greenfast.judge.timing.statistics import noise_floor, speedup_interval
 from greenfast.judge.validate import validate
 from greenfast.spec.errors import UsageError
-from tests.fakes import L4, FakeDevice, Script, Watcher, install, request
+from tests.fakes import L4, FakeDevice, Script, Watcher, install, request, shipped
 
 Content: TypeAlias = dict[str, Any]
 EVIDENCE = Path(__file__).parents[2] / "evidence" / "h100"
@@ -356,3 +356,22 @@ def test_an_edited_record_is_not_quoted(capsys: pytest.CaptureFixture[str], tmp_
 def test_the_fields_of_a_record_have_no_digest_in_memory(merged: Content) -> None:
     record = msgspec.convert(merged, Record)
     assert not hasattr(record, FIELD)
+
+
+def test_each_kernel_of_a_program_has_rows_of_its_own(tmp_path: Path) -> None:
+    task = shipped("serving_attention")
+    narrow, few = task.config.variant("narrow_rows"), task.config.variant("few_rows")
+    asked = request(tmp_path, task=task, shapes=["b2_q1_s130_h4_hk1_d64"], arch="sm_90a", device=None)
+    record = validate(asked, narrow, few, Watcher()).record
+    (resources,) = (gate for gate in record.gates if gate.gate == "RESOURCES")
+    names = [name for name, *_ in resources.checks]
+    assert resources.status == "PASS"
+    assert len(names) == len({*names})
+    (path,) = tmp_path.rglob(RECORD)
+    assert read_record(path) == record
+    content = json.loads(path.read_text())
+    asked_row = f"candidate few_rows ({asked.shapes[0].name}, paged_attention): registers"
+    row = next(row for row in gate_at(content, "RESOURCES")["checks"] if row[0] == asked_row)
+    row[2] = "38"
+    with pytest.raises(UsageError, match=r"paged_attention\): registers says 38, but recomputed it is \d+"):
+        check_record(msgspec.convert(content, Record), content, path)

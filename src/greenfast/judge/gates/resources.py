@@ -36,6 +36,7 @@ def check(sides: Sequence[BuiltSide], asked: Mapping[str, Rung], shapes: Sequenc
             constant += f", {compared} bytes of variables, compared after its launches" if compared else ""
             used.append(f"{side.variant.name}{only} {r.registers} registers, {r.smem_bytes / 1024:.1f} KB{constant}")
         for shape, kernel, budget in _budgets(side, rung, dims):
+            place = f"{shape}, {kernel.source.entry}" if len(side.programs[shape].kernels) > 1 else shape
             r, (state, _) = kernel.resources, _state_bytes(kernel)
             for what, limit, actual in (
                 ("registers", budget.registers, r.registers),
@@ -45,7 +46,7 @@ def check(sides: Sequence[BuiltSide], asked: Mapping[str, Rung], shapes: Sequenc
                 ("device variables, bytes", budget.global_bytes, state),
             ):
                 held = actual <= limit
-                name = f"{side.role} {side.variant.name} ({shape}): {what}"
+                name = f"{side.role} {side.variant.name} ({place}): {what}"
                 checks.append((name, f"<= {limit} ({rung.name})", str(actual), "PASS" if held else "FAIL"))
                 if not held:
                     reasons.append(f"{name} is {actual}, the budget of {rung.name} allows {limit}")
