@@ -147,9 +147,9 @@ def _of_builds(record: Run) -> Iterator[Disagreement]:
                     places = (f"{build.shapes[0]}, {build.entry}", build.shapes[0])
                     asked = [f"{role} {side.variant} ({place}): {name}" for place in places]
                     what = next((x for x in asked if x in rows["RESOURCES"]), asked[-1])
-                    told = rows["RESOURCES"].get(what, [])
-                    held = str(amount) in told
-                    yield from _unless(held, f"gates (RESOURCES), {what}", ", ".join(told) or "nothing", amount)
+                    found = rows["RESOURCES"].get(what, [])
+                    held = str(amount) in found
+                    yield from _unless(held, f"gates (RESOURCES), {what}", ", ".join(found) or "nothing", amount)
     for what, (told, *_) in rows.get("EVIDENCE", {}).items():
         shape, _, counter = what.partition(": ")
         launches = [
