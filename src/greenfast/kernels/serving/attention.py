@@ -17,9 +17,9 @@ ENTRY, PLAN_ENTRY = "paged_attention", "plan_attention"
 TARGET = Target("sm_90a")
 CHUNK = 512  # keys whose sum stays in the tensor cores' accumulators
 OPEN = 2**30  # a side of the window that is open
-#: How long a block takes for a row of a narrow tile, if it takes 1 for a row of a wide one; and how much shorter narrow
-#: tiles are to take before they are chosen. From the record of the rung wide_rows on an H100.
-_NARROW_ROW_TIME, _MARGIN = {64: 3.3, 128: 2.1, 256: 1.4}, 0.85
+#: How long a block takes for a row of a narrow tile, if it takes 1 for a row of a wide one, whether tiles are full or
+#: not: of 36 batches on an H100 (docs/performance-log.md), where another block shares the multiprocessor up to 256.
+_NARROW_ROW_TIME = {64: 2.6, 128: 2.6, 256: 1.4}
 _HEADER = 8  # words of a plan before its arrays
 _SHARE_WORDS, _TILE_WORDS = 12, 8
 _PLAN_THREADS = 1024
@@ -81,9 +81,8 @@ def row_tiles(head_dim: int, sizes: ServingSizes, multiprocessors: int) -> tuple
         return -(-sizes.most_tiles(config.rows) * sizes.kv_heads // grid_blocks(config, sizes, multiprocessors))
 
     wide, narrow = (ServingConfig(head_dim=head_dim, wide=wide) for wide in (True, False))
-    of_wide = rounds(wide) * min(rows, wide.rows)
     of_narrow = rounds(narrow) * NARROW_ROWS * _NARROW_ROW_TIME[head_dim]
-    return of_narrow > _MARGIN * of_wide, 0
+    return of_narrow > rounds(wide) * wide.rows, 0
 
 
 def grid_blocks(config: ServingConfig, sizes: ServingSizes, multiprocessors: int) -> int:
