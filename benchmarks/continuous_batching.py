@@ -51,7 +51,7 @@ class Run:
     agreement: the share of new tokens, of the requests that are checked, that the model's own attention chooses after
     the same tokens. logprob_error: of the log-probabilities of those chosen, next to how much these differ from those
     of equal chances. same_tokens: the share of a request's new tokens before the first that differs from those of the
-    first attention.
+    first attention. blocks: of the cache; None where those for all requests would not fit, and transformers chose.
     """
 
     model: str
@@ -70,6 +70,7 @@ class Run:
     agreement: float
     logprob_error: float
     same_tokens: float
+    blocks: int | None
 
 
 def make_model(name: str, layers: int, device: str, small: bool) -> Any:
@@ -187,7 +188,12 @@ def measure(
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    _, few = generate(model, prompts[: args.checked], min(args.new, 8), options, return_logprobs=True)
+    try:
+        _, few = generate(model, prompts[: args.checked], min(args.new, 8), options, return_logprobs=True)
+    except MemoryError as error:
+        print(f"{name} {attention}: {error}; as many blocks as fit, so some requests wait", flush=True)
+        options["num_blocks"] = None
+        _, few = generate(model, prompts[: args.checked], min(args.new, 8), options, return_logprobs=True)
     seconds, outputs = generate(model, prompts, args.new, options)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     start = time.perf_counter()
@@ -205,7 +211,7 @@ def measure(
         attention_share=ours / total if total else 0.0, profiled_s=profiled,
         peak_gib=peak, top_kernels_ms={key[:120]: round(ms, 3) for key, ms in times.most_common(12)},
         agreement=checked(model, outputs[: args.checked])[0], logprob_error=checked(model, few)[1],
-        same_tokens=shared(outputs, first),
+        same_tokens=shared(outputs, first), blocks=options["num_blocks"],
     )  # fmt: skip
 
 
