@@ -143,7 +143,7 @@ class GreenfastMetadataBuilder(AttentionMetadataBuilder[GreenfastMetadata]):
         spec = self.kv_cache_spec
         found.plan = ServingPlan(
             found.query_start_loc, found.seq_lens, found.max_query_len, heads=self.heads, kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_size, causal=True, window_size=self.window,
+            head_dim=spec.head_size, causal=True, window_size=self.window, total_q=found.num_actual_tokens,
         )  # fmt: skip
         return found
 

@@ -37,7 +37,7 @@ def _in_turn(calls: Sequence[Callable[[], Any]]) -> Ready:
 def _plan(inputs: PagedInputs) -> ServingPlan:
     return ServingPlan(
         inputs.starts, inputs.used, inputs.most_queries, heads=inputs.heads, kv_heads=inputs.kv_heads,
-        head_dim=inputs.head_dim, causal=True,
+        head_dim=inputs.head_dim, causal=True, total_q=inputs.q.shape[0],
     )  # fmt: skip
 
 

@@ -232,7 +232,7 @@ class _Pages:
         most = more["max_length_q"]
         plan = ServingPlan(
             starts, used, most, heads=heads, kv_heads=self.num_key_value_heads, head_dim=head_dim, causal=True,
-            window_size=window,
+            window_size=window, total_q=q.shape[0],
         )  # fmt: skip
         return _Step(slots, table, starts, used, most, longest, plan)
 

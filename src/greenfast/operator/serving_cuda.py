@@ -5,6 +5,7 @@ As in ``cuda``, what a call needs is looked up by shapes, strides and options.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from greenfast.kernels.serving import append, attention, slots
 from greenfast.kernels.serving.append import AppendConfig, AppendSizes, AppendStrides
 from greenfast.kernels.serving.attention import ServingSizes, ServingStrides
-from greenfast.kernels.serving.config import TILE, ServingConfig
+from greenfast.kernels.serving.config import NARROW_ROWS, TILE, ServingConfig
 from greenfast.operator.layout import aligned
 from greenfast.operator.plans import ALIGNMENT, Plan, Step, cached, target_of
 from greenfast.operator.plans import joined as joined
@@ -41,22 +42,12 @@ def _hopper(device: int) -> Target:
     return target
 
 
-def _config(
-    head_dim: int, sizes: ServingSizes, multiprocessors: int, query: torch.dtype, out: torch.dtype, *, tokens: bool,
-    cap: bool, layout: str = "grouped",
-) -> ServingConfig:  # fmt: skip
-    """tokens: whether each token of K and V has a scale. cap: whether there is a softcap. layout: of V's pages."""
+def _row_tiles(head_dim: int, sizes: ServingSizes, multiprocessors: int, plan: Tensor | None) -> tuple[bool, int]:
+    """Those of ``attention.row_tiles``, or of a plan that is given, which may have been made for fewer tokens."""
     wide, few_rows = attention.row_tiles(head_dim, sizes, multiprocessors)
-    return ServingConfig(
-        head_dim=head_dim,
-        query=_NAMES[query],
-        out=_NAMES[out],
-        wide=wide,
-        few_rows=few_rows,
-        token_scales=tokens,
-        softcap=cap,
-        value_layout=layout,
-    )
+    if plan is not None and sizes.max_q_len * sizes.group > NARROW_ROWS:
+        wide = plan.numel() % 2 == 1  # as _plan_words makes them
+    return wide, few_rows
 
 
 def _window(causal: bool, left: int, right: int) -> tuple[int, int]:
@@ -155,9 +146,10 @@ def _attention_plan(
         sequences=seqused_k.shape[0], tokens=tokens, max_q_len=max_seqlen_q, heads=heads, kv_heads=kv_heads,
         pages=pages, page=page, table_entries=block_table.shape[1],
     )  # fmt: skip
-    config = _config(
-        head_dim, sizes, multiprocessors, q.dtype, out_dtype, tokens=per_token, cap=softcap > 0,
-        layout="rows" if v_cache.dim() == 4 else "grouped",
+    wide, few_rows = _row_tiles(head_dim, sizes, multiprocessors, plan)
+    config = ServingConfig(
+        head_dim=head_dim, query=_NAMES[q.dtype], out=_NAMES[out_dtype], wide=wide, few_rows=few_rows,
+        token_scales=per_token, softcap=softcap > 0, value_layout="rows" if v_cache.dim() == 4 else "grouped",
     )  # fmt: skip
 
     def strides(scale: Tensor) -> tuple[int, int]:
@@ -199,54 +191,57 @@ def _attention_plan(
 
 def plan(
     cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, causal: bool,
-    window_left: int, window_right: int, into: Tensor | None = None,
+    window_left: int, window_right: int, total_q: int | None = None, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``torch.ops.greenfast.paged_attention_plan`` of CUDA tensors: int32 of ``plan_size`` elements.
 
     into: memory of a plan for the same, which is written.
     """
-    device, batch = cu_seqlens_q.get_device(), seqused_k.shape[0]
-    found, size = _planning(device, batch, max_seqlen_q, heads, kv_heads, head_dim, causal, window_left, window_right)
+    device = cu_seqlens_q.get_device()
+    of_plan = _of_plan(device, seqused_k.shape[0], max_seqlen_q, heads, kv_heads, head_dim, total_q)
+    found, size = _planning(device, *of_plan, causal, window_left, window_right)
     if into is not None and (into.shape != (size,) or into.dtype != torch.int32):
         raise ValueError(f"plan: {into.dtype} {tuple(into.shape)}; int32 ({size},) is needed, make a new plan")
     made = cu_seqlens_q.new_empty(size) if into is None else into
     cu_seqlens_q, seqused_k = cu_seqlens_q.contiguous(), seqused_k.contiguous()
-    if batch == 0:
+    if seqused_k.shape[0] == 0:
         return made.zero_()
     found.launch((cu_seqlens_q.data_ptr(), seqused_k.data_ptr(), made.data_ptr()))
     return made
 
 
 @lru_cache(maxsize=_MOST_PLANS)
+def _of_plan(
+    device: int, batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, total_q: int | None
+) -> tuple[ServingConfig, ServingSizes]:
+    """What a plan depends on; the rest is anything. total_q: query tokens of all sequences, None if not known."""
+    tokens = batch * max_seqlen_q if total_q is None else total_q
+    sizes = ServingSizes(
+        sequences=batch, tokens=tokens, max_q_len=max_seqlen_q, heads=heads, kv_heads=kv_heads, pages=0, page=TILE,
+        table_entries=0,
+    )  # fmt: skip
+    wide, few_rows = attention.row_tiles(head_dim, sizes, _hopper(device).multiprocessors)
+    return ServingConfig(head_dim=head_dim, wide=wide, few_rows=few_rows), replace(sizes, tokens=0)
+
+
+@lru_cache(maxsize=_MOST_PLANS)
 def _planning(
-    device: int, batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, causal: bool,
-    window_left: int, window_right: int,
-) -> tuple[Plan, int]:  # fmt: skip
+    device: int, config: ServingConfig, sizes: ServingSizes, causal: bool, window_left: int, window_right: int
+) -> tuple[Plan, int]:
     """The launch that makes a plan, and the plan's elements."""
-    multiprocessors = _hopper(device).multiprocessors
-    config, sizes = _plan_sizes(batch, max_seqlen_q, heads, kv_heads, head_dim, multiprocessors)
-    window = _window(causal, window_left, window_right)
+    multiprocessors, window = _hopper(device).multiprocessors, _window(causal, window_left, window_right)
     step = Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
     size = _plan_words(config, sizes, attention.grid_blocks(config, sizes, multiprocessors))
     return Plan(device, (step,), ("cu_seqlens_q", "seqused_k", "plan")), size
 
 
-def plan_size(batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int) -> int:
+def plan_size(
+    batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, total_q: int | None = None
+) -> int:
     """Elements of a plan on the current device, for tracing."""
-    multiprocessors = _hopper(torch.cuda.current_device()).multiprocessors
-    config, sizes = _plan_sizes(batch, max_seqlen_q, heads, kv_heads, head_dim, multiprocessors)
-    return _plan_words(config, sizes, attention.grid_blocks(config, sizes, multiprocessors))
-
-
-def _plan_sizes(
-    batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, multiprocessors: int
-) -> tuple[ServingConfig, ServingSizes]:
-    """What a plan depends on; the rest is anything."""
-    sizes = ServingSizes(
-        sequences=batch, tokens=0, max_q_len=max_seqlen_q, heads=heads, kv_heads=kv_heads, pages=0, page=TILE,
-        table_entries=0,
-    )  # fmt: skip
-    return _config(head_dim, sizes, multiprocessors, torch.bfloat16, torch.bfloat16, tokens=False, cap=False), sizes
+    device = torch.cuda.current_device()
+    config, sizes = _of_plan(device, batch, max_seqlen_q, heads, kv_heads, head_dim, total_q)
+    return _plan_words(config, sizes, attention.grid_blocks(config, sizes, _hopper(device).multiprocessors))
 
 
 def _plan_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:

@@ -30,7 +30,7 @@ _SCHEMAS = {
     "paged_attention": f"({_ATTENTION}) -> (Tensor, Tensor)",
     "paged_attention_out": f"({_ATTENTION}, Tensor(a!) out) -> Tensor",
     "paged_attention_plan": "(Tensor cu_seqlens_q, Tensor seqused_k, SymInt max_seqlen_q, int heads, int kv_heads, "
-    "int head_dim, bool causal, int window_left, int window_right) -> Tensor",
+    "int head_dim, bool causal, int window_left, int window_right, SymInt? total_q=None) -> Tensor",
     "token_slots": "(Tensor starts, Tensor? before, Tensor? block_table, Tensor? counted_from, SymInt tokens, "
     "SymInt max_pages, int page_size) -> (Tensor, Tensor, Tensor, Tensor)",
     "append_kv": "(Tensor? q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
@@ -107,11 +107,12 @@ def check_plan(plan: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor) -> None:
 
 
 def _plan_shape(
-    cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, *options: Any
-) -> Tensor:
+    cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, causal: bool,
+    window_left: int, window_right: int, total_q: int | None = None,
+) -> Tensor:  # fmt: skip
     batch = seqused_k.shape[0]
     on_gpu = cu_seqlens_q.device.type == "cuda"
-    size = gpu().plan_size(batch, max_seqlen_q, heads, kv_heads, head_dim) if on_gpu else 2 * batch + 1
+    size = gpu().plan_size(batch, max_seqlen_q, heads, kv_heads, head_dim, total_q) if on_gpu else 2 * batch + 1
     return cu_seqlens_q.new_empty(size)
 
 

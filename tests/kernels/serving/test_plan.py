@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -270,6 +271,27 @@ def sizes(batch: int, queries: int, heads: int, kv_heads: int) -> serving.Servin
 )
 def test_row_tiles_of_a_batch(head_dim: int, batch: int, queries: int, heads: int, kv_heads: int, rows: int) -> None:
     wide, few = serving.row_tiles(head_dim, sizes(batch, queries, heads, kv_heads), 132)
+    assert ServingConfig(head_dim=head_dim, wide=wide, few_rows=few).rows == rows
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "longest", "tokens", "rows"),
+    [
+        # A long prompt, or a chunk of one, among sequences that decode: what was faster on an H100.
+        (64, 32, 512, 31 + 512, 64),
+        (64, 32, 2048, 31 + 2048, 64),
+        (128, 32, 512, 31 + 512, 64),
+        (128, 64, 1024, 63 + 1024, 64),
+        (256, 32, 2048, 31 + 2048, 128),
+        (256, 64, 1024, 63 + 1024, 128),
+        # All of them long; so are they taken to be where nothing is known.
+        (64, 32, 512, 32 * 512, 192),
+        (128, 64, 1024, 64 * 1024, 192),
+    ],
+)
+def test_row_tiles_follow_the_tokens(head_dim: int, batch: int, longest: int, tokens: int, rows: int) -> None:
+    found = dataclasses.replace(sizes(batch, longest, 32, 8), tokens=tokens)
+    wide, few = serving.row_tiles(head_dim, found, 132)
     assert ServingConfig(head_dim=head_dim, wide=wide, few_rows=few).rows == rows
 
 

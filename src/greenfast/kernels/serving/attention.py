@@ -18,8 +18,9 @@ TARGET = Target("sm_90a")
 CHUNK = 512  # keys whose sum stays in the tensor cores' accumulators
 OPEN = 2**30  # a side of the window that is open
 #: How long a block takes for a row of a narrow tile, if it takes 1 for a row of a wide one, whether tiles are full or
-#: not: of 36 batches on an H100 (docs/performance-log.md), where another block shares the multiprocessor up to 256.
-_NARROW_ROW_TIME = {64: 2.6, 128: 2.6, 256: 1.4}
+#: not: of 57 batches on an H100 (docs/performance-log.md). Up to head dim 128 two blocks of narrow tiles share a
+#: multiprocessor.
+_NARROW_ROW_TIME = {64: 2.6, 128: 2.6, 256: 1.5}
 _HEADER = 8  # words of a plan before its arrays
 _SHARE_WORDS, _TILE_WORDS = 12, 8
 _PLAN_THREADS = 1024
@@ -33,7 +34,7 @@ class ServingSizes:
 
     Of a sequence with more, rows are left out, and partial results hold no more of them than they have room for.
     pages: of the cache, of ``page`` tokens each. table_entries: of a sequence in the block table. A plan does not
-    depend on tokens, pages, page and table_entries.
+    depend on pages, page and table_entries, and on tokens only as its row tiles do.
     """
 
     sequences: int
@@ -54,6 +55,10 @@ class ServingSizes:
         """Row tiles of one head of K and V, at most."""
         return max(1, self.sequences * -(-self.max_q_len * self.group // rows))
 
+    def expected_tiles(self, rows: int) -> int:
+        """The same of a batch of so many tokens: in most of those with a long sequence the others are short."""
+        return min(self.most_tiles(rows), self.sequences + self.tokens * self.group // rows)
+
     def slot_rows(self, rows: int) -> int:
         """Rows of a partial result: an even number, so that each begins at 16 bytes."""
         return max(2, min(rows, -(-self.max_q_len * self.group // 2) * 2))
@@ -71,18 +76,19 @@ class ServingSizes:
 def row_tiles(head_dim: int, sizes: ServingSizes, multiprocessors: int) -> tuple[bool, int]:
     """``wide`` and ``few_rows`` of the ServingConfig for a batch; the bits of the output are the same with all.
 
-    Wide tiles read keys least often. Where a batch has too few to keep all blocks at work, narrow ones take less time.
+    Wide tiles read keys least often. Where a batch has too few to keep all blocks at work, or few rows for most of
+    them, narrow ones take less time.
     """
     rows = sizes.max_q_len * sizes.group
     if rows <= NARROW_ROWS:
         return False, few_rows(rows)
 
     def rounds(config: ServingConfig) -> int:
-        return -(-sizes.most_tiles(config.rows) * sizes.kv_heads // grid_blocks(config, sizes, multiprocessors))
+        return -(-sizes.expected_tiles(config.rows) * sizes.kv_heads // grid_blocks(config, sizes, multiprocessors))
 
     wide, narrow = (ServingConfig(head_dim=head_dim, wide=wide) for wide in (True, False))
     of_narrow = rounds(narrow) * NARROW_ROWS * _NARROW_ROW_TIME[head_dim]
-    return of_narrow > rounds(wide) * wide.rows, 0
+    return of_narrow >= rounds(wide) * wide.rows, 0
 
 
 def grid_blocks(config: ServingConfig, sizes: ServingSizes, multiprocessors: int) -> int:
