@@ -206,7 +206,7 @@ def test_a_plan_is_made_anew() -> None:
     assert prepare is not None
     inputs = SimpleNamespace(
         starts=torch.tensor([0, 1], dtype=torch.int32), used=torch.tensor([9], dtype=torch.int32), most_queries=1,
-        heads=4, kv_heads=2, head_dim=64,
+        heads=4, kv_heads=2, head_dim=64, q=torch.zeros(1, 4, 64),
     )  # fmt: skip
     ready = prepare(inputs)
     assert ready.call() is not ready.call()
