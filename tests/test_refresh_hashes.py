@@ -37,7 +37,7 @@ def test_a_new_hash_is_all_that_changes(name: str, tmp_path: Path) -> None:
     refresh_hashes._write(path, before, with_build(changed))
     lines = list(difflib.unified_diff(text.splitlines(), path.read_text().splitlines(), lineterm="", n=0))[2:]
     kinds = sorted(line[1:].split(":")[0].strip() for line in lines if line[0] in "+-")
-    assert kinds == (['"digest"'] * 2 if before.schema_version > 1 else []) + ['"kernel_hash"'] * 2
+    assert kinds == ['"digest"'] * 2 + ['"kernel_hash"'] * 2
     assert read_record(path) == with_build(changed)
     path.write_text(text)
     refresh_hashes._write(path, with_build(forgotten), before)  # what an older record lacks
@@ -55,7 +55,6 @@ def test_phases_too(tmp_path: Path) -> None:
     found = read_record(path)
     assert isinstance(found, PhaseRecord)
     assert found.side == side
-    assert found.schema_version == before.schema_version
 
 
 def test_insights_follow_their_records(tmp_path: Path) -> None:

@@ -36,9 +36,7 @@ from greenfast.judge.timing.interleaved import WARM
 from greenfast.judge.timing.speedup import speedup_row
 from greenfast.judge.timing.statistics import Interval, verdict
 
-#: How far a stored figure may be from the recomputed one, as a share. Version 1 computed from medians before they were
-#: rounded; since then only another processor's last digit may differ.
-_TOLERANCE = {1: 1e-3}
+#: How far a stored figure may be from the recomputed one: another processor's last digit may differ.
 _LAST_DIGIT = 1.1e-4
 #: Times are rounded to a thousandth.
 _LAST_DIGITS_US = 1.1e-3
@@ -57,10 +55,6 @@ class Disagreement(NamedTuple):
 
 def disagreements(record: Run) -> Iterator[Disagreement]:
     """Every conclusion that does not follow, in the order in which they build on each other."""
-    newer = any(side.limits for _, side in record.sides())
-    if isinstance(record, Record):
-        newer = newer or bool(record.baseline_again) or record.exam is not None
-    yield from _unless(record.schema_version > 1 or not newer, "schema_version", record.schema_version, 2)
     for role, side in record.sides():
         for i, row in enumerate(side.correctness):
             yield from _of_correctness(f"{role}.correctness[{i}]", row, side.limits.get(row.shape))
@@ -259,23 +253,20 @@ def _of_speedup(record: Record, row: SpeedupRow, where: str) -> Iterator[Disagre
             confidence=row.confidence,
             required=row.required or None,
             gated=row.gated,
-            noise=row.noise_floor if record.schema_version == 1 else None,
         )
     except ValueError as e:
         yield Disagreement(where, f"{row.speedup}x", f"nothing: {e}")
         return
     for name in ("speedup", "ci_low", "ci_high", "noise_floor"):
         then, today = getattr(row, name), getattr(now, name)
-        share = _TOLERANCE.get(record.schema_version)
-        near = abs(then - today) <= (share * today if share else _LAST_DIGIT)
-        yield from _unless(near, f"{where}.{name}", then, today)
+        yield from _unless(abs(then - today) <= _LAST_DIGIT, f"{where}.{name}", then, today)
     for name in ("processes", "blocks"):
         then, today = getattr(row, name), getattr(now, name)
         yield from _unless(then == today, f"{where}.{name}", then, today)
-    yield from _of_verdict(row, where, record.schema_version)
+    yield from _of_verdict(row, where)
 
 
-def _of_verdict(row: SpeedupRow, where: str, version: int) -> Iterator[Disagreement]:
+def _of_verdict(row: SpeedupRow, where: str) -> Iterator[Disagreement]:
     """The verdict, from the row's own figures."""
     try:
         interval = Interval(row.speedup, row.ci_low, row.ci_high)
@@ -283,9 +274,6 @@ def _of_verdict(row: SpeedupRow, where: str, version: int) -> Iterator[Disagreem
     except ValueError as e:
         yield Disagreement(where, row.verdict, f"nothing: {e}")
         return
-    if version == 1 and now in ("NO EFFECT", "INCONCLUSIVE"):  # its margin was the noise
-        top = 1 + row.noise_floor
-        now = "NO EFFECT" if 1 / top <= row.ci_low and row.ci_high <= top else "INCONCLUSIVE"
     yield from _unless(row.verdict == now, f"{where}.verdict", row.verdict, now)
 
 
@@ -308,7 +296,7 @@ def _of_quote(record: Record) -> Iterator[Disagreement]:
         return
     rows = record.quoted.speedups
     for i, row in enumerate(rows):
-        yield from _of_verdict(row, f"quoted.speedups[{i}] ({row.shape}, {row.cache} L2)", record.schema_version)
+        yield from _of_verdict(row, f"quoted.speedups[{i}] ({row.shape}, {row.cache} L2)")
     yield from _of_gated(rows, "quoted.speedups")
     if rows:
         yield from _of_performance(record, quoted_performance(record.quoted, _required(rows)))
@@ -327,7 +315,7 @@ def _of_exam(record: Record) -> Iterator[Disagreement]:
     """What was asked, against the candidate's rows; which shapes and seeds the task had then is not known here."""
     exam = record.exam
     if exam is None:
-        yield from _unless(record.schema_version == 1, "exam", None, "what was asked")
+        yield Disagreement("exam", None, "what was asked")
         return
     complete = not exam.missing or (exam.complete and record.quoted is not None)
     yield from _unless(exam.complete == complete, "exam.complete", exam.complete, complete)

@@ -14,10 +14,7 @@ from greenfast.judge.report.speedups import quoted_from
 def decide(
     gates: Sequence[GateResult], quoted: Quote | None = None, exam: Exam | None = None
 ) -> tuple[Decision, list[str]]:
-    """MERGE where all gates pass on the whole exam, DEFER where one fails, else PENDING or PARTIAL; with the reasons.
-
-    exam: None for records of version 1, which asked what they name.
-    """
+    """MERGE where all gates pass on the whole exam, DEFER where one fails, else PENDING or PARTIAL; with reasons."""
     missing = exam.missing if exam is not None else []
     rest_held = quoted is not None and exam is not None and exam.complete and bool(missing)
     decision, reasons = _decide(gates, [] if rest_held else missing)
@@ -26,8 +23,7 @@ def decide(
     if quoted is not None and rest_held:
         reasons.append(f"the rest of the exam held in the record {quoted_from(quoted)}")
     if quoted is not None:
-        floor = "" if quoted.floor_recomputed else "; its noise floor is as stored, not recomputed from blocks"
-        reasons.append(f"PERFORMANCE {quoted_from(quoted)}: not measured in this run{floor}")
+        reasons.append(f"PERFORMANCE {quoted_from(quoted)}: not measured in this run")
     return decision, reasons
 
 

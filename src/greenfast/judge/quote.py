@@ -154,7 +154,6 @@ def _quoted(kept: Kept, run: GateRun, required: float | None) -> tuple[GateResul
         device=record.device,
         command=record.command,
         speedups=rows,
-        floor_recomputed=bool(record.baseline_again),
     )
     return quoted_performance(quoted, required), quoted
 

@@ -13,7 +13,7 @@ import msgspec
 from greenfast.spec.facts import DeviceInfo, KernelCounts, LaunchFacts, Resources
 from greenfast.spec.problem import NORMAL
 
-#: 2: a digest, limits of the correctness gates, the blocks of the A/A, NO EFFECT within a fixed margin.
+#: Of records. Those of version 1 had no digest, no limits of the gates, no blocks of the A/A and no exam.
 SCHEMA_VERSION = 2
 
 Status = Literal["PASS", "FAIL", "PENDING"]
@@ -21,7 +21,7 @@ Status = Literal["PASS", "FAIL", "PENDING"]
 Decision = Literal["MERGE", "PARTIAL", "DEFER", "PENDING"]
 #: FAST: the whole interval is at or above the required speedup. SHORT: faster beyond the noise, but the whole interval
 #: is below the requirement. SLOWER: the whole interval lies below the noise. NO EFFECT: none of these, and the whole
-#: interval lies within 1 % of 1, a margin that does not depend on the noise; in records of version 1: within the noise.
+#: interval lies within 1 % of 1, a margin that does not depend on the noise.
 #: INCONCLUSIVE: the interval is too wide for any of these, or the noise is above the margin.
 SpeedVerdict = Literal["FAST", "SHORT", "NO EFFECT", "SLOWER", "INCONCLUSIVE"]
 
@@ -206,8 +206,7 @@ class Quote(_Data, frozen=True, kw_only=True):
     """The speedups of a kept record of the same kernels: what a run that could time nothing says of PERFORMANCE.
 
     path, sha256: the record's file. created, git, device, command: its own. speedups: its rows for this run's shapes,
-    with the verdicts against what this run requires. floor_recomputed: False where that record does not hold the blocks
-    of its A/A, so that its noise floor is as it was stored.
+    with the verdicts against what this run requires.
     """
 
     path: str
@@ -217,7 +216,6 @@ class Quote(_Data, frozen=True, kw_only=True):
     device: DeviceInfo
     command: str
     speedups: list[SpeedupRow]
-    floor_recomputed: bool = True
 
 
 class SolutionSource(_Data, frozen=True, kw_only=True):
@@ -233,7 +231,7 @@ class SolutionSource(_Data, frozen=True, kw_only=True):
 class Side(_Data, frozen=True, kw_only=True):
     """One of the two variants of a comparison, with all that was found out about it.
 
-    counts: by shape; empty unless the kernels ran in the emulator. limits: by shape; empty in records of version 1.
+    counts: by shape; empty unless the kernels ran in the emulator. limits: by shape.
     solution: None for a rung of the task. sandbox: what protected the judge from the code of a solution, or of a
     task's own family; empty for greenfast's kernels.
     """
@@ -345,10 +343,8 @@ class Exam(_Data, frozen=True, kw_only=True):
 class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison"):
     """A whole comparison.
 
-    exam: None in records of version 1, which say nothing of it.
-    baseline_again: timings of the baseline against itself, from which the noise floor comes; empty in records of
-    version 1. quoted: where nothing was timed, what PERFORMANCE was quoted from; such a record has no timings or
-    speedups itself.
+    baseline_again: timings of the baseline against itself, from which the noise floor comes. quoted: where nothing was
+    timed, what PERFORMANCE was quoted from; such a record has no timings or speedups itself.
     Raises ValueError for timings of a kernel whose correctness did not pass (no record is wrong but fast), and for a
     record that was both timed and quoted.
     """

@@ -19,7 +19,6 @@ from greenfast.judge.freshness import of_build, of_launch
 from greenfast.judge.record import SCHEMA_VERSION, AnyRecord, BenchRecord, Build, PhaseRecord, Record, Run, Side
 from greenfast.judge.store import convert_json, read_json
 from greenfast.judge.tasks import find_task, load_family
-from greenfast.judge.version1 import is_kept
 from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import CANNOT_TELL, CURRENT, STALE, Freshness, worst
 from greenfast.spec.kernel import Family, KernelSource, program_of
@@ -33,8 +32,7 @@ _Named = TypeVar("_Named", bound=msgspec.Struct)
 def read_record(run: Path) -> AnyRecord:
     """The record of a run: its folder, or its record's file; shapes under the names that the task gives them today.
 
-    Raises UsageError for anything else, for a record of a newer version, for one of version 1 that is not kept, and for
-    one that was edited or damaged.
+    Raises UsageError for anything else, for a record of another version, and for one that was edited or damaged.
     """
     record: AnyRecord = read_run(run, Record | BenchRecord | PhaseRecord)
     return record
@@ -57,22 +55,18 @@ def read_run(run: Path, kinds: Any) -> Any:
 
 def check_record(record: Run, content: Mapping[str, Any], path: Path) -> None:
     """Raise UsageError unless the file's digest is right and the record's conclusions follow from what it measured."""
-    if record.schema_version < 1:
-        raise UsageError(f"{path}: schema_version is {record.schema_version}; the first is 1")
-    found: list[Disagreement] = []
-    if record.schema_version > 1:
-        then, now = content.get(DIGEST, "missing"), digest_of(content)
-        found += [Disagreement(DIGEST, then, now)] if then != now else []
+    if record.schema_version < SCHEMA_VERSION:
+        raise UsageError(
+            f"{path}: a record of version {record.schema_version} has too little to check what it says by; measure "
+            f"again: {record.command}"
+        )
+    then, now = content.get(DIGEST, "missing"), digest_of(content)
+    found = [Disagreement(DIGEST, then, now)] if then != now else []
     # A conclusion says more than the digest, which any edit changes.
     for field, stored, recomputed in [*itertools.islice(disagreements(record), 1), *found][:1]:
         raise UsageError(
             f"{path}: {field} says {_short(stored)}, but recomputed it is {_short(recomputed)}; the record was edited "
             f"or damaged, so it says nothing"
-        )
-    if record.schema_version == 1 and not is_kept(content):
-        raise UsageError(
-            f"{path}: a record of version 1 has nothing to check what it says by, and this is none of those that "
-            f"greenfast keeps; measure again: {record.command}"
         )
 
 

@@ -22,12 +22,11 @@ def speedup_row(
     confidence: float,
     required: float | None,
     gated: bool,
-    noise: float | None = None,
 ) -> SpeedupRow:
     """The speedup, interval, noise floor and verdict of one shape, its seeds pooled, from each side's timing rows.
 
-    again: the baseline timed again. noise: the noise floor to take in place of what those blocks give, for a record
-    that does not hold them. All figures come from the row's rounded ones, so that reading it again gives the same.
+    again: the baseline timed again. All figures come from the row's rounded ones, so that reading it again gives the
+    same.
 
     Raises ValueError where fewer than ``MIN_PROCESSES`` processes have timings, and for blocks that are not paired.
     """
@@ -38,7 +37,7 @@ def speedup_row(
         raise ValueError(f"{kept}; a claim needs at least {MIN_PROCESSES}")
     exact = speedup_interval(one, other, confidence=confidence)
     interval = Interval(round(exact.estimate, 4), round(exact.low, 4), round(exact.high, 4))
-    floor = round(noise_floor(one, _blocks(again, shape, cache)), 5) if noise is None else noise
+    floor = round(noise_floor(one, _blocks(again, shape, cache)), 5)
     return SpeedupRow(
         shape=shape,
         cache=cache,
