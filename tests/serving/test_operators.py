@@ -102,6 +102,7 @@ def test_opcheck_of_attention(options: dict[str, Any]) -> None:
     check(ATTENTION, tuple(arguments(c)))
     check(ATTENTION_OUT, (*arguments(c), torch.empty(c.q.shape, dtype=torch.bfloat16)), (len(NAMES),))
     torch.library.opcheck(PLAN, (c.cu_seqlens_q, c.seqused_k, 3, 4, 2, 64, True, -1, 0))
+    torch.library.opcheck(PLAN, (c.cu_seqlens_q, c.seqused_k, 3, 4, 2, 64, True, -1, 0, 7))
 
 
 _CHANGES: list[dict[str, Any]] = [{}, {"q": None, "q_weight": None}, {"cos": None, "sin": None, "positions": None}]

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import greenfast
 from greenfast.kernels.serving import attention
 from greenfast.kernels.serving.config import ServingConfig
-from greenfast.operator.serving_cuda import _of_plan, _planning, attention_plan, attention_steps
+from greenfast.operator.serving_cuda import _of_plan, _planning, attention_plan, attention_steps, plan_size
 
 varlen: Any = greenfast.flash_attn_varlen_func
 with_kvcache: Any = greenfast.flash_attn_with_kvcache
@@ -278,6 +280,21 @@ def test_a_plan_of_another_batch_whose_row_tiles_are_others() -> None:
     call(of_one)
     with pytest.raises(ValueError, match="made for another batch"):
         call(of_many)
+
+
+def test_the_size_of_a_plan_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    shapes = ShapeEnv()
+
+    def traced(name: str, n: int) -> Any:
+        source = ConstantSource(name)
+        return shapes.create_symintnode(shapes.create_symbol(n, source, DimDynamic.DYNAMIC), hint=n, source=source)
+
+    numbers = (traced("batch", 32), traced("longest", 512), 32, 8, 64)
+    for total_q in (31 + 512, None):
+        of_plan = _of_plan(-1, 32, 512, 32, 8, 64, total_q)
+        size = plan_size(*numbers, None if total_q is None else traced("tokens", total_q))
+        assert int(size) == _planning(-1, *of_plan, True, -1, -1)[1]
 
 
 @pytest.mark.parametrize("tokens", [31 + 512, 32 * 512])

@@ -240,7 +240,8 @@ def plan_size(
 ) -> int:
     """Elements of a plan on the current device, for tracing."""
     device = torch.cuda.current_device()
-    config, sizes = _of_plan(device, batch, max_seqlen_q, heads, kv_heads, head_dim, total_q)
+    # Not from the cache: traced numbers have no hash.
+    config, sizes = _of_plan.__wrapped__(device, batch, max_seqlen_q, heads, kv_heads, head_dim, total_q)
     return _plan_words(config, sizes, attention.grid_blocks(config, sizes, _hopper(device).multiprocessors))
 
 
