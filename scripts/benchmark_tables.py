@@ -36,7 +36,7 @@ def batching_table(records: Sequence[Mapping[str, Any]]) -> str:
         "model", "attention", "prompts", "new tokens/s", "ms of attention, of all kernels", "peak GiB",
         "tokens that bf16 would choose", "log-probabilities off by",
     )  # fmt: skip
-    return f"{_table(header, rows)}\n\n{_source(records[0])}"
+    return "\n\n".join([_table(header, rows), *dict.fromkeys(map(_source, records))])
 
 
 def _checked(run: Mapping[str, Any]) -> tuple[str, str]:

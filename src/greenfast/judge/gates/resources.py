@@ -30,13 +30,12 @@ def check(sides: Sequence[BuiltSide], asked: Mapping[str, Rung], shapes: Sequenc
         rung = asked[side.role]
         for shape, kernel in side.distinct:
             r = kernel.resources
-            only = f" ({shape})" if len(side.distinct) > 1 else ""
+            only = f" ({_place(side, shape, kernel)})" if len(side.distinct) > 1 else ""
             constant = f", {r.constant_bytes} bytes of __constant__" if r.constant_bytes else ""
             _, compared = _state_bytes(kernel)
             constant += f", {compared} bytes of variables, compared after its launches" if compared else ""
             used.append(f"{side.variant.name}{only} {r.registers} registers, {r.smem_bytes / 1024:.1f} KB{constant}")
         for shape, kernel, budget in _budgets(side, rung, dims):
-            place = f"{shape}, {kernel.source.entry}" if len(side.programs[shape].kernels) > 1 else shape
             r, (state, _) = kernel.resources, _state_bytes(kernel)
             for what, limit, actual in (
                 ("registers", budget.registers, r.registers),
@@ -46,13 +45,18 @@ def check(sides: Sequence[BuiltSide], asked: Mapping[str, Rung], shapes: Sequenc
                 ("device variables, bytes", budget.global_bytes, state),
             ):
                 held = actual <= limit
-                name = f"{side.role} {side.variant.name} ({place}): {what}"
+                name = f"{side.role} {side.variant.name} ({_place(side, shape, kernel)}): {what}"
                 checks.append((name, f"<= {limit} ({rung.name})", str(actual), "PASS" if held else "FAIL"))
                 if not held:
                     reasons.append(f"{name} is {actual}, the budget of {rung.name} allows {limit}")
     return GateResult(
         gate="RESOURCES", status="FAIL" if reasons else "PASS", summary="; ".join(used), reasons=reasons, checks=checks
     )
+
+
+def _place(side: BuiltSide, shape: str, kernel: CompiledKernel) -> str:
+    """The shape, with the kernel's name where several are for it."""
+    return f"{shape}, {kernel.source.entry}" if len(side.programs[shape].kernels) > 1 else shape
 
 
 def _budgets(
