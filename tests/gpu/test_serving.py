@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
 import time
@@ -18,6 +19,7 @@ import greenfast
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from greenfast.kernels.attention.config import KEY_ORDER
 from greenfast.kernels.serving import attention
+from greenfast.kernels.serving.config import HEAD_DIMS
 from greenfast.numerics import serving as reference
 from greenfast.operator import serving_ops, serving_request
 from tests.operator.launched import forget_launches
@@ -32,7 +34,7 @@ SCORES = 5e-3
 @pytest.fixture
 def _wide_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Row tiles of prompts are wide, though the tests' batches are too small to fill a GPU with them."""
-    monkeypatch.setattr(attention, "_MARGIN", 0.0)
+    monkeypatch.setattr(attention, "_NARROW_ROW_TIME", dict.fromkeys(HEAD_DIMS, math.inf))
     forget_launches()
     yield
     forget_launches()
@@ -239,6 +241,27 @@ def test_decode_chunks_and_prefill_have_the_same_bits(
     cuts = [0, 5, 300, 301, 1024, 1900, length]
     for a, b in pairwise(cuts):
         assert torch.equal(attend(c, q[a:b], [0, b - a], [b], window_size=window), prefill[a:b])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_chunk_beside_sequences_that_decode(head_dim: int) -> None:
+    """The row tiles of a plan follow the tokens that it is told; neither they nor a call without one change a bit."""
+    c = paged(1500, head_dim, 64, False)
+    q = torch.randn(63 + 1024, 8, head_dim, device="cuda", dtype=torch.bfloat16)
+    starts, used = [*range(64), 63 + 1024], [900 + n for n in range(63)] + [1500]
+    cu, lengths = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (starts, used))
+
+    def plan(total_q: int | None) -> greenfast.ServingPlan:
+        return greenfast.ServingPlan(
+            cu, lengths, 1024, heads=8, kv_heads=2, head_dim=head_dim, causal=True, total_q=total_q
+        )
+
+    wanted, plans = attend(c, q, starts, used), [plan(len(q)), plan(None)]
+    assert plans[0].tensor.numel() != plans[1].tensor.numel()
+    for made in plans:
+        assert torch.equal(attend(c, q, starts, used, scheduler_metadata=made), wanted)
+    compiled = torch.compile(lambda x: plan(x.shape[0]).tensor, fullgraph=True, dynamic=True)
+    assert compiled(q).shape == plans[0].tensor.shape
 
 
 def test_page_sizes_and_batches_change_no_bit() -> None:
