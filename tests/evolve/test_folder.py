@@ -35,8 +35,10 @@ time.sleep(60)
 """
 
 INTERRUPTED = """
+import signal
 import time
 from greenfast.evolve.pools import end_pool, make_pool, submit
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 pool = make_pool(2, print)
 for _ in range(2):
     submit(pool, time.sleep, 30)
