@@ -18,7 +18,7 @@ def models_table(records: Sequence[Mapping[str, Any]]) -> str:
                  str(run["taken"]), ", ".join(f"{e:.4f}" for e in run["errors"]), f"{run['difference']:.4f}")
             )  # fmt: skip
     header = ("model", "tokens", "attention", "ms", "speed", "calls routed", "errors of attention", "output differs by")
-    return "\n\n".join([_table(header, rows), *dict.fromkeys(map(_source, records))])
+    return _page(header, rows, records)
 
 
 def batching_table(records: Sequence[Mapping[str, Any]]) -> str:
@@ -36,11 +36,16 @@ def batching_table(records: Sequence[Mapping[str, Any]]) -> str:
         "model", "attention", "prompts", "new tokens/s", "ms of attention, of all kernels", "peak GiB",
         "tokens that bf16 would choose", "log-probabilities off by",
     )  # fmt: skip
-    return "\n\n".join([_table(header, rows), *dict.fromkeys(map(_source, records))])
+    return _page(header, rows, records)
 
 
 def _checked(run: Mapping[str, Any]) -> tuple[str, str]:
     return f"{100 * run['agreement']:.0f} %", f"{run['logprob_error']:.4f}"
+
+
+def _page(header: Sequence[str], rows: Sequence[Sequence[str]], records: Sequence[Mapping[str, Any]]) -> str:
+    """The table, and where each of its records was measured."""
+    return "\n\n".join([_table(header, rows), *dict.fromkeys(map(_source, records))])
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -32,7 +32,7 @@ def forget_launches() -> None:
     for cache in (cuda._PLANS, serving_cuda._PLANS, serving_call._CONSTANTS, serving_request.JOINED):
         cache.clear()
     serving_cuda._planning.cache_clear()
-    serving_cuda._of_plan.cache_clear()
+    serving_cuda._planning_with.cache_clear()
 
 
 class Launch(NamedTuple):

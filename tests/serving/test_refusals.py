@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 import greenfast
 from greenfast.kernels.serving import attention
 from greenfast.kernels.serving.config import ServingConfig
-from greenfast.operator.serving_cuda import _of_plan, _planning, attention_plan, attention_steps, plan_size
+from greenfast.operator.serving_cuda import _planning, attention_plan, attention_steps, plan_size
 
 varlen: Any = greenfast.flash_attn_varlen_func
 with_kvcache: Any = greenfast.flash_attn_with_kvcache
@@ -267,9 +267,7 @@ def test_a_plan_that_no_kernel_could_count() -> None:
 
 def test_a_plan_of_another_batch_whose_row_tiles_are_others() -> None:
     """Of 69 sequences, in wide row tiles, and of one, in narrow ones: a plan's size says which it has."""
-    (_, of_many), (_, of_one) = (
-        _planning(-1, *_of_plan(-1, batch, 48, 32, 8, 128, None), True, -1, -1) for batch in (69, 1)
-    )
+    (_, of_many), (_, of_one) = (_planning(-1, (batch, 48, 32, 8, 128, None), True, -1, -1) for batch in (69, 1))
     cache, scale = greenfast.PagedKVCache(2, 16, 8, 128, device="meta").layer(), meta(dtype=torch.float32)
     of_batch = (meta(1, 2), meta(2), meta(1), scale, scale, None, None)
 
@@ -292,16 +290,15 @@ def test_the_size_of_a_plan_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     numbers = (traced("batch", 32), traced("longest", 512), 32, 8, 64)
     for total_q in (31 + 512, None):
-        of_plan = _of_plan(-1, 32, 512, 32, 8, 64, total_q)
         size = plan_size(*numbers, None if total_q is None else traced("tokens", total_q))
-        assert int(size) == _planning(-1, *of_plan, True, -1, -1)[1]
+        assert int(size) == _planning(-1, (32, 512, 32, 8, 64, total_q), True, -1, -1)[1]
 
 
 @pytest.mark.parametrize("tokens", [31 + 512, 32 * 512])
 @pytest.mark.parametrize(("total_q", "wide"), [(31 + 512, False), (32 * 512, True), (None, True)])
 def test_a_call_has_the_row_tiles_of_its_plan(tokens: int, total_q: int | None, wide: bool) -> None:
     """Of a step of 31 sequences that decode and one of 512 tokens; however many tokens the call has."""
-    _, size = _planning(-1, *_of_plan(-1, 32, 512, 32, 8, 64, total_q), True, -1, -1)
+    _, size = _planning(-1, (32, 512, 32, 8, 64, total_q), True, -1, -1)
     cache, scale = greenfast.PagedKVCache(2, 16, 8, 64, device="meta").layer(), meta(dtype=torch.float32)
     of_batch = (meta(32, 2), meta(33), meta(32), scale, scale, None, None)
     args: Any = (*cache[:2], *of_batch, meta(size), 512, True, -1, -1, 0.0, 1.0, torch.bfloat16)

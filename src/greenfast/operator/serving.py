@@ -117,8 +117,6 @@ class ServingPlan:
             raise NotImplementedError(f"head_dim: {head_dim}; allowed: {', '.join(map(str, HEAD_DIMS))}")
         if kv_heads == 0 or heads % kv_heads or not 1 <= heads // kv_heads <= MOST_GROUPED:
             raise ValueError(f"heads: {heads}, kv_heads {kv_heads}; 1 to {MOST_GROUPED} heads share each of kv_heads")
-        if seqused_k.device != cu_seqlens_q.device:
-            raise ValueError(f"seqused_k: on {seqused_k.device}, cu_seqlens_q on {cu_seqlens_q.device}")
         if total_q is not None:
             check_length("total_q", total_q, MOST_LENGTH)
         check_flag("causal", causal)

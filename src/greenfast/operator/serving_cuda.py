@@ -198,8 +198,8 @@ def plan(
     into: memory of a plan for the same, which is written.
     """
     device = cu_seqlens_q.get_device()
-    of_plan = _of_plan(device, seqused_k.shape[0], max_seqlen_q, heads, kv_heads, head_dim, total_q)
-    found, size = _planning(device, *of_plan, causal, window_left, window_right)
+    of_batch = (seqused_k.shape[0], max_seqlen_q, heads, kv_heads, head_dim, total_q)
+    found, size = _planning(device, of_batch, causal, window_left, window_right)
     if into is not None and (into.shape != (size,) or into.dtype != torch.int32):
         raise ValueError(f"plan: {into.dtype} {tuple(into.shape)}; int32 ({size},) is needed, make a new plan")
     made = cu_seqlens_q.new_empty(size) if into is None else into
@@ -210,7 +210,6 @@ def plan(
     return made
 
 
-@lru_cache(maxsize=_MOST_PLANS)
 def _of_plan(
     device: int, batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, total_q: int | None
 ) -> tuple[ServingConfig, ServingSizes]:
@@ -226,9 +225,17 @@ def _of_plan(
 
 @lru_cache(maxsize=_MOST_PLANS)
 def _planning(
+    device: int, of_batch: tuple[Any, ...], causal: bool, window_left: int, window_right: int
+) -> tuple[Plan, int]:
+    """The launch that makes a plan, and the plan's elements. of_batch: what follows the device in ``_of_plan``."""
+    return _planning_with(device, *_of_plan(device, *of_batch), causal, window_left, window_right)
+
+
+@lru_cache(maxsize=_MOST_PLANS)
+def _planning_with(
     device: int, config: ServingConfig, sizes: ServingSizes, causal: bool, window_left: int, window_right: int
 ) -> tuple[Plan, int]:
-    """The launch that makes a plan, and the plan's elements."""
+    """The same for all numbers of tokens that have the same row tiles."""
     multiprocessors, window = _hopper(device).multiprocessors, _window(causal, window_left, window_right)
     step = Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
     size = _plan_words(config, sizes, attention.grid_blocks(config, sizes, multiprocessors))
@@ -240,8 +247,8 @@ def plan_size(
 ) -> int:
     """Elements of a plan on the current device, for tracing."""
     device = torch.cuda.current_device()
-    # Not from the cache: traced numbers have no hash.
-    config, sizes = _of_plan.__wrapped__(device, batch, max_seqlen_q, heads, kv_heads, head_dim, total_q)
+    # Of no cache: traced numbers have no hash.
+    config, sizes = _of_plan(device, batch, max_seqlen_q, heads, kv_heads, head_dim, total_q)
     return _plan_words(config, sizes, attention.grid_blocks(config, sizes, _hopper(device).multiprocessors))
 
 

@@ -18,7 +18,7 @@ TARGET = Target("sm_90a")
 CHUNK = 512  # keys whose sum stays in the tensor cores' accumulators
 OPEN = 2**30  # a side of the window that is open
 #: How long a block takes for a row of a narrow tile, if it takes 1 for a row of a wide one, whether tiles are full or
-#: not: of 57 batches on an H100 (docs/performance-log.md). Up to head dim 128 two blocks of narrow tiles share a
+#: not: of 69 batches on an H100 (docs/performance-log.md). Up to head dim 128 two blocks of narrow tiles share a
 #: multiprocessor.
 _NARROW_ROW_TIME = {64: 2.6, 128: 2.6, 256: 1.5}
 _HEADER = 8  # words of a plan before its arrays
@@ -56,7 +56,7 @@ class ServingSizes:
         return max(1, self.sequences * -(-self.max_q_len * self.group // rows))
 
     def expected_tiles(self, rows: int) -> int:
-        """The same of a batch of so many tokens: in most of those with a long sequence the others are short."""
+        """The same where the batch has ``tokens``, as other sequences may be shorter than the longest."""
         return min(self.most_tiles(rows), self.sequences + self.tokens * self.group // rows)
 
     def slot_rows(self, rows: int) -> int:
