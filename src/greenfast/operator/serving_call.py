@@ -118,7 +118,9 @@ class Call:
         if not given and (scales[1] is not None or scales[2] is not None):
             raise ValueError(f"k_descale, v_descale: given for k of {k.dtype}, which is quantized here; None is needed")
         k, v = rows_of("k", k), rows_of("v", v)
-        pages = empty_pages(page_count(total, batch) + given, PAGE, k.shape[1], k.shape[2], k.device, grouped=not given)
+        pages = empty_pages(
+            page_count(total, batch) + int(given), PAGE, k.shape[1], k.shape[2], k.device, grouped=not given
+        )
         if not given:
             scales = (scales[0], pages.k_scale, pages.v_scale)
         assert max_seqlen_k is not None

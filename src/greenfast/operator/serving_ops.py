@@ -233,4 +233,4 @@ def _checked(check: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _direct(*given: Any) -> bool:
     """Whether nothing observes a call with these tensors, or None in their place."""
     tensors = [x for x in given if x is not None]
-    return bool(tensors) and isinstance(tensors[0], Tensor) and ops.may_skip_dispatcher(*tensors)
+    return len(tensors) > 0 and isinstance(tensors[0], Tensor) and ops.may_skip_dispatcher(*tensors)
