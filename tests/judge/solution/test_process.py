@@ -175,6 +175,19 @@ def test_what_it_cannot_reach(tmp_path: Path, mechanism: str) -> None:
         family.program({"FAST": 1}, "float", DIMS)
 
 
+def test_what_it_starts_in_a_group_of_its_own_stays_in_the_judges(tmp_path: Path) -> None:
+    """As ninja starts compilers, which takes the call for failed where it is refused."""
+    line = "import os; child = os.posix_spawn('/bin/sh', ['sh', '-c', 'exit 7'], {}, setpgroup=0)\n"
+    line += "    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+    line += "    group = os.getpgid(os.fork() or os.setpgid(0, 0) or os._exit(0))\n"
+    line += "    raise ValueError(f'{ended} {group == os.getpgid(0)}')"
+    family = started(tmp_path / "mine", in_kernel(line))
+    if "system calls by seccomp" not in family.sandbox:
+        pytest.skip("no seccomp on this machine")
+    with pytest.raises(SolutionError, match="ValueError: 7 True"):
+        family.program({"FAST": 1}, "float", DIMS)
+
+
 def test_the_callers_current_folder_is_none_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``python -m`` puts it on the path, which a solution's process may read: its digest would not cover that."""
     (tmp_path / "helper.py").write_text("")
