@@ -440,7 +440,9 @@ def request(
         task=task,
         shapes=chosen,
         seeds=list(seeds),
-        exam=Plan(cells, tuple(chosen), chosen[0], drawn=(chosen[-1],), seed=seeds[-1]) if whole else None,
+        exam=Plan(cells, tuple(chosen), chosen[0], (chosen[0],), drawn=(chosen[-1],), seed=seeds[-1])
+        if whole
+        else None,
         format=fmt,
         target=Target.parse(arch),
         ordinal=None if device is None else 0,

@@ -23,6 +23,28 @@ def test_every_statistic_by_hand() -> None:
     assert stats.pct_bad == 50.0
 
 
+def test_many_elements_are_measured_in_parts() -> None:
+    generator = np.random.default_rng(0)
+    exact = generator.standard_normal((7, 41, 1009))
+    actual = exact + 1e-3 * generator.standard_normal(exact.shape) * (generator.random(exact.shape) < 0.7)
+    bound = 1e-4 + 1e-3 * np.abs(exact)
+    err, size = np.abs(actual - exact), np.abs(exact)
+    stats, large = error_stats(actual, exact, 2e-3), size > 1e-3 * size.max()
+    assert (stats.max_abs_err, stats.max_rel_err) == (err.max(), (err[large] / size[large]).max())
+    assert stats.mean_abs_err == pytest.approx(err.mean(), rel=1e-12)
+    assert stats.relative_error == pytest.approx(np.linalg.norm(err) / np.linalg.norm(exact), rel=1e-12)
+    assert stats.pct_bad == pytest.approx(100 * (err > 2e-3).mean(), rel=1e-12)
+    ratios = np.sort((err / bound).ravel())
+    assert worst_bound_ratio(actual, exact, bound) == ratios[-1]
+    assert worst_bound_ratio(actual, exact, bound, matched=0.9) == ratios[math.ceil(0.9 * ratios.size) - 1]
+    assert worst_bound_ratio(actual, exact, bound, most=err.max()) == ratios[-1]
+    assert worst_bound_ratio(actual, exact, bound, most=np.nextafter(err.max(), 0)) == math.inf
+    counts = error_histogram(actual, exact).counts
+    assert sum(counts) == exact.size
+    assert counts[0] == (err < 1e-9).sum()
+    assert sum(bound_histogram(actual, exact, bound).counts[21:]) == (ratios >= 1).sum()
+
+
 def test_relative_error_of_elements_just_above_the_floor_counts() -> None:
     assert error_stats(np.array([1.0, 0.002]), np.array([1.0, 0.0011]), 1.0).max_rel_err == pytest.approx(9 / 11)
 

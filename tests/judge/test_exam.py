@@ -135,6 +135,10 @@ def test_the_whole_exam_has_every_shape_and_seed_and_drawn_ones(tmp_path: Path) 
     assert [c.shape for c in found.cells[8:]] == list(found.drawn)
     assert not any(c.format_is_judged for c in found.cells[4:])
     assert found.small.name == "page", "on five elements all variants are much alike"
+    smallest = min(found.drawn, key=lambda shape: shape.dims["N"])
+    assert found.emulated == (found.small, smallest), "where a GPU runs all, as shapes of the task hide what tails do"
+    assert smallest.dims["N"] == 1
+    assert asked(task, ("page", "tiny"), (0, 1), None).emulated == (found.small,)
     emulated = asked(task, ("page", "tiny"), (0, 1), 77, emulated=True)
     assert [str(c) for c in emulated.cells[4:-4]] == ["page seed 77", "page seed 77 shifted", "page seed 77 outliers"]
 

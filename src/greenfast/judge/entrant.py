@@ -28,7 +28,7 @@ class Entrant:
     asked: the rung whose budget, kernel error and required speedup it answers to; for a solution, what the task asks
     of solutions. rung: its own, with promises; None for a solution, and for toggles that are not a rung's.
     found: the solution, in the folder that it is judged from; None for a rung. files: what lies there, by name.
-    sandbox: what protects the judge from its code.
+    sandbox: what protects the judge from its code. is_own: whether it is what the task itself compares solutions with.
     """
 
     variant: Variant
@@ -39,6 +39,7 @@ class Entrant:
     source: SolutionSource | None = None
     files: dict[str, bytes] = field(default_factory=dict)
     sandbox: tuple[str, ...] = ()
+    is_own: bool = False
 
     def named(self, text: str) -> str:
         """A message of a compiler, with a solution's headers under the names that the user knows."""

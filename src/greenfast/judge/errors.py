@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +15,9 @@ from greenfast.judge.record import ErrorStats, Histogram
 from greenfast.spec.problem import NORMAL
 
 Floats = NDArray[np.float64]
+_T = TypeVar("_T")
+#: Elements that are measured at a time.
+_PART = 1 << 17
 
 # log10 of the lowest and the highest edge, and edges per decade, of the histograms that records hold.
 _ERROR_BINS = (-9, 2, 2)
@@ -32,19 +39,31 @@ def error_stats(actual: Floats, reference: Floats, bad_abs_err: float) -> ErrorS
     """
     if actual.shape != reference.shape:
         raise ValueError(f"shapes differ: {actual.shape} and {reference.shape}")
-    if not (np.isfinite(actual).all() and np.isfinite(reference).all()):
+    if not all(by_parts(lambda a, r: bool(np.isfinite(a).all() and np.isfinite(r).all()), actual, reference)):
         raise ValueError("error statistics of arrays with NaN or infinity")
-    err = np.abs(actual - reference)
-    size = np.abs(reference)
-    large = size > 1e-3 * size.max(initial=0.0)
-    norm = float(np.linalg.norm(reference))
-    err_norm = float(np.linalg.norm(err))
+    most = max(by_parts(lambda r: float(np.abs(r).max()), reference), default=0.0)
+
+    def measured(actual: Floats, reference: Floats) -> tuple[float, float, float, float, float, int]:
+        err, size = np.abs(actual - reference), np.abs(reference)
+        large = size > 1e-3 * most
+        return (
+            float(err.max()),
+            float((err[large] / size[large]).max(initial=0.0)),
+            float(err.sum()),
+            float(np.dot(err, err)),
+            float(np.dot(size, size)),
+            int(np.count_nonzero(err > bad_abs_err)),
+        )
+
+    parts = by_parts(measured, actual, reference)
+    max_abs, max_rel, total, squares, reference_squares, bad = zip(*parts, strict=True) if parts else ((),) * 6
+    norm, err_norm = math.sqrt(math.fsum(reference_squares)), math.sqrt(math.fsum(squares))
     return ErrorStats(
-        max_abs_err=float(err.max(initial=0.0)),
-        mean_abs_err=float(err.mean()) if err.size else 0.0,
-        max_rel_err=float((err[large] / size[large]).max(initial=0.0)),
+        max_abs_err=max(max_abs, default=0.0),
+        mean_abs_err=math.fsum(total) / actual.size if actual.size else 0.0,
+        max_rel_err=max(max_rel, default=0.0),
         relative_error=err_norm / norm if norm > 0 else (0.0 if err_norm == 0 else float("inf")),
-        pct_bad=100.0 * float((err > bad_abs_err).mean()) if err.size else 0.0,
+        pct_bad=100.0 * sum(bad) / actual.size if actual.size else 0.0,
     )
 
 
@@ -55,23 +74,30 @@ def worst_bound_ratio(
 
     matched: the share of elements that counts, the others being the worst. most: an error above it is infinity.
     """
-    if float(np.abs(actual - exact).max(initial=0.0)) > most:
+    if max(by_parts(lambda a, e: float(np.abs(a - e).max()), actual, exact), default=0.0) > most:
         return math.inf
-    ratios = _bound_ratios(actual, exact, bound).ravel()
-    counted = math.ceil(matched * len(ratios))
-    if counted < len(ratios):
-        ratios = np.sort(ratios)[:counted]
-    return float(ratios.max(initial=0.0))
+    if matched == 1.0:
+        return max(by_parts(lambda *arrays: float(_bound_ratios(*arrays).max()), actual, exact, bound), default=0.0)
+    ratios = np.concatenate(by_parts(_bound_ratios, actual, exact, bound) or [np.zeros(1)])
+    counted = max(1, math.ceil(matched * len(ratios)))
+    ratios.partition(counted - 1)
+    return float(ratios[counted - 1])
 
 
 def error_histogram(actual: Floats, exact: Floats) -> Histogram:
     """Of |actual - exact|, from 1e-9 to 100."""
-    return _histogram(np.abs(actual - exact), *_ERROR_BINS)
+    return _histogram(lambda a, e: np.abs(a - e), _ERROR_BINS, actual, exact)
 
 
 def bound_histogram(actual: Floats, exact: Floats, bound: Floats) -> Histogram:
     """Of |actual - exact| / bound, from 1e-5 to 100."""
-    return _histogram(_bound_ratios(actual, exact, bound), *_BOUND_BINS)
+    return _histogram(_bound_ratios, _BOUND_BINS, actual, exact, bound)
+
+
+def nearer_of(actual: Floats, one: Floats, other: Floats) -> Floats:
+    """Of each element the one of two values that is nearer to ``actual``, the other where neither is (NaN)."""
+    parts = by_parts(lambda a, o, x: np.where(np.abs(a - o) < np.abs(a - x), o, x), actual, one, other)
+    return np.concatenate([*parts, np.empty(0)]).reshape(actual.shape)
 
 
 def relative_error_factor(elements: int, variant: str) -> float:
@@ -88,7 +114,23 @@ def _bound_ratios(actual: Floats, exact: Floats, bound: Floats) -> Floats:
         return np.where(err == 0, 0.0, err / bound)
 
 
-def _histogram(values: Floats, first: int, last: int, per_decade: int) -> Histogram:
+def _histogram(values: Callable[..., Floats], bins: tuple[int, int, int], *arrays: Floats) -> Histogram:
+    first, last, per_decade = bins
     edges = 10.0 ** (first + np.arange((last - first) * per_decade + 1) / per_decade)
-    bins = np.searchsorted(edges, values.ravel(), side="right")
-    return Histogram(first=first, per_decade=per_decade, counts=np.bincount(bins, minlength=len(edges) + 1).tolist())
+
+    def counted(*parts: Floats) -> NDArray[np.int64]:
+        return np.bincount(np.searchsorted(edges, values(*parts), side="right"), minlength=len(edges) + 1)
+
+    counts = sum(by_parts(counted, *arrays), np.zeros(len(edges) + 1, np.int64))
+    return Histogram(first=first, per_decade=per_decade, counts=counts.tolist())
+
+
+def by_parts(function: Callable[..., _T], *arrays: Floats) -> list[_T]:
+    """What a function gives of each part of flat arrays of one size: parts that a core's cache holds, on all cores."""
+    flat = [array.reshape(-1) for array in arrays]
+    starts = range(0, flat[0].size, _PART)
+    work = ([array[start : start + _PART] for array in flat] for start in starts)
+    if len(starts) <= 1:
+        return [function(*parts) for parts in work]
+    with ThreadPoolExecutor(min(len(starts), len(os.sched_getaffinity(0)))) as pool:
+        return list(pool.map(lambda parts: function(*parts), work))

@@ -50,15 +50,17 @@ class Cell:
 class Plan:
     """What a run asks.
 
-    whole: the task's shapes that the whole exam has. small: the shape on which all variants run, and the emulator where
-    a GPU runs the others. examined: the names of the shapes that neither an option nor a default names. drawn: the
-    shapes that were drawn. seed: what was drawn from, and the seed of their inputs; None where nothing was. missing:
-    what the whole exam has in addition, in words.
+    whole: the task's shapes that the whole exam has. small: the shape on which all variants run. emulated: the shapes
+    that the emulator runs too where a GPU runs all: that one, and the smallest drawn one that is no larger. examined:
+    the names of the shapes that neither an option nor a default names. drawn: the shapes that were drawn. seed: what
+    was drawn from, and the seed of their inputs; None where nothing was. missing: what the whole exam has in addition,
+    in words.
     """
 
     cells: tuple[Cell, ...]
     whole: tuple[Shape, ...]
     small: Shape
+    emulated: tuple[Shape, ...]
     examined: frozenset[str] = frozenset()
     drawn: tuple[Shape, ...] = ()
     seed: int | None = None
@@ -117,7 +119,10 @@ def plan(
         drawn = draw(config, problem, fmt, seed, rung=rung, emulated=emulated)
         cells += [Cell(shape, seed, drawn=True) for shape in drawn]
     examined = frozenset(shape.name for shape in (*added, *drawn))
-    return Plan(tuple(cells), tuple(whole), small, examined, tuple(drawn), seed, tuple(missing))
+    smallest = min(drawn, key=lambda shape: _size(shape.dims, config.drawing), default=small)
+    limit = _size(small.dims, config.drawing)
+    beside = [smallest] if smallest is not small and _size(smallest.dims, config.drawing) <= limit else []
+    return Plan(tuple(cells), tuple(whole), small, (small, *beside), examined, tuple(drawn), seed, tuple(missing))
 
 
 def draw(
@@ -185,7 +190,7 @@ def _edges(drawing: Drawing, seed: int) -> list[dict[str, int]]:
 
 
 def _size(dims: Mapping[str, int], drawing: Drawing) -> int:
-    return math.prod(dims[name] for name, allowed in drawing.ranges.items() if isinstance(allowed, Range))
+    return math.prod(dims.get(name, 1) for name, allowed in drawing.ranges.items() if isinstance(allowed, Range))
 
 
 def _small(problem: Problem, fmt: str, shapes: Sequence[Shape], seed: int) -> Shape:

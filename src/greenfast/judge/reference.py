@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from greenfast.judge.entrant import Entrant, rung_entrant, solution_entrant
@@ -28,9 +29,11 @@ def reference_entrant(request: Request, text: str) -> Entrant:
     task, config = request.task, request.task.config
     if text in [rung.name for rung in config.rungs] or ("=" in text and config.rungs):
         return rung_entrant(config, task.family, config.variant(text))
-    for path in (Path(text), task.folder / text):
+    is_own = text == config.defaults.baseline
+    # A folder of its name may lie where the command is given.
+    for path in (task.folder / text,) if is_own else (Path(text), task.folder / text):
         if is_solution(path):
             found = find_solution(given_solution(path, task.folder, request.out))
-            return found_entrant(request, found, is_reference=True)
+            return replace(found_entrant(request, found, is_reference=True), is_own=is_own)
     rungs = [rung.name for rung in config.rungs]
     raise unknown("reference", text, [*rungs, "the path of a solution"])

@@ -93,6 +93,7 @@ class GateRun:
             request.make_worker,
             self.progress("CORRECTNESS"),
             emulated=self._emulated(),
+            own=next((role for role, entrant in self.entrants.items() if entrant.is_own), None),
         )
         if self.add(result).status != "PASS":
             self.add(pending("PERFORMANCE", NOT_CORRECT if result.status == "FAIL" else NOT_DECIDED))
@@ -103,13 +104,13 @@ class GateRun:
         return reason is None
 
     def _emulated(self) -> EmulatedRuns | None:
-        """The smallest case on the emulator, where a GPU runs all of them; without sides that have no PTX."""
+        """Small cases on the emulator, where a GPU runs all of them; without sides that have no PTX."""
         request = self.request
         if request.exam is None or request.make_emulator is None:
             return None
-        cell = next(cell for cell in request.cells if cell.shape == request.exam.small)
+        cells = [next(cell for cell in request.cells if cell.shape == shape) for shape in request.exam.emulated]
         sides = [side for side in self.sides if all(kernel.ptx for _, kernel in side.distinct)]
-        return EmulatedRuns(sides, cell, request.make_emulator)
+        return EmulatedRuns(sides, cells, request.make_emulator)
 
     def _own_gates(self) -> dict[str, KernelErrorGate]:
         """The kernel-error gates of the roles whose rungs define one."""

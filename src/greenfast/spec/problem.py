@@ -81,6 +81,8 @@ class References:
     bounds: by name, the same for kernels that round differently; a rung's ``kernel_error.rounding`` names one.
     matched: the share of elements that must be within the bound, where a problem only has a tolerance.
     most: an absolute error that no element may have, whatever its bound.
+    is_run: whether exact is what a run of the problem's own reference gave on the CPU, which rounds where it likes, so
+    that what the same reference gives on a GPU is as right.
     """
 
     full: NDArray[np.float64]
@@ -89,6 +91,7 @@ class References:
     bounds: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     matched: float = 1.0
     most: float = math.inf
+    is_run: bool = False
 
     def bound_of(self, rounding: str) -> NDArray[np.float64]:
         """The bound with this name, ``bound`` for an empty name; raises UsageError naming the known ones."""

@@ -132,6 +132,14 @@ def test_sol_execbench_adds_its_tolerances_and_allows_outliers(tmp_path: Path) -
     assert ratio(1, 9.0) == np.inf
 
 
+def test_a_definition_without_op_type_is_sol_execbenchs(tmp_path: Path) -> None:
+    """FlashInfer-Trace asks for it; older entries of SOL-ExecBench lack it, and may lack custom inputs too."""
+    path = tmp_path / "definition.json"
+    for definition, is_sol in ((SCALED, False), ({k: v for k, v in SCALED.items() if k != "op_type"}, True)):
+        path.write_text(json.dumps(definition))
+        assert read_definition(path).is_sol is is_sol
+
+
 def test_custom_inputs_come_from_the_definition(tmp_path: Path) -> None:
     source = (
         REFERENCE + "\ndef made(axes, device):\n    return {'x': torch.full((axes['rows'], axes['h']), 2.0).bfloat16()}"

@@ -72,15 +72,18 @@ class DefinedProblem:
         exact = _joined(self._outputs(found, workload, sizes))
         allowed = workload.tolerance or Allowed()
         if self.definition.is_sol or workload.tolerance:
-            bound = allowed.max_atol + allowed.max_rtol * np.abs(exact)
+            bound = np.abs(exact)
+            bound *= allowed.max_rtol
+            bound += allowed.max_atol
             return References(
                 full=exact,
                 exact=exact,
                 bound=bound,
                 matched=allowed.required_matched_ratio,
                 most=math.inf if allowed.max_error_cap is None else allowed.max_error_cap,
+                is_run=True,
             )
-        return References(full=exact, exact=exact, bound=np.maximum(_ATOL, _RTOL * np.abs(exact)))
+        return References(full=exact, exact=exact, bound=np.maximum(_ATOL, _RTOL * np.abs(exact)), is_run=True)
 
     def _outputs(self, found: Any, workload: Workload, sizes: Mapping[str, int]) -> list[NDArray[np.float64]]:
         """What ``run`` gave, in the order of the definition's outputs. Raises UsageError where it is something else."""
@@ -219,4 +222,6 @@ def array_of(tensor: torch.Tensor) -> Array:
 
 def _joined(values: list[NDArray[np.float64]]) -> NDArray[np.float64]:
     made = values[0] if len(values) == 1 else np.concatenate([value.ravel() for value in values])
-    return np.where(np.isneginf(made), _MINUS_INFINITY, made)
+    if made.size and made.min() == -np.inf:  # NaN, if any, is refused elsewhere
+        return np.where(np.isneginf(made), _MINUS_INFINITY, made)
+    return made

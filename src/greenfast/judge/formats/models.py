@@ -36,7 +36,7 @@ class ModelProblem:
         found = self._forward(self._inputs(seed))
         exact = np.concatenate([tensor.double().numpy().ravel() for tensor in found])
         allowed = np.concatenate([np.full(tensor.numel(), _TOLERANCES.get(tensor.dtype, 0.0)) for tensor in found])
-        return References(full=exact, exact=exact, bound=allowed * (1 + np.abs(exact)))
+        return References(full=exact, exact=exact, bound=allowed * (1 + np.abs(exact)), is_run=True)
 
     def decode(self, outputs: Mapping[str, Array], fmt: str) -> NDArray[np.float64]:
         """All outputs, flat, in their order."""

@@ -1,4 +1,4 @@
-"""One small case on the emulator while a GPU runs all of them: it sees what a GPU does not show.
+"""Small cases on the emulator while a GPU runs all of them: it sees what a GPU does not show.
 
 Such as an access that happens to hit other memory, a race that happens to go well, and shared memory that still holds
 what an earlier block left there.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from greenfast.device.session import RunResult
-from greenfast.device.worker import Worker, WorkerError
+from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.judge.exam import Cell
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.spec.problem import Case
@@ -19,17 +19,18 @@ _REPEATS = 2
 
 
 class EmulatedRuns:
-    """Runs a case of each side in an emulator's process. Use as a context manager, which ends the processes.
+    """Runs cases of each side in an emulator's process. Use as a context manager, which ends the processes.
 
-    cell: the case; a side that does not compute its shape is left out.
+    cells: the cases; a side does not run those whose shape it does not compute, nor any after one that failed.
     """
 
-    def __init__(self, sides: Sequence[BuiltSide], cell: Cell, make_worker: Callable[[], Worker]) -> None:
-        self.cell = cell
-        self._sides = [side for side in sides if cell.shape.name in side.programs]
+    def __init__(self, sides: Sequence[BuiltSide], cells: Sequence[Cell], make_worker: Callable[[], Worker]) -> None:
+        self.cells = tuple(cells)
+        self._sides = [side for side in sides if any(cell.shape.name in side.programs for cell in cells)]
         self._workers = {side.role: make_worker() for side in self._sides}
-        self._threads = ThreadPoolExecutor(max(1, len(self._sides)))
-        self._started: dict[str, Future[RunResult]] = {}
+        self._threads = {side.role: ThreadPoolExecutor(1) for side in self._sides}
+        self._failed: set[str] = set()
+        self._started: dict[tuple[str, int], Future[RunResult | WorkerError | None]] = {}
 
     def __enter__(self) -> EmulatedRuns:
         return self
@@ -37,21 +38,27 @@ class EmulatedRuns:
     def __exit__(self, *_: object) -> None:
         for worker in self._workers.values():
             worker.close()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for thread in self._threads.values():
+            thread.shutdown(wait=True, cancel_futures=True)
 
-    def start(self, case: Case) -> None:
-        """Begin, in the background."""
+    def start(self, cell: Cell, case: Case) -> None:
+        """Begin one of the cells in the background, after those that were begun before."""
         for side in self._sides:
-            executable = side.executable(self.cell.shape.name)
-            run = self._workers[side.role].run
-            self._started[side.role] = self._threads.submit(run, executable, case, _REPEATS)
+            if cell.shape.name in side.programs:
+                key = side.role, self.cells.index(cell)
+                self._started[key] = self._threads[side.role].submit(self._run, side, cell, case)
 
-    def results(self) -> Mapping[str, RunResult | WorkerError]:
-        """By role, what was found; waits for it."""
-        found: dict[str, RunResult | WorkerError] = {}
-        for role, run in self._started.items():
-            try:
-                found[role] = run.result()
-            except WorkerError as e:
-                found[role] = e
-        return found
+    def results(self) -> Mapping[tuple[str, int], RunResult | WorkerError]:
+        """By role and number of the cell, what was found; waits for it."""
+        found = {key: run.result() for key, run in self._started.items()}
+        return {key: result for key, result in found.items() if result is not None}
+
+    def _run(self, side: BuiltSide, cell: Cell, case: Case) -> RunResult | WorkerError | None:
+        if side.role in self._failed:
+            return None
+        try:
+            return self._workers[side.role].run(side.executable(cell.shape.name), case, _REPEATS)
+        except WorkerError as e:
+            if not isinstance(e, UnsupportedByDeviceError) or e.ended:
+                self._failed.add(side.role)
+            return e
