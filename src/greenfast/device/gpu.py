@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,8 +23,8 @@ POISON = 0xFF
 #: The driver maps memory in pages of this size.
 PAGE_BYTES = 2 << 20
 
-#: Blocks of a cluster that every GPU with clusters takes; more have to be allowed for a kernel.
-_PORTABLE_CLUSTER = 8
+#: The compute capability from which on blocks form clusters.
+_CLUSTERS_SINCE = (9, 0)
 #: NVML's number of a board's power at the moment, in milliwatts.
 _POWER_INSTANT = 186
 
@@ -240,17 +239,17 @@ class Gpu:
     def load(self, image: KernelImage) -> Any:
         """The loaded kernel of an image (cuda.core Kernel); each image is loaded once."""
         if image not in self._kernels:
-            self._kernels[image] = load_kernel(image, self.device)
+            kernel = load_kernel(image, self.device)
+            if self.capability >= _CLUSTERS_SINCE:  # of more than 8 blocks, for which a launch or the kernel asks
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+                check(driver.cuKernelSetAttribute(attribute, 1, kernel.handle, self.device.device_id))
+            self._kernels[image] = kernel
         return self._kernels[image]
 
     def prepare(self, executable: Executable, pointers: Mapping[str, int]) -> list[Prepared]:
         """A program's launches on the device's stream; pointers: the address of each buffer."""
         known = {PHASE_BUFFER: 0, **pointers}  # only an instrumented build writes that one
         stream = int(self.stream.handle)
-        for image, plan in executable.steps:
-            if math.prod(plan.cluster) > _PORTABLE_CLUSTER:
-                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-                check(driver.cuKernelSetAttribute(attribute, 1, self.load(image).handle, self.device.device_id))
         return [
             Prepared(self.load(image), image.block, image.dynamic_smem_bytes, plan, known, stream, name=image.entry)
             for image, plan in executable.steps

@@ -67,7 +67,8 @@ def encoded(layout: TensorMap, pointer: int) -> bytes:
             rank,
             pointer,
             [driver.cuuint64_t(n) for n in reversed(layout.shape)],
-            [driver.cuuint64_t(n) for n in reversed(layout.strides[:-1])],
+            # The driver refuses an absent list; of one dimension it reads none of it.
+            [driver.cuuint64_t(n) for n in reversed(layout.strides[:-1])] or [driver.cuuint64_t(_MAP_BYTES)],
             [driver.cuuint32_t(n) for n in reversed(layout.box)],
             [driver.cuuint32_t(1)] * rank,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
