@@ -135,6 +135,9 @@ def test_a_cache_in_fp8_continues_as_the_whole(llama: Any, tokens: Tensor) -> No
     assert error(second, whole[:, 60:]) < 0.053
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="transformers makes masks where it cannot tell compiling from exporting"
+)
 def test_compiled(llama: Any, tokens: Tensor) -> None:
     torch._dynamo.reset()
     greenfast.register_with_transformers(min_length=0)
