@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from greenfast.bench.ratios import by_shape, geometric_mean, headline, ratios
@@ -12,6 +13,10 @@ from greenfast.judge.report import facts, format
 from greenfast.judge.report.markdown import document, gates, provenance, resources
 from greenfast.spec.freshness import STALE, Freshness
 
+#: So many names are listed one by one.
+_FEW = 4
+#: Where others built their library, in their messages.
+_FOLDERS = re.compile(r"(?<![\w<])/\S*/")
 #: Bytes that quantization must move for each element: two read, one written.
 _QUANTIZE_BYTES = 3
 
@@ -28,9 +33,16 @@ def reasons(record: Benchmark) -> list[str]:
             found.setdefault((_label(record, contender), reason), []).append(where)
     missing = {(c.label, c.missing) for c in record.contenders}
     return [
-        f"{label}: {reason}" if (label, reason) in missing else f"{label} on {', '.join(shapes)}: {reason}"
-        for (label, reason), shapes in found.items()
+        f"{label}: {reason}"
+        if (label, reason) in missing
+        else f"{label} on {_listed(where)}: {_FOLDERS.sub('', reason)}"
+        for (label, reason), where in found.items()
     ]
+
+
+def _listed(names: list[str]) -> str:
+    """A few names, or how many there are and where they begin and end."""
+    return ", ".join(names) if len(names) <= _FEW else f"{len(names)} shapes, {names[0]} to {names[-1]}"
 
 
 def console_table(record: Benchmark) -> tuple[list[str], list[list[str]]]:
