@@ -379,6 +379,7 @@ _ASKING = ("judge.environment", "cli.warmup")
 
 def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
     """Put the fake device in the place of the GPU of this machine, if it has one."""
+    monkeypatch.setattr("greenfast.device.gpu.PAGE_BYTES", PAGE)
     for module in ("gpu", "instruments", "rotation"):
         monkeypatch.setattr(f"greenfast.device.{module}.driver", device.memory)
         monkeypatch.setattr(f"greenfast.device.{module}.Prepared", HostLaunch)
@@ -410,6 +411,8 @@ def shipped(name: str) -> LoadedTask:
     return load(find_task(name))
 
 
+#: Of the fake device. A launch's digest reads what is left of a page: of the driver's 2 MB that was most of the work.
+PAGE = 1 << 14
 _FEW = {"warmup_iters": 10, "timed_iters": 100}
 
 

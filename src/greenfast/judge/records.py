@@ -97,6 +97,8 @@ def _renamed(value: object, field: str, names: Mapping[str, str], in_text: re.Pa
         keys = names if field in _BY_SHAPE else {}
         return {keys.get(key, key): _renamed(item, key, names, in_text) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
+        if value and isinstance(value[0], float):  # most of a record: times
+            return value
         return [_renamed(item, field, names, in_text) for item in value]
     if isinstance(value, str):
         if field in ("shape", "shapes"):

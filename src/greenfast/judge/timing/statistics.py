@@ -8,6 +8,7 @@ discarded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -81,7 +82,7 @@ def speedup_interval(
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
     ratios = _log_ratios(baseline, candidate)
-    centre = float(np.median(np.concatenate(ratios)))
+    centre = float(np.median([x for process in ratios for x in process]))
     error = float(np.std(_resampled_medians(ratios, resamples, seed)))
     half = _two_sided_quantile(confidence, degrees=len(ratios) - 1) * error
     return Interval(float(np.exp(centre)), float(np.exp(centre - half)), float(np.exp(centre + half)))
@@ -166,8 +167,8 @@ def pool_seeds(per_seed: Sequence[Blocks]) -> list[list[float]]:
     return [[float(t) for blocks in per_seed for t in blocks[p]] for p in range(counts.pop())]
 
 
-def _log_ratios(baseline: Blocks, candidate: Blocks) -> list[_Floats]:
-    """log(baseline / candidate) of each block, one array per process."""
+def _log_ratios(baseline: Blocks, candidate: Blocks) -> tuple[tuple[float, ...], ...]:
+    """log(baseline / candidate) of each block, by process."""
     if len(baseline) == 0 or len(candidate) == 0:
         raise ValueError("no processes to compare")
     if len(baseline) != len(candidate):
@@ -178,8 +179,8 @@ def _log_ratios(baseline: Blocks, candidate: Blocks) -> list[_Floats]:
         cand = _positive(cand_row, f"candidate, process {p}")
         if len(base) != len(cand):
             raise ValueError(f"sides differ in blocks of process {p}: {len(base)} and {len(cand)}")
-        ratios.append(np.log(base) - np.log(cand))
-    return ratios
+        ratios.append(tuple((np.log(base) - np.log(cand)).tolist()))
+    return tuple(ratios)
 
 
 def _positive(values: Samples, what: str) -> _Floats:
@@ -194,8 +195,12 @@ def _positive(values: Samples, what: str) -> _Floats:
     return array
 
 
-def _resampled_medians(ratios: list[_Floats], resamples: int, seed: int) -> _Floats:
-    """Median of all ratios in each of ``resamples`` hierarchical resamples: processes, then blocks within each."""
+@functools.lru_cache(maxsize=1024)
+def _resampled_medians(ratios: tuple[tuple[float, ...], ...], resamples: int, seed: int) -> _Floats:
+    """Median of all ratios in each of ``resamples`` hierarchical resamples: processes, then blocks within each.
+
+    Kept, as a run reads the records that it may quote several times.
+    """
     if resamples < 2:
         raise ValueError(f"resamples must be at least 2, got {resamples}")
     lengths = np.array([len(r) for r in ratios])
@@ -211,6 +216,7 @@ def _resampled_medians(ratios: list[_Floats], resamples: int, seed: int) -> _Flo
     count = lengths[process].sum(axis=(1, 2))
     row = np.arange(resamples)
     middle = (drawn[row, (count - 1) // 2] + drawn[row, count // 2]) / 2
+    middle.flags.writeable = False
     return np.asarray(middle, dtype=np.float64)
 
 
