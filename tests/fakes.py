@@ -13,6 +13,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -377,9 +378,26 @@ class FakeWorker(Worker):
 _ASKING = ("judge.environment", "cli.warmup")
 
 
+class InOrder(Executor):
+    """Runs what it is given at once, so that what a fake device does next does not depend on threads."""
+
+    def __init__(self, threads: int) -> None:
+        """As a pool of threads is made."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """A future that has its result already."""
+        found: Future[Any] = Future()
+        try:
+            found.set_result(function(*args, **kwargs))
+        except BaseException as e:
+            found.set_exception(e)
+        return found
+
+
 def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
     """Put the fake device in the place of the GPU of this machine, if it has one."""
     monkeypatch.setattr("greenfast.device.gpu.PAGE_BYTES", PAGE)
+    monkeypatch.setattr("greenfast.judge.gates.correctness.ThreadPoolExecutor", InOrder)
     for module in ("gpu", "instruments", "rotation"):
         monkeypatch.setattr(f"greenfast.device.{module}.driver", device.memory)
         monkeypatch.setattr(f"greenfast.device.{module}.Prepared", HostLaunch)
