@@ -137,10 +137,10 @@ def _of_builds(record: Run) -> Iterator[Disagreement]:
             role = role if isinstance(record, Record) else "candidate"
             for build in (build for build in side.builds if build.resources is not None and build.shapes):
                 for name, amount in _amounts(build):
-                    # Of several kernels for a shape each is named; older records give all of them the same rows.
-                    places = (f"{build.shapes[0]}, {build.entry}", build.shapes[0])
-                    asked = [f"{role} {side.variant} ({place}): {name}" for place in places]
-                    what = next((x for x in asked if x in rows["RESOURCES"]), asked[-1])
+                    shape = build.shapes[0]
+                    # A launch has its shape's name where the program has no other, and kernels are named where it has.
+                    place = shape if not build.launches or shape in build.launches else f"{shape}, {build.entry}"
+                    what = f"{role} {side.variant} ({place}): {name}"
                     found = rows["RESOURCES"].get(what, [])
                     held = str(amount) in found
                     yield from _unless(held, f"gates (RESOURCES), {what}", ", ".join(found) or "nothing", amount)
