@@ -7,14 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from greenfast.device.session import RunResult
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.emulator.session import EmulatorSession
+from greenfast.judge.entrant import solution_entrant
+from greenfast.judge.exam import Cell
+from greenfast.judge.gates.emulated import EmulatedRuns
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.record import Record
 from greenfast.judge.request import Request, examined
+from greenfast.judge.solution.schema import find_solution
+from greenfast.judge.task import Shape
 from greenfast.judge.validate import validate
+from greenfast.spec.arch import Target
 from greenfast.spec.errors import UnsupportedError
 from tests.cheats.cheats import doubling
+from tests.cheats.judging import FOLDER
 from tests.fakes import FakeDevice, Script, Watcher, install, request
 
 
@@ -65,3 +73,21 @@ def test_what_it_finds_right_or_cannot_run_fails_nothing(
     assert gate.status == "PASS"
     (row,) = [check for check in gate.checks if check[0] == "slow tail seed 0 on the emulator"]
     assert row[3] == said
+
+
+def test_a_drawn_case_shows_what_the_tasks_own_hides() -> None:
+    """Reads whole units of 16 bytes: of 4,000 bytes all is right. After the fault the side runs no further."""
+    task, target = doubling(), Target("sm_90a")
+    found = find_solution(FOLDER / "memory" / "bulk_copy_rounded_up.cu")
+    entrant = solution_entrant(task.config, found, target, task.problem)
+    cells = [Cell(task.config.shape("tail"), 0)]
+    cells += [Cell(Shape(name=f"drawn_n{n}", dims={"N": n}), 7, drawn=True) for n in (1, 2)]
+    shapes = [cell.shape for cell in cells]
+    side = build_side("candidate", entrant.family, entrant.variant, "fp32", shapes, target)
+    with EmulatedRuns([side], cells, lambda: Worker(timeout_s=60, make_session=EmulatorSession)) as runs:
+        for cell in cells:
+            runs.start(cell, task.problem.make_case(cell.shape.dims, cell.seed, "fp32"))
+        results = runs.results()
+    assert isinstance(results["candidate", 0], RunResult)
+    assert "bulk read out of bounds" in str(results["candidate", 1])
+    assert set(results) == {("candidate", 0), ("candidate", 1)}
