@@ -127,7 +127,10 @@ def convert_solution(path: Path, definition: Definition, workloads: Sequence[Wor
     """
     given = read_foreign_solution(path)
     if given.definition != definition.name:
-        raise UsageError(f"{path}: solves {given.definition}, the problem is {definition.name}")
+        raise UsageError(
+            f"{path}: solves {given.definition}, the problem is {definition.name}; --problem takes the file of what it "
+            "solves, or correct its key definition"
+        )
     file, _, function = given.spec.entry_point.partition("::")
     shutil.rmtree(folder, ignore_errors=True)  # of a solution of the same name, whose files this one may lack
     for source in given.sources:
