@@ -200,6 +200,7 @@ def test_without_shapes_all_are_timed_and_errors_compared(session: Session, run:
     assert "geometric mean over 18 shapes" in record.gates[-1].summary
 
 
+@pytest.mark.slow
 def test_the_grid_alone(session: Session, run: Run) -> None:
     record = run(None, grid=True).record
     assert {row.shape.split("_")[0] for row in record.rows} == {"d64", "d128", "d256"}
