@@ -114,6 +114,17 @@ def test_worst_bound_ratio(errors: list[float], bounds: list[float], worst: floa
 def test_a_value_that_is_not_finite_is_within_no_bound(bad: float) -> None:
     ratio = worst_bound_ratio(np.array([0.0, bad]), np.zeros(2), np.ones(2))
     assert not ratio <= 1.0
+    for place in (0, 400_000):  # in the first of several parts, and in the last
+        actual = np.full(400_001, 0.5)
+        actual[place] = bad
+        assert not worst_bound_ratio(actual, np.zeros(400_001), np.ones(400_001)) <= 1.0
+
+
+def test_squares_of_huge_values_are_infinite() -> None:
+    """As of -1e150, which stands for an infinity that both have."""
+    exact = np.full(400_000, -1e154)
+    assert error_stats(exact, exact, 1.0).relative_error == 0.0
+    assert error_stats(exact + 1e140, exact, 1.0).relative_error == 0.0
 
 
 def test_histograms_by_hand() -> None:

@@ -39,31 +39,29 @@ def error_stats(actual: Floats, reference: Floats, bad_abs_err: float) -> ErrorS
     """
     if actual.shape != reference.shape:
         raise ValueError(f"shapes differ: {actual.shape} and {reference.shape}")
-    if not all(by_parts(lambda a, r: bool(np.isfinite(a).all() and np.isfinite(r).all()), actual, reference)):
+    if not all(_by_parts(lambda a, r: bool(np.isfinite(a).all() and np.isfinite(r).all()), actual, reference)):
         raise ValueError("error statistics of arrays with NaN or infinity")
-    most = max(by_parts(lambda r: float(np.abs(r).max()), reference), default=0.0)
+    most = _largest(np.abs, reference)
 
-    def measured(actual: Floats, reference: Floats) -> tuple[float, float, float, float, float, int]:
+    def measured(actual: Floats, reference: Floats) -> tuple[float, ...]:
         err, size = np.abs(actual - reference), np.abs(reference)
         large = size > 1e-3 * most
-        return (
-            float(err.max()),
-            float((err[large] / size[large]).max(initial=0.0)),
-            float(err.sum()),
-            float(np.dot(err, err)),
-            float(np.dot(size, size)),
-            int(np.count_nonzero(err > bad_abs_err)),
-        )
+        with np.errstate(over="ignore"):  # squares of huge values
+            sums = float(err.sum()), float(np.dot(err, err)), float(np.dot(size, size))
+        largest = float(err.max()), float((err[large] / size[large]).max(initial=0.0))
+        return *largest, *sums, float(np.count_nonzero(err > bad_abs_err))
 
-    parts = by_parts(measured, actual, reference)
-    max_abs, max_rel, total, squares, reference_squares, bad = zip(*parts, strict=True) if parts else ((),) * 6
-    norm, err_norm = math.sqrt(math.fsum(reference_squares)), math.sqrt(math.fsum(squares))
+    parts = np.reshape(_by_parts(measured, actual, reference), (-1, 6))
+    max_abs, max_rel = map(float, parts[:, :2].max(axis=0, initial=0.0))
+    with np.errstate(over="ignore"):
+        total, squares, reference_squares, bad = map(float, parts[:, 2:].sum(axis=0))
+    norm, err_norm = math.sqrt(reference_squares), math.sqrt(squares)
     return ErrorStats(
-        max_abs_err=max(max_abs, default=0.0),
-        mean_abs_err=math.fsum(total) / actual.size if actual.size else 0.0,
-        max_rel_err=max(max_rel, default=0.0),
+        max_abs_err=max_abs,
+        mean_abs_err=total / actual.size if actual.size else 0.0,
+        max_rel_err=max_rel,
         relative_error=err_norm / norm if norm > 0 else (0.0 if err_norm == 0 else float("inf")),
-        pct_bad=100.0 * sum(bad) / actual.size if actual.size else 0.0,
+        pct_bad=100.0 * bad / actual.size if actual.size else 0.0,
     )
 
 
@@ -74,11 +72,11 @@ def worst_bound_ratio(
 
     matched: the share of elements that counts, the others being the worst. most: an error above it is infinity.
     """
-    if max(by_parts(lambda a, e: float(np.abs(a - e).max()), actual, exact), default=0.0) > most:
+    if _largest(lambda a, e: np.abs(a - e), actual, exact) > most:
         return math.inf
     if matched == 1.0:
-        return max(by_parts(lambda *arrays: float(_bound_ratios(*arrays).max()), actual, exact, bound), default=0.0)
-    ratios = np.concatenate(by_parts(_bound_ratios, actual, exact, bound) or [np.zeros(1)])
+        return _largest(_bound_ratios, actual, exact, bound)
+    ratios = np.concatenate(_by_parts(_bound_ratios, actual, exact, bound) or [np.zeros(1)])
     counted = max(1, math.ceil(matched * len(ratios)))
     ratios.partition(counted - 1)
     return float(ratios[counted - 1])
@@ -96,7 +94,7 @@ def bound_histogram(actual: Floats, exact: Floats, bound: Floats) -> Histogram:
 
 def nearer_of(actual: Floats, one: Floats, other: Floats) -> Floats:
     """Of each element the one of two values that is nearer to ``actual``, the other where neither is (NaN)."""
-    parts = by_parts(lambda a, o, x: np.where(np.abs(a - o) < np.abs(a - x), o, x), actual, one, other)
+    parts = _by_parts(lambda a, o, x: np.where(np.abs(a - o) < np.abs(a - x), o, x), actual, one, other)
     return np.concatenate([*parts, np.empty(0)]).reshape(actual.shape)
 
 
@@ -114,6 +112,11 @@ def _bound_ratios(actual: Floats, exact: Floats, bound: Floats) -> Floats:
         return np.where(err == 0, 0.0, err / bound)
 
 
+def _largest(values: Callable[..., Floats], *arrays: Floats) -> float:
+    """The largest of some values that are at least 0; NaN where one is, which Python's max would pass over."""
+    return float(np.max(_by_parts(lambda *parts: values(*parts).max(), *arrays), initial=0.0))
+
+
 def _histogram(values: Callable[..., Floats], bins: tuple[int, int, int], *arrays: Floats) -> Histogram:
     first, last, per_decade = bins
     edges = 10.0 ** (first + np.arange((last - first) * per_decade + 1) / per_decade)
@@ -121,11 +124,11 @@ def _histogram(values: Callable[..., Floats], bins: tuple[int, int, int], *array
     def counted(*parts: Floats) -> NDArray[np.int64]:
         return np.bincount(np.searchsorted(edges, values(*parts), side="right"), minlength=len(edges) + 1)
 
-    counts = sum(by_parts(counted, *arrays), np.zeros(len(edges) + 1, np.int64))
+    counts = sum(_by_parts(counted, *arrays), np.zeros(len(edges) + 1, np.int64))
     return Histogram(first=first, per_decade=per_decade, counts=counts.tolist())
 
 
-def by_parts(function: Callable[..., _T], *arrays: Floats) -> list[_T]:
+def _by_parts(function: Callable[..., _T], *arrays: Floats) -> list[_T]:
     """What a function gives of each part of flat arrays of one size: parts that a core's cache holds, on all cores."""
     flat = [array.reshape(-1) for array in arrays]
     starts = range(0, flat[0].size, _PART)
