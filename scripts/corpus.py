@@ -15,7 +15,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import re
 import sys
 import time
 from collections.abc import Collection
@@ -29,6 +28,7 @@ from scipy.stats import beta
 
 from greenfast import __version__
 from greenfast.judge.environment import git_state
+from greenfast.judge.report.format import without_folders
 from tests.cheats.corpus import Entry, entries
 from tests.cheats.judging import SEED, request_of
 
@@ -62,7 +62,7 @@ def judge(number: int, gpu: bool) -> Row:
 
 
 def _short(message: str) -> str:
-    line = " ".join(re.sub(r"(?<![\w<])/\S*/", "", message).split())
+    line = " ".join(without_folders(message).split())
     return line if len(line) <= _MESSAGE else line[: _MESSAGE - 3] + "..."
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 
 from greenfast.bench.ratios import by_shape, geometric_mean, headline, ratios
@@ -13,10 +12,8 @@ from greenfast.judge.report import facts, format
 from greenfast.judge.report.markdown import document, gates, provenance, resources
 from greenfast.spec.freshness import STALE, Freshness
 
-#: So many names are listed one by one.
+#: Up to this many names are listed one by one.
 _FEW = 4
-#: Where others built their library, in their messages.
-_FOLDERS = re.compile(r"(?<![\w<])/\S*/")
 #: Bytes that quantization must move for each element: two read, one written.
 _QUANTIZE_BYTES = 3
 
@@ -35,7 +32,7 @@ def reasons(record: Benchmark) -> list[str]:
     return [
         f"{label}: {reason}"
         if (label, reason) in missing
-        else f"{label} on {_listed(where)}: {_FOLDERS.sub('', reason)}"
+        else f"{label} on {_listed(where)}: {format.without_folders(reason)}"
         for (label, reason), where in found.items()
     ]
 

@@ -64,7 +64,7 @@ _FORBIDDEN = {
 
 _SOCKET = {"x86_64": 41, "aarch64": 198}
 # Processes stay in the group that the judge ends and halts. Ninja, which builds extensions of PyTorch, starts each in a
-# group of its own and stops where that fails, so the call says that it succeeded and does nothing.
+# new group and stops where that fails, so the call says that it succeeded and does nothing.
 _SETPGID = {"x86_64": 109, "aarch64": 154}
 
 

@@ -22,14 +22,16 @@ START_S = 30.0
 
 
 class WorkerError(GreenfastError):
-    """A kernel's process failed: it crashed, exceeded its time-out, or its device reported an error."""
-
-
-class UnsupportedByDeviceError(WorkerError):
-    """The device could not run a kernel that may be right, so nothing is known of it: what it lacks, and where.
+    """A kernel's process failed: it crashed, exceeded its time-out, or its device reported an error.
 
     ended: whether the worker's process is gone; else other kernels, and other cases of this one, may run.
     """
+
+    ended = True
+
+
+class UnsupportedByDeviceError(WorkerError):
+    """The device could not run a kernel that may be right, so nothing is known of it: what it lacks, and where."""
 
     def __init__(self, message: str, ended: bool = False) -> None:
         super().__init__(message)

@@ -51,7 +51,7 @@ class Plan:
     """What a run asks.
 
     whole: the task's shapes that the whole exam has. small: the shape on which all variants run. emulated: the shapes
-    that the emulator runs too where a GPU runs all: that one, and the smallest drawn one that is no larger. examined:
+    that the emulator runs too where a GPU runs all: that one, and the smallest drawn one if it is not larger. examined:
     the names of the shapes that neither an option nor a default names. drawn: the shapes that were drawn. seed: what
     was drawn from, and the seed of their inputs; None where nothing was. missing: what the whole exam has in addition,
     in words.
@@ -121,8 +121,8 @@ def plan(
     examined = frozenset(shape.name for shape in (*added, *drawn))
     smallest = min(drawn, key=lambda shape: _size(shape.dims, config.drawing), default=small)
     limit = _size(small.dims, config.drawing)
-    beside = [smallest] if smallest is not small and _size(smallest.dims, config.drawing) <= limit else []
-    return Plan(tuple(cells), tuple(whole), small, (small, *beside), examined, tuple(drawn), seed, tuple(missing))
+    few = [smallest] if smallest is not small and _size(smallest.dims, config.drawing) <= limit else []
+    return Plan(tuple(cells), tuple(whole), small, (small, *few), examined, tuple(drawn), seed, tuple(missing))
 
 
 def draw(

@@ -175,7 +175,7 @@ def test_what_it_cannot_reach(tmp_path: Path, mechanism: str) -> None:
         family.program({"FAST": 1}, "float", DIMS)
 
 
-def test_what_it_starts_in_a_group_of_its_own_stays_in_the_judges(tmp_path: Path) -> None:
+def test_a_process_that_it_starts_stays_in_the_judges_group(tmp_path: Path) -> None:
     """As ninja starts compilers, which takes the call for failed where it is refused."""
     line = "import os; child = os.posix_spawn('/bin/sh', ['sh', '-c', 'exit 7'], {}, setpgroup=0)\n"
     line += "    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"

@@ -109,8 +109,7 @@ def check(
             also = None
             for side in sorted(asked, key=lambda side: side.role != own):
                 result = running[side.role].result()
-                unsupported = isinstance(result, UnsupportedByDeviceError) and not result.ended
-                if isinstance(result, WorkerError) and not unsupported:
+                if isinstance(result, WorkerError) and result.ended:
                     broken.setdefault(side.role, result)
                 expected = _of_itself(references) if side.role == own else references
                 row, values = checked.row(side.role, cell, case, expected, result, also)

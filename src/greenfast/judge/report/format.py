@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 #: What stands where there is no value.
 NONE = "-"
+_FOLDERS = re.compile(r"(?<![\w<])/\S*/")
 
 
 def micros(us: float) -> str:
@@ -72,6 +73,11 @@ def literal(text: str) -> str:
 def bullets(lines: Iterable[str]) -> str:
     """A Markdown list, an entry per text."""
     return "\n".join(f"- {one_line(line)}" for line in lines)
+
+
+def without_folders(text: str) -> str:
+    """A message without the folders of absolute paths, which say something of one machine only."""
+    return _FOLDERS.sub("", text)
 
 
 def code(text: str) -> str:
