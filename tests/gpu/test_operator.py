@@ -35,7 +35,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double().cpu() - wanted.double().cpu()).norm() / wanted.double().norm().cpu())
 
 
-@pytest.mark.parametrize("precision", ["fp8", "int8", "int8_fine"])
+@pytest.mark.parametrize("precision", ["fp8", "int8", "int8_fine", "fp8_token"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("sizes", "options"),
@@ -61,6 +61,26 @@ def test_agrees_with_the_cpu(
     assert error(plain, wanted) <= 0.03
     assert (lse.cpu() - wanted_lse).abs().max() < 0.03
     assert torch.equal(plain, greenfast.sdpa(q, k, v, precision=precision, **options)), "the same bits on each run"
+
+
+@pytest.mark.parametrize("rows_first", [False, True])
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(64, 4), (80, 4), (128, 1), (256, 2)])
+@pytest.mark.parametrize("length", [40, 1000, 2500])
+def test_with_token_scales_rows_do_not_depend_on_later_tokens(
+    length: int, head_dim: int, kv_heads: int, rows_first: bool
+) -> None:
+    given = inputs(length, kv_heads=kv_heads, head_dim=head_dim)
+    if rows_first:
+        given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+    first = length - length // 3
+    options: Any = {"is_causal": True, "enable_gqa": True, "precision": "fp8_token", "return_lse": True}
+    expected = greenfast.sdpa(*given, **options)
+    for factor in (-1.0, 300.0, float("nan")):
+        changed = [torch.cat([x[:, :, :first], x[:, :, first:] * factor], 2) for x in given]
+        found = greenfast.sdpa(*changed, **options)
+        assert all(torch.equal(a[:, :, :first], b[:, :, :first]) for a, b in zip(found, expected, strict=True))
+    prefix = greenfast.sdpa(*[x[:, :, :first] for x in given], **options)
+    assert all(torch.equal(a, b[:, :, :first]) for a, b in zip(prefix, expected, strict=True))
 
 
 @pytest.mark.parametrize("length", [1, 130, 257, 1500, 5000])

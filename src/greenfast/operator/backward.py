@@ -25,7 +25,9 @@ def sdpa_backward(
         return reference.gradients(grad, query, key, value, causal, scale)
     inputs = (query, key, value)
     found: list[Tensor] = []
-    for queries, keys, masked in _parts(query.shape[2], key.shape[2], causal) if query.numel() and key.numel() else []:
+    for queries, keys, masked in (
+        parts_of_mask(query.shape[2], key.shape[2], causal) if query.numel() and key.numel() else []
+    ):
         places = (queries, keys, keys)
         rows = zip((*inputs, grad), (*places, queries), strict=True)
         q, k, v, g = (readable(x[:, :, at], by_tma=True) for x, at in rows)
@@ -45,7 +47,7 @@ def _whole(x: Tensor, at: slice, part: Tensor) -> Tensor:
     return whole
 
 
-def _parts(q_len: int, kv_len: int, causal: int) -> list[tuple[slice, slice, bool]]:
+def parts_of_mask(q_len: int, kv_len: int, causal: int) -> list[tuple[slice, slice, bool]]:
     """The attentions that add up to the whole, as (queries, keys, masked); queries that attend to no key are left out.
 
     A masked part is square, or has fewer queries than keys and its mask aligned at the last key.

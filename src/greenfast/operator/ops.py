@@ -139,7 +139,7 @@ def _backward_shapes(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _batched(op: Any) -> Any:
+def batched_rule(op: Any) -> Any:
     """The rule of vmap: the new dimension becomes part of the batch."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
@@ -200,7 +200,7 @@ for _name, (_cpu, _cuda, _shapes) in _IMPLEMENTATIONS.items():
     LIBRARY.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"greenfast::{_name}", _shapes, lib=LIBRARY)
     autograd.register(LIBRARY, _name, _REFUSALS[_name])
-    _rule = _batched_refusal if _name == "refuse_gradient" else _batched(getattr(torch.ops.greenfast, _name))
+    _rule = _batched_refusal if _name == "refuse_gradient" else batched_rule(getattr(torch.ops.greenfast, _name))
     torch.library.register_vmap(f"greenfast::{_name}", _rule, lib=LIBRARY)
 for _name, _layout in product(("quantize", "sdpa", "sdpa_lse"), ("Sparse", "SparseCsr")):
     for _device in ("CPU", "CUDA"):  # without these the dispatcher's error is a page-long list of registered kernels

@@ -13,11 +13,15 @@ from torch import Tensor
 from greenfast.kernels.attention.config import KEY_GROUPS, QUERY_BLOCK, ROW_BLOCK, AttentionConfig, padded_keys
 
 Precision = Literal["fp8", "int8", "int8_fine"]
-AutoPrecision = Literal["fp8", "int8", "int8_fine", "auto"]
+SdpaPrecision = Literal["fp8", "int8", "int8_fine", "fp8_token"]
+AutoPrecision = Literal["fp8", "int8", "int8_fine", "fp8_token", "auto"]
 Alignment = Literal["upper_left", "lower_right"]
 #: Precision -> the format of Q and K; V is always E4M3.
 PRECISIONS = {"fp8": "e4m3", "int8": "int8", "int8_fine": "int8"}
 PRECISIONS_AND_AUTO = (*PRECISIONS, "auto")
+#: The precision in which each token and head of Q, K and V has a scale, for ``sdpa`` alone (``operator.token_scales``).
+TOKEN = "fp8_token"
+SDPA_PRECISIONS = (*PRECISIONS, TOKEN, "auto")
 #: The precision whose Q has a scale for each row, and whose K for each of KEY_GROUPS groups of ROW_BLOCK keys.
 FINE = "int8_fine"
 #: The granularity of V's scales: one per 128 keys, per head, or per channel of a head.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from greenfast.operator import measured, ops
+from greenfast.operator import measured, ops, serving_ops
 from greenfast.operator.arguments import (
     causal_of,
     check_cast,
@@ -24,6 +24,8 @@ from greenfast.operator.arguments import (
 )
 from greenfast.operator.quantized import (
     PRECISIONS_AND_AUTO,
+    SDPA_PRECISIONS,
+    TOKEN,
     Alignment,
     AutoPrecision,
     check_choice,
@@ -41,10 +43,10 @@ _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # other subclasses define att
 class Explanation:
     """Which kernel computes a call of attention, and why.
 
-    kernel: "hopper" or "ada"; "reference" for CPU tensors, "meta" for meta tensors, "none" where there is nothing to
-    compute; "ring" or "ulysses" inside a ``context_parallel``, where ``use`` counts calls of "context_parallel";
-    "torch" where PyTorch's own attention has to, as no kernel can, or should, as none is faster. precision: "fp8" or
-    "int8"; empty for "torch".
+    kernel: "hopper", "ada" or "serving"; "reference" for CPU tensors, "meta" for meta tensors, "none" if there is
+    nothing to compute; "ring" or "ulysses" inside a ``context_parallel``, where ``use`` counts calls of
+    "context_parallel"; "torch" if PyTorch's own attention computes it, since no kernel can or none is faster.
+    precision: the one in which it is computed; empty for "torch".
     """
 
     kernel: str
@@ -99,7 +101,7 @@ def explain(
     Raises TypeError for flags, numbers and lengths of the wrong type, and ValueError for an unknown ``precision`` or
     ``causal_alignment`` and for a probability outside 0 to 1.
     """
-    check_choice("precision", precision, PRECISIONS_AND_AUTO)
+    check_choice("precision", precision, SDPA_PRECISIONS)
     causal = causal_of(is_causal, causal_alignment)
     check_flag("enable_gqa", enable_gqa)
     if min_length is not None:
@@ -220,6 +222,11 @@ def _cuda_kernel(device: int, query: Shape, key: Shape, dtype: torch.dtype, prec
     try:
         cuda = ops.gpu()
         target = cuda.target_of(device)
+        if precision == TOKEN:
+            serving_ops.gpu().hopper_target(device)
+            return Explanation(
+                "serving", "a scale for each token, by the serving kernels on temporary pages", precision
+            )
         config = cuda.sdpa_config(target, query[3], dtype, precision, causal)
         choice = cuda.kernel_for(target, config, cuda.sizes_of(query, key))
     except NotImplementedError as e:

@@ -15,11 +15,13 @@ from greenfast.operator import ops
 from greenfast.operator.arguments import causal_of, check_cast, check_flag, dropout_of, scale_of
 from greenfast.operator.quantized import (
     PRECISIONS,
-    PRECISIONS_AND_AUTO,
+    SDPA_PRECISIONS,
+    TOKEN,
     Alignment,
     AutoPrecision,
     Precision,
     QuantizedQKV,
+    SdpaPrecision,
     check_choice,
     check_tensors,
 )
@@ -27,6 +29,7 @@ from greenfast.operator.repeats import Repeats
 from greenfast.operator.routing import explain
 from greenfast.operator.rules import BIAS, Form, Refusal, arranged, dtype_of, form_of, is_plain, restored
 from greenfast.operator.scope import SCOPES
+from greenfast.operator.token_scales import SDPA_TOKEN, SDPA_TOKEN_LSE
 
 _overridden: Any = handle_torch_function  # for subclasses of Tensor, modes, and torch.fx, which traces calls this way
 REPEATS = Repeats(3)  # plans of calls that skipped the dispatcher
@@ -72,7 +75,10 @@ def sdpa(
     precision: "fp8" computes both products in E4M3, "int8" Q K^T in int8 and P V in E4M3, "int8_fine" the same with a
     scale for each row of Q and each 32 of 128 keys, where the others have one for 16 rows and 128 keys. Q and K are
     rotated by a Hadamard matrix, and the mean of K is subtracted, before they are quantized: neither changes the
-    result. "auto" is the faster of "fp8" and "int8", or PyTorch's own attention where that is faster or ``explain``
+    result. "fp8_token" computes both products in E4M3 with a scale for each token and head, without a mean and a
+    rotation: it is slower, but a row depends on nothing but its query and the keys that it attends to. With the others
+    a row under a causal mask changes a little with later tokens, which share its scales and the mean.
+    "auto" is the faster of "fp8" and "int8", or PyTorch's own attention where that is faster or ``explain``
     says that no kernel takes the call; with ``return_lse``, which PyTorch lacks, it is "fp8".
 
     Returns (B, H, S, D) of the inputs' dtype, with its dimensions in memory in query's order, as in PyTorch; with
@@ -102,7 +108,14 @@ def sdpa(
     else:
         causal = causal_of(is_causal, causal_alignment)
     if type(precision) is not str or precision not in PRECISIONS:
-        check_choice("precision", precision, PRECISIONS_AND_AUTO)
+        check_choice("precision", precision, SDPA_PRECISIONS)
+        if precision == "fp8_token":
+            check_flag("enable_gqa", enable_gqa)
+            check_flag("return_lse", return_lse)
+            return _other_form(
+                query, key, value, attn_mask, dropout_of(dropout_p), causal, scale, enable_gqa, precision, return_lse,
+                float32_as,
+            )  # fmt: skip
         if not return_lse:
             return _auto(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, float32_as
@@ -185,7 +198,7 @@ def _lower_right(query: Tensor, key: Tensor) -> Any:
 
 def _other_form(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, causal: int,
-    scale: float | None, enable_gqa: bool, precision: Precision, return_lse: bool, float32_as: torch.dtype | None,
+    scale: float | None, enable_gqa: bool, precision: SdpaPrecision, return_lse: bool, float32_as: torch.dtype | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """``sdpa`` of inputs that have to be brought into the kernels' form, and of inputs that are refused."""
     check_cast(float32_as)
@@ -201,11 +214,14 @@ def _other_form(
         out, lse = _empty(form, query, key, value)
     else:
         tensors = arranged(form, query, key, value)
-        alignment: Alignment = "lower_right" if form.causal == 2 else "upper_left"
-        found = sdpa(
-            *tensors, is_causal=form.causal > 0, scale=factor, enable_gqa=True, precision=precision,
-            causal_alignment=alignment, return_lse=return_lse,
-        )  # type: ignore[call-overload]  # fmt: skip
+        if precision == TOKEN:
+            found = (SDPA_TOKEN_LSE if return_lse else SDPA_TOKEN)(*tensors, form.causal, factor)
+        else:
+            alignment: Alignment = "lower_right" if form.causal == 2 else "upper_left"
+            found = sdpa(
+                *tensors, is_causal=form.causal > 0, scale=factor, enable_gqa=True, precision=precision,
+                causal_alignment=alignment, return_lse=return_lse,
+            )  # type: ignore[call-overload]  # fmt: skip
         out, lse = found if return_lse else (found, None)
         out = restored(form, out)
     out = out.float() if widened else out

@@ -29,7 +29,7 @@ _PLANS: dict[tuple[Any, ...], Plan] = {}
 
 
 @cache
-def _hopper(device: int) -> Target:
+def hopper_target(device: int) -> Target:
     """The device's target; of meta tensors the kernels' own. Raises NotImplementedError where these do not run."""
     if device < 0:
         return attention.TARGET
@@ -139,7 +139,7 @@ def _attention_plan(
 ) -> Plan:  # fmt: skip
     """The launches for such tensors, with the plan of the work where none is given."""
     device = q.get_device()
-    multiprocessors = _hopper(device).multiprocessors
+    multiprocessors = hopper_target(device).multiprocessors
     (tokens, heads, head_dim), (pages, page, kv_heads, _) = q.shape, k_cache.shape
     per_token = k_scale.dim() == 3
     sizes = ServingSizes(
@@ -219,7 +219,7 @@ def _of_plan(
         sequences=batch, tokens=tokens, max_q_len=max_seqlen_q, heads=heads, kv_heads=kv_heads, pages=0, page=TILE,
         table_entries=0,
     )  # fmt: skip
-    wide, few_rows = attention.row_tiles(head_dim, sizes, _hopper(device).multiprocessors)
+    wide, few_rows = attention.row_tiles(head_dim, sizes, hopper_target(device).multiprocessors)
     return ServingConfig(head_dim=head_dim, wide=wide, few_rows=few_rows), replace(sizes, tokens=0)
 
 
@@ -236,7 +236,7 @@ def _planning_with(
     device: int, config: ServingConfig, sizes: ServingSizes, causal: bool, window_left: int, window_right: int
 ) -> tuple[Plan, int]:
     """The same for all numbers of tokens that have the same row tiles."""
-    multiprocessors, window = _hopper(device).multiprocessors, _window(causal, window_left, window_right)
+    multiprocessors, window = hopper_target(device).multiprocessors, _window(causal, window_left, window_right)
     step = Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
     size = _plan_words(config, sizes, attention.grid_blocks(config, sizes, multiprocessors))
     return Plan(device, (step,), ("cu_seqlens_q", "seqused_k", "plan")), size
@@ -249,7 +249,7 @@ def plan_size(
     device = torch.cuda.current_device()
     # Of no cache: traced numbers have no hash.
     config, sizes = _of_plan(device, batch, max_seqlen_q, heads, kv_heads, head_dim, total_q)
-    return _plan_words(config, sizes, attention.grid_blocks(config, sizes, _hopper(device).multiprocessors))
+    return _plan_words(config, sizes, attention.grid_blocks(config, sizes, hopper_target(device).multiprocessors))
 
 
 def _plan_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
@@ -279,7 +279,7 @@ def slots_plan(
     options = ("slots", device, batch, tokens, page_size, entries, row, optional)
     plan = _PLANS.get(options)
     if plan is None:
-        _hopper(device)
+        hopper_target(device)
         step = Step(slots.KERNEL, slots.launch(batch, tokens, page_size, entries, row, optional))
         names = (*given, "slots", "positions", "lengths", "made_table")
         plan = cached(_PLANS, options, Plan(device, (step,), names), _MOST_PLANS)
@@ -353,7 +353,7 @@ def _append_plan(given: tuple[Tensor | None, ...], eps: float, interleaved: bool
     assert k is not None and v is not None and k_cache is not None and v_cache is not None  # noqa: PT018
     assert k_scale is not None and v_scale is not None  # noqa: PT018
     device = k.get_device()
-    _hopper(device)
+    hopper_target(device)
     grouped, per_token = v_cache.dim() == 5, k_scale.dim() == 3
     config = AppendConfig(
         head_dim=k.shape[2],

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from greenfast.operator.arguments import check_length
-from greenfast.operator.quantized import PRECISIONS_AND_AUTO, AutoPrecision, check_choice
+from greenfast.operator.quantized import SDPA_PRECISIONS, AutoPrecision, check_choice
 from greenfast.operator.routing import SHARDED, TORCH, Explanation, Routed, explain
 from greenfast.operator.scope import sharded
 from greenfast.operator.sdpa import sdpa
@@ -52,7 +52,7 @@ def register_with_transformers(precision: AutoPrecision = "fp8", *, min_length: 
     Raises ImportError where transformers is missing or too old, ValueError for an unknown precision, and TypeError or
     ValueError for an invalid ``min_length``.
     """
-    check_choice("precision", precision, PRECISIONS_AND_AUTO)
+    check_choice("precision", precision, SDPA_PRECISIONS)
     if min_length is not None:
         check_length("min_length", min_length)
     try:
