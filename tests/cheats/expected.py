@@ -36,7 +36,10 @@ EXPECTED = {
     },
     "state": {
         "address_by_bits": ("RESOURCES", "device variables, bytes is 4194304"),
+        "address_by_borrow": ("RESOURCES", "device variables, bytes is 4194304"),
         "address_by_subtraction": ("RESOURCES", "device variables, bytes is"),
+        "address_by_table": ("RESOURCES", "device variables, bytes is 4194304"),
+        "address_in_bytes_of_local": ("RESOURCES", "device variables, bytes is 4194304"),
         "alias_named_vprintf": ("RESOURCES", "device variables, bytes is 4194304"),
         "called_through_vprintf": ("RESOURCES", "device variables, bytes is 4194304"),
         "constant_rewritten": ("CORRECTNESS", "trap was executed"),

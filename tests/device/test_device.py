@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 from cuda.bindings import driver
 
+from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import GUARD_BYTES, POISON, Gpu, GuardedBuffer, device_count
 from greenfast.device.prepared import check
 from greenfast.device.session import same_bits
 from greenfast.spec.errors import MachineError
+from greenfast.spec.kernel import Launch
 from tests.host_driver import HostDriver
 
 STREAM = SimpleNamespace(handle=None)
@@ -106,3 +109,29 @@ def test_bits_are_compared_and_not_values() -> None:
     assert same_bits(outputs(1, np.nan), outputs(1, np.nan))
     assert not same_bits(outputs(0.0), outputs(-0.0))
     assert not same_bits(outputs(1, 2), outputs(1, np.nextafter(np.float32(2), np.float32(3))))
+
+
+def test_variables_that_the_driver_does_not_show_are_no_error_for_tables_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the PTX shows to be read-only is compared where it has an address; a cubin's variables must have one."""
+    shown = {b"shown": np.arange(3, dtype=np.uint8), b"table": np.arange(5, dtype=np.uint8)}
+
+    class Driver(HostDriver):
+        def cuKernelGetLibrary(self, kernel: object) -> tuple[Any, str]:  # noqa: N802
+            return self.CUresult.CUDA_SUCCESS, "library"
+
+        def cuLibraryGetGlobal(self, library: str, name: bytes) -> tuple[Any, int, int]:  # noqa: N802
+            if name not in shown:
+                return self.CUresult.CUDA_ERROR_INVALID_VALUE, 0, 0
+            return self.CUresult.CUDA_SUCCESS, shown[name].ctypes.data, shown[name].nbytes
+
+        def holds(self, pointer: int, nbytes: int) -> bool:
+            return True
+
+    monkeypatch.setattr("greenfast.device.gpu.driver", Driver())
+    gpu = object.__new__(Gpu)
+    monkeypatch.setattr(gpu, "load", lambda image: SimpleNamespace(handle=0))
+    plan = Launch((1, 1, 1), ())
+    image = KernelImage(b"", "k", (1, 1, 1), 0, variables=("shown",), tables=("hidden", "table"))
+    assert gpu.variables(Executable.single(image, plan)) == {"k: shown": b"\0\1\2", "k: table": b"\0\1\2\3\4"}
+    with pytest.raises(MachineError, match="k: its module's variable 'hidden' cannot be read"):
+        gpu.variables(Executable.single(replace(image, variables=("hidden",), tables=()), plan))

@@ -212,6 +212,66 @@ def test_code_that_may_write_a_variable(code: str) -> None:
     assert never_written(module % re.sub(r"\bn\b", "m", code), {"n", "m"}) == {"n"}
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "mov.u64 %rd1, n; and.b64 %rd2, %rd1, 255; add.s64 %rd3, %rd2, %rd9; ld.global.u8 %r1, [%rd3];",
+        "mov.u64 %rd1, n; shr.u64 %rd2, %rd1, 8; ld.const.u8 %r1, [%rd2];",
+        "mov.u64 %rd1, n; sub.u64 %rd2, %rd9, %rd1; ld.global.u8 %r1, [%rd2];",
+        "mov.u64 %rd1, n; add.s64 %rd2, %rd1, %rd1; ld.global.u8 %r1, [%rd2];",
+        "mov.u64 %rd1, n; mov.u64 %rd2, table; add.u64 %rd3, %rd2, %rd1; ld.const.u8 %r1, [%rd3];",
+        "ld.global.u32 %r1, [n+%rd4];",
+        "cvt.u32.u64 %r2, n; add.cc.u32 %r1, %r2, %r3; addc.u32 %r4, 0, 0;",
+        "mov.u64 %rd1, n; add.cc.u64 %rd2, %rd1, 1; addc.u64 %rd3, 0, 0;",
+        "mov.u64 %rd1, n; mul.hi.u64 %rd2, %rd1, 3;",
+        "mov.u64 %rd1, n; cvt.rn.f64.u64 %fd1, %rd1;",
+        "mov.u64 %rd1, n; @%p1 prmt.b32 %r1, %r2, %r3, %rd1;",
+        "mov.u64 %rd1, n; shfl.sync.idx.b32 %r1, %rd1, 0, 31, -1;",
+        "mov.u64 %rd1, n; lop3.b32 %r1, %rd1, 1, 0, 1;",
+        "mov.u64 %rd1, n; selp.u64 %rd2, 1, 0, %rd1;",
+        "mov.u64 %rd1, n; brx.idx %rd1, L;",
+        "mov.u64 %rd1, n; nanosleep.u32 %rd1;",
+        "mov.u64 %rd1, n; tex.1d.v4.f32.s32 {%f1, %f2, %f3, %f4}, [t, {%rd1}];",
+        "mov.u64 %rd1, n; ld.global.L2::cache_hint.u32 %r1, [%rd4], %rd1;",
+        "mov.u64 %rd1, n; ld.global.v2.u64 {%rd2, %rd3}, [%rd4], %rd1;",
+        "mov.u64 %rd1, n; atom.global.add.u64 %rd2, [%rd4], %rd1;",
+        "st.local.u64 [%rd8], n; ld.local.u8 %r1, [%rd7+3];",
+        "st.local.u64 [%rd8], n; st.local.u8 [%rd8], 0; ld.local.u64 %rd1, [%rd7];",
+        "st.local.v2.u64 [%rd8], {%rd3, n}; st.v4.u8 [%rd6], {%r1, %r1, %r1, %r1}; ld.u64 %rd1, [%rd7];",
+        "st.local.u32 [%rd8], n;",
+        "{ .param .b64 p; st.param.b64 [p], n; st.param.b8 [p+1], 0; ld.param.b64 %rd1, [p]; }",
+        "{ .param .b64 p; st.param.b64 [p], n; ld.param.b8 %rd1, [p+2]; }",
+        "ld.global.u8 %r1, [pointer+3];",
+        "cp.async.ca.shared.global [%r1], [pointer], 8;",
+        "cp.async.ca.shared.global [%r1], [%rd1], 8, n;",
+    ],
+)
+def test_an_address_that_is_taken_apart_is_lost(code: str) -> None:
+    """By way of a table, the carry flag, a predicate or part of a word it could come back whole."""
+    variables = ".global .u32 n; .global .u64 pointer = generic(n); .const .b8 table[256];"
+    found = never_written(f"{variables}\n.entry k(.param .u64 a) {{\n{code} ret;\n}}\n", {"n", "pointer", "table"})
+    assert "n" not in found
+    assert "pointer" in found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "cvta.global.u64 %rd2, n; add.s64 %rd3, %rd9, %rd2; sub.s64 %rd4, %rd3, 8; ld.global.u32 %r1, [%rd4+4];",
+        "mov.u64 %rd1, n; mad.wide.u32 %rd2, %r1, 4, %rd1; @%p1 ld.global.nc.v2.f32 {%f1, %f2}, [%rd2];",
+        "mov.u64 %rd1, n+4; selp.b64 %rd2, %rd1, m, %p1; L: add.s64 %rd2, %rd2, 4; ld.u32 %r1, [%rd2]; bra L;",
+        "st.local.u64 [%rd8], n; ld.local.u64 %rd1, [%rd7]; ld.global.u32 %r1, [%rd1]; add.cc.u32 %r2, %r1, %r1;",
+        "{ .param .b64 p; st.param.b64 [p], n; ld.param.b64 %rd1, [p]; ld.u32 %r1, [%rd1]; }",
+        "ld.global.u64 %rd1, [pointer]; ld.global.u32 %r1, [%rd1];",
+        "prefetch.global.L2 [n+128];",
+    ],
+)
+def test_an_address_that_stays_one_is_followed(code: str) -> None:
+    variables = ".global .u32 n; .global .u32 m; .global .u64 pointer = generic(n);"
+    found = never_written(f"{variables}\n.entry k(.param .u64 a) {{\n{code} ret;\n}}\n", {"n", "m", "pointer"})
+    assert found == {"n", "m", "pointer"}
+
+
 def test_a_function_of_the_module_with_the_name_of_one_of_cudas_may_write() -> None:
     calls = ".entry k() { .param .b64 p; st.param.b64 [p], n; call (p), vprintf, (p, p); }"
     func = ".func (.param .b32 r) vprintf(.param .b64 a, .param .b64 b)"

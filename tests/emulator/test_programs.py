@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,25 @@ def test_a_buffer_changed_in_place_is_no_violation() -> None:
     )
     assert np.array_equal(found.outputs["x"], 4 * x)
     assert (found.violations, found.repeatable) == ([], True)
+
+
+def test_a_table_that_a_launch_changes_is_a_violation() -> None:
+    """The compiler took it for read-only; a write past the end of the variable in front of it finds it nevertheless."""
+    body = "y[i] = table[i % 4]; if (i == 0) *(float*)((unsigned long long)table ^ x[0]) = 3;"
+    text = (
+        '__device__ float table[4] = {1, 2, 3, 4}; extern "C" __global__ void k(unsigned long long* x, float* y)'
+        f"{{ int i = threadIdx.x; {body} }}"
+    )
+    built = compile_kernel(KernelSource("k", text, "k.cu", (), (4, 1, 1)), TARGET)
+    image = replace(image_of(built), tables=("table",))
+    case = Case({"x": np.zeros(1, np.uint64)}, {"y": OutputSpec((4,), "float32")})
+    launch = Launch((1, 1, 1), ("x", "y"))
+    found = EmulatorSession().run(Executable.single(image, launch), case, 1)
+    assert found.violations == ["variable 'k: table' of its module was changed"]
+    honest = replace(built.source, source=text.replace(body, "y[i] = table[i % 4];"))
+    image = image_of(compile_kernel(honest, TARGET))
+    assert image.tables == ("table",)
+    assert EmulatorSession().run(Executable.single(image, launch), case, 2).violations == []
 
 
 class NormFamily:

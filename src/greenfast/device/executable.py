@@ -12,7 +12,8 @@ from greenfast.spec.kernel import Launch, Workspace
 class KernelImage:
     """A compiled kernel: cubin, entry, block, dynamic shared memory, phase names, and PTX for the emulator.
 
-    variables: of its module, which no launch may change.
+    variables: of its module, which no launch may change. tables: such variables that its PTX shows to be only read;
+    they are compared too, as far as the driver gives their addresses.
     """
 
     cubin: bytes
@@ -22,6 +23,7 @@ class KernelImage:
     phases: tuple[str, ...] = ()
     ptx: str = ""
     variables: tuple[str, ...] = ()
+    tables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

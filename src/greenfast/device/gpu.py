@@ -256,18 +256,23 @@ class Gpu:
         ]
 
     def variables(self, executable: Executable) -> dict[str, bytes]:
-        """What the variables hold that no launch of a program may change. Raises MachineError for one not found."""
-        found = {}
-        for image in dict.fromkeys(image for image, _ in executable.steps if image.variables):
+        """The contents of the variables that no launch of a program may change, by kernel and name.
+
+        Raises MachineError for one of ``KernelImage.variables`` that is not found.
+        """
+        values = {}
+        for image in dict.fromkeys(image for image, _ in executable.steps if image.variables or image.tables):
             library = check(driver.cuKernelGetLibrary(self.load(image).handle))
-            for name in image.variables:
+            for name in (*image.variables, *image.tables):
                 status, address, nbytes = driver.cuLibraryGetGlobal(library, name.encode())
+                if status and name in image.tables:  # the driver does not show what the compiler keeps to itself
+                    continue
                 if status:
                     raise MachineError(f"{image.entry}: its module's variable {name!r} cannot be read: {status.name}")
-                held = np.empty(int(nbytes), np.uint8)
-                check(driver.cuMemcpyDtoH(held.ctypes.data, address, int(nbytes)))
-                found[f"{image.entry}: {name}"] = held.tobytes()
-        return found
+                value = np.empty(int(nbytes), np.uint8)
+                check(driver.cuMemcpyDtoH(value.ctypes.data, address, int(nbytes)))
+                values[f"{image.entry}: {name}"] = value.tobytes()
+        return values
 
     def bind(self, executable: Executable, case: Case) -> Bound:
         """Upload a case to fresh memory and bind a program to it."""

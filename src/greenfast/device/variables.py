@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from greenfast.device.elf import UNDEFINED, Image, Section, Symbol
 from greenfast.device.written import never_written
 from greenfast.spec.errors import MachineError
@@ -24,27 +26,40 @@ def variable_bytes(cubin: bytes, ptx: str = "") -> tuple[int, int]:
 
     Raises MachineError for a cubin that cannot be read.
     """
+    image, found = _module_variables(cubin)
+    harmless = set(read_only_variables(cubin, ptx))
+    state = sum(
+        section.size - sum(v.size for v in variables if v.name in harmless) - _padding(section, variables)
+        for section, variables in found
+    )
+    heap = any(symbol.section == UNDEFINED and symbol.name in HEAP_FUNCTIONS for symbol in image.symbols)
+    constant = sum(section.size for section, _ in found if section.name == _CONSTANT)
+    return state + heap * HEAP_BYTES, constant
+
+
+@lru_cache(maxsize=64)
+def read_only_variables(cubin: bytes, ptx: str) -> tuple[str, ...]:
+    """The variables of a module that ``ptx``, which the machine code was made from, shows to be never written.
+
+    They are no state, so a launch after which one has another value is wrong. Raises MachineError as variable_bytes.
+    """
+    _, found = _module_variables(cubin)
+    names = {v.name for _, variables in found for v in variables}
+    return tuple(sorted(never_written(ptx, names))) if names else ()
+
+
+def _module_variables(cubin: bytes) -> tuple[Image, list[tuple[Section, list[Symbol]]]]:
+    """The image of a cubin, and its sections of variables with those that they hold."""
     try:
         image = Image(cubin)
     except ValueError as e:
         raise MachineError(f"the machine code cannot be read: {e}") from e
-    found = [(section, _variables(image, index, section)) for index, section in enumerate(image.sections)]
-    in_global = [(section, variables) for section, variables in found if section.name in _GLOBAL]
-    constant = [(section, variables) for section, variables in found if section.name == _CONSTANT]
-    names = {v.name for _, variables in (*in_global, *constant) for v in variables}
-    harmless = never_written(ptx, names) if names else set()
-    state = sum(
-        section.size - sum(v.size for v in variables if v.name in harmless) - _padding(section, variables)
-        for section, variables in (*in_global, *constant)
-    )
-    heap = any(symbol.section == UNDEFINED and symbol.name in HEAP_FUNCTIONS for symbol in image.symbols)
-    return state + heap * HEAP_BYTES, sum(section.size for section, _ in constant)
+    sections = [(n, s) for n, s in enumerate(image.sections) if s.name in (*_GLOBAL, _CONSTANT)]
+    return image, [(section, _variables(image, n, section)) for n, section in sections]
 
 
 def _variables(image: Image, index: int, section: Section) -> list[Symbol]:
     """The variables of a section by address, none of them twice."""
-    if not section.name.startswith((*_GLOBAL, _CONSTANT)):
-        return []
     found = {(s.value, s.size): s for s in image.symbols if s.section == index and not s.is_section and s.size}
     return [found[key] for key in sorted(found)]
 

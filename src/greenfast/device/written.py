@@ -1,15 +1,15 @@
-"""Which variables of a module its PTX never writes: the ones whose address demonstrably goes into loads alone.
+"""Find the variables of a module that its PTX never writes: their addresses demonstrably go into loads alone.
 
-An address is followed through registers, local memory and the parameters of calls, whatever computes with it. It is
-lost, and the variable may be written, where it is stored elsewhere, passed to or returned by a function, decides a
-branch, or is used by any instruction that does more than load.
+An address is followed where it stays one: through copies, conversions between address spaces, sums with a number, and
+selections, and as 64 bits through local memory and the parameters of calls. Everything else may take it apart, so that
+it comes back by way of a table, the carry flag, a branch or a store. After any such use the variable counts as written.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from greenfast.device.directives import COMMENT_OR_STRING, FILE, LOC
@@ -24,12 +24,25 @@ _PARAMETER = re.compile(r"\.param\b.*?([\w$%]+)(?:\[\d*\])?$", re.DOTALL)
 _STATEMENT = re.compile(
     r"(?:[\w$%]+\s*:\s*)*(?:@!?\s*(?P<guard>[\w$%]+)\s+)?(?P<opcode>[a-zA-Z.][\w.:]*)(?:\s+(?P<rest>.*))?$", re.DOTALL
 )
-_FIRST_OPERAND = re.compile(r"\([^)]*\)|\[[^\]]*\]|[^,]*")
 _LOAD = re.compile(r"(?:ldu?|prefetchu?)\b")
+#: Instructions after which an address is still one, by the numbers of the operands that it may come from. A sum of two
+#: addresses, or the difference of two, is none.
+_ADDRESS_OPERATIONS = (
+    (re.compile(r"(?:mov\.[bus]64|cvta(?:\.to)?(?:\.\w+(?:::\w+)?)?\.[us]64|cvt\.[us]64\.[us]64)$"), (1,)),
+    (re.compile(r"add\.[us]64$"), (1, 2)),
+    (re.compile(r"sub\.[us]64$"), (1,)),
+    (re.compile(r"mad\.(?:lo\.[us]64|wide\.[us]32)$"), (3,)),
+    (re.compile(r"selp\.[bus]64$"), (1, 2)),
+)
+_SELECTION = "selp"
+#: A register, a variable with an offset, or a number.
+_SIMPLE = re.compile(r"(?:[a-zA-Z_$%][\w$%']*(?:\s*[+-]\s*\w+)?|[+-]?\d\w*)$")
+_OPERAND = re.compile(r"(?:\([^()]*\)|\[[^\[\]]*\]|[^,()\[\]])+")
+_WHOLE_ADDRESS = re.compile(r"\.[bus]64$")
+_STORE_TO_LOCAL = re.compile(r"st(?:\.(?:weak|volatile|local|L\w+(?:::\w+)?|wb|cg|cs|wt|v\d))*\.[busf]\d+$")
 #: From elsewhere than local memory; what is stored to a parameter is followed by its name.
 _LOAD_ELSEWHERE = re.compile(r"ldu?\.(?:global|const|shared|param|volatile\.global|volatile\.shared)\b")
 _COPY_INTO_SHARED = re.compile(r"cp\.async\.c[ag]\.shared(?:::cta)?\.global\b")
-_CONTROL = re.compile(r"(?:bra|brx|call|ret|exit)\b")
 _CALLED = re.compile(r"\s*(?:\([^)]*\)\s*,\s*)?([\w$%]+)")
 _NAMED = re.compile(r"\.func\s*(?:\([^)]*\)\s*)?([\w$%]+)")
 #: Functions of CUDA that read what their arguments point to; ptxas resolves the names itself, unless a module has a
@@ -68,33 +81,38 @@ def _renamed(text: str, names: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class _Statement:
-    """One instruction or directive: the words of its first operand, of the others with the guard, and in brackets."""
+    """One instruction or directive.
+
+    guard: the words of its predicate. operands: their texts. initial: the words of a declaration's initial value.
+    called: the function, or the register, of a call.
+    """
 
     opcode: str
-    first: tuple[str, ...]
-    others: tuple[str, ...]
-    addresses: tuple[str, ...]
-    initial: tuple[str, ...]  # of a declaration
-    called: str  # of a call
+    guard: tuple[str, ...]
+    operands: tuple[str, ...]
+    initial: tuple[str, ...]
+    called: str
 
     @property
     def words(self) -> tuple[str, ...]:
-        return self.first + self.others
+        """Every register and name in it."""
+        return (*self.guard, *(word for operand in self.operands for word in _WORD.findall(operand)))
+
+    def words_of(self, *numbers: int) -> list[str]:
+        """The registers and names in some operands."""
+        return [word for n in numbers if n < len(self.operands) for word in _WORD.findall(self.operands[n])]
 
     @classmethod
     def parse(cls, text: str) -> _Statement:
         found = _STATEMENT.match(text)
         if found is None:  # not understood: opcode "" loses every address in it
-            return cls("", (), tuple(_WORD.findall(text)), (), (), "")
+            return cls("", (), (text,), (), "")
         rest = found["rest"] or ""
-        first = _FIRST_OPERAND.match(rest)
-        assert first is not None  # it matches the empty text
         called = _CALLED.match(rest) if found["opcode"].startswith("call") else None
         return cls(
             opcode=found["opcode"],
-            first=tuple(_WORD.findall(first[0])),
-            others=(*filter(None, [found["guard"]]), *_WORD.findall(rest[first.end() :])),
-            addresses=tuple(_WORD.findall(" ".join(re.findall(r"\[([^\]]*)\]", rest)))),
+            guard=tuple(filter(None, [found["guard"]])),
+            operands=tuple(operand.strip() for operand in _OPERAND.findall(rest)),
             initial=tuple(_WORD.findall(rest.partition("=")[2])),
             called=called[1] if called else "",
         )
@@ -104,14 +122,17 @@ class _Statement:
 class _Module:
     """names: the variables asked for. held: the ones whose addresses a variable's initial value holds.
 
-    local: the addresses that are stored in local memory. lost: the variables that may be written. own: functions that
-    have a body here, aliases and registers.
+    local: the addresses that are stored in local memory. local_in_parts: whether anything writes part of an address
+    there. parameters_in_parts: the parameters of calls that are written so. lost: the variables that may be written.
+    own: functions that have a body here, aliases and registers.
     """
 
     names: set[str]
     declared: set[str] = field(default_factory=set)
     held: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     local: set[str] = field(default_factory=set)
+    local_in_parts: bool = False
+    parameters_in_parts: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     own: set[str] = field(default_factory=set)
 
@@ -119,6 +140,13 @@ class _Module:
         """Follow the addresses through all functions, until nothing new is found."""
         self.own |= {name for renames in _RENAMES.findall(text) for name in _WORD.findall(renames)}
         functions = [[_Statement.parse(s) for s in body] for body in self._bodies(text)]
+        for statement in (statement for function in functions for statement in function):
+            if _WHOLE_ADDRESS.search(statement.opcode):
+                continue
+            if statement.opcode.startswith("st.param"):
+                self.parameters_in_parts |= set(statement.words_of(0))
+            elif _STORE_TO_LOCAL.match(statement.opcode) or not statement.opcode:
+                self.local_in_parts = True
         registers: list[dict[str, set[str]]] = [defaultdict(set) for _ in functions]
         size, before = 0, -1
         while size != before:
@@ -167,29 +195,71 @@ class _Module:
             return {name for word in words for name in (holds.get(word, set()) | ({word} & self.names))}
 
         opcode = statement.opcode
+        self.lost |= of(statement.guard)
         if opcode.startswith("."):
             self.lost |= of(statement.initial)
         elif _LOAD.match(opcode):
-            found = {held for name in of(statement.addresses) for held in self.held.get(name, ())}
-            found |= of(word for word in statement.addresses if "'" in word)  # a parameter of a call
-            found |= set() if _LOAD_ELSEWHERE.match(opcode) else self.local
-            for word in statement.first:
-                holds[word] |= found
+            loaded = self._loaded(statement, of)
+            for word in statement.words_of(0):
+                holds[word] |= loaded
         elif opcode.startswith("st.local"):
-            self.lost |= of(statement.first)
-            self.local |= of(statement.others)
-        elif opcode.startswith("st.param") and any("'" in word for word in statement.first):
-            for word in statement.first:
-                holds[word] |= of(statement.others)
+            self.lost |= of(statement.words_of(0))
+            self._kept(self.local, of(statement.words_of(1)), opcode)
+        elif opcode.startswith("st.param") and "'" in statement.operands[0]:
+            for word in statement.words_of(0):
+                self._kept(holds[word], of(statement.words_of(1)), opcode)
         elif _COPY_INTO_SHARED.match(opcode):
-            self.lost |= of(statement.first)
+            self._read(of(statement.words_of(1)))
+            self.lost |= of(statement.words_of(0, *range(2, len(statement.operands))))
         elif statement.called in _READERS - self.own:
             pass
-        elif not opcode or statement.addresses or _CONTROL.match(opcode) or any("'" in w for w in statement.words):
+        elif (sources := _address_sources(statement)) and not any("'" in word for word in statement.words):
+            addresses = [of(statement.words_of(n)) for n in sources]
+            others = of(statement.words_of(*(n for n in range(1, len(statement.operands)) if n not in sources)))
+            if others or (sum(map(bool, addresses)) > 1 and not opcode.startswith(_SELECTION)):
+                self.lost |= others.union(*addresses)
+            for word in statement.words_of(0):
+                holds[word] |= set().union(*addresses)
+        else:
             words = list(statement.words)
             if statement.called in words:  # a called table of functions is only read
                 words.remove(statement.called)
             self.lost |= of(words)
-        else:
-            for word in statement.first:
-                holds[word] |= of(statement.others)
+
+    def _loaded(self, statement: _Statement, of: Callable[[Iterable[str]], set[str]]) -> set[str]:
+        """The addresses that a load gives; lost are those that it does not give whole."""
+        opcode, bracketed = statement.opcode, 0 if statement.opcode.startswith("prefetch") else 1
+        words = statement.words_of(bracketed)
+        loaded = {held for name in of(words) for held in self.held.get(name, ())}
+        self.lost |= of(statement.words_of(*range(bracketed + 1, len(statement.operands))))
+        if len(words) > 1 or statement.operands[bracketed : bracketed + 1] == ():
+            self.lost |= of(statement.words)
+        in_parts = False
+        for word in words:
+            if "'" in word:  # a parameter of a call
+                loaded |= of([word])
+                in_parts |= word in self.parameters_in_parts
+        if not _LOAD_ELSEWHERE.match(opcode) and self.local and bracketed:
+            loaded |= self.local
+            in_parts |= self.local_in_parts
+        if in_parts or not _WHOLE_ADDRESS.search(opcode):
+            self.lost |= loaded
+        return loaded
+
+    def _read(self, names: set[str]) -> None:
+        """Lose the addresses that some variables hold, whose contents are copied elsewhere."""
+        self.lost |= {held for name in names for held in self.held.get(name, ())}
+
+    def _kept(self, place: set[str], addresses: set[str], opcode: str) -> None:
+        """Store addresses; lost are those that are not stored whole."""
+        place |= addresses
+        if not _WHOLE_ADDRESS.search(opcode):
+            self.lost |= addresses
+
+
+def _address_sources(statement: _Statement) -> tuple[int, ...]:
+    """The operands that an address may come from, if the instruction leaves it one; else none."""
+    for operation, sources in _ADDRESS_OPERATIONS:
+        if operation.match(statement.opcode):
+            return sources if all(_SIMPLE.match(statement.operands[n]) for n in (0, *sources)) else ()
+    return ()

@@ -57,6 +57,10 @@ class Beginning:
         changed: NDArray[np.bool_] = self._memory.data[start:end] != self._data[start:end]
         return changed
 
+    def changed(self) -> set[str]:
+        """The variables that have another value than at first."""
+        return {name for name in self._variables if self._changed(name).any()}
+
     def left(self) -> bool:
         """Whether a variable has another value than at first."""
         return any(self._changed(name).any() for name in self._variables)

@@ -52,7 +52,7 @@ class GridResult:
 
     input_writes: of each input that was written and is no output, also with what it held, where it was first.
     phases: the counts by phase, where they were asked for; they add up to ``counts``. later: what further runs in the
-    same memory left.
+    same memory left. changed: by launch and name, the variables of modules that then held other values than at first.
     """
 
     outputs: dict[str, Array]
@@ -62,6 +62,7 @@ class GridResult:
     printed: str = ""
     phases: dict[str, Counts] = field(default_factory=dict)
     later: list[GridResult] = field(default_factory=list)
+    changed: frozenset[tuple[int, str]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,13 @@ def run_chain(
                 for other in later if always or beginning.left() else ():
                     beginning.restore()
                     result.later.append(chain.run(other, outputs, poison, ()))
+                changed = beginning.changed()
+                result.changed = frozenset(
+                    (n, name)
+                    for n, names in enumerate(chain.variables)
+                    for name, place in names.items()
+                    if place in changed
+                )
                 return result
             except TrackReads as found:
                 chain.running.tracked |= {found.name}

@@ -59,6 +59,12 @@ class EmulatorSession:
         violations += [
             f"{count} bytes of {name!r} were never written{when}" for name, count, when in unwritten if count
         ]
+        violations += [
+            f"variable '{image.entry}: {name}' of its module was changed"
+            for n, (image, _) in enumerate(executable.steps)
+            for name in (*image.variables, *image.tables)
+            if (n, name) in first.changed
+        ]
         repeatable = all(same_bits(first.outputs, r.outputs) for r in first.later)
         return RunResult(first.outputs, violations, repeatable, first.counts.record())
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.identity import launches_of, state_variables
+from greenfast.device.variables import read_only_variables
 from greenfast.judge.task import Shape
 from greenfast.judge.variant import Variant
 from greenfast.spec.arch import Target
@@ -70,6 +71,7 @@ def image_of(kernel: CompiledKernel) -> KernelImage:
         source.phases,
         kernel.ptx,
         watched_variables(kernel),
+        read_only_variables(kernel.cubin, kernel.ptx) if kernel.cubin and kernel.ptx else (),
     )
 
 
