@@ -13,7 +13,7 @@ from greenfast.cli.validate import at_measured_target, judged, kept_records, sho
 from greenfast.judge.formats.given import check_traces, given_problem, given_solution, write_traces
 from greenfast.judge.record import Record
 from greenfast.judge.reference import found_entrant, reference_entrant
-from greenfast.judge.request import examined
+from greenfast.judge.request import examined, leaves_out
 from greenfast.judge.run import GATES
 from greenfast.judge.solution.schema import FoundSolution, find_solution
 from greenfast.judge.tasks import find_task, load, task_names
@@ -47,16 +47,20 @@ def run(args: argparse.Namespace) -> int:
     if args.traces is not None:
         write_traces(args.traces, outcome.record, task.folder)
     show_outcome(outcome, args.json, note)
-    return with_verdict(args, outcome.record, exit_code(outcome.record, required))
+    partial = chosen and leaves_out(request)
+    return with_verdict(args, outcome.record, exit_code(outcome.record, required, partial))
 
 
-def exit_code(record: Record, required: set[str]) -> int:
-    """0 where the required gates hold; else the first failed gate's, or 4 for what was not judged."""
+def exit_code(record: Record, required: set[str], partial: bool) -> int:
+    """Return 0 if the required gates hold, the first failed gate's code, or 4 if something was not judged.
+
+    partial: whether options left out a part of the exam. A record with a PENDING gate has no decision for that.
+    """
     for result in record.gates:
         if result.status == "FAIL":
             return GATE_EXITS[result.gate]
     undecided = any(record.gate_status(gate) == "PENDING" for gate in required)
-    return OPEN if undecided or record.decision not in ("MERGE", "PENDING") else 0
+    return OPEN if undecided or partial or record.decision not in ("MERGE", "PENDING") else 0
 
 
 def _named_problem(found: FoundSolution) -> str:

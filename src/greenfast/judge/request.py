@@ -208,3 +208,15 @@ def examined(request: Request, rung: Rung | None, *, chosen: bool, seed: int | N
         added=[shape for shape in request.shapes if shape not in before],
     )
     return replace(request, exam=asked)
+
+
+def leaves_out(request: Request) -> bool:
+    """Return whether the request has less than what this device is asked without ``--shapes`` and ``--seeds``.
+
+    The emulator is asked the default shapes, which may not be all of the task's.
+    """
+    config, exam = request.task.config, request.exam
+    other = [part for part in (exam.missing if exam else ()) if not part.endswith(" shapes")]
+    emulated = isinstance(request.ordinal, str) or request.cannot_run() is not None
+    usual = set(config.defaults.shapes) if emulated else {shape.name for shape in config.shapes}
+    return bool(other) or not usual <= {shape.name for shape in request.shapes}
