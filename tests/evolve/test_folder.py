@@ -29,24 +29,24 @@ with alone(Path(sys.argv[1])):
 """
 IN_A_POOL = """
 import os, time
-from greenfast.evolve.pools import make_pool
-print(make_pool(1, print).submit(os.getpid).result(), flush=True)
+from greenfast.evolve.pools import ProcessPool
+print(ProcessPool(1, print).submit(os.getpid).result(), flush=True)
 time.sleep(60)
 """
 
 INTERRUPTED = """
 import signal
 import time
-from greenfast.evolve.pools import end_pool, make_pool, submit
+from greenfast.evolve.pools import ProcessPool
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
-pool = make_pool(2, print)
+pool = ProcessPool(2, print)
 for _ in range(2):
-    submit(pool, time.sleep, 30)
+    pool.submit(time.sleep, 30)
 try:
     print("in", flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
-    end_pool(pool)
+    pool.close()
 """
 
 

@@ -13,15 +13,14 @@ import pickle
 import select
 import signal
 import subprocess
-import sys
 import threading
 
 from greenfast.device import nvrtc
+from greenfast.device.python_process import empty_folder, environment, interrupts_blocked, isolated, module_path
 
 #: What the process keeps of the environment: a source could include /proc/self/environ.
 _KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME", "CONDA_PREFIX")
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from greenfast.device import nvrtc; nvrtc.serve()"
-
 
 #: Seconds that one compile may take: templates and macros can ask for work without end.
 COMPILE_S = 600.0
@@ -36,14 +35,15 @@ class _Process:
 
     def __init__(self) -> None:
         self._owner = os.getpid()
-        command = [sys.executable or "", "-c", _CHILD, *sys.path]
         # The parent handles interrupts: the child inherits the blocked signal.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        with interrupts_blocked():
+            self._child = subprocess.Popen(
+                isolated(_CHILD, *module_path()),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd=empty_folder(),
+                env={name: value for name, value in environment().items() if name in _KEPT},
+            )
         try:
             self._answer()
         except BaseException:

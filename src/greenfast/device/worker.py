@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import resource_tracker
 from typing import Any
 
 from greenfast.device.executable import Executable
 from greenfast.device.gpu_session import GpuSession
+from greenfast.device.python_process import PythonProcess
 from greenfast.device.served import serve
 from greenfast.device.session import Block, RunResult, Started
 from greenfast.spec.errors import GreenfastError
@@ -38,17 +36,6 @@ class UnsupportedByDeviceError(WorkerError):
         self.ended = ended
 
 
-@contextlib.contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """For the start of processes: one that is still importing would print a traceback on an interrupt."""
-    resource_tracker.ensure_running()  # otherwise the start does this and unblocks the signal
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
 class Worker:
     """A session in a child process. Use as a context manager; leaving it ends the process.
 
@@ -58,12 +45,8 @@ class Worker:
     """
 
     def __init__(self, ordinal: int = 0, *, timeout_s: float, make_session: Callable[..., Any] = GpuSession) -> None:
-        context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, make_session, (ordinal,)), daemon=True)
-        with interrupts_blocked():
-            self._process.start()
-        theirs.close()
+        self._process = PythonProcess(serve, make_session, (ordinal,))  # a forked child cannot use CUDA
+        self._connection = self._process.connection
         self._timeout_s = timeout_s
         self._started = False
         self._emulates = bool(getattr(make_session, "emulates", False))
@@ -76,9 +59,7 @@ class Worker:
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
-        self._connection.close()
-        self._process.kill()
-        self._process.join()
+        self._process.close()
 
     def call(self, method: str, *args: Any) -> Any:
         """What the session's method returns."""
@@ -113,8 +94,8 @@ class Worker:
         try:
             yield
         except (EOFError, OSError) as e:
-            self._process.join(5)
-            raise self._lost(f"crash: the process ended during {what} (exit {self._process.exitcode})") from e
+            code = self._process.exit_code(5)
+            raise self._lost(f"crash: the process ended during {what} (exit {code})") from e
 
     def info(self) -> DeviceInfo:
         """The device."""

@@ -2,47 +2,103 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from greenfast.device.worker import interrupts_blocked
+from greenfast.device.python_process import PythonProcess
 
 T = TypeVar("T")
+_Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
-def make_pool(count: int, start: Callable[..., None], *arguments: object) -> ProcessPoolExecutor:
-    """Processes that call ``start(*arguments)`` first. They leave interrupts to this one, and end when it does."""
-    context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
-    return ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(start, arguments))
+class ProcessPool:
+    """Processes that call ``start(*arguments)`` first, and then what is submitted, each one call at a time.
+
+    Each starts with its first call. The pool ends as soon as one of its processes does: every call without a result
+    then raises BrokenProcessPool. ``concurrent.futures`` has such a pool, but its processes import modules of the
+    current folder.
+    """
+
+    def __init__(self, count: int, start: Callable[..., None], *arguments: object) -> None:
+        self._start = start, arguments
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._ended = False
+        self._open: set[Future[Any]] = set()
+        self._processes: list[PythonProcess] = []
+        self._count = count
+        for _ in range(count):
+            threading.Thread(target=self._run_jobs, daemon=True).start()
+
+    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Return the future of ``call(*arguments)`` in one of the processes. Raises BrokenProcessPool."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._ended:
+                raise BrokenProcessPool("a process of the pool has ended")
+            self._open.add(future)
+        self._jobs.put((future, call, arguments))
+        return future
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            for process in self._processes:
+                process.close()
+            for future in self._open:
+                if not future.cancel() and not future.done():
+                    future.set_exception(BrokenProcessPool("a process of the pool has ended"))
+            self._open.clear()
+        for _ in range(self._count):
+            self._jobs.put(None)
+
+    def _run_jobs(self) -> None:
+        """Run in a thread of this process for each process of the pool."""
+        process: PythonProcess | None = None
+        while (job := self._jobs.get()) is not None:
+            future, *call = job
+            with self._lock:
+                if self._ended:
+                    return
+                if not future.set_running_or_notify_cancel():
+                    self._open.discard(future)
+                    continue
+                if process is None:
+                    process = PythonProcess(_serve, *self._start, in_current_folder=True)
+                    self._processes.append(process)
+            try:
+                process.connection.send(call)
+                returned, value = process.connection.recv()
+            except (EOFError, OSError):
+                self.close()
+                return
+            except Exception as e:  # of pickle: the call, or what it raised, cannot be sent
+                returned, value = False, e
+            with self._lock:
+                self._open.discard(future)
+                if self._ended:
+                    return
+            if returned:
+                future.set_result(value)
+            else:
+                future.set_exception(value)
 
 
-def submit(pool: ProcessPoolExecutor, call: Callable[..., T], *arguments: Any) -> Future[T]:
-    """As the pool's own, which may start a process for it. Raises BrokenProcessPool."""
-    with interrupts_blocked():
-        return pool.submit(call, *arguments)
-
-
-def end_pool(pool: ProcessPoolExecutor) -> None:
-    """End the processes, whatever they are doing; the process of a kernel ends with its pipe."""
-    processes = list((pool._processes or {}).values())
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in processes:
-        process.kill()
-
-
-def _begin(start: Callable[..., None], arguments: tuple[object, ...]) -> None:
-    """In a new process."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _serve(connection: Connection, start: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    """Run in a process of a pool: answer calls until the pipe closes."""
     start(*arguments)
-
-
-def _end_with_parent() -> None:
-    """A pool's process holds both ends of its queues, so it would wait for work forever once its parent is killed."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    while True:
+        call, given = connection.recv()
+        try:
+            answer = True, call(*given)
+        except Exception as e:
+            answer = False, e
+        connection.send(answer)

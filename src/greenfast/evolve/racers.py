@@ -10,7 +10,6 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ import msgspec
 
 from greenfast.device.worker import WorkerError
 from greenfast.evolve.manifest import Manifest
-from greenfast.evolve.pools import end_pool, make_pool, submit
+from greenfast.evolve.pools import ProcessPool
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.race import Race, race
 from greenfast.evolve.stages import Stages
@@ -109,23 +108,23 @@ class OnGpus:
         """make: of a GPU's number its stages; called in its process."""
         self.gpus = gpus
         self._make = make
-        self._pools: dict[int, ProcessPoolExecutor] = {}
+        self._pools: dict[int, ProcessPool] = {}
 
     def start(self, place: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], Ran]:
         """As the protocol says."""
         if place not in self._pools:
-            self._pools[place] = make_pool(1, _begin, functools.partial(self._make, int(self.gpus[place].name)))
+            self._pools[place] = ProcessPool(1, _begin, functools.partial(self._make, int(self.gpus[place].name)))
         try:
-            future = submit(self._pools[place], _race, candidates, seed)
+            future = self._pools[place].submit(_race, candidates, seed)
         except BrokenProcessPool:  # it ended since its last race
-            end_pool(self._pools.pop(place))
+            self._pools.pop(place).close()
             return self.start(place, candidates, seed)
 
         def answer() -> Ran:
             try:
                 return future.result()
             except BrokenProcessPool:
-                end_pool(self._pools.pop(place))
+                self._pools.pop(place).close()
                 raise WorkerError(f"the process that races on GPU {self.gpus[place].name} ended") from None
 
         return answer
@@ -133,7 +132,7 @@ class OnGpus:
     def close(self) -> None:
         """End the processes."""
         while self._pools:
-            end_pool(self._pools.popitem()[1])
+            self._pools.popitem()[1].close()
 
 
 class OnRayGpus:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from greenfast.evolve.manifest import Manifest
-from greenfast.evolve.pools import end_pool, make_pool, submit
+from greenfast.evolve.pools import ProcessPool
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.stages import Found, Stages
 from greenfast.spec.errors import UsageError
@@ -99,7 +99,7 @@ class Local:
         self._asked = manifest, folder, count
         for name in _THREADS:  # of the processes that are started from here on: they share the cores
             os.environ.setdefault(name, "1")
-        self._pool = make_pool(count, _start, manifest, folder)
+        self._pool = ProcessPool(count, _start, manifest, folder)
 
     def results(self, jobs: Sequence[Job]) -> Iterator[Found]:
         """All at once."""
@@ -118,12 +118,12 @@ class Local:
     def _submit(self, one: Job) -> Future[Found]:
         """One job, in a new pool where a process of this one has ended."""
         try:
-            return submit(self._pool, _evaluate, *one)
+            return self._pool.submit(_evaluate, *one)
         except BrokenProcessPool:
             self.close()
             manifest, folder, count = self._asked
-            self._pool = make_pool(count, _start, manifest, folder)
-            return submit(self._pool, _evaluate, *one)
+            self._pool = ProcessPool(count, _start, manifest, folder)
+            return self._pool.submit(_evaluate, *one)
 
     def _again(self, one: Job) -> Found:
         """The pool has ended, perhaps by another job: this one alone, in a new pool, says whose fault it was."""
@@ -139,7 +139,7 @@ class Local:
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
-        end_pool(self._pool)
+        self._pool.close()
 
 
 class OnRay:

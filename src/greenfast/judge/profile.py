@@ -6,10 +6,10 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from greenfast.device.python_process import environment, isolated, module_path
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.digest import sealed_json
 from greenfast.judge.entrant import Entrant, rung_entrant
@@ -26,6 +26,7 @@ from greenfast.spec.kernel import program_of
 
 PROFILE_NAME = "profile.ncu-rep"
 _NCU_TIMEOUT_S = 300
+_CHILD = "import sys; *sys.path[:], job = sys.argv[1:]; from greenfast.judge.launch_once import main; main(job)"
 
 
 def ncu() -> str | None:
@@ -79,9 +80,11 @@ def take_profile(
             "--export",
             str(work / PROFILE_NAME),
         ]
-        command += [sys.executable, "-m", "greenfast.judge.launch_once", json.dumps(job)]
+        command += isolated(_CHILD, *module_path(current_last=True), json.dumps(job))
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_NCU_TIMEOUT_S)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_NCU_TIMEOUT_S, env=environment(), check=False
+            )
         except subprocess.TimeoutExpired as e:
             raise MachineError(f"ncu did not end within {_NCU_TIMEOUT_S} s") from e
         if done.returncode != 0 or not (work / PROFILE_NAME).is_file():

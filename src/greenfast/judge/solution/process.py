@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import msgspec
 
+from greenfast.device.python_process import isolated, module_path
 from greenfast.judge.solution.wire import MAX_MESSAGE, Answer, Choose, Confined, Load, Question, Raised, Render
 from greenfast.spec.errors import SolutionError
 
@@ -26,14 +27,13 @@ START_S = 60.0
 ANSWER_S = 180.0
 
 _CHILD = (
-    "import sys; questions, answers, readable, writable, gpu, *path = sys.argv[1:]; sys.path[:] = path; "
+    "import sys; questions, answers, readable, writable, gpu, current, *path = sys.argv[1:]; sys.path[:] = path; "
     "from greenfast.judge.solution.child import main; "
-    "main(int(questions), int(answers), readable.split(chr(0x1f)), writable, gpu == 'gpu')"
+    "main(int(questions), int(answers), readable.split(chr(0x1f)), writable, gpu == 'gpu', current)"
 )
 #: The environment that a solution's code sees; everything else of the caller's stays out.
 _KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME", "TZ")
 _MOST_SHOWN = 2000
-_PACKAGE = __name__.partition(".")[0]
 
 
 class SolutionProcess:
@@ -54,14 +54,16 @@ class SolutionProcess:
         #: The one folder that it may write.
         self.scratch = Path(tempfile.mkdtemp(prefix="greenfast-solution-"))
         #: The folders that it may read, besides the system's.
-        path = _path(imports)
-        self.readable = _readable(folder.resolve(), path)
+        path = module_path()
+        # Python adds the current folder, which may hold what is in no digest of a solution.
+        current = os.path.realpath(os.getcwd()) if imports and module_path(current_last=True) != path else ""
+        self.readable = _readable(folder.resolve(), [*path, *([current] if current else [])])
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         their_questions, self._questions = os.pipe()
         self._answers, their_answers = os.pipe()
         try:
             self._child = _start(
-                their_questions, their_answers, self.readable, path, str(self.scratch), self._output, gpu
+                their_questions, their_answers, self.readable, path, current, str(self.scratch), self._output, gpu
             )
         finally:
             os.close(their_questions)
@@ -176,12 +178,6 @@ def _shown(text: str) -> str:
     return text if len(text) <= 2 * _MOST_SHOWN else text[: 2 * _MOST_SHOWN] + " ..."
 
 
-def _path(imports: bool) -> list[str]:
-    """Where modules are found. Python adds the current folder, which may hold what is in no digest of a solution."""
-    entries = [os.path.abspath(entry) for entry in sys.path]
-    return [entry for entry in entries if imports or entry != os.getcwd() or Path(entry, _PACKAGE).is_dir()]
-
-
 def _readable(folder: Path, path: Sequence[str]) -> list[str]:
     return [str(folder), sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), *path]
 
@@ -191,6 +187,7 @@ def _start(
     answers: int,
     readable: Sequence[str],
     path: Sequence[str],
+    current: str,
     scratch: str,
     output: IO[bytes],
     gpu: int | None,
@@ -199,10 +196,10 @@ def _start(
     folders = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "GREENFAST_CACHE_DIR"), scratch)
     quiet = {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": _visible(gpu), "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [
-            *(sys.executable, "-I", "-c", _CHILD, str(questions), str(answers), "\x1f".join(readable), scratch),
-            *("" if gpu is None else "gpu", *path),
-        ],
+        isolated(
+            *(_CHILD, str(questions), str(answers), "\x1f".join(readable), scratch),
+            *("" if gpu is None else "gpu", current, *path),
+        ),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
