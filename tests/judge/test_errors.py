@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from greenfast.judge.errors import bound_histogram, error_histogram, error_stats, worst_bound_ratio
+from greenfast.judge.errors import bound_histogram, error_histogram, error_stats, worst_bound_ratio, worst_element
 
 REFERENCE = np.array([[4.0, -2.0], [0.001, 0.0]])
 ACTUAL = np.array([[4.5, -2.0], [0.101, -0.25]])  # errors 0.5, 0, 0.1, 0.25
@@ -143,3 +143,34 @@ def test_a_histogram_of_bounds_has_every_element() -> None:
     edges = 10.0 ** (found.first + np.arange(len(found.counts) - 1) / found.per_decade)
     (index,) = [i for i, n in enumerate(found.counts) if n == 2]
     assert edges[index - 1] <= 0.5 < edges[index]
+
+
+def test_the_worst_element_has_a_place_and_its_numbers() -> None:
+    exact = np.zeros((2, 3))
+    actual = np.array([[0.0, 0.5, 0.0], [4604.0, 0.0, 0.2]])
+    bound = np.full((2, 3), 0.1)
+    found = worst_element(actual, exact, bound, {"y": actual.astype(np.float32)})
+    assert str(found) == "y[1, 0]: got 4604, expected 0, allowed 0.1; 50 % of elements wrong"
+    parts = {"a": actual[0], "b": np.zeros(0), "c": actual[1]}
+    in_parts = worst_element(actual, exact, bound, parts)
+    assert in_parts is not None
+    assert (in_parts.output, in_parts.index) == ("c", [0])
+    # Where the decoded array is not the buffers one after the other, the place is that of the decoded array.
+    swapped = {"a": actual[1], "c": actual[0]}
+    assert str(worst_element(actual, exact, bound, swapped)).startswith("output[1, 0]: got 4604")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_element_that_is_not_finite_is_the_worst(value: float) -> None:
+    actual, exact = np.array([1e300, 0.0, value, 2.0]), np.zeros(4)
+    found = worst_element(actual, exact, np.full(4, math.inf), {"x": actual})
+    assert found is not None
+    assert (found.index, found.got, found.allowed, found.wrong) == ([2], None, None, 0.25)
+
+
+def test_the_worst_element_of_nothing_wrong_and_of_a_zero_bound() -> None:
+    zeros = np.zeros(5)
+    assert "no element wrong" in str(worst_element(zeros, zeros, zeros, {"x": zeros}))
+    off = np.array([0, 0, 0, 1e-30, 0])
+    assert str(worst_element(off, zeros, zeros, {"x": off})).startswith("x[3]: got 1e-30")
+    assert worst_element(zeros[:0], zeros[:0], zeros[:0], {"x": zeros[:0]}) is None

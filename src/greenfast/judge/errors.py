@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.judge.record import ErrorStats, Histogram
+from greenfast.judge.record import ErrorStats, Histogram, WorstElement
 from greenfast.spec.problem import NORMAL
 
 Floats = NDArray[np.float64]
@@ -80,6 +80,61 @@ def worst_bound_ratio(
     counted = max(1, math.ceil(matched * len(ratios)))
     ratios.partition(counted - 1)
     return float(ratios[counted - 1])
+
+
+def worst_element(
+    actual: Floats, exact: Floats, allowed: Floats, outputs: Mapping[str, NDArray[Any]]
+) -> WorstElement | None:
+    """Find the element with the largest |actual - exact| / allowed; the first that is not finite comes before all.
+
+    outputs: the buffers that were decoded to ``actual``, in their order, to name the element's place in them.
+    Return None if there are no elements.
+    """
+    if actual.size == 0:
+        return None
+
+    def measured(actual: Floats, exact: Floats, allowed: Floats) -> tuple[int, float, int]:
+        """Return the number of wrong elements, the largest ratio and its place; infinity for what is not finite."""
+        finite = np.isfinite(actual)
+        ratios = _bound_ratios(actual, exact, allowed)
+        ratios = np.where(finite, np.minimum(ratios, np.finfo(np.float64).max), np.inf)
+        place = int(np.argmax(ratios))
+        return int(np.count_nonzero(~finite | ~(np.abs(actual - exact) <= allowed))), float(ratios[place]), place
+
+    parts = _by_parts(measured, actual, exact, allowed)
+    part = max(range(len(parts)), key=lambda n: parts[n][1])
+    place = part * _PART + parts[part][2]
+    name, index = _place_in_outputs(place, actual, outputs)
+    got, expected, limit = (float(x.reshape(-1)[place]) for x in (actual, exact, allowed))
+    return WorstElement(
+        output=name,
+        index=index,
+        got=got if math.isfinite(got) else None,
+        expected=expected,
+        allowed=limit if math.isfinite(limit) else None,
+        wrong=sum(count for count, _, _ in parts) / actual.size,
+    )
+
+
+def _place_in_outputs(place: int, actual: Floats, outputs: Mapping[str, NDArray[Any]]) -> tuple[str, list[int]]:
+    """Return the buffer and the index of an element of the decoded array; those of the array itself if in doubt."""
+
+    def indices(shape: tuple[int, ...], flat: int) -> list[int]:
+        return [int(i) for i in np.unravel_index(flat, shape)]
+
+    arrays = [(name, array) for name, array in outputs.items() if array.size]
+    if len(arrays) == 1 and arrays[0][1].size == actual.size:
+        return arrays[0][0], indices(arrays[0][1].shape, place)
+    if sum(array.size for _, array in arrays) == actual.size:
+        first = 0
+        for name, array in arrays:
+            if place < first + array.size and array.dtype.kind in "fiub":
+                value, got = float(array.reshape(-1)[place - first]), float(actual.reshape(-1)[place])
+                if value == got or (math.isnan(value) and math.isnan(got)):
+                    return name, indices(array.shape, place - first)
+                break
+            first += array.size
+    return "output", indices(actual.shape, place)
 
 
 def error_histogram(actual: Floats, exact: Floats) -> Histogram:

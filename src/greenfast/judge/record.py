@@ -106,6 +106,30 @@ class Limits(_Data, frozen=True, kw_only=True):
     bound_factor: float
 
 
+class WorstElement(_Data, frozen=True, kw_only=True):
+    """The element of an output that is furthest off, measured by its bound.
+
+    output: name of the buffer; "output" if the decoded array is not one buffer after the other. index: in that array.
+    got: None if it is NaN or infinite. expected: exact arithmetic. allowed: the largest |got - expected|, None if there
+    is no limit. wrong: the share of all elements, from 0 to 1,
+    that are off by more than their bounds or are not finite.
+    """
+
+    output: str
+    index: list[int]
+    got: float | None
+    expected: float
+    allowed: float | None
+    wrong: float
+
+    def __str__(self) -> str:
+        place = f"{self.output}[{', '.join(map(str, self.index))}]"
+        share = "no element" if self.wrong == 0 else f"{max(100 * self.wrong, 0.01):.3g} % of elements"
+        got = "NaN or infinity" if self.got is None else f"{self.got:.5g}"
+        allowed = "any error" if self.allowed is None else f"{self.allowed:.2g}"
+        return f"{place}: got {got}, expected {self.expected:.5g}, allowed {allowed}; {share} wrong"
+
+
 class CorrectnessRow(_Data, frozen=True, kw_only=True):
     """One side's correctness on one (shape, seed).
 
@@ -114,6 +138,7 @@ class CorrectnessRow(_Data, frozen=True, kw_only=True):
     error over the largest that rounding explains. gates: name -> held. case_bytes: of all inputs and outputs, 0 in
     records of older versions. error_histogram, bound_histogram: of each element's absolute kernel error, and of that
     error over what rounding explains; None where there is no kernel error, and in records of older versions.
+    worst: the element that is furthest off; None in records of older versions and if the kernel did not run.
     variant: of the problem's inputs. drawn: whether the shape or the seed is not the task's; then, and in variants, the
     format's error is told and not judged.
     """
@@ -133,6 +158,7 @@ class CorrectnessRow(_Data, frozen=True, kw_only=True):
     case_bytes: int = 0
     error_histogram: Histogram | None = None
     bound_histogram: Histogram | None = None
+    worst: WorstElement | None = None
 
     @property
     def format_is_judged(self) -> bool:

@@ -21,11 +21,20 @@ from greenfast.judge.errors import (
     nearer_of,
     relative_error_factor,
     worst_bound_ratio,
+    worst_element,
 )
 from greenfast.judge.exam import Cell
 from greenfast.judge.gates.emulated import EmulatedRuns
 from greenfast.judge.gates.sides import BuiltSide
-from greenfast.judge.record import CorrectnessRow, ErrorStats, GateResult, Histogram, ParityRow, Status
+from greenfast.judge.record import (
+    CorrectnessRow,
+    ErrorStats,
+    GateResult,
+    Histogram,
+    ParityRow,
+    Status,
+    WorstElement,
+)
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.errors import UsageError
 from greenfast.spec.facts import KernelCounts
@@ -35,6 +44,15 @@ from greenfast.spec.problem import NORMAL, Case, Problem, References, case_of, r
 #: The share of its elements that a reference on a GPU has within the tolerance around the same reference on the CPU.
 #: Where sums are rounded to 16 bits and cancel afterwards, a few may be further away.
 _LIKE_ITSELF = 0.99
+#: The gates of a row that judge the values of the output.
+_OF_VALUES = (
+    "finite_pass",
+    "max_abs_err_pass",
+    "mean_abs_err_pass",
+    "pct_bad_pass",
+    "kernel_relative_error_pass",
+    "kernel_bound_pass",
+)
 #: Each case runs this often on equal input in fresh memory; outputs that differ in a bit show a race.
 REPEATS = 2
 
@@ -244,6 +262,7 @@ def _row(
     format_error = error_stats(references.exact, references.full, bad)
     error = kernel_error = bound_ratio = None
     histograms: dict[str, Histogram] = {}
+    worst: WorstElement | None = None
     held = {"format_error_pass": _within(format_error, gate)} if cell.format_is_judged else {}
     notes = [str(result)] if isinstance(result, WorkerError) else list(result.violations)
     if isinstance(result, UnsupportedByDeviceError):
@@ -255,6 +274,8 @@ def _row(
         held["repeat_pass"] = result.repeatable
         if not result.repeatable:
             notes.append(f"{REPEATS} runs on the same input gave different bits (a race?)")
+        bound = references.bound_of(kernel_gate.rounding)
+        worst = worst_element(decoded, references.exact, kernel_gate.bound_factor * bound, result.outputs)
         bad_elements = int((~np.isfinite(decoded)).sum())
         held["finite_pass"] = bad_elements == 0
         if bad_elements:
@@ -262,7 +283,6 @@ def _row(
         else:
             error = error_stats(decoded, references.full, bad)
             kernel_error = error if references.exact is references.full else error_stats(decoded, references.exact, bad)
-            bound = references.bound_of(kernel_gate.rounding)
             bound_ratio = worst_bound_ratio(
                 decoded, references.exact, bound, matched=references.matched, most=references.most
             )
@@ -277,6 +297,8 @@ def _row(
                 allowed *= relative_error_factor(decoded.size, cell.variant)
             held["kernel_relative_error_pass"] = kernel_error.relative_error <= allowed
             held["kernel_bound_pass"] = bound_ratio <= kernel_gate.bound_factor
+        if not all(held.get(name, True) for name in _OF_VALUES):
+            notes.append(str(worst))
     return CorrectnessRow(
         shape=cell.shape.name,
         dims=dict(cell.shape.dims),
@@ -291,6 +313,7 @@ def _row(
         gates=held,
         notes=notes,
         case_bytes=case.nbytes,
+        worst=worst,
         **histograms,
     )
 
@@ -332,7 +355,10 @@ def _result(
             if not row.gates:
                 unknown.append(f"{_where(side, row)}: could not be run here: {'; '.join(row.notes)}")
             elif not row.passed:
-                reasons.append(f"{_where(side, row)}: {_missed(row)}")
+                alike = [other for other in rows if _fails_alike(row, other)]
+                if not alike or alike[0] is row:  # one reason with a place and numbers; the record has all rows
+                    more = f"; {len(alike) - 1} more of {len(rows)} cases fail alike" if len(alike) > 1 else ""
+                    reasons.append(f"{_where(side, row)}: {_missed(row)}{more}")
         counts.append(f"{side.variant.name} {passed}/{len(rows)}")
         checks.append(
             (
@@ -364,6 +390,12 @@ def _result(
 def _where(side: BuiltSide, row: CorrectnessRow) -> str:
     variant = f" {row.variant}" if row.variant != NORMAL else ""
     return f"{side.variant.name} {row.shape} seed {row.seed}{variant}"
+
+
+def _fails_alike(row: CorrectnessRow, other: CorrectnessRow) -> bool:
+    """Check whether two rows failed the same gates, by the values of the output alone."""
+    failed = [{name for name, held in each.gates.items() if not held} for each in (row, other)]
+    return failed[0] == failed[1] <= set(_OF_VALUES) and len(row.notes) == len(other.notes) == 1
 
 
 def _missed(row: CorrectnessRow) -> str:
