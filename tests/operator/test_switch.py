@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -252,10 +252,108 @@ def test_compiled_for_any_length() -> None:
     assert frames[0] == frames[2] < frames[3] == frames[5], "traced again only at min_length"
 
 
-def test_compiled_multi_head_attention_is_left_to_pytorch() -> None:
+@pytest.mark.parametrize(
+    ("backend", "fullgraph", "inside"),
+    [("eager", False, False), ("eager", False, True), ("eager", True, True), ("aot_eager", True, False)],
+)
+def test_compiled_multi_head_attention_is_left_to_pytorch(backend: str, fullgraph: bool, inside: bool) -> None:
     torch._dynamo.reset()
     layer = nn.MultiheadAttention(128, 2, batch_first=True, dtype=torch.bfloat16)
     x = torch.randn(2, 50, 128).bfloat16()
+
+    def model(x: Tensor) -> Tensor:
+        out: Tensor = layer(x, x, x, need_weights=False)[0]
+        return out
+
+    def routed_inside(x: Tensor) -> Tensor:
+        with greenfast.use(min_length=0):
+            return model(x)
+
+    compiled = torch.compile(routed_inside if inside else model, backend=backend, fullgraph=fullgraph)
+    with greenfast.use(min_length=0) as routed:
+        found = compiled(x)
+    assert torch.equal(found, model(x))
+    assert (routed.taken, routed.fallen_back) == (0, {})
+
+
+def precisions(function: Callable[[], tuple[Tensor, ...]]) -> list[str]:
+    """What computed each result: PyTorch, or greenfast in a precision."""
+    known = {"torch": PLAIN, "fp8": fp8(), "int8": fp8(precision="int8")}
+    return [next(name for name, wanted in known.items() if torch.equal(x, wanted)) for x in function()]
+
+
+def nested() -> tuple[Tensor, ...]:
+    with greenfast.use("int8", min_length=0):
+        first = attend(Q)
+        with greenfast.use(min_length=10**9):
+            second = attend(Q)
+            with greenfast.use(min_length=0):
+                third = attend(Q)
+        fourth = attend(Q)
+    return first, second, third, fourth, attend(Q)
+
+
+def nested_with_breaks() -> tuple[Tensor, ...]:
+    with greenfast.use("int8", min_length=0):
+        first = attend(Q)
+        torch._dynamo.graph_break()
+        with greenfast.use(min_length=10**9):
+            torch._dynamo.graph_break()
+            second = attend(Q)
+            third = in_a_function_that_breaks()
+        fourth = attend(Q)
+    torch._dynamo.graph_break()
+    return first, second, third, fourth, attend(Q)
+
+
+@greenfast.use(min_length=0)
+def in_a_function_that_breaks() -> Tensor:
+    out = attend(Q)
+    torch._dynamo.graph_break()
+    return out
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("function", [nested, nested_with_breaks])
+def test_the_innermost_decides_in_a_compiled_function(function: Callable[..., Any], backend: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=backend, fullgraph=function is nested)
+    for _ in range(2):
+        assert precisions(compiled) == ["int8", "torch", "fp8", "int8", "torch"]
+        with greenfast.use(min_length=0):
+            assert precisions(compiled) == ["int8", "torch", "fp8", "int8", "fp8"]
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_errors_and_generators_in_a_compiled_function() -> None:
+    @greenfast.use("int8", min_length=0)
+    def steps() -> Iterator[Tensor]:
+        for _ in range(2):
+            yield attend(Q)
+
+    def function() -> tuple[Tensor, ...]:
+        try:
+            with greenfast.use(min_length=0):
+                first = attend(Q)
+                raise KeyError
+        except KeyError:
+            pass
+        return (first, *steps(), attend(Q))
+
+    torch._dynamo.reset()
+    assert precisions(torch.compile(function, backend="eager")) == ["fp8", "int8", "int8", "torch"]
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(strict: bool) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with greenfast.use("int8", min_length=0):
+                y = attend(x)
+                with greenfast.use(min_length=10**9):
+                    return y + attend(x)
+
     with greenfast.use(min_length=0):
-        found = torch.compile(layer, backend="aot_eager", fullgraph=True)(x, x, x, need_weights=False)[0]
-    assert torch.equal(found, layer(x, x, x, need_weights=False)[0])
+        program = torch.export.export(Model(), (Q,), strict=strict)
+    assert torch.equal(program.module()(Q), fp8(precision="int8") + PLAIN)

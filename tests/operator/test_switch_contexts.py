@@ -6,8 +6,10 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, contextmanager
 from typing import Any
 
@@ -439,6 +441,164 @@ def test_a_context_manager_made_of_a_decorated_generator() -> None:
         assert (found, computed_by()) == ("fp8", "torch")
 
 
+def test_blocks_inside_a_decorated_body_hold_in_its_next_steps() -> None:
+    @routes()
+    async def coroutine(other: str) -> list[str]:
+        found = []
+        with greenfast.use(min_length=10**9):
+            for _ in range(2):
+                found.append(computed_by())
+                await asyncio.sleep(0)
+            with routes("int8"):
+                await asyncio.sleep(0)
+                found.append(computed_by())
+        await asyncio.sleep(0)
+        return [*found, computed_by()]
+
+    @routes()
+    def generator() -> Generator[str, Any, None]:
+        with greenfast.use(min_length=10**9):
+            yield computed_by()
+            yield computed_by()
+            try:
+                with routes("int8"):
+                    yield computed_by()
+            except KeyError:
+                yield computed_by()
+        yield computed_by()
+
+    @routes()
+    async def async_generator() -> AsyncIterator[str]:
+        with greenfast.use(min_length=10**9):
+            yield computed_by()
+            await asyncio.sleep(0)
+            yield computed_by()
+            with routes("int8"):
+                yield computed_by()
+        yield computed_by()
+
+    async def main() -> None:
+        with routes("int8"):
+            both = await asyncio.gather(coroutine("a"), coroutine("b"))
+            assert computed_by() == "int8"
+        assert list(both) == [["torch", "torch", "int8", "fp8"]] * 2
+        found = []
+        async for name in async_generator():
+            found += [name, computed_by()]
+        assert found == ["torch", "torch", "torch", "torch", "int8", "torch", "fp8", "torch"]
+
+    run(main())
+    assert [*generator()] == ["torch", "torch", "int8", "fp8"]
+    steps = generator()
+    assert [next(steps), in_thread(lambda: next(steps)), next(steps)] == ["torch", "torch", "int8"]
+    assert computed_by() == "torch"
+    assert in_thread(lambda: steps.throw(KeyError())) == "torch"
+    assert [*steps] == ["fp8"]
+    closed = generator()
+    assert [next(closed), next(closed), next(closed)] == ["torch", "torch", "int8"]
+    closed.close()
+
+
+def test_a_decorated_generator_leaves_no_mode_of_others() -> None:
+    def body() -> Iterator[str]:
+        with Watch():
+            yield computed_by()
+            with torch.device("meta"), routes("int8"):
+                yield computed_by()
+            yield computed_by()
+
+    @routes()
+    async def async_body() -> AsyncIterator[str]:
+        with Watch():
+            yield computed_by()
+            await asyncio.sleep(0)
+            yield computed_by()
+
+    async def main() -> None:
+        assert [name async for name in async_body()] == ["fp8", "fp8"]
+
+    assert [*routes()(body)()] == ["fp8", "int8", "fp8"]
+    assert modes() == []
+    with Watch() as outer:
+        assert [*routes()(body)()] == ["fp8", "int8", "fp8"]
+        assert modes() == [outer]
+    run(main())
+
+
+def test_what_a_decorated_body_enters_and_does_not_leave_is_its_callers() -> None:
+    """As what any function enters on a caller's ExitStack."""
+
+    @routes()
+    async def coroutine(stack: ExitStack) -> str:
+        stack.enter_context(routes("int8"))
+        await asyncio.sleep(0)
+        return computed_by()
+
+    @routes()
+    def generator(stack: ExitStack) -> Iterator[str]:
+        stack.enter_context(routes("int8"))
+        yield computed_by()
+
+    async def main() -> None:
+        with ExitStack() as stack:
+            assert await coroutine(stack) == "int8"
+            assert computed_by() == "int8"
+        assert computed_by() == "torch"
+
+    run(main())
+    with ExitStack() as stack:
+        assert [*generator(stack)] == ["int8"]
+        assert computed_by() == "int8"
+
+
+def switch_of(name: str) -> greenfast.use:
+    return greenfast.use(min_length=10**9) if name == "torch" else routes(name)
+
+
+def random_body(rng: random.Random, name: str, depth: int) -> Callable[[], Iterator[None]]:
+    """A decorated generator that enters switches and other bodies at random, and checks what computes attention."""
+
+    @switch_of(name)
+    def body() -> Iterator[None]:
+        yield from block(name, depth)
+
+    def block(current: str, depth: int) -> Iterator[None]:
+        for _ in range(rng.randint(1, 3)):
+            inner = rng.choice(list(RESULTS))
+            kind = rng.random() if depth else 0.0
+            if kind < 0.4:
+                yield
+            elif kind < 0.7:
+                with switch_of(inner):
+                    yield from block(inner, depth - 1)
+            elif kind < 0.85:
+                yield from random_body(rng, inner, depth - 1)()
+            else:
+                for _ in random_body(rng, inner, depth - 1)():
+                    assert computed_by() == current
+            assert computed_by() == current
+
+    return body
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_bodies_that_are_interleaved(seed: int) -> None:
+    rng = random.Random(seed)
+    with ThreadPoolExecutor(1) as pool:
+        for name in RESULTS:
+            bodies = [random_body(rng, rng.choice(list(RESULTS)), 2)() for _ in range(3)]
+            with switch_of(name):
+                while bodies:
+                    steps = rng.choice(bodies)
+                    step = functools.partial(next, steps, "ended")
+                    ended = pool.submit(step).result() if rng.random() < 0.3 else step()
+                    if ended is not None or rng.random() < 0.1:
+                        steps.close()  # type: ignore[attr-defined]
+                        bodies.remove(steps)
+                    assert computed_by() == name
+        assert pool.submit(modes).result() == []
+
+
 async def items() -> AsyncIterator[str]:
     """Yields what computes attention, before and after it waits."""
     try:
@@ -487,8 +647,13 @@ class Callables:
 
 @pytest.mark.parametrize(
     "function",
-    [routes()(Callables()), Callables().method, routes()(functools.partial(asks))],
-    ids=["object", "method", "partial"],
+    [
+        routes()(Callables()),
+        Callables().method,
+        routes()(functools.partial(asks)),
+        routes()(functools.partial(Callables())),
+    ],
+    ids=["object", "method", "partial", "partial of an object"],
 )
 def test_other_coroutine_functions(function: Any) -> None:
     assert run(function()) == ["fp8"]

@@ -1,11 +1,31 @@
-"""The switch that routes PyTorch's attention to the FP8 kernels, by the rules of ``greenfast.explain``."""
+"""The switch that routes PyTorch's attention to the FP8 kernels, by the rules of ``greenfast.explain``.
+
+How it works. Entering ``use`` does two things:
+
+- it pushes a hook, a ``TorchFunctionMode``, on PyTorch's stack of modes of this thread: PyTorch then calls the hook for
+  every function, under whatever name it was imported;
+- it adds the hook to the context variable ``_ENTERED``: each asyncio task has its own value, and a task that is started
+  inside inherits it.
+
+Leaving undoes both. Nothing else decides: a call goes to the topmost hook of the thread's stack that is in
+``_ENTERED``. So tasks that share a thread do not see each other's hooks, and a thread that copied a context has none.
+
+A decorated generator or coroutine has a value of ``_ENTERED`` of its own (``_Body``). Each step of it starts with that
+value, and with its hooks on the stack of the thread that takes the step. Each step ends with the caller's value. What
+the body entered and has not left is part of its value, so it holds in the next step too.
+
+torch.compile cannot read context variables. While it traces, the topmost hook decides whose ``active`` is set, and a
+``with`` block inside the compiled function only pushes and pops a hook. Where a graph breaks inside such a block,
+torch.compile runs that function as it is, and the hook is entered as usual: ``_run_uncompiled`` keeps torch.compile
+from compiling the functions of this module one by one.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -14,17 +34,31 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 
 from greenfast.operator.arguments import check_length
-from greenfast.operator.quantized import SDPA_PRECISIONS, AutoPrecision, check_choice
+from greenfast.operator.quantized import PRECISIONS_AND_AUTO, AutoPrecision, check_choice
 from greenfast.operator.routing import SHARDED, Routed, explain
 from greenfast.operator.scope import sharded
 from greenfast.operator.sdpa import sdpa
 
 _TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
 _TORCH_MHA = torch.nn.functional.multi_head_attention_forward
+_ATEN_SDPA: Any = torch.ops.aten.scaled_dot_product_attention.default
+_DYNAMO: Any = torch._C._dynamo.eval_frame
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _run_uncompiled(function: _Function) -> _Function:
+    """Keep torch.compile from compiling calls of ``function``, and what it calls, where it is not part of a graph.
+
+    Unlike torch.compiler.disable, this lets torch.compile trace the function as a part of another one, and does not
+    import torch._dynamo, which takes two seconds.
+    """
+    skip = _DYNAMO._FrameAction.SKIP
+    _DYNAMO.set_code_exec_strategy(function.__code__, _DYNAMO._FrameExecStrategy(skip, skip))
+    return function
 
 
 class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use()
@@ -50,42 +84,35 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
 
     def __init__(self, precision: AutoPrecision = "fp8", min_length: int | None = None) -> None:
         """Raises ValueError for an unknown precision, and TypeError or ValueError for an invalid length."""
-        check_choice("precision", precision, SDPA_PRECISIONS)
+        check_choice("precision", precision, PRECISIONS_AND_AUTO)
         if min_length is not None:
             check_length("min_length", min_length)
         self.precision: AutoPrecision = precision
         self.min_length = min_length
         self.routed = Routed()
 
+    @_run_uncompiled
     def __enter__(self) -> Routed:
-        if torch.compiler.is_compiling():  # it cannot trace context variables; inside a graph no task switch happens
-            outer = next((mode for mode in _modes() if isinstance(mode, _Routing) and mode.decided), None)
-            if outer is not None:
-                outer.decided = False
-            torch._C._push_on_torch_function_stack(_Routing(self, outer))
-        else:
-            _Routing(self, None).resume()
+        hook = _Hook(self)
+        torch._C._push_on_torch_function_stack(hook)
+        if not torch.compiler.is_compiling():
+            _ENTERED.set((*(entered for entered in _ENTERED.get() if not entered.closed), hook))
         return self.routed
 
+    @_run_uncompiled
     def __exit__(self, *raised: object) -> None:
-        """Raises RuntimeError if this thread and task have not entered it."""
-        if torch.compiler.is_compiling():
-            mode = torch._C._pop_torch_function_stack()
-            if mode.outer is not None:
-                mode.outer.decided = True
-        else:
-            self._entered().close()
-
-    def _entered(self) -> _Routing:
-        mode = _INNERMOST.get()
-        while mode is not None:
-            if mode.open and mode.settings is self:
-                return mode
-            mode = mode.outer
-        for mode in reversed(_modes()):  # entered in another context
-            if isinstance(mode, _Routing) and mode.open and mode.settings is self:
-                return mode
-        raise RuntimeError("greenfast.use: left in a thread that has not entered it; enter and leave it in one thread")
+        """Raises RuntimeError if this thread has not entered it."""
+        if torch.compiler.is_compiling():  # in a graph, blocks end in the order in which they began
+            torch._C._pop_torch_function_stack()
+            return
+        own = [hook for hook in _modes() if isinstance(hook, _Hook) and hook.settings is self and not hook.closed]
+        entered = _ENTERED.get()
+        hook = next((hook for hook in reversed(own) if hook in entered), own[-1] if own else None)
+        if hook is None:
+            raise RuntimeError(
+                "greenfast.use: left in a thread that has not entered it; enter and leave it in one thread"
+            )
+        hook.close()
 
     def __call__(self, func: _Function) -> _Function:
         """``func``, routed whenever it runs; it may be a coroutine function or a generator function, async or not.
@@ -94,35 +121,51 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
         """
         if isinstance(func, type):
             raise TypeError(f"greenfast.use: {func.__name__} is a class; decorate a method of it, such as forward")
-        body = func if inspect.isroutine(func) or isinstance(func, functools.partial) else type(func).__call__
+        body: Any = func
+        while isinstance(body, functools.partial):
+            body = body.func
+        body = body if inspect.isroutine(body) else type(body).__call__
         routed: Any
         if inspect.iscoroutinefunction(body):
 
             async def routed(*args: Any, **kwargs: Any) -> Any:
-                return await _Awaited(self, func(*args, **kwargs))
+                state = _Body(self)
+                try:
+                    return await _Awaited(state, func(*args, **kwargs))
+                finally:
+                    state.close()
 
         elif inspect.isasyncgenfunction(body):
 
             async def routed(*args: Any, **kwargs: Any) -> Any:
+                state = _Body(self)
                 items = func(*args, **kwargs)
                 step = items.asend(None)
-                while True:
-                    try:
-                        item = await _Awaited(self, step)
-                    except StopAsyncIteration:
-                        return
-                    try:
-                        step = items.asend((yield item))
-                    except GeneratorExit:
-                        await _Awaited(self, items.aclose())
-                        raise
-                    except BaseException as e:
-                        step = items.athrow(e)
+                try:
+                    while True:
+                        try:
+                            item = await _Awaited(state, step)
+                        except StopAsyncIteration:
+                            return
+                        state.leave_thread()
+                        try:
+                            step = items.asend((yield item))
+                        except GeneratorExit:
+                            await _Awaited(state, items.aclose())
+                            raise
+                        except BaseException as e:
+                            step = items.athrow(e)
+                finally:
+                    state.close()
 
         elif inspect.isgeneratorfunction(body):
 
             def routed(*args: Any, **kwargs: Any) -> Any:
-                return (yield from _run(self, func(*args, **kwargs), stays=False))
+                state = _Body(self)
+                try:
+                    return (yield from _run_steps(state, func(*args, **kwargs), leaves=True))
+                finally:
+                    state.close()
 
         else:
             return super().__call__(func)
@@ -130,57 +173,52 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
 
     def _recreate_cm(self) -> use:
         """The context that a call of a decorated function enters: torch.compile must see it constructed."""
-        again = use(self.precision, self.min_length)
-        again.routed = self.routed
-        return again
+        settings = use(self.precision, self.min_length)
+        settings.routed = self.routed
+        return settings
 
 
-class _Routing(TorchFunctionMode):
-    """One entry of ``use``. It decides where it is the context's innermost open entry and a mode of the thread.
+class _Hook(TorchFunctionMode):
+    """One entry of ``use``.
 
-    outer: the entry that decided before. open: not left yet. decided: whether it decided when this thread last entered
-    or left an entry; for torch.compile, whose guards cannot see context variables.
+    active: whether a graph may use it: not while the decorated coroutine that it belongs to is suspended. closed:
+    whether it was left. A hook that was left in another thread stays on this one's stack until the next change there.
     """
 
-    def __init__(self, settings: use, outer: _Routing | None) -> None:
+    def __init__(self, settings: use) -> None:
         super().__init__()
         self.settings = settings
-        self.outer = outer
-        self.open = True
-        self.decided = True
-
-    def resume(self) -> None:
-        """From here on, decide in this context, as a mode of this thread."""
-        self.outer = _innermost()
-        _INNERMOST.set(self)
-        _settle(entering=self)
-
-    def suspend(self, stays: bool) -> None:
-        """Stop deciding in this context; with ``stays``, remain a mode of the thread, for contexts copied from it."""
-        _INNERMOST.set(self.outer)
-        _settle(leaving=None if stays else self)
+        self.active = True
+        self.closed = False
 
     def close(self) -> None:
-        self.open = False
-        _INNERMOST.set(_innermost())
-        _settle()
+        self.closed = True
+        _ENTERED.set(tuple(hook for hook in _ENTERED.get() if hook is not self))
+        _set_modes(_modes())
 
+    @_run_uncompiled
     def __torch_function__(self, func: Any, overriding: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _TORCH_SDPA and self._decides():
-            return self._attend(*args, **kwargs)
-        if func is _TORCH_MHA and set(overriding) <= {Tensor} and not torch.compiler.is_compiling() and self._decides():
+            return self._attend(all(kind is Tensor for kind in overriding), *args, **kwargs)
+        if func is _TORCH_MHA and all(kind is Tensor for kind in overriding) and self._decides():
+            if torch.compiler.is_compiling():
+                return _trace_multi_head_attention(*args, **kwargs)
             with self:  # this function calls attention, for which the mode has to be on the stack again
-                return multi_head_attention()(*args, **kwargs)
+                return _MHA(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _decides(self) -> bool:
-        return self.decided if torch.compiler.is_compiling() else _innermost() is self
+        """Whether this hook, which PyTorch calls from the top of the stack down, decides in this context."""
+        if torch.compiler.is_compiling():
+            return self.active
+        return not self.closed and self in _ENTERED.get()
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+        self, plain: bool, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
+        """Compute the call here or in PyTorch. plain: whether no tensor is of a subclass with its own functions."""
         settings = self.settings
         dropout_p = float(dropout_p) if isinstance(dropout_p, bool) else dropout_p  # PyTorch takes True for 1
         scale = float(scale) if isinstance(scale, bool) else scale
@@ -201,31 +239,61 @@ class _Routing(TorchFunctionMode):
                 precision=found.precision,
             )  # type: ignore[call-overload]  # fmt: skip
             return out
-        return _TORCH_SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _attend_in_torch(
+            plain, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+def _attend_in_torch(plain: bool, *args: Any, **kwargs: Any) -> Tensor:
+    """PyTorch's attention, seen by the modes of others that are below the calling hook, but by no other hook."""
+    out: Tensor
+    if torch.compiler.is_compiling():
+        # Another hook may be below this one, or be called when the graph runs: neither sees the operator itself.
+        hooked = any(isinstance(mode, _Hook) for mode in _modes())
+        out = (_ATEN_SDPA if plain and (hooked or not _others_below()) else _TORCH_SDPA)(*args, **kwargs)
+        return out
+    before = _ENTERED.set(())
+    try:
+        out = _TORCH_SDPA(*args, **kwargs)
+    finally:
+        _ENTERED.reset(before)
+    return out
 
 
 @functools.cache
-def multi_head_attention() -> Callable[..., Any]:
+def multi_head_attention(attention: Callable[..., Any] = _TORCH_SDPA) -> Callable[..., Any]:
     """PyTorch's function, which asks no mode for another implementation before it computes.
 
-    PyTorch 2.13 has redispatch_function for that, with which outer modes do not see the function either.
+    attention: called in place of scaled_dot_product_attention. PyTorch 2.13 has redispatch_function for that, with
+    which outer modes do not see the function either.
     """
     func: Any = _TORCH_MHA
-    names = {**func.__globals__, "has_torch_function": lambda tensors: False}
-    body = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    changes = {"has_torch_function": lambda tensors: False, "scaled_dot_product_attention": attention}
+    body = types.FunctionType(
+        func.__code__, {**func.__globals__, **changes}, func.__name__, func.__defaults__, func.__closure__
+    )
     body.__kwdefaults__ = func.__kwdefaults__
     return body
 
 
-#: The innermost entry of a context. Tasks inherit it; it may have been left since.
-_INNERMOST: ContextVar[_Routing | None] = ContextVar("greenfast.use", default=None)
+def _others_below() -> bool:
+    """Whether modes of others are on the stack, which see what is left to PyTorch; a default device sees no call."""
+    return any(not isinstance(mode, _Hook | DeviceContext) for mode in _modes())
 
 
-def _innermost() -> _Routing | None:
-    mode = _INNERMOST.get()
-    while mode is not None and not mode.open:
-        mode = mode.outer
-    return mode
+def _trace_multi_head_attention(*args: Any, **kwargs: Any) -> Any:
+    """Leave the call to PyTorch in a graph, also where the graph runs under a hook, as with backend="eager"."""
+    if _others_below():
+        return _TORCH_MHA(*args, **kwargs)
+    with torch._C.DisableTorchFunction():  # PyTorch 2.13 cannot trace Tensor.unflatten under a mode
+        return _MHA_IN_GRAPH(*args, **kwargs)
+
+
+_MHA = multi_head_attention()
+_MHA_IN_GRAPH = multi_head_attention(_ATEN_SDPA)
+
+#: The hooks that were entered in a context, the innermost last. Tasks inherit it; some may have been left since.
+_ENTERED: ContextVar[tuple[_Hook, ...]] = ContextVar("greenfast.use", default=())
 
 
 def _modes() -> list[Any]:
@@ -233,12 +301,10 @@ def _modes() -> list[Any]:
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
 
-def _settle(entering: _Routing | None = None, leaving: _Routing | None = None) -> None:
-    """Remove the entries that were left, in any order, from this thread's stack of modes; note which entry decides."""
+def _set_modes(wanted: Sequence[Any]) -> None:
+    """Replace this thread's stack of modes by ``wanted``, without the hooks that were left."""
+    wanted = [mode for mode in wanted if not (isinstance(mode, _Hook) and mode.closed)]
     stack = _modes()
-    wanted = [mode for mode in stack if not isinstance(mode, _Routing) or (mode.open and mode is not leaving)]
-    if entering is not None and entering not in wanted:
-        wanted.append(entering)
     same = 0
     while same < min(len(stack), len(wanted)) and wanted[same] is stack[same]:
         same += 1
@@ -246,43 +312,99 @@ def _settle(entering: _Routing | None = None, leaving: _Routing | None = None) -
         torch._C._pop_torch_function_stack()
     for mode in wanted[same:]:
         torch._C._push_on_torch_function_stack(mode)
-    innermost = _innermost()
-    for mode in wanted:
-        if isinstance(mode, _Routing):
-            mode.decided = mode is innermost
 
 
-def _run(route: use, body: Any, stays: bool) -> Generator[Any, Any, Any]:
-    """The generator or coroutine ``body``, routed while its code runs, and for a coroutine in the tasks it starts."""
-    mode = _Routing(route, None)
+class _Body:
+    """The hooks of a decorated generator or coroutine: that of the decorator and those that the body has entered.
+
+    entered: the value of ``_ENTERED`` inside the body. outside: the caller's, during a step. above: for each hook, the
+    mode of somebody else that was above it on the stack when it was taken off, if any; it is put back below that.
+    """
+
+    def __init__(self, settings: use) -> None:
+        self.own = _Hook(settings)
+        self.entered: tuple[_Hook, ...] = (self.own,)
+        self.outside: tuple[_Hook, ...] = ()
+        self.above: dict[_Hook, Any] = {}
+
+    @_run_uncompiled
+    def resume(self) -> None:
+        """Begin a step of the body in this thread."""
+        stack = _modes()
+        for hook in self.entered:
+            hook.active = True
+            if hook not in stack:
+                above = self.above.get(hook)
+                stack.insert(stack.index(above) if above in stack else len(stack), hook)
+        _set_modes(stack)
+        self.outside = _ENTERED.get()
+        _ENTERED.set(self.entered)
+
+    @_run_uncompiled
+    def suspend(self) -> None:
+        """End a step. The hooks stay on the stack, for tasks that the body has started."""
+        self.entered = tuple(hook for hook in _ENTERED.get() if not hook.closed)
+        _ENTERED.set(self.outside)
+        for hook in self.entered:
+            hook.active = False
+
+    @_run_uncompiled
+    def leave_thread(self) -> None:
+        """Take the hooks off this thread's stack until the next step."""
+        stack = _modes()
+        others = [mode for mode in stack if mode not in self.entered]
+        for hook in self.entered:
+            if hook in stack:
+                later = stack[stack.index(hook) :]
+                self.above[hook] = next((mode for mode in later if mode in others), None)
+        _set_modes(others)
+
+    @_run_uncompiled
+    def close(self) -> None:
+        """End the body. Hooks that it has entered and not left are the caller's now, as those of any function."""
+        self.own.close()
+        kept = [hook for hook in self.entered if not hook.closed]
+        if kept:
+            stack = _modes()
+            _set_modes([*stack, *(hook for hook in kept if hook not in stack)])
+            _ENTERED.set((*_ENTERED.get(), *kept))
+            for hook in kept:
+                hook.active = True
+
+
+def _run_steps(state: _Body, body: Any, leaves: bool) -> Generator[Any, Any, Any]:
+    """The generator or coroutine ``body``, step by step; with ``leaves`` nothing is on the stack between the steps."""
     step, value = body.send, None
-    try:
-        while True:
-            mode.resume()
+    while True:
+        state.resume()
+        try:
+            item = step(value)
+        except StopIteration as e:
+            return e.value
+        finally:
+            state.suspend()
+            if leaves:
+                state.leave_thread()
+        try:
+            value = yield item
+            step = body.send
+        except GeneratorExit:
+            state.resume()
             try:
-                item = step(value)
-            except StopIteration as e:
-                return e.value
-            mode.suspend(stays)
-            try:
-                value = yield item
-                step = body.send
-            except GeneratorExit:
-                mode.resume()
                 body.close()
-                raise
-            except BaseException as e:
-                step, value = body.throw, e
-    finally:
-        mode.close()
+            finally:
+                state.suspend()
+            raise
+        except BaseException as e:
+            step, value = body.throw, e
 
 
 @dataclass(frozen=True)
 class _Awaited:
-    """An awaitable for ``body``, run by ``_run``."""
+    """An awaitable for ``body``, run by ``_run_steps``."""
 
-    route: use
+    state: _Body
     body: Any
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        return _run(self.route, self.body, stays=True)
+        return _run_steps(self.state, self.body, leaves=False)
