@@ -27,9 +27,9 @@ from greenfast.emulator.instructions.meetings import meeting_of
 from greenfast.emulator.instructions.printf import call
 from greenfast.emulator.machine.progress import endless_branches, is_polled, polling_branches
 from greenfast.emulator.machine.state import Operation
-from greenfast.emulator.ptx.forms import operands_of, refusal
+from greenfast.emulator.ptx.forms import operands_of, refusal, vector_of
 from greenfast.emulator.ptx.recursion import JUMPS
-from greenfast.emulator.ptx.syntax import Function, Instruction, Symbol
+from greenfast.emulator.ptx.syntax import Function, Instruction, Symbol, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
 BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
@@ -85,9 +85,7 @@ class Program:
         refused = refusal(i.name, i.parts)
         if refused:
             raise unsupported(i, refused)
-        count = operands_of(i.name, i.parts)
-        if count is not None and len(i.operands) != count:
-            raise unsupported(i, f"has {len(i.operands)} operands in place of {count}")
+        _check_operands(i)
         if i.name == "barrier" and i.parts[0] == "cluster":
             return cluster.barrier(i)
         if i.name in CONTROL or i.name in NOTHING:
@@ -98,6 +96,20 @@ class Program:
             return BUILDERS[i.name](i)
         except (ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError, StopIteration) as e:
             raise unsupported(i, "has operands that are not known to the emulator") from e
+
+
+def _check_operands(i: Instruction) -> None:
+    """Refuse an instruction with more or fewer operands, or elements of a vector, than its form has."""
+    least, most = operands_of(i.name, i.parts)
+    if not least <= len(i.operands) <= most:
+        wanted = str(least) if least == most else f"{least} to {most}"
+        raise unsupported(i, f"has {len(i.operands)} operands in place of {wanted}")
+    which, count = vector_of(i.name, i.parts)
+    for position in which:
+        operand = i.operands[position]
+        given = len(operand.items) if isinstance(operand, Vector) else 1
+        if given != count:
+            raise unsupported(i, f"has {given} elements in place of {count}")
 
 
 def _orders(i: Instruction) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions import floats
-from greenfast.emulator.instructions.operands import dtype_of, reader, type_of, writer
+from greenfast.emulator.instructions.operands import address_of, dtype_of, reader, type_of, window_of, writer
 from greenfast.emulator.machine.memory import (
     BASES,
     GLOBAL_BASE,
@@ -49,13 +49,22 @@ def addresses(operand: Operand, i: Instruction) -> Callable[[Machine, Lanes], Of
     if not isinstance(operand, Address) or operand.base is None:
         raise unsupported(i, "has an address that is not known")
     base, offset = operand.base, operand.offset
-    read = reader(base, "u64", i)
-    narrow = reader(base, "u32", i) if isinstance(base, Register) else read
+    if isinstance(base, Symbol):
+        symbol = base if offset == 0 else replace(base, offset=base.offset + offset)
+        generic = space_of(i) == "generic"
+
+        def of_name(m: Machine, lanes: Lanes) -> Offsets:
+            window = BASES.get(window_of(m, symbol.name), 0) if generic else 0
+            return np.full(lane_count(lanes), address_of(m, symbol.name) + symbol.offset + window, np.int64)
+
+        return of_name
+    wide, narrow = reader(base, "u64", i), reader(base, "u32", i)
 
     def run(m: Machine, lanes: Lanes) -> Offsets:
-        wide = isinstance(base, Symbol) or m.register(base.name).dtype.itemsize == 8
-        values = np.asarray((read if wide else narrow)(m, lanes)).astype(np.int64) + offset
-        return values if values.ndim else np.full(lane_count(lanes), values)
+        if m.register(base.name).dtype.itemsize == 8:
+            return np.asarray(wide(m, lanes)).astype(np.int64) + offset
+        values = np.asarray(narrow(m, lanes)).astype(np.int64)
+        return values + offset & 0xFFFF_FFFF if offset else values  # addresses of 32 bits wrap
 
     return run
 
@@ -239,9 +248,9 @@ def atomic(i: Instruction) -> Operation:
             m.races.atomics.meet(actual, offsets, whole, narrow, lock=operation in ("cas", "exch"))
             m.races.synchronize(actual, offsets, lanes, returns, True, releases, narrow)
         changed = np.zeros(len(offsets), np.bool_)
-        for element, column in enumerate(read):  # each element of a vector for itself
+        given = [[np.broadcast_to(np.array(r(m, lanes)), len(offsets)) for r in column] for column in read]
+        for element, arguments in enumerate(given):  # each element of a vector for itself
             rows = offsets // dtype.itemsize + element
-            arguments = [np.broadcast_to(np.asarray(r(m, lanes)), len(rows)) for r in column]
             old = np.empty(len(rows), dtype)
             for n, row in enumerate(rows):
                 old[n] = cells[row]

@@ -89,8 +89,11 @@ def setp(i: Instruction) -> Operation:
     def run(m: Machine, lanes: Lanes) -> None:
         result = np.asarray(compare(read[0](m, lanes), read[1](m, lanes)))
         both = (result[..., 0], result[..., 1]) if kind.endswith("x2") else (result, ~result)
+        if combine and third:  # before a write: the third operand may be one of the results
+            given = third(m, lanes)
+            both = (combine(both[0], given), combine(both[1], given))
         for w, value in zip(write, both, strict=False):
-            w(m, lanes, combine(value, third(m, lanes)) if combine and third else value)
+            w(m, lanes, value)
 
     return run
 

@@ -11,6 +11,7 @@ from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values, 
 from greenfast.emulator.ptx.literals import as_float
 from greenfast.emulator.ptx.syntax import CLOCKS, Immediate, Instruction, Operand, Register, Special, Symbol
 from greenfast.emulator.ptx.unsupported import unsupported
+from greenfast.spec.errors import UnsupportedError
 
 Reader: TypeAlias = Callable[[Machine, Lanes], Values]
 Writer: TypeAlias = Callable[[Machine, Lanes, Values], None]
@@ -55,6 +56,8 @@ def reader(operand: Operand, type_name: str, instruction: Instruction) -> Reader
     dtype = dtype_of(type_name)
     if isinstance(operand, Register):
         name = operand.name
+        if name == "_":
+            raise unsupported(instruction, "reads _, which only takes results,")
 
         def read(m: Machine, lanes: Lanes) -> Values:
             if m.products is not None and name in m.products.guards:
@@ -68,6 +71,9 @@ def reader(operand: Operand, type_name: str, instruction: Instruction) -> Reader
 
         return read
     if isinstance(operand, Immediate):
+        if not _may_be_constant(type_name, dtype, operand.width):
+            what = "a number with a point" if operand.width else "an integer"
+            raise unsupported(instruction, f"has {what} as an operand of type .{type_name}")
         constant = _constant(operand, dtype)
         return lambda m, lanes: constant
     if isinstance(operand, Special):
@@ -81,11 +87,18 @@ def reader(operand: Operand, type_name: str, instruction: Instruction) -> Reader
     raise unsupported(instruction, "has an operand that is not known")
 
 
+def _may_be_constant(type_name: str, dtype: Any, width: int) -> bool:
+    """Whether a type takes constants of floats of ``width`` bits, or with 0 integers."""
+    if type_name.removesuffix("x2") in ("f16", "bf16"):
+        return False
+    if dtype.kind == "f":
+        return width > 0
+    return not width or (type_name[0] == "b" and width == 8 * dtype.itemsize)
+
+
 def _constant(operand: Immediate, dtype: Any) -> Values:
     size = dtype.itemsize
     bits = operand.bits
-    if dtype.kind == "f" and not operand.width:
-        return np.asarray(np.int64(np.uint64(bits)), dtype=dtype)
     if dtype.kind == "f" and operand.width != 8 * size:
         return np.asarray(as_float(bits, operand.width), dtype=dtype)
     if dtype == np.bool_:
@@ -116,7 +129,13 @@ def address_of(m: Machine, symbol: str) -> int:
         return m.symbols[symbol]
     if symbol in m.param_layout:
         return m.param_layout[symbol]
-    raise m.fault(f"{symbol} is not a known variable", 0)
+    raise UnsupportedError(f"{symbol} has no address that is known to the emulator")
+
+
+def window_of(m: Machine, symbol: str) -> str:
+    """The space whose window a variable's address has to be moved into to be generic; empty for global variables."""
+    layouts = {"shared": m.shared_layout, "local": m.local_layout, "param": m.param_layout}
+    return next((space for space, layout in layouts.items() if symbol in layout and symbol not in m.symbols), "")
 
 
 def writer(operand: Operand, type_name: str, instruction: Instruction) -> Writer:

@@ -27,6 +27,7 @@ from greenfast.emulator.machine.stack import Stack
 from greenfast.emulator.machine.tensormap import MAP_BYTES, BoundMap
 from greenfast.emulator.machine.underway import BulkLoad, BulkStore, Products
 from greenfast.emulator.ptx.syntax import Function, Instruction, Register, Vector
+from greenfast.spec.errors import UsageError
 
 if TYPE_CHECKING:
     from greenfast.emulator.machine.phases import PhaseCounts
@@ -341,7 +342,7 @@ class Machine:
         """The NumPy type that holds a register."""
         kind = self.function.register_kind(name)
         if kind is None:
-            raise KernelFaultError(f"{self.function.name}: register {name} is not declared")
+            raise UsageError(f"PTX: the register {name} is not declared in {self.function.name}")
         return np.bool_ if kind == "pred" else _BITS[kind.lstrip("busf")]
 
     def clock(self, instruction: Instruction, lanes: Lanes) -> Values:

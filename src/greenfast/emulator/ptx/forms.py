@@ -304,19 +304,122 @@ FORMS: dict[str, tuple[str, ...]] = {
 
 #: How many operands an opcode has, where that does not depend on its form: a count, and the opcodes that have it.
 _COUNTS = {
-    1: "activemask bra nanosleep",
+    0: "ret exit trap brkpt membar fence griddepcontrol",
+    1: "activemask bra nanosleep prefetch prefetchu setmaxnreg pmevent",
     2: "abs neg rcp sqrt rsqrt sin cos lg2 ex2 tanh testp not cnot bfind brev clz popc mov cvta isspacep ld ldu elect "
-    "getctarank ldmatrix stmatrix movmatrix",
+    "getctarank ldmatrix stmatrix movmatrix brx red",
     3: "addc subc mul mul24 div rem and or xor shl shr bmsk szext copysign min max add sub vote match redux mapa",
-    4: "mad madc mad24 sad dp4a dp2a fma shf prmt bfe selp slct fns",
+    4: "mad madc mad24 sad dp4a dp2a fma shf prmt bfe selp slct fns mma vmad vset2 vset4 "
+    + " ".join(f"{op}{n}" for op in ("vadd", "vsub", "vavrg", "vabsdiff", "vmin", "vmax") for n in (2, 4)),
     5: "bfi shfl",
 }
 _OPERANDS = {name: count for count, names in _COUNTS.items() for name in names.split()}
+_JOINS = {"and", "or", "xor"}
+_HALF_SCALES = {"e4m3x2", "e5m2x2"}
 
 
-def operands_of(name: str, parts: tuple[str, ...]) -> int | None:
-    """How many operands an opcode has; None where its builder decides."""
-    return None if "L2:cache_hint" in parts else _OPERANDS.get(name)
+def _copies(parts: frozenset[str]) -> tuple[int, int]:
+    """The operands of cp."""
+    if not parts.isdisjoint({"wait_group", "mbarrier"}):
+        return 1, 1
+    if not parts.isdisjoint({"commit_group", "wait_all"}):
+        return 0, 0
+    if "bulk" not in parts:
+        return 3, 4
+    count = 1 if "prefetch" in parts else 2
+    count += "tensor" not in parts  # a size
+    count += "mbarrier:complete_tx:bytes" in parts
+    count += "multicast:cluster" in parts
+    return count, count
+
+
+def _arrivals(parts: frozenset[str]) -> tuple[int, int]:
+    """The operands of mbarrier; an arrival elsewhere gives no state, and a count may be left out."""
+    if not parts.isdisjoint({"arrive", "arrive_drop"}):
+        return (2, 3) if not parts.isdisjoint({"expect_tx", "noComplete"}) else (1, 3)
+    if not parts.isdisjoint({"test_wait", "try_wait"}):
+        return 3, 4 if "try_wait" in parts else 3
+    return (1, 1) if "inval" in parts else (2, 2)
+
+
+def _barriers(parts: frozenset[str]) -> tuple[int, int]:
+    """The operands of bar and barrier."""
+    if "cluster" in parts:
+        return 0, 0
+    if "warp" in parts:
+        return 1, 1
+    return (3, 4) if "red" in parts else (2, 2) if "arrive" in parts else (1, 2)
+
+
+def _products(parts: frozenset[str]) -> tuple[int, int]:
+    """The operands of wgmma: D, A, B, scale-d, then the signs of A and B, then what is transposed."""
+    if "mma_async" not in parts:
+        return (1, 1) if "wait_group" in parts else (0, 0)
+    if "s32" in parts:
+        return 4, 4
+    return (7, 8) if not parts.isdisjoint({"f16", "bf16"}) else (6, 6)
+
+
+def _policies(parts: frozenset[str]) -> tuple[int, int]:
+    return (4, 4) if "range" in parts else (2, 2) if "cvt" in parts else (1, 2)
+
+
+def _conversions(parts: frozenset[str]) -> tuple[int, int]:
+    if "pack" in parts:
+        return (4, 4) if "b32" in parts else (3, 3)
+    pairs = "f32" in parts and not parts.isdisjoint({"f16x2", "bf16x2", *_HALF_SCALES})
+    return (3, 3) if pairs else (2, 2)
+
+
+def operands_of(name: str, parts: tuple[str, ...]) -> tuple[int, int]:
+    """The fewest and the most operands that an opcode has; a negated predicate and {a, b} are one."""
+    given = frozenset(parts)
+    least, most = _operands_of(name, given)
+    hint = "L2:cache_hint" in given
+    return least + hint, most + hint
+
+
+def _operands_of(name: str, parts: frozenset[str]) -> tuple[int, int]:
+    count = _OPERANDS.get(name)
+    if count is not None:
+        return count, count
+    if name in ("setp", "set"):
+        logic = not parts.isdisjoint(_JOINS)
+        return 3 + logic, 3 + logic
+    if name == "lop3":
+        return (5, 5) if parts.isdisjoint(_JOINS) else (6, 6)
+    if name == "st":
+        return (3, 3) if "async" in parts else (2, 2)
+    if name == "atom":
+        return (4, 4) if "cas" in parts else (3, 3)
+    if name == "wmma":
+        return (4, 4) if "mma" in parts else (2, 3)
+    if name == "call":
+        return 1, 4
+    of_parts = {
+        "cp": _copies,
+        "mbarrier": _arrivals,
+        "bar": _barriers,
+        "barrier": _barriers,
+        "wgmma": _products,
+        "createpolicy": _policies,
+        "cvt": _conversions,
+    }
+    return of_parts[name](parts) if name in of_parts else (3, 4)  # scalar video instructions
+
+
+#: Opcodes whose operands with elements are counted by a word of theirs: the position of that operand.
+_ELEMENTS = {"ld": 0, "ldu": 0, "st": 1, "ldmatrix": 0, "stmatrix": 1}
+
+
+def vector_of(name: str, parts: tuple[str, ...]) -> tuple[tuple[int, ...], int]:
+    """Which operands of an opcode hold several elements, and how many; none, and 0, where its builder decides."""
+    count = next((int(p[1:]) for p in parts if p in ("v2", "v4", "v8", "x1", "x2", "x4")), 1)
+    if name in _ELEMENTS:
+        return (_ELEMENTS[name],), count
+    if name in ("atom", "red"):
+        return ((0, 2) if name == "atom" else (1,)), count
+    return (), 0
 
 
 #: Words that say what an operand is: their order counts.

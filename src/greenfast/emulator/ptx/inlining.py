@@ -25,7 +25,7 @@ from greenfast.emulator.ptx.syntax import (
     Vector,
 )
 from greenfast.emulator.ptx.unsupported import unsupported
-from greenfast.spec.errors import UnsupportedError
+from greenfast.spec.errors import UnsupportedError, UsageError
 
 #: Functions that the emulator knows itself.
 BUILT_IN = ("vprintf", "__assertfail")
@@ -103,7 +103,8 @@ class _Inliner:
             refused = refusal(i.name, i.parts)
             if refused:
                 raise unsupported(i, refused)
-        target = self.operand(i.operands[0], function, names) if i.operands else None
+            if i.name == "ret" and i.operands:
+                raise unsupported(i, f"has {len(i.operands)} operands in place of 0")
         guard = (self.register(i.guard[0], function, names), i.guard[1]) if i.guard else None
         if i.name == "ret" and len(callers) > 1 and callers[-1] in self.recursive:
             self.emit(replace(i, name=recursion.LEAVE, operands=(), guard=guard))
@@ -111,12 +112,14 @@ class _Inliner:
         if i.name == "ret" and len(callers) > 1:
             self.emit(replace(i, name="bra", parts=("uni",), operands=(Symbol(_end(names)),), guard=guard))
             return
-        if i.name == "bra" and isinstance(i.operands[0], Symbol):
+        if i.name == "bra" and len(i.operands) == 1 and isinstance(i.operands[0], Symbol):
+            if i.operands[0].offset:
+                raise unsupported(i, "adds a number to a label, which is not known to the emulator,")
             label = Symbol(i.operands[0].name + names.suffix)
             self.emit(replace(i, operands=(label,), guard=guard))
             return
         if i.name == "brx":
-            self.branch(i, target, guard, function, names)
+            self.branch(i, guard, function, names)
             return
         if i.name == "call":
             self.call(i, guard, function, names, callers)
@@ -142,11 +145,14 @@ class _Inliner:
         """The body's register for one of a function."""
         if not names.suffix or name == "_":
             return name
+        kind, selector = function.register_kind(name), ""
+        if kind is None:  # a video instruction's part of a register
+            name, dot, part = name.partition(".")
+            kind, selector = function.register_kind(name), dot + part
         own = name + names.suffix
-        kind = function.register_kind(name)
         if kind is not None:
             self.body.registers[own] = kind
-        return own
+        return own + selector
 
     def operand(self, o: Operand, function: Function, names: _Names) -> Operand:
         """An operand of a function as one of the body."""
@@ -158,6 +164,8 @@ class _Inliner:
             if negated:
                 return Symbol("!" + self.register(o.name[1:], function, names))
             own = names.parameters.get(o.name) or names.variables.get(o.name, o.name)
+            if not self.is_known(own):
+                raise UsageError(f"PTX: {o.name} in {function.name} is not defined in this module")
             return o if own == o.name else Symbol(own, o.offset)
         if isinstance(o, Vector):
             return Vector(tuple(self.operand(item, function, names) for item in o.items))
@@ -167,16 +175,20 @@ class _Inliner:
             return Address(base, o.offset, tuple(self.operand(c, function, names) for c in o.coordinates))
         return o
 
+    def is_known(self, name: str) -> bool:
+        """Whether a name is one of a variable, a parameter or a function."""
+        of = (self.body.variables, self.module.variables, self.module.functions)
+        return name in self.own or any(name in names for names in of)
+
     # ---- branches by table ------------------------------------------------------------------------------------------
 
-    def branch(
-        self, i: Instruction, index: Operand | None, guard: tuple[str, bool] | None, function: Function, names: _Names
-    ) -> None:
+    def branch(self, i: Instruction, guard: tuple[str, bool] | None, function: Function, names: _Names) -> None:
         """brx.idx: one comparison and branch for each label; an index beyond them is a trap."""
-        table = i.operands[1] if len(i.operands) > 1 else None
+        table = i.operands[1] if len(i.operands) == 2 else None
         labels = function.tables.get(table.name) if isinstance(table, Symbol) else None
-        if labels is None or index is None:
+        if labels is None:
             raise unsupported(i, "names no list of labels")
+        index = self.operand(i.operands[0], function, names)
         beyond = self.skip(i, guard)
         for n, label in enumerate(labels):
             which = self.predicate()
@@ -196,7 +208,10 @@ class _Inliner:
         callers: tuple[str, ...],
     ) -> None:
         """Replace a call by the function's body, or by the body of each function that a pointer may name."""
-        operands = [self.operand(o, function, names) for o in i.operands]
+        # Functions and prototypes are the names that stand alone.
+        operands = [o if isinstance(o, Symbol) else self.operand(o, function, names) for o in i.operands]
+        if not operands or len(operands) > 4:
+            raise unsupported(i, f"has {len(operands)} operands in place of 1 to 4")
         results = operands.pop(0) if isinstance(operands[0], Vector) else Vector(())
         target, *rest = operands
         given = rest[0] if rest and isinstance(rest[0], Vector) else Vector(())

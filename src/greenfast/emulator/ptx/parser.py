@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from greenfast.device.directives import COMMENT_OR_STRING, FILE, LOC
-from greenfast.emulator.ptx.literals import initial, integer, pattern
-from greenfast.emulator.ptx.scopes import Scope
+from greenfast.emulator.ptx.literals import Tokens, initial, integer
+from greenfast.emulator.ptx.scopes import ELEMENTS, Scope
 from greenfast.emulator.ptx.syntax import (
     SIZES,
     Address,
@@ -42,16 +43,27 @@ _HEADER = re.compile(
     r"(?P<link>(?:\.(?:visible|weak|extern)\s+)*)\.(?P<kind>entry|func)\s*"
     r"(?:\((?P<results>[^)]*)\)\s*)?(?P<name>[\w$]+)\s*(?:\((?P<params>[^)]*)\))?"
 )
-_VARIABLE = re.compile(
-    r"\.(?P<space>global|const|shared|local|param)\s+(?:\.attribute\([^)]*\)\s+)?(?:\.align\s+(?P<align>\d+)\s+)?"
-    r"(?:\.v(?P<vector>[248])\s+)?\.(?P<type>\w+)\s+"
-    r"(?:\.ptr\s+(?:\.[a-z]+\s+)?(?:\.align\s+\d+\s+)?)?"  # of a parameter: what it points to
-    r"(?P<name>[\w$%]+)(?P<dims>(?:\[\d*\])*)(?:\s*=\s*(?P<init>.+))?$",
-    re.DOTALL,
+_LINKED = re.compile(r"(?:\.(?:visible|weak|extern|common)\b\s*)*")
+_SPACE = re.compile(r"\.(global|const|shared|local|param)\b\s*")
+#: What may stand between a variable's space and its name; after .ptr what a parameter points to.
+_QUALIFIER = re.compile(
+    r"\.(?:attribute\s*\([^)]*\)|align\s+(?P<align>\d+)(?=\s)|v(?P<vector>[248])\b|(?P<pointer>ptr)\b|(?P<type>\w+)\b)\s*"
 )
+_POINTED_TO = re.compile(r"(?:\.(?:global|const|shared|local)\b\s*)?(?:\.align\s+\d+\s+)?")
+_DECLARATOR = re.compile(r"(?P<name>[\w$%]+)\s*(?P<dims>(?:\[\s*\w*\s*\]\s*)*)(?:=\s*(?P<init>.+))?$", re.DOTALL)
+#: Between a function's header and its body.
+_DIRECTIVE = re.compile(
+    r"\s*\.(?:(?:maxntid|reqntid|reqnctapercluster)\s+\d+(?:\s*,\s*\d+){0,2}(?![\w$])"
+    r"|(?:minnctapersm|maxnctapersm|maxnreg|maxclusterrank|abi_preserve|abi_preserve_control)\s+\d+(?![\w$])"
+    r"|(?:noreturn|explicitcluster|blocksareclusters)\b|attribute\s*\([^)]*\)|pragma\s+\"[^\"]*\"(?:\s*,\s*\"[^\"]*\")*\s*;)"
+)
+_GUARD = re.compile(r"@\s*(!?)\s*([%\w$]+)\s+")
+_OPCODE = re.compile(r"([a-z]\w*)((?:\s*\.\w+(?:::\w+)*)*)(?=[^\w.:]|$)")
+#: Instructions whose operand may be an element of a variable, name[3], with no brackets around it.
+_MEMORY = ("ld", "ldu", "st", "atom", "red", "prefetch")
 _LOC = re.compile(LOC)
 #: Directives in a function that change nothing of what it computes.
-_IGNORED = (".pragma",)
+_IGNORED = re.compile(r'\.pragma\s+"[^"]*"(?:\s*,\s*"[^"]*")*$')
 #: The most inlined calls followed from a library's line to the caller's; beyond that (a cycle) any of them is named.
 _INLINED = 16
 #: Where the standard library has cuda::memcpy_async.
@@ -65,8 +77,23 @@ _SPECIAL = re.compile(
     r"|%(clock(64|_hi)?|globaltimer(_lo|_hi)?|cluster_n?ctarank|is_explicit_cluster|(dynamic|total|aggr)_smem_size)"
     r"|%(envreg\d+|pm\d(_64)?|reserved_smem_offset_\w+|current_graph_exec)"
 )
-#: A name, perhaps in generic( ), and what is added to it; ! negates a predicate.
-_OFFSET = re.compile(r"(?:generic\(\s*([\w$]+)\s*\)|(!?[%\w$.]+))\s*(?:(\+\s*-?|-)\s*(\w+))?")
+
+
+@dataclass(frozen=True)
+class _Element:
+    """name[index], an element of a variable, and what is added to its address."""
+
+    name: str
+    index: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A register and the number that is added to it, outside of an address."""
+
+    name: str
+    addend: int
 
 
 class _Lines:
@@ -130,10 +157,13 @@ def parse(text: str, library: tuple[str, ...] = ()) -> Module:
         if end < 0:
             raise UsageError(f"PTX: cannot read {text[position : position + 80]!r}")
         statement = text[position:end].strip()
-        linked = re.sub(r"^(?:\.(?:visible|weak|extern|common)\s+)*", "", statement)
-        variable = _variable(linked)
-        if variable is not None:
-            module.variables[variable.name] = variable
+        variables = _variables(statement)
+        if variables is None and not _IGNORED.match(statement):
+            raise UnsupportedError(f"PTX: a statement that is not known to the emulator: {statement[:80]!r}")
+        for variable in variables or ():
+            # What a module only declares has its definition in another one; a use of it is refused.
+            if variable.space == "shared" or ".extern" not in _LINKED.match(statement)[0]:  # type: ignore[index]
+                module.variables[variable.name] = variable
         position = end + 1
     return module
 
@@ -150,20 +180,24 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
     for into, listed in ((function.params, header["params"]), (function.results, header["results"])):
         for declaration in (listed or "").split(","):
             if declaration.strip():
-                variable = _variable(declaration.strip()) or _register_parameter(declaration.strip(), function)
-                if variable is None:
+                variables = _variables(declaration.strip()) or _register_parameter(declaration.strip(), function)
+                if variables is None or len(variables) != 1:
                     raise UsageError(f"PTX: cannot read parameter {declaration.strip()!r} of {function.name}")
-                into.append(variable)
+                into += variables
     position = header.end()
-    while text[position : position + 1] not in ("{", ";", ""):  # performance directives such as .maxntid
-        position += 1
+    while directive := _DIRECTIVE.match(text, position):
+        position = directive.end()
+    function.directives = text[header.end() : position]
+    position = _skip_space(text, position)
     if position == len(text):
         raise UsageError(f"PTX: {function.name} has no end")
-    function.directives = text[header.end() : position]
+    if text[position] not in "{;":
+        what = text[position : position + 80].split("{")[0].strip()
+        raise UnsupportedError(f"PTX: {function.name} has a directive that is not emulated: {what}")
     if text[position] == ";":  # a declaration only, such as vprintf's
         module.functions.setdefault(function.name, function)
         return position + 1
-    scopes, position, source = [Scope(function)], position + 1, None
+    scopes, position, source = [Scope(function, module)], position + 1, None
     scopes[0].registers.update({name: name for name in function.registers})
     while scopes:
         position = _skip_space(text, position)
@@ -172,7 +206,7 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
         char = text[position]
         if char in "{}":
             if char == "{":
-                scopes.append(Scope(function, scopes[-1], f"@{position}"))
+                scopes.append(Scope(function, module, scopes[-1], f"@{position}"))
             else:
                 scopes.pop().close()
             position += 1
@@ -207,151 +241,326 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
     return position
 
 
-def _register_parameter(declaration: str, function: Function) -> Variable | None:
+def _register_parameter(declaration: str, function: Function) -> list[Variable] | None:
     """A parameter or result of a function that is a register; None for anything but a declaration of one."""
     match = re.fullmatch(r"\.reg\s*\.(\w+)\s+([%\w$]+)", declaration)
     if match is None or match[1] not in SIZES or match[1] == "b128":
         return None
     function.registers[match[2]] = match[1]
-    return Variable(match[2], "reg", SIZES[match[1]], SIZES[match[1]], type=match[1])
+    return [Variable(match[2], "reg", SIZES[match[1]], SIZES[match[1]], type=match[1])]
 
 
 def _statement(statement: str, function: Function, source: SourceLine | None, scope: Scope) -> None:
     """One statement of a body: a declaration, a directive to skip, or an instruction."""
-    if statement.startswith(".reg"):
-        declared = re.match(r"\.reg\s*\.(\w+)\s+([^.]*)$", statement)
-        if declared is None or declared[1] not in SIZES or declared[1] == "b128":
+    if re.match(r"\.reg\b", statement):
+        declared = re.match(r"\.reg\s*(?:\.v([24])\s*)?\.(\w+)\s+(.*)$", statement)
+        if declared is None or declared[2] not in SIZES or declared[2] == "b128":
             raise UsageError(f"PTX: {function.name} declares registers of a type that is not emulated: {statement}")
-        for name in declared[2].split(","):
-            scope.declare(name.strip(), declared[1])
+        for name in declared[3].split(","):
+            scope.declare(name.strip(), declared[2], int(declared[1] or 0))
     elif statement.startswith("."):
-        variable = _variable(statement)
-        if variable is not None:
-            if variable.space == "param":  # an argument or result of a call that follows
-                variable = replace(variable, name=scope.own(variable.name), space="local")
-            function.variables[variable.name] = variable
-        elif not statement.startswith(_IGNORED):
+        variables = _variables(statement)
+        if variables is None and not _IGNORED.match(statement):
             raise UnsupportedError(f"PTX: {function.name} has a directive that is not emulated: {statement}")
-    elif statement:
+        for variable in variables or ():
+            _declare(variable, function, scope)
+    else:
         try:
-            function.code.append(_instruction(statement, source, scope))
+            function.code += _instructions(statement, source, scope)
         except (ValueError, IndexError) as e:
             raise UsageError(f"PTX: cannot read {statement!r} in {function.name}") from e
 
 
-def _instruction(statement: str, source: SourceLine | None, scope: Scope) -> Instruction:
-    guard, registers = None, scope.registers
-    rest = statement
+def _declare(variable: Variable, function: Function, scope: Scope) -> None:
+    """A variable in a body, which is known there and in the blocks within."""
+    own = scope.own(variable.name)
+    relocations = tuple(replace(r, symbol=scope.variables.get(r.symbol, r.symbol)) for r in variable.relocations)
+    if variable.space in ("global", "const"):  # it exists once, as one of the module does
+        scope.variables[variable.name] = own = f"{own}@{function.name}"
+        scope.module.variables[own] = replace(variable, name=own, relocations=relocations)
+        return
+    # A parameter here is an argument or the result of a call that follows.
+    space = "local" if variable.space == "param" else variable.space
+    function.variables[own] = replace(variable, name=own, space=space, relocations=relocations)
+
+
+def _instructions(statement: str, source: SourceLine | None, scope: Scope) -> list[Instruction]:
+    """The instruction of a statement, behind the additions for its operands that are a register plus a number."""
+    guard, rest = None, statement
     if rest.startswith("@"):
-        predicate, rest = rest[1:].split(None, 1)
-        name = predicate.lstrip("!")
-        guard = (registers.get(name, name), predicate.startswith("!"))
-    opcode, _, operands = rest.partition(" ")
-    name, *parts = opcode.replace("::", ":").split(".")
+        match = _GUARD.match(rest)
+        name = scope.register(match[2]) if match else None
+        if match is None or name is None or scope.function.register_kind(name) != "pred":
+            raise UsageError(f"PTX: cannot read {statement!r}: its guard is no predicate of {scope.function.name}")
+        guard, rest = (name, bool(match[1])), rest[match.end() :]
+    opcode = _OPCODE.match(rest)
+    if opcode is None:
+        raise UsageError(f"PTX: cannot read {statement!r} in {scope.function.name}")
+    parts = tuple(part.strip() for part in opcode[2].replace("::", ":").split(".")[1:])
+    made: list[Instruction] = []
+    operands: list[Operand] = []
+    for text in _split(rest[opcode.end() :].strip()):
+        operand = _operand(text, opcode[1] == "call")
+        if isinstance(operand, _Element) and opcode[1] in _MEMORY:
+            base = _declared(operand, scope)
+            assert isinstance(base, Symbol)
+            operands.append(Address(Symbol(base.name), base.offset))
+        elif isinstance(operand, _Sum) and scope.register(operand.name):
+            if not operands:
+                raise UsageError(f"PTX: cannot read {statement!r}: a number added to a result")
+            made.append(_sum(operand, guard, source, statement, scope))
+            operands.append(made[-1].operands[0])
+        elif opcode[1][0] == "v" and isinstance(operand, (Register, Symbol)) and "." in operand.name:
+            operands.append(_part(operand.name, scope))
+        else:
+            operands.append(_declared(operand, scope))
+    return [*made, Instruction(opcode[1], parts, tuple(operands), guard, source, statement)]
+
+
+def _sum(
+    operand: _Sum, guard: tuple[str, bool] | None, source: SourceLine | None, statement: str, scope: Scope
+) -> Instruction:
+    """The addition that an operand ``register + number`` stands for, into a register of its own."""
+    function, name = scope.function, str(scope.register(operand.name))
+    kind = str(function.register_kind(name))
+    if kind[0] not in "bus" or SIZES[kind] == 1:
+        raise UsageError(f"PTX: cannot read {statement!r}: a number added to a register of type .{kind}")
+    own = f"%~sum{len(function.code)}.{len(function.registers)}~"
+    function.registers[own] = kind
+    addend = Immediate(operand.addend & (2**64 - 1))
     return Instruction(
-        name=name,
-        parts=tuple(parts),
-        operands=tuple(_declared(_operand(o), scope) for o in _split(operands)),
-        guard=guard,
-        source=source,
-        text=statement,
+        "add", (f"u{8 * SIZES[kind]}",), (Register(own), Register(name), addend), guard, source, statement
     )
 
 
-def _declared(operand: Operand, scope: Scope) -> Operand:
+def _declared(operand: Operand | _Element | _Sum, scope: Scope) -> Operand:
     """The operand, names that were declared as registers read as such: in inline assembly they may lack the %."""
-    registers = scope.registers
-    if isinstance(operand, (Symbol, Register)) and operand.name in registers:
-        return Register(registers[operand.name])
-    if isinstance(operand, Symbol) and operand.name[1:] in registers and operand.name[0] == "!":
-        return Symbol("!" + registers[operand.name[1:]])
-    if isinstance(operand, Symbol) and operand.name in scope.variables:
-        return Symbol(scope.variables[operand.name], operand.offset)
+    if isinstance(operand, Register):
+        if operand.name == "_":
+            return operand
+        own = scope.register(operand.name)
+        if own is None:
+            return _vector_register(operand.name, scope)
+        return operand if own == operand.name else Register(own)
+    if isinstance(operand, _Sum):
+        return Symbol(scope.variables.get(operand.name, operand.name), operand.addend)
+    if isinstance(operand, Symbol):
+        if operand.name[0] == "!":
+            own = scope.register(operand.name[1:])
+            if own is None or scope.function.register_kind(own) != "pred":
+                raise UsageError(f"PTX: {operand.name} in {scope.function.name} negates what is no predicate")
+            return Symbol("!" + own)
+        own = scope.register(operand.name)
+        if own is not None:
+            return Register(own)
+        if operand.name in scope.vectors or "." in operand.name:
+            return _vector_register(operand.name, scope)
+        if operand.name in scope.variables:
+            return Symbol(scope.variables[operand.name], operand.offset)
+        return operand
+    if isinstance(operand, _Element):
+        name = scope.variables.get(operand.name, operand.name)
+        variable = scope.function.variables.get(name) or scope.module.variables.get(name)
+        if variable is None:
+            raise UsageError(f"PTX: {operand.name}[{operand.index}] in {scope.function.name} is of no known variable")
+        return Symbol(name, operand.index * variable.element + operand.offset)
     if isinstance(operand, Vector):
         return Vector(tuple(_declared(item, scope) for item in operand.items))
     if isinstance(operand, Address) and operand.base is not None:
-        base = _declared(operand.base, scope)
-        assert isinstance(base, (Register, Symbol))
-        return Address(base, operand.offset, tuple(_declared(c, scope) for c in operand.coordinates))
+        base = operand.base
+        if isinstance(base, _Element):
+            symbol = _declared(base, scope)
+            assert isinstance(symbol, Symbol)
+            base, operand = Symbol(symbol.name), replace(operand, offset=operand.offset + symbol.offset)
+        own_base = _declared(base, scope)
+        if not isinstance(own_base, (Register, Symbol)) or own_base.name == "_":
+            raise UsageError(f"PTX: cannot read an address in {scope.function.name}: its base is no register or name")
+        return Address(own_base, operand.offset, tuple(_declared(c, scope) for c in operand.coordinates))
     return operand
 
 
+def _part(name: str, scope: Scope) -> Operand:
+    """A video instruction's operand: an element of a vector register, or a part of a register."""
+    whole, _, selector = name.partition(".")
+    own = scope.register(whole)
+    return _declared(Symbol(name), scope) if own is None else Register(f"{own}.{selector}")
+
+
+def _vector_register(name: str, scope: Scope) -> Operand:
+    """The elements of a vector register. Raises UsageError for a register that is not declared."""
+    if name not in scope.vectors:
+        raise UsageError(f"PTX: the register {name} is not declared in {scope.function.name}")
+    return Vector(tuple(Register(scope.registers[f"{name}.{e}"]) for e in ELEMENTS[: scope.vectors[name]]))
+
+
 def _split(text: str) -> list[str]:
-    """Split at commas outside of brackets and braces."""
+    """Split at commas outside of brackets and braces. Raises UsageError if brackets do not match."""
+    if not text:
+        return []
     if not _BRACKET.search(text):
-        found = [part.strip() for part in text.split(",")]
-        return found if found[-1] else found[:-1]
+        return [part.strip() for part in text.split(",")]
     found, depth, start = [], 0, 0
     for i, char in enumerate(text):
         depth += (char in "{[(") - (char in "}])")
+        if depth < 0:
+            break
         if char == "," and depth == 0:
             found.append(text[start:i].strip())
             start = i + 1
-    last = text[start:].strip()
-    return [*found, last] if last else found
+    if depth:
+        raise UsageError(f"PTX: cannot read the operands {text!r}")
+    return [*found, text[start:].strip()]
+
+
+#: Registers as compilers name them; no special one is named so.
+_PLAIN = re.compile(r"%(?!pm)[a-z]{1,2}\d+")
 
 
 @lru_cache(maxsize=1 << 14)  # a kernel names each of its registers several times
-def _operand(text: str) -> Operand:
-    if text[0] in "{(":
-        return Vector(tuple(_operand(item) for item in _split(text[1:-1])))
-    if text[0] == "[":
-        inner, *coordinates = _split(text[1:-1].strip())
-        name, offset = _with_offset(inner)
-        base = _operand(name)
-        if isinstance(base, Immediate):
-            return Address(None, base.bits + offset)
-        items = _operand(coordinates[0]) if coordinates else Vector(())
-        if not isinstance(base, (Register, Symbol)) or not isinstance(items, Vector):
-            raise UsageError(f"PTX: cannot read the address {text!r}")
-        return Address(base, offset, items.items)
-    if "|" in text:
-        both = tuple(_operand(item) for item in text.split("|"))
-        if any(isinstance(item, Immediate) for item in both):
-            raise UsageError(f"PTX: cannot read the constant expression {text!r}")
-        return Vector(both)
-    if _SPECIAL.fullmatch(text):
-        return Special(text)
-    if text[0] == "%" or text == "_":  # _ takes a result that is not used
+def _operand(text: str, of_call: bool = False) -> Operand | _Element | _Sum:
+    """One operand. Raises UsageError for text that is none."""
+    if _PLAIN.fullmatch(text):
         return Register(text)
-    number = integer(text)
-    if number is not None:
-        return Immediate(number & (2**64 - 1))
-    found = pattern(text)
-    if found is not None:
-        return Immediate(*found)
-    if text == "WARP_SZ":
-        return Immediate(32)
-    name, offset = _with_offset(text)
-    if name.lstrip("!")[0].isdigit():
-        raise UsageError(f"PTX: cannot read the constant expression {text!r}")
-    return Symbol(name, offset)
+    tokens = Tokens(text, "the operand")
+    if tokens.accept("{"):
+        found: Operand | _Element | _Sum = _list(tokens, "}")
+    elif of_call and tokens.accept("("):
+        found = _list(tokens, ")")
+    elif tokens.accept("["):
+        found = _address(tokens)
+    else:
+        found = _scalar(tokens)
+        if tokens.accept("|"):  # two results
+            found = Vector((found, _scalar(tokens)))  # type: ignore[arg-type]
+            if not all(isinstance(o, (Register, Symbol)) and o.name[0] != "!" for o in found.items):
+                raise tokens.error()
+    tokens.end()
+    return found
 
 
-def _with_offset(text: str) -> tuple[str, int]:
-    """A name, and the number that is added to it or taken from it."""
-    match = _OFFSET.fullmatch(text)
-    number = integer(match[4] or "0") if match else None
-    if match is None or number is None:
-        raise UsageError(f"PTX: cannot read the address or name {text!r}")
-    negative = (match[3] or "").count("-") == 1
-    return match[1] or match[2], -number if negative else number
+def _list(tokens: Tokens, close: str) -> Vector:
+    """The operands up to a bracket; of a call there may be none."""
+    items: list[Any] = []
+    while not (tokens.peek() == close and not items):
+        items.append(_scalar(tokens))
+        if isinstance(items[-1], (_Element, _Sum)):
+            raise tokens.error()
+        if tokens.peek() == close:
+            break
+        tokens.expect(",")
+    tokens.expect(close)
+    if not items and close == "}":
+        raise tokens.error()
+    return Vector(tuple(items))
 
 
-def _variable(statement: str) -> Variable | None:
-    """A variable's declaration; None for any other directive."""
-    match = _VARIABLE.match(statement)
-    if match is None:
+def _address(tokens: Tokens) -> Address:
+    """An address, after its opening bracket."""
+    if tokens.kind() == "name" and tokens.peek() != "WARP_SZ":
+        name = tokens.next()
+        base: Any = _named(name)
+        if not isinstance(base, (Register, Symbol)):
+            raise tokens.error()
+        if tokens.accept("["):
+            base = _Element(name, _index(tokens), 0)
+        offset = tokens.offset()
+    else:
+        base, offset = None, _whole(tokens)
+    coordinates: tuple[Operand, ...] = ()
+    if tokens.accept(","):
+        tokens.expect("{")
+        coordinates = _list(tokens, "}").items
+    tokens.expect("]")
+    return Address(base, offset, coordinates)
+
+
+def _scalar(tokens: Tokens) -> Operand | _Element | _Sum:
+    """A register, a name, either of them with a number, a negated predicate, or a constant expression."""
+    if tokens.peek() == "!" and tokens.kind(1) == "name" and tokens.peek(1) != "WARP_SZ":
+        tokens.next()
+        return Symbol("!" + tokens.next())
+    if tokens.kind() != "name" or tokens.peek() == "WARP_SZ":
+        return Immediate(*tokens.constant().pattern())
+    name = tokens.next()
+    named = _named(name)
+    if isinstance(named, Special) or name == "_":
+        return named
+    if tokens.accept("["):
+        index = _index(tokens)
+        return _Element(name, index, tokens.offset())
+    addend = tokens.offset()
+    return _Sum(name, addend) if addend else named
+
+
+def _index(tokens: Tokens) -> int:
+    """The number in brackets, after the opening one."""
+    found = _whole(tokens)
+    tokens.expect("]")
+    return found
+
+
+def _whole(tokens: Tokens) -> int:
+    """A constant expression that is an integer."""
+    found = tokens.constant()
+    if found.kind == "f":
+        raise tokens.error()
+    return int(found.value)
+
+
+def _named(name: str) -> Register | Special | Symbol:
+    """What a name may be by itself; others than special registers are looked up where they stand."""
+    if _SPECIAL.fullmatch(name):
+        return Special(name)
+    return Register(name) if name[0] == "%" or name == "_" else Symbol(name)
+
+
+def _variables(statement: str) -> list[Variable] | None:
+    """The variables that a statement declares; None for any other directive."""
+    position = _LINKED.match(statement).end()  # type: ignore[union-attr]
+    space = _SPACE.match(statement, position)
+    if space is None:
         return None
-    size = SIZES.get(match["type"])
-    if size is None:
-        raise UsageError(f"PTX: {match['name']} is of the type .{match['type']}, which is not known to the emulator")
-    dims = tuple(int(dim or 0) for dim in re.findall(r"\[(\d*)\]", match["dims"]))
-    if match["vector"]:
-        dims = (*dims, int(match["vector"]))
-    data, relocations = initial(match["init"].strip(), match["type"], size, dims) if match["init"] else (b"", ())
+    align, vector, kind, position = 0, 0, "", space.end()
+    while qualifier := _QUALIFIER.match(statement, position):
+        position = qualifier.end()
+        if qualifier["align"]:
+            align = int(qualifier["align"])
+        elif qualifier["vector"]:
+            vector = int(qualifier["vector"])
+        elif qualifier["pointer"] and kind:
+            position = _POINTED_TO.match(statement, position).end()  # type: ignore[union-attr]
+        elif qualifier["type"] and not kind:
+            kind = qualifier["type"]
+        elif not qualifier[0].startswith(".attribute"):
+            raise UsageError(f"PTX: cannot read the variable {statement!r}")
+    if align & (align - 1):
+        raise UsageError(f"PTX: an alignment of {align}, which is no power of two: {statement!r}")
+    found = []
+    for text in _split(statement[position:].strip()):
+        match = _DECLARATOR.match(text)
+        if match is None:
+            raise UsageError(f"PTX: cannot read the variable {statement!r}")
+        size = SIZES.get(kind)
+        if size is None or kind == "pred":
+            raise UsageError(f"PTX: {match['name']} is of the type .{kind}, which is not known to the emulator")
+        found.append(_variable(match, space[1], kind, size, vector, align))
+    if not found:
+        raise UsageError(f"PTX: cannot read the variable {statement!r}")
+    return found
+
+
+def _variable(match: re.Match[str], space: str, kind: str, size: int, vector: int, align: int) -> Variable:
+    """A variable by its name, dimensions and initial value."""
+    lengths = re.findall(r"\[\s*(\w*)\s*\]", match["dims"])
+    counts = [32 if n == "WARP_SZ" else integer(n or "0") for n in lengths]
+    if any(count is None for count in counts):
+        raise UsageError(f"PTX: cannot read the extents {match['dims'].strip()!r} of {match['name']}")
+    dims = tuple(int(count or 0) for count in counts)
+    if vector:
+        dims = (*dims, vector)
+    data, relocations = initial(match["init"].strip(), kind, size, dims) if match["init"] else (b"", ())
     whole = size * math.prod(dims)
     if data and not whole:  # name[] = { ... }: as many as there are
         whole = len(data)
-    align = int(match["align"] or size * int(match["vector"] or 1))
-    return Variable(match["name"], match["space"], align, whole, data, match["type"], relocations)
+    element = size * (vector or 1)
+    return Variable(match["name"], space, align or element, whole, data, kind, relocations, element)

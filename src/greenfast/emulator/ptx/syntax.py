@@ -94,7 +94,8 @@ class Variable:
 
     space: global, const, shared, local, param, or reg for a parameter of a function in a register. type: an element's.
 
-    data: its initial value, in which the addresses of ``relocations`` are still to be filled in.
+    data: its initial value, in which the addresses of ``relocations`` are still to be filled in. element: bytes of an
+    element, which may be a vector.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Variable:
     data: bytes = b""
     type: str = ""
     relocations: tuple[Relocation, ...] = ()
+    element: int = 0
 
 
 @dataclass
