@@ -241,7 +241,7 @@ class _Chain:
         shared_layout, shared_bytes = shared_layout_of(module, function, step.dynamic_smem_bytes)
         local_layout, local_bytes = packed([v for v in function.variables.values() if v.space == "local"])
         geometry = Geometry(plan.grid, step.block, _cluster(function, plan))
-        record = GlobalRecord(memory, program.tracked, self.read_only)
+        record = GlobalRecord(memory, program.tracked, self.read_only, program.scoped)
         record.input_writes = self.input_writes
         by_phase = self.by_phase = PhaseCounts(function) if phases else None
         per_batch = resident_blocks(program, geometry, shared_bytes)

@@ -25,6 +25,7 @@ from greenfast.emulator.instructions import (
 )
 from greenfast.emulator.instructions.meetings import meeting_of
 from greenfast.emulator.instructions.printf import call
+from greenfast.emulator.machine.ordering import DEVICE, scope_of
 from greenfast.emulator.machine.progress import endless_branches, is_polled, polling_branches
 from greenfast.emulator.machine.state import Operation
 from greenfast.emulator.ptx.forms import operands_of, refusal, vector_of
@@ -74,6 +75,8 @@ class Program:
         self.polled = {pc for pc, i in enumerate(function.code) if is_polled(i)}
         #: Whether threads may synchronize through memory.
         self.synchronizes = bool(self.polling) or any(_orders(i) for i in function.code)
+        #: Whether some accesses to global memory are atomic for their block or cluster alone.
+        self.scoped = any(_is_scoped(i) for i in function.code)
         #: Buffers that a run has found to be both read and written.
         self.tracked: frozenset[str] = frozenset()
         self.keys = [_key(i) for i in function.code]
@@ -117,6 +120,12 @@ def _orders(i: Instruction) -> bool:
     if i.name in ("membar", "fence"):
         return i.parts[:1] not in (("proxy",), ("mbarrier_init",))
     return i.name in ("ld", "st", "atom", "red") and not {"acquire", "release", "acq_rel"}.isdisjoint(i.parts)
+
+
+def _is_scoped(i: Instruction) -> bool:
+    """Whether an access may be to global memory and has the scope of a block or a cluster."""
+    shared = any(part.startswith("shared") for part in i.parts)
+    return i.name in ("ld", "st", "atom", "red") and not shared and scope_of(i.parts) < DEVICE
 
 
 def _target(i: Instruction, function: Function) -> int:

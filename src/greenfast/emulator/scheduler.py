@@ -234,12 +234,12 @@ class Scheduler:
                     self._together(group)
                 return None
             operation = operations[pc]
-            if meets:
-                m.races.converge(active)
+            if meets and operation is None:
+                m.races.sync_warp(lane_indices(active))
             if operation is not None:
+                m.races.within.collective = meets
                 stay = operation(m, active)
-                if meets:
-                    m.races.converge(active)
+                m.races.within.collective = False
                 if stay is not None and len(stay):
                     passed = np.setdiff1d(lane_indices(active), stay, assume_unique=True)
                     if len(passed):
@@ -317,6 +317,8 @@ class Scheduler:
     def _together(self, lanes: NDArray[np.intp]) -> None:
         """Run an instruction for threads that needed each other for it, each of them from where it came to it."""
         pcs = self.meetings.at[lanes]
+        if self.program.operations[int(pcs[0])] is None:
+            self.m.races.sync_warp(lanes)
         for pc in np.unique(pcs).tolist():  # several only where nothing is to be done
             self._run_together(pc, lanes[pcs == pc])
 
@@ -328,9 +330,9 @@ class Scheduler:
             mine = lanes[lanes // width == group]
             self.m.races.warp = int(mine[0]) // self.m.set_size
             whole = selection(mine)
-            self.m.races.converge(whole)
+            self.m.races.within.collective = True
             stay = operation(self.m, whole) if operation is not None else None
-            self.m.races.converge(whole)
+            self.m.races.within.collective = False
             if stay is not None and len(stay):
                 for n in np.unique(stay // self.m.set_size):
                     self._add(self.staying[n], pc, stay[stay // self.m.set_size == n])

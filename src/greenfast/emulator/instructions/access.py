@@ -20,6 +20,7 @@ from greenfast.emulator.machine.memory import (
     BadAccessError,
     window,
 )
+from greenfast.emulator.machine.ordering import scope_of
 from greenfast.emulator.machine.state import Copy, Lanes, Machine, Operation, Values, lane_count, lane_indices
 from greenfast.emulator.ptx.syntax import Address, Instruction, Operand, Register, Symbol, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
@@ -137,7 +138,7 @@ def load(i: Instruction) -> Operation:
     total = size * len(items)
     where = addresses(i.operands[1], i)
     what = f"{total}-byte read"
-    strong, narrow = not STRONG.isdisjoint(i.parts), "cta" in i.parts
+    strong, scope = not STRONG.isdisjoint(i.parts), scope_of(i.parts)
 
     def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
         arena, offsets, actual = locate(m, space, at, lanes)
@@ -147,7 +148,7 @@ def load(i: Instruction) -> Operation:
             with m.accessing(lanes, actual):
                 found = arena.read(offsets, total, what, strong)
         if strong and actual in ("global", "shared"):
-            m.races.synchronize(actual, offsets, lanes, True, False, False, narrow)
+            m.races.synchronize(actual, offsets, lanes, True, False, False, scope)
         count_access(m, actual, False, offsets, lanes, total)
         values = found.view(dtype_of(kind))
         for n, w in enumerate(write):
@@ -166,7 +167,7 @@ def store(i: Instruction) -> Operation:
     size = dtype_of(kind).itemsize
     where = addresses(i.operands[0], i)
     what = f"{size * len(items)}-byte write"
-    strong, releases, narrow = not STRONG.isdisjoint(i.parts), "release" in i.parts, "cta" in i.parts
+    strong, releases, scope = not STRONG.isdisjoint(i.parts), "release" in i.parts, scope_of(i.parts)
 
     def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
         arena, offsets, actual = locate(m, space, at, lanes)
@@ -176,7 +177,7 @@ def store(i: Instruction) -> Operation:
         with m.accessing(lanes, actual):
             arena.write(offsets, values.view(np.uint8), what, strong)
         if strong and actual in ("global", "shared"):
-            m.races.synchronize(actual, offsets, lanes, False, True, releases, narrow)
+            m.races.synchronize(actual, offsets, lanes, False, True, releases, scope)
         count_access(m, actual, True, offsets, lanes, size * len(read))
 
     return by_space(space, where, run)
@@ -229,7 +230,7 @@ def atomic(i: Instruction) -> Operation:
     if operation is None or (kind in ("f16", "bf16", "f16x2", "bf16x2") and operation != "add"):
         raise unsupported(i)
     returns, releases = i.name == "atom", not {"release", "acq_rel"}.isdisjoint(i.parts)
-    narrow = "cta" in i.parts
+    scope = scope_of(i.parts)
     target, *sources = without_policy(i, i.operands[1:] if returns else i.operands)
     parts = [_items(s) for s in sources]
     read = [[reader(item, kind, i) for item in column] for column in zip(*parts, strict=True)]
@@ -245,8 +246,8 @@ def atomic(i: Instruction) -> Operation:
         watched = actual in ("global", "shared")
         if watched:
             m.races.accessing = lanes
-            m.races.atomics.meet(actual, offsets, whole, narrow, lock=operation in ("cas", "exch"))
-            m.races.synchronize(actual, offsets, lanes, returns, True, releases, narrow)
+            m.races.atomics.meet(actual, offsets, whole, scope, lock=operation in ("cas", "exch"))
+            m.races.synchronize(actual, offsets, lanes, returns, True, releases, scope)
         changed = np.zeros(len(offsets), np.bool_)
         given = [[np.broadcast_to(np.array(r(m, lanes)), len(offsets)) for r in column] for column in read]
         for element, arguments in enumerate(given):  # each element of a vector for itself

@@ -76,7 +76,9 @@ def _wait(m: Machine, lanes: Lanes) -> Any:
     early = _phases(m)[m.block_of[indices] // size] <= m.cluster_waits[indices]
     m.cluster_waits[indices[~early]] += 1
     m.cluster_met[m.block_of[indices[~early]]] = True
-    m.races.converge(indices[~early])
+    gone = indices[~early]
+    m.races.within.learn_all(gone, m.cluster_met_at[m.block_of[gone] // size])
+    m.races.within.wait(gone, m.races.ordering.now)
     for first in np.unique(m.block_of[indices[~early]] // size) * size:
         m.races.ordering.level_cluster(np.arange(first, first + size), int(m.cluster_met_at[first // size]))
     return indices[early]

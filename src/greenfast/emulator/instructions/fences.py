@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from greenfast.emulator.machine.ordering import scope_of
 from greenfast.emulator.machine.state import WARP, Lanes, Machine, Operation, lane_indices
 from greenfast.emulator.ptx.syntax import Instruction
 
@@ -13,15 +14,15 @@ def _nothing(m: Machine, lanes: Lanes) -> None:
 
 
 def fence(i: Instruction) -> Operation:
-    """fence and membar: the ones of device scope order what blocks do, as far as races go.
+    """fence and membar: what a thread wrote before one, an atomic or volatile write after it passes on.
 
     fence.proxy.async and fence.mbarrier_init make their block's mbarriers visible to bulk copies, whichever thread
     began them; the first orders what went through the generic proxy too (see proxies.py).
     """
     proxy = i.parts[:2] == ("proxy", "async") and i.parts[2:3] != ("global",)
     if i.name == "membar" or i.parts[0] in ("sc", "acq_rel", "acquire", "release"):
-        wide = not {"gl", "gpu", "sys", "cluster"}.isdisjoint(i.parts)
-        return (lambda m, lanes: m.races.fence(lanes)) if wide else _nothing
+        scope = scope_of(i.parts)
+        return lambda m, lanes: m.races.fence(lanes, scope)
     if not proxy and i.parts[0] != "mbarrier_init":
         return _nothing
 

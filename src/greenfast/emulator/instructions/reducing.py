@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from greenfast.emulator.instructions.access import REDUCTIONS, atomic_result
 from greenfast.emulator.instructions.bulk import Offsets, Tile, count_bulk, require_fenced, tiles_of
 from greenfast.emulator.instructions.operands import dtype_of, type_of
+from greenfast.emulator.machine.ordering import DEVICE
 from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values
 from greenfast.emulator.machine.underway import BulkStore, chunks_of, hold
 from greenfast.emulator.ptx.syntax import Instruction
@@ -51,8 +52,8 @@ def _reduce_at(
     size = values.dtype.itemsize
     with m.accessing(lanes, "global"):
         m.memory.read(offsets, size, f"{size}-byte atomic access", True)
-    m.races.atomics.meet("global", offsets, size, False, lock=False)
-    m.races.synchronize("global", offsets, lanes, False, True, False, False)
+    m.races.atomics.meet("global", offsets, size, DEVICE, lock=False)
+    m.races.synchronize("global", offsets, lanes, False, True, False, DEVICE)
     cells, after = m.memory.data.view(values.dtype), atomic_result(operation, kind, "global")
     changed = np.zeros(len(offsets), np.bool_)
     for n, row in enumerate(offsets // size):

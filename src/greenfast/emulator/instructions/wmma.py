@@ -85,6 +85,13 @@ class _Tile:
         arena, start, actual = locate(m, self.space, first[:, 0], lead)
         return arena, start[:, None, None] + element * self.size // self.per_unit, lead, actual
 
+    def threads(self, lead: NDArray[np.intp]) -> NDArray[np.intp]:
+        """The thread of each unit of a tile; PTX leaves open which one it is."""
+        row, unit = np.arange(self.rows)[:, None], np.arange(0, self.length, self.per_unit) // self.per_unit
+        across, along = (unit, row) if self.across else (row, unit)
+        lanes = across % 8 * 4 + along * self.size // 4 % 4
+        return (lead[:, None, None] + lanes).ravel()
+
     def count(self, m: Machine, space: str, store: bool, offsets: _Places, lead: NDArray[np.intp]) -> None:
         """Count the access of a tile as the hardware's threads make it.
 
@@ -130,7 +137,7 @@ def _load(i: Instruction) -> Operation:
     def run(m: Machine, lanes: Lanes) -> None:
         arena, offsets, lead, space = tile.places(m, lanes)
         flat = offsets.reshape(-1)
-        with m.accessing(np.repeat(lead, flat.size // len(lead)), space):
+        with m.accessing(tile.threads(lead), space):
             data = arena.read(flat, size, "WMMA tile read")
         tile.count(m, space, False, offsets, lead)
         if tile.which in "ab":
@@ -149,7 +156,7 @@ def _store(i: Instruction) -> Operation:
         arena, offsets, lead, space = tile.places(m, lanes)
         values = np.ascontiguousarray(read(m, lanes)).reshape(-1, 1).view(np.uint8)
         flat = offsets.reshape(-1)
-        with m.accessing(np.repeat(lead, flat.size // len(lead)), space):
+        with m.accessing(tile.threads(lead), space):
             arena.write(flat, values, "WMMA tile write")
         tile.count(m, space, True, offsets, lead)
 

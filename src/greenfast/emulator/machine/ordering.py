@@ -3,8 +3,9 @@
 Accesses are numbered in the order of their execution. Each warp has a vector clock: up to which number it knows the
 accesses of each warp of its block; each block, as a whole, has one for the other blocks. Barriers and mbarriers pass
 knowledge on inside a block. Between blocks, and through flags and locks, atomic, volatile and acquire or release
-accesses do: a write passes on what its block knew at its last fence (a release: what it knows), a read takes up what
-was passed on there. An ordinary write counts as one of these where another thread waits for it in this way.
+accesses do: a write passes on what its warp, and to other blocks its block, knew at its last fence (a release: what it
+knows), a read takes up what was passed on there. A fence or an access passes nothing on beyond its scope: the block,
+the cluster, the device. An ordinary write counts as one of these where another thread waits for it in this way.
 
 Next to it each warp has two more, of accesses that a fence of the asynchronous proxy came after too (see proxies.py):
 the fence copies the first clock to them, and what passes the one on passes on the others.
@@ -12,6 +13,7 @@ the fence copies the first clock to them, and what passes the one on passes on t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,21 +25,46 @@ Numbers = NDArray[np.int64]
 EVERYTHING = np.iinfo(np.int64).max
 
 
+#: Scopes of accesses and fences, each within the next. What is wider than a device counts as a device.
+BLOCK, CLUSTER, DEVICE = 0, 1, 2
+
+
+def scope_of(parts: Sequence[str]) -> int:
+    """Return the scope of a strong access or fence; volatile accesses, and such without a scope, have the widest."""
+    return BLOCK if "cta" in parts else CLUSTER if "cluster" in parts else DEVICE
+
+
 @dataclass
 class _Place:
-    """A word through which threads synchronize: what was passed on there, to blocks and to warps of each block."""
+    """A word through which threads synchronize, and what was passed on there.
+
+    blocks: to all blocks. clusters: to the blocks of a cluster. warps: to the warps of a block. lanes: by block and
+    warp, what its threads passed on of the lanes of their own warp. foreign: by block, what its warps passed on of
+    other warps than themselves.
+    """
 
     version: int = 0
     blocks: Any = 0
+    clusters: dict[int, Numbers] = field(default_factory=dict)
     warps: dict[int, Numbers] = field(default_factory=dict)
+    lanes: dict[tuple[int, int], Numbers] = field(default_factory=dict)
+    foreign: dict[int, Numbers] = field(default_factory=dict)
+
+
+def _join(table: dict[Any, Numbers], key: Any, known: Numbers) -> None:
+    """Add knowledge to what a table holds."""
+    before = table.get(key)
+    table[key] = known if before is None else np.maximum(before, known)
 
 
 class Ordering:
     """The knowledge of the warps and blocks that run together. ``through_memory``: whether any is passed on there."""
 
-    def __init__(self, blocks: int, warps: int, through_memory: bool, proxies: bool = False) -> None:
+    def __init__(
+        self, blocks: int, warps: int, through_memory: bool, proxies: bool = False, cluster_size: int = 1
+    ) -> None:
         """``proxies``: whether to keep the clocks of proxy fences."""
-        self.through_memory = through_memory
+        self.through_memory, self.cluster_size = through_memory, cluster_size
         self._clocks = np.zeros((blocks, warps, 3 if proxies else 1, warps), np.int64)
         #: [block, warp, warp of the block]: which accesses of the latter the former knows to be over.
         self.warps = self._clocks[:, :, 0]
@@ -48,9 +75,11 @@ class Ordering:
         self.floor = [EVERYTHING if warps == 1 else 0] * warps
         self.now = 0
         count = blocks if through_memory else 0
-        #: [block, block], and as it was at each block's last fence.
+        #: [block, block]; by scope of the fence, as it was at each block's last one.
         self.blocks = np.zeros((count, count), np.int64)
-        self.fenced = np.zeros((count, count), np.int64)
+        self.fenced = {CLUSTER: np.zeros((count, count), np.int64), DEVICE: np.zeros((count, count), np.int64)}
+        #: [block, warp, warp of the block]: what each warp knew at its last fence of any scope.
+        self.fenced_warps = np.zeros((count, warps, warps), np.int64)
         self._places: dict[tuple[str, int], _Place] = {}
         self._seen: dict[tuple[int, int, str, int], int] = {}
         self._barriers: dict[int, Numbers] = {}
@@ -124,43 +153,68 @@ class Ordering:
         before = self._mbarriers.get(row)
         self._mbarriers[row] = known if before is None else np.maximum(before, known)
 
-    def take_from(self, row: int, block: int, warp: int) -> None:
-        """A warp has waited for an mbarrier."""
+    def take_from(self, row: int, block: int, warp: int) -> int:
+        """A warp has waited for an mbarrier; returns up to which of its own accesses those that arrived knew."""
         known = self._mbarriers.get(row)
-        if known is not None:
-            self.learn(block, warp, known)
+        if known is None:
+            return 0
+        self.learn(block, warp, known)
+        return int(known[0, warp])
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    def fence(self, blocks: list[int]) -> None:
-        """Blocks execute a fence of the device's or a wider scope."""
+    def fence(self, blocks: list[int], warp: int, scope: int) -> None:
+        """A warp of some blocks executes a fence."""
         for block in blocks:
-            self.fenced[block] = self.blocks[block]
-            self.fenced[block, block] = self.now
+            self.fenced_warps[block, warp] = self.of(block, warp)[0]
+            for at_least, fenced in self.fenced.items():
+                if scope >= at_least:
+                    fenced[block] = self.blocks[block]
+                    fenced[block, block] = self.now
 
-    def publish(self, space: str, address: int, block: int, warp: int, releases: bool, narrow: bool = False) -> None:
-        """A warp writes to a place; releases: with release semantics, which need no fence; narrow: for its block."""
-        if releases and not narrow:
-            self.fence([block])
+    def publish(self, space: str, address: int, block: int, warp: int, scope: int) -> int:
+        """A warp writes to a place; returns up to which of its own accesses it passes on."""
         place = self._places.setdefault((space, address), _Place())
         place.version += 1
-        if space == "global" and not narrow:
-            place.blocks = np.maximum(place.blocks, self.fenced[block])
-        before = place.warps.get(block)
+        if space == "global" and scope >= CLUSTER:
+            _join(place.clusters, block // self.cluster_size, self.fenced[CLUSTER][block])
+        if space == "global" and scope >= DEVICE:
+            place.blocks = np.maximum(place.blocks, self.fenced[DEVICE][block])
         known = self.of(block, warp)
-        place.warps[block] = known if before is None else np.maximum(before, known)
+        known[0] = self.fenced_warps[block, warp]
+        _join(place.warps, block, known)
+        foreign = known[0].copy()
+        own, foreign[warp] = int(foreign[warp]), 0
+        _join(place.foreign, block, foreign)
+        return own
 
-    def observe(self, space: str, address: int, block: int, warp: int, narrow: bool = False) -> None:
-        """A warp reads a place; narrow: what others of its block wrote there."""
+    def publish_lanes(self, space: str, address: int, block: int, warp: int, known: Numbers) -> None:
+        """Threads of a warp write to a place; known: (32,) what they pass on of the lanes of their warp."""
+        _join(self._places[space, address].lanes, (block, warp), known)
+
+    def observe(self, space: str, address: int, block: int, warp: int, scope: int) -> None:
+        """A warp reads a place."""
         place = self._places.get((space, address))
         if place is None:
             return
         key = (block, warp, space, address)
         if self._seen.get(key) == place.version:
             return
-        if not narrow:
+        if scope == DEVICE:
             self._seen[key] = place.version
-        if space == "global" and not narrow:
-            np.maximum(self.blocks[block], place.blocks, out=self.blocks[block])
+        mine, cluster = self.blocks[block], block // self.cluster_size
+        if space == "global" and scope >= CLUSTER and cluster in place.clusters:
+            np.maximum(mine, place.clusters[cluster], out=mine)
+        if space == "global" and scope >= DEVICE:
+            np.maximum(mine, place.blocks, out=mine)
         if block in place.warps:
             self.learn(block, warp, place.warps[block])
+
+    def observe_lanes(self, space: str, address: int, block: int, warp: int) -> Numbers | None:
+        """Return (32,) what a thread that reads a place learns of the lanes of its warp."""
+        place = self._places.get((space, address))
+        if place is None or block not in place.foreign:
+            return None
+        others = place.foreign[block][warp]
+        lanes = place.lanes.get((block, warp))
+        return np.full(32, others) if lanes is None else np.maximum(lanes, others)

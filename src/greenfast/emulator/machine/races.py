@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.machine.atomics import OF_A_BLOCK, Atomics
+from greenfast.emulator.machine.atomics import Atomics
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.emulator.machine.ordering import Ordering
+from greenfast.emulator.machine.ordering import DEVICE, Ordering
 from greenfast.emulator.machine.records import (
     WORD,
     GlobalRecord,
@@ -53,7 +53,8 @@ class Races:
         self._position = np.full(machine.geometry.blocks, -1, np.int64)  # of a block of the grid among these
         self._position[machine.blocks] = np.arange(len(machine.blocks))
         self.shared_writes = Tables(machine)
-        self._new_reads: list[list[tuple[Numbers, int, int, Lanes]]] = [[] for _ in range(machine.warps)]
+        # Offsets, size, number, threads, and whether the threads of a warp read together.
+        self._new_reads: list[list[tuple[Numbers, int, int, Lanes, bool]]] = [[] for _ in range(machine.warps)]
         self._behind_wait: set[int] = set()  # mbarriers at which a thread past a griddepcontrol.wait has arrived
         self._shared_reads = [Tables(machine) for _ in range(machine.warps)]
         self.within = Within(machine)
@@ -76,7 +77,8 @@ class Races:
         left = np.bincount(of // per_block, minlength=len(m.blocks))
         whole = np.unique(keys // per_block)
         whole = whole[(left[whole] == living[whole]) & (living[whole] > 0)]
-        self.converge(waiting)
+        self.within.learn_all(waiting, self.ordering.now)
+        self.within.wait(waiting, self.ordering.now)
         self.ordering.level_blocks(whole)
         if len(whole) == len(m.blocks):  # every earlier read is ordered before all that follows
             for reads in self._new_reads:
@@ -89,80 +91,111 @@ class Races:
                 found.setdefault(key, (key // per_block, []))[1].append(warp)
             self.ordering.release(found)
 
-    def converge(self, lanes: Lanes) -> None:
-        """Threads synchronize with others of their warps."""
-        self.within.converge(lanes, self.ordering.now)
+    def sync_warp(self, lanes: Numbers) -> None:
+        """Threads, one group of each warp, are at bar.warp.sync together."""
+        self.within.sync_groups(lanes, self.ordering.now)
 
     def arrive_at(self, rows: Numbers, lanes: Lanes) -> None:
         """Threads arrive at mbarriers."""
         if self.m.launches is not None:
             self._behind_wait.update(rows[self.m.behind_wait[lanes]].tolist())
         self.within.let_go(lanes, self.ordering.now)
-        for row, block, warp in self._each(rows, lanes):
+        for row, block, warp, _ in self._each(rows, lanes):
             self.ordering.pass_to(row, block, warp)
 
     def leave(self, rows: Numbers, lanes: Lanes) -> None:
         """Threads have waited for mbarriers."""
         if self.m.launches is not None and self._behind_wait:
             self.m.behind_wait[lanes] |= np.isin(rows, list(self._behind_wait))
-        self.converge(lanes)
+        self.within.wait(lanes, self.ordering.now)
         warps = set()
-        for row, block, warp in self._each(rows, lanes):
-            self.ordering.take_from(row, block, warp)
+        for row, block, warp, at in self._each(rows, lanes):
+            known = self.ordering.take_from(row, block, warp)
+            self.within.learn_all(np.arange(self.m.lanes)[lanes][at], known)
             warps.add(warp)
         self.ordering.level(np.array(sorted(warps), np.intp))
 
-    def _each(self, places: Numbers, lanes: Lanes) -> Iterator[tuple[int, int, int]]:
-        """The places that threads name, and block and warp, each once."""
-        m = self.m
-        warps = np.arange(m.lanes)[lanes] // WARP
-        found = np.unique(np.stack([places, warps]), axis=1) if len(places) > 1 else np.stack([places, warps])
-        for place, warp in zip(*found.tolist(), strict=True):
-            yield place, warp % len(m.blocks), warp // len(m.blocks)
+    def _each(self, places: Numbers, lanes: Lanes) -> Iterator[tuple[int, int, int, Numbers]]:
+        """The places that threads name, with block and warp, each once, and the positions of these threads."""
+        blocks = len(self.m.blocks)
+        warps = np.arange(self.m.lanes)[lanes] // WARP
+        order = np.lexsort((warps, places))
+        first, second = places[order], warps[order]
+        starts = np.flatnonzero((np.diff(first) != 0) | (np.diff(second) != 0)) + 1
+        for at in np.split(order, starts):
+            warp = int(warps[at[0]])
+            yield int(places[at[0]]), warp % blocks, warp // blocks, np.sort(at)
 
-    def fence(self, lanes: Lanes) -> None:
-        """Threads execute a fence of the device's or a wider scope."""
+    def fence(self, lanes: Lanes, scope: int) -> None:
+        """Threads execute a fence."""
         if self.ordering.through_memory:
-            self.ordering.fence(np.unique(self.m.block_of[lanes]).tolist())
+            self.ordering.fence(np.unique(self.m.block_of[lanes]).tolist(), self.warp, scope)
 
     def synchronize(
-        self, space: str, offsets: Numbers, lanes: Lanes, reads: bool, writes: bool, releases: bool, narrow: bool
+        self, space: str, offsets: Numbers, lanes: Lanes, reads: bool, writes: bool, releases: bool, scope: int
     ) -> None:
-        """Threads read or write, one by one, in a way that may synchronize them with others; narrow: of their block."""
+        """Threads read or write, one by one, in a way that may synchronize them with others."""
         self.accessing = lanes
         if space == "global":
             self._check_launches(offsets, 4, writes)
+            if self.record.scoped:
+                self.atomics.check_scopes(offsets, 4, scope, writes)
             if writes:
                 self._note_inputs(offsets, self.m.memory.owners(offsets))
-        self.converge(lanes)
+        self.within.wait(lanes, self.ordering.now)
         if not self.ordering.through_memory:
             return
-        warps = set()
-        for offset, block, warp in self._each(offsets, lanes):
+        if releases:
+            self.fence(lanes, scope)
+        if writes:
+            self.begin()
+        warps, indices = set(), np.arange(self.m.lanes)[lanes]
+        for offset, block, warp, at in self._each(offsets, lanes):
+            threads = indices[at]
             if reads:
                 warps.add(warp)
-                self.ordering.observe(space, offset, block, warp, narrow)
-                self._observe_write(space, offset, block, warp, narrow)
+                self.ordering.observe(space, offset, block, warp, scope)
+                self._observe_write(space, offset, block, warp, scope, threads)
+                known = self.ordering.observe_lanes(space, offset, block, warp)
+                if known is not None:
+                    self.within.learn(threads, known)
             if writes:
-                self.ordering.publish(space, offset, block, warp, releases, narrow)
+                until = self.ordering.publish(space, offset, block, warp, scope)
+                if reads and len(threads) > 1:  # each thread reads what the one before it has left
+                    self.within.learn(threads, np.tri(WARP, WARP, -1, np.int64)[threads % WARP] * until)
+                passed = self.within.known(threads).max(axis=0)
+                passed[threads % WARP] = until
+                self.ordering.publish_lanes(space, offset, block, warp, np.minimum(passed, until))
         self.ordering.level(np.array(sorted(warps), np.intp))
 
-    def _observe_write(self, space: str, offset: int, block: int, warp: int, narrow: bool) -> None:
-        """A place that is read may have been written by an ordinary write, as a flag or a lock."""
+    def _observe_write(self, space: str, offset: int, block: int, warp: int, scope: int, threads: Numbers) -> None:
+        """Let a warp learn what an ordinary write to a place passes on, as one that sets a flag or opens a lock does.
+
+        That write itself takes part in no race from then on.
+        """
         ordering = self.ordering
         if space == "global":
             tag = int(self.record.table(WORD)[offset // WORD])
             writer, number = int(self._position[(tag & int(_BLOCK)) - 1]) if tag else -1, tag >> 32
             if writer >= 0 and writer != block:
-                if not narrow:
-                    np.maximum(ordering.blocks[block], ordering.fenced[writer], out=ordering.blocks[block])
+                if scope >= DEVICE:
+                    self.record.table(WORD)[offset // WORD] = 0
+                    np.maximum(ordering.blocks[block], ordering.fenced[DEVICE][writer], out=ordering.blocks[block])
                 return
         else:
             number = int(self.shared_writes[WORD].entries[offset // WORD])
             writer = block if number else -1
         by = int(self.record.accesses.warps[number])
-        if writer >= 0 and by != warp:
-            ordering.learn(block, warp, ordering.of(block, by))
+        if writer < 0:
+            return
+        if by == warp:
+            self.within.learn_all(threads, ordering.fenced_warps[block, warp, warp])
+            return
+        known = ordering.of(block, by)
+        known[0] = ordering.fenced_warps[block, by]
+        ordering.learn(block, warp, known)
+        if space == "shared":
+            self.shared_writes[WORD].entries[offset // WORD] = 0
 
     # ---- shared memory ----------------------------------------------------------------------------------------------
 
@@ -178,7 +211,7 @@ class Races:
                 unit, rows, whole = units_of(offsets, size)
                 mine = threads_by_unit(self.threads(len(offsets)), len(rows), whole // unit)
                 self._check_within(table, rows, whole, mine, "read", "write", None)
-        self._new_reads[self.warp].append((offsets, size, number, self.accessing))
+        self._new_reads[self.warp].append((offsets, size, number, self.accessing, self.within.collective))
         if len(self._new_reads[self.warp]) > _MOST_READS:
             self._record_reads(self.warp)
 
@@ -207,13 +240,17 @@ class Races:
                 self._record_reads(self.warp)
             for table in self._shared_reads[self.warp].values():
                 self._check_within(table, rows, size, mine, "write", "read", values)
+        if self.within.collective and values is not None:
+            mine = self.within.together(mine)
         self.shared_writes[unit].put(rows, size, number, self.warp, mine)
 
     def _record_reads(self, warp: int) -> None:
         """Record what a warp has read since a barrier: most often no warp writes there before the next one."""
-        for offsets, size, number, lanes in self._new_reads[warp]:
+        for offsets, size, number, lanes, collective in self._new_reads[warp]:
             unit, rows, whole = units_of(offsets, size)
             threads = threads_by_unit(self.threads(len(offsets), lanes), len(rows), whole // unit)
+            if collective:
+                threads = self.within.together(threads)
             self._shared_reads[warp][unit].put(rows, whole, number, warp, threads)
         self._new_reads[warp].clear()
 
@@ -239,9 +276,9 @@ class Races:
         if bad.any():
             row, column = np.argwhere(bad)[0]
             lane = int(mine[row, column])
-            block = int(self.m.blocks[self.m.block_of[table.by(rows, size)[row, column]]])
+            block = int(self.m.blocks[self.m.block_of[table.by(rows, size)[row, column] % self.m.lanes]])
             place = self.m.shared_place(int(rows[row]) * size)
-            raise self._fault(what, other, int(numbers[row, column]), place, block, lane)
+            raise self.fault(what, other, int(numbers[row, column]), place, block, lane)
 
     def check_shared(self, table: Table, rows: Numbers, size: int, what: str, other: str, values: Any) -> None:
         """A fault where an access meets one of other warps that is not known to be complete."""
@@ -266,8 +303,8 @@ class Races:
             first = int(np.flatnonzero(bad)[0])
             row = int(elements[first])
             lane = self._lane(row, len(rows))
-            block = int(m.blocks[m.block_of[others[first] if others[first] >= 0 else lane]])
-            raise self._fault(what, other, int(numbers[first]), m.shared_place(int(rows[row]) * size), block, lane)
+            block = int(m.blocks[m.block_of[others[first] % m.lanes if others[first] >= 0 else lane]])
+            raise self.fault(what, other, int(numbers[first]), m.shared_place(int(rows[row]) * size), block, lane)
 
     # ---- global memory ----------------------------------------------------------------------------------------------
 
@@ -336,9 +373,20 @@ class Races:
         return (blocks + np.uint64(1)) | lanes << _LANE | np.uint64(number) << _SHIFT
 
     def check_global(
-        self, tables: dict[int, Numbers], offsets: Numbers, size: int, mine: Numbers, what: str, other: str, values: Any
+        self,
+        tables: dict[int, Numbers],
+        offsets: Numbers,
+        size: int,
+        mine: Numbers,
+        what: str,
+        other: str,
+        values: Any,
+        scope: int = 0,
     ) -> None:
-        """A fault where an access meets one of another warp or block that is not known to be complete."""
+        """A fault where an access meets one of another warp or block that is not known to be complete.
+
+        scope: how many blocks next to each other may meet; 0: only those of one warp.
+        """
         m = self.m
         for unit, table in tables.items():
             tags = table[offsets[:, None] // unit + np.arange(max(1, size // unit))]
@@ -354,7 +402,7 @@ class Races:
                 between = np.where(inside, self.ordering.blocks[here, np.where(inside, first, 0)], numbers)
             else:
                 between = np.zeros(1, np.int64)
-            same = (blocks == own) & ((by == self.warp) | (what == OF_A_BLOCK))
+            same = inside & (here // scope == first // scope) if scope else (blocks == own) & (by == self.warp)
             bad = (numbers > np.where(blocks == own, known, between)) & ~same
             if values is not None or what == "read":  # no asynchronous copy, nothing atomic
                 lanes = (tags >> _LANE & np.uint64(WARP - 1)).astype(np.int64)
@@ -366,7 +414,7 @@ class Races:
                 row, column = np.argwhere(bad)[0]
                 place = m.memory.describe(int(offsets[row]))
                 lane = self._lane(int(row), len(offsets))
-                raise self._fault(what, other, int(numbers[row, column]), place, int(blocks[row, column]), lane)
+                raise self.fault(what, other, int(numbers[row, column]), place, int(blocks[row, column]), lane)
 
     def _check_together(self, offsets: Numbers, values: Numbers, lost: Numbers, number: int) -> None:
         """A fault where blocks write different values to one place in the same access.
@@ -376,7 +424,7 @@ class Races:
         for winner, row in clashes(offsets, values, lost):
             block = int(self.m.blocks[self.m.block_of[self._lane(winner, len(offsets))]])
             place = self.m.memory.describe(int(offsets[row]))
-            raise self._fault("write", "write", number, place, block, self._lane(row, len(offsets)))
+            raise self.fault("write", "write", number, place, block, self._lane(row, len(offsets)))
 
     # ---- faults -----------------------------------------------------------------------------------------------------
 
@@ -384,7 +432,7 @@ class Races:
         """The thread of an element of the access."""
         return int(self.threads(count)[row])
 
-    def _fault(self, what: str, other: str, number: int, place: str, block: int, lane: int) -> KernelFaultError:
+    def fault(self, what: str, other: str, number: int, place: str, block: int, lane: int) -> KernelFaultError:
         """The fault of two accesses that nothing orders; ``block``: of the earlier one."""
         earlier = self.record.accesses.instructions[number]
         assert earlier is not None

@@ -55,13 +55,19 @@ class GlobalRecord:
     inputs: allocations that a kernel may only read. input_writes: of each one that was written, where it was first.
     """
 
-    def __init__(self, memory: GlobalMemory, tracked: frozenset[str], inputs: Collection[str] = ()) -> None:
+    def __init__(
+        self, memory: GlobalMemory, tracked: frozenset[str], inputs: Collection[str] = (), scoped: bool = False
+    ) -> None:
         self.memory = memory
         self.accesses = Accesses()
         #: By bytes of a unit: words, and for narrower accesses bytes.
         self.writes: dict[int, Numbers] = {}
         self.reads: dict[int, tuple[Numbers, Numbers]] = {}
         self.atomics: dict[int, Numbers] = {}  # those that changed something
+        #: Atomic, volatile, relaxed, acquire and release accesses, by scope and whether they write; only if ``scoped``.
+        self.strong: dict[tuple[int, bool], dict[int, Numbers]] = {}
+        #: Whether some of these accesses have the scope of a block or a cluster.
+        self.scoped = scoped
         self.dirty: set[int] = set()  # allocations that the launch has written
         self.read: set[int] = set()  # and such that it has read with no record
         self.tracked = {memory.number(name) for name in tracked if name in memory.starts}

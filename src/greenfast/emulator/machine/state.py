@@ -210,7 +210,8 @@ class Machine:
         record = self.record or GlobalRecord(self.memory, frozenset())
         asynchronous = bool(products) or any(i.name == "cp" and "bulk" in i.parts for i in self.function.code)
         proxies = asynchronous and self.geometry.cluster_size == 1
-        self.races = Races(self, record, Ordering(len(self.blocks), self.warps, self.synchronizes, proxies))
+        size = self.geometry.cluster_size
+        self.races = Races(self, record, Ordering(len(self.blocks), self.warps, self.synchronizes, proxies, size))
         self.proxies = Proxies(self) if asynchronous else None
         if self.proxies is not None:
             self.shared.watch_asynchronous_reads()

@@ -1,11 +1,14 @@
-"""Which threads of one warp have synchronized since an access, as threads of a warp do not run in step (from sm_70 on).
+"""Happens-before between the threads of one warp, as threads of a warp do not run in step (from sm_70 on).
 
-Two accesses of different threads of a warp are ordered where both threads have taken part in something that
-synchronizes since the first: a barrier, __syncwarp, any other instruction of a whole warp (shuffles, votes, matrix
-fragments), a wait for an mbarrier, an atomic or volatile access. That is more lenient than the memory model: it
-need not be the same barrier. In the same way a block must wait for something between the last access of another
-block of its cluster to its shared memory and its end. Threads of two blocks of a cluster are ordered in shared memory
-where the first has arrived at something since its access, and the second has waited since.
+An access of thread a is ordered before one of thread b of the same warp if b has learned of it: through a barrier of
+the block, a bar.warp.sync whose membermask names both, an mbarrier, or a place in memory that a wrote after a fence and
+b read (atomic, volatile, relaxed, acquire). Shuffles, votes, matrix fragments and the other instructions of a warp
+wait for its threads and order no memory (CUDA C++ Programming Guide: "these intrinsics do not imply a memory barrier").
+What such an instruction reads or writes itself comes after what the warp's threads did before it.
+
+A block must wait for something between the last access of another block of its cluster to its shared memory and its
+end. Threads of two blocks of a cluster are ordered in shared memory where the first has arrived at something since its
+access, and the second has waited since: that is more lenient than the memory model, as it need not be the same barrier.
 """
 
 from __future__ import annotations
@@ -20,15 +23,23 @@ if TYPE_CHECKING:
     from greenfast.emulator.machine.state import Lanes, Machine
     from greenfast.emulator.ptx.syntax import Instruction
 
+WARP = 32
 #: Of a thread that has ended.
 _ENDED = np.iinfo(np.int64).max
 
 
 class Within:
-    """The last synchronization of every thread, as the number of the latest access before it."""
+    """What every thread knows of the other threads of its warp, as numbers of accesses."""
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
+        #: Up to which access a thread knows all accesses of its warp.
+        self.whole = np.where(machine.exists, 0, _ENDED)
+        #: (threads, 32) up to which access it knows those of each lane of its warp, beyond ``whole``; None: no more.
+        self.by_lane: NDArray[np.int64] | None = None
+        #: Whether an instruction runs that has waited for all threads of the warp.
+        self.collective = False
+        #: In a cluster: the last access before a thread last waited for anything.
         self.synced = np.zeros(machine.lanes, np.int64)
         #: Whether a block has no others in its cluster.
         self.alone = machine.geometry.cluster_size == 1
@@ -55,11 +66,47 @@ class Within:
         what = f"shared memory of {name}, which has ended or may have: it waits for nothing after this access"
         return self.m.fault(what, lane)
 
-    def converge(self, lanes: Lanes, now: int) -> None:
-        """Threads synchronize."""
+    def learn_all(self, lanes: Lanes, until: Any) -> None:
+        """Let threads know all accesses of their warps up to ``until``, a number or one for each thread."""
+        self.whole[lanes] = np.maximum(self.whole[lanes], until)
+        self._least.clear()
+
+    def known(self, lanes: NDArray[np.intp]) -> NDArray[np.int64]:
+        """Return (threads, 32): up to which access each thread knows those of the lanes of its warp."""
+        whole = self.whole[lanes][:, None]
+        return np.maximum(whole, self._table()[lanes])
+
+    def learn(self, lanes: NDArray[np.intp], known: NDArray[np.int64]) -> None:
+        """Let threads know accesses of the lanes of their warps; known: (32,) or (threads, 32) numbers."""
+        table = self._table()
+        table[lanes] = np.maximum(table[lanes], known)
+
+    def _table(self) -> NDArray[np.int64]:
+        if self.by_lane is None:
+            self.by_lane = np.zeros((self.m.lanes, WARP), np.int64)
+        return self.by_lane
+
+    def together(self, threads: NDArray[Any]) -> NDArray[Any]:
+        """Return how the accesses of an instruction of a whole warp are recorded: as another thread's for each one."""
+        return np.where(threads >= 0, threads + self.m.lanes, threads)
+
+    def sync_groups(self, lanes: NDArray[np.intp], now: int) -> None:
+        """Synchronize threads, those of each warp with one another."""
+        warps = lanes // WARP
+        living = np.count_nonzero(~self.m.ended.reshape(-1, WARP), axis=1)
+        complete = (np.bincount(warps, minlength=len(living)) == living)[warps]
+        self.learn_all(lanes[complete], now)
+        for warp in np.unique(warps[~complete]):
+            group = lanes[warps == warp]
+            known = self.known(group).max(axis=0)
+            known[group % WARP] = now
+            self.learn(group, known)
+        self.wait(lanes, now)
+
+    def wait(self, lanes: Lanes, now: int) -> None:
+        """Threads of a cluster's block have waited for something."""
         self.synced[lanes] = self._released[lanes] = now
         self._outside_before[lanes] = self._outside
-        self._least.clear()
 
     def let_go(self, lanes: Lanes, now: int) -> None:
         """Threads arrive at an mbarrier or at a cluster's barrier."""
@@ -68,7 +115,8 @@ class Within:
 
     def abroad(self, blocks: NDArray[Any], mine: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
         """Whether one of two threads (-1: of none) accesses another block's shared memory; blocks: whose it is."""
-        found: NDArray[np.bool_] = (self.m.block_of[mine] != blocks) | (self.m.block_of[others] != blocks)
+        theirs = self.m.block_of[others % self.m.lanes]
+        found: NDArray[np.bool_] = (self.m.block_of[mine] != blocks) | (theirs != blocks)
         return found & (others >= 0)
 
     def end(self, lanes: Lanes) -> None:
@@ -80,22 +128,28 @@ class Within:
             mine = self.m.block_of == block
             if self.m.ended[mine].all() and self._outside_before[mine].max() < number:
                 raise self._ended(block)
-        self.synced[lanes] = self._released[lanes] = _ENDED
+        self.synced[lanes] = self._released[lanes] = self.whole[lanes] = _ENDED
         self._least.clear()
 
     def least(self, warp: int) -> int:
-        """Up to which access all threads of a warp, in every block, have synchronized."""
-        found = self._least.get(warp)
-        if found is None:
+        """Return up to which access all threads of a warp, in every block, know the warp's accesses."""
+        if self.collective:
+            return _ENDED
+        known = self._least.get(warp)
+        if known is None:
             size = self.m.set_size
-            found = self._least[warp] = int(self.synced[warp * size : (warp + 1) * size].min())
-        return found
+            known = self._least[warp] = int(self.whole[warp * size : (warp + 1) * size].min())
+        return known
 
     def apart(self, numbers: NDArray[Any], mine: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
-        """Which accesses of other threads of a warp (-1: of none) this one's threads have not synchronized with."""
-        theirs = self.synced[others]
+        """Return which accesses of other threads of a warp (-1: of none) nothing orders before one of this thread."""
+        foreign = others != mine
+        others = np.where(others >= 0, others % self.m.lanes, others)
+        known = self.whole[mine]
+        if self.by_lane is not None:
+            known = np.maximum(known, self.by_lane[mine, others % WARP])
         if not self.alone:
-            theirs = np.where(self.m.block_of[mine] == self.m.block_of[others], theirs, self._released[others])
-        known = np.minimum(self.synced[mine], theirs)
-        found: NDArray[np.bool_] = (others >= 0) & (mine >= 0) & (others != mine) & (known < numbers)
-        return found
+            remote = self.m.block_of[mine] != self.m.block_of[others]
+            known = np.where(remote, np.minimum(self.synced[mine], self._released[others]), known)
+        unordered: NDArray[np.bool_] = (others >= 0) & (mine >= 0) & foreign & (known < numbers)
+        return unordered

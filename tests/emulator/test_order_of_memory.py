@@ -1,0 +1,186 @@
+"""What orders memory and what does not: scopes, fences, synchronization of a part of a warp, instructions of a warp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.spec.arch import Target
+from tests.emulator.kernels import run
+
+SEEDS = pytest.mark.parametrize("seed", range(3))
+ADDRESS = """#include <mma.h>
+using namespace nvcuda;
+__device__ unsigned at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+"""
+
+
+def result(body: str, *, threads: int = 32, blocks: int = 1, seed: int = 0, before: str = ADDRESS) -> np.ndarray:
+    """What a kernel makes of 256 floats; ``z`` are 256 integers that it finds zero."""
+    arguments: dict[str, Any] = {"parameters": "const float* x, float* y, int* z", "args": ("x", "y", "z")}
+    return run(
+        body,
+        {"x": np.arange(256, dtype=np.float32), "y": np.zeros(256, np.float32), "z": np.zeros(256, np.int32)},
+        {"y": (256, "float32"), "z": (256, "int32")},
+        threads=threads,
+        blocks=blocks,
+        seed=seed,
+        before=before,
+        target=Target("sm_90a"),
+        **arguments,
+    ).outputs["y"]
+
+
+# ---- scopes ---------------------------------------------------------------------------------------------------------
+
+SCOPED = {
+    "add": "atomicAdd_block(z, 1);",
+    "max": "atomicMax_block(z, (int)blockIdx.x + 1);",
+    "reduction": 'asm volatile("red.relaxed.cta.global.add.s32 [%0], 1;" :: "l"(z) : "memory");',
+    "compare-and-swap": "atomicCAS_block(z, 0, (int)blockIdx.x + 1);",
+    "a store": 'asm volatile("st.relaxed.cta.global.s32 [%0], %1;" :: "l"(z), "r"((int)blockIdx.x) : "memory");',
+    "one scope is wide": "if (blockIdx.x) atomicAdd(z, 1); else atomicAdd_block(z, 1);",
+    "the other scope is wide": "if (blockIdx.x) atomicAdd_block(z, 1); else atomicAdd(z, 1);",
+    "read": 'int v = 0; if (blockIdx.x) asm volatile("st.release.cta.global.s32 [%0], 1;" :: "l"(z) : "memory");'
+    'else asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(z) : "memory"); y[blockIdx.x] = v;',
+    "cluster": 'asm volatile("red.relaxed.cluster.global.add.s32 [%0], 1;" :: "l"(z) : "memory");',
+}
+
+
+@pytest.mark.parametrize("access", SCOPED.values(), ids=SCOPED)
+def test_an_access_whose_scope_is_too_narrow_is_a_race(access: str) -> None:
+    with pytest.raises(KernelFaultError, match=r"data race on byte 0 of 'z'.*(block|cluster)-scope"):
+        result(f"if (threadIdx.x == 0) {{ {access} }}", blocks=2)
+
+
+@SEEDS
+@pytest.mark.parametrize(
+    ("body", "blocks"),
+    [
+        ("atomicAdd_block(z + blockIdx.x, 1);", 4),
+        ("atomicAdd_block(z, 1);", 1),
+        ("atomicAdd(z, 1);", 4),
+        ("atomicAdd_system(z, 1);", 4),
+        # One block after the other, each with the scope of a block for itself.
+        (
+            "if (threadIdx.x == 0) { while (atomicAdd(z + 1, 0) != blockIdx.x); __threadfence(); atomicAdd_block(z, 1);"
+            "__threadfence(); atomicAdd(z + 1, 1); }",
+            3,
+        ),
+    ],
+)
+def test_a_scope_that_holds_all_threads_is_none(body: str, blocks: int, seed: int) -> None:
+    result(body, blocks=blocks, seed=seed)
+
+
+MESSAGE = """if (threadIdx.x == 0) {
+  if (blockIdx.x == 1) { y[1] = x[9]; WRITE }
+  if (blockIdx.x == 0) { int v; do { READ } while (v == 0); y[0] = y[1]; }
+}"""
+WRITE = 'asm volatile("st.release.SCOPE.global.s32 [%0], 1;" :: "l"(z) : "memory");'
+FENCED = 'asm volatile("fence.acq_rel.SCOPE; st.relaxed.gpu.global.s32 [%0], 1;" :: "l"(z) : "memory");'
+READ = 'asm volatile("ld.acquire.SCOPE.global.s32 %0, [%1];" : "=r"(v) : "l"(z) : "memory");'
+
+
+@SEEDS
+@pytest.mark.parametrize("write", [WRITE, FENCED], ids=["release", "fence"])
+@pytest.mark.parametrize("scope", ["cta", "cluster", "gpu", "sys"])
+def test_a_release_or_fence_reaches_as_far_as_its_scope(scope: str, write: str, seed: int) -> None:
+    body = MESSAGE.replace("WRITE", write.replace("SCOPE", scope)).replace("READ", READ.replace("SCOPE", "gpu"))
+    if scope in ("gpu", "sys"):
+        assert result(body, blocks=2, seed=seed)[0] == 9
+    else:
+        with pytest.raises(KernelFaultError, match="data race"):
+            result(body, blocks=2, seed=seed)
+
+
+# ---- a part of a warp -----------------------------------------------------------------------------------------------
+
+ACROSS = """__shared__ float s[64]; int t = threadIdx.x;
+s[t] = x[t];
+SYNC
+y[t] = s[t ^ 16];"""
+
+
+@SEEDS
+@pytest.mark.parametrize(
+    "sync",
+    [
+        "if (t < 16) __syncwarp(0xffff); else __syncwarp(0xffff0000u);",
+        "__syncwarp(t % 32 < 16 ? 0xffffu : 0xffff0000u);",
+        "__syncwarp(1u << t % 32);",
+        "if (t % 32 < 16) __syncwarp(0xffff);",
+        "__shfl_xor_sync(0xffffffffu, t, 1);",
+        "if (__any_sync(0xffffffffu, x[t] < 0)) y[1] = 0;",
+        "if (__match_any_sync(0xffffffffu, t) == 0) y[1] = 0;",
+        "if (__reduce_add_sync(0xffffffffu, t) == 0) y[1] = 0;",
+        "atomicAdd(z, 1);",
+        "atomicAdd(z + t, 1);",
+        "*(volatile int*)z = t; if (*(volatile int*)z < 0) y[1] = 0;",
+    ],
+)
+def test_what_synchronizes_other_threads_or_none_orders_nothing(sync: str, seed: int) -> None:
+    with pytest.raises(KernelFaultError, match=r"data race .* at k\.cu:[24].* found at k\.cu:[24]"):
+        result(ACROSS.replace("SYNC", sync), seed=seed)
+
+
+@SEEDS
+@pytest.mark.parametrize(
+    "sync",
+    [
+        "__syncwarp();",
+        "__syncthreads();",
+        "__syncwarp(0x00010001u << t % 16);",
+        "__syncwarp(t & 1 ? 0xaaaaaaaau : 0x55555555u);",
+        "__syncwarp(t % 32 / 8 % 2 ? 0xff00ff00u : 0x00ff00ffu);",
+        "if (t < 16) __syncwarp(); else __syncwarp();",
+        # Through other threads: the lower half, then one of each half, then the upper half.
+        "if (t < 16) __syncwarp(0xffff); else __syncwarp(0xffff0000u);"
+        "if (t % 16 == 3) __syncwarp(0x80008u); if (t < 16) __syncwarp(0xffff); else __syncwarp(0xffff0000u);",
+    ],
+)
+def test_what_synchronizes_these_threads_orders_them(sync: str, seed: int) -> None:
+    assert result(ACROSS.replace("SYNC", sync), seed=seed)[:32].tolist() == [t ^ 16 for t in range(32)]
+
+
+# ---- instructions of a warp that access memory ----------------------------------------------------------------------
+
+FRAGMENT = "wmma::fragment<wmma::accumulator, 16, 16, 16, float> c; wmma::fill_fragment(c, 1.0f);"
+READS = """
+SYNC
+float sum = 0; for (int i = threadIdx.x; i < 256; i += 32) sum += tile[255 - i];
+y[threadIdx.x] = sum;"""
+WRITES = """
+SYNC
+for (int i = threadIdx.x; i < 256; i += 32) tile[255 - i] = 7;
+__syncwarp(); y[threadIdx.x] = tile[threadIdx.x] + word;"""
+TILE = "__shared__ __align__(128) float tile[256]; unsigned word = 0; for (int i = threadIdx.x; i < 256; i += 32) "
+TILE += "tile[i] = i; __syncwarp();\n"
+STORE = 'asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};" :: "r"(at(tile + threadIdx.x % 8 * 4)), '
+STORE += '"r"(threadIdx.x) : "memory");'
+LOAD = 'asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(word) : "r"(at(tile + '
+LOAD += 'threadIdx.x % 8 * 4)) : "memory"); word &= 1;'
+TOGETHER = {
+    "wmma.store, loads": f"{FRAGMENT} wmma::store_matrix_sync(tile, c, 16, wmma::mem_row_major);{READS}",
+    "wmma.store by columns": f"{FRAGMENT} wmma::store_matrix_sync(tile, c, 16, wmma::mem_col_major);{READS}",
+    "wmma.store, one thread loads": f"{FRAGMENT} wmma::store_matrix_sync(tile, c, 16, wmma::mem_row_major);"
+    "\nSYNC\nif (threadIdx.x == 0) y[0] = tile[0] + tile[1] + tile[5];",
+    "wmma.store, stores": f"{FRAGMENT} wmma::store_matrix_sync(tile, c, 16, wmma::mem_row_major);{WRITES}",
+    "wmma.load, stores": f"{FRAGMENT} wmma::load_matrix_sync(c, tile, 16, wmma::mem_row_major); word = c.x[0] < 0;"
+    f"{WRITES}",
+    "stmatrix, loads": f"{STORE}{READS}",
+    "stmatrix, each its own row": f"{STORE}\nSYNC\nif (threadIdx.x < 8) y[threadIdx.x] = tile[threadIdx.x * 4];",
+    "stmatrix, stores": f"{STORE}{WRITES}",
+    "ldmatrix, stores": f"{LOAD}{WRITES}",
+}
+
+
+@SEEDS
+@pytest.mark.parametrize("body", TOGETHER.values(), ids=TOGETHER)
+def test_a_matrix_instruction_is_ordered_by_a_syncwarp_behind_it(body: str, seed: int) -> None:
+    with pytest.raises(KernelFaultError, match=r"data race on byte .* of shared memory"):
+        result(TILE + body.replace("SYNC", ""), seed=seed)
+    result(TILE + body.replace("SYNC", "__syncwarp();"), seed=seed)
