@@ -36,7 +36,7 @@ from greenfast.judge.record import GateResult
 from greenfast.judge.request import Request
 from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import UnsupportedError
+from greenfast.spec.errors import MachineError, UnsupportedError
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.kernel import PHASE_BUFFER, Launch
 from greenfast.spec.problem import NORMAL, Array, Case, Problem, case_of
@@ -61,10 +61,19 @@ class Call:
     number: int  # among the launches at these addresses
     serial: int  # among all launches of the device
     kept: dict[Any, Any]
+    memory: HostDriver
 
     def write(self, name: str, data: bytes, offset: int = 0) -> None:
-        """Write to a buffer, or outside of it."""
+        """Write to a buffer, or outside of it. Raises MachineError where there is no memory that it may write."""
+        if not self.memory.may_write(self.pointers[name] + offset, len(data)):
+            raise MachineError("CUDA: CUDA_ERROR_ILLEGAL_ADDRESS")
         ctypes.memmove(self.pointers[name] + offset, data, len(data))
+
+    def read(self, name: str, nbytes: int, offset: int = 0) -> bytes:
+        """Read a buffer, or outside of it. Raises MachineError where there is no memory."""
+        if not self.memory.holds(self.pointers[name] + offset, nbytes):
+            raise MachineError("CUDA: CUDA_ERROR_ILLEGAL_ADDRESS")
+        return ctypes.string_at(self.pointers[name] + offset, nbytes)
 
     def write_all(self, outputs: Mapping[str, Array]) -> None:
         """Write these arrays to their buffers."""
@@ -229,6 +238,7 @@ class HostKernel:
             number=number,
             serial=device.launches,
             kept=gpu.kept,
+            memory=device.memory,
         )
         device.launches += 1
         gpu.pass_time(script)
@@ -290,7 +300,7 @@ class FakeGpu(Gpu):
     def __init__(self, device: FakeDevice, process: int) -> None:
         properties = SimpleNamespace(multiprocessor_count=2, l2_cache_size=4096, max_shared_memory_per_block_optin=1024)
         self.fake, self.process = device, process
-        self.device = SimpleNamespace(properties=properties)
+        self.device = SimpleNamespace(properties=properties, device_id=0)
         self.stream = SimpleNamespace(sync=lambda: None, handle=0, record=lambda options: self._stamp())
         self.kept: dict[Any, Any] = {}
         self.at: tuple[tuple[tuple[str, int], ...], int, str] | None = None
@@ -308,9 +318,12 @@ class FakeGpu(Gpu):
         return info
 
     def load(self, image: KernelImage) -> HostKernel | HostInstrument:
-        if image.entry in ("spin", "scrub", "digest", "veil"):
+        if image.entry in ("spin", "scrub", "digest", "veil", "fill_local"):
             return HostInstrument(self, image.entry)
         return HostKernel(self, image)
+
+    def variables(self, executable: Executable) -> dict[str, bytes]:
+        return {}  # kernels that are Python have no module
 
     def clocks(self) -> dict[str, float]:
         return {"sm_mhz": self.fake.clock(len(self.fake.timed) - 1), "temperature_c": 50.0, "power_w": 300.0}
@@ -399,8 +412,9 @@ def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
     monkeypatch.setattr("greenfast.device.gpu.PAGE_BYTES", PAGE)
     monkeypatch.setattr("greenfast.judge.gates.correctness.ThreadPoolExecutor", InOrder)
     for module in ("gpu", "instruments", "rotation"):
-        monkeypatch.setattr(f"greenfast.device.{module}.driver", device.memory)
         monkeypatch.setattr(f"greenfast.device.{module}.Prepared", HostLaunch)
+    for module in ("gpu", "instruments", "rotation", "virtual_memory", "memory_check"):
+        monkeypatch.setattr(f"greenfast.device.{module}.driver", device.memory)
     seeds = itertools.count()
     monkeypatch.setattr("greenfast.judge.gates.performance.draw_order_seed", lambda: next(seeds))
     for module in _ASKING:

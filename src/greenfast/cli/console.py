@@ -20,6 +20,7 @@ _STYLES = {
     "PENDING": "yellow",
     "MERGE": "bold green",
     "PARTIAL": "yellow",
+    "UNCHECKED": "yellow",
     "DEFER": "bold red",
 }
 _MAX_REASONS = 8
@@ -106,11 +107,17 @@ def exit_code(gates: Sequence[GateResult], required: set[str]) -> int:
     return int(short)
 
 
-#: The exit code of a decision that is neither a yes nor a no.
+#: The exit codes of decisions that are neither a yes nor a no, and of one that lacks a check of the exam.
 OPEN = 4
+UNCHECKED = 6
 
 
 def decision_code(decision: Decision, gates: Sequence[GateResult], required: set[str]) -> int:
-    """``exit_code``, and where no gates are required OPEN for less than the whole exam, or a gate that is PENDING."""
+    """``exit_code``; where that is 0, UNCHECKED for a required check that was not done.
+
+    Where no gates are required, OPEN for less than the whole exam, or a gate that is PENDING.
+    """
     code = exit_code(gates, required)
+    if code == 0 and any(g.unchecked for g in gates if not required or g.gate in required):
+        return UNCHECKED
     return OPEN if code == 0 and not required and decision in ("PARTIAL", "PENDING") else code

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from greenfast.cli.ci import for_ci, with_verdict
-from greenfast.cli.console import OPEN, required_gates
+from greenfast.cli.console import OPEN, UNCHECKED, required_gates
 from greenfast.cli.page import check_page
 from greenfast.cli.request import request_of
 from greenfast.cli.validate import at_measured_target, judged, kept_records, show_outcome
@@ -54,13 +54,16 @@ def run(args: argparse.Namespace) -> int:
 def exit_code(record: Record, required: set[str], partial: bool) -> int:
     """Return 0 if the required gates hold, the first failed gate's code, or 4 if something was not judged.
 
+    Return 6 if all is well but for a check of a required gate that was not done.
     partial: whether options left out a part of the exam. A record with a PENDING gate has no decision for that.
     """
     for result in record.gates:
         if result.status == "FAIL":
             return GATE_EXITS[result.gate]
     undecided = any(record.gate_status(gate) == "PENDING" for gate in required)
-    return OPEN if undecided or partial or record.decision not in ("MERGE", "PENDING") else 0
+    if undecided or partial or record.decision not in ("MERGE", "PENDING", "UNCHECKED"):
+        return OPEN
+    return UNCHECKED if any(gate.unchecked for gate in record.gates if gate.gate in required) else 0
 
 
 def _named_problem(found: FoundSolution) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from greenfast.device.executable import Executable
 from greenfast.device.gpu import Gpu
 from greenfast.device.instruments import Instruments
+from greenfast.device.memory_check import check_memory
 from greenfast.device.rotation import Rotation
 from greenfast.device.session import Block, RunResult, Started, output_digest, same_bits
 from greenfast.spec.errors import MachineError
@@ -42,11 +43,19 @@ class GpuSession:
             bound.free()
         return RunResult(results[0], violations, all(same_bits(results[0], other) for other in results[1:]))
 
-    def prepare(self, key: str, executable: Executable, cases: Sequence[Case], warmup: int, seed: int) -> Started:
-        """Bind cases under a key for timing, launch each, and warm up. seed: as of ``time``."""
+    def check_memory(self, executable: Executable, case: Case) -> RunResult:
+        """Run a case between unmapped pages and with different uninitialized memory."""
+        return check_memory(self._gpu, self._own_kernels(), executable, case)
+
+    def _own_kernels(self) -> Instruments:
+        """The judge's own kernels, loaded when they are first needed."""
         if self._instruments is None:
             self._instruments = Instruments(self._gpu)
-        self._timed[key] = rotation = Rotation(self._gpu, self._instruments, executable, cases)
+        return self._instruments
+
+    def prepare(self, key: str, executable: Executable, cases: Sequence[Case], warmup: int, seed: int) -> Started:
+        """Bind cases under a key for timing, launch each, and warm up. seed: as of ``time``."""
+        self._timed[key] = rotation = Rotation(self._gpu, self._own_kernels(), executable, cases)
         digests = [output_digest(outputs) for outputs in rotation.outputs]
         return Started(digests, rotation.wrong or rotation.time(warmup, 0, cold=False, seed=seed)[2])
 

@@ -26,6 +26,12 @@ extern "C" __global__ void scrub(u64 key, unsigned words) {
   for (unsigned i = threadIdx.x; i < words; i += blockDim.x) out[i] = mixed(0, key, u64(blockIdx.x) * words + i);
 }
 
+// Overwrites local memory: what a later launch has of it on a multiprocessor that this one fills.
+extern "C" __global__ void fill_local(unsigned value) {
+  volatile unsigned words[256];  // or the compiler would leave out stores that nothing reads
+  for (int i = 0; i < 256; ++i) words[i] = value;
+}
+
 __device__ __forceinline__ ulonglong2 veiled(ulonglong2 words, u64 key, u64 pair) {
   return make_ulonglong2(words.x ^ mixed(0, key, 2 * pair), words.y ^ mixed(0, key, 2 * pair + 1));
 }

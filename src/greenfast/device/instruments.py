@@ -1,4 +1,4 @@
-"""The judge's own kernels around a timed launch: wait, empty the L2 cache, overwrite shared memory, digest memory."""
+"""The judge's own kernels around a launch: wait, empty the L2 cache, overwrite memory of the chip, digest memory."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ class Instruments:
         self._scrub = self._prepare(
             "scrub", _SCRUB_THREADS, shared, Launch(grid, (np.uint64(0), np.uint32(shared // 8)))
         )
+        self._fill_local = self._prepare("fill_local", _SCRUB_THREADS, 0, Launch(grid, (np.uint32(0),)))
         self._digests: dict[tuple[int, int], Prepared] = {}
 
     def _prepare(self, entry: str, threads: int, shared: int, plan: Launch) -> Prepared:
@@ -85,6 +86,11 @@ class Instruments:
         """Fill the shared memory of every multiprocessor with a pattern that is drawn from the key."""
         self._scrub.write(0, key.to_bytes(8, "little"))
         self._scrub()
+
+    def fill_local(self, byte: int) -> None:
+        """Fill local memory with a byte: 1 KiB of each thread that can be resident."""
+        self._fill_local.write(0, bytes([byte] * 4))
+        self._fill_local()
 
     def veil(self, pointer: int, nbytes: int, key: int) -> None:
         """Make device memory, a multiple of 16 bytes, unreadable without the key; with it, readable again."""

@@ -67,6 +67,9 @@ class Session(Protocol):
     def run(self, executable: Executable, case: Case, repeats: int) -> RunResult:
         """Run a case ``repeats`` times, each in separate memory, and compare the outputs bit by bit."""
 
+    def check_memory(self, executable: Executable, case: Case) -> RunResult:
+        """Run a case between unmapped pages and with different uninitialized memory (device/memory_check.py)."""
+
     def prepare(self, key: str, executable: Executable, cases: Sequence[Case], warmup: int, seed: int) -> Started:
         """Bind cases under a key for timing, launch each, and warm up. seed: as of ``time``."""
 

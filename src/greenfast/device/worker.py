@@ -107,6 +107,11 @@ class Worker:
         result: RunResult = self.call("run", executable, case, repeats)
         return result
 
+    def check_memory(self, executable: Executable, case: Case) -> RunResult:
+        """Run a case between unmapped pages (see GpuSession.check_memory)."""
+        result: RunResult = self.call("check_memory", executable, case)
+        return result
+
     def prepare(self, key: str, executable: Executable, cases: Sequence[Case], warmup: int, seed: int) -> Started:
         """Bind cases under a key for timing, launch each, and warm up."""
         started: Started = self.call("prepare", key, executable, cases, warmup, seed)

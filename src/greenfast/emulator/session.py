@@ -68,6 +68,10 @@ class EmulatorSession:
         repeatable = all(same_bits(first.outputs, r.outputs) for r in first.later)
         return RunResult(first.outputs, violations, repeatable, first.counts.record())
 
+    def check_memory(self, executable: Executable, case: Case) -> RunResult:
+        """Refuse: every run on the emulator is checked so."""
+        raise MachineError("the emulator checks each access in every run")
+
     def prepare(self, key: str, executable: Executable, cases: Sequence[Case], warmup: int, seed: int) -> Started:
         """Refuse: nothing can be timed here."""
         raise MachineError(_NO_TIME)

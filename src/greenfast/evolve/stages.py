@@ -110,6 +110,11 @@ class _Searched(Request):
         """None: the emulator has run before the GPU does."""
         return None
 
+    @property
+    def checks_memory(self) -> bool:
+        """Return False: the winner is checked when it is judged."""
+        return False
+
 
 def request_of(manifest: Manifest, task: LoadedTask, shapes: list[str], device: str, out: Path) -> Request:
     """The judge's request with a search's settings. Raises UsageError and MachineError as ``make_request`` does."""

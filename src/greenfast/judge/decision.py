@@ -14,7 +14,11 @@ from greenfast.judge.report.speedups import quoted_from
 def decide(
     gates: Sequence[GateResult], quoted: Quote | None = None, exam: Exam | None = None
 ) -> tuple[Decision, list[str]]:
-    """MERGE where all gates pass on the whole exam, DEFER where one fails, else PENDING or PARTIAL; with reasons."""
+    """Decide from the gates and the exam, with reasons.
+
+    MERGE if all gates pass on the whole exam and every check of it was done, DEFER if a gate fails, PENDING if one is.
+    Otherwise UNCHECKED if a check was not done, and PARTIAL for a part of the exam.
+    """
     missing = exam.missing if exam is not None else []
     rest_held = quoted is not None and exam is not None and exam.complete and bool(missing)
     decision, reasons = _decide(gates, [] if rest_held else missing)
@@ -34,6 +38,9 @@ def _decide(gates: Sequence[GateResult], missing: Sequence[str]) -> tuple[Decisi
     waiting = [r for r in gates if r.status == "PENDING"]
     if waiting:
         return "PENDING", [f"{r.gate}: {reason}" for r in waiting for reason in (r.reasons or [r.summary])]
+    unchecked = [f"{r.gate}: {check}" for r in gates for check in r.unchecked]
+    if unchecked:
+        return "UNCHECKED", [*unchecked, *(f"partial: {part}" for part in missing)]
     if missing:
         return "PARTIAL", [f"partial: {', '.join(missing)}; all five gates hold on those"]
     return "MERGE", ["all five gates hold"]

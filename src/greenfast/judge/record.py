@@ -17,8 +17,9 @@ from greenfast.spec.problem import NORMAL
 SCHEMA_VERSION = 2
 
 Status = Literal["PASS", "FAIL", "PENDING"]
-#: PARTIAL: all that was asked held, and it was less than the whole exam.
-Decision = Literal["MERGE", "PARTIAL", "DEFER", "PENDING"]
+#: PARTIAL: all that was asked held, and it was less than the whole exam. UNCHECKED: the gates hold, but a check of the
+#: exam was not done.
+Decision = Literal["MERGE", "PARTIAL", "DEFER", "PENDING", "UNCHECKED"]
 #: FAST: the whole interval is at or above the required speedup. SHORT: faster beyond the noise, but the whole interval
 #: is below the requirement. SLOWER: the whole interval lies below the noise. NO EFFECT: none of these, and the whole
 #: interval lies within 1 % of 1, a margin that does not depend on the noise.
@@ -274,13 +275,18 @@ class Side(_Data, frozen=True, kw_only=True):
 
 
 class GateResult(_Data, frozen=True, kw_only=True):
-    """One gate's outcome: a status, a line that says why, and rows of (what, target, actual, held)."""
+    """One gate's outcome: a status, a line that says why, and rows of (what, target, actual, held).
+
+    unchecked: the checks of the exam that were not done although the gate holds, and why; without them there is no
+    MERGE. Empty in records of older versions.
+    """
 
     gate: str
     status: Status
     summary: str
     reasons: list[str] = []
     checks: list[tuple[str, str, str, Status]] = []
+    unchecked: list[str] = []
 
 
 def status_of(gates: Sequence[GateResult], gate: str) -> Status:

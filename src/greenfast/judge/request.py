@@ -88,6 +88,11 @@ class Request:
         return lambda: Worker(timeout_s=max(self.timeout_s, _SMALL_CASE_TIMEOUT_S), make_session=EmulatorSession)
 
     @property
+    def checks_memory(self) -> bool:
+        """Whether the memory check on the GPU is part of the run: of every exam on one."""
+        return self.exam is not None and self.device is not None and self.device.kind == "gpu"
+
+    @property
     def make_worker(self) -> Callable[[], Worker]:
         """A function that starts a process on the chosen device."""
         if isinstance(self.ordinal, str):

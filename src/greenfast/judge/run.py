@@ -13,6 +13,7 @@ from greenfast.judge.environment import git_state, now, package_versions
 from greenfast.judge.gates import build, correctness, evidence, resources
 from greenfast.judge.gates.correctness import CorrectnessOutcome
 from greenfast.judge.gates.emulated import EmulatedRuns
+from greenfast.judge.gates.memory import MemoryChecks
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record import Build, GateResult, Limits, Side, Status, TimingRow, status_of
 from greenfast.judge.request import Observer, Request
@@ -93,6 +94,7 @@ class GateRun:
             request.make_worker,
             self.progress("CORRECTNESS"),
             emulated=self._emulated(),
+            memory=self._memory_checks(),
             own=next((role for role, entrant in self.entrants.items() if entrant.is_own), None),
         )
         if self.add(result).status != "PASS":
@@ -111,6 +113,10 @@ class GateRun:
         cells = [next(cell for cell in request.cells if cell.shape == shape) for shape in request.exam.emulated]
         sides = [side for side in self.sides if all(kernel.ptx for _, kernel in side.distinct)]
         return EmulatedRuns(sides, cells, request.make_emulator)
+
+    def _memory_checks(self) -> MemoryChecks | None:
+        """The memory check, or None if the run has none."""
+        return MemoryChecks(self.sides, self.request.make_worker) if self.request.checks_memory else None
 
     def _own_gates(self) -> dict[str, KernelErrorGate]:
         """The kernel-error gates of the roles whose rungs define one."""

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.device.executable import Executable
 from greenfast.device.session import RunResult, output_digest
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.judge.errors import (
@@ -25,6 +24,7 @@ from greenfast.judge.errors import (
 )
 from greenfast.judge.exam import Cell
 from greenfast.judge.gates.emulated import EmulatedRuns
+from greenfast.judge.gates.memory import NOT_COVERED, MemoryChecks
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record import (
     CorrectnessRow,
@@ -81,6 +81,7 @@ def check(
     progress: Callable[[float, str], None],
     *,
     emulated: EmulatedRuns | None = None,
+    memory: MemoryChecks | None = None,
     own: str | None = None,
 ) -> tuple[GateResult, CorrectnessOutcome]:
     """Run every side on every case that it computes, each side in a separate process.
@@ -89,7 +90,8 @@ def check(
     PENDING, or FAIL where another case was wrong.
 
     own_gates: by role, the kernel-error gate of a side whose rung defines one.
-    emulated: cases that the emulator runs at the same time; its faults count, and what it cannot run does not.
+    emulated: cases that the emulator runs at the same time. memory: the memory check on the GPU. The faults of both
+    count. A side for which neither could be done is named in the result's ``unchecked``.
     own: the role of the problem's own reference, whose output here is as right as its reference where that is a run.
 
     Raises UsageError for a problem whose references do not hold (``spec.problem.references_of``), and for a workspace
@@ -104,6 +106,8 @@ def check(
             stack.callback(worker.close)  # before the threads are waited for
         if emulated:
             stack.enter_context(emulated)
+        if memory:
+            stack.enter_context(memory)
         checked = _Checked(problem, fmt, gates, own_gates)
         inputs: dict[tuple[str, int, str], str] = {}
         seen: dict[int, tuple[Cell, Case, References, NDArray[np.float64] | None]] = {}
@@ -119,7 +123,7 @@ def check(
             for side in asked:
                 _require_own_workspaces(side, shape, case)
             running = {
-                side.role: threads.submit(_ran, workers[side.role], side.executable(shape), case, broken.get(side.role))
+                side.role: threads.submit(_ran, workers[side.role], side, cell, case, broken.get(side.role), memory)
                 for side in asked
             }
             references = references_of(problem, cell.shape.dims, cell.seed, fmt, cell.variant)
@@ -152,17 +156,22 @@ def check(
             for (role, number), result in (emulated.results().items() if emulated else ())
             for cell, case, references, also in (seen[number],)
         ]
-    return _result(outcome, sides, emulated_rows), outcome
+    return _result(outcome, sides, emulated_rows, memory), outcome
 
 
-def _ran(worker: Worker, executable: Executable, case: Case, broken: WorkerError | None) -> RunResult | WorkerError:
-    """What a side's process found; broken: why it is not asked."""
+def _ran(
+    worker: Worker, side: BuiltSide, cell: Cell, case: Case, broken: WorkerError | None, memory: MemoryChecks | None
+) -> RunResult | WorkerError:
+    """Run a case in a side's process, and check its memory; broken: why the process is not used further."""
     if broken is not None:
         return type(broken)(f"not run: {broken}")
     try:
-        return worker.run(executable, case, REPEATS)
+        result = worker.run(side.executable(cell.shape.name), case, REPEATS)
     except WorkerError as e:
         return e
+    if memory is not None:
+        memory.run(side, cell, case, result)
+    return result
 
 
 def _require_same_inputs(problem: Problem, cell: Cell, fmt: str) -> None:
@@ -342,10 +351,12 @@ def _result(
     outcome: CorrectnessOutcome,
     sides: Sequence[BuiltSide],
     emulated: Sequence[tuple[str, RunResult | WorkerError, CorrectnessRow]],
+    memory: MemoryChecks | None,
 ) -> GateResult:
     checks: list[tuple[str, str, str, Status]] = []
     reasons: list[str] = []
     unknown: list[str] = []
+    unchecked: list[str] = []
     counts = []
     for side in sides:
         rows = outcome.rows[side.role]
@@ -368,6 +379,8 @@ def _result(
                 "FAIL" if len(reasons) > before[0] else "PENDING" if len(unknown) > before[1] else "PASS",
             )
         )
+        by_emulator: list[Status] = []
+        why = ""
         for result, row in ((result, row) for role, result, row in emulated if role == side.role):
             status: Status = (
                 "PENDING" if isinstance(result, UnsupportedByDeviceError) else "PASS" if row.passed else "FAIL"
@@ -376,6 +389,25 @@ def _result(
             checks.append((f"{_where(side, row)} on the emulator", "no fault", actual, status))
             if status == "FAIL":
                 reasons.append(f"{_where(side, row)} on the emulator: {_missed(row)}")
+            if status == "PENDING":
+                why = actual
+            by_emulator.append(status)
+        if memory is None:
+            continue
+        if not by_emulator:
+            why = "no case ran" if all(k.ptx for _, k in side.distinct) else "it runs PTX, and there is none"
+            checks.append((f"{side.variant.name} on the emulator", "no fault", why, "PENDING"))
+        status, actual = memory.check_of(side)
+        complete = bool(by_emulator) and "PENDING" not in by_emulator
+        note = "" if complete or status != "PASS" else f" ({NOT_COVERED})"
+        checks.append((f"{side.variant.name} memory check on the GPU", "no fault", actual + note, status))
+        if status == "FAIL":
+            reasons.append(f"{side.variant.name} memory check on the GPU: {actual}")
+        elif status == "PENDING" and not complete:
+            unchecked.append(
+                f"{side.variant.name}: neither the check on the emulator ({why}) nor the memory check on the GPU "
+                f"({actual}) was done"
+            )
     identical = sum(p.identical for p in outcome.parity)
     parity = f"; outputs identical on {identical}/{len(outcome.parity)}" if outcome.parity else ""
     return GateResult(
@@ -384,6 +416,7 @@ def _result(
         summary=", ".join(counts) + parity + (f"; {len(unknown)} could not be run here" if unknown else ""),
         reasons=[*reasons, *unknown],
         checks=checks,
+        unchecked=unchecked,
     )
 
 

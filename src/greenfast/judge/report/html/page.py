@@ -32,7 +32,7 @@ _MARKDOWN.add_render_rule("table_close", lambda *_: "</table></div>\n")
 _TONES = {
     **dict.fromkeys(("PASS", "FAST", "MERGE"), "good"),
     **dict.fromkeys(("FAIL", "SHORT", "SLOWER", "DEFER"), "bad"),
-    **dict.fromkeys(("PENDING", "PARTIAL", "NO EFFECT", "INCONCLUSIVE"), "open"),
+    **dict.fromkeys(("PENDING", "PARTIAL", "UNCHECKED", "NO EFFECT", "INCONCLUSIVE"), "open"),
 }
 
 

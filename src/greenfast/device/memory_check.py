@@ -1,0 +1,195 @@
+"""The memory check on the GPU: a program between unmapped pages, with different contents of uninitialized memory.
+
+Each buffer of a case has pages of its own, with no memory on either side. A program runs several times: each buffer
+flush with the end of its pages, then with their start, each time with another byte in all memory that nothing has
+written. That is what outputs and workspaces hold before, what surrounds a buffer on its pages, shared memory, and
+1 KiB of local memory of each thread. Found are
+
+- a read or write outside of a buffer: an illegal address, or where up to ALIGNMENT - 1 bytes lie between a buffer and
+  the end of its pages, another byte there;
+- a write to an input: its mapping is read-only if the driver has such, and it is compared afterwards;
+- a result that depends on uninitialized memory: other bits in one of the runs.
+
+What it does not find: races, missing barriers and fences, accesses outside of a shared array, and reads that have no
+effect on the outputs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from cuda.bindings import driver
+from numpy.typing import NDArray
+
+from greenfast.device.executable import Executable
+from greenfast.device.gpu import Gpu
+from greenfast.device.instruments import Instruments
+from greenfast.device.prepared import Prepared, check
+from greenfast.device.session import RunResult, same_bits
+from greenfast.device.virtual_memory import Access, Mapping, PhysicalMemory, is_supported
+from greenfast.spec.errors import MachineError, UnsupportedError
+from greenfast.spec.problem import Array, Case, dtype_of
+
+#: By run: whether buffers are flush with the end of their pages, and the byte of uninitialized memory. The bytes are
+#: NaN and -1, 0, and numbers that are neither (0.75 in float32).
+RUNS = ((True, 0xFF), (False, 0x00), (True, 0x3F))
+#: Of each buffer: wider than any vector that one thread reads or writes.
+ALIGNMENT = 32
+#: What a case that is checked may have in bytes, so that its pages fit next to the kernels' own memory.
+MOST_BYTES = 1 << 30
+
+
+def check_memory(gpu: Gpu, instruments: Instruments, executable: Executable, case: Case) -> RunResult:
+    """Run a case as RUNS lists and compare what the runs leave.
+
+    Raises MachineError, after which the device is lost, for an illegal access, and UnsupportedError for a device
+    without virtual memory management, or without room for the case.
+    """
+    ordinal = int(gpu.device.device_id)
+    if not is_supported(ordinal):
+        raise UnsupportedError("this device has no virtual memory management, which the memory check needs")
+    violations: list[str] = []
+    outputs: list[dict[str, Array]] = []
+    for at_end, fill in RUNS:
+        with _GuardedCase(gpu, executable, case, ordinal, at_end, fill) as guarded:
+            outputs.append(guarded.run(instruments))
+            violations += guarded.violations()
+    same = all(same_bits(outputs[0], other) for other in outputs[1:])
+    if not same:
+        violations.append("the outputs depend on what uninitialized memory holds, or on where the buffers are")
+    return RunResult(outputs[0], list(dict.fromkeys(violations)), same)
+
+
+@dataclass
+class _Pages:
+    """A buffer on pages of its own.
+
+    image: what the pages hold before the program runs. pointer, nbytes: of the buffer. changes: whether the program may
+    write it.
+    """
+
+    memory: PhysicalMemory
+    own: Mapping
+    kernels: Mapping
+    image: NDArray[np.uint8]
+    pointer: int
+    nbytes: int
+    changes: bool
+
+    @property
+    def offset(self) -> int:
+        return self.pointer - self.kernels.pointer
+
+    def upload(self) -> None:
+        check(driver.cuMemcpyHtoD(self.own.pointer, self.image.ctypes.data, self.image.nbytes))
+
+    def download(self) -> NDArray[np.uint8]:
+        data = np.empty(self.image.nbytes, np.uint8)
+        check(driver.cuMemcpyDtoH(data.ctypes.data, self.own.pointer, data.nbytes))
+        return data
+
+    def free(self) -> None:
+        self.kernels.free()
+        if self.own is not self.kernels:
+            self.own.free()
+        self.memory.release()
+
+
+class _GuardedCase:
+    """A program bound to one case, each buffer between unmapped pages. Use as a context manager, which frees them."""
+
+    def __init__(self, gpu: Gpu, executable: Executable, case: Case, ordinal: int, at_end: bool, fill: int) -> None:
+        self._gpu, self._executable, self._case = gpu, executable, case
+        self._ordinal, self._at_end, self._fill = ordinal, at_end, fill
+        self._pages: dict[str, _Pages] = {}
+        self._left: dict[str, NDArray[np.uint8]] = {}
+
+    def __enter__(self) -> _GuardedCase:
+        try:
+            for name, content in self._contents().items():
+                self._pages[name] = self._map(name, content)
+            pointers = {name: pages.pointer for name, pages in self._pages.items()}
+            self._launches: Sequence[Prepared] = self._gpu.prepare(self._executable, pointers)
+            self._variables = self._gpu.variables(self._executable)
+        except BaseException:
+            self.free()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # after an illegal access the driver refuses, and the process ends
+            self.free()
+
+    def _contents(self) -> dict[str, NDArray[np.uint8]]:
+        """What each buffer holds before the program runs."""
+        contents = {}
+        for name, spec in self._case.outputs.items():
+            contents[name] = np.full(spec.nbytes, 0 if spec.zeros else self._fill, np.uint8)
+        for name, space in self._executable.workspaces.items():
+            contents[name] = np.full(space.nbytes, 0 if space.zeros else self._fill, np.uint8)
+            if space.data:
+                contents[name] = np.frombuffer(space.data, np.uint8)
+        for name, array in self._case.inputs.items():
+            contents[name] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return contents
+
+    def _map(self, name: str, content: NDArray[np.uint8]) -> _Pages:
+        changes = name not in self._case.inputs or name in self._case.outputs
+        try:
+            memory = PhysicalMemory(content.nbytes, self._ordinal)
+        except MachineError as e:
+            raise UnsupportedError(f"there is no room for the memory check: {e}") from e
+        own = memory.map()
+        kernels = own
+        if not changes:
+            try:
+                kernels = memory.map(Access.READ)
+            except MachineError:  # some drivers have no read-only mappings; the content is compared in any case
+                kernels = own
+        room = memory.nbytes - content.nbytes
+        offset = room - room % ALIGNMENT if self._at_end else 0
+        image = np.full(memory.nbytes, self._fill, np.uint8)
+        image[offset : offset + content.nbytes] = content
+        return _Pages(memory, own, kernels, image, kernels.pointer + offset, content.nbytes, changes)
+
+    def run(self, instruments: Instruments) -> dict[str, Array]:
+        """Fill all memory, launch once, wait, and return the outputs."""
+        for pages in self._pages.values():
+            pages.upload()
+        check(driver.cuCtxSynchronize())
+        instruments.fill_local(self._fill)
+        instruments.scrub(random.getrandbits(64))
+        for launch in self._launches:
+            launch()
+        self._gpu.stream.sync()
+        self._left = {name: pages.download() for name, pages in self._pages.items()}
+        outputs = {}
+        for name, spec in self._case.outputs.items():
+            pages = self._pages[name]
+            data = self._left[name][pages.offset : pages.offset + pages.nbytes]
+            outputs[name] = data.copy().view(dtype_of(spec.dtype)).reshape(spec.shape)
+        return outputs
+
+    def violations(self) -> list[str]:
+        """What the program changed that it must not change."""
+        found = []
+        for name, pages in self._pages.items():
+            changed = self._left[name] != pages.image
+            within = changed[pages.offset : pages.offset + pages.nbytes]
+            if within.any() and not pages.changes:
+                found.append(f"input {name!r} was changed")
+            within[:] = False
+            if changed.any():
+                found.append(f"memory around {name!r} was written")
+        now = self._gpu.variables(self._executable)
+        found += [f"variable {name!r} of its module was changed" for name in now if now[name] != self._variables[name]]
+        return found
+
+    def free(self) -> None:
+        """Free the pages."""
+        for pages in self._pages.values():
+            pages.free()
+        self._pages.clear()
