@@ -1,4 +1,4 @@
-"""No process that the judge starts imports modules or ``.pth`` files of the current folder or of ``PYTHON*`` variables."""
+"""No process that the judge starts imports modules of the current folder, or of ``PYTHON*`` variables."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Start Python processes that import nothing from the current folder.
 
 ``python -c`` puts the current folder first in ``sys.path``, so a file such as ``multiprocessing.py`` in a solution's
-folder would run in the judge's own workers. Python's ``multiprocessing`` starts its processes that way, and its resource
-tracker too. Every process here starts isolated (``-I``: no current folder, no ``PYTHON*`` variable, no user site) in an
-empty folder, and gets the folders of its modules as arguments.
+folder would run in the judge's own workers. Python's ``multiprocessing`` starts its processes that way, and also its
+resource tracker. Every process here starts isolated (``-I``: no current folder, no ``PYTHON*`` variable, no user site)
+in an empty folder, and gets the folders of its modules as arguments.
 """
 
 from __future__ import annotations

@@ -15,12 +15,14 @@ import platform
 import resource
 import signal
 import struct
+import time
 from collections.abc import Sequence
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 # <linux/prctl.h>
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_CAP_DAC_READ_SEARCH = 2
 _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWNET = 0x08000000, 0x10000000, 0x40000000
 
 # <linux/landlock.h>; the system calls have these numbers on every architecture.
@@ -36,6 +38,10 @@ _NETWORK_SINCE, _SCOPES_SINCE = 4, 6
 #: Seconds of processor time, bytes and processes that a solution's code may use.
 CPU_S = 1200
 DATA_BYTES = 16 << 30
+#: Addresses beyond that, for libraries and files that are mapped, and shared memory.
+ADDRESS_BYTES = 32 << 30
+#: Bytes that a compiler of a solution's source may use.
+COMPILER_BYTES = 8 << 30
 FILE_BYTES = 1 << 30
 PROCESSES = 4096
 _LIMITS = {
@@ -55,17 +61,85 @@ _SYSTEM = (
 )
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
-# By machine: the audit architecture, and the numbers of ptrace, process_vm_readv, process_vm_writev, setsid, socket,
-# bpf, perf_event_open, add_key, keyctl, mount, pidfd_getfd, io_uring_setup.
-_FORBIDDEN = {
-    "x86_64": (0xC000003E, (101, 310, 311, 112, 41, 321, 298, 248, 250, 165, 438, 425)),
-    "aarch64": (0xC00000B7, (117, 270, 271, 157, 198, 280, 241, 217, 219, 40, 438, 425)),
-}
+#: The system calls that Python, PyTorch, compilers and build tools need, with their numbers on x86_64 and aarch64
+#: ("-": the machine has no such call). All others are refused, such as those that
+#: - reach other processes: ptrace, process_vm_readv, kcmp, pidfd_getfd, process_madvise, migrate_pages;
+#: - change modes, owners, times or attributes of files, or a length by name, which Landlock does not cover;
+#: - share memory by System V or POSIX queues;
+#: - are large interfaces: io_uring, userfaultfd, bpf, perf_event_open, keyctl, mount, unshare, setns, inotify, seccomp.
+_CALLS = (
+    # files
+    "read 0 63, write 1 64, open 2 -, close 3 57, stat 4 -, fstat 5 80, lstat 6 -, poll 7 -, lseek 8 62, "
+    "pread64 17 67, pwrite64 18 68, readv 19 65, writev 20 66, preadv 295 69, pwritev 296 70, preadv2 327 286, "
+    "pwritev2 328 287, access 21 -, pipe 22 -, pipe2 293 59, select 23 -, pselect6 270 72, ppoll 271 73, dup 32 23, "
+    "dup2 33 -, dup3 292 24, sendfile 40 71, flock 73 32, fsync 74 82, fdatasync 75 83, ftruncate 77 46, "
+    "fallocate 285 47, getdents 78 -, getdents64 217 61, getcwd 79 17, chdir 80 49, fchdir 81 50, rename 82 -, "
+    "renameat 264 38, renameat2 316 276, mkdir 83 -, mkdirat 258 34, rmdir 84 -, creat 85 -, link 86 -, "
+    "linkat 265 37, unlink 87 -, unlinkat 263 35, symlink 88 -, symlinkat 266 36, readlink 89 -, readlinkat 267 78, "
+    "umask 95 166, statfs 137 43, fstatfs 138 44, openat 257 56, openat2 437 437, newfstatat 262 79, statx 332 291, "
+    "faccessat 269 48, faccessat2 439 439, fadvise64 221 223, readahead 187 213, sync_file_range 277 84, "
+    "splice 275 76, tee 276 77, copy_file_range 326 285, close_range 436 436, getxattr 191 8, lgetxattr 192 9, "
+    "fgetxattr 193 10, listxattr 194 11, llistxattr 195 12, flistxattr 196 13, epoll_create 213 -, "
+    "epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, epoll_pwait2 441 441, "
+    "eventfd 284 -, eventfd2 290 19, signalfd 282 -, signalfd4 289 74, timerfd_create 283 85, "
+    "timerfd_settime 286 86, timerfd_gettime 287 87, "
+    # memory
+    "mmap 9 222, mprotect 10 226, munmap 11 215, brk 12 214, mremap 25 216, msync 26 227, mincore 27 232, "
+    "madvise 28 233, mlock 149 228, mlock2 325 284, munlock 150 229, mlockall 151 230, munlockall 152 231, "
+    "mbind 237 235, set_mempolicy 238 237, get_mempolicy 239 236, membarrier 324 283, pkey_alloc 330 289, "
+    "pkey_free 331 290, pkey_mprotect 329 288, map_shadow_stack 453 453, mseal 462 462, "
+    # processes
+    "fork 57 -, vfork 58 -, execve 59 221, exit 60 93, exit_group 231 94, wait4 61 260, waitid 247 95, "
+    "getpid 39 172, getppid 110 173, gettid 186 178, getuid 102 174, geteuid 107 175, getgid 104 176, "
+    "getegid 108 177, getgroups 115 158, getresuid 118 148, getresgid 120 150, getpgrp 111 -, getpgid 121 155, "
+    "getsid 124 156, pidfd_open 434 434, set_tid_address 218 96, set_robust_list 273 99, futex 202 98, "
+    "futex_waitv 449 449, futex_wake 454 454, futex_wait 455 455, futex_requeue 456 456, rseq 334 293, "
+    "arch_prctl 158 -, sched_yield 24 124, sched_getaffinity 204 123, sched_getparam 143 121, "
+    "sched_getscheduler 145 120, sched_getattr 315 275, sched_get_priority_max 146 125, "
+    "sched_get_priority_min 147 126, sched_rr_get_interval 148 127, getpriority 140 141, getrlimit 97 163, "
+    "setrlimit 160 164, getrusage 98 165, times 100 153, capget 125 90, getcpu 309 168, restart_syscall 219 128, "
+    # signals and time
+    "rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136, "
+    "rt_sigtimedwait 128 137, rt_sigsuspend 130 133, sigaltstack 131 132, pause 34 -, nanosleep 35 101, "
+    "clock_nanosleep 230 115, alarm 37 -, getitimer 36 102, setitimer 38 103, timer_create 222 107, "
+    "timer_settime 223 110, timer_gettime 224 108, timer_getoverrun 225 109, timer_delete 226 111, "
+    "gettimeofday 96 169, time 201 -, clock_gettime 228 113, clock_getres 229 114, uname 63 160, sysinfo 99 179, "
+    "getrandom 318 278, "
+    # connected pairs of sockets
+    "sendto 44 206, recvfrom 45 207, sendmsg 46 211, recvmsg 47 212, sendmmsg 307 269, recvmmsg 299 243, "
+    "shutdown 48 210, getsockname 51 204, getpeername 52 205, setsockopt 54 208, getsockopt 55 209"
+)
+#: And those that only the driver of a GPU needs.
+_GPU_CALLS = "bind 49 200, listen 50 201, accept 43 202, accept4 288 242, memfd_create 319 279"
+#: And those that depend on their arguments (``_filtered_calls``), or that are refused in a way of their own.
+_FILTERED = (
+    "clone 56 220, clone3 435 435, fcntl 72 25, ioctl 16 29, kill 62 129, tkill 200 130, tgkill 234 131, "
+    "rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424, sched_setaffinity 203 122, "
+    "sched_setscheduler 144 119, sched_setparam 142 118, sched_setattr 314 274, setpriority 141 140, "
+    "prlimit64 302 261, move_pages 279 239, personality 135 92, prctl 157 167, socket 41 198, socketpair 53 199, "
+    "connect 42 203, setpgid 109 154"
+)
+#: By machine: the audit architecture, and the column of the numbers.
+_MACHINES = {"x86_64": (0xC000003E, 1), "aarch64": (0xC00000B7, 2)}
+_NEWEST = 462  # the newest call that is known here; libraries fall back from a newer one that does not exist
+_EPERM, _ENOENT, _ENOSYS = 1, 2, 38
+# Flags of new namespaces, and CLONE_PARENT, which makes a child of the judge.
+_NAMESPACES = 0x7E020000 | 0x8000
+#: prctl: names, capabilities that are held, memory; not the signal on the parent's end, nor who may trace it.
+_PRCTL = (2, 3, 7, 15, 16, 21, 23, 27, 29, 30, 38, 39, 40, 41, 42, 50, 51, 55, 56, 0x53564D41)
+#: fcntl: descriptors, flags, locks, pipes, seals; not the process that gets SIGIO, leases or notifications.
+_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 9, 36, 37, 38, 1030, 1031, 1032, 1033, 1034)
+#: ioctl: what kind of terminal it is, bytes to read, blocking, close on exec, a copy of a file's blocks.
+_IOCTL = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)
+#: For the driver all of them but those of terminals, files' flags, block devices, btrfs and sockets.
+_IOCTL_KINDS = tuple(kind << 8 for kind in range(256) if kind not in (0x12, 0x54, 0x58, 0x66, 0x76, 0x89, 0x94))
+_STREAM, _SEQPACKET, _TYPE = 1, 5, 0xF
+_JUMP = 0x05  # of the filter's language: always, as far as wanted
+_CGROUP = "greenfast-"
 
-_SOCKET = {"x86_64": 41, "aarch64": 198}
-# Processes stay in the group that the judge ends and halts. Ninja, which builds extensions of PyTorch, starts each in a
-# new group and stops where that fails, so the call says that it succeeded and does nothing.
-_SETPGID = {"x86_64": 109, "aarch64": 154}
+#: An argument's number, the bits of it that count, and the values of these that are allowed.
+Check = tuple[int, int, Sequence[int]]
+_ALL = 0xFFFFFFFF
 
 
 def confine(readable: Sequence[str], writable: str, gpu: bool = False) -> list[str]:
@@ -76,31 +150,34 @@ def confine(readable: Sequence[str], writable: str, gpu: bool = False) -> list[s
     Call it while the process has one thread. The process also ends with the judge, which may be killed while it stops
     this one between questions.
     """
+    signals = _scopes_signals()
     held = [
         name
         for name, step in (
-            ("resource limits", _limit),
-            ("no new privileges", lambda: _prctl(_PR_SET_NO_NEW_PRIVS, 1)),
+            ("resource limits", lambda: _limit(gpu)),
+            ("memory and processes by cgroup", lambda: _join_cgroup(2 * DATA_BYTES if gpu else DATA_BYTES, PROCESSES)),
+            ("no new privileges", _no_new_privileges),
             ("no network", _leave_network),
             ("files by Landlock", lambda: _landlock((*_SYSTEM, *readable), writable, _gpu_devices() if gpu else ())),
-            ("system calls by seccomp", lambda: _forbid_calls(gpu)),
+            ("no capabilities", _drop_capabilities),
+            ("system calls by seccomp", lambda: _end_with_judge_and_filter(gpu, signals)),
         )
         if _tried(step)
     ]
-    _tried(lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))  # last: a new user namespace clears it
     return held
 
 
 def confine_compiler(readable: Sequence[str]) -> None:
     """Give up all files but these folders, which a source's includes could name, as its text ends up in messages.
 
-    Also what ``confine`` says but the network's namespace, as there are no sockets. The process ends with its parent.
+    Also what ``confine`` does but the network's namespace, as there are no sockets. The process ends with its parent.
     """
-    _tried(_limit)
-    _tried(lambda: _prctl(_PR_SET_NO_NEW_PRIVS, 1))
+    signals = _scopes_signals()
+    _tried(lambda: _limit(False, COMPILER_BYTES))
+    _tried(_no_new_privileges)
     _tried(lambda: _landlock(readable, "", ()))
-    _tried(lambda: _forbid_calls(False))
-    _tried(lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
+    _tried(_drop_capabilities)
+    _tried(lambda: _end_with_judge_and_filter(False, signals))
 
 
 def _tried(step: object) -> bool:
@@ -111,11 +188,20 @@ def _tried(step: object) -> bool:
     return True
 
 
-def _limit() -> None:
-    for kind, most in _LIMITS.items():
+def _limit(gpu: bool, data_bytes: int | None = None) -> None:
+    limits = dict(_LIMITS)
+    if data_bytes is not None:
+        limits[resource.RLIMIT_DATA] = data_bytes
+    if not gpu:  # the driver reserves addresses of all memory that there is
+        limits[resource.RLIMIT_AS] = limits[resource.RLIMIT_DATA] + ADDRESS_BYTES
+    for kind, most in limits.items():
         _, hard = resource.getrlimit(kind)
         limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (limit, limit))
+
+
+def _no_new_privileges() -> None:
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def _prctl(option: int, *values: int) -> None:
@@ -166,8 +252,8 @@ def _landlock(readable: Sequence[str], writable: str, devices: Sequence[str]) ->
 
 
 def _gpu_devices() -> list[str]:
-    """The driver's device files, and where it keeps what processes share."""
-    return [*glob.glob("/dev/nvidia*"), *glob.glob("/dev/nvidia-caps/*"), "/dev/shm"]
+    """The driver's device files. Not /dev/shm, where other programs of the user keep what they share."""
+    return [*glob.glob("/dev/nvidia*"), *glob.glob("/dev/nvidia-caps/*")]
 
 
 def _allow(rules: int, path: str, rights: int) -> None:
@@ -184,33 +270,219 @@ def _allow(rules: int, path: str, rights: int) -> None:
         os.close(parent)
 
 
-def _forbid_calls(gpu: bool) -> None:
-    """Refuse, by a filter that cannot be taken off, calls that reach other processes, the network or the kernel.
+def _drop_capabilities() -> None:
+    """Give up root's powers, but to read files of other users, within what Landlock allows."""
+    header = struct.pack("Ii", 0x20080522, 0)  # version 3, this thread
+    data = ctypes.create_string_buffer(24)
+    _checked(_LIBC.syscall(_number("capget", "capget 125 90"), header, data))
+    low, high = struct.unpack_from("I", data, 4)[0] & 1 << _CAP_DAC_READ_SEARCH, 0
+    data.raw = struct.pack("6I", low, low, 0, high, high, 0)
+    _checked(_LIBC.syscall(_number("capset", "capset 126 91"), header, data))
 
-    gpu: allow sockets, without which the driver does not start; outside of its network namespace they reach nothing.
-    """
-    if platform.machine() not in _FORBIDDEN or struct.calcsize("P") != 8:
+
+def _scopes_signals() -> bool:
+    """Return whether Landlock keeps signals within the processes of a sandbox (Linux 6.12)."""
+    return int(_LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)) >= _SCOPES_SINCE
+
+
+def _end_with_judge_and_filter(gpu: bool, signals_scoped: bool) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a new user namespace clears it; the filter does not allow it
+    _filter_calls(_filter_program(gpu, os.getpid(), signals_scoped))
+
+
+def _numbers(calls: str) -> dict[str, int]:
+    """Return the numbers of calls on this machine by name. Raises OSError for a machine without a table."""
+    if platform.machine() not in _MACHINES or struct.calcsize("P") != 8:
         raise OSError("no table of system calls for this machine")
-    architecture, numbers = _FORBIDDEN[platform.machine()]
-    load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
-    # SECCOMP_RET_*; 1: EPERM, 0: success
-    kill, refuse, pretend, allow = 0x80000000, 0x00050000 | 1, 0x00050000, 0x7FFF0000
-    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, kill), (load, 0, 0, 0)]
-    # Numbers from 2**30 are x86's second set of the same calls.
-    program += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]
-    for number in numbers:
-        if gpu and number == _SOCKET[platform.machine()]:
+    column = _MACHINES[platform.machine()][1]
+    rows = [entry.split() for entry in calls.split(", ")]
+    return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
+
+
+def _number(name: str, calls: str) -> int:
+    return _numbers(calls)[name]
+
+
+def _filtered_calls(gpu: bool, own: int, signals_scoped: bool) -> dict[str, tuple[int, Sequence[Check]]]:
+    """Return by name the error of a refused call, and the checks that all have to hold for an allowed one.
+
+    own: the process whose number the filter knows. Its children inherit the filter, which takes their numbers for other
+    processes', so they change themselves by 0 alone. signals_scoped: whether signals reach no other process anyway.
+    """
+    itself: Check = (0, _ALL, (0, own))
+    signal_to: Sequence[Check] = () if signals_scoped else (itself,)
+    never: Sequence[Check] = ((0, 0, (1,)),)
+    return {
+        "clone": (_EPERM, ((0, _NAMESPACES, (0,)),)),
+        "clone3": (_ENOSYS, never),  # its flags are in memory, which a filter cannot read; libraries fall back to clone
+        "fcntl": (_EPERM, ((1, _ALL, _FCNTL),)),
+        "ioctl": (_EPERM, ((1, 0xFF00, _IOCTL_KINDS),) if gpu else ((1, _ALL, _IOCTL),)),
+        "kill": (_EPERM, signal_to),
+        "tkill": (_EPERM, () if signals_scoped else never),
+        "tgkill": (_EPERM, signal_to),
+        "rt_sigqueueinfo": (_EPERM, signal_to),
+        "rt_tgsigqueueinfo": (_EPERM, signal_to),
+        "pidfd_send_signal": (_EPERM, () if signals_scoped else never),
+        "sched_setaffinity": (_EPERM, (itself,)),
+        "sched_setscheduler": (_EPERM, (itself, (1, 0x3FFFFFFF, (0, 3, 5)))),  # no real-time policy
+        "sched_setparam": (_EPERM, (itself,)),
+        "sched_setattr": (_EPERM, (itself,)),
+        "setpriority": (_EPERM, ((0, _ALL, (0,)), (1, _ALL, (0, own)))),
+        "prlimit64": (_EPERM, (itself,)),
+        "move_pages": (_EPERM, (itself,)),
+        "personality": (_EPERM, ((0, _ALL, (0, _ALL)),)),
+        "prctl": (_EPERM, ((0, _ALL, _PRCTL),)),
+        # The driver listens on a socket in its own namespace, without which it does not start; it connects to a service
+        # that may not be there. Datagrams could reach any socket that has a name among files.
+        "socket": (_EPERM, ((0, _ALL, (1,)), (1, _TYPE, (_STREAM, _SEQPACKET))) if gpu else never),
+        "socketpair": (_EPERM, ((1, _TYPE, (_STREAM, _SEQPACKET)),)),
+        "connect": (_ENOENT if gpu else _EPERM, never),
+        # Processes stay in the group that the judge ends and halts. Ninja, which builds extensions of PyTorch, starts
+        # each in a new group and stops where that fails, so the call says that it succeeded and does nothing.
+        "setpgid": (0, never),
+    }
+
+
+def _filter_program(gpu: bool, own: int, signals_scoped: bool) -> bytes:
+    """Return the instructions of a filter that allows the listed calls and refuses all others."""
+    architecture, _ = _MACHINES.get(platform.machine(), (0, 0))
+    load, equal, at_least, bits, answer = 0x20, 0x15, 0x35, 0x54, 0x06
+    refuse, allow = 0x00050000, 0x7FFF0000  # SECCOMP_RET_ERRNO, whose lowest bits are the error; SECCOMP_RET_ALLOW
+    plain = _numbers(_CALLS + (f", {_GPU_CALLS}" if gpu else ""))
+    filtered = _numbers(_FILTERED)
+    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, refuse | _EPERM), (load, 0, 0, 0)]
+    # Numbers from 2**30 on are x86's second set of the same calls.
+    program += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse | _EPERM)]
+    for number in plain.values():
+        program += [(equal, 0, 1, number), (answer, 0, 0, allow)]
+    for name, (error, checks) in _filtered_calls(gpu, own, signals_scoped).items():
+        if name not in filtered:
             continue
-        program += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
-    program += [(equal, 0, 1, _SETPGID[platform.machine()]), (answer, 0, 0, pretend)]
-    program.append((answer, 0, 0, allow))
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in program))
+        body: list[tuple[int, int, int, int]] = []
+        for argument, mask, values in checks:
+            body += [(load, 0, 0, 16 + 8 * argument), (bits, 0, 0, mask)]  # the low half of a 64-bit argument
+            body += [(equal, len(values) - n, 0, value) for n, value in enumerate(values)]
+            body.append((answer, 0, 0, refuse | error))
+        body.append((answer, 0, 0, allow))
+        # A jump reaches 255 instructions: skip over a longer body in two steps.
+        program += [(equal, 1, 0, filtered[name]), (_JUMP, 0, 0, len(body)), *body]
+    program += [(at_least, 0, 1, _NEWEST + 1), (answer, 0, 0, refuse | _ENOSYS), (answer, 0, 0, refuse | _EPERM)]
+    return b"".join(struct.pack("=HBBI", *step) for step in program)
+
+
+def _filter_calls(program: bytes) -> None:
+    """Refuse, by a filter that cannot be taken off, all calls that the program does not allow."""
+    code = ctypes.create_string_buffer(program)
 
     class _Filter(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
 
-    table = _Filter(len(program), ctypes.addressof(code))
+    table = _Filter(len(program) // 8, ctypes.addressof(code))
     _checked(_LIBC.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(table), ctypes.c_ulong(0), ctypes.c_ulong(0)))
+
+
+def _join_cgroup(memory_bytes: int, processes: int) -> None:
+    """Move this process into a new control group with these limits. Raises OSError if there is none for it to make."""
+    name = f"{_CGROUP}{os.getpid()}"
+    for parents in _cgroup_parents():
+        made: list[str] = []
+        try:
+            for parent, limits in parents.items():
+                _remove_old_cgroups(parent)
+                folder = os.path.join(parent, name)
+                os.mkdir(folder)
+                made.append(folder)
+                for file, value in limits.items():
+                    _write(os.path.join(folder, file), str({"memory": memory_bytes, "processes": processes}[value]))
+                for file, text in (("memory.swap.max", "0"), ("memory.oom.group", "1")):
+                    with contextlib.suppress(OSError):
+                        _write(os.path.join(folder, file), text)
+            for folder in made:
+                _write(os.path.join(folder, "cgroup.procs"), "0")
+            return
+        except OSError:
+            for folder in made:
+                with contextlib.suppress(OSError):
+                    _write(os.path.join(os.path.dirname(folder), "cgroup.procs"), "0")
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
+    raise OSError("no control group that this process may divide")
+
+
+def _cgroup_parents() -> list[dict[str, dict[str, str]]]:
+    """Return where a control group may be made: sets of folders, each with the limits that it takes.
+
+    A group of version 2 that has processes cannot have limited ones below it, so its parent is tried too: it is the
+    user's where the service manager delegated it. With version 1 memory and processes are two hierarchies.
+    """
+    own = {}
+    with open("/proc/self/cgroup") as file:
+        for line in file.read().splitlines():
+            _, controllers, path = line.split(":", 2)
+            own[controllers] = path
+    mounts: dict[str, str] = {}
+    with open("/proc/self/mountinfo") as file:
+        for line in file.read().splitlines():
+            fields, _, after = line.partition(" - ")
+            kind, _, options = after.split(" ", 2)
+            root, point = fields.split()[3:5]
+            for controllers, path in own.items():
+                names = set(controllers.split(","))
+                fits = kind == "cgroup2" if not controllers else kind == "cgroup" and names <= set(options.split(","))
+                if fits and path.startswith(root.rstrip("/")):
+                    mounts[controllers] = os.path.join(point, path[len(root.rstrip("/")) :].lstrip("/")).rstrip("/")
+    found: list[dict[str, dict[str, str]]] = []
+    if "" in mounts:
+        both = {"memory.max": "memory", "pids.max": "processes"}
+        found.append({mounts[""]: both})
+        found += [{os.path.dirname(mounts[""]): both}] if own[""] != "/" else []
+    memory = next((place for names, place in mounts.items() if "memory" in names.split(",")), None)
+    pids = next((place for names, place in mounts.items() if "pids" in names.split(",")), None)
+    if memory and pids:
+        found.append({memory: {"memory.limit_in_bytes": "memory"}, pids: {"pids.max": "processes"}})
+    return found
+
+
+def remove_cgroup(process: int) -> None:
+    """Remove the control groups of a process that has ended, and end what is left in them."""
+    for parents in _cgroup_parents():
+        for parent in parents:
+            folder = os.path.join(parent, f"{_CGROUP}{process}")
+            for _ in range(50):
+                try:
+                    os.rmdir(folder)
+                except FileNotFoundError:
+                    break
+                except OSError:
+                    _end_all_in(folder)
+                    time.sleep(0.01)
+                else:
+                    break
+
+
+def _end_all_in(cgroup: str) -> None:
+    with contextlib.suppress(OSError, ValueError), open(os.path.join(cgroup, "cgroup.procs")) as file:
+        for process in file.read().split():
+            os.kill(int(process), signal.SIGKILL)
+
+
+def _remove_old_cgroups(parent: str) -> None:
+    """Remove the groups of processes whose judge was killed; one that still has processes cannot be removed."""
+    for name in os.listdir(parent):
+        process = name.removeprefix(_CGROUP)
+        ended = process == str(os.getpid()) or not os.path.exists(f"/proc/{process}")
+        if name.startswith(_CGROUP) and process.isdigit() and ended:
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.join(parent, name))
+
+
+def _write(path: str, text: str) -> None:
+    """Write to a file that exists, as all of a control group do."""
+    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
 
 
 def _checked(result: int) -> int:

@@ -175,6 +175,14 @@ def test_what_it_cannot_reach(tmp_path: Path, mechanism: str) -> None:
         family.program({"FAST": 1}, "float", DIMS)
 
 
+def test_an_error_says_that_the_sandbox_may_be_why(tmp_path: Path) -> None:
+    family = started(tmp_path / "mine", in_kernel("import os; os.chmod(__file__, 0o777)"))
+    if "system calls by seccomp" not in family.sandbox:
+        pytest.skip("no seccomp on this machine")
+    with pytest.raises(SolutionError, match=r"Operation not permitted(.|\n)*The sandbox refuses some system calls"):
+        family.program({"FAST": 1}, "float", DIMS)
+
+
 def test_a_process_that_it_starts_stays_in_the_judges_group(tmp_path: Path) -> None:
     """As ninja starts compilers, which takes the call for failed where it is refused."""
     line = "import os; child = os.posix_spawn('/bin/sh', ['sh', '-c', 'exit 7'], {}, setpgroup=0)\n"

@@ -19,6 +19,7 @@ from typing import IO, Any
 import msgspec
 
 from greenfast.device.python_process import isolated, module_path
+from greenfast.device.sandbox import remove_cgroup
 from greenfast.judge.solution.wire import MAX_MESSAGE, Answer, Choose, Confined, Load, Question, Raised, Render
 from greenfast.spec.errors import SolutionError
 
@@ -106,7 +107,7 @@ class SolutionProcess:
         """The error for an exception of the solution's code."""
         lines = "".join(f"\n  {line}" for line in said.lines[-5:])
         how = f"it {'called' if said.exits else 'raised'} {said.text}{lines}"
-        return SolutionError(_shown(f"{self._what}: the solution ended without a verdict: {how}"))
+        return SolutionError(_shown(f"{self._what}: the solution ended without a verdict: {how}{_hint(how)}"))
 
     def _tell(self, data: bytes, deadline: float) -> None:
         view = memoryview(len(data).to_bytes(4, "little") + data)
@@ -166,11 +167,20 @@ class SolutionProcess:
             if printed:
                 how += "\n  it printed: " + "\n  ".join(printed.splitlines()[-5:])
         self.close()
-        return SolutionError(_shown(f"{self._what}: the solution ended without a verdict: {how}"))
+        return SolutionError(_shown(f"{self._what}: the solution ended without a verdict: {how}{_hint(how)}"))
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, number)
+
+
+def _hint(how: str) -> str:
+    """Return what the sandbox may have to do with an ending; empty if nothing."""
+    if "Operation not permitted" in how or "Permission denied" in how:
+        return "\n  The sandbox refuses some system calls and files: docs/judging.md, What protects the judge"
+    if "SIGKILL" in how or "SIGXCPU" in how:
+        return "\n  Linux ends a process so that uses more memory or processor time than it may: docs/judging.md"
+    return ""
 
 
 def _shown(text: str) -> str:
@@ -222,6 +232,7 @@ def _end(child: subprocess.Popen[bytes], pipes: Sequence[int], scratch: str, out
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
+    remove_cgroup(child.pid)
     for pipe in pipes:
         os.close(pipe)
     output.close()
