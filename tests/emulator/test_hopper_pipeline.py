@@ -97,7 +97,11 @@ def test_producer_and_two_consumers(seed: int) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        pytest.param({"full_wait": ";"}, r"wgmma operand read of (data|an element)", id="no wait for the tile"),
+        pytest.param(
+            {"full_wait": ";"},
+            r"wgmma operand read of (data|an element)|write is not ordered after a wgmma.wait_group",
+            id="no wait for the tile",
+        ),
         pytest.param(
             {"release": ""},
             r"deadlock.*1 threads of warp 8 wait at hopper\.cuh:\d+ \(mbarrier\.try_wait.*for the mbarrier at byte \d+ "
@@ -122,7 +126,8 @@ def test_producer_and_two_consumers(seed: int) -> None:
         ),
         pytest.param(
             {"early": RELEASE, "release": ""},
-            r"bulk write to where an asynchronous operation still reads.*cp\.async\.bulk\.tensor",
+            r"(bulk write to where an asynchronous operation still reads|not ordered after a wgmma.wait_group for the "
+            r"wgmma at hopper\.cuh.*released too early).*cp\.async\.bulk\.tensor",
             id="released before the product is done",
         ),
         pytest.param(
@@ -141,3 +146,164 @@ def test_a_broken_pipeline_is_found_in_every_order(change: dict[str, str], says:
     for seed in range(3):
         with pytest.raises(KernelFaultError, match=says):
             pipeline(seed, **change)
+
+
+# ---- a stage that is given back before its reads are over -----------------------------------------------------------
+
+# One warpgroup multiplies, a second one overwrites its operand once an mbarrier says so.
+STAGE = """
+extern __shared__ __align__(1024) u8 s[];
+__shared__ u64 ready, empty;
+if (threadIdx.x == 0) { init(&ready, 1); init(&empty, 128); init_fence(); }
+__syncthreads();
+if (threadIdx.x == 0) {
+  expect(&ready, 64 * 64 + N * 64);
+  load(s, &ma, &ready, 0, 0); load(s + 64 * 64, &mb, &ready, 0, 0);
+}
+if (threadIdx.x < 128) {
+  float d[N / 2], e[N / 2];
+  for (int i = 0; i < N / 2; ++i) d[i] = e[i] = 0;
+  wait(&ready, 0);
+  mma_fence();
+  mma(d, descriptor(s, 16, 512, 64), descriptor(s + 64 * 64, 16, 512, 64), 1);
+  mma_commit();
+  RELEASE
+  for (int i = 0; i < N / 2; ++i) y[i * 128 + threadIdx.x] = d[i] + e[i];
+} else {
+  wait(&empty, 0);
+  s[64 * 64 + threadIdx.x] = 1;
+}"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("release", "right"),
+    [
+        ("mma_wait<0>(); arrive(&empty);", True),
+        ("arrive(&empty); mma_wait<0>();", False),
+        ("mma_wait<0>(); mma_fence(); mma(e, descriptor(s, 16, 512, 64), descriptor(s + 64 * 64, 16, 512, 64), 1);"
+         "mma_commit(); arrive(&empty); mma_wait<0>();", False),
+        ("mma_fence(); mma(e, descriptor(s, 16, 512, 64), descriptor(s + 64 * 64, 16, 512, 64), 1); mma_commit();"
+         "mma_wait<1>(); arrive(&empty); mma_wait<0>();", False),
+        ("mma_fence(); mma(e, descriptor(s, 16, 512, 64), descriptor(s, 16, 512, 64), 1); mma_commit();"
+         "mma_wait<1>(); arrive(&empty); mma_wait<0>();", True),
+    ],
+    ids=["after the wait", "before the wait", "a product later", "one product too early", "the other operand"],
+)  # fmt: skip
+def test_a_stage_is_released_behind_the_wait_for_its_product(release: str, right: bool, seed: int) -> None:
+    def launch() -> GridResult:
+        return run(
+            STAGE.replace("RELEASE", release),
+            {"a": A, "b": B},
+            {"y": ((N // 2 * 128,), "float32")},
+            parameters="const __grid_constant__ CUtensorMap ma, const __grid_constant__ CUtensorMap mb, float* y",
+            args=(tensor_map("a", A, (64, 64), 64), tensor_map("b", B, (N, 64), 64), "y"),
+            threads=256,
+            before=f"constexpr int N = {N};\n" + wgmma("mma", N, "k32", "f32.e4m3.e4m3"),
+            dynamic=128 * 64 + N * 64,
+            seed=seed,
+        )
+
+    if right:
+        launch()
+    else:
+        with pytest.raises(KernelFaultError, match=r"not ordered after a wgmma\.wait_group|still reads"):
+            launch()
+
+
+BULK_STORE = """
+__shared__ __align__(128) float s[32];
+s[threadIdx.x % 32] = 1;
+proxy_fence();
+__syncthreads();
+if (threadIdx.x == 0) {
+  bulk_store(y, s, 128); store_commit();
+  BEFORE
+}
+__syncthreads();
+if (threadIdx.x == 32) s[0] = 2;
+if (threadIdx.x == 0) { BEHIND }"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("before", "behind", "right"),
+    [
+        ("store_wait_read<0>();", "", True),
+        ("", "store_wait_read<0>();", False),
+        ("store_wait_read<1>();", "store_wait<0>();", False),
+    ],
+)  # fmt: skip
+def test_the_source_of_a_bulk_store_is_free_behind_its_wait(before: str, behind: str, right: bool, seed: int) -> None:
+    def launch() -> GridResult:
+        body = BULK_STORE.replace("BEFORE", before).replace("BEHIND", behind)
+        return run(body, {}, {"y": ((32,), "float32")}, parameters="float* y", args=("y",), threads=64, seed=seed)
+
+    if right:
+        assert (launch().outputs["y"] == 1).all()
+    else:
+        with pytest.raises(KernelFaultError, match=r"data race|still reads"):
+            launch()
+
+
+# ---- a warp that falls behind ---------------------------------------------------------------------------------------
+
+# Warp 0 fills two stages, warp 1 empties them, warp 2 looks on.
+ONLOOKER = """
+__shared__ int s[STAGES][32]; __shared__ u64 full[STAGES], empty[STAGES]; __shared__ int seen;
+int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+if (threadIdx.x == 0) {
+  for (int i = 0; i < STAGES; ++i) { init(&full[i], 32); init(&empty[i], EMPTIED); }
+}
+__syncthreads();
+if (warp == 0) {
+  for (int i = 0; i < TILES; ++i) {
+    wait(&empty[i % STAGES], (i / STAGES + 1) % 2);
+    s[i % STAGES][lane] = i;
+    arrive(&full[i % STAGES]);
+  }
+} else if (warp == 1) {
+  int sum = 0;
+  for (int i = 0; i < TILES; ++i) {
+    wait(&full[i % STAGES], i / STAGES % 2);
+    sum += s[i % STAGES][lane];
+    arrive(&empty[i % STAGES]);
+  }
+  y[lane] = sum;
+} else {
+  ONLOOKER
+}"""
+LOOKS_ON = "for (int i = 0; i < TILES; ++i) { wait(&full[i % STAGES], i / STAGES % 2); ARRIVES }"
+
+
+def look_on(onlooker: str, emptied: int, stages: int, threads: int, seed: int) -> None:
+    body = ONLOOKER.replace("ONLOOKER", onlooker).replace("EMPTIED", str(emptied))
+    before = f"constexpr int TILES = 6, STAGES = {stages};"
+    outputs = {"y": ((32,), "int32")}
+    found = run(body, {}, outputs, parameters="int* y", args=("y",), threads=threads, before=before, seed=seed)
+    assert (found.outputs["y"] == 15).all()
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("threads", [96, 128])
+def test_a_warp_that_no_barrier_counts_may_fall_behind_for_ever(stages: int, threads: int) -> None:
+
+    def look_on_in_all_orders() -> None:
+        for seed in range(3):
+            look_on(LOOKS_ON.replace("ARRIVES", ""), 32, stages, threads, seed)
+
+    with pytest.raises(KernelFaultError, match=r"deadlock.*of warp [23] wait at"):
+        look_on_in_all_orders()
+
+
+@pytest.mark.parametrize(
+    ("onlooker", "emptied"),
+    [
+        (LOOKS_ON.replace("ARRIVES", "arrive(&empty[i % STAGES]);"), 64),
+        ("wait(&full[TILES % STAGES], (TILES / STAGES + 1) % 2);", 32),
+    ],
+    ids=["counted", "the last phase alone"],
+)  # fmt: skip
+def test_a_warp_that_is_counted_does_not(onlooker: str, emptied: int) -> None:
+    for seed in range(5):
+        look_on(onlooker, emptied, 2, 96, seed)

@@ -184,3 +184,66 @@ def test_a_matrix_instruction_is_ordered_by_a_syncwarp_behind_it(body: str, seed
     with pytest.raises(KernelFaultError, match=r"data race on byte .* of shared memory"):
         result(TILE + body.replace("SYNC", ""), seed=seed)
     result(TILE + body.replace("SYNC", "__syncwarp();"), seed=seed)
+
+
+# ---- old values -----------------------------------------------------------------------------------------------------
+
+IN_BLOCK = """__shared__ volatile int flag, data[2]; int t = threadIdx.x;
+if (t < 2) data[t] = 0;
+if (t == 0) flag = 0;
+__syncthreads();
+if (t == 32) { WRITE }
+if (t == 64) { while (flag == 0); READ y[0] = data[0]; }"""
+IN_WARP = IN_BLOCK.replace("t == 64", "t == 33")
+OF_BLOCKS = """volatile int* flag = z; volatile int* data = z + 64; int t = threadIdx.x;
+if (t == 0 && blockIdx.x == 1) { WRITE }
+if (t == 0 && blockIdx.x == 0) { while (flag[0] == 0); READ y[0] = data[0]; }"""
+BUFFERS = """volatile int* a = z; volatile int* b = z + 64;
+if (threadIdx.x == 0) { *a = 1; y[0] = *b; }
+if (threadIdx.x == 32) { *b = 1; y[1] = *a; }"""
+
+
+def in_all_orders(body: str, threads: int = 96) -> set[float]:
+    """The first elements that some orders leave."""
+    return {float(result(body, threads=threads, blocks=2, seed=seed)[0]) for seed in range(3)}
+
+
+@pytest.mark.parametrize("body", [IN_BLOCK, IN_WARP, OF_BLOCKS], ids=["warps", "threads of a warp", "blocks"])
+@pytest.mark.parametrize(
+    ("write", "right"),
+    [
+        ("data[0] = 5; FENCE flag = 1;", True),
+        ("data[0] = 5; flag = 1;", False),
+        ("FENCE data[0] = 5; flag = 1;", False),
+        ("flag = 1; FENCE data[0] = 5;", False),
+        ("atomicAdd((int*)data, 5); FENCE flag = 1;", True),
+        ("atomicAdd((int*)data, 5); flag = 1;", False),
+        ("data[0] = 5; FENCE atomicExch((int*)&flag, 1);", True),
+        ("data[0] = 5; atomicExch((int*)&flag, 1);", False),
+        ("data[0] = 3; FENCE data[0] = 5; flag = 1;", False),
+    ],
+)
+def test_a_volatile_value_is_seen_behind_its_flag_only_with_a_fence(body: str, write: str, right: bool) -> None:
+    fence = "__threadfence();" if body is OF_BLOCKS else "__threadfence_block();"
+    if body is OF_BLOCKS:
+        write = write.replace("&flag", "flag").replace("flag = ", "flag[0] = ")
+    values = in_all_orders(body.replace("WRITE", write.replace("FENCE", fence)).replace("READ", fence))
+    assert values == {5} if right else values > {5}
+
+
+def test_a_fence_of_a_block_is_too_narrow_for_a_volatile_value_of_another() -> None:
+    write = "data[0] = 5; __threadfence_block(); flag[0] = 1;"
+    assert in_all_orders(OF_BLOCKS.replace("WRITE", write).replace("READ", "__threadfence();")) > {5}
+
+
+def test_a_volatile_value_before_a_barrier_is_seen_behind_it() -> None:
+    body = "__shared__ volatile int v[64]; int t = threadIdx.x; v[t] = 0; __syncthreads(); v[t] = t + 1;"
+    assert in_all_orders(f"{body} __syncthreads(); y[t] = v[t ^ 33];", 64) == {34}
+    assert in_all_orders(f"{body} __syncwarp(); y[t] = v[t ^ 1];", 64) == {2}
+    assert in_all_orders(f"{body} y[t] = v[t ^ 1];", 64) > {2}
+
+
+def test_no_thread_of_two_may_see_what_the_other_wrote() -> None:
+    """Store buffering: each writes one place and reads the other's."""
+    without = {tuple(result(BUFFERS, threads=64, seed=seed)[:2]) for seed in range(3)}
+    assert (0, 0) in without

@@ -281,7 +281,8 @@ class _Chain:
         if self.by_phase:
             self.by_phase.begin(machine.lanes)
         try:
-            Scheduler(machine, program, seed + int(machine.blocks[0]), bool(seed)).run()
+            Scheduler(machine, program, seed + int(machine.blocks[0]), seed).run()
+            program.laggards |= machine.races.laggards
         except KernelFaultError as e:
             e.printed = "".join([*self.printed, *machine.output])
             raise

@@ -73,6 +73,10 @@ class Program:
         self.endless = endless_branches(function)
         #: Reads between which and what a thread does next others may write.
         self.polled = {pc for pc, i in enumerate(function.code) if is_polled(i)}
+        #: Whether threads wait for mbarriers.
+        self.waits = any(i.name == "mbarrier" and i.parts[0] in ("try_wait", "test_wait") for i in function.code)
+        #: Warps that a run has found may fall behind at an mbarrier.
+        self.laggards: set[int] = set()
         #: Whether threads may synchronize through memory.
         self.synchronizes = bool(self.polling) or any(_orders(i) for i in function.code)
         #: Whether some accesses to global memory are atomic for their block or cluster alone.

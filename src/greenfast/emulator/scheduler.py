@@ -20,6 +20,7 @@ from greenfast.emulator.instructions.meetings import Meetings
 from greenfast.emulator.instructions.subroutines import jump
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.progress import ENDLESS, PATIENCE, POLL, STRETCH, STRETCH_LIMIT, TURNS, Progress
+from greenfast.emulator.machine.stale import StaleReads
 from greenfast.emulator.machine.state import WARP, Lanes, Machine, lane_indices, selection
 from greenfast.emulator.program import CONTROL, Program
 from greenfast.emulator.ptx.recursion import JUMPS
@@ -29,6 +30,8 @@ from greenfast.emulator.ptx.syntax import Instruction
 INSTRUCTION_LIMIT = 20_000_000
 #: Rounds in which every wait gave up and nothing changed, after which the kernel is deadlocked.
 FRUITLESS_ROUNDS = 2
+#: How often a warp that is held back runs while nothing else changes, before it is one like the others.
+LAGS = 8
 #: How often a bulk copy in flight is delivered although something else could run.
 EARLY_DELIVERY = 0.25
 
@@ -36,10 +39,11 @@ EARLY_DELIVERY = 0.25
 class Scheduler:
     """Runs a program on a machine's blocks."""
 
-    def __init__(self, machine: Machine, program: Program, seed: int, interleave: bool = False) -> None:
+    def __init__(self, machine: Machine, program: Program, seed: int, order: int = 0) -> None:
         """Draw the order of the warps from a seed.
 
-        interleave: let others run after the first atomic, volatile or acquire read, so that lost updates show.
+        order: 0 for the plain one. Others let other warps run after a warp's first atomic, volatile or acquire read, so
+        that lost updates show, let such reads give old values, and hold a warp back.
         """
         self.m, self.program = machine, program
         self.code = program.function.code
@@ -54,7 +58,13 @@ class Scheduler:
         self.meetings = Meetings(machine, program.meetings)
         self.progress = Progress(machine)
         machine.memory.compares = machine.shared.compares = bool(program.polling)
-        self.polled = set(program.polled) if interleave else set()
+        self.polled = set(program.polled) if order else set()
+        if any(self.code[pc].name == "ld" for pc in self.polled):
+            machine.races.stale = StaleReads(machine.races)
+        machine.mbarriers.on_complete = machine.races.complete_phases
+        #: A warp that runs only when nothing else can go on; -1 for none.
+        self.held_back = self._choose_laggard(order) if order else -1
+        self._lags = 0  # how often that warp has run since anything changed
         self.interrupted: set[tuple[int, int]] = set()  # warps and reads after which others have run
         self.interrupt = False
         self.in_vain = [0] * machine.warps  # how many iterations a loop of each warp has waited in vain
@@ -63,6 +73,19 @@ class Scheduler:
         # What each warp has executed with no event meanwhile, and how many events there had been.
         self.stretches = [(0, -1)] * machine.warps
         self.ended = machine.ended
+
+    def _choose_laggard(self, order: int) -> int:
+        """Return a warp to hold back in this order of the warps, -1 for none.
+
+        Those that an earlier run saw may fall behind take turns, one order after the other; else every second order
+        takes any, in kernels whose threads wait for an mbarrier or in a loop.
+        """
+        if self.m.warps == 1 or not (self.program.polling or self.program.waits):
+            return -1
+        chosen = sorted(n for n in self.program.laggards if n < self.m.warps)
+        if chosen:
+            return [*chosen, -1][(order - 1) % (len(chosen) + 1)]
+        return self.random.randrange(self.m.warps) if order % 2 else -1
 
     def run(self) -> None:
         """Run until all threads have ended. Raises KernelFaultError for what the kernel does wrong."""
@@ -76,6 +99,7 @@ class Scheduler:
             if any(self.fragments):
                 self._round()
                 if not self.progress.quiet() or not any(self.fragments):
+                    self._lags = 0
                     if self.m.arriving and self.random.random() < EARLY_DELIVERY:
                         self._deliver()
                     continue
@@ -87,6 +111,11 @@ class Scheduler:
                     self._together(lanes)
             elif self.m.arriving:
                 self._deliver()
+            elif self.held_back >= 0 and self.fragments[self.held_back]:
+                self._run_one(self.held_back)
+                self._lags += 1
+                if self._lags > LAGS:
+                    self.held_back = -1
             elif any(self.staying) and fruitless < FRUITLESS_ROUNDS:
                 fruitless += 1
                 self.m.impatient[:] = True
@@ -98,13 +127,17 @@ class Scheduler:
 
     def _round(self) -> None:
         """Run every warp that can run, in some order."""
-        ready = [n for n, fragments in enumerate(self.fragments) if fragments]
+        ready = [n for n, fragments in enumerate(self.fragments) if fragments and n != self.held_back]
         self.random.shuffle(ready)
         for n in ready:
-            self._count_for(n)
-            before = self.m.executed + self.spent
-            self._run_warp(n)
-            self._limit(n, self.m.executed + self.spent - before)
+            self._run_one(n)
+
+    def _run_one(self, n: int) -> None:
+        """Run a warp, and count and limit what it executes."""
+        self._count_for(n)
+        before = self.m.executed + self.spent
+        self._run_warp(n)
+        self._limit(n, self.m.executed + self.spent - before)
 
     def _run_warp(self, n: int) -> None:
         """Run a warp until its threads wait or have ended, or iterate in a loop that waits for others.

@@ -149,12 +149,21 @@ def load(i: Instruction) -> Operation:
                 found = arena.read(offsets, total, what, strong)
         if strong and actual in ("global", "shared"):
             m.races.synchronize(actual, offsets, lanes, True, False, False, scope)
+            if m.races.stale is not None:
+                found = m.races.stale.read(actual, offsets, found, lanes)
         count_access(m, actual, False, offsets, lanes, total)
         values = found.view(dtype_of(kind))
         for n, w in enumerate(write):
             w(m, lanes, values[:, n])
 
     return by_space(space, where, run)
+
+
+def peek(arena: Arena, offsets: Offsets, size: int) -> NDArray[np.uint8]:
+    """Return (threads, size) bytes as they are, without an access; zeros for what is not in the arena."""
+    places = offsets[:, None] + np.arange(size)
+    inside = (places >= 0) & (places < len(arena.data))
+    return np.where(inside, arena.data[np.where(inside, places, 0)], np.uint8(0))
 
 
 def store(i: Instruction) -> Operation:
@@ -174,10 +183,15 @@ def store(i: Instruction) -> Operation:
         values = np.empty((len(offsets), len(read)), dtype_of(kind))
         for n, r in enumerate(read):
             values[:, n] = r(m, lanes)
+        watched = strong and actual in ("global", "shared")
+        stale = m.races.stale if watched else None
+        before = peek(arena, offsets, size * len(read)) if stale is not None else None
         with m.accessing(lanes, actual):
             arena.write(offsets, values.view(np.uint8), what, strong)
-        if strong and actual in ("global", "shared"):
+        if watched:
             m.races.synchronize(actual, offsets, lanes, False, True, releases, scope)
+        if stale is not None and before is not None:
+            stale.write(actual, offsets, before, lanes)
         count_access(m, actual, True, offsets, lanes, size * len(read))
 
     return by_space(space, where, run)
@@ -240,7 +254,7 @@ def atomic(i: Instruction) -> Operation:
     def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
         arena, offsets, actual = locate(m, space, at, lanes)
         with m.accessing(lanes, actual):
-            arena.read(offsets, whole, f"{whole}-byte atomic access", True)
+            before = arena.read(offsets, whole, f"{whole}-byte atomic access", True)
         cells = arena.data.view(dtype)
         after = atomic_result(operation, kind, actual)
         watched = actual in ("global", "shared")
@@ -248,6 +262,9 @@ def atomic(i: Instruction) -> Operation:
             m.races.accessing = lanes
             m.races.atomics.meet(actual, offsets, whole, scope, lock=operation in ("cas", "exch"))
             m.races.synchronize(actual, offsets, lanes, returns, True, releases, scope)
+            if m.races.stale is not None:
+                m.races.stale.read(actual, offsets, before, lanes, newest=True)
+                m.races.stale.write(actual, offsets, before.copy(), lanes)
         changed = np.zeros(len(offsets), np.bool_)
         given = [[np.broadcast_to(np.array(r(m, lanes)), len(offsets)) for r in column] for column in read]
         for element, arguments in enumerate(given):  # each element of a vector for itself
@@ -381,6 +398,7 @@ def land(m: Machine, lanes: Lanes, which: Callable[[Copy], Any]) -> None:
         done = waiting[copy.lanes] & which(copy)
         if done.any():
             m.shared.place(copy.offsets[done], copy.values[done])
+            m.races.finished(copy.offsets[done], copy.values.shape[1], copy.lanes[done], True, copy.instruction)
             if m.proxies is not None:
                 m.proxies.landed(copy.offsets[done], copy.lanes[done], copy.instruction)
         if not done.all():

@@ -233,6 +233,10 @@ def _wait(i: Instruction) -> Operation:
             waiting[stay] = False
         for s, which in zip(m.stores, covered, strict=True):
             now = which & waiting[s.lanes]
+            reading = now & s.reading
+            if reading.any():
+                owners = np.broadcast_to(s.lanes[reading][:, None], s.chunks[reading].shape).ravel()
+                m.races.finished(s.chunks[reading].ravel() * CHUNK, CHUNK, owners, False, s.instruction)
             s.release(m.shared, now)
             if not only_read:
                 s.land(m.memory, now)

@@ -21,7 +21,7 @@ from greenfast.emulator.instructions.formats import BITS, decode
 from greenfast.emulator.instructions.operands import cast, dtype_of, reader
 from greenfast.emulator.machine.memory import CHUNK
 from greenfast.emulator.machine.state import WARP, Lanes, Machine, Operation, Values, lane_indices
-from greenfast.emulator.machine.underway import GROUPS, MatrixReads, Products, chunks_of, hold, release
+from greenfast.emulator.machine.underway import GROUPS, MatrixReads, Products, ProductWaits, chunks_of, hold, release
 from greenfast.emulator.ptx.syntax import Immediate, Instruction, Operand, Register, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -80,14 +80,16 @@ def _release(m: Machine, lanes: NDArray[np.intp]) -> None:
     warps, blocks = leads // m.set_size, m.block_of[leads]
     done = np.full((m.warps, len(m.blocks)), -1, np.int64)
     done[warps, blocks] = p.done[leads]
-    kept = []
+    number, kept = m.races.begin(), []
     for r in p.reads:
         first = r.warpgroup * _WARPS
-        now = r.open & (r.groups <= done[first : first + _WARPS, r.blocks]).any(axis=0)
+        waited = r.groups <= done[first : first + _WARPS, r.blocks]
+        r.waited.numbers[waited & (r.waited.numbers == 0)] = number
+        now = r.open & waited.any(axis=0)
         if now.any():
             release(m.shared, r.chunks[now])
             r.open &= ~now
-        if r.open.any():
+        if not r.waited.numbers.all():
             kept.append(r)
     p.reads = kept
 
@@ -209,7 +211,9 @@ def multiply(i: Instruction) -> Operation:
         hold(m.shared, every)
         groups = group.reshape(_WARPS, len(blocks), WARP)[:, :, 0]
         warpgroup = int(indices[0]) // (m.set_size * _WARPS)
-        p.reads.append(MatrixReads(blocks, every, groups, np.ones(len(blocks), np.bool_), warpgroup))
+        waited = ProductWaits(m.current, blocks, np.zeros(groups.shape, np.int64))
+        reads = MatrixReads(blocks, every, groups, np.ones(len(blocks), np.bool_), warpgroup, waited)
+        p.add(reads, len(m.shared.data) // CHUNK)
 
     return run
 

@@ -6,6 +6,8 @@ A phase completes when no arrival and no byte is pending; the next one begins wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,7 +34,7 @@ class Mbarriers:
     """All 8-byte words of shared memory as mbarriers.
 
     live: which of them are initialised. visible: which of these a fence or a barrier has shown to bulk copies since.
-    ``changes`` counts what may let a waiting thread go on.
+    ``changes`` counts what may let a waiting thread go on. ``on_complete`` is called with those whose phase completes.
     """
 
     def __init__(self, words: int) -> None:
@@ -44,6 +46,7 @@ class Mbarriers:
         self.bytes = np.zeros(words, np.int64)
         self.phase = np.zeros(words, np.int64)
         self.changes = 0
+        self.on_complete: Callable[[Rows], None] | None = None
 
     def init(self, rows: Rows, counts: NDArray[np.int64]) -> None:
         """Begin phase 0 of new mbarriers."""
@@ -99,6 +102,8 @@ class Mbarriers:
         """Begin the next phase of those that have all they wait for."""
         done = np.unique(rows[(self.pending[rows] == 0) & (self.bytes[rows] == 0)])
         if len(done):
+            if self.on_complete is not None:
+                self.on_complete(done)
             self.phase[done] += 1
             self.pending[done] = self.expected[done]
             self.changes += 1

@@ -153,6 +153,11 @@ class Ordering:
         before = self._mbarriers.get(row)
         self._mbarriers[row] = known if before is None else np.maximum(before, known)
 
+    def known_at(self, row: int, warp: int) -> int:
+        """Return up to which access of a warp those that have arrived at an mbarrier know."""
+        known = self._mbarriers.get(row)
+        return 0 if known is None else int(known[0, warp])
+
     def take_from(self, row: int, block: int, warp: int) -> int:
         """A warp has waited for an mbarrier; returns up to which of its own accesses those that arrived knew."""
         known = self._mbarriers.get(row)

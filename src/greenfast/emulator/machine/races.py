@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.machine.atomics import Atomics
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.memory import CHUNK
 from greenfast.emulator.machine.ordering import DEVICE, Ordering
 from greenfast.emulator.machine.records import (
     WORD,
@@ -29,10 +30,12 @@ from greenfast.emulator.machine.records import (
     threads_of,
     units_of,
 )
+from greenfast.emulator.machine.stale import StaleReads
 from greenfast.emulator.machine.within import Within
 
 if TYPE_CHECKING:
     from greenfast.emulator.machine.state import Lanes, Machine
+    from greenfast.emulator.ptx.syntax import Instruction
 
 Numbers = NDArray[Any]
 WARP = 32
@@ -59,6 +62,12 @@ class Races:
         self._shared_reads = [Tables(machine) for _ in range(machine.warps)]
         self.within = Within(machine)
         self.atomics = Atomics(self)
+        #: By mbarrier: the last phase that each block and warp has waited for, and the number of the wait.
+        self._waits: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
+        #: Warps that may fall behind at an mbarrier, as nothing waits for them.
+        self.laggards: set[int] = set()
+        #: Where strong reads may give old values; None where all give the newest.
+        self.stale: StaleReads | None = None
 
     def begin(self) -> int:
         """The number of a new access."""
@@ -108,12 +117,25 @@ class Races:
         if self.m.launches is not None and self._behind_wait:
             self.m.behind_wait[lanes] |= np.isin(rows, list(self._behind_wait))
         self.within.wait(lanes, self.ordering.now)
-        warps = set()
+        number, warps = self.begin(), set()
         for row, block, warp, at in self._each(rows, lanes):
+            self._waits.setdefault(row, {})[block, warp] = int(self.m.mbarriers.phase[row]) - 1, number
             known = self.ordering.take_from(row, block, warp)
             self.within.learn_all(np.arange(self.m.lanes)[lanes][at], known)
             warps.add(warp)
         self.ordering.level(np.array(sorted(warps), np.intp))
+
+    def complete_phases(self, rows: Numbers) -> None:
+        """Note the warps that may still wait for the phase before the one that completes now, of some mbarriers.
+
+        Such a warp takes no part in what completes the phase, so it may fall two phases behind. The parity that it
+        waits for then never comes, or belongs to another phase.
+        """
+        for row in rows.tolist():
+            phase = int(self.m.mbarriers.phase[row])
+            for (_, warp), (waited, number) in self._waits.get(row, {}).items():
+                if waited == phase - 1 and self.ordering.known_at(row, warp) < number:
+                    self.laggards.add(warp)
 
     def _each(self, places: Numbers, lanes: Lanes) -> Iterator[tuple[int, int, int, Numbers]]:
         """The places that threads name, with block and warp, each once, and the positions of these threads."""
@@ -143,12 +165,12 @@ class Races:
             if writes:
                 self._note_inputs(offsets, self.m.memory.owners(offsets))
         self.within.wait(lanes, self.ordering.now)
-        if not self.ordering.through_memory:
-            return
         if releases:
             self.fence(lanes, scope)
-        if writes:
+        if writes and (self.ordering.through_memory or self.stale is not None):
             self.begin()
+        if not self.ordering.through_memory:
+            return
         warps, indices = set(), np.arange(self.m.lanes)[lanes]
         for offset, block, warp, at in self._each(offsets, lanes):
             threads = indices[at]
@@ -227,6 +249,8 @@ class Races:
             if values is not None:
                 self._check_within(table, rows, size, mine, "write", "write", values)
         self.atomics.written(rows, size, values)
+        if self.m.products is not None and self.within.alone:
+            self._check_products(offsets)
         for warp, tables in enumerate(self._shared_reads):
             if warp != self.warp and self._new_reads[warp]:
                 self._record_reads(warp)
@@ -243,6 +267,39 @@ class Races:
         if self.within.collective and values is not None:
             mine = self.within.together(mine)
         self.shared_writes[unit].put(rows, size, number, self.warp, mine)
+
+    def _check_products(self, offsets: Numbers) -> None:
+        """A fault where a write is not known to come after a warp's wait for a wgmma that reads there."""
+        products, m = self.m.products, self.m
+        assert products is not None
+        chunks = np.unique(offsets // CHUNK)
+        for warpgroup, readers in products.readers.items():
+            for number in np.unique(readers[chunks]).tolist():
+                if not number:
+                    continue
+                reads = products.waited[number]
+                mine = chunks[readers[chunks] == number]
+                blocks = np.unique(mine * CHUNK // m.shared_stride)
+                waits = reads.numbers[:, np.searchsorted(reads.blocks, blocks)]
+                group = warpgroup * len(waits) + np.arange(len(waits))
+                known = self.ordering.warps[blocks[:, None], self.warp, group].T
+                bad = np.flatnonzero(~((waits > 0) & (known >= waits)).any(axis=0))
+                if len(bad):
+                    chunk = int(mine[mine * CHUNK // m.shared_stride == blocks[bad[0]]][0])
+                    lane = self._lane(int(np.flatnonzero(offsets // CHUNK == chunk)[0]), len(offsets))
+                    source = reads.instruction.source or "unknown line"
+                    what = f"a data race on {m.shared_place(chunk * CHUNK)}: this write is not ordered after a "
+                    what += f"wgmma.wait_group for the wgmma at {source} that reads there (released too early?), found"
+                    raise m.fault(what, lane)
+
+    def finished(self, offsets: Numbers, size: int, lanes: Numbers, writes: bool, instruction: Instruction) -> None:
+        """Note accesses to shared memory that threads of one warp began before and have waited for now."""
+        warp = int(lanes[0]) // self.m.set_size
+        number = self.ordering.now = self.record.accesses.add(instruction, warp)
+        unit, rows, whole = units_of(offsets, size)
+        threads = threads_by_unit(self.threads(len(offsets), lanes), len(rows), whole // unit)
+        table = self.shared_writes if writes else self._shared_reads[warp]
+        table[unit].put(rows, whole, number, warp, threads)
 
     def _record_reads(self, warp: int) -> None:
         """Record what a warp has read since a barrier: most often no warp writes there before the next one."""

@@ -15,6 +15,8 @@ from greenfast.emulator.ptx.syntax import Instruction
 Lanes = Any  # a slice, or sorted indices
 #: Groups of products of a warp whose beginning is known.
 GROUPS = 8
+#: Products after which those that are no chunk's last reader are forgotten.
+_KEPT = 512
 
 
 @dataclass
@@ -115,6 +117,16 @@ class MatrixReads:
     groups: NDArray[np.int64]
     open: NDArray[np.bool_]
     warpgroup: int
+    waited: ProductWaits
+
+
+@dataclass
+class ProductWaits:
+    """The waits for one wgmma; numbers: (4, blocks) that of each warp's wait among the accesses, 0 for none."""
+
+    instruction: Instruction
+    blocks: NDArray[np.intp]
+    numbers: NDArray[np.int64]
 
 
 class Products:
@@ -132,8 +144,24 @@ class Products:
         self.before = np.zeros((lanes // 32, GROUPS), np.int64)
         self.guards: dict[str, Guard] = {}
         self.reads: list[MatrixReads] = []
+        #: By warpgroup, of each chunk of shared memory the last product that reads it, counted from 1; and their waits.
+        self.readers: dict[int, NDArray[np.int32]] = {}
+        self.waited: dict[int, ProductWaits] = {}
+        self._issued = 0
         for name in registers:
             self.guard(name)
+
+    def add(self, reads: MatrixReads, chunks: int) -> None:
+        """Note what a product reads, of as many chunks as shared memory has."""
+        self.reads.append(reads)
+        self._issued += 1
+        if self._issued % _KEPT == 0:
+            last = np.unique(np.concatenate([np.unique(numbers) for numbers in self.readers.values()]))
+            self.waited = {number: self.waited[number] for number in last.tolist() if number}
+        self.waited[self._issued] = reads.waited
+        if reads.warpgroup not in self.readers:
+            self.readers[reads.warpgroup] = np.zeros(chunks, np.int32)
+        self.readers[reads.warpgroup][reads.chunks] = self._issued
 
     def guard(self, name: str) -> Guard:
         """The guard of a register; a register without one gets one."""

@@ -1,0 +1,84 @@
+"""Old values that atomic and volatile reads may still give, as memory is weakly ordered.
+
+A volatile, relaxed or acquire read takes part in no race, and gives any value that nothing has told its thread to be
+out of date: without a fence between two volatile writes another thread may see the second one first (PTX ISA, "Memory
+Consistency Model"). In some orders of the warps each warp's first read of a place therefore gives the value from
+before the last write there, unless the write is known to come before it. The next read gives the new value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.machine.memory import Bytes
+
+if TYPE_CHECKING:
+    from greenfast.emulator.machine.races import Races
+    from greenfast.emulator.machine.state import Lanes
+
+Numbers = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class _Write:
+    """The last atomic or volatile write to a place: its access number, its thread, and what was there before."""
+
+    number: int
+    lane: int
+    before: Bytes
+
+
+class StaleReads:
+    """The places of which a read may give the value before the last write."""
+
+    def __init__(self, races: Races) -> None:
+        self.races = races
+        self._writes: dict[tuple[str, int], _Write] = {}
+        #: By place, block and warp: the write that its threads have seen.
+        self._seen: dict[tuple[str, int, int, int], int] = {}
+
+    def write(self, space: str, offsets: Numbers, before: Bytes, lanes: Lanes) -> None:
+        """Note a write by the latest access; before: (threads, size) what was there."""
+        number = self.races.ordering.now
+        for offset, lane, old in zip(offsets.tolist(), self._threads(lanes).tolist(), before, strict=True):
+            known = self._writes.get((space, offset))
+            if known is None or known.number != number:
+                self._writes[space, offset] = _Write(number, lane, old.copy())
+
+    def read(self, space: str, offsets: Numbers, values: Bytes, lanes: Lanes, newest: bool = False) -> Bytes:
+        """Return what threads read, (threads, size); newest: an atomic operation, which acts on the last value."""
+        if not self._writes:
+            return values
+        races = self.races
+        found, blocks = values, races.m.block_of
+        for row, (offset, lane) in enumerate(zip(offsets.tolist(), self._threads(lanes).tolist(), strict=True)):
+            last = self._writes.get((space, offset))
+            if last is None:
+                continue
+            key = (space, offset, int(blocks[lane]), lane // races.m.set_size)
+            if self._seen.get(key) == last.number:
+                continue
+            self._seen[key] = last.number
+            if not newest and len(last.before) == values.shape[1] and not self._knows(lane, last):
+                found = values.copy() if found is values else found
+                found[row] = last.before
+        return found
+
+    def _knows(self, lane: int, write: _Write) -> bool:
+        """Return whether a thread knows that a write came before what it does now."""
+        m, ordering = self.races.m, self.races.ordering
+        block, other = int(m.block_of[lane]), int(m.block_of[write.lane])
+        if block != other:
+            return ordering.through_memory and bool(ordering.blocks[block, other] >= write.number)
+        warp, by = lane // m.set_size, write.lane // m.set_size
+        if warp != by:
+            return bool(ordering.warps[block, warp, by] >= write.number)
+        here, there = np.array([lane]), np.array([write.lane])
+        return not self.races.within.apart(np.array([write.number]), here, there)[0]
+
+    def _threads(self, lanes: Lanes) -> Numbers:
+        return np.arange(self.races.m.lanes)[lanes]
