@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,8 @@ import torch
 from msgspec import to_builtins
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
 import greenfast
@@ -23,6 +25,7 @@ from greenfast.bench.parallel_contenders import CONTENDERS
 from greenfast.operator.scope import SCOPES
 from greenfast.parallel import blocks
 from greenfast.parallel import varlen as varlen_ranks
+from greenfast.parallel.ulysses import Exchange
 
 _TIMEOUT = 30.0  # seconds, where no rank is lost
 Array = np.ndarray[Any, Any]
@@ -236,6 +239,108 @@ def placed(mesh: DeviceMesh) -> list[str]:
     return refused
 
 
+#: DTensors on a mesh of 2 x 2, the second dimension of which is the context's: shapes of Q and of K and V, the
+#: dimension that the first one shards of each, and whether heads are shared.
+PLACED: list[tuple[tuple[int, ...], tuple[int, ...], int | None, int | None, bool]] = [
+    ((2, 3, 64, 64), (2, 3, 64, 64), 1, 1, False),  # 2 heads and 1
+    ((3, 2, 64, 64), (3, 2, 64, 64), 0, 0, False),  # 2 batches and 1
+    ((1, 1, 64, 64), (1, 1, 64, 64), 1, 1, False),  # a head and none
+    ((1, 12, 32, 64), (1, 4, 32, 64), 1, 1, True),
+    ((1, 6, 32, 64), (1, 3, 32, 64), None, None, True),
+    ((1, 9, 32, 64), (1, 3, 32, 64), 1, 1, True),  # 6 and 3 query heads, 2 and 1 heads of K and V: refused, 5 and 4
+    ((4, 64, 64), (1, 4, 64, 64), None, None, False),  # Q without a batch
+    ((3, 64, 64), (1, 3, 64, 64), 0, 1, False),
+    ((2, 1, 2, 64, 64), (1, 2, 64, 64), 2, 1, False),
+    ((1, 2, 64, 64), (2, 64, 64), None, None, False),
+    ((64, 64), (64, 64), None, None, False),
+]
+
+
+def dtensors(mesh: DeviceMesh) -> list[Any]:
+    """Whole outputs, log-sum-exps and gradients of ``PLACED``, or the error; and what one process computes."""
+    square = DeviceMesh(mesh.device_type, [[0, 1], [2, 3]], mesh_dim_names=("other", "cp"))
+    cp = greenfast.context_parallel(square["cp"], "ulysses", load_balance=False, timeout=_TIMEOUT)
+    found: list[Any] = []
+    for shape, kv_shape, of_query, of_keys, shared in PLACED:
+        generator = torch.Generator().manual_seed(len(found))
+        whole = [torch.randn(s, generator=generator).bfloat16() for s in (shape, kv_shape, kv_shape)]
+        alone = [x.clone().requires_grad_() for x in whole]
+        out, lse = sdpa(*alone, is_causal=True, enable_gqa=shared, return_lse=True)
+        weights = torch.randn(out.shape, generator=generator).bfloat16()
+        out.backward(weights)
+        wanted = [array(x) for x in (out, lse, *(x.grad for x in alone))]
+        given = []
+        for x, dim in zip(whole, (of_query, of_keys, of_keys), strict=True):
+            placements = [Replicate() if dim is None else Shard(dim), Shard(x.dim() - 2)]
+            given.append(distribute_tensor(x, square, placements).requires_grad_())
+        try:
+            with cp:
+                out, lse = sdpa(*given, is_causal=True, enable_gqa=shared, return_lse=True)
+                out.backward(distribute_tensor(weights, square, out.placements))
+        except ValueError as error:
+            found.append((str(error), wanted))
+            continue
+        grads: Any = [x.grad for x in given]
+        found.append(([array(x.full_tensor()) for x in (out, lse, *grads)], wanted))
+    return found
+
+
+def unlike(mesh: DeviceMesh) -> list[str]:
+    """The errors for DTensors whose parts are of other batches, heads or rows than those of the others."""
+    square = DeviceMesh(mesh.device_type, [[0, 1], [2, 3]], mesh_dim_names=("other", "cp"))
+    cp = greenfast.context_parallel(square["cp"], load_balance=False, timeout=_TIMEOUT)
+    rows = Shard(2)
+
+    def placed(shape: tuple[int, ...], *placements: Any) -> DTensor:
+        return distribute_tensor(torch.zeros(shape, dtype=torch.bfloat16), square, placements)
+
+    def of_heads(count: int) -> DTensor:
+        return placed((2, count, 64, 64), Shard(1), rows)
+
+    twelve, strided = of_heads(12), placed((2, 4, 64, 64), Replicate(), Shard(1))
+    strided = DTensor.from_local(strided.to_local(), square, (_StridedShard(0, split_factor=2), rows), run_check=False)
+    plain = twelve.to_local()
+    calls: list[tuple[Any, ...]] = [
+        (twelve, of_heads(3), of_heads(3), True),  # 3 heads on 2 ranks
+        (of_heads(6), of_heads(3), of_heads(6), True),
+        (of_heads(6), of_heads(6), of_heads(1), True),
+        (of_heads(4), of_heads(2), of_heads(2), False),  # in parts they could be broadcast
+        (of_heads(2), of_heads(1), of_heads(1), False),
+        (*[placed((n, 2, 64, 64), Shard(0), rows) for n in (4, 2, 2)], False),
+        (twelve, plain, plain, False),
+        (strided, strided, strided, False),
+        (*[placed((1, 2, 65, 64), Replicate(), rows)] * 3, False),
+    ]
+    refused = []
+    for q, k, v, shared in calls:
+        with cp:
+            try:
+                sdpa(q, k, v, enable_gqa=shared)
+            except ValueError as error:
+                refused.append(str(error))
+    turned = DeviceMesh(mesh.device_type, [2, 0, 3, 1])  # whose process group is the mesh's
+    x = DTensor.from_local(plain, turned, (rows,), run_check=False)
+    with greenfast.context_parallel(mesh, load_balance=False, timeout=_TIMEOUT):
+        try:
+            sdpa(x, x, x)
+        except ValueError as error:
+            refused.append(str(error))
+    starts = torch.tensor([0, 8], dtype=torch.int32)
+    sharded: Any = DTensor.from_local(torch.zeros(8, 2, 64).bfloat16(), square, [Replicate(), Shard(0)])
+    others: list[Any] = [
+        lambda: attend_varlen(sharded, sharded, sharded, starts, starts, 8, 8),
+        lambda: cp.shard(sharded, 0),
+        lambda: cp.unshard(sharded, 0),
+    ]
+    for call in others:
+        with cp:
+            try:
+                call()
+            except TypeError as error:
+                refused.append(str(error))
+    return refused
+
+
 def example(mesh: DeviceMesh, code: str) -> Array:
     """The whole output of an example that takes q, k and v."""
     q, k, v = inputs((1, 2, 64, 64), 2, 5)
@@ -307,6 +412,55 @@ def die(mesh: DeviceMesh, timeout: float, when: str) -> None:
             os._exit(1)
         for _ in range(2):
             greenfast.sdpa(q, k, v)
+
+
+def catches(mesh: DeviceMesh, kind: str) -> list[str]:
+    """Rank 1 of the mesh fails in the middle of a call, catches its error, and makes the next call as the others."""
+    method: Any = "ulysses" if kind in ("ulysses", "gradient") else "ring"
+    cp = greenfast.context_parallel(mesh, method, timeout=1.0)
+    q, k, v = (x.requires_grad_() for x in on(mesh, {"shape": (1, 2, 64, 64), "kv_heads": 2, "seed": 0}))
+    rows = [x[0].transpose(0, 1).detach() for x in (q, k, v)]
+    starts = torch.tensor([0, 64], dtype=torch.int32)
+
+    def call() -> None:
+        if kind == "varlen":
+            attend_varlen(*rows, starts, starts, 64, 64)
+        else:
+            out = sdpa(q, k, v)
+            if kind == "gradient":
+                out.sum().backward()
+
+    module, name = {"varlen": (varlen_ranks, "_attend"), "ring": (blocks, "attend")}.get(kind, (Exchange, "wait"))
+    said = []
+    with cp:
+        call()
+        if cp.group.rank == 1:
+            with patch.object(module, name, side_effect=MemoryError("too little")), suppress(MemoryError):
+                call()
+        try:
+            call()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def out_of_step(mesh: DeviceMesh) -> list[str]:
+    """Rank 1 has begun an exchange less than the others, which have not waited for it, as with NCCL."""
+    cp = greenfast.context_parallel(mesh, "ring", timeout=_TIMEOUT)
+    q, k, v = on(mesh, {"shape": (1, 2, 64, 64), "kv_heads": 2, "seed": 0})
+    said = []
+    behind = cp.group.rank == 1
+    with cp:
+        sdpa(q, k, v)
+        cp.group.exchanges -= behind
+        for _ in range(2):
+            try:
+                sdpa(q, k, v)
+            except RuntimeError as error:
+                said.append(str(error))
+        cp.group.exchanges += behind
+        sdpa(q, k, v)
+    return said
 
 
 def under_autocast(mesh: DeviceMesh, method: Any) -> Any:

@@ -243,6 +243,26 @@ def test_a_rank_that_is_lost_is_named(tmp_path: Any, when: str, timeout: float, 
         assert f"rank 1 of the ranks [0, 1, 2] {says}" in str(one)
 
 
+def test_a_rank_that_catches_its_error_is_named(tmp_path: Any) -> None:
+    """On all ranks, it included, at the latest when the time limit of the exchange is over."""
+    kinds = {"3": "ring", "2": "ulysses", "2 turned": "gradient", "4": "varlen"}
+    with running(4, tmp_path, list(kinds)) as ranks:
+        for mesh, kind in kinds.items():
+            began = time.monotonic()
+            found = results(ranks(mesh, "catches", kind))
+            assert time.monotonic() - began < 10
+            lost = MESHES[mesh][1]
+            for (said,) in found:
+                assert f"rank {lost} of the ranks {list(MESHES[mesh])} left a call in the middle" in said, kind
+                assert "MemoryError: too little" in said
+
+
+def test_ranks_that_are_out_of_step_compute_nothing(ranks: Ranks) -> None:
+    for said in results(ranks("3", "out_of_step")):
+        assert len(said) == 2
+        assert all("rank 1 of the ranks [0, 1, 2] left a call in the middle" in one for one in said)
+
+
 def test_a_store_that_is_lost() -> None:
     def lost(closed: bool) -> list[int]:
         raise RuntimeError("Broken pipe")
@@ -278,6 +298,42 @@ def test_placements_of_other_numbers_or_rows_are_refused(ranks: Ranks) -> None:
         assert all("query: a DTensor placed" in message for message in refused[:4])
         assert all("load_balance=False" in refused[i] for i in (4, 6))
         assert "query (Shard(dim=1), Shard(dim=2)), key (Replicate(), Shard(dim=2))" in refused[5]
+
+
+def test_dtensors_of_uneven_parts_and_of_other_dimensions(ranks: Ranks) -> None:
+    """Outputs, log-sum-exps and gradients have the global shape and the global order of batches and heads."""
+    for found in results(ranks("4", "dtensors")):
+        assert len(found) == len(cases.PLACED)
+        for (shape, kv_shape, *_, shared), (mine, wanted) in zip(cases.PLACED, found, strict=True):
+            if shape == (1, 9, 32, 64):
+                assert "key: a DTensor of 3 heads, sharded so that some rank has the query heads 0 to 4" in mine
+                continue
+            assert not isinstance(mine, str), mine
+            for name, one, other in zip(("out", "lse", *"qkv"), mine, wanted, strict=True):
+                assert one.shape == other.shape, (shape, kv_shape, shared, name)
+                assert np.allclose(one, other, atol=0.1, rtol=0.05), (shape, kv_shape, shared, name)
+
+
+def test_dtensors_of_other_parts_than_the_others_are_refused(ranks: Ranks) -> None:
+    says = (
+        "the query heads 0 to 5 and the heads 0 to 1 of key, where 4 query heads share one (query 12, key 3, value 3)",
+        "the query heads 0 to 2 and the heads 0 to 1 of key, where 2 query heads share one",
+        "value: a DTensor of 1 heads, sharded so that some rank has the query heads 0 to 2",
+        "sharded along dimension -3, in which their sizes differ (query 4, key 2, value 2)",
+        "sharded along dimension -3, in which their sizes differ (query 2, key 1, value 1)",
+        "sharded along dimension -4, in which their sizes differ (query 4, key 2, value 2)",
+        "query: a DTensor sharded by batch or heads, beside a plain tensor",
+        "on the ranks of the context it must be Shard(2)",
+        "query: a DTensor of 65 rows on 2 ranks",
+        "on the ranks of the context it must be Shard(2)",
+        "q: a DTensor; a plain tensor is needed: pass its to_local()",
+        "tensor: a DTensor; a plain tensor is needed: distribute_tensor()",
+        "tensor: a DTensor; a plain tensor is needed: its full_tensor()",
+    )
+    for refused in results(ranks("4", "unlike")):
+        assert len(refused) == len(says)
+        for message, text in zip(refused, says, strict=True):
+            assert text in message
 
 
 def test_an_error_on_all_ranks_leaves_them_in_step(ranks: Ranks) -> None:

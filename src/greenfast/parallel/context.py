@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.distributed import get_rank
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from greenfast.operator import ops
 from greenfast.operator.arguments import (
@@ -97,14 +99,19 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         del SCOPES[at]
 
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part of a whole tensor, a copy. Raises ValueError for a length that has no such parts."""
+        """This rank's part of a whole tensor, a copy.
+
+        Raises TypeError for a DTensor, and ValueError for a length that has no such parts.
+        """
+        _check_plain("tensor", tensor, "distribute_tensor() and redistribute() shard it")
         return Layout(self.size, self.load_balance).shard(tensor, dim, self.group.rank)
 
     def unshard(self, tensor: Tensor, dim: int) -> Tensor:
         """The whole tensor, on each rank, from this rank's part. No gradient flows through it.
 
-        Raises ValueError where the ranks' parts differ in shape or dtype.
+        Raises TypeError for a DTensor, and ValueError where the ranks' parts differ in shape or dtype.
         """
+        _check_plain("tensor", tensor, "its full_tensor() is the whole")
         self.group.agree(f"unshard along {dim}, {tuple(tensor.shape)}, {tensor.dtype}")
         shards = self.group.gather(tensor.detach().contiguous())
         return Layout(self.size, self.load_balance).whole(shards, dim)
@@ -139,17 +146,19 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
             if isinstance(form, Refusal):
                 raise form.error(f"{form.reason} (in a context_parallel)")
             factor = scale_of(scale, query.shape[-1])
+            widened = float32_as is not None and dtype_of(local[0], None) == torch.float32
+            q, k, v = (x.to(dtype_of(x, float32_as)) for x in local)
+            tensors = arranged(form, q, k, v)
         except Exception as error:
             if torch.compiler.is_compiling():
                 raise
             self.group.agree("", error)
             raise
-        widened = float32_as is not None and dtype_of(local[0], None) == torch.float32
-        q, k, v = (x.to(dtype_of(x, float32_as)) for x in local)
-        out, lse = self._attend(form, arranged(form, q, k, v), precision, factor, return_lse)
+        out, lse = self._attend(form, tensors, precision, factor, return_lse)
         out = restored(form, out)
-        out = self._as_given(query, out.float() if widened else out)
-        return (out, self._as_given(query, lse.reshape(form.out[:-1]))) if return_lse else out
+        dims = len(form.out)
+        out = _as_given(query, out.float() if widened else out, dims)
+        return (out, _as_given(query, lse.reshape(form.out[:-1]), dims)) if return_lse else out
 
     def _read(
         self, given: tuple[Tensor, Tensor, Tensor], attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
@@ -160,9 +169,9 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         check_flag("enable_gqa", enable_gqa)
         check_cast(float32_as)
         dropout = dropout_of(dropout_p)
-        fault = self._misplaced(given)
+        fault = self._misplaced(given, enable_gqa)
         if fault:
-            return [], Refusal(ValueError, f"{fault}. Use redistribute()")
+            return [], Refusal(ValueError, fault)
         local = [x.to_local() if isinstance(x, DTensor) else x for x in given]
         query, key, value = local
         form = form_of(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
@@ -201,6 +210,7 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         """The scale. Raises TypeError and ValueError, naming the argument, for what does not fit."""
         check_flag("causal", causal)
         for name, x in (("q", q), ("k", k), ("v", v)):
+            _check_plain(name, x, "pass its to_local()")
             if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype not in DTYPES or x.dtype != q.dtype:
                 raise ValueError(f"{name}: {kind(x)}; (total, heads, head_dim) of float16 or bfloat16 is needed, as q")
         if v.shape != k.shape or k.shape[2] != q.shape[2] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
@@ -268,43 +278,145 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         sizes = cost.Sizes(self.size, batch, heads, kv_heads, rows, keys, head_dim, form.causal > 0)
         return cost.method_of(self.method, sizes)
 
-    def _misplaced(self, given: Sequence[Any]) -> str:
-        """Which DTensor does not have this rank's rows, of the heads that the others have, or nothing."""
+    def _misplaced(self, given: Sequence[Any], enable_gqa: bool) -> str:
+        """Why the DTensors of a call do not have this rank's rows of the same batches and heads; "" if they do.
+
+        The answer is the same on all ranks of their mesh: it depends on global shapes and placements alone.
+        """
         placed = {name: x for name, x in zip(_NAMES, given, strict=True) if isinstance(x, DTensor)}
         for name, x in placed.items():
             if not self._holds_rows(x):
                 return (
                     f"{name}: a DTensor placed {x.placements} on {x.device_mesh}; on the ranks of the context it must "
-                    f"be Shard({x.dim() - 2}), sharded by rows, and on others replicated or sharded by batch or heads"
+                    f"be Shard({x.dim() - 2}), sharded by rows, and on others replicated or sharded by batch or heads. "
+                    "Use redistribute()"
                 )
-        if len({_placement(x) for x in placed.values()}) > 1:
+            if x.shape[-2] % self.size:
+                return (
+                    f"{name}: a DTensor of {x.shape[-2]} rows on {self.size} ranks, which need as many rows each. Pad "
+                    "the sequence to a multiple of the ranks"
+                )
+        if len({(x.device_mesh, tuple(sharded_dims(x))) for x in placed.values()}) > 1:
             shown = ", ".join(f"{name} {x.placements}" for name, x in placed.items())
-            return f"query, key and value: DTensors placed {shown}; they must be placed alike"
+            return f"query, key and value: DTensors placed {shown}; they must be placed alike. Use redistribute()"
+        if placed:
+            first = next(iter(placed.values()))
+            for dim in sorted({dim for dim in sharded_dims(first) if dim is not None and dim < -2}):
+                fault = _divided_otherwise(placed, dim, enable_gqa)
+                if fault:
+                    return fault
         return ""
 
     def _holds_rows(self, x: DTensor) -> bool:
         """Whether a DTensor has this rank's rows of whole numbers, of some batches and heads."""
-        dims = [i for i in range(x.device_mesh.ndim) if x.device_mesh.get_group(i) is self.group.process_group]
-        place = x.placements[dims[0]] if dims else None
-        others = [p for i, p in enumerate(x.placements) if [i] != dims]
-        by_rows = isinstance(place, Shard) and place.dim % x.dim() == x.dim() - 2
-        return by_rows and all(
-            isinstance(p, Replicate) or (isinstance(p, Shard) and p.dim % x.dim() < x.dim() - 2) for p in others
-        )
+        mesh = x.device_mesh
+        dims = [i for i in range(mesh.ndim) if mesh.get_group(i) is self.group.process_group]
+        if len(dims) != 1 or x.dim() < 2 or not all(map(_is_plain, x.placements)):
+            return False
+        place = mesh.get_coordinate()
+        if place is None or place[dims[0]] != self.group.rank:  # a mesh with the same ranks in another order
+            return False
+        by_dim = sharded_dims(x)
+        others = [dim for i, dim in enumerate(by_dim) if i != dims[0]]
+        return by_dim[dims[0]] == -2 and all(dim is None or dim < -2 for dim in others)
 
-    def _as_given(self, like: Any, x: Tensor) -> Tensor:
-        """A result as a DTensor where the query is one."""
-        if not isinstance(like, DTensor):
-            return x
-        return DTensor.from_local(x, like.device_mesh, like.placements, run_check=False)
+
+def _is_plain(placement: Any) -> bool:
+    """Whether it replicates, or shards in parts of consecutive rows."""
+    return isinstance(placement, Shard | Replicate) and not isinstance(placement, _StridedShard)
+
+
+def sharded_dims(x: DTensor) -> list[int | None]:
+    """The dimension that each dimension of a DTensor's mesh shards, counted from the last one; None for Replicate.
+
+    The last dimensions are those that the tensors of a call share: they can differ in number.
+    """
+    return [p.dim % x.dim() - x.dim() if isinstance(p, Shard) else None for p in x.placements]
+
+
+def _divided_otherwise(placed: dict[str, DTensor], dim: int, enable_gqa: bool) -> str:
+    """Why ranks have other batches or heads of one tensor than of another, along a sharded dimension; "" if not."""
+    if len(placed) < len(_NAMES):
+        return (
+            f"{', '.join(placed)}: a DTensor sharded by batch or heads, beside a plain tensor, whose batches and heads "
+            "are not known. Pass query, key and value as DTensors"
+        )
+    sizes = {name: x.shape[dim] for name, x in placed.items()}
+    shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    if len(set(sizes.values())) == 1:
+        return ""
+    if dim != -3 or not enable_gqa:
+        return (
+            f"query, key and value: DTensors sharded along dimension {dim}, in which their sizes differ ({shown}). Use "
+            "redistribute() to replicate them there"
+        )
+    queries = placed["query"]
+    for name in ("key", "value"):
+        share = sizes["query"] // sizes[name] if sizes[name] else 0
+        if share * sizes[name] != sizes["query"]:
+            return f"{name}: the heads of query are not a multiple of its heads ({shown})"
+        for heads, kv_heads in zip(_parts(queries, dim), _parts(placed[name], dim), strict=True):
+            if heads != (kv_heads[0] * share, kv_heads[1] * share):
+                return (
+                    f"{name}: a DTensor of {sizes[name]} heads, sharded so that some rank has the query heads "
+                    f"{_span(heads)} and the heads {_span(kv_heads)} of {name}, where {share} query heads share one "
+                    f"({shown}). Use as many ranks as divide the {sizes[name]} heads, or repeat those of key and "
+                    "value first"
+                )
+    return ""
+
+
+def _span(part: tuple[int, int]) -> str:
+    return f"{part[0]} to {part[1] - 1}" if part[1] > part[0] else "none"
+
+
+def _parts(x: DTensor, dim: int) -> list[tuple[int, int]]:
+    """The parts of a sharded dimension by their first and last + 1 index, of all places of the mesh that shard it.
+
+    As DTensors are sharded: by one dimension of the mesh after another, in parts as long as the first.
+    """
+    parts = [(0, x.shape[dim])]
+    for i, sharded in enumerate(sharded_dims(x)):
+        if sharded == dim:
+            count = x.device_mesh.size(i)
+            divided: list[tuple[int, int]] = []
+            for first, end in parts:
+                length = -(-(end - first) // count)
+                cuts = [min(first + n * length, end) for n in range(count + 1)]
+                divided += pairwise(cuts)
+            parts = divided
+    return parts
+
+
+def _as_given(like: Any, x: Tensor, dims: int) -> Tensor:
+    """A result as a DTensor where the query is one, sharded along the same dimensions.
+
+    dims: of the output; the result has these or, as the log-sum-exp, the first of them.
+    """
+    if not isinstance(like, DTensor):
+        return x
+    shape = list(x.shape)
+    placements: list[Any] = []
+    for dim in sharded_dims(like):
+        placements.append(Replicate() if dim is None else Shard(dims + dim))
+        if dim is not None:
+            shape[dims + dim] = like.shape[dim]
+    stride = [0] * len(shape)
+    step = 1
+    for i in sorted(range(len(shape)), key=lambda i: (x.stride(i), -i)):  # the order in memory of the local result
+        stride[i] = step
+        step *= max(1, shape[i])
+    return DTensor.from_local(
+        x, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
+
+
+def _check_plain(name: str, x: Any, instead: str) -> None:
+    if isinstance(x, DTensor):
+        raise TypeError(f"{name}: a DTensor; a plain tensor is needed: {instead}")
 
 
 def _precision(precision: str) -> str:
     """The one that is asked for; of "auto" the faster one, as PyTorch's own attention knows no shards."""
     check_choice("precision", precision, PRECISIONS_AND_AUTO)
     return "fp8" if precision == "auto" else precision
-
-
-def _placement(x: DTensor) -> tuple[Any, ...]:
-    """Where its parts lie, with dimensions counted from the last one: those of three tensors can differ in number."""
-    return x.device_mesh, *(p.dim % x.dim() - x.dim() if isinstance(p, Shard) else None for p in x.placements)

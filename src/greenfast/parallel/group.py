@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
@@ -46,7 +46,10 @@ class Group:
     timeout: float  # seconds
     ranks: list[int]
     host: Any = None  # the group of gloo, None for one rank
-    calls: int = 0
+    calls: int = 0  # that this rank has come to
+    agreed: int = 0  # the last call that all ranks came to
+    exchanges: int = 0  # that this rank has begun; ranks that are in step have begun as many
+    failed: bool = False  # whether an exchange has raised an error
 
     def __post_init__(self) -> None:
         self.rank = self.ranks.index(dist.get_rank())
@@ -76,7 +79,8 @@ class Group:
         call: all that must be equal on the ranks, in words. fault: the error of a call that this rank refuses, which is
         raised here after the others know of it.
 
-        Raises ValueError for calls that differ, naming each, and RuntimeError, naming the rank, for one that is lost.
+        Raises ValueError for calls that differ, naming each, and RuntimeError, naming the rank, for one that is lost or
+        that left the call before in the middle.
         """
         self.calls, self.since = self.calls + 1, time.monotonic()
         if self.host is None:
@@ -84,13 +88,16 @@ class Group:
                 raise fault
             return
         digest = int.from_bytes(blake2b(call.encode(), digest_size=7).digest(), "big")
-        both = torch.tensor([fault is not None, digest, -digest], dtype=torch.int64)
+        both = torch.tensor([fault is not None, digest, -digest, self.exchanges, -self.exchanges], dtype=torch.int64)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         options.timeout = self._limit
         with self.watched():
             self.host.allreduce([both], options).wait()
-        refused, most, least = both.tolist()
+        refused, most, least, begun, least_begun = both.tolist()
+        if begun != -least_begun:
+            self._name_behind(begun)
+        self.agreed = self.calls
         if fault is None and not refused and most == -least:
             return
         said = call if fault is None else str(fault)
@@ -102,6 +109,45 @@ class Group:
         calls = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self.ranks, others, strict=True))
         raise ValueError(f"context_parallel: the ranks of the group make different calls: {calls}")
 
+    def _name_behind(self, begun: int) -> None:
+        """Raise RuntimeError with the ranks that have begun fewer exchanges than others: theirs would not match."""
+        self.store.set(f"{self.calls}/begun/{self.rank}", str(self.exchanges))
+        with self.watched():
+            counts = [int(self.store.get(f"{self.calls}/begun/{i}")) for i in range(self.size)]
+        behind = [i for i, count in enumerate(counts) if count < begun]
+        raise RuntimeError(self.left_early({i: self.raised().get(i, "") for i in behind}))
+
+    def left_early(self, errors: dict[int, str]) -> str:
+        """The message for ranks that left a call in the middle, with the errors that they raised, "" if unknown."""
+        named = ", ".join(str(self.ranks[i]) for i in errors)
+        texts = "; ".join(text for text in errors.values() if text)
+        return (
+            f"context_parallel: rank {named} of the ranks {self.ranks} left a call in the middle"
+            f"{f', by an error that was caught there ({texts})' if texts else ''}; the others wait for what it would "
+            "have sent. Start the job again"
+        )
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """A context for what a call computes and exchanges: it reports an error of this rank's own to the others."""
+        try:
+            yield
+        except Exception as error:
+            if self.host is not None and not self.failed:
+                with suppress(RuntimeError):  # the store can be gone
+                    self.store.set(f"raised/{self.rank}", f"{self.calls} {type(error).__name__}: {error}"[:_SHOWN])
+            raise
+
+    def raised(self) -> dict[int, str]:
+        """The errors by which ranks left the last call that all came to; none if all ranks raised one, in step."""
+        errors = {}
+        for i in range(self.size):
+            if self.store.check([f"raised/{i}"]):
+                call, _, text = self.store.get(f"raised/{i}").decode().partition(" ")
+                if int(call) == self.agreed:
+                    errors[i] = text
+        return errors if len(errors) < self.size else {}
+
     def watched(self) -> _Watched:
         """A context in which the error of an exchange becomes one that names the ranks that are lost."""
         return _Watched(self)
@@ -110,6 +156,7 @@ class Group:
     def exchanging(self, send: Tensor, receive: Tensor) -> Iterator[None]:
         """Send a buffer to the next rank and receive one from the rank before, while what is inside is computed."""
         following, before = ((self.rank + step) % self.size for step in (1, -1))
+        self.exchanges += 1
         sends = dist.P2POp(dist.isend, send, self.ranks[following], self.process_group)
         receives = dist.P2POp(dist.irecv, receive, self.ranks[before], self.process_group)
         with self.watched():
@@ -124,6 +171,7 @@ class Group:
         if self.places:
             send = send[[self.places.index(i) for i in range(self.size)]]
         received = torch.empty_like(send)
+        self.exchanges += 1
         with self.watched():
             work = dist.all_to_all_single(received, send, group=self.process_group, async_op=True)
         return received, work
@@ -131,6 +179,7 @@ class Group:
     def gather(self, x: Tensor) -> list[Tensor]:
         """A contiguous tensor of each rank."""
         found = [torch.empty_like(x) for _ in range(self.size)]
+        self.exchanges += 1
         with self.watched():
             work = dist.all_gather(found, x, group=self.process_group, async_op=True)
         self.wait(x, work)
@@ -147,6 +196,7 @@ class Group:
 
         As integers: what is added to a zero keeps its bits, NaN and -0 too.
         """
+        self.exchanges += 1
         with self.watched():
             work = dist.all_reduce(x.view(torch.int32), group=self.process_group, async_op=True)
         self.wait(x, work)
@@ -187,9 +237,11 @@ class _Watched:
         group = self.group
         if not isinstance(error, RuntimeError):
             return
+        group.failed = True
         closed = any(words in str(error).lower() for words in _ENDED)
         try:
             lost = group.lost(closed)
+            raised = group.raised()
         except RuntimeError:  # the store is gone with the process that held it
             raise RuntimeError(
                 f"context_parallel: rank {group.ranks[group.rank]} of the ranks {group.ranks} lost the store of the "
@@ -203,6 +255,8 @@ class _Watched:
                 f"context_parallel: rank {named} of the ranks {group.ranks} "
                 f"{'has ended' if closed and len(lost) == 1 else late}. Start the job again ({error})"
             ) from error
+        if raised:
+            raise RuntimeError(f"{group.left_early(raised)} ({error})") from error
 
 
 _GROUPS: dict[str, Group] = {}

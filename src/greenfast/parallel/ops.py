@@ -41,7 +41,8 @@ def _forward(
         out, lse = query.new_zeros(query.shape), query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
     else:
         layout = Layout(ranks.size, balanced)
-        out, lse = METHODS[method](ranks, layout, query, key, value, precision, causal, scale, with_lse)
+        with ranks.computing():
+            out, lse = METHODS[method](ranks, layout, query, key, value, precision, causal, scale, with_lse)
     return out, lse if with_lse else lse.new_empty(0)
 
 
@@ -53,7 +54,8 @@ def _backward(
     _agree(ranks, "the gradient of sdpa", (query, key, value), causal, scale, balanced)
     if _empty(query, key):
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    return ulysses.backward(ranks, Layout(ranks.size, balanced), grad, query, key, value, causal, scale)
+    with ranks.computing():
+        return ulysses.backward(ranks, Layout(ranks.size, balanced), grad, query, key, value, causal, scale)
 
 
 def _agree(

@@ -74,7 +74,8 @@ def _run(
     if not q.shape[0] or not k.shape[0]:
         return torch.zeros_like(q), q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
     run = _ring if method == "ring" else _ulysses
-    return run(ranks, layout, q, k, v, queries, keys, options)
+    with ranks.computing():
+        return run(ranks, layout, q, k, v, queries, keys, options)
 
 
 def _ring(
