@@ -86,7 +86,7 @@ def test_what_cannot_be_timed_is_not_all_that_was_asked(scaffold: Path) -> None:
         (("--seeds", "0"), 4),
         (("--shapes", "tail"), 4),
         (("--seeds", "7"), 4),
-        (("--seeds", "0,1,2", "--exam-seed", "77"), 0),  # all of it, as the options repeat a run
+        (("--seeds", "0,1,2", "--exam-seed", "77"), 4),  # all shapes, with inputs that were known
         (("--shapes", "one,tail,even"), 4),  # its seeds are the task's, but nothing is drawn
         (("--device", "none", "--shapes", "one", "--require", "build"), 4),
     ],

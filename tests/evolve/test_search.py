@@ -7,6 +7,7 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from greenfast.evolve.log import EVENTS, read_events
 from greenfast.evolve.proposal import Candidate, Evaluation
 from greenfast.evolve.racers import OnGpus, Racer
 from greenfast.evolve.racers import Ran as RanRace
+from greenfast.judge.exam import Cell
 from greenfast.judge.request import examined
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.errors import UsageError
@@ -142,6 +144,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
     task = load(find_task(str(write_search_task(tmp_path / "task"))))
     plain = request(tmp_path, task=task, shapes=("tiny",), seeds=(0, 1, 2), fmt="float", whole=False)
     asked = examined(plain, None, chosen=False, seed=77)
+    assert asked.exam is not None
+    public = tuple(Cell(shape, seed) for shape in asked.shapes for seed in plain.seeds)  # what the search takes
+    asked = replace(asked, exam=replace(asked.exam, cells=(*asked.exam.cells, *public)))
     scripts = {"plain": Script(us=20.0), "fast": Script(us=15.0), "KIND=0,THREADS=64": Script(us=12.0)}
     device = install(monkeypatch, FakeDevice(asked, scripts, default=Script(us=30.0)))
 

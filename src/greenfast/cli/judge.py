@@ -42,12 +42,12 @@ def run(args: argparse.Namespace) -> int:
     baseline = reference_entrant(request, reference)
     candidate = found_entrant(request, found)
     chosen = args.shapes is not None or args.seeds is not None
-    request = examined(request, None, chosen=chosen, seed=args.exam_seed)
+    request = examined(request, None, chosen=chosen, seed=args.exam_seed, public=args.seeds is not None)
     outcome = judged(args, request, baseline, candidate, kept)
     if args.traces is not None:
         write_traces(args.traces, outcome.record, task.folder)
     show_outcome(outcome, args.json, note)
-    partial = chosen and leaves_out(request)
+    partial = (chosen or args.exam_seed is not None) and leaves_out(request)
     return with_verdict(args, outcome.record, exit_code(outcome.record, required, partial))
 
 

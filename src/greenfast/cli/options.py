@@ -17,7 +17,12 @@ def _task(parser: argparse.ArgumentParser) -> None:
 
 def _what(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", type=words, metavar="A,B", help="shapes of the task's config (default: its own)")
-    parser.add_argument("--seeds", type=numbers, metavar="0,1", help="seeds of the inputs (default: the task's)")
+    parser.add_argument(
+        "--seeds",
+        type=numbers,
+        metavar="0,1",
+        help="public seeds of the inputs (default: the task's; of an exam: secret)",
+    )
     parser.add_argument("--format", metavar="FORMAT", help="number format of the task's config (default: its own)")
     parser.add_argument(
         "--arch",
@@ -91,7 +96,10 @@ def validate(parser: argparse.ArgumentParser) -> None:
 
 def _exam(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--exam-seed", type=count, metavar="N", help="draw the exam's other cases from N (default: a new one)"
+        "--exam-seed",
+        type=count,
+        metavar="N",
+        help="repeat the exam of this seed, which is then not the whole exam (default: a secret one)",
     )
 
 

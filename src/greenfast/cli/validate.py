@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     before = rung.after if rung is not None and args.candidate else None
     baseline = config.variant(args.baseline or before or config.defaults.baseline)
     chosen = args.shapes is not None or args.seeds is not None
-    request = examined(request, rung, chosen=chosen, seed=args.exam_seed)
+    request = examined(request, rung, chosen=chosen, seed=args.exam_seed, public=args.seeds is not None)
     kept = kept_records(args, request, request.task.folder)
     note = ""
     if args.arch is None:

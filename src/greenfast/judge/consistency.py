@@ -112,7 +112,7 @@ def _gates_of(row: CorrectnessRow, limits: Limits | None) -> dict[str, bool]:
             found |= {f"{prefix}_pass": all(within.values())} if prefix else {f"{n}_pass": v for n, v in within.items()}
     if row.kernel_error is not None and row.bound_ratio is not None:
         allowed = limits.relative_error
-        if not row.format_is_judged and row.error_histogram is not None:
+        if row.scatters and row.error_histogram is not None:
             allowed *= relative_error_factor(sum(row.error_histogram.counts), row.variant)
         found["kernel_relative_error_pass"] = row.kernel_error.relative_error <= allowed
         found["kernel_bound_pass"] = row.bound_ratio <= limits.bound_factor

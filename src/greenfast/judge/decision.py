@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from greenfast.judge.exam import NOTHING_DRAWN
 from greenfast.judge.gates.performance import judge
 from greenfast.judge.record import Decision, Exam, GateResult, Quote
 from greenfast.judge.report.speedups import quoted_from
@@ -22,7 +23,7 @@ def decide(
     missing = exam.missing if exam is not None else []
     rest_held = quoted is not None and exam is not None and exam.complete and bool(missing)
     decision, reasons = _decide(gates, [] if rest_held else missing)
-    if exam is not None and exam.seed is not None and not exam.drawn:
+    if exam is not None and exam.seed is not None and not exam.drawn and NOTHING_DRAWN not in missing:
         reasons.append("no shapes were drawn: the task declares no ranges of them")
     if quoted is not None and rest_held:
         reasons.append(f"the rest of the exam held in the record {quoted_from(quoted)}")

@@ -1,7 +1,9 @@
-"""The exam: which cases CORRECTNESS asks, and what a run lacks of all that a task asks.
+"""The exam: the cases that CORRECTNESS checks, and what a run lacks of the whole exam.
 
-The whole exam is every shape and seed of the task, shapes that are drawn at run time within the ranges that the task
-declares, and a seed that is drawn with them. Those are not known ahead, so no kernel can be made for them.
+All inputs of the whole exam come from one secret seed that is drawn at run time. Its cases are every shape of the task,
+shapes that are drawn within the ranges that the task declares, and the variants of the inputs. No kernel can hold
+answers for inputs that nobody knew before the run. The seed is recorded, so that a run can be repeated; a run with a
+given seed is not the whole exam.
 """
 
 from __future__ import annotations
@@ -9,16 +11,24 @@ from __future__ import annotations
 import math
 import random
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from greenfast.judge.task import Drawing, Range, Rung, Shape, TaskConfig
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import NORMAL, Problem, case_of, variants_of
 
-#: Drawn seeds have this many digits or one less, so that no task names one.
-_LEAST_SEED, _SEEDS = 10**7, 10**8
-_TRIES, _EDGE_TRIES = 2000, 200
+#: A secret seed has 64 bits. It is above the seeds that tasks name, and the seeds that follow it have 64 bits too.
+_LEAST_SEED, _LAST_SEED = 2**32, 2**64 - 2**16
+#: The least number of seeds per shape: each timed launch draws its inputs from the cases of these seeds.
+MIN_SEEDS = 3
+_TRIES, _EDGE_TRIES, _LONG_TRIES = 2000, 200, 200
+#: A dimension whose range reaches this size gets a small shape that is longer than a tile in this dimension.
+_LONG = 64
+#: A shape of at least this share of the largest one is large.
+_LARGE = 0.25
+#: Threads of a warp: a size above it that it does not divide is odd.
+_WARP = 32
 #: Variants and the emulator take the smallest shape whose inputs and outputs have at least this many bytes: on a single
 #: element every input is alike.
 _LEAST_BYTES = 1024
@@ -29,13 +39,15 @@ class Cell:
     """A case that is asked.
 
     drawn: whether its shape or its seed is not the task's. The limits on a format's error are the task's for its own
-    shapes and seeds, so here, and in variants, the format's error is told and not judged.
+    shapes and seeds, so here, and in variants, the format's error is told and not judged. new_shape: whether its shape
+    is not the task's.
     """
 
     shape: Shape
     seed: int
     variant: str = NORMAL
     drawn: bool = False
+    new_shape: bool = False
 
     @property
     def format_is_judged(self) -> bool:
@@ -51,10 +63,11 @@ class Plan:
     """What a run asks.
 
     whole: the task's shapes that the whole exam has. small: the shape on which all variants run. emulated: the shapes
-    that the emulator runs too where a GPU runs all: that one, and the smallest drawn one if it is not larger. examined:
-    the names of the shapes that neither an option nor a default names. drawn: the shapes that were drawn. seed: what
-    was drawn from, and the seed of their inputs; None where nothing was. missing: what the whole exam has in addition,
-    in words.
+    that the emulator also runs while a GPU runs all: ``small``, the smallest drawn one if it is not larger, and those
+    that are longer than a tile. examined: the names of the shapes that neither an option nor a default names. drawn:
+    the shapes that were drawn. seed: the first seed of the inputs, from which all else is drawn; None if the inputs
+    come from public seeds. missing: what the whole exam has in addition, in words. secret: whether ``seed`` was unknown
+    before the run.
     """
 
     cells: tuple[Cell, ...]
@@ -65,11 +78,22 @@ class Plan:
     drawn: tuple[Shape, ...] = ()
     seed: int | None = None
     missing: tuple[str, ...] = ()
+    secret: bool = True
+
+
+#: What a run with a given seed lacks.
+KNOWN_INPUTS = "inputs that nobody knew before the run (a seed was given)"
+NOTHING_DRAWN = "nothing drawn"
 
 
 def new_seed() -> int:
-    """A seed that is not known ahead."""
-    return _LEAST_SEED + secrets.randbelow(_SEEDS)
+    """Draw the secret seed of an exam from the system's random numbers."""
+    return _LEAST_SEED + secrets.randbelow(_LAST_SEED - _LEAST_SEED)
+
+
+def exam_seeds(config: TaskConfig, seed: int) -> list[int]:
+    """Return the seeds of the inputs of each of the task's shapes: ``seed`` and those that follow it."""
+    return [seed + n for n in range(max(MIN_SEEDS, len(config.seeds)))]
 
 
 def shapes_of(config: TaskConfig, rung: Rung | None) -> list[Shape]:
@@ -88,41 +112,150 @@ def plan(
     seed: int | None,
     emulated: bool,
     added: Sequence[Shape] = (),
+    draws: bool = True,
+    secret: bool = True,
 ) -> Plan:
-    """The cases of these shapes and seeds, and with ``seed`` the drawn ones.
+    """Plan the cases of these shapes and seeds, the variants and the drawn shapes.
 
-    rung: the candidate's, if it is one. seed: None draws nothing. emulated: whether the emulator runs the cases; then
-    drawn shapes are smaller, and of the task's shapes only the smallest takes the drawn seed. added: the
-    shapes that neither an option nor a default names.
+    rung: the candidate's, if it is one. seed: of all that is drawn; None draws nothing. emulated: whether the emulator
+    is the device; then drawn shapes are smaller, and only small shapes have variants. added: the shapes that neither an
+    option nor a default names. draws: whether shapes and variants are drawn. secret: whether ``seed`` was unknown
+    before the run; else the exam is not the whole one. It is not if the inputs' seeds are others than ``exam_seeds``.
     Raises UsageError for ranges in which no valid shape is found.
     """
     whole, small = shapes_of(config, rung), _small(problem, fmt, shapes, seeds[0])
     cells = [Cell(s, n, drawn=n not in config.seeds) for s in shapes for n in seeds]
-    missing = [
-        f"{have} of {len(asked)} {what}"
-        for what, have, asked in (
-            ("shapes", len([s for s in whole if s in shapes]), whole),
-            ("seeds", len(set(seeds) & set(config.seeds)), config.seeds),
-        )
-        if have < len(asked)
-    ]
+    missing = []
+    secret = secret and seed is not None and set(seeds) >= set(exam_seeds(config, seed))
+    asked = [s for s in whole if s in shapes]
+    if len(asked) < len(whole):
+        missing.append(f"{len(asked)} of {len(whole)} shapes")
+    if not secret:
+        missing.append(KNOWN_INPUTS)
     drawn: list[Shape] = []
-    if seed is None:
-        missing.append("nothing drawn")
+    long: list[Shape] = []
+    if seed is None or not draws:
+        missing.append(NOTHING_DRAWN)
     else:
-        variants = (NORMAL, *variants_of(problem))
-        for n, shape in enumerate(shapes):
-            if shape == small:
-                cells += [Cell(shape, seed, variant, drawn=True) for variant in variants]
-            elif not emulated:
-                cells.append(Cell(shape, seed, variants[n % len(variants)], drawn=True))
         drawn = draw(config, problem, fmt, seed, rung=rung, emulated=emulated)
-        cells += [Cell(shape, seed, drawn=True) for shape in drawn]
+        long = draw_long(config, problem, fmt, seed, rung=rung, known=drawn)
+        drawn = [*drawn[: len(drawn) - len(long)], *long] if emulated else [*drawn, *long]
+        for shape, variant in _assign_variants(config, problem, shapes, drawn, small, seed, emulated):
+            cells.append(Cell(shape, seed, variant, drawn=True, new_shape=shape in drawn))
+        cells += [Cell(shape, seed, drawn=True, new_shape=True) for shape in drawn]
     examined = frozenset(shape.name for shape in (*added, *drawn))
     smallest = min(drawn, key=lambda shape: _size(shape.dims, config.drawing), default=small)
     limit = _size(small.dims, config.drawing)
     few = [smallest] if smallest is not small and _size(smallest.dims, config.drawing) <= limit else []
-    return Plan(tuple(cells), tuple(whole), small, (small, *few), examined, tuple(drawn), seed, tuple(missing))
+    also = list({shape.name: shape for shape in (small, *few, *long)}.values())
+    return Plan(tuple(cells), tuple(whole), small, tuple(also), examined, tuple(drawn), seed, tuple(missing), secret)
+
+
+def _assign_variants(
+    config: TaskConfig,
+    problem: Problem,
+    shapes: Sequence[Shape],
+    drawn: Sequence[Shape],
+    small: Shape,
+    seed: int,
+    emulated: bool,
+) -> Iterator[tuple[Shape, str]]:
+    """Yield pairs of a shape and a variant, at random: each variant on ``small``, a large and an odd shape.
+
+    Each other shape has one of the variants. On the emulator, shapes beyond its limit have none.
+    """
+    variants = variants_of(problem)
+    if not variants:
+        return
+    rng = random.Random(f"variants {seed}")
+    pool = [*shapes, *drawn]
+    if emulated:
+        limit = max(config.drawing.max_size_emulated, _extent(small, config))
+        pool = [shape for shape in pool if shape == small or _extent(shape, config) <= limit]
+    most = max(_extent(shape, config) for shape in pool)
+    large = [shape for shape in pool if _extent(shape, config) >= _LARGE * most]
+    odd = [shape for shape in pool if _is_odd(shape, config)]
+    if emulated and any(shape in odd for shape in large):  # one case does for both, where cases take long
+        large = [shape for shape in large if shape in odd]
+        odd = []
+    pairs = [(small, variant) for variant in variants]
+    for candidates in (large, odd):
+        rng.shuffle(candidates)
+        for n, variant in enumerate(rng.sample(variants, len(variants)) if candidates else ()):
+            pairs.append((candidates[n % len(candidates)], variant))
+    varied = {shape.name for shape, _ in pairs}
+    pairs += [(shape, rng.choice(variants)) for shape in pool if shape.name not in varied]
+    yield from {(shape.name, variant): (shape, variant) for shape, variant in pairs}.values()
+
+
+def _sized(shape: Shape, config: TaskConfig) -> dict[str, int]:
+    """The dimensions of a shape that are sizes. A dimension that the task's ranges may leave out is an option."""
+    ranges = config.drawing.ranges
+    options = {name for name, allowed in ranges.items() if not isinstance(allowed, Range) and 0 in allowed}
+    return {name: size for name, size in shape.dims.items() if name not in options}
+
+
+def _extent(shape: Shape, config: TaskConfig) -> int:
+    return _size(shape.dims, config.drawing) if config.drawing.ranges else math.prod(shape.dims.values())
+
+
+def _is_odd(shape: Shape, config: TaskConfig) -> bool:
+    """Whether a size of the shape ends in a part of a warp."""
+    return any(size > _WARP and size % _WARP for size in _sized(shape, config).values())
+
+
+def draw_long(
+    config: TaskConfig, problem: Problem, fmt: str, seed: int, *, rung: Rung | None, known: Sequence[Shape]
+) -> list[Shape]:
+    """Draw a shape for each dimension with a long range: as long as the emulator's limit allows, and not a warp's.
+
+    So that the emulator sees several blocks and several tiles. Another dimension is 2, the others have their least
+    size. A dimension for which the problem takes no such shape has none.
+    """
+    drawing, generator = config.drawing, random.Random(f"long {seed}")
+    sized = {name: allowed for name, allowed in drawing.ranges.items() if isinstance(allowed, Range)}
+    taken = [shape.dims for shape in (*config.shapes, *known)]
+    found: list[Shape] = []
+    for long in [name for name, allowed in sized.items() if allowed.max >= _LONG][: drawing.count]:
+        for _ in range(_LONG_TRIES):
+            dims = _drawn(generator, drawing, rung.only if rung else {}) | {n: r.min for n, r in sized.items()}
+            others = [name for name, allowed in sized.items() if name != long and allowed.min < 2 <= allowed.max]
+            if others:
+                dims[generator.choice(others)] = 2
+            rest = math.prod(dims[name] for name in sized if name != long)
+            most = min(sized[long].max, drawing.max_size_emulated // rest)
+            if most < max(2, sized[long].min):
+                break
+            dims[long] = generator.randint(max(2, sized[long].min, most * 3 // 4), most)
+            if _refusal(config, problem, fmt, seed, dims, taken, rung) is None:
+                taken.append(dims)
+                found.append(_drawn_shape(dims))
+                break
+    return found
+
+
+def _refusal(
+    config: TaskConfig,
+    problem: Problem,
+    fmt: str,
+    seed: int,
+    dims: dict[str, int],
+    known: Sequence[Mapping[str, int]],
+    rung: Rung | None,
+) -> str | None:
+    """Return why these dimensions make no new case; None if they do, empty if they are known or not the rung's."""
+    if dims in known or (rung is not None and not rung.answers_for(dims)):
+        return ""
+    try:
+        case_of(problem, dims, seed, fmt)
+    except UsageError as e:
+        return str(e)
+    return None
+
+
+def _drawn_shape(dims: dict[str, int]) -> Shape:
+    name = "_".join(f"{key.lower()}{value}" for key, value in dims.items())
+    return Shape(name=f"drawn_{name}", dims=dims, purpose="drawn at run time")
 
 
 def draw(
@@ -148,16 +281,14 @@ def draw(
         dims = _drawn(generator, drawing, rung.only if rung else {})
         if len(found) < len(edges) and n < _EDGE_TRIES:
             dims = {key: value for key, value in {**dims, **edges[len(found)]}.items() if value}
-        if dims in known or _size(dims, drawing) > limit or (rung is not None and not rung.answers_for(dims)):
+        if _size(dims, drawing) > limit:
             continue
-        try:
-            case_of(problem, dims, seed, fmt)
-        except UsageError as e:
-            refused = f"; the last one was refused: {e}"
+        why = _refusal(config, problem, fmt, seed, dims, known, rung)
+        if why is not None:
+            refused = f"; the last one was refused: {why}" if why else refused
             continue
         known.append(dims)
-        name = "_".join(f"{key.lower()}{value}" for key, value in dims.items())
-        found.append(Shape(name=f"drawn_{name}", dims=dims, purpose="drawn at run time"))
+        found.append(_drawn_shape(dims))
     if len(found) == drawing.count:
         return found
     raise UsageError(

@@ -29,7 +29,7 @@ from greenfast.judge.timing.interleaved import METHOD, WARM
 from greenfast.judge.timing.statistics import Interval, verdict
 from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import CURRENT, STALE, worst
-from greenfast.spec.problem import NORMAL
+from greenfast.spec.problem import NORMAL, case_of
 
 EVIDENCE = "evidence"
 _TASKS = "tasks"
@@ -130,14 +130,23 @@ def quote(run: GateRun, kept: Sequence[Kept], required: float | None, reason: st
 def completes(quoted: Quote, kept: Sequence[Kept], request: Request) -> bool:
     """Whether the quoted record stands for the rest of this run's exam.
 
-    It asked the whole exam, of all that is asked today, and all its kernels are today's, launched as they are today.
+    It had the whole exam, with all shapes and as many seeds as today's, and all its kernels are today's, launched as
+    they are today. Of a solution, which could hold answers, its timed inputs were secret too.
     """
-    record = next(k.record for k in kept if k.sha256 == quoted.sha256)
-    if record.exam is None or not record.exam.complete or request.exam is None:
+    record, exam = next(k.record for k in kept if k.sha256 == quoted.sha256), request.exam
+    if record.exam is None or not record.exam.complete or exam is None or not exam.secret:
         return False
-    held = [(row.dims, row.seed) for row in record.candidate.correctness if row.format_is_judged]
-    today = [(shape.dims, seed) for shape in request.exam.whole for seed in request.task.config.seeds]
-    return all(case in held for case in today) and freshness(record).status == CURRENT
+    config = request.task.config
+    timed = {row.seed for row in record.candidate.timing}
+    if record.candidate.solution is not None and record.exam.seed not in timed:
+        return False
+    held: dict[str, set[int]] = {}
+    for row in record.candidate.correctness:
+        if row.variant == NORMAL:
+            held.setdefault(str(sorted(row.dims.items())), set()).add(row.seed)
+    seeds = len(config.seeds)
+    whole = all(len(held.get(str(sorted(shape.dims.items())), ())) >= seeds for shape in exam.whole)
+    return whole and freshness(record).status == CURRENT
 
 
 def _quoted(kept: Kept, run: GateRun, required: float | None) -> tuple[GateResult, Quote]:
@@ -176,7 +185,8 @@ def differences(record: Record, run: GateRun, required: float | None) -> list[st
     failed = [gate for gate in GATES if gate != "PERFORMANCE" and record.gate_status(gate) != "PASS"]
     if failed:
         found.append(f"did not pass {', '.join(failed)}")
-    found += _of_inputs(record, run)
+    if not found:  # which is the slowest to find out
+        found += _of_inputs(record, run)
     if not found:
         found += _of_timing(record, run)
         found += _of_verdicts(record, run, required)
@@ -218,20 +228,25 @@ def _build_of(side: Side, launch: str) -> Build | None:
 
 
 def _of_inputs(record: Record, run: GateRun) -> list[str]:
-    """Shapes, dimensions and seeds; equal digests mean equal inputs."""
+    """Compare what was timed with this run's shapes. The inputs of the record's seeds are made again and compared."""
     found: dict[str, None] = {}
-    timed_here = {(shape.name, seed) for shape in run.request.shapes for seed in run.request.seeds}
-    for role, side in ((BASELINE, record.baseline), (CANDIDATE, record.candidate)):
+    request = run.request
+    asked: dict[tuple[str, int], str] = {}
+    for side in (record.baseline, record.candidate):
         then = {(row.shape, row.seed): row for row in side.correctness if row.variant == NORMAL}
-        timed = {(row.shape, row.seed) for row in side.timing}
-        for row in run.correctness.rows[role]:
-            if (row.shape, row.seed) not in timed_here or row.variant != NORMAL:
-                continue
-            before = then.get((row.shape, row.seed))
-            if before is None or (row.shape, row.seed) not in timed:
-                found[f"did not time {row.shape} seed {row.seed}"] = None
-            elif (before.dims, before.inputs_digest) != (row.dims, row.inputs_digest):
-                found[f"had other inputs at {row.shape} seed {row.seed}"] = None
+        for shape in request.shapes:
+            seeds = sorted({row.seed for row in side.timing if row.shape == shape.name})
+            rows = [then.get((shape.name, seed)) for seed in seeds]
+            if not rows or None in rows:
+                found[f"did not time {shape.name}"] = None
+            for row in rows:
+                if row is None:
+                    continue
+                key = shape.name, row.seed
+                if key not in asked and row.dims == shape.dims and not found:
+                    asked[key] = case_of(request.task.problem, shape.dims, row.seed, request.format).digest
+                if row.dims != shape.dims or asked.get(key, row.inputs_digest) != row.inputs_digest:
+                    found[f"had other inputs at {shape.name} seed {row.seed}"] = None
     return list(found)
 
 

@@ -141,7 +141,9 @@ class CorrectnessRow(_Data, frozen=True, kw_only=True):
     error over what rounding explains; None where there is no kernel error, and in records of older versions.
     worst: the element that is furthest off; None in records of older versions and if the kernel did not run.
     variant: of the problem's inputs. drawn: whether the shape or the seed is not the task's; then, and in variants, the
-    format's error is told and not judged.
+    format's error is told and not judged. own_shape: whether the shape is the task's and the seed is not; then the
+    limits on the error against the unquantized reference hold where the format's error leaves room for them. False in
+    records of older versions.
     """
 
     shape: str
@@ -156,6 +158,7 @@ class CorrectnessRow(_Data, frozen=True, kw_only=True):
     notes: list[str] = []
     variant: str = NORMAL
     drawn: bool = False
+    own_shape: bool = False
     case_bytes: int = 0
     error_histogram: Histogram | None = None
     bound_histogram: Histogram | None = None
@@ -165,6 +168,11 @@ class CorrectnessRow(_Data, frozen=True, kw_only=True):
     def format_is_judged(self) -> bool:
         """Whether the limits on the format's error, and on the total error, apply."""
         return not self.drawn and self.variant == NORMAL
+
+    @property
+    def scatters(self) -> bool:
+        """Whether the limit on the relative error is one for cases of any size (``errors.relative_error_factor``)."""
+        return self.variant != NORMAL or (self.drawn and not self.own_shape)
 
     @property
     def passed(self) -> bool:
@@ -361,7 +369,7 @@ class BenchRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="bench")
 class Exam(_Data, frozen=True, kw_only=True):
     """How much of the whole exam a run asked (``judge.exam``).
 
-    seed: what was drawn from, and the seed of its inputs; None where nothing was drawn. drawn: the drawn shapes'
+    seed: what was drawn from, and the first seed of the inputs; None where nothing was drawn. drawn: the drawn shapes'
     dimensions by name. missing: what was not asked, in words; empty for the whole exam. complete: whether nothing is
     missing, or what is was asked by the record that PERFORMANCE is quoted from.
     """

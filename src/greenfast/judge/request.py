@@ -12,7 +12,7 @@ import msgspec
 from greenfast.device.worker import Worker
 from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.environment import choose_device, choose_target, device_info
-from greenfast.judge.exam import Cell, Plan, new_seed, plan, shapes_of
+from greenfast.judge.exam import Cell, Plan, exam_seeds, new_seed, plan, shapes_of
 from greenfast.judge.gates.performance import timed_seeds
 from greenfast.judge.record import GateResult
 from greenfast.judge.task import Rung, Shape, Timing
@@ -185,22 +185,31 @@ def make_request(
     )
 
 
-def examined(request: Request, rung: Rung | None, *, chosen: bool, seed: int | None = None) -> Request:
-    """The request with its exam: the whole one on a GPU, on the emulator what it can run in some minutes.
+def examined(
+    request: Request, rung: Rung | None, *, chosen: bool, seed: int | None = None, public: bool | None = None
+) -> Request:
+    """Return the request with its exam: the whole one on a GPU; on the emulator what it can run in some minutes.
 
-    rung: the candidate's, if it is one. chosen: whether options chose the shapes or seeds; less than all of them are
-    then all that is asked, unless there is a ``seed`` to draw from. The seed of a draw is in the request's command.
+    The inputs come from a secret seed that is drawn here. It is added to the request's command.
+    rung: the candidate's, if it is one. chosen: whether options chose the shapes or seeds; if they are less than all,
+    nothing is drawn unless there is a ``seed`` to draw from. public: whether options chose the seeds (as ``chosen`` if
+    None); then these are the seeds of the inputs. seed: to repeat an exam. With ``public`` or ``seed`` the inputs were
+    known before the run, so the exam is not the whole one.
     Raises UsageError as ``plan`` does.
     """
     config = request.task.config
+    public = chosen if public is None else public
     runs, emulated = request.cannot_run() is None, isinstance(request.ordinal, str)
     before = request.shapes
     if not chosen and runs and not emulated:
         request = replace(request, shapes=shapes_of(config, rung))
-    whole = set(config.seeds) <= set(request.seeds) and all(s in request.shapes for s in shapes_of(config, rung))
-    if seed is None and runs and (whole or not chosen):
+    whole = not chosen or all(shape in request.shapes for shape in shapes_of(config, rung))
+    draws, secret = whole or seed is not None, seed is None and not public
+    if seed is None and runs and (whole or not public):
         seed = new_seed()
         request = replace(request, command=f"{request.command} --exam-seed {seed}")
+    if seed is not None and not public:
+        request = replace(request, seeds=exam_seeds(config, seed))
     asked = plan(
         config,
         request.task.problem,
@@ -211,6 +220,8 @@ def examined(request: Request, rung: Rung | None, *, chosen: bool, seed: int | N
         seed=seed,
         emulated=emulated,
         added=[shape for shape in request.shapes if shape not in before],
+        draws=draws,
+        secret=secret,
     )
     return replace(request, exam=asked)
 

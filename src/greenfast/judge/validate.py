@@ -17,7 +17,7 @@ from greenfast.judge.gates.performance import PerformanceOutcome
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide, build_side
 from greenfast.judge.profile import profile_candidate
 from greenfast.judge.quote import Kept, completes, quote
-from greenfast.judge.record import Exam, GateResult, Quote, Record
+from greenfast.judge.record import CorrectnessRow, Exam, GateResult, Quote, Record
 from greenfast.judge.report.compare import compare_markdown
 from greenfast.judge.report.markdown import validation_report
 from greenfast.judge.report.plots import save_plot
@@ -28,6 +28,7 @@ from greenfast.judge.task import Rung
 from greenfast.judge.timing.speedup import AGAIN
 from greenfast.judge.variant import Variant
 from greenfast.spec.errors import UsageError
+from greenfast.spec.problem import NORMAL
 
 COMPARISON = "COMPARE.md"
 #: The folder of a run with a solution's sources.
@@ -75,7 +76,7 @@ def validate(
         timed = _performance(run, required)
     if run.sides and len(run.sides) == len(run.variants):
         _evidence(run, profile)
-    exam = _exam(request)
+    exam = _exam(run)
     if quoted is not None and not exam.complete and completes(quoted, kept, request):
         exam = msgspec.structs.replace(exam, complete=True)
     decision, reasons = decide(run.gates, quoted, exam)
@@ -103,13 +104,24 @@ def validate(
     return Outcome(record, folder)
 
 
-def _exam(request: Request) -> Exam:
+def _exam(run: GateRun) -> Exam:
     """What was asked, for the record."""
-    if request.exam is None:
+    asked = run.request.exam
+    if asked is None:
         return Exam(seed=None, complete=False, missing=["some of the task's cases"])
-    drawn = {shape.name: dict(shape.dims) for shape in request.exam.drawn}
-    missing = list(request.exam.missing)
-    return Exam(seed=request.exam.seed, drawn=drawn, complete=not missing, missing=missing)
+    drawn = {shape.name: dict(shape.dims) for shape in asked.drawn}
+    missing = [*asked.missing, *_constant_inputs(run.correctness.rows.get(CANDIDATE, []))]
+    return Exam(seed=asked.seed, drawn=drawn, complete=not missing, missing=missing)
+
+
+def _constant_inputs(rows: Sequence[CorrectnessRow]) -> list[str]:
+    """Name the shapes whose inputs are the same for all seeds: a kernel could hold their answers."""
+    digests: dict[str, list[str]] = {}
+    for row in rows:
+        if row.variant == NORMAL:
+            digests.setdefault(row.shape, []).append(row.inputs_digest)
+    same = [shape for shape, found in digests.items() if len(found) > 1 and len(set(found)) == 1]
+    return [f"inputs that depend on the seed ({', '.join(same)})"] if same else []
 
 
 def _performance(run: GateRun, required: float | None) -> PerformanceOutcome:

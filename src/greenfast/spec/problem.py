@@ -103,6 +103,8 @@ class References:
 class Problem(Protocol):
     """A problem: a module with these three functions. All of them are deterministic in their arguments.
 
+    seed: a whole number below 2**64. Other seeds give other inputs.
+
     It may have a fourth, ``least_work(dims)``: minima for a launch's counts (see least_work). And it may offer other
     inputs than its normal ones, by the names in ``VARIANTS``: ``make_case`` and ``references`` then take ``variant``.
     """
@@ -213,7 +215,11 @@ def _made(
         return function(dims, seed, fmt) if variant == NORMAL else function(dims, seed, fmt, variant=variant)
     except Exception as e:
         name = getattr(function, "__name__", "the problem")
-        error = too_large(f"{_name_of(problem)}: {name} of {_described(dims)}, seed {seed}", e)
+        where = f"{_name_of(problem)}: {name} of {_described(dims)}, seed {seed}"
+        error = too_large(where, e)
+        if error is None and seed >= 2**32 and isinstance(e, ValueError | OverflowError):
+            said = f"{type(e).__name__}: {e}"
+            raise UsageError(f"{where}: {said}; seeds have 64 bits: numpy.random.default_rng takes them") from e
         if error is None:
             raise
         raise error from e

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from greenfast.device.worker import Worker, WorkerError
+from greenfast.judge.exam import MIN_SEEDS
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
 from greenfast.judge.record import GateResult, SpeedupRow, Status, TimingRow
 from greenfast.judge.task import Shape, Timing
@@ -20,14 +21,12 @@ from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.problem import Problem, least_work
 
 _OTHER_FIRST = "its first launch in a process left other bits than the checked ones"
-#: The least number of cases that a launch draws its inputs from.
-MIN_CASES = 3
 
 
 def timed_seeds(seeds: Sequence[int]) -> list[int]:
-    """The seeds whose cases are timed: these, and if they are fewer than MIN_CASES the smallest others."""
-    others = (n for n in range(MIN_CASES + len(seeds)) if n not in seeds)
-    return [*seeds, *(next(others) for _ in range(MIN_CASES - len(seeds)))]
+    """Return the seeds whose cases are timed: these; if they are fewer than MIN_SEEDS, also the smallest others."""
+    others = (n for n in range(MIN_SEEDS + len(seeds)) if n not in seeds)
+    return [*seeds, *(next(others) for _ in range(MIN_SEEDS - len(seeds)))]
 
 
 def draw_order_seed() -> int:
