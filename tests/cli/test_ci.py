@@ -88,8 +88,8 @@ def test_the_workflow_accepts_a_right_kernel(repository: Path) -> None:
     assert found.pop(f"{name}.PERFORMANCE") == "skipped"
     assert set(found.values()) == {"passed"}
     assert {f"{name}.{test}" for test in ("BUILD", "RESOURCES", "CORRECTNESS", "EVIDENCE", "verdict")} < set(found)
-    assert f"{name}.CORRECTNESS.candidate tail seed 2" in found
-    assert f"{name}.CORRECTNESS.baseline one seed 0" in found
+    for case in ("candidate tail", "baseline one"):
+        assert sum(name_of.startswith(f"{name}.CORRECTNESS.{case} seed ") for name_of in found) >= 3
     summary = (repository / "runner/summary.md").read_text()
     assert "`baseline` -> `four_at_a_time`" in summary
     assert summary.endswith("- Exit code: 0\n\n")
@@ -103,8 +103,9 @@ def test_the_workflow_fails_on_a_wrong_kernel(repository: Path) -> None:
     assert judge_as_on_the_page() == 13
     found = outcomes(repository / "verdict.xml")
     failed = {name.removeprefix("vector_add.four_at_a_time.") for name, how in found.items() if how == "failure"}
-    cases = {f"CORRECTNESS.candidate {shape} seed {seed}" for shape in ("one", "tail", "even") for seed in range(3)}
-    assert failed >= {"CORRECTNESS", "verdict", *cases}
+    assert failed >= {"CORRECTNESS", "verdict"}
+    for shape in ("one", "tail", "even"):
+        assert sum(name.startswith(f"CORRECTNESS.candidate {shape} seed ") for name in failed) >= 3
     assert not [name for name in failed if "baseline" in name]
     assert "kernel_bound" in (repository / "verdict.xml").read_text()
     assert "exit code 13" in (repository / "verdict.xml").read_text()

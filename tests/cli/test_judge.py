@@ -120,7 +120,7 @@ def test_json_is_the_record(scaffold: Path, capsys: pytest.CaptureFixture[str]) 
             "shared memory, bytes is 4, the budget of four_at_a_time allows 0",
         ),
         ("solution/kernel.cu", "a.values[k] + ", "1.5f * a.values[k] + ", 13, "kernel_bound"),
-        ("solution/kernel.cu", "if (i >= n / VECTOR) return;", "", 13, "four_at_a_time one seed 0"),
+        ("solution/kernel.cu", "if (i >= n / VECTOR) return;", "", 13, "four_at_a_time one seed "),
         ("solution/solution.json", '"THREADS": 256', '"THREADS": "2**(2**62)"', 2, "constants.THREADS"),
         (
             "problem/config_forward.json",
