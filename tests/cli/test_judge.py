@@ -189,6 +189,29 @@ def test_a_cubin_is_pending_on_the_emulator(scaffold: Path, tmp_path: Path, caps
     assert judge(scaffold, "--arch", "sm_89") == 11
 
 
+@pytest.mark.parametrize("damage", ["cut", "no kernel", "no registers", "no ELF"])
+def test_a_damaged_cubin_fails_build(scaffold: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cubin = bytearray(_built(scaffold / "problem" / "baseline.cu"))
+    if damage == "cut":
+        del cubin[len(cubin) // 2 :]
+    elif damage == "no kernel":
+        cubin = cubin.replace(b".text.add\0", b".text.odd\0")
+    elif damage == "no registers":
+        cubin = cubin.replace(b".nv.info\0", b".nv.inxo\0")
+    else:
+        cubin[:4] = b"none"
+    (scaffold / "solution" / "kernel.cubin").write_bytes(cubin)
+    made = json.loads((scaffold / "solution" / "solution.json").read_text())
+    launches = [{**launch, "grid": ["ceildiv(N, 256)"], "block": [256]} for launch in made["launches"]]
+    text = json.dumps({"name": made["name"], "file": "kernel.cubin", "launches": launches})
+    (scaffold / "solution" / "solution.json").write_text(text)
+    capsys.readouterr()
+    assert judge(scaffold) == 11
+    said = capsys.readouterr()
+    assert "BUILD       FAIL" in said.out
+    assert "Traceback" not in said.err
+
+
 def _built(file: Path) -> bytes:
     source = KernelSource("add", file.read_text(), file.name, (), (256, 1, 1))
     return compile_kernel(source, Target("sm_90a")).cubin

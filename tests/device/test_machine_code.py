@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from greenfast.device import toolchain
+from greenfast.device import machine_code, tool_process, toolchain
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.judge.task import Counter
@@ -119,11 +118,11 @@ def test_other_kernels_of_a_module_are_not_disassembled(monkeypatch: pytest.Monk
         listings.append(ran(*args, **options))
         return listings[-1]
 
-    ran = subprocess.run
-    monkeypatch.setattr("greenfast.device.machine_code.subprocess.run", run)
+    ran = tool_process.run_tool
+    monkeypatch.setattr(machine_code, "run_tool", run)
     sass(TILE, "other", "sm_90a")
-    assert ".text.other," in listings[0].stdout
-    assert ".text.tile," not in listings[0].stdout
+    assert ".text.other," in listings[0].output
+    assert ".text.tile," not in listings[0].output
 
 
 def test_counts_instructions_not_text() -> None:
@@ -159,7 +158,7 @@ def test_sass_is_read_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("disassembled twice")
 
-    monkeypatch.setattr("greenfast.device.machine_code.subprocess.run", fail)
+    monkeypatch.setattr(machine_code, "run_tool", fail)
     assert disassemble(kernel.cubin, "tile") == first
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from greenfast.device import cache, toolchain
 from greenfast.device.nvrtc import Output
+from greenfast.device.tool_process import ToolError, memory_for, run_tool
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError
 
@@ -66,25 +67,24 @@ def assemble(ptx: str, name: str, target: Target, *, use_cache: bool = True) -> 
     parts = cache.load(key) if use_cache else None
     if parts is not None and len(parts) == 2:
         return Output("assembled", parts[0], ptx, parts[1].decode()), True
-    with tempfile.TemporaryDirectory(prefix="greenfast-ptxas-") as folder:
-        source, cubin = Path(folder) / "source.ptx", Path(folder) / "kernel.cubin"
+    with tempfile.TemporaryDirectory(prefix="greenfast-ptxas-") as temporary:
+        folder = Path(temporary).resolve()
+        source, cubin = folder / "source.ptx", folder / "kernel.cubin"
         source.write_text(ptx, encoding="utf-8")
         try:
-            done = subprocess.run(
-                # by this name in its messages: Triton's is called ptxas-blackwell
-                ["ptxas", *options(target), str(source), "--output-file", str(cubin)],
-                executable=tool,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_TIMEOUT_S,
+            # by this name in its messages: Triton's is called ptxas-blackwell
+            done = run_tool(
+                tool,
+                [*options(target), str(source), "--output-file", str(cubin)],
+                folder,
+                name="ptxas",
+                memory_bytes=memory_for(len(ptx)),
+                seconds=_TIMEOUT_S,
             )
-        except subprocess.TimeoutExpired:
-            raise CompileError(f"{name}: ptxas did not end within {_TIMEOUT_S} s for {target.name}") from None
-        log = (done.stderr + done.stdout).replace(str(source), name)
-        if done.returncode < 0:
-            raise CompileError(f"{name}: ptxas crashed (signal {-done.returncode}) for {target.name}")
-        if done.returncode != 0 or not cubin.is_file():
+        except ToolError as e:
+            raise CompileError(f"{name}: ptxas {e} for {target.name}; shorten the kernel until it assembles") from None
+        log = (done.errors + done.output).replace(str(source), name)
+        if done.exit_code != 0 or not cubin.is_file() or cubin.is_symlink():
             lines = [line for line in log.splitlines() if line.strip() and not _NOISE.match(line)]
             raise CompileError(f"{name} does not assemble for {target.name}:\n" + "\n".join(lines[:20]))
         output = Output("assembled", cubin.read_bytes(), ptx, log)

@@ -23,6 +23,8 @@ from greenfast.device.cubin import cubin_capability, cubin_entries, cubin_resour
 from greenfast.device.diagnostics import readable
 from greenfast.device.includes import includes, includes_by_a_macro
 from greenfast.device.resources import parse_resources
+from greenfast.device.sandbox import COMPILER_BYTES
+from greenfast.device.tool_process import OUTPUT_BYTES
 from greenfast.device.variables import variable_bytes
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError, UsageError
@@ -238,8 +240,13 @@ def _run_nvrtc(source: KernelSource, given: bytes, target: Target, isolated: boo
     except compiler_process.CompilerCrashError as e:
         raise CompileError(
             f"{what}: the compiler, {_nvrtc_version()}, crashed ({e}) while it compiled for {target.name}, without a "
-            f"message; shorten the kernel until it compiles, or try nvcc"
+            f"message; it may use {COMPILER_BYTES >> 20} MiB of memory; shorten the kernel until it compiles, or try "
+            "nvcc"
         ) from None
+    if len(output.cubin) + len(output.ptx) > OUTPUT_BYTES:
+        raise CompileError(
+            f"{what}: its machine code has {len(output.cubin) >> 20} MiB; at most {OUTPUT_BYTES >> 20} are judged"
+        )
     if _given(source) != given:  # its hash, and its place in the cache, would be another kernel's
         raise CompileError(f"{what}: a file that it includes changed while it was compiled; compile it again")
     ptx, log = _text(output.ptx, source), _text(output.log, source)
@@ -248,6 +255,8 @@ def _run_nvrtc(source: KernelSource, given: bytes, target: Target, isolated: boo
     if output.status == "NVRTC_ERROR_INVALID_OPTION":
         said = f"{_nvrtc_version()} does not take the options for {target.name}, but a newer one may"
         raise MachineError(f"{said}: {log.strip()}")
+    if output.status == "NVRTC_ERROR_OUT_OF_MEMORY":
+        raise CompileError(f"{what}: the compiler needs more than the {COMPILER_BYTES >> 20} MiB that it may use")
     if output.status != "NVRTC_SUCCESS":
         raise RuntimeError(f"{what}: {output.status}: {log.strip()}")
     return nvrtc.Output(output.status, output.cubin, ptx, log)

@@ -6,8 +6,8 @@ import math
 import struct
 from collections.abc import Iterator
 
-from greenfast.device.elf import Image
-from greenfast.spec.errors import CompileError
+from greenfast.device.elf import Image, ImageError
+from greenfast.spec.errors import CompileError, DamagedCodeError
 from greenfast.spec.facts import Resources
 
 # Attributes of .nv.info, each with a symbol's number and a 32-bit value; and the form of an attribute with a length.
@@ -23,11 +23,11 @@ _NEW_FLAGS = 8
 
 
 def read_cubin(cubin: bytes, name: str) -> Image:
-    """The image of a cubin. Raises CompileError, with the file's name, for other bytes."""
+    """The image of a cubin. Raises DamagedCodeError, with the file's name, for other bytes."""
     try:
         return Image(cubin)
-    except (ArithmeticError, LookupError, MemoryError, ValueError, struct.error) as e:
-        raise CompileError(f"{name}: not a cubin ({e}); nvcc -cubin or ptxas makes one") from None
+    except ImageError as e:
+        raise DamagedCodeError(f"{name}: not a cubin ({e}); nvcc -cubin or ptxas makes one") from None
 
 
 def cubin_entries(image: Image) -> list[str]:

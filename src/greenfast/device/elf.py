@@ -54,20 +54,39 @@ class Relocation:
     addend: int
 
 
+class ImageError(ValueError):
+    """The bytes are no whole ELF image; the message says what is wrong."""
+
+
+#: Sizes and addresses beyond this are damage: no GPU has so much memory.
+_MOST_BYTES = 1 << 40
+_HEADER, _ROW = 64, struct.calcsize("<2I4Q2I2Q")
+
+
 class Image:
-    """An ELF image. Raises ValueError for other bytes."""
+    """An ELF image. Raises ImageError for other bytes.
+
+    Sections that it links exist. A symbol may name a section that does not exist, which ELF uses for absolute values,
+    and a relocation a symbol that was stripped.
+    """
 
     def __init__(self, data: bytes) -> None:
-        if data[:6] != b"\x7fELF\x02\x01":
-            raise ValueError("not an ELF image of 64 bits, little endian")
-        try:
-            (table,) = struct.unpack_from("<Q", data, 0x28)
-            (self.flags,) = struct.unpack_from("<I", data, 0x30)
-            size, count, names = struct.unpack_from("<3H", data, 0x3A)
-            headers = [struct.unpack_from("<2I4Q2I2Q", data, table + i * size) for i in range(count)]
-        except struct.error as e:
-            raise ValueError(f"not a whole ELF image: {e}") from None
-        strings = data[headers[names][4] :]
+        if data[:6] != b"\x7fELF\x02\x01" or len(data) < _HEADER:
+            raise ImageError("not an ELF image of 64 bits, little endian")
+        (table,) = struct.unpack_from("<Q", data, 0x28)
+        (self.flags,) = struct.unpack_from("<I", data, 0x30)
+        size, count, names = struct.unpack_from("<3H", data, 0x3A)
+        if size != _ROW or table + size * count > len(data):
+            raise ImageError(f"not a whole ELF image: {count} section headers of {size} bytes at {table}")
+        headers = [struct.unpack_from("<2I4Q2I2Q", data, table + i * size) for i in range(count)]
+        held = sum(header[5] for header in headers if header[1] != NOBITS)
+        if names >= count or held > 2 * len(data):  # sections that overlap often would take any amount of memory
+            raise ImageError(f"not a whole ELF image: {count} sections of {held} bytes in {len(data)}")
+        for _, kind, _, address, offset, nbytes, *_ in headers:
+            if max(address, nbytes) > _MOST_BYTES or (kind != NOBITS and offset + nbytes > len(data)):
+                raise ImageError(f"not a whole ELF image: a section of {nbytes} bytes at {offset} in {len(data)} bytes")
+        start, length = headers[names][4:6]
+        strings = data[start : start + length]
         self.sections = [
             Section(
                 name=_text(strings, name),
@@ -82,6 +101,12 @@ class Image:
             for name, kind, flags, _, offset, size, link, info, alignment, _ in headers
         ]
         self.symbols = [symbol for s in self.sections if s.kind == _SYMTAB for symbol in self._symbols(s)]
+        self._relocations: dict[int, list[Relocation]] = {}
+        for s in self.sections:
+            if s.kind in (_RELA, _REL):
+                self._relocations.setdefault(s.applies_to, []).extend(self._relocations_in(s))
+        for found in self._relocations.values():
+            found.sort(key=lambda r: (r.offset, r.kind))
 
     def find(self, name: str) -> int | None:
         """The index of the section with this name."""
@@ -89,26 +114,45 @@ class Image:
 
     def relocations(self, section: int) -> list[Relocation]:
         """The relocations of a section, by offset."""
-        found = []
-        for s in self.sections:
-            if s.kind not in (_RELA, _REL) or s.applies_to != section:
-                continue
-            if s.kind == _RELA:
-                rows = struct.iter_unpack("<QQq", s.data)
-            else:  # the addend is stored at the offset
-                held = self.sections[section].data
-                rows = ((at, info, _signed(held, at)) for at, info in struct.iter_unpack("<QQ", s.data))
-            found += [Relocation(at, info & 0xFFFFFFFF, info >> 32, addend) for at, info, addend in rows]
-        return sorted(found, key=lambda r: (r.offset, r.kind))
+        return self._relocations.get(section, [])
+
+    def _relocations_in(self, table: Section) -> Iterator[Relocation]:
+        if table.applies_to >= len(self.sections):
+            raise ImageError(f"section {table.name!r} patches section {table.applies_to}, which does not exist")
+        target = self.sections[table.applies_to]
+        for row in _rows("<QQq" if table.kind == _RELA else "<QQ", table):
+            at, info = row[:2]
+            # Without an addend in the row, it is stored at the offset.
+            addend = row[2] if table.kind == _RELA else _signed(target.data, at)
+            if at > target.size:
+                raise ImageError(f"section {table.name!r} has an address at {at} of {target.size} bytes")
+            yield Relocation(at, info & 0xFFFFFFFF, info >> 32, addend)
 
     def _symbols(self, table: Section) -> Iterator[Symbol]:
+        if table.link >= len(self.sections):
+            raise ImageError(f"section {table.name!r} names section {table.link}, which does not exist")
         strings = self.sections[table.link].data
-        for name, info, _, section, value, size in struct.iter_unpack("<IBBHQQ", table.data):
+        for name, info, _, section, value, size in _rows("<IBBHQQ", table):
+            if max(value, size) > _MOST_BYTES:
+                raise ImageError(f"a symbol of {size} bytes at {value}")
             yield Symbol(_text(strings, name), section, value, size, info & 15 == _SECTION_SYMBOL)
 
 
+def _rows(form: str, table: Section) -> Iterator[tuple[int, ...]]:
+    size = struct.calcsize(form)
+    if len(table.data) % size:
+        raise ImageError(f"section {table.name!r} has {len(table.data)} bytes, no multiple of {size}")
+    return struct.iter_unpack(form, table.data)
+
+
 def _text(strings: bytes, at: int) -> str:
-    return strings[at : strings.index(b"\0", at)].decode()
+    end = strings.find(b"\0", at)
+    if at > len(strings) or end < 0:
+        raise ImageError(f"a name at {at} of {len(strings)} bytes, without an end")
+    try:
+        return strings[at:end].decode()
+    except UnicodeDecodeError:
+        raise ImageError(f"the name at {at} is no text") from None
 
 
 def _signed(data: bytes, at: int) -> int:

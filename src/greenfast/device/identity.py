@@ -7,6 +7,7 @@ over it tells whether a measured time still holds for today's kernel. A hash ove
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import re
 import struct
@@ -18,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from greenfast.device.compiler import CompiledKernel
-from greenfast.device.elf import ALLOC, UNDEFINED, Image
+from greenfast.device.elf import ALLOC, UNDEFINED, Image, ImageError
 from greenfast.device.machine_code import disassemble
 from greenfast.device.variables import HEAP_BYTES, HEAP_FUNCTIONS
-from greenfast.spec.errors import MachineError
+from greenfast.spec.errors import DamagedCodeError
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import Argument, KernelSource, Launch, Packed, Program, Struct, TensorMap
 
@@ -44,14 +45,32 @@ def code_hash(kernel: CompiledKernel) -> str:
     bounds, and cluster. Not names, line tables or paths, nor unreferenced variables of the module; what the launch
     decides (grid, block, dynamic shared memory, arguments) is in ``launch_facts``.
 
-    Empty for PTX that was not assembled. Raises MachineError if the cubin has no such kernel, or without nvdisasm.
+    Empty for PTX that was not assembled. Raises DamagedCodeError if the cubin cannot be read or has no such
+    kernel, and MachineError without nvdisasm.
     """
     if kernel.reported is None:
         return ""
+    return _read_code(kernel)[1]
+
+
+def check_code(kernel: CompiledKernel) -> None:
+    """Read all of a kernel's machine code that records and gates need, as another author's cubin may be damaged.
+
+    Raises DamagedCodeError, or MachineError without nvdisasm.
+    """
+    if kernel.cubin:
+        disassemble(kernel.cubin, kernel.source.entry)
+        code_hash(kernel)
+        state_variables(kernel)
+
+
+def _read_code(kernel: CompiledKernel) -> tuple[_Code, str]:
+    """Return the code and its digest. Raises DamagedCodeError."""
     try:
-        return _Code(kernel).digest()
-    except (LookupError, ValueError, struct.error) as e:  # another author's cubin may be damaged anywhere
-        raise MachineError(f"the machine code of {kernel.source.entry!r} cannot be read: {e}") from e
+        code = _Code(kernel)
+        return code, code.digest()
+    except (LookupError, ValueError, struct.error, OverflowError) as e:
+        raise DamagedCodeError(f"the machine code of {kernel.source.entry!r} cannot be read: {e}") from e
 
 
 def launch_facts(source: KernelSource, launch: Launch, dims: Mapping[str, int]) -> LaunchFacts:
@@ -81,8 +100,7 @@ def state_variables(kernel: CompiledKernel) -> Mapping[str, int]:
 
     Raises MachineError as ``code_hash`` does.
     """
-    code = _Code(kernel)
-    code.digest()
+    code, _ = _read_code(kernel)
     return code.reached((".nv.global", ".nv.constant3"))
 
 
@@ -149,11 +167,11 @@ class _Code:
         self._entry = kernel.source.entry
         try:
             self._image = Image(kernel.cubin)
-        except ValueError as e:
-            raise MachineError(f"the machine code of {self._entry!r} cannot be read: {e}") from e
+        except ImageError as e:
+            raise DamagedCodeError(f"the machine code of {self._entry!r} cannot be read: {e}") from e
         text = self._image.find(f".text.{self._entry}")
         if text is None:
-            raise MachineError(f"the machine code has no kernel {self._entry!r}")
+            raise DamagedCodeError(f"the machine code has no kernel {self._entry!r}")
         self._text = text
         self._listing: Callable[[], str] = lambda: disassemble(kernel.cubin, self._entry)
         self._digest = hashlib.sha256()
@@ -250,7 +268,20 @@ class _Code:
             self._target(r.symbol, r.addend)
 
     def _target(self, symbol: int, addend: int) -> None:
-        """What an address refers to: an offset in the kernel, a variable with its content, or something outside."""
+        """Add what an address refers to, and what the addresses in there refer to, however deep."""
+        visits = [self._visit(symbol, addend)]
+        while visits:
+            inner = next(visits[-1], None)
+            if inner is None:
+                visits.pop()
+            else:
+                visits.append(self._visit(*inner))
+
+    def _visit(self, symbol: int, addend: int) -> Iterator[tuple[int, int]]:
+        """Add an offset in the kernel, a variable with its content, or something outside.
+
+        Yields the symbol and addend of each address in the variable, when it is that address's turn.
+        """
         found = self._image.symbols[symbol]
         if found.section == UNDEFINED:
             self._outside.add(found.name)
@@ -273,10 +304,12 @@ class _Code:
             return
         section = self._image.sections[found.section]
         self._add("content", size, section.data[start : start + size])
-        for r in self._image.relocations(found.section):
-            if start <= r.offset < start + size:
-                self._add("address", r.offset - start, r.kind)
-                self._target(r.symbol, r.addend)
+        addresses = self._image.relocations(found.section)
+        for r in addresses[bisect.bisect_left(addresses, start, key=lambda r: r.offset) :]:
+            if r.offset >= start + size:
+                break
+            self._add("address", r.offset - start, r.kind)
+            yield r.symbol, r.addend
 
     def _variable_at(self, section: int, offset: int) -> tuple[int, int, int]:
         """Start and size of the variable around an offset in a section, and the offset within it; else the section."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-import struct
-import subprocess
 import tempfile
+from pathlib import Path
 
 from greenfast.device import cache, toolchain
-from greenfast.device.elf import Image
-from greenfast.spec.errors import MachineError
+from greenfast.device.elf import Image, ImageError
+from greenfast.device.tool_process import ToolError, memory_for, run_tool
+from greenfast.spec.errors import DamagedCodeError
+
+_TIMEOUT_S = 120
+#: Bytes that nvdisasm may use in addition to what a tool may for its input.
+_LISTING_MEMORY = 1 << 30
+_MOST_SAID = 1000
 
 # Counter -> opcodes; an opcode also stands for its longer forms (HMMA for HMMA.16816.F32).
 _OPCODES: dict[str, tuple[str, ...]] = {
@@ -33,7 +38,8 @@ _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)
 def disassemble(cubin: bytes, entry: str) -> str:
     """The SASS of kernel ``entry`` and the functions that it calls, as nvdisasm prints it.
 
-    Cached. Raises MachineError if nvdisasm is missing or cannot read the cubin, or if the cubin has no such kernel.
+    Cached. Raises MachineError if nvdisasm is missing, DamagedCodeError if it cannot read the cubin, needs more time or
+    memory than it may use, or if the cubin has no such kernel.
     """
     tool = toolchain.nvdisasm()
     # nvdisasm takes a quarter of a second to start, a cache load a millisecond.
@@ -42,14 +48,20 @@ def disassemble(cubin: bytes, entry: str) -> str:
     cached = cache.load(key)
     if cached is not None:
         return cached[0].decode()
-    command = [str(tool), "--print-code", *_only(cubin, entry)]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        run = subprocess.run([*command, file.name], capture_output=True, text=True, check=False)
-    if run.returncode != 0:
-        raise MachineError(f"nvdisasm cannot read the machine code of {entry!r}: {run.stderr.strip()}")
-    sass = _section(run.stdout, entry)
+    with tempfile.TemporaryDirectory(prefix="greenfast-nvdisasm-") as temporary:
+        folder = Path(temporary).resolve()
+        file = folder / "kernel.cubin"
+        file.write_bytes(cubin)
+        options = ["--print-code", *_only(cubin, entry), str(file)]
+        memory = _LISTING_MEMORY + memory_for(len(cubin))
+        try:
+            run = run_tool(tool, options, folder, name="nvdisasm", memory_bytes=memory, seconds=_TIMEOUT_S)
+        except ToolError as e:
+            raise DamagedCodeError(f"the machine code of {entry!r} cannot be read: nvdisasm {e}") from None
+    if run.exit_code != 0:
+        said = run.errors.strip().replace(str(file), "the cubin")[-_MOST_SAID:]
+        raise DamagedCodeError(f"nvdisasm cannot read the machine code of {entry!r}: {said}")
+    sass = _section(run.output, entry)
     cache.store(key, [sass.encode()])
     return sass
 
@@ -71,7 +83,7 @@ def _only(cubin: bytes, entry: str) -> list[str]:
     """Options that leave a library's other kernels out, which can take ten seconds; none where they do not apply."""
     try:
         symbols = Image(cubin).symbols
-    except (LookupError, ValueError, struct.error):  # nvdisasm says what is wrong with it
+    except ImageError:  # nvdisasm says what is wrong with it
         return []
     found = [number for number, symbol in enumerate(symbols) if symbol.name == entry]
     return ["--cuda-function-index", str(found[0])] if found else []
@@ -81,6 +93,6 @@ def _section(listing: str, entry: str) -> str:
     """The section of nvdisasm's listing for kernel ``entry``."""
     start = listing.find(f"\t.section\t.text.{entry},")
     if start < 0:
-        raise MachineError(f"the machine code has no kernel {entry!r}")
+        raise DamagedCodeError(f"the machine code has no kernel {entry!r}")
     end = listing.find("\n//-----", start)
     return listing[start:] if end < 0 else listing[start:end].rstrip() + "\n"

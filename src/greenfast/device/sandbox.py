@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import glob
+import json
 import os
 import platform
 import resource
 import signal
 import struct
+import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -40,8 +43,10 @@ CPU_S = 1200
 DATA_BYTES = 16 << 30
 #: Addresses beyond that, for libraries and files that are mapped, and shared memory.
 ADDRESS_BYTES = 32 << 30
+#: The same for a tool without libraries.
+TOOL_ADDRESS_BYTES = 2 << 30
 #: Bytes that a compiler of a solution's source may use.
-COMPILER_BYTES = 8 << 30
+COMPILER_BYTES = 4 << 30
 FILE_BYTES = 1 << 30
 PROCESSES = 4096
 _LIMITS = {
@@ -194,6 +199,10 @@ def _limit(gpu: bool, data_bytes: int | None = None) -> None:
         limits[resource.RLIMIT_DATA] = data_bytes
     if not gpu:  # the driver reserves addresses of all memory that there is
         limits[resource.RLIMIT_AS] = limits[resource.RLIMIT_DATA] + ADDRESS_BYTES
+    _apply(limits)
+
+
+def _apply(limits: dict[int, int]) -> None:
     for kind, most in limits.items():
         _, hard = resource.getrlimit(kind)
         limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -489,3 +498,27 @@ def _checked(result: int) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
+
+
+def _run_tool(job: dict[str, Any]) -> None:
+    """Replace this process by a tool that reads some folders and writes one (``tool_process``)."""
+    signals = _scopes_signals()
+    limits = {
+        resource.RLIMIT_CPU: job["seconds"],
+        resource.RLIMIT_DATA: job["memory"],
+        resource.RLIMIT_AS: job["memory"] + TOOL_ADDRESS_BYTES,
+        resource.RLIMIT_FSIZE: job["output"],
+        resource.RLIMIT_CORE: 0,
+    }
+    _tried(lambda: _apply(limits))
+    _tried(_no_new_privileges)
+    _tried(lambda: _landlock((*_SYSTEM, *job["readable"]), job["folder"], ()))
+    _tried(_drop_capabilities)
+    _tried(lambda: _end_with_judge_and_filter(False, signals))
+    # Python ignores it, and a tool would inherit that.
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    os.execv(job["tool"], job["arguments"])
+
+
+if __name__ == "__main__":
+    _run_tool(json.loads(sys.argv[1]))

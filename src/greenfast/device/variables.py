@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from greenfast.device.elf import UNDEFINED, Image, Section, Symbol
+from greenfast.device.elf import UNDEFINED, Image, ImageError, Section, Symbol
 from greenfast.device.written import never_written
-from greenfast.spec.errors import MachineError
+from greenfast.spec.errors import DamagedCodeError
 
 _GLOBAL = (".nv.global", ".nv.global.init")
 #: Bank 3: ``__constant__`` variables. A kernel can write them through their address in global memory.
@@ -24,7 +24,7 @@ def variable_bytes(cubin: bytes, ptx: str = "") -> tuple[int, int]:
     never written: tables such as ``static constexpr`` members and strings for printf. Without PTX they all count. A
     kernel that allocates on the device heap counts with all of it, ``HEAP_BYTES``.
 
-    Raises MachineError for a cubin that cannot be read.
+    Raises DamagedCodeError for a cubin that cannot be read.
     """
     image, found = _module_variables(cubin)
     harmless = set(read_only_variables(cubin, ptx))
@@ -52,8 +52,8 @@ def _module_variables(cubin: bytes) -> tuple[Image, list[tuple[Section, list[Sym
     """The image of a cubin, and its sections of variables with those that they hold."""
     try:
         image = Image(cubin)
-    except ValueError as e:
-        raise MachineError(f"the machine code cannot be read: {e}") from e
+    except ImageError as e:
+        raise DamagedCodeError(f"the machine code cannot be read: {e}") from e
     sections = [(n, s) for n, s in enumerate(image.sections) if s.name in (*_GLOBAL, _CONSTANT)]
     return image, [(section, _variables(image, n, section)) for n, section in sections]
 

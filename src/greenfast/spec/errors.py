@@ -44,6 +44,12 @@ class CompileError(GreenfastError):
     exit_code = 1
 
 
+class DamagedCodeError(CompileError, MachineError):
+    """Machine code that cannot be read: the file is damaged, or no tool of this machine knows what it holds."""
+
+    exit_code = 1
+
+
 class WrongResultError(GreenfastError):
     """A kernel computed a wrong result, so its speed must not be reported."""
 

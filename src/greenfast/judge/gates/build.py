@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from greenfast.device.cubin import block_fault, read_cubin
+from greenfast.device.identity import check_code
 from greenfast.judge.entrant import Entrant
 from greenfast.judge.gates.sides import BASELINE, BuiltSide, build_side
 from greenfast.judge.record import GateResult, Status
@@ -39,6 +40,9 @@ def check(
         refused: dict[str, str] = {}
         try:
             side = build_side(role, entrant.family, variant, fmt, shapes, target, refused=refused)
+            for _, kernel in side.distinct:
+                if kernel.source.language == "cubin":
+                    check_code(kernel)
         except CompileError as e:
             checks.append((what, "compiles", "does not compile", "FAIL"))
             reasons.append(entrant.named(str(e)))
