@@ -32,9 +32,8 @@ _RUNGS = {
     "values": "zeros nan infinity one_shape one_seed trap",
     "launch": "too_much_smem too_many_registers spills local_array no_async_copy",
 }
-#: Cheats that only a GPU shows: they look at the clock, which on the emulator is young and goes slowly, or cheat at a
-#: size that takes the emulator too long.
-GPU_ONLY = {"global_timer", "right_while_the_clock_is_young", "far_memory"}
+#: Cheats that only a GPU shows: they cheat at a size that takes the emulator too long.
+GPU_ONLY = {"far_memory"}
 
 
 @dataclass(frozen=True)

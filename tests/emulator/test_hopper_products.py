@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenfast.emulator.grid import program_of
+from greenfast.emulator.grid import run_grid
 from greenfast.emulator.instructions.convert import E4M3_VALUES
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.spec.errors import UnsupportedError
+from greenfast.spec.kernel import Launch
 from tests.emulator.hopper import D_STORE, run, tensor_map, wgmma
 
 RNG = np.random.default_rng(3)
@@ -270,4 +271,4 @@ def test_a_shape_that_is_no_wgmma_is_refused() -> None:
     with pytest.raises(
         UnsupportedError, match=r"wgmma\.mma_async.*m64n8k4\.f32\.tf32\.tf32 has \.m64n8k4, which is not known"
     ):
-        program_of(ptx, "k")
+        run_grid(ptx, "k", (128, 1, 1), 0, Launch((1, 1, 1), ()), {}, {})

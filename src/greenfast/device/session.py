@@ -16,13 +16,14 @@ from greenfast.spec.problem import Array, Case
 class RunResult:
     """The outputs of one case, memory violations, and whether repeats agreed bit by bit.
 
-    counts: what the kernel executed; None if the device does not count it, as on a GPU.
+    counts: what the kernel executed; None if the device does not count it, as on a GPU. notes: what is no violation.
     """
 
     outputs: dict[str, Array]
     violations: list[str] = field(default_factory=list)
     repeatable: bool = True
     counts: KernelCounts | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -14,14 +14,16 @@ from numpy.typing import NDArray
 
 from greenfast.device.toolchain import cuda_include_dirs
 from greenfast.emulator.again import Beginning, Garbage, in_spite_of, in_spite_of_races
+from greenfast.emulator.dependence import find_dependence
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.launches import Launches
-from greenfast.emulator.machine.memory import FUNCTION_BASE, UNWRITTEN, WRITTEN, GlobalMemory
+from greenfast.emulator.machine.memory import FUNCTION_BASE, GLOBAL_BASE, UNWRITTEN, WRITTEN, GlobalMemory
 from greenfast.emulator.machine.phases import PhaseCounts
 from greenfast.emulator.machine.records import GlobalRecord, TrackReads
 from greenfast.emulator.machine.spare import Spare
 from greenfast.emulator.machine.state import Geometry, Machine
+from greenfast.emulator.machine.surroundings import OTHER, USUAL, Surroundings
 from greenfast.emulator.machine.tensormap import MAP_BYTES, BoundMap, bind
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.inlining import inlined
@@ -31,8 +33,8 @@ from greenfast.emulator.ptx.unsupported import own_bug
 from greenfast.emulator.scheduler import Scheduler
 from greenfast.emulator.variables import initial_value, packed, shared_layout_of
 from greenfast.kernels import KERNEL_DIR
-from greenfast.spec.errors import GreenfastError, UsageError
-from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap, Workspace, value_bytes
+from greenfast.spec.errors import GreenfastError, UnsupportedError, UsageError
+from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap, Workspace, pointers_of, value_bytes
 from greenfast.spec.problem import Array, OutputSpec, dtype_of
 
 #: Threads that run at once. More would need more memory (some hundred bytes of registers each) and gain little.
@@ -53,6 +55,8 @@ class GridResult:
     input_writes: of each input that was written and is no output, also with what it held, where it was first.
     phases: the counts by phase, where they were asked for; they add up to ``counts``. later: what further runs in the
     same memory left. changed: by launch and name, the variables of modules that then held other values than at first.
+    notes: what the kernel depends on that PTX does not define, and how it was explored. differences: faults and
+    other outputs there.
     """
 
     outputs: dict[str, Array]
@@ -63,6 +67,8 @@ class GridResult:
     phases: dict[str, Counts] = field(default_factory=dict)
     later: list[GridResult] = field(default_factory=list)
     changed: frozenset[tuple[int, str]] = frozenset()
+    notes: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -78,10 +84,13 @@ class Step:
 
 @lru_cache(maxsize=32)
 def program_of(ptx: str, entry: str) -> tuple[Module, Program]:
-    """The parsed module and the kernel's program. Raises UnsupportedError, or UsageError for an unknown kernel."""
+    """The parsed module and the kernel's program, in which an unknown instruction raises when it is executed.
+
+    Raises UnsupportedError for what cannot be read, and UsageError for an unknown kernel.
+    """
     # Wrappers of instructions (the toolkit's, this project's, Triton's): what callers do is what a reader asks for.
     module = parse(ptx, tuple(f"{folder}/" for folder in (*cuda_include_dirs(), KERNEL_DIR / "ptx", "triton/language")))
-    return module, Program(inlined(module, module.entry(entry)))
+    return module, Program(inlined(module, module.entry(entry)), defer=True)
 
 
 def run_grid(
@@ -127,8 +136,12 @@ def run_chain(
     phases: Sequence[str] = (),
     later: Sequence[int] = (),
     always: bool = True,
+    explore: bool = False,
 ) -> GridResult:
     """Run launches one after the other on the same buffers; counts are of all. Raises what ``run_grid`` does.
+
+    explore: where the kernels read what PTX does not define (clocks, %smid, ...), or look at the bits of addresses, run
+    with other such values too, and force the other outcome of each comparison that depends on them.
 
     A launch that may begin early (Launch.early) is a fault where it touches what launches before it read or write with
     no griddepcontrol.wait, and where it reads what they write by a load that the compiler may move ahead of the wait.
@@ -138,10 +151,10 @@ def run_chain(
     left anything.
     """
 
-    def run(garbage: Garbage | Spare | None) -> GridResult:
+    def run(garbage: Garbage | Spare | None, around: Surroundings, later: Sequence[int]) -> GridResult:
         while True:
             try:
-                chain = _Chain(steps, inputs, outputs, workspaces or {}, garbage)
+                chain = _Chain(steps, inputs, outputs, workspaces or {}, garbage, around)
                 beginning = Beginning(chain.memory, [place for names in chain.variables for place in names.values()])
                 result = chain.run(seed, outputs, poison, phases)
                 for other in later if always or beginning.left() else ():
@@ -162,13 +175,65 @@ def run_chain(
             except Exception as e:
                 raise own_bug(steps[0].entry, e) from e
 
-    try:
-        return run(None)
-    except KernelFaultError as fault:
-        found = in_spite_of(run) if fault.unwritten else in_spite_of_races(run, fault)
-        if found is None:
-            raise
-        return found
+    def attempt(around: Surroundings, later: Sequence[int] = ()) -> GridResult:
+        def again(garbage: Garbage | Spare | None) -> GridResult:
+            return run(garbage, around, later)
+
+        try:
+            return again(None)
+        except KernelFaultError as fault:
+            found = in_spite_of(again) if fault.unwritten else in_spite_of_races(again, fault)
+            if found is None:
+                raise
+            return found
+
+    result = attempt(USUAL, later)
+    if explore:
+        _explore(steps, result, attempt)
+    return result
+
+
+#: How many comparisons are forced at most.
+_MOST_FORCED = 6
+
+
+def _explore(steps: Sequence[Step], result: GridResult, attempt: Callable[[Surroundings], GridResult]) -> None:
+    """Run in other surroundings, and add to the result what is wrong there.
+
+    A trap is not: that is how kernels end a wait that takes too long.
+    """
+    forced: list[tuple[Surroundings, str]] = []
+    differs = False
+    for n, step in enumerate(steps):
+        function = program_of(step.ptx, step.entry)[1].function
+        pointers = {
+            (parameter.name, offset)
+            for parameter, argument in zip(function.params, step.plan.args, strict=False)
+            for offset, _ in pointers_of(argument)
+        }
+        dependence = find_dependence(function, pointers)
+        differs |= dependence.addresses or dependence.undefined
+        for pc, registers in dependence.comparisons.items():
+            what = f"{function.name}: a comparison depends on {', '.join(registers)} at {function.code[pc].source}"
+            forced.append((replace(OTHER, name=f"the other outcome where {what}", forced=(n, pc)), what))
+    todo = [*([(OTHER, "")] if differs else []), *forced[:_MOST_FORCED]]
+    for around, what in todo:
+        outcome = "both outcomes were run"
+        try:
+            other = attempt(around)
+        except KernelFaultError as e:
+            if "trap was executed" not in str(e):
+                result.differences.append(f"{e}; only with {around.name}")
+            else:
+                outcome = "one of the two outcomes ends by a trap"
+        except UnsupportedError as e:
+            outcome = f"one of the two outcomes could not be run: {e}"
+        else:
+            if any(other.outputs[n].tobytes() != data.tobytes() for n, data in result.outputs.items()):
+                result.differences.append(f"the outputs are other bits with {around.name}")
+        if what or not outcome.startswith("both"):
+            result.notes.append(f"{what or around.name}; {outcome}")
+    result.notes += [f"{what}; one of the two outcomes was not run" for _, what in forced[_MOST_FORCED:]]
 
 
 class _Chain:
@@ -181,8 +246,9 @@ class _Chain:
         outputs: Mapping[str, OutputSpec],
         workspaces: Mapping[str, Workspace],
         garbage: Garbage | Spare | None,
+        around: Surroundings,
     ) -> None:
-        self.steps, self.garbage = steps, garbage
+        self.steps, self.garbage, self.around = steps, garbage, around
         self.inputs = {name: np.ascontiguousarray(a) for name, a in inputs.items()}
         sizes = {name: a.nbytes for name, a in self.inputs.items()}
         changed: dict[str, OutputSpec | Workspace] = {**outputs, **workspaces}
@@ -197,7 +263,9 @@ class _Chain:
         sizes[WORKSPACE] = _WORKSPACE_BYTES
         # Nothing promises an order in memory, so it is the opposite one for every second set of inputs.
         backwards = zlib.crc32(b"".join(a.reshape(-1)[:1024].tobytes() for a in self.inputs.values())) & 1
-        self.memory = memory = GlobalMemory(dict(reversed(sizes.items())) if backwards else sizes)
+        self.memory = memory = GlobalMemory(
+            dict(reversed(sizes.items())) if backwards else sizes, GLOBAL_BASE + around.memory
+        )
         memory.states_of(WORKSPACE)[:] = WRITTEN
         for name, spec in changed.items():
             if spec.zeros:
@@ -237,11 +305,13 @@ class _Chain:
         """Run every block of one launch."""
         module, self.running = program_of(step.ptx, step.entry)
         program, memory, plan = self.running, self.memory, step.plan
+        if self.around.forced is not None and self.around.forced[0] == number:
+            program = program.forcing(self.around.forced[1])
         function = program.function
         shared_layout, shared_bytes = shared_layout_of(module, function, step.dynamic_smem_bytes)
         local_layout, local_bytes = packed([v for v in function.variables.values() if v.space == "local"])
         geometry = Geometry(plan.grid, step.block, _cluster(function, plan))
-        record = GlobalRecord(memory, program.tracked, self.read_only, program.scoped)
+        record = GlobalRecord(memory, self.running.tracked, self.read_only, program.scoped)
         record.input_writes = self.input_writes
         by_phase = self.by_phase = PhaseCounts(function) if phases else None
         per_batch = resident_blocks(program, geometry, shared_bytes)
@@ -268,6 +338,7 @@ class _Chain:
                     phases=by_phase,
                     dynamic_bytes=step.dynamic_smem_bytes,
                     seed=seed,
+                    surroundings=self.around,
                 )
                 try:
                     self._run_blocks(number, machine, program, seed)

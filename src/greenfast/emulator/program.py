@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from greenfast.emulator.instructions import (
     access,
@@ -27,11 +31,12 @@ from greenfast.emulator.instructions.meetings import meeting_of
 from greenfast.emulator.instructions.printf import call
 from greenfast.emulator.machine.ordering import DEVICE, scope_of
 from greenfast.emulator.machine.progress import endless_branches, is_polled, polling_branches
-from greenfast.emulator.machine.state import Operation
+from greenfast.emulator.machine.state import Lanes, Machine, Operation, lane_indices
 from greenfast.emulator.ptx.forms import operands_of, refusal, vector_of
 from greenfast.emulator.ptx.recursion import JUMPS
-from greenfast.emulator.ptx.syntax import Function, Instruction, Symbol, Vector
+from greenfast.emulator.ptx.syntax import Function, Instruction, Register, Symbol, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
+from greenfast.spec.errors import UnsupportedError
 
 BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     **arithmetic.BUILDERS,
@@ -62,11 +67,14 @@ CONTROL = ("bra", "ret", "exit", "bar", "barrier", "trap", "brkpt", *JUMPS)
 class Program:
     """A function's instructions as operations."""
 
-    def __init__(self, function: Function) -> None:
-        """Raises UnsupportedError for the first instruction that the emulator does not know."""
+    def __init__(self, function: Function, *, defer: bool = False) -> None:
+        """Raises UnsupportedError for the first instruction that the emulator does not know.
+
+        defer: raise it where a thread executes the instruction, so that dead code is no obstacle.
+        """
         self.function = function
         self.products = any(i.name == "wgmma" for i in function.code)
-        self.operations = [self._build(i) for i in function.code]
+        self.operations = [self._build_or_defer(i) if defer else self._build(i) for i in function.code]
         self.joins = set(function.labels.values())
         self.targets = {pc: _target(i, function) for pc, i in enumerate(function.code) if i.name == "bra"}
         self.polling = polling_branches(function)
@@ -85,6 +93,20 @@ class Program:
         self.tracked: frozenset[str] = frozenset()
         self.keys = [_key(i) for i in function.code]
         self.meetings = {pc: m for pc, i in enumerate(function.code) if (m := meeting_of(i)) is not None}
+
+    def forcing(self, pc: int) -> Program:
+        """The same program in which the first result of each thread at a comparison is the opposite one."""
+        other = copy.copy(self)
+        other.operations = list(self.operations)
+        other.operations[pc] = _inverted(self.operations[pc], self.function.code[pc])
+        return other
+
+    def _build_or_defer(self, i: Instruction) -> Operation | None:
+        """The operation of an instruction, or one that raises for an unknown instruction."""
+        try:
+            return self._build(i)
+        except UnsupportedError as e:
+            return _refusal(str(e))
 
     def _build(self, i: Instruction) -> Operation | None:
         if i.name.endswith("~"):
@@ -117,6 +139,31 @@ def _check_operands(i: Instruction) -> None:
         given = len(operand.items) if isinstance(operand, Vector) else 1
         if given != count:
             raise unsupported(i, f"has {given} elements in place of {count}")
+
+
+def _inverted(operation: Operation | None, i: Instruction) -> Operation:
+    target = i.operands[0]
+    names = [o.name for o in (target.items if isinstance(target, Vector) else (target,)) if isinstance(o, Register)]
+
+    def run(m: Machine, lanes: Lanes) -> NDArray[np.intp] | None:
+        stay = operation(m, lanes) if operation is not None else None
+        if m.compared is None:
+            m.compared = np.zeros(m.lanes, np.bool_)
+        indices = lane_indices(lanes)
+        new = indices[~m.compared[indices]]
+        m.compared[new] = True
+        for name in names:
+            m.register(name)[new] ^= True
+        return stay
+
+    return run
+
+
+def _refusal(why: str) -> Operation:
+    def refuse(m: Machine, lanes: Lanes) -> None:
+        raise UnsupportedError(why)
+
+    return refuse
 
 
 def _orders(i: Instruction) -> bool:

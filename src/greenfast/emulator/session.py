@@ -47,7 +47,7 @@ class EmulatorSession:
         threads = sum(math.prod(plan.grid) * math.prod(image.block) for image, plan in executable.steps)
         drawn = int(case.digest[:8], 16)  # another order for each case, the same in every process
         later = range(1 + drawn, repeats + drawn)
-        first = _run(executable, case, later=later, always=threads <= REPEAT_THREADS)
+        first = _run(executable, case, later=later, always=threads <= REPEAT_THREADS, explore=True)
         unwritten = [(name, count, "") for name, count in first.unwritten.items()]
         unwritten += [
             (name, count, " in a later launch")
@@ -59,6 +59,7 @@ class EmulatorSession:
         violations += [
             f"{count} bytes of {name!r} were never written{when}" for name, count, when in unwritten if count
         ]
+        violations += first.differences
         violations += [
             f"variable '{image.entry}: {name}' of its module was changed"
             for n, (image, _) in enumerate(executable.steps)
@@ -66,7 +67,7 @@ class EmulatorSession:
             if (n, name) in first.changed
         ]
         repeatable = all(same_bits(first.outputs, r.outputs) for r in first.later)
-        return RunResult(first.outputs, violations, repeatable, first.counts.record())
+        return RunResult(first.outputs, violations, repeatable, first.counts.record(), first.notes)
 
     def check_memory(self, executable: Executable, case: Case) -> RunResult:
         """Refuse: every run on the emulator is checked so."""

@@ -13,7 +13,6 @@ from greenfast.emulator.instructions import floats
 from greenfast.emulator.instructions.operands import address_of, dtype_of, reader, type_of, window_of, writer
 from greenfast.emulator.machine.memory import (
     BASES,
-    GLOBAL_BASE,
     IN_FLIGHT,
     WINDOW_BITS,
     Arena,
@@ -98,9 +97,9 @@ def locate(m: Machine, space: str, found: Offsets, lanes: Lanes) -> tuple[Arena,
             why = "lies in no memory" if lost >= 0 else "lies in another memory than other threads' addresses"
             raise m.fault(f"generic address {int(found[lost]):#x} {why}", int(lane_indices(lanes)[lost]))
         space = spaces[0]
-        found = found - BASES[space]
+        found = found - (m.memory.base if space == "global" else BASES[space])
     elif space in ("global", "const"):  # constant variables are allocations like those in global memory
-        found = found - GLOBAL_BASE
+        found = found - m.memory.base
     if space in ("global", "const"):
         return m.memory, found, space
     if space == "param":
@@ -325,7 +324,7 @@ def asynchronous_copy(i: Instruction) -> Operation:
         present = np.broadcast_to(given(m, lanes), len(indices))
         values = np.zeros((len(indices), size), np.uint8)
         arena, offsets, _ = locate(m, "shared", to(m, lanes), lanes)
-        sources = source(m, lanes) - GLOBAL_BASE
+        sources = source(m, lanes) - m.memory.base
         if (present > size).any():
             bad = int(indices[present > size][0])
             raise m.fault(f"cp.async of {int(present.max())} source bytes to {size} bytes", bad)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.access import addresses, count_access
 from greenfast.emulator.instructions.operands import reader
-from greenfast.emulator.machine.memory import CHUNK, GLOBAL_BASE, PARAM_BASE
+from greenfast.emulator.machine.memory import CHUNK, PARAM_BASE
 from greenfast.emulator.machine.state import Lanes, Machine, lane_indices
 from greenfast.emulator.machine.tensormap import BoundMap, swizzled
 from greenfast.emulator.ptx.syntax import Address, Instruction, Operand
@@ -101,7 +101,7 @@ def _plain_tile(m: Machine, indices: NDArray[np.intp], length: int, start: Offse
     if length % BULK_ALIGNMENT:
         raise m.fault(f"a bulk copy of {length} bytes, which must be a multiple of 16", int(indices[0]))
     start = _shared_start(m, start, indices, length, BULK_ALIGNMENT)
-    outward = outward - GLOBAL_BASE
+    outward = outward - m.memory.base
     for at in np.flatnonzero(outward % BULK_ALIGNMENT):
         where = m.memory.describe(int(outward[at]))
         raise m.fault(f"a bulk copy at {where}, which must be a multiple of 16", int(indices[at]))

@@ -108,7 +108,7 @@ def _constant(operand: Immediate, dtype: Any) -> Values:
 
 def _special(name: str, dtype: Any, instruction: Instruction) -> Reader:
     if name in CLOCKS:
-        return lambda m, lanes: m.clock(instruction, lanes).astype(dtype)
+        return lambda m, lanes: m.clock(name, instruction, lanes).astype(dtype)
 
     def read(m: Machine, lanes: Lanes) -> Values:
         found = m.specials.get(name)

@@ -211,9 +211,10 @@ class Arena:
 
 
 class GlobalMemory(Arena):
-    """All allocations of a run in one arena, with gaps between them. Addresses are generic."""
+    """All allocations of a run in one arena, with gaps between them. Addresses are generic, from ``base`` up."""
 
-    def __init__(self, sizes: dict[str, int]) -> None:
+    def __init__(self, sizes: dict[str, int], base: int = GLOBAL_BASE) -> None:
+        self.base = base
         starts, end = {}, _GAP
         for name, size in sizes.items():
             starts[name] = end
@@ -245,7 +246,7 @@ class GlobalMemory(Arena):
 
     def address(self, name: str) -> int:
         """The generic address of an allocation."""
-        return GLOBAL_BASE + self.starts[name]
+        return self.base + self.starts[name]
 
     def end_of(self, name: str) -> int:
         """Where an allocation ends, as an offset."""

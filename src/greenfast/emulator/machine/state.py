@@ -24,6 +24,7 @@ from greenfast.emulator.machine.proxies import Proxies
 from greenfast.emulator.machine.races import Races
 from greenfast.emulator.machine.records import GlobalRecord
 from greenfast.emulator.machine.stack import Stack
+from greenfast.emulator.machine.surroundings import USUAL, WARPS, Surroundings
 from greenfast.emulator.machine.tensormap import MAP_BYTES, BoundMap
 from greenfast.emulator.machine.underway import BulkLoad, BulkStore, Products
 from greenfast.emulator.ptx.syntax import Function, Instruction, Register, Vector
@@ -42,8 +43,6 @@ Values: TypeAlias = NDArray[Any]
 WARP = 32
 #: Addresses in the shared memory of another block of the cluster have its rank, counted from 1, above these bits.
 RANK_BITS = 24
-#: What %nsmid and %nwarpid say.
-MULTIPROCESSORS, WARPS = 132, 64
 _FULL = np.uint64(0xFFFFFFFF)
 _BITS = {"8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64, "16x2": np.uint32}
 
@@ -136,6 +135,7 @@ class Machine:
     memory of all blocks of the grid. launches: the chain that this one belongs to. synchronizes: whether threads may do
     so through memory.
     counts: where what runs now is counted. phases: where it is counted by phase, in an instrumented build.
+    compared: which threads have had the result that ``surroundings`` force.
     """
 
     function: Function
@@ -157,6 +157,8 @@ class Machine:
     launches: Launches | None = None
     synchronizes: bool = False
     seed: int = 0
+    surroundings: Surroundings = USUAL
+    compared: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
         self.warps = -(-self.geometry.threads // WARP)
@@ -285,7 +287,7 @@ class Machine:
         block = self.blocks[self.block_of]
         # What tells the warps of a block apart is their place on a multiprocessor, which it may share with others.
         slot = (self.thread_of // WARP + 3 + self.warps * block) % WARPS
-        found: dict[str, Values] = {"%laneid": np.arange(self.lanes) % WARP, "%warpid": slot}
+        found: dict[str, Values] = {"%laneid": np.arange(self.lanes) % WARP}
         lane = np.arange(self.lanes, dtype=np.uint64) % np.uint64(WARP)
         below, own = (np.uint64(1) << lane) - np.uint64(1), np.uint64(1) << lane
         found |= {"%lanemask_eq": own, "%lanemask_lt": below, "%lanemask_le": below | own}
@@ -295,19 +297,19 @@ class Machine:
         }
         cluster, size = self.geometry.cluster, self.geometry.cluster_size
         found |= {"%cluster_ctarank": self.block_of % size, "%cluster_nctarank": np.full(self.lanes, size)}
-        # Nothing promises that each multiprocessor gets a block: here every second one gets none.
-        on = block % (MULTIPROCESSORS // 2) * 2 + 1
-        found |= {"%smid": on, "%nsmid": np.full(self.lanes, MULTIPROCESSORS)}
+        around = self.surroundings
+        found["%warpid"] = around.warp_slot_of(slot)
+        found |= {"%smid": around.multiprocessor_of(block), "%nsmid": np.full(self.lanes, around.multiprocessors)}
         place = unflatten(block, self.geometry.grid)
         for name, value in (
             ("%nwarpid", WARPS),
-            ("%gridid", 1 + self.seed),
+            ("%gridid", around.grid + self.seed),
             ("%is_explicit_cluster", int(size > 1)),
             ("%dynamic_smem_size", self.dynamic_bytes),
             ("%total_smem_size", self.shared_bytes),
             ("%aggr_smem_size", self.shared_bytes),
-            ("%clock_hi", 0),
-            ("%globaltimer_hi", 0),
+            ("%clock_hi", around.ticks.get("%clock_hi", (0, 0))[0]),
+            ("%globaltimer_hi", around.ticks.get("%globaltimer_hi", (0, 0))[0]),
         ):
             found[name] = np.full(self.lanes, value)
         found["%envreg1"], found["%envreg2"] = (
@@ -346,13 +348,13 @@ class Machine:
             raise UsageError(f"PTX: the register {name} is not declared in {self.function.name}")
         return np.bool_ if kind == "pred" else _BITS[kind.lstrip("busf")]
 
-    def clock(self, instruction: Instruction, lanes: Lanes) -> Values:
+    def clock(self, register: str, instruction: Instruction, lanes: Lanes) -> Values:
         """What these threads read from a clock: executed instructions, monotonic and repeatable, and no time.
 
         While phases are counted, what tells them apart (see PhaseCounts).
         """
         if self.phases is None:
-            return np.asarray(self.executed)
+            return np.asarray(self.surroundings.clock(register, self.executed))
         values, self.counts = self.phases.read(instruction, lanes)
         return values
 

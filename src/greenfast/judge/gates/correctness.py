@@ -276,7 +276,7 @@ def _row(
     histograms: dict[str, Histogram] = {}
     worst: WorstElement | None = None
     held = {"format_error_pass": _within(format_error, gate)} if cell.format_is_judged else {}
-    notes = [str(result)] if isinstance(result, WorkerError) else list(result.violations)
+    notes = [str(result)] if isinstance(result, WorkerError) else [*result.violations, *result.notes]
     if isinstance(result, UnsupportedByDeviceError):
         held = {}
     elif isinstance(result, WorkerError) or decoded is None:
@@ -400,7 +400,7 @@ def _result(
             status: Status = (
                 "PENDING" if isinstance(result, UnsupportedByDeviceError) else "PASS" if row.passed else "FAIL"
             )
-            actual = "no fault" if status == "PASS" else "; ".join(row.notes) or _missed(row)
+            actual = "; ".join(["no fault", *row.notes] if status == "PASS" else row.notes) or _missed(row)
             checks.append((f"{_where(side, row)} on the emulator", "no fault", actual, status))
             if status == "FAIL":
                 reasons.append(f"{_where(side, row)} on the emulator: {_missed(row)}")

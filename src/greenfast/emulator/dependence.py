@@ -1,0 +1,110 @@
+"""Find the comparisons of a kernel that depend on what PTX does not define, and on where its buffers are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from greenfast.emulator.machine.surroundings import UNDEFINED
+from greenfast.emulator.ptx.syntax import Address, Function, Instruction, Operand, Register, Special, Symbol, Vector
+
+#: Instructions whose result is a predicate from values.
+_COMPARES = ("setp", "testp", "isspacep")
+#: Instructions without a destination, or whose first operand is none.
+_NO_RESULT = ("st", "red", "bra", "brx", "bar", "barrier", "ret", "exit", "call", "fence", "membar", "nanosleep")
+#: Instructions after which an address is still one.
+_KEEPS_ADDRESS = ("mov", "cvta", "add", "sub", "mad", "selp")
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """comparisons: by number of the instruction, the registers of UNDEFINED that its result may depend on.
+
+    undefined: whether anything reads such a register. addresses: whether a value that is no address depends on where a
+    buffer is.
+    """
+
+    comparisons: dict[int, tuple[str, ...]]
+    undefined: bool
+    addresses: bool
+
+
+def find_dependence(function: Function, pointers: Collection[tuple[str, int]]) -> Dependence:
+    """Follow values through the registers of a function.
+
+    pointers: parameters that hold addresses of buffers, by name and offset. What goes through memory is not followed.
+    """
+    reads = {o.name for i in function.code for o in i.operands if isinstance(o, Special)} & UNDEFINED
+    undefined = _follow(function, lambda i: {o.name for o in i.operands if isinstance(o, Special)} & reads, loads=True)
+    comparisons = {
+        pc: tuple(sorted(sources))
+        for pc, i in enumerate(function.code)
+        if i.name in _COMPARES and (sources := _sources(i, undefined) | _specials(i, reads))
+    }
+    held = _follow(function, lambda i: _pointer(i, pointers), loads=False)
+    addresses = any(
+        i.name not in (*_KEEPS_ADDRESS, *_NO_RESULT, "ld", "atom", "prefetch", "cp", "mbarrier") and _sources(i, held)
+        for i in function.code
+    )
+    return Dependence(comparisons, bool(reads), addresses)
+
+
+def _specials(i: Instruction, names: Collection[str]) -> set[str]:
+    return {o.name for o in i.operands if isinstance(o, Special) and o.name in names}
+
+
+def _pointer(i: Instruction, pointers: Collection[tuple[str, int]]) -> set[str]:
+    """The parameter whose address of a buffer an instruction loads."""
+    if i.name != "ld" or "param" not in i.parts or len(i.operands) < 2:
+        return set()
+    place = i.operands[1]
+    if isinstance(place, Address) and isinstance(place.base, Symbol):
+        at = place.base.name, place.base.offset + place.offset
+        return {at[0]} if at in pointers else set()
+    return set()
+
+
+def _follow(function: Function, begins: Callable[[Instruction], set[str]], *, loads: bool) -> dict[str, set[str]]:
+    """By register, what its value may depend on, from the instructions where values begin.
+
+    loads: whether what is loaded from an address depends on what the address does.
+    """
+    held: dict[str, set[str]] = {}
+    starts = [begins(i) for i in function.code]
+    if not any(starts):
+        return held
+    changed = True
+    while changed:
+        changed = False
+        for i, start in zip(function.code, starts, strict=True):
+            if i.name in _NO_RESULT:
+                continue
+            sources = start if i.name == "ld" and not loads else start | _sources(i, held)
+            for name in _registers(i.operands[0]) if sources and i.operands else ():
+                before = held.setdefault(name, set())
+                if not sources <= before:
+                    before |= sources
+                    changed = True
+    return held
+
+
+def _sources(i: Instruction, held: dict[str, set[str]]) -> set[str]:
+    """What the operands after the first, and the guard, depend on."""
+    names = [name for operand in i.operands[1:] for name in _registers(operand)]
+    if i.guard is not None:
+        names.append(i.guard[0])
+    return {source for name in names for source in held.get(name.lstrip("!"), ())}
+
+
+def _registers(operand: Operand) -> list[str]:
+    """The registers in an operand."""
+    if isinstance(operand, Register):
+        return [operand.name]
+    if isinstance(operand, Vector):
+        return [name for item in operand.items for name in _registers(item)]
+    if isinstance(operand, Address):
+        base = [operand.base.name] if isinstance(operand.base, Register) else []
+        return [*base, *(name for item in operand.coordinates for name in _registers(item))]
+    if isinstance(operand, Symbol):  # a negated predicate, or two predicates
+        return [part.lstrip("!") for part in operand.name.split("|")]
+    return []

@@ -1,0 +1,75 @@
+"""What a kernel finds around it that PTX does not define: clocks, places on multiprocessors, numbers, addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: What %nsmid and %nwarpid say, unless the surroundings are others.
+MULTIPROCESSORS, WARPS = 132, 64
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Values of the special registers whose values no launch decides, and where global memory is.
+
+    ticks: by special register, what a clock holds at first and by how much it grows with each executed instruction.
+    multiprocessors: what %nsmid says. turned: whether blocks are on other multiprocessors, and warps in other places.
+    grid: what %gridid says of the first run. memory: bytes that allocations lie above their usual addresses.
+    forced: numbers of a launch and of an instruction in it that compares: each thread's first result is inverted.
+    name: for messages.
+    """
+
+    name: str = ""
+    ticks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    multiprocessors: int = MULTIPROCESSORS
+    turned: bool = False
+    grid: int = 1
+    memory: int = 0
+    forced: tuple[int, int] | None = None
+
+    def clock(self, register: str, executed: int) -> int:
+        """What a clock holds after a number of instructions."""
+        start, rate = self.ticks.get(register, (0, 1))
+        return start + rate * executed
+
+    def multiprocessor_of(self, block: NDArray[np.int64]) -> NDArray[np.int64]:
+        """%smid of blocks. Nothing promises that each multiprocessor gets a block: every second one gets none."""
+        count = self.multiprocessors
+        place = block % (count // 2) * 2
+        return count - 2 - place if self.turned else place + 1
+
+    def warp_slot_of(self, slot: NDArray[np.int64]) -> NDArray[np.int64]:
+        """%warpid of warps that usually are in these places."""
+        return WARPS - 1 - slot if self.turned else slot
+
+
+USUAL = Surroundings()
+#: A device that has run for some hours in 2026, with fewer multiprocessors, and its memory at addresses of a driver.
+_CYCLES, _NANOSECONDS = (54_321_987_654_321, 7), (1_790_123_456_789_012_345, 1000)
+OTHER = Surroundings(
+    "other clocks, multiprocessors and addresses",
+    ticks={
+        "%clock": _CYCLES,
+        "%clock64": _CYCLES,
+        "%clock_hi": (_CYCLES[0] >> 32, 0),
+        "%globaltimer": _NANOSECONDS,
+        "%globaltimer_lo": _NANOSECONDS,
+        "%globaltimer_hi": (_NANOSECONDS[0] >> 32, 0),
+    },
+    multiprocessors=114,
+    turned=True,
+    grid=1_234_567,
+    memory=0x5A_4600_0000,
+)
+#: Special registers whose values no launch decides. %envreg1 and %envreg2 hold the workspace of a cooperative launch.
+UNDEFINED = {
+    *("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi"),
+    *("%smid", "%nsmid", "%warpid", "%nwarpid", "%gridid"),
+    *(f"%envreg{n}" for n in range(32) if n not in (1, 2)),
+    *(f"%pm{n}" for n in range(8)),
+    *(f"%pm{n}_64" for n in range(8)),
+}
