@@ -19,6 +19,7 @@ from cuda.pathfinder import DynamicLibNotFoundError
 
 from greenfast.device import cache, compiler, nvrtc, toolchain
 from greenfast.device.compiler import CompiledKernel, compile_kernel, entries, kernel_hash, to_ptx
+from greenfast.device.identity import code_hash
 from greenfast.device.machine_code import disassemble
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError
@@ -200,6 +201,130 @@ def test_a_nul_does_not_hide_what_follows(language: Literal["cuda", "ptx"]) -> N
     made = dataclasses.replace(source(SIMPLE + "\n\0#error hidden"), language=language)
     with pytest.raises(CompileError, match=r"k\.cu: line 2 holds a NUL, where a compiler ends to read; take it out"):
         compile_kernel(made, ADA)
+
+
+# The time and the place of a compile
+
+
+TIMES = """#define PASTE(a, b) a##b
+#include "where.cuh"
+extern "C" __global__ void k(char* out) {
+    const char *time = PASTE(__TI, ME__), *date = __DATE__, *stamp = __TIMESTAMP__;
+    for (int i = 0; i < 8; ++i) out[i] = time[i];
+    for (int i = 0; i < 11; ++i) out[8 + i] = date[i];
+    for (int i = 0; i < 24; ++i) out[19 + i] = stamp[i];
+    place(out + 43);
+}"""
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_neither_time_nor_folder_changes_the_machine_code(
+    isolated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """__DATE__, __TIME__ (pasted too), __TIMESTAMP__, and __FILE__ of a header in two clones of a project."""
+    hashes = set()
+    for number, folder in enumerate((tmp_path / "a", tmp_path / "another" / "clone")):
+        monkeypatch.setenv("TZ", ("UTC", "America/New_York")[number])
+        time.tzset()
+        (folder / "sub").mkdir(parents=True)
+        write(folder, where='#include "sub/deep.cuh"')
+        write(folder / "sub", deep="__device__ void place(char* out) { for (auto f = __FILE__; *f; ) *out++ = *f++; }")
+        made = source(TIMES, folder)
+        compiled = compile_kernel(made, HOPPER, use_cache=False, isolated=isolated)
+        hashes.add(code_hash(compiled))
+        assert f'"{folder}/sub/deep.cuh"' in compiled.ptx, "the line table has the whole path"
+        if not number:
+            time.sleep(1.1 - time.time() % 1)  # into the next second
+    monkeypatch.undo()
+    time.tzset()
+    assert len(hashes) == 1
+
+
+def test_an_error_in_a_header_has_its_whole_path(tmp_path: Path) -> None:
+    """The compiler sees it by a relative one."""
+    write(tmp_path, wrong="__device__ void place() { assert(nothing); }")
+    for isolated in (False, True):
+        with pytest.raises(CompileError, match=rf"(?m)^{re.escape(str(tmp_path))}/wrong\.cuh\(1\): error"):
+            compile_kernel(source('#include "wrong.cuh"', tmp_path), ADA, isolated=isolated)
+
+
+def test_a_time_is_refused_where_the_clock_cannot_be_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "fix_clock", lambda _: False)
+    write(tmp_path, when="#define WHEN __TIME__")
+    with pytest.raises(CompileError, match=r"has __DATE__ or __TIME__, .* take them out"):
+        compile_kernel(source('#include "when.cuh"\n' + SIMPLE, tmp_path), ADA, use_cache=False)
+    assert compile_kernel(source(SIMPLE), ADA, use_cache=False).cubin
+
+
+# Standard headers
+
+
+@pytest.mark.parametrize(
+    ("header", "body"),
+    [
+        ("cstdint", "std::uint8_t a = 1; uint32_t b = UINT32_MAX; uintptr_t c = SIZE_MAX; x[0] = a + b + c;"),
+        ("stdint.h", "int64_t a = INT64_MIN; x[0] = a;"),
+        ("cmath", "x[0] = std::sqrt(x[1]) + std::pow(2, 3) + sqrtf(x[2]) + std::fmax(x[3], 1.0) + INFINITY + M_PI;"),
+        ("math.h", "x[0] = exp(x[1]) + std::isnan(x[1]) + NAN + HUGE_VALF;"),
+        ("limits", "constexpr float most = std::numeric_limits<float>::infinity(); x[0] = most;"),
+        ("stdio.h", 'printf("%f", x[0]);'),
+        ("cstdio", 'std::printf("%f", x[0]);'),
+        ("cstring", 'std::memcpy(x, x + 1, 4); x[0] = std::strlen("abc") + memcmp(x, x + 1, 4);'),
+        ("stddef.h", "size_t n = offsetof(float4, y); std::byte b{1}; x[n] = int(b);"),
+        ("cassert", "assert(x[0] > 0);"),
+        ("cstdlib", "x[0] = std::abs(int(x[1])); if (x[0] == 1) abort();"),
+        ("cfloat", "constexpr float most = FLT_MAX; x[0] = most + DBL_EPSILON;"),
+        ("limits.h", "x[0] = INT_MAX + CHAR_BIT;"),
+        ("time.h", "clock_t then = clock(); x[0] = then;"),
+        ("cinttypes", 'printf("%" PRIu64, uint64_t(1));'),
+        ("cuda.h", "x[0] = sizeof(CUtensorMap);"),
+        ("stdbool.h", "x[0] = true;"),
+        ("cuda_runtime.h", "x[0] = make_float4(1, 2, 3, 4).x;"),
+        ("cuda_fp16.h", "x[0] = __half2float(__float2half(x[1]));"),
+    ],
+)
+def test_standard_headers_are_there(header: str, body: str) -> None:
+    """By their usual names and in std, as with nvcc; a whole namespace std does not make <cmath> ambiguous."""
+    text = f'#include <{header}>\nusing namespace std;\nextern "C" __global__ void k(float* x) {{ {body} }}'
+    assert to_ptx(source(text), ADA)
+
+
+def test_standard_headers_of_templates_are_there() -> None:
+    names = ("algorithm", "array", "initializer_list", "new", "tuple", "type_traits", "utility")
+    body = """std::array<float, 2> a{1, 2}; auto t = std::make_tuple(1, 2.0f); auto [first, second] = t;
+        x[0] = std::max(a[0], std::get<1>(t)) + std::min({1, 2}) + std::clamp(second, 0.0f, 1.0f) + first;
+        std::swap(x[0], x[1]); std::fill(x, x + 2, std::move(x[3])); static_assert(std::is_same_v<int, int>);
+        for (int i : {1, 2}) x[i] = std::pair<int, int>(i, 2).second;"""
+    text = "".join(f"#include <{name}>\n" for name in names) + f'extern "C" __global__ void k(float* x) {{ {body} }}'
+    assert to_ptx(source(text), ADA)
+
+
+def test_every_standard_header_compiles_beside_the_others() -> None:
+    """All together in one compile: an include must not spoil another."""
+    names = sorted(path.name for path in toolchain.STANDARD_HEADERS.iterdir())
+    heavy = {"atomic", "barrier", "chrono", "complex", "latch", "mdspan", "memory", "ranges", "semaphore", "variant"}
+    light = [name for name in names if name not in heavy]
+    assert len(light) > 40
+    assert to_ptx(source("".join(f"#include <{name}>\n" for name in (*light, *light)) + SIMPLE), ADA)
+
+
+def test_a_header_of_the_project_comes_before_a_standard_one(tmp_path: Path) -> None:
+    (tmp_path / "cmath").write_text("#define MINE 7")
+    made = source('#include <cmath>\nextern "C" __global__ void k(int* y) { *y = MINE; }', tmp_path)
+    assert "7;" in to_ptx(made, ADA)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("<iostream>", r"<iostream> is for code of the host.*behind #ifndef __CUDACC_RTC__"),
+        ("<torch/extension.h>", r"<torch/extension\.h> is for code of the host"),
+        ('"mine.h"', r"'mine\.h' is not in the folders of the source.*<cuda/std/\.\.\.>"),
+    ],
+)
+def test_a_header_that_is_not_there_is_explained(header: str, message: str) -> None:
+    with pytest.raises(CompileError, match=message):
+        to_ptx(source(f"#include {header}\n{SIMPLE}"), ADA)
 
 
 # The cache

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from cuda.core.utils import make_program_cache_key
 from greenfast.device import assembler, cache, compiler_process, nvrtc, toolchain
 from greenfast.device.cubin import cubin_capability, cubin_entries, cubin_resources, read_cubin
 from greenfast.device.diagnostics import readable
+from greenfast.device.fixed_clock import fix_clock
 from greenfast.device.includes import includes, includes_by_a_macro
 from greenfast.device.resources import parse_resources
 from greenfast.device.sandbox import COMPILER_BYTES
@@ -36,6 +37,11 @@ from greenfast.spec.kernel import KernelSource
 _NO_FOLDER = "/greenfast-rendered/"
 #: Files of the folders that a name which is not written out may mean.
 _MOST_MEANT = 4096
+# A header's name as a compiler in its folder writes it, in a message and in PTX.
+_RELATIVE = re.compile(r"(?:^|(?<= of ))\.{1,2}/[^\s\"(]*", re.MULTILINE)
+_FILE_LINE = re.compile(r"^(\s*\.file\s+\d+ \")(/[^\"]*/\.{1,2}/[^\"]*)", re.MULTILINE)
+_TIME = re.compile(rb"__(?:DATE|TIME)__")
+_FILE_NAME = re.compile(rb"_FILE|source_location|(?<!static_)assert")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 _COMPILER = re.compile(r"Cuda compilation tools, release [\d.]+, V([\d.]+)")
 
@@ -230,10 +236,14 @@ def _build(
 
 def _run_nvrtc(source: KernelSource, given: bytes, target: Target, isolated: bool, assemble: bool) -> nvrtc.Output:
     library = toolchain.nvrtc_library()
-    folders = (*(folder.resolve() for folder in source.include_dirs), *toolchain.cuda_include_dirs())
-    options = tuple(_options(source, target, folders, assemble).as_bytes("nvrtc", "cubin"))
-    may_read = (*map(str, folders), str(library.parent), str(library.resolve().parent))
-    job = nvrtc.Job(source.source, _NO_FOLDER + source.name, options, may_read if isolated else None)
+    _require_fixed_clock(source, library)
+    folders = tuple(str(folder.resolve()) for folder in source.include_dirs)
+    headers = toolchain.include_dirs()
+    options = tuple(_options(source, target, headers, assemble).as_bytes("nvrtc", "cubin"))
+    may_read = (*folders, *map(str, headers), str(library.parent), str(library.resolve().parent))
+    # Only a process of its own can compile in the project's folder, which keeps that folder's name out of __FILE__.
+    isolated = isolated or any(_FILE_NAME.search(text) for text in _sources(source))
+    job = nvrtc.Job(source.source, _NO_FOLDER + source.name, options, folders, may_read if isolated else None)
     what = f"{source.name}{f': kernel {source.entry!r}' if source.entry else ''}"
     try:
         output = compiler_process.run(job) if isolated else nvrtc.run(job)
@@ -249,7 +259,7 @@ def _run_nvrtc(source: KernelSource, given: bytes, target: Target, isolated: boo
         )
     if _given(source) != given:  # its hash, and its place in the cache, would be another kernel's
         raise CompileError(f"{what}: a file that it includes changed while it was compiled; compile it again")
-    ptx, log = _text(output.ptx, source), _text(output.log, source)
+    ptx, log = _text(output.ptx, source, folders), _text(output.log, source, folders)
     if output.status == "NVRTC_ERROR_COMPILATION":
         raise CompileError(f"{what} does not compile for {target.name}:\n{readable(log, ptx)}")
     if output.status == "NVRTC_ERROR_INVALID_OPTION":
@@ -280,25 +290,50 @@ def _options(source: KernelSource, target: Target, folders: tuple[Path, ...], as
     )
 
 
-def _text(text: str, source: KernelSource) -> str:
-    """The compiler's output, with the source under the name that the user knows."""
-    return text.replace(_NO_FOLDER + source.name, source.name).rstrip() + "\n" if text else ""
+def _text(text: str, source: KernelSource, folders: Sequence[str]) -> str:
+    """The compiler's output, with the source under the name that the user knows, and headers under their whole paths.
+
+    A process of its own compiles in the first of the folders: there names are relative.
+    """
+    text = text.replace(_NO_FOLDER + source.name, source.name)
+    if folders:
+        text = _RELATIVE.sub(lambda name: os.path.normpath(os.path.join(folders[0], name[0])), text)
+        text = _FILE_LINE.sub(lambda line: line[1] + os.path.normpath(line[2]), text)
+    return text.rstrip() + "\n" if text else ""
+
+
+def _require_fixed_clock(source: KernelSource, library: Path) -> None:
+    """Raise CompileError for a source that names a time, where the compiler's clock cannot be fixed."""
+    if fix_clock(library):
+        return
+    if any(_TIME.search(text) for text in _sources(source)):
+        raise CompileError(
+            f"{source.name}: it or a header that it includes has __DATE__ or __TIME__, with which one source gives two "
+            "machine codes, and the compiler's clock cannot be fixed on this system; take them out"
+        )
 
 
 def _sources_digest(source: KernelSource) -> bytes:
-    """SHA-256 over the source and the project headers that it includes, in the order of inclusion.
+    """SHA-256 over ``_sources``, which raise CompileError."""
+    digest = hashlib.sha256()
+    for text in _sources(source):
+        digest.update(text)
+    return digest.digest()
+
+
+def _sources(source: KernelSource) -> Iterator[bytes]:
+    """The source and the project headers that it includes, in the order of inclusion, each after its name and length.
 
     Includes are followed if they resolve in ``include_dirs`` or next to the including header; the others are the
     compiler's, or missing. Conditions are not evaluated, so a header that is never read may count too. Where a name is
     not written out (``#include MACRO``), any file of the folders may be meant, and all of them count. Raises
     CompileError for a pipe or a device, and for a folder of more files than that.
     """
-    digest = hashlib.sha256()
     folders = [os.fspath(folder) for folder in source.include_dirs]
     seen: set[tuple[int, int]] = set()
 
-    def visit(spelled: bytes, text: bytes, folder: str | None) -> None:
-        digest.update(b"%d:%s;%d:%s;" % (len(spelled), spelled, len(text), text))
+    def visit(spelled: bytes, text: bytes, folder: str | None) -> Iterator[bytes]:
+        yield b"%d:%s;%d:%s;" % (len(spelled), spelled, len(text), text)
         for quote, name in includes(text):
             including = [folder] if folder is not None and quote == b'"' else []
             for candidate in (*including, *folders):
@@ -311,17 +346,16 @@ def _sources_digest(source: KernelSource) -> bytes:
                 if stat.S_ISREG(found.st_mode):
                     if (found.st_dev, found.st_ino) not in seen:
                         seen.add((found.st_dev, found.st_ino))
-                        visit(name, Path(path).read_bytes(), os.path.dirname(path))
+                        yield from visit(name, Path(path).read_bytes(), os.path.dirname(path))
                     break
         if includes_by_a_macro(text):
             for file in _files_of(source, folders):
                 found = file.stat()
                 if (found.st_dev, found.st_ino) not in seen:
                     seen.add((found.st_dev, found.st_ino))
-                    digest.update(b"%d;" % found.st_size + file.read_bytes())
+                    yield b"%d;" % found.st_size + file.read_bytes()
 
-    visit(b"", source.source.encode(), None)
-    return digest.digest()
+    yield from visit(b"", source.source.encode(), None)
 
 
 def _files_of(source: KernelSource, folders: Sequence[str]) -> list[Path]:

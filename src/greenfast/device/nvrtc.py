@@ -11,11 +11,13 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cuda.bindings import nvrtc
 
+from greenfast.device import toolchain
+from greenfast.device.fixed_clock import TIMESTAMP, fix_clock
 from greenfast.device.sandbox import confine_compiler
 
 
@@ -23,12 +25,14 @@ from greenfast.device.sandbox import confine_compiler
 class Job:
     """A source to compile: its text, its name in messages, and the compiler's options.
 
+    folders: the project's include folders, which come before those of the options.
     readable: the folders that the compiler may read, in a process of its own; None for no limit.
     """
 
     source: str
     name: str
     options: tuple[bytes, ...]
+    folders: tuple[str, ...] = ()
     readable: tuple[str, ...] | None = None
 
 
@@ -47,12 +51,18 @@ class Output:
 
 
 def run(job: Job) -> Output:
-    """Compile in this process. Raises RuntimeError if NVRTC cannot create a program from the source."""
+    """Compile in this process, at the fixed time of ``fix_clock`` where that works.
+
+    Raises RuntimeError if NVRTC cannot create a program from the source.
+    """
+    fix_clock(toolchain.nvrtc_library())
+    folders = (b"--include-path=" + os.fsencode(folder) for folder in job.folders)
+    options = [*folders, *job.options, f'--define-macro=__TIMESTAMP__="{TIMESTAMP}"'.encode()]
     status, program = nvrtc.nvrtcCreateProgram(job.source.encode(), job.name.encode(), 0, [], [])
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise RuntimeError(f"nvrtcCreateProgram: {status.name}")
     try:
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(job.options), list(job.options))
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         succeeded = status == nvrtc.nvrtcResult.NVRTC_SUCCESS
         return Output(
             status.name,
@@ -90,7 +100,8 @@ def serve() -> None:
     """
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    nvrtc.nvrtcVersion()  # the library is loaded before a job is confined
+    fix_clock(toolchain.nvrtc_library())  # the library is loaded before a job is confined
+    nvrtc.nvrtcVersion()
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     answer: Output | str | None = None
     while True:
@@ -118,7 +129,7 @@ def _confined(job: Job) -> Output | str:
         try:
             confine_compiler(job.readable or ())
             with os.fdopen(writing, "wb") as answers:
-                pickle.dump(_answer(job), answers)
+                pickle.dump(_answer(_relative(job)), answers)
         finally:
             os._exit(0)
     os.close(writing)
@@ -129,6 +140,17 @@ def _confined(job: Job) -> Output | str:
         os.kill(os.getpid(), os.WTERMSIG(status))
     answer: Output | str = pickle.loads(data)
     return answer
+
+
+def _relative(job: Job) -> Job:
+    """The job with its folders as seen from the first one, which becomes the current one.
+
+    ``__FILE__`` then is a path inside the project, and a project in another folder gives the same machine code.
+    """
+    if not job.folders:
+        return job
+    os.chdir(job.folders[0])
+    return replace(job, folders=tuple(os.path.relpath(folder, job.folders[0]) for folder in job.folders))
 
 
 def _end_with(parent: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.util
 import shutil
 import threading
@@ -23,6 +25,8 @@ _HEADERS = {
     "crt/mma.h": "nvidia-cuda-crt",
 }
 _CCCL_HEADER = "cuda/std/version"
+#: C's and C++'s standard headers for kernels, such as <cstdint>, <cmath> and <stdio.h>, which NVRTC does not have.
+STANDARD_HEADERS = Path(__file__).parent / "standard"
 _LOADING = threading.Lock()
 _REMEDY = "install with pip: {} (version 13), or install a CUDA toolkit and set CUDA_PATH to its folder"
 
@@ -57,6 +61,11 @@ def cuda_include_dirs() -> tuple[Path, ...]:
     raise _missing_headers(missing, [_HEADERS[header] for header in missing])
 
 
+def include_dirs() -> tuple[Path, ...]:
+    """The folders of all headers that kernels can include, in the compiler's order; raises as ``cuda_include_dirs``."""
+    return (STANDARD_HEADERS, *cuda_include_dirs())
+
+
 def nvdisasm() -> Path:
     """The disassembler. Raises MachineError if it is missing."""
     path: str | None = find_nvidia_binary_utility("nvdisasm") or shutil.which("nvdisasm")
@@ -84,7 +93,15 @@ def fingerprint() -> bytes:
     """Changes with every update of the compiler or its headers, patch releases included. Raises MachineError."""
     folders = cuda_include_dirs()
     files = [nvrtc_library(), *(folders[0] / header for header in _HEADERS), folders[-1] / _CCCL_HEADER]
-    return ";".join(file_fingerprint(path) for path in files).encode()
+    return ";".join(file_fingerprint(path) for path in files).encode() + _standard_headers_digest()
+
+
+@functools.cache
+def _standard_headers_digest() -> bytes:
+    digest = hashlib.sha256()
+    for path in sorted(STANDARD_HEADERS.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.digest()
 
 
 def file_fingerprint(path: Path) -> str:

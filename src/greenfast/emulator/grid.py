@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.device.toolchain import cuda_include_dirs
+from greenfast.device.toolchain import include_dirs
 from greenfast.emulator.again import Beginning, Garbage, in_spite_of, in_spite_of_races
 from greenfast.emulator.dependence import find_dependence
 from greenfast.emulator.machine.counts import Counts
@@ -89,7 +89,7 @@ def program_of(ptx: str, entry: str) -> tuple[Module, Program]:
     Raises UnsupportedError for what cannot be read, and UsageError for an unknown kernel.
     """
     # Wrappers of instructions (the toolkit's, this project's, Triton's): what callers do is what a reader asks for.
-    module = parse(ptx, tuple(f"{folder}/" for folder in (*cuda_include_dirs(), KERNEL_DIR / "ptx", "triton/language")))
+    module = parse(ptx, tuple(f"{folder}/" for folder in (*include_dirs(), KERNEL_DIR / "ptx", "triton/language")))
     return module, Program(inlined(module, module.entry(entry)), defer=True)
 
 

@@ -194,11 +194,7 @@ def _translate(asked: Emulate) -> tuple[str, str, str, Resources | None]:
     folders = (asked.file.resolve().parent, *asked.includes)
     source = KernelSource(asked.kernel or "", text, asked.file.name, folders, asked.block, asked.smem)
     target = Target.parse(asked.arch or DEFAULT_TARGET)
-    try:
-        ptx = to_ptx(source, target, isolated=True)
-    except CompileError as e:
-        hint = "\nNVRTC compiles device code alone: keep host code and its headers behind #ifndef __CUDACC_RTC__"
-        raise CompileError(f"{e}{hint if 'cannot open source file' in str(e) else ''}") from None
+    ptx = to_ptx(source, target, isolated=True)
     entry = _entry(asked, entries(ptx))
     resources = compile_kernel(dataclasses.replace(source, entry=entry), target, isolated=True).resources
     most = 1024 * _MAX_SHARED[target.capability]

@@ -1,0 +1,2 @@
+#pragma once
+// These are words of C++.
