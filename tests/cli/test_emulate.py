@@ -313,7 +313,7 @@ def test_a_compile_error_is_1_with_file_and_line(capsys: pytest.CaptureFixture[s
     ran = emulate(capsys, files / "k.cu", "--kernel", "k", "--define", "OTHER=1")
     assert (ran.code, ran.out) == (1, "")
     assert 'k.cu(2): error: identifier "WIDTH" is undefined' in ran.err
-    (files / "k.cu").write_text("#include <cstdint>\n#include <stdio.h>\n__global__ void k(uint32_t* y) { y[0] = 7; }\n")
+    (files / "k.cu").write_text("#include <cstdint>\n#include <stdio.h>\n__global__ void k(uint32_t* y) { *y = 7; }\n")
     assert emulate(capsys, files / "k.cu", "--arg", "out:y=u32[1]").code == 0
     (files / "k.cu").write_text("#include <iostream>\n__global__ void k() {}\n")
     ran = emulate(capsys, files / "k.cu")

@@ -38,8 +38,8 @@ def _about_header(name: str) -> str:
     """What to write instead of an include that was not found."""
     if _HOST_HEADERS.match(name):
         return (
-            f"<{name}> is for code of the host. NVRTC compiles device code alone: keep host code and its headers behind "
-            f"#ifndef __CUDACC_RTC__"
+            f"<{name}> is for code of the host. NVRTC compiles device code alone: keep host code and its headers "
+            "behind #ifndef __CUDACC_RTC__"
         )
     return (
         f"{name!r} is not in the folders of the source, nor among the headers that come with greenfast. Copy it there, "

@@ -25,7 +25,7 @@ from greenfast.emulator.ptx.unsupported import own_bug
 from greenfast.emulator.session import REPEAT_THREADS
 from greenfast.judge.store import check_writable, write_whole
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import CompileError, UsageError, unknown
+from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.facts import KernelCounts, Resources
 from greenfast.spec.files import read_file
 from greenfast.spec.kernel import KernelSource, Launch
