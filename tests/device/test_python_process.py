@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,16 @@ def test_no_process_imports_the_current_folder(trapped: Path) -> None:
     assert (done.stdout.split(), done.returncode) == (
         ["emulated", "NVRTC_SUCCESS", "3", "True", "True"], 0,
     ), done.stderr  # fmt: skip
+
+
+def test_the_command_as_a_module_takes_the_current_folder_last(trapped: Path) -> None:
+    shutil.rmtree(trapped / "greenfast")  # that one is found before any line of it runs
+    done = subprocess.run(
+        [sys.executable, "-m", "greenfast", "tasks"], cwd=trapped, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    found = (trapped.parent / "imported").read_text().split() if (trapped.parent / "imported").exists() else []
+    assert set(found) <= {"sitecustomize", "usercustomize"}  # Python's own, before the command begins
 
 
 def test_a_folder_of_that_name_that_is_not_empty_or_not_its_own_is_not_taken(

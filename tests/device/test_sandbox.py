@@ -263,6 +263,55 @@ def test_limits_of_all_of_its_processes(place: Place) -> None:
     assert not [name for name in left if name.isdigit() and not Path(f"/proc/{name}").exists()]
 
 
+BOTH = {"memory.max": "memory", "pids.max": "processes"}
+SERVICE = "/user.slice/user-1000.slice/user@1000.service/app.slice"
+#: Groups and mounts of a process, and where a group may be made.
+HIERARCHIES: dict[str, tuple[str, str, list[dict[str, dict[str, str]]]]] = {
+    "a user's service": (
+        f"0::{SERVICE}/run-1.scope",
+        "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate",
+        [{f"/sys/fs/cgroup{SERVICE}/run-1.scope": BOTH}, {f"/sys/fs/cgroup{SERVICE}": BOTH}],
+    ),
+    "a container": (
+        "0::/",
+        "30 23 0:26 / /sys/fs/cgroup ro - cgroup2 cgroup ro",
+        [{"/sys/fs/cgroup": BOTH}],
+    ),
+    "a container without its own namespace": (
+        "0::/docker/abc/job",
+        "30 23 0:26 /docker/abc /sys/fs/cgroup ro - cgroup2 cgroup ro",
+        [{"/sys/fs/cgroup/job": BOTH}, {"/sys/fs/cgroup": BOTH}],
+    ),
+    "version 1": (
+        "9:name=systemd:/x\n4:memory:/a/b\n3:pids:/a",
+        "33 32 0:29 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+        "34 32 0:30 / /sys/fs/cgroup/pids rw - cgroup cgroup rw,pids",
+        [
+            {
+                "/sys/fs/cgroup/memory/a/b": {"memory.limit_in_bytes": "memory"},
+                "/sys/fs/cgroup/pids/a": {"pids.max": "processes"},
+            }
+        ],
+    ),
+    "none": ("", "33 32 0:29 / /tmp rw - tmpfs tmpfs rw", []),
+}
+
+
+@pytest.mark.parametrize("kind", HIERARCHIES)
+def test_where_a_control_group_may_be_made(tmp_path: Path, kind: str) -> None:
+    groups, mounts, parents = HIERARCHIES[kind]
+    (tmp_path / "cgroup").write_text(groups)
+    (tmp_path / "mountinfo").write_text(mounts)
+    assert sandbox._cgroup_parents(str(tmp_path)) == parents
+
+
+def test_a_folder_that_is_no_control_group_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_cgroup_parents", lambda: [{str(tmp_path): BOTH}])
+    with pytest.raises(OSError, match="no control group"):
+        sandbox._join_cgroup(1 << 30, 100)
+    assert list(tmp_path.iterdir()) == []
+
+
 def leave_cgroup() -> None:
     """Put this process back, and remove its group."""
     for parents in sandbox._cgroup_parents():

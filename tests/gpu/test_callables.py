@@ -149,3 +149,34 @@ def test_state_in_a_variable_of_machine_code_is_found(change: str, state: bool) 
     with Worker(0, timeout_s=60) as worker:
         started = worker.prepare("k", executable, [case], 3, 0)
         assert (started.wrong is not None and WRONG_VARIABLES in str(started.wrong)) == state
+
+
+REFUSED = """
+import ctypes, os, resource, socket
+
+def run(x, w):
+    judge, refused = os.getppid(), []
+    for attack in (
+        lambda: os.sched_setaffinity(judge, {0}),
+        lambda: os.setpriority(os.PRIO_PROCESS, judge, 5),
+        lambda: resource.prlimit(judge, resource.RLIMIT_NOFILE, (64, 64)),
+        lambda: os.chmod(__file__, 0o666),
+        lambda: os.utime(__file__, (0, 0)),
+        lambda: socket.socket(socket.AF_INET),
+    ):
+        try:
+            attack()
+        except OSError:
+            refused.append(True)
+    assert len(refused) == 6, refused
+    return torch.softmax(x @ w, -1)
+"""
+
+
+def test_the_driver_runs_under_the_filter_that_refuses_the_rest(tmp_path: Path) -> None:
+    """If this fails where others pass, the driver needs a call that the filter refuses: strace -f shows EPERM."""
+    (tmp_path / "mine.py").write_text(f"import torch\n{REFUSED}")
+    solution = Solution(name="mine", language="callable", file="mine.py")
+    family = RemoteFamily("mine", tmp_path, solution, problem=Matrices(), gpu=0)  # type: ignore[arg-type]
+    assert {"no network", "system calls by seccomp", "no new privileges"} <= set(family.sandbox)
+    assert family.program({}, "", DIMS).steps

@@ -23,10 +23,8 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-import greenfast
-
 #: The folder that holds the package, which may be the current one.
-_ROOT = os.path.dirname(os.path.dirname(os.path.realpath(greenfast.__file__)))
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 _CHILD = (
     "import sys; fd, folder, *sys.path[:] = sys.argv[1:]; "
     "from greenfast.device.python_process import main; main(int(fd), folder)"

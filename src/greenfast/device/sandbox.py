@@ -418,28 +418,31 @@ def _join_cgroup(memory_bytes: int, processes: int) -> None:
     raise OSError("no control group that this process may divide")
 
 
-def _cgroup_parents() -> list[dict[str, dict[str, str]]]:
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def _cgroup_parents(proc: str = "/proc/self") -> list[dict[str, dict[str, str]]]:
     """Return where a control group may be made: sets of folders, each with the limits that it takes.
 
     A group of version 2 that has processes cannot have limited ones below it, so its parent is tried too: it is the
     user's where the service manager delegated it. With version 1 memory and processes are two hierarchies.
     """
     own = {}
-    with open("/proc/self/cgroup") as file:
-        for line in file.read().splitlines():
-            _, controllers, path = line.split(":", 2)
-            own[controllers] = path
+    for line in _read(f"{proc}/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        own[controllers] = path
     mounts: dict[str, str] = {}
-    with open("/proc/self/mountinfo") as file:
-        for line in file.read().splitlines():
-            fields, _, after = line.partition(" - ")
-            kind, _, options = after.split(" ", 2)
-            root, point = fields.split()[3:5]
-            for controllers, path in own.items():
-                names = set(controllers.split(","))
-                fits = kind == "cgroup2" if not controllers else kind == "cgroup" and names <= set(options.split(","))
-                if fits and path.startswith(root.rstrip("/")):
-                    mounts[controllers] = os.path.join(point, path[len(root.rstrip("/")) :].lstrip("/")).rstrip("/")
+    for line in _read(f"{proc}/mountinfo").splitlines():
+        fields, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        root, point = fields.split()[3:5]
+        for controllers, path in own.items():
+            names = set(controllers.split(","))
+            fits = kind == "cgroup2" if not controllers else kind == "cgroup" and names <= set(options.split(","))
+            if fits and path.startswith(root.rstrip("/")):
+                mounts[controllers] = os.path.join(point, path[len(root.rstrip("/")) :].lstrip("/")).rstrip("/")
     found: list[dict[str, dict[str, str]]] = []
     if "" in mounts:
         both = {"memory.max": "memory", "pids.max": "processes"}
