@@ -113,7 +113,8 @@ def test_a_missing_barrier_is_found(capsys: pytest.CaptureFixture[str], files: P
     assert "sums    float32  2" in right.out
     missing = emulate(capsys, files / "reduce.cu", *REDUCE_ARGS, "--define", "FIRST_MISSING")
     assert_said(missing, 1, "4-byte read of an element that nothing has written: byte ")
-    assert "of shared memory at reduce.cu:12, block (0, 0, 0)" in missing.err
+    assert "of shared memory (s[" in missing.err
+    assert "]) at reduce.cu:12, block (0, 0, 0)" in missing.err
     for orders in ("3", "1"):
         later = emulate(capsys, files / "reduce.cu", *REDUCE_ARGS, "--define", "LATER_MISSING", "--orders", orders)
         assert_said(later, 1, "a data race on byte 128 of shared memory")
@@ -134,7 +135,8 @@ def test_bank_conflicts_are_listed_by_source_line(capsys: pytest.CaptureFixture[
 def test_what_the_kernel_prints_is_shown_also_before_a_fault(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     y = ("--grid", "1", "--block", "32", "--arg", "out:y=i32[4]")
     ran = emulate(capsys, files / "hello.cu", "--arg", "i32:2", *y)
-    assert ran.code == 0
+    assert ran.code == 1
+    assert "16 of 16 bytes of 'y' were never written; give it as inout:y=..." in ran.err
     assert "\nprinted:\nthread 0 says 0.0\nthread 1 says 1.5\n" in ran.out
     assert "16 of 16 bytes" in ran.out
     assert "never written read as 0xFF" in ran.out
@@ -142,8 +144,115 @@ def test_what_the_kernel_prints_is_shown_also_before_a_fault(capsys: pytest.Capt
     assert (ran.code, ran.out) == (1, "thread 0 says 0.0\nthread 1 says 1.5\nthread 2 says 3.0\n")
     assert "write out of bounds" in ran.err
     ran = emulate(capsys, files / "hello.cu", "--arg", "i32:3", *y, "--json")
-    assert (ran.code, ran.out) == (1, "")
-    assert ran.err.startswith("thread 0 says 0.0\n")
+    found = json.loads(ran.out)
+    assert (ran.code, found["printed"]) == (1, "thread 0 says 0.0\nthread 1 says 1.5\nthread 2 says 3.0\n")
+    assert ran.err.startswith("greenfast: _Z5helloiPi: 4-byte write out of bounds")
+
+
+HEADERS = """#include "head.cuh"
+constexpr int ROWS = 4;
+extern "C" __global__ void k(const float* x, float* y) {
+  __shared__ float pad[3], As[ROWS][2 * 8];
+  put(&As[2][threadIdx.x % 8], x[threadIdx.x]);
+  pad[threadIdx.x % 3] = 1;
+#ifdef CALLED
+  y[add(threadIdx.x)] = 1;
+#else
+  y[threadIdx.x] = As[2][threadIdx.x / 8];
+#endif
+}
+"""
+HEAD = """template <typename T> __device__ inline void store(T* p, T v) {
+  *p = v;
+}
+namespace ns { __device__ inline void write(float* p, float v) { store(p, v); } }
+__device__ inline void put(float* p, float v) { ns::write(p, v); }
+__device__ __noinline__ int add(int i) {
+  return ((volatile int*)0)[i];
+}
+"""
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_fault_in_a_header_shows_the_callers_line_and_the_stack(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, called: bool
+) -> None:
+    (tmp_path / "k.cu").write_text(HEADERS)
+    (tmp_path / "head.cuh").write_text(HEAD)
+    more = ("--block", "8", "--define", "CALLED") if called else ("--block", "64")
+    args = ("--grid", "1", *more, "--arg", "in:x=f32[64]:normal", "--arg", "inout:y=f32[64]:zeros", "--json")
+    ran = emulate(capsys, tmp_path / "k.cu", *args)
+    (fault,) = json.loads(ran.out)["faults"]
+    assert (ran.code, fault["level"], fault["file"]) == (1, "error", "k.cu")
+    stack = [(frame["function"], frame["file"], frame["line"]) for frame in fault["stack"]]
+    if called:
+        assert (fault["line"], fault["function"]) == (8, "k")
+        assert stack == [("add", "head.cuh", 7), ("k", "k.cu", 8)]
+    else:
+        assert (fault["kind"], fault["line"], fault["function"]) == ("data-race", 10, "k")
+        assert fault["place"] == "byte 128 of shared memory (As[2][0])"
+        assert (fault["block"], fault["thread"]) == ([0, 0, 0], [0, 0, 0])
+        line = "k.cu:5 [store at head.cuh:2, ns::write at head.cuh:4, put at head.cuh:5, k at k.cu:5]"
+        assert f"the write at {line} (in: st.shared.f32" in fault["message"]
+        assert ran.err == f"greenfast: {fault['message']}\n"
+
+
+FAULTS = {
+    "out-of-bounds": "y[64 + threadIdx.x] = 1;",
+    "misaligned-access": "*(double*)(y + 1) = 1;",
+    "uninitialized-read": "__shared__ float s[2]; y[0] = s[threadIdx.x % 2];",
+    "deadlock": "__shared__ int s; s = 0; __syncthreads(); while (*(volatile int*)&s == 0); y[0] = 1;",
+    "trap": "__trap();",
+    "output-unwritten": "y[threadIdx.x] = 1;",
+    "input-written": "for (int i = threadIdx.x; i < 64; i += 32) { y[i] = 1; ((float*)x)[i] = 1; }",
+    "depends-on-order": "atomicExch(z, threadIdx.x / 32); __syncthreads(); y[threadIdx.x] = *(volatile int*)z;",
+    "depends-on-launches": "for (int i = 0; i < 64; i++) y[i] = count; __syncthreads(); count = 1;",
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_json_holds_every_kind_of_fault(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str) -> None:
+    body = FAULTS[kind]
+    (tmp_path / "k.cu").write_text(
+        f'__device__ int count; extern "C" __global__ void k(const float* x, float* y, int* z) {{ {body} }}'
+    )
+    threads = "64" if kind == "depends-on-order" else "32"
+    buffers = ("--arg", "in:x=f32[64]:normal", "--arg", "out:y=f32[64]", "--arg", "inout:z=i32[1]:zeros")
+    ran = emulate(capsys, tmp_path / "k.cu", "--grid", "1", "--block", threads, *buffers, "--json")
+    found = json.loads(ran.out)
+    assert ran.code == 1
+    assert kind in [fault["kind"] for fault in found["faults"]]
+    assert [fault["message"] for fault in found["faults"]] == found["failures"]
+    assert all(message.splitlines()[0] in ran.err for message in found["failures"])
+
+
+LEFT = """__device__ int count;
+__device__ float table[4];
+extern "C" __global__ void k(float* y) { BODY }
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("if (atomicAdd(&count, 1) == gridDim.x - 1) *y = 1;", "has 4 bytes more that are never written in a later"),
+        ("*y = count; if (blockIdx.x == 0) atomicExch(&count, 5);", ""),
+        ("if (blockIdx.x == 0) { *y = table[2]; table[2] = 3; }", "differs in a later launch, by up to 3"),
+        ("if (blockIdx.x == 0) { *y = count == 2; count = count + 1; }", "differs in a later launch, by up to 1"),
+        ("if (blockIdx.x == 0) { y[count] = 1; count = 100; }", "only in a later launch, which finds what the one"),
+        # What is put back, or makes no difference, passes.
+        ("int last = atomicAdd(&count, 1) == gridDim.x - 1; if (last) { *y = 1; count = 0; }", None),
+        ("if (blockIdx.x == 0) { *y = 1; if (!count) table[0] = 7; count = 1; }", None),
+        ("if (blockIdx.x == 0) { table[1] = 4; *y = table[1]; }", None),
+    ],
+)
+def test_a_launch_that_finds_what_one_before_left(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, body: str, says: str | None
+) -> None:
+    (tmp_path / "k.cu").write_text(LEFT.replace("BODY", body))
+    ran = emulate(capsys, tmp_path / "k.cu", "--grid", "2", "--block", "1", "--arg", "out:y=f32[1]")
+    assert ran.code == (says is not None), ran
+    assert (says or "") in ran.err
 
 
 def test_an_expectation_decides(capsys: pytest.CaptureFixture[str], files: Path) -> None:

@@ -54,7 +54,7 @@ def output(body: str, *, threads: int = 64, before: str = "", seed: int = 0) -> 
         ),
         (
             "__shared__ float s[64];\ny[threadIdx.x] = s[threadIdx.x] + x[0];",
-            r"read of an element that nothing has written: byte 0 of 256 of shared memory at k\.cu:2",
+            r"read of an element that nothing has written: byte 0 of 256 of shared memory \(s \+ 0\) at k\.cu:2",
         ),
         ("y[threadIdx.x] = y[threadIdx.x] + x[0];", r"element that nothing has written: byte 0 of 'y'"),
         (

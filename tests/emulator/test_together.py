@@ -387,7 +387,7 @@ def test_wgmma_in_a_block_of_less_than_a_warpgroup() -> None:
     mma_fence();
     mma(d, descriptor(s, 16, 256, 32), descriptor(s + 4096, 16, 256, 32), 0);
     mma_commit(); mma_wait<0>(); y[0] = d[0];"""
-    says = r"an instruction of a warpgroup, 128 threads, in a block of 64 at hopper\.cuh:\d+, .*wgmma"
+    says = r"a warpgroup, 128 threads, in a block of 64 at k\.cu:4 \[mma at hopper\.cuh:\d+, k at k\.cu:4\], .*wgmma"
     with pytest.raises(KernelFaultError, match=says):
         run_hopper(
             body,

@@ -7,7 +7,7 @@ import sys
 
 from greenfast.cli.console import show, table
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.judge.emulate import Emulate, Emulated, emulate
+from greenfast.judge.emulate import Emulate, Emulated, describe_fault, emulate
 from greenfast.judge.report.counts import SHOWN
 from greenfast.judge.store import to_json
 from greenfast.spec.errors import UsageError
@@ -37,8 +37,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         found = emulate(asked)
     except KernelFaultError as e:
-        if e.printed:  # what the kernel printed before the fault helps to find it
-            print(e.printed, end="", file=sys.stderr if args.json else sys.stdout)
+        if args.json:
+            print(to_json(describe_fault(asked, e)), end="")
+        elif e.printed:  # what the kernel printed before the fault helps to find it
+            print(e.printed, end="")
         raise
     if args.json:
         print(to_json(found), end="")
@@ -76,7 +78,8 @@ def _show(found: Emulated) -> None:
         if any(o.unwritten_bytes for o in found.outputs):
             show("(bytes that were never written read as 0xFF here: NaN, or -1)")
         show("")
-    show(table(("count", "", ""), count_rows(found.counts)))
+    if found.counts is not None:
+        show(table(("count", "", ""), count_rows(found.counts)))
     if found.saved:
         show("\n" + "\n".join(found.saved))
 

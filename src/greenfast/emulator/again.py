@@ -65,15 +65,15 @@ class Beginning:
         """Whether a variable has another value than at first."""
         return any(self._changed(name).any() for name in self._variables)
 
-    def restore(self) -> None:
-        """Give all allocations what they held but for the variables, whose changed bytes are from now on LEFT."""
+    def restore(self, changed_state: int = LEFT) -> None:
+        """Give all allocations what they held but for the variables, whose changed bytes get the state given."""
         memory = self._memory
         changed = {name: self._changed(name) for name in self._variables}
         values = {name: memory.bytes_of(name).copy() for name in self._variables}
         memory.data[:], memory.state[:] = self._data, self._state
         for name in self._variables:
             memory.bytes_of(name)[:] = values[name]
-            memory.states_of(name)[changed[name]] = LEFT
+            memory.states_of(name)[changed[name]] = changed_state
 
 
 def in_spite_of(run: Callable[[Garbage], GridResult]) -> GridResult | None:

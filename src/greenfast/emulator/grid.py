@@ -18,7 +18,7 @@ from greenfast.emulator.dependence import find_dependence
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.launches import Launches
-from greenfast.emulator.machine.memory import FUNCTION_BASE, GLOBAL_BASE, UNWRITTEN, WRITTEN, GlobalMemory
+from greenfast.emulator.machine.memory import FUNCTION_BASE, GLOBAL_BASE, LEFT, UNWRITTEN, WRITTEN, GlobalMemory
 from greenfast.emulator.machine.phases import PhaseCounts
 from greenfast.emulator.machine.records import GlobalRecord, TrackReads
 from greenfast.emulator.machine.spare import Spare
@@ -28,7 +28,7 @@ from greenfast.emulator.machine.tensormap import MAP_BYTES, BoundMap, bind
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.inlining import inlined
 from greenfast.emulator.ptx.parser import parse
-from greenfast.emulator.ptx.syntax import Function, Module
+from greenfast.emulator.ptx.syntax import Function, Module, Variable
 from greenfast.emulator.ptx.unsupported import own_bug
 from greenfast.emulator.scheduler import Scheduler
 from greenfast.emulator.variables import initial_value, packed, shared_layout_of
@@ -89,7 +89,9 @@ def program_of(ptx: str, entry: str) -> tuple[Module, Program]:
     Raises UnsupportedError for what cannot be read, and UsageError for an unknown kernel.
     """
     # Wrappers of instructions (the toolkit's, this project's, Triton's): what callers do is what a reader asks for.
-    module = parse(ptx, tuple(f"{folder}/" for folder in (*include_dirs(), KERNEL_DIR / "ptx", "triton/language")))
+    folders = (*include_dirs(), KERNEL_DIR / "ptx")
+    library = [f"{place}/" for folder in folders for place in (folder, folder.resolve())]  # NVRTC follows links
+    module = parse(ptx, (*library, "triton/language/"))
     return module, Program(inlined(module, module.entry(entry)), defer=True)
 
 
@@ -107,8 +109,9 @@ def run_grid(
     phases: Sequence[str] = (),
     later: Sequence[int] = (),
     always: bool = True,
+    may_read_left: bool = False,
 ) -> GridResult:
-    """Run every block of the grid; later, always: see run_chain.
+    """Run every block of the grid; later, always, may_read_left: see run_chain.
 
     Output bytes that nothing wrote read as ``poison``. A name among both the inputs and the outputs is one buffer,
     which the kernel finds filled and may change. phases: of an instrumented build, to count each.
@@ -119,7 +122,17 @@ def run_grid(
     if phases:
         outputs[PHASE_BUFFER] = OutputSpec((math.prod(plan.grid), len(phases)), "int64")
     step = Step(ptx, entry, block, dynamic_smem_bytes, plan)
-    result = run_chain([step], inputs, outputs, seed=seed, poison=poison, phases=phases, later=later, always=always)
+    result = run_chain(
+        [step],
+        inputs,
+        outputs,
+        seed=seed,
+        poison=poison,
+        phases=phases,
+        later=later,
+        always=always,
+        may_read_left=may_read_left,
+    )
     if phases and result.unwritten[PHASE_BUFFER]:
         raise UsageError(f"{entry} left {result.unwritten[PHASE_BUFFER]} bytes of its phases' sums unwritten")
     return result
@@ -137,6 +150,7 @@ def run_chain(
     later: Sequence[int] = (),
     always: bool = True,
     explore: bool = False,
+    may_read_left: bool = False,
 ) -> GridResult:
     """Run launches one after the other on the same buffers; counts are of all. Raises what ``run_grid`` does.
 
@@ -147,8 +161,8 @@ def run_chain(
     no griddepcontrol.wait, and where it reads what they write by a load that the compiler may move ahead of the wait.
 
     later: seeds of further runs of all of them in the same memory, with the buffers as at first and the module's
-    variables as they are: to read what an earlier run left there is a fault. Unless ``always``, only if the first run
-    left anything.
+    variables as they are: to read what an earlier run left there is a fault unless ``may_read_left``. Unless
+    ``always``, only if the first run left anything.
     """
 
     def run(garbage: Garbage | Spare | None, around: Surroundings, later: Sequence[int]) -> GridResult:
@@ -158,8 +172,15 @@ def run_chain(
                 beginning = Beginning(chain.memory, [place for names in chain.variables for place in names.values()])
                 result = chain.run(seed, outputs, poison, phases)
                 for other in later if always or beginning.left() else ():
-                    beginning.restore()
-                    result.later.append(chain.run(other, outputs, poison, ()))
+                    beginning.restore(WRITTEN if may_read_left else LEFT)
+                    try:
+                        result.later.append(chain.run(other, outputs, poison, ()))
+                    except KernelFaultError as e:
+                        if may_read_left:
+                            e.args = (
+                                f"{e}; only in a later launch, which finds what the one before left in variables",
+                            )
+                        raise
                 changed = beginning.changed()
                 result.changed = frozenset(
                     (n, name)
@@ -339,6 +360,7 @@ class _Chain:
                     dynamic_bytes=step.dynamic_smem_bytes,
                     seed=seed,
                     surroundings=self.around,
+                    shared_sizes={v.name: v.size for v in _shared_variables(module, function)},
                 )
                 try:
                     self._run_blocks(number, machine, program, seed)
@@ -401,6 +423,11 @@ def _batches(geometry: Geometry, most: int, seed: int, together: bool) -> list[N
         clusters = clusters[np.random.default_rng(seed).permutation(count)]
         most = min(most, max(1, -(-count // _PARTS)))
     return [clusters[start : start + most].ravel() for start in range(0, count, most)]
+
+
+def _shared_variables(module: Module, function: Function) -> list[Variable]:
+    """Return the shared variables of a kernel and its module."""
+    return [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
 
 
 def _cluster(function: Function, plan: Launch) -> tuple[int, int, int]:

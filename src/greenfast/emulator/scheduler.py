@@ -400,7 +400,7 @@ class Scheduler:
                     found[pc], notes[pc] = f"{len(here)} threads", " in a loop that nothing ends"
             for pc in sorted(found):
                 i = self.code[pc]
-                waits.append(f"{found[pc]} of warp {n} wait at {i.source} ({i.text}){notes[pc]}")
+                waits.append(f"{found[pc]} of warp {n} wait at {i.place} ({i.text}){notes[pc]}")
                 if first < 0:
                     first, m.current = int(lanes[~self.ended[lanes]][0]), i
             gone = int(self.ended[lanes].sum())

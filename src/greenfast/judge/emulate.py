@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ from greenfast.emulator.arguments import Arguments, check_parameters, read_argum
 from greenfast.emulator.grid import GridResult, program_of, run_grid
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.program import Program
+from greenfast.emulator.ptx.names import demangle, read_shapes
 from greenfast.emulator.ptx.syntax import Module
 from greenfast.emulator.ptx.unsupported import own_bug
 from greenfast.emulator.session import REPEAT_THREADS
@@ -35,6 +37,8 @@ Extent = tuple[int, int, int]
 
 #: How often a small case runs, each time in another order of its warps, where the request does not say.
 ORDERS = 3
+#: Further launches in the same memory, of a kernel that leaves a variable of its module changed.
+LAUNCHES = 2
 DEFAULT_TARGET = "sm_90a"
 #: Limits of every target (CUDA C++ Programming Guide, "Compute Capabilities"); a launch beyond them fails.
 _MAX_THREADS, _MAX_BLOCK, _MAX_GRID = 1024, (1024, 1024, 64), (2**31 - 1, 65535, 65535)
@@ -85,8 +89,40 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     unwritten_bytes: int | None
 
 
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of a source and the function that it is in, empty if it is not known."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """Something wrong with the kernel or with what it left.
+
+    level: error. kind: what sort, in words with hyphens. place: the memory that was accessed. file, line, function: the
+    line to look at first. stack: the innermost line first, with those that it was inlined at or called from. Where one
+    of these is not known or makes no sense it is None or empty.
+    """
+
+    level: str
+    kind: str
+    message: str
+    file: str | None = None
+    line: int | None = None
+    function: str = ""
+    stack: list[Line] = []
+    instruction: str = ""
+    place: str = ""
+    block: tuple[int, int, int] | None = None
+    thread: tuple[int, int, int] | None = None
+
+
 class Emulated(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run found. ``failures`` say why it is not right; empty where nothing is known to be wrong."""
+    """What a run found. ``faults`` say why it is not right, as ``failures`` in words; both empty if it may be right.
+
+    A fault that ends the run leaves no outputs and no counts.
+    """
 
     file: str
     kernel: str
@@ -100,7 +136,8 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     outputs: list[Output]
     printed: str
-    counts: KernelCounts
+    counts: KernelCounts | None
+    faults: list[Fault]
     failures: list[str]
     saved: list[str]
 
@@ -120,16 +157,29 @@ def emulate(asked: Emulate) -> Emulated:
     ptx, entry, target, resources = _translate(asked)
     _check_bounds(asked, ptx, entry)
     module, program = _program(asked, ptx, entry)
+    program.function.shapes = read_shapes(_sources(asked, module))
     check_parameters(program.function, arguments, asked.kernel or entry)
     threads = math.prod(asked.grid) * math.prod(asked.block)
     orders = asked.orders or (ORDERS if threads <= REPEAT_THREADS else 1)
     first, races = _run(asked, ptx, entry, arguments, orders)
-    failures = [f"{said}; give it as inout:{n}=... if it may" for n, said in first.input_writes.items()]
-    failures += races
-    failures += [
-        text
-        for name, want in expected.items()
-        for text in _difference(name, first.outputs[name], want, asked.tolerance)
+    unwritten = {n: count for n, count in first.unwritten.items() if count and n not in arguments.inputs}
+    faults = [
+        *(("input-written", f"{said}; give it as inout:{n}=... if it may") for n, said in first.input_writes.items()),
+        *(
+            (
+                "output-unwritten",
+                f"{count} of {first.outputs[n].nbytes} bytes of {n!r} were never written; give it as inout:{n}=... if "
+                "they need not be",
+            )
+            for n, count in unwritten.items()
+        ),
+        *(("depends-on-launches", text) for text in _changes_in_later_launches(first)),
+        *(("depends-on-order", text) for text in races),
+        *(
+            ("unexpected-value", text)
+            for name, want in expected.items()
+            for text in _difference(name, first.outputs[name], want, asked.tolerance)
+        ),
     ]
     return Emulated(
         file=str(asked.file),
@@ -147,8 +197,59 @@ def emulate(asked: Emulate) -> Emulated:
         ],
         printed=first.printed,
         counts=first.counts.record(),
-        failures=failures,
+        faults=[Fault(level="error", kind=kind, message=text) for kind, text in faults],
+        failures=[text for _, text in faults],
         saved=_save(asked.save, first.outputs),
+    )
+
+
+#: Kinds of faults, by what their reasons say; the first that fits counts.
+_KINDS = {
+    "data-race": r"data race",
+    "deadlock": r"deadlock",
+    "endless-loop": r"endless loop|no end of",
+    "misaligned-access": r"misaligned",
+    "out-of-bounds": r"out of bounds|lies in no memory",
+    "uninitialized-read": r"nothing has written",
+    "state-of-a-launch": r"earlier launch left",
+    "missing-proxy-fence": r"fence\.proxy\.async",
+    "asynchronous-access": r"asynchronous|bulk|wgmma|mbarrier|not delivered",
+    "barrier": r"barrier|membermask|by only some threads",
+    "trap": r"trap|brkpt|assert",
+}
+
+
+def describe_fault(asked: Emulate, error: KernelFaultError) -> Emulated:
+    """Return what a run found that a fault ended."""
+    where = error.location
+    reason = error.reason or str(error)
+    kind = next((kind for kind, pattern in _KINDS.items() if re.search(pattern, reason)), "fault")
+    more: dict[str, Any] = {}
+    if where is not None:
+        more = {"instruction": where.instruction, "place": where.place, "block": where.block, "thread": where.thread}
+    if where is not None and where.source is not None:
+        shown = where.source.shown
+        more |= {"file": shown.file, "line": shown.line, "function": demangle(shown.function)}
+        more["stack"] = [
+            Line(file=f.file, line=f.line, function=demangle(f.function)) for f in where.source.stack or (shown,)
+        ]
+    return Emulated(
+        file=str(asked.file),
+        kernel=error.kernel or asked.kernel or "",
+        target=asked.arch or "",
+        grid=asked.grid,
+        block=asked.block,
+        dynamic_smem_bytes=asked.smem,
+        resources=None,
+        seed=asked.seed,
+        orders=asked.orders or ORDERS,
+        seconds=0.0,
+        outputs=[],
+        printed=error.printed,
+        counts=None,
+        faults=[Fault(level="error", kind=kind, message=str(error), **more)],
+        failures=[str(error)],
+        saved=[],
     )
 
 
@@ -216,6 +317,16 @@ def _program(asked: Emulate, ptx: str, entry: str) -> tuple[Module, Program]:
         raise UsageError(f"{asked.file}: {entry} cannot be read as PTX; is the file whole?") from None
 
 
+def _sources(asked: Emulate, module: Module) -> list[str]:
+    """Return the texts of the kernel's source and of the headers beside it; none of a PTX file's that are not there."""
+    paths = {asked.file, *(Path(name) for name in module.files if Path(name).is_absolute())}
+    texts = []
+    for path in paths:
+        if path.suffix != ".ptx" and path.is_file():
+            texts.append(path.read_text(errors="replace"))
+    return [*(f"#define {text.replace('=', ' ', 1)}" for text in asked.defines), *texts]
+
+
 def _define(text: str) -> str:
     match = re.fullmatch(r"([A-Za-z_]\w*)(?:=([^\n]*))?", text)
     if match is None:
@@ -249,15 +360,24 @@ def _run(asked: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int
         try:
             results.append(
                 run_grid(
-                    ptx, entry, asked.block, asked.smem, plan, arguments.inputs, arguments.outputs, seed=asked.seed + n
+                    ptx,
+                    entry,
+                    asked.block,
+                    asked.smem,
+                    plan,
+                    arguments.inputs,
+                    arguments.outputs,
+                    seed=asked.seed + n,
+                    later=() if n else [asked.seed] * LAUNCHES,
+                    always=False,
+                    may_read_left=True,
                 )
             )
         except KernelFaultError as e:
             if n == 0:
                 raise
-            fault = KernelFaultError(f"{e}; only in the order of the warps that --seed {asked.seed + n} begins with")
-            fault.printed = e.printed
-            raise fault from None
+            e.args = (f"{e}; only in the order of the warps that --seed {asked.seed + n} begins with",)
+            raise
     first, *others = results
     return first, [
         f"{name!r} differs between {orders} orders of the warps, by up to {_largest(differences):g}: a race, or "
@@ -265,6 +385,20 @@ def _run(asked: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int
         for name, data in first.outputs.items()
         if (differences := [_error(data, o.outputs[name]) for o in others if not _same(data, o.outputs[name])])
     ]
+
+
+def _changes_in_later_launches(first: GridResult) -> list[str]:
+    """Return how launches in the same memory differ from the first one, whose variables they find."""
+    names = ", ".join(sorted({name for _, name in first.changed}))
+    found = []
+    for name, data in first.outputs.items():
+        errors = [_error(data, later.outputs[name]) for later in first.later if not _same(data, later.outputs[name])]
+        if errors:
+            missing = max(later.unwritten[name] for later in first.later) - first.unwritten[name]
+            what = f"has {missing} bytes more that are never written" if missing > 0 else "differs"
+            by = f", by up to {_largest(errors):g}" if missing <= 0 else ""
+            found.append(f"{name!r} {what} in a later launch{by}, which finds what the one before left in {names}")
+    return found
 
 
 def _same(a: Array, b: Array) -> bool:

@@ -115,7 +115,7 @@ def locate(m: Machine, space: str, found: Offsets, lanes: Lanes) -> tuple[Arena,
     if outside.any():  # beyond the block's own memory lies another block's
         position = int(np.flatnonzero(outside)[0])
         where = f"byte {int(found[position])} of {size} of {space} memory"
-        raise m.fault(f"access out of bounds: {where}", int(lane_indices(lanes)[position]))
+        raise m.fault(f"access out of bounds: {where}", int(lane_indices(lanes)[position]), where)
     return (m.shared if space == "shared" else m.local), found + mine, space
 
 

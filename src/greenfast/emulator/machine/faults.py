@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from greenfast.spec.errors import GreenfastError
 
 if TYPE_CHECKING:
-    from greenfast.emulator.ptx.syntax import Instruction
+    from greenfast.emulator.ptx.syntax import Instruction, SourceLine
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a fault was found: line and instruction, block and thread by their indices.
+
+    place: the memory of the access, in words; empty for a fault that is none of an access.
+    """
+
+    source: SourceLine | None
+    instruction: str
+    block: tuple[int, int, int]
+    thread: tuple[int, int, int]
+    place: str = ""
 
 
 class KernelFaultError(GreenfastError):
@@ -15,10 +30,14 @@ class KernelFaultError(GreenfastError):
 
     printed: what the kernel had printed by then. unwritten: whether it is a read of a block's or a thread's own memory
     that nothing has written, which harms only if the value matters. read: of a data race of a load and a store, the
-    load, whose value may not matter either.
+    load, whose value may not matter either. reason: the message without kernel,
+    line and thread. location: where.
     """
 
     exit_code = 1
     printed = ""
+    kernel = ""
+    reason = ""
+    location: Location | None = None
     unwritten = False
     read: Instruction | None = None

@@ -287,10 +287,11 @@ class Races:
                 if len(bad):
                     chunk = int(mine[mine * CHUNK // m.shared_stride == blocks[bad[0]]][0])
                     lane = self._lane(int(np.flatnonzero(offsets // CHUNK == chunk)[0]), len(offsets))
-                    source = reads.instruction.source or "unknown line"
-                    what = f"a data race on {m.shared_place(chunk * CHUNK)}: this write is not ordered after a "
-                    what += f"wgmma.wait_group for the wgmma at {source} that reads there (released too early?), found"
-                    raise m.fault(what, lane)
+                    place = m.shared_place(chunk * CHUNK)
+                    what = f"a data race on {place}: this write is not ordered after a "
+                    what += f"wgmma.wait_group for the wgmma at {reads.instruction.place} that reads there"
+                    what += " (released too early?), found"
+                    raise m.fault(what, lane, place)
 
     def finished(self, offsets: Numbers, size: int, lanes: Numbers, writes: bool, instruction: Instruction) -> None:
         """Note accesses to shared memory that threads of one warp began before and have waited for now."""
@@ -495,9 +496,10 @@ class Races:
         assert earlier is not None
         reader = f"warp {self.record.accesses.warps[number]} of {self.m.block_name(block)}"
         fault = self.m.fault(
-            f"a data race on {place}: nothing orders this {what} and the {other} at {earlier.source or 'unknown line'} "
+            f"a data race on {place}: nothing orders this {what} and the {other} at {earlier.place} "
             f"(in: {earlier.text}) by {reader}, found",
             lane,
+            place,
         )
         fault.read = self.m.current if what == "read" else earlier if other == "read" else None
         return fault

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.machine.arrivals import Mbarriers
 from greenfast.emulator.machine.counts import Counts
-from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.faults import KernelFaultError, Location
 from greenfast.emulator.machine.launches import Launches
 from greenfast.emulator.machine.memory import UNWRITTEN, UNWRITTEN_READ, WRITTEN, Arena, BadAccessError, GlobalMemory
 from greenfast.emulator.machine.ordering import Ordering
@@ -27,6 +27,7 @@ from greenfast.emulator.machine.stack import Stack
 from greenfast.emulator.machine.surroundings import USUAL, WARPS, Surroundings
 from greenfast.emulator.machine.tensormap import MAP_BYTES, BoundMap
 from greenfast.emulator.machine.underway import BulkLoad, BulkStore, Products
+from greenfast.emulator.ptx.names import describe_element
 from greenfast.emulator.ptx.syntax import Function, Instruction, Register, Vector
 from greenfast.spec.errors import UsageError
 
@@ -159,6 +160,7 @@ class Machine:
     seed: int = 0
     surroundings: Surroundings = USUAL
     compared: NDArray[np.bool_] | None = None
+    shared_sizes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.warps = -(-self.geometry.threads // WARP)
@@ -358,12 +360,16 @@ class Machine:
         values, self.counts = self.phases.read(instruction, lanes)
         return values
 
-    def fault(self, reason: str, lane: int) -> KernelFaultError:
-        """The fault of a thread at the current instruction."""
-        return KernelFaultError(
-            f"{self.function.name}: {reason} at {self.current.source or 'unknown line'}, {self.place(lane)} "
-            f"(in: {self.current.text})"
-        )
+    def fault(self, reason: str, lane: int, place: str = "") -> KernelFaultError:
+        """Return the fault of a thread at the current instruction; place: the memory of an access."""
+        i = self.current
+        text = f"{self.function.name}: {reason} at {i.place}, {self.place(lane)} (in: {i.text})"
+        fault = KernelFaultError(text)
+        block = unflatten(int(self.blocks[self.block_of[lane]]), self.geometry.grid)
+        thread = unflatten(int(self.thread_of[lane]), self.geometry.block)
+        fault.kernel, fault.reason = self.function.name, reason
+        fault.location = Location(i.source, i.text, block, thread, place)
+        return fault
 
     def block_name(self, block: int) -> str:
         """A block of the grid by its index."""
@@ -374,11 +380,16 @@ class Machine:
         block = self.block_name(int(self.blocks[self.block_of[lane]]))
         return f"{block}, thread {unflatten(int(self.thread_of[lane]), self.geometry.block)}"
 
-    def shared_place(self, offset: int) -> str:
+    def shared_place(self, offset: int, of: str = "") -> str:
         """A byte of shared memory, by its offset in the block's, and by the variable that it belongs to."""
         own = offset % self.shared_stride
+        text = f"byte {own} {of}of shared memory"
         below = [(start, name) for name, start in self.shared_layout.items() if start <= own]
-        return f"byte {own} of shared memory" + (f" ({max(below)[1]} + {own - max(below)[0]})" if below else "")
+        if not below:
+            return text
+        start, name = max(below)
+        size = self.shared_sizes.get(name, 0)
+        return f"{text} ({describe_element(name, own - start, size, self.function.shapes)})"
 
     @contextlib.contextmanager
     def accessing(self, lanes: Lanes, space: str) -> Iterator[None]:
@@ -395,9 +406,9 @@ class Machine:
         elif space == "param":
             where = f"byte {bad.address} of the kernel's parameters"
         elif space == "shared":
-            where = f"byte {bad.address % self.shared_stride} of {self.shared_bytes} of shared memory"
+            where = self.shared_place(bad.address, f"of {self.shared_bytes} ")
         else:
             where = f"byte {bad.address % max(self.local_stride, 1)} of {self.local_bytes} of local memory"
-        fault = self.fault(f"{bad.reason}: {where}", int(lanes[bad.position]))
+        fault = self.fault(f"{bad.reason}: {where}", int(lanes[bad.position]), where)
         fault.unwritten = space in ("shared", "local") and bad.reason.endswith(UNWRITTEN_READ)
         return fault

@@ -14,6 +14,7 @@ from greenfast.emulator.ptx import recursion
 from greenfast.emulator.ptx.forms import refusal
 from greenfast.emulator.ptx.syntax import (
     Address,
+    Frame,
     Function,
     Immediate,
     Instruction,
@@ -50,11 +51,15 @@ def inlined(module: Module, entry: Function) -> Function:
 
 @dataclass
 class _Names:
-    """What the names in a copy of a function stand for. suffix: of its registers, labels and local variables."""
+    """What the names in a copy of a function stand for. suffix: of its registers, labels and local variables.
+
+    called_from: the lines of the call, outermost last.
+    """
 
     parameters: Mapping[str, str]
     suffix: str
     variables: dict[str, str] = field(default_factory=dict)
+    called_from: tuple[Frame, ...] = ()
 
 
 class _Inliner:
@@ -99,6 +104,8 @@ class _Inliner:
 
     def instruction(self, i: Instruction, function: Function, names: _Names, callers: tuple[str, ...]) -> None:
         """Append one instruction, or what stands in its place."""
+        if names.called_from and i.source is not None:
+            i = replace(i, source=replace(i.source, stack=(*i.source.stack, *names.called_from)))
         if i.name in ("call", "brx", "ret"):
             refused = refusal(i.name, i.parts)
             if refused:
@@ -263,7 +270,7 @@ class _Inliner:
                 f"{name} calls itself through a pointer, which is not known to the emulator, {where}"
             )
         self.copies += 1
-        names = _Names({}, f"~{self.copies}")
+        names = _Names({}, f"~{self.copies}", called_from=i.source.stack if i.source else ())
         bound: dict[str, str] = {}
         for formal, actual in zip((*callee.params, *callee.results), (*given.items, *results.items), strict=True):
             if formal.space == "reg":

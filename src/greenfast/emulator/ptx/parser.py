@@ -19,6 +19,7 @@ from greenfast.emulator.ptx.scopes import ELEMENTS, Scope
 from greenfast.emulator.ptx.syntax import (
     SIZES,
     Address,
+    Frame,
     Function,
     Immediate,
     Instruction,
@@ -62,6 +63,9 @@ _OPCODE = re.compile(r"([a-z]\w*)((?:\s*\.\w+(?:::\w+)*)*)(?=[^\w.:]|$)")
 #: Instructions whose operand may be an element of a variable, name[3], with no brackets around it.
 _MEMORY = ("ld", "ldu", "st", "atom", "red", "prefetch")
 _LOC = re.compile(LOC)
+_FUNCTION_NAME = re.compile(r"function_name\s+([\w$]+)")
+#: A function's name in a debug section: its label, and the bytes.
+_STRING = re.compile(r"^([\w$]+):\s*\.b8 ([\d,]+)\s*$", re.MULTILINE)
 #: Directives in a function that change nothing of what it computes.
 _IGNORED = re.compile(r'\.pragma\s+"[^"]*"(?:\s*,\s*"[^"]*")*$')
 #: The most inlined calls followed from a library's line to the caller's; beyond that (a cycle) any of them is named.
@@ -107,27 +111,50 @@ class _Lines:
         self._files = {int(n): path for n, path in _FILE.findall(whole)}
         self._library = {n for n, path in self._files.items() if path.startswith(library)}
         self._callers: dict[str, str] = {}  # "file line" that was inlined -> the line that it was inlined at, if known
+        self._functions: dict[str, str] = {}  # "file line" -> the function that it was in last
+        self._strings = {
+            label: bytes(int(n) for n in data.split(",") if int(n)).decode(errors="replace")
+            for label, data in _STRING.findall(whole)
+        }
         self._ends = [match.start() for match in re.finditer("\n", text)]
+
+    def own_files(self) -> tuple[str, ...]:
+        """Return the paths of the source files, libraries' left out."""
+        return tuple(path for n, path in self._files.items() if n not in self._library)
 
     def own(self, position: int) -> SourceLine:
         """The line of the PTX itself, for what no .loc directive stands before."""
         return SourceLine("ptx", bisect_left(self._ends, position) + 1)
 
-    def source(self, loc: re.Match[str]) -> SourceLine:
-        """The line of a .loc directive; an inlined line's directive follows its caller's."""
+    def source(self, loc: re.Match[str], function: str) -> SourceLine:
+        """The line of a .loc directive in a function; an inlined line's directive follows its caller's."""
         file, line, of, at = loc.groups()
         place = f"{file} {line}"
+        label = _FUNCTION_NAME.search(loc[0])
+        self._functions[place] = self._strings.get(label[1], "") if label else function
         if of:
             self._callers[place] = f"{of} {at}"
-        where, of_library = place, False
+        else:
+            self._callers.pop(place, None)
+        stack: list[Frame] = []
+        of_library, where = False, place
         for _ in range(_INLINED):
-            number = int(where.split()[0])
-            if number not in self._library:
+            number, row = map(int, where.split())
+            if number in self._library:
+                of_library |= not stack and _MEMCPY_ASYNC in self._files[number]
+            else:
+                stack.append(Frame(self._name(number), row, self._functions.get(where, "")))
+            if where not in self._callers:
                 break
-            of_library |= _MEMCPY_ASYNC in self._files[number]
-            where = self._callers.get(where, place)
-        number, row = map(int, where.split())
-        return SourceLine(self._files.get(number, f"file {number}").rsplit("/", 1)[-1], row, of_library)
+            where = self._callers[where]
+        if not stack:
+            number, row = map(int, place.split())
+            stack.append(Frame(self._name(number), row))
+        return SourceLine(stack[0].file, stack[0].line, of_library, tuple(stack))
+
+    def _name(self, number: int) -> str:
+        path: str = self._files.get(number, f"file {number}")
+        return path.rsplit("/", 1)[-1]
 
 
 def parse(text: str, library: tuple[str, ...] = ()) -> Module:
@@ -137,7 +164,7 @@ def parse(text: str, library: tuple[str, ...] = ()) -> Module:
     """
     files, text = text, _COMMENT.sub(lambda c: c[0] if c[0][0] == '"' else " " + "\n" * c[0].count("\n"), text)
     lines = _Lines(files, text, library)
-    module = Module()
+    module = Module(files=lines.own_files())
     target = re.search(r"\.target\s+(\w+)", text)
     module.target = target[1] if target else ""
     position = 0
@@ -213,7 +240,7 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
             continue
         loc = _LOC.match(text, position)
         if loc:
-            source = lines.source(loc)
+            source = lines.source(loc, function.name)
             position = loc.end()
             continue
         prototype = _PROTOTYPE.match(text, position)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from greenfast.emulator.ptx.literals import Relocation
+from greenfast.emulator.ptx.names import Shape, demangle
 from greenfast.spec.errors import UsageError
 
 
@@ -62,15 +63,46 @@ Operand: TypeAlias = "Register | Special | Immediate | Symbol | Address | Vector
 
 
 @dataclass(frozen=True)
+class Frame:
+    """A line of a function; ``function`` is mangled, or empty if it is not known."""
+
+    file: str
+    line: int
+    function: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}"
+        return f"{demangle(self.function)} at {place}" if self.function else place
+
+
+@dataclass(frozen=True)
 class SourceLine:
-    """Where an instruction comes from; memcpy_async: by way of cuda::memcpy_async of the standard library."""
+    """Where an instruction comes from; memcpy_async: by way of cuda::memcpy_async of the standard library.
+
+    stack: the line with the lines that it was inlined at or called from, outermost last; empty if they are not known.
+    """
 
     file: str
     line: int
     memcpy_async: bool = field(default=False, compare=False)
+    stack: tuple[Frame, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
+
+    @property
+    def shown(self) -> Frame:
+        """The line to show first: the innermost one in the kernel's own file, so a caller's in place of a header's."""
+        if not self.stack:
+            return Frame(self.file, self.line)
+        return next(frame for frame in self.stack if frame.file == self.stack[-1].file)
+
+    def describe(self) -> str:
+        """Return the line to show, and behind it all lines if there are several."""
+        if len(self.stack) < 2:
+            return str(self)
+        shown = self.shown
+        return f"{shown.file}:{shown.line} [{', '.join(map(str, self.stack))}]"
 
 
 @dataclass(frozen=True)
@@ -86,6 +118,11 @@ class Instruction:
     guard: tuple[str, bool] | None
     source: SourceLine | None
     text: str
+
+    @property
+    def place(self) -> str:
+        """Its line in the source, with those that it was inlined at or called from."""
+        return self.source.describe() if self.source else "unknown line"
 
 
 @dataclass(frozen=True)
@@ -123,6 +160,7 @@ class Function:
     directives: str = ""  # such as .maxntid 128 .reqnctapercluster 2
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of brx.idx -> labels
     frames: dict[str, Any] = field(default_factory=dict)  # of recursive functions, see recursion.py
+    shapes: dict[str, Shape] = field(default_factory=dict)  # arrays as the source declares them, where it is known
 
     def register_kind(self, name: str) -> str | None:
         """The type of a register, b32 and the like; None for one that is not declared."""
@@ -134,6 +172,7 @@ class Module:
     """A parsed PTX file."""
 
     target: str = ""
+    files: tuple[str, ...] = ()
     variables: dict[str, Variable] = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
 

@@ -1,0 +1,154 @@
+"""Names as a reader knows them: of mangled functions and variables, and of elements of arrays.
+
+Facts: Itanium C++ ABI, 5.1 ("External Names").
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_NUMBER = re.compile(r"\d+")
+#: Bytes of an element, by its type in C++.
+_BYTES = {
+    "char": 1, "bool": 1, "int8_t": 1, "uint8_t": 1, "__nv_fp8_e4m3": 1, "__nv_fp8_e5m2": 1, "u8": 1,
+    "short": 2, "int16_t": 2, "uint16_t": 2, "half": 2, "__half": 2, "__nv_bfloat16": 2, "bf16": 2,
+    "int": 4, "unsigned": 4, "float": 4, "int32_t": 4, "uint32_t": 4, "half2": 4, "__half2": 4, "u32": 4, "uint": 4,
+    "long": 8, "double": 8, "int64_t": 8, "uint64_t": 8, "float2": 8, "int2": 8, "uint2": 8, "size_t": 8, "u64": 8,
+    "float4": 16, "int4": 16, "uint4": 16, "double2": 16,
+}  # fmt: skip
+_DECLARATION = re.compile(r"\b(?:__shared__|__device__|__constant__)\b([^;{}]*)[;={]")
+_DECLARATOR = re.compile(r"([A-Za-z_]\w*)\s*((?:\[[^\[\]]*\]\s*)+)")
+_CONSTANT = re.compile(r"(?:#define\s+|\bconst(?:expr)?\s+(?:static\s+)?[\w\s]*?)([A-Za-z_]\w*)\s*=?\s*(\d+)\b")
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An array as it is declared: bytes of an element, and dimensions."""
+
+    item: int
+    dims: tuple[int, ...]
+
+
+def demangle(symbol: str) -> str:
+    """Return the name that a symbol has in C++, with its scopes and without types; what is not mangled stays."""
+    if not symbol.startswith("_Z"):
+        return symbol
+    name, _ = _encoding(symbol, 2)
+    return name or symbol
+
+
+def _encoding(text: str, at: int) -> tuple[str, int]:
+    """Return the name that begins at a position, empty if it cannot be read, and where its name ends."""
+    if text.startswith("Z", at):  # of a local variable: function E name
+        end = at
+        while (end := text.find("E", end + 1)) >= 0:
+            name, stop = _source_name(text, end + 1)
+            if name and re.fullmatch(r"(?:_\d+|__\d+_)?", text[stop:]):
+                return name, stop
+        return "", at
+    if text.startswith("L", at):
+        at += 1
+    if not text.startswith("N", at):
+        if text.startswith("St", at):
+            at += 2
+        return _source_name(text, at)
+    parts, at = [], at + 1
+    while at < len(text) and text[at] in "rVKRO":
+        at += 1
+    while at < len(text) and text[at] != "E":
+        name, stop = _source_name(text, at + (text[at] == "L"))
+        if name:
+            parts.append("(anonymous)" if name.startswith("_GLOBAL__N_") else name)
+            at = stop
+        elif text.startswith("St", at):
+            at += 2
+        elif text[at] == "I":
+            at = _skip_template(text, at)
+        else:
+            break
+    return "::".join(parts), at
+
+
+def _source_name(text: str, at: int) -> tuple[str, int]:
+    """Return a name that stands after its length, and where it ends."""
+    length = _NUMBER.match(text, at)
+    if length is None:
+        return "", at
+    end = length.end() + int(length[0])
+    return (text[length.end() : end], end) if end <= len(text) else ("", at)
+
+
+def _skip_template(text: str, at: int) -> int:
+    """Return where template arguments end that begin with I."""
+    depth = 0
+    while at < len(text):
+        name, stop = _source_name(text, at)
+        if name and (text[at - 1] not in "ijlmxy" or text[at - 2] != "L"):
+            at = stop
+            continue
+        depth += text[at] in "INLXJ"
+        depth -= text[at] == "E"
+        at += 1
+        if not depth:
+            break
+    return at
+
+
+def read_shapes(sources: Iterable[str]) -> dict[str, Shape]:
+    """Return the arrays with numbers or constants for dimensions that CUDA sources declare, by name.
+
+    Names with several declarations that differ are left out; what an array holds is checked by its size later.
+    """
+    shapes: dict[str, Shape | None] = {}
+    for source in sources:
+        text = _COMMENT.sub(" ", source)
+        constants = {name: int(value) for name, value in _CONSTANT.findall(text)}
+        for declaration in _DECLARATION.findall(text):
+            item = max((_BYTES.get(word, 0) for word in re.findall(r"\w+", declaration)), default=0)
+            for name, extents in _DECLARATOR.findall(declaration):
+                dims = tuple(_dimension(d, constants) for d in re.findall(r"\[([^\[\]]*)\]", extents))
+                shape = Shape(item, dims)
+                shapes[name] = shape if shapes.get(name, shape) == shape else None
+    return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def _dimension(text: str, constants: dict[str, int]) -> int:
+    """Return a dimension: a number, a constant, or a sum or product of two; 0 if it is none of these."""
+    terms = re.fullmatch(r"\s*(\w+)\s*(?:([+*/-])\s*(\w+)\s*)?", text)
+    if terms is None:
+        return 0
+    values = [constants.get(t, int(t) if t.isdigit() else 0) for t in (terms[1], terms[3]) if t is not None]
+    if len(values) == 1 or not all(values):
+        return values[0] if len(values) == 1 else 0
+    a, b = values
+    return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[terms[2]]
+
+
+def describe_element(symbol: str, offset: int, size: int, shapes: dict[str, Shape]) -> str:
+    """Return an element of a variable, as ``As[2][0]``; ``As + 128`` if its declaration is not known.
+
+    offset: in bytes; one within an element is added. size: of the variable, 0 if it is declared without one.
+    """
+    name = demangle(symbol)
+    shape = shapes.get(name.rsplit("::", 1)[-1])
+    if shape is None:
+        return f"{name} + {offset}"
+    dims, item = list(shape.dims), shape.item
+    if dims.count(0) == 1 and size and item:
+        unknown, known = dims.index(0), math.prod(d for d in dims if d) * item
+        dims[unknown] = size // known
+    if not item and size and all(dims):
+        item = size // math.prod(dims)
+    if not item or not all(dims[1:]) or (size and math.prod(dims) * item != size):
+        return f"{name} + {offset}"
+    index, rest = divmod(offset, item)
+    places = []
+    for extent in reversed(dims[1:]):
+        index, place = divmod(index, extent)
+        places.append(place)
+    found = name + "".join(f"[{n}]" for n in (index, *reversed(places)))
+    return f"{found} + {rest}" if rest else found
