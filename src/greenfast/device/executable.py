@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from greenfast.spec.kernel import Launch, Workspace
+from greenfast.spec.kernel import Allocation, Launch, Workspace
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,11 @@ class KernelImage:
 
 @dataclass(frozen=True)
 class Executable:
-    """A program that is compiled: its kernels with their launches, and its scratch buffers."""
+    """A program that is compiled: its kernels with their launches, its scratch buffers, and what it allocates."""
 
     steps: tuple[tuple[KernelImage, Launch], ...]
     workspaces: Mapping[str, Workspace] = field(default_factory=dict)
+    allocations: tuple[Allocation, ...] = ()
 
     @classmethod
     def single(cls, image: KernelImage, plan: Launch) -> Executable:

@@ -8,7 +8,8 @@ written. That is what outputs and workspaces hold before, what surrounds a buffe
 - a read or write outside of a buffer: an illegal address, or where up to ALIGNMENT - 1 bytes lie between a buffer and
   the end of its pages, another byte there;
 - a write to an input: its mapping is read-only if the driver has such, and it is compared afterwards;
-- a result that depends on uninitialized memory: other bits in one of the runs.
+- a result that depends on uninitialized memory: other bits in one of the runs. What a captured function allocates is
+  overwritten where it does, so what an earlier tensor left in reused memory counts too.
 
 What it does not find: races, missing barriers and fences, accesses outside of a shared array, and reads that have no
 effect on the outputs.
@@ -162,7 +163,8 @@ class _GuardedCase:
         check(driver.cuCtxSynchronize())
         instruments.fill_local(self._fill)
         instruments.scrub(random.getrandbits(64))
-        for launch in self._launches:
+        for n, launch in enumerate(self._launches):
+            self._poison_allocations(n)
             launch()
         self._gpu.stream.sync()
         self._left = {name: pages.download() for name, pages in self._pages.items()}
@@ -172,6 +174,17 @@ class _GuardedCase:
             data = self._left[name][pages.offset : pages.offset + pages.nbytes]
             outputs[name] = data.copy().view(dtype_of(spec.dtype)).reshape(spec.shape)
         return outputs
+
+    def _poison_allocations(self, step: int) -> None:
+        """Queue overwriting what the program allocates before a step: an allocator promises no content."""
+        for allocation in self._executable.allocations:
+            pages = self._pages.get(allocation.buffer)
+            if allocation.step != step or pages is None or not pages.changes:
+                continue
+            nbytes = min(allocation.nbytes, pages.nbytes - allocation.offset)
+            if nbytes > 0:
+                stream = self._gpu.stream.handle
+                check(driver.cuMemsetD8Async(pages.pointer + allocation.offset, self._fill, nbytes, stream))
 
     def violations(self) -> list[str]:
         """What the program changed that it must not change."""

@@ -179,11 +179,25 @@ class Workspace:
 
 
 @dataclass(frozen=True)
+class Allocation:
+    """Memory that a program takes before a step: bytes of a buffer that hold nothing from then on."""
+
+    step: int
+    buffer: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Program:
-    """What computes a case: launches in order on one stream, and by name the scratch buffers that they share."""
+    """What computes a case: launches in order on one stream, and by name the scratch buffers that they share.
+
+    allocations: of a captured function, whose allocator gives the same memory out several times.
+    """
 
     steps: tuple[Step, ...]
     workspaces: Mapping[str, Workspace] = field(default_factory=dict)
+    allocations: tuple[Allocation, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ class BuiltProgram:
     def executable(self) -> Executable:
         """What a device runs."""
         plans = (step.launch for step in self.program.steps)
-        return Executable(tuple(zip(map(image_of, self.kernels), plans, strict=True)), self.program.workspaces)
+        steps = tuple(zip(map(image_of, self.kernels), plans, strict=True))
+        return Executable(steps, self.program.workspaces, self.program.allocations)
 
     def facts(self, shape: str, dims: Mapping[str, int]) -> dict[str, tuple[CompiledKernel, LaunchFacts]]:
         """Each launch with its kernel, by its name in records."""

@@ -8,17 +8,19 @@ gain nothing: what it did not launch during the capture does not happen.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from cuda.bindings import driver
+from torch.cuda import _gpu_trace
 
 from greenfast.device.prepared import check
 from greenfast.judge.solution.cupti import LoadedCode
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import KernelSource, Launch, Packed, Program, Step, Workspace
+from greenfast.spec.kernel import Allocation, KernelSource, Launch, Packed, Program, Step, Workspace
 
 _NODE = driver.CUgraphNodeType
 _ATTRIBUTE = driver.CUlaunchAttributeID
@@ -26,6 +28,8 @@ _ATTRIBUTE = driver.CUlaunchAttributeID
 WARM_UP = 3
 #: Bytes of memory beyond inputs and outputs whose contents travel with the program, such as weights.
 MOST_STATE = 256 << 20
+#: What lies in the program where a freed tensor lay in the memory of the function.
+_FREED = 0xFF
 
 _FILL = KernelSource(
     entry="fill",
@@ -79,6 +83,17 @@ class _Memory:
             self.workspaces[name] = Workspace(nbytes, data=self.snapshots.get(base, b""))
         return self.found[base][0], address - base
 
+    def known_place(self, address: int) -> tuple[str, int] | None:
+        """As ``place``, but None for memory that no node of the graph refers to."""
+        for name, tensor in self.named.items():
+            start = tensor.data_ptr()
+            if start <= address < start + tensor.nbytes:
+                return name, address - start
+        for base, (name, nbytes) in self.found.items():
+            if base <= address < base + nbytes:
+                return name, address - base
+        return None
+
 
 def capture(
     function: Callable[..., Any],
@@ -110,20 +125,55 @@ def capture(
             for tensor, result in zip(held.values(), _results(function(*arguments), outputs).values(), strict=True):
                 tensor.copy_(result)
 
-        graph, _, _ = _captured(side, copied)
+        graph, _, allocated = _captured(side, copied)
         results = held
     memory = _Memory({**outputs, **inputs, **results}, snapshots=snapshots)
-    steps = _steps(driver.CUgraph(graph.raw_cuda_graph()), memory, code)
+    raw = driver.CUgraph(graph.raw_cuda_graph())
+    steps = _steps(raw, memory, code)
     if not steps:
         raise UsageError("it launched nothing on the GPU while it was captured")
-    return Program(tuple(steps), memory.workspaces)
+    return Program(tuple(steps), memory.workspaces, _allocations(raw, allocated, memory, code))
 
 
-def _captured(
-    stream: torch.cuda.Stream, call: Callable[[], Any]
-) -> tuple[torch.cuda.CUDAGraph, Any, list[tuple[int, int]]]:
-    """A call's graph, what it returned, and address and size of every allocation that it made."""
+@dataclass(frozen=True)
+class _Allocated:
+    """An allocation during a capture: its address and size, and the graph's nodes at that moment if they are known."""
+
+    address: int
+    nbytes: int
+    nodes: frozenset[int] | None = None
+
+
+@dataclass
+class _Watch:
+    """What is noted of each allocation of PyTorch: its address, and the nodes of the graph that is being captured."""
+
+    stream: torch.cuda.Stream | None = None
+    seen: list[tuple[int, frozenset[int]]] = field(default_factory=list)
+    is_registered: bool = False
+
+    def start(self, stream: torch.cuda.Stream) -> None:
+        if not self.is_registered:
+            torch._C._activate_gpu_trace()
+            _gpu_trace.register_callback_for_memory_allocation(self.note)
+            self.is_registered = True
+        self.stream, self.seen = stream, []
+
+    def note(self, address: int) -> None:
+        if self.stream is None:
+            return
+        found = check(driver.cuStreamGetCaptureInfo(self.stream.cuda_stream))
+        if found[0] == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+            self.seen.append((address, frozenset(map(int, _nodes(found[2])))))
+
+
+_WATCH = _Watch()
+
+
+def _captured(stream: torch.cuda.Stream, call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any, list[_Allocated]]:
+    """A call's graph, what it returned, and every allocation that it made."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
+    _WATCH.start(stream)
     torch.cuda.memory._record_memory_history(context=None)
     try:
         with torch.cuda.graph(graph, stream=stream):
@@ -133,13 +183,40 @@ def _captured(
         raise UsageError(f"its calls cannot be captured in a CUDA graph: {str(e).splitlines()[0]}") from None
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-    return graph, returned, [(event["addr"], event["size"]) for event in events if event["action"] == "alloc"]
+        _WATCH.stream = None
+    made = [(event["addr"], event["size"]) for event in events if event["action"] == "alloc"]
+    noted = _WATCH.seen
+    if [address for address, _ in made] != [address for address, _ in noted]:  # then none can be placed
+        return graph, returned, [_Allocated(*each) for each in made]
+    return graph, returned, [_Allocated(*each, nodes) for each, (_, nodes) in zip(made, noted, strict=True)]
 
 
-def _served_before(result: torch.Tensor, allocated: Sequence[tuple[int, int]]) -> bool:
+def _allocations(
+    graph: driver.CUgraph, allocated: Sequence[_Allocated], memory: _Memory, code: LoadedCode
+) -> tuple[Allocation, ...]:
+    """The allocations by the step that they come before.
+
+    Left out are those whose place among the nodes is not certain, and what no node uses.
+    """
+    order = _ordered(graph)
+    places = {int(node): n for n, node in enumerate(order)}
+    counts = [0, *itertools.accumulate(len(_node_steps(node, memory, code)) for node in order)]
+    found = []
+    for each in allocated:
+        if each.nodes is None or not each.nodes <= places.keys():
+            continue
+        before = 1 + max((places[node] for node in each.nodes), default=-1)
+        place = memory.known_place(each.address)
+        if before != len(each.nodes) or place is None or counts[before] == counts[-1]:
+            continue
+        found.append(Allocation(counts[before], *place, each.nbytes))
+    return tuple(found)
+
+
+def _served_before(result: torch.Tensor, allocated: Sequence[_Allocated]) -> bool:
     """Whether another tensor of the same call lay where a result lies: the allocator gives freed memory out again."""
     start, end = result.data_ptr(), result.data_ptr() + result.nbytes
-    return sum(address < end and start < address + size for address, size in allocated) > 1
+    return sum(each.address < end and start < each.address + each.nbytes for each in allocated) > 1
 
 
 def _results(returned: Any, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -172,8 +249,18 @@ def _snapshots(known: set[int]) -> dict[int, bytes]:
         total += segment["total_size"]
         if total > MOST_STATE:
             raise UsageError(f"it keeps more than {MOST_STATE >> 20} MiB on the GPU beyond the problem's buffers")
-        found[segment["address"]] = _download(segment["address"], segment["total_size"])
+        found[segment["address"]] = _held(segment)
     return found
+
+
+def _held(segment: Mapping[str, Any]) -> bytes:
+    """The contents of a segment, with poison in place of what freed tensors left."""
+    data = bytearray([_FREED]) * segment["total_size"]
+    for block in segment["blocks"]:
+        if block["state"] != "inactive":
+            start = block["address"] - segment["address"]
+            data[start : start + block["size"]] = _download(block["address"], block["size"])
+    return bytes(data)
 
 
 def _download(address: int, nbytes: int) -> bytes:
@@ -184,27 +271,36 @@ def _download(address: int, nbytes: int) -> bytes:
 
 def _steps(graph: driver.CUgraph, memory: _Memory, code: LoadedCode) -> list[Step]:
     """The nodes in an order that respects their dependencies, one after the other."""
-    steps: list[Step] = []
-    for node in _ordered(graph):
-        kind = check(driver.cuGraphNodeGetType(node))
-        if kind == _NODE.CU_GRAPH_NODE_TYPE_KERNEL:
-            steps.append(_kernel(node, memory, code))
-        elif kind == _NODE.CU_GRAPH_NODE_TYPE_MEMSET:
-            steps.append(_fill(node, memory))
-        elif kind == _NODE.CU_GRAPH_NODE_TYPE_MEMCPY:
-            steps.append(_copy(node, memory))
-        elif kind == _NODE.CU_GRAPH_NODE_TYPE_GRAPH:
-            steps += _steps(check(driver.cuGraphChildGraphNodeGetGraph(node)), memory, code)
-        elif kind not in (_NODE.CU_GRAPH_NODE_TYPE_EMPTY, _NODE.CU_GRAPH_NODE_TYPE_EVENT_RECORD):
-            what = kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
-            raise UsageError(f"its graph has a {what} node; kernels, fills and copies on the device can be replayed")
-    return steps
+    return [step for node in _ordered(graph) for step in _node_steps(node, memory, code)]
+
+
+def _node_steps(node: Any, memory: _Memory, code: LoadedCode) -> list[Step]:
+    """What a node does: one step, several of a child graph, or none."""
+    kind = check(driver.cuGraphNodeGetType(node))
+    if kind == _NODE.CU_GRAPH_NODE_TYPE_KERNEL:
+        return [_kernel(node, memory, code)]
+    if kind == _NODE.CU_GRAPH_NODE_TYPE_MEMSET:
+        return [_fill(node, memory)]
+    if kind == _NODE.CU_GRAPH_NODE_TYPE_MEMCPY:
+        return [_copy(node, memory)]
+    if kind == _NODE.CU_GRAPH_NODE_TYPE_GRAPH:
+        return _steps(check(driver.cuGraphChildGraphNodeGetGraph(node)), memory, code)
+    if kind not in (_NODE.CU_GRAPH_NODE_TYPE_EMPTY, _NODE.CU_GRAPH_NODE_TYPE_EVENT_RECORD):
+        what = kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
+        raise UsageError(f"its graph has a {what} node; kernels, fills and copies on the device can be replayed")
+    return []
+
+
+def _nodes(graph: driver.CUgraph) -> list[Any]:
+    """The nodes of a graph in the order of their capture."""
+    _, count = check(driver.cuGraphGetNodes(graph))
+    return list(check(driver.cuGraphGetNodes(graph, count))[0]) if count else []
 
 
 def _ordered(graph: driver.CUgraph) -> list[Any]:
     """The nodes of a graph, each after those it depends on, else in the order of their capture."""
-    _, count = check(driver.cuGraphGetNodes(graph))
-    nodes = check(driver.cuGraphGetNodes(graph, count))[0] if count else []
+    nodes = _nodes(graph)
+    count = len(nodes)
     numbers = {int(node): n for n, node in enumerate(nodes)}
     waits: dict[int, set[int]] = {n: set() for n in range(count)}
     edges = check(driver.cuGraphGetEdges(graph))[-1]

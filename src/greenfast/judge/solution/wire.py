@@ -17,7 +17,18 @@ from msgspec import Meta
 
 from greenfast.judge.solution.schema import MAX_ARGUMENTS, MAX_LAUNCHES, Entry, Solution
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import Argument, KernelSource, Launch, Packed, Program, Step, Struct, TensorMap, Workspace
+from greenfast.spec.kernel import (
+    Allocation,
+    Argument,
+    KernelSource,
+    Launch,
+    Packed,
+    Program,
+    Step,
+    Struct,
+    TensorMap,
+    Workspace,
+)
 
 #: The longest message, bytes.
 MAX_MESSAGE = 512 << 20
@@ -185,11 +196,21 @@ class Loaded(_Message, frozen=True, tag="loaded"):
     functions: list[Line]
 
 
+class AllocationData(_Message, frozen=True):
+    """Memory that is taken before a step; the fields are as in ``spec.kernel.Allocation``."""
+
+    step: Annotated[int, Meta(ge=0, le=MAX_LAUNCHES)]
+    buffer: Line
+    offset: Count
+    nbytes: Count
+
+
 class Rendered(_Message, frozen=True, tag="rendered"):
     """A program."""
 
     steps: Annotated[list[StepData], Meta(min_length=1, max_length=MAX_LAUNCHES)]
     workspaces: dict[Line, WorkspaceData]
+    allocations: Annotated[list[AllocationData], Meta(max_length=1 << 16)] = []
 
 
 class Chosen(_Message, frozen=True, tag="chosen"):
@@ -237,6 +258,7 @@ def encode_program(program: Program) -> Rendered:
     return Rendered(
         [_step(step) for step in program.steps],
         {name: WorkspaceData(w.nbytes, w.zeros, w.data) for name, w in program.workspaces.items()},
+        [AllocationData(a.step, a.buffer, a.offset, a.nbytes) for a in program.allocations],
     )
 
 
@@ -320,7 +342,8 @@ def decode_program(data: Rendered) -> Program:
         if workspace.data and len(workspace.data) != workspace.nbytes:
             raise ValueError(f"{name!r} of {workspace.nbytes} bytes begins with {len(workspace.data)}")
     workspaces = {name: Workspace(w.nbytes, w.zeros, w.data) for name, w in data.workspaces.items()}
-    return Program(tuple(steps), workspaces)
+    allocations = tuple(Allocation(a.step, a.buffer, a.offset, a.nbytes) for a in data.allocations)
+    return Program(tuple(steps), workspaces, allocations)
 
 
 def _decoded(data: ArgumentData | ArrayData) -> Any:
