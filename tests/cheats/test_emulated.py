@@ -17,7 +17,7 @@ from tests.cheats.cheats import CHEATS, FAILURES, doubling
 from tests.cheats.judging import emulated_here
 
 IN = r"block \(\d+, 0, 0\), thread \(\d+, 0, 0\) "
-LEFT = rf"ran \(run: doubling: \d-byte read of what an earlier launch left: .* at NAME\.cuh?:\d+, {IN}"
+LEFT = rf"ran \(run: doubling: \d-byte read of what an earlier launch left: .* at NAME\.cuh?:\d+(\S*|, .*\]), {IN}"
 
 #: By kernel: what a reason of CORRECTNESS must match; NAME is the file's.
 CAUGHT = {
@@ -42,7 +42,7 @@ CAUGHT = {
     "trap": rf"ran \(.* trap was executed at NAME\.cu:7, {IN}",
     "skips_written": rf"ran \(.* read of an element that nothing has written: .* of 'y' .* at NAME\.cu:7, {IN}",
     "memoizes": LEFT,
-    "stale_shared": r"ran \(.* read of an element that nothing has written: .* of shared memory at NAME\.cu:11, ",
+    "stale_shared": r"ran \(.* read of an element that nothing has written: .* of shared memory \(.*\) at NAME\.cu:11, ",
     **dict.fromkeys(
         (
             "works_on_launches",
