@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
         expected=dict(args.expect),
         tolerance=args.tolerance,
         save=args.save,
+        formal=args.formal == "fail",
     )
     try:
         found = emulate(asked)
@@ -46,6 +47,10 @@ def run(args: argparse.Namespace) -> int:
         print(to_json(found), end="")
     else:
         _show(found)
+    if not asked.formal:
+        for fault in found.faults:
+            if fault.level != "error":
+                print(f"greenfast: {found.kernel}: {fault.level} finding: {fault.message}", file=sys.stderr)
     for failure in found.failures:
         print(f"greenfast: {found.kernel}: {failure}", file=sys.stderr)
     return int(bool(found.failures))

@@ -337,6 +337,13 @@ def emulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--include", action="append", default=[], type=Path, metavar="DIR", help="a folder of headers")
     parser.add_argument("--seed", type=count, default=0, metavar="N", help="of random elements and the warps' order")
     parser.add_argument(
+        "--formal",
+        choices=("fail", "report"),
+        default="fail",
+        help="a broken rule of the PTX ISA whose effect depends on timing, such as a bulk store that nothing waits "
+        "for: exit 1 after the run (fail), or report it alone (default: fail)",
+    )
+    parser.add_argument(
         "--orders", type=count, metavar="N", help="run in N orders of the warps (default: 3, or 1 above 4096 threads)"
     )
     parser.add_argument(

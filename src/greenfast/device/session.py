@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from greenfast.device.executable import Executable
-from greenfast.spec.facts import DeviceInfo, KernelCounts
+from greenfast.spec.facts import DeviceInfo, Finding, KernelCounts
 from greenfast.spec.problem import Array, Case
 
 
@@ -17,6 +17,7 @@ class RunResult:
     """The outputs of one case, memory violations, and whether repeats agreed bit by bit.
 
     counts: what the kernel executed; None if the device does not count it, as on a GPU. notes: what is no violation.
+    findings: what the emulator found and went on after; the formal ones are among the violations too.
     """
 
     outputs: dict[str, Array]
@@ -24,6 +25,7 @@ class RunResult:
     repeatable: bool = True
     counts: KernelCounts | None = None
     notes: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

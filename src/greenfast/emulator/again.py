@@ -10,27 +10,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.emulator.machine.memory import LEFT, Bytes, GlobalMemory
+from greenfast.emulator.machine.memory import LEFT, UNWRITTEN, Bytes, GlobalMemory
 from greenfast.emulator.machine.spare import Spare
+from greenfast.spec.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from greenfast.emulator.grid import GridResult
     from greenfast.emulator.machine.state import Machine
 
-#: Bytes that are NaN and -1, 0, and numbers that are neither (0.75 in float32).
-_FILLS = (0xFF, 0x00, 0x3F)
+#: Bytes that are NaN and -1, 0, numbers that are neither (0.75 in float32), and large ones (8e37).
+_FILLS = (0xFF, 0x00, 0x3F, 0x7E)
+#: Further ones for kernels that take other branches for other bytes: small numbers of both signs.
+_MORE_FILLS = (0x80, 0x01)
+#: Instructions with an effect that other threads may notice.
+_NOTICED = frozenset({"st", "atom", "red", "bar", "barrier", "cp", "mbarrier", "wgmma", "call", "stmatrix"})
 
 
 @dataclass
 class Garbage:
-    """What reads of shared and local memory that nothing has written give: ``fill``, or what is ``found`` there.
+    """What reads of memory that nothing has written give: ``fill``, or what is ``found`` in shared and local memory.
 
-    found, left: by launch and first block of those that run together, the bytes of shared and of local memory.
+    found, left: by launch and first block of those that run together, the bytes of shared and of local memory. outputs:
+    what an earlier run left in global memory, for this one to find there. memory: what this one left.
     """
 
     fill: int
     found: Mapping[tuple[int, int], tuple[Bytes, Bytes]] = field(default_factory=dict)
     left: dict[tuple[int, int], tuple[Bytes, Bytes]] = field(default_factory=dict)
+    outputs: Bytes | None = None
+    memory: Bytes | None = None
+
+    def fill_outputs(self, memory: GlobalMemory) -> None:
+        """Fill what the launches have yet to write in global memory."""
+        memory.poisoned = True
+        unwritten = memory.state == UNWRITTEN
+        memory.data[unwritten] = self.fill if self.outputs is None else self.outputs[unwritten]
 
     def begin(self, launch: int, machine: Machine) -> None:
         """Fill the memory of blocks before they begin."""
@@ -81,13 +95,19 @@ def in_spite_of(run: Callable[[Garbage], GridResult]) -> GridResult | None:
 
     Some kernels read ahead like this and use none of it, as CUB's merge does, or copy the padding of a structure. What
     a kernel looks for may also be what it left there itself, which is the last thing that it finds here.
+
+    Threads whose results nobody needs may branch on what they have read. Then counts differ, and more bytes are tried.
+    Stores, barriers and the like must be executed by as many threads each time.
     """
     kinds = [Garbage(fill) for fill in _FILLS]
     try:
-        first, *others = [run(garbage) for garbage in (*kinds, Garbage(0, kinds[0].left))]
-    except KernelFaultError:
+        first, *others = [run(garbage) for garbage in kinds]
+        others.append(run(Garbage(0, kinds[0].left, outputs=kinds[0].memory)))
+        if not all(_instructions(first) == _instructions(other) for other in others):
+            others += [run(Garbage(fill)) for fill in _MORE_FILLS]
+    except (KernelFaultError, UnsupportedError):
         return None
-    return first if all(_same(first, other) for other in others) else None
+    return first if all(_same(first, other, _effects) for other in others) else None
 
 
 def in_spite_of_races(run: Callable[[Spare], GridResult], fault: KernelFaultError) -> GridResult | None:
@@ -99,14 +119,18 @@ def in_spite_of_races(run: Callable[[Spare], GridResult], fault: KernelFaultErro
         except KernelFaultError as e:
             found = e
             continue
-        others = []
-        try:
-            for fill in _FILLS:
-                spare.disturb(fill)
-                others.append(run(spare))
-        except KernelFaultError:
-            return None
-        return first if all(_same(first, other) for other in others) else None
+        for choose in (spare.choose_writers, spare.choose_lowest):
+            choose()
+            others = []
+            try:
+                for fill in _FILLS:
+                    spare.fill = fill
+                    others.append(run(spare))
+            except KernelFaultError:
+                continue
+            if all(_same(first, other) for other in others):
+                return first
+        return None
     return None
 
 
@@ -116,11 +140,17 @@ def _instructions(result: GridResult) -> Mapping[str, int]:
     return {} if "nanosleep" in found else found
 
 
-def _same(a: GridResult, b: GridResult) -> bool:
+def _effects(result: GridResult) -> Mapping[str, int]:
+    """How many threads executed each instruction that other threads may notice."""
+    return {name: n for name, n in result.counts.threads.items() if name.partition(".")[0] in _NOTICED}
+
+
+def _same(a: GridResult, b: GridResult, counts: Callable[[GridResult], Mapping[str, int]] = _instructions) -> bool:
+    """Whether two runs left the same, with the same ``counts``."""
     return (
         all(a.outputs[n].tobytes() == b.outputs[n].tobytes() for n in a.outputs)
         and (a.printed, a.input_writes, a.unwritten) == (b.printed, b.input_writes, b.unwritten)
-        and _instructions(a) == _instructions(b)
+        and counts(a) == counts(b)
         and len(a.later) == len(b.later)
-        and all(map(_same, a.later, b.later))
+        and all(_same(one, other, counts) for one, other in zip(a.later, b.later, strict=True))
     )

@@ -34,6 +34,7 @@ from greenfast.emulator.scheduler import Scheduler
 from greenfast.emulator.variables import initial_value, packed, shared_layout_of
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import GreenfastError, UnsupportedError, UsageError
+from greenfast.spec.facts import Finding
 from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap, Workspace, pointers_of, value_bytes
 from greenfast.spec.problem import Array, OutputSpec, dtype_of
 
@@ -57,6 +58,7 @@ class GridResult:
     same memory left. changed: by launch and name, the variables of modules that then held other values than at first.
     notes: what the kernel depends on that PTX does not define, and how it was explored. differences: faults and
     other outputs there.
+    findings: what was found that did not end the run.
     """
 
     outputs: dict[str, Array]
@@ -66,6 +68,7 @@ class GridResult:
     printed: str = ""
     phases: dict[str, Counts] = field(default_factory=dict)
     later: list[GridResult] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     changed: frozenset[tuple[int, str]] = frozenset()
     notes: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
@@ -110,8 +113,9 @@ def run_grid(
     later: Sequence[int] = (),
     always: bool = True,
     may_read_left: bool = False,
+    keep_formal: bool = False,
 ) -> GridResult:
-    """Run every block of the grid; later, always, may_read_left: see run_chain.
+    """Run every block of the grid; later, always, may_read_left, keep_formal: see run_chain.
 
     Output bytes that nothing wrote read as ``poison``. A name among both the inputs and the outputs is one buffer,
     which the kernel finds filled and may change. phases: of an instrumented build, to count each.
@@ -132,6 +136,7 @@ def run_grid(
         later=later,
         always=always,
         may_read_left=may_read_left,
+        keep_formal=keep_formal,
     )
     if phases and result.unwritten[PHASE_BUFFER]:
         raise UsageError(f"{entry} left {result.unwritten[PHASE_BUFFER]} bytes of its phases' sums unwritten")
@@ -151,6 +156,7 @@ def run_chain(
     always: bool = True,
     explore: bool = False,
     may_read_left: bool = False,
+    keep_formal: bool = False,
 ) -> GridResult:
     """Run launches one after the other on the same buffers; counts are of all. Raises what ``run_grid`` does.
 
@@ -162,13 +168,15 @@ def run_chain(
 
     later: seeds of further runs of all of them in the same memory, with the buffers as at first and the module's
     variables as they are: to read what an earlier run left there is a fault unless ``may_read_left``. Unless
-    ``always``, only if the first run left anything.
+    ``always``, only if the first run left anything. keep_formal: keep formal findings in the
+    result, and go on; without it the first one is raised as a fault.
     """
 
     def run(garbage: Garbage | Spare | None, around: Surroundings, later: Sequence[int]) -> GridResult:
         while True:
             try:
                 chain = _Chain(steps, inputs, outputs, workspaces or {}, garbage, around)
+                chain.findings = {} if keep_formal else None
                 beginning = Beginning(chain.memory, [place for names in chain.variables for place in names.values()])
                 result = chain.run(seed, outputs, poison, phases)
                 for other in later if always or beginning.left() else ():
@@ -181,6 +189,9 @@ def run_chain(
                                 f"{e}; only in a later launch, which finds what the one before left in variables",
                             )
                         raise
+                result.findings = list((chain.findings or {}).values())
+                if isinstance(garbage, Garbage):
+                    garbage.memory = chain.memory.data
                 changed = beginning.changed()
                 result.changed = frozenset(
                     (n, name)
@@ -270,6 +281,7 @@ class _Chain:
         around: Surroundings,
     ) -> None:
         self.steps, self.garbage, self.around = steps, garbage, around
+        self.findings: dict[tuple[str, str], Finding] | None = None
         self.inputs = {name: np.ascontiguousarray(a) for name, a in inputs.items()}
         sizes = {name: a.nbytes for name, a in self.inputs.items()}
         changed: dict[str, OutputSpec | Workspace] = {**outputs, **workspaces}
@@ -308,6 +320,8 @@ class _Chain:
                 data = initial_value(v, self.symbols[-1]).ljust(v.size, b"\0")
                 memory.bytes_of(place)[:] = np.frombuffer(data, np.uint8)
                 memory.states_of(place)[:] = WRITTEN
+        if isinstance(garbage, Garbage):
+            garbage.fill_outputs(memory)
         self.read_only = self.inputs.keys() - outputs.keys()
         self.input_writes: dict[str, str] = {}
 
@@ -361,6 +375,7 @@ class _Chain:
                     seed=seed,
                     surroundings=self.around,
                     shared_sizes={v.name: v.size for v in _shared_variables(module, function)},
+                    findings=self.findings,
                 )
                 try:
                     self._run_blocks(number, machine, program, seed)

@@ -34,7 +34,7 @@ from greenfast.emulator.machine.progress import endless_branches, is_polled, pol
 from greenfast.emulator.machine.state import Lanes, Machine, Operation, lane_indices
 from greenfast.emulator.ptx.forms import operands_of, refusal, vector_of
 from greenfast.emulator.ptx.recursion import JUMPS
-from greenfast.emulator.ptx.syntax import Function, Instruction, Register, Symbol, Vector
+from greenfast.emulator.ptx.syntax import CLOCKS, Function, Instruction, Register, Special, Symbol, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 from greenfast.spec.errors import UnsupportedError
 
@@ -79,6 +79,8 @@ class Program:
         self.targets = {pc: _target(i, function) for pc, i in enumerate(function.code) if i.name == "bra"}
         self.polling = polling_branches(function)
         self.endless = endless_branches(function)
+        #: Whether it reads a clock.
+        self.clocked = any(isinstance(o, Special) and o.name in CLOCKS for i in function.code for o in i.operands)
         #: Reads between which and what a thread does next others may write.
         self.polled = {pc for pc, i in enumerate(function.code) if is_polled(i)}
         #: Whether threads wait for mbarriers.

@@ -177,6 +177,9 @@ class Scheduler:
         if self.stretches[n][0] > STRETCH_LIMIT and self.fragments[n]:
             lanes = lane_indices(next(iter(self.fragments[n].values())))
             what = f"no end of a loop after {self.stretches[n][0]} instructions of warp {n} (an endless loop?)"
+            if self.program.clocked:  # it may wait for a time, which passes slowly here
+                why = f"no end of a loop after {self.stretches[n][0]} instructions of warp {n}"
+                raise self.m.limit(f"{why}, in a kernel that reads a clock: it may wait for a time", int(lanes[0]))
             raise self.m.fault(what, int(lanes[0]))
 
     def _count_for(self, n: int) -> None:
@@ -323,9 +326,8 @@ class Scheduler:
             counts.exponentials += threads
         m.executed += 1
         if m.executed > INSTRUCTION_LIMIT:
-            raise m.fault(
-                f"no end after {INSTRUCTION_LIMIT} instructions (an endless loop?)", int(lane_indices(lanes)[0])
-            )
+            what = f"no end after {INSTRUCTION_LIMIT} instructions, which is too long to emulate"
+            raise m.limit(what, int(lane_indices(lanes)[0]))
 
     def _end(self, lanes: Lanes) -> None:
         """Threads end: barriers and groups of their warp that wait for all others no longer need them."""

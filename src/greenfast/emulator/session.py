@@ -10,7 +10,7 @@ from greenfast.device.executable import Executable
 from greenfast.device.session import Block, RunResult, Started, same_bits
 from greenfast.emulator.grid import GridResult, Step, program_of, run_chain, run_grid
 from greenfast.spec.errors import MachineError, UnsupportedError, UsageError
-from greenfast.spec.facts import DeviceInfo, KernelCounts
+from greenfast.spec.facts import FORMAL, DeviceInfo, KernelCounts
 from greenfast.spec.problem import Case
 
 #: Up to this many threads a case is run once per repeat, each in another order of warps; larger ones once, for time.
@@ -47,7 +47,7 @@ class EmulatorSession:
         threads = sum(math.prod(plan.grid) * math.prod(image.block) for image, plan in executable.steps)
         drawn = int(case.digest[:8], 16)  # another order for each case, the same in every process
         later = range(1 + drawn, repeats + drawn)
-        first = _run(executable, case, later=later, always=threads <= REPEAT_THREADS, explore=True)
+        first = _run(executable, case, later=later, always=threads <= REPEAT_THREADS, explore=True, keep_formal=True)
         unwritten = [(name, count, "") for name, count in first.unwritten.items()]
         unwritten += [
             (name, count, " in a later launch")
@@ -66,8 +66,9 @@ class EmulatorSession:
             for name in (*image.variables, *image.tables)
             if (n, name) in first.changed
         ]
+        violations += [f"formal finding: {f.text}" for f in first.findings if f.level == FORMAL]
         repeatable = all(same_bits(first.outputs, r.outputs) for r in first.later)
-        return RunResult(first.outputs, violations, repeatable, first.counts.record(), first.notes)
+        return RunResult(first.outputs, violations, repeatable, first.counts.record(), first.notes, first.findings)
 
     def check_memory(self, executable: Executable, case: Case) -> RunResult:
         """Refuse: every run on the emulator is checked so."""

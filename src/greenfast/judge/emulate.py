@@ -28,7 +28,7 @@ from greenfast.emulator.session import REPEAT_THREADS
 from greenfast.judge.store import check_writable, write_whole
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError, unknown
-from greenfast.spec.facts import KernelCounts, Resources
+from greenfast.spec.facts import FORMAL, Finding, KernelCounts, Resources
 from greenfast.spec.files import read_file
 from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import Array
@@ -53,7 +53,7 @@ class Emulate:
     kernel: its name, mangled or not; None for the only one of the file. args: in the words of emulator/arguments.py.
     arch: None for DEFAULT_TARGET, or what a PTX file says. orders: runs, each in another order of the warps; None: as
     many as the size allows. defines: NAME or NAME=VALUE. expected: output -> .npy file; an element may differ by
-    ``tolerance``. save: folder for the outputs.
+    ``tolerance``. save: folder for the outputs. formal: whether formal findings are failures.
     """
 
     file: Path
@@ -70,6 +70,7 @@ class Emulate:
     expected: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     tolerance: float = 0.0
     save: Path | None = None
+    formal: bool = True
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,9 +101,9 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Something wrong with the kernel or with what it left.
 
-    level: error. kind: what sort, in words with hyphens. place: the memory that was accessed. file, line, function: the
-    line to look at first. stack: the innermost line first, with those that it was inlined at or called from. Where one
-    of these is not known or makes no sense it is None or empty.
+    level: error, formal or note. kind: what sort, in words with hyphens. place: the memory that was accessed. file,
+    line, function: the line to look at first. stack: the innermost line first, with those that it was inlined at or
+    called from. What is not known or makes no sense is None or empty.
     """
 
     level: str
@@ -121,7 +122,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     """What a run found. ``faults`` say why it is not right, as ``failures`` in words; both empty if it may be right.
 
-    A fault that ends the run leaves no outputs and no counts.
+    ``failures`` leave out notes, and formal findings if these are only to be reported. A fault that ends the run leaves
+    no outputs and no counts.
     """
 
     file: str
@@ -197,8 +199,14 @@ def emulate(asked: Emulate) -> Emulated:
         ],
         printed=first.printed,
         counts=first.counts.record(),
-        faults=[Fault(level="error", kind=kind, message=text) for kind, text in faults],
-        failures=[text for _, text in faults],
+        faults=[
+            *(Fault(level="error", kind=kind, message=text) for kind, text in faults),
+            *map(_fault_of, first.findings),
+        ],
+        failures=[
+            *(text for _, text in faults),
+            *(f"formal finding: {f.text}" for f in first.findings if f.level == FORMAL and asked.formal),
+        ],
         saved=_save(asked.save, first.outputs),
     )
 
@@ -251,6 +259,13 @@ def describe_fault(asked: Emulate, error: KernelFaultError) -> Emulated:
         failures=[str(error)],
         saved=[],
     )
+
+
+def _fault_of(finding: Finding) -> Fault:
+    """A finding that did not end the run, in the form of a fault."""
+    file, _, line = finding.location.rpartition(":")
+    number = int(line) if line.isdigit() else None
+    return Fault(level=finding.level, kind=finding.name, message=finding.text, file=file or None, line=number)
 
 
 def _check_launch(asked: Emulate) -> None:
@@ -371,6 +386,7 @@ def _run(asked: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int
                     later=() if n else [asked.seed] * LAUNCHES,
                     always=False,
                     may_read_left=True,
+                    keep_formal=True,
                 )
             )
         except KernelFaultError as e:
@@ -379,6 +395,10 @@ def _run(asked: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int
             e.args = (f"{e}; only in the order of the warps that --seed {asked.seed + n} begins with",)
             raise
     first, *others = results
+    known = {(f.name, f.location) for f in first.findings}
+    for other in others:
+        first.findings += [f for f in other.findings if (f.name, f.location) not in known]
+        known |= {(f.name, f.location) for f in other.findings}
     return first, [
         f"{name!r} differs between {orders} orders of the warps, by up to {_largest(differences):g}: a race, or "
         "atomics whose order rounds differently"

@@ -79,6 +79,25 @@ class LaunchFacts:
     cooperative: bool = False
 
 
+#: Levels of findings. An error is a fault, which ends a run. A formal finding breaks a rule of the PTX ISA, with an
+#: effect that depends on the hardware's timing. A note is no fault.
+ERROR, FORMAL, NOTE = "error", "formal", "note"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a run of a kernel found and went on after.
+
+    level: FORMAL or NOTE. name: the kind, in words with hyphens. text: with kernel, place and thread. location: the
+    source line as file:line.
+    """
+
+    level: str
+    name: str
+    text: str
+    location: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelCounts:
     """What one launch executes, over all blocks, counted in PTX by the emulator.

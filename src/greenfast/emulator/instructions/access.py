@@ -15,6 +15,7 @@ from greenfast.emulator.machine.memory import (
     BASES,
     IN_FLIGHT,
     WINDOW_BITS,
+    WRITTEN,
     Arena,
     BadAccessError,
     window,
@@ -94,8 +95,10 @@ def locate(m: Machine, space: str, found: Offsets, lanes: Lanes) -> tuple[Arena,
         spaces = [window(int(a)) for a in np.unique(found >> WINDOW_BITS) << WINDOW_BITS]
         if len(spaces) != 1 or "none" in spaces:
             lost = next((n for n, a in enumerate(found) if window(int(a)) == "none"), -1)
-            why = "lies in no memory" if lost >= 0 else "lies in another memory than other threads' addresses"
-            raise m.fault(f"generic address {int(found[lost]):#x} {why}", int(lane_indices(lanes)[lost]))
+            lane, what = int(lane_indices(lanes)[lost]), f"generic address {int(found[lost]):#x}"
+            if lost >= 0:
+                raise m.fault(f"{what} lies in no memory", lane)
+            raise m.limit(f"{what} lies in another memory than those of other threads, which is not emulated", lane)
         space = spaces[0]
         found = found - (m.memory.base if space == "global" else BASES[space])
     elif space in ("global", "const"):  # constant variables are allocations like those in global memory
@@ -208,7 +211,7 @@ def _load_param(i: Instruction) -> Operation:
     def run(m: Machine, lanes: Lanes) -> None:
         data = m.param_bytes.get(name)
         if data is None:
-            raise m.fault("read of a tensor map, whose bytes are opaque", int(lane_indices(lanes)[0]))
+            raise m.limit("read of a tensor map, whose bytes the emulator does not know", int(lane_indices(lanes)[0]))
         for n, w in enumerate(write):
             start = offset + n * dtype.itemsize
             if not 0 <= start <= len(data) - dtype.itemsize:
@@ -276,6 +279,9 @@ def atomic(i: Instruction) -> Operation:
                 changed[n] |= bool(new != old[n])
             if write:
                 write[element](m, lanes, old)
+        if arena.poisoned:  # what was not written before holds a value now
+            for byte in range(whole):
+                arena.state[offsets + byte] = WRITTEN
         arena.writes += int(np.count_nonzero(changed))
         if watched and changed.any():
             m.races.accessing = lane_indices(lanes)[changed]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.access import addresses, count_access
 from greenfast.emulator.instructions.operands import reader
-from greenfast.emulator.machine.memory import CHUNK, PARAM_BASE
+from greenfast.emulator.machine.memory import CHUNK, OUTSIDE, PARAM_BASE, window
 from greenfast.emulator.machine.state import Lanes, Machine, lane_indices
 from greenfast.emulator.machine.tensormap import BoundMap, swizzled
 from greenfast.emulator.ptx.syntax import Address, Instruction, Operand
@@ -42,11 +42,22 @@ def _shared_start(m: Machine, found: Offsets, lanes: Lanes, size: int, alignment
     return found + m.shared_start[indices]
 
 
+def _exists(m: Machine, address: int) -> bool:
+    """Whether there is global memory or a parameter at an address, generic or a parameter's own."""
+    space = window(address)
+    if space == "global":
+        state = m.memory.state[address - m.memory.base : address - m.memory.base + 1]
+        return bool((state != OUTSIDE).any())
+    return 0 <= address - (PARAM_BASE if space == "param" else 0) < len(m.param_memory.data)
+
+
 def _map_at(m: Machine, address: int, lane: int) -> BoundMap:
     """The tensor map at an address, generic or a parameter's own."""
     known = m.tensor_maps.get(address - PARAM_BASE) or m.tensor_maps.get(address)
     if known is None:
-        raise m.fault(f"no tensor map at address {address:#x} (it must be a parameter's)", lane)
+        if not _exists(m, address):
+            raise m.fault(f"no tensor map at address {address:#x}, which lies in no memory", lane)
+        raise m.limit(f"a tensor map at address {address:#x}; known are those that are parameters by themselves", lane)
     return known
 
 

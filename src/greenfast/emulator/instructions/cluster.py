@@ -57,15 +57,19 @@ def rank_of(i: Instruction) -> Operation:
 
 def barrier(i: Instruction) -> Operation:
     """barrier.cluster.arrive and wait: every thread of the cluster arrives once per phase."""
-    return _arrive if i.parts[1] == "arrive" else _wait
+    if i.parts[1] == "wait":
+        return _wait
+    relaxed = "relaxed" in i.parts
+    return lambda m, lanes: _arrive(m, lanes, relaxed)
 
 
-def _arrive(m: Machine, lanes: Lanes) -> None:
+def _arrive(m: Machine, lanes: Lanes, relaxed: bool) -> None:
     twice = m.cluster_arrivals[lanes] != m.cluster_waits[lanes]
     if twice.any():
         at = int(lane_indices(lanes)[np.flatnonzero(twice)[0]])
         raise m.fault("a second arrival at the cluster barrier with no wait between", at)
     m.cluster_arrivals[lanes] += 1
+    m.cluster_relaxed[lanes] = relaxed
     m.races.within.let_go(lanes, m.races.ordering.now)
     m.events += 1
     _phases(m)
@@ -80,7 +84,10 @@ def _wait(m: Machine, lanes: Lanes) -> Any:
     m.races.within.learn_all(gone, m.cluster_met_at[m.block_of[gone] // size])
     m.races.within.wait(gone, m.races.ordering.now)
     for first in np.unique(m.block_of[indices[~early]] // size) * size:
-        m.races.ordering.level_cluster(np.arange(first, first + size), int(m.cluster_met_at[first // size]))
+        blocks = np.arange(first, first + size)
+        m.races.ordering.level_cluster(blocks, int(m.cluster_met_at[first // size]))
+        if not m.cluster_relaxed[np.isin(m.block_of, blocks)].any():
+            m.mbarriers.show(blocks, len(m.blocks))
     return indices[early]
 
 

@@ -39,15 +39,13 @@ class Descriptor:
         return address, Descriptor(leading, stride, bits >> 49 & 7, _SWIZZLES[bits >> 62])
 
     def check(self, address: int) -> None:
-        """Raise DescriptorError where the start does not fit the swizzle."""
+        """Raise DescriptorError for a base offset.
+
+        With base offset 0 the swizzle's pattern begins at multiples of its 8 rows, wherever the matrix starts in it.
+        The address alone decides where a chunk lies.
+        """
         if self.base:
             raise DescriptorError("a matrix descriptor with a base offset, which is not known to the emulator")
-        period = _ROWS * self.swizzle
-        if self.swizzle and address % period >= self.swizzle:
-            raise DescriptorError(
-                f"a matrix descriptor that starts at byte {address} of shared memory with base offset 0; rows of its "
-                f"{self.swizzle}-byte swizzle begin at multiples of {period}"
-            )
 
     def offsets(self, address: NDArray[np.int64], rows: int, width: int, transposed: bool) -> NDArray[np.int64]:
         """(matrices, a, b) offsets of 16-byte chunks in the block's shared memory; ``address``: where matrices start.

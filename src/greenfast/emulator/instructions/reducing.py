@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from greenfast.emulator.instructions.access import REDUCTIONS, atomic_result
 from greenfast.emulator.instructions.bulk import Offsets, Tile, count_bulk, require_fenced, tiles_of
 from greenfast.emulator.instructions.operands import dtype_of, type_of
+from greenfast.emulator.machine.memory import WRITTEN
 from greenfast.emulator.machine.ordering import DEVICE
 from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values
 from greenfast.emulator.machine.underway import BulkStore, chunks_of, hold
@@ -59,6 +60,9 @@ def _reduce_at(
     for n, row in enumerate(offsets // size):
         new = after(cells[row], values[n])
         changed[n], cells[row] = new != cells[row], new
+    if m.memory.poisoned:  # what was not written before holds a value now
+        for byte in range(size):
+            m.memory.state[offsets + byte] = WRITTEN
     m.memory.writes += int(np.count_nonzero(changed))
     if changed.any():
         m.races.accessing = lanes[changed]

@@ -104,7 +104,7 @@ def _load(i: Instruction, tensor: bool) -> Operation:
         if hidden.any():
             what = "an mbarrier with neither a fence (mbarrier_init, proxy.async) nor a barrier since its init"
             what += ", used by a bulk copy"
-            raise m.fault(what, int(indices[copies[np.flatnonzero(hidden)[0]]]))
+            m.report_formal("hidden-mbarrier", what, int(indices[copies[np.flatnonzero(hidden)[0]]]))
         inside = tile.outer >= 0
         values = np.zeros((*tile.outer.shape, tile.unit), np.uint8)
         owners = np.broadcast_to(indices[:, None], tile.outer.shape)
@@ -248,7 +248,10 @@ def _wait(i: Instruction) -> Operation:
 
 
 def finish(m: Machine) -> None:
-    """All threads have ended: their stores land. A fault where a copy may still use a block's shared memory."""
+    """All threads have ended: their stores land. A fault where a copy may still write to a block's shared memory.
+
+    That one may still read it is a formal finding: another block may get the memory before the copy has read it.
+    """
     for load in m.arriving:
         m.current = load.instruction
         raise m.fault(
@@ -258,7 +261,7 @@ def finish(m: Machine) -> None:
         for at in np.flatnonzero(s.reading):
             m.current = s.instruction
             what = "ended while a bulk store may still read shared memory, no cp.async.bulk.wait_group covers it"
-            raise m.fault(what, int(s.lanes[at]))
+            m.report_formal("bulk-store-not-awaited", what, int(s.lanes[at]))
         s.land(m.memory, np.ones(len(s.lanes), np.bool_))
 
 

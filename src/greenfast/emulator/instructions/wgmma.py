@@ -274,7 +274,7 @@ def _operand(
         try:
             layout.check(start)
         except DescriptorError as e:
-            raise m.fault(str(e), int(owner[mine[0]])) from None
+            raise m.limit(str(e), int(owner[mine[0]])) from None
         found = layout.offsets(np.array([start], np.int64), rows, 32, transposed)
         if not offsets.size:
             offsets = np.zeros((len(blocks), *found.shape[1:]), np.int64)

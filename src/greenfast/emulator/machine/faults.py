@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from greenfast.spec.errors import GreenfastError
+from greenfast.spec.facts import ERROR
 
 if TYPE_CHECKING:
     from greenfast.emulator.ptx.syntax import Instruction, SourceLine
@@ -29,9 +30,9 @@ class KernelFaultError(GreenfastError):
     """The kernel did something that no kernel may do; the message names kernel, source line, block and thread.
 
     printed: what the kernel had printed by then. unwritten: whether it is a read of a block's or a thread's own memory
-    that nothing has written, which harms only if the value matters. read: of a data race of a load and a store, the
-    load, whose value may not matter either. reason: the message without kernel,
-    line and thread. location: where.
+    or of an output's that nothing has written, which harms only if the value matters. read: of a data race of a load
+    and a store, the load, whose value may not matter either. level: ERROR, or FORMAL. reason: the message without
+    kernel, line and thread. location: where.
     """
 
     exit_code = 1
@@ -40,4 +41,5 @@ class KernelFaultError(GreenfastError):
     reason = ""
     location: Location | None = None
     unwritten = False
+    level = ERROR
     read: Instruction | None = None

@@ -127,7 +127,8 @@ class Proxies:
         did = "over what a load read" if kind == READS else "of what a store wrote"
         if kind == WRITES and what == "bulk write":
             did = "over what a store wrote"
-        raise m.fault(
+        m.report_formal(
+            "no-proxy-fence",
             f"{what} {did} with no fence.proxy.async since: {place}, {where}; a barrier orders threads, not proxies: "
             f"put the fence behind the {before}, in front of the barrier or arrival that follows it; found",
             lane,

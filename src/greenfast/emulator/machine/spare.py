@@ -1,4 +1,4 @@
-"""Loads of one place by several threads of a block, of which one needs the value.
+"""Loads of one address by several threads of a block, of which one needs the value.
 
 Where a block reads, changes and writes back a number, as Triton's ``store(p, load(p) + x)`` of a scalar does, all of
 its threads load and one stores. That is a race, and harmless: what the other threads got is thrown away.
@@ -17,36 +17,46 @@ if TYPE_CHECKING:
     from greenfast.emulator.machine.state import Lanes, Machine
     from greenfast.emulator.ptx.syntax import Instruction
 
+_Numbers = NDArray[np.int64]
+_NOBODY = np.iinfo(np.int64).max
+
 
 class Spare:
-    """Some loads. Of a block's threads that load a place by them, all but the lowest get what must not matter.
+    """Some loads. Of a block's threads that load an address by them, all but its owner get what must not matter.
 
-    fill: the byte that they get; None to look which thread is the lowest, while all get what is there. These loads take
-    no part in races then, and later those of the lowest threads do.
+    fill: the byte that they get. With None all of them get what is there and these loads take no part in races, while
+    the addresses that each thread loads and stores to are recorded; then ``choose_writers`` or ``choose_lowest`` says
+    which thread of a block owns an address. The loads of owners take part in races.
     """
 
     def __init__(self) -> None:
         self.fill: int | None = None
         self._loads: list[Instruction] = []
-        #: Of each load that was looked at the place, with the block's number above it, and the thread.
-        self._seen: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-        self._places = self._lowest = np.empty(0, np.int64)
+        #: Of each recorded load the addresses, with the block's number above them, and the threads.
+        self._loaded: list[tuple[_Numbers, _Numbers]] = []
+        #: The same of the bytes that threads have stored to.
+        self._stored: list[tuple[_Numbers, _Numbers]] = []
+        self._places = self._owners = np.empty(0, np.int64)
 
     def add(self, load: Instruction) -> bool:
-        """Take a load in; whether it is a new one, and not of shared memory."""
+        """Take a load in; returns whether it is a new one, and not of shared memory."""
         new = not self.asks(load) and not any(part.startswith("shared") for part in load.parts)
         self._loads.append(load)
-        self._seen.clear()
+        self._loaded.clear()
+        self._stored.clear()
         return new
 
-    def disturb(self, fill: int) -> None:
-        """From now on all but the lowest threads get this byte."""
-        if self.fill is None and self._seen:
-            places, threads = map(np.concatenate, zip(*self._seen, strict=True))
-            self._places, at = np.unique(places, return_inverse=True)
-            self._lowest = np.full(len(self._places), np.iinfo(np.int64).max)
-            np.minimum.at(self._lowest, at, threads)
-        self.fill = fill
+    def choose_lowest(self) -> None:
+        """The owner of an address is the lowest thread of the block that loads it."""
+        self._places, self._owners = _lowest(self._loaded)
+
+    def choose_writers(self) -> None:
+        """The owner of an address is the lowest thread that stores to it, or that loads it where none does."""
+        self.choose_lowest()
+        written, writers = _lowest(self._stored)
+        if len(written) and len(self._places):
+            at = np.minimum(np.searchsorted(written, self._places), len(written) - 1)
+            self._owners = np.where(written[at] == self._places, writers[at], self._owners)
 
     def asks(self, i: Instruction) -> bool:
         """Whether an instruction is one of these loads."""
@@ -55,22 +65,47 @@ class Spare:
     def begin(self, launch: int, machine: Machine) -> None:
         """Before blocks begin."""
         machine.spare = self
+        if self.fill is not None:
+            return
+        told = machine.memory.on_write
+
+        def stored(offsets: _Numbers, size: int, values: Bytes | None) -> None:
+            threads = np.arange(machine.lanes)[machine.races.accessing]
+            if len(threads) == len(offsets):
+                places = machine.blocks[machine.block_of[threads]] * len(machine.memory.data) + offsets
+                numbers = machine.thread_of[threads]
+                self._stored += [(places + byte, numbers) for byte in range(size)]
+            if told is not None:
+                told(offsets, size, values)
+
+        machine.memory.on_write = stored
 
     def end(self, launch: int, machine: Machine) -> None:
         """After blocks have ended."""
 
-    def read(self, m: Machine, arena: Arena, offsets: NDArray[np.int64], size: int, what: str, lanes: Lanes) -> Bytes:
-        """What threads get from global memory."""
+    def read(self, m: Machine, arena: Arena, offsets: _Numbers, size: int, what: str, lanes: Lanes) -> Bytes:
+        """Return what threads get from global memory."""
         threads = np.arange(m.lanes)[lanes]
         places, numbers = m.blocks[m.block_of[threads]] * len(arena.data) + offsets, m.thread_of[threads]
         with m.accessing(threads, "global"):
             found = arena.read(offsets, size, what, True)
         if self.fill is None:
-            self._seen.append((places, numbers))
+            self._loaded.append((places, numbers))
             return found
         at = np.minimum(np.searchsorted(self._places, places), len(self._places) - 1)
-        lowest = (self._places[at] == places) & (self._lowest[at] == numbers)
-        if lowest.any():
-            with m.accessing(threads[lowest], "global"):
-                arena.read(offsets[lowest], size, what)
-        return np.where(lowest[:, None], found, np.uint8(self.fill))
+        owns = (self._places[at] == places) & (self._owners[at] == numbers)
+        if owns.any():
+            with m.accessing(threads[owns], "global"):
+                arena.read(offsets[owns], size, what)
+        return np.where(owns[:, None], found, np.uint8(self.fill))
+
+
+def _lowest(seen: list[tuple[_Numbers, _Numbers]]) -> tuple[_Numbers, _Numbers]:
+    """The addresses in order, and the lowest thread of each."""
+    if not seen:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    places, threads = map(np.concatenate, zip(*seen, strict=True))
+    unique, at = np.unique(places, return_inverse=True)
+    lowest = np.full(len(unique), _NOBODY)
+    np.minimum.at(lowest, at, threads)
+    return unique, lowest

@@ -29,7 +29,8 @@ from greenfast.emulator.machine.tensormap import MAP_BYTES, BoundMap
 from greenfast.emulator.machine.underway import BulkLoad, BulkStore, Products
 from greenfast.emulator.ptx.names import describe_element
 from greenfast.emulator.ptx.syntax import Function, Instruction, Register, Vector
-from greenfast.spec.errors import UsageError
+from greenfast.spec.errors import UnsupportedError, UsageError
+from greenfast.spec.facts import FORMAL, Finding
 
 if TYPE_CHECKING:
     from greenfast.emulator.machine.phases import PhaseCounts
@@ -137,6 +138,7 @@ class Machine:
     so through memory.
     counts: where what runs now is counted. phases: where it is counted by phase, in an instrumented build.
     compared: which threads have had the result that ``surroundings`` force.
+    findings: by kind and place, those that do not end the run; None to end it at the first formal one.
     """
 
     function: Function
@@ -161,6 +163,7 @@ class Machine:
     surroundings: Surroundings = USUAL
     compared: NDArray[np.bool_] | None = None
     shared_sizes: Mapping[str, int] = field(default_factory=dict)
+    findings: dict[tuple[str, str], Finding] | None = None
 
     def __post_init__(self) -> None:
         self.warps = -(-self.geometry.threads // WARP)
@@ -188,6 +191,8 @@ class Machine:
         self.ended = ~self.exists
         self.cluster_arrivals = np.zeros(self.lanes, np.int64)
         self.cluster_waits = np.zeros(self.lanes, np.int64)
+        #: Threads whose last arrival at the cluster barrier was relaxed: it orders nothing.
+        self.cluster_relaxed = np.zeros(self.lanes, np.bool_)
         #: Of each cluster, how often its threads have met, and the last access before that.
         self.cluster_phases, self.cluster_met_at = np.zeros(
             (2, -(-len(self.blocks) // self.geometry.cluster_size)), np.int64
@@ -371,6 +376,19 @@ class Machine:
         fault.location = Location(i.source, i.text, block, thread, place)
         return fault
 
+    def limit(self, reason: str, lane: int) -> UnsupportedError:
+        """Return the error for what the emulator cannot run, at the current instruction of a thread."""
+        return UnsupportedError(str(self.fault(reason, lane)))
+
+    def report_formal(self, name: str, reason: str, lane: int) -> None:
+        """Keep a formal finding of a thread. Raises KernelFaultError if these end the run."""
+        fault = self.fault(reason, lane)
+        fault.level = FORMAL
+        if self.findings is None:
+            raise fault
+        where = str(self.current.source or "unknown line")
+        self.findings.setdefault((name, where), Finding(level=FORMAL, name=name, text=str(fault), location=where))
+
     def block_name(self, block: int) -> str:
         """A block of the grid by its index."""
         return f"block {unflatten(block, self.geometry.grid)}"
@@ -410,5 +428,5 @@ class Machine:
         else:
             where = f"byte {bad.address % max(self.local_stride, 1)} of {self.local_bytes} of local memory"
         fault = self.fault(f"{bad.reason}: {where}", int(lanes[bad.position]), where)
-        fault.unwritten = space in ("shared", "local") and bad.reason.endswith(UNWRITTEN_READ)
+        fault.unwritten = space in ("shared", "local", "global") and bad.reason.endswith(UNWRITTEN_READ)
         return fault

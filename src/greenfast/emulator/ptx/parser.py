@@ -185,6 +185,8 @@ def parse(text: str, library: tuple[str, ...] = ()) -> Module:
             raise UsageError(f"PTX: cannot read {text[position : position + 80]!r}")
         statement = text[position:end].strip()
         variables = _variables(statement)
+        if variables is None and not statement.startswith("."):
+            raise UsageError(f"PTX: cannot read {statement[:80]!r}")
         if variables is None and not _IGNORED.match(statement):
             raise UnsupportedError(f"PTX: a statement that is not known to the emulator: {statement[:80]!r}")
         for variable in variables or ():
@@ -220,6 +222,8 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
         raise UsageError(f"PTX: {function.name} has no end")
     if text[position] not in "{;":
         what = text[position : position + 80].split("{")[0].strip()
+        if text[position] != ".":
+            raise UsageError(f"PTX: cannot read {what!r} after {function.name}")
         raise UnsupportedError(f"PTX: {function.name} has a directive that is not emulated: {what}")
     if text[position] == ";":  # a declaration only, such as vprintf's
         module.functions.setdefault(function.name, function)
@@ -294,6 +298,11 @@ def _statement(statement: str, function: Function, source: SourceLine | None, sc
     else:
         try:
             function.code += _instructions(statement, source, scope)
+        except UsageError as e:
+            why = str(e).removeprefix("PTX: ")
+            raise UsageError(
+                str(e) if statement in why else f"PTX: cannot read {statement!r} in {function.name}: {why}"
+            ) from None
         except (ValueError, IndexError) as e:
             raise UsageError(f"PTX: cannot read {statement!r} in {function.name}") from e
 
