@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -187,6 +188,7 @@ def test_what_the_driver_of_a_gpu_needs_and_no_more(place: Place) -> None:
         "listening": "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.bind('\\0cuda'); s.listen()",
         "memory without a file": "os.ftruncate(os.memfd_create('x'), 4096)",
         "its own class": "os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)); os.sched_setaffinity(0, {0})",
+        "sockets that do not block": "a, b = socket.socketpair(); a.setblocking(False); os.set_blocking(0, False)",
         "a thread": "import threading; threading.Thread(target=print).start()",
         "a driver's requests": REQUESTS,
     }
@@ -295,6 +297,24 @@ HIERARCHIES: dict[str, tuple[str, str, list[dict[str, dict[str, str]]]]] = {
     ),
     "none": ("", "33 32 0:29 / /tmp rw - tmpfs tmpfs rw", []),
 }
+
+
+HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
+
+
+@pytest.mark.parametrize("machine", HEADERS)
+def test_the_numbers_are_the_kernels(machine: str) -> None:
+    header = Path(HEADERS[machine])
+    if not header.is_file():
+        pytest.skip(f"no {header}")
+    known = dict(re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text(), re.MULTILINE))
+    known |= {"newfstatat": "79", "fstat": "80"} if machine == "aarch64" else {}
+    column = sandbox._MACHINES[machine][1]
+    rows = [row.split() for row in ", ".join((sandbox._CALLS, sandbox._GPU_CALLS, sandbox._FILTERED)).split(", ")]
+    assert len(rows) == len({row[0] for row in rows}) > 200
+    wrong = {row[0]: (row[column], known[row[0]]) for row in rows if row[0] in known and row[column] != known[row[0]]}
+    assert wrong == {}
+    assert not {row[0] for row in rows if row[column] == "-"} & known.keys()
 
 
 @pytest.mark.parametrize("kind", HIERARCHIES)

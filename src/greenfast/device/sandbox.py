@@ -139,7 +139,6 @@ _IOCTL = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)
 #: For the driver all of them but those of terminals, files' flags, block devices, btrfs and sockets.
 _IOCTL_KINDS = tuple(kind << 8 for kind in range(256) if kind not in (0x12, 0x54, 0x58, 0x66, 0x76, 0x89, 0x94))
 _STREAM, _SEQPACKET, _TYPE = 1, 5, 0xF
-_JUMP = 0x05  # of the filter's language: always, as far as wanted
 _CGROUP = "greenfast-"
 
 #: An argument's number, the bits of it that count, and the values of these that are allowed.
@@ -312,39 +311,42 @@ def _number(name: str, calls: str) -> int:
     return _numbers(calls)[name]
 
 
-def _filtered_calls(gpu: bool, own: int, signals_scoped: bool) -> dict[str, tuple[int, Sequence[Check]]]:
-    """Return by name the error of a refused call, and the checks that all have to hold for an allowed one.
+def _filtered_calls(gpu: bool, own: int, signals_scoped: bool) -> dict[str, tuple[int, Sequence[Sequence[Check]]]]:
+    """Return by name the error of a refused call, and what allows one: all checks of any of some alternatives.
 
     own: the process whose number the filter knows. Its children inherit the filter, which takes their numbers for other
     processes', so they change themselves by 0 alone. signals_scoped: whether signals reach no other process anyway.
     """
+    always: Sequence[Sequence[Check]] = ((),)
+    never: Sequence[Sequence[Check]] = ()
     itself: Check = (0, _ALL, (0, own))
-    signal_to: Sequence[Check] = () if signals_scoped else (itself,)
-    never: Sequence[Check] = ((0, 0, (1,)),)
+    connected: Check = (1, _TYPE, (_STREAM, _SEQPACKET))
+    signal_to = always if signals_scoped else ((itself,),)
+    small_ioctl: Sequence[Check] = ((1, _ALL, _IOCTL),)
     return {
-        "clone": (_EPERM, ((0, _NAMESPACES, (0,)),)),
+        "clone": (_EPERM, [[(0, _NAMESPACES, (0,))]]),
         "clone3": (_ENOSYS, never),  # its flags are in memory, which a filter cannot read; libraries fall back to clone
-        "fcntl": (_EPERM, ((1, _ALL, _FCNTL),)),
-        "ioctl": (_EPERM, ((1, 0xFF00, _IOCTL_KINDS),) if gpu else ((1, _ALL, _IOCTL),)),
+        "fcntl": (_EPERM, [[(1, _ALL, _FCNTL)]]),
+        "ioctl": (_EPERM, [small_ioctl, [(1, 0xFF00, _IOCTL_KINDS)]] if gpu else [small_ioctl]),
         "kill": (_EPERM, signal_to),
-        "tkill": (_EPERM, () if signals_scoped else never),
+        "tkill": (_EPERM, always if signals_scoped else never),
         "tgkill": (_EPERM, signal_to),
         "rt_sigqueueinfo": (_EPERM, signal_to),
         "rt_tgsigqueueinfo": (_EPERM, signal_to),
-        "pidfd_send_signal": (_EPERM, () if signals_scoped else never),
-        "sched_setaffinity": (_EPERM, (itself,)),
-        "sched_setscheduler": (_EPERM, (itself, (1, 0x3FFFFFFF, (0, 3, 5)))),  # no real-time policy
-        "sched_setparam": (_EPERM, (itself,)),
-        "sched_setattr": (_EPERM, (itself,)),
-        "setpriority": (_EPERM, ((0, _ALL, (0,)), (1, _ALL, (0, own)))),
-        "prlimit64": (_EPERM, (itself,)),
-        "move_pages": (_EPERM, (itself,)),
-        "personality": (_EPERM, ((0, _ALL, (0, _ALL)),)),
-        "prctl": (_EPERM, ((0, _ALL, _PRCTL),)),
+        "pidfd_send_signal": (_EPERM, always if signals_scoped else never),
+        "sched_setaffinity": (_EPERM, [[itself]]),
+        "sched_setscheduler": (_EPERM, [[itself, (1, 0x3FFFFFFF, (0, 3, 5))]]),  # no real-time policy
+        "sched_setparam": (_EPERM, [[itself]]),
+        "sched_setattr": (_EPERM, [[itself]]),
+        "setpriority": (_EPERM, [[(0, _ALL, (0,)), (1, _ALL, (0, own))]]),
+        "prlimit64": (_EPERM, [[itself]]),
+        "move_pages": (_EPERM, [[itself]]),
+        "personality": (_EPERM, [[(0, _ALL, (0, _ALL))]]),
+        "prctl": (_EPERM, [[(0, _ALL, _PRCTL)]]),
         # The driver listens on a socket in its own namespace, without which it does not start; it connects to a service
         # that may not be there. Datagrams could reach any socket that has a name among files.
-        "socket": (_EPERM, ((0, _ALL, (1,)), (1, _TYPE, (_STREAM, _SEQPACKET))) if gpu else never),
-        "socketpair": (_EPERM, ((1, _TYPE, (_STREAM, _SEQPACKET)),)),
+        "socket": (_EPERM, [[(0, _ALL, (1,)), connected]] if gpu else never),
+        "socketpair": (_EPERM, [[connected]]),
         "connect": (_ENOENT if gpu else _EPERM, never),
         # Processes stay in the group that the judge ends and halts. Ninja, which builds extensions of PyTorch, starts
         # each in a new group and stops where that fails, so the call says that it succeeded and does nothing.
@@ -352,31 +354,40 @@ def _filtered_calls(gpu: bool, own: int, signals_scoped: bool) -> dict[str, tupl
     }
 
 
+_Instruction = tuple[int, int, int, int]
+# The filter's language: load a word, compare, jump, mask, answer. Answers: SECCOMP_RET_ERRNO, whose lowest bits are the
+# error, and SECCOMP_RET_ALLOW.
+_LOAD, _EQUAL, _AT_LEAST, _JUMP, _AND, _ANSWER = 0x20, 0x15, 0x35, 0x05, 0x54, 0x06
+_REFUSE, _ALLOW = 0x00050000, 0x7FFF0000
+
+
 def _filter_program(gpu: bool, own: int, signals_scoped: bool) -> bytes:
     """Return the instructions of a filter that allows the listed calls and refuses all others."""
     architecture, _ = _MACHINES.get(platform.machine(), (0, 0))
-    load, equal, at_least, bits, answer = 0x20, 0x15, 0x35, 0x54, 0x06
-    refuse, allow = 0x00050000, 0x7FFF0000  # SECCOMP_RET_ERRNO, whose lowest bits are the error; SECCOMP_RET_ALLOW
     plain = _numbers(_CALLS + (f", {_GPU_CALLS}" if gpu else ""))
     filtered = _numbers(_FILTERED)
-    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, refuse | _EPERM), (load, 0, 0, 0)]
+    program: list[_Instruction] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_ANSWER, 0, 0, _REFUSE | _EPERM)]
     # Numbers from 2**30 on are x86's second set of the same calls.
-    program += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse | _EPERM)]
+    program += [(_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, 0x40000000), (_ANSWER, 0, 0, _REFUSE | _EPERM)]
     for number in plain.values():
-        program += [(equal, 0, 1, number), (answer, 0, 0, allow)]
-    for name, (error, checks) in _filtered_calls(gpu, own, signals_scoped).items():
-        if name not in filtered:
-            continue
-        body: list[tuple[int, int, int, int]] = []
-        for argument, mask, values in checks:
-            body += [(load, 0, 0, 16 + 8 * argument), (bits, 0, 0, mask)]  # the low half of a 64-bit argument
-            body += [(equal, len(values) - n, 0, value) for n, value in enumerate(values)]
-            body.append((answer, 0, 0, refuse | error))
-        body.append((answer, 0, 0, allow))
-        # A jump reaches 255 instructions: skip over a longer body in two steps.
-        program += [(equal, 1, 0, filtered[name]), (_JUMP, 0, 0, len(body)), *body]
-    program += [(at_least, 0, 1, _NEWEST + 1), (answer, 0, 0, refuse | _ENOSYS), (answer, 0, 0, refuse | _EPERM)]
+        program += [(_EQUAL, 0, 1, number), (_ANSWER, 0, 0, _ALLOW)]
+    for name, (error, alternatives) in _filtered_calls(gpu, own, signals_scoped).items():
+        if name in filtered:
+            body = [step for checks in alternatives for step in _allow_if(checks)]
+            body.append((_ANSWER, 0, 0, _REFUSE | error))
+            program += [(_EQUAL, 1, 0, filtered[name]), (_JUMP, 0, 0, len(body)), *body]
+    program += [(_AT_LEAST, 0, 1, _NEWEST + 1), (_ANSWER, 0, 0, _REFUSE | _ENOSYS), (_ANSWER, 0, 0, _REFUSE | _EPERM)]
     return b"".join(struct.pack("=HBBI", *step) for step in program)
+
+
+def _allow_if(checks: Sequence[Check]) -> list[_Instruction]:
+    """Return instructions that allow a call if all checks hold, and else continue behind them."""
+    code: list[_Instruction] = [(_ANSWER, 0, 0, _ALLOW)]
+    for argument, mask, values in reversed(checks):
+        check: list[_Instruction] = [(_LOAD, 0, 0, 16 + 8 * argument), (_AND, 0, 0, mask)]  # the argument's low half
+        check += [(_EQUAL, len(values) - n, 0, value) for n, value in enumerate(values)]
+        code = [*check, (_JUMP, 0, 0, len(code)), *code]
+    return code
 
 
 def _filter_calls(program: bytes) -> None:

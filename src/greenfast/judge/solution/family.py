@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from greenfast.judge.solution.declared import declared_program
-from greenfast.judge.solution.process import ANSWER_S, SolutionProcess
+from greenfast.judge.solution.process import ANSWER_S, SolutionProcess, sandbox_hint
 from greenfast.judge.solution.schema import FoundSolution, Solution
 from greenfast.judge.solution.wire import (
     Absent,
@@ -131,7 +131,7 @@ class RemoteFamily(_Single):
             if said.exits:
                 raise self._process.raised(said)
             lines = "".join(f"\n  {line}" for line in said.lines[-5:])
-            raise UsageError(f"{what} cannot be imported: {said.text}{lines}")
+            raise UsageError(f"{what} cannot be imported: {said.text}{lines}{sandbox_hint(said.text)}")
         if isinstance(said, Refused):
             self._process.close()
             raise UsageError(f"{what}: {said.text}")

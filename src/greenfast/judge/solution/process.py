@@ -107,7 +107,7 @@ class SolutionProcess:
         """The error for an exception of the solution's code."""
         lines = "".join(f"\n  {line}" for line in said.lines[-5:])
         how = f"it {'called' if said.exits else 'raised'} {said.text}{lines}"
-        return SolutionError(_shown(f"{self._what}: the solution ended without a verdict: {how}{_hint(how)}"))
+        return SolutionError(_shown(f"{self._what}: the solution ended without a verdict: {how}{sandbox_hint(how)}"))
 
     def _tell(self, data: bytes, deadline: float) -> None:
         view = memoryview(len(data).to_bytes(4, "little") + data)
@@ -167,14 +167,14 @@ class SolutionProcess:
             if printed:
                 how += "\n  it printed: " + "\n  ".join(printed.splitlines()[-5:])
         self.close()
-        return SolutionError(_shown(f"{self._what}: the solution ended without a verdict: {how}{_hint(how)}"))
+        return SolutionError(_shown(f"{self._what}: the solution ended without a verdict: {how}{sandbox_hint(how)}"))
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, number)
 
 
-def _hint(how: str) -> str:
+def sandbox_hint(how: str) -> str:
     """Return what the sandbox may have to do with an ending; empty if nothing."""
     if "Operation not permitted" in how or "Permission denied" in how:
         return "\n  The sandbox refuses some system calls and files: docs/judging.md, What protects the judge"
