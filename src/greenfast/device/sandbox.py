@@ -146,6 +146,10 @@ Check = tuple[int, int, Sequence[int]]
 _ALL = 0xFFFFFFFF
 
 
+#: What ``confine`` calls the limit of all processes together.
+BY_CGROUP = "memory and processes by cgroup"
+
+
 def confine(readable: Sequence[str], writable: str, gpu: bool = False) -> list[str]:
     """Give up what can be given up, for this process and all that it starts; returns what held.
 
@@ -159,7 +163,7 @@ def confine(readable: Sequence[str], writable: str, gpu: bool = False) -> list[s
         name
         for name, step in (
             ("resource limits", lambda: _limit(gpu)),
-            ("memory and processes by cgroup", lambda: _join_cgroup(2 * DATA_BYTES if gpu else DATA_BYTES, PROCESSES)),
+            (BY_CGROUP, lambda: _join_cgroup(2 * DATA_BYTES if gpu else DATA_BYTES, PROCESSES)),
             ("no new privileges", _no_new_privileges),
             ("no network", _leave_network),
             ("files by Landlock", lambda: _landlock((*_SYSTEM, *readable), writable, _gpu_devices() if gpu else ())),

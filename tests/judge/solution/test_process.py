@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from greenfast.cli.main import main
+from greenfast.judge.solution import process
 from greenfast.judge.solution.family import RemoteFamily
 from greenfast.judge.solution.schema import Solution
 from greenfast.judge.solution.wire import decode_program, encode_program
@@ -181,6 +182,31 @@ def test_an_error_says_that_the_sandbox_may_be_why(tmp_path: Path) -> None:
         pytest.skip("no seccomp on this machine")
     with pytest.raises(SolutionError, match=r"Operation not permitted(.|\n)*The sandbox refuses some system calls"):
         family.program({"FAST": 1}, "float", DIMS)
+
+
+EXCESSES = {
+    "bytes": ("open('a', 'wb').write(bytes(3 << 20))", "holds 1 files of 3 MiB; at most 200000 of 2 MiB"),
+    "files": ("for n in range(40): os.makedirs(f'{n}/{n}')", "files of "),
+    "memory": ("kept.append(mmap.mmap(-1, 64 << 20)); kept[0].write(bytes(64 << 20))", "processes use "),
+    "processes": ("for n in range(8): os.fork() or time.sleep(60)", "its 9 processes use "),
+}
+
+
+@pytest.mark.parametrize("kind", EXCESSES)
+def test_what_all_of_it_uses_is_watched_while_it_computes(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no control group can be made."""
+    code, said = EXCESSES[kind]
+    family = started(tmp_path / "mine", "import mmap, os, time\nkept = []\n" + in_kernel(f"{code}\n    time.sleep(60)"))
+    family._process.sandbox.clear()
+    limits = {"bytes": ("SCRATCH_BYTES", 2 << 20), "files": ("SCRATCH_FILES", 50), "memory": ("MEMORY_BYTES", 60 << 20),
+              "processes": ("PROCESSES", 4)}  # fmt: skip
+    monkeypatch.setattr(process, limits[kind][0], limits[kind][1])
+    monkeypatch.setattr(process, "_LOOK_S", 0.1)
+    with pytest.raises(SolutionError) as found:
+        family.program({"FAST": 1}, "float", DIMS)
+    assert said in str(found.value)
 
 
 def test_a_process_that_it_starts_stays_in_the_judges_group(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import IO, Any
 import msgspec
 
 from greenfast.device.python_process import isolated, module_path
-from greenfast.device.sandbox import remove_cgroup
+from greenfast.device.sandbox import BY_CGROUP, DATA_BYTES, PROCESSES, remove_cgroup
 from greenfast.judge.solution.wire import MAX_MESSAGE, Answer, Choose, Confined, Load, Question, Raised, Render
 from greenfast.spec.errors import SolutionError
 
@@ -32,6 +32,10 @@ _CHILD = (
     "from greenfast.judge.solution.child import main; "
     "main(int(questions), int(answers), readable.split(chr(0x1f)), writable, gpu == 'gpu', current)"
 )
+#: What a solution's folder may hold, and its processes together; the judge looks once in so many seconds.
+SCRATCH_BYTES, SCRATCH_FILES = 16 << 30, 200_000
+MEMORY_BYTES = 2 * DATA_BYTES
+_LOOK_S = 1.0
 #: The environment that a solution's code sees; everything else of the caller's stays out.
 _KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME", "TZ")
 _MOST_SHOWN = 2000
@@ -72,10 +76,11 @@ class SolutionProcess:
         os.set_blocking(self._questions, False)
         pipes = (self._questions, self._answers)
         self._finalizer = weakref.finalize(self, _end, self._child, pipes, str(self.scratch), self._output)
+        #: What protects this process from the solution, such as "no network".
+        self.sandbox: list[str] = [BY_CGROUP]  # before its first answer it runs no code of the solution
         said = self._hear(0, time.monotonic() + START_S)
         if not isinstance(said, Confined):
             raise self._ended("it answered before it was asked")
-        #: What protects this process from the solution, such as "no network".
         self.sandbox = list(said.sandbox)
 
     def close(self) -> None:
@@ -135,7 +140,12 @@ class SolutionProcess:
     def _take(self, size: int, deadline: float) -> bytes:
         """The next bytes of the answers' pipe."""
         while len(self._buffer) < size:
-            ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
+            left = deadline - time.monotonic()
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, min(left, _LOOK_S)))
+            if not ready and left > _LOOK_S:
+                if excess := self._excess():
+                    raise self._ended(excess)
+                continue
             if not ready:
                 raise self._ended(f"it did not answer within {self._answer_s if self._number else START_S:g} s")
             part = os.read(self._answers, 1 << 20)
@@ -145,6 +155,24 @@ class SolutionProcess:
         taken = bytes(memoryview(self._buffer)[:size])
         del self._buffer[:size]
         return taken
+
+    def _excess(self) -> str:
+        """Return what its processes use that no limit of Linux covers here, in words; empty if it is not too much."""
+        nbytes, files = _usage_of(self.scratch)
+        if nbytes > SCRATCH_BYTES or files > SCRATCH_FILES:
+            return (
+                f"its folder holds {files} files of {nbytes >> 20} MiB; "
+                f"at most {SCRATCH_FILES} of {SCRATCH_BYTES >> 20} MiB are allowed"
+            )
+        if BY_CGROUP in self.sandbox:
+            return ""
+        memory, processes = _usage_of_group(self._child.pid)
+        if memory > MEMORY_BYTES or processes > PROCESSES:
+            return (
+                f"its {processes} processes use {memory >> 20} MiB of memory; "
+                f"at most {PROCESSES} with {MEMORY_BYTES >> 20} MiB are allowed"
+            )
+        return ""
 
     def _ending(self) -> str:
         """How the process ended, in words."""
@@ -172,6 +200,33 @@ class SolutionProcess:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, number)
+
+
+def _usage_of(folder: Path) -> tuple[int, int]:
+    """Return the bytes and the number of the files below a folder; not all of them where there are too many."""
+    nbytes, files, folders = 0, 0, [str(folder)]
+    while folders and files <= SCRATCH_FILES:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                files += 1
+                with contextlib.suppress(OSError):
+                    nbytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+    return nbytes, files
+
+
+def _usage_of_group(group: int) -> tuple[int, int]:
+    """Return the bytes of memory that the processes of a process group hold, and their number."""
+    memory, processes = 0, 0
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            if name.isdigit() and os.getpgid(int(name)) == group:
+                processes += 1
+                with open(f"/proc/{name}/status") as file:
+                    lines = [line.split() for line in file if line.startswith(("RssAnon:", "RssShmem:"))]
+                memory += sum(int(kib) << 10 for _, kib, *_ in lines)
+    return memory, processes
 
 
 def sandbox_hint(how: str) -> str:
