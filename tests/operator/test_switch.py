@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import greenfast
 
@@ -191,6 +191,27 @@ def test_checkpoints_recompute_what_is_decorated() -> None:
     checkpoint(route(attend), x, use_reentrant=False).sum().backward()
     assert route.routed.taken == 2, "forward, and again in the backward pass"
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_checkpoints_do_not_recompute_in_pytorch_what_was_routed(kv_heads: int, inside: bool) -> None:
+    """Its attention saves the inputs in another order: without an error K would be taken for Q."""
+    x = Q.clone().requires_grad_()
+    k, v = K[:, :kv_heads], V[:, :kv_heads]
+
+    def grouped(x: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, k, v, enable_gqa=kv_heads < 4)
+
+    with greenfast.use(min_length=0) as routed:
+        loss = checkpoint(grouped, x, use_reentrant=False).sum()
+        if inside:
+            with pytest.raises(CheckpointError):
+                loss.backward()
+    if not inside:
+        with pytest.raises(CheckpointError):
+            loss.backward()
+    assert routed.taken == 1
 
 
 def test_models_with_a_decorated_forward_can_be_copied() -> None:

@@ -18,6 +18,10 @@ _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _AUTOCAST = ("AutocastCPU", "AutocastCUDA")
 _LSE = "greenfast.sdpa: a gradient reaches its log-sum-exp, which has none; use lse.detach() if none is meant"
 
+#: Saved before the inputs. PyTorch's attention saves the same inputs in another order: if it computes again what this
+#: operator has computed, a checkpoint would take K for Q. It compares shapes, and finds this one.
+_MARK = torch.empty(0)
+
 
 class _Node(torch.autograd.Function):
     """The autograd node of one operator call. Arguments: the operator, the dispatch keys, then the call's arguments."""
@@ -52,13 +56,13 @@ class _Attention(_Node):
         ctx.name, ctx.of, ctx.options = "greenfast.sdpa", backward, args[first:]
         ctx.others = [None] * (len(args) - 3)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value)
+        ctx.save_for_backward(_MARK, query, key, value)
         return _below_node(op, keys, args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad, of_lse = (*grads, None)[:2]
-        query, key, value = ctx.saved_tensors
+        _, query, key, value = ctx.saved_tensors
         found: list[Tensor | None] = [None, None, None]
         if grad is not None:
             found = list(getattr(torch.ops.greenfast, ctx.of)(grad, query, key, value, *ctx.options))

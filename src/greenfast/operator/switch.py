@@ -95,14 +95,14 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
     def __enter__(self) -> Routed:
         hook = _Hook(self)
         torch._C._push_on_torch_function_stack(hook)
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             _ENTERED.set((*(entered for entered in _ENTERED.get() if not entered.closed), hook))
         return self.routed
 
     @_run_uncompiled
     def __exit__(self, *raised: object) -> None:
         """Raises RuntimeError if this thread has not entered it."""
-        if torch.compiler.is_compiling():  # in a graph, blocks end in the order in which they began
+        if torch.compiler.is_dynamo_compiling():  # in a graph, blocks end in the order in which they began
             torch._C._pop_torch_function_stack()
             return
         own = [hook for hook in _modes() if isinstance(hook, _Hook) and hook.settings is self and not hook.closed]
@@ -210,7 +210,7 @@ class _Hook(TorchFunctionMode):
 
     def _decides(self) -> bool:
         """Whether this hook, which PyTorch calls from the top of the stack down, decides in this context."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self.active
         return not self.closed and self in _ENTERED.get()
 
@@ -247,7 +247,7 @@ class _Hook(TorchFunctionMode):
 def _attend_in_torch(plain: bool, *args: Any, **kwargs: Any) -> Tensor:
     """PyTorch's attention, seen by the modes of others that are below the calling hook, but by no other hook."""
     out: Tensor
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         # Another hook may be below this one, or be called when the graph runs: neither sees the operator itself.
         hooked = any(isinstance(mode, _Hook) for mode in _modes())
         out = (_ATEN_SDPA if plain and (hooked or not _others_below()) else _TORCH_SDPA)(*args, **kwargs)
