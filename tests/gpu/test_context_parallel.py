@@ -126,3 +126,16 @@ def test_a_rank_that_is_lost_is_named(tmp_path: Any) -> None:
         found = ranks("2", "die", 60.0, "ends", lost=[1])
     assert isinstance(found[0], RuntimeError), found
     assert "rank 1 of the ranks [0, 1] has ended" in str(found[0])
+
+
+def test_ranks_that_are_out_of_step_compute_nothing(ranks: Ranks) -> None:
+    for said in results(ranks("2", "out_of_step")):
+        assert len(said) == 2
+        assert all("rank 1 of the ranks [0, 1] left a call in the middle" in one for one in said)
+
+
+def test_a_rank_that_catches_its_error_is_named(tmp_path: Any) -> None:
+    """With NCCL in the next call, as its hosts do not wait for each other."""
+    with running(2, tmp_path, ["2"], "cuda") as alone:
+        for (said,) in results(alone("2", "catches", "gradient")):
+            assert "rank 1 of the ranks [0, 1] left a call in the middle" in said
