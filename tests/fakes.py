@@ -425,8 +425,9 @@ def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
         return FakeWorker(device, timeout_s=timeout_s)
 
     monkeypatch.setattr(Request, "make_emulator", None)  # which would run the real kernels
-    for module in ("judge.request", *_ASKING):
+    for module in ("judge.request", "cli.warmup"):
         monkeypatch.setattr(f"greenfast.{module}.Worker", start)
+    monkeypatch.setattr("greenfast.judge.environment.gpu_info", lambda n, limit: start(n, timeout_s=limit).info())
     return device
 
 

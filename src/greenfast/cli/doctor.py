@@ -6,29 +6,42 @@ import argparse
 import dataclasses
 import json
 
-from greenfast.judge.doctor import examine, gpu_gates, static_gates
+from greenfast.judge.doctor import examine, gpu_gates, library, static_gates
+from greenfast.spec.extras import install_command
 
 EXIT_MACHINE = 3
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what is installed and what is missing; 0 if validate can decide the static gates, else 3.
+    """Print what is installed and what is missing; return 0 if attention can be computed here, else 3.
 
     The table is plain text, as rich may be missing.
     """
     findings = examine()
     static = static_gates(findings)
+    code = 0 if library(findings) else EXIT_MACHINE
     if args.json:
         rows = [dataclasses.asdict(finding) for finding in findings]
-        print(json.dumps({"static_gates": static, "gpu_gates": gpu_gates(findings), "findings": rows}, indent=2))
-        return 0 if static else EXIT_MACHINE
+        answers = {
+            "library": library(findings),
+            "static_gates": static,
+            "gpu_gates": gpu_gates(findings),
+            "findings": rows,
+        }
+        print(json.dumps(answers, indent=2))
+        return code
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         print(f"{finding.what:{width}}  {finding.status:8}  {finding.found}")
         if finding.remedy:
             print(f"{'':{width}}            -> {finding.remedy}")
-    if not static:
-        print("\nvalidate cannot run here until what is MISSING is there")
+    if code:
+        print("\nnothing can run here until what is MISSING is there")
+    elif not static:
+        print(
+            "\nattention works here (greenfast.sdpa); validate, judge and the other commands need what is EXTRA: "
+            f"{install_command('judge')}"
+        )
     elif gpu_gates(findings):
         print("\nvalidate can decide every gate here")
     else:
@@ -36,4 +49,4 @@ def run(args: argparse.Namespace) -> int:
             "\nvalidate can decide every gate but PERFORMANCE here, CORRECTNESS on the emulator; PERFORMANCE can be "
             "quoted from a record of the same kernels"
         )
-    return 0 if static else EXIT_MACHINE
+    return code

@@ -135,3 +135,12 @@ class Worker:
         """What each phase of an instrumented build executes."""
         result: dict[str, KernelCounts] = self.call("phase_counts", executable, case)
         return result
+
+
+def gpu_info(ordinal: int, timeout_s: float) -> DeviceInfo:
+    """Describe a GPU, as a separate process sees it, so that this one never holds a CUDA context.
+
+    Raises WorkerError if the GPU cannot be used.
+    """
+    with Worker(ordinal, timeout_s=timeout_s) as worker:
+        return worker.info()

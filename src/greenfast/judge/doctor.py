@@ -20,8 +20,10 @@ from typing import Literal
 from greenfast import __version__
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import GreenfastError, UsageError
+from greenfast.spec.extras import install_command
 
-_ABSENT = ""
+#: Why a part of greenfast cannot be imported; empty if it can.
+_NO_LIBRARY, _NO_JUDGE = "", ""
 try:
     from cuda.bindings import driver, nvrtc
 
@@ -29,19 +31,23 @@ try:
     from greenfast.device.compiler import compile_kernel
     from greenfast.device.gpu import Gpu, device_count
     from greenfast.device.machine_code import count_instructions, disassemble
-    from greenfast.judge.environment import GIT_SHA_VARIABLE, device_info, git_state
-    from greenfast.judge.profile import ncu
-    from greenfast.judge.task import TaskConfig, load_task
-    from greenfast.judge.tasks import TASKS_VARIABLE, task_folders
+    from greenfast.device.worker import gpu_info
     from greenfast.spec.arch import Target
     from greenfast.spec.facts import DeviceInfo
     from greenfast.spec.kernel import KernelSource
 except ImportError as e:
-    _ABSENT = str(e)
+    _NO_LIBRARY = str(e)
+try:
+    from greenfast.judge.environment import GIT_SHA_VARIABLE, git_state
+    from greenfast.judge.profile import ncu
+    from greenfast.judge.task import TaskConfig, load_task
+    from greenfast.judge.tasks import TASKS_VARIABLE, task_folders
+except ImportError as e:
+    _NO_JUDGE = str(e)
 
-Status = Literal["OK", "MISSING", "OPTIONAL"]
+Status = Literal["OK", "MISSING", "EXTRA", "OPTIONAL"]
 
-#: Packages of every installation, and those that validate needs more, with the least version as in pyproject.toml.
+#: Packages of every installation, and those of the extra ``judge``, with the least version as in pyproject.toml.
 _CORE = {"torch": "2.11", "numpy": "2.0", "cuda-core": "1.2", "cuda-bindings": "13"}
 _JUDGE = {"msgspec": "0.19", "ml-dtypes": "0.5", "rich": "13", "scipy": "1.13", "matplotlib": "3.9", "nvtx": "0.2.11"}
 PACKAGES = _CORE | _JUDGE
@@ -61,8 +67,8 @@ extern "C" __global__ void probe(const __nv_fp8_e4m3* x, float* y) { y[threadIdx
 class Finding:
     """One thing that was looked for.
 
-    OK: it is there. MISSING: the static gates need it. OPTIONAL: it is not there or of no use as it is, and only what
-    the remedy names needs it.
+    OK: it is there. MISSING: attention needs it. EXTRA: validate, judge and the other commands need it, and it comes
+    with an extra. OPTIONAL: it is not there or of no use as it is, and only what the remedy names needs it.
     """
 
     what: str
@@ -71,9 +77,14 @@ class Finding:
     remedy: str = ""
 
 
-def static_gates(findings: Sequence[Finding]) -> bool:
-    """Whether validate can decide BUILD, RESOURCES and EVIDENCE."""
+def library(findings: Sequence[Finding]) -> bool:
+    """Check whether attention can be computed: on a Hopper GPU, or slowly on CPU tensors."""
     return all(f.status != "MISSING" for f in findings)
+
+
+def static_gates(findings: Sequence[Finding]) -> bool:
+    """Check whether validate can decide BUILD, RESOURCES and EVIDENCE."""
+    return all(f.status not in ("MISSING", "EXTRA") for f in findings)
 
 
 def gpu_gates(findings: Sequence[Finding]) -> bool:
@@ -85,19 +96,30 @@ def examine(environment: Mapping[str, str] | None = None) -> list[Finding]:
     """Look at everything; ``environment`` is this process's own where it is not given."""
     variables = os.environ if environment is None else environment
     findings = [python(), *packages()]
-    if _ABSENT:
-        remedy = "pip install 'greenfast[judge]' (in a checkout make installs all)"
-        return [*findings, Finding("everything else", "MISSING", f"not looked at: {_ABSENT}", remedy)]
+    if _NO_LIBRARY:
+        return [
+            *findings,
+            Finding("everything else", "MISSING", f"not looked at: {_NO_LIBRARY}", "reinstall greenfast"),
+        ]
     devices = gpus()
     target = next((target for target, _ in devices if target), None)
     return [
         *findings,
-        installation(),
+        *([] if _NO_JUDGE else [installation()]),
         *_toolchain(),
         compile_check(target or Target(_DEFAULT_TARGET)),
         compile_cache(),
         *(finding for _, finding in devices),
         clocks([target for target, _ in devices]),
+        *_of_judge(variables),
+    ]
+
+
+def _of_judge(variables: Mapping[str, str]) -> list[Finding]:
+    """Look at what only the judge uses."""
+    if _NO_JUDGE:
+        return [Finding("validate and judge", "EXTRA", f"not looked at: {_NO_JUDGE}", install_command("judge"))]
+    return [
         _tool("ncu", ncu(), "the profile of EVIDENCE and of `greenfast profile`", "NVIDIA Nsight Compute"),
         _tool("compute-sanitizer", shutil.which("compute-sanitizer"), "looking for races by hand", "a CUDA toolkit"),
         *tasks_and_variables(variables),
@@ -121,9 +143,10 @@ def packages() -> list[Finding]:
         except importlib.metadata.PackageNotFoundError:
             version = ""
         fits = bool(version) and _numbers(version) >= _numbers(least)
-        wanted = "'greenfast[judge]'" if name in _JUDGE else f'"{name}>={least}"'
-        remedy = "" if fits else f"pip install {wanted}"
-        findings.append(Finding(name, "OK" if fits else "MISSING", version or "not installed", remedy))
+        extra = name in _JUDGE
+        remedy = "" if fits else install_command("judge") if extra else f'pip install "{name}>={least}"'
+        status: Status = "OK" if fits else "EXTRA" if extra else "MISSING"
+        findings.append(Finding(name, status, version or "not installed", remedy))
     return findings
 
 
@@ -156,25 +179,34 @@ def _toolchain() -> Iterator[Finding]:
     try:
         yield Finding("nvdisasm", "OK", str(toolchain.nvdisasm()))
     except GreenfastError as e:
-        yield _missing("nvdisasm", e)
+        yield _missing("nvdisasm", e, "EXTRA")
 
 
-def _missing(what: str, error: Exception) -> Finding:
+def _missing(what: str, error: Exception, status: Status = "MISSING") -> Finding:
     """A finding of an error whose message is "what is wrong; the remedy"."""
     found, _, remedy = str(error).partition("; ")
-    return Finding(what, "MISSING", " ".join(found.split()), " ".join(remedy.split()) or "see the rows above")
+    return Finding(what, status, " ".join(found.split()), " ".join(remedy.split()) or "see the rows above")
 
 
 def compile_check(target: Target) -> Finding:
-    """Compile and disassemble a tiny kernel, past the cache."""
+    """Compile a tiny kernel, past the cache, and disassemble it if there is a disassembler."""
     source = KernelSource("probe", _PROBE, "probe.cu", (), (32, 1, 1))
     try:
         kernel = compile_kernel(source, target, use_cache=False)
-        total = count_instructions(disassemble(kernel.cubin, source.entry))["total"]
+        found = f"{kernel.compiler}, {target.name}: {kernel.compile_ms:.0f} ms"
+        if _has_disassembler():
+            found += f", {count_instructions(disassemble(kernel.cubin, source.entry))['total']} instructions"
     except (GreenfastError, RuntimeError, OSError) as e:
         return _missing("compile check", e)
-    found = f"{kernel.compiler}, {target.name}: {kernel.compile_ms:.0f} ms, {total} instructions"
     return Finding("compile check", "OK", found)
+
+
+def _has_disassembler() -> bool:
+    try:
+        toolchain.nvdisasm()
+    except GreenfastError:
+        return False
+    return True
 
 
 def compile_cache() -> Finding:
@@ -207,12 +239,11 @@ def gpus() -> list[tuple[Target | None, Finding]]:
     found: list[tuple[Target | None, Finding]] = []
     for ordinal in range(device_count()):
         try:
-            info = device_info(ordinal, _GPU_TIMEOUT_S)
+            info = gpu_info(ordinal, _GPU_TIMEOUT_S)
         except GreenfastError as e:
             remedy = "PERFORMANCE needs it; see what nvidia-smi says of it"
             found.append((None, Finding(f"GPU {ordinal}", "OPTIONAL", " ".join(str(e).split()), remedy)))
             continue
-        assert info is not None  # an ordinal was given
         found.append(_gpu(ordinal, info))
     return found
 

@@ -9,7 +9,7 @@ import subprocess
 from datetime import datetime, timezone
 
 from greenfast.device.gpu import device_count
-from greenfast.device.worker import Worker
+from greenfast.device.worker import gpu_info
 from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.record import GitState
 from greenfast.kernels import KERNEL_DIR
@@ -111,8 +111,7 @@ def device_info(ordinal: int | str | None, timeout_s: float) -> DeviceInfo | Non
         return None
     if isinstance(ordinal, str):
         return EmulatorSession().info()
-    with Worker(ordinal, timeout_s=timeout_s) as worker:
-        return worker.info()
+    return gpu_info(ordinal, timeout_s)
 
 
 def choose_target(text: str | None, device: DeviceInfo | None, default: str) -> Target:

@@ -21,6 +21,7 @@ from greenfast.operator.serving import ServingPlan, append_kv
 from greenfast.operator.serving_checks import PAGE_SIZES
 from greenfast.operator.serving_pages import KVPages, appended_slots, page_bytes, pages_in, sequences_of
 from greenfast.operator.transformers import NAME, register_with_transformers
+from greenfast.spec.extras import install_command
 
 #: Under this name transformers makes no masks. ``paged|greenfast`` and, in ``generate_batch``, ``greenfast`` become it.
 PAGED = "greenfast_paged"
@@ -56,7 +57,7 @@ def register_continuous_batching() -> None:
         )
         allocators = cache.ATTN_TYPE_TO_ALLOCATOR
     except (ImportError, AttributeError) as e:
-        raise ImportError(f"{_VERSIONS}: pip install 'greenfast[transformers]'") from e
+        raise ImportError(f"{_VERSIONS}: {install_command('transformers')}") from e
     with _REGISTERING:
         if PAGED in library.AttentionInterface():
             return

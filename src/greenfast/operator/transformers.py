@@ -18,6 +18,7 @@ from greenfast.operator.quantized import SDPA_PRECISIONS, AutoPrecision, check_c
 from greenfast.operator.routing import SHARDED, TORCH, Explanation, Routed, explain
 from greenfast.operator.scope import sharded
 from greenfast.operator.sdpa import sdpa
+from greenfast.spec.extras import install_command
 
 NAME = "greenfast"
 _REGISTERING = threading.Lock()
@@ -61,7 +62,7 @@ def register_with_transformers(precision: AutoPrecision = "fp8", *, min_length: 
         model = library.PreTrainedModel
     except (ImportError, AttributeError) as e:
         raise ImportError(
-            "register_with_transformers needs transformers 4.56 or later: pip install 'greenfast[transformers]'"
+            f"register_with_transformers needs transformers 4.56 or later: {install_command('transformers')}"
         ) from e
     with _REGISTERING:
         attention = _Attention(precision, min_length, attentions()["sdpa"])

@@ -24,8 +24,13 @@ def require(what: str, extra: str) -> None:
     missing = [module for module in EXTRAS[extra] if not _installed(module)]
     if missing:
         raise MachineError(
-            f"{what} needs greenfast[{extra}]: pip install 'greenfast[{extra}]' (no module {', '.join(missing)})"
+            f"{what} needs greenfast[{extra}]: {install_command(extra)} (no module {', '.join(missing)})"
         )
+
+
+def install_command(extra: str) -> str:
+    """Return what installs an extra: greenfast is on no package index yet, so it is installed from a clone."""
+    return f"pip install '.[{extra}]' in a clone of greenfast"
 
 
 def _installed(module: str) -> bool:
