@@ -47,7 +47,8 @@ KERNELS = {
     "looks at the output": ("if (i < n) { float v = y[i]; y[i] = v > 0 && v < 1 ? 0 : 2 * x[i]; }", "uninitialized"),
     "adds to the output": ("if (i < n) y[i] = y[i] == 0 ? 2 * x[i] : 2 * x[i] + 1;", "uninitialized"),
     "stale shared memory": (
-        "__shared__ float s[256]; float v = ((volatile float*)s)[threadIdx.x]; if (i < n) y[i] = v == 0 ? 0 : 2 * x[i] + v;",
+        "__shared__ float s[256]; float v = ((volatile float*)s)[threadIdx.x];"
+        " if (i < n) y[i] = v == 0 ? 0 : 2 * x[i] + v;",
         "uninitialized",
     ),
     "writes an input": ("if (i < n) { y[i] = 2 * x[i]; ((float*)x)[i] = 7; }", "input"),

@@ -107,6 +107,11 @@ class Worker:
         result: RunResult = self.call("run", executable, case, repeats)
         return result
 
+    def sample(self, executable: Executable, case: Case, blocks: int) -> int:
+        """Run some blocks on an emulator (see EmulatorSession.sample)."""
+        count: int = self.call("sample", executable, case, blocks)
+        return count
+
     def check_memory(self, executable: Executable, case: Case) -> RunResult:
         """Run a case between unmapped pages (see GpuSession.check_memory)."""
         result: RunResult = self.call("check_memory", executable, case)

@@ -157,6 +157,7 @@ def run_chain(
     explore: bool = False,
     may_read_left: bool = False,
     keep_formal: bool = False,
+    sample: int = 0,
 ) -> GridResult:
     """Run launches one after the other on the same buffers; counts are of all. Raises what ``run_grid`` does.
 
@@ -166,6 +167,7 @@ def run_chain(
     A launch that may begin early (Launch.early) is a fault where it touches what launches before it read or write with
     no griddepcontrol.wait, and where it reads what they write by a load that the compiler may move ahead of the wait.
 
+    sample: how many blocks run of each launch, spread over the grid; 0 for all.
     later: seeds of further runs of all of them in the same memory, with the buffers as at first and the module's
     variables as they are: to read what an earlier run left there is a fault unless ``may_read_left``. Unless
     ``always``, only if the first run left anything. keep_formal: keep formal findings in the
@@ -175,7 +177,7 @@ def run_chain(
     def run(garbage: Garbage | Spare | None, around: Surroundings, later: Sequence[int]) -> GridResult:
         while True:
             try:
-                chain = _Chain(steps, inputs, outputs, workspaces or {}, garbage, around)
+                chain = _Chain(steps, inputs, outputs, workspaces or {}, garbage, around, sample)
                 chain.findings = {} if keep_formal else None
                 beginning = Beginning(chain.memory, [place for names in chain.variables for place in names.values()])
                 result = chain.run(seed, outputs, poison, phases)
@@ -279,8 +281,9 @@ class _Chain:
         workspaces: Mapping[str, Workspace],
         garbage: Garbage | Spare | None,
         around: Surroundings,
+        sample: int,
     ) -> None:
-        self.steps, self.garbage, self.around = steps, garbage, around
+        self.steps, self.garbage, self.around, self.sample = steps, garbage, around, sample
         self.findings: dict[tuple[str, str], Finding] | None = None
         self.inputs = {name: np.ascontiguousarray(a) for name, a in inputs.items()}
         sizes = {name: a.nbytes for name, a in self.inputs.items()}
@@ -353,7 +356,8 @@ class _Chain:
         if self.launches is not None:
             self.launches.begin(number, plan.early)
         with np.errstate(all="ignore"):
-            for blocks in _batches(geometry, per_batch, seed, bool(program.polling)):
+            batches = _batches(geometry, per_batch, seed, bool(program.polling))
+            for blocks in [sampled_blocks(geometry, self.sample)] if self.sample else batches:
                 machine = Machine(
                     function=function,
                     geometry=geometry,
@@ -443,6 +447,13 @@ def _batches(geometry: Geometry, most: int, seed: int, together: bool) -> list[N
 def _shared_variables(module: Module, function: Function) -> list[Variable]:
     """Return the shared variables of a kernel and its module."""
     return [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
+
+
+def sampled_blocks(geometry: Geometry, count: int) -> NDArray[np.int64]:
+    """About ``count`` blocks of a grid in whole clusters: the first, the last, and others evenly between."""
+    clusters = geometry.order().reshape(-1, geometry.cluster_size)
+    some = np.linspace(0, len(clusters) - 1, max(1, min(count, len(clusters)))).astype(int)
+    return np.asarray(clusters[np.unique(some)].ravel())
 
 
 def _cluster(function: Function, plan: Launch) -> tuple[int, int, int]:

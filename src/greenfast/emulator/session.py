@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from greenfast.device.executable import Executable
+from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.session import Block, RunResult, Started, same_bits
 from greenfast.emulator.grid import GridResult, Step, program_of, run_chain, run_grid
+from greenfast.emulator.program import Program
 from greenfast.spec.errors import MachineError, UnsupportedError, UsageError
 from greenfast.spec.facts import FORMAL, DeviceInfo, KernelCounts
 from greenfast.spec.problem import Case
@@ -70,6 +71,19 @@ class EmulatorSession:
         repeatable = all(same_bits(first.outputs, r.outputs) for r in first.later)
         return RunResult(first.outputs, violations, repeatable, first.counts.record(), first.notes, first.findings)
 
+    def sample(self, executable: Executable, case: Case, blocks: int) -> int:
+        """Run some blocks of a launch, for their faults alone, and return how many ran.
+
+        Raises UnsupportedError for several launches, and for blocks that may wait for others.
+        """
+        if len(executable.steps) != 1 or executable.steps[0][1].cooperative:
+            raise UnsupportedError("only blocks of a single launch, which is not cooperative, can be run by themselves")
+        ((image, plan),) = executable.steps
+        if _program(image).polling:
+            raise UnsupportedError("blocks that may wait for others cannot be run by themselves")
+        _run(executable, case, sample=blocks)
+        return min(blocks, math.prod(plan.grid))
+
     def check_memory(self, executable: Executable, case: Case) -> RunResult:
         """Refuse: every run on the emulator is checked so."""
         raise MachineError("the emulator checks each access in every run")
@@ -101,12 +115,17 @@ class EmulatorSession:
         return {name: counts.record() for name, counts in found.phases.items()}
 
 
-def _run(executable: Executable, case: Case, **how: Any) -> GridResult:
-    """Run a case. Raises UnsupportedError also for what cannot be read: another compiler took it for PTX."""
+def _program(image: KernelImage) -> Program:
+    """The program of a kernel. Raises UnsupportedError also for what another compiler took for PTX."""
     try:
-        for image, _ in executable.steps:
-            program_of(image.ptx, image.entry)
+        return program_of(image.ptx, image.entry)[1]
     except UsageError as e:
         raise UnsupportedError(str(e)) from e
+
+
+def _run(executable: Executable, case: Case, **how: Any) -> GridResult:
+    """Run a case. Raises UnsupportedError as _program does."""
+    for image, _ in executable.steps:
+        _program(image)
     steps = [Step(i.ptx, i.entry, i.block, i.dynamic_smem_bytes, plan) for i, plan in executable.steps]
     return run_chain(steps, case.inputs, case.outputs, workspaces=executable.workspaces, **how)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from greenfast.device.session import RunResult
-from greenfast.device.worker import Worker, WorkerError
+from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.entrant import solution_entrant
 from greenfast.judge.exam import Cell
@@ -20,7 +22,7 @@ from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import Shape
 from greenfast.judge.validate import validate
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import UnsupportedError
+from greenfast.spec.errors import GreenfastError, UnsupportedError
 from tests.cheats.cheats import doubling
 from tests.cheats.judging import FOLDER
 from tests.fakes import FakeDevice, Script, Watcher, install, request
@@ -73,6 +75,51 @@ def test_what_it_finds_right_or_cannot_run_fails_nothing(
     assert gate.status == "PASS"
     (row,) = [check for check in gate.checks if check[0] == "slow tail seed 0 on the emulator"]
     assert row[3] == said
+
+
+class Late(Worker):
+    """A worker that takes too long for a whole case, with an emulator in this process."""
+
+    def __init__(self) -> None:
+        self.session = EmulatorSession()
+
+    def close(self) -> None:
+        """There is no process."""
+
+    def call(self, method: str, *args: Any) -> Any:
+        if method == "run":
+            raise UnsupportedByDeviceError("hang: run did not end within 60 s", ended=True)
+        try:
+            return getattr(self.session, method)(*args)
+        except UnsupportedError as e:
+            raise UnsupportedByDeviceError(f"{method}: {e}") from None
+        except GreenfastError as e:
+            raise WorkerError(f"{method}: {e}") from None
+
+
+def test_of_a_slow_case_some_blocks_run() -> None:
+    """A fault in the last of many blocks is found; without one it says what ran, and that it was not all."""
+    task, target = doubling(), Target("sm_90a")
+    cell = Cell(Shape(name="large", dims={"N": 300_001}), 0)
+    sides = []
+    solutions = {
+        "baseline": "honest/plain.cu",
+        "candidate": "memory/wide_tail.cu",
+        "several": "honest/two_launches.cu",
+    }
+    for role, path in solutions.items():
+        found = find_solution(FOLDER / path)
+        entrant = solution_entrant(task.config, found, target, task.problem)
+        sides.append(build_side(role, entrant.family, entrant.variant, "fp32", [cell.shape], target))
+    with EmulatedRuns(sides, [cell], Late) as runs:
+        runs.start(cell, task.problem.make_case(cell.shape.dims, 0, "fp32"))
+        results = runs.results()
+    assert "read out of bounds" in str(results["candidate", 0])
+    assert not isinstance(results["candidate", 0], UnsupportedByDeviceError)
+    assert isinstance(results["baseline", 0], UnsupportedByDeviceError)
+    assert "only blocks of a single launch" in str(results["several", 0])
+    said = str(results["baseline", 0])
+    assert re.search(r"did not end within 60 s; 4 of \d+ blocks ran by themselves, without a fault", said)
 
 
 def test_a_drawn_case_shows_what_the_tasks_own_hides() -> None:

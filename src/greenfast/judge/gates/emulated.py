@@ -6,26 +6,31 @@ what an earlier block left there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from greenfast.device.session import RunResult
-from greenfast.device.worker import Worker, WorkerError
+from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.judge.exam import Cell
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.spec.problem import Case
 
 _REPEATS = 2
+#: Blocks of a launch that run where all of them take too long.
+_SAMPLE = 4
 
 
 class EmulatedRuns:
     """Runs cases of each side in an emulator's process. Use as a context manager, which ends the processes.
 
-    cells: the cases; a side does not run those whose shape it does not compute, nor any after one that failed.
+    cells: the cases; a side does not run those whose shape it does not compute, nor any after one that failed. If
+    a case takes too long, a few blocks run by themselves: a fault of theirs counts.
     """
 
     def __init__(self, sides: Sequence[BuiltSide], cells: Sequence[Cell], make_worker: Callable[[], Worker]) -> None:
         self.cells = tuple(cells)
+        self._make_worker = make_worker
         self._sides = [side for side in sides if any(cell.shape.name in side.programs for cell in cells)]
         self._workers = {side.role: make_worker() for side in self._sides}
         self._threads = {side.role: ThreadPoolExecutor(1) for side in self._sides}
@@ -58,7 +63,28 @@ class EmulatedRuns:
             return None
         try:
             return self._workers[side.role].run(side.executable(cell.shape.name), case, _REPEATS)
+        except UnsupportedByDeviceError as e:
+            if not e.ended:
+                return e
+            self._failed.add(side.role)
+            return self._sample(side, cell, case, e)
         except WorkerError as e:
             if e.ended:
                 self._failed.add(side.role)
             return e
+
+    def _sample(self, side: BuiltSide, cell: Cell, case: Case, late: UnsupportedByDeviceError) -> WorkerError:
+        """A fault of some of the blocks; else the error for all of them, with what was run."""
+        executable = side.executable(cell.shape.name)
+        self._workers[side.role].close()
+        self._workers[side.role] = worker = self._make_worker()
+        try:
+            count = worker.sample(executable, case, _SAMPLE)
+        except UnsupportedByDeviceError as e:
+            return UnsupportedByDeviceError(f"{late}; nor was a part of it run: {e}", ended=True)
+        except WorkerError as e:
+            return e
+        blocks = math.prod(executable.steps[0][1].grid)
+        return UnsupportedByDeviceError(
+            f"{late}; {count} of {blocks} blocks ran by themselves, without a fault", ended=True
+        )
