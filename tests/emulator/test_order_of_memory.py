@@ -247,3 +247,48 @@ def test_no_thread_of_two_may_see_what_the_other_wrote() -> None:
     """Store buffering: each writes one place and reads the other's."""
     without = {tuple(result(BUFFERS, threads=64, seed=seed)[:2]) for seed in range(3)}
     assert (0, 0) in without
+
+
+# ---- mbarriers ------------------------------------------------------------------------------------------------------
+
+PASSED_ON = """__shared__ float v; __shared__ unsigned long long bar; unsigned done = 0;
+if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(at(&bar)) : "memory");
+__syncthreads();
+if (threadIdx.x == 0) {
+  v = x[5];
+  BEFORE
+  asm volatile("mbarrier.arrive.ARRIVE.cta.shared::cta.b64 _, [%0];" :: "r"(at(&bar)) : "memory");
+}
+if (threadIdx.x == 32) {
+  while (!done) asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.WAIT.cta.shared::cta.b64 p, [%1], 0;"
+    "selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(at(&bar)) : "memory");
+  BEHIND
+  y[0] = v;
+}"""
+
+
+@SEEDS
+@pytest.mark.parametrize(
+    ("arrive", "wait", "before", "behind", "right"),
+    [
+        ("release", "acquire", False, False, True),
+        ("relaxed", "acquire", False, False, False),
+        ("release", "relaxed", False, False, False),
+        ("relaxed", "acquire", True, False, True),
+        ("release", "relaxed", False, True, True),
+        ("relaxed", "relaxed", True, True, True),
+        ("relaxed", "relaxed", True, False, False),
+        ("relaxed", "relaxed", False, True, False),
+    ],
+)
+def test_relaxed_arrivals_and_waits_order_with_fences(
+    arrive: str, wait: str, before: bool, behind: bool, right: bool, seed: int
+) -> None:
+    fences = ("__threadfence_block();" if fenced else "" for fenced in (before, behind))
+    body = PASSED_ON.replace("ARRIVE", arrive).replace("WAIT", wait)
+    body = body.replace("BEFORE", next(fences)).replace("BEHIND", next(fences))
+    if right:
+        assert result(body, threads=64, seed=seed)[0] == 5
+    else:
+        with pytest.raises(KernelFaultError, match="data race on byte"):
+            result(body, threads=64, seed=seed)

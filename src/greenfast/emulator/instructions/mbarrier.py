@@ -117,13 +117,14 @@ def arrive(i: Instruction) -> Operation:
     where = rows_of(operands[0], i, space_of(i))
     amount = reader(operands[1], "u32", i) if len(operands) > 1 else None
     write = writer(token, "b64", i) if token is not None else None
+    relaxed = "relaxed" in i.parts
     expects, drops, open_ = "expect_tx" in i.parts, i.parts[0] == "arrive_drop", "noComplete" in i.parts
 
     def run(m: Machine, lanes: Lanes) -> None:
         rows = where(m, lanes)
         counts = _integers(np.ones((), np.uint32) if amount is None else amount(m, lanes), lanes)
         state = m.mbarriers.state(rows)
-        m.races.arrive_at(rows, lanes)
+        m.races.arrive_at(rows, lanes, relaxed)
         with faults(m, lanes):
             if expects:
                 m.mbarriers.expect(rows, counts)
@@ -140,7 +141,7 @@ def arrive(i: Instruction) -> Operation:
 def wait(i: Instruction) -> Operation:
     """mbarrier.try_wait and test_wait, for a parity or for the state that an arrival returned."""
     where = rows_of(i.operands[1], i, space_of(i))
-    parity = "parity" in i.parts
+    parity, relaxed = "parity" in i.parts, "relaxed" in i.parts
     phase = reader(i.operands[2], "u32" if parity else "u64", i)
     write = writer(i.operands[0], "pred", i)
 
@@ -152,7 +153,7 @@ def wait(i: Instruction) -> Operation:
             raise m.fault(f"a phase parity of {wanted[at]}, which must be 0 or 1", int(lane_indices(lanes)[at]))
         done = m.mbarriers.passed(rows, wanted) if parity else m.mbarriers.phase[rows] > wanted >> PHASE_SHIFT
         if done.any():
-            m.races.leave(rows[done], lane_indices(lanes)[done])
+            m.races.leave(rows[done], lane_indices(lanes)[done], relaxed)
         if done.all() or m.random.random() < GIVES_UP:
             write(m, lanes, done)
             return None

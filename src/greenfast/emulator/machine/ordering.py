@@ -147,9 +147,11 @@ class Ordering:
 
     # ---- mbarriers --------------------------------------------------------------------------------------------------
 
-    def pass_to(self, row: int, block: int, warp: int) -> None:
-        """A warp arrives at an mbarrier."""
+    def pass_to(self, row: int, block: int, warp: int, relaxed: bool = False) -> None:
+        """A warp arrives at an mbarrier; relaxed: it passes on what it knew at its last fence."""
         known = self.of(block, warp)
+        if relaxed:
+            known[0] = self.fenced_warps[block, warp] if self.through_memory else 0
         before = self._mbarriers.get(row)
         self._mbarriers[row] = known if before is None else np.maximum(before, known)
 

@@ -64,6 +64,8 @@ class Races:
         self.atomics = Atomics(self)
         #: By mbarrier: the last phase that each block and warp has waited for, and the number of the wait.
         self._waits: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
+        #: By block and warp: mbarriers that a relaxed wait was for, and its threads.
+        self._relaxed_waits: dict[tuple[int, int], list[tuple[int, Numbers]]] = {}
         #: Warps that may fall behind at an mbarrier, as nothing waits for them.
         self.laggards: set[int] = set()
         #: Where strong reads may give old values; None where all give the newest.
@@ -104,25 +106,28 @@ class Races:
         """Threads, one group of each warp, are at bar.warp.sync together."""
         self.within.sync_groups(lanes, self.ordering.now)
 
-    def arrive_at(self, rows: Numbers, lanes: Lanes) -> None:
-        """Threads arrive at mbarriers."""
+    def arrive_at(self, rows: Numbers, lanes: Lanes, relaxed: bool = False) -> None:
+        """Threads arrive at mbarriers; relaxed: without release semantics."""
         if self.m.launches is not None:
             self._behind_wait.update(rows[self.m.behind_wait[lanes]].tolist())
         self.within.let_go(lanes, self.ordering.now)
         for row, block, warp, _ in self._each(rows, lanes):
-            self.ordering.pass_to(row, block, warp)
+            self.ordering.pass_to(row, block, warp, relaxed)
 
-    def leave(self, rows: Numbers, lanes: Lanes) -> None:
-        """Threads have waited for mbarriers."""
+    def leave(self, rows: Numbers, lanes: Lanes, relaxed: bool = False) -> None:
+        """Threads have waited for mbarriers; relaxed: without acquire semantics, so they learn at their next fence."""
         if self.m.launches is not None and self._behind_wait:
             self.m.behind_wait[lanes] |= np.isin(rows, list(self._behind_wait))
         self.within.wait(lanes, self.ordering.now)
         number, warps = self.begin(), set()
         for row, block, warp, at in self._each(rows, lanes):
             self._waits.setdefault(row, {})[block, warp] = int(self.m.mbarriers.phase[row]) - 1, number
-            known = self.ordering.take_from(row, block, warp)
-            self.within.learn_all(np.arange(self.m.lanes)[lanes][at], known)
             warps.add(warp)
+            threads = np.arange(self.m.lanes)[lanes][at]
+            if relaxed:
+                self._relaxed_waits.setdefault((block, warp), []).append((row, threads))
+                continue
+            self.within.learn_all(threads, self.ordering.take_from(row, block, warp))
         self.ordering.level(np.array(sorted(warps), np.intp))
 
     def complete_phases(self, rows: Numbers) -> None:
@@ -150,6 +155,9 @@ class Races:
 
     def fence(self, lanes: Lanes, scope: int) -> None:
         """Threads execute a fence."""
+        for block in np.unique(self.m.block_of[lanes]).tolist() if self._relaxed_waits else ():
+            for row, threads in self._relaxed_waits.pop((block, self.warp), ()):
+                self.within.learn_all(threads, self.ordering.take_from(row, block, self.warp))
         if self.ordering.through_memory:
             self.ordering.fence(np.unique(self.m.block_of[lanes]).tolist(), self.warp, scope)
 
