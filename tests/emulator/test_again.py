@@ -61,7 +61,7 @@ def run(body: str, before: str = "", *, blocks: int = 2, in_place: bool = False)
             "",
             "__shared__ float kept[65]; if (kept[64] != 7) kept[i % 64] = 2 * x[i]; __syncthreads();"
             "y[i] = kept[i % 64]; kept[64] = 7;",
-            rf"4-byte read of an element that nothing has written: byte 256 of 260 of shared memory \(kept \+ 256\) {HERE}",
+            rf"read of an element that nothing has written: byte 256 of 260 of shared memory \(kept \+ 256\) {HERE}",
             id="stashes in shared memory for its next launch",
         ),
         pytest.param(
