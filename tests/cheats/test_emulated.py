@@ -42,7 +42,8 @@ CAUGHT = {
     "trap": rf"ran \(.* trap was executed at NAME\.cu:7, {IN}",
     "skips_written": rf"ran \(.* read of an element that nothing has written: .* of 'y' .* at NAME\.cu:7, {IN}",
     "memoizes": LEFT,
-    "stale_shared": r"ran \(.* read of an element that nothing has written: .* of shared memory \(.*\) at NAME\.cu:11, ",
+    "stale_shared": r"ran \(.* read of an element that nothing has written: "
+    r".* of shared memory \(.*\) at NAME\.cu:11, ",
     **dict.fromkeys(
         (
             "works_on_launches",

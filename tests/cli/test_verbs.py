@@ -10,10 +10,9 @@ import msgspec
 import pytest
 
 from greenfast.judge.exam import Cell
-from greenfast.judge.record import BenchRecord, PhaseRecord, Record
+from greenfast.judge.record import GATES, BenchRecord, PhaseRecord, Record
 from greenfast.judge.records import freshness, read_record
 from greenfast.judge.request import examined
-from greenfast.judge.run import GATES
 from tests.cli.command_line import ROOT, Ran, run_here
 from tests.fakes import L4, Behaviour, FakeDevice, Script, install, request, right
 from tests.judge import behaviours

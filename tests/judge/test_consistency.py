@@ -16,7 +16,7 @@ from greenfast.judge.artifacts import RECORD
 from greenfast.judge.bench import bench
 from greenfast.judge.consistency import disagreements
 from greenfast.judge.digest import FIELD, digest_of
-from greenfast.judge.record import SCHEMA_VERSION, Record
+from greenfast.judge.record import FIRST_GATES, GATES, SCHEMA_VERSION, Record
 from greenfast.judge.records import check_record, read_record
 from greenfast.judge.timing.statistics import noise_floor, speedup_interval
 from greenfast.judge.validate import validate
@@ -333,3 +333,34 @@ def test_each_kernel_of_a_program_has_rows_of_its_own(tmp_path: Path) -> None:
     row[2] = "38"
     with pytest.raises(UsageError, match=r"paged_attention\): registers says 38, but recomputed it is \d+"):
         check_record(msgspec.convert(content, Record), content, path)
+
+
+def test_a_record_is_judged_by_the_gates_that_it_lists(merged: Content, tmp_path: Path) -> None:
+    """One that was made before a gate was added, and one that has such a gate."""
+    more = copy.deepcopy(merged)
+    repeats = {"gate": "REPEATS", "status": "PASS", "summary": "the same bits", "reasons": [], "checks": []}
+    more["gates"].insert(3, repeats)
+    more["reasons"] = ["all 6 gates hold"]
+    for name, content in (("before", merged), ("after", more)):
+        (tmp_path / name).mkdir()
+        read_record(written(tmp_path / name, resealed(content)))
+    more["gates"][3]["status"] = "FAIL"
+    (tmp_path / "failed").mkdir()
+    with pytest.raises(UsageError, match="decision says MERGE, but recomputed it is DEFER"):
+        read_record(written(tmp_path / "failed", resealed(more)))
+
+
+def test_a_record_lacks_none_of_the_first_gates(merged: Content, tmp_path: Path) -> None:
+    for name in FIRST_GATES:
+        less = copy.deepcopy(merged)
+        less["gates"] = [gate for gate in less["gates"] if gate["gate"] != name]
+        less["reasons"] = ["all 4 gates hold"]
+        (tmp_path / name).mkdir()
+        with pytest.raises(UsageError, match=r"gates says|unless its CORRECTNESS gate passed"):
+            read_record(written(tmp_path / name, resealed(less)))
+
+
+def test_exit_codes_belong_to_the_names_of_gates() -> None:
+    documented = {"BUILD": 11, "RESOURCES": 12, "CORRECTNESS": 13, "PERFORMANCE": 14, "EVIDENCE": 15}
+    assert documented.items() <= GATES.items()
+    assert len(set(GATES.values())) == len(GATES)

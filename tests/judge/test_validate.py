@@ -14,8 +14,7 @@ import pytest
 
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.gates.performance import draw_order_seed
-from greenfast.judge.record import GateResult, Record, Status
-from greenfast.judge.run import GATES
+from greenfast.judge.record import GATES, GateResult, Record, Status
 from greenfast.judge.task import load_task
 from greenfast.judge.tasks import LoadedTask, load
 from greenfast.judge.validate import Outcome, validate
@@ -312,7 +311,7 @@ def test_a_variant_that_does_not_compile_defers(monkeypatch: pytest.MonkeyPatch,
     outcome = validate(asked, config.variant("stage1"), config.variant("stage2"), Watcher(), profile=False)
     record = outcome.record
     assert record.decision == "DEFER"
-    assert statuses(record) == {"BUILD": "FAIL"} | dict.fromkeys(GATES[1:], "PENDING")
+    assert statuses(record) == {"BUILD": "FAIL"} | dict.fromkeys(list(GATES)[1:], "PENDING")
     (reason,) = gate(record, "BUILD").reasons
     assert "mine.cu(" in reason
     assert "no_such_name" in reason

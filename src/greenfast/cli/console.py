@@ -10,10 +10,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from greenfast.judge.record import Decision, GateResult
+from greenfast.judge.record import GATES, Decision, GateResult
 from greenfast.spec.errors import UsageError
 
-_GATES = ("build", "resources", "correctness", "performance", "evidence")
+_GATES = tuple(gate.lower() for gate in GATES)
 _STYLES = {
     "PASS": "green",
     "FAIL": "bold red",

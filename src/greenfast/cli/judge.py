@@ -11,16 +11,12 @@ from greenfast.cli.page import check_page
 from greenfast.cli.request import request_of
 from greenfast.cli.validate import at_measured_target, judged, kept_records, show_outcome
 from greenfast.judge.formats.given import check_traces, given_problem, given_solution, write_traces
-from greenfast.judge.record import Record
+from greenfast.judge.record import GATES, Record
 from greenfast.judge.reference import found_entrant, reference_entrant
 from greenfast.judge.request import examined, leaves_out
-from greenfast.judge.run import GATES
 from greenfast.judge.solution.schema import FoundSolution, find_solution
 from greenfast.judge.tasks import find_task, load, task_names
 from greenfast.spec.errors import UsageError, unknown
-
-#: A gate's exit code where it is the first that fell short.
-GATE_EXITS = {gate: 11 + number for number, gate in enumerate(GATES)}
 
 
 @for_ci
@@ -59,7 +55,7 @@ def exit_code(record: Record, required: set[str], partial: bool) -> int:
     """
     for result in record.gates:
         if result.status == "FAIL":
-            return GATE_EXITS[result.gate]
+            return GATES[result.gate]
     undecided = any(record.gate_status(gate) == "PENDING" for gate in required)
     if undecided or partial or record.decision not in ("MERGE", "PENDING", "UNCHECKED"):
         return OPEN

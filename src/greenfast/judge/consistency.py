@@ -20,6 +20,7 @@ from greenfast.judge.decision import decide, quoted_performance
 from greenfast.judge.errors import relative_error_factor
 from greenfast.judge.gates.performance import judge
 from greenfast.judge.record import (
+    FIRST_GATES,
     BenchRecord,
     Build,
     CorrectnessRow,
@@ -31,7 +32,6 @@ from greenfast.judge.record import (
     SpeedupRow,
     TimingRow,
 )
-from greenfast.judge.run import GATES
 from greenfast.judge.timing.interleaved import WARM
 from greenfast.judge.timing.speedup import speedup_row
 from greenfast.judge.timing.statistics import Interval, verdict
@@ -303,8 +303,9 @@ def _of_quote(record: Record) -> Iterator[Disagreement]:
 
 
 def _of_decision(record: Record) -> Iterator[Disagreement]:
-    names = tuple(gate.gate for gate in record.gates)
-    yield from _unless(names == GATES or record.decision != "MERGE", "gates", list(names), list(GATES))
+    names = [gate.gate for gate in record.gates]
+    whole = set(FIRST_GATES) <= set(names) and len(set(names)) == len(names)
+    yield from _unless(whole or record.decision != "MERGE", "gates", names, f"{', '.join(FIRST_GATES)}, each once")
     yield from _of_exam(record)
     decision, reasons = decide(record.gates, record.quoted, record.exam)
     yield from _unless(record.decision == decision, "decision", record.decision, decision)

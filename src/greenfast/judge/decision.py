@@ -43,8 +43,12 @@ def _decide(gates: Sequence[GateResult], missing: Sequence[str]) -> tuple[Decisi
     if unchecked:
         return "UNCHECKED", [*unchecked, *(f"partial: {part}" for part in missing)]
     if missing:
-        return "PARTIAL", [f"partial: {', '.join(missing)}; all five gates hold on those"]
-    return "MERGE", ["all five gates hold"]
+        return "PARTIAL", [f"partial: {', '.join(missing)}; {_all(gates)} hold on those"]
+    return "MERGE", [f"{_all(gates)} hold"]
+
+
+def _all(gates: Sequence[GateResult]) -> str:
+    return f"all {'five' if len(gates) == 5 else len(gates)} gates"
 
 
 def quoted_performance(quoted: Quote, required: float | None) -> GateResult:

@@ -27,6 +27,14 @@ Decision = Literal["MERGE", "PARTIAL", "DEFER", "PENDING", "UNCHECKED"]
 SpeedVerdict = Literal["FAST", "SHORT", "NO EFFECT", "SLOWER", "INCONCLUSIVE"]
 
 
+#: Each gate in the order in which they run, with the exit code of ``greenfast judge`` if it is the first that falls
+#: short. A code belongs to its name: a new gate takes a new number, wherever it runs.
+GATES = {"BUILD": 11, "RESOURCES": 12, "CORRECTNESS": 13, "PERFORMANCE": 14, "EVIDENCE": 15}
+#: The gates that every record of this version lists. A gate that is added later is listed by the records that ran it,
+#: and the others are judged without it.
+FIRST_GATES = ("BUILD", "RESOURCES", "CORRECTNESS", "PERFORMANCE", "EVIDENCE")
+
+
 class _Data(msgspec.Struct, frozen=True, kw_only=True):
     pass
 

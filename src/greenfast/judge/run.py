@@ -15,13 +15,12 @@ from greenfast.judge.gates.correctness import CorrectnessOutcome
 from greenfast.judge.gates.emulated import EmulatedRuns
 from greenfast.judge.gates.memory import MemoryChecks
 from greenfast.judge.gates.sides import BuiltSide
-from greenfast.judge.record import Build, GateResult, Limits, Side, Status, TimingRow, status_of
+from greenfast.judge.record import GATES, Build, GateResult, Limits, Side, Status, TimingRow, status_of
 from greenfast.judge.request import Observer, Request
 from greenfast.judge.task import KernelErrorGate
 from greenfast.judge.variant import Variant
 from greenfast.spec.problem import least_work
 
-GATES = ("BUILD", "RESOURCES", "CORRECTNESS", "PERFORMANCE", "EVIDENCE")
 NOT_CORRECT = "not asked: a kernel that is not correct is not timed"
 NOT_DECIDED = "not asked: what has not been shown to be correct is not timed"
 
@@ -74,7 +73,7 @@ class GateRun:
         result, self.sides = build.check(self.entrants, request.format, request.built_shapes, request.target, examined)
         if self.add(result).status != "PASS":
             why = f"not asked: BUILD {'failed' if result.status == 'FAIL' else 'is pending'}"
-            for gate in GATES[1:]:
+            for gate in list(GATES)[1:]:
                 self.add(pending(gate, why))
             return False
         asked = {role: entrant.asked for role, entrant in self.entrants.items()}
