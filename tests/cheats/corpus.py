@@ -33,7 +33,7 @@ _RUNGS = {
     "launch": "too_much_smem too_many_registers spills local_array no_async_copy",
 }
 #: Cheats that only a GPU shows: they cheat at a size that takes the emulator too long.
-GPU_ONLY = {"far_memory"}
+GPU_ONLY = {"far_memory", "input_restored_where_large"}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from greenfast.device.executable import Executable, KernelImage
-from greenfast.device.gpu import GUARD_BYTES, PAGE_BYTES, POISON, Gpu, whole_pages
+from greenfast.device.gpu import GUARD_BYTES, PAGE_BYTES, POISON, Gpu
 from greenfast.device.instruments import Instruments
 from greenfast.device.rotation import PLACES, WRONG_BITS, WRONG_FAR, WRONG_MEMORY, WRONG_VARIABLES, Layout, Rotation
 from greenfast.spec.kernel import Launch, Workspace
@@ -51,7 +51,7 @@ class OneKernelGpu:
 
     def __post_init__(self) -> None:
         properties = SimpleNamespace(multiprocessor_count=2, l2_cache_size=64, max_shared_memory_per_block_optin=1024)
-        self.device = SimpleNamespace(properties=properties)
+        self.device = SimpleNamespace(properties=properties, device_id=0)
         self.stream = SimpleNamespace(sync=lambda: None, handle=0)
         self.fake = SimpleNamespace(memory=self.memory)
 
@@ -78,10 +78,12 @@ class OneKernelGpu:
         return {"sm_mhz": 1000.0}
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> OneKernelGpu:
+@pytest.fixture(params=["read-only inputs", "inputs like the rest"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> OneKernelGpu:
     memory = HostDriver()
+    memory.refuses_read_only = request.param != "read-only inputs"
     monkeypatch.setattr("greenfast.device.gpu.PAGE_BYTES", PAGE)  # a driver's pages would take long on the host
+    monkeypatch.setattr("greenfast.device.virtual_memory.driver", memory)
     for module in ("gpu", "instruments", "rotation"):
         monkeypatch.setattr(f"greenfast.device.{module}.driver", memory)
         monkeypatch.setattr(f"greenfast.device.{module}.Prepared", HostLaunch)
@@ -144,6 +146,29 @@ def test_what_the_first_launches_left_is_told(gpu: OneKernelGpu) -> None:
     assert found.outputs[2]["s"].tolist() == [4]
 
 
+def test_a_program_can_only_read_its_inputs(gpu: OneKernelGpu) -> None:
+    """A write is an illegal address even if it is undone; what it changes in place and its outputs it can write."""
+    may_write: dict[str, set[bool]] = {}
+
+    def notes(pointers: Mapping[str, int], number: int) -> None:
+        for name, pointer in pointers.items():
+            may_write.setdefault(name, set()).add(gpu.memory.may_write(pointer, 4))
+        if not gpu.memory.refuses_read_only:
+            first = pointers["x"] - GUARD_BYTES
+            assert not gpu.memory.may_write(first, 4)
+            assert not any(gpu.memory.holds(address, 4) for address in (first - 4, first - (1 << 20)))
+        works(pointers, number)
+
+    gpu.solution = notes
+    found = rotation(gpu)
+    assert found.time(5, 30, cold=False, seed=1)[2] is None
+    assert may_write["x"] == {gpu.memory.refuses_read_only}
+    assert all(may_write[name] == {True} for name in "yzsw")
+    before = gpu.memory.allocations
+    found.free()
+    assert gpu.memory.allocations < before
+
+
 def test_every_launch_draws_a_case_and_a_place(gpu: OneKernelGpu) -> None:
     """So that what a kernel knows of its addresses says nothing about what lies there."""
     met = set()
@@ -171,9 +196,14 @@ def test_what_is_queued_around_a_launch(gpu: OneKernelGpu, cold: bool, between: 
     found = rotation(gpu)
     gpu.memory.watched = True
     found.time(1, 1, cold=cold, seed=0)
-    wipe = f"fill {whole_pages(found._layout.end)} bytes"
-    one = ["copy", "fill 16 bytes", *between, "stamp", "launch", "stamp", "digest", wipe]
-    assert gpu.memory.queued[1 : 2 * len(one) + 3] == [*one, *one, "digest", "digest"]  # the first is that of the sums
+    memory, inputs = found._places[0].memory, found._places[0].inputs
+    wipe = [f"fill {memory.nbytes} bytes", *([f"fill {inputs.nbytes} bytes"] if inputs else [])]
+    assert gpu.memory.refuses_read_only == (inputs is None)
+    restore = ["copy"] * (2 if inputs else 1)  # the inputs, and what a launch may change
+    digests = ["digest"] * (2 if inputs else 1)  # of four ranges each
+    one = [*restore, "fill 16 bytes", *between, "stamp", "launch", "stamp", *digests, *wipe]
+    queued = gpu.memory.queued[1 : 2 * len(one) + 2 * len(digests) + 1]  # the first is that of the sums
+    assert queued == [*one, *one, *digests, *digests]
 
 
 def only_first(pointers: Mapping[str, int], number: int) -> None:
@@ -206,7 +236,7 @@ def poke(name: str, offset: int, byte: int = 0) -> Callable[[Mapping[str, int], 
         (poke("y", -1), WRONG_MEMORY),
         (poke("w", 16), WRONG_MEMORY),
         (poke("w", 16 + GUARD_BYTES - 1), WRONG_MEMORY),
-        (poke("x", 25000), WRONG_MEMORY),  # behind all buffers, in what is left of the page
+        (poke("w", 2 * GUARD_BYTES), WRONG_MEMORY),  # behind all buffers, in what is left of the page
     ],
 )
 def test_every_launch_is_checked(

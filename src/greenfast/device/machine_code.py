@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from greenfast.device import cache, toolchain
@@ -33,6 +34,11 @@ _OPCODES: dict[str, tuple[str, ...]] = {
 }
 # "        /*0150*/              @!P0 LDGSTS.E.BYPASS.128 [R11], ..."; the encoding, "/* 0x...", does not match.
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+
+_LABEL = re.compile(r"^([.$\w]+):")
+_WHOLE = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*)")
+_TARGET = re.compile(r"`\(([.$\w]+)\)")
+_BULK_STORE = re.compile(r"(?:UBLKCP|UBLKRED)\.G\.S\b|UTMASTG|UTMAREDG")
 
 
 def disassemble(cubin: bytes, entry: str) -> str:
@@ -77,6 +83,61 @@ def count_instructions(sass: str) -> dict[str, int]:
         for counter, kinds in _OPCODES.items()
     }
     return {**counts, "total": len(opcodes)}
+
+
+def parse_listing(sass: str) -> tuple[list[tuple[str, str, str, str]], dict[str, int]]:
+    """The instructions of a listing (address, predicate, opcode, operands), and the number of each label's."""
+    code: list[tuple[str, str, str, str]] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif found := _WHOLE.match(line):
+            code.append((found[1], found[2] or "", found[3], found[4]))
+    return code, labels
+
+
+def reached_from(
+    code: list[tuple[str, str, str, str]], labels: dict[str, int], start: int, ends: Callable[[str, str], bool]
+) -> set[int]:
+    """The instructions that a path reaches, with those where it ends; every branch may go both ways.
+
+    ends: whether an instruction, by its opcode and operands, ends a path.
+    """
+    reached: set[int] = set()
+    ahead = [start]
+    while ahead:
+        at = ahead.pop()
+        if at in reached or at >= len(code):
+            continue
+        reached.add(at)
+        _, predicate, opcode, operands = code[at]
+        kind = opcode.split(".")[0]
+        if ends(opcode, operands):
+            continue
+        if kind in ("BRX", "JMX"):  # indirect branch
+            ahead += labels.values()
+        if kind != "BSSY":  # its target is a reconvergence point
+            ahead += [labels[target] for target in _TARGET.findall(operands) if target in labels]
+        always = not predicate and (kind in ("EXIT", "RET") or (kind == "BRA" and operands.lstrip().startswith("`")))
+        if not always:
+            ahead.append(at + 1)
+    return reached
+
+
+def unawaited_stores(sass: str) -> list[str]:
+    """The bulk stores from shared memory in a listing from which no path leads to a wait for all of them.
+
+    Machine code shows neither whether a store was committed nor which condition holds, so a wait on any path counts.
+    """
+    code, labels = parse_listing(sass)
+    found = []
+    for at, (address, _, opcode, _) in enumerate(code):
+        if _BULK_STORE.match(opcode):
+            reached = reached_from(code, labels, at, lambda *_: False)
+            if not any(code[n][2].startswith("DEPBAR.LE") and code[n][3].split()[1:2] == ["0x0"] for n in reached):
+                found.append(f"{opcode} at {address}")
+    return found
 
 
 def _only(cubin: bytes, entry: str) -> list[str]:

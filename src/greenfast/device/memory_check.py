@@ -30,7 +30,7 @@ from greenfast.device.gpu import Gpu
 from greenfast.device.instruments import Instruments
 from greenfast.device.prepared import Prepared, check
 from greenfast.device.session import RunResult, same_bits
-from greenfast.device.virtual_memory import Access, Mapping, PhysicalMemory, is_supported
+from greenfast.device.virtual_memory import Access, Mapping, PhysicalMemory, has_read_only, is_supported
 from greenfast.spec.errors import MachineError, UnsupportedError
 from greenfast.spec.problem import Array, Case, dtype_of
 
@@ -39,6 +39,8 @@ from greenfast.spec.problem import Array, Case, dtype_of
 RUNS = ((True, 0xFF), (False, 0x00), (True, 0x3F))
 #: Of each buffer: wider than any vector that one thread reads or writes.
 ALIGNMENT = 32
+#: What the check leaves open where the driver has no read-only mappings.
+NOT_READ_ONLY = "the driver has no read-only memory, so a write to an input that is undone is not seen"
 #: What a case that is checked may have in bytes, so that its pages fit next to the kernels' own memory.
 MOST_BYTES = 1 << 30
 
@@ -61,7 +63,8 @@ def check_memory(gpu: Gpu, instruments: Instruments, executable: Executable, cas
     same = all(same_bits(outputs[0], other) for other in outputs[1:])
     if not same:
         violations.append("the outputs depend on what uninitialized memory holds, or on where the buffers are")
-    return RunResult(outputs[0], list(dict.fromkeys(violations)), same)
+    notes = [] if has_read_only(ordinal) else [NOT_READ_ONLY]
+    return RunResult(outputs[0], list(dict.fromkeys(violations)), same, notes=notes)
 
 
 @dataclass

@@ -22,6 +22,8 @@ from greenfast.device.gpu import GUARD_BYTES, POISON, Gpu, whole_pages
 from greenfast.device.instruments import Instruments, Range
 from greenfast.device.prepared import Prepared, check
 from greenfast.device.session import WrongLaunch
+from greenfast.device.virtual_memory import Access, PhysicalMemory, is_supported
+from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import Workspace
 from greenfast.spec.problem import Array, Case, dtype_of
 
@@ -121,12 +123,50 @@ class Memory:
         check(driver.cuMemFree(self.pointer))
 
 
+class _ReadOnly:
+    """Memory with one mapping that the judge writes, and one that a program can only read: a write ends its process."""
+
+    def __init__(self, nbytes: int, ordinal: int) -> None:
+        memory = PhysicalMemory(nbytes, ordinal)
+        try:
+            self._own = memory.map()
+            try:
+                self._programs = memory.map(Access.READ)
+            except MachineError:
+                self._own.free()
+                raise
+        finally:
+            memory.release()  # its mappings keep it
+        self.nbytes, self.pointer, self.programs = memory.nbytes, self._own.pointer, self._programs.pointer
+
+    def free(self) -> None:
+        """Free it."""
+        self._programs.free()
+        self._own.free()
+
+
 @dataclass(frozen=True)
 class _Place:
-    """One set of addresses, and the program's launches with them."""
+    """One set of addresses, and the program's launches with them.
+
+    base: where the layout would begin; ``memory`` begins there, or a guard band before what a launch may change where
+    the inputs are elsewhere. inputs: their memory then.
+    """
 
     memory: Memory
+    base: int
+    inputs: _ReadOnly | None
     launches: list[Prepared]
+
+    @property
+    def of_inputs(self) -> int:
+        """Where the judge writes the inputs."""
+        return self.inputs.pointer if self.inputs else self.base
+
+    @property
+    def for_programs(self) -> int:
+        """Where the program reads the inputs."""
+        return self.inputs.programs if self.inputs else self.base
 
 
 class Rotation:
@@ -134,6 +174,9 @@ class Rotation:
 
     outputs: what the first launch of each case left, for the caller to check; every later one must leave the same.
     wrong: the first of these launches that wrote elsewhere, None if all were well.
+
+    A program has its inputs at addresses that it can only read, if the driver has such: a write, even one that is
+    undone, ends the process with an illegal address.
     """
 
     def __init__(self, gpu: Gpu, instruments: Instruments, executable: Executable, cases: Sequence[Case]) -> None:
@@ -141,7 +184,7 @@ class Rotation:
         self._executable = executable
         self._variables = gpu.variables(executable)
         self._layout = layout = Layout.of(cases, executable.workspaces)
-        self._allocated: list[Memory] = []
+        self._allocated: list[Memory | _ReadOnly] = []
         self._veil, self._own_key = (random.SystemRandom().randrange(1, 2**64) for _ in range(2))
         self._before = [self._allocate(layout.scratch) for _ in cases]
         self._after = [self._allocate(layout.scratch - layout.changed) for _ in cases]
@@ -159,14 +202,34 @@ class Rotation:
         self._own = self._digests_of_own()
 
     def _allocate(self, nbytes: int) -> Memory:
-        self._allocated.append(Memory(max(nbytes, 1)))
-        return self._allocated[-1]
+        memory = Memory(max(nbytes, 1))
+        self._allocated.append(memory)
+        return memory
+
+    def _allocate_inputs(self) -> _ReadOnly | None:
+        """Memory for the inputs that programs can only read; None without inputs, or if the driver has none."""
+        ordinal = getattr(self._gpu.device, "device_id", None)
+        if ordinal is None or self._layout.changed <= _up(GUARD_BYTES) or not is_supported(int(ordinal)):
+            return None
+        try:
+            memory = _ReadOnly(self._layout.changed, int(ordinal))
+        except MachineError:  # some drivers have no read-only mappings
+            return None
+        self._allocated.append(memory)
+        return memory
 
     def _place(self, executable: Executable) -> _Place:
-        memory = self._allocate(self._layout.end)
-        self._queue_wipe(memory)
-        pointers = {name: memory.pointer + offset for name, offset in self._layout.offsets.items()}
-        return _Place(memory, self._gpu.prepare(executable, pointers))
+        layout, inputs = self._layout, self._allocate_inputs()
+        elsewhere = layout.changed - _up(GUARD_BYTES) if inputs else 0  # with a guard band in front
+        memory = self._allocate(layout.end - elsewhere)
+        place = _Place(memory, memory.pointer - elsewhere, inputs, [])
+        self._queue_wipe(place)
+        pointers = {
+            name: (place.for_programs if offset < layout.changed else place.base) + offset
+            for name, offset in layout.offsets.items()
+        }
+        place.launches.extend(self._gpu.prepare(executable, pointers))
+        return place
 
     def _first(self, number: int, case: Case) -> None:
         """Launch a case for the first time and keep what it leaves."""
@@ -177,8 +240,8 @@ class Rotation:
         for launch in place.launches:
             launch()
         self._gpu.stream.sync()
-        left = place.memory.download(0, self._layout.scratch)
-        self._queue_wipe(place.memory)
+        left = self._left(place)
+        self._queue_wipe(place)
         self._after[number].upload(left[self._layout.changed :])
         self._instruments.veil(self._after[number].pointer, self._after[number].nbytes, self._veil)
         outputs = {}
@@ -190,20 +253,44 @@ class Rotation:
         if self.wrong is None and not np.array_equal(left, image):
             self.wrong = WrongLaunch(1, 1, number, WRONG_MEMORY)
 
+    def _left(self, place: _Place) -> NDArray[np.uint8]:
+        """The inputs and outputs as a launch left them."""
+        changed, scratch = self._layout.changed, self._layout.scratch
+        if not place.inputs:
+            return place.memory.download(0, scratch)
+        left = np.empty(scratch, np.uint8)
+        check(driver.cuMemcpyDtoH(left.ctypes.data, place.of_inputs, changed))
+        start = place.memory.pointer - place.base
+        left[start:] = place.memory.download(0, scratch - start)
+        return left
+
     def _queue_restore(self, case: int, place: _Place) -> None:
         """Queue a case's inputs, its outputs before a launch, and what workspaces begin with, in a place."""
-        before, stream = self._before[case], self._gpu.stream.handle
-        check(driver.cuMemcpyDtoDAsync(place.memory.pointer, before.pointer, self._layout.scratch, stream))
+        before, stream, changed = self._before[case], self._gpu.stream.handle, self._layout.changed
+        parts = [(place.base, 0, self._layout.scratch)]
+        if place.inputs:
+            parts = [(place.of_inputs, 0, changed), (place.base, changed, self._layout.scratch)]
+        for base, start, end in parts:
+            if end > start:
+                check(driver.cuMemcpyDtoDAsync(base + start, before.pointer + start, end - start, stream))
         for name, space in self._workspaces.items():
-            to = place.memory.pointer + self._layout.offsets[name]
+            to = place.base + self._layout.offsets[name]
             if space.data:
                 check(driver.cuMemcpyDtoDAsync(to, self._data[name].pointer, space.nbytes, stream))
             elif space.zeros and space.nbytes:
                 check(driver.cuMemsetD8Async(to, 0, space.nbytes, stream))
 
-    def _queue_wipe(self, memory: Memory) -> None:
+    def _queue_wipe(self, place: _Place) -> None:
         """Queue poisoning a place."""
-        check(driver.cuMemsetD8Async(memory.pointer, POISON, memory.nbytes, self._gpu.stream.handle))
+        for memory in (place.memory, *([place.inputs] if place.inputs else [])):
+            check(driver.cuMemsetD8Async(memory.pointer, POISON, memory.nbytes, self._gpu.stream.handle))
+
+    def _bands(self, place: _Place) -> list[tuple[int, int]]:
+        """Start and end of the guard bands of the workspaces, and of a place's memory itself."""
+        *bands, (start, _) = self._layout.bands()
+        first = place.memory.pointer - place.base
+        in_front = [(first, self._layout.changed)] if place.inputs else []
+        return [*in_front, *bands, (start, first + place.memory.nbytes)]
 
     def time(
         self, warmup: int, iters: int, *, cold: bool, seed: int
@@ -239,10 +326,13 @@ class Rotation:
 
     def _queue(self, number: int, case: int, place: _Place, key: int, cold: bool, spare: int) -> tuple[Any, Any]:
         """Queue one launch with all that belongs to it; gives its time stamps. spare: a number that no launch has."""
-        layout, instruments, base = self._layout, self._instruments, place.memory.pointer
+        layout, instruments, base = self._layout, self._instruments, place.base
         self._queue_restore(case, place)
-        if not cold:
-            instruments.digest([Range(base, layout.scratch, 0, self._sum(spare, 0))], key)
+        if not cold:  # at the program's own addresses, which the caches of addresses then hold too
+            read = [Range(place.for_programs, layout.changed, 0, self._sum(spare, 0))]
+            read.append(Range(base + layout.changed, layout.scratch - layout.changed, 0, self._sum(spare, 0)))
+            whole = [Range(base, layout.scratch, 0, self._sum(spare, 0))]
+            instruments.digest(read if place.inputs else whole, key)
         instruments.scrub(key)
         if cold:
             instruments.flush_l2()
@@ -252,14 +342,14 @@ class Rotation:
         for launch in place.launches:
             launch()
         end = self._gpu.mark()
-        bands = [(base + first, first, last) for first, last in layout.bands()]
-        instruments.digest(self._ranges(base, base + layout.changed, bands, self._sum(number, 0)), key)
-        self._queue_wipe(place.memory)
+        bands = [(base + first, first, last) for first, last in self._bands(place)]
+        instruments.digest(self._ranges(place.of_inputs, base + layout.changed, bands, self._sum(number, 0)), key)
+        self._queue_wipe(place)
         return start, end
 
     def _queue_expected(self, number: int, case: int, key: int) -> None:
         """Queue the digest of what a launch of this case should have left."""
-        bands = [(self._poison.pointer, first, last) for first, last in self._layout.bands()]
+        bands = [(self._poison.pointer, first, last) for first, last in self._bands(self._places[0])]
         before, after = self._before[case].pointer, self._after[case].pointer
         self._instruments.digest(self._ranges(before, after, bands, self._sum(number, 2), self._veil), key)
 

@@ -13,6 +13,7 @@ from typing import Any
 from cuda.bindings import driver
 
 from greenfast.device.prepared import check
+from greenfast.spec.errors import MachineError
 
 #: Bytes of addresses without memory on each side of a mapping. They cost no memory, only addresses.
 GUARD_ADDRESSES = 1 << 30
@@ -44,6 +45,18 @@ def _properties(ordinal: int) -> Any:
     properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     properties.location.id = ordinal
     return properties
+
+
+def has_read_only(ordinal: int) -> bool:
+    """Whether the driver has mappings that a device can only read."""
+    memory = PhysicalMemory(1, ordinal)
+    try:
+        memory.map(Access.READ).free()
+    except MachineError:
+        return False
+    finally:
+        memory.release()
+    return True
 
 
 class PhysicalMemory:

@@ -13,6 +13,7 @@ from greenfast.judge.environment import git_state, now, package_versions
 from greenfast.judge.gates import build, correctness, evidence, resources
 from greenfast.judge.gates.correctness import CorrectnessOutcome
 from greenfast.judge.gates.emulated import EmulatedRuns
+from greenfast.judge.gates.in_flight import check_awaited
 from greenfast.judge.gates.memory import MemoryChecks
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record import GATES, Build, GateResult, Limits, Side, Status, TimingRow, status_of
@@ -94,6 +95,7 @@ class GateRun:
             self.progress("CORRECTNESS"),
             emulated=self._emulated(),
             memory=self._memory_checks(),
+            check_awaited=check_awaited,
             own=next((role for role, entrant in self.entrants.items() if entrant.is_own), None),
         )
         if self.add(result).status != "PASS":

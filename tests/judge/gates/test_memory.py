@@ -125,3 +125,12 @@ def test_the_exit_code_belongs_to_the_check_that_was_not_done() -> None:
     assert decision_code("UNCHECKED", gates, {"BUILD"}) == 0
     failed = [*gates[:3], GateResult(gate="PERFORMANCE", status="FAIL", summary="")]
     assert decision_code("DEFER", failed, set()) == 1
+
+
+def test_without_read_only_memory_the_verdict_is_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A write to an input that is undone would not be seen at the timed shapes."""
+    monkeypatch.setattr(memory_check, "has_read_only", lambda _: False)
+    record = judge(monkeypatch, tmp_path)
+    unchecked = [text for gate in record.gates for text in gate.unchecked]
+    assert any("writes to inputs at the timed shapes: the driver has no read-only memory" in text for text in unchecked)
+    assert record.decision != "MERGE"

@@ -24,6 +24,7 @@ from greenfast.judge.errors import (
 )
 from greenfast.judge.exam import Cell
 from greenfast.judge.gates.emulated import EmulatedRuns
+from greenfast.judge.gates.in_flight import WHAT
 from greenfast.judge.gates.memory import NOT_COVERED, MemoryChecks
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record import (
@@ -85,6 +86,7 @@ def check(
     *,
     emulated: EmulatedRuns | None = None,
     memory: MemoryChecks | None = None,
+    check_awaited: Callable[[BuiltSide], tuple[Status, str] | None] | None = None,
     own: str | None = None,
 ) -> tuple[GateResult, CorrectnessOutcome]:
     """Run every side on every case that it computes, each side in a separate process.
@@ -95,6 +97,7 @@ def check(
     own_gates: by role, the kernel-error gate of a side whose rung defines one.
     emulated: cases that the emulator runs at the same time. memory: the memory check on the GPU. The faults of both
     count. A side for which neither could be done is named in the result's ``unchecked``.
+    check_awaited: tells of a side's kernels whether their asynchronous operations are awaited (``in_flight``).
     own: the role of the problem's own reference, whose output here is as right as its reference where that is a run.
 
     Raises UsageError for a problem whose references do not hold (``spec.problem.references_of``), and for a workspace
@@ -159,7 +162,7 @@ def check(
             for (role, number), result in (emulated.results().items() if emulated else ())
             for cell, case, references, also in (seen[number],)
         ]
-    return _result(outcome, sides, emulated_rows, memory), outcome
+    return _result(outcome, sides, emulated_rows, memory, check_awaited), outcome
 
 
 def _ran(
@@ -367,6 +370,7 @@ def _result(
     sides: Sequence[BuiltSide],
     emulated: Sequence[tuple[str, RunResult | WorkerError, CorrectnessRow]],
     memory: MemoryChecks | None,
+    check_awaited: Callable[[BuiltSide], tuple[Status, str] | None] | None,
 ) -> GateResult:
     checks: list[tuple[str, str, str, Status]] = []
     reasons: list[str] = []
@@ -407,6 +411,13 @@ def _result(
             if status == "PENDING":
                 why = actual
             by_emulator.append(status)
+        if awaited := check_awaited(side) if check_awaited else None:
+            status, actual = awaited
+            checks.append((f"{side.variant.name}: {WHAT}", "before a thread ends", actual, status))
+            if status == "FAIL":
+                reasons.append(f"{side.variant.name}: {actual}")
+            elif status == "PENDING":
+                unchecked.append(f"{side.variant.name}: {WHAT}: {actual}")
         if memory is None:
             continue
         if not by_emulator:
@@ -418,6 +429,8 @@ def _result(
         checks.append((f"{side.variant.name} memory check on the GPU", "no fault", actual + note, status))
         if status == "FAIL":
             reasons.append(f"{side.variant.name} memory check on the GPU: {actual}")
+        elif left_open := memory.left_open(side):
+            unchecked.append(f"{side.variant.name}: writes to inputs at the timed shapes: {left_open}")
         elif status == "PENDING" and not complete:
             unchecked.append(
                 f"{side.variant.name}: neither the check on the emulator ({why}) nor the memory check on the GPU "

@@ -70,7 +70,14 @@ class MemoryChecks:
         notes = "".join(f"; {shape}: {why}" for shape, why in lacking.items())
         if not checked:
             return "PENDING", notes.removeprefix("; ") or "no case ran"
+        left_open = self.left_open(side)
+        notes += f"; {left_open}" if left_open else ""
         return "PASS", f"no fault on {len(checked)} of {len(results)} shapes{notes}"
+
+    def left_open(self, side: BuiltSide) -> str:
+        """What the device could not check of any case of a side; empty if nothing."""
+        results = self._results[side.role].values()
+        return "; ".join(dict.fromkeys(note for r in results if isinstance(r, RunResult) for note in r.notes))
 
 
 def _fault_of(result: RunResult | WorkerError) -> str:
