@@ -392,7 +392,7 @@ def _run(asked: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int
         except KernelFaultError as e:
             if n == 0:
                 raise
-            e.args = (f"{e}; only in the order of the warps that --seed {asked.seed + n} begins with",)
+            e.args = (f"{e}; only in the order of the warps that --seed {asked.seed} --orders {n + 1} ends with",)
             raise
     first, *others = results
     known = {(f.name, f.location) for f in first.findings}
@@ -400,8 +400,8 @@ def _run(asked: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int
         first.findings += [f for f in other.findings if (f.name, f.location) not in known]
         known |= {(f.name, f.location) for f in other.findings}
     return first, [
-        f"{name!r} differs between {orders} orders of the warps, by up to {_largest(differences):g}: a race, or "
-        "atomics whose order rounds differently"
+        f"{name!r} differs between {orders} orders of the warps, by up to {_largest(differences):g}: a race, a missing "
+        "fence, or atomics whose order rounds differently"
         for name, data in first.outputs.items()
         if (differences := [_error(data, o.outputs[name]) for o in others if not _same(data, o.outputs[name])])
     ]
