@@ -113,7 +113,7 @@ def attention_with_bounds(
 
     The bounds share their products, those of scores where sums are as exact.
     """
-    out = torch.empty_like(q, dtype=torch.float64)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float64)
     bounds = [torch.empty_like(out) for _ in roundings]
     for heads, rows in _blocks(q, k):
         of_q, of_k, of_v = (x.double() for x in (q[heads, rows], k[heads], v[heads]))

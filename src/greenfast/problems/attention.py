@@ -40,6 +40,9 @@ from greenfast.numerics.inputs import VARIANTS as VARIANTS
 from greenfast.numerics.inputs import standard_normal, varied
 from greenfast.spec.problem import Array, Case, OutputSpec, References
 
+#: What the log-sum-exp is multiplied by where it is compared, and its value for a row without a key.
+_SUM_UNIT, _NO_KEY = 2.0**-8, -100.0
+
 
 def _tensors(config: AttentionConfig, sizes: Sizes, seed: int, variant: str = "normal") -> list[Tensor]:
     """Unquantized q (batch * heads, q_len, head_dim), k and v (batch * kv_heads, kv_len, head_dim), float16."""
@@ -128,14 +131,43 @@ def references(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "nor
     tensors = _tensors(config, sizes, seed, variant)
     unquantized, exact = _per_query_head(tensors, sizes), _dequantized_per_query_head(tensors, config, sizes)
     names = {"": HALF_WEIGHTS, "e4m3": E4M3_WEIGHTS, "e4m3_polynomial": E4M3_POLYNOMIAL_WEIGHTS}
-    out, found = attention_with_bounds(*exact, scale, mask, tuple(names.values()), config.softcap)
-    bounds = {name: bound.numpy() for name, bound in zip(names, found, strict=True)}
+    roundings = tuple(names.values())
+    if not config.log_sum_exp:
+        out, found = attention_with_bounds(*exact, scale, mask, roundings, config.softcap)
+        full = attention(*unquantized, scale, mask, config.softcap).numpy()
+        bounds = {name: bound.numpy() for name, bound in zip(names, found, strict=True)}
+        return References(full=full, exact=out.numpy(), bound=bounds.pop(""), bounds=bounds)
+    # A column of ones in V: the bound on it is at least the error of a row's sum, relative to that sum.
+    q, k, v = exact
+    out, found = attention_with_bounds(
+        q, k, torch.cat([v, torch.ones_like(v[..., :1])], -1), scale, mask, roundings, config.softcap
+    )
+    sums = _log_sum_exp(q, k, config, sizes)
+    bounds = {}
+    for name, bound in zip(names, found, strict=True):
+        error = bound[..., -1].numpy()
+        error = error / (1 - np.minimum(error, 0.9)) + 2.0**-21 * (1 + np.abs(sums))
+        error = np.where(np.isneginf(sums), 0.0, error)
+        bounds[name] = np.concatenate([bound[..., :-1].numpy().ravel(), _SUM_UNIT * error.ravel()])
     return References(
-        full=attention(*unquantized, scale, mask, config.softcap).numpy(),
-        exact=out.numpy(),
+        full=_joined(
+            attention(*unquantized, scale, mask, config.softcap).numpy(),
+            _log_sum_exp(unquantized[0], unquantized[1], config, sizes),
+        ),
+        exact=_joined(out[..., :-1].numpy(), sums),
         bound=bounds.pop(""),
         bounds=bounds,
+        sizes=(out[..., :-1].numel(), sums.size),
     )
+
+
+def _joined(out: NDArray[np.float64], sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The output and the log-sum-exp, flat. The latter is scaled so that the former decides the relative error.
+
+    A row without a key has _NO_KEY in place of minus infinity.
+    """
+    sums = np.where(np.isneginf(sums), _NO_KEY, sums)
+    return np.concatenate([out.ravel(), _SUM_UNIT * sums.ravel()])
 
 
 def _per_query_head(tensors: list[Tensor], sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,6 +186,10 @@ def log_sum_exp(dims: Mapping[str, int], seed: int, fmt: str) -> NDArray[np.floa
     """The reference for ``lse``, (batch * heads, q_len): natural logarithm, -inf for a row that attends to no key."""
     config, sizes = read_dims(dims, fmt)
     q, k, _ = _dequantized_per_query_head(_tensors(config, sizes, seed), config, sizes)
+    return _log_sum_exp(q, k, config, sizes)
+
+
+def _log_sum_exp(q: Tensor, k: Tensor, config: AttentionConfig, sizes: Sizes) -> NDArray[np.float64]:
     scores = scores_of(q, k, 1.0 / math.sqrt(config.head_dim), config.softcap)
     mask = mask_of(config.mask, sizes)
     found: NDArray[np.float64] = torch.logsumexp(
@@ -163,11 +199,12 @@ def log_sum_exp(dims: Mapping[str, int], seed: int, fmt: str) -> NDArray[np.floa
 
 
 def decode(outputs: Mapping[str, NDArray[Any]], fmt: str) -> NDArray[np.float64]:
-    """The output as float64, (batch * heads, q_len, head_dim)."""
+    """The output as float64, (batch * heads, q_len, head_dim); with a log-sum-exp both, flat (``_joined``)."""
     out = outputs["out"]
     if out.dtype == np.uint16:  # bfloat16
         out = (out.astype(np.uint32) << 16).view(np.float32)
-    return out.astype(np.float64)
+    values = out.astype(np.float64)
+    return _joined(values, outputs["lse"].astype(np.float64)) if "lse" in outputs else values
 
 
 def least_work(dims: Mapping[str, int]) -> dict[str, int]:

@@ -83,6 +83,9 @@ class References:
     most: an absolute error that no element may have, whatever its bound.
     is_run: whether exact is what a run of the problem's own reference gave on the CPU, which rounds where it likes, so
     that what the same reference gives on a GPU is as right.
+    relative: the bound that holds instead if an answer that computes nothing, such as zeros, is within ``bound``: for a
+    tolerance that is stated and not derived, the same relative to the size of the outputs. None if there is none.
+    sizes: the number of elements of each output in the flat arrays; ``matched`` holds for each of them. Empty for one.
     """
 
     full: NDArray[np.float64]
@@ -92,6 +95,8 @@ class References:
     matched: float = 1.0
     most: float = math.inf
     is_run: bool = False
+    relative: NDArray[np.float64] | None = None
+    sizes: tuple[int, ...] = ()
 
     def bound_of(self, rounding: str) -> NDArray[np.float64]:
         """The bound with this name, ``bound`` for an empty name; raises UsageError naming the known ones."""
@@ -192,7 +197,10 @@ def references_of(problem: Problem, dims: Mapping[str, int], seed: int, fmt: str
     found = _made(problem, problem.references, dims, seed, fmt, variant)
     where = f"{_name_of(problem)}: references of {_described(dims)}, seed {seed}"
     where += f", variant {variant}" if variant != NORMAL else ""
-    bounds = {"bound": found.bound, **{f"bounds[{name!r}]": bound for name, bound in found.bounds.items()}}
+    if found.sizes and sum(found.sizes) != np.size(found.exact):
+        raise UsageError(f"{where}: sizes has {sum(found.sizes)} elements, and exact {np.size(found.exact)}")
+    bounds = {"bound": found.bound, **({} if found.relative is None else {"relative": found.relative})}
+    bounds |= {f"bounds[{name!r}]": bound for name, bound in found.bounds.items()}
     for name, array in {"full": found.full, "exact": found.exact, **bounds}.items():
         if not isinstance(array, np.ndarray | np.generic) or array.dtype != np.float64:
             kind = array.dtype if isinstance(array, np.ndarray | np.generic) else type(array).__name__

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,21 +69,22 @@ class DefinedProblem:
         arguments = [tensors[n] if n in tensors else self.scalar(workload, n) for n in self.definition.inputs]
         with torch.no_grad():
             found = called(f"{self.definition.name}: workload {workload.uuid}: run", self._function("run"), *arguments)
-        exact = _joined(self._outputs(found, workload, sizes))
+        outputs = self._outputs(found, workload, sizes)
+        exact = _joined(outputs)
         allowed = workload.tolerance or Allowed()
-        if self.definition.is_sol or workload.tolerance:
-            bound = np.abs(exact)
-            bound *= allowed.max_rtol
-            bound += allowed.max_atol
-            return References(
-                full=exact,
-                exact=exact,
-                bound=bound,
-                matched=allowed.required_matched_ratio,
-                most=math.inf if allowed.max_error_cap is None else allowed.max_error_cap,
-                is_run=True,
-            )
-        return References(full=exact, exact=exact, bound=np.maximum(_ATOL, _RTOL * np.abs(exact)), is_run=True)
+        is_sum = self.definition.is_sol or workload.tolerance is not None
+        atol, rtol = (allowed.max_atol, allowed.max_rtol) if is_sum else (_ATOL, _RTOL)
+        combine = np.add if is_sum else np.maximum
+        return References(
+            full=exact,
+            exact=exact,
+            bound=combine(atol, rtol * np.abs(exact)),
+            matched=allowed.required_matched_ratio if is_sum else 1.0,
+            most=math.inf if not is_sum or allowed.max_error_cap is None else allowed.max_error_cap,
+            is_run=True,
+            relative=combine(atol * unit_of_outputs(outputs).reshape(exact.shape), rtol * np.abs(exact)),
+            sizes=tuple(output.size for output in outputs),
+        )
 
     def _outputs(self, found: Any, workload: Workload, sizes: Mapping[str, int]) -> list[NDArray[np.float64]]:
         """What ``run`` gave, in the order of the definition's outputs. Raises UsageError where it is something else."""
@@ -182,6 +183,16 @@ class DefinedProblem:
         made: dict[str, Any] = {"__name__": "reference"}
         called(f"{self.definition.name}: reference", exec, self._source, made)  # as trusted as a problem.py is
         return made
+
+
+def unit_of_outputs(outputs: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Return for each element, flat, the root mean square of its output's finite values; at most 1."""
+    units = []
+    for output in outputs:
+        finite = output[np.abs(output) < -_MINUS_INFINITY]
+        mean = float(np.mean(np.square(finite))) if finite.size else 0.0
+        units.append(np.full(output.size, min(1.0, math.sqrt(mean))))
+    return np.concatenate([*units, np.zeros(0)])
 
 
 def called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from greenfast.judge.formats.defined import array_of, called
+from greenfast.judge.formats.defined import array_of, called, unit_of_outputs
 from greenfast.judge.formats.kernelbench import SEED
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Array, Case, OutputSpec, References
@@ -36,7 +36,15 @@ class ModelProblem:
         found = self._forward(self._inputs(seed))
         exact = np.concatenate([tensor.double().numpy().ravel() for tensor in found])
         allowed = np.concatenate([np.full(tensor.numel(), _TOLERANCES.get(tensor.dtype, 0.0)) for tensor in found])
-        return References(full=exact, exact=exact, bound=allowed * (1 + np.abs(exact)), is_run=True)
+        outputs = [tensor.double().numpy() for tensor in found]
+        return References(
+            full=exact,
+            exact=exact,
+            bound=allowed * (1 + np.abs(exact)),
+            is_run=True,
+            relative=allowed * (unit_of_outputs(outputs) + np.abs(exact)),
+            sizes=tuple(output.size for output in outputs),
+        )
 
     def decode(self, outputs: Mapping[str, Array], fmt: str) -> NDArray[np.float64]:
         """All outputs, flat, in their order."""

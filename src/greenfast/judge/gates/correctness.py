@@ -26,6 +26,14 @@ from greenfast.judge.exam import Cell
 from greenfast.judge.gates.emulated import EmulatedRuns
 from greenfast.judge.gates.in_flight import WHAT
 from greenfast.judge.gates.memory import NOT_COVERED, MemoryChecks
+from greenfast.judge.gates.sensitivity import (
+    NEED_OTHERS,
+    filled,
+    find_dropped,
+    is_far,
+    segments,
+    trivial_answers,
+)
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record import (
     CorrectnessRow,
@@ -59,19 +67,24 @@ _OF_VALUES = (
 _ERRORS, _ROOM = ("max_abs_err", "mean_abs_err", "pct_bad"), 0.9
 #: Each case runs this often on equal input in fresh memory; outputs that differ in a bit show a race.
 REPEATS = 2
+_REMEDY = "give the problem a bound that this exceeds, or inputs for which it is wrong"
 
 
 @dataclass
 class CorrectnessOutcome:
     """What the gate found: rows by role, parity, and a digest of each output by (role, shape, seed).
 
-    counts: by role and shape, from the first seed; empty where nothing counts.
+    counts: by role and shape, from the first seed; empty where nothing counts. tightened: the shapes whose stated
+    tolerance an answer that computes nothing would meet, and which are judged relative to their outputs' size. trivial:
+    by shape, the answers that compute nothing and pass nevertheless, on all cases.
     """
 
     rows: dict[str, list[CorrectnessRow]] = field(default_factory=dict)
     parity: list[ParityRow] = field(default_factory=list)
     digests: dict[tuple[str, str, int], str] = field(default_factory=dict)
     counts: dict[str, dict[str, KernelCounts]] = field(default_factory=dict)
+    tightened: dict[str, str] = field(default_factory=dict)
+    trivial: dict[str, set[str]] = field(default_factory=dict)
 
 
 def check(
@@ -116,6 +129,8 @@ def check(
             stack.enter_context(memory)
         checked = _Checked(problem, fmt, gates, own_gates)
         inputs: dict[tuple[str, int, str], str] = {}
+        others: dict[str, tuple[str, NDArray[np.float64]]] = {}
+        shown: set[str] = set()
         seen: dict[int, tuple[Cell, Case, References, NDArray[np.float64] | None]] = {}
         _require_same_inputs(problem, cells[0], fmt)
         for done, cell in enumerate(cells):
@@ -133,20 +148,31 @@ def check(
                 for side in asked
             }
             references = references_of(problem, cell.shape.dims, cell.seed, fmt, cell.variant)
+            digest, other = others.get(shape, ("", None))
+            stated = references
+            references = checked.settle(
+                cell, case, references, None if digest == case.digest else other, shape not in others, outcome
+            )
+            if cell.variant == NORMAL:
+                others.setdefault(shape, (case.digest, references.exact))
             decoded: dict[str, NDArray[np.float64]] = {}
             also = None
             for side in sorted(asked, key=lambda side: side.role != own):
                 result = running[side.role].result()
                 if isinstance(result, WorkerError) and result.ended:
                     broken.setdefault(side.role, result)
-                expected = _of_itself(references) if side.role == own else references
+                expected = _of_itself(stated) if side.role == own else references
                 row, values = checked.row(side.role, cell, case, expected, result, also)
                 outcome.rows[side.role].append(row)
                 if side.role == own and references.is_run and row.passed:
                     also = values
+                    _note_noise(outcome, cell, references, values)
                 if values is None or cell.variant != NORMAL:
                     continue
                 assert isinstance(result, RunResult)
+                if row.passed and shape not in shown:
+                    checked.require_shown(side.role, cell, case, expected, result, values)
+                    shown.add(shape)
                 decoded[side.role] = values
                 outcome.digests[side.role, shape, cell.seed] = output_digest(result.outputs)
                 if result.counts is not None:
@@ -248,6 +274,92 @@ class _Checked:
         gate = self.gates.error_for(cell.shape.dims)
         return _row(cell, case, references, gate, kernel_gate, result, decoded), decoded
 
+    def settle(
+        self,
+        cell: Cell,
+        case: Case,
+        references: References,
+        other: NDArray[np.float64] | None,
+        first: bool,
+        outcome: CorrectnessOutcome,
+    ) -> References:
+        """Return the references with a relative bound if an answer that computes nothing is within the stated one.
+
+        Answers that pass nevertheless are noted in ``outcome.trivial``, for the task's own shapes and normal inputs.
+        other: the exact answer to the first inputs of this shape, if these are not the same ones. first: whether these
+        are the first.
+        """
+        asked = cell.variant == NORMAL and not cell.new_shape
+        if references.relative is None and not asked:
+            return references
+        passing = self._trivial(cell, case, references, other)
+        if passing and references.relative is not None:
+            outcome.tightened.setdefault(cell.shape.name, passing[0])
+            references = replace(references, bound=references.relative)
+            passing = self._trivial(cell, case, references, other)
+        if asked:
+            names = set(passing) | (NEED_OTHERS if first else set())
+            outcome.trivial[cell.shape.name] = names & outcome.trivial.get(cell.shape.name, names)
+        return references
+
+    def _trivial(self, cell: Cell, case: Case, references: References, other: NDArray[np.float64] | None) -> list[str]:
+        """Name the answers that compute nothing and pass; of each output alone too, the others being right."""
+        gate = self.gates.error_for(cell.shape.dims)
+        kernel_gates = [self.gates.kernel_error, *self.own_gates.values()]
+        passing: list[str] = []
+        format_error = None
+        for name, answer in trivial_answers(case, references, other):
+            for kernel_gate in kernel_gates:
+                if is_far(answer, references, references.bound_of(kernel_gate.rounding), kernel_gate.bound_factor):
+                    continue
+                format_error = format_error or error_stats(references.exact, references.full, gate.bad_abs_err)
+                values = _measure(cell, references, gate, kernel_gate, format_error, answer)
+                if all(values.gates.values()):
+                    passing.append(name)
+                    break
+        return list(dict.fromkeys(passing))
+
+    def require_shown(
+        self,
+        role: str,
+        cell: Cell,
+        case: Case,
+        references: References,
+        result: RunResult,
+        decoded: NDArray[np.float64],
+    ) -> None:
+        """Raise UsageError if the check does not notice a change of an output that passed."""
+        dropped = find_dropped(lambda outputs: self.problem.decode(outputs, self.fmt), result.outputs, decoded)
+        if dropped:
+            raise UsageError(
+                f"{cell}: CORRECTNESS cannot check all outputs: {dropped}; a kernel could write anything there. Let "
+                "decode return them and references their values, or declare no output that is not compared"
+            )
+        kernel_gate = self.own_gates.get(role, self.gates.kernel_error)
+        gate = self.gates.error_for(cell.shape.dims)
+        for name, outputs in filled(result.outputs):
+            with np.errstate(all="ignore"):
+                values = self.problem.decode(outputs, self.fmt)
+            if values.shape != decoded.shape or not np.isfinite(values).all() or np.array_equal(values, decoded):
+                continue
+            row = _row(cell, case, references, gate, kernel_gate, replace(result, outputs=outputs), values)
+            if row.passed:
+                raise UsageError(
+                    f"{cell}: CORRECTNESS cannot judge output {name!r}: it passes with 7 in all of its elements. Give "
+                    "it a bound that such a value exceeds"
+                )
+
+
+def _note_noise(
+    outcome: CorrectnessOutcome, cell: Cell, references: References, values: NDArray[np.float64] | None
+) -> None:
+    """Note a shape whose own reference, run here, is beyond the relative bound that was to be used."""
+    shape = cell.shape.name
+    if references.bound is not references.relative or values is None or not np.isfinite(values).all():
+        return
+    if worst_bound_ratio(values, references.exact, references.bound, matched=_LIKE_ITSELF) > 1:
+        outcome.trivial.setdefault(shape, set()).add(outcome.tightened[shape])
+
 
 def _of_itself(references: References) -> References:
     """What the problem's own reference is compared with."""
@@ -296,20 +408,11 @@ def _row(
         if bad_elements:
             notes.append(f"{bad_elements} of {decoded.size} output elements are not finite or were never written")
         else:
-            error = error_stats(decoded, references.full, bad)
-            kernel_error = error if references.exact is references.full else error_stats(decoded, references.exact, bad)
-            bound_ratio = worst_bound_ratio(
-                decoded, references.exact, bound, matched=references.matched, most=references.most
-            )
+            values = _measure(cell, references, gate, kernel_gate, format_error, decoded)
+            error, kernel_error, bound_ratio = values.error, values.kernel_error, values.bound_ratio
             histograms["error_histogram"] = error_histogram(decoded, references.exact)
             histograms["bound_histogram"] = bound_histogram(decoded, references.exact, bound)
-            for name in _judged_errors(cell, format_error, gate):
-                held[f"{name}_pass"] = getattr(error, name) <= getattr(gate, name)
-            allowed = kernel_gate.relative_error
-            if cell.variant != NORMAL or cell.new_shape:
-                allowed *= relative_error_factor(decoded.size, cell.variant)
-            held["kernel_relative_error_pass"] = kernel_error.relative_error <= allowed
-            held["kernel_bound_pass"] = bound_ratio <= kernel_gate.bound_factor
+            held |= values.gates
         if not all(held.get(name, True) for name in _OF_VALUES):
             notes.append(str(worst))
     return CorrectnessRow(
@@ -330,6 +433,47 @@ def _row(
         worst=worst,
         **histograms,
     )
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Errors of decoded values, and the gates that judge them."""
+
+    error: ErrorStats
+    kernel_error: ErrorStats
+    bound_ratio: float
+    gates: dict[str, bool]
+
+
+def _measure(
+    cell: Cell,
+    references: References,
+    gate: ErrorGate,
+    kernel_gate: KernelErrorGate,
+    format_error: ErrorStats,
+    decoded: NDArray[np.float64],
+) -> _Values:
+    """Measure and judge decoded values, all of which are finite."""
+    error = error_stats(decoded, references.full, gate.bad_abs_err)
+    same = references.exact is references.full
+    kernel_error = error if same else error_stats(decoded, references.exact, gate.bad_abs_err)
+    bound = references.bound_of(kernel_gate.rounding)
+    ratios = (
+        worst_bound_ratio(got, exact, allowed, matched=references.matched, most=references.most)
+        for got, exact, allowed in zip(
+            *(segments(references, array) for array in (decoded, references.exact, bound)), strict=True
+        )
+    )
+    bound_ratio = float(np.max(list(ratios), initial=0.0))
+    held = {}
+    for name in _judged_errors(cell, format_error, gate):
+        held[f"{name}_pass"] = getattr(error, name) <= getattr(gate, name)
+    allowed = kernel_gate.relative_error
+    if cell.variant != NORMAL or cell.new_shape:
+        allowed *= relative_error_factor(decoded.size, cell.variant)
+    held["kernel_relative_error_pass"] = kernel_error.relative_error <= allowed
+    held["kernel_bound_pass"] = bound_ratio <= kernel_gate.bound_factor
+    return _Values(error, kernel_error, bound_ratio, held)
 
 
 def _judged_errors(cell: Cell, format_error: ErrorStats, gate: ErrorGate) -> list[str]:
@@ -436,13 +580,27 @@ def _result(
                 f"{side.variant.name}: neither the check on the emulator ({why}) nor the memory check on the GPU "
                 f"({actual}) was done"
             )
+    for shape, answer in outcome.tightened.items():
+        checks.append((f"tolerance at {shape}", "as stated", f"relative: {answer} would meet the stated one", "PASS"))
+    cells = [row.shape for row in outcome.rows[sides[0].role] if row.variant == NORMAL] if sides else []
+    known = {
+        shape: names - NEED_OTHERS if cells.count(shape) < 2 else names for shape, names in outcome.trivial.items()
+    }
+    unjudged = {shape: sorted(names) for shape, names in known.items() if names}
+    for shape, names in unjudged.items():
+        checks.append((f"answers that compute nothing at {shape}", "fail", f"{', '.join(names)} would pass", "PENDING"))
+    cannot = [
+        f"{shape} cannot be judged: {', '.join(names)} would pass; {_REMEDY}" for shape, names in unjudged.items()
+    ]
     identical = sum(p.identical for p in outcome.parity)
     parity = f"; outputs identical on {identical}/{len(outcome.parity)}" if outcome.parity else ""
     return GateResult(
         gate="CORRECTNESS",
-        status="FAIL" if reasons else "PENDING" if unknown else "PASS",
-        summary=", ".join(counts) + parity + (f"; {len(unknown)} could not be run here" if unknown else ""),
-        reasons=[*reasons, *unknown],
+        status="FAIL" if reasons else "PENDING" if unknown or cannot else "PASS",
+        summary="; ".join(
+            [*cannot[:1], ", ".join(counts) + parity, *([f"{len(unknown)} could not be run here"] if unknown else [])]
+        ),
+        reasons=[*reasons, *unknown, *cannot],
         checks=checks,
         unchecked=unchecked,
     )
