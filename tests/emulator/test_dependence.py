@@ -80,8 +80,29 @@ def test_a_clock_that_went_through_memory_is_another_one() -> None:
 def test_bits_of_an_address_are_other_ones(bits: str) -> None:
     found = run(f"{bits} setp.ne.u64 %p1, %rd8, 0; {WRONG}")
     assert any("other bits with other clocks, multiprocessors and addresses" in said for said in found.violations)
-    harmless = run("and.b64 %rd8, %rd1, 15; setp.ne.u64 %p1, %rd8, 0; @%p1 mov.u32 %r9, 5;")
-    assert (harmless.violations, harmless.notes) == ([], [])
+    harmless = run(f"and.b64 %rd8, %rd1, 15; setp.ne.u64 %p1, %rd8, 0; {WRONG}")
+    assert harmless.violations == [], "no address of a buffer is that odd"
+    assert any("a comparison depends on bits of an address" in note for note in harmless.notes)
+
+
+@pytest.mark.parametrize(
+    "bits", ["and.b64 %rd8, %rd1, 2097151;", "shr.u64 %rd8, %rd1, 12;", "cvt.u32.u64 %r8, %rd2; cvt.u64.u32 %rd8, %r8;"]
+)
+def test_memory_behind_an_address_that_no_run_has_is_reached(bits: str) -> None:
+    found = run(f"{bits} setp.eq.u64 %p1, %rd8, 4096; @%p1 ld.global.u32 %r9, [%rd1+-4];")
+    assert any("out of bounds" in said and "bits of an address" in said for said in found.violations)
+    vectors = run(
+        "and.b64 %rd8, %rd4, 15; setp.eq.u64 %p1, %rd8, 0; @%p1 ld.global.v4.u32 {%r6, %r7, %r8, %r9}, [%rd4];"
+    )
+    assert not any("misaligned" in said for said in vectors.violations)
+
+
+def test_the_end_of_a_buffer_is_no_bits_of_an_address() -> None:
+    body = "add.u64 %rd8, %rd1, 128; setp.lt.u64 %p1, %rd4, %rd8; @%p1 add.u32 %r9, %r1, 1;"
+    _, program = program_of(PTX % body, "k")
+    found = find_dependence(program.function, {("px", 0), ("py", 0)})
+    assert found.addresses
+    assert found.bits == ()
 
 
 def test_an_outcome_that_traps_is_no_fault() -> None:

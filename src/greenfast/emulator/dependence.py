@@ -20,13 +20,14 @@ _KEEPS_ADDRESS = ("mov", "cvta", "add", "sub", "mad", "selp")
 class Dependence:
     """comparisons: by number of the instruction, the registers of UNDEFINED that its result may depend on.
 
-    undefined: whether anything reads such a register. addresses: whether a value that is no address depends on where a
-    buffer is.
+    undefined: whether anything reads such a register. addresses: whether a value that is no address, or a comparison,
+    depends on where a buffer is. bits: the comparisons of a value that is computed from bits of an address.
     """
 
     comparisons: dict[int, tuple[str, ...]]
     undefined: bool
     addresses: bool
+    bits: tuple[int, ...]
 
 
 def find_dependence(function: Function, pointers: Collection[tuple[str, int]]) -> Dependence:
@@ -46,7 +47,10 @@ def find_dependence(function: Function, pointers: Collection[tuple[str, int]]) -
         i.name not in (*_KEEPS_ADDRESS, *_NO_RESULT, "ld", "atom", "prefetch", "cp", "mbarrier") and _sources(i, held)
         for i in function.code
     )
-    return Dependence(comparisons, bool(reads), addresses)
+    no_start = (*_KEEPS_ADDRESS, *_NO_RESULT, *_COMPARES, "ld", "atom")
+    taken = _follow(function, lambda i: set() if i.name in no_start else _sources(i, held), loads=True)
+    bits = tuple(pc for pc, i in enumerate(function.code) if i.name in _COMPARES and _sources(i, taken))
+    return Dependence(comparisons, bool(reads), addresses, bits)
 
 
 def _specials(i: Instruction, names: Collection[str]) -> set[str]:

@@ -250,20 +250,26 @@ def _explore(steps: Sequence[Step], result: GridResult, attempt: Callable[[Surro
         for pc, registers in dependence.comparisons.items():
             what = f"{function.name}: a comparison depends on {', '.join(registers)} at {function.code[pc].source}"
             forced.append((replace(OTHER, name=f"the other outcome where {what}", forced=(n, pc)), what))
+        for pc in dependence.bits:
+            what = f"{function.name}: a comparison depends on bits of an address at {function.code[pc].source}"
+            around = replace(OTHER, name=f"the other outcome where {what}", forced=(n, pc), is_possible=False)
+            forced.append((around, what))
     todo = [*([(OTHER, "")] if differs else []), *forced[:_MOST_FORCED]]
     for around, what in todo:
         outcome = "both outcomes were run"
         try:
             other = attempt(around)
         except KernelFaultError as e:
-            if "trap was executed" not in str(e):
+            impossible = not around.is_possible and "out of bounds" not in str(e)
+            if "trap was executed" not in str(e) and not impossible:
                 result.differences.append(f"{e}; only with {around.name}")
-            else:
+            elif not impossible:
                 outcome = "one of the two outcomes ends by a trap"
         except UnsupportedError as e:
             outcome = f"one of the two outcomes could not be run: {e}"
         else:
-            if any(other.outputs[n].tobytes() != data.tobytes() for n, data in result.outputs.items()):
+            same = all(other.outputs[n].tobytes() == data.tobytes() for n, data in result.outputs.items())
+            if around.is_possible and not same:
                 result.differences.append(f"the outputs are other bits with {around.name}")
         if what or not outcome.startswith("both"):
             result.notes.append(f"{what or around.name}; {outcome}")

@@ -20,7 +20,8 @@ class Surroundings:
     multiprocessors: what %nsmid says. turned: whether blocks are on other multiprocessors, and warps in other places.
     grid: what %gridid says of the first run. memory: bytes that allocations lie above their usual addresses.
     forced: numbers of a launch and of an instruction in it that compares: each thread's first result is inverted.
-    name: for messages.
+    is_possible: whether a GPU may show all of this at once. It may not for a forced comparison of bits of an address;
+    then only an access outside of memory counts. name: for messages.
     """
 
     name: str = ""
@@ -30,6 +31,7 @@ class Surroundings:
     grid: int = 1
     memory: int = 0
     forced: tuple[int, int] | None = None
+    is_possible: bool = True
 
     def clock(self, register: str, executed: int) -> int:
         """What a clock holds after a number of instructions."""
