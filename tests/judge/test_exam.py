@@ -382,6 +382,10 @@ def test_a_measured_exam_completes_one_without_a_gpu(monkeypatch: pytest.MonkeyP
     side = msgspec.structs.replace(measured.candidate, solution=source, timing=[])
     public = [Kept("there/record.json", "0" * 64, msgspec.structs.replace(measured, candidate=side))]
     assert not completes(record.quoted, public, here), "a solution could hold the answers for public seeds"
+    gates = [msgspec.structs.replace(gate, unchecked=["fast: no memory check"]) for gate in measured.gates]
+    unchecked = [Kept("there/record.json", "0" * 64, msgspec.structs.replace(measured, gates=gates))]
+    assert completes(record.quoted, kept, here)
+    assert not completes(record.quoted, unchecked, here), "a check of the exam was not done"
 
 
 def test_a_table_of_answers_is_of_no_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

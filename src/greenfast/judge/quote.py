@@ -130,11 +130,13 @@ def quote(run: GateRun, kept: Sequence[Kept], required: float | None, reason: st
 def completes(quoted: Quote, kept: Sequence[Kept], request: Request) -> bool:
     """Whether the quoted record stands for the rest of this run's exam.
 
-    It had the whole exam, with all shapes and as many seeds as today's, and all its kernels are today's, launched as
-    they are today. Of a solution, which could hold answers, its timed inputs were secret too.
+    It had the whole exam with every check, with all shapes and as many seeds as today's, and all its kernels are today's,
+    launched as they are today. Of a solution, which could hold answers, its timed inputs were secret too.
     """
     record, exam = next(k.record for k in kept if k.sha256 == quoted.sha256), request.exam
     if record.exam is None or not record.exam.complete or exam is None or not exam.secret:
+        return False
+    if any(gate.unchecked for gate in record.gates):
         return False
     config = request.task.config
     timed = {row.seed for row in record.candidate.timing}
