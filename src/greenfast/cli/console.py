@@ -113,11 +113,13 @@ UNCHECKED = 6
 
 
 def decision_code(decision: Decision, gates: Sequence[GateResult], required: set[str]) -> int:
-    """``exit_code``; where that is 0, UNCHECKED for a required check that was not done.
+    """Return ``exit_code``, or if that is 0 OPEN or UNCHECKED.
 
-    Where no gates are required, OPEN for less than the whole exam, or a gate that is PENDING.
+    OPEN: no gates are required, and the exam was not whole or a gate is PENDING. UNCHECKED: a check of a required gate,
+    or of any gate if none are required, was not done.
     """
     code = exit_code(gates, required)
-    if code == 0 and any(g.unchecked for g in gates if not required or g.gate in required):
-        return UNCHECKED
-    return OPEN if code == 0 and not required and decision in ("PARTIAL", "PENDING") else code
+    if code == 0 and not required and decision in ("PARTIAL", "PENDING"):
+        return OPEN
+    lacking = any(gate.unchecked for gate in gates if not required or gate.gate in required)
+    return UNCHECKED if code == 0 and lacking else code

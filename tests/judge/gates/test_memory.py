@@ -123,6 +123,7 @@ def test_the_exit_code_belongs_to_the_check_that_was_not_done() -> None:
     assert decision_code("UNCHECKED", gates, set()) == UNCHECKED == 6
     assert decision_code("UNCHECKED", gates, {"CORRECTNESS"}) == UNCHECKED
     assert decision_code("UNCHECKED", gates, {"BUILD"}) == 0
+    assert decision_code("PENDING", gates, set()) == 4
     failed = [*gates[:3], GateResult(gate="PERFORMANCE", status="FAIL", summary="")]
     assert decision_code("DEFER", failed, set()) == 1
 
