@@ -130,7 +130,7 @@ def quote(run: GateRun, kept: Sequence[Kept], required: float | None, reason: st
 def completes(quoted: Quote, kept: Sequence[Kept], request: Request) -> bool:
     """Whether the quoted record stands for the rest of this run's exam.
 
-    It had the whole exam with every check, with all shapes and as many seeds as today's, and all its kernels are today's,
+    It had the whole exam with every check, all shapes and as many seeds as today's, and all its kernels are today's,
     launched as they are today. Of a solution, which could hold answers, its timed inputs were secret too.
     """
     record, exam = next(k.record for k in kept if k.sha256 == quoted.sha256), request.exam
