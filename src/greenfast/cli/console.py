@@ -12,6 +12,7 @@ from rich.text import Text
 
 from greenfast.judge.record import GATES, Decision, GateResult
 from greenfast.spec.errors import UsageError
+from greenfast.spec.printable import printable
 
 _GATES = tuple(gate.lower() for gate in GATES)
 _STYLES = {
@@ -37,7 +38,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | 
     for name in header:
         shown.add_column(name, overflow="fold")
     for row in rows:
-        shown.add_row(*(Text(cell) for cell in row))
+        shown.add_row(*(Text(printable(cell)) for cell in row))
     return shown
 
 
@@ -84,10 +85,10 @@ class GateConsole:
         task = self._tasks.pop(result.gate, None)
         if task is not None:
             self._progress.remove_task(task)  # type: ignore[arg-type]
-        line = Text.assemble(f"{result.gate:12}", status(f"{result.status:8}"), result.summary)
+        line = Text.assemble(f"{result.gate:12}", status(f"{result.status:8}"), printable(result.summary))
         self._console.print(line, soft_wrap=not self._console.is_terminal)  # in a file, one line per gate
         for reason in result.reasons[:_MAX_REASONS]:
-            self._console.print(Text(f"{'':12}- {reason}"))
+            self._console.print(Text(printable(f"{'':12}- {reason}")))
         if len(result.reasons) > _MAX_REASONS:
             self._console.print(f"{'':12}- and {len(result.reasons) - _MAX_REASONS} more")
 

@@ -12,6 +12,7 @@ from greenfast.judge.report.counts import SHOWN
 from greenfast.judge.store import to_json
 from greenfast.spec.errors import UsageError
 from greenfast.spec.facts import KernelCounts
+from greenfast.spec.printable import printable
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(to_json(describe_fault(asked, e)), end="")
         elif e.printed:  # what the kernel printed before the fault helps to find it
-            print(e.printed, end="")
+            print(printable(e.printed), end="")
         raise
     if args.json:
         print(to_json(found), end="")
@@ -65,7 +66,7 @@ def _show(found: Emulated) -> None:
         show(f"{r.registers} registers, {r.smem_bytes} bytes of shared memory, {r.spill_bytes} bytes spilled")
     if found.printed:
         show("\nprinted:")
-        print(found.printed, end="" if found.printed.endswith("\n") else "\n")
+        print(printable(found.printed), end="" if found.printed.endswith("\n") else "\n")
     show("")
     rows = [
         (

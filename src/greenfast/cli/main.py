@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
 import os
@@ -15,6 +16,7 @@ from greenfast import __version__
 from greenfast.cli.options import BENCHMARKS, VERBS
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.extras import require
+from greenfast.spec.printable import PrintableStream, printable
 
 #: 0: all requested gates hold. 1: a gate fell short. 2: usage or configuration. 3: the machine. 5: a solution's code
 #: ended without a verdict. 130: interrupted. `judge` says more: cli/judge.py.
@@ -51,7 +53,23 @@ def spelled(arguments: list[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (default: this process's); returns the exit code."""
+    """Run a command line (default: this process's); returns the exit code.
+
+    What it writes to a file or a pipe, such as a CI log, is ``printable``.
+    """
+    streams = sys.stdout, sys.stderr
+    made = [None if stream is None or stream.isatty() else PrintableStream(stream) for stream in streams]
+    sys.stdout, sys.stderr = (new or old for new, old in zip(made, streams, strict=True))
+    try:
+        return _main(argv)
+    finally:
+        for stream in filter(None, made):
+            with contextlib.suppress(OSError, ValueError):  # the reader closed the pipe
+                stream.flush()
+        sys.stdout, sys.stderr = streams
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(spelled(arguments))
     args.command = shlex.join(["greenfast", *arguments])
@@ -65,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe is handled
         return code
     except GreenfastError as e:
-        print(f"greenfast: {e}", file=sys.stderr)
+        print(printable(f"greenfast: {e}"), file=sys.stderr)
         return e.exit_code
     except SystemExit as e:  # of a problem's module: its exit code must not pass for a verdict
         print(f"greenfast: a module of the task called sys.exit({e.code!r}); there is no verdict", file=sys.stderr)

@@ -282,7 +282,8 @@ class Rotation:
 
     def _queue_wipe(self, place: _Place) -> None:
         """Queue poisoning a place."""
-        for memory in (place.memory, *([place.inputs] if place.inputs else [])):
+        memories: list[Memory | _ReadOnly] = [place.memory, *([place.inputs] if place.inputs else [])]
+        for memory in memories:
             check(driver.cuMemsetD8Async(memory.pointer, POISON, memory.nbytes, self._gpu.stream.handle))
 
     def _bands(self, place: _Place) -> list[tuple[int, int]]:

@@ -291,7 +291,8 @@ def _parts_of(key: _Key) -> Iterator[_Key]:
 def _outcome(key: _Key, known: dict[_Key, bool]) -> bool | None:
     """Whether a condition holds, as far as it follows from others."""
     if key in known or key[0] not in ("and", "or"):
-        return known.get(key)
+        outcome: bool | None = known.get(key)
+        return outcome
     decides = key[0] == "or"
     values = [None if (value := _outcome(part, known)) is None else value == same for part, same in key[1:]]
     if decides in values:

@@ -5,8 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from greenfast.spec.printable import printable
+
 #: What stands where there is no value.
 NONE = "-"
+# A span of code between single backticks, as ``code`` makes it.
+_CODE = re.compile(r"(?<![`\\])(`[^`]+`)(?!`)")
+# What begins a tag, or the target of a link but a path, unless it is escaped already.
+_HTML = re.compile(r"(?<!\\)<(?=[A-Za-z/!?])|(?<=\])\((?![\w./#-]+\))")
 _FOLDERS = re.compile(r"(?<![\w<])/\S*/")
 
 
@@ -70,9 +76,15 @@ def literal(text: str) -> str:
     return re.sub(r"[`*<\\]|(?<=\])\(", r"\\\g<0>", text)
 
 
+def without_html(text: str) -> str:
+    """One line of Markdown without raw HTML and links, which text from elsewhere may hold; code stays as it is."""
+    parts = _CODE.split(printable(one_line(text)))
+    return "".join(part if n % 2 else _HTML.sub(r"\\\g<0>", part) for n, part in enumerate(parts))
+
+
 def bullets(lines: Iterable[str]) -> str:
     """A Markdown list, an entry per text."""
-    return "\n".join(f"- {one_line(line)}" for line in lines)
+    return "\n".join(f"- {without_html(line)}" for line in lines)
 
 
 def without_folders(text: str) -> str:
@@ -81,13 +93,13 @@ def without_folders(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """Text as inline code."""
-    return f"`{one_line(text)}`"
+    """Text as inline code; a backtick in it becomes a quote."""
+    return "`" + printable(one_line(text)).replace("`", "'") + "`"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> str:
     """A Markdown table; columns named in ``right`` are aligned to the right. Cells may hold any text."""
     to_right = set(right)
     rule = ["---:" if name in to_right else "---" for name in header]
-    lines = [list(header), rule, *([one_line(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    lines = [list(header), rule, *([without_html(cell).replace("|", "\\|") for cell in row] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

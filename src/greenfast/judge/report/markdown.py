@@ -17,6 +17,7 @@ from greenfast.judge.report import facts, format
 from greenfast.judge.report.counts import PHASE_HEADER, counts_section, phase_rows
 from greenfast.judge.report.speedups import quoted_from, quoted_section, speedup_line, speedup_table
 from greenfast.spec.facts import Resources
+from greenfast.spec.printable import printable
 from greenfast.spec.problem import NORMAL
 
 _SHORT_REASONS = 2
@@ -27,7 +28,7 @@ def validation_report(record: Record, *, plot: str | None = None) -> str:
     """The whole report. ``plot`` is the path of a figure of this record, relative to where the report will stand."""
     title = f"# {record.task}: {record.baseline.variant} -> {record.candidate.variant}, {record.decision}"
     body = [f"## {name}\n\n{text}" for name, text in _validation_sections(record, plot)]
-    return "\n\n".join([title, format.bullets(_headline(record)), *body]) + "\n"
+    return "\n\n".join([format.without_html(title), format.bullets(_headline(record)), *body]) + "\n"
 
 
 def report(record: AnyRecord, *, plot: str | None = None) -> str:
@@ -80,7 +81,7 @@ def _phase_sections(record: PhaseRecord) -> list[tuple[str, str]]:
 
 def document(title: str, sections: Sequence[tuple[str, str]]) -> str:
     """A page of sections by their names."""
-    return "\n\n".join([f"# {title}", *(f"## {name}\n\n{text}" for name, text in sections)]) + "\n"
+    return "\n\n".join([format.without_html(f"# {title}"), *(f"## {name}\n\n{text}" for name, text in sections)]) + "\n"
 
 
 def bench_report(record: BenchRecord) -> str:
@@ -93,7 +94,7 @@ def _bench_sections(record: BenchRecord) -> list[tuple[str, str]]:
     return [
         ("Gates", gates(record)),
         ("Correctness", _correctness(record)),
-        ("Timing", "\n\n".join(_timings(record)) or facts.gate_line(record, "PERFORMANCE")),
+        ("Timing", "\n\n".join(_timings(record)) or format.without_html(facts.gate_line(record, "PERFORMANCE"))),
         ("Compiler resources", resources(record)),
         *([("Counts", counted)] if counted else []),
         *provenance(record),
@@ -117,7 +118,7 @@ def short_form(record: Record) -> str:
     ]
     sides = f"{format.code(record.baseline.variant)} -> {format.code(record.candidate.variant)}"
     title = f"**{record.decision}**: {record.task}, {sides}, {record.format}, {record.arch}"
-    return f"{title}\n\n{format.bullets(lines)}\n"
+    return f"{format.without_html(title)}\n\n{format.bullets(lines)}\n"
 
 
 def _headline(record: Record) -> list[str]:
@@ -179,7 +180,7 @@ def gates(record: Run) -> str:
 def _correctness(record: Run) -> str:
     rows = [_correctness_cells(name, row) for name, side in record.sides() for row in side.correctness]
     if not rows:
-        return facts.gate_line(record, "CORRECTNESS")
+        return format.without_html(facts.gate_line(record, "CORRECTNESS"))
     numbers = ("max", "mean", "bad %", "format max", "format mean", "kernel relative", "kernel / bound")
     text = format.table(("side", "shape", "seed", *numbers, "status", "failed, notes"), rows, right=numbers)
     return (
@@ -235,16 +236,16 @@ def _parity(record: Record) -> str:
 
 def _performance(record: Record, plot: str | None) -> str:
     if record.quoted is not None:
-        return f"{facts.gate_line(record, 'PERFORMANCE')}\n\n{quoted_section(record.quoted)}"
+        return f"{format.without_html(facts.gate_line(record, 'PERFORMANCE'))}\n\n{quoted_section(record.quoted)}"
     parts = [*([f"![block medians and speedups]({plot})"] if plot else []), *_speedups(record), *_timings(record)]
-    return "\n\n".join(parts) if parts else facts.gate_line(record, "PERFORMANCE")
+    return "\n\n".join(parts) if parts else format.without_html(facts.gate_line(record, "PERFORMANCE"))
 
 
 def _speedups(record: Record) -> Iterator[str]:
     if record.speedups:
         yield speedup_table(record.speedups)
     elif record.baseline.timing or record.candidate.timing:
-        yield f"Speedup: {facts.gate_line(record, 'PERFORMANCE')}"
+        yield format.without_html(f"Speedup: {facts.gate_line(record, 'PERFORMANCE')}")
 
 
 def _timings(record: Run) -> Iterator[str]:
@@ -293,7 +294,7 @@ def resources(record: Run) -> str:
         if (r := build.resources) is not None
     ]
     if not rows:
-        return facts.gate_line(record, "RESOURCES" if any(_builds(record)) else "BUILD")
+        return format.without_html(facts.gate_line(record, "RESOURCES" if any(_builds(record)) else "BUILD"))
     numbers = ("registers", "SMEM", "static + dynamic bytes", "stack bytes", "spill store / load bytes")
     return format.table(("side", "variant", "dims", *numbers), rows, right=numbers)
 
@@ -301,7 +302,7 @@ def resources(record: Run) -> str:
 def _evidence(record: Record) -> str:
     builds = list(_builds(record))
     counters = sorted({counter for _, _, build in builds for counter in build.machine_code})
-    lead = facts.gate_line(record, "EVIDENCE")
+    lead = format.without_html(facts.gate_line(record, "EVIDENCE"))
     counted = counts_section(record.sides(), record.least_work)
     lead = f"{lead}\n\n{counted}" if counted else lead
     if not counters:
@@ -325,7 +326,7 @@ def _exam(record: Record) -> Iterator[str]:
     asked = "the whole exam" if record.exam.complete else ", ".join(record.exam.missing)
     seed = record.exam.seed
     drawn = "" if seed is None else f"; drawn from {seed}: {', '.join(record.exam.drawn) or 'a seed'}"
-    yield f"Asked: {asked}{drawn}."
+    yield format.without_html(f"Asked: {asked}{drawn}.")
 
 
 def provenance(record: Run) -> list[tuple[str, str]]:
@@ -334,7 +335,7 @@ def provenance(record: Run) -> list[tuple[str, str]]:
 
 
 def _reproduce(record: Run) -> str:
-    command = f"```\n{record.command}\n```"
+    command = "```\n" + printable(format.one_line(record.command)).replace("`", "'") + "\n```"
     found: dict[tuple[str, str], tuple[str, dict[str, str]]] = {}
     for name, side in record.sides():
         for row in side.correctness:
