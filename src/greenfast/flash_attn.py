@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.operator.arguments import check_length
+from greenfast.operator.arguments import check_flag, check_length
 from greenfast.operator.scope import SCOPES, sharded
 from greenfast.operator.serving import ServingPlan, kind
 from greenfast.operator.serving_call import Call, Result, constant
 from greenfast.operator.serving_checks import MOST_LENGTH, check_strided
 from greenfast.operator.serving_pages import pages_of_rows
 from greenfast.operator.serving_request import KNOWN, again
+from greenfast.operator.symbols import known, require, require_same
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -117,22 +118,29 @@ def flash_attn_varlen_func(
             s_aux, *plan, max_seqlen_q, softmax_scale, causal, *window, softcap, wants_lse,
             max_seqlen_k if table is None else None,
         )  # fmt: skip
-        known = again(KNOWN, request, q, out)
-        if known is not None:
-            return known if wants_lse else known[0]  # type: ignore[return-value]
+        replayed = again(KNOWN, request, q, out)
+        if replayed is not None:
+            return replayed if wants_lse else replayed[0]  # type: ignore[return-value]
+    check_flag("return_softmax_lse", return_softmax_lse)
+    check_flag("return_attn_probs", return_attn_probs)
     _check_query(q, 3, "total_q, heads, head_dim")
     check_length("max_seqlen_q", max_seqlen_q, MOST_LENGTH)
-    call = Call(
-        q, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size, softcap, s_aux, scheduler_metadata, out
-    )
-    if table is None:
-        given = (q_descale, k_descale, v_descale)
-        return call.over_keys(k, v, cu_seqlens_k, max_seqlen_k, seqused_k, given, wants_lse, request)
-    if seqused_k is None:
+    scales = (q_descale, k_descale, v_descale)
+    if table is not None and seqused_k is None:
         raise ValueError("seqused_k: None; with block_table the lengths of the sequences are needed, int32 (batch,)")
-    if cu_seqlens_k is not None:
+    if table is not None and cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k: given with block_table; the lengths of paged sequences are seqused_k")
-    return call.attend(k, v, table, seqused_k, (q_descale, k_descale, v_descale), wants_lse, request)
+    try:
+        call = Call(
+            q, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size, softcap, s_aux, scheduler_metadata, out
+        )
+        if table is None:
+            return call.over_keys(k, v, cu_seqlens_k, max_seqlen_k, seqused_k, scales, wants_lse, request)
+        return call.attend(k, v, table, seqused_k, scales, wants_lse, request)  # type: ignore[arg-type]
+    except (TypeError, ValueError, NotImplementedError) as e:  # the operators' names of the arguments
+        if e.args and isinstance(e.args[0], str):
+            e.args = (e.args[0].replace("k_cache", "k").replace("v_cache", "v"), *e.args[1:])
+        raise
 
 
 def flash_attn_with_kvcache(
@@ -202,12 +210,13 @@ def flash_attn_with_kvcache(
             cu_seqlens_q, cache_seqlens, k_descale, v_descale, q_descale, s_aux, *plan, max_seqlen_q, softmax_scale,
             causal, *window, softcap, return_softmax_lse, rotary_interleaved,
         )  # fmt: skip
-        known = again(KNOWN, request, q, out)
-        if known is not None:
-            found, lse = known
+        replayed = again(KNOWN, request, q, out)
+        if replayed is not None:
+            found, lse = replayed
             if lse is None:
                 return found  # type: ignore[no-any-return]
             return found, lse if q.dim() == 3 else lse.view(-1, *q.shape[:2]).transpose(0, 1)
+    check_flag("return_softmax_lse", return_softmax_lse)
     rotary = (rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
     if (k is None) != (v is None) or (k is None and not (rotary_cos is None and rotary_sin is None)):
         raise ValueError("k, v: None; both are given, or neither and no rotary_cos and rotary_sin")
@@ -223,10 +232,12 @@ def flash_attn_with_kvcache(
         if not isinstance(cu_seqlens_q, Tensor) or cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] == 0:
             raise ValueError("cu_seqlens_q: an int32 tensor (batch + 1,) is needed")
         batch, length, rows, starts, most = cu_seqlens_q.shape[0] - 1, None, q, cu_seqlens_q, max_seqlen_q
+    has_table = table is not None
     k_cache, v_cache, table = _cache(k_cache, v_cache, table, cache_batch_idx, batch)
     used = _lengths(q, cache_seqlens, batch, table.shape[1] * k_cache.shape[1])
     target = out if out is None or length is None else _rows_of(out)
     call = Call(rows, starts, most, softmax_scale, causal, window_size, softcap, s_aux, scheduler_metadata, target)
+    call.has_table = has_table
     scales = (q_descale, k_descale, v_descale)
     if k is not None and v is not None:
         used = call.append(k, v, k_cache, v_cache, table, used, cu_seqlens_k_new, scales, rotary, length)
@@ -271,33 +282,32 @@ def _cache(
         if not isinstance(table, Tensor) or table.dim() != 2:
             raise ValueError(f"page_table: {kind(table)}; int32 (batch, max_pages) is needed")
         return k_cache, v_cache, table
-    if v_cache.shape != k_cache.shape:
+    if not require_same(v_cache.shape, k_cache.shape):
         raise ValueError(f"v_cache: {kind(v_cache)}; without page_table it has the shape of k_cache")
     rows = k_cache.shape[0]
-    if batch_idx is None and rows != batch:
+    if batch_idx is None and not require(rows == batch):
         raise ValueError(f"k_cache: {rows} sequences, q {batch}; without cache_batch_idx they must agree")
-    keys, values = pages_of_rows(k_cache), pages_of_rows(v_cache)
-    each = keys.shape[0] // max(rows, 1)
+    keys, values, step, pages = pages_of_rows(k_cache, v_cache)
     if batch_idx is None:
-        return keys, values, constant(k_cache, "arange", 1, batch * each - 1).view(batch, each)
+        return keys, values, constant(k_cache, "table", step, (batch, pages))
     if not isinstance(batch_idx, Tensor) or batch_idx.dtype != torch.int32 or batch_idx.dim() != 1:
         raise TypeError(f"cache_batch_idx: {kind(batch_idx)}; int32 (batch,) is needed")
-    first = batch_idx.unsqueeze(1) * each
-    return keys, values, first + constant(k_cache, "arange", 1, each - 1)
+    return keys, values, batch_idx.unsqueeze(1) * step + constant(k_cache, "table", step, (1, pages))
 
 
 def _rows_of(out: Tensor) -> Tensor:
     """(batch, seqlen, heads, head_dim) as (batch * seqlen, heads, head_dim): a view, since it is written to."""
     if not isinstance(out, Tensor) or out.dim() != 4:
         raise ValueError(f"out: {kind(out)}; (batch, seqlen, heads, head_dim) is needed, as q")
-    if out.shape[0] > 1 and out.stride(0) != out.shape[1] * out.stride(1):
+    several = not known(out.shape[0] <= 1) and not known(out.shape[1] == 1)
+    if several and not known(out.stride(0) == out.shape[1] * out.stride(1)):
         raise ValueError(f"out: its strides are {out.stride()}; its sequences must lie one after another")
     return out.flatten(0, 1)
 
 
 def _lengths(q: Tensor, cache_seqlens: int | Tensor | None, batch: Any, most: Any) -> Tensor:
     if isinstance(cache_seqlens, Tensor):
-        if cache_seqlens.dim() != 1 or cache_seqlens.shape[0] != batch:
+        if cache_seqlens.dim() != 1 or not require(cache_seqlens.shape[0] == batch):
             raise ValueError(
                 f"cache_seqlens: {kind(cache_seqlens)}; int32 (batch,) is needed, batch {batch}, or an int"
             )
@@ -305,4 +315,5 @@ def _lengths(q: Tensor, cache_seqlens: int | Tensor | None, batch: Any, most: An
     if cache_seqlens is None:
         cache_seqlens = most
     check_length("cache_seqlens", cache_seqlens, MOST_LENGTH)
-    return torch.full((batch,), int(cache_seqlens), dtype=torch.int32, device=q.device)
+    length: Any = cache_seqlens if torch.compiler.is_compiling() else int(cache_seqlens)  # int() would fix a symbol
+    return torch.full((batch,), length, dtype=torch.int32, device=q.device)

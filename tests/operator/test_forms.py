@@ -266,6 +266,10 @@ def test_float32_errs_as_its_cast_does() -> None:
 
 Q, K, V = tensors(((2, 4, 40, 64), (2, 4, 40, 64), (2, 4, 40, 64)))
 SPARSE = torch.zeros(2, 4, 40, 64).bfloat16().to_sparse()
+MKLDNN = torch.zeros(2, 4, 40, 64).bfloat16().to_mkldnn()
+JAGGED = torch.nested.nested_tensor(
+    [torch.zeros(n, 4, 64) for n in (5, 7)], dtype=torch.bfloat16, layout=torch.jagged
+).transpose(1, 2)
 NESTED = torch.nested.as_nested_tensor([Q[0], Q[1]], layout=torch.strided)
 NO_FLAGS: tuple[Any, ...] = ("yes", 1, 0, None, 1.0, [], torch.tensor(True), np.bool_(True))
 NO_NUMBERS: tuple[Any, ...] = ("0.1", 1j, [0.1], torch.tensor([0.1]), np.array([0.1]), torch.tensor(True), {})
@@ -285,8 +289,21 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({name: x}, TypeError, f"{name}: a torch.Tensor is needed, got")
         for name, x in product(("query", "key", "value"), (None, 1, "q", Q.tolist(), Q.float().numpy()))
     ),
-    *(({name: SPARSE}, TypeError, f"{name}: it is nested or sparse") for name in ("query", "key", "value")),
-    *(({name: NESTED}, NotImplementedError, f"{name}: nested or sparse") for name in ("query", "key", "value")),
+    *(
+        ({name: x}, NotImplementedError, f"{name}: nested or sparse")
+        for name, x in product(("query", "key", "value"), (SPARSE, NESTED, JAGGED, MKLDNN))
+    ),
+    *(({"scale": x}, ValueError, "scale: .*query") for x in (1e300, 1e39, np.float64(1e200), torch.tensor(math.inf))),
+    *(({"scale": x}, ValueError, "scale: ") for x in (0, -1.0, math.nan, 10**400)),
+    *(
+        ({"scale": x}, TypeError, "scale: ")
+        for x in (1j, True, "1", torch.tensor(True), torch.ones(1), torch.tensor(1j))
+    ),
+    *(
+        ({name: Q[0, 0, 0], "precision": "auto", **more}, ValueError, f"{name}: 1-D")
+        for name in ("query", "key", "value")
+        for more in ({}, {"is_causal": True, "causal_alignment": "lower_right"})
+    ),
     *(({name: Q[0, 0, 0]}, ValueError, f"{name}: 1-D") for name in ("query", "key", "value")),
     *(({name: Q.to(torch.complex64)}, TypeError, f"{name}: |query: ") for name in ("query", "key", "value")),
 ]

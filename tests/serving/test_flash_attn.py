@@ -456,7 +456,7 @@ def test_rows_of_values_begin_at_multiples_of_16_bytes(stride: int) -> None:
     c = case([(3, 70)], layout="rows")
     wide = torch.zeros(*c.v_cache.shape[:3], stride, dtype=torch.uint8).view(E4M3)
     call = dict(seqused_k=c.seqused_k, block_table=c.block_table, k_descale=c.k_scale, v_descale=c.v_scale)
-    with pytest.raises(ValueError, match=r"v_cache: its strides are .* multiples of 16 bytes in the others are needed"):
+    with pytest.raises(ValueError, match=r"v: its strides are .* multiples of 16 bytes in the others are needed"):
         flash_attn_varlen_func(c.q, c.k_cache, wide[..., :64], c.cu_seqlens_q, None, 3, 70, **call)
 
 

@@ -55,7 +55,9 @@ def test_sequences_of_tokens() -> None:
 @pytest.mark.parametrize(("length", "size"), [(16, 16), (96, 32), (256, 128), (192, 64)])
 def test_rows_as_pages(length: int, size: int) -> None:
     cache = torch.arange(2 * length).view(2, length, 1, 1)
-    pages = pages_of_rows(cache)
+    pages, values, step, count = pages_of_rows(cache, cache)
+    assert step == count == length // size
+    assert torch.equal(pages, values)
     assert pages.shape[:2] == (2 * length // size, size)
     assert pages.data_ptr() == cache.data_ptr()
     assert torch.equal(pages.flatten(), cache.flatten())
@@ -75,6 +77,11 @@ def test_codes_of_no_sequence_and_beyond_all_pages_go_to_the_spare_page() -> Non
 
 def test_rows_that_are_no_pages() -> None:
     with pytest.raises(ValueError, match="k_cache: 100 keys; without page_table a multiple of 16"):
-        pages_of_rows(torch.zeros(2, 100, 1, 16))
-    with pytest.raises(ValueError, match="sequences lie side by side"):
-        pages_of_rows(torch.zeros(2, 64, 1, 16)[:, :32])
+        pages_of_rows(*[torch.zeros(2, 100, 1, 16)] * 2)
+    for keys, values in (
+        (torch.zeros(2, 72, 1, 16)[:, :32], torch.zeros(2, 72, 1, 16)[:, :32]),
+        (torch.zeros(2, 64, 1, 16)[:, :32], torch.zeros(2, 32, 1, 16)),  # one table is for both
+        (torch.zeros(1, 32, 1, 16).expand(2, -1, -1, -1), torch.zeros(2, 32, 1, 16)),
+    ):
+        with pytest.raises(ValueError, match=r"k_cache: its strides are .* one distance from sequence to sequence"):
+            pages_of_rows(keys, values)

@@ -23,6 +23,7 @@ SLACK = 3.0
 #: log2 of the weight of a score at a row's maximum: P is rounded to E4M3, whose largest number is 448.
 WEIGHT_LOG2 = math.log2(448.0) - SLACK
 _LOG2_E = math.log2(math.e)
+_WIDEST = 2**31  # of a window: wider than any sequence; near 2**63, sums with positions would overflow
 _TILES = CHUNK_KEYS // TILE_KEYS
 _MOST_SCORES = 1 << 22  # at a time, so that they stay in memory that is small
 
@@ -136,8 +137,7 @@ class _Options:
     def limits(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """The first key of each position, and the one behind its last."""
         left, right = self.window
-        if self.causal:
-            right = 0
+        left, right = min(left, _WIDEST), 0 if self.causal else min(right, _WIDEST)
         first = torch.zeros_like(positions) if left < 0 else (positions - left).clamp(min=0)
         last = torch.full_like(positions, length) if right < 0 else (positions + right + 1).clamp(0, length)
         return first, last

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from greenfast.operator.quantized import DTYPES, check_choice
+from greenfast.operator.symbols import require
 
+_LARGEST = torch.finfo(torch.float32).max
 _CAUSAL = {"upper_left": 1, "lower_right": 2}
 
 
 def check_flag(name: str, value: object) -> None:
     """Raises TypeError for anything but True and False, as PyTorch's attention does."""
-    if value is not True and value is not False and not isinstance(value, torch.SymBool):
+    if not isinstance(value, bool | torch.SymBool):  # to torch.compile a comparison of sizes is a bool, but not True
         kind = type(value)
         given = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
         raise TypeError(f"{name}: {value!r}; True or False is needed, not a {given}")
@@ -26,10 +28,11 @@ def check_length(name: str, value: object, most: int | None = None) -> None:
     """Raises TypeError for anything but a whole number, ValueError for a negative one and above ``most``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
         raise TypeError(f"{name}: {value!r}; a whole number is needed, not a {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"{name}: {value}; 0 or more is needed")
-    if most is not None and not value <= most:
-        raise ValueError(f"{name}: {value}; at most {most} is allowed")
+    size: Any = value
+    if not require(size >= 0):
+        raise ValueError(f"{name}: {size}; 0 or more is needed")
+    if most is not None and not require(size <= most):
+        raise ValueError(f"{name}: {size}; at most {most} is allowed")
 
 
 def causal_of(is_causal: bool, alignment: str) -> int:
@@ -54,7 +57,10 @@ def number(name: str, value: Any) -> float:
     real = isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
     if not real:
         raise TypeError(f"{name}: {_shown(value)}; a number is needed")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: a number beyond float64; a smaller one is needed") from None
 
 
 def _shown(value: object) -> str:
@@ -72,13 +78,16 @@ def scale_of(scale: Any, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
     factor = scale if type(scale) is float else number("scale", scale)
     if not usable_scale(factor):
-        raise ValueError(f"scale: {factor}; a positive, finite number is needed")
+        raise ValueError(
+            f"scale: {factor}; a positive, finite number up to float32's {_LARGEST:.4g} is needed, as the scores of "
+            "query and key are float32"
+        )
     return factor
 
 
 def usable_scale(factor: float) -> bool:
     """Whether the kernels can multiply scores by it."""
-    return 0.0 < factor < math.inf
+    return 0.0 < factor <= _LARGEST
 
 
 def dropout_of(dropout_p: Any) -> float:

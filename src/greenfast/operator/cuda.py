@@ -220,7 +220,7 @@ def sdpa_lse(
     if len(more) == 1:
         return out, more[0]
     lse, mean = more  # the log-sum-exp of scores without the mean of the keys; that mean, which the kernel has rotated
-    return out, lse.add_(reference.mean_scores(query, mean, rotated=True), alpha=scale)
+    return out, reference.add_mean_scores(lse, reference.mean_scores(query, mean, rotated=True), causal, scale)
 
 
 def sdpa_plan(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Plan | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from greenfast.operator.symbols import known
+
 ROW_ALIGNMENT = 16  # bytes, of the rows that kernels read
 
 
@@ -28,7 +30,7 @@ def padded(x: Tensor, head_dim: int) -> Tensor:
     strides = row_strides(x, 1)
     order = [0, 1, 2]
     for i, j in ((0, 1), (1, 2), (0, 1)):
-        if strides[order[i]] < strides[order[j]]:
+        if known(strides[order[i]] < strides[order[j]]):  # any order is right
             order[i], order[j] = order[j], order[i]
     wide = torch.nn.functional.pad(x.permute(*order, 3), (0, head_dim - x.shape[3]))
     return wide.permute(*(order.index(d) for d in range(3)), 3)

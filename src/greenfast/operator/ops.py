@@ -27,7 +27,7 @@ _INPUTS = "Tensor query, Tensor key, Tensor value"
 _OPTIONS = "str precision, bool blocks, str values, bool key_mean, bool rotate"
 _QUANTIZED = (
     f"{_INPUTS}, Tensor query_scale, Tensor key_scale, Tensor value_scale, str precision, int head_dim, "
-    "int key_length, ScalarType dtype, int causal, float scale"
+    "SymInt key_length, ScalarType dtype, int causal, float scale"
 )
 _SCHEMAS = {
     "quantize": f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -70,7 +70,20 @@ def _quantize_shapes(
     check_tensors(query, key, value)
     config = config_of(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
     sizes = gpu().quantized_sizes(query.shape, key.shape, config)
+    if torch.compiler.is_exporting():
+        sizes = {name: _free_blocks(name, shape) for name, shape in sizes.items()}
     return tuple(query.new_empty(shape, dtype=gpu().buffer_dtype(name)) for name, shape in sizes.items())  # type: ignore[return-value]
+
+
+def _free_blocks(name: str, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The shape of a buffer with an unbacked symbol for the number of its blocks.
+
+    The metadata of an exported tensor fixes whether a size is 1. Of a length divided by the size of a block, that would
+    limit the lengths to those with one block, or to those with more.
+    """
+    if not name.endswith("scale") or len(shape) < 3 or not isinstance(shape[2], torch.SymInt):
+        return shape
+    return (*shape[:2], torch.library.get_ctx().new_dynamic_size(), *shape[3:])
 
 
 def _attention_cuda(*args: Any) -> Any:
@@ -111,9 +124,13 @@ def _sdpa_lse_cpu(
     query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     check_tensors(query, key, value)
+    if query.numel() == 0 or key.numel() == 0:
+        out = empty_rows(query, query.shape[3]).zero_()
+        return out, query.new_full(query.shape[:3], -float("inf"), dtype=torch.float32)
     quantized = reference.quantize(query, key, value, config_of(query.shape[3], query.dtype, precision))
     out, lse = reference.attention(quantized, causal, scale)
-    lse += reference.mean_scores(query, quantized.tensors()[-1], rotated=True) * scale
+    scores = reference.mean_scores(query, quantized.tensors()[-1], rotated=True)
+    lse = reference.add_mean_scores(lse, scores, causal, scale)
     return empty_rows(query, query.shape[3]).copy_(out), lse
 
 
@@ -202,9 +219,10 @@ for _name, (_cpu, _cuda, _shapes) in _IMPLEMENTATIONS.items():
     autograd.register(LIBRARY, _name, _REFUSALS[_name])
     _rule = _batched_refusal if _name == "refuse_gradient" else batched_rule(getattr(torch.ops.greenfast, _name))
     torch.library.register_vmap(f"greenfast::{_name}", _rule, lib=LIBRARY)
-for _name, _layout in product(("quantize", "sdpa", "sdpa_lse"), ("Sparse", "SparseCsr")):
+for _name, _layout in product(("quantize", "sdpa", "sdpa_lse"), ("Sparse", "SparseCsr", "Mkldnn", "Quantized")):
     for _device in ("CPU", "CUDA"):  # without these the dispatcher's error is a page-long list of registered kernels
-        LIBRARY.impl(_name, lambda query, key, value, *rest: check_tensors(query, key, value), _layout + _device)
+        if _layout + _device != "MkldnnCUDA":
+            LIBRARY.impl(_name, lambda query, key, value, *rest: check_tensors(query, key, value), _layout + _device)
 
 
 def _flops(products: int, query: Any, keys: int) -> int:

@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from greenfast.kernels.attention.config import KEY_GROUPS, QUERY_BLOCK, ROW_BLOCK, AttentionConfig, padded_keys
+from greenfast.operator.symbols import known, may_be_same, require, require_same
 
 Precision = Literal["fp8", "int8", "int8_fine"]
 SdpaPrecision = Literal["fp8", "int8", "int8_fine", "fp8_token"]
@@ -169,7 +170,7 @@ _OPTIONAL = ("key_mean", "mean_scores")
 _TENSORS = ("query", "key", "value", "query_scale", "key_scale", "value_scale", *_OPTIONAL)
 _SEEN: set[tuple[Any, ...]] = set()
 _MOST_SEEN = 4096
-_OTHERS = ("precision", "head_dim", "key_length", "dtype")
+_CONTEXT = ("precision", "head_dim", "dtype")
 
 
 def _shown(x: object) -> str:
@@ -182,8 +183,9 @@ def _leaves(x: QuantizedQKV) -> dict[str, Tensor]:
 
 
 def _flatten(x: QuantizedQKV) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """The key length is not part of the context, which would fix the length of an exported program's inputs."""
     leaves = _leaves(x)
-    return list(leaves.values()), (tuple(leaves), *(getattr(x, name) for name in _OTHERS))
+    return list(leaves.values()), (tuple(leaves), *(getattr(x, name) for name in _CONTEXT))
 
 
 def _flatten_with_keys(x: QuantizedQKV) -> tuple[list[tuple[Any, Tensor]], tuple[Any, ...]]:
@@ -193,8 +195,10 @@ def _flatten_with_keys(x: QuantizedQKV) -> tuple[list[tuple[Any, Tensor]], tuple
 def _unflatten(leaves: Iterable[Any], context: tuple[Any, ...]) -> QuantizedQKV:
     """Unchecked, as ``tree_map`` may make anything of a leaf; ``greenfast.attention`` checks it."""
     whole = object.__new__(QuantizedQKV)
-    given = dict(zip(context[0], leaves, strict=True)) | dict(zip(_OTHERS, context[1:], strict=True))
-    for name in (*_TENSORS, *_OTHERS):
+    given = dict(zip(context[0], leaves, strict=True)) | dict(zip(_CONTEXT, context[1:], strict=True))
+    key = given["key"]
+    given["key_length"] = key.shape[2] if isinstance(key, Tensor) and key.dim() == 4 else None
+    for name in (*_TENSORS, *_CONTEXT, "key_length"):
         object.__setattr__(whole, name, given.get(name))
     return whole
 
@@ -205,7 +209,7 @@ pytree.register_pytree_node(
     _unflatten,
     serialized_type_name="greenfast.QuantizedQKV",
     to_dumpable_context=lambda context: [*context[:-1], str(context[-1]).removeprefix("torch.")],
-    from_dumpable_context=lambda dumped: (tuple(dumped[0]), *dumped[1:-1], getattr(torch, dumped[-1])),
+    from_dumpable_context=lambda dumped: (tuple(dumped[0]), *dumped[1:3], getattr(torch, dumped[-1])),
     flatten_with_keys_fn=_flatten_with_keys,
 )
 torch.serialization.add_safe_globals([QuantizedQKV])
@@ -232,9 +236,9 @@ def check_codes(
     for name, number in (("head_dim", head_dim), ("key_length", key_length)):
         if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
             raise TypeError(f"{name}: {number!r}; a whole number is needed")
-    if key_length < 0:
+    if known(key_length < 0):
         raise ValueError(f"key_length: {key_length}; 0 or more is needed")
-    if head_dim % 8 or not 8 <= head_dim <= HEAD_DIMS[-1]:
+    if not fits_kernel(head_dim):
         raise ValueError(f"head_dim: {head_dim}; a multiple of 8 up to {HEAD_DIMS[-1]} is needed")
     for name in ("query", "key"):
         if tensors[name].dim() != 4:
@@ -243,8 +247,10 @@ def check_codes(
             )
     for name, allowed in _shapes_of_codes(tensors, precision, head_dim, key_length).items():
         shape = tuple(tensors[name].shape)
-        if shape not in allowed:
+        if not any([may_be_same(shape, x) for x in allowed]):  # what only the run decides, the operators check then
             raise ValueError(f"{name}: its shape is {shape}; {' or '.join(map(str, allowed))} is needed")
+    if torch.compiler.is_compiling():  # is_contiguous() would fix the number of blocks; the operators check at run time
+        return
     for name, x in tensors.items():
         if not x.is_contiguous():
             raise ValueError(f"{name}: it is not contiguous, strides {x.stride()}; call .contiguous() on it")
@@ -254,7 +260,7 @@ def check_codes_once(
     tensors: Sequence[Tensor], precision: str, head_dim: int, key_length: int, dtype: torch.dtype
 ) -> None:
     """``check_codes`` of an operator's six tensors, once per combination: the check is a fifth of a call's time."""
-    of_tensors = tuple((x.dtype, x.device, x.shape, x.stride()) for x in tensors)
+    of_tensors = tuple((x.dtype, x.device, x.layout, x.shape, x.stride()) for x in tensors)
     kind = (of_tensors, precision, head_dim, key_length, dtype)
     if kind not in _SEEN:
         check_codes(dict(zip(_TENSORS, tensors, strict=False)), precision, head_dim, key_length, dtype)
@@ -268,7 +274,7 @@ def _shapes_of_codes(
 ) -> dict[str, tuple[tuple[int, ...], ...]]:
     """The shapes that each field may have, given the others."""
     (batch, heads, q_len, _), kv_heads = tensors["query"].shape, tensors["key"].shape[1]
-    if kv_heads == 0 or heads % kv_heads:
+    if not heads_shared(heads, kv_heads):
         raise ValueError(f"key: it has {kv_heads} heads, query {heads}; the heads of query must be a multiple of them")
     padded, blocks = padded_head_dim(head_dim), -(-key_length // ROW_BLOCK)
     of_heads, of_blocks = (batch, kv_heads), (batch, kv_heads, blocks)
@@ -304,19 +310,31 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise TypeError(f"{name}: its dtype is {x.dtype}, query's {query.dtype}; they must agree")
         if x.device != query.device:
             raise ValueError(f"{name}: it is on {x.device}, query on {query.device}; they must agree")
-    if key.shape != value.shape:
+    if not require_same(key.shape, value.shape):
         raise ValueError(f"value: its shape is {tuple(value.shape)}, key's {tuple(key.shape)}; they must agree")
-    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+    if not require(query.shape[0] == key.shape[0]) or not require(query.shape[3] == key.shape[3]):
         raise ValueError(
             f"key: its shape is {tuple(key.shape)}, query's {tuple(query.shape)}; batch and head_dim must agree"
         )
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+    if not heads_shared(query.shape[1], key.shape[1]):
         raise ValueError(
             f"key: it has {key.shape[1]} heads, query {query.shape[1]}; the heads of query must be a multiple of them"
         )
-    if query.shape[3] % 8 or not 8 <= query.shape[3] <= HEAD_DIMS[-1]:
+    if not fits_kernel(query.shape[3]):
         why = refused_head_dim("query", query.shape[3])
         raise NotImplementedError(f"{why}; torch.nn.functional.scaled_dot_product_attention takes any")
+
+
+def fits_kernel(head_dim: Any) -> bool:
+    """Return whether a head dim of Q and K can be padded to one of the kernels; False if only the run can decide it."""
+    return known(head_dim % 8 == 0) and known(head_dim >= 8) and known(head_dim <= HEAD_DIMS[-1])
+
+
+def heads_shared(heads: Any, kv_heads: Any) -> bool:
+    """Return whether ``kv_heads`` divide ``heads``; the graph asserts it if only the run can decide it."""
+    if known(heads == kv_heads):
+        return not known(heads == 0)
+    return require(kv_heads > 0) and require(heads % kv_heads == 0)
 
 
 def refused_head_dim(name: str, found: int, allowed: str = "multiples of 8") -> str:

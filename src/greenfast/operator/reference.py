@@ -238,6 +238,15 @@ def mean_scores(query: Tensor, key_mean: Tensor, *, rotated: bool) -> Tensor:
     return (query * mean.unsqueeze(-2)).sum(-1)
 
 
+def add_mean_scores(lse: Tensor, scores: Tensor, causal: int, scale: float) -> Tensor:
+    """Add to the log-sum-exp what the keys' mean contributed to the scores. A row without keys stays -inf.
+
+    Only a mask that is aligned at the last key (``causal`` 2) leaves such rows; their queries may be NaN or infinite.
+    """
+    added = scores * scale
+    return lse + (added.masked_fill(lse == -math.inf, 0.0) if causal == 2 else added)
+
+
 def gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -33,6 +33,7 @@ from greenfast.operator.quantized import (
 )
 from greenfast.operator.rules import Form, Refusal, Shape, dtype_of, form_of
 from greenfast.operator.scope import SCOPES, sharded
+from greenfast.operator.symbols import known
 
 TORCH = "torch"  # the kernel of an Explanation where PyTorch's own attention computes the call
 NOTHING = "none"  # where there is nothing to compute
@@ -91,7 +92,7 @@ def explain(
       - with a head dim of Q and K that is not a multiple of 8 up to 256, or a head dim of V above 256;
       - with shapes that cannot be broadcast or share heads unevenly, for which PyTorch raises its error;
       - on devices that have no kernel;
-      - where query or key is shorter than ``min_length``;
+      - where query or key is shorter than ``min_length``, or in a graph, where only the run can decide that;
       - with a ``min_length`` of None or ``precision="auto"``, where the rules of ``greenfast.operator.measured``
         do not say that this is faster; the reason quotes their measurement. A call quantizes all of Q, K and V. What
         FP8 saves grows with queries x keys, what quantization costs with queries + keys, so both must be long: one
@@ -125,7 +126,7 @@ def explain(
     if isinstance(form, Refusal):
         return Explanation(TORCH, form.reason)
     for name, shape in (("query", form.query), ("key", form.key)):
-        if min_length is not None and shape[2] < min_length:
+        if min_length is not None and not known(shape[2] >= min_length):
             return Explanation(TORCH, f"{name}: shorter than min_length={min_length}, where quantization does not pay")
     fixed = "fp8" if precision == "auto" else precision
     if form.empty:
@@ -143,25 +144,27 @@ def explain(
 def _faster(query: Tensor, form: Form, precision: str) -> tuple[str, str]:
     """The precision in which greenfast is faster than PyTorch, empty for none, and the measurement that says so."""
     batch, heads, queries, width = form.query
+    if not (known(form.key[2] > queries) or known(form.key[2] <= queries)) or not known(form.key[1] > 0):
+        return "", "lengths or heads are known only at run time, so no measurement applies"
     keys, reuse = form.key[2], queries * heads // form.key[1]
-    if form.causal == 1 and keys > queries:  # the last keys are quantized, but nothing attends to them
+    if form.causal == 1 and known(keys > queries):  # the last keys are quantized, but nothing attends to them
         keys, reuse = queries, reuse * queries // keys
-    elif form.causal == 2 and queries > keys:  # lower right: the first queries attend to nothing
+    elif form.causal == 2 and known(queries > keys):  # lower right: the first queries attend to nothing
         queries, reuse = keys, reuse * keys // queries
     head_dim = next((d for d in measured.HEAD_DIMS if width == d), 0)
     rules = _rules(head_dim, form.causal > 0, precision) if head_dim and _covers(query) else None
     if rules is None:
         least = measured.UNMEASURED_LENGTH
         quote = f"such calls have not been measured; they are taken from {least} queries and keys on"
-        taken = queries >= least and keys >= least
+        taken = known(queries >= least) and known(keys >= least)
         return ("fp8" if precision == "auto" else precision) if taken else "", quote
     flop = 4 * batch * heads * queries * keys * width // (2 if form.causal else 1)
     for found, least_reuse, least_keys, least_flop, quote in rules:
-        if reuse >= least_reuse and keys >= least_keys and flop >= least_flop:
+        if known(reuse >= least_reuse) and known(keys >= least_keys) and known(flop >= least_flop):
             # A string of this package: torch.compile (2.13) cannot ask for the type of a part of a graph's constant.
             return PRECISIONS_AND_AUTO[PRECISIONS_AND_AUTO.index(found)], f"{found} {quote}"
-    known = "; ".join(f"{found} {quote}" for found, _, _, _, quote in rules) or "no measured shapes show it"
-    return "", f"not known to be faster than PyTorch here: {known}"
+    tried = "; ".join(f"{found} {quote}" for found, _, _, _, quote in rules) or "no measured shapes show it"
+    return "", f"not known to be faster than PyTorch here: {tried}"
 
 
 def _rules(head_dim: int, causal: bool, precision: str) -> tuple[measured.Rule, ...] | None:

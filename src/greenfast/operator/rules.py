@@ -14,6 +14,7 @@ from torch import Tensor
 from greenfast.operator import ops
 from greenfast.operator.layout import padded
 from greenfast.operator.quantized import DTYPES, HEAD_DIMS, refused_head_dim
+from greenfast.operator.symbols import known, require
 
 Shape = tuple[int, ...]
 
@@ -42,8 +43,11 @@ class Form(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether there is no row to compute, or no key to attend to."""
-        return 0 in self.query[:3] or 0 in self.key[:3]
+        """Whether there is no row to compute, or no key to attend to; False if only the run can decide it."""
+        for n in (*self.query[:3], *self.key[:3]):  # noqa: SIM110 - torch.compile would trace a generator
+            if known(n == 0):
+                return True
+        return False
 
 
 def is_plain(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
@@ -54,14 +58,29 @@ def is_plain(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return False
+    strided = torch.strided
+    if query.layout is not strided or key.layout is not strided or value.layout is not strided:
+        return False
     try:
         q, k, v = query.shape, key.shape, value.shape
     except RuntimeError:  # nested
         return False
-    if k != v or len(q) != 4 or len(k) != 4:
+    if len(q) != 4 or len(k) != 4 or len(v) != 4:
         return False
+    if torch.compiler.is_compiling():
+        return _is_plain_traced(q, k, v, enable_gqa)
     shares = q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0)
-    return shares and q[0] == k[0] and q[3] == k[3] and q[3] > 0 and q[1] > 0
+    return k == v and shares and q[0] == k[0] and q[3] == k[3] and q[3] > 0 and q[1] > 0
+
+
+def _is_plain_traced(q: Shape, k: Shape, v: Shape, enable_gqa: bool) -> bool:
+    """``is_plain`` of sizes that may be symbols; False if only the run can decide it, unless heads are shared."""
+    for a, b in ((k[0], v[0]), (k[1], v[1]), (k[2], v[2]), (k[3], v[3]), (q[0], k[0]), (q[3], k[3])):
+        if not known(a == b):
+            return False
+    if known(q[3] == 0) or known(q[1] == 0):
+        return False
+    return known(q[1] == k[1]) or (enable_gqa and known(k[1] > 0) and known(q[1] % k[1] == 0))
 
 
 def form_of(
@@ -111,13 +130,13 @@ def _refused_tensors(query: Any, key: Any, value: Any, float32_as: torch.dtype |
 
 def _shapes(query: Shape, key: Shape, value: Shape, enable_gqa: bool) -> Form | Refusal:
     """The form for these shapes, without a mask."""
-    if key[-2] != value[-2]:
+    if not require(key[-2] == value[-2]):
         return Refusal(ValueError, "value: another length than key")
-    if query[-1] != key[-1]:
+    if not require(query[-1] == key[-1]):
         return Refusal(ValueError, "key: another head_dim than query")
-    if query[-1] % 8 or query[-1] > HEAD_DIMS[-1]:
+    if not (known(query[-1] % 8 == 0) and known(query[-1] <= HEAD_DIMS[-1])):
         return Refusal(NotImplementedError, refused_head_dim("query", query[-1]))
-    if value[-1] > HEAD_DIMS[-1]:
+    if not known(value[-1] <= HEAD_DIMS[-1]):
         return Refusal(NotImplementedError, refused_head_dim("value", value[-1], "those"))
     shapes = (query, key, value)
     heads, key_heads, value_heads = (1 if len(x) < 3 else x[-3] for x in shapes)
@@ -125,7 +144,8 @@ def _shapes(query: Shape, key: Shape, value: Shape, enable_gqa: bool) -> Form | 
         if min(len(x) for x in shapes) < 3:
             return Refusal(ValueError, "enable_gqa: with it, query, key and value have heads, (..., H, length, D)")
         for name, count in (("key", key_heads), ("value", value_heads)):
-            if heads % count if count else heads:
+            empty = known(heads == 0) and known(count == 0)
+            if not (empty or known(heads == count) or (require(count > 0) and require(heads % count == 0))):
                 return Refusal(ValueError, f"{name}: the heads of query are not a multiple of its heads")
     else:
         merged = _broadcast([(heads,), (key_heads,), (value_heads,)])
@@ -138,7 +158,8 @@ def _shapes(query: Shape, key: Shape, value: Shape, enable_gqa: bool) -> Form | 
         return Refusal(ValueError, "key: another batch than query, which cannot be broadcast")
     many = max(len(x) for x in shapes) > 2
     width = max(8, query[-1], -(-value[-1] // 8) * 8)
-    kv_heads = key_heads if key_heads == value_heads and (enable_gqa or key_heads in (1, heads)) else heads
+    fits = enable_gqa or known(key_heads == 1) or known(key_heads == heads)
+    kv_heads = key_heads if fits and known(key_heads == value_heads) else heads
     size = 1
     for n in batch:
         size *= n
@@ -151,16 +172,17 @@ def _shapes(query: Shape, key: Shape, value: Shape, enable_gqa: bool) -> Form | 
 
 
 def _broadcast(shapes: list[Shape]) -> Shape | None:
-    """The shape that these are broadcast to; None where they cannot be."""
+    """The shape that these are broadcast to; None where they cannot be. As in PyTorch, a symbol counts as not 1."""
     found: list[int] = []
     for place in range(1, max(len(x) for x in shapes) + 1):
         size = 1
         for x in shapes:
             n = x[-place] if place <= len(x) else 1
-            if n != 1:
-                if size not in (1, n):
-                    return None
-                size = n
+            if known(n == 1):
+                continue
+            if not known(size == 1) and not require(size == n):
+                return None
+            size = n
         found.insert(0, size)
     return tuple(found)
 
@@ -174,8 +196,11 @@ def _masked(form: Form, mask: Any, query: Tensor, causal: int) -> Form | Refusal
     refused = Refusal(NotImplementedError, "attn_mask: the kernels take causal masks only")
     if not _readable(mask):
         return refused
-    dtypes = (torch.bool, torch.float32, query.dtype, ops.autocast_dtype(query))
-    if mask.dtype not in dtypes or mask.device != query.device:
+    # Autocast casts a mask too. ``sdpa`` has cast its query by now, ``explain`` has not.
+    fits = mask.dtype in (torch.bool, torch.float32, query.dtype) or ops.autocast_dtype(mask) == ops.autocast_dtype(
+        query
+    )
+    if not fits or mask.device != query.device:
         return Refusal(
             ValueError, f"attn_mask: {mask.dtype} on {mask.device}; bool or query's dtype and device is needed"
         )
@@ -190,9 +215,9 @@ def _biased(form: Form, bias: Any, causal: int) -> Form | Refusal:
     """As torch.nn.attention.bias dispatches: with equal lengths, either variant is aligned at the first key."""
     if causal:
         return Refusal(ValueError, "attn_mask: a CausalBias cannot be combined with is_causal")
-    if bias.seq_len_q == bias.seq_len_kv or bias.variant.name == "UPPER_LEFT":
+    if known(bias.seq_len_q == bias.seq_len_kv) or bias.variant.name == "UPPER_LEFT":
         return form._replace(causal=1)
-    if (bias.seq_len_q, bias.seq_len_kv) != (form.query[2], form.key[2]):
+    if not (require(bias.seq_len_q == form.query[2]) and require(bias.seq_len_kv == form.key[2])):
         return Refusal(ValueError, "attn_mask: the lengths of the CausalBias differ from query's and key's")
     return form._replace(causal=2)
 
@@ -218,16 +243,18 @@ def arranged(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[Ten
     def shaped(x: Tensor, shape: Shape) -> Tensor:
         if x.dim() == 2:
             x = x.unsqueeze(0)
-        if x.shape[-3] not in (1, shape[1]):  # key and value have different numbers of heads: repeat each
+        if not known(x.shape[-3] == 1) and not require(
+            x.shape[-3] == shape[1]
+        ):  # key and value have different numbers of heads: repeat each
             x = x.repeat_interleave(shape[1] // x.shape[-3], -3)
         x = x.expand(*batch, shape[1], *x.shape[-2:]).reshape(*shape[:3], x.shape[-1])
-        return x if x.shape[3] == shape[3] else padded(x, shape[3])
+        return x if known(x.shape[3] == shape[3]) else padded(x, shape[3])
 
     return shaped(query, form.query), shaped(key, form.key), shaped(value, form.key)
 
 
 def restored(form: Form, out: Tensor) -> Tensor:
     """An output (B, H, S, D) in the caller's shape; copied only where the value has a head dim of another size."""
-    if out.shape[3] != form.out[-1]:
+    if not known(out.shape[3] == form.out[-1]):
         out = out[..., : form.out[-1]].clone()
     return out.reshape(form.out)

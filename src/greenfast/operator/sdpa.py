@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from greenfast.operator import ops
+from greenfast.operator import ops, reference
 from greenfast.operator.arguments import causal_of, check_cast, check_flag, dropout_of, scale_of
 from greenfast.operator.quantized import (
     PRECISIONS,
@@ -29,6 +29,7 @@ from greenfast.operator.repeats import Repeats
 from greenfast.operator.routing import explain
 from greenfast.operator.rules import BIAS, Form, Refusal, arranged, dtype_of, form_of, is_plain, restored
 from greenfast.operator.scope import SCOPES
+from greenfast.operator.symbols import known
 from greenfast.operator.token_scales import SDPA_TOKEN, SDPA_TOKEN_LSE
 
 _overridden: Any = handle_torch_function  # for subclasses of Tensor, modes, and torch.fx, which traces calls this way
@@ -172,20 +173,46 @@ def _auto(
     form = form_of(query, key, value, attn_mask, dropout_of(dropout_p), causal, enable_gqa, float32_as)
     if isinstance(form, Form):  # so the mask masks nothing, or is a CausalBias
         attn_mask, causal = None, form.causal
+    elif not all([_may_be_left(x, causal) for x in (query, key, value)]):
+        raise form.error(f"{form.reason}{_shapes(query, key, value)}")
     elif causal == 2 and attn_mask is not None:
         raise ValueError('attn_mask: with causal_alignment="lower_right" it cannot be combined with is_causal')
     widened = float32_as is not None and query.dtype == torch.float32
     q, k, v = (x.to(float32_as) if widened and x.dtype == torch.float32 else x for x in (query, key, value))
     blind = q.shape[-2] - k.shape[-2] if causal == 2 else 0  # rows without keys, NaN in PyTorch
-    if blind > 0:
+    if not (known(blind > 0) or known(blind <= 0)):
+        mask, without_keys = _lower_right_of_any(q, k)
+        # PyTorch's fused attention compares the sizes of a mask.
+        out, _ = torch.ops.aten._scaled_dot_product_attention_math(
+            q, k, v, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
+        )
+        masked: Tensor = out.masked_fill(without_keys, 0.0)
+        return masked.float() if widened else masked
+    if known(blind > 0):
         q, causal = q[..., blind:, :], 1
     if causal == 2:
         attn_mask = _lower_right(q, k)
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask, dropout_p, causal == 1, scale=scale, enable_gqa=enable_gqa
     )
-    out = torch.nn.functional.pad(out, (0, 0, blind, 0)) if blind > 0 else out
+    out = torch.nn.functional.pad(out, (0, 0, blind, 0)) if known(blind > 0) else out
     return out.float() if widened else out
+
+
+def _may_be_left(x: Any, causal: int) -> bool:
+    """Return whether PyTorch's attention can be asked to compute what no kernel takes, with this tensor."""
+    return isinstance(x, Tensor) and x.dim() >= 2 and (causal != 2 or not x.is_nested)
+
+
+def _lower_right_of_any(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """The mask aligned at the last key if only the run can decide which side is longer, and the rows without keys.
+
+    In the mask these rows attend to all keys, so that neither they nor their gradients are NaN.
+    """
+    rows, keys = query.shape[-2], key.shape[-2]
+    last = torch.arange(rows, device=query.device).unsqueeze(1) + (keys - rows)
+    without_keys = last < 0
+    return (torch.arange(keys, device=query.device) <= last) | without_keys, without_keys
 
 
 def _lower_right(query: Tensor, key: Tensor) -> Any:
@@ -216,6 +243,8 @@ def _other_form(
         tensors = arranged(form, query, key, value)
         if precision == TOKEN:
             found = (SDPA_TOKEN_LSE if return_lse else SDPA_TOKEN)(*tensors, form.causal, factor)
+        elif torch.compiler.is_compiling():  # the operator asserts at run time what a graph cannot decide
+            found = (ops.SDPA_LSE if return_lse else ops.SDPA)(*tensors, precision, form.causal, factor)
         else:
             alignment: Alignment = "lower_right" if form.causal == 2 else "upper_left"
             found = sdpa(
@@ -356,4 +385,6 @@ def attention(
             "log_sum_exp=True, or with subtract_key_mean=False"
         )
     out, lse = ops.ATTENTION_LSE(*args)
-    return out, lse if quantized.mean_scores is None else lse + quantized.mean_scores * factor
+    if quantized.mean_scores is None:
+        return out, lse
+    return out, reference.add_mean_scores(lse, quantized.mean_scores, causal, factor)

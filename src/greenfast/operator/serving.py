@@ -11,7 +11,8 @@ from torch import Tensor
 from greenfast.operator import serving_ops, serving_request
 from greenfast.operator.arguments import check_flag, check_length, number
 from greenfast.operator.quantized import HEAD_DIMS
-from greenfast.operator.serving_checks import MOST_GROUPED, MOST_LENGTH, check_strided
+from greenfast.operator.serving_checks import MOST_GROUPED, MOST_LENGTH, check_strided, shares_heads
+from greenfast.operator.symbols import require
 
 #: Of tensors whose gradient no result could refuse when it is asked for.
 NO_GRADIENT_OF = "{}: a gradient is required, of which there is none; use torch.no_grad()"
@@ -99,7 +100,7 @@ class ServingPlan:
             check_strided(name, x)
             if x.dtype != torch.int32 or x.dim() != 1:
                 raise TypeError(f"{name}: {kind(x)}; an int32 tensor of one dimension is needed")
-        if cu_seqlens_q.shape[0] != seqused_k.shape[0] + 1:
+        if not require(cu_seqlens_q.shape[0] == seqused_k.shape[0] + 1):
             raise ValueError(
                 f"cu_seqlens_q: its shape is {tuple(cu_seqlens_q.shape)}, seqused_k's {tuple(seqused_k.shape)}; "
                 "(batch + 1,) and (batch,) are needed"
@@ -115,7 +116,7 @@ class ServingPlan:
             check_length(name, n, MOST_LENGTH)
         if head_dim not in HEAD_DIMS:
             raise NotImplementedError(f"head_dim: {head_dim}; allowed: {', '.join(map(str, HEAD_DIMS))}")
-        if kv_heads == 0 or heads % kv_heads or not 1 <= heads // kv_heads <= MOST_GROUPED:
+        if not shares_heads(heads, kv_heads):
             raise ValueError(f"heads: {heads}, kv_heads {kv_heads}; 1 to {MOST_GROUPED} heads share each of kv_heads")
         if total_q is not None:
             check_length("total_q", total_q, MOST_LENGTH)
@@ -146,7 +147,7 @@ class ServingPlan:
             ("head_dim", self.head_dim, head_dim),
             ("causal and window_size", self.mask, mask),
         ):
-            if mine != wanted:
+            if not require(mine == wanted):
                 raise ValueError(f"plan (scheduler_metadata): made for {name} {mine}, called with {wanted}")
 
 
@@ -160,7 +161,7 @@ def window_of(causal: bool, window_size: Any) -> tuple[int, int]:
     for n in (left, right):
         if not isinstance(n, int | torch.SymInt) or isinstance(n, bool):
             raise TypeError(f"window_size: {window_size!r}; whole numbers are needed")
-        if not -1 <= n < 2**63:
+        if not (require(n >= -1) and require(n < 2**63)):
             raise ValueError(f"window_size: {window_size!r}; numbers of at least -1 and below 2**63 are needed")
     return left, 0 if causal else right
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from greenfast.operator import serving_ops
 from greenfast.operator.arguments import check_flag, check_length, number
 from greenfast.operator.layout import capturing, settled
-from greenfast.operator.quantized import DTYPES
+from greenfast.operator.quantized import DTYPES, HEAD_DIMS
 from greenfast.operator.serving import NO_GRADIENT_OF, ServingPlan, kind, requires_grad, window_of
 from greenfast.operator.serving_checks import (
     E4M3,
+    MOST_GROUPED,
     MOST_LENGTH,
     check_append_once,
     check_attention_once,
@@ -24,6 +25,7 @@ from greenfast.operator.serving_checks import (
     check_strided,
     check_values,
     checks_values,
+    shares_heads,
 )
 from greenfast.operator.serving_pages import (
     PAGE,
@@ -32,6 +34,7 @@ from greenfast.operator.serving_pages import (
     page_count,
 )
 from greenfast.operator.serving_request import remember
+from greenfast.operator.symbols import known, require, require_same
 
 Result = Tensor | tuple[Tensor, Tensor]
 _CONSTANTS: dict[tuple[Any, ...], Tensor] = {}
@@ -59,6 +62,7 @@ class Call:
         if plan is not None and not isinstance(plan, ServingPlan):
             raise TypeError(f"scheduler_metadata: a {type(plan).__name__}; a greenfast.ServingPlan is needed, or None")
         self.plan = plan
+        self.has_table = True  # False for a cache of one run of rows per sequence
         self.before: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None  # arguments of token_slots and append_kv
 
     def arguments(
@@ -68,7 +72,9 @@ class Call:
         q_scale, k_scale, v_scale = scales
         if q_scale is None and self.q.dtype == E4M3:
             q_scale = one(self.q).expand(used.shape[0], k.shape[2])
-        elif q_scale is not None and isinstance(q_scale, Tensor) and q_scale.dim() < 2:
+        elif isinstance(q_scale, Tensor) and (
+            q_scale.dim() == 0 or (q_scale.dim() == 1 and require(q_scale.shape[0] == k.shape[2]))
+        ):
             q_scale = q_scale.expand(used.shape[0], k.shape[2])
         dtype = self.q.dtype
         if dtype == E4M3:
@@ -108,7 +114,7 @@ class Call:
         starts = self.cu_seqlens_q
         if not isinstance(starts, Tensor) or starts.dim() != 1 or starts.shape[0] == 0:
             raise ValueError(f"cu_seqlens_q: {kind(starts)}; int32 (batch + 1,) is needed")
-        if not isinstance(cu_seqlens_k, Tensor) or cu_seqlens_k.shape != starts.shape:
+        if not isinstance(cu_seqlens_k, Tensor) or not require_same(cu_seqlens_k.shape, starts.shape):
             raise ValueError(f"cu_seqlens_k: {kind(cu_seqlens_k)}; as cu_seqlens_q, without block_table it is needed")
         if cu_seqlens_k.dtype != torch.int32:
             raise TypeError(f"cu_seqlens_k: its dtype is {cu_seqlens_k.dtype}; allowed: torch.int32")
@@ -117,6 +123,17 @@ class Call:
         given = k.dtype == E4M3
         if not given and (scales[1] is not None or scales[2] is not None):
             raise ValueError(f"k_descale, v_descale: given for k of {k.dtype}, which is quantized here; None is needed")
+        if k.shape[2] not in HEAD_DIMS:
+            raise NotImplementedError(f"k: head_dim {k.shape[2]}; allowed: {', '.join(map(str, HEAD_DIMS))}")
+        if not require(self.q.shape[-1] == k.shape[2]):
+            raise ValueError(f"q: its head_dim is {self.q.shape[-1]}, k's {k.shape[2]}; they must agree")
+        if not shares_heads(self.q.shape[1], k.shape[1]):
+            raise ValueError(
+                f"q: it has {self.q.shape[1]} heads, k {k.shape[1]}; 1 to {MOST_GROUPED} query heads share each head "
+                "of K and V"
+            )
+        if not require_same(v.shape, k.shape):
+            raise ValueError(f"v: {kind(v)}, k {kind(k)}; they must agree")
         k, v = rows_of("k", k), rows_of("v", v)
         pages = empty_pages(
             page_count(total, batch) + int(given), PAGE, k.shape[1], k.shape[2], k.device, grouped=not given
@@ -124,11 +141,12 @@ class Call:
         if not given:
             scales = (scales[0], pages.k_scale, pages.v_scale)
         assert max_seqlen_k is not None
-        width = max(1, -(-max_seqlen_k // PAGE))
+        width: Any = -(-max_seqlen_k // PAGE)
+        width = torch.sym_max(1, width) if torch.compiler.is_compiling() else max(1, width)  # type: ignore[no-untyped-call]
         self._check(pages, (batch, width), cu_seqlens_k, scales)
         if not given:
             self._check_append(None, k, v, pages[:2], scales)
-        elif v.shape != k.shape or v.dtype != E4M3 or v.device != k.device:
+        elif v.dtype != E4M3 or v.device != k.device:
             raise ValueError(f"v: {kind(v)}, k {kind(k)}; they must agree")
         if _readable(cu_seqlens_k, seqused_k):
             check_keys(cu_seqlens_k, total, max_seqlen_k, seqused_k)
@@ -156,22 +174,22 @@ class Call:
             check_flag("rotary_interleaved", interleaved)
         for name, x in (("k", k), ("v", v)):
             check_strided(name, x)
-            if x.dim() != (4 if starts is None else 3) or (starts is None and x.shape[0] != batch):
+            if x.dim() != (4 if starts is None else 3) or (starts is None and not require(x.shape[0] == batch)):
                 raise ValueError(f"{name}: {kind(x)}; ({shape}, kv_heads, head_dim) is needed, batch {batch}")
         for name, given, count in (("cu_seqlens_k_new", starts, batch + 1), ("rotary_seqlens", seqlens, batch)):
             if given is not None and (
-                not isinstance(given, Tensor) or given.dtype != torch.int32 or given.shape != (count,)
+                not isinstance(given, Tensor) or given.dtype != torch.int32 or not require_same(given.shape, (count,))
             ):
                 raise ValueError(f"{name}: {kind(given)}; int32 ({count},) is needed")
-        if table.shape[1] == 0:
+        if known(table.shape[1] == 0):
             raise ValueError(f"page_table: its shape is {tuple(table.shape)}; new keys need pages")
         new = None if starts is not None else k.shape[1]
         if new is not None:
             k, v = k.flatten(0, 1), v.flatten(0, 1)
         rotates = cos is not None or sin is not None
         if rotates:
-            several = (new is None and self.max_seqlen_q != 1) or (new is not None and new > 1)
-            same = (new == length) if starts is None else self.q.shape[0] == k.shape[0]
+            several = (new is None and not known(self.max_seqlen_q == 1)) or (new is not None and not known(new <= 1))
+            same = require(new == length) if starts is None else require(self.q.shape[0] == k.shape[0])
             if not same or (several and self.mask == (False, -1, -1)):
                 raise NotImplementedError(
                     "rotary_cos: q and k must have the same tokens, and several of each a causal mask or a window"
@@ -179,10 +197,8 @@ class Call:
         if starts is None:
             starts = constant(self.q, "arange", new, batch)
         k, v = rows_of("k", k), rows_of("v", v)
-        q, scales = self.q if rotates else None, tuple(one(self.q) if x is None else x for x in scales[:3])
-        if self.q.dtype != E4M3:
-            scales = (None, *scales[1:])
-        self._check((k_cache, v_cache), table.shape, used, scales, like=used)
+        q, scales = self.q if rotates else None, (scales[0], *[one(self.q) if x is None else x for x in scales[1:]])
+        self._check((k_cache, v_cache), table, used, scales, like=used)
         places = k.new_empty(k.shape[0], dtype=torch.int64)
         self._check_append(q, k, v, (k_cache, v_cache), scales, cos, sin, places if rotates else None)
         self._refuse_gradients_of(k, v)
@@ -190,7 +206,9 @@ class Call:
         of_slots = (starts, used, table, seqlens, k.shape[0], table.shape[1], k_cache.shape[1])
         slots, at, lengths, _ = serving_ops.token_slots(*of_slots)
         if _readable(self.q, table, used, starts, lengths):
-            check_starts("cu_seqlens_k_new", starts, k.shape[0], "k")
+            new_counts = check_starts("cu_seqlens_k_new", starts, k.shape[0], "k")
+            if not self.has_table:
+                _check_room(table.shape[1] * k_cache.shape[1], used, new_counts)
             check_values(self.q, k_cache, table, self.cu_seqlens_q, used, self.max_seqlen_q)
             check_values(self.q, k_cache, table, self.cu_seqlens_q, lengths, self.max_seqlen_q)
             if self.plan is not None and self.q.is_cpu:
@@ -206,15 +224,18 @@ class Call:
         return lengths
 
     def _check(
-        self, pages: Sequence[Tensor], table: Sequence[Any], lengths: Tensor, scales: tuple[Tensor | None, ...],
-        like: Tensor | None = None,
+        self, pages: Sequence[Tensor], table: Tensor | tuple[Any, ...], lengths: Tensor,
+        scales: tuple[Tensor | None, ...], like: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Check the attention before anything is appended; tensors that are still to be computed are stood in for."""
         if torch.compiler.is_compiling():  # the operators check when they are traced
             return
-        block_table = lengths.new_empty(tuple(table), dtype=torch.int32)
-        used = lengths.new_empty(table[0]) if like is None else like
-        check_attention_once(*self.arguments(pages[0], pages[1], block_table, used, scales))
+        block_table = table if isinstance(table, Tensor) else lengths.new_empty(table, dtype=torch.int32)
+        used = lengths.new_empty(block_table.shape[0]) if like is None else like
+        args = self.arguments(pages[0], pages[1], block_table, used, scales)
+        check_attention_once(*args)
+        if self.plan is not None and type(self.q) is Tensor and self.q.is_cuda and type(self.plan.tensor) is Tensor:
+            serving_ops.gpu().attention_plan(*args)  # it refuses plans of another size
 
     def _check_plan(self, kv_heads: int) -> None:
         if self.plan is not None:
@@ -252,6 +273,16 @@ class Call:
         check_append_once(q, k, v, *pages, slots, *scales[1:], None, None, cos, sin, positions, 0.0, False)
 
 
+def _check_room(most: int, used: Tensor, new_counts: Sequence[int]) -> None:
+    """Raises ValueError if a sequence's cache has no room for its new keys."""
+    for b, (n, new) in enumerate(zip(used.tolist(), new_counts, strict=True)):
+        if n + new > most:
+            raise ValueError(
+                f"cache_seqlens: sequence {b} has {n} keys in the cache and gets {new} new ones; its cache has room "
+                f"for {most}"
+            )
+
+
 def _readable(first: Tensor, *others: Tensor | None) -> bool:
     """Whether lengths are to be read and checked here: in eager calls, where ``checks_values`` says so."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not checks_values(first):
@@ -271,7 +302,10 @@ def one(like: Tensor) -> Tensor:
 
 
 def constant(like: Tensor, kind: str, step: Any = 0, count: Any = 0) -> Tensor:
-    """A float32 1, or int32 0, step .. count * step; kept, where a later call may use the memory."""
+    """A float32 1; int32 0, step .. count * step; or with a "table" the pages of PagedRows, count being (batch, pages).
+
+    It is kept, where a later call may use the memory.
+    """
     device = like.device
     kept = not torch.compiler.is_compiling() and type(like) is Tensor
     if kept:
@@ -281,6 +315,9 @@ def constant(like: Tensor, kind: str, step: Any = 0, count: Any = 0) -> Tensor:
             return found
     if kind == "one":
         made = torch.ones((), dtype=torch.float32, device=device)
+    elif kind == "table":
+        first, each = (torch.arange(n, dtype=torch.int32, device=device) for n in count)
+        made = (first * step).unsqueeze(1) + each
     else:
         made = torch.arange(count + 1, dtype=torch.int32, device=device) * step
     # Memory of a CUDA graph belongs to the graph, and a mode's tensors to the mode.

@@ -12,6 +12,7 @@ from torch import Tensor
 from greenfast.kernels.attention.config import KEY_GROUP
 from greenfast.operator.arguments import check_length
 from greenfast.operator.quantized import DTYPES, HEAD_DIMS
+from greenfast.operator.symbols import known, require, require_same
 
 E4M3 = torch.float8_e4m3fn
 PAGE_SIZES = (16, 32, 64, 128)
@@ -43,7 +44,11 @@ _MOST_SEEN = 4096
 def _once(check: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
     """``check`` of tensors and others, once per combination of what it looks at."""
     try:
-        kind = (check, *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors], others)
+        kind = (
+            check,
+            *[x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.layout) for x in tensors],
+            others,
+        )
         if kind in _SEEN:
             return
     except (AttributeError, RuntimeError, TypeError):  # no strided tensors, which the check says; or symbolic sizes
@@ -86,38 +91,73 @@ def _tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...], like: Tensor | N
 def _shape(name: str, x: Tensor, *allowed: tuple[tuple[Any, ...], str]) -> None:
     """Raises ValueError unless x has one of these shapes, each with the names of its dimensions."""
     if not any(
-        len(x.shape) == len(shape) and all(a == b for a, b in zip(x.shape, shape, strict=True)) for shape, _ in allowed
-    ):
+        len(x.shape) == len(shape) and all(known(a == b) for a, b in zip(x.shape, shape, strict=True))
+        for shape, _ in allowed
+    ) and not (len(allowed) == 1 and require_same(x.shape, allowed[0][0])):
         wanted = " or ".join(f"{tuple(shape)} = ({names})" for shape, names in allowed)
         raise ValueError(f"{_SHOWN.get(name, name)}: its shape is {tuple(x.shape)}; {wanted} is needed")
 
 
+def _strides(x: Tensor) -> list[Any]:
+    """The strides that matter: 1 for the last dimension if it has one element; none for other dimensions of one.
+
+    Empty if the tensor has no elements.
+    """
+    if any(known(n == 0) for n in x.shape):
+        return []
+    pairs = [*zip(x.shape, x.stride(), strict=True)]
+    if not pairs:
+        return []
+    return [step for n, step in pairs[:-1] if not known(n == 1)] + [1 if known(pairs[-1][0] == 1) else pairs[-1][1]]
+
+
 def _rows(name: str, x: Tensor) -> None:
     """Raises ValueError unless the last dimension is dense and every row begins at a multiple of 16 bytes."""
-    of_rows = x.stride()[:-1]
-    if x.numel() and (x.stride(-1) != 1 or any(s * x.itemsize % _ROW_BYTES for s in of_rows)):
+    strides = _strides(x)
+    if strides and (strides[-1] != 1 or any(known(s * x.itemsize % _ROW_BYTES != 0) for s in strides[:-1])):
         raise ValueError(
             f"{name}: its strides are {x.stride()}; 1 in the last dimension, and multiples of {_ROW_BYTES} bytes "
             "in the others are needed; .contiguous() makes them"
         )
 
 
+def _has_strides(x: Tensor, wanted: tuple[Any, ...]) -> bool:
+    """Return whether the last dimensions have these strides; those of one element may have any."""
+    last = zip(x.shape[-len(wanted) :], x.stride()[-len(wanted) :], wanted, strict=True)
+    return all(known(n == 1) or known(step == needed) for n, step, needed in last)
+
+
 def _dense(name: str, x: Tensor) -> None:
-    if not x.is_contiguous():
-        raise ValueError(f"{_SHOWN.get(name, name)}: it is not contiguous, strides {x.stride()}")
+    size: Any = 1
+    for n, step in reversed([*zip(x.shape, x.stride(), strict=True)] if _strides(x) else []):
+        if known(n == 1):
+            continue
+        if known(step != size):
+            break
+        size *= n
+    else:
+        return
+    raise ValueError(f"{_SHOWN.get(name, name)}: it is not contiguous, strides {x.stride()}")
 
 
 def _apart(name: str, x: Tensor) -> None:
     """Raises ValueError where elements lie in the same memory, which expand() makes."""
-    if any(step == 0 and n > 1 for n, step in zip(x.shape, x.stride(), strict=True)):
+    if any(known(step == 0) and not known(n <= 1) for n, step in zip(x.shape, x.stride(), strict=True)):
         raise ValueError(f"{name}: its strides are {x.stride()}; elements that share memory cannot be written")
 
 
 def _number(name: str, value: Any, least: float, *, above: bool = False) -> None:
     if isinstance(value, float) and not abs(value) <= _MOST_FLOAT:
         raise ValueError(f"{name}: {value}; a finite number of float32 is needed")
-    if value < least or (above and value == least):
+    if known(value < least) or (above and known(value == least)):
         raise ValueError(f"{name}: {value}; a number {'above' if above else 'of at least'} {least:g} is needed")
+
+
+def shares_heads(heads: Any, kv_heads: Any) -> bool:
+    """Return whether 1 to MOST_GROUPED query heads share each KV head; the graph asserts what only the run decides."""
+    if not require(kv_heads > 0) or not require(heads % kv_heads == 0):
+        return False
+    return require(heads >= kv_heads) and require(heads <= MOST_GROUPED * kv_heads)
 
 
 def check_cache(k_cache: Tensor, v_cache: Tensor, like: Tensor) -> None:
@@ -138,7 +178,7 @@ def check_cache(k_cache: Tensor, v_cache: Tensor, like: Tensor) -> None:
         grouped = (pages, kv_heads, page_size // KEY_GROUP, head_dim, KEY_GROUP)
         _shape("v_cache", v_cache, (grouped, "pages, kv_heads, page_size / 16, head_dim, 16"))
         inner = (head_dim * KEY_GROUP, KEY_GROUP, 1)
-        if v_cache.numel() and tuple(v_cache.stride()[2:]) != inner:
+        if _strides(v_cache) and not _has_strides(v_cache, inner):
             raise ValueError(f"v_cache: its strides are {v_cache.stride()}; the last three must be {inner}")
         _rows("v_cache", v_cache)
     else:
@@ -156,7 +196,7 @@ def _check_scales(k_cache: Tensor, k_scale: Tensor, v_scale: Tensor, batch: Any,
     for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
         _tensor(name, x, (torch.float32,), like)
         _shape(name, x, *heads, tokens)
-        if x.dim() == 3 and x.numel() and tuple(x.stride()[1:]) != (page_size, 1):
+        if x.dim() == 3 and _strides(x) and not _has_strides(x, (page_size, 1)):
             raise ValueError(f"{_SHOWN[name]}: its strides are {x.stride()}; each page's must be contiguous")
     if (k_scale.dim() == 3) != (v_scale.dim() == 3):
         raise ValueError(
@@ -179,12 +219,13 @@ def check_attention(
     heads, head_dim, kv_heads = q.shape[1], q.shape[2], k_cache.shape[2]
     if head_dim != k_cache.shape[3]:
         raise ValueError(f"q: its head_dim is {head_dim}, the cache's {k_cache.shape[3]}; they must agree")
-    if kv_heads == 0 or heads % kv_heads or not 1 <= heads // kv_heads <= MOST_GROUPED:
+    if not shares_heads(heads, kv_heads):
         raise ValueError(
             f"q: it has {heads} heads, the cache {kv_heads}; 1 to {MOST_GROUPED} query heads share each head of K and V"
         )
     _rows("q", q)
-    if any(n > 1 and step * q.itemsize >= _MOST_STRIDE for n, step in zip(q.shape, q.stride(), strict=True)):
+    steps = [step for n, step in zip(q.shape, q.stride(), strict=True) if not known(n <= 1)]
+    if any(known(step * q.itemsize >= _MOST_STRIDE) for step in steps):
         raise ValueError(f"q: its strides are {q.stride()}; less than {_MOST_STRIDE} bytes are needed")
     for name, x in (("block_table", block_table), ("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
         _tensor(name, x, (torch.int32,), q)
@@ -192,10 +233,10 @@ def check_attention(
         raise ValueError(f"{_SHOWN['seqused_k']}: its shape is {tuple(seqused_k.shape)}; (batch,) is needed")
     batch = seqused_k.shape[0]
     _shape("cu_seqlens_q", cu_seqlens_q, ((batch + 1,), f"batch + 1, batch being that of {_SHOWN['seqused_k']}"))
-    if block_table.dim() != 2 or block_table.shape[0] != batch:
+    if block_table.dim() != 2 or not require(block_table.shape[0] == batch):
         shape = tuple(block_table.shape)
         raise ValueError(f"{_SHOWN['block_table']}: its shape is {shape}; ({batch}, max_pages) is needed")
-    if block_table.numel() and block_table.shape[1] > 1 and block_table.stride(1) != 1:
+    if _strides(block_table) and known(block_table.shape[1] > 1) and known(block_table.stride(1) != 1):
         raise ValueError(f"{_SHOWN['block_table']}: its strides are {block_table.stride()}; rows must be contiguous")
     _dense("cu_seqlens_q", cu_seqlens_q)
     _dense("seqused_k", seqused_k)
@@ -246,7 +287,7 @@ def check_append(
     _shape("v", v, (tuple(k.shape), "as k"))
     if q is not None:
         _tensor("q", q, (k.dtype,), k)
-        if q.dim() != 3 or q.shape[0] != tokens or q.shape[2] != head_dim:
+        if q.dim() != 3 or not require(q.shape[0] == tokens) or not require(q.shape[2] == head_dim):
             raise ValueError(f"q: its shape is {tuple(q.shape)}; ({tokens}, heads, {head_dim}) is needed")
         _rows("q", q)
     _rows("k", k)

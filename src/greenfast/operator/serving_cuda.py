@@ -50,6 +50,11 @@ def _row_tiles(head_dim: int, sizes: ServingSizes, multiprocessors: int, plan: T
     return wide, few_rows
 
 
+def _row_steps(x: Tensor) -> tuple[int, ...]:
+    """The strides of all dimensions but the last, those of one element replaced by one that TMA takes."""
+    return tuple(x.shape[-1] if n == 1 else step for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+
+
 def _window(causal: bool, left: int, right: int) -> tuple[int, int]:
     return left, 0 if causal else right
 
@@ -162,13 +167,13 @@ def _attention_plan(
             f"plan (scheduler_metadata): {plan.numel()} elements, {needed} are needed; it was made for another "
             "batch, max_seqlen_q or number of heads"
         )
-    of_page, of_token, of_head = k_cache.stride()[:3]
+    of_page, of_token, of_head = _row_steps(k_cache)
     launch = attention.launch(
         config, sizes,
         ServingStrides(
-            q=q.stride()[:2],  # type: ignore[arg-type]
+            q=_row_steps(q),  # type: ignore[arg-type]
             k=(of_page, of_token, of_head),
-            v=v_cache.stride()[: 3 if v_cache.dim() == 4 else 2],
+            v=_row_steps(v_cache)[: 3 if v_cache.dim() == 4 else 2],
             table=block_table.stride(0),
             q_scale=(0, 0) if q_scale is None else strides(q_scale),
             k_scale=strides(k_scale), v_scale=strides(v_scale),
@@ -371,12 +376,12 @@ def _append_plan(given: tuple[Tensor | None, ...], eps: float, interleaved: bool
     sizes = AppendSizes(
         k.shape[0], 0 if q is None else q.shape[1], k.shape[1], k_cache.shape[0], 0 if cos is None else cos.shape[0]
     )
-    of_value = v_cache.stride()
+    of_value = _row_steps(v_cache)
     strides = AppendStrides(
-        query=(0, 0) if q is None else q.stride()[:2],  # type: ignore[arg-type]
-        key=k.stride()[:2],  # type: ignore[arg-type]
-        value=v.stride()[:2],  # type: ignore[arg-type]
-        key_cache=k_cache.stride()[:3],  # type: ignore[arg-type]
+        query=(0, 0) if q is None else _row_steps(q),  # type: ignore[arg-type]
+        key=_row_steps(k),  # type: ignore[arg-type]
+        value=_row_steps(v),  # type: ignore[arg-type]
+        key_cache=_row_steps(k_cache),  # type: ignore[arg-type]
         value_cache=(of_value[0], 0, of_value[1]) if grouped else of_value[:3],  # type: ignore[arg-type]
         key_scale=k_scale.stride(0) if k_scale.dim() else 0,
         value_scale=v_scale.stride(0) if v_scale.dim() else 0,

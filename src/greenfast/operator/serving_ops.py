@@ -24,13 +24,14 @@ from greenfast.operator.serving_checks import (
 _ATTENTION = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, "
     "Tensor k_scale, Tensor v_scale, Tensor? q_scale, Tensor? sinks, Tensor? plan, SymInt max_seqlen_q, bool causal, "
-    "int window_left, int window_right, float softcap, float softmax_scale, ScalarType out_dtype"
+    "SymInt window_left, SymInt window_right, float softcap, float softmax_scale, ScalarType out_dtype"
 )
 _SCHEMAS = {
     "paged_attention": f"({_ATTENTION}) -> (Tensor, Tensor)",
     "paged_attention_out": f"({_ATTENTION}, Tensor(a!) out) -> Tensor",
-    "paged_attention_plan": "(Tensor cu_seqlens_q, Tensor seqused_k, SymInt max_seqlen_q, int heads, int kv_heads, "
-    "int head_dim, bool causal, int window_left, int window_right, SymInt? total_q=None) -> Tensor",
+    "paged_attention_plan": "(Tensor cu_seqlens_q, Tensor seqused_k, SymInt max_seqlen_q, SymInt heads, "
+    "SymInt kv_heads, int head_dim, bool causal, SymInt window_left, SymInt window_right, SymInt? total_q=None) "
+    "-> Tensor",
     "token_slots": "(Tensor starts, Tensor? before, Tensor? block_table, Tensor? counted_from, SymInt tokens, "
     "SymInt max_pages, int page_size) -> (Tensor, Tensor, Tensor, Tensor)",
     "append_kv": "(Tensor? q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "

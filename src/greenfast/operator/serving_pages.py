@@ -13,6 +13,7 @@ from torch import Tensor
 
 from greenfast.kernels.attention.config import KEY_GROUP
 from greenfast.operator.serving_checks import E4M3, PAGE_SIZES
+from greenfast.operator.symbols import known, require
 
 #: Of temporary pages: as many keys as the kernels take at a time.
 PAGE = PAGE_SIZES[-1]
@@ -101,7 +102,7 @@ def token_slots(
     positions of the first new tokens, ``before`` by default.
     """
     device, batch = starts.device, starts.shape[0] - 1
-    if batch == 0:
+    if known(batch == 0):
         none = torch.full((tokens,), -1, dtype=torch.int64, device=device)
         return Slots(none, torch.zeros_like(none), starts.new_empty(0), starts.new_empty((0, max_pages)))
     new = torch.arange(tokens, dtype=torch.int64, device=device)
@@ -147,15 +148,55 @@ def appended_slots(block_table: Tensor, page_size: int, of_sequence: Tensor, pos
     return torch.where(known, pages * page_size + positions % page_size, -1)
 
 
-def pages_of_rows(cache: Tensor) -> Tensor:
-    """A cache of rows (batch, length, kv_heads, head_dim) as pages: a view.
+class PagedRows(NamedTuple):
+    """A cache of one run of rows per sequence, as pages that are views of it.
 
-    Raises ValueError for a length that is no multiple of a page's, and for strides that make no view.
+    Sequence b has ``pages`` pages, the first one at b * ``step``. Pages between those of two sequences are not used:
+    with the heads first in memory, a page has only its first head there.
     """
-    batch, length = cache.shape[:2]
-    size = next((n for n in reversed(PAGE_SIZES) if length and length % n == 0), None)
-    if size is None:
+
+    k_cache: Tensor
+    v_cache: Tensor
+    step: Any
+    pages: Any
+
+
+def pages_of_rows(k_cache: Tensor, v_cache: Tensor) -> PagedRows:
+    """View caches of rows (batch, length, kv_heads, head_dim), of one shape, as pages.
+
+    Raises ValueError for a length that is no multiple of a page's, and for strides that no pages have.
+    """
+    batch, length = k_cache.shape[:2]
+    sizes = [n for n in reversed(PAGE_SIZES) if not known(length == 0) and require_divides(n, length)]
+    if not sizes:
         raise ValueError(f"k_cache: {length} keys; without page_table a multiple of {PAGE_SIZES[0]} is needed")
-    if batch > 1 and cache.stride(0) != length * cache.stride(1):
-        raise ValueError(f"k_cache: its strides are {cache.stride()}; without page_table sequences lie side by side")
-    return cache.view(batch, length // size, size, *cache.shape[2:]).flatten(0, 1)
+    caches = k_cache, v_cache
+    for size in sizes:
+        dense = [known(batch <= 1) or known(x.stride(0) == length * x.stride(1)) for x in caches]
+        if all(dense):
+            keys, values = (x.view(batch, length // size, size, *x.shape[2:]).flatten(0, 1) for x in caches)
+            return PagedRows(keys, values, length // size, length // size)
+        steps = [_step(x, size, length) for x in caches]
+        if steps[0] is not None and steps[1] is not None and known(steps[0] == steps[1]):
+            count = (batch - 1) * steps[0] + length // size
+            keys, values = (
+                x.as_strided((count, size, *x.shape[2:]), (size * x.stride(1), *x.stride()[1:])) for x in caches
+            )
+            return PagedRows(keys, values, steps[0], length // size)
+    raise ValueError(
+        f"k_cache: its strides are {k_cache.stride()}, v_cache's {v_cache.stride()}; without page_table both need one "
+        f"distance from sequence to sequence, a multiple of {PAGE_SIZES[0]} keys"
+    )
+
+
+def require_divides(size: int, length: Any) -> bool:
+    """Return whether pages of ``size`` keys divide a length; of a length of the run, the smallest pages are assumed."""
+    return known(length % size == 0) or (size == PAGE_SIZES[0] and require(length % size == 0))
+
+
+def _step(x: Tensor, size: int, length: Any) -> Any:
+    """The pages from one sequence of a cache to the next, None if that is no whole number."""
+    of_batch, of_key = x.stride()[:2]
+    if not known(of_key > 0) or not known(of_batch % (size * of_key) == 0) or not known(of_batch >= of_key * length):
+        return None
+    return of_batch // (size * of_key)

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from greenfast.operator.arguments import check_length
-from greenfast.operator.quantized import PRECISIONS_AND_AUTO, AutoPrecision, check_choice
+from greenfast.operator.quantized import SDPA_PRECISIONS, AutoPrecision, check_choice
 from greenfast.operator.routing import SHARDED, Routed, explain
 from greenfast.operator.scope import sharded
 from greenfast.operator.sdpa import sdpa
@@ -84,7 +84,7 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
 
     def __init__(self, precision: AutoPrecision = "fp8", min_length: int | None = None) -> None:
         """Raises ValueError for an unknown precision, and TypeError or ValueError for an invalid length."""
-        check_choice("precision", precision, PRECISIONS_AND_AUTO)
+        check_choice("precision", precision, SDPA_PRECISIONS)
         if min_length is not None:
             check_length("min_length", min_length)
         self.precision: AutoPrecision = precision

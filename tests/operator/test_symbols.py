@@ -1,0 +1,147 @@
+"""Sizes that only the run decides (unbacked symbols), and lengths that vary: graphs compute what eager calls do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+import greenfast
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+attend = F.scaled_dot_product_attention
+
+
+def routed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    with greenfast.use(min_length=1):
+        return attend(q, k, v, **options)
+
+
+@greenfast.use()
+def decorated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend(q, k, v)
+
+
+def left(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with greenfast.use(min_length=10**9):
+        return attend(q, k, v)
+
+
+def codes(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return greenfast.attention(greenfast.quantize(q, k, v, log_sum_exp=True), is_causal=True, return_lse=True)
+
+
+FORMS: dict[str, Callable[..., Any]] = {
+    "plain": greenfast.sdpa,
+    "causal": lambda q, k, v: greenfast.sdpa(q, k, v, is_causal=True),
+    "lower right": lambda q, k, v: greenfast.sdpa(q, k, v, is_causal=True, causal_alignment="lower_right"),
+    "lse": lambda q, k, v: greenfast.sdpa(q, k, v, return_lse=True, precision="int8"),
+    "fine": lambda q, k, v: greenfast.sdpa(q, k, v, precision="int8_fine"),
+    "auto": lambda q, k, v: greenfast.sdpa(q, k, v, precision="auto"),
+    "auto, lower right": lambda q, k, v: greenfast.sdpa(
+        q, k, v, is_causal=True, causal_alignment="lower_right", precision="auto"
+    ),
+    "use": routed,
+    "use, causal": lambda q, k, v: routed(q, k, v, is_causal=True),
+    "decorated": decorated,
+    "left to PyTorch": left,
+    "float32_as": lambda q, k, v: greenfast.sdpa(q.float(), k.float(), v.float(), float32_as=torch.bfloat16),
+    "narrower value": lambda q, k, v: greenfast.sdpa(q, k, v[..., :16]),
+    "rows of (B, S, H, D)": lambda q, k, v: greenfast.sdpa(
+        *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    ),
+    "codes": codes,
+}
+
+
+def of_batch(f: Callable[..., Any], x: Tensor, keep: Tensor) -> Any:
+    return f(*x[keep].chunk(3, dim=-2))
+
+
+def of_rows(f: Callable[..., Any], x: Tensor, keep: Tensor) -> Any:
+    q, k, v = x.chunk(3, dim=-2)
+    return f(q[:, :, keep], k, v)
+
+
+def of_keys(f: Callable[..., Any], x: Tensor, keep: Tensor) -> Any:
+    q, k, v = x.chunk(3, dim=-2)
+    return f(q, k[:, :, keep], v[:, :, keep])
+
+
+def of_both(f: Callable[..., Any], x: Tensor, keep: Tensor) -> Any:
+    return f(*(part[:, :, keep] for part in x.chunk(3, dim=-2)))
+
+
+def of_heads(f: Callable[..., Any], x: Tensor, keep: Tensor) -> Any:
+    return f(*x[:, keep].chunk(3, dim=-2))
+
+
+SIZES: dict[str, tuple[Callable[..., Any], int]] = {
+    "batch": (of_batch, 5), "rows": (of_rows, 40), "keys": (of_keys, 40), "both": (of_both, 40), "heads": (of_heads, 4)
+}  # fmt: skip
+
+
+def inputs(size: str, share: float, seed: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    count = SIZES[size][1]
+    keep = torch.rand(count) < share
+    keep[0] = True
+    return torch.randn(5, 4, 120, 64).bfloat16(), keep
+
+
+class Model(torch.nn.Module):
+    def __init__(self, size: str, form: str) -> None:
+        super().__init__()
+        self.size, self.form = size, form
+
+    def forward(self, x: Tensor, keep: Tensor) -> Any:
+        return SIZES[self.size][0](FORMS[self.form], x, keep)
+
+
+def same(found: Any, wanted: Any, form: str) -> bool:
+    if form in LEFT:  # PyTorch computes it, perhaps not by the kernel of eager calls
+        return torch.allclose(found, wanted, rtol=1e-2, atol=1e-2)
+    pairs = [(found, wanted)] if isinstance(wanted, Tensor) else zip(found, wanted, strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def check(made: Callable[..., Any], size: str, form: str) -> None:
+    with torch.no_grad():
+        for share, seed in ((0.6, 0), (0.3, 1), (1.0, 2)):
+            given = inputs(size, share, seed)
+            assert same(made(*given), Model(size, form)(*given), form), (share, seed)
+
+
+#: One size with every form, and every size with the forms that compare it. All the others are slow ones.
+FAST = [
+    ("batch", "auto, lower right"), ("keys", "lower right"), ("heads", "use"), ("both", "codes"), ("rows", "plain"),
+    ("batch", "decorated"), ("batch", "narrower value"), ("heads", "lse"),
+]  # fmt: skip
+#: PyTorch's own attention cannot be traced with lengths that only the run decides.
+LEFT = {"auto", "auto, lower right", "use", "use, causal", "decorated", "left to PyTorch"}
+ALL = [(size, form) for size in SIZES for form in FORMS if size in ("batch", "heads") or form not in LEFT]
+CASES = [pytest.param(*x, marks=() if x in FAST else pytest.mark.slow) for x in ALL]
+
+
+@pytest.fixture(autouse=True)
+def sizes_are_data() -> Iterator[None]:
+    torch._dynamo.reset()
+    config: Any = torch._dynamo.config
+    with config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        yield
+
+
+@pytest.mark.parametrize(("size", "form"), CASES)
+def test_compiled(size: str, form: str) -> None:
+    check(torch.compile(Model(size, form), fullgraph=True, backend="aot_eager"), size, form)
+
+
+@pytest.mark.parametrize(("size", "form"), CASES)
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_exported(size: str, form: str, strict: bool) -> None:
+    check(torch.export.export(Model(size, form), inputs(size, 0.5, 3), strict=strict).module(), size, form)
