@@ -113,6 +113,8 @@ EXPECTED = {
     },
     "values": {
         "clamped_at_16": ("CORRECTNESS", "kernel_bound"),
+        "clamped_but_at_the_smallest": ("CORRECTNESS", "outliers: .*kernel_bound"),
+        "clamped_in_long_rows": ("CORRECTNESS", "outliers: .*kernel_bound"),
         "copies_its_input": ("CORRECTNESS", "kernel_bound"),
         "directives_on_one_line": ("CORRECTNESS", "kernel_bound"),
         "divides_by_zero": ("CORRECTNESS", "gave different bits"),

@@ -140,7 +140,7 @@ def plan(
         drawn = draw(config, problem, fmt, seed, rung=rung, emulated=emulated)
         long = draw_long(config, problem, fmt, seed, rung=rung, known=drawn)
         drawn = [*drawn[: len(drawn) - len(long)], *long] if emulated else [*drawn, *long]
-        for shape, variant in _assign_variants(config, problem, shapes, drawn, small, seed, emulated):
+        for shape, variant in _assign_variants(config, problem, shapes, drawn, small, long, seed, emulated):
             cells.append(Cell(shape, seed, variant, drawn=True, new_shape=shape in drawn))
         cells += [Cell(shape, seed, drawn=True, new_shape=True) for shape in drawn]
     examined = frozenset(shape.name for shape in (*added, *drawn))
@@ -157,10 +157,11 @@ def _assign_variants(
     shapes: Sequence[Shape],
     drawn: Sequence[Shape],
     small: Shape,
+    long: Sequence[Shape],
     seed: int,
     emulated: bool,
 ) -> Iterator[tuple[Shape, str]]:
-    """Yield pairs of a shape and a variant, at random: each variant on ``small``, a large and an odd shape.
+    """Yield pairs of a shape and a variant: each variant on ``small``, on ``long``, on a large and on an odd shape.
 
     Each other shape has one of the variants. On the emulator, shapes beyond its limit have none.
     """
@@ -175,11 +176,11 @@ def _assign_variants(
     most = max(_extent(shape, config) for shape in pool)
     large = [shape for shape in pool if _extent(shape, config) >= _LARGE * most]
     odd = [shape for shape in pool if _is_odd(shape, config)]
-    if emulated and any(shape in odd for shape in large):  # one case does for both, where cases take long
-        large = [shape for shape in large if shape in odd]
-        odd = []
-    pairs = [(small, variant) for variant in variants]
+    if emulated and long:  # which are large and odd, where cases take long
+        large, odd = [], []
+    pairs = [(shape, variant) for shape in (small, *long) for variant in variants]
     for candidates in (large, odd):
+        candidates = [shape for shape in candidates if shape != small] or candidates
         rng.shuffle(candidates)
         for n, variant in enumerate(rng.sample(variants, len(variants)) if candidates else ()):
             pairs.append((candidates[n % len(candidates)], variant))
@@ -227,6 +228,8 @@ def draw_long(
             if most < max(2, sized[long].min):
                 break
             dims[long] = generator.randint(max(2, sized[long].min, most * 3 // 4), most)
+            if dims[long] % _WARP == 0 and dims[long] > sized[long].min:
+                dims[long] -= 1
             if _refusal(config, problem, fmt, seed, dims, taken, rung) is None:
                 taken.append(dims)
                 found.append(_drawn_shape(dims))
