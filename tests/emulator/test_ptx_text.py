@@ -9,6 +9,7 @@ import pytest
 
 from greenfast.emulator.grid import run_grid
 from greenfast.emulator.ptx.literals import initial, integer
+from greenfast.emulator.ptx.names import demangle, describe_element, read_shapes
 from greenfast.spec.errors import UnsupportedError, UsageError
 from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import OutputSpec
@@ -189,3 +190,28 @@ def test_a_register_that_nothing_has_set_is_no_zero() -> None:
     assert run("add.u32 %r1, %r2, 2; st.global.b32 [%out], %r1;", 1) == [1]
     assert run("add.f32 %f1, %f2, 0f3F800000; st.global.f32 [%out], %f1;", 1)[0] & 0x7FFFFFFF > 0x7F800000
     assert run("mov.b32 %r1, 7; @%p1 st.global.b32 [%out], %r1;", 1) == [7]
+
+
+@pytest.mark.parametrize(
+    ("symbol", "name"),
+    [
+        ("_ZZ1kE2As", "As"),
+        ("_ZZN2ns4tileIfLi16EEEvPKT_E3buf_0", "buf"),
+        ("_ZN12_GLOBAL__N_15helloEv", "(anonymous)::hello"),
+        ("_ZN2ns4RowsINS_5TypesILi64ELb1ELNS_4KindE12EEELi3EE4loadEPKvi", "ns::Rows::load"),
+        ("_ZZN2ns4RowsILi64EE4loadEvENKUlvE_clEv", "ns::Rows::load::lambda"),
+        ("plain", "plain"),
+    ],
+)
+def test_names_without_their_mangling(symbol: str, name: str) -> None:
+    assert demangle(symbol) == name
+
+
+def test_elements_of_arrays_as_they_are_declared() -> None:
+    source = "constexpr int N = 16; __shared__ float pad[3], As[M][N]; extern __shared__ half d[];"
+    shapes = read_shapes([f"#define M 4\n{source}"])
+    assert describe_element("_ZZ1kE2As", 130, 256, shapes) == "As[2][0] + 2"
+    assert describe_element("_ZZ1kE3pad", 8, 12, shapes) == "pad[2]"
+    assert describe_element("d", 6, 0, shapes) == "d[3]"
+    assert describe_element("_ZZ1kE2As", 128, 512, shapes) == "As + 128"  # another array of that name
+    assert describe_element("_ZZ1kE5other", 128, 512, shapes) == "other + 128"

@@ -22,6 +22,8 @@ _BYTES = {
 _DECLARATION = re.compile(r"\b(?:__shared__|__device__|__constant__)\b([^;{}]*)[;={]")
 _DECLARATOR = re.compile(r"([A-Za-z_]\w*)\s*((?:\[[^\[\]]*\]\s*)+)")
 _CONSTANT = re.compile(r"(?:#define\s+|\bconst(?:expr)?\s+(?:static\s+)?[\w\s]*?)([A-Za-z_]\w*)\s*=?\s*(\d+)\b")
+#: What stands for a type or a part of one, and holds no name.
+_SUBSTITUTION = re.compile(r"S[0-9A-Z]*_|S[tabsiod]|T\d*_|A\d+_|Dv\d+_|DF\d+b?_?")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
@@ -49,7 +51,8 @@ def _encoding(text: str, at: int) -> tuple[str, int]:
             name, stop = _source_name(text, end + 1)
             if name and re.fullmatch(r"(?:_\d+|__\d+_)?", text[stop:]):
                 return name, stop
-        return "", at
+        outer, _ = _encoding(text, at + 1)
+        return (f"{outer}::lambda" if outer and "Ul" in text else outer), len(text)
     if text.startswith("L", at):
         at += 1
     if not text.startswith("N", at):
@@ -84,16 +87,23 @@ def _source_name(text: str, at: int) -> tuple[str, int]:
 
 def _skip_template(text: str, at: int) -> int:
     """Return where template arguments end that begin with I."""
-    depth = 0
+    opened: list[str] = []
     while at < len(text):
-        name, stop = _source_name(text, at)
-        if name and (text[at - 1] not in "ijlmxy" or text[at - 2] != "L"):
-            at = stop
+        skipped = _SUBSTITUTION.match(text, at)
+        if skipped:
+            at = skipped.end()
             continue
-        depth += text[at] in "INLXJ"
-        depth -= text[at] == "E"
+        if text[at].isdigit():  # the value of a literal, or a name
+            digits = _NUMBER.match(text, at)
+            literal = opened[-1:] == ["L"] and digits is not None
+            at = digits.end() if literal and digits else max(_source_name(text, at)[1], at + 1)
+            continue
+        if text[at] in "INLXJF":
+            opened.append(text[at])
+        elif text[at] == "E" and opened:
+            opened.pop()
         at += 1
-        if not depth:
+        if not opened:
             break
     return at
 
