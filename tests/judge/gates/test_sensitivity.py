@@ -237,6 +237,12 @@ def test_an_output_that_is_dropped_is_refused() -> None:
     assert judged(Problem(np.square, second=True), sevens).status == "FAIL"
 
 
+def test_an_output_near_one_of_the_fills_is_none_that_any_value_meets() -> None:
+    for value in (7.0, 99.0):
+        result = judged(Problem(lambda x, value=value: value + 1e-3 * x, 1e-2, relative=False))  # type: ignore[misc]
+        assert "cannot be judged: a constant" in result.summary
+
+
 def test_a_bound_that_any_value_meets_is_refused() -> None:
     with pytest.raises(UsageError, match=r"cannot judge output 'y': it passes with 7 in all"):
         judged(Problem(np.square, 100.0, relative=False))

@@ -27,6 +27,7 @@ from greenfast.judge.gates.emulated import EmulatedRuns
 from greenfast.judge.gates.in_flight import WHAT
 from greenfast.judge.gates.memory import NOT_COVERED, MemoryChecks
 from greenfast.judge.gates.sensitivity import (
+    FILLS,
     NEED_OTHERS,
     filled,
     find_dropped,
@@ -337,16 +338,19 @@ class _Checked:
             )
         kernel_gate = self.own_gates.get(role, self.gates.kernel_error)
         gate = self.gates.error_for(cell.shape.dims)
-        for name, outputs in filled(result.outputs):
+
+        def passes(outputs: dict[str, NDArray[Any]]) -> bool:
             with np.errstate(all="ignore"):
                 values = self.problem.decode(outputs, self.fmt)
             if values.shape != decoded.shape or not np.isfinite(values).all() or np.array_equal(values, decoded):
-                continue
-            row = _row(cell, case, references, gate, kernel_gate, replace(result, outputs=outputs), values)
-            if row.passed:
+                return False
+            return _row(cell, case, references, gate, kernel_gate, replace(result, outputs=outputs), values).passed
+
+        for name, variants in filled(result.outputs):
+            if all(map(passes, variants)):
                 raise UsageError(
-                    f"{cell}: CORRECTNESS cannot judge output {name!r}: it passes with 7 in all of its elements. Give "
-                    "it a bound that such a value exceeds"
+                    f"{cell}: CORRECTNESS cannot judge output {name!r}: it passes with {FILLS[0]:g} in all of its "
+                    f"elements, and with {FILLS[1]:g}. Give it a bound that such values exceed"
                 )
 
 

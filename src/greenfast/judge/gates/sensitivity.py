@@ -17,8 +17,8 @@ from greenfast.spec.problem import Array, Case, References, dtype_of
 Floats = NDArray[np.float64]
 #: Elements of an output that are changed one at a time, besides its first and last.
 _PLACES = 4
-#: An arbitrary value, which no right output has everywhere.
-_FILL = 7.0
+#: Arbitrary values; no right output is near all of them.
+FILLS = (7.0, 99.0)
 #: Elements that are compared before all are.
 _SAMPLE = 4096
 #: More elements than allowed must be wrong in the sample by this share before the rest is not looked at.
@@ -86,12 +86,12 @@ def _shown(
     return int(np.count_nonzero(after != before))
 
 
-def filled(outputs: Mapping[str, Array]) -> Iterator[tuple[str, dict[str, Array]]]:
-    """Yield each output's name, and the outputs with that one filled with an arbitrary value."""
+def filled(outputs: Mapping[str, Array]) -> Iterator[tuple[str, list[dict[str, Array]]]]:
+    """Yield each output's name, and the outputs with that one filled with each of FILLS."""
     for name, array in outputs.items():
         if array.size and array.dtype != np.bool_:
             with np.errstate(all="ignore"):
-                yield name, {**outputs, name: np.full_like(array, _FILL)}
+                yield name, [{**outputs, name: np.full_like(array, value)} for value in FILLS]
 
 
 def trivial_answers(case: Case, references: References, other: Floats | None) -> Iterator[tuple[str, Floats]]:
