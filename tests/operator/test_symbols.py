@@ -145,3 +145,45 @@ def test_compiled(size: str, form: str) -> None:
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exported(size: str, form: str, strict: bool) -> None:
     check(torch.export.export(Model(size, form), inputs(size, 0.5, 3), strict=strict).module(), size, form)
+
+
+def packed(q: Tensor, k: Tensor, keep: Tensor, measured: bool) -> Tensor:
+    """Attention over keys that a mask keeps, so that the number of keys is data."""
+    lengths = keep.sum(1, dtype=torch.int32)
+    starts_q = torch.arange(0, 3 * q.shape[1], q.shape[1], dtype=torch.int32)
+    starts_k = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    longest: Any = k.shape[1]
+    if measured:
+        longest = lengths.max().item()
+        torch._check(longest >= 0)
+        torch._check(longest <= k.shape[1])
+    found = greenfast.flash_attn_varlen_func(
+        q.flatten(0, 1), k[keep], k[keep], starts_q, starts_k, q.shape[1], longest, causal=True
+    )
+    assert isinstance(found, Tensor)
+    return found
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_packed_keys_whose_number_is_data(measured: bool) -> None:
+    compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
+    for seed, share in enumerate((0.6, 0.2, 1.1)):
+        torch.manual_seed(seed)
+        q, k, keep = (
+            torch.randn(2, 24, 4, 64).bfloat16(),
+            torch.randn(2, 40, 2, 64).bfloat16(),
+            torch.rand(2, 40) < share,
+        )
+        assert torch.equal(compiled(q, k, keep, measured), packed(q, k, keep, measured))
+
+
+@pytest.mark.parametrize("name", ["is_causal", "enable_gqa"])
+def test_a_flag_that_compares_sizes(name: str) -> None:
+    def call(x: Tensor) -> Tensor:
+        found: Tensor = greenfast.sdpa(x, x, x, **{name: x.shape[2] > 3})
+        return found
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+    for length in (20, 33, 2, 3):
+        x = torch.randn(2, 4, length, 64).bfloat16()
+        assert torch.equal(compiled(x), call(x))
