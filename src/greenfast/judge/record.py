@@ -204,6 +204,8 @@ class TimingRow(_Data, frozen=True, kw_only=True):
     seed: whose blocks these are; each launch draws its inputs from those of all timed seeds. block_medians_us: nested
     [process][block], as are block_mhz and block_watts, the clock and the power halfway through each block, which are
     empty where the driver does not tell them. floor: the least time that the device could need, or why none is known.
+
+    resolution_us: the step of the time stamps, 0 where the times do not show it, as in older records.
     """
 
     shape: str
@@ -223,6 +225,7 @@ class TimingRow(_Data, frozen=True, kw_only=True):
     block_mhz: list[list[float]] = []
     block_watts: list[list[float]] = []
     floor: str = ""
+    resolution_us: float = 0.0
 
 
 class SpeedupRow(_Data, frozen=True, kw_only=True):

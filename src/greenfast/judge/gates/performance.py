@@ -16,7 +16,7 @@ from greenfast.judge.task import Shape, Timing
 from greenfast.judge.timing.floor import Floor, floor_of
 from greenfast.judge.timing.interleaved import COLD, METHOD, WARM, Cell, Measurement, measure
 from greenfast.judge.timing.speedup import AGAIN, MIN_PROCESSES, speedup_row
-from greenfast.judge.timing.statistics import summary
+from greenfast.judge.timing.statistics import resolution_us, summary
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.problem import Problem, least_work
 
@@ -134,6 +134,7 @@ def timing_rows(
                 block_mhz=timed.read("sm_mhz"),
                 block_watts=[[round(w, 1) for w in process] for process in timed.read("power_w")],
                 floor=str(floors[shape, cache]),
+                resolution_us=round(resolution_us(timed.samples), 4),
             )
         )
     return rows

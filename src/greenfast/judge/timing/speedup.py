@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from greenfast.judge.record import SpeedupRow, TimingRow
-from greenfast.judge.timing.statistics import Interval, noise_floor, pool_seeds, speedup_interval, verdict
+from greenfast.judge.timing.statistics import (
+    Interval,
+    noise_floor,
+    pool_seeds,
+    resolved_floor,
+    speedup_interval,
+    verdict,
+)
 
 AGAIN = "baseline again"  # the A of the A/A comparison
 #: With fewer fresh processes an interval says nothing about the next process; no claim is made then.
@@ -37,7 +46,10 @@ def speedup_row(
         raise ValueError(f"{kept}; a claim needs at least {MIN_PROCESSES}")
     exact = speedup_interval(one, other, confidence=confidence)
     interval = Interval(round(exact.estimate, 4), round(exact.low, 4), round(exact.high, 4))
-    floor = round(noise_floor(one, _blocks(again, shape, cache)), 5)
+    floor = noise_floor(one, _blocks(again, shape, cache))
+    sides = [row for side in (baseline, candidate, again) for row in _rows(side, shape, cache)]
+    shortest = min(np.median(np.concatenate(side)) for side in (one, other))
+    floor = round(resolved_floor(floor, max(row.resolution_us for row in sides), float(shortest)), 5)
     return SpeedupRow(
         shape=shape,
         cache=cache,

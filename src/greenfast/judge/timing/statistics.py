@@ -9,6 +9,7 @@ discarded.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -28,6 +29,7 @@ MIN_NOISE_FLOOR = 0.005
 #: NO EFFECT claims a speedup within 1 / 1.01 and 1.01. Fixed: the noisier the machine, the harder the claim.
 EQUIVALENCE_MARGIN = 0.01
 _NOISE_QUANTILE = 0.95
+_LEAST_STEP_US = 0.001
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,25 @@ def noise_floor(a: Blocks, a2: Blocks, *, resamples: int = 4000, seed: int = 0) 
     """
     replicates = np.abs(_resampled_medians(_log_ratios(a, a2), resamples, seed))
     return max(MIN_NOISE_FLOOR, float(np.expm1(np.quantile(replicates, _NOISE_QUANTILE))))
+
+
+def resolution_us(samples_us: Samples) -> float:
+    """The step of the clock that timed launches were measured with; 0 if all took the same.
+
+    That is the smallest difference between two of the times, from a nanosecond on: of a clock without visible steps a
+    nanosecond or little more.
+    """
+    gaps = np.diff(np.unique(np.round(np.asarray(samples_us, np.float64), 4)))
+    gaps = gaps[gaps >= _LEAST_STEP_US]
+    return float(gaps.min()) if len(gaps) else 0.0
+
+
+def resolved_floor(floor: float, resolution: float, time_us: float) -> float:
+    """A noise floor that also covers the clock's step: medians of times in steps move by whole steps.
+
+    Rounded up to the four decimals that speedups are rounded to.
+    """
+    return max(floor, math.ceil(1e4 * resolution / time_us) / 1e4)
 
 
 def verdict(interval: Interval, *, noise_floor: float, required: float) -> SpeedVerdict:
