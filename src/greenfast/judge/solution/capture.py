@@ -174,7 +174,8 @@ def _captured(stream: torch.cuda.Stream, call: Callable[[], Any]) -> tuple[torch
     """A call's graph, what it returned, and every allocation that it made."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     _WATCH.start(stream)
-    torch.cuda.memory._record_memory_history(context=None)
+    # Without clear_history the events of the capture before this one are returned too.
+    torch.cuda.memory._record_memory_history(context=None, clear_history=True)
     try:
         with torch.cuda.graph(graph, stream=stream):
             returned = call()
