@@ -7,13 +7,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from greenfast.device.executable import Executable
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.executable import Executable, KernelImage
+from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.solution import capture
 from greenfast.judge.solution.wire import decode_program, encode_program
-from greenfast.spec.kernel import Allocation, KernelSource, Launch, Program, Step, Workspace
+from greenfast.spec.arch import Target
+from greenfast.spec.kernel import Allocation, KernelSource, Launch, Packed, Program, Step, Workspace
+from greenfast.spec.problem import Case, OutputSpec
 from tests.cheats.cheats import doubling
 from tests.fakes import Call, FakeDevice, Script, install, request, right
 
@@ -87,3 +92,30 @@ def test_the_memory_check_overwrites_what_is_allocated(
     assert bool(result.violations) == reuses
     ignored = (Allocation(1, "x", 0, 64), Allocation(1, "none", 0, 64), Allocation(1, "y", 1 << 20, 64))
     assert worker.check_memory(replace(twice, allocations=ignored), case).violations == []
+
+
+@pytest.mark.parametrize(
+    ("offset", "count", "shift"), [(0, 64, 0), (4, 300, 0), (20, 12, 16), (8, 4096, 3), (12, 0, 0), (0, 5, 1)]
+)
+def test_fills_and_copies_are_of_all_bytes(offset: int, count: int, shift: int) -> None:
+    """At any alignment and size, 16 bytes at once in between."""
+    source = np.random.default_rng(count).integers(1, 255, 8192, np.uint8)
+    case = Case({"x": source}, {name: OutputSpec((8192,), "uint8", zeros=True) for name in ("y", "z")})
+
+    def at(name: str, more: int) -> Packed:
+        return Packed(bytes(8), ((0, name, more),))
+
+    value, size = capture._uint(0xA1B2C3D4, 4), capture._uint(4, 4)
+    launches = [
+        (capture._FILL, capture._plain(count, (at("y", offset), value, size))),
+        (capture._COPY, capture._plain(count, (at("x", offset + shift), at("z", offset)))),
+    ]
+    target = Target("sm_90a")
+    images = [(compile_kernel(kernel, target), launch) for kernel, launch in launches]
+    steps = tuple((KernelImage(k.cubin, k.source.entry, k.source.block, 0, ptx=k.ptx), plan) for k, plan in images)
+    outputs = EmulatorSession().run(Executable(steps), case, 1).outputs
+    filled, copied = np.zeros((2, 8192), np.uint8)
+    filled[offset : offset + count] = np.tile(np.frombuffer(b"\xd4\xc3\xb2\xa1", np.uint8), count // 4 + 1)[:count]
+    copied[offset : offset + count] = source[offset + shift : offset + shift + count]
+    assert np.array_equal(outputs["y"], filled)
+    assert np.array_equal(outputs["z"], copied)
