@@ -293,7 +293,7 @@ def _outcome(key: _Key, known: dict[_Key, bool]) -> bool | None:
     if key in known or key[0] not in ("and", "or"):
         outcome: bool | None = known.get(key)
         return outcome
-    decides = key[0] == "or"
+    decides: bool = key[0] == "or"
     values = [None if (value := _outcome(part, known)) is None else value == same for part, same in key[1:]]
     if decides in values:
         return decides
