@@ -201,7 +201,7 @@ def test_what_goes_wrong_only_when_timed_leaves_no_timings(
     outcome = run(candidate=Script(us=1.0, behave=behave), warmup_iters=50)
     assert_deferred(outcome, "PERFORMANCE", reason)
     record = outcome.record
-    if not reason.startswith(("crash", "hang")):
+    if not reason.startswith(("crash", "hang", "an access")):
         (said,) = gate(record, "PERFORMANCE").reasons
         assert re.match(r"candidate b1_h1_s32_d64 seed [012]: launch \d+ of \d+ (left|changed) ", said), said
     assert record.gate_status("CORRECTNESS") == "PASS"
