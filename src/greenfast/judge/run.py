@@ -13,9 +13,9 @@ from greenfast.judge.environment import git_state, now, package_versions
 from greenfast.judge.gates import build, correctness, evidence, resources
 from greenfast.judge.gates.correctness import CorrectnessOutcome
 from greenfast.judge.gates.emulated import EmulatedRuns
-from greenfast.judge.gates.in_flight import check_awaited
 from greenfast.judge.gates.memory import MemoryChecks
 from greenfast.judge.gates.sides import BuiltSide
+from greenfast.judge.in_flight import check_awaited
 from greenfast.judge.record import GATES, Build, GateResult, Limits, Side, Status, TimingRow, status_of
 from greenfast.judge.request import Observer, Request
 from greenfast.judge.task import KernelErrorGate

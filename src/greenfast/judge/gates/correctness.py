@@ -24,7 +24,6 @@ from greenfast.judge.errors import (
 )
 from greenfast.judge.exam import Cell
 from greenfast.judge.gates.emulated import EmulatedRuns
-from greenfast.judge.gates.in_flight import WHAT
 from greenfast.judge.gates.memory import NOT_COVERED, MemoryChecks
 from greenfast.judge.gates.sensitivity import (
     FILLS,
@@ -66,6 +65,7 @@ _OF_VALUES = (
 #: The statistics of the error against the unquantized reference that have limits, and the largest share of a limit that
 #: the format's own error may take of it where the seed is not the task's.
 _ERRORS, _ROOM = ("max_abs_err", "mean_abs_err", "pct_bad"), 0.9
+_AWAITED = "asynchronous operations are awaited"
 #: Each case runs this often on equal input in fresh memory; outputs that differ in a bit show a race.
 REPEATS = 2
 _REMEDY = "give the problem a bound that this exceeds, or inputs for which it is wrong"
@@ -561,11 +561,11 @@ def _result(
             by_emulator.append(status)
         if awaited := check_awaited(side) if check_awaited else None:
             status, actual = awaited
-            checks.append((f"{side.variant.name}: {WHAT}", "before a thread ends", actual, status))
+            checks.append((f"{side.variant.name}: {_AWAITED}", "before a thread ends", actual, status))
             if status == "FAIL":
                 reasons.append(f"{side.variant.name}: {actual}")
             elif status == "PENDING":
-                unchecked.append(f"{side.variant.name}: {WHAT}: {actual}")
+                unchecked.append(f"{side.variant.name}: {_AWAITED}: {actual}")
         if memory is None:
             continue
         if not by_emulator:

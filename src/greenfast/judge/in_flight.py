@@ -11,8 +11,6 @@ from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record import Status
 from greenfast.spec.errors import MachineError, UnsupportedError
 
-WHAT = "asynchronous operations are awaited"
-
 
 def check_awaited(side: BuiltSide) -> tuple[Status, str] | None:
     """The status of a side's kernels, and what was found; None if none of them has such operations.
