@@ -253,3 +253,19 @@ def test_public_names_are_looked_up_once() -> None:
         assert name in dir(greenfast)
         assert vars(greenfast).get(name) is None
         assert getattr(greenfast, name) is vars(greenfast)[name]
+
+
+def test_a_target_is_explained_on_any_machine() -> None:
+    q = torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
+    assert greenfast.explain(q, q, q).kernel == "meta"
+    hopper = greenfast.explain(q, q, q, target="sm_90a", precision="auto")
+    assert (hopper.kernel, hopper.precision) == ("hopper", "fp8")
+    assert "measured shapes" in hopper.reason
+    assert greenfast.explain(q, q, q, target="9.0a", precision="fp8_token").kernel == "serving"
+    assert not greenfast.explain(q, q, q, target="sm_89").taken
+    short = q[:, :, :64]
+    assert not greenfast.explain(short, short, short, target="sm_90a", precision="auto").taken
+    with pytest.raises(ValueError, match=r"target: unknown target 'H100'; allowed: .*sm_90a"):
+        greenfast.explain(q, q, q, target="H100")
+    with pytest.raises(TypeError, match="target: 90"):
+        greenfast.explain(q, q, q, target=90)  # type: ignore[arg-type]

@@ -155,8 +155,9 @@ def packed(q: Tensor, k: Tensor, keep: Tensor, measured: bool) -> Tensor:
     longest: Any = k.shape[1]
     if measured:
         longest = lengths.max().item()
-        torch._check(longest >= 0)
-        torch._check(longest <= k.shape[1])
+        check: Any = torch._check
+        check(longest >= 0)
+        check(longest <= k.shape[1])
     found = greenfast.flash_attn_varlen_func(
         q.flatten(0, 1), k[keep], k[keep], starts_q, starts_k, q.shape[1], longest, causal=True
     )
@@ -180,7 +181,8 @@ def test_packed_keys_whose_number_is_data(measured: bool) -> None:
 @pytest.mark.parametrize("name", ["is_causal", "enable_gqa"])
 def test_a_flag_that_compares_sizes(name: str) -> None:
     def call(x: Tensor) -> Tensor:
-        found: Tensor = greenfast.sdpa(x, x, x, **{name: x.shape[2] > 3})
+        flags: Any = {name: x.shape[2] > 3}
+        found: Tensor = greenfast.sdpa(x, x, x, **flags)
         return found
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 import greenfast
-from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from greenfast import flash_attn
+
+#: The functions as a caller without types has them: calls here are made of parts, and some are wrong on purpose.
+flash_attn_varlen_func: Any = flash_attn.flash_attn_varlen_func
+flash_attn_with_kvcache: Any = flash_attn.flash_attn_with_kvcache
+append_kv: Any = greenfast.append_kv
 
 E4M3, I32 = torch.float8_e4m3fn, torch.int32
 
@@ -54,9 +59,9 @@ def test_a_dimension_of_one_element_may_have_any_stride(step: int) -> None:
     new = normal(3, 1, 64), normal(3, 1, 64, seed=1)
     scales = [torch.zeros(1, 1, 32) for _ in range(4)]
     slots = torch.tensor([0, 5, 31])
-    greenfast.append_kv(None, *new, *written[:2], slots, k_scale=scales[0], v_scale=scales[1])
+    append_kv(None, *new, *written[:2], slots, k_scale=scales[0], v_scale=scales[1])
     odd = [restrided(x, step or 64) for x in (*new, *written[2:], *scales[2:])]
-    greenfast.append_kv(None, *odd[:4], slots, k_scale=odd[4], v_scale=odd[5])
+    append_kv(None, *odd[:4], slots, k_scale=odd[4], v_scale=odd[5])
     for a, b in zip((*written[:2], *scales[:2]), (*written[2:], *scales[2:]), strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
@@ -82,7 +87,7 @@ def test_a_row_without_keys_has_no_weight_whatever_its_query(wrong: float) -> No
     q[0, 0, 3, 0] = wrong
     options: Any = {"is_causal": True, "causal_alignment": "lower_right", "return_lse": True}
     for precision in ("fp8", "int8", "int8_fine"):
-        kept = greenfast.quantize(q, k, k, precision=precision, log_sum_exp=True)  # type: ignore[arg-type]
+        kept = greenfast.quantize(q, k, k, precision=precision, log_sum_exp=True)
         for out, lse in (greenfast.sdpa(q, k, k, precision=precision, **options), greenfast.attention(kept, **options)):
             assert (lse[0, 0, :32] == -math.inf).all()
             assert (out[0, 0, :32] == 0).all()
@@ -137,7 +142,7 @@ def test_messages_name_arguments_of_the_call() -> None:
     paged = {"seqused_k": torch.tensor([0, 1], dtype=I32), "block_table": torch.zeros(2, 1, dtype=I32)}
     for pages in (normal(2, 16, 2, 64), codes(2, 17, 2, 64), codes(2, 16, 2, 72)):
         with pytest.raises((TypeError, NotImplementedError), match=r"^k: "):
-            flash_attn_varlen_func(normal(1, 2, 64), pages, pages, cu, None, 1, None, **paged)  # type: ignore[arg-type]
+            flash_attn_varlen_func(normal(1, 2, 64), pages, pages, cu, None, 1, None, **paged)
     cache = [codes(2, 32, 4, 64) for _ in range(2)]
     new = normal(2, 3, 4, 64)
     with pytest.raises(ValueError, match=r"cache_seqlens: sequence 0 has 32 keys .* 3 new ones; .* room for 32$"):

@@ -34,6 +34,8 @@ from greenfast.operator.quantized import (
 from greenfast.operator.rules import Form, Refusal, Shape, dtype_of, form_of
 from greenfast.operator.scope import SCOPES, sharded
 from greenfast.operator.symbols import known
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError
 
 TORCH = "torch"  # the kernel of an Explanation where PyTorch's own attention computes the call
 NOTHING = "none"  # where there is nothing to compute
@@ -81,6 +83,7 @@ def explain(
     causal_alignment: Alignment = "upper_left",
     float32_as: torch.dtype | None = None,
     min_length: int | None = 0,
+    target: str | None = None,
 ) -> Explanation:
     """What ``greenfast.sdpa`` would run with these arguments, or why it refuses them. Launches nothing.
 
@@ -99,8 +102,11 @@ def explain(
         query over a long cache, as in decoding, would quantize all of K and V again for every token. "auto" takes the
         faster precision.
 
-    Raises TypeError for flags, numbers and lengths of the wrong type, and ValueError for an unknown ``precision`` or
-    ``causal_alignment`` and for a probability outside 0 to 1.
+    target: explain what a GPU of this target would run, such as "sm_90a" for H100 and H200, on whatever device the
+    tensors are. By default the tensors' own device.
+
+    Raises TypeError for flags, numbers and lengths of the wrong type, and ValueError for an unknown ``precision``,
+    ``causal_alignment`` or ``target`` and for a probability outside 0 to 1.
     """
     check_choice("precision", precision, SDPA_PRECISIONS)
     causal = causal_of(is_causal, causal_alignment)
@@ -108,6 +114,7 @@ def explain(
     if min_length is not None:
         check_length("min_length", min_length)
     check_cast(float32_as)
+    gpu = None if target is None else _parse_target(target)
     dropout = dropout_of(dropout_p)
     if scale is not None and not usable_scale(number("scale", scale)):
         return Explanation(TORCH, "scale: the kernels take positive, finite ones")
@@ -133,15 +140,25 @@ def explain(
         return Explanation(NOTHING, "no rows, or no keys that they attend to: zeros, without a kernel", fixed)
     dtype = dtype_of(query, float32_as)
     if precision != "auto" and min_length is not None:
-        return _kernel(query, form, dtype, fixed)
-    faster, quote = _faster(query, form, precision)
+        return _kernel(query, form, dtype, fixed, gpu)
+    faster, quote = _faster(query, form, precision, gpu)
     if not faster:
         return Explanation(TORCH, quote)
-    kernel = _kernel(query, form, dtype, faster)
+    kernel = _kernel(query, form, dtype, faster, gpu)
     return Explanation(kernel.kernel, f"{kernel.reason}; {quote}", kernel.precision) if kernel.taken else kernel
 
 
-def _faster(query: Tensor, form: Form, precision: str) -> tuple[str, str]:
+def _parse_target(text: str) -> Target:
+    """Read the name of a target. Raises TypeError and ValueError naming the allowed ones."""
+    if not isinstance(text, str):
+        raise TypeError(f"target: {text!r}; a name such as {measured.TARGET!r} is needed, not a {type(text).__name__}")
+    try:
+        return Target.parse(text)
+    except UsageError as e:
+        raise ValueError(f"target: {e}") from None
+
+
+def _faster(query: Tensor, form: Form, precision: str, gpu: Target | None) -> tuple[str, str]:
     """The precision in which greenfast is faster than PyTorch, empty for none, and the measurement that says so."""
     batch, heads, queries, width = form.query
     if not (known(form.key[2] > queries) or known(form.key[2] <= queries)) or not known(form.key[1] > 0):
@@ -152,7 +169,7 @@ def _faster(query: Tensor, form: Form, precision: str) -> tuple[str, str]:
     elif form.causal == 2 and known(queries > keys):  # lower right: the first queries attend to nothing
         queries, reuse = keys, reuse * keys // queries
     head_dim = next((d for d in measured.HEAD_DIMS if width == d), 0)
-    rules = _rules(head_dim, form.causal > 0, precision) if head_dim and _covers(query) else None
+    rules = _rules(head_dim, form.causal > 0, precision) if head_dim and _covers(query, gpu) else None
     if rules is None:
         least = measured.UNMEASURED_LENGTH
         quote = f"such calls have not been measured; they are taken from {least} queries and keys on"
@@ -177,8 +194,10 @@ def _flash_replaced() -> bool:
     return current is not None and current() is not None
 
 
-def _covers(query: Tensor) -> bool:
-    """Whether the rules were measured on a device like the query's."""
+def _covers(query: Tensor, gpu: Target | None) -> bool:
+    """Check whether the rules were measured on a device like the query's, or on the GPU that is asked about."""
+    if gpu is not None:
+        return gpu.name == measured.TARGET and bool(measured.data()["rules"])
     return query.is_cuda and _is_measured(query.get_device())
 
 
@@ -205,8 +224,10 @@ def _fused_allowed() -> bool:
 _fused_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _kernel(query: Tensor, form: Form, dtype: torch.dtype, precision: str) -> Explanation:
+def _kernel(query: Tensor, form: Form, dtype: torch.dtype, precision: str, gpu: Target | None) -> Explanation:
     device = query.device
+    if gpu is not None:
+        return _cuda_kernel(gpu, tuple(form.query), tuple(form.key), dtype, precision, form.causal)
     if device.type == "cpu":
         return Explanation("reference", "the kernels' arithmetic in PyTorch, for CPU tensors; slow", precision)
     if device.type == "meta":
@@ -221,12 +242,15 @@ def _kernel(query: Tensor, form: Form, dtype: torch.dtype, precision: str) -> Ex
 
 
 @lru_cache(maxsize=4096)
-def _cuda_kernel(device: int, query: Shape, key: Shape, dtype: torch.dtype, precision: str, causal: int) -> Explanation:
+def _cuda_kernel(
+    device: int | Target, query: Shape, key: Shape, dtype: torch.dtype, precision: str, causal: int
+) -> Explanation:
+    """Explain a call on a GPU by its number, or on any GPU of a target."""
     try:
         cuda = ops.gpu()
-        target = cuda.target_of(device)
+        target = device if isinstance(device, Target) else cuda.target_of(device)
         if precision == TOKEN:
-            serving_ops.gpu().hopper_target(device)
+            serving_ops.gpu().require_hopper(target)
             return Explanation(
                 "serving", "a scale for each token, by the serving kernels on temporary pages", precision
             )

@@ -34,12 +34,17 @@ def hopper_target(device: int) -> Target:
     if device < 0:
         return attention.TARGET
     target = target_of(device)
+    require_hopper(target)
+    return target
+
+
+def require_hopper(target: Target) -> None:
+    """Raise NotImplementedError unless the serving kernels run on a target."""
     if target.name != attention.TARGET.name:
         raise NotImplementedError(
             f"the serving kernels are for Hopper ({attention.TARGET.name}), this is {target.name}; on CPU tensors the "
             "calls compute the same numerics"
         )
-    return target
 
 
 def _row_tiles(head_dim: int, sizes: ServingSizes, multiprocessors: int, plan: Tensor | None) -> tuple[bool, int]:
