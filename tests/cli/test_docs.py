@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from greenfast.cli.main import parser, spelled
 from greenfast.cli.options import VERBS
 from greenfast.judge.tasks import find_task
 from greenfast.spec.errors import UsageError
+from tests import snippets
 from tests.cli.command_line import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [page for page in snippets.PAGES if page != "CHANGELOG.md"]  # it names commands of their time
 #: The task's runner passes its arguments to this command line.
 RUNNER = ["python", "-m", "tasks.fp8_sdpa_stage_c_wmma.runner"]
 #: Placeholders for the reader's names.
@@ -23,23 +25,23 @@ PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]+\b(?!=)")
 
 
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+VLLM = (ROOT / "src" / "greenfast" / "vllm.py").read_text()
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 
-def fenced(text: str) -> list[str]:
-    """The commands in fenced blocks with no language, text or shell; continued lines are joined."""
-    blocks = re.findall(r"^```(?:text|sh|bash|console)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+def fenced(page: str, text: str) -> list[str]:
+    """The commands in fenced blocks with no language, text or console; continued lines are joined."""
+    shell = [block.text for block in snippets.blocks(page, text) if block.language in ("", "text", "console")]
     return [
         line.strip().removeprefix("$ ")
-        for line in lines
-        if re.match(r"\s*(\$ |greenfast |make |python |[A-Z_]+=|scripts/|pip )", line)
+        for line in "\n".join(shell).replace("\\\n", " ").splitlines()
+        if re.match(r"\s*(\$ |greenfast |make |python |torchrun |vllm |[A-Z_]+=|scripts/|pip )", line)
     ]
 
 
 def inline(text: str) -> list[str]:
     """Complete commands in the running text: with a verb, something after it, and no omission."""
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    prose = snippets.without_blocks(text)
     verbs = "|".join(VERBS)
     return [
         c
@@ -48,15 +50,25 @@ def inline(text: str) -> list[str]:
     ]
 
 
+def commands(page: str, text: str) -> list[str]:
+    """The commands of a page, each once."""
+    return list(dict.fromkeys([*fenced(page, text), *inline(text)]))
+
+
 CASES = [
-    pytest.param(command, id=f"{page.name}: {command}"[:100])
+    pytest.param(command, id=f"{Path(page).name}: {command}"[:100])
     for page in PAGES
-    for command in dict.fromkeys([*fenced(page.read_text(encoding="utf-8")), *inline(page.read_text(encoding="utf-8"))])
+    for command in commands(page, snippets.read(page))
 ]
 
 
 def test_there_are_commands() -> None:
-    assert len(CASES) > 30
+    assert len(CASES) > 80
+
+
+def test_commands_after_blocks_of_other_languages_are_found() -> None:
+    text = "```python\nx = 1\n```\n\n`greenfast tasks --json`\n\n- item\n\n  ```\n  greenfast doctor\n  ```\n"
+    assert commands("page.md", text) == ["greenfast doctor", "greenfast tasks --json"]
 
 
 @pytest.mark.parametrize("command", CASES)
@@ -73,15 +85,23 @@ def test_the_command_is_valid(command: str) -> None:
     elif words[:3] == ["python", "-m", "pytest"]:
         paths = [word for word in words[3:] if "/" in word]
         assert [path for path in paths if not (ROOT / path).exists()] == []
+    elif words[0] == "torchrun":
+        module = words[words.index("-m") + 1 :]
+        assert module[0] == "greenfast"
+        check_greenfast(module[1:])
+    elif words[:3] == ["vllm", "serve", "MODEL"]:
+        for option in ("--attention-backend", "--kv-cache-dtype"):
+            assert f'"{words[words.index(option) + 1]}"' in VLLM
     elif words[:2] == ["python", "-m"]:
-        assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file()
+        assert find_spec(words[2])
     elif words[0] == "python":
         assert (ROOT / words[1]).is_file()
     elif words[0].startswith("scripts/"):
         assert (ROOT / words[0]).is_file()
     else:
-        assert re.fullmatch(r"pip install \.|pip install '?\.\[(\w+)\]'?", command), command
-        extras = re.findall(r"\[(\w+)\]", command)
+        assert words[:2] == ["pip", "install"]
+        assert re.fullmatch(r"vllm|\.(\[\w+\])?", " ".join(words[2:])), command
+        extras = re.findall(r"\[(\w+)\]", words[2])
         assert [name for name in extras if not re.search(rf"^{name} = \[", PYPROJECT, re.MULTILINE)] == []
 
 

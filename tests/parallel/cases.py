@@ -26,6 +26,7 @@ from greenfast.operator.scope import SCOPES
 from greenfast.parallel import blocks
 from greenfast.parallel import varlen as varlen_ranks
 from greenfast.parallel.ulysses import Exchange
+from tests import snippets
 
 _TIMEOUT = 30.0  # seconds, where no rank is lost
 Array = np.ndarray[Any, Any]
@@ -341,12 +342,17 @@ def unlike(mesh: DeviceMesh) -> list[str]:
     return refused
 
 
-def example(mesh: DeviceMesh, code: str) -> Array:
-    """The whole output of an example that takes q, k and v."""
-    q, k, v = inputs((1, 2, 64, 64), 2, 5)
-    names: dict[str, Any] = {"q": q, "k": k, "v": v}
-    exec(code, names)
-    return array(names["whole"])
+def examples(mesh: DeviceMesh, page: str) -> list[Array]:
+    """Run a page's blocks for several processes: its first whole output, the model's last weights, the last output."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    found = []
+    with patch.dict(os.environ, {"WORLD_SIZE": str(mesh.size())}):  # as torchrun sets it
+        for block in snippets.blocks(page, snippets.read(page)):
+            if "2 processes" in block.needs:
+                code = snippets.runnable(block, "").replace(snippets.ANY_DEVICE, repr(mesh.device_type))
+                snippets.execute(block, code, names)
+                found.append(array(names["out"]))
+    return [array(names["whole"]), array(names["model"].logits.weight), found[-1]]
 
 
 def mismatch(mesh: DeviceMesh, kind: str) -> None:

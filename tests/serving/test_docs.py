@@ -1,4 +1,4 @@
-"""docs/serving.md's example runs unchanged, and docs/flash_attn.md names every argument."""
+"""docs/flash_attn.md names every argument."""
 
 from __future__ import annotations
 
@@ -6,25 +6,12 @@ import inspect
 import re
 from pathlib import Path
 
-import torch
-
 from greenfast import flash_attn
 
 DOCS = Path(__file__).parents[2] / "docs"
 #: Arguments that mean what they mean in FlashAttention.
 THE_SAME = {"q", "k_cache", "v_cache", "cu_seqlens_q", "max_seqlen_q", "softcap", "cache_batch_idx", "cu_seqlens_k_new"}
 THE_SAME |= {"rotary_seqlens"}
-
-
-def test_the_example_runs() -> None:
-    found = re.search(r"```python\n(.*?)```", (DOCS / "serving.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
-    names: dict[str, object] = {}
-    exec(found[1], names)
-    out = names["out"]
-    assert isinstance(out, torch.Tensor)
-    assert out.shape == (108, 8, 64)
-    assert out[:107].isfinite().all()
 
 
 def test_the_page_names_every_argument() -> None:
