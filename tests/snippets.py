@@ -8,6 +8,7 @@ the line before it says what it needs or quotes::
     <!-- needs: 2 processes -->
     <!-- excerpt: examples/row_softmax/family.py -->
 
+``<!-- output -->`` is before a block of text that the Python block before it prints.
 A block that needs more runs all the same where all of it is there.
 """
 
@@ -19,6 +20,7 @@ import dis
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 import re
 import textwrap
 from collections.abc import Iterator
@@ -42,18 +44,18 @@ MODEL = "Qwen/Qwen3-0.6B"
 #: Page -> its numbers that are too large for a CPU, and the ones that tests run instead.
 SIZES = {
     "README.md": {"4096": "64"},
-    "docs/operator.md": {"4096": "64"},
+    "docs/operator.md": {"4096, 128, device=device": "64, 128, device=device", "4096, 256": "64, 256"},
     "docs/parallel.md": {"4096": "64", "400_000": "256", "96_000": "64", "1_048_576": "512"},
     "docs/serving.md": {"max_new_tokens=128": "max_new_tokens=4"},
 }
 ANY_DEVICE = '"cuda" if torch.cuda.is_available() else "cpu"'
 
 _BLOCK = re.compile(
-    r"(?:^ *<!-- (?P<kind>needs|excerpt): (?P<marker>[^\n]+?) -->\n\n?)?"
+    r"(?:^ *<!-- (?P<kind>needs|excerpt|output)(?:: (?P<marker>[^\n]+?))? -->\n\n?)?"
     r"^(?P<indent> *)(?P<fence>```+|~~~+) *(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=indent)(?P=fence) *$",
     re.MULTILINE | re.DOTALL,
 )
-_MARKER = re.compile(r"<!-- *(?:needs?|excerpts?)\b", re.IGNORECASE)
+_MARKER = re.compile(r"<!-- *(?:needs?|excerpts?|outputs?|prints)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Block:
     text: str
     needs: tuple[str, ...] = ()
     excerpt: str | None = None
+    is_output: bool = False
 
     @property
     def where(self) -> str:
@@ -81,15 +84,17 @@ def blocks(page: str, text: str) -> list[Block]:
     found = []
     for match in _BLOCK.finditer(text):
         marker = match["marker"] or ""
+        parts = tuple(part.strip() for part in marker.split(",") if part.strip())
         found.append(
             Block(
                 page, text.count("\n", 0, match.start("text")) + 1, match["language"].strip(),
                 textwrap.dedent(match["text"]),
-                needs=tuple(part.strip() for part in marker.split(",")) if match["kind"] == "needs" else (),
+                needs=parts if match["kind"] == "needs" else (),
                 excerpt=marker if match["kind"] == "excerpt" else None,
+                is_output=match["kind"] == "output",
             )
         )  # fmt: skip
-    marked = sum(bool(block.needs or block.excerpt) for block in found)
+    marked = sum(bool(block.needs or block.excerpt or block.is_output) for block in found)
     if marked != len(_MARKER.findall(text)):
         raise ValueError(f"{page}: {len(_MARKER.findall(text))} markers, of which {marked} are right before a block")
     return found
@@ -198,3 +203,20 @@ def _names(code: CodeType) -> tuple[set[str], set[str]]:
             else:  # the body of a class
                 loaded |= read_there - deeper
     return stored, loaded
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module of greenfast, one of its objects, or one of its operators in torch.ops."""
+    importlib.import_module("greenfast.flash_attn")  # registers the operators
+    try:
+        pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        # greenfast.vllm is a module too, although only vLLM can import it
+        return (ROOT / "src" / name.replace(".", "/")).with_suffix(".py").is_file()
+    return True
+
+
+def prose_names(text: str) -> list[str]:
+    """The names in greenfast that a page's inline code gives."""
+    names = re.findall(r"`[^`\n]*?\b((?:torch\.ops\.)?greenfast(?:\.[A-Za-z_]\w*)+)", without_blocks(text))
+    return sorted(set(names))

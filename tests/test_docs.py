@@ -44,21 +44,26 @@ def test_the_python_of_a_page_runs(
     page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
-    code = ""
+    code = printed = ""
     with torch.random.fork_rng(devices=[]):
-        for block in python_of(page):
-            if block.excerpt is not None:
+        for block in blocks(page, snippets.read(page)):
+            if block.is_output:
+                assert printed == block.text, block.where
+            if block.language != "python" or block.excerpt is not None:
                 continue
             code += block.text
+            printed = ""
             if not all(snippets.is_available(need, code) for need in block.needs):
                 continue
             if "generate_batch(" in block.text:
                 quicken_batches(monkeypatch)
             small = request.getfixturevalue("model") if MODEL in block.text else ""
+            capsys.readouterr()
             snippets.execute(block, snippets.runnable(block, small), names)
+            printed = capsys.readouterr().out
     if page == "README.md":
         assert len(python_of(page)[0].text.splitlines()) <= 12
-        assert re.match("(reference|hopper): ", capsys.readouterr().out)
+        assert re.match("(reference|hopper): ", printed)
     elif page == "docs/serving.md":
         assert names["out"].shape == (108, 8, 64)
         assert names["out"][:107].isfinite().all()
@@ -83,6 +88,7 @@ def test_the_blocks_of_a_page_are_sound(page: str) -> None:
     hidden = r"\s*(import \w+|from [\w.]+ import |>>> |(async )?def \w+\()"
     assert [block.where for block in found if block.language in ("", "text") and re.match(hidden, block.text)] == []
     assert snippets.faults([block for block in found if block.language == "python"]) == []
+    assert [name for name in snippets.prose_names(snippets.read(page)) if not snippets.exists(name)] == []
     for block in found:
         if block.language == "json":
             check_json(block.text)
@@ -103,6 +109,13 @@ def test_each_size_that_is_shrunk_is_printed() -> None:
     for page, sizes in SIZES.items():
         code = "".join(block.text for block in python_of(page))
         assert [size for size in sizes if not re.search(rf"\b{re.escape(size)}\b", code)] == [], page
+
+
+def test_no_other_page_has_python() -> None:
+    rooms = ("benchmarks", "examples", "scripts", "src", "tasks", "tests")
+    pages = [*snippets.ROOT.glob("*.md"), *(page for room in rooms for page in (snippets.ROOT / room).rglob("*.md"))]
+    names = {page.relative_to(snippets.ROOT).as_posix(): page for page in pages}
+    assert [name for name, page in names.items() if name not in PAGES and "```py" in page.read_text("utf-8")] == []
 
 
 def test_blocks_for_several_processes_are_on_the_page_that_is_run_so() -> None:
@@ -168,6 +181,8 @@ def test_a_block_that_can_run_has_no_fault(parts: list[str]) -> None:
         "<!-- needs: GPU -->\n\ntext\n\n```python\nx = 1\n```\n",
         "<!-- need: GPU -->\n```python\nx = 1\n```\n",
         "<!-- excerpt -->\n```python\nx = 1\n```\n",
+        "<!-- needs -->\n```python\nx = 1\n```\n",
+        "<!-- outputs -->\n```text\n1\n```\n",
     ],
 )
 def test_a_marker_that_marks_nothing_is_refused(text: str) -> None:
@@ -180,6 +195,15 @@ def test_blocks_are_found_wherever_they_are() -> None:
     first, second = blocks("page.md", text)
     assert (first.text, first.needs, first.line) == ("import time\n", ("time",), 5)
     assert second.language == "python title"  # which is none that is known: it is refused, not passed over
+
+
+def test_names_of_the_running_text_are_looked_up() -> None:
+    names = snippets.prose_names("`greenfast.sdpa(q)`, `greenfast.operator.warmup.kernels_for`, `x = greenfast.sdqa()`")
+    assert [(name, snippets.exists(name)) for name in names] == [
+        ("greenfast.operator.warmup.kernels_for", True), ("greenfast.sdpa", True), ("greenfast.sdqa", False)
+    ]  # fmt: skip
+    assert not snippets.exists("greenfast.operators.warmup")
+    assert not snippets.exists("greenfast.operator.warmup.kernels_of")
 
 
 def test_a_block_that_raises_names_its_line() -> None:
