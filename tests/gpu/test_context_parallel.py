@@ -71,6 +71,16 @@ def test_agrees_with_one_gpu(ranks: Ranks, sizes: dict[str, Any], options: dict[
     assert np.array_equal(out, again[0][0][0]), "whichever rank is where"
 
 
+def test_the_examples_of_the_page(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 16, 64, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    for whole_output, weights, out in results(ranks("2", "examples", "docs/parallel.md")):
+        assert error(whole_output, exact([q, k, v], causal=True)) < 0.07
+        assert np.isfinite(weights).all()
+        assert out.shape == ((256 + 64 + 512) // 2, 16, 128)
+        assert np.isfinite(out).all()
+
+
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 @pytest.mark.parametrize("kv_heads", [8, 1])
 def test_gradients(ranks: Ranks, kv_heads: int, method: str) -> None:

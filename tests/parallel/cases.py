@@ -349,7 +349,8 @@ def examples(mesh: DeviceMesh, page: str) -> list[Array]:
     with patch.dict(os.environ, {"WORLD_SIZE": str(mesh.size())}):  # as torchrun sets it
         for block in snippets.blocks(page, snippets.read(page)):
             if "2 processes" in block.needs:
-                code = snippets.runnable(block, "").replace(snippets.ANY_DEVICE, repr(mesh.device_type))
+                code = snippets.runnable(block, "").replace(snippets.ANY_DEVICE, '"cuda"')
+                code = code.replace('"cuda"', f'"{mesh.device_type}"')
                 snippets.execute(block, code, names)
                 found.append(array(names["out"]))
     return [array(names["whole"]), array(names["model"].logits.weight), found[-1]]
