@@ -282,6 +282,21 @@ def test_a_failing_task_module_is_distinguished_from_greenfast(
     assert files_below(tmp_path / "out") == []
 
 
+@pytest.mark.parametrize("function", ["make_case", "references", "decode"])
+def test_an_exception_of_a_problem_is_its_authors(
+    function: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lines = PROBLEM.splitlines()
+    at = next(n for n, line in enumerate(lines) if line.startswith(f"def {function}(")) + 1
+    problem = "\n".join([*lines[:at], "    {}['absent']", *lines[at:]])
+    folder = write_task(tmp_path / "mine", problem=problem)
+    ran = run_here(capsys, "validate", folder, "--out", tmp_path / "out")
+    assert ran.code == 2
+    assert f"problem.py:{at + 1}, in {function}: KeyError: 'absent' (at: {{}}['absent'])" in ran.err
+    assert "Traceback" not in ran.err
+    assert files_below(tmp_path / "out") == []
+
+
 def test_an_input_with_nan_is_a_usage_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -291,7 +306,7 @@ def test_an_input_with_nan_is_a_usage_error(
     install(monkeypatch, FakeDevice(asked))
     ran = run_here(capsys, "validate", tmp_path / "mine", "--out", tmp_path / "out")
     assert ran.code == 2
-    assert "problem.py: references of N=5, seed 0: full[0] is nan; inputs must not make NaN" in ran.err
+    assert re.search(r"problem.py: references of N=5, seed \d+: full\[0\] is nan; inputs must not make NaN", ran.err)
     assert "Traceback" not in ran.err
     assert files_below(tmp_path / "out") == []
 

@@ -9,8 +9,10 @@ import importlib
 import os
 import shlex
 import sys
+import sysconfig
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from greenfast import __version__
 from greenfast.cli.options import BENCHMARKS, VERBS
@@ -20,6 +22,7 @@ from greenfast.spec.printable import PrintableStream, printable
 
 #: 0: all requested gates hold. 1: a gate fell short. 2: usage or configuration. 3: the machine. 5: a solution's code
 #: ended without a verdict. 130: interrupted. `judge` says more: cli/judge.py.
+EXIT_USAGE = 2
 EXIT_INTERNAL = 3
 EXIT_INTERRUPTED = 130
 
@@ -104,6 +107,24 @@ def _main(argv: Sequence[str] | None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered
             print(f"greenfast: the output cannot be written ({e.strerror})", file=sys.stderr)
             return EXIT_INTERNAL
+        place = _place_in_task(e)
+        if place is not None:
+            said = f"{place.filename}:{place.lineno}, in {place.name}: {type(e).__name__}: {e}"
+            print(printable(f"greenfast: the task's own module failed: {said} (at: {place.line})"), file=sys.stderr)
+            return EXIT_USAGE
         traceback.print_exc()
-        print("greenfast: this is a bug in greenfast, or in a task's own module", file=sys.stderr)
+        print("greenfast: this is a bug in greenfast", file=sys.stderr)
         return EXIT_INTERNAL
+
+
+def _place_in_task(error: Exception) -> traceback.FrameSummary | None:
+    """Find the innermost line of a task's module that an error came through; None if it is greenfast's own.
+
+    A task's module is a file below neither this package nor Python and its packages.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).parents[1]) + os.sep
+    known = (package, *(path + os.sep for path in sysconfig.get_paths().values()), "<")
+    started = next((n for n, frame in enumerate(frames) if frame.filename.startswith(package)), len(frames))
+    of_task = [frame for frame in frames[started:] if not frame.filename.startswith(known)]
+    return of_task[-1] if of_task else None
