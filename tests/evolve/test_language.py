@@ -233,7 +233,7 @@ def test_nobody_listens(endpoint: Endpoint) -> None:
 
 def test_without_httpx2_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("greenfast.spec.extras._installed", lambda module: module != "httpx2")
-    with pytest.raises(MachineError, match=r"pip install 'greenfast\[evolve\]'"):
+    with pytest.raises(MachineError, match=r"pip install '\.\[evolve\]' in a clone of greenfast"):
         HttpModel("http://host/v1", "m")
 
 

@@ -212,5 +212,5 @@ def test_a_wrong_option_is_named(name: str, options: dict[str, str], said: str, 
 
 def test_without_optuna_tpe_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("greenfast.spec.extras._installed", lambda module: module != "optuna")
-    with pytest.raises(MachineError, match=r"pip install 'greenfast\[evolve\]' \(no module optuna\)"):
+    with pytest.raises(MachineError, match=r"pip install '\.\[evolve\]' in a clone of greenfast \(no module optuna\)"):
         make_proposer("tpe")

@@ -44,7 +44,7 @@ RULES = [
 def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """RULES in place of the package's, and CPU tensors treated as such of a GPU that was measured."""
     monkeypatch.setattr(measured, "data", lambda: {"rules": RULES})
-    monkeypatch.setattr(routing, "_covers", lambda query: True)
+    monkeypatch.setattr(routing, "_covers", lambda query, gpu: True)
     measured.rules.cache_clear()
     yield
     measured.rules.cache_clear()

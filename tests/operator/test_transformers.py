@@ -291,5 +291,5 @@ def test_an_unknown_precision() -> None:
 @pytest.mark.parametrize("found", [None, SimpleNamespace()], ids=["missing", "old"])
 def test_without_transformers_the_remedy_is_named(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", found)
-    with pytest.raises(ImportError, match=r"4\.56 or later: pip install 'greenfast\[transformers\]'"):
+    with pytest.raises(ImportError, match=r"4\.56 or later: pip install '\.\[transformers\]' in a clone of greenfast"):
         greenfast.register_with_transformers()

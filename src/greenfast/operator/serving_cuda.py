@@ -23,6 +23,8 @@ from greenfast.operator.serving_checks import check_append, check_attention
 from greenfast.spec.arch import Target
 
 _MOST_PLANS = 4096
+#: TMA takes strides that are multiples of this number of bytes, and below that number.
+_TMA_STEP, _TMA_MOST = 16, 2**40
 _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float8_e4m3fn: "e4m3"}
 _NAMES |= {torch.int64: "int64", torch.int32: "int32"}
 _PLANS: dict[tuple[Any, ...], Plan] = {}
@@ -56,8 +58,17 @@ def _row_tiles(head_dim: int, sizes: ServingSizes, multiprocessors: int, plan: T
 
 
 def _row_steps(x: Tensor) -> tuple[int, ...]:
-    """The strides of all dimensions but the last, those of one element replaced by one that TMA takes."""
-    return tuple(x.shape[-1] if n == 1 else step for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+    """Return the strides of all dimensions but the last, in elements.
+
+    A dimension of one element may have any stride. One that TMA would refuse is replaced by a row's.
+    """
+    steps = x.stride()[:-1]
+    if 1 not in x.shape[:-1]:
+        return steps
+    return tuple(
+        x.shape[-1] if n == 1 and (step * x.itemsize % _TMA_STEP or not 0 < step * x.itemsize < _TMA_MOST) else step
+        for n, step in zip(x.shape[:-1], steps, strict=True)
+    )
 
 
 def _window(causal: bool, left: int, right: int) -> tuple[int, int]:

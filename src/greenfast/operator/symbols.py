@@ -12,18 +12,19 @@ import torch
 
 #: ``experimental.symbolic_shapes`` imports SymPy. It is loaded once a symbol exists, so it is looked up at the call.
 _FX: Any = torch.fx
+_is_compiling = torch.compiler.is_compiling  # every eager call asks some twenty times, so the lookups count
 
 
 def known(condition: Any) -> bool:
     """Return whether a comparison of sizes is true; False also if only the run can decide it."""
-    if type(condition) is bool and not torch.compiler.is_compiling():  # while compiling, the type of a symbol is bool
+    if type(condition) is bool and not _is_compiling():  # while compiling, the type of a symbol is bool
         return condition
     return bool(_FX.experimental.symbolic_shapes.guard_or_false(condition))
 
 
 def require(condition: Any) -> bool:
     """Return False if a comparison of sizes is false. If only the run can decide it, the graph asserts it."""
-    if type(condition) is bool and not torch.compiler.is_compiling():
+    if type(condition) is bool and not _is_compiling():
         return condition
     if not _FX.experimental.symbolic_shapes.guard_or_true(condition):
         return False

@@ -205,9 +205,12 @@ def _captured(stream: torch.cuda.Stream, call: Callable[[], Any]) -> tuple[torch
         _WATCH.stream = None
     made = [(event["addr"], event["size"]) for event in events if event["action"] == "alloc"]
     noted = _WATCH.seen
-    if [address for address, _ in made] != [address for address, _ in noted]:  # then none can be placed
+    # The first ones are made before the capture begins, such as the state of random numbers, and are not noted.
+    before = len(made) - len(noted)
+    if before < 0 or [address for address, _ in made[before:]] != [address for address, _ in noted]:  # none has a place
         return graph, returned, [_Allocated(*each) for each in made]
-    return graph, returned, [_Allocated(*each, nodes) for each, (_, nodes) in zip(made, noted, strict=True)]
+    placed = [_Allocated(*each, nodes) for each, (_, nodes) in zip(made[before:], noted, strict=True)]
+    return graph, returned, [*(_Allocated(*each) for each in made[:before]), *placed]
 
 
 def _allocations(

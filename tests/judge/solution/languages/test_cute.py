@@ -127,5 +127,5 @@ def test_what_the_compiler_refuses_is_an_error_of_the_build(made: Make) -> None:
 
 def test_without_cute_its_extra_is_named(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("greenfast.spec.extras._installed", lambda module: False)
-    with pytest.raises(UsageError, match=r"needs greenfast\[cute\]: pip install 'greenfast\[cute\]'"):
+    with pytest.raises(UsageError, match=r"needs greenfast\[cute\]: pip install '\.\[cute\]' in a clone of greenfast"):
         made()

@@ -248,7 +248,9 @@ def test_code_runs_in_a_confined_process(tmp_path: Path) -> None:
 
 def test_without_triton_its_extra_is_named(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("greenfast.spec.extras._installed", lambda module: False)
-    with pytest.raises(UsageError, match=r"needs greenfast\[triton\]: pip install 'greenfast\[triton\]'"):
+    with pytest.raises(
+        UsageError, match=r"needs greenfast\[triton\]: pip install '\.\[triton\]' in a clone of greenfast"
+    ):
         made()
 
 
