@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 
@@ -39,6 +40,26 @@ def test_a_stream_is_printable_however_it_is_written() -> None:
         stream.writelines(pieces)
         stream.flush()
         assert out.getvalue() == "a\n\\::error::x\n"
+
+
+@pytest.mark.parametrize("write", ["a\n", "a\nb", "\n"])
+def test_an_interrupted_write_is_not_written_again(write: str) -> None:
+    """An interrupt may come when the text is written, but the call has not returned."""
+
+    class Interrupted(io.StringIO):
+        def write(self, text: str) -> int:
+            super().write(text)
+            raise KeyboardInterrupt
+
+    out = Interrupted()
+    stream = PrintableStream(out)
+    with pytest.raises(KeyboardInterrupt):
+        stream.write(write)
+    whole = write[: write.index("\n") + 1]
+    assert out.getvalue() == whole
+    with contextlib.suppress(KeyboardInterrupt):
+        stream.flush()
+    assert out.getvalue() == write
 
 
 def test_a_compiler_s_message_gives_no_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -33,10 +33,10 @@ class PrintableStream:
 
     def write(self, text: str) -> int:
         """Write text; the last line without an end waits."""
-        whole, end, rest = (self._line + text).rpartition("\n")
+        # The part that waits is set first: after an interrupted write, the next flush must not write the text again.
+        whole, end, self._line = (self._line + text).rpartition("\n")
         if end:
             self._stream.write(printable(whole) + end)
-        self._line = rest
         return len(text)
 
     def writelines(self, lines: Any) -> None:
