@@ -357,3 +357,24 @@ def test_filling_twice_is_filling_once() -> None:
     once = fill("x <!-- a:begin --> old <!-- a:end --> y", "a", "new", "page.md")
     assert once == "x <!-- a:begin -->\n\nnew\n\n<!-- a:end --> y"
     assert fill(once, "a", "new", "page.md") == once
+
+
+def test_the_table_of_token_scales_is_its_record() -> None:
+    record = json.loads((ROOT / "evidence/token-scales-h100.json").read_text())
+    page = (ROOT / "docs/operator.md").read_text()
+    block = page.split("<!-- token-scales:begin -->")[1].split("<!-- token-scales:end -->")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines() if line.startswith("|")
+    ]
+    expected = []
+    for row in record["times"]:
+        (batch, heads, kv_heads, length, head_dim), us = row["shape"], row["us"]
+        torch_us = min(us["torch cuDNN bf16"], us["torch flash bf16"])
+        numbers = [f"{us[name]:.0f}" for name in ("fp8", "fp8_token")]
+        ratios = [f"{us['fp8_token'] / us['fp8']:.2f}x", f"{torch_us / us['fp8_token']:.2f}x"]
+        expected.append([f"{batch}, {heads}:{kv_heads}, {length}, {head_dim}", *numbers, f"{torch_us:.0f}", *ratios])
+    for row in record["errors"]:
+        if row["head_dim"] == 128:
+            errors = row["errors"]
+            expected.append([row["inputs"], *(f"{errors[name]:.3f}" for name in ("fp8", "int8_fine", "fp8_token"))])
+    assert [row for row in rows if row in expected] == expected
