@@ -33,7 +33,8 @@ def run(
     config, sizes = read_dims(dims, fmt)
     plan = hopper.launch(config, sizes, scale, multiprocessors=multiprocessors)
     outputs = run_source(hopper.kernel(config, sizes, multiprocessors), plan, case).outputs
-    return {**outputs, "out": attention_problem.decode(outputs, fmt)}
+    # Without the log-sum-exp, which the tests compare themselves, in its own unit.
+    return {**outputs, "out": attention_problem.decode({"out": outputs["out"]}, fmt)}
 
 
 def exact(dims: Mapping[str, int], case: Case, fmt: str = "e4m3") -> NDArray[np.float64]:
