@@ -292,3 +292,46 @@ def test_relaxed_arrivals_and_waits_order_with_fences(
     else:
         with pytest.raises(KernelFaultError, match="data race on byte"):
             result(body, threads=64, seed=seed)
+
+
+#: How threads write to places of theirs, of which a thread then reads one with nothing between.
+SHARED_PLACES = {
+    "quads": "s[t / 4] = q; KEEP y[t] = s[t / 4];",
+    "quads of some lanes": "if (t % 2) { s[t / 4] = q; KEEP y[t] = s[t / 4]; } else y[t] = q;",
+    "all": "s[0] = 5; KEEP y[t] = s[0];",
+    "16 bytes": "*(float4*)(s + t / 4 * 4) = {q, q, q, q}; KEEP y[t] = s[t / 4 * 4 + 2];",
+    "bytes": "char* c = (char*)s; c[t / 4] = t / 4; y[t] = c[t / 4];",
+    "rows of 16 bytes": "s[t % 8] = t % 8; KEEP y[t] = s[t % 8];",
+    "twice": "s[t / 4] = 3; __syncwarp(); s[t / 4] = q; KEEP y[t] = s[t / 4];",
+}
+
+
+@SEEDS
+@pytest.mark.parametrize("memory", ["shared", "global"])
+@pytest.mark.parametrize("body", SHARED_PLACES.values(), ids=SHARED_PLACES)
+def test_what_threads_of_a_warp_write_alike_is_each_ones_own(body: str, memory: str, seed: int) -> None:
+    result(_places(body, memory), seed=seed)
+
+
+@pytest.mark.parametrize("memory", ["shared", "global"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "s[t / 4] = t; KEEP y[t] = s[t / 4];",
+        "s[t / 4] = q; KEEP y[t] = s[(t / 4 + 1) % 8];",
+        "if (t % 2) s[t / 4] = q; KEEP y[t] = s[t / 4];",
+        "s[t / 4] = q; KEEP if (t % 4 == 1) s[t / 4] = q + 1; KEEP y[t] = s[t / 4];",
+        "s[t / 4] = q; KEEP if (t % 4 == 1) s[t / 4] = q + 1; __syncwarp(); y[t] = s[t / 4];",
+    ],
+    ids=["other values", "others' places", "only some write", "a later value", "a later write"],
+)
+def test_what_they_write_otherwise_is_not(body: str, memory: str) -> None:
+    with pytest.raises(KernelFaultError, match=r"a data race|write of different values to one place"):
+        result(_places(body, memory))
+
+
+def _places(body: str, memory: str) -> str:
+    """A body whose places ``s`` are in shared or global memory; the compiler keeps its loads and stores."""
+    place = "__shared__ __align__(16) float s0[64];" if memory == "shared" else "float* s0 = y + 64;"
+    body = body.replace("KEEP", 'asm volatile("" ::: "memory");')
+    return f"{place} float* s = s0; const int t = threadIdx.x; const float q = t / 4; {body}"

@@ -32,7 +32,8 @@ INSTRUCTION_LIMIT = 20_000_000
 FRUITLESS_ROUNDS = 2
 #: How often a warp that is held back runs while nothing else changes, before it is one like the others.
 LAGS = 8
-#: How often a bulk copy in flight is delivered although something else could run.
+#: How often a bulk copy in flight is delivered although something else could run, in every second order of the warps.
+#: In the others, the plain one among them, copies come as late as can be: what does not wait for them shows.
 EARLY_DELIVERY = 0.25
 
 
@@ -64,6 +65,7 @@ class Scheduler:
         machine.mbarriers.on_complete = machine.races.complete_phases
         #: A warp that runs only when nothing else can go on; -1 for none.
         self.held_back = self._choose_laggard(order) if order else -1
+        self._early = EARLY_DELIVERY if order % 2 else 0.0
         self._lags = 0  # how often that warp has run since anything changed
         self.interrupted: set[tuple[int, int]] = set()  # warps and reads after which others have run
         self.interrupt = False
@@ -100,7 +102,7 @@ class Scheduler:
                 self._round()
                 if not self.progress.quiet() or not any(self.fragments):
                     self._lags = 0
-                    if self.m.arriving and self.random.random() < EARLY_DELIVERY:
+                    if self.m.arriving and self.random.random() < self._early:
                         self._deliver()
                     continue
             if self.ended.all():

@@ -1,7 +1,8 @@
 """Data races: two accesses to one byte, one of them a write, neither atomic, by threads that nothing orders.
 
 Between the threads of a warp see within.py. Volatile, relaxed, acquire and release accesses count as atomic ones. A
-write that leaves what is there is never a race. For each word the last write is kept and, in shared memory, each
+write that leaves what is there is never a race, nor is a read of what the thread itself wrote together with others of
+its warp. For each word the last write is kept and, in shared memory, each
 warp's last read; in global memory the two blocks that read it last, and only in buffers that the launch writes.
 """
 
@@ -19,6 +20,7 @@ from greenfast.emulator.machine.memory import CHUNK
 from greenfast.emulator.machine.ordering import DEVICE, Ordering
 from greenfast.emulator.machine.records import (
     WORD,
+    Agreeing,
     GlobalRecord,
     Table,
     Tables,
@@ -274,7 +276,10 @@ class Races:
                 self._check_within(table, rows, size, mine, "write", "read", values)
         if self.within.collective and values is not None:
             mine = self.within.together(mine)
-        self.shared_writes[unit].put(rows, size, number, self.warp, mine)
+        table = self.shared_writes[unit]
+        table.put(rows, size, number, self.warp, mine)
+        if values is not None and not self.within.collective:
+            table.agree(rows, size, number, values, mine, self.m.block_of)
 
     def _check_products(self, offsets: Numbers) -> None:
         """A fault where a write is not known to come after a warp's wait for a wgmma that reads there."""
@@ -339,6 +344,8 @@ class Races:
         bad = late & self.within.apart(numbers, mine, table.by(rows, size))
         if bad.any() and values is not None:
             bad &= changes(self.m.shared, rows * size, size, values)[:, None]
+        if what == "read" and bad.any():
+            bad &= ~table.wrote(rows, size, numbers, mine, self.m.block_of)
         if bad.any():
             row, column = np.argwhere(bad)[0]
             lane = int(mine[row, column])
@@ -418,8 +425,14 @@ class Races:
         mine = mine[:, None]
         table[places] = mine
         lost = table[places] & _BLOCK != mine & _BLOCK  # another block wrote it in the same access
-        if values is not None and lost.any():
+        if values is None:
+            return
+        if lost.any():
             self._check_together(offsets, values, lost, number)
+        if (table[places] != mine).any():  # or another thread of the warp
+            agreeing = record.agreeing.setdefault(unit, Agreeing(len(table)))
+            threads = np.repeat(self.threads(len(offsets)), places.shape[1])
+            agreeing.put(places.ravel(), number, values.reshape(-1, unit), threads, self.m.block_of)
 
     def _note_inputs(self, offsets: Numbers, owners: set[int]) -> None:
         """Note writes to inputs, also of what is there already: a kernel may put back what it overwrote."""
@@ -453,7 +466,7 @@ class Races:
 
         scope: how many blocks next to each other may meet; 0: only those of one warp.
         """
-        m = self.m
+        m, record = self.m, self.record
         for unit, table in tables.items():
             tags = table[offsets[:, None] // unit + np.arange(max(1, size // unit))]
             if not tags.any():
@@ -473,7 +486,12 @@ class Races:
             if values is not None or what == "read":  # no asynchronous copy, nothing atomic
                 lanes = (tags >> _LANE & np.uint64(WARP - 1)).astype(np.int64)
                 others = self.warp * m.set_size + here * WARP + lanes
-                bad |= same & self.within.apart(numbers, self.threads(len(offsets))[:, None], others)
+                threads = self.threads(len(offsets))[:, None]
+                apart = same & self.within.apart(numbers, threads, others)
+                if what == "read" and unit in record.agreeing and apart.any():
+                    places = offsets[:, None] // unit + np.arange(max(1, size // unit))
+                    apart &= ~record.agreeing[unit].has(places, numbers, threads % WARP)
+                bad |= apart
             if bad.any() and values is not None:
                 bad &= changes(m.memory, offsets, size, values)[:, None]
             if bad.any():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Numbers = NDArray[Any]
 #: Units of accesses: words, and for narrower ones bytes.
-WORD = 4
+WORD, WARP = 4, 32
 #: Bytes that are taken together.
 _PIECE = 16
 _STEPS = {1 << n: np.arange(0, _PIECE, 1 << n) for n in range(5)}
@@ -49,6 +49,32 @@ class Accesses:
         return number
 
 
+class Agreeing:
+    """The lanes of a warp that wrote the same to a place in one access: to each of them it is its own write.
+
+    numbers: the access, by place; lanes: a bit for each of them.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._numbers, self._lanes = np.zeros(places, np.uint32), np.zeros(places, np.uint32)
+
+    def put(self, places: Numbers, number: int, values: Numbers, threads: Numbers, owners: Numbers) -> None:
+        """Note which threads left the value of the last one at its place; owners: of a thread, its block."""
+        _, first, group = np.unique(places[::-1], return_index=True, return_inverse=True)
+        last = (len(places) - 1 - first)[group[::-1]]
+        same = (values == values[last]).all(axis=1) & (owners[threads] == owners[threads[last]]) & (threads >= 0)
+        places, lanes = places[same], (threads[same] % WARP).astype(np.uint32)
+        self._lanes[places[self._numbers[places] != number]] = 0
+        self._numbers[places] = number
+        np.bitwise_or.at(self._lanes, places, np.uint32(1) << lanes)
+
+    def has(self, places: Numbers, numbers: Numbers, lanes: Numbers) -> Numbers:
+        """Return whether lanes are among those that wrote to places in these accesses."""
+        found: Numbers = self._lanes[places] >> lanes.astype(np.uint32) & np.uint32(1) > 0
+        found &= self._numbers[places] == numbers
+        return found
+
+
 class GlobalRecord:
     """Last writers and readers of words of global memory: (access number << 32) + (lane << 27) + block + 1, or 0.
 
@@ -63,6 +89,8 @@ class GlobalRecord:
         #: By bytes of a unit: words, and for narrower accesses bytes.
         self.writes: dict[int, Numbers] = {}
         self.reads: dict[int, tuple[Numbers, Numbers]] = {}
+        #: By unit: of writes, the lanes of a warp that wrote the same.
+        self.agreeing: dict[int, Agreeing] = {}
         self.atomics: dict[int, Numbers] = {}  # those that changed something
         #: Atomic, volatile, relaxed, acquire and release accesses, by scope and whether they write; only if ``scoped``.
         self.strong: dict[tuple[int, bool], dict[int, Numbers]] = {}
@@ -115,6 +143,26 @@ class Table:
         self.entries = np.zeros(size // unit, np.uint32)
         self.threads = np.zeros(size // unit, np.int32)
         self.latest = [0] * warps
+        self.agreeing: Agreeing | None = None
+
+    def agree(self, rows: Numbers, size: int, number: int, values: Numbers, threads: Numbers, owners: Numbers) -> None:
+        """Note which threads of a write that was put left the value of the last one; owners: of a thread, its block."""
+        units = size // self.unit
+        threads = np.broadcast_to(threads, (len(rows), units))
+        if not (self.by(rows, size) != threads).any():
+            return
+        if self.agreeing is None:
+            self.agreeing = Agreeing(len(self.entries))
+        places = (rows[:, None] * units + np.arange(units)).ravel()
+        self.agreeing.put(places, number, values.reshape(-1, self.unit), threads.ravel(), owners)
+
+    def wrote(self, rows: Numbers, size: int, numbers: Numbers, threads: Numbers, owners: Numbers) -> Numbers:
+        """Return where (elements, units) threads are among those that wrote what is there, in the accesses given."""
+        if self.agreeing is None:
+            return np.zeros(numbers.shape, np.bool_)
+        places = (rows * size // self.unit)[:, None] + np.arange(max(1, size // self.unit))
+        same: Numbers = owners[threads] == owners[self.by(rows, size) % len(owners)]
+        return same & self.agreeing.has(places, numbers, threads % WARP)
 
     def newest(self, but: int) -> int:
         """The latest access of any other warp."""
