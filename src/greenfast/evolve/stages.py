@@ -24,7 +24,7 @@ from greenfast.evolve.proposal import Behaviour, Candidate, Stage
 from greenfast.evolve.sources import Sources
 from greenfast.judge.entrant import Entrant
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
-from greenfast.judge.record import GateResult
+from greenfast.judge.record import DRAWN, GateResult
 from greenfast.judge.reference import reference_entrant
 from greenfast.judge.request import Request, Unwatched, examined, make_request
 from greenfast.judge.run import GateRun
@@ -203,7 +203,8 @@ class Stages:
         if found is not None:
             return found
         counts, side = run.correctness.counts.get(_role(candidate), {}), run.built(_role(candidate))
-        seconds, pipe = estimate(counts, self.target, request.format)
+        named = {shape: c for shape, c in counts.items() if not shape.startswith(DRAWN)}
+        seconds, pipe = estimate(named or counts, self.target, request.format)
         whole = side is not None and len(side.programs) == len(run.request.built_shapes)  # else sums cannot be compared
         return Found(
             stage="CORRECTNESS",

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from greenfast.judge.record import DRAWN
 from greenfast.judge.task import Drawing, Range, Rung, Shape, TaskConfig
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import NORMAL, Problem, case_of, variants_of
@@ -258,7 +259,7 @@ def _refusal(
 
 def _drawn_shape(dims: dict[str, int]) -> Shape:
     name = "_".join(f"{key.lower()}{value}" for key, value in dims.items())
-    return Shape(name=f"drawn_{name}", dims=dims, purpose="drawn at run time")
+    return Shape(name=f"{DRAWN}{name}", dims=dims, purpose="drawn at run time")
 
 
 def draw(

@@ -5,7 +5,7 @@ Records are written as JSON and read back by ``greenfast report`` and ``greenfas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -15,6 +15,9 @@ from greenfast.spec.problem import NORMAL
 
 #: Of records. Those of version 1 had no digest, no limits of the gates, no blocks of the A/A and no exam.
 SCHEMA_VERSION = 2
+
+#: What the name of a shape begins with that was drawn at run time, and not named by the task.
+DRAWN = "drawn_"
 
 Status = Literal["PASS", "FAIL", "PENDING"]
 #: PARTIAL: all that was asked held, and it was less than the whole exam. UNCHECKED: the gates hold, but a check of the
@@ -306,6 +309,13 @@ class GateResult(_Data, frozen=True, kw_only=True):
     reasons: list[str] = []
     checks: list[tuple[str, str, str, Status]] = []
     unchecked: list[str] = []
+
+
+def largest_named_shape(counts: Mapping[str, KernelCounts]) -> str:
+    """Return the task's own shape at which most is executed; a drawn one only if nothing else was counted."""
+    named = {shape: c.warp_instructions for shape, c in counts.items() if not shape.startswith(DRAWN)}
+    sizes = named or {shape: c.warp_instructions for shape, c in counts.items()}
+    return max(sizes, key=lambda shape: sizes[shape])
 
 
 def status_of(gates: Sequence[GateResult], gate: str) -> Status:

@@ -9,7 +9,7 @@ from greenfast.device import assembler
 from greenfast.device.early_launch import early_launch_faults
 from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.judge.gates.sides import BuiltSide
-from greenfast.judge.record import GateResult, Status
+from greenfast.judge.record import GateResult, Status, largest_named_shape
 from greenfast.judge.task import Rung
 from greenfast.spec.facts import KernelCounts
 
@@ -82,13 +82,13 @@ def emulated_counts(
     candidate: Mapping[str, KernelCounts],
     least_work: Mapping[str, Mapping[str, int]],
 ) -> str:
-    """The candidate's counts on the shape where it executes most, against the baseline's and what the problem needs.
+    """The candidate's counts at the task's own shape where it executes most, beside the baseline's and the least work.
 
     By shape; empty where the kernels did not run in the emulator.
     """
     if not candidate:
         return ""
-    shape = max(candidate, key=lambda name: candidate[name].warp_instructions)
+    shape = largest_named_shape(candidate)
     found, before, least = candidate[shape], baseline.get(shape), least_work.get(shape, {})
 
     def against(name: str) -> str:

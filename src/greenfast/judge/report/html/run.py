@@ -8,7 +8,16 @@ from statistics import median
 
 from markupsafe import Markup
 
-from greenfast.judge.record import AnyRecord, Build, PhaseRecord, Record, Run, Side, SpeedupRow
+from greenfast.judge.record import (
+    AnyRecord,
+    Build,
+    PhaseRecord,
+    Record,
+    Run,
+    Side,
+    SpeedupRow,
+    largest_named_shape,
+)
 from greenfast.judge.report import facts, format
 from greenfast.judge.report.counts import SHOWN
 from greenfast.judge.report.html import charts, listing, roofline
@@ -176,12 +185,12 @@ def _timings(record: Run) -> Markup:
 
 
 def _counts(record: Run) -> list[Markup]:
-    """The counts on the shape where most is executed; those of the others stand with the whole record."""
+    """The counts on the task's shape where most is executed; those of the others stand with the whole record."""
     sides = record.sides()
-    shapes = {shape: c.warp_instructions for _, side in sides for shape, c in side.counts.items()}
-    if not shapes:
+    counted = {shape: c for _, side in sides for shape, c in side.counts.items()}
+    if not counted:
         return [paragraph("Not counted: the emulator counts what a kernel executes, and these kernels ran elsewhere.")]
-    shape = max(shapes, key=lambda name: shapes[name])
+    shape = largest_named_shape(counted)
     found = {role: side.counts[shape] for role, side in sides if shape in side.counts}
     least = record.least_work.get(shape, {})
     rows, ratios = [], []
