@@ -108,6 +108,18 @@ def test_every_rung_is_right_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixt
         assert max(ratio for ratio in ratios if ratio is not None) > 0.2  # a bound that is never near stops nothing
 
 
+def test_a_shape_whose_answer_is_constant_is_judged_beside_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The softmax of a row of one number is 1, so that a constant is right there, and nowhere else."""
+    argv = ["validate", str(FOLDER), "--seeds", "0,1", "--no-profile", "--json", "--device", "emulator"]
+    for shapes, status in (("one,odd", "PASS"), ("one", "PENDING")):
+        main([*argv, "--shapes", shapes, "--out", str(tmp_path)])
+        record = msgspec.json.decode(capsys.readouterr().out, type=Record)
+        assert record.gate_status("CORRECTNESS") == status, record.reasons
+    assert "one cannot be judged: a constant would pass" in record.reasons[0]
+
+
 # The problem
 
 

@@ -27,6 +27,12 @@ class WorkerError(GreenfastError):
 
     ended = True
 
+    @property
+    def fault(self) -> str:
+        """The message, with what an illegal address means here: inputs are mapped for reading only."""
+        illegal = "CUDA_ERROR_ILLEGAL_ADDRESS" in str(self)
+        return ("an access outside of its buffers, or a write to an input: " if illegal else "") + str(self)
+
 
 class UnsupportedByDeviceError(WorkerError):
     """The device could not run a kernel that may be right, so nothing is known of it: what it lacks, and where."""

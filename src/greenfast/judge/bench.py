@@ -67,7 +67,7 @@ def _time(run: GateRun) -> tuple[list[TimingRow], dict[str, float], int | None]:
             device=request.device,
         )
     except WorkerError as e:
-        run.add(GateResult(gate="PERFORMANCE", status="FAIL", summary=str(e), reasons=[str(e)]))
+        run.add(GateResult(gate="PERFORMANCE", status="FAIL", summary=e.fault, reasons=[e.fault]))
         return [], {}, None
     rows = timing_rows(measurement, CANDIDATE, request.shapes, request.timing, floors)
     warm = "; ".join(f"{r.shape} seed {r.seed} {r.p50_us:.2f} µs" for r in rows if r.cache == WARM)

@@ -26,8 +26,10 @@ from greenfast.judge.exam import Cell
 from greenfast.judge.gates.emulated import EmulatedRuns
 from greenfast.judge.gates.memory import NOT_COVERED, MemoryChecks
 from greenfast.judge.gates.sensitivity import (
+    CONSTANT,
     FILLS,
     NEED_OTHERS,
+    ZEROS,
     filled,
     find_dropped,
     is_far,
@@ -77,7 +79,8 @@ class CorrectnessOutcome:
 
     counts: by role and shape, from the first seed; empty where nothing counts. tightened: the shapes whose stated
     tolerance an answer that computes nothing would meet, and which are judged relative to their outputs' size. trivial:
-    by shape, the answers that compute nothing and pass nevertheless, on all cases.
+    by shape, the answers that compute nothing and pass nevertheless, on all cases. constant: by shape, the name
+    of the right answer if it is the same number everywhere and for all inputs, as the softmax of one number is; or "".
     """
 
     rows: dict[str, list[CorrectnessRow]] = field(default_factory=dict)
@@ -86,6 +89,7 @@ class CorrectnessOutcome:
     counts: dict[str, dict[str, KernelCounts]] = field(default_factory=dict)
     tightened: dict[str, str] = field(default_factory=dict)
     trivial: dict[str, set[str]] = field(default_factory=dict)
+    constant: dict[str, str] = field(default_factory=dict)
 
 
 def check(
@@ -301,6 +305,11 @@ class _Checked:
         if asked:
             names = set(passing) | (NEED_OTHERS if first else set())
             outcome.trivial[cell.shape.name] = names & outcome.trivial.get(cell.shape.name, names)
+            exact = references.exact
+            if other is not None and exact.size:  # one case alone cannot show it: a sum is one number too
+                same = bool((exact == exact.flat[0]).all()) and np.array_equal(other, exact)
+                name = ZEROS if exact.flat[0] == 0 else CONSTANT
+                outcome.constant[cell.shape.name] = name if same and outcome.constant.get(cell.shape.name, name) else ""
         return references
 
     def _trivial(self, cell: Cell, case: Case, references: References, other: NDArray[np.float64] | None) -> list[str]:
@@ -310,6 +319,8 @@ class _Checked:
         passing: list[str] = []
         format_error = None
         for name, answer in trivial_answers(case, references, other):
+            if np.array_equal(answer, references.exact):  # right, as the softmax of one number is 1
+                continue
             for kernel_gate in kernel_gates:
                 if is_far(answer, references, references.bound_of(kernel_gate.rounding), kernel_gate.bound_factor):
                     continue
@@ -591,6 +602,8 @@ def _result(
         shape: names - NEED_OTHERS if cells.count(shape) < 2 else names for shape, names in outcome.trivial.items()
     }
     unjudged = {shape: sorted(names) for shape, names in known.items() if names}
+    if outcome.constant and all(outcome.constant.values()):
+        unjudged = {shape: [name] for shape, name in outcome.constant.items()}
     for shape, names in unjudged.items():
         checks.append((f"answers that compute nothing at {shape}", "fail", f"{', '.join(names)} would pass", "PENDING"))
     cannot = [

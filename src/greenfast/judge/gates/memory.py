@@ -85,6 +85,5 @@ def _fault_of(result: RunResult | WorkerError) -> str:
     if isinstance(result, UnsupportedByDeviceError):
         return ""
     if isinstance(result, WorkerError):
-        illegal = "CUDA_ERROR_ILLEGAL_ADDRESS" in str(result)
-        return ("an access outside of its buffers, or a write to an input: " if illegal else "") + str(result)
+        return result.fault
     return "; ".join(result.violations)

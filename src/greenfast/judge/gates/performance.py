@@ -20,7 +20,6 @@ from greenfast.judge.timing.statistics import resolution_us, summary
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.problem import Problem, least_work
 
-_ILLEGAL = "an access outside of its buffers, or a write to an input: "
 _OTHER_FIRST = "its first launch in a process left other bits than the checked ones"
 
 
@@ -198,7 +197,7 @@ def check(
                 timing, processes=2 * timing.processes, blocks=2 * timing.blocks, timed_iters=2 * timing.timed_iters
             )
     except (WorkerError, ValueError) as e:  # ValueError: too little was left to compare
-        reason = f"{_ILLEGAL if 'CUDA_ERROR_ILLEGAL_ADDRESS' in str(e) else ''}{e}"
+        reason = e.fault if isinstance(e, WorkerError) else str(e)
         return GateResult(gate="PERFORMANCE", status="FAIL", summary=reason, reasons=[reason]), PerformanceOutcome()
     return judge(outcome.speedups, required), outcome
 
