@@ -146,6 +146,8 @@ def test_ranks_that_are_out_of_step_compute_nothing(ranks: Ranks) -> None:
 
 def test_a_rank_that_catches_its_error_is_named(tmp_path: Any) -> None:
     """With NCCL in the next call, as its hosts do not wait for each other."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("two GPUs are needed: over gloo on one GPU rank 0 did not end in 60 s (one H100, torch 2.11)")
     with running(2, tmp_path, ["2"], "cuda") as alone:
         for (said,) in results(alone("2", "catches", "gradient")):
             assert "rank 1 of the ranks [0, 1] left a call in the middle" in said
