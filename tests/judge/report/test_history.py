@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from greenfast.judge.report.history import HEADER, histories
+from greenfast.judge.report.history import HEADER, _code_of, histories
 from greenfast.judge.report.html.history import history_page
 from tests.judge.report.html.reading import read
 from tests.judge.report.records import pending_record, quoting_record, record, speedup_row
@@ -61,3 +61,14 @@ def test_the_page_draws_what_was_timed_twice() -> None:
     assert "4 runs of 3 kernels." in page.text
     assert "None of these runs was timed." in page.text
     assert "2030-01-02" in html.partition("<svg")[2]
+
+
+def test_kernels_of_several_launches_have_a_hash_over_all() -> None:
+    build = record().candidate.builds[0]
+    builds = [msgspec.structs.replace(build, code_hash=code) for code in ("aaaa", "bbbb", "aaaa")]
+    both = _code_of(builds)
+    assert len(both) == 4
+    assert both not in ("aaaa", "bbbb")
+    assert _code_of(builds[:1]) == "aaaa"
+    assert _code_of([builds[0], msgspec.structs.replace(build, code_hash="cccc")]) != both
+    assert _code_of([]) == "-"

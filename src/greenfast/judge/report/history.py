@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from greenfast.judge.record import BenchRecord, Record, SpeedupRow
+from greenfast.judge.record import BenchRecord, Build, Record, SpeedupRow
 from greenfast.judge.report import facts, format
 
 #: The columns of ``History.rows``.
@@ -117,6 +118,14 @@ def _point(path: str, record: Record | BenchRecord, shape: str, cache: str) -> P
         baseline_us=times[0] if len(times) > 1 else None,
         candidate_us=times[-1],
         speedup=next((row for row in found if (row.shape, row.cache) == (shape, cache)), None),
-        code=builds[0].code_hash if builds and builds[0].code_hash else format.NONE,
+        code=_code_of(builds),
         path=path,
     )
+
+
+def _code_of(builds: Sequence[Build]) -> str:
+    """Return the hash of the machine code; of several kernels one over all of their hashes."""
+    codes = list(dict.fromkeys(build.code_hash for build in builds if build.code_hash))
+    if len(codes) > 1:
+        return hashlib.sha256(" ".join(codes).encode()).hexdigest()[: len(codes[0])]
+    return codes[0] if codes else format.NONE
