@@ -15,7 +15,7 @@ from torch import Tensor
 
 from greenfast.operator import autograd, ops
 from greenfast.operator.backward import parts_of_mask
-from greenfast.operator.layout import empty_rows, padded
+from greenfast.operator.layout import empty_rows, padded, readable
 from greenfast.operator.quantized import check_tensors, padded_head_dim
 from greenfast.operator.serving_call import Call, constant
 
@@ -33,12 +33,18 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
         out.zero_()
         lse.fill_(-math.inf)
     with torch.no_grad():  # the operator's own autograd node has the gradients
-        wide = [padded(x, padded_head_dim(columns)) for x in (query, key, value)]
+        wide = [_as_kernels_read(x) for x in (query, key, value)]
         for rows, keys, masked in parts:
             found, sums = _attend_part(wide[0][:, :, rows], wide[1][:, :, keys], wide[2][:, :, keys], masked, scale)
             lse[:, :, rows] = sums
             out[:, :, rows] = found[..., :columns]
     return out, lse
+
+
+def _as_kernels_read(x: Tensor) -> Tensor:
+    """Return x, or a copy if its head dim is padded or a kernel could not read its rows."""
+    head_dim = padded_head_dim(x.shape[3])
+    return readable(x, by_tma=True) if x.shape[3] == head_dim else padded(x, head_dim)
 
 
 def _attend_part(query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: float) -> tuple[Tensor, Tensor]:
