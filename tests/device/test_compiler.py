@@ -404,6 +404,42 @@ def test_other_folder_hits_the_cache(tmp_path: Path) -> None:
     assert compile_kernel(source(text, write(tmp_path / "two", a="// a")), ADA).from_cache
 
 
+def test_a_cached_kernel_names_the_headers_of_this_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environments share the cache, and each has its own folders of the project and of the CUDA headers."""
+    text = """#include "../above.cuh"
+    #include "inside.cuh"
+    #include <library.cuh>
+    extern "C" __global__ void k(int* x) { x[0] = above(x[0]) + inside(x[1]) + library(x[2]); }"""
+    own_headers = toolchain.include_dirs()
+    for environment in (tmp_path / "one", tmp_path / "two"):
+        write(environment, above="__device__ int above(int i) { int unused; return i % 7; }")
+        project = write(environment / "project", inside="__device__ int inside(int i) { int unused; return i % 3; }")
+        library = write(environment / "cuda", library="__device__ int library(int i) { int unused; return i % 5; }")
+        monkeypatch.setattr(toolchain, "include_dirs", lambda library=library: (*own_headers, library))
+        kernel = compile_kernel(source(text, project), ADA)
+        for file in ("above.cuh", "project/inside.cuh", "cuda/library.cuh"):
+            assert f'"{environment}/{file}"' in kernel.ptx
+        assert f"{environment}/cuda/library.cuh(1)" in kernel.log
+        assert kernel.from_cache == (environment.name == "two")
+        compiled = compile_kernel(source(text, project), ADA, use_cache=False)
+        assert kernel.ptx == compiled.ptx
+        assert re.sub(r"= .* ms", "", kernel.log) == re.sub(r"= .* ms", "", compiled.log)
+    (tmp_path / "two" / "above.cuh").rename(tmp_path / "two" / "project" / "above.cuh")
+    moved = compile_kernel(source(text.replace("../above", "above"), project), ADA)
+    assert f'"{project}/above.cuh"' in moved.ptx
+
+
+def test_a_header_in_another_of_the_folders_is_compiled_again(tmp_path: Path) -> None:
+    """The sources are alike, but the folder that the cache has by its number lacks the header."""
+    text = '#include "a.cuh"\nextern "C" __global__ void k(int* x) { x[0] = a(x[0]); }'
+    header = "__device__ int a(int i) { return i % 7; }"
+    first, second = write(tmp_path / "first", a=header), write(tmp_path / "second")
+    assert f'"{first}/a.cuh"' in compile_kernel(source(text, first, second), ADA).ptx
+    kernel = compile_kernel(source(text, second, first), ADA)
+    assert f'"{first}/a.cuh"' in kernel.ptx
+    assert not kernel.from_cache
+
+
 def test_header_in_the_current_folder_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(write(tmp_path / "here", a="#error wrong header"))
     compile_kernel(source('#include "a.cuh"\n' + SIMPLE, write(tmp_path / "project", a="// right")), ADA)

@@ -40,6 +40,8 @@ _MOST_MEANT = 4096
 # A header's name as a compiler in its folder writes it, in a message and in PTX.
 _RELATIVE = re.compile(r"(?:^|(?<= of ))\.{1,2}/[^\s\"(]*", re.MULTILINE)
 _FILE_LINE = re.compile(r"^(\s*\.file\s+\d+ \")(/[^\"]*/\.{1,2}/[^\"]*)", re.MULTILINE)
+_FILE = re.compile(r"^(\s*\.file\s+\d+ \")([^\"]*)", re.MULTILINE)
+_NUMBERED_FOLDER = re.compile(r"<folder (\d+)>/")
 _TIME = re.compile(rb"__(?:DATE|TIME)__")
 _FILE_NAME = re.compile(rb"_FILE|source_location|(?<!static_)assert")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
@@ -223,15 +225,58 @@ def _build(
         target_type="cubin" if assemble else "ptx",
         # Instead of the folders' names, which say nothing about the content; the compiler version in the key has no
         # patch release.
-        extra_digest=given + toolchain.fingerprint(),
+        extra_digest=b"numbered folders;" + given + toolchain.fingerprint(),
     )
+    folders = [*(str(folder.resolve()) for folder in source.include_dirs), *map(str, toolchain.include_dirs())]
     parts = cache.load(key)
     if parts is not None and len(parts) == 3:
         cubin, ptx, log = parts
-        return nvrtc.Output("NVRTC_SUCCESS", cubin, ptx.decode(), log.decode()), True
+        texts = _name_folders(ptx.decode(), log.decode(), folders)
+        if texts is not None:
+            return nvrtc.Output("NVRTC_SUCCESS", cubin, *texts), True
     output = _run_nvrtc(source, given, target, isolated, assemble)
-    cache.store(key, [output.cubin, output.ptx.encode(), output.log.encode()])
+    numbered = _number_folders(output.ptx, output.log, folders, source.name)
+    cache.store(key, [output.cubin, *(text.encode() for text in numbered)])
     return output, False
+
+
+def _number_folders(ptx: str, log: str, folders: Sequence[str], source_name: str) -> tuple[str, str]:
+    """Replace the folders of headers by their numbers, for the cache: another environment has them elsewhere.
+
+    A header outside of all folders (``#include "../a.cuh"``) is stored relative to the nearest one.
+    """
+
+    def number_folder(line: re.Match[str]) -> str:
+        path = line[2]
+        if path == source_name or not os.path.isabs(path):
+            return line[0]
+        lengths = [len(os.path.commonpath([path, folder])) for folder in folders]
+        nearest = lengths.index(max(lengths))
+        return f"{line[1]}<folder {nearest}>/{os.path.relpath(path, folders[nearest])}"
+
+    for number, folder in sorted(enumerate(folders), key=lambda item: len(item[1]), reverse=True):
+        log = log.replace(f"{folder}/", f"<folder {number}>/")
+    return _FILE.sub(number_folder, ptx), log
+
+
+def _name_folders(ptx: str, log: str, folders: Sequence[str]) -> tuple[str, str] | None:
+    """Undo ``_number_folders`` with this environment's folders. None if a header is not there."""
+
+    def name_folder(numbered: re.Match[str]) -> str:
+        return f"{folders[int(numbered[1])]}/"
+
+    def name_file(line: re.Match[str]) -> str:
+        path = _NUMBERED_FOLDER.sub(name_folder, line[2])
+        if path == line[2]:
+            return line[0]
+        path = os.path.normpath(path)
+        os.stat(path)
+        return line[1] + path
+
+    try:
+        return _FILE.sub(name_file, ptx), _NUMBERED_FOLDER.sub(name_folder, log)
+    except (IndexError, FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _run_nvrtc(source: KernelSource, given: bytes, target: Target, isolated: bool, assemble: bool) -> nvrtc.Output:
