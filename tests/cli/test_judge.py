@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -279,3 +280,25 @@ def test_validate_of_a_problem_without_rungs_says_what_to_do(
 ) -> None:
     assert main(["validate", str(scaffold / "problem")]) == 2
     assert "has no rungs; `greenfast judge SOLUTION --problem" in capsys.readouterr().err
+
+
+def test_one_cause_of_all_cases_is_reported_once(scaffold: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (kernel,) = (scaffold / "solution").glob("*.cu")
+    change(kernel, "int n)", "int n, int m)")
+    junit = scaffold / "junit.xml"
+    assert judge(scaffold, "--junit", str(junit)) == 13
+    record = record_of(scaffold)
+    rows = record.candidate.correctness
+    (reason,) = next(gate.reasons for gate in record.gates if gate.gate == "CORRECTNESS")
+    cause = "add has 5 parameters, its launch gives 4"
+    assert reason.endswith(f"ran (run: {cause}); {len(rows) - 1} more of {len(rows)} cases were not run")
+    assert [row.is_skipped for row in rows] == [False] + [True] * (len(rows) - 1)
+    assert all(cause in row.notes[0] for row in rows)
+    (run,) = [file.parent for file in (scaffold / "results").rglob("record.json")]
+    assert capsys.readouterr().out.count(cause) == 2  # of the gate, and of the verdict
+    report = (run / "VALIDATION_REPORT.md").read_text()
+    assert sum(cause in line for line in report.splitlines() if line.startswith("| candidate")) == 1
+    tests = ElementTree.parse(junit).iter("testcase")
+    cases = [test for test in tests if test.get("name", "").startswith("candidate ")]
+    assert [len(test.findall("failure")) for test in cases] == [1] + [0] * (len(rows) - 1)
+    assert [len(test.findall("skipped")) for test in cases] == [0] + [1] * (len(rows) - 1)

@@ -1,4 +1,4 @@
-"""Error measures against values worked out by hand."""
+"""Error measures against values worked out by hand; and cases that fail for one cause."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from greenfast.judge.errors import bound_histogram, error_histogram, error_stats, worst_bound_ratio, worst_element
+from greenfast.judge.gates.correctness import group_by_cause
+from tests.judge.report.records import correctness_row
 
 REFERENCE = np.array([[4.0, -2.0], [0.001, 0.0]])
 ACTUAL = np.array([[4.5, -2.0], [0.101, -0.25]])  # errors 0.5, 0, 0.1, 0.25
@@ -174,3 +176,34 @@ def test_the_worst_element_of_nothing_wrong_and_of_a_zero_bound() -> None:
     off = np.array([0, 0, 0, 1e-30, 0])
     assert str(worst_element(off, zeros, zeros, {"x": off})).startswith("x[3]: got 1e-30")
     assert worst_element(zeros[:0], zeros[:0], zeros[:0], {"x": zeros[:0]}) is None
+
+
+FAULT = "run: k: {}-byte read out of bounds: byte {} of 'x' (400 bytes) at k.cu:{}, block ({}, 0, 0)"
+
+
+@pytest.mark.parametrize(
+    ("notes", "groups"),
+    [
+        ([FAULT.format(4, 400, 7, 0), FAULT.format(4, 8192, 7, 12)], [(0, "; 1 more of 2 cases fail alike")]),
+        ([FAULT.format(4, 400, 7, 0), FAULT.format(4, 400, 8, 0)], [(0, ""), (1, "")]),
+        (["hang", "not run: hang", "not run: hang"], [(0, "; 2 more of 3 cases were not run")]),
+        (
+            [FAULT.format(4, 1, 7, 0), FAULT.format(4, 2, 7, 1), f"not run: {FAULT.format(4, 2, 7, 1)}"],
+            [(0, "; 1 more of 3 cases fail alike; 1 were not run")],
+        ),
+    ],
+)
+@pytest.mark.parametrize("gates", [{"ran_pass": False}, {}], ids=["wrong", "unsupported"])
+def test_cases_of_one_cause_are_one_group(
+    notes: list[str], groups: list[tuple[int, str]], gates: dict[str, bool]
+) -> None:
+    rows = [correctness_row("small", seed, gates=gates, notes=[note]) for seed, note in enumerate(notes)]
+    expected = [(rows[n], more if gates else more.replace("fail alike", "alike")) for n, more in groups]
+    assert group_by_cause(rows) == expected
+
+
+def test_wrong_values_are_one_cause_and_cases_that_passed_are_none() -> None:
+    values = {"finite_pass": True, "kernel_bound_pass": False}
+    wrong = [correctness_row("small", seed, gates=values, notes=[f"y[{seed}]: got nan"]) for seed in range(3)]
+    passed = correctness_row("small", 3, gates={"finite_pass": True})
+    assert group_by_cause([passed, *wrong]) == [(wrong[0], "; 2 more of 4 cases fail alike")]

@@ -142,6 +142,10 @@ class WorstElement(_Data, frozen=True, kw_only=True):
         return f"{place}: got {got}, expected {self.expected:.5g}, allowed {allowed}; {share} wrong"
 
 
+#: How the note of a case begins that did not run because the process ended at an earlier one; the cause follows.
+NOT_RUN = "not run: "
+
+
 class CorrectnessRow(_Data, frozen=True, kw_only=True):
     """One side's correctness on one (shape, seed).
 
@@ -189,6 +193,11 @@ class CorrectnessRow(_Data, frozen=True, kw_only=True):
     def passed(self) -> bool:
         """Whether every gate held."""
         return bool(self.gates) and all(self.gates.values())
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the case did not run because the process ended at an earlier one."""
+        return self.notes[:1] != [] and self.notes[0].startswith(NOT_RUN)
 
 
 class ParityRow(_Data, frozen=True, kw_only=True):

@@ -55,7 +55,13 @@ def check(
             raise UsageError(refused[chosen[0]])
         faults = _faults(side, target)
         if refused and role != BASELINE:
-            faults += [f"refuses {name}, which the task asks of every kernel: {why}" for name, why in refused.items()]
+            shapes_of: dict[str, list[str]] = {}
+            for name, why in refused.items():
+                shapes_of.setdefault(why, []).append(name)
+            faults += [
+                f"refuses {', '.join(names)}, which the task asks of every kernel: {why}"
+                for why, names in shapes_of.items()
+            ]
         reasons += [f"{variant.name} {fault}" for fault in faults]
         times = ", ".join(f"{k.compile_ms:.0f} ms{' from the cache' if k.from_cache else ''}" for _, k in side.distinct)
         checks.append((what, "compiles", f"{len(side.distinct)} kernel(s), {times}", "PASS"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ from greenfast.judge.gates.sensitivity import (
 )
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record import (
+    NOT_RUN,
     CorrectnessRow,
     ErrorStats,
     GateResult,
@@ -68,6 +70,7 @@ _OF_VALUES = (
 #: the format's own error may take of it where the seed is not the task's.
 _ERRORS, _ROOM = ("max_abs_err", "mean_abs_err", "pct_bad"), 0.9
 _AWAITED = "asynchronous operations are awaited"
+_NUMBER = re.compile(r"(?<![:\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 #: Each case runs this often on equal input in fresh memory; outputs that differ in a bit show a race.
 REPEATS = 2
 _REMEDY = "give the problem a bound that this exceeds, or inputs for which it is wrong"
@@ -201,7 +204,7 @@ def _ran(
 ) -> RunResult | WorkerError:
     """Run a case in a side's process, and check its memory; broken: why the process is not used further."""
     if broken is not None:
-        return type(broken)(f"not run: {broken}")
+        return type(broken)(f"{NOT_RUN}{broken}")
     try:
         result = worker.run(side.executable(cell.shape.name), case, REPEATS)
     except WorkerError as e:
@@ -540,14 +543,11 @@ def _result(
         rows = outcome.rows[side.role]
         passed = sum(row.passed for row in rows)
         before = len(reasons), len(unknown)
-        for row in rows:
-            if not row.gates:
-                unknown.append(f"{_where(side, row)}: could not be run here: {'; '.join(row.notes)}")
-            elif not row.passed:
-                alike = [other for other in rows if _fails_alike(row, other)]
-                if not alike or alike[0] is row:  # one reason with a place and numbers; the record has all rows
-                    more = f"; {len(alike) - 1} more of {len(rows)} cases fail alike" if len(alike) > 1 else ""
-                    reasons.append(f"{_where(side, row)}: {_missed(row)}{more}")
+        for row, more in group_by_cause(rows):
+            if row.gates:
+                reasons.append(f"{_where(side, row)}: {_missed(row)}{more}")
+            else:
+                unknown.append(f"{_where(side, row)}: could not be run here: {'; '.join(row.notes)}{more}")
         counts.append(f"{side.variant.name} {passed}/{len(rows)}")
         checks.append(
             (
@@ -559,17 +559,20 @@ def _result(
         )
         by_emulator: list[Status] = []
         why = ""
-        for result, row in ((result, row) for role, result, row in emulated if role == side.role):
+        on_emulator = [(result, row) for role, result, row in emulated if role == side.role]
+        for result, row in on_emulator:
             status: Status = (
                 "PENDING" if isinstance(result, UnsupportedByDeviceError) else "PASS" if row.passed else "FAIL"
             )
             actual = "; ".join(["no fault", *row.notes] if status == "PASS" else row.notes) or _missed(row)
             checks.append((f"{_where(side, row)} on the emulator", "no fault", actual, status))
-            if status == "FAIL":
-                reasons.append(f"{_where(side, row)} on the emulator: {_missed(row)}")
             if status == "PENDING":
                 why = actual
             by_emulator.append(status)
+        judged = [row for result, row in on_emulator if not isinstance(result, UnsupportedByDeviceError)]
+        reasons += [
+            f"{_where(side, row)} on the emulator: {_missed(row)}{more}" for row, more in group_by_cause(judged)
+        ]
         if awaited := check_awaited(side) if check_awaited else None:
             status, actual = awaited
             checks.append((f"{side.variant.name}: {_AWAITED}", "before a thread ends", actual, status))
@@ -609,13 +612,14 @@ def _result(
     cannot = [
         f"{shape} cannot be judged: {', '.join(names)} would pass; {_REMEDY}" for shape, names in unjudged.items()
     ]
+    pending = sum(not row.gates for side in sides for row in outcome.rows[side.role])
     identical = sum(p.identical for p in outcome.parity)
     parity = f"; outputs identical on {identical}/{len(outcome.parity)}" if outcome.parity else ""
     return GateResult(
         gate="CORRECTNESS",
         status="FAIL" if reasons else "PENDING" if unknown or cannot else "PASS",
         summary="; ".join(
-            [*cannot[:1], ", ".join(counts) + parity, *([f"{len(unknown)} could not be run here"] if unknown else [])]
+            [*cannot[:1], ", ".join(counts) + parity, *([f"{pending} could not be run here"] if pending else [])]
         ),
         reasons=[*reasons, *unknown, *cannot],
         checks=checks,
@@ -628,10 +632,35 @@ def _where(side: BuiltSide, row: CorrectnessRow) -> str:
     return f"{side.variant.name} {row.shape} seed {row.seed}{variant}"
 
 
-def _fails_alike(row: CorrectnessRow, other: CorrectnessRow) -> bool:
-    """Check whether two rows failed the same gates, by the values of the output alone."""
-    failed = [{name for name, held in each.gates.items() if not held} for each in (row, other)]
-    return failed[0] == failed[1] <= set(_OF_VALUES) and len(row.notes) == len(other.notes) == 1
+def group_by_cause(rows: Sequence[CorrectnessRow]) -> list[tuple[CorrectnessRow, str]]:
+    """Return the first row of each cause for which rows did not pass, and how many more rows have this cause.
+
+    The record has all rows.
+    """
+    groups: dict[tuple[object, ...], list[CorrectnessRow]] = {}
+    for row in rows:
+        if not row.passed or not row.gates:
+            groups.setdefault(_cause(row), []).append(row)
+    found = []
+    for first, *others in groups.values():
+        skipped = sum(row.is_skipped for row in others)
+        alike = len(others) - skipped
+        counts = [f"{alike} more of {len(rows)} cases {'fail alike' if first.gates else 'alike'}"] if alike else []
+        counts += [f"{skipped}{'' if alike else f' more of {len(rows)} cases'} were not run"] if skipped else []
+        found.append((first, "".join(f"; {count}" for count in counts)))
+    return found
+
+
+def _cause(row: CorrectnessRow) -> tuple[object, ...]:
+    """Return what rows of one cause have in common.
+
+    That is the failed gates. If they judge more than the values of the output, it is the notes too, without the numbers
+    that differ from case to case; line numbers stay.
+    """
+    failed = frozenset(name for name, held in row.gates.items() if not held)
+    if failed and failed <= set(_OF_VALUES) and len(row.notes) == 1:
+        return (failed,)
+    return failed, *(_NUMBER.sub("#", note.removeprefix(NOT_RUN)) for note in row.notes)
 
 
 def _missed(row: CorrectnessRow) -> str:

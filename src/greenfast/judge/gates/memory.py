@@ -66,8 +66,11 @@ class MemoryChecks:
             if fault:
                 return "FAIL", f"{shape}: {fault}"
         checked = [shape for shape, result in results.items() if isinstance(result, RunResult)]
-        lacking = {shape: str(result) for shape, result in results.items() if isinstance(result, WorkerError)}
-        notes = "".join(f"; {shape}: {why}" for shape, why in lacking.items())
+        lacking: dict[str, list[str]] = {}
+        for shape, result in results.items():
+            if isinstance(result, WorkerError):
+                lacking.setdefault(str(result), []).append(shape)
+        notes = "".join(f"; {', '.join(shapes)}: {why}" for why, shapes in lacking.items())
         if not checked:
             return "PENDING", notes.removeprefix("; ") or "no case ran"
         left_open = self.left_open(side)

@@ -8,6 +8,9 @@ from statistics import median
 from greenfast.judge.record import CorrectnessRow, Run, Side, SpeedupRow, Status, TimingRow
 from greenfast.spec.facts import Resources
 
+#: In place of a cause that an earlier case of the same side shows.
+SKIPPED = "not run, as an earlier case ended the process"
+
 
 def row_status(row: CorrectnessRow) -> Status:
     """A row's status; PENDING where no gate has been applied to it."""

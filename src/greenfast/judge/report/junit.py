@@ -22,8 +22,9 @@ _MESSAGE_CHARACTERS = 300
 def junit(record: Record, exit_code: int) -> str:
     """One test suite: a test per gate, per case of CORRECTNESS and side, and for the verdict.
 
-    What fell short is a failure, what is PENDING is skipped, each with its reasons. The test ``verdict`` passes where
-    the exit code is 0, is a failure where a gate fell short, and else an error: not all that was asked for was judged.
+    What fell short is a failure; what is PENDING or did not run is skipped; each with its reasons. The test
+    ``verdict`` passes where the exit code is 0, is a failure where a gate fell short, and else an error: not all that
+    was asked for was judged.
     """
     name = f"{record.task}.{record.candidate.variant}"
     suite = ElementTree.Element("testsuite", name=name, timestamp=record.created.removesuffix("Z"))
@@ -83,7 +84,9 @@ def _name(role: str, row: CorrectnessRow) -> str:
 def _row(test: ElementTree.Element, row: CorrectnessRow) -> None:
     missed = [name.removesuffix("_pass") for name, held in row.gates.items() if not held]
     status = facts.row_status(row)
-    if status == "FAIL":
+    if row.is_skipped:
+        _say(test, "skipped", "CORRECTNESS", [facts.SKIPPED])
+    elif status == "FAIL":
         _say(test, "failure", "CORRECTNESS", [*missed, *row.notes], [*missed, *row.notes, *_errors(row)])
     elif status == "PENDING":
         _say(test, "skipped", "CORRECTNESS", row.notes or ["no gate was applied"])

@@ -204,7 +204,7 @@ def _correctness_cells(side: str, row: CorrectnessRow) -> tuple[str, ...]:
         format.error(row.kernel_error.relative_error if row.kernel_error else None),
         format.error(row.bound_ratio),
         facts.row_status(row),
-        "; ".join([*failed, *row.notes]),
+        facts.SKIPPED if row.is_skipped else "; ".join([*failed, *row.notes]),
     )
 
 
