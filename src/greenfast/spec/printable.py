@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any, TextIO
 
-# Control characters but tab and line feed (escape sequences, carriage returns), and characters that reorder text.
-_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
+# Control characters but tab and line feed (escape sequences, carriage returns), characters that reorder text, and what
+# no file can hold: halves of surrogate pairs, as in names of files that are not UTF-8, and noncharacters.
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
+)
 #: What CI systems take for a command: GitHub at the start of a line, and anywhere in it; Azure; TeamCity.
 _COMMAND_AT_START = re.compile(r"^([^\S\n]*):(?=:)", re.MULTILINE)
 _COMMAND = re.compile(r"##(?=\[|vso\[|teamcity\[)")

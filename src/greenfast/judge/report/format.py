@@ -9,10 +9,9 @@ from greenfast.spec.printable import printable
 
 #: What stands where there is no value.
 NONE = "-"
-# A span of code between single backticks, as ``code`` makes it.
-_CODE = re.compile(r"(?<![`\\])(`[^`]+`)(?!`)")
-# What begins a tag, or the target of a link but a path, unless it is escaped already.
-_HTML = re.compile(r"(?<!\\)<(?=[A-Za-z/!?])|(?<=\])\((?![\w./#-]+\))")
+_BACKTICKS = re.compile("`+")
+# What begins a tag, or the target of a link but a path, unless an odd number of backslashes escapes it already.
+_HTML = re.compile(r"(?<!\\)(?:\\\\)*(?=<[A-Za-z/!?])|(?<=\])(?=\((?![\w./#-]+\)))")
 _FOLDERS = re.compile(r"(?<![\w<])/\S*/")
 
 
@@ -78,8 +77,30 @@ def literal(text: str) -> str:
 
 def without_html(text: str) -> str:
     """One line of Markdown without raw HTML and links, which text from elsewhere may hold; code stays as it is."""
-    parts = _CODE.split(printable(one_line(text)))
-    return "".join(part if n % 2 else _HTML.sub(r"\\\g<0>", part) for n, part in enumerate(parts))
+    parts = _split_at_code(printable(one_line(text)))
+    return "".join(part if n % 2 else _HTML.sub(r"\g<0>\\", part) for n, part in enumerate(parts))
+
+
+def _split_at_code(line: str) -> list[str]:
+    """Split a line at its spans of code, the odd parts, as CommonMark does.
+
+    A run of backticks ends at the next run of the same length; one without such an end is text.
+    """
+    parts, start, position = [], 0, 0
+    while position < len(line):
+        if line[position] == "\\":
+            position += 2
+            continue
+        run = _BACKTICKS.match(line, position)
+        if run is None:
+            position += 1
+            continue
+        position = run.end()
+        end = next((other.end() for other in _BACKTICKS.finditer(line, position) if other[0] == run[0]), None)
+        if end is not None:
+            parts += [line[start : run.start()], line[run.start() : end]]
+            start = position = end
+    return [*parts, line[start:]]
 
 
 def bullets(lines: Iterable[str]) -> str:
@@ -98,8 +119,9 @@ def code(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> str:
-    """A Markdown table; columns named in ``right`` are aligned to the right. Cells may hold any text."""
+    """A Markdown table; columns named in ``right`` are aligned to the right. Its cells and header may hold any text."""
     to_right = set(right)
     rule = ["---:" if name in to_right else "---" for name in header]
-    lines = [list(header), rule, *([without_html(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    first, *others = ([without_html(cell).replace("|", "\\|") for cell in row] for row in (header, *rows))
+    lines = [first, rule, *others]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

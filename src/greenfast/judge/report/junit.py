@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 from greenfast.judge.record import CorrectnessRow, GateResult, Record
 from greenfast.judge.report import facts, format
+from greenfast.spec.printable import printable
 from greenfast.spec.problem import NORMAL
 
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -30,7 +31,7 @@ def junit(record: Record, exit_code: int) -> str:
     suite = ElementTree.Element("testsuite", name=name, timestamp=record.created.removesuffix("Z"))
     properties = ElementTree.SubElement(suite, "properties")
     for key, value in _properties(record, exit_code):
-        ElementTree.SubElement(properties, "property", name=key, value=_clean(value))
+        ElementTree.SubElement(properties, "property", name=key, value=value)
     for gate in record.gates:
         _gate(_test(suite, name, gate.gate), gate)
     for role, side in record.sides():
@@ -73,7 +74,7 @@ def _gate(test: ElementTree.Element, gate: GateResult) -> None:
     elif gate.status == "PENDING":
         _say(test, "skipped", gate.gate, said)
     else:
-        ElementTree.SubElement(test, "system-out").text = _clean("\n".join(said))
+        ElementTree.SubElement(test, "system-out").text = "\n".join(said)
 
 
 def _name(role: str, row: CorrectnessRow) -> str:
@@ -105,7 +106,7 @@ def _errors(row: CorrectnessRow) -> list[str]:
 
 
 def _test(suite: ElementTree.Element, classname: str, name: str) -> ElementTree.Element:
-    return ElementTree.SubElement(suite, "testcase", classname=_clean(classname), name=_clean(name))
+    return ElementTree.SubElement(suite, "testcase", classname=classname, name=name)
 
 
 def _say(
@@ -113,21 +114,26 @@ def _say(
 ) -> None:
     reasons = list(reasons)
     message = format.short(format.one_line("; ".join(reasons)), _MESSAGE_CHARACTERS)
-    said = ElementTree.SubElement(test, how, type=kind, message=_clean(message))
-    said.text = _clean("\n".join(text or reasons))
+    said = ElementTree.SubElement(test, how, type=kind, message=message)
+    said.text = "\n".join(text or reasons)
 
 
 def _document(suite: ElementTree.Element) -> str:
-    """The whole file, with the counts that readers of the format expect."""
+    """Return the whole file, with the counts that readers of the format expect; its texts are printable."""
     root = ElementTree.Element("testsuites", name="greenfast")
     root.append(suite)
     counts = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
     for element in (root, suite):
         for name, tag in counts.items():
             element.set(name, str(sum(1 for _ in suite.iter(tag))))
+    for element in root.iter():
+        element.text = _clean(element.text) if element.text else element.text
+        for name, value in element.items():
+            element.set(name, _clean(value))
     ElementTree.indent(root)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
 
 
 def _clean(text: str) -> str:
-    return _FORBIDDEN.sub("\ufffd", text)
+    """Return the text as readers may show it in a log: without control characters and commands of CI services."""
+    return _FORBIDDEN.sub("\ufffd", printable(text))

@@ -28,7 +28,7 @@ def validation_report(record: Record, *, plot: str | None = None) -> str:
     """The whole report. ``plot`` is the path of a figure of this record, relative to where the report will stand."""
     title = f"# {record.task}: {record.baseline.variant} -> {record.candidate.variant}, {record.decision}"
     body = [f"## {name}\n\n{text}" for name, text in _validation_sections(record, plot)]
-    return "\n\n".join([format.without_html(title), format.bullets(_headline(record)), *body]) + "\n"
+    return printable("\n\n".join([format.without_html(title), format.bullets(_headline(record)), *body]) + "\n")
 
 
 def report(record: AnyRecord, *, plot: str | None = None) -> str:
@@ -70,7 +70,8 @@ def _phase_sections(record: PhaseRecord) -> list[tuple[str, str]]:
         for phase, count in cycles.items()
     ]
     tables = [
-        f"{shape}, `emulated`:\n\n{format.table(PHASE_HEADER, phase_rows(counts), right=PHASE_HEADER[1:])}"
+        f"{format.without_html(shape)}, `emulated`:\n\n"
+        + format.table(PHASE_HEADER, phase_rows(counts), right=PHASE_HEADER[1:])
         for shape, counts in record.phase_counts.items()
     ]
     if rows:
@@ -81,7 +82,8 @@ def _phase_sections(record: PhaseRecord) -> list[tuple[str, str]]:
 
 def document(title: str, sections: Sequence[tuple[str, str]]) -> str:
     """A page of sections by their names."""
-    return "\n\n".join([format.without_html(f"# {title}"), *(f"## {name}\n\n{text}" for name, text in sections)]) + "\n"
+    body = [f"## {name}\n\n{text}" for name, text in sections]
+    return printable("\n\n".join([format.without_html(f"# {title}"), *body]) + "\n")
 
 
 def bench_report(record: BenchRecord) -> str:

@@ -46,7 +46,7 @@ def quoted_from(quote: Quote) -> str:
 def quoted_section(quote: Quote) -> str:
     """The speedups of another run, under a heading that says so."""
     return (
-        f"### Not measured in this run: {quoted_from(quote)}\n\n"
+        f"### Not measured in this run: {format.without_html(quoted_from(quote))}\n\n"
         "Nothing was timed here. These are the speedups of a kept record of the same kernels (equal hashes, compiler "
         "and options), on the same inputs, with the verdicts against what is required here:\n\n"
         f"{speedup_table(quote.speedups)}\n\n"

@@ -196,16 +196,16 @@ def test_repeat_and_limits() -> None:
     assert "42 launches were discarded" in found["Limits"]
 
 
-def hostile(value: Any, field: str = "") -> Any:
-    """The data with every text replaced, and every key that is no field's name."""
+def hostile(value: Any, field: str = "", text: str = HOSTILE) -> Any:
+    """The data with every text replaced by ``text``, and every key that is no field's name."""
     if isinstance(value, dict):
         free = field in ("dims", "toggles", "gates", "environment", "machine_code", "clocks", "counts")
-        return {HOSTILE if free else key: hostile(item, key) for key, item in value.items()}
+        return {text if free else key: hostile(item, key, text) for key, item in value.items()}
     if isinstance(value, list | tuple):
         if field == "checks":
-            return [[*[HOSTILE] * 3, row[3]] for row in value]
-        return [hostile(item, f"an item of {field}") for item in value]
-    return HOSTILE if isinstance(value, str) and field not in WORDS else value
+            return [[*[text] * 3, row[3]] for row in value]
+        return [hostile(item, f"an item of {field}", text) for item in value]
+    return text if isinstance(value, str) and field not in WORDS else value
 
 
 @pytest.mark.parametrize("make", [record, quoting_record, pending_record, lambda: with_clocks(record())])

@@ -15,6 +15,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
+from greenfast.spec.printable import printable
+
 _JINJA = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
     autoescape=True,
@@ -57,10 +59,14 @@ def page(
     claims: Sequence[str] = (),
     facts: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """The whole HTML file. word: the decision. claims, facts: what a hurried reader reads, names with values."""
-    return _JINJA.get_template("page.html.jinja").render(
+    """Return the whole HTML file. word: the decision. claims, facts: what a hurried reader reads, names with values.
+
+    Control characters, of which HTML allows few, become visible escapes.
+    """
+    text = _JINJA.get_template("page.html.jinja").render(
         title=title, word=word, tone=tone(word), claims=claims, facts=facts, sections=sections
     )
+    return printable(text)
 
 
 def tone(word: str) -> str:
