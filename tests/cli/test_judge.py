@@ -302,3 +302,14 @@ def test_one_cause_of_all_cases_is_reported_once(scaffold: Path, capsys: pytest.
     cases = [test for test in tests if test.get("name", "").startswith("candidate ")]
     assert [len(test.findall("failure")) for test in cases] == [1] + [0] * (len(rows) - 1)
     assert [len(test.findall("skipped")) for test in cases] == [0] + [1] * (len(rows) - 1)
+
+
+def test_the_page_of_a_judged_solution_shows_its_machine_code(scaffold: Path, tmp_path: Path) -> None:
+    page, saved = tmp_path / "page.html", tmp_path / "saved.html"
+    assert judge(scaffold, "--html", str(page)) == 0
+    text = page.read_text()
+    assert "Not shown: " not in text
+    assert "LDG.E" in text
+    (record,) = (scaffold / "results").rglob("record.json")
+    assert main(["report", str(record), "--html", str(saved)]) == 0
+    assert "the command under &#39;Repeat it&#39; with --html FILE writes a page" in saved.read_text()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from greenfast.bench.pages import benchmark_page
 from greenfast.bench.record import Benchmark
 from greenfast.bench.records import AnyRecord
+from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.pages import digest, record_page
 from greenfast.judge.store import check_writable, write_whole
 from greenfast.judge.tasks import LoadedTask
@@ -28,15 +30,22 @@ def check_file(file: Path | None, option: str) -> None:
     check_writable(file.parent, option)
 
 
-def write_page(file: Path | None, record: AnyRecord, run: Path, task: LoadedTask | None = None) -> None:
+def write_page(
+    file: Path | None,
+    record: AnyRecord,
+    run: Path,
+    task: LoadedTask | None = None,
+    built: Sequence[BuiltSide] = (),
+) -> None:
     """Write the page of a record, where one is asked for.
 
     run: the record's file or folder. task: the record's; searched for by its name where it is not given.
+    built: the sides of a run that has just ended.
     """
     if file is None:
         return
     if isinstance(record, Benchmark):
         text = benchmark_page(record, digest(run))
     else:
-        text = record_page(record, digest(run), task)
+        text = record_page(record, digest(run), task, built)
     write_whole(file, text)

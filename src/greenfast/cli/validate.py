@@ -79,7 +79,7 @@ def judged(
             profile=not args.no_profile,
             kept=kept,
         )
-    write_page(args.html, outcome.record, outcome.folder, request.task)
+    write_page(args.html, outcome.record, outcome.folder, request.task, outcome.built)
     return outcome
 
 

@@ -1,17 +1,20 @@
 """The stretch of a kernel's machine code that paces it, of each side of a record: for the page of a run.
 
-Nothing runs: the kernels are compiled again (or taken from the cache), and shown if they are still those of the record.
+Nothing runs. The kernels are those that the run has built; for a saved record they are compiled again (or taken from
+the cache), and shown if they are still those of the record.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+from greenfast.device import assembler
 from greenfast.device.compiler import CompiledKernel, compile_kernel, compiler_version
 from greenfast.device.identity import code_hash
 from greenfast.device.machine_code import disassemble
+from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record import BenchRecord, Record, Run, Side
 from greenfast.judge.report import facts
 from greenfast.judge.report.html.listing import HotCode, Instruction, Window
@@ -38,13 +41,23 @@ _OPCODE = re.compile(r"(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 _BRANCH = re.compile(r"BRA.*`\((\.L\w+)\)")
 
 
-def hot_code(record: Record | BenchRecord, task: LoadedTask) -> HotCode:
-    """The windows of each side's kernel for the shape that decides; without any, the reason."""
+def hot_code(record: Record | BenchRecord, task: LoadedTask, built: Sequence[BuiltSide] = ()) -> HotCode:
+    """The windows of each side's kernel for the shape that decides; without any, the reason.
+
+    built: the sides as the run of the record has built them.
+    """
     shape = _shape_of(record)
+    programs = {side.role: side.programs for side in built}
     windows = []
     for role, side in record.sides():
         try:
-            kernels = _kernels(record, side, shape, task)
+            kernels: Sequence[CompiledKernel]
+            if shape in programs.get(role, {}):
+                kernels = programs[role][shape].kernels
+            else:
+                kernels = _kernels(record, side, shape, task)
+            if not all(kernel.cubin for kernel in kernels):
+                raise UsageError(assembler.MISSING)
             listings = [disassemble(kernel.cubin, kernel.source.entry) for kernel in kernels]
             # Of several launches the one with most pacing instructions.
             windows.append(window(role, side.variant, max(listings, key=_weight)))

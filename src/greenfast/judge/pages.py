@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from greenfast.judge.artifacts import RECORD
+from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.hot_code import hot_code
 from greenfast.judge.record import AnyRecord, PhaseRecord, Run
 from greenfast.judge.report.html.listing import HotCode
@@ -17,19 +18,30 @@ from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.problem import least_work
 
+#: Why the page of a saved record has no machine code of a solution.
+_NOT_BUILT = (
+    "a solution's code does not run to show a saved record; the command under 'Repeat it' with --html FILE writes a "
+    "page with the machine code"
+)
 
-def record_page(record: AnyRecord, sha256: str = "", task: LoadedTask | None = None) -> str:
+
+def record_page(
+    record: AnyRecord, sha256: str = "", task: LoadedTask | None = None, built: Sequence[BuiltSide] = ()
+) -> str:
     """The page of a record. sha256: of its file. task: the record's; searched for by its name where it is not given.
 
-    Compiles the kernels again where the cache does not have them; runs nothing.
+    built: the sides of the run, if it has just ended; else the kernels are compiled again where the cache does not have
+    them. Nothing runs.
     """
     code = HotCode(missing="an instrumented build has other code")
     if not isinstance(record, PhaseRecord):
         try:
             task = task or _task_of(record)
-            code = hot_code(record, task)
+            code = hot_code(record, task, built)
         except GreenfastError as e:
             code = HotCode(missing=str(e).splitlines()[0].rstrip(".:"))
+        if not built and any(side.solution for _, side in record.sides()):
+            code = HotCode(missing=_NOT_BUILT)
     return run_page(record, Found(work=work_of(record, task), code=code, sha256=sha256))
 
 

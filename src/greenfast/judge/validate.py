@@ -37,10 +37,11 @@ SOURCES = "solution"
 
 @dataclass(frozen=True)
 class Outcome:
-    """A record, and the folder that holds it with the other artifacts."""
+    """A record, the folder that holds it with the other artifacts, and the sides that were built."""
 
     record: Record
     folder: Path
+    built: Sequence[BuiltSide] = ()
 
 
 def validate(
@@ -101,7 +102,7 @@ def validate(
         write_whole(request.out / COMPARISON, text)
     else:  # an older run's comparison must not pass for this one's
         (request.out / COMPARISON).unlink(missing_ok=True)
-    return Outcome(record, folder)
+    return Outcome(record, folder, run.sides)
 
 
 def _exam(run: GateRun) -> Exam:
