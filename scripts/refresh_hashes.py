@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +57,7 @@ def _side(record: AnyRecord, side: Side) -> Side:
 def _build(record: AnyRecord, side: Side, build: Build) -> Build:
     if build.compiler != compiler_version():
         return build
-    family, toggles = family_of(record, side)
-    instrumented = isinstance(record, PhaseRecord)
-    dims: dict[str, Mapping[str, int]] = {
-        name.partition(" launch ")[0]: then.dims for name, then in build.launches.items()
-    }
-    of_task = _dims(record)
-    dims |= {shape: of_task[shape] for shape in build.shapes or _shapes(record) if shape not in dims}
-    today: dict[str, tuple[KernelSource, LaunchFacts]] = {}
-    for shape, of_shape in dims.items():
-        program = program_of(family, toggles, record.format, of_shape, instrumented=instrumented)
-        today |= launches_of(program, shape, of_shape)
+    today = _launches(record, side, build)
     first = next(iter(build.launches or today))
     if first not in today:
         return build  # stale
@@ -79,6 +69,34 @@ def _build(record: AnyRecord, side: Side, build: Build) -> Build:
         code = now
     launches = {name: facts for name, (kernel, facts) in today.items() if kernel == source} | dict(build.launches)
     return msgspec.structs.replace(build, kernel_hash=text, code_hash=code, launches=launches)
+
+
+def _launches(record: AnyRecord, side: Side, build: Build) -> dict[str, tuple[KernelSource, LaunchFacts]]:
+    """Return today's launches of a build, by their names in records."""
+    family, toggles = family_of(record, side)
+    instrumented = isinstance(record, PhaseRecord)
+    dims: dict[str, Mapping[str, int]] = {
+        name.partition(" launch ")[0]: then.dims for name, then in build.launches.items()
+    }
+    of_task = _dims(record)
+    dims |= {shape: of_task[shape] for shape in build.shapes or _shapes(record) if shape not in dims}
+    today: dict[str, tuple[KernelSource, LaunchFacts]] = {}
+    for shape, of_shape in dims.items():
+        program = program_of(family, toggles, record.format, of_shape, instrumented=instrumented)
+        today |= launches_of(program, shape, of_shape)
+    return today
+
+
+def recorded_kernels(record: AnyRecord) -> Iterator[tuple[KernelSource, str]]:
+    """Yield today's kernels of a record, with the names of its targets; a kernel may come several times."""
+    if isinstance(record, Benchmark) and record.side is None:
+        comparison = comparison_of(record)
+        yield from ((source, comparison.arch) for source, _ in (comparison.kernels or dict)().values())
+        return
+    for name in ("baseline", "candidate") if isinstance(record, Record) else ("side",):
+        side: Side = getattr(record, name)
+        for build in side.builds:
+            yield from ((source, build.arch) for source, _ in _launches(record, side, build).values())
 
 
 def _shapes(record: AnyRecord) -> list[str]:
