@@ -18,9 +18,12 @@ from greenfast.device.worker import Worker
 from greenfast.evolve.again import AGAIN, Again, again
 from greenfast.evolve.finals import Verdict
 from greenfast.evolve.log import EVENTS, read_events
+from greenfast.evolve.manifest import Manifest, read_manifest
 from greenfast.evolve.proposal import Candidate, Evaluation
 from greenfast.evolve.racers import OnGpus, Racer
 from greenfast.evolve.racers import Ran as RanRace
+from greenfast.evolve.run import choose_gpus
+from greenfast.evolve.space import read_space
 from greenfast.judge.exam import Cell
 from greenfast.judge.request import examined
 from greenfast.judge.tasks import find_task, load
@@ -54,7 +57,10 @@ def test_a_search_on_the_emulator(capsys: pytest.CaptureFixture[str], tmp_path: 
         capsys, "evolve", task, "--proposer", "scripted", "--option", f"file={stream}", "--device", "emulator",
         "--batch", "4", "--out", tmp_path / "runs",
     )  # fmt: skip
-    assert ran.code == 0, ran.err
+    assert ran.code == 0
+    untimed = "--device emulator: candidates run on the PTX emulator"
+    assert ran.err.startswith(f"greenfast: {untimed}")
+    assert ran.err.count("\n") == 1
     assert "no claim is made" in ran.out
     assert "no speed" in ran.out
     folder = folder_of(ran)
@@ -83,8 +89,36 @@ def test_a_search_on_the_emulator(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert (folder / EVENTS).read_bytes() == before
     page = (folder / "report.html").read_text()
     assert "They are no speeds, and no claim is made" in page
+    assert untimed in page
+    assert json.loads(ended_run.out)["untimed"].startswith(untimed)
+    assert json.loads((folder / "manifest.json").read_text())["untimed"].startswith(untimed)
     assert "<script" not in page
     assert not (folder / "winner").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "cause"),
+    [
+        ("auto", 0, "no GPU was found: "),
+        ("all", 0, "no GPU was found: "),
+        ("none", 1, "--device none: "),
+        ("emulator", 1, "--device emulator: "),
+    ],
+)
+def test_what_takes_the_place_of_a_gpu_is_noted(
+    device: str, gpus: int, cause: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: gpus)
+    space = read_space(write_search_task(tmp_path / "task") / "space.json")
+    given = Manifest(created="", task="", space=space, space_folder="", proposer="random", device=device)
+    chosen, manifest = choose_gpus(tmp_path, given)
+    assert chosen == []
+    assert manifest.untimed.startswith(cause)
+    assert "no speed is measured" in manifest.untimed
+    assert read_manifest(tmp_path) == manifest
+    assert manifest.digest == given.digest
+    monkeypatch.setattr("greenfast.evolve.run.ended", lambda folder: True)
+    assert choose_gpus(tmp_path, given) == ([], given), "a search that has ended is only shown here"
 
 
 def test_a_search_resumes_in_another_directory(

@@ -22,7 +22,7 @@ from greenfast.evolve.manifest import Manifest, read_budget
 from greenfast.evolve.proposal import Evaluation, Insight, best_of
 from greenfast.evolve.proposers import make_proposer, with_whole_paths
 from greenfast.evolve.report import write_report
-from greenfast.evolve.run import INSIGHTS, of_another_version, resumed, search, start
+from greenfast.evolve.run import INSIGHTS, choose_gpus, of_another_version, resumed, search, start
 from greenfast.evolve.space import Space, read_space
 from greenfast.evolve.workers import read_workers
 from greenfast.judge.record import GateResult
@@ -43,11 +43,14 @@ def run(args: argparse.Namespace) -> int:
     watcher.line(f"run {folder}")
     if args.resume and (other := of_another_version(manifest)):
         watcher.line(other)
+    gpus, manifest = choose_gpus(folder, manifest)
+    if manifest.untimed:
+        print(f"greenfast: {manifest.untimed}", file=sys.stderr)
     insights = Path(manifest.insights or Path(manifest.task) / INSIGHTS)
     known = read_lines(insights, Insight, "insight") if manifest.insights or insights.is_file() else ()
     make = functools.partial(make_proposer, log=watcher.line)
     try:
-        state = search(folder, manifest, make, args.workers, watcher, known)
+        state = search(folder, manifest, make, args.workers, watcher, gpus, known)
         write_report(folder, manifest, state)
     except (KeyboardInterrupt, GreenfastError):
         watcher.clear()
@@ -56,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         raise
     watcher.clear()
     if args.json:
-        print(to_json(summary(folder, state)), end="")
+        print(to_json(summary(folder, manifest, state)), end="")
     else:
         _show(folder, manifest, state)
     measured = any(e.fitness_kind == "seconds" for e in state.history)
@@ -187,12 +190,13 @@ def best_in_words(state: State) -> str:
     return f"estimate {best.fitness * 1e6:.2f} µs by counts{ratio}; no speed"
 
 
-def summary(folder: Path, state: State) -> dict[str, Any]:
+def summary(folder: Path, manifest: Manifest, state: State) -> dict[str, Any]:
     """What a run came to, as data."""
     best, winner = best_of(state.history), state.winner
     return {
         "run": str(folder),
         "ended": state.ended,
+        "untimed": manifest.untimed,
         "candidates": len(state.history),
         "evaluations": state.evaluations,
         "gpu_seconds": round(state.gpu_seconds, 1),

@@ -35,6 +35,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     validation draws its own. device: as ``--device``. batch: candidates that are proposed at a time. screen: the share
     of a batch that the counts let through, 1 for all. finalists: that are validated. confidence: of all verdicts of
     them together. seed: of the search. options: of the proposer. sources: the digest of what candidates are made from.
+    untimed: why no candidate is timed, and what takes the place of times; empty if a GPU times them.
     """
 
     version: Literal[1] = 1
@@ -61,6 +62,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     insights: str = ""
     sources: str = ""
+    untimed: str = ""
     command: str = ""
     package_version: str = ""
     git: GitState | None = None
@@ -79,6 +81,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             "task",
             "space_folder",
             "sources",
+            "untimed",
         )
         content = {name: value for name, value in msgspec.to_builtins(self).items() if name not in left_out}
         return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()[:16]

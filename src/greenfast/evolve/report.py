@@ -110,6 +110,8 @@ def _claim(state: State) -> str:
 
 def _result(manifest: Manifest, state: State) -> list[Markup]:
     parts = [paragraph(f"The search ended: {state.ended or 'it has not'}.")]
+    if manifest.untimed:
+        parts.append(paragraph(f"{manifest.untimed[0].upper()}{manifest.untimed[1:]}."))
     if state.gpus:
         names = ", ".join(gpu.name for gpu in state.gpus)
         parts.append(

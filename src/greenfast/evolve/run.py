@@ -30,6 +30,10 @@ from greenfast.judge.tasks import find_task, load
 from greenfast.spec.errors import MachineError, UsageError
 
 INDEX, INSIGHTS, NEGATIVES = "index.sqlite", "insights.jsonl", "negatives.md"
+_UNTIMED = (
+    "candidates run on the PTX emulator, on small shapes, and are ordered by estimates from what it counts; "
+    "no speed is measured and no finalist is validated"
+)
 #: A disk with less than this is full before a batch is through.
 _FREE_BYTES = 64 << 20
 
@@ -136,17 +140,17 @@ def search(
     make_proposer: Callable[[str, dict[str, str]], Proposer],
     workers: str,
     watcher: Watcher,
+    gpus: Sequence[int],
     insights: Sequence[Insight] = (),
 ) -> State:
     """Run or resume the search in a folder, and write all that follows from it. Raises as ``Search.run`` does.
 
-    What was found before an error or an interrupt is written too.
+    gpus: as ``choose_gpus`` returns them. What was found before an error or an interrupt is written too.
     """
     free = shutil.disk_usage(folder).free
     if free < _FREE_BYTES:
         raise MachineError(f"{folder}: {free >> 20} MiB are free on its disk; a run needs at least {_FREE_BYTES >> 20}")
     proposer = make_proposer(manifest.proposer, manifest.options)
-    gpus = _gpus(manifest)
     with alone(folder), Stages(manifest, folder, gpus[0] if gpus else None) as stages, contextlib.ExitStack() as ends:
         if manifest.sources not in ("", stages.sources.digest()) and not ended(folder):
             raise UsageError(
@@ -155,7 +159,7 @@ def search(
             )
         pool = make_workers(workers, manifest, folder, stages)
         ends.callback(pool.close)
-        racers = make_racers(workers, manifest, folder, gpus)
+        racers = make_racers(workers, manifest, folder, list(gpus))
         if racers is not None:
             ends.callback(racers.close)
         run = Search(folder, manifest, proposer, stages, pool, watcher, insights, racers)
@@ -169,16 +173,26 @@ def search(
                 write_derived(folder, manifest, run.state)
 
 
-def _gpus(manifest: Manifest) -> list[int]:
-    """The numbers of the GPUs that races run on; finalists are validated on the first."""
+def choose_gpus(folder: Path, manifest: Manifest) -> tuple[list[int], Manifest]:
+    """Return the numbers of the GPUs that races run on, and the manifest with ``untimed``, which the folder has then.
+
+    Finalists are validated on the first GPU. Without a GPU the list is empty. A search that has ended keeps its note:
+    it may be shown on a machine without a GPU.
+    """
     first, *more = choose_devices(manifest.device)
-    if first in (EMULATOR, "none"):
-        return []
-    task = load(find_task(manifest.task))
-    request = request_of(manifest, task, manifest.shapes, first, Path())
-    if not isinstance(request.ordinal, int) or request.cannot_time() is not None:
-        return []
-    return [request.ordinal, *map(int, more)]
+    gpus: list[int] = []
+    cause = f"--device {manifest.device}" if manifest.device not in ("auto", "all") else "no GPU was found"
+    if first not in (EMULATOR, "none"):
+        request = request_of(manifest, load(find_task(manifest.task)), manifest.shapes, first, Path())
+        reason = request.cannot_time()
+        if reason is None:
+            gpus = [int(device) for device in (first, *more)]
+        cause = f"GPU {first} cannot time the kernels ({reason})"
+    untimed = "" if gpus else f"{cause}: {_UNTIMED}"
+    if untimed != manifest.untimed and not ended(folder):
+        manifest = msgspec.structs.replace(manifest, untimed=untimed)
+        write_manifest(folder, manifest)
+    return gpus, manifest
 
 
 @contextlib.contextmanager
