@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -282,6 +285,30 @@ def test_a_roll_call(call: int, lost: list[int], closed: bool) -> None:
     group.timeout, group.since = 0.1, time.monotonic()
     group.store.set("here/0", str(call))
     assert group.lost(closed) == lost
+
+
+def test_the_store_outlives_its_readers() -> None:
+    """A rank that knows who is lost does not end before the others know it too."""
+    store = torch._C._distributed_c10d.HashStore()
+    group = object.__new__(Group)
+    group.store, group.ranks, group.rank, group.calls, group.timeout = store, [7, 8, 9], 2, 5, 20.0
+    reader = threading.Timer(0.3, lambda: store.set("read/0", "5"))
+    reader.start()
+    began = time.monotonic()
+    group.await_readers([8])
+    assert 0.2 < time.monotonic() - began < 2.0
+    assert store.get("read/2") == b"5"
+
+
+@pytest.mark.parametrize(("backend", "limits"), [("gloo", [timedelta(seconds=3)]), ("nccl", [])])
+def test_the_host_waits_with_a_limit_where_gloo_exchanges(backend: str, limits: list[timedelta]) -> None:
+    """On CUDA tensors too: without one it would wait for half an hour."""
+    group = object.__new__(Group)
+    group.timeout = 3.0
+    group.process_group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: backend))
+    work = Mock()
+    group.wait(torch.empty(1, device="meta"), work)
+    assert list(work.wait.call_args.args) == limits
 
 
 def test_nothing_is_left_to_pytorch(ranks: Ranks) -> None:

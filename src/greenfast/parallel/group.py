@@ -28,7 +28,6 @@ TIMEOUT = 600.0
 _C10D: Any = distributed_c10d
 _SHOWN = 500  # characters of a call in an error
 _ENDED = ("connection closed", "connection reset", "broken pipe")  # gloo's errors where another rank is gone
-_READING = 0.5  # seconds for which others may read the store, which can end with this process
 _MOMENT = 5.0  # seconds by which ranks may begin a call, and so give it up, one after another
 
 
@@ -186,10 +185,14 @@ class Group:
         return [found[place] for place in self.places or range(self.size)]
 
     def wait(self, x: Tensor, *works: Any) -> None:
-        """Wait for works that exchange tensors such as ``x``; on CUDA the current stream does, not the host."""
+        """Wait for works that exchange tensors such as ``x``: with NCCL the current stream does, with gloo the host.
+
+        NCCL's host would wait too if it were given a time limit; gloo's waits for half an hour without one.
+        """
+        by_host = self.process_group._get_backend(x.device).name() == "gloo"
         with self.watched():
             for work in works:
-                work.wait() if x.is_cuda else work.wait(self._limit)
+                work.wait(self._limit) if by_host else work.wait()
 
     def sum_of_bits(self, x: Tensor) -> Tensor:
         """The sum over the ranks of a 16-bit tensor of which each rank has some rows and zeros elsewhere, exactly.
@@ -215,8 +218,18 @@ class Group:
             missing = [i for i in missing if not self._answered(f"here/{i}")]
             if len(missing) > closed:
                 time.sleep(min(0.05, self.timeout / 20))
-        time.sleep(min(_READING, self.timeout / 2))
         return [self.ranks[i] for i in missing]
+
+    def await_readers(self, lost: list[int]) -> None:
+        """Wait a moment until the other ranks have read the store too: it can end with this process."""
+        until = time.monotonic() + min(_MOMENT, self.timeout / 2)
+        reading = [i for i in range(self.size) if self.ranks[i] not in lost]
+        with suppress(RuntimeError):  # the store has ended, after this rank has read it
+            self.store.set(f"read/{self.rank}", str(self.calls))
+            while reading and time.monotonic() < until:
+                reading = [i for i in reading if not self._answered(f"read/{i}")]
+                if reading:
+                    time.sleep(min(0.05, self.timeout / 20))
 
     def _answered(self, place: str) -> bool:
         """Whether a rank has answered a roll call of this call, or of one before or after: they agree on each."""
@@ -242,6 +255,7 @@ class _Watched:
         try:
             lost = group.lost(closed)
             raised = group.raised()
+            group.await_readers(lost)
         except RuntimeError:  # the store is gone with the process that held it
             raise RuntimeError(
                 f"context_parallel: rank {group.ranks[group.rank]} of the ranks {group.ranks} lost the store of the "
