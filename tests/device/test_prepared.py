@@ -67,7 +67,7 @@ def test_arguments_are_where_the_parameters_point(driver: Driver) -> None:
 
 
 def test_addresses_are_written_where_the_buffers_are(driver: Driver) -> None:
-    inner = Struct((np.int32(3), "b", Struct((np.int8(1), "a"))))
+    inner = Struct((np.int32(3), "b", Struct((np.int8(1), "a")), TensorMap("b", "uint8", (1,), (1,), (1,), 0)))
     plan = dataclasses.replace(PLAN, args=(*PLAN.args, inner))
     launch = Prepared(Kernel(6), (1, 1, 1), 0, plan, {"a": 1, "b": 2}, 0)
     for name, place in launch.places():
@@ -77,7 +77,7 @@ def test_addresses_are_written_where_the_buffers_are(driver: Driver) -> None:
     moved()
     (of_first, *_), (of_second, *_) = ((ctypes.c_void_p * 6).from_address(call[2]) for call in driver.launched)
     assert of_first != of_second
-    for size, i in ((8, 0), (4, 1), (4, 2), (8, 3), (128, 4), (32, 5)):
+    for size, i in ((8, 0), (4, 1), (4, 2), (8, 3), (128, 4), (192, 5)):
         first, second = ((ctypes.c_void_p * 6).from_address(call[2])[i] for call in driver.launched)
         assert ctypes.string_at(first or 0, size) == ctypes.string_at(second or 0, size), i
 

@@ -121,13 +121,13 @@ def request(
     return Request(kernel, Launch(grid or (blocks, 1, 1), args), Case(arrays, specs))
 
 
-def run(*args: Any, seed: int = 0, **more: Any) -> GridResult:
-    """Compile a request for Hopper and run it on the emulator."""
+def run(*args: Any, seed: int = 0, structs: Any = None, **more: Any) -> GridResult:
+    """Compile a request for Hopper and run it on the emulator; structs: see ``run_chain``."""
     asked = request(*args, **more)
     ptx, block = to_ptx(asked.kernel, HOPPER, assemble=False), asked.kernel.block
     case = asked.case
     dynamic = asked.kernel.dynamic_smem_bytes
-    return run_grid(ptx, "k", block, dynamic, asked.plan, case.inputs, case.outputs, seed=seed)
+    return run_grid(ptx, "k", block, dynamic, asked.plan, case.inputs, case.outputs, seed=seed, structs=structs)
 
 
 def tensor_map(name: str, array: Any, box: tuple[int, ...], swizzle: int = 0) -> TensorMap:

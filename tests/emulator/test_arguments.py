@@ -9,6 +9,7 @@ import pytest
 
 from greenfast.emulator.arguments import read_arguments
 from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import TensorMap, maps_of, pointers_of
 from greenfast.spec.problem import OutputSpec
 
 
@@ -137,3 +138,27 @@ def test_a_file_that_is_no_array_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.npy").write_text("1, 2, 3")
     with pytest.raises(UsageError, match=r"x\.npy: not a \.npy file of numbers"):
         read_arguments([f"in:x={tmp_path / 'x.npy'}"], 0)
+
+
+def test_tensor_maps_over_buffers() -> None:
+    texts = ["map:x[4,32]:64", "struct:i32=5,map=x[8,32]", "in:p=struct:x,map=x[1,4]"]
+    found = read_arguments(texts, 0, ["in:x=f32[8,32]:zeros"])
+    assert found.launch[0] == TensorMap("x", "float32", (8, 32), (128, 4), (4, 32), 64)
+    assert [start for start, _ in maps_of(found.launch[1])] == [64]
+    assert (found.inputs["p"].nbytes, pointers_of(found.structs["p"])) == (192, ((0, "x"),))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("map:z[4]", "'z', which is not a buffer given before"),
+        ("map:x[4]", "a box of 1 dimensions, 'x' has 2"),
+        ("map:x", r"give a tensor map as NAME\[BOX\]"),
+        ("out:p=struct:map=x[1,4]", "a struct in global memory is an input; give in:p"),
+    ],
+)
+def test_wrong_tensor_maps(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        read_arguments([text], 0, ["in:x=f32[8,32]:zeros"])
+    with pytest.raises(UsageError, match="--buffer 'i32:4': allowed are in:NAME="):
+        read_arguments([], 0, ["i32:4"])

@@ -199,7 +199,7 @@ def test_wrong_bulk_copies(old: str, new: str, says: str) -> None:
     [
         ("load(s,", "load(s + 64,", r"a bulk copy at byte 1088 of shared memory, which must be a multiple of 128"),
         ("load(s,", "load(s + 3968,", r"a bulk copy of 512 bytes out of bounds at byte 4992 of 5120"),
-        ("load(s, &from", "load(s, (const CUtensorMap*)s", r"no tensor map at address"),
+        ("load(s, &from", "load(s, (const CUtensorMap*)s", r"a tensor map in shared memory"),
         ("store_wait<0>();", "", r"ended while a bulk store"),
         ("wait(&bar, 0);", "", r"bulk read of (data that an asynchronous copy|an element that nothing)"),
     ],

@@ -14,7 +14,7 @@ from greenfast.emulator.grid import GridResult, run_grid
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.session import EmulatorSession
 from greenfast.spec.errors import UnsupportedError
-from greenfast.spec.kernel import Launch, Packed, TensorMap
+from greenfast.spec.kernel import Launch, Packed, Struct, TensorMap
 from greenfast.spec.problem import OutputSpec
 from tests.emulator.hopper import HOPPER, request
 from tests.emulator.hopper import run as run_hopper
@@ -176,6 +176,7 @@ asm volatile("{ .reg .pred q;\\nL: mbarrier.try_wait.parity.shared::cta.b64 q, [
              :: "r"(at(&bar)) : "memory");
 for (int i = 0; i < 8; i++) y[i * 32 + threadIdx.x] = s[i][threadIdx.x];
 """
+SMALL = ("float32", (8, 32), (128, 4), (4, 32), 0)
 WHOLE = TensorMap("x", "float32", (8, 32), (128, 4), (8, 32), 0)
 CLUSTER = 'asm volatile("barrier.cluster.arrive%s; barrier.cluster.wait;" ::: "memory");'
 
@@ -185,12 +186,13 @@ def loaded(parameters: str, args: tuple[Any, ...], of: str = "&m", barrier: str 
     body = LOAD.replace("FENCE", "").replace("BARRIER", barrier).replace("MAP", of)
     result = run_hopper(
         body,
-        {"x": ROWS, "m": np.zeros(128, np.uint8)},
-        {"y": ((8, 32), "float32")},
+        {"x": ROWS, "m": np.zeros(192, np.uint8)},
+        {"y": ((8, 32), "float32"), "s": ((32,), "uint32")},
         parameters=f"{parameters}, float* y",
         args=(*args, "y"),
-        before="struct P { int n; CUtensorMap m; };\n",
+        before="struct P { int n; CUtensorMap m; };\nstruct Both { P p; CUtensorMap m[2]; };\n",
         threads=32,
+        structs={"m": STRUCT},
     )
     return result.outputs["y"]
 
@@ -205,13 +207,50 @@ def test_a_cluster_barrier_makes_mbarriers_visible() -> None:
     assert raised.value.level == "formal"
 
 
-def test_tensor_maps_elsewhere_than_in_a_parameter_are_not_known() -> None:
-    with pytest.raises(UnsupportedError, match="a tensor map at address 0x7f"):
-        loaded("const CUtensorMap* m", ("m",), "m")
-    with pytest.raises(UnsupportedError, match="a tensor map at address 0x7c"):
+STRUCT = Struct((np.int32(5), WHOLE))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "args", "of"),
+    [
+        ("const __grid_constant__ CUtensorMap maps", (WHOLE,), "&maps"),
+        ("const __grid_constant__ P p", (STRUCT,), "&p.m"),
+        ("const P* p", ("m",), "&p->m"),
+        ("const __grid_constant__ Both b", (Struct((STRUCT, Struct((TensorMap("y", *SMALL), WHOLE)))),), "&b.m[1]"),
+    ],
+)
+def test_tensor_maps_may_be_in_parameters_structs_and_buffers(parameters: str, args: tuple[Any, ...], of: str) -> None:
+    assert (loaded(parameters, args, of) == ROWS).all()
+
+
+COPIED = """if (threadIdx.x < 32) ((u32*)to)[threadIdx.x] = ((const u32*)&m)[threadIdx.x];
+__threadfence(); __syncthreads(); %s"""
+ACQUIRE = 'asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" :: "l"(to) : "memory");'
+
+
+def test_a_tensor_map_that_a_kernel_writes_needs_a_fence() -> None:
+    parameters, args = f"{PARAMETER}, CUtensorMap* to", (WHOLE, "s")
+    assert (loaded(parameters, args, "to", barrier=COPIED % ACQUIRE) == ROWS).all()
+    with pytest.raises(KernelFaultError, match=r"used without a fence\.proxy\.tensormap::generic\.acquire") as raised:
+        loaded(parameters, args, "to", barrier=COPIED % "")
+    assert raised.value.level == "formal"
+
+
+def test_what_is_no_tensor_map() -> None:
+    with pytest.raises(UnsupportedError, match=r"a tensor map at address 0x7f.*the 128 bytes there are none"):
+        loaded("const P* p", ("x",), "&p->m")
+    with pytest.raises(UnsupportedError, match=r"a tensor map at address 0x7c.*the 128 bytes there are none"):
         loaded("const __grid_constant__ P p", (Packed(bytes(192)),), "&p.m")
-    with pytest.raises(KernelFaultError, match="no tensor map at address 0x1000, which lies in no memory"):
+    with pytest.raises(KernelFaultError, match=r"no tensor map at address 0x1000, which lies in no memory"):
         loaded(PARAMETER, (WHOLE,), "0x1000ull")
+    with pytest.raises(KernelFaultError, match=r"a tensor map at address .* whose 128 bytes nothing has written"):
+        loaded("const CUtensorMap* to", ("s",), "to")
+    with pytest.raises(KernelFaultError, match=r"a tensor map in shared memory; it must be in a parameter"):
+        loaded(PARAMETER, (WHOLE,), "s")
+    with pytest.raises(KernelFaultError, match=r"which must be a multiple of 64"):
+        loaded("const P* p", ("m",), "((const char*)&p->m - 8)")
+    with pytest.raises(KernelFaultError, match=r"a copy of 2 dimensions .* tensor map has 3; \.dim is the number"):
+        loaded(PARAMETER, (TensorMap("x", "float32", (1, 8, 32), (0, 128, 4), (1, 8, 32), 0),))
 
 
 def test_a_stride_of_an_extent_of_1_may_be_0() -> None:

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from greenfast.device import prepared
 from greenfast.operator import cuda, plans, sdpa, serving_call, serving_cuda, serving_request
 from greenfast.spec.arch import Target
-from greenfast.spec.kernel import TensorMap, value_bytes
+from greenfast.spec.kernel import MAP_BYTES, TensorMap, value_bytes
 
 _ADDRESS = Tensor.data_ptr
 _WORKSPACE = 1 << 56  # above all addresses
@@ -79,7 +79,7 @@ class PretendedGpu:
                 given = [place.value for _, place in self.places() if isinstance(place, ctypes.c_uint64)]
                 held = gpu._workspaces.get(threading.get_ident(), 0)
                 assert all(a < _WORKSPACE or a >= held > 0 for a in given), "the workspace was given back"
-                sizes = [128 if isinstance(a, TensorMap) else len(value_bytes(a, lambda _: 0)) for a in self._arguments]
+                sizes = [len(value_bytes(a, lambda _: 0, lambda _: bytes(MAP_BYTES))) for a in self._arguments]
                 found = [ctypes.string_at(place, size) for place, size in zip(self._places, sizes, strict=True)]
                 grid = (self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ)
                 noted = gpu.launches.setdefault(threading.get_ident(), [])

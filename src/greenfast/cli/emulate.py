@@ -25,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
         grid=args.grid,
         block=args.block,
         args=args.arg,
+        buffers=args.buffer,
         smem=args.smem,
         arch=args.arch,
         seed=args.seed,

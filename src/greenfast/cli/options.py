@@ -329,7 +329,15 @@ def emulate(parser: argparse.ArgumentParser) -> None:
         metavar="ARG",
         help="the next parameter: i32:128, in:x=f16[8,64]:normal, in:x=FILE.npy, out:y=f32[1024], "
         "inout:y=f32[1024]:zeros, or the name of a buffer given before; filled with zeros, ones, arange, normal, "
-        "uniform, uniform:LOW:HIGH or a number",
+        "uniform, uniform:LOW:HIGH or a number; map:x[8,64]:128 is a tensor map over x, its box and swizzle; "
+        "struct:i32=5,x,map=x[8,64]:128 a struct",
+    )
+    parser.add_argument(
+        "--buffer",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="a buffer that no parameter points to, for tensor maps and structs: in:, out: or inout: as in --arg",
     )
     parser.add_argument("--smem", type=count, default=0, metavar="BYTES", help="dynamic shared memory per block")
     parser.add_argument("--arch", metavar="SM", help="target of a CUDA source (default: sm_90a)")

@@ -10,10 +10,9 @@ import numpy as np
 from cuda.bindings import driver
 
 from greenfast.spec.errors import MachineError, UsageError, unknown
-from greenfast.spec.kernel import Argument, Launch, TensorMap, pointers_of, value_bytes
+from greenfast.spec.kernel import MAP_BYTES, Argument, Launch, TensorMap, maps_of, pointers_of, value_bytes
 
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
-_MAP_BYTES = 128
 _MOST_ENCODED = 1024  # addresses of each tensor map whose encoding is kept
 _SLOT = 64  # alignment of each argument in bytes, as a tensor map requires
 _KINDS = driver.CUtensorMapDataType
@@ -68,7 +67,7 @@ def encoded(layout: TensorMap, pointer: int) -> bytes:
             pointer,
             [driver.cuuint64_t(n) for n in reversed(layout.shape)],
             # The driver refuses an absent list; of one dimension it reads none of it.
-            [driver.cuuint64_t(n) for n in reversed(layout.strides[:-1])] or [driver.cuuint64_t(_MAP_BYTES)],
+            [driver.cuuint64_t(n) for n in reversed(layout.strides[:-1])] or [driver.cuuint64_t(MAP_BYTES)],
             [driver.cuuint32_t(n) for n in reversed(layout.box)],
             [driver.cuuint32_t(1)] * rank,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -77,14 +76,14 @@ def encoded(layout: TensorMap, pointer: int) -> bytes:
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
-    return ctypes.string_at(found.getPtr(), _MAP_BYTES)
+    return ctypes.string_at(found.getPtr(), MAP_BYTES)
 
 
 class MovableMap:
     """A tensor map among the arguments of a launch; it is encoded again where ``value``, its address, is set."""
 
     def __init__(self, layout: TensorMap, place: int) -> None:
-        self._layout, self._bytes = layout, (ctypes.c_char * _MAP_BYTES).from_address(place)
+        self._layout, self._bytes = layout, (ctypes.c_char * MAP_BYTES).from_address(place)
         self._encoded: dict[int, bytes] = {}
         self._address = 0
 
@@ -159,8 +158,7 @@ class Prepared:
         """
         found: list[tuple[str, Any]] = []
         for place, argument in zip(self._places, self._arguments, strict=True):
-            if isinstance(argument, TensorMap):
-                found.append((argument.buffer, MovableMap(argument, place)))
+            found += [(layout.buffer, MovableMap(layout, place + start)) for start, layout in maps_of(argument)]
             found += [(name, ctypes.c_uint64.from_address(place + at)) for at, name in pointers_of(argument)]
         return found
 
@@ -192,6 +190,4 @@ def _attributes(plan: Launch) -> list[driver.CUlaunchAttribute]:
 
 
 def _bytes_of(argument: Argument, pointers: Mapping[str, int]) -> bytes:
-    if isinstance(argument, TensorMap):
-        return encoded(argument, pointers[argument.buffer])
-    return value_bytes(argument, pointers.__getitem__)
+    return value_bytes(argument, pointers.__getitem__, lambda layout: encoded(layout, pointers[layout.buffer]))

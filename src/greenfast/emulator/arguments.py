@@ -8,7 +8,10 @@
     out:y=f32[1024]                   a buffer that holds nothing before the kernel writes it
     inout:y=f32[1024]:zeros           a buffer that the kernel reads and changes
     x                                 a buffer named by an argument before this one, again
-    struct:i32=5,f64=1.5:2,x          a struct by value: numbers, arrays of them, and pointers to such buffers
+    map:x[8,32]:128                   a tensor map (CUtensorMap) over such a buffer: its box, and its swizzle if any
+    struct:i32=5,f64=1.5:2,x          a struct by value: numbers, arrays of them, pointers to such buffers, and maps
+                                      (struct:i32=5,map=x[8,32]:128)
+    in:p=struct:i32=5,x               a pointer to such a struct in global memory
 
 Types are i8 to i64, u8 to u64, f16, f32, f64, or NumPy's names of these.
 """
@@ -26,7 +29,7 @@ import numpy as np
 
 from greenfast.emulator.ptx.syntax import Function, Variable
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import Argument, Struct
+from greenfast.spec.kernel import MAP_BYTES, Argument, Struct, TensorMap
 from greenfast.spec.problem import Array, OutputSpec
 
 TYPES: dict[str, str] = {f"i{bits}": f"int{bits}" for bits in (8, 16, 32, 64)}
@@ -36,10 +39,11 @@ _NAMES = {**TYPES, **{name: name for name in TYPES.values()}}
 _ROLES = ("in", "out", "inout")
 _FILLS = "zeros, ones, arange, normal, uniform, uniform:LOW:HIGH or a number"
 _FORMS = (
-    "allowed are TYPE:NUMBER, in:NAME=..., out:NAME=..., inout:NAME=..., the NAME of a buffer given before, or "
-    "struct:FIELD,... of fields TYPE=NUMBER or NAME"
+    "allowed are TYPE:NUMBER, in:NAME=..., out:NAME=..., inout:NAME=..., the NAME of a buffer given before, "
+    "map:NAME[BOX]:SWIZZLE, or struct:FIELD,... of fields TYPE=NUMBER, NAME or map=NAME[BOX]:SWIZZLE"
 )
 _NUMBER = re.compile(r"[-+.]*(\d|inf|nan)")
+_MAP = re.compile(r"(\w+)\[(\d+(?:,\d+)*)\](?::(\d+))?")
 _SPEC = re.compile(r"(\w+)\[([^\]]*)\](?::(.*))?")
 #: Larger buffers would take minutes to fill and hours to run through.
 _MAX_BYTES = 1 << 30
@@ -50,20 +54,27 @@ class Arguments:
     """What a command line gives a kernel: its arguments, and the buffers that they name.
 
     A buffer among both the inputs and the outputs is one that the kernel finds filled and may change.
+    structs: what some of the inputs hold.
     """
 
     launch: list[Argument] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     inputs: dict[str, Array] = field(default_factory=dict)
     outputs: dict[str, OutputSpec] = field(default_factory=dict)
+    structs: dict[str, Struct] = field(default_factory=dict)
 
 
-def read_arguments(texts: Sequence[str], seed: int) -> Arguments:
-    """Read every ``--arg``. Raises UsageError that names the argument and what is allowed in its place.
+def read_arguments(texts: Sequence[str], seed: int, buffers: Sequence[str] = ()) -> Arguments:
+    """Read every ``--arg``, and the ``--buffer`` that these name. Raises UsageError that names what is wrong in which.
 
     Random elements depend on the seed and the buffer's name.
     """
     found = Arguments()
+    for text in buffers:
+        kind, colon, rest = text.partition(":")
+        if not colon or kind not in _ROLES:
+            raise UsageError(f"--buffer {text!r}: allowed are in:NAME=..., out:NAME=... and inout:NAME=...")
+        _buffer(found, text, kind, rest, seed)
     for text in texts:
         kind, colon, rest = text.partition(":")
         if colon and kind in _ROLES:
@@ -72,6 +83,8 @@ def read_arguments(texts: Sequence[str], seed: int) -> Arguments:
             found.launch.append(_number(text, rest, _NAMES[kind]))
         elif colon and kind == "struct":
             found.launch.append(_struct(found, text, rest))
+        elif colon and kind == "map":
+            found.launch.append(_tensor_map(found, text, rest))
         elif text in found.inputs or text in found.outputs:
             found.launch.append(text)
         else:
@@ -96,6 +109,8 @@ def _described(parameter: Variable) -> str:
     """A parameter's PTX type and what it may be in C++."""
     if parameter.type == "b8" and parameter.size > 1:
         meaning = "a half" if parameter.size == 2 else "a struct by value: give struct:FIELD,..."
+        if parameter.size == MAP_BYTES:
+            meaning += ", or map:NAME[BOX] for a tensor map"
         return f".b8[{parameter.size}] ({meaning})"
     if parameter.size == 8 and parameter.type[0] != "f":
         return f".{parameter.type} (pointer or 64-bit integer)"
@@ -105,25 +120,45 @@ def _described(parameter: Variable) -> str:
 
 def _struct(found: Arguments, text: str, fields: str) -> Struct:
     """A struct of numbers, arrays of numbers and pointers to buffers given before."""
-    values: list[str | np.generic | Array] = []
-    for field_text in fields.split(","):
+    values: list[str | np.generic | Array | TensorMap] = []
+    for field_text in re.split(r",(?![^\[]*\])", fields):
         kind, equals, numbers = field_text.partition("=")
         if not equals and (kind in found.inputs or kind in found.outputs):
             values.append(kind)
+        elif equals and kind == "map":
+            values.append(_tensor_map(found, text, numbers))
         elif equals and kind in _NAMES:
             several = [_number(text, number, _NAMES[kind]) for number in numbers.split(":")]
             values.append(several[0] if len(several) == 1 else np.array(several, _NAMES[kind]))
         else:
-            what = "TYPE=NUMBER, TYPE=NUMBER:NUMBER:... or the NAME of a buffer given before"
+            what = "TYPE=NUMBER, TYPE=NUMBER:NUMBER:..., map=NAME[BOX]:SWIZZLE or the NAME of a buffer given before"
             raise UsageError(
                 f"--arg {text!r}: {field_text!r} is not a field; give {what}; types are {', '.join(TYPES)}"
             )
     return Struct(tuple(values))
 
 
+def _tensor_map(found: Arguments, text: str, spec: str) -> TensorMap:
+    """Return the tensor map over the whole of a buffer given before, its dimensions those of the buffer's shape."""
+    match = _MAP.fullmatch(spec)
+    if match is None:
+        raise UsageError(f"--arg {text!r}: give a tensor map as NAME[BOX] or NAME[BOX]:SWIZZLE, such as x[8,64]:128")
+    name, box, swizzle = match[1], tuple(map(int, match[2].split(","))), int(match[3] or 0)
+    if name not in found.inputs and name not in found.outputs:
+        raise UsageError(f"--arg {text!r}: a tensor map over {name!r}, which is not a buffer given before")
+    buffer = found.inputs[name] if name in found.inputs else found.outputs[name]
+    shape, dtype = tuple(buffer.shape), np.dtype(buffer.dtype)
+    strides = [math.prod(shape[n + 1 :]) * dtype.itemsize for n in range(len(shape))]
+    if len(box) != len(shape):
+        raise UsageError(f"--arg {text!r}: a box of {len(box)} dimensions, {name!r} has {len(shape)}")
+    return TensorMap(name, dtype.name, shape, tuple(strides), box, swizzle)
+
+
 def _fits(parameter: Variable, argument: Argument) -> bool:
     if isinstance(argument, Struct):
         return parameter.type == "b8" and parameter.size == len(argument.layout(lambda name: 0))
+    if isinstance(argument, TensorMap):
+        return parameter.type == "b8" and parameter.size == MAP_BYTES
     if isinstance(argument, str):
         return parameter.size == 8 and parameter.type in ("u64", "b64", "s64")
     assert isinstance(argument, np.number)
@@ -154,6 +189,13 @@ def _buffer(found: Arguments, text: str, role: str, rest: str, seed: int) -> str
         raise UsageError(f"--arg {text!r}: give {role}:NAME=..., the name in letters, digits and _")
     if name in found.inputs or name in found.outputs:
         raise UsageError(f"--arg {text!r}: there is a buffer {name!r} already; give its name alone to pass it again")
+    kind, _, fields = spec.partition(":")
+    if kind == "struct":
+        if role != "in":
+            raise UsageError(f"--arg {text!r}: a struct in global memory is an input; give in:{rest}")
+        found.structs[name] = _struct(found, text, fields)
+        found.inputs[name] = np.zeros(len(found.structs[name].layout(lambda _: 0)), np.uint8)
+        return name
     if role != "out":
         data = found.inputs[name] = _filled(text, name, spec, seed)
         if role == "inout":

@@ -24,7 +24,7 @@ from greenfast.emulator.machine.records import GlobalRecord, TrackReads
 from greenfast.emulator.machine.spare import Spare
 from greenfast.emulator.machine.state import Geometry, Machine
 from greenfast.emulator.machine.surroundings import OTHER, USUAL, Surroundings
-from greenfast.emulator.machine.tensormap import MAP_BYTES, BoundMap, bind
+from greenfast.emulator.machine.tensormap import bind, encode
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.inlining import inlined
 from greenfast.emulator.ptx.parser import parse
@@ -35,7 +35,17 @@ from greenfast.emulator.variables import initial_value, packed, shared_layout_of
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import GreenfastError, UnsupportedError, UsageError
 from greenfast.spec.facts import Finding
-from greenfast.spec.kernel import PHASE_BUFFER, Launch, TensorMap, Workspace, pointers_of, value_bytes
+from greenfast.spec.kernel import (
+    MAP_BYTES,
+    PHASE_BUFFER,
+    Argument,
+    Launch,
+    Struct,
+    TensorMap,
+    Workspace,
+    pointers_of,
+    value_bytes,
+)
 from greenfast.spec.problem import Array, OutputSpec, dtype_of
 
 #: Threads that run at once. More would need more memory (some hundred bytes of registers each) and gain little.
@@ -114,8 +124,9 @@ def run_grid(
     always: bool = True,
     may_read_left: bool = False,
     keep_formal: bool = False,
+    structs: Mapping[str, Struct] | None = None,
 ) -> GridResult:
-    """Run every block of the grid; later, always, may_read_left, keep_formal: see run_chain.
+    """Run every block of the grid; later, always, may_read_left, keep_formal, structs: see run_chain.
 
     Output bytes that nothing wrote read as ``poison``. A name among both the inputs and the outputs is one buffer,
     which the kernel finds filled and may change. phases: of an instrumented build, to count each.
@@ -137,6 +148,7 @@ def run_grid(
         always=always,
         may_read_left=may_read_left,
         keep_formal=keep_formal,
+        structs=structs,
     )
     if phases and result.unwritten[PHASE_BUFFER]:
         raise UsageError(f"{entry} left {result.unwritten[PHASE_BUFFER]} bytes of its phases' sums unwritten")
@@ -158,6 +170,7 @@ def run_chain(
     may_read_left: bool = False,
     keep_formal: bool = False,
     sample: int = 0,
+    structs: Mapping[str, Struct] | None = None,
 ) -> GridResult:
     """Run launches one after the other on the same buffers; counts are of all. Raises what ``run_grid`` does.
 
@@ -168,6 +181,8 @@ def run_chain(
     no griddepcontrol.wait, and where it reads what they write by a load that the compiler may move ahead of the wait.
 
     sample: how many blocks run of each launch, spread over the grid; 0 for all.
+    structs: by name of an input as large, what it holds in place of the input's elements: pointers to buffers, tensor
+    maps.
     later: seeds of further runs of all of them in the same memory, with the buffers as at first and the module's
     variables as they are: to read what an earlier run left there is a fault unless ``may_read_left``. Unless
     ``always``, only if the first run left anything. keep_formal: keep formal findings in the
@@ -177,7 +192,7 @@ def run_chain(
     def run(garbage: Garbage | Spare | None, around: Surroundings, later: Sequence[int]) -> GridResult:
         while True:
             try:
-                chain = _Chain(steps, inputs, outputs, workspaces or {}, garbage, around, sample)
+                chain = _Chain(steps, inputs, outputs, workspaces or {}, garbage, around, sample, structs or {})
                 chain.findings = {} if keep_formal else None
                 beginning = Beginning(chain.memory, [place for names in chain.variables for place in names.values()])
                 result = chain.run(seed, outputs, poison, phases)
@@ -288,6 +303,7 @@ class _Chain:
         garbage: Garbage | Spare | None,
         around: Surroundings,
         sample: int,
+        structs: Mapping[str, Struct],
     ) -> None:
         self.steps, self.garbage, self.around, self.sample = steps, garbage, around, sample
         self.findings: dict[tuple[str, str], Finding] | None = None
@@ -317,7 +333,8 @@ class _Chain:
                 memory.bytes_of(name)[:] = np.frombuffer(spec.data, np.uint8)
                 memory.states_of(name)[:] = WRITTEN
         for name, a in self.inputs.items():
-            memory.bytes_of(name)[:] = a.reshape(-1).view(np.uint8)
+            filled = np.frombuffer(_value(structs[name], memory), np.uint8) if name in structs else a
+            memory.bytes_of(name)[:] = filled.reshape(-1).view(np.uint8)
             memory.states_of(name)[:] = WRITTEN
         self.symbols: list[dict[str, int]] = []
         for step, names in zip(steps, self.variables, strict=True):
@@ -496,17 +513,21 @@ def _pointer(name: str, memory: GlobalMemory) -> int:
     return memory.address(name) if name in memory.starts else 0
 
 
-def _parameters(function: Function, plan: Launch, memory: GlobalMemory) -> dict[str, bytes | BoundMap]:
+def _value(argument: Argument, memory: GlobalMemory) -> bytes:
+    """Return the bytes of an argument, with addresses of this memory."""
+    return value_bytes(
+        argument, lambda name: _pointer(name, memory), lambda layout: encode(bind(layout, memory), memory.base)
+    )
+
+
+def _parameters(function: Function, plan: Launch, memory: GlobalMemory) -> dict[str, bytes]:
     if len(plan.args) != len(function.params):
         raise UsageError(f"{function.name} has {len(function.params)} parameters, its launch gives {len(plan.args)}")
-    packed: dict[str, bytes | BoundMap] = {}
+    packed: dict[str, bytes] = {}
     for parameter, argument in zip(function.params, plan.args, strict=True):
-        if isinstance(argument, TensorMap):
-            if parameter.size != MAP_BYTES:
-                raise UsageError(f"{function.name}: a tensor map for {parameter.name} of {parameter.size} bytes")
-            packed[parameter.name] = bind(argument, memory)
-            continue
-        value = value_bytes(argument, lambda name: _pointer(name, memory))
+        if isinstance(argument, TensorMap) and parameter.size != MAP_BYTES:
+            raise UsageError(f"{function.name}: a tensor map for {parameter.name} of {parameter.size} bytes")
+        value = _value(argument, memory)
         if len(value) != parameter.size:
             raise UsageError(
                 f"{function.name}: parameter {parameter.name} has {parameter.size} bytes, its launch gives {len(value)}"

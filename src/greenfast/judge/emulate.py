@@ -51,6 +51,7 @@ class Emulate:
     """What is to be run.
 
     kernel: its name, mangled or not; None for the only one of the file. args: in the words of emulator/arguments.py.
+    buffers: in the same words, those that no parameter points to.
     arch: None for DEFAULT_TARGET, or what a PTX file says. orders: runs, each in another order of the warps; None: as
     many as the size allows. defines: NAME or NAME=VALUE. expected: output -> .npy file; an element may differ by
     ``tolerance``. save: folder for the outputs. formal: whether formal findings are failures.
@@ -61,6 +62,7 @@ class Emulate:
     grid: Extent
     block: Extent
     args: Sequence[str]
+    buffers: Sequence[str] = ()
     smem: int = 0
     arch: str | None = None
     seed: int = 0
@@ -152,7 +154,7 @@ def emulate(asked: Emulate) -> Emulated:
     """
     start = time.perf_counter()
     _check_launch(asked)
-    arguments = read_arguments(asked.args, asked.seed)
+    arguments = read_arguments(asked.args, asked.seed, asked.buffers)
     expected = {name: _expected(name, path, arguments) for name, path in asked.expected.items()}
     if asked.save is not None:
         check_writable(asked.save, "--save")
@@ -387,6 +389,7 @@ def _run(asked: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int
                     always=False,
                     may_read_left=True,
                     keep_formal=True,
+                    structs=arguments.structs,
                 )
             )
         except KernelFaultError as e:

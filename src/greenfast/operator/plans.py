@@ -17,7 +17,7 @@ from greenfast.device.gpu import load_kernel
 from greenfast.device.prepared import NoContextError, Prepared
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import KernelSource, Launch, TensorMap, pointers_of
+from greenfast.spec.kernel import KernelSource, Launch, maps_of, pointers_of
 
 ALIGNMENT = 256  # bytes, of buffers in the workspace
 _MOST_STREAMS = 64  # per plan
@@ -64,8 +64,8 @@ class Step:
     def buffers(self) -> set[str]:
         """The plan's buffers that the launch reads or writes."""
         args = self.launch.args
-        named = [[x.buffer] if isinstance(x, TensorMap) else [name for _, name in pointers_of(x)] for x in args]
-        return {self.names.get(x, x) for names in named for x in names}
+        named = {name for x in args for _, name in pointers_of(x)} | {m.buffer for x in args for _, m in maps_of(x)}
+        return {self.names.get(x, x) for x in named}
 
     def prepared(self, device: int, pointers: Mapping[str, int], stream: int) -> Prepared:
         """The launch on a stream, with the address of each of the plan's buffers."""

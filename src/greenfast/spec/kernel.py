@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 class TensorMap:
     """A tensor map (CUtensorMap) over a buffer of the case, which TMA copies read or write in tiles.
 
-    The kernel takes it by value, as a ``const __grid_constant__ CUtensorMap`` parameter. Reads out of bounds give 0.
+    The kernel takes it by value, as a ``const __grid_constant__ CUtensorMap`` parameter or in a struct that is one.
+    Reads out of bounds give 0.
 
     buffer: name of the buffer. dtype: NumPy name of its elements. shape: elements per dimension, outermost first.
     strides: bytes per dimension, outermost first, multiples of 16 except the last, which is the element size.
@@ -32,6 +33,15 @@ class TensorMap:
     swizzle: int
 
 
+#: Bytes of a CUtensorMap, and the multiple of bytes at which it is stored.
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
+
+
+def _blank(layout: TensorMap) -> bytes:
+    """Return the bytes of a tensor map that only its size matters of."""
+    return bytes(MAP_BYTES)
+
+
 @dataclass(frozen=True)
 class Struct:
     """A struct that a kernel takes by value, laid out as in C++: each field at a multiple of its alignment.
@@ -39,29 +49,37 @@ class Struct:
     fields: a buffer's name is a pointer to it, an array is an array member; structs nest.
     """
 
-    fields: tuple[str | np.generic | NDArray[Any] | Struct, ...]
+    fields: tuple[str | np.generic | NDArray[Any] | Struct | TensorMap, ...]
 
     @property
     def alignment(self) -> int:
         """Alignment in bytes."""
         return max((_alignment(f) for f in self.fields), default=1)
 
-    def layout(self, pointer_to: Callable[[str], int]) -> bytes:
-        """Its bytes, with the addresses of buffers and zero padding."""
-        return self._placed(pointer_to)[0]
+    def layout(self, pointer_to: Callable[[str], int], encode: Callable[[TensorMap], bytes] = _blank) -> bytes:
+        """Its bytes, with the addresses of buffers, encoded tensor maps and zero padding."""
+        data = b""
+        for f in self.fields:
+            data = data.ljust(-(-len(data) // _alignment(f)) * _alignment(f), b"\0")
+            data += value_bytes(f, pointer_to, encode)
+        return data.ljust(-(-len(data) // self.alignment) * self.alignment, b"\0")
 
     def pointers(self) -> tuple[tuple[int, str], ...]:
         """(offset, buffer) of each pointer, those of nested structs included."""
-        return self._placed(lambda _: 0)[1]
+        return tuple((start + n, name) for start, f in self._placed() for n, name in pointers_of(f))
 
-    def _placed(self, pointer_to: Callable[[str], int]) -> tuple[bytes, tuple[tuple[int, str], ...]]:
-        data, pointers = b"", []
+    def maps(self) -> tuple[tuple[int, TensorMap], ...]:
+        """(offset, map) of each tensor map, those of nested structs included."""
+        return tuple((start + n, layout) for start, f in self._placed() for n, layout in maps_of(f))
+
+    def _placed(self) -> list[tuple[int, Any]]:
+        """Return each field with its offset."""
+        fields, end = [], 0
         for f in self.fields:
-            data = data.ljust(-(-len(data) // _alignment(f)) * _alignment(f), b"\0")
-            if isinstance(f, (str, Struct)):
-                pointers += [(len(data) + at, buffer) for at, buffer in pointers_of(f)]
-            data += value_bytes(f, pointer_to)
-        return data.ljust(-(-len(data) // self.alignment) * self.alignment, b"\0"), tuple(pointers)
+            end = -(-end // _alignment(f)) * _alignment(f)
+            fields.append((end, f))
+            end += len(value_bytes(f, lambda _: 0, _blank))
+        return fields
 
 
 @dataclass(frozen=True)
@@ -83,20 +101,27 @@ class Packed:
         return bytes(data)
 
 
-def _alignment(field: str | np.generic | NDArray[Any] | Struct) -> int:
+def _alignment(field: str | np.generic | NDArray[Any] | Struct | TensorMap) -> int:
     if isinstance(field, Struct):
         return field.alignment
+    if isinstance(field, TensorMap):
+        return MAP_ALIGNMENT
     return 8 if isinstance(field, str) else int(field.dtype.alignment)
 
 
 def value_bytes(
-    argument: str | np.generic | NDArray[Any] | bytes | ctypes.Structure | ctypes.Union | Struct | Packed,
+    argument: str | np.generic | NDArray[Any] | bytes | ctypes.Structure | ctypes.Union | Struct | Packed | TensorMap,
     pointer_to: Callable[[str], int],
+    encode: Callable[[TensorMap], bytes],
 ) -> bytes:
-    """The bytes of an argument other than a tensor map; ``pointer_to`` gives the address of a buffer."""
+    """The bytes of an argument; pointer_to: the address of a buffer. encode: the bytes of a tensor map."""
     if isinstance(argument, str):
         return pointer_to(argument).to_bytes(8, "little")
-    if isinstance(argument, (Struct, Packed)):
+    if isinstance(argument, TensorMap):
+        return encode(argument)
+    if isinstance(argument, Struct):
+        return argument.layout(pointer_to, encode)
+    if isinstance(argument, Packed):
         return argument.layout(pointer_to)
     if isinstance(argument, (bytes, ctypes.Structure, ctypes.Union)):
         return bytes(argument)
@@ -108,6 +133,13 @@ def pointers_of(argument: object) -> tuple[tuple[int, str], ...]:
     if isinstance(argument, str):
         return ((0, argument),)
     return argument.pointers() if isinstance(argument, Struct) else ()
+
+
+def maps_of(argument: object) -> tuple[tuple[int, TensorMap], ...]:
+    """(offset, map) of each tensor map in an argument."""
+    if isinstance(argument, TensorMap):
+        return ((0, argument),)
+    return argument.maps() if isinstance(argument, Struct) else ()
 
 
 #: A kernel argument: the name of a buffer of the case, a typed scalar, a struct (a Struct, its bytes, a structured

@@ -300,7 +300,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_every_kind_of_argument_comes_back() -> None:
     kernel = KernelSource("k", "", "k.cu", (Path("/here"),), (32, 2, 1), 16, ("a", "b"), "sm_90a", "cubin", b"\x7fELF")
     tile = TensorMap("x", "float16", (4, 8), (16, 2), (4, 8), 0)
-    struct = Struct(("x", np.float32(1.5), np.arange(3, dtype=np.int16), Struct((np.uint8(1),))))
+    struct = Struct(("x", np.float32(1.5), np.arange(3, dtype=np.int16), Struct((np.uint8(1), tile))))
     arguments = ("x", np.int32(-1), np.bool_(True), np.float16(0.5), b"\1\2", struct, tile)
     program = Program((Step(kernel, Launch((1, 2, 3), arguments, True, (2, 1, 1))),), {"w": Workspace(8, True)})
     back = decode_program(encode_program(program))

@@ -209,7 +209,7 @@ def _load_param(i: Instruction) -> Operation:
     name, offset, dtype = source.base.name, source.offset, dtype_of(kind)
 
     def run(m: Machine, lanes: Lanes) -> None:
-        data = m.param_bytes.get(name)
+        data = m.params.get(name)
         if data is None:
             raise m.limit("read of a tensor map, whose bytes the emulator does not know", int(lane_indices(lanes)[0]))
         for n, w in enumerate(write):

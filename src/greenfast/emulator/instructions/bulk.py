@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.access import addresses, count_access
 from greenfast.emulator.instructions.operands import reader
-from greenfast.emulator.machine.memory import CHUNK, OUTSIDE, PARAM_BASE, window
+from greenfast.emulator.machine.memory import CHUNK, OUTSIDE, PARAM_BASE, UNWRITTEN, window
 from greenfast.emulator.machine.state import Lanes, Machine, lane_indices
-from greenfast.emulator.machine.tensormap import BoundMap, swizzled
+from greenfast.emulator.machine.tensormap import BoundMap, decode, swizzled
 from greenfast.emulator.ptx.syntax import Address, Instruction, Operand
+from greenfast.spec.kernel import MAP_ALIGNMENT, MAP_BYTES
 
 Offsets = NDArray[np.int64]
 
@@ -42,23 +43,31 @@ def _shared_start(m: Machine, found: Offsets, lanes: Lanes, size: int, alignment
     return found + m.shared_start[indices]
 
 
-def _exists(m: Machine, address: int) -> bool:
-    """Whether there is global memory or a parameter at an address, generic or a parameter's own."""
-    space = window(address)
-    if space == "global":
-        state = m.memory.state[address - m.memory.base : address - m.memory.base + 1]
-        return bool((state != OUTSIDE).any())
-    return 0 <= address - (PARAM_BASE if space == "param" else 0) < len(m.param_memory.data)
-
-
 def _map_at(m: Machine, address: int, lane: int) -> BoundMap:
-    """The tensor map at an address, generic or a parameter's own."""
-    known = m.tensor_maps.get(address - PARAM_BASE) or m.tensor_maps.get(address)
-    if known is None:
-        if not _exists(m, address):
-            raise m.fault(f"no tensor map at address {address:#x}, which lies in no memory", lane)
-        raise m.limit(f"a tensor map at address {address:#x}; known are those that are parameters by themselves", lane)
-    return known
+    """Return the tensor map at an address, generic or of the parameters, in a parameter, a variable or a buffer.
+
+    A map that a thread of the launch wrote needs a fence.proxy.tensormap before it is used.
+    """
+    space = window(address)
+    if space in ("shared", "local"):
+        what = f"a tensor map in {space} memory; it must be in a parameter, in constant or in global memory"
+        raise m.fault(f"{what} (PTX ISA, cp.async.bulk.tensor)", lane)
+    memory, base = (m.memory, m.memory.base) if space == "global" else (m.param_memory, PARAM_BASE)
+    start = address - base if space != "none" else address
+    states = memory.state[start : start + MAP_BYTES] if start >= 0 else memory.state[:0]
+    if len(states) < MAP_BYTES or (states == OUTSIDE).any():
+        raise m.fault(f"no tensor map at address {address:#x}, which lies in no memory", lane)
+    if (states == UNWRITTEN).any():
+        raise m.fault(f"a tensor map at address {address:#x}, whose 128 bytes nothing has written", lane)
+    if address % MAP_ALIGNMENT:
+        raise m.fault(f"a tensor map at address {address:#x}, which must be a multiple of {MAP_ALIGNMENT}", lane)
+    tensor = decode(memory.data[start : start + MAP_BYTES].tobytes(), m.memory.base)
+    if tensor is None:
+        what = f"a tensor map at address {address:#x}: the 128 bytes there are none of an argument (give it as a "
+        raise m.limit(f"{what}TensorMap, in a Struct too, or as --arg map:...)", lane)
+    if space == "global":
+        m.races.require_tensormap_fence(start, lane)
+    return tensor
 
 
 def _tensor_tile(m: Machine, tensor: BoundMap, start: Offsets, corner: Offsets) -> Tile:
@@ -130,7 +139,8 @@ def _tensor_tiles(i: Instruction, outer: Operand) -> Callable[[Machine, NDArray[
         tensor = _map_at(m, address, int(indices[0]))
         if len(tensor.box) != rank or len(coordinates) != rank:
             what = f"a copy of {rank} dimensions with {len(coordinates)} coordinates"
-            raise m.fault(f"{what}, its tensor map has {len(tensor.box)}", int(indices[0]))
+            what += f", its tensor map has {len(tensor.box)}; .dim is the number of dimensions of the tensor"
+            raise m.fault(f"{what} (PTX ISA, cp.async.bulk.tensor)", int(indices[0]))
         start = _shared_start(m, start, indices, tensor.box_bytes, TILE_ALIGNMENT)
         corner = np.stack([np.broadcast_to(c(m, indices), len(indices)) for c in coordinates], axis=1).astype(np.int64)
         for at in np.flatnonzero(corner[:, 0] * tensor.item % BULK_ALIGNMENT):

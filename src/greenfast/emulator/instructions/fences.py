@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from greenfast.emulator.instructions.access import addresses
 from greenfast.emulator.machine.ordering import scope_of
 from greenfast.emulator.machine.state import WARP, Lanes, Machine, Operation, lane_indices
-from greenfast.emulator.ptx.syntax import Instruction
+from greenfast.emulator.ptx.syntax import Immediate, Instruction
+from greenfast.emulator.ptx.unsupported import unsupported
+from greenfast.spec.kernel import MAP_BYTES
 
 
 def _nothing(m: Machine, lanes: Lanes) -> None:
@@ -23,6 +26,8 @@ def fence(i: Instruction) -> Operation:
     if i.name == "membar" or i.parts[0] in ("sc", "acq_rel", "acquire", "release"):
         scope = scope_of(i.parts)
         return lambda m, lanes: m.races.fence(lanes, scope)
+    if "tensormap:generic" in i.parts and "acquire" in i.parts:
+        return _fence_map(i)
     if not proxy and i.parts[0] != "mbarrier_init":
         return _nothing
 
@@ -30,6 +35,22 @@ def fence(i: Instruction) -> Operation:
         m.mbarriers.show(np.unique(m.block_of[lanes]), len(m.blocks))
         if proxy and m.proxies is not None:
             m.proxies.fence(lanes)
+
+    return run
+
+
+def _fence_map(i: Instruction) -> Operation:
+    """Build a fence after which tensor copies use a tensor map as it was written."""
+    size = i.operands[1]
+    if not isinstance(size, Immediate) or size.bits != MAP_BYTES:
+        raise unsupported(i, f"needs a size of {MAP_BYTES} bytes")
+    where = addresses(i.operands[0], i)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        m.races.fence(lanes, scope_of(i.parts))
+        blocks = m.block_of[lanes]
+        for address, block in set(zip(where(m, lanes).tolist(), blocks.tolist(), strict=True)):
+            m.races.fence_tensormap(address - m.memory.base, [block])
 
     return run
 

@@ -34,6 +34,7 @@ from greenfast.emulator.machine.records import (
 )
 from greenfast.emulator.machine.stale import StaleReads
 from greenfast.emulator.machine.within import Within
+from greenfast.spec.kernel import MAP_BYTES
 
 if TYPE_CHECKING:
     from greenfast.emulator.machine.state import Lanes, Machine
@@ -68,6 +69,7 @@ class Races:
         self._waits: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
         #: By block and warp: mbarriers that a relaxed wait was for, and its threads.
         self._relaxed_waits: dict[tuple[int, int], list[tuple[int, Numbers]]] = {}
+        self._map_fences: dict[tuple[int, int], int] = {}  # by block and offset of a tensor map: the last fence for it
         #: Warps that may fall behind at an mbarrier, as nothing waits for them.
         self.laggards: set[int] = set()
         #: Where strong reads may give old values; None where all give the newest.
@@ -433,6 +435,20 @@ class Races:
             agreeing = record.agreeing.setdefault(unit, Agreeing(len(table)))
             threads = np.repeat(self.threads(len(offsets)), places.shape[1])
             agreeing.put(places.ravel(), number, values.reshape(-1, unit), threads, self.m.block_of)
+
+    def fence_tensormap(self, offset: int, blocks: list[int]) -> None:
+        """Threads of some blocks execute fence.proxy.tensormap::generic.acquire for a tensor map."""
+        number = self.begin()
+        for block in blocks:
+            self._map_fences[block, offset] = number
+
+    def require_tensormap_fence(self, offset: int, lane: int) -> None:
+        """Report a tensor map that the launch has written unless the thread's block has a fence for it since then."""
+        tables = self.record.writes.items()
+        last = max((int(t[offset // u : (offset + MAP_BYTES) // u].max()) >> 32 for u, t in tables), default=0)
+        if last > self._map_fences.get((int(self.m.block_of[lane]), offset), 0):
+            what = "a tensor map that this launch has written, used without a fence.proxy.tensormap::generic.acquire"
+            self.m.report_formal("no-tensormap-fence", f"{what} since: {self.m.memory.describe(offset)}", lane)
 
     def _note_inputs(self, offsets: Numbers, owners: set[int]) -> None:
         """Note writes to inputs, also of what is there already: a kernel may put back what it overwrote."""

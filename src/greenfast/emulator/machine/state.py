@@ -25,12 +25,12 @@ from greenfast.emulator.machine.races import Races
 from greenfast.emulator.machine.records import GlobalRecord
 from greenfast.emulator.machine.stack import Stack
 from greenfast.emulator.machine.surroundings import USUAL, WARPS, Surroundings
-from greenfast.emulator.machine.tensormap import MAP_BYTES, BoundMap
 from greenfast.emulator.machine.underway import BulkLoad, BulkStore, Products
 from greenfast.emulator.ptx.names import describe_element
 from greenfast.emulator.ptx.syntax import Function, Instruction, Register, Vector
 from greenfast.spec.errors import UnsupportedError, UsageError
 from greenfast.spec.facts import FORMAL, Finding
+from greenfast.spec.kernel import MAP_BYTES
 
 if TYPE_CHECKING:
     from greenfast.emulator.machine.phases import PhaseCounts
@@ -131,8 +131,7 @@ class Machine:
     """Some blocks of a grid.
 
     blocks: their linear indices. shared_layout, local_layout: offsets of variables. dynamic_bytes: shared memory that
-    the launch asks for, among shared_bytes. params: each parameter's bytes, or
-    the tensor map that it is.
+    the launch asks for, among shared_bytes. params: each parameter's bytes.
     workspace: address of what cooperative groups synchronize a grid with, 0 for none. record: the accesses to global
     memory of all blocks of the grid. launches: the chain that this one belongs to. synchronizes: whether threads may do
     so through memory.
@@ -150,7 +149,7 @@ class Machine:
     local_bytes: int
     memory: GlobalMemory
     symbols: Mapping[str, int]
-    params: Mapping[str, bytes | BoundMap]
+    params: Mapping[str, bytes]
     counts: Counts
     output: list[str] = field(default_factory=list)
     phases: PhaseCounts | None = None
@@ -241,22 +240,14 @@ class Machine:
         vars(self).clear()
 
     def _lay_parameters(self) -> None:
-        """Give the parameters addresses; a tensor map there is opaque, its bytes cannot be read."""
-        self.tensor_maps: dict[int, BoundMap] = {}
+        """Give the parameters addresses, at which a tensor map may be."""
         self.param_layout: dict[str, int] = {}
-        self.param_bytes: dict[str, bytes] = {}
         end = 0
-        for name, value in self.params.items():
-            end = -(-end // MAP_BYTES) * MAP_BYTES
-            self.param_layout[name] = end
-            if isinstance(value, BoundMap):
-                self.tensor_maps[end] = value
-                end += MAP_BYTES
-            else:
-                self.param_bytes[name] = value
-                end += len(value)
+        for name, data in self.params.items():
+            self.param_layout[name] = -(-end // MAP_BYTES) * MAP_BYTES
+            end = self.param_layout[name] + len(data)
         self.param_memory = Arena(end, UNWRITTEN)
-        for name, data in self.param_bytes.items():
+        for name, data in self.params.items():
             start = self.param_layout[name]
             self.param_memory.data[start : start + len(data)] = np.frombuffer(data, np.uint8)
             self.param_memory.state[start : start + len(data)] = WRITTEN

@@ -6,6 +6,8 @@ Facts: CUDA driver API, "Tensor Map Object Management"; PTX ISA, "Swizzling mode
 from __future__ import annotations
 
 import math
+import struct
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +16,12 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.machine.memory import GlobalMemory
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import TensorMap
+from greenfast.spec.kernel import MAP_BYTES, TensorMap
 
-#: Bytes of a CUtensorMap.
-MAP_BYTES = 128
+#: The bytes of a map here: a mark, the tensor's address, rank, element size, swizzle, shape, strides, box, checksum.
+#: What a GPU's driver writes has no documented meaning.
+_FORM = struct.Struct("<8sQ3B5x5Q5Q5HI")
+_MARK = b"gf-map\0\1"
 _LONGEST_BOX, _MOST_DIMENSIONS = 256, 5
 
 
@@ -36,7 +40,6 @@ def swizzled(offsets: NDArray[np.int64], width: int) -> NDArray[np.int64]:
 class BoundMap:
     """A tensor map over an allocation that begins at offset ``start`` of global memory. Tuples are innermost first."""
 
-    name: str
     start: int
     item: int
     shape: tuple[int, ...]
@@ -86,7 +89,6 @@ def bind(layout: TensorMap, memory: GlobalMemory) -> BoundMap:
         raise _refused(layout, f"shape {layout.shape} with strides {layout.strides} needs {reach} bytes of {size}")
     inward: Any = lambda values: tuple(reversed(values))  # noqa: E731
     return BoundMap(
-        name=layout.buffer,
         start=memory.starts[layout.buffer],
         item=item,
         shape=inward(layout.shape),
@@ -94,6 +96,27 @@ def bind(layout: TensorMap, memory: GlobalMemory) -> BoundMap:
         box=inward(layout.box),
         swizzle=layout.swizzle,
     )
+
+
+def encode(tensor: BoundMap, base: int) -> bytes:
+    """Return the 128 bytes of a map; base: the address of offset 0 of global memory."""
+
+    def five(extents: tuple[int, ...]) -> list[int]:
+        return [*extents, *[0] * (_MOST_DIMENSIONS - len(extents))]
+
+    sizes = (len(tensor.shape), tensor.item, tensor.swizzle)
+    extents = (*five(tensor.shape), *five(tensor.strides), *five(tensor.box))
+    data = _FORM.pack(_MARK, base + tensor.start, *sizes, *extents, 0)[:-4]
+    return (data + zlib.crc32(data).to_bytes(4, "little")).ljust(MAP_BYTES, b"\0")
+
+
+def decode(data: bytes, base: int) -> BoundMap | None:
+    """Return the map of 128 bytes, None if ``encode`` did not make them."""
+    mark, address, rank, item, swizzle, *extents, checksum = _FORM.unpack_from(data)
+    if mark != _MARK or zlib.crc32(data[: _FORM.size - 4]) != checksum:
+        return None
+    shape, strides, box = (tuple(extents[n : n + rank]) for n in range(0, 15, _MOST_DIMENSIONS))
+    return BoundMap(start=address - base, item=item, shape=shape, strides=strides, box=box, swizzle=swizzle)
 
 
 def _refused(layout: TensorMap, why: str) -> UsageError:

@@ -200,7 +200,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "membar": ("cta|gl|sys", "proxy alias"),
     "fence": (
         f"sc|acq_rel|acquire|release? {_SCOPES}", "mbarrier_init release cluster", "proxy alias",
-        f"proxy async global|{_SHARED}?",
+        f"proxy async global|{_SHARED}?", f"proxy tensormap:generic release|acquire {_SCOPES}",
     ),
     # copies
     "cp": (
@@ -304,7 +304,7 @@ FORMS: dict[str, tuple[str, ...]] = {
 
 #: How many operands an opcode has, where that does not depend on its form: a count, and the opcodes that have it.
 _COUNTS = {
-    0: "ret exit trap brkpt membar fence griddepcontrol",
+    0: "ret exit trap brkpt membar griddepcontrol",
     1: "activemask bra nanosleep prefetch prefetchu setmaxnreg pmevent",
     2: "abs neg rcp sqrt rsqrt sin cos lg2 ex2 tanh testp not cnot bfind brev clz popc mov cvta isspacep ld ldu elect "
     "getctarank ldmatrix stmatrix movmatrix brx red",
@@ -398,6 +398,7 @@ def _operands_of(name: str, parts: frozenset[str]) -> tuple[int, int]:
         return 1, 4
     of_parts = {
         "cp": _copies,
+        "fence": lambda p: (2, 2) if {"tensormap:generic", "acquire"} <= p else (0, 0),
         "mbarrier": _arrivals,
         "bar": _barriers,
         "barrier": _barriers,

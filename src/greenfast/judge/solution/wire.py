@@ -82,7 +82,7 @@ class ArrayData(_Message, frozen=True, tag="array"):
 class StructData(_Message, frozen=True, tag="struct"):
     """A struct whose fields are laid out when it is launched."""
 
-    fields: list[BufferData | ScalarData | ArrayData | StructData]
+    fields: list[BufferData | ScalarData | ArrayData | StructData | TensorMapData]
 
 
 class TensorMapData(_Message, frozen=True, tag="map"):
@@ -289,10 +289,6 @@ def _three(extents: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 def _argument(argument: Argument) -> ArgumentData:
-    if isinstance(argument, TensorMap):
-        sizes = (argument.shape, argument.strides, argument.box)
-        shape, strides, box = ([int(n) for n in values] for values in sizes)
-        return TensorMapData(argument.buffer, argument.dtype, shape, strides, box, argument.swizzle)
     if isinstance(argument, Packed):
         return PackedData(argument.data, list(argument.pointers))
     if isinstance(argument, (ctypes.Structure, ctypes.Union, bytes)):
@@ -305,7 +301,11 @@ def _argument(argument: Argument) -> ArgumentData:
     return field
 
 
-def _field(field: Any) -> BufferData | ScalarData | ArrayData | StructData:
+def _field(field: Any) -> BufferData | ScalarData | ArrayData | StructData | TensorMapData:
+    if isinstance(field, TensorMap):
+        sizes = (field.shape, field.strides, field.box)
+        shape, strides, box = ([int(n) for n in values] for values in sizes)
+        return TensorMapData(field.buffer, field.dtype, shape, strides, box, field.swizzle)
     if isinstance(field, str):
         return BufferData(field)
     if isinstance(field, Struct):
