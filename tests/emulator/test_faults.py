@@ -33,6 +33,30 @@ def output(body: str, *, threads: int = 64, before: str = "", seed: int = 0) -> 
     return result.outputs["y"]
 
 
+NULL, UNSET = r"a null pointer", r"a register that nothing has written"
+
+
+@pytest.mark.parametrize("space", [".global", ""])
+@pytest.mark.parametrize(
+    ("pointer", "says"),
+    [
+        ("mov.b64 %rd1, 0;", NULL),
+        ("mov.b64 %rd1, 2;", NULL),
+        ("", UNSET),
+        ("add.s64 %rd1, %rd1, 64;", UNSET),
+        ("mov.b64 %rd1, 0x12345678abcdef1;", "no allocation|in no memory"),
+    ],
+)
+def test_a_pointer_to_no_allocation_is_not_called_misaligned(space: str, pointer: str, says: str) -> None:
+    asm = f"{{.reg .b64 %rd<2>; {pointer} ld{space}.f32 %0, [%rd1];}}"
+    asm = asm.replace("%rd", "%%rd")
+    body = f'float value; asm volatile("{asm}" : "=f"(value)); y[threadIdx.x] = value;'
+    with pytest.raises(KernelFaultError, match=says) as fault:
+        output(body)
+    assert "misaligned" not in str(fault.value)
+    assert (says in (NULL, UNSET)) == bool(re.search(f"{NULL}|{UNSET}", str(fault.value)))
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -47,7 +71,10 @@ def output(body: str, *, threads: int = 64, before: str = "", seed: int = 0) -> 
             "*(float4*)(y + 1) = make_float4(x[0], x[1], x[2], x[3]);",
             r"misaligned 16-byte write: byte 4 of 'y'",
         ),
-        ("y[threadIdx.x] = *(const float*)0x1234;", r"generic address 0x1234 lies in no memory at k\.cu:1"),
+        (
+            "y[threadIdx.x] = *(const float*)0x1234;",
+            r"generic address 0x1234 lies in no memory \(.*: a null pointer with an offset\) at k\.cu:1",
+        ),
         (
             "extern __shared__ float s[]; s[threadIdx.x] = x[threadIdx.x]; y[threadIdx.x] = s[threadIdx.x];",
             r"byte 0 of 0 of shared memory",

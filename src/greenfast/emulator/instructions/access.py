@@ -18,6 +18,7 @@ from greenfast.emulator.machine.memory import (
     WRITTEN,
     Arena,
     BadAccessError,
+    explain_pointer,
     window,
 )
 from greenfast.emulator.machine.ordering import scope_of
@@ -97,7 +98,7 @@ def locate(m: Machine, space: str, found: Offsets, lanes: Lanes) -> tuple[Arena,
             lost = next((n for n, a in enumerate(found) if window(int(a)) == "none"), -1)
             lane, what = int(lane_indices(lanes)[lost]), f"generic address {int(found[lost]):#x}"
             if lost >= 0:
-                raise m.fault(f"{what} lies in no memory", lane)
+                raise m.fault(f"{what} lies in no memory{explain_pointer(int(found[lost]))}", lane)
             raise m.limit(f"{what} lies in another memory than those of other threads, which is not emulated", lane)
         space = spaces[0]
         found = found - (m.memory.base if space == "global" else BASES[space])

@@ -22,6 +22,9 @@ OUTSIDE, UNWRITTEN, WRITTEN, IN_FLIGHT, BARRIER, LEFT = 0, 1, 2, 3, 4, 5
 #: How the reason of a BadAccessError for a read of UNWRITTEN bytes ends.
 UNWRITTEN_READ = "of an element that nothing has written"
 
+#: Where an address is that is in or next to no allocation.
+NO_ALLOCATION = "in no allocation"
+
 #: Bytes that asynchronous reads lock together.
 CHUNK = 16
 
@@ -38,6 +41,8 @@ WINDOW_BITS = 39
 
 #: Unallocated bytes between allocations; an index that is off by less than this hits none of another array.
 _GAP = 1 << 16
+#: A register that nothing has written, as an address.
+_UNSET = -1
 
 Bytes = NDArray[np.uint8]
 Addresses = NDArray[np.int64]
@@ -58,6 +63,19 @@ _SHIFTS = {1 << n: n for n in range(5)}
 def window(address: int) -> str:
     """The state space of a generic address: global, shared, local, param or none."""
     return next((name for name, base in BASES.items() if base >> WINDOW_BITS == address >> WINDOW_BITS), "none")
+
+
+def explain_pointer(address: int) -> str:
+    """Return what an address near 0 or -1 shows about its pointer; empty for other addresses.
+
+    Offsets are multiples of 4 mostly, so that 63 is -1 with an offset and 64 is 0 with an offset.
+    """
+    if not -_GAP <= address < _GAP:
+        return ""
+    if address < 0 or address & 3 == 3:
+        offset = "" if address == _UNSET else " with an offset"
+        return f" (address {address & 2**64 - 1:#x}: -1{offset}, as of a register that nothing has written)"
+    return f" (address {address:#x}: a null pointer{' with an offset' if address else ''})"
 
 
 def elements(data: Bytes, size: int) -> NDArray[Any]:
@@ -270,4 +288,4 @@ class GlobalMemory(Arena):
                 return f"{offset - start - size} bytes past the end of {name!r} ({size} bytes)"
             if start - _GAP // 2 <= offset < start:
                 return f"{start - offset} bytes in front of {name!r}"
-        return "in no allocation"
+        return NO_ALLOCATION

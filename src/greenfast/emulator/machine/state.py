@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,7 +19,16 @@ from greenfast.emulator.machine.arrivals import Mbarriers
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.faults import KernelFaultError, Location
 from greenfast.emulator.machine.launches import Launches
-from greenfast.emulator.machine.memory import UNWRITTEN, UNWRITTEN_READ, WRITTEN, Arena, BadAccessError, GlobalMemory
+from greenfast.emulator.machine.memory import (
+    NO_ALLOCATION,
+    UNWRITTEN,
+    UNWRITTEN_READ,
+    WRITTEN,
+    Arena,
+    BadAccessError,
+    GlobalMemory,
+    explain_pointer,
+)
 from greenfast.emulator.machine.ordering import Ordering
 from greenfast.emulator.machine.proxies import Proxies
 from greenfast.emulator.machine.races import Races
@@ -418,6 +428,10 @@ class Machine:
             where = self.shared_place(bad.address, f"of {self.shared_bytes} ")
         else:
             where = f"byte {bad.address % max(self.local_stride, 1)} of {self.local_bytes} of local memory"
-        fault = self.fault(f"{bad.reason}: {where}", int(lanes[bad.position]), where)
+        reason, pointer = bad.reason, ""
+        if where == NO_ALLOCATION:
+            reason = re.sub("^misaligned (.*)", r"\1 out of bounds", reason)  # alignment is not why it failed
+            pointer = explain_pointer(bad.address + self.memory.base)
+        fault = self.fault(f"{reason}: {where}{pointer}", int(lanes[bad.position]), where)
         fault.unwritten = space in ("shared", "local", "global") and bad.reason.endswith(UNWRITTEN_READ)
         return fault
