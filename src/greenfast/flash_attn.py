@@ -136,6 +136,7 @@ def flash_attn_varlen_func(
         )
         if table is None:
             return call.over_keys(k, v, cu_seqlens_k, max_seqlen_k, seqused_k, scales, wants_lse, request)
+        _check_pages(k=k, v=v)
         return call.attend(k, v, table, seqused_k, scales, wants_lse, request)  # type: ignore[arg-type]
     except (TypeError, ValueError, NotImplementedError) as e:  # the operators' names of the arguments
         if e.args and isinstance(e.args[0], str):
@@ -269,13 +270,18 @@ def _table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | No
     return page_table if block_table is None else block_table
 
 
+def _check_pages(**caches: Any) -> None:
+    for name, x in caches.items():
+        if not isinstance(x, Tensor) or x.dim() < 4:
+            raise ValueError(f"{name}: {kind(x)}; (pages, page_size, kv_heads, head_dim) is needed")
+        check_strided(name, x)
+
+
 def _cache(
     k_cache: Tensor, v_cache: Tensor, table: Tensor | None, batch_idx: Tensor | None, batch: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The cache as pages, and its block table."""
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(x, Tensor) or x.dim() < 4:
-            raise ValueError(f"{name}: {kind(x)}; (pages, page_size, kv_heads, head_dim) is needed")
+    _check_pages(k_cache=k_cache, v_cache=v_cache)
     if table is not None:
         if batch_idx is not None:
             raise ValueError("cache_batch_idx: given with page_table, whose rows are the sequences")
@@ -297,7 +303,8 @@ def _cache(
 
 def _rows_of(out: Tensor) -> Tensor:
     """(batch, seqlen, heads, head_dim) as (batch * seqlen, heads, head_dim): a view, since it is written to."""
-    if not isinstance(out, Tensor) or out.dim() != 4:
+    check_strided("out", out)
+    if out.dim() != 4:
         raise ValueError(f"out: {kind(out)}; (batch, seqlen, heads, head_dim) is needed, as q")
     several = not known(out.shape[0] <= 1) and not known(out.shape[1] == 1)
     if several and not known(out.stride(0) == out.shape[1] * out.stride(1)):

@@ -197,6 +197,7 @@ def test_the_mean_of_biased_keys() -> None:
         ({"precision": "fp4"}, ValueError, "precision: 'fp4'; allowed are 'fp8', 'int8'"),
         ({"scales": "token"}, ValueError, "scales: 'token'"),
         ({"value_scales": "token"}, ValueError, "value_scales: 'token'"),
+        ({"value_scales": 3}, ValueError, "value_scales: 3; allowed"),
         ({"value_scales": "block", "scales": "head"}, ValueError, "value_scales: 'block' goes with scales='block'"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,77 @@ def test_nothing_is_written(changes: dict[str, Any], error: type[Exception], mes
     assert v_scale.isnan().all()
     with_kvcache(**given)
     assert not k_scale[0, :, :3].isnan().any()
+
+
+def written_calls() -> list[tuple[Callable[..., Any], dict[str, Any]]]:
+    """Calls that write to their arguments: an output, a cache, rows of a cache, a plan."""
+    decode, _ = step()
+    cache = {name: decode[f"{name[0]}_cache"] for name in ("k", "v")}
+    scales = {name: decode[name] for name in ("k_descale", "v_descale")}
+    options = {"causal": True, "window_size": (-1, -1), "softcap": 0.0, "softmax_scale": 0.1, "s_aux": torch.ones(4)}
+    paged = {
+        "q": normal(10, 4, 64), "cu_seqlens_q": int32(0, 4, 10), "max_seqlen_q": 6, "max_seqlen_k": 60,
+        "block_table": decode["page_table"], "seqused_k": int32(40, 60), "return_softmax_lse": True,
+    }  # fmt: skip
+    turned = {"rotary_cos": torch.ones(90, 16), "rotary_sin": torch.zeros(90, 16), "rotary_interleaved": False}
+    rows = {
+        "q": normal(3, 4, 64), "k": normal(3, 2, 64), "v": normal(3, 2, 64), "k_cache": cache["k"],
+        "v_cache": cache["v"], "slot_mapping": torch.arange(3), "k_scale": scales["k_descale"],
+        "v_scale": scales["v_descale"], "q_weight": torch.ones(64), "k_weight": torch.ones(64),
+        "cos": torch.ones(9, 16), "sin": torch.zeros(9, 16), "positions": torch.arange(3), "eps": 1e-6,
+    }  # fmt: skip
+    return [
+        (varlen, {**keys(), **options, "out": normal(10, 4, 64)}),
+        (varlen, {**paged, **cache, **scales, **options, "out": normal(10, 4, 64)}),
+        (with_kvcache, {**decode, **options, **turned, "out": normal(2, 3, 4, 64)}),
+        (with_kvcache, {**decode, "scheduler_metadata": plan(), "out": normal(2, 3, 4, 64)}),
+        (greenfast.append_kv, rows),
+    ]
+
+
+def changed(rng: random.Random, x: Any) -> Any:
+    """An argument of another type, dtype, shape, layout or device, or with other numbers."""
+    if not isinstance(x, Tensor):
+        return rng.choice([None, "x", -1, 0, 1, 2**31, 2**70, float("nan"), 1e300, True, (-2, 0), (1,), torch.ones(2)])
+    others: list[Callable[[], Any]] = [
+        lambda: None, lambda: 3, lambda: x.to("meta"), lambda: x.unsqueeze(0), lambda: x.flatten(), lambda: x[:-1],
+        lambda: x[:0], lambda: x[..., :-8], lambda: x.transpose(0, -1), lambda: x[:1].expand(x.shape),
+        lambda: x.half(), lambda: x.long(), lambda: x.float().to_sparse(),
+    ]  # fmt: skip
+    if x.dtype in (torch.int32, torch.int64):
+        others += [lambda: x + 1, lambda: x - 3, lambda: x + 10**6, lambda: x.flip(0), lambda: x * 2**20]
+    return rng.choice(others)()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_call_that_raises_changes_no_tensor(seed: int) -> None:
+    """With any wrong argument; and its error is of the documented types and short."""
+    rng, messages = random.Random(seed), list[str]()
+    for function, given in written_calls() * 6:
+        name = rng.choice(sorted(given))
+        call = given | {name: changed(rng, given[name])}
+        tensors = [x for x in given.values() if isinstance(x, Tensor)]
+        before = [x.clone() for x in tensors]
+        try:
+            function(**call)
+        except (TypeError, ValueError, NotImplementedError) as e:
+            messages.append(str(e))
+            for x, y in zip(tensors, before, strict=True):
+                assert torch.equal(*(z.flatten().view(torch.uint8) for z in (x, y))), (function.__name__, name)
+    assert len(messages) > 10
+    assert max(map(len, messages)) < 600
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, "x", torch.ones(9), normal(2, 16, 2, 64).to_sparse()], ids=["None", "text", "1-D", "sparse"]
+)
+def test_pages_that_are_none(wrong: Any) -> None:
+    _, given = written_calls()[1]
+    for name in ("k", "v"):
+        with pytest.raises((TypeError, ValueError), match=rf"^{name}: "):
+            varlen(**given | {name: wrong})
+    with pytest.raises(TypeError, match=r"^out: it is nested or sparse"):
+        with_kvcache(**step()[0], out=normal(2, 3, 4, 64).to_sparse())
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

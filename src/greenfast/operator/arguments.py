@@ -21,13 +21,13 @@ def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool | torch.SymBool):  # to torch.compile a comparison of sizes is a bool, but not True
         kind = type(value)
         given = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-        raise TypeError(f"{name}: {value!r}; True or False is needed, not a {given}")
+        raise TypeError(f"{name}: {_brief(value)}; True or False is needed, not a {given}")
 
 
 def check_length(name: str, value: object, most: int | None = None) -> None:
     """Raises TypeError for anything but a whole number, ValueError for a negative one and above ``most``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
-        raise TypeError(f"{name}: {value!r}; a whole number is needed, not a {type(value).__name__}")
+        raise TypeError(f"{name}: {_brief(value)}; a whole number is needed, not a {type(value).__name__}")
     size: Any = value
     if not require(size >= 0):
         raise ValueError(f"{name}: {size}; 0 or more is needed")
@@ -64,9 +64,16 @@ def number(name: str, value: Any) -> float:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of {value.dtype} with {value.dim()} dimensions"
-    return f"{value!r}, a {type(value).__name__}"
+    return _described(value) if isinstance(value, Tensor) else f"{value!r}, a {type(value).__name__}"
+
+
+def _brief(value: object) -> str:
+    """Return the value as Python prints it; of a tensor with dimensions, which fills a page, what it is."""
+    return _described(value) if isinstance(value, Tensor) and value.dim() else repr(value)
+
+
+def _described(x: Tensor) -> str:
+    return f"a tensor of {x.dtype} with {x.dim()} dimensions"
 
 
 def scale_of(scale: Any, head_dim: int) -> float:

@@ -17,6 +17,7 @@ from greenfast.operator.quantized import (
     PRECISIONS,
     SDPA_PRECISIONS,
     TOKEN,
+    VALUE_SCALES,
     Alignment,
     AutoPrecision,
     Precision,
@@ -314,6 +315,7 @@ def quantize(
     check_flag("rotate", rotate)
     check_flag("log_sum_exp", log_sum_exp)
     values = scales if value_scales is None else value_scales
+    check_choice("value_scales", values, VALUE_SCALES)
     check_tensors(query, key, value)
     q, k, v, q_scale, k_scale, v_scale, mean = ops.QUANTIZE(
         query, key, value, precision, scales == "block", values, subtract_key_mean, rotate
