@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError
+from itertools import product
 from typing import Any
 
 import pytest
@@ -174,6 +175,35 @@ def test_autocast_decides_the_dtype() -> None:
             assert functional.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
         assert routed.taken == 1
     assert not greenfast.explain(q, k, v).taken
+
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mask", FLOATS)
+def test_autocast_and_a_mask(cast: torch.dtype, mask: torch.dtype) -> None:
+    """``use`` computes or raises as PyTorch does, and routes as ``explain`` says."""
+
+    def call() -> Any:
+        try:
+            return functional.scaled_dot_product_attention(q, k, k, attn_mask=zeros)
+        except RuntimeError as e:
+            return str(e)
+
+    zeros = torch.zeros(8, 8, dtype=mask)
+    for dtypes in product(FLOATS, FLOATS):
+        q, k = (x[:, :, :8].to(dtype) for x, dtype in zip((Q, K), dtypes, strict=True))
+        with torch.autocast("cpu", cast):
+            wanted, taken = call(), greenfast.explain(q, k, k, attn_mask=zeros).taken
+            with greenfast.use(min_length=0) as routed:
+                found = call()
+        assert routed.taken == taken, dtypes
+        if isinstance(wanted, str):
+            assert found == wanted, dtypes
+        else:
+            assert found.dtype == wanted.dtype, dtypes
+            assert (found.double() - wanted.double()).norm() < 0.2 * wanted.double().norm(), dtypes
 
 
 @pytest.mark.parametrize(
