@@ -24,13 +24,13 @@ _WORKS = KernelSource(
     entry="works",
     source="""#include "serving/plan.cuh"
 using namespace greenfast::serving;
-extern "C" __global__ void works(int* words, int* counts, int* found, int kv_heads, int most_tiles, int abreast,
+extern "C" __global__ void works(int* words, int* counts, int* found, int kv_heads, int max_tiles, int parallel_heads,
                       int most) {
-  const Plan plan{words, static_cast<int>(gridDim.x), most_tiles, abreast};
-  Schedule schedule;
-  schedule.start(plan);
+  const Plan plan{words, static_cast<int>(gridDim.x), max_tiles, parallel_heads};
+  WorkScheduler scheduler;
+  scheduler.start(plan);
   int count = 0;
-  for (Work work; schedule.get(plan, kv_heads, work); ++count) {
+  for (Work work; scheduler.next_work(plan, kv_heads, work); ++count) {
     if (count == most) __trap();
     const int item[8] = {work.index,         work.head,           work.begin,         work.end,
                          work.tile.sequence, work.tile.first_row, work.tile.key_begin, work.tile.key_end};
@@ -50,8 +50,8 @@ class Made:
     """A plan: its header, and for each block its items, rows of numbers in the order of ``_FIELDS``."""
 
     tiles: int
-    units: int
-    dealt: bool
+    k_chunks: int
+    round_robin: bool
     blocks: list[Array]
 
     def items(self) -> Array:
@@ -67,10 +67,10 @@ def made(
     most_q = max(queries.tolist(), default=0) if max_q_len is None else max_q_len
     sizes = serving.ServingSizes(len(lengths), int(queries.sum()), most_q, group * kv_heads, kv_heads, 1, 16, 1)
     blocks = serving.grid_blocks(config, sizes, multiprocessors)
-    words, most_tiles = serving.plan_words(config, sizes, blocks), sizes.most_tiles(config.rows)
+    words, max_tiles = serving.plan_words(config, sizes, blocks), sizes.max_tiles(config.rows)
     plan = serving.plan_kernel(config)
-    abreast = serving.abreast(sizes, blocks)
-    numbers = (np.int32(kv_heads), np.int32(most_tiles), np.int32(abreast), np.int32(MOST))
+    parallel_heads = serving.parallel_heads(sizes, blocks)
+    numbers = (np.int32(kv_heads), np.int32(max_tiles), np.int32(parallel_heads), np.int32(MOST))
     result = run_chain(
         [
             Step(to_ptx(plan, serving.TARGET, assemble=False), plan.entry, plan.block, 0,
@@ -89,8 +89,8 @@ def made(
         },
     )  # fmt: skip
     found, counts = result.outputs["found"], result.outputs["counts"]
-    tiles, units, dealt = result.outputs["plan"][:3].tolist()
-    return Made(tiles, units * abreast, bool(dealt), [found[b, : counts[b]] for b in range(blocks)])
+    tiles, k_chunks, round_robin = result.outputs["plan"][:3].tolist()
+    return Made(tiles, k_chunks * parallel_heads, bool(round_robin), [found[b, : counts[b]] for b in range(blocks)])
 
 
 def limits(q_len: int, kv_len: int, window: tuple[int, int]) -> tuple[Array, Array]:
@@ -132,7 +132,7 @@ def check(
                     ends.append(last)
                 assert ends[-1] == chunks, at
     assert not covered
-    assert (plan.tiles, plan.units) == (tiles, units)
+    assert (plan.tiles, plan.k_chunks) == (tiles, units)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 2, 3, 5])
@@ -146,7 +146,7 @@ def test_each_chunk_of_each_row_tile_is_someones(multiprocessors: int, window: t
 def test_few_tiles_are_shared_in_equal_runs() -> None:
     plan = made([(1, 40_000)], group=8, kv_heads=1, multiprocessors=5)
     check(plan, [(1, 40_000)], group=8)
-    assert not plan.dealt
+    assert not plan.round_robin
     assert [int((b[:, 3] - b[:, 2]).sum()) for b in plan.blocks] == [8] * 9 + [7]
 
 
@@ -155,7 +155,7 @@ def test_runs_end_where_sequences_do() -> None:
     lengths = [(1, 64 * CHUNK)] * 8
     plan = made(lengths, kv_heads=2, multiprocessors=33)
     check(plan, lengths, kv_heads=2)
-    assert not plan.dealt
+    assert not plan.round_robin
     assert [[end - begin for _, _, begin, end, *_ in b.tolist()] for b in plan.blocks] == [[16]] * 64 + [[]] * 2
 
 
@@ -168,7 +168,7 @@ def test_where_equal_runs_would_leave_many_blocks_without_work_they_differ_by_on
 def test_fewer_units_than_blocks_leave_blocks_without_work() -> None:
     plan = made([(1, 1500)], multiprocessors=5)
     check(plan, [(1, 1500)])
-    assert not plan.dealt
+    assert not plan.round_robin
     assert sorted(len(b) for b in plan.blocks) == [0] * 7 + [1] * 3
 
 
@@ -176,7 +176,7 @@ def test_many_tiles_are_dealt_longest_first() -> None:
     lengths = [(1, 512 * n) for n in range(1, 41)]
     plan = made(lengths, multiprocessors=1)
     check(plan, lengths)
-    assert plan.dealt
+    assert plan.round_robin
     for items in plan.blocks:
         chunks = items[:, 3]
         assert (np.diff(chunks) <= 0).all()
@@ -190,7 +190,7 @@ def test_blocks_of_a_prefill_have_about_as_many_keys(lengths: tuple[int, ...]) -
     batch = [(n, n) for n in lengths]
     plan = made(batch, group=4, kv_heads=4, wide=True, head_dim=128, multiprocessors=33)
     check(plan, batch, group=4, kv_heads=4, rows=192)
-    assert plan.dealt
+    assert plan.round_robin
     keys = [int((-(-items[:, 7] // 128)).sum()) for items in plan.blocks]
     longest = -(-max(lengths) // 128)
     mean = sum(keys) / len(keys)
@@ -200,7 +200,7 @@ def test_blocks_of_a_prefill_have_about_as_many_keys(lengths: tuple[int, ...]) -
 def test_an_empty_batch_has_no_work() -> None:
     for lengths in ([], [(0, 0)], [(0, 700)]):
         plan = made(lengths, multiprocessors=3)
-        assert (plan.tiles, plan.units) == (0, 0)
+        assert (plan.tiles, plan.k_chunks) == (0, 0)
         assert all(len(b) == 0 for b in plan.blocks)
 
 
@@ -234,7 +234,7 @@ def test_more_queries_than_were_said_write_nothing_beyond_the_plan() -> None:
 def test_more_units_than_an_int_can_hold_are_dealt() -> None:
     """Eight sequences of 2^30 - 1 keys have 2^32 units of 256 heads."""
     plan = made([(1, 2**30 - 1)] * 8, kv_heads=256, multiprocessors=5)
-    assert plan.dealt
+    assert plan.round_robin
     assert {tuple(x) for x in plan.items()[:, [4, 1]].tolist()} == {(b, h) for b in range(8) for h in range(256)}
     assert (plan.items()[:, 3] == 2**21).all()
 

@@ -1,4 +1,7 @@
-"""Attention over a paged FP8 cache on Hopper, and the plan of its work: this folder's attention.cuh and plan.cuh."""
+"""Render and launch attention over a paged FP8 cache on Hopper, and the kernel that plans its work.
+
+The CUDA sources are attention.cuh and plan.cuh in this folder.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +18,26 @@ from greenfast.spec.kernel import KernelSource, Launch, Struct, TensorMap
 
 ENTRY, PLAN_ENTRY = "paged_attention", "plan_attention"
 TARGET = Target("sm_90a")
-CHUNK = 512  # keys whose sum stays in the tensor cores' accumulators
-OPEN = 2**30  # a side of the window that is open
-#: How long a block takes for a row of a narrow tile, if it takes 1 for a row of a wide one, whether tiles are full or
-#: not: of 69 batches on an H100 (docs/performance-log.md). Up to head dim 128 two blocks of narrow tiles share a
+CHUNK = 512  # keys whose O stays in the wgmma accumulators
+OPEN = 2**30  # no limit on this side of the window
+#: Time of a block per row of a narrow row tile, relative to a wide one, for full and partial tiles alike; measured with
+#: 69 batches on an H100 (docs/performance-log.md). Up to head dim 128 two blocks with narrow tiles share a
 #: multiprocessor.
 _NARROW_ROW_TIME = {64: 2.6, 128: 2.6, 256: 1.5}
 _HEADER = 8  # words of a plan before its arrays
-_SHARE_WORDS, _TILE_WORDS = 12, 8
+_RANGE_WORDS, _TILE_WORDS = 12, 8  # WorkRange, RowTile
 _PLAN_THREADS = 1024
-#: Partial results that the blocks of one launch may leave, in bytes, where row tiles are full.
+#: Limit on the partial results of one launch with full row tiles, in bytes.
 _MOST_PARTIAL_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
 class ServingSizes:
-    """Sizes of a batch. tokens: query tokens of all sequences. max_q_len: at least the query tokens of any sequence.
+    """Sizes of a batch.
 
-    Of a sequence with more, rows are left out, and partial results hold no more of them than they have room for.
-    pages: of the cache, of ``page`` tokens each. table_entries: of a sequence in the block table. A plan does not
-    depend on pages, page and table_entries, and on tokens only as its row tiles do.
+    tokens: query tokens of all sequences. max_q_len: an upper bound on the query tokens of a sequence; the rows of a
+    longer sequence are dropped. pages: of the cache, ``page`` tokens each. table_entries: of a sequence in the block
+    table. A plan does not depend on pages, page and table_entries, and on tokens only through the kind of row tiles.
     """
 
     sequences: int
@@ -48,36 +51,36 @@ class ServingSizes:
 
     @property
     def group(self) -> int:
-        """Query heads that share a head of K and V."""
+        """Query heads per KV head."""
         return self.heads // self.kv_heads
 
-    def most_tiles(self, rows: int) -> int:
-        """Row tiles of one head of K and V, at most."""
+    def max_tiles(self, rows: int) -> int:
+        """Return an upper bound on the row tiles of one KV head."""
         return max(1, self.sequences * -(-self.max_q_len * self.group // rows))
 
     def expected_tiles(self, rows: int) -> int:
-        """The same where the batch has ``tokens``, as other sequences may be shorter than the longest."""
-        return min(self.most_tiles(rows), self.sequences + self.tokens * self.group // rows)
+        """Return a tighter bound by the number of ``tokens``, because sequences may be shorter than max_q_len."""
+        return min(self.max_tiles(rows), self.sequences + self.tokens * self.group // rows)
 
     def slot_rows(self, rows: int) -> int:
-        """Rows of a partial result: an even number, so that each begins at 16 bytes."""
+        """Return the rows of a partial result: an even number, so that each is aligned to 16 bytes."""
         return max(2, min(rows, -(-self.max_q_len * self.group // 2) * 2))
 
     def most_slots(self, config: ServingConfig, blocks: int) -> int:
-        """Chunks that a block may leave as partial results, whatever the lengths."""
+        """Return the limit on chunks that a block may write as partial results, for any lengths."""
         slot_bytes = 4 * self.slot_rows(config.rows) * (config.head_dim + 2)
         return max(1, _MOST_PARTIAL_BYTES // (slot_bytes * blocks))
 
     def slots(self, config: ServingConfig, blocks: int) -> int:
-        """Those that sequences of up to ``table_entries`` pages may make it leave."""
+        """Return the same limit for sequences of up to ``table_entries`` pages."""
         return max(1, min(-(-self.table_entries * self.page // CHUNK), self.most_slots(config, blocks)))
 
 
 def row_tiles(head_dim: int, sizes: ServingSizes, multiprocessors: int) -> tuple[bool, int]:
-    """``wide`` and ``few_rows`` of the ServingConfig for a batch; the bits of the output are the same with all.
+    """Choose ``wide`` and ``few_rows`` of the ServingConfig for a batch. All choices give the same output bits.
 
-    Wide tiles read keys least often. Where a batch has too few to keep all blocks at work, or few rows for most of
-    them, narrow ones take less time.
+    Wide row tiles read K and V least often. Narrow ones are faster if a batch has too few wide tiles to occupy all
+    blocks, or if most of its tiles have few rows.
     """
     rows = sizes.max_q_len * sizes.group
     if rows <= NARROW_ROWS:
@@ -92,30 +95,30 @@ def row_tiles(head_dim: int, sizes: ServingSizes, multiprocessors: int) -> tuple
 
 
 def grid_blocks(config: ServingConfig, sizes: ServingSizes, multiprocessors: int) -> int:
-    """Blocks of a launch: as many as reside.
+    """Return the grid size: as many blocks as are resident.
 
-    Or for decoding a few less, a multiple of the heads of K and V: neighbouring blocks then have the same keys of all
-    heads, which lie side by side in memory, and memory is what they all wait for.
+    For decoding, slightly fewer if that makes it a multiple of the KV heads. Neighbouring blocks then read the same
+    keys of all heads, which are adjacent in memory; decoding is bound by memory bandwidth.
     """
     most = config.blocks * multiprocessors
     even = most - most % sizes.kv_heads
     return even if config.few_rows and 16 * even >= 15 * most else most
 
 
-def abreast(sizes: ServingSizes, blocks: int) -> int:
-    """Neighbouring blocks that work on the same keys at a time, each on its own heads of K and V."""
+def parallel_heads(sizes: ServingSizes, blocks: int) -> int:
+    """Return the number of neighbouring blocks that process the same keys, each for another KV head."""
     return math.gcd(sizes.kv_heads, blocks)
 
 
 def plan_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
-    """Size of a plan, in int32: an even number."""
-    most = sizes.most_tiles(config.rows)
-    words = _HEADER + blocks * _SHARE_WORDS + most * (_TILE_WORDS + sizes.kv_heads)
+    """Return the size of a plan in int32: an even number."""
+    tiles = sizes.max_tiles(config.rows)
+    words = _HEADER + blocks * _RANGE_WORDS + tiles * (_TILE_WORDS + sizes.kv_heads)
     return words + words % 2
 
 
 def partial_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
-    """Size of the memory for partial results, in float32."""
+    """Return the size of the workspace for partial results, in float32."""
     return blocks * (sizes.slots(config, blocks) + 1) * sizes.slot_rows(config.rows) * (config.head_dim + 2)
 
 
@@ -128,9 +131,9 @@ def plan_kernel(config: ServingConfig) -> KernelSource:
 
 extern "C" __global__ void __launch_bounds__({_PLAN_THREADS}, 1)
 {PLAN_ENTRY}(const int* q_begins, const int* kv_lens, int* plan, int sequences, int group, int left, int right,
-             unsigned group_inverse, int blocks, int kv_heads, int most_tiles, int abreast, int slots) {{
-  greenfast::serving::make_plan<{config.rows}, {config.sorted_keys}>({_BATCH}, plan, blocks, kv_heads, most_tiles,
-                                                                     abreast, slots);
+             unsigned group_inverse, int blocks, int kv_heads, int max_tiles, int parallel_heads, int slots) {{
+  greenfast::serving::make_plan<{config.rows}, {config.sorted_keys}>({_BATCH}, plan, blocks, kv_heads, max_tiles,
+                                                                     parallel_heads, slots);
 }}
 """
     return KernelSource(
@@ -152,7 +155,7 @@ def plan_launch(
         args=(
             *("cu_seqlens_q", "seqused_k", "plan"),
             *_batch(sizes, window),
-            *_ints(blocks, sizes.kv_heads, sizes.most_tiles(config.rows), abreast(sizes, blocks)),
+            *_ints(blocks, sizes.kv_heads, sizes.max_tiles(config.rows), parallel_heads(sizes, blocks)),
             *_ints(sizes.most_slots(config, blocks)),
         ),
     )
@@ -168,22 +171,22 @@ def kernel(config: ServingConfig) -> KernelSource:
 
 struct Cfg {{
   static constexpr int kHeadDim = {config.head_dim};
-  static constexpr int kRowParts = {config.row_parts};
-  static constexpr int kColumnParts = {config.column_parts};
-  static constexpr int kFewRows = {config.few_rows};
+  static constexpr int kWarpgroupsM = {config.warpgroups_m};
+  static constexpr int kWarpgroupsN = {config.warpgroups_n};
+  static constexpr int kDecodeRows = {config.few_rows};
   static constexpr int kStages = {config.stages};
-  static constexpr int kBlocks = {config.blocks};
+  static constexpr int kBlocksPerSm = {config.blocks};
   static constexpr int kConsumerRegisters = {consumer};
   static constexpr int kProducerRegisters = {producer};
-  static constexpr int kRawRows = {config.raw_rows};
+  static constexpr int kStagedQRows = {config.staged_q_rows};
   static constexpr bool kOverlap = {str(config.overlap).lower()};
   static constexpr bool kPingPong = {str(config.ping_pong).lower()};
   static constexpr bool kSharedTotals = {str(config.shared_totals).lower()};
   static constexpr int kSmemBytes = {config.smem_bytes};
   static constexpr bool kTokenScales = {str(config.token_scales).lower()};
-  static constexpr bool kRowValues = {str(rows).lower()};
+  static constexpr bool kRowMajorV = {str(rows).lower()};
   static constexpr bool kSoftcap = {str(config.softcap).lower()};
-  static constexpr bool kCodedQueries = {str(config.query == "e4m3").lower()};
+  static constexpr bool kQuantizedQ = {str(config.query == "e4m3").lower()};
   using In = {CUDA_TYPES["float16" if config.query == "e4m3" else config.query]};
   using Out = {CUDA_TYPES[config.out]};
 }};
@@ -205,7 +208,7 @@ extern "C" __global__ void __launch_bounds__({threads}, {config.blocks})
 
 
 def _registers(config: ServingConfig) -> tuple[int, int]:
-    """Of a thread that computes and of one of the producer."""
+    """Return the registers of a consumer thread and of a producer thread."""
     if config.few_rows:
         return 184, 72
     two = (240, 24) if config.wide else (232, 40)  # both at head dim 256
@@ -214,10 +217,10 @@ def _registers(config: ServingConfig) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ServingStrides:
-    """Strides in elements. q: of tokens and heads. k: of pages, tokens of a page, and heads; multiples of 16.
+    """Strides in elements.
 
-    v: of pages and heads, in rows as k. table: of the block table's sequences. q_scale, k_scale, v_scale: of sequences
-    and heads, or where tokens have scales of pages and heads.
+    q: (token, head). k: (page, token of the page, head), multiples of 16. v: (page, head), or row-major like k.
+    table: row stride of the block table. q_scale, k_scale, v_scale: (sequence, head), or (page, head) for token scales.
     """
 
     q: tuple[int, int]
@@ -251,8 +254,8 @@ def launch(
             *(given["sinks"], "block_table", "plan", "partials", "out", given["lse"], batch),
             *_ints(sizes.kv_heads, sizes.tokens, sizes.pages, sizes.page, sizes.table_entries, strides.table),
             *_ints(*strides.q_scale, *strides.k_scale, *strides.v_scale),
-            *_ints(sizes.slot_rows(config.rows), sizes.slots(config, blocks), sizes.most_tiles(config.rows)),
-            *_ints(abreast(sizes, blocks)),
+            *_ints(sizes.slot_rows(config.rows), sizes.slots(config, blocks), sizes.max_tiles(config.rows)),
+            *_ints(parallel_heads(sizes, blocks)),
             *(np.int64(stride) for stride in (*strides.q, strides.v[0], strides.v[-1])),
             *(np.float32(scale), np.float32(softcap)),
         )
@@ -265,15 +268,15 @@ def launch(
 
     maps = [rows("k_cache", strides.k, sizes.page)]
     if config.value_layout == "rows":
-        # Where rows of 16 keys are turned in place, both panels of them lie side by side.
-        keys = KEY_GROUP if config.turns_values and panel < config.head_dim else sizes.page
+        # The transpose in place needs both panels of 16 keys side by side.
+        keys = KEY_GROUP if config.transposes_v and panel < config.head_dim else sizes.page
         maps.append(rows("v_cache", strides.v, keys))
-    # Blocks wait for each other: a launch that the GPU cannot hold whole is to be refused, and none to hold half of it.
+    # Blocks wait for each other, so the launch must fail if they cannot all be resident: cooperative.
     return Launch(grid=(blocks, 1, 1), args=(params, *maps), early=True, cooperative=True)
 
 
 def _batch(sizes: ServingSizes, window: tuple[int, int]) -> tuple[np.generic, ...]:
-    """The numbers of the kernels' Batch."""
+    """Return the scalar fields of the kernels' Batch."""
     left, right = (OPEN if side < 0 else min(side, OPEN) for side in window)
     inverse = np.uint32(0 if sizes.group == 1 else -(-(2**32) // sizes.group))
     return (*_ints(sizes.sequences, sizes.group, left, right), inverse)

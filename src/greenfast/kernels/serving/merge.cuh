@@ -1,5 +1,5 @@
-// Results over different keys of the same rows: how two become one, where partial ones are left, how those of a row tile
-// that several blocks have worked on are merged, and what makes O and the log-sum-exp of a result over all keys.
+// Merging of partial results, which are O, row maxima and row sums of the same rows over different keys; and the
+// finalization of O and LSE.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,24 +14,24 @@
 
 namespace greenfast::serving {
 
-// How the results of two runs of keys, of which the second comes later, become one: by factors of both.
+// Merges the results of two consecutive key ranges: the factors of both (log-sum-exp rule with running maximum).
 struct Merge {
   float before, after;
-  // max: of the first, and then of both.
+  // max: in: of the first range; out: of both.
   __device__ __forceinline__ Merge(float& max, float next_max) {
     const float top = fmaxf(max, next_max), base = top == -CUDART_INF_F ? 0.0f : top;
     before = ptx::ex2(max - base);
     after = ptx::ex2(next_max - base);
     max = top;
   }
-  // Of O, and of the sums of weights.
+  // Applies to O and to row sums.
   __device__ __forceinline__ float operator()(float x, float next) const { return of(x, before, next, after); }
   __device__ __forceinline__ static float of(float x, float before, float next, float after) {
     return __fmaf_rn(x, before, __fmul_rn(next, after));
   }
 };
 
-// Those of a consumer warpgroup's rows. An aggregate: with a constructor here the machine code is another one.
+// Results of a consumer warpgroup's rows. An aggregate: a constructor here changes the machine code.
 template <class T>
 struct Results {
   static constexpr int kThreads = T::kConsumerThreads;
@@ -40,31 +40,32 @@ struct Results {
   Storage<T>& shared;
   Rows& rows;
 
-  // A partial result: O of slot_rows rows, their maxima, their sums.
+  // The address of a partial result: O of slot_rows rows, then their maxima, then their sums.
   __device__ __forceinline__ float* partial(int slot) const {
     return p.partials + static_cast<long long>(slot) * p.slot_rows * (T::kHeadDim + 2);
   }
 
-  // A sequence with more queries than was said has more rows than there is memory for: they are left out.
+  // Rows of a partial result. Rows beyond slot_rows (a sequence longer than max_q_len) are dropped.
   __device__ __forceinline__ int partial_rows(const RowTile& tile) const {
     return min(tile.rows(T::kRows, p.batch.group), p.slot_rows);
   }
 
-  // What one of O's numbers stands for, of a work.
-  __device__ __forceinline__ float unit_of(const Work& work) const {
+  // The scale of V that O is multiplied by; 1 with kTokenScales, where P contains it.
+  __device__ __forceinline__ float v_scale_of(const Work& work) const {
     if constexpr (T::kTokenScales) return 1.0f;
     return p
         .v_scale[static_cast<long long>(work.tile.sequence) * p.v_scale_strides[0] + work.head * p.v_scale_strides[1]];
   }
 
-  // A row's factor of O, and its log-sum-exp if asked for, from the maximum and sum over all keys.
-  struct Finish {
-    float before, factor;  // O is multiplied by one, which without sinks is 1, then by the other
-    __device__ __forceinline__ Finish(const AttentionParams& p, const Work& work, int row, float max, float sum,
-                                      bool writes, float unit) {
-      const int packed = work.tile.first_row + row, of_tile = p.batch.token(packed);
-      const int head = work.head * p.batch.group + packed - of_tile * p.batch.group;
-      const int token = work.tile.q_begin + of_tile;
+  // Finalizes a row: computes the factor for O from the maximum and sum over all keys, and writes the row's LSE if
+  // p.lse is set and `writes`.
+  struct RowFinalizer {
+    float before, factor;  // O * before * factor; before is 1 without sinks
+    __device__ __forceinline__ RowFinalizer(const AttentionParams& p, const Work& work, int row, float max, float sum,
+                                            bool writes, float v_scale) {
+      const int packed = work.tile.first_row + row, seq_token = p.batch.token(packed);
+      const int head = work.head * p.batch.group + packed - seq_token * p.batch.group;
+      const int token = work.tile.q_begin + seq_token;
       before = 1.0f;
       if (p.sinks != nullptr) {
         const Merge merge(max, p.sinks[head] * kLog2E);
@@ -72,20 +73,20 @@ struct Results {
         before = merge.before;
       }
       const bool any = sum > 0.0f || sum != sum;
-      factor = any ? unit / sum : 0.0f;
+      factor = any ? v_scale / sum : 0.0f;
       if (p.lse != nullptr && writes) {
         p.lse[static_cast<long long>(head) * p.tokens + token] =
-            any ? (log2f(sum) - kOffset + max) * kLn2 : -CUDART_INF_F;
+            any ? (log2f(sum) - kMaxOffset + max) * kLn2 : -CUDART_INF_F;
       }
     }
     __device__ __forceinline__ float operator()(float x) const { return x * before * factor; }
   };
 
   __device__ __forceinline__ typename T::Out* out_row(const Work& work, int row) const {
-    const int packed = work.tile.first_row + row, group = p.batch.group, of_tile = p.batch.token(packed);
-    const long long token = work.tile.q_begin + of_tile;
+    const int packed = work.tile.first_row + row, group = p.batch.group, seq_token = p.batch.token(packed);
+    const long long token = work.tile.q_begin + seq_token;
     return static_cast<typename T::Out*>(p.out) +
-           ((token * p.kv_heads + work.head) * group + packed - of_tile * group) * T::kHeadDim;
+           ((token * p.kv_heads + work.head) * group + packed - seq_token * group) * T::kHeadDim;
   }
 
   __device__ __forceinline__ static unsigned pair(float low, float high) {
@@ -93,55 +94,58 @@ struct Results {
     return reinterpret_cast<const unsigned&>(two);
   }
 
-  // Where several blocks work on a row tile: says that this one has left its part, for merge_pieces.
-  __device__ __forceinline__ void end_piece(const Plan& plan) {
+  // Signals that this block has written its split of a row tile; combine_splits waits for it.
+  __device__ __forceinline__ void signal_split_done(const Plan& plan) {
     const Work& work = rows.work;
     unsigned* const done = plan.done(work.index, work.head, p.kv_heads);
     ptx::barrier_sync(Barrier::kConsumers, kThreads);
     if (threadIdx.x == 0) {
       ptx::add_release(done, work.end - work.begin);
-      if constexpr (!T::kWorksApart) shared.pieces[shared.piece_count++].find(plan, work);
+      if constexpr (!T::kSchedulerWarp) shared.split_works[shared.split_count++].find(plan, work);
     }
   }
 
-  // Once a block has no more work: merges the results of the row tiles that it shares, each block a part of the
-  // columns. All blocks are resident, so each waits for a short time, for those that end later.
-  __device__ __forceinline__ void merge_pieces(const Plan& plan) {
+  // Combines the split row tiles that this block contributed to; each contributing block computes a part of the
+  // elements. Called when a block has no more work. All blocks of the grid are resident, so the wait for others is
+  // short.
+  __device__ __forceinline__ void combine_splits(const Plan& plan) {
     ptx::barrier_sync(Barrier::kConsumers, kThreads);
-    for (int i = 0; i < shared.piece_count; ++i) merge_piece(shared.pieces[i], plan);
+    for (int i = 0; i < shared.split_count; ++i) combine_split(shared.split_works[i], plan);
   }
 
-  // Results that are merged at a time, in the memory of tiles: of a run of elements, which are four columns of a row.
-  struct Staged {
+  // Shared memory of the combine, in place of the K and V stages: a batch of results for a range of elements. An
+  // element is four columns of a row.
+  struct CombineStorage {
     static constexpr int kElements = 512, kResults = 256, kValues = 2048, kEntries = 512, kRows = 40;
     float4 values[kValues];                                       // [result][element]
-    alignas(16) float before[kEntries], after[kEntries];          // [row][result]: factors, as of Merge
+    alignas(16) float before[kEntries], after[kEntries];          // [row][result]: the factors of Merge
     float max[kEntries], sum[kEntries];                           // [row][result]
-    alignas(16) float merged[4 * kElements + kRows], top[kRows];  // so far: O, and the sums of rows; maxima of rows
-    int places[kResults];                                         // of results in p.partials, in 16 bytes
+    alignas(16) float merged[4 * kElements + kRows], top[kRows];  // merged so far: O and row sums; row maxima
+    int offsets[kResults];                                        // of the results in p.partials, in units of 16 bytes
   };
 
-  __device__ __forceinline__ void merge_piece(const Piece& piece, const Plan& plan) {
-    constexpr int kParts = T::kHeadDim / 4;
-    static_assert(sizeof(Staged) <= sizeof(shared.k) + sizeof(shared.v), "tiles are over, their memory is free");
-    Staged& staged = *reinterpret_cast<Staged*>(shared.k);
+  __device__ __forceinline__ void combine_split(const SplitWork& split_work, const Plan& plan) {
+    constexpr int kRowVectors = T::kHeadDim / 4;
+    static_assert(sizeof(CombineStorage) <= sizeof(shared.k) + sizeof(shared.v),
+                  "tiles are over, their memory is free");
+    CombineStorage& staged = *reinterpret_cast<CombineStorage*>(shared.k);
     const auto sync = [] { ptx::barrier_sync(Barrier::kConsumers, kThreads); };
-    const Work& work = piece.work;
-    const int results = piece.results, blocks = piece.blocks;
+    const Work& work = split_work.work;
+    const int results = split_work.results, blocks = split_work.blocks;
     const int warp = threadIdx.x / 32, result_step = p.slot_rows * (T::kHeadDim + 2) / 4;
-    // By all but the first warp, of which a thread waits meanwhile.
-    const auto list_results = [&](int begin) {
+    // By all warps but the first, in which a thread waits for the other blocks meanwhile.
+    const auto list_offsets = [&](int begin) {
       if (threadIdx.x < 32) return;
-      for (int i = threadIdx.x - 32; i < min(results - begin, Staged::kResults); i += kThreads - 32) {
-        staged.places[i] = piece.slot(begin + i, p.slots) * result_step;
+      for (int i = threadIdx.x - 32; i < min(results - begin, CombineStorage::kResults); i += kThreads - 32) {
+        staged.offsets[i] = split_work.slot(begin + i, p.slots) * result_step;
       }
     };
-    list_results(0);
-    int listed = 0;  // the first result whose place is listed
-    const float unit = unit_of(work);
+    list_offsets(0);
+    int listed = 0;  // first result in staged.offsets
+    const float v_scale = v_scale_of(work);
     unsigned* const done = plan.done(work.index, work.head, p.kv_heads);
     bool all_done = false;
-    const auto await_all = [&] {
+    const auto wait_all = [&] {
       if (threadIdx.x == 0) {
         const unsigned parts = work.chunks;
         while (ptx::load_acquire(done) < parts) {
@@ -150,30 +154,31 @@ struct Results {
       }
       all_done = true;
     };
-    const int elements = partial_rows(work.tile) * kParts, rank = piece.run - piece.first_run;
+    const int elements = partial_rows(work.tile) * kRowVectors, rank = split_work.split - split_work.first_split;
     const int stop = (rank + 1) * elements / blocks;
-    for (int first = rank * elements / blocks; first < stop; first += Staged::kElements) {
-      const int count = min(stop - first, Staged::kElements), at_once = min(Staged::kValues / count, Staged::kResults);
-      const int first_row = first / kParts, rows = (first + count - 1) / kParts - first_row + 1;
-      // Of the results one after the other, a thread copies an element, and then those that are kThreads further on.
+    for (int first = rank * elements / blocks; first < stop; first += CombineStorage::kElements) {
+      const int count = min(stop - first, CombineStorage::kElements),
+                batch_results = min(CombineStorage::kValues / count, CombineStorage::kResults);
+      const int first_row = first / kRowVectors, rows = (first + count - 1) / kRowVectors - first_row + 1;
+      // Copies are strided by kThreads over the (result, element) pairs.
       const int first_result = threadIdx.x / count, first_element = threadIdx.x % count;
       const int step_results = kThreads / count, step = kThreads % count;
-      for (int begin = 0; begin < results; begin += at_once) {
-        const int now = min(results - begin, at_once), row_step = (now + 3) / 4 * 4;
-        if (begin < listed || begin + now > listed + Staged::kResults) {
+      for (int begin = 0; begin < results; begin += batch_results) {
+        const int now = min(results - begin, batch_results), row_step = (now + 3) / 4 * 4;
+        if (begin < listed || begin + now > listed + CombineStorage::kResults) {
           sync();
-          list_results(begin);
+          list_offsets(begin);
           listed = begin;
         }
-        if (!all_done) await_all();  // not before the above is found, which takes as long as a part's end to be seen
+        if (!all_done) wait_all();  // as late as possible: the work above overlaps with the wait
         sync();
-        const int* const places = staged.places + begin - listed;
+        const int* const offsets = staged.offsets + begin - listed;
         const float4* const partials = reinterpret_cast<const float4*>(p.partials);
-        // Maxima first, as factors take longer than what they are for.
+        // Maxima and sums first, because the factors take longer to compute.
         for (int row = warp; row < rows; row += kThreads / 32) {
           for (int result = threadIdx.x % 32; result < now; result += 32) {
             const int entry = row * row_step + result;
-            const float* const from = reinterpret_cast<const float*>(partials + places[result]) +
+            const float* const from = reinterpret_cast<const float*>(partials + offsets[result]) +
                                       (p.slot_rows * T::kHeadDim + first_row + row);
             ptx::cp_async_4(&staged.max[entry], from);
             ptx::cp_async_4(&staged.sum[entry], from + p.slot_rows);
@@ -181,7 +186,8 @@ struct Results {
         }
         ptx::cp_async_commit();
         for (int result = first_result, element = first_element; result < now;) {
-          ptx::cp_async_16(&staged.values[result * count + element], partials + places[result] + (first + element), 16);
+          ptx::cp_async_16(&staged.values[result * count + element], partials + offsets[result] + (first + element),
+                           16);
           result += step_results;
           element += step;
           if (element >= count) {
@@ -200,18 +206,20 @@ struct Results {
         merge_results(staged, first, count, rows, now, row_step, begin == 0);
       }
       sync();
-      write_output(staged, work, first, count, unit);
+      write_output(staged, work, first, count, v_scale);
     }
-    if (!all_done) await_all();  // with more blocks than elements
+    if (!all_done) wait_all();  // a block without elements, if there are more blocks than elements
   }
 
-  // By a warp: the factors of a row's results, which begin at an entry, and the maximum with those before them. A lane
-  // has some neighbouring ones: an odd number, so that lanes read different banks.
-  __device__ __forceinline__ static void find_factors(Staged& staged, int entry, int results, bool begins, float& top) {
-    constexpr int kMost = Staged::kResults / 32 | 1;
+  // Computes the merge factors of a row's results, by one warp, and updates the row maximum. A lane handles an odd
+  // number of adjacent results, to avoid bank conflicts. entry: index of the row's first result. begins: there is no
+  // earlier batch.
+  __device__ __forceinline__ static void find_factors(CombineStorage& staged, int entry, int results, bool begins,
+                                                      float& top) {
+    constexpr int kMost = CombineStorage::kResults / 32 | 1;
     const int lane = threadIdx.x % 32, own = (results + 31) / 32 | 1;
     const int first = lane * own, count = min(own, results - first);
-    float maxima[kMost], most = -CUDART_INF_F;  // most: up to this lane's last
+    float maxima[kMost], most = -CUDART_INF_F;  // most: maximum up to this lane's last result
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
       if (i < count) maxima[i] = staged.max[entry + first + i];
@@ -238,28 +246,29 @@ struct Results {
     if (lane == 31) top = fmaxf(before, most);
   }
 
-  // Merges results in order: a number of O, or the sum of a row, in each thread.
-  __device__ __forceinline__ static void merge_results(Staged& staged, int first, int count, int rows, int results,
-                                                       int row_step, bool begins) {
-    constexpr int kParts = T::kHeadDim / 4, kTogether = 16;
+  // Merges a batch of results in order; a thread handles one value of O or one row sum.
+  __device__ __forceinline__ static void merge_results(CombineStorage& staged, int first, int count, int rows,
+                                                       int results, int row_step, bool begins) {
+    constexpr int kRowVectors = T::kHeadDim / 4, kBatch = 16;
     for (int i = threadIdx.x; i < 4 * count + rows; i += kThreads) {
       const bool is_sum = i >= 4 * count;
-      const int row = is_sum ? i - 4 * count : (first + i / 4) / kParts - first / kParts, entry = row * row_step;
+      const int row = is_sum ? i - 4 * count : (first + i / 4) / kRowVectors - first / kRowVectors,
+                entry = row * row_step;
       const int step = is_sum ? 1 : 4 * count;
       const float* from = is_sum ? staged.sum + entry : reinterpret_cast<const float*>(staged.values) + i;
       float x = begins ? 0.0f : staged.merged[i];
       int u = 0;
-      for (; u + kTogether <= results; u += kTogether) {
-        float before[kTogether], after[kTogether], next[kTogether];
+      for (; u + kBatch <= results; u += kBatch) {
+        float before[kBatch], after[kBatch], next[kBatch];
 #pragma unroll
-        for (int v = 0; v < kTogether; v += 4) {
+        for (int v = 0; v < kBatch; v += 4) {
           reinterpret_cast<float4&>(before[v]) = *reinterpret_cast<const float4*>(staged.before + entry + u + v);
           reinterpret_cast<float4&>(after[v]) = *reinterpret_cast<const float4*>(staged.after + entry + u + v);
         }
 #pragma unroll
-        for (int v = 0; v < kTogether; ++v, from += step) next[v] = *from;
+        for (int v = 0; v < kBatch; ++v, from += step) next[v] = *from;
 #pragma unroll
-        for (int v = 0; v < kTogether; ++v) x = Merge::of(x, before[v], next[v], after[v]);
+        for (int v = 0; v < kBatch; ++v) x = Merge::of(x, before[v], next[v], after[v]);
       }
 #pragma unroll 4
       for (; u < results; ++u, from += step) {
@@ -269,16 +278,18 @@ struct Results {
     }
   }
 
-  // Completes the output of elements that all results were merged to.
-  __device__ __forceinline__ void write_output(const Staged& staged, const Work& work, int first, int count,
-                                               float unit) const {
-    constexpr int kParts = T::kHeadDim / 4;
+  // Writes O of the merged elements, and LSE.
+  __device__ __forceinline__ void write_output(const CombineStorage& staged, const Work& work, int first, int count,
+                                               float v_scale) const {
+    constexpr int kRowVectors = T::kHeadDim / 4;
     for (int i = threadIdx.x; i < count; i += kThreads) {
-      const int row = (first + i) / kParts, column = (first + i) % kParts * 4, of_row = row - first / kParts;
+      const int row = (first + i) / kRowVectors, column = (first + i) % kRowVectors * 4,
+                of_row = row - first / kRowVectors;
       const float* const x = staged.merged + 4 * i;
-      const Finish finish(p, work, row, staged.top[of_row], staged.merged[4 * count + of_row], column == 0, unit);
+      const RowFinalizer finalize(p, work, row, staged.top[of_row], staged.merged[4 * count + of_row], column == 0,
+                                  v_scale);
       *reinterpret_cast<uint2*>(out_row(work, row) + column) =
-          make_uint2(pair(finish(x[0]), finish(x[1])), pair(finish(x[2]), finish(x[3])));
+          make_uint2(pair(finalize(x[0]), finalize(x[1])), pair(finalize(x[2]), finalize(x[3])));
     }
   }
 };

@@ -1,5 +1,4 @@
-// O of a consumer warpgroup's 64 rows: of the present chunk of keys, summed over the chunks before it, and how it is
-// written.
+// O of a consumer warpgroup's 64 rows: the current chunk, the sum over earlier chunks, and the epilogue.
 #pragma once
 
 #include <math_constants.h>
@@ -11,62 +10,63 @@
 
 namespace greenfast::serving {
 
-// A thread's rows and columns of O are those of scores (Softmax). An aggregate, as Results is.
+// O has the register layout of the scores (see Softmax). An aggregate, as Results is.
 template <class T>
 struct Output : Results<T> {
   using Base = Results<T>;
+  using Base::out_row, Base::pair, Base::partial, Base::partial_rows, Base::v_scale_of;
   using Base::p, Base::rows, Base::shared;
-  using Base::out_row, Base::pair, Base::partial, Base::partial_rows, Base::unit_of;
-  using typename Base::Finish;
+  using typename Base::RowFinalizer;
   static constexpr int kOut = T::kColumns / 2;
 
-  Sums& sums;
-  const int row_part, column_part;
-  float o[kOut];                            // of the present chunk
-  float held[T::kHeld > 0 ? T::kHeld : 1];  // of the sums over the chunks before it
-  bool begun;                               // whether there is such a chunk
+  RowStats& stats;
+  const int warpgroup_m, warpgroup_n;
+  float o[kOut];  // O of the current chunk
+  float reg_totals[T::kTotalsInRegs > 0 ? T::kTotalsInRegs
+                                        : 1];  // O summed over earlier chunks (its first kTotalsInRegs values)
+  bool has_totals;                             // whether there is an earlier chunk
 
-  // Registers 4 i to 4 i + 3 of O, summed over the chunks that have ended.
-  __device__ __forceinline__ float4& shared_total(int i) const {
-    constexpr int kShared = (kOut - T::kHeld) / 4;
-    return shared.totals[threadIdx.x / 128 * kShared + i - T::kHeld / 4][threadIdx.x % 128];
+  // Registers 4 i .. 4 i + 3 of O summed over earlier chunks.
+  __device__ __forceinline__ float4& smem_total(int i) const {
+    constexpr int kShared = (kOut - T::kTotalsInRegs) / 4;
+    return shared.totals[threadIdx.x / 128 * kShared + i - T::kTotalsInRegs / 4][threadIdx.x % 128];
   }
   __device__ __forceinline__ float4 total(int i) const {
-    if (4 * i >= T::kHeld) return shared_total(i);
-    return make_float4(held[4 * i], held[4 * i + 1], held[4 * i + 2], held[4 * i + 3]);
+    if (4 * i >= T::kTotalsInRegs) return smem_total(i);
+    return make_float4(reg_totals[4 * i], reg_totals[4 * i + 1], reg_totals[4 * i + 2], reg_totals[4 * i + 3]);
   }
   __device__ __forceinline__ void set_total(int i, const float4& x) {
-    if (4 * i >= T::kHeld) {
-      shared_total(i) = x;
+    if (4 * i >= T::kTotalsInRegs) {
+      smem_total(i) = x;
     } else {
-      held[4 * i] = x.x;
-      held[4 * i + 1] = x.y;
-      held[4 * i + 2] = x.z;
-      held[4 * i + 3] = x.w;
+      reg_totals[4 * i] = x.x;
+      reg_totals[4 * i + 1] = x.y;
+      reg_totals[4 * i + 2] = x.z;
+      reg_totals[4 * i + 3] = x.w;
     }
   }
 
-  // Adds a chunk, whose O is in `o`, to those before it; or leaves it as a partial result. chunk: of the sequence.
-  // kLast: of the work, whose result is then in `o`.
+  // Adds the finished chunk (in `o`) to the total, or writes it as a partial result. chunk: its index in the sequence.
+  // kLast: the work item's last chunk; `o` is then the total.
   template <bool kLast>
-  __device__ __forceinline__ void end_chunk(int chunk) {
+  __device__ __forceinline__ void flush_chunk(int chunk) {
     if (rows.work.begin > 0) {
-      leave(chunk - rows.work.tile.first_chunk() - rows.work.begin, sums.max, sums.sum);
+      write_partial(chunk - rows.work.tile.first_chunk() - rows.work.begin, stats.max, stats.sum);
     } else {
       float before[2], after[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int at = own_row() + 8 * r;
-        float top = sums.all_max[at];
-        const Merge merge(top, sums.max[at]);
-        const float total = merge(sums.all_sum[at], sums.sum[at]);
+        const int at = thread_row() + 8 * r;
+        float top = stats.total_max[at];
+        const Merge merge(top, stats.max[at]);
+        const float total = merge(stats.total_sum[at], stats.sum[at]);
         __syncwarp();
-        sums.all_max[at] = top;
-        sums.all_sum[at] = total;
+        stats.total_max[at] = top;
+        stats.total_sum[at] = total;
         before[r] = merge.before;
         after[r] = merge.after;
       }
-      if (!T::kSharedTotals || begun) {
+      if (!T::kSharedTotals || has_totals) {
 #pragma unroll
         for (int i = 0; i < kOut / 4; ++i) {
           const float4 x = total(i);
@@ -78,7 +78,7 @@ struct Output : Results<T> {
         }
       } else {
 #pragma unroll
-        for (int i = 0; i < kOut; ++i) o[i] += 0.0f;  // -0 becomes 0, as in the sum with what came before
+        for (int i = 0; i < kOut; ++i) o[i] += 0.0f;  // -0 becomes 0, as in a sum with an earlier chunk
         if constexpr (!kLast) {
 #pragma unroll
           for (int i = 0; i < kOut / 4; ++i) {
@@ -86,7 +86,7 @@ struct Output : Results<T> {
           }
         }
       }
-      begun = true;
+      has_totals = true;
     }
     if constexpr (!kLast) {
 #pragma unroll
@@ -94,42 +94,44 @@ struct Output : Results<T> {
     }
   }
 
-  // Leaves what is in `o`.
-  __device__ __forceinline__ void leave(int slot, const float (&of_max)[64], const float (&of_sum)[64]) const {
-    float* const to = partial(blockIdx.x * (p.slots + 1) + min(slot, p.slots));  // more only with a wrong plan
+  // Writes `o` with row maxima and sums to a partial-result slot.
+  __device__ __forceinline__ void write_partial(int slot, const float (&of_max)[64], const float (&of_sum)[64]) const {
+    float* const to =
+        partial(blockIdx.x * (p.slots + 1) + min(slot, p.slots));  // the clamp matters only for an invalid plan
     const int stop = partial_rows(rows.work.tile), quad = threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int at = row_part * 64 + own_row() + 8 * r;
+      const int at = warpgroup_m * 64 + thread_row() + 8 * r;
       if (at >= stop) continue;
-      float* const out = to + at * T::kHeadDim + column_part * T::kColumns + 2 * quad;
+      float* const out = to + at * T::kHeadDim + warpgroup_n * T::kColumns + 2 * quad;
 #pragma unroll
       for (int j = 0; j < T::kColumns / 8; ++j) {
         *reinterpret_cast<float2*>(out + 8 * j) = make_float2(o[4 * j + 2 * r], o[4 * j + 2 * r + 1]);
       }
-      if (quad == 0 && column_part == 0) {
-        to[p.slot_rows * T::kHeadDim + at] = of_max[own_row() + 8 * r];
-        to[p.slot_rows * (T::kHeadDim + 1) + at] = of_sum[own_row() + 8 * r];
+      if (quad == 0 && warpgroup_n == 0) {
+        to[p.slot_rows * T::kHeadDim + at] = of_max[thread_row() + 8 * r];
+        to[p.slot_rows * (T::kHeadDim + 1) + at] = of_sum[thread_row() + 8 * r];
       }
     }
   }
 
-  // Writes the rows of a tile that this block has worked on alone. Without a branch: the rows' chains run together.
+  // Writes O and LSE of a row tile that only this block worked on. Free of branches, so that the two rows' dependency
+  // chains overlap.
   __device__ __forceinline__ void store(const Work& work) {
     const int stop = work.tile.rows(T::kRows, p.batch.group), quad = threadIdx.x % 4;
-    const float unit = T::kScalesAhead ? rows.unit : unit_of(work);
-    const auto row = [&](int r) { return row_part * 64 + own_row() + 8 * r; };
-    const auto finish = [&](int r) {
-      const int of_part = own_row() + 8 * r;
-      return Finish(p, work, min(row(r), stop - 1), sums.all_max[of_part], sums.all_sum[of_part],
-                    row(r) < stop && quad == 0 && column_part == 0, unit);
+    const float v_scale = T::kPrefetchScales ? rows.v_scale : v_scale_of(work);
+    const auto row = [&](int r) { return warpgroup_m * 64 + thread_row() + 8 * r; };
+    const auto finalize = [&](int r) {
+      const int part_row = thread_row() + 8 * r;
+      return RowFinalizer(p, work, min(row(r), stop - 1), stats.total_max[part_row], stats.total_sum[part_row],
+                          row(r) < stop && quad == 0 && warpgroup_n == 0, v_scale);
     };
-    const Finish finishes[2] = {finish(0), finish(1)};
-    typename T::Out* const outs[2] = {out_row(work, min(row(0), stop - 1)) + column_part * T::kColumns,
-                                      out_row(work, min(row(1), stop - 1)) + column_part * T::kColumns};
+    const RowFinalizer finalizers[2] = {finalize(0), finalize(1)};
+    typename T::Out* const outs[2] = {out_row(work, min(row(0), stop - 1)) + warpgroup_n * T::kColumns,
+                                      out_row(work, min(row(1), stop - 1)) + warpgroup_n * T::kColumns};
     if (p.sinks != nullptr) {
 #pragma unroll
-      for (int i = 0; i < kOut; ++i) o[i] *= finishes[i / 2 % 2].before;
+      for (int i = 0; i < kOut; ++i) o[i] *= finalizers[i / 2 % 2].before;
     }
 #pragma unroll
     for (int j = 0; j < T::kColumns / 8; j += 4) {
@@ -138,7 +140,7 @@ struct Output : Results<T> {
         unsigned x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float factor = finishes[r].factor;
+          const float factor = finalizers[r].factor;
           x[i] = pair(o[4 * (j + i) + 2 * r] * factor, o[4 * (j + i) + 2 * r + 1] * factor);
         }
         transpose_quad(x);

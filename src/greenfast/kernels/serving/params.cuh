@@ -1,23 +1,23 @@
-// What the host passes to the kernels of serving, and which keys a query token attends to.
+// The arguments that the host passes to the serving kernels, and the key range of a query token.
 #pragma once
 
 namespace greenfast::serving {
 
-// Keys are taken in tiles, and tiles in chunks, that lie at fixed positions of their sequence. A chunk's softmax begins
-// from nothing and chunks are merged in order, so the bits of a row do not depend on how its work was divided.
-constexpr int kTile = 128;
+// Keys are processed in tiles of kBlockN, and tiles in chunks, at fixed positions of their sequence. Each chunk has its
+// own softmax, and chunks are merged in order. So the bits of a row do not depend on the division of the work.
+constexpr int kBlockN = 128;
 constexpr int kChunk = 512;
 
-// Sequences in a batch: lengths and where their tokens lie, all in device memory.
+// The sequences of a batch: lengths and token offsets, in device memory.
 struct Batch {
-  const int* q_begins;   // (batch + 1): the first token of each sequence in the packed Q
+  const int* q_begins;   // (batch + 1): first token of each sequence in the packed Q
   const int* kv_lens;    // (batch): keys in the cache
-  int sequences, group;  // group: query heads that share a head of K and V
+  int sequences, group;  // group: query heads per KV head
   // Token i of a sequence has position p = i + kv_len - q_len, and attends to keys p - left .. p + right.
-  int left, right;  // at least 2^30 where that side is open
-  unsigned group_inverse;  // 2^32 / group, rounded up, for rows below 2^32 / group; of no use for 1
+  int left, right;         // 2^30 or more: no limit on that side
+  unsigned group_inverse;  // 2^32 / group, rounded up; valid for rows below 2^32 / group; unused if group is 1
 
-  // The token of a packed row.
+  // The query token of a packed row.
   __device__ __forceinline__ int token(int row) const {
     return group == 1 ? row : static_cast<int>(__umulhi(static_cast<unsigned>(row), group_inverse));
   }
@@ -32,22 +32,23 @@ struct Batch {
 
 struct AttentionParams {
   const void* q;         // (tokens, heads, head_dim)
-  const float* q_scale;  // by sequence and head of K and V of an E4M3 Q, else unused
-  const void* v;         // pages of V
-  const float* k_scale;  // by sequence and head of K and V; or by token, (pages, kv_heads, page)
+  const float* q_scale;  // per sequence and KV head, if Q is E4M3; else unused
+  const void* v;         // V cache
+  const float* k_scale;  // per sequence and KV head, or per token: (pages, kv_heads, page)
   const float* v_scale;
   const float* sinks;      // (heads), natural logarithms, or null
-  const int* block_table;  // (batch, table_entries): pages
+  const int* block_table;  // (batch, table_entries): page indices
   int* plan;
   float* partials;
   void* out;   // (tokens, heads, head_dim)
   float* lse;  // (heads, tokens), or null
   Batch batch;
-  int kv_heads, tokens, pages, page, table_entries, table_row;  // page: its tokens; table_row: a stride
-  int q_scale_strides[2], k_scale_strides[2], v_scale_strides[2];  // of sequences, or pages, and heads
-  int slot_rows, slots;            // rows of a partial result, and how many a block may leave, less one
-  int most_tiles;                  // row tiles that the plan has room for
-  int abreast;                     // neighbouring blocks that have the same run, of different heads of K and V
+  int kv_heads, tokens, pages, page, table_entries,
+      table_row;  // page: tokens of a page; table_row: row stride of block_table
+  int q_scale_strides[2], k_scale_strides[2], v_scale_strides[2];  // of sequences (or pages) and heads
+  int slot_rows, slots;                       // rows of a partial result, and partial results per block minus 1
+  int max_tiles;                              // capacity of the plan
+  int parallel_heads;                         // see Plan
   long long q_token, q_head, v_page, v_head;  // strides, in elements
   float softmax_scale, softcap;
 };

@@ -1,4 +1,4 @@
-// Q as the consumers read it: quantized, with a scale for each row.
+// Fused quantization of Q to E4M3, with a scale per row, by the consumers.
 #pragma once
 
 #include "ptx/cp_async.cuh"
@@ -8,120 +8,124 @@
 
 namespace greenfast::serving {
 
-// Of the threads that share rows.
+// The index of a thread among those that share its rows.
 template <class T>
 __device__ __forceinline__ int row_thread() {
   return threadIdx.x % T::kRowThreads;
 }
 
-// Of two lanes, one goes on with half of the rows, the other with the others: to a row's maximum in the lane whose
-// number is the row's, and which does its divisions. x[i]: of the lane's numbers of row i.
+// Reduces x[i], the lane's maximum of row i, over lanes so that lane r gets the maximum of row r. In each step one lane
+// of a pair continues with the first half of the rows, the other with the second. That lane also does the row's
+// divisions.
 template <int kRows, int kCount>
-__device__ __forceinline__ void share_maxima(unsigned (&x)[kCount], int lane) {
+__device__ __forceinline__ void reduce_row_maxima(unsigned (&x)[kCount], int lane) {
   if constexpr (kRows > 1) {
     constexpr int kHalf = kRows / 2;
     const bool second = lane & kHalf;
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
-      const unsigned kept = second ? x[i + kHalf] : x[i], given = second ? x[i] : x[i + kHalf];
-      x[i] = ptx::max_u16x2(kept, __shfl_xor_sync(0xffffffffu, given, kHalf));
+      const unsigned keep = second ? x[i + kHalf] : x[i], send = second ? x[i] : x[i + kHalf];
+      x[i] = ptx::max_u16x2(keep, __shfl_xor_sync(0xffffffffu, send, kHalf));
     }
-    share_maxima<kHalf>(x, lane);
+    reduce_row_maxima<kHalf>(x, lane);
   }
 }
 
-// Which rows of Q in global memory a thread has parts of, of a row part: eight numbers of one in each pass. Rows behind
-// the last are copies of it.
+// The parts of Q in global memory that a thread quantizes: 8 columns of one row in each pass. Rows after the last one
+// are copies of it.
 template <class T>
-struct QueryRows {
-  static constexpr int kLanes = T::kHeadDim / 8, kAtOnce = T::kRowThreads / kLanes;  // threads of a row; rows
-  static constexpr int kPasses = (T::kPartRows + kAtOnce - 1) / kAtOnce;
-  static constexpr int kBytes = T::kRawBytes / T::kHeadDim;
-  // In 8 bytes, of which strides are multiples: products of 32 bits, where 64 would be most of the instructions here.
-  const uint2* of_tile;
+struct QRows {
+  static constexpr int kLanes = T::kHeadDim / 8,
+                       kRowsPerPass = T::kRowThreads / kLanes;  // threads per row; rows per pass
+  static constexpr int kPasses = (T::kWarpgroupRows + kRowsPerPass - 1) / kRowsPerPass;
+  static constexpr int kBytes = T::kQRowBytes / T::kHeadDim;
+  // In units of 8 bytes, which divide all strides: 32-bit products suffice. 64-bit products would be most of the
+  // instructions here.
+  const uint2* tile_q;
   int token_step, head_step, group, first, stop;
   unsigned group_inverse;
 
-  __device__ __forceinline__ QueryRows(const AttentionParams& p, const Work& work, int row_part)
-      : of_tile(reinterpret_cast<const uint2*>(
+  __device__ __forceinline__ QRows(const AttentionParams& p, const Work& work, int warpgroup_m)
+      : tile_q(reinterpret_cast<const uint2*>(
             static_cast<const unsigned char*>(p.q) +
             (work.tile.q_begin * p.q_token + work.head * p.batch.group * p.q_head + column()) * kBytes)),
         token_step(static_cast<int>(p.q_token * kBytes / 8)),
         head_step(p.batch.group == 1 ? token_step : static_cast<int>(p.q_head * kBytes / 8)),
         group(p.batch.group),
-        first(work.tile.first_row + row_part * 64),
+        first(work.tile.first_row + warpgroup_m * 64),
         stop(work.tile.q_len * p.batch.group),
         group_inverse(p.batch.group_inverse) {}
   __device__ __forceinline__ static int lane() { return row_thread<T>() % kLanes; }
   __device__ __forceinline__ static int column() { return lane() * 8; }
-  __device__ __forceinline__ static int of_part(int pass) { return row_thread<T>() / kLanes + pass * kAtOnce; }
+  __device__ __forceinline__ static int part_row(int pass) { return row_thread<T>() / kLanes + pass * kRowsPerPass; }
   __device__ __forceinline__ int row(int pass) const {
-    return min(first + (kPasses * kAtOnce > T::kPartRows ? min(of_part(pass), T::kPartRows - 1) : of_part(pass)),
+    return min(first + (kPasses * kRowsPerPass > T::kWarpgroupRows ? min(part_row(pass), T::kWarpgroupRows - 1)
+                                                                   : part_row(pass)),
                stop - 1);
   }
-  // In a group of one, rows are tokens, and group_inverse is 0.
+  // If group is 1, rows are tokens, and group_inverse is 0.
   __device__ __forceinline__ const void* at(int pass) const {
     const int token = static_cast<int>(__umulhi(row(pass), group_inverse)), head = row(pass) - token * group;
-    return of_tile + ptx::mad_wide(token, token_step, ptx::mad_wide(head, head_step, 0));
+    return tile_q + ptx::mad_wide(token, token_step, ptx::mad_wide(head, head_step, 0));
   }
 };
 
-// Memory of a thread's own sums, which is free from the end of a work's last chunk to that of the next one's first.
+// The shared memory of a thread's totals. It is free from the end of a work item's last chunk to the end of the next
+// one's first chunk.
 template <class T>
-__device__ __forceinline__ void* own_memory(Storage<T>& shared, int pass) {
-  constexpr int kOwn = (T::kColumns / 2 - T::kHeld) / 4;
-  static_assert(QueryRows<T>::kPasses <= kOwn, "a thread's parts of Q lie in the memory of its sums");
+__device__ __forceinline__ void* thread_scratch(Storage<T>& shared, int pass) {
+  constexpr int kOwn = (T::kColumns / 2 - T::kTotalsInRegs) / 4;
+  static_assert(QRows<T>::kPasses <= kOwn, "a thread's parts of Q lie in the memory of its stats");
   return &shared.totals[threadIdx.x / 128 * kOwn + pass][threadIdx.x % 128];
 }
 
-// With kQueriesAhead: starts copying what the thread will quantize of the next work, if there is one.
+// With kPrefetchQ: starts copying the thread's parts of the next work item's Q, if there is one.
 template <class T>
-__device__ __forceinline__ void fetch_queries_ahead(const AttentionParams& p, Storage<T>& shared, int row_part) {
+__device__ __forceinline__ void prefetch_q(const AttentionParams& p, Storage<T>& shared, int warpgroup_m) {
   if (shared.next.chunks == 0) return;
-  const QueryRows<T> rows(p, shared.next, row_part);
+  const QRows<T> rows(p, shared.next, warpgroup_m);
 #pragma unroll
-  for (int i = 0; i < QueryRows<T>::kPasses; ++i) ptx::cp_async_16(own_memory(shared, i), rows.at(i), 16);
+  for (int i = 0; i < QRows<T>::kPasses; ++i) ptx::cp_async_16(thread_scratch(shared, i), rows.at(i), 16);
   ptx::cp_async_commit();
 }
 
-// A thread's parts of kCount passes from `first_pass` on, words[i] of pass first_pass + i: each divided by the largest
-// number of its row, as E4M3, into the swizzled tile that the products read, and the factors of the rows' scores. All
-// at the same time: what a row waits for, the others hide.
+// Quantizes kCount passes from first_pass on. words[i]: the thread's part in pass first_pass + i. Writes E4M3 to the
+// swizzled tile in shared memory, and the score scales of the rows. All passes together, to overlap their latencies.
 template <class T, int kCount>
-__device__ __forceinline__ void quantize_passes(Storage<T>& shared, Rows& rows, int row_part,
+__device__ __forceinline__ void quantize_passes(Storage<T>& shared, Rows& rows, int warpgroup_m,
                                                 const uint4 (&words)[kCount], int first_pass, float scale,
                                                 unsigned signs) {
-  using Queries = QueryRows<T>;
+  using Queries = QRows<T>;
   constexpr int kLanes = Queries::kLanes;
   static_assert(kCount <= kLanes && (kCount & (kCount - 1)) == 0, "a lane divides for one pass");
   const int lane = Queries::lane(), column = Queries::column();
-  float inverse = 1.0f, of_row = 1.0f;
-  if constexpr (!T::kCodedQueries) {
-    // Without their signs, floats of 16 bits compare as integers, two at a time. A NaN is then the largest.
-    unsigned largest[kCount];
+  float inverse = 1.0f, row_scale = 1.0f;
+  if constexpr (!T::kQuantizedQ) {
+    // 16-bit floats without sign compare as integers, two at a time. NaN compares as the largest.
+    unsigned max_abs[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const unsigned(&pairs)[4] = reinterpret_cast<const unsigned(&)[4]>(words[i]);
-      largest[i] = 0;
+      const unsigned (&pairs)[4] = reinterpret_cast<const unsigned (&)[4]>(words[i]);
+      max_abs[i] = 0;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) largest[i] = ptx::max_u16x2(largest[i], pairs[j] & 0x7fff7fffu);
+      for (int j = 0; j < 4; ++j) max_abs[i] = ptx::max_u16x2(max_abs[i], pairs[j] & 0x7fff7fffu);
     }
-    share_maxima<kCount>(largest, lane);
+    reduce_row_maxima<kCount>(max_abs, lane);
 #pragma unroll
     for (int step = kCount; step < kLanes; step *= 2) {
-      largest[0] = ptx::max_u16x2(largest[0], __shfl_xor_sync(0xffffffffu, largest[0], step));
+      max_abs[0] = ptx::max_u16x2(max_abs[0], __shfl_xor_sync(0xffffffffu, max_abs[0], step));
     }
-    const typename T::In(&two)[2] = reinterpret_cast<const typename T::In(&)[2]>(largest[0]);
-    float mine = fmaxf(static_cast<float>(two[0]), static_cast<float>(two[1]));
-    mine = mine > 0.0f ? fmaxf(mine, 448.0f * kLeastScale) : 448.0f;
-    inverse = __fdiv_rn(448.0f, mine);
-    of_row = __fdiv_rn(mine, 448.0f);
+    const typename T::In(&two)[2] = reinterpret_cast<const typename T::In(&)[2]>(max_abs[0]);
+    float row_max = fmaxf(static_cast<float>(two[0]), static_cast<float>(two[1]));
+    row_max = row_max > 0.0f ? fmaxf(row_max, 448.0f * kMinScale) : 448.0f;
+    inverse = __fdiv_rn(448.0f, row_max);
+    row_scale = __fdiv_rn(row_max, 448.0f);
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int r = Queries::of_part(first_pass + i);
+    const int r = Queries::part_row(first_pass + i);
     uint2 codes = make_uint2(words[i].x, words[i].y);
-    if constexpr (!T::kCodedQueries) {
+    if constexpr (!T::kQuantizedQ) {
       const typename T::In(&in)[8] = reinterpret_cast<const typename T::In(&)[8]>(words[i]);
       const float by = __shfl_sync(0xffffffffu, inverse, i, kLanes);
       float x[8];
@@ -130,45 +134,45 @@ __device__ __forceinline__ void quantize_passes(Storage<T>& shared, Rows& rows, 
       const float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
       codes = make_uint2(ptx::pack_e4m3(low), ptx::pack_e4m3(high));
     }
-    if (r >= T::kPartRows) continue;
+    if (r >= T::kWarpgroupRows) continue;
     codes.x ^= signs;
     codes.y ^= signs;
-    const int turn = T::kPanel == 128 ? r % 8 : r / 2 % 4;  // the copy engine's swizzle
-    unsigned char* const to = shared.q[row_part][column / T::kPanel] + r * T::kPanel;
-    *reinterpret_cast<uint2*>(to + ((column % T::kPanel / 16) ^ turn) * 16 + column % 16) = codes;
+    const int swizzle = T::kPanel == 128 ? r % 8 : r / 2 % 4;  // TMA swizzle
+    unsigned char* const to = shared.q[warpgroup_m][column / T::kPanel] + r * T::kPanel;
+    *reinterpret_cast<uint2*>(to + ((column % T::kPanel / 16) ^ swizzle) * 16 + column % 16) = codes;
     if (lane == i) {
-      const float factor = of_row * scale;
-      rows.factor[r] = factor < kLeast ? kLeast : factor;
+      const float factor = row_scale * scale;
+      rows.scale_log2[r] = factor < kMinFactor ? kMinFactor : factor;
     }
   }
 }
 
-// By the threads that share row_part's rows: Q as the products read it.
+// Quantizes the warpgroup's rows of Q. Called by the threads that share these rows.
 template <class T>
-__device__ __forceinline__ void quantize_queries(const AttentionParams& p, Storage<T>& shared, Rows& rows, int row_part,
-                                                 const Work& work, float scale, unsigned signs) {
-  using Queries = QueryRows<T>;
+__device__ __forceinline__ void quantize_q(const AttentionParams& p, Storage<T>& shared, Rows& rows, int warpgroup_m,
+                                           const Work& work, float scale, unsigned signs) {
+  using Queries = QRows<T>;
   constexpr int kPasses = Queries::kPasses;
-  if constexpr (T::kQueriesAhead) {
-    constexpr int kTogether = kPasses < 8 ? kPasses : 8;  // at head dim 256 in two turns of a loop: half of the code
+  if constexpr (T::kPrefetchQ) {
+    constexpr int kBatch = kPasses < 8 ? kPasses : 8;  // two iterations at head dim 256, to halve the code
     ptx::cp_async_wait<0>();
 #pragma unroll 1
-    for (int first = 0; first < kPasses; first += kTogether) {
-      uint4 words[kTogether];
+    for (int first = 0; first < kPasses; first += kBatch) {
+      uint4 words[kBatch];
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) words[i] = *static_cast<const uint4*>(own_memory(shared, first + i));
-      quantize_passes<T>(shared, rows, row_part, words, first, scale, signs);
+      for (int i = 0; i < kBatch; ++i) words[i] = *static_cast<const uint4*>(thread_scratch(shared, first + i));
+      quantize_passes<T>(shared, rows, warpgroup_m, words, first, scale, signs);
     }
   } else {
     uint4 words[kPasses];
-    const Queries queries(p, work, row_part);
-    const unsigned char* const raw = shared.raw_q + Queries::column() * Queries::kBytes;
-    const bool fetched = T::kRawRows > 0 && work.tile.rows(T::kRows, p.batch.group) <= T::kRawRows;
+    const Queries queries(p, work, warpgroup_m);
+    const unsigned char* const raw = shared.staged_q + Queries::column() * Queries::kBytes;
+    const bool fetched = T::kStagedQRows > 0 && work.tile.rows(T::kRows, p.batch.group) <= T::kStagedQRows;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const void* from = queries.at(i);
-      if (fetched) from = raw + (queries.row(i) - work.tile.first_row) * T::kRawBytes;
-      if constexpr (T::kCodedQueries) {
+      if (fetched) from = raw + (queries.row(i) - work.tile.first_row) * T::kQRowBytes;
+      if constexpr (T::kQuantizedQ) {
         const uint2 codes = *static_cast<const uint2*>(from);
         words[i].x = codes.x;
         words[i].y = codes.y;
@@ -176,7 +180,7 @@ __device__ __forceinline__ void quantize_queries(const AttentionParams& p, Stora
         words[i] = *static_cast<const uint4*>(from);
       }
     }
-    quantize_passes<T>(shared, rows, row_part, words, 0, scale, signs);
+    quantize_passes<T>(shared, rows, warpgroup_m, words, 0, scale, signs);
   }
 }
 

@@ -17,7 +17,8 @@ struct SlotParams {
 
   // The last sequence that begins at or before a token, of those with tokens; the last one for tokens of none.
   __device__ __forceinline__ int sequence_of(int token) const {
-    int low = 0, high = sequences;  // of starts + 1, those before `low` are at most token, those from `high` on above it
+    int low = 0,
+        high = sequences;  // of starts + 1, those before `low` are at most token, those from `high` on above it
     while (low < high) {
       const int middle = (low + high) / 2;
       if (starts[middle + 1] <= token) {

@@ -1,4 +1,4 @@
-// Scores to weights, in E4M3, with each row's maximum and sum: the online softmax of a chunk.
+// Online softmax of a chunk: scores to P in E4M3, with each row's maximum and sum.
 #pragma once
 
 #include <math_constants.h>
@@ -10,28 +10,29 @@
 
 namespace greenfast::serving {
 
-// A number in shared memory, read behind all that the program has done by then: what depends on it is not moved ahead.
-__device__ __forceinline__ float load_behind(const float* from) {
+// Loads from shared memory after all earlier memory operations; the compiler cannot move it ahead.
+__device__ __forceinline__ float load_ordered(const float* from) {
   float x;
   asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(x) : "r"(ptx::shared_address(from)) : "memory");
   return x;
 }
 
-// Two neighbours in shared memory. The compiler must not load a whole tile's ahead: registers are short.
+// Loads two adjacent floats. volatile asm keeps the compiler from hoisting a whole tile's loads, for which there are no
+// registers.
 __device__ __forceinline__ void load_pair(const float* from, float (&x)[2]) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(ptx::shared_address(from)));
 }
 
-// The first of the thread's two rows, of the row part's 64; the other one is 8 further on.
-__device__ __forceinline__ int own_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+// The first of the thread's two rows, out of the warpgroup's 64. The other one is 8 rows below.
+__device__ __forceinline__ int thread_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
 
-// Of a consumer warpgroup. A thread holds, of rows t / 4 and t / 4 + 8 of its warp's 16 (t: its lane), columns
-// 8 j + 2 (t % 4) and the next one, for all j. Register i of scores belongs to row i / 2 % 2 of the two.
+// Softmax of a consumer warpgroup. A thread holds, of rows t / 4 and t / 4 + 8 of its warp's 16 (t: its lane), columns
+// 8 j + 2 (t % 4) and the next one, for all j. Register i of the scores belongs to row i / 2 % 2 of the two.
 template <class T>
 struct Softmax {
-  static constexpr int kScores = kTile / 2, kSteps = kTile / 32;
+  static constexpr int kScores = kBlockN / 2, kSteps = kBlockN / 32;
 
-  float max[2], sum[2];  // of the present chunk; sum is of this thread's columns
+  float max[2], sum[2];  // of the current chunk; sum: over this thread's columns
 
   __device__ __forceinline__ void start() {
 #pragma unroll
@@ -41,22 +42,23 @@ struct Softmax {
     }
   }
 
-  // Keeps the maxima and sums of a chunk in shared memory. All lanes of a quad have the same.
-  __device__ __forceinline__ void keep(Sums& sums) const {
+  // Stores the chunk's row maxima and sums in shared memory. All lanes of a quad hold the same values.
+  __device__ __forceinline__ void keep(RowStats& stats) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float total = sum[r] + __shfl_xor_sync(0xffffffffu, sum[r], 1);
       total += __shfl_xor_sync(0xffffffffu, total, 2);
-      sums.max[own_row() + 8 * r] = max[r];
-      sums.sum[own_row() + 8 * r] = total;
+      stats.max[thread_row() + 8 * r] = max[r];
+      stats.sum[thread_row() + 8 * r] = total;
     }
   }
 
-  // The largest scores of a thread's two rows, if above the chunk's so far. As integers, three at a time and starting
-  // from 0, positive floats compare as they should. Where 0 comes out and the row had nothing above 0 before, all are
-  // negative: of these the largest has the smallest bits. Two chains for each row: one would wait for itself.
+  // Maxima of a thread's two rows, if above the chunk's maxima so far. Uses integer max on the float bits, three
+  // operands at a time and starting from 0, which is right for positive floats. If the result is 0 and the row maximum
+  // so far is negative, all scores are negative: then the largest has the smallest bits. Two chains per row, for
+  // instruction-level parallelism.
   template <int kCount>
-  __device__ __forceinline__ void find_maxima(const float (&s)[kCount], float (&top)[2]) const {
+  __device__ __forceinline__ void thread_max(const float (&s)[kCount], float (&top)[2]) const {
     int tops[2][2] = {};
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
@@ -66,9 +68,9 @@ struct Softmax {
     const int whole[2] = {::max(tops[0][0], tops[0][1]), ::max(tops[1][0], tops[1][1])};
     top[0] = __int_as_float(whole[0]);
     top[1] = __int_as_float(whole[1]);
-    const int negative = ((whole[0] == 0) & (max[0] < 0.0f)) | ((whole[1] == 0) & (max[1] < 0.0f));  // no branch
+    const int negative = ((whole[0] == 0) & (max[0] < 0.0f)) | ((whole[1] == 0) & (max[1] < 0.0f));  // branch-free
     if (__any_sync(0xffffffffu, negative)) {
-      unsigned least[2] = {0xff800000u, 0xff800000u};  // of -inf
+      unsigned least[2] = {0xff800000u, 0xff800000u};  // bits of -inf
 #pragma unroll
       for (int i = 0; i < kCount; i += 2) {
         unsigned& x = least[i / 2 % 2];
@@ -81,19 +83,19 @@ struct Softmax {
     }
   }
 
-  // Turns raw scores into weights, and the chunk's maxima and sums into those with this tile; gives the factors for
-  // what came before. first_key: of the tile. between: is called once a thread has found
-  // its own maxima; it may read `factor` again. masked: whether this tile has a mask, which kMasked says of any.
+  // Replaces raw scores by P, updates the chunk's row maxima and sums, and returns in `rescale` the factors for earlier
+  // tiles. first_key: of the tile. between: called after the thread has its maxima; it may reload `factor`. masked:
+  // whether this tile has a mask; kMasked: whether any tile of this code has one.
   template <bool kMasked, int kCount, class Between>
-  __device__ __forceinline__ void weigh(float (&s)[kCount], const AttentionParams& p, const Rows& rows,
-                                        const KeyFactors* keys, int first_key, float (&rescale)[2],
-                                        const Between& between, bool masked = true) {
+  __device__ __forceinline__ void online_softmax(float (&s)[kCount], const AttentionParams& p, const Rows& rows,
+                                                 const KeyScales* keys, int first_key, float (&rescale)[2],
+                                                 const Between& between, bool masked = true) {
     const int column = threadIdx.x % 4 * 2;
-    float factor[2] = {rows.factor[own_row()], rows.factor[own_row() + 8]};
+    float factor[2] = {rows.scale_log2[thread_row()], rows.scale_log2[thread_row() + 8]};
     float top[2], bias[2];
-    if constexpr (T::kExponents) {
+    if constexpr (T::kScaledScores) {
 #pragma unroll
-      for (int i = 0; i < kCount; i += 4) {  // two keys, of both rows
+      for (int i = 0; i < kCount; i += 4) {  // two keys of both rows
         const int key = i / 4 * 8 + column;
         float scales[2] = {1.0f, 1.0f}, log2_values[2] = {0.0f, 0.0f};
         if constexpr (T::kTokenScales) {
@@ -110,19 +112,19 @@ struct Softmax {
     }
     if (kMasked && masked) {
       const int before = first_key + column;
-      const int begin[2] = {rows.begin[own_row()] - before, rows.begin[own_row() + 8] - before};
-      const int end[2] = {rows.end[own_row()] - before, rows.end[own_row() + 8] - before};
+      const int begin[2] = {rows.begin[thread_row()] - before, rows.begin[thread_row() + 8] - before};
+      const int end[2] = {rows.end[thread_row()] - before, rows.end[thread_row() + 8] - before};
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const int key = i / 4 * 8 + i % 2;
         s[i] = key >= begin[i / 2 % 2] && key < end[i / 2 % 2] ? s[i] : -CUDART_INF_F;
       }
     }
-    find_maxima(s, top);
+    thread_max(s, top);
     between(factor);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if constexpr (!T::kExponents) top[r] *= factor[r];
+      if constexpr (!T::kScaledScores) top[r] *= factor[r];
     }
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
@@ -132,13 +134,13 @@ struct Softmax {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      top[r] = top[r] > max[r] + kSlack ? top[r] : max[r];
+      top[r] = top[r] > max[r] + kRescaleThreshold ? top[r] : max[r];
       const float base = top[r] == -CUDART_INF_F ? 0.0f : top[r];
       rescale[r] = ptx::ex2(max[r] - base);
-      bias[r] = kOffset - base;
+      bias[r] = kMaxOffset - base;
       max[r] = top[r];
     }
-    float sums[2][4] = {{sum[0] * rescale[0], 0.0f, 0.0f, 0.0f}, {sum[1] * rescale[1], 0.0f, 0.0f, 0.0f}};
+    float stats[2][4] = {{sum[0] * rescale[0], 0.0f, 0.0f, 0.0f}, {sum[1] * rescale[1], 0.0f, 0.0f, 0.0f}};
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
       float inverse_values[2];
@@ -146,24 +148,24 @@ struct Softmax {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int r = j / 2;
-        float &x = sums[r][i / 4 % 4], &w = s[i + j];
-        w = ptx::ex2(T::kExponents ? w + bias[r] : fmaf(w, factor[r], bias[r]));
+        float &x = stats[r][i / 4 % 4], &w = s[i + j];
+        w = ptx::ex2(T::kScaledScores ? w + bias[r] : fmaf(w, factor[r], bias[r]));
         x = T::kTokenScales ? fmaf(w, inverse_values[j % 2], x) : x + w;
       }
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) sum[r] = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]);
+    for (int r = 0; r < 2; ++r) sum[r] = (stats[r][0] + stats[r][1]) + (stats[r][2] + stats[r][3]);
   }
 
   template <int kCount>
-  __device__ __forceinline__ static void pack(const float (&w)[kCount], unsigned (&weights)[kCount / 16][4]) {
+  __device__ __forceinline__ static void pack(const float (&w)[kCount], unsigned (&p_frag)[kCount / 16][4]) {
 #pragma unroll
     for (int t = 0; t < kCount / 16; ++t) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {  // row i % 2, columns 16 (i / 2) on
+      for (int i = 0; i < 4; ++i) {  // row i % 2, columns from 16 (i / 2)
         const int first = 16 * t + 8 * (i / 2) + 2 * (i % 2);
         const float four[4] = {w[first], w[first + 1], w[first + 4], w[first + 5]};
-        weights[t][i] = ptx::pack_e4m3(four);
+        p_frag[t][i] = ptx::pack_e4m3(four);
       }
     }
   }

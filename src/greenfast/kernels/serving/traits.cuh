@@ -1,5 +1,5 @@
-// What is fixed when attention over a paged cache is compiled, and what its warps share: Cfg, which Python renders, what
-// follows from it, and shared memory.
+// The compile-time configuration of attention over a paged cache (Cfg, rendered by Python), constants derived from it,
+// and the shared-memory map.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,168 +10,173 @@
 
 namespace greenfast::serving {
 
-// The weight of a score at a row's maximum is 56 = 2^kOffset. The maximum follows a tile only where that exceeds it by
-// more than kSlack, or O would be rescaled most of the time (Dao, FlashAttention-4, 2026); so weights go up to 448, which
-// is E4M3's largest number.
-constexpr float kSlack = 3.0f, kOffset = 8.807355f - kSlack;
-constexpr float kLeastScale = 1.88079096e-37f;  // 2^-122, of a row of Q
-constexpr float kLeast = 1.17549435e-38f;       // of factors: 0 times -inf would be NaN
+// P at the row maximum is 56 = 2^kMaxOffset. The maximum follows a tile only if the tile's maximum exceeds it by more
+// than kRescaleThreshold (in log2); otherwise O would be rescaled for most tiles (lazy rescaling: Dao,
+// FlashAttention-4, 2026). So P is at most 448, the largest E4M3 number.
+constexpr float kRescaleThreshold = 3.0f, kMaxOffset = 8.807355f - kRescaleThreshold;
+constexpr float kMinScale = 1.88079096e-37f;   // 2^-122: minimum scale of a row of Q
+constexpr float kMinFactor = 1.17549435e-38f;  // minimum score scale: 0 times -inf would be NaN
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 struct Barrier {
   enum {
-    kBlock,      // __syncthreads()
-    kConsumers,  // all consumer warpgroups
-    kRows = 2,   // and the three after it: the warpgroups that share rows
-    kTurn = 6    // and the three after it: the turn of a row part
+    kBlock,             // __syncthreads()
+    kConsumers,         // all consumer warpgroups
+    kRows = 2,          // 4 barriers: the warpgroups that share rows
+    kWarpScheduler = 6  // 4 barriers: ping-pong order of the warpgroups along M
   };
 };
 
 // Members of Cfg:
 //   int kHeadDim           64, 128 or 256
-//   int kRowParts          warpgroups with 64 rows each
-//   int kColumnParts       warpgroups that share rows, and have as many equal parts of O's columns
-//   int kFewRows           rows of a row tile of few: 8 or 16, which few_rows.cuh computes with one warpgroup; else 0
-//   int kStages            tiles of K, and of V, on their way at a time
-//   int kBlocks            of the grid on a multiprocessor
-//   int kConsumerRegisters, kProducerRegisters  per thread, from the start of the main loop on
-//   int kRawRows           rows of Q that a producer fetches ahead; of a row tile with more, the consumers read them
-//   bool kOverlap          whether P V of a tile runs during the softmax of the next one, or behind its own
-//   bool kPingPong         whether row parts start their products one after the other
-//   bool kSharedTotals     whether sums over chunks are in shared memory, or in registers
-//   int kSmemBytes         of Storage: a check of what Python plans
-//   bool kTokenScales      whether each token and head of K and V has a scale, or each head
-//   bool kRowValues        whether pages of V hold rows, as those of K
-//   bool kSoftcap          whether scores s become softcap * tanh(s / softcap)
-//   bool kCodedQueries     whether Q is E4M3 with a scale for each sequence and head of K, or of type In
+//   int kWarpgroupsM       consumer warpgroups along M, of 64 rows each
+//   int kWarpgroupsN       consumer warpgroups that share rows and split the columns of O
+//   int kDecodeRows        8 or 16: rows of a row tile for decoding (decode_swap_ab.cuh, one warpgroup); else 0
+//   int kStages            stages of K, and of V
+//   int kBlocksPerSm       resident blocks per multiprocessor
+//   int kConsumerRegisters, kProducerRegisters  per thread, after setmaxnreg
+//   int kStagedQRows       rows of Q that the producer copies to shared memory; consumers load larger row tiles
+//   bool kOverlap          P V of a tile overlaps with the softmax of the next tile
+//   bool kPingPong         warpgroups along M issue their products in turn
+//   bool kSharedTotals     O summed over chunks is in shared memory, else in registers
+//   int kSmemBytes         sizeof(Storage), to check the plan in Python
+//   bool kTokenScales      K and V have a scale per token and head, else per head
+//   bool kRowMajorV        pages of V are row-major like those of K, else grouped (transposed groups of 16 keys)
+//   bool kSoftcap          scores s become softcap * tanh(s / softcap)
+//   bool kQuantizedQ       Q is E4M3 with a scale per sequence and KV head, else of type In
 //   type In, Out           half or __nv_bfloat16
 template <class Cfg>
 struct Traits : Cfg {
-  static constexpr int kConsumers = Cfg::kRowParts * Cfg::kColumnParts;
+  static constexpr int kConsumers = Cfg::kWarpgroupsM * Cfg::kWarpgroupsN;
   static constexpr int kConsumerThreads = 128 * kConsumers, kThreads = kConsumerThreads + 128;
-  static constexpr int kPartRows = Cfg::kFewRows > 0 ? Cfg::kFewRows : 64;  // of a row part
-  static constexpr int kRows = kPartRows * Cfg::kRowParts;
-  static constexpr int kPanel = Cfg::kHeadDim < 128 ? Cfg::kHeadDim : 128;  // bytes of a row between swizzles
+  static constexpr int kWarpgroupRows = Cfg::kDecodeRows > 0 ? Cfg::kDecodeRows : 64;  // of a warpgroup
+  static constexpr int kRows = kWarpgroupRows * Cfg::kWarpgroupsM;
+  static constexpr int kPanel = Cfg::kHeadDim < 128 ? Cfg::kHeadDim : 128;  // bytes of a swizzled row
   static constexpr int kPanels = Cfg::kHeadDim / kPanel;
-  static constexpr int kColumns = Cfg::kHeadDim / Cfg::kColumnParts;              // of O, of a warpgroup
-  static constexpr int kGroupBytes = Cfg::kHeadDim * 16;                          // of V: 16 keys
-  static constexpr int kRowThreads = 128 * Cfg::kColumnParts;                     // that share rows
-  static constexpr int kRawBytes = Cfg::kHeadDim * (Cfg::kCodedQueries ? 1 : 2);  // of a row of Q
-  static constexpr int kRawTileBytes = Cfg::kRawRows == 0 ? 16 : kRawBytes * Cfg::kRawRows;
-  // The factors of a tile are needed before P V of the tile before it is over.
-  static constexpr int kFactorStages = Cfg::kStages > 1 ? Cfg::kStages : 2;
-  // Whether a warp of the producer fetches the pages of V: one for K and V would wait for room for V before it fetches the
-  // next K. A block with few works only begins later for it. And whether one fetches the scales of heads, one work ahead,
-  // where it does nothing else, or the pages of V where their rows are turned.
-  static constexpr bool kValuesApart = Cfg::kRowParts > 1;
-  static constexpr bool kScalesAhead = (kValuesApart || Cfg::kFewRows > 0) && !Cfg::kTokenScales;
-  // Rows of V are turned by warps of the producer: by two, or by one where others find the factors of keys. With one
-  // stage the consumers would wait for them, and turn the rows themselves.
-  static constexpr bool kTurnsValues = Cfg::kRowValues && Cfg::kFewRows == 0;
-  static constexpr bool kTurnsAhead = kTurnsValues && Cfg::kStages > 1;
-  // Whether V's warp clears what lies beside the keys of a row tile. Where it holds rows, or is no warp of its own, the
-  // consumers do, who wait for each other then.
-  static constexpr bool kClearsAhead = kValuesApart && !Cfg::kRowValues;
-  // Whether a warp of the producer that has nothing else to do says which work is next, fetches its Q and scales, and finds
-  // what a merge needs to know: the first keys are then asked for earlier, and no block waits for another's divisions.
-  static constexpr bool kWorksApart = Cfg::kFewRows > 0;
-  static constexpr int kTurners = Cfg::kTokenScales ? 1 : 2;
-  static constexpr int kFirstTurner = !Cfg::kTokenScales ? 1 : kValuesApart ? 2 : 3;
-  static constexpr int kFactorWarps = kTurnsAhead && kValuesApart ? 1 : 2;
-  // With one stage these warps know by q_empty that the tiles of the work before are over. So consumers must not leave
-  // them behind, as they could over works without keys: a barrier tells only one phase from the next.
-  static constexpr bool kFactorsFollow = Cfg::kTokenScales && Cfg::kStages == 1;
-  static constexpr bool kExchangesRegisters = Cfg::kFewRows == 0 || (Cfg::kRowValues && Cfg::kBlocks > 1);
-  // Of a thread's sums over chunks, how many are in registers. At head dim 256 shared memory lacks room for all.
-  static constexpr int kHeld = !Cfg::kSharedTotals ? kColumns / 2 : Cfg::kHeadDim == 256 ? 4 : 0;
-  // Whether a thread's parts of Q of the next work are copied to the memory of its sums while it writes O, and whether
-  // the half of a work's last tile that no row attends to is left out, for which head dim 256 has too much code.
-  static constexpr bool kQueriesAhead = Cfg::kSharedTotals && !Cfg::kCodedQueries;
+  static constexpr int kColumns = Cfg::kHeadDim / Cfg::kWarpgroupsN;  // of O in a warpgroup
+  static constexpr int kGroupBytes = Cfg::kHeadDim * 16;              // of a group of 16 keys of V
+  static constexpr int kRowThreads = 128 * Cfg::kWarpgroupsN;         // threads that share rows
+  static constexpr int kQRowBytes = Cfg::kHeadDim * (Cfg::kQuantizedQ ? 1 : 2);
+  static constexpr int kStagedQBytes = Cfg::kStagedQRows == 0 ? 16 : kQRowBytes * Cfg::kStagedQRows;
+  // At least 2: scales of a tile are needed before P V of the previous tile has finished.
+  static constexpr int kScaleStages = Cfg::kStages > 1 ? Cfg::kStages : 2;
+  // kSeparateVWarp: another producer warp loads V. A single warp for K and V would wait for a free V stage before it
+  // loads the next K. This delays the start of a block, so blocks with few work items do without.
+  //
+  // kPrefetchScales: a producer warp loads per-head scales one work item ahead. It is a warp that is otherwise idle, or
+  // the V warp if V is transposed.
+  static constexpr bool kSeparateVWarp = Cfg::kWarpgroupsM > 1;
+  static constexpr bool kPrefetchScales = (kSeparateVWarp || Cfg::kDecodeRows > 0) && !Cfg::kTokenScales;
+  // Producer warps transpose row-major V: two, or one if other warps load token scales. With a single stage, consumers
+  // would wait for them, so consumers transpose it themselves.
+  static constexpr bool kTransposeV = Cfg::kRowMajorV && Cfg::kDecodeRows == 0;
+  static constexpr bool kProducerTransposesV = kTransposeV && Cfg::kStages > 1;
+  // The V warp zero-fills keys outside the row tile's key range. If V is row-major or there is no V warp, the consumers
+  // do this, with a barrier.
+  static constexpr bool kProducerZeroFills = kSeparateVWarp && !Cfg::kRowMajorV;
+  // An otherwise idle producer warp selects the next work item, loads its Q and scales, and finds the splits to
+  // combine. The loads of K then start earlier, and no block waits for the divisions of another warp.
+  static constexpr bool kSchedulerWarp = Cfg::kDecodeRows > 0;
+  static constexpr int kNumTransposeWarps = Cfg::kTokenScales ? 1 : 2;
+  static constexpr int kFirstTransposeWarp = !Cfg::kTokenScales ? 1 : kSeparateVWarp ? 2 : 3;
+  static constexpr int kScaleWarps = kProducerTransposesV && kSeparateVWarp ? 1 : 2;
+  // With one stage, the scale warps use q_empty to detect that the previous work item's tiles are consumed. So
+  // consumers must not overtake them by a whole phase, as they could for work items without keys: an mbarrier wait can
+  // tell only adjacent phases apart.
+  static constexpr bool kScaleWarpFollows = Cfg::kTokenScales && Cfg::kStages == 1;
+  static constexpr bool kReallocRegisters = Cfg::kDecodeRows == 0 || (Cfg::kRowMajorV && Cfg::kBlocksPerSm > 1);
+  // Number of a thread's totals (O summed over chunks) that stay in registers. At head dim 256 shared memory lacks room
+  // for all.
+  static constexpr int kTotalsInRegs = !Cfg::kSharedTotals ? kColumns / 2 : Cfg::kHeadDim == 256 ? 4 : 0;
+  // kPrefetchQ: while a thread writes O, its part of the next Q is copied (cp.async) to the memory of its totals.
+  //
+  // kHalfTiles: the fully masked half of a last tile is skipped. At head dim 256 this would be too much code.
+  static constexpr bool kPrefetchQ = Cfg::kSharedTotals && !Cfg::kQuantizedQ;
   static constexpr bool kHalfTiles = Cfg::kHeadDim < 256;
-  // Whether tiles with and without a mask are one piece of code. At head dim 256 two of each do not fit the instruction
-  // cache, and a work runs through most of them once; at 64 the branch costs 4 %.
-  static constexpr bool kMaskInStep = Cfg::kHeadDim > 64 && Cfg::kRowParts > 1;
-  // Whether tiles of K and V are prefetched to L2 before there is room for them.
-  static constexpr bool kPrefetches = Cfg::kStages == 1 && Cfg::kRowParts > 1;
-  // Whether scores are turned into exponents before the mask, or scaled in the exponential.
-  static constexpr bool kExponents = Cfg::kTokenScales || Cfg::kSoftcap;
-  // Warpgroups exchange the registers that the block began with: for more a warpgroup would wait forever.
-  static constexpr int kFirstRegisters = 65536 / (Cfg::kBlocks * kThreads) / 8 * 8;
-  static_assert(kConsumers * Cfg::kConsumerRegisters + Cfg::kProducerRegisters <= (kConsumers + 1) * kFirstRegisters);
+  // Masked and unmasked tiles share their code and test at run time. At head dim 256 separate copies exceed the
+  // instruction cache, and most work items run through each of them once. At head dim 64 the branch costs 4 %.
+  static constexpr bool kRuntimeMask = Cfg::kHeadDim > 64 && Cfg::kWarpgroupsM > 1;
+  // Tiles of K and V are prefetched to L2 before a stage is free.
+  static constexpr bool kPrefetchL2 = Cfg::kStages == 1 && Cfg::kWarpgroupsM > 1;
+  // Scores are scaled before the mask. Otherwise they are scaled in the exponential.
+  static constexpr bool kScaledScores = Cfg::kTokenScales || Cfg::kSoftcap;
+  // setmaxnreg redistributes the registers that the block was launched with. Asking for more would hang.
+  static constexpr int kLaunchRegisters = 65536 / (Cfg::kBlocksPerSm * kThreads) / 8 * 8;
+  static_assert(kConsumers * Cfg::kConsumerRegisters + Cfg::kProducerRegisters <= (kConsumers + 1) * kLaunchRegisters);
 };
 
-// What the exponentials of a tile's keys need: scales of K, log2 of scales of V, and one over these.
-struct KeyFactors {
-  float scale[kTile], log2_value[kTile], inverse_value[kTile];
+// Scales of a tile's keys: K's scale, and log2 and the reciprocal of V's scale.
+struct KeyScales {
+  float scale[kBlockN], log2_value[kBlockN], inverse_value[kBlockN];
 };
 
-// What a row part knows of its work and rows. It is in shared memory since registers are what the kernel lacks.
+// The work item of a warpgroup and its rows. In shared memory, to save registers.
 struct Rows {
   Work work;
-  int whole_begin, whole_end;  // keys that all rows attend to
-  float unit;                  // the scale of V, with kScalesAhead
-  int begin[64], end[64];      // keys of a row
-  float factor[64];            // from raw scores to exponents of two
+  int unmasked_begin, unmasked_end;  // key range that all rows attend to
+  float v_scale;                     // with kPrefetchScales
+  int begin[64], end[64];            // key range of a row
+  float scale_log2[64];              // scale of raw scores, times log2(e)
 };
 
-// Of a consumer warpgroup's rows.
-struct Sums {
-  float max[64], sum[64];          // of a chunk that has ended
-  float all_max[64], all_sum[64];  // of the chunks before it
+// Row maxima and row sums of a consumer warpgroup.
+struct RowStats {
+  float max[64], sum[64];              // of the last finished chunk
+  float total_max[64], total_sum[64];  // of all chunks before it
 };
 
-// What the warpgroup of a row tile of few rows exchanges (few_rows.cuh).
+// Data that the warps of the decode warpgroup exchange (decode_swap_ab.cuh).
 template <int kRows>
-struct Few {
-  alignas(16) unsigned char weights[kTile / 16][kRows][16];  // in E4M3, of a group of V's keys
-  alignas(16) float numbers[kRows][kTile + 4];               // the weights; rows begin in different banks
-  float tops[2][4][kRows];                                   // maxima of each warp's keys, of two tiles in turn
+struct DecodeStorage {
+  alignas(16) unsigned char p_codes[kBlockN / 16][kRows][16];  // P in E4M3, by groups of 16 keys
+  alignas(16) float p_fp32[kRows][kBlockN + 4];                // P in fp32, padded against bank conflicts
+  float warp_max[2][4][kRows];                                 // row maxima of each warp's keys, double-buffered
 };
 template <>
-struct Few<0> {};
+struct DecodeStorage<0> {};
 
-// Stages of V that hold rows, or what comes behind the last of them.
+// Stages of row-major V before the transpose. end: the producer has no more tiles.
 template <int kStages>
-struct RowStages {
+struct RowMajorStages {
   ptx::Mbarrier full[kStages];
   int end[kStages];
 };
 template <>
-struct RowStages<0> {};
+struct RowMajorStages<0> {};
 
-// The copies of a tile of V of which the warp that fetches it clears a part.
-template <bool kClearsAhead>
-struct Landed {
+// Barrier for the copies of a V tile that its producer warp zero-fills partly.
+template <bool kProducerZeroFills>
+struct LoadedV {
   ptx::Mbarrier full;
 };
 template <>
-struct Landed<false> {};
+struct LoadedV<false> {};
 
 template <class T>
 struct Storage {
-  alignas(1024) unsigned char q[T::kRowParts][T::kPanels][T::kPartRows * T::kPanel];
-  alignas(1024) unsigned char k[T::kStages][T::kPanels][kTile * T::kPanel];
-  alignas(1024) unsigned char v[T::kStages][kTile / 16][T::kGroupBytes];
-  alignas(16) unsigned char raw_q[T::kRawTileBytes];
-  // Sums over chunks, four to an element: each is of one thread, which alone accesses it.
-  alignas(16) float4
-      totals[T::kSharedTotals ? T::kConsumers * (T::kColumns / 2 - T::kHeld) / 4 : 1][T::kSharedTotals ? 128 : 1];
-  KeyFactors factors[T::kTokenScales ? T::kFactorStages : 1];
-  Work next;             // the work whose Q is in raw_q; without chunks there is no more
-  float next_scales[2];  // of its K and V, with kScalesAhead
-  Rows rows[T::kRowParts];
-  Sums sums[T::kConsumers];
-  Few<T::kFewRows> few;
-  Piece pieces[2];  // of row tiles that other blocks work on too: the first and the last
-  int piece_count;
+  alignas(1024) unsigned char q[T::kWarpgroupsM][T::kPanels][T::kWarpgroupRows * T::kPanel];
+  alignas(1024) unsigned char k[T::kStages][T::kPanels][kBlockN * T::kPanel];
+  alignas(1024) unsigned char v[T::kStages][kBlockN / 16][T::kGroupBytes];
+  alignas(16) unsigned char staged_q[T::kStagedQBytes];
+  // O summed over chunks, 4 values per element. Each element belongs to one thread.
+  alignas(16) float4 totals[T::kSharedTotals ? T::kConsumers * (T::kColumns / 2 - T::kTotalsInRegs) / 4 : 1]
+                           [T::kSharedTotals ? 128 : 1];
+  KeyScales key_scales[T::kTokenScales ? T::kScaleStages : 1];
+  Work next;             // the work item whose Q is in staged_q; chunks == 0: no more work
+  float next_scales[2];  // of K and V, with kPrefetchScales
+  Rows rows[T::kWarpgroupsM];
+  RowStats stats[T::kConsumers];
+  DecodeStorage<T::kDecodeRows> decode;
+  SplitWork split_works[2];  // row tiles shared with other blocks: at most the first and the last
+  int split_count;
   ptx::Mbarrier k_full[T::kStages], k_empty[T::kStages], v_full[T::kStages], v_empty[T::kStages];
-  ptx::Mbarrier factors_full[T::kFactorStages], q_full, q_empty;
-  RowStages<T::kTurnsAhead ? T::kStages : 0> rows_of_v;
-  Landed<T::kClearsAhead> landed;
+  ptx::Mbarrier scales_full[T::kScaleStages], q_full, q_empty;
+  RowMajorStages<T::kProducerTransposesV ? T::kStages : 0> row_major_v;
+  LoadedV<T::kProducerZeroFills> loaded_v;
 };
 
 __device__ __forceinline__ Plan plan_of(const AttentionParams& p) {
-  return {p.plan, static_cast<int>(gridDim.x), p.most_tiles, p.abreast};
+  return {p.plan, static_cast<int>(gridDim.x), p.max_tiles, p.parallel_heads};
 }
 
 }  // namespace greenfast::serving
