@@ -103,7 +103,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p, const ptx::T
     } else if constexpr (T::kPrefetchScales && !T::kSchedulerWarp) {
       if (warp == 1) head_scale_loop<T>(p, shared);
     }
-  } else if constexpr (T::kDecodeRows > 0) {
+  } else if constexpr (T::kSwapAB) {
     if constexpr (T::kReallocRegisters) ptx::warpgroup_reg_alloc<T::kConsumerRegisters>();
     DecodeSwapAB<T>(p, shared).run();
   } else {

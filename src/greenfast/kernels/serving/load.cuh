@@ -129,7 +129,7 @@ __device__ __forceinline__ ptx::Mbarrier& v_barrier(Storage<T>& shared, int stag
 template <class T>
 __device__ __forceinline__ void tma_load_rows(void* to, const ptx::TensorMap& map, ptx::Mbarrier& full, int column,
                                               int key, int head, int page) {
-  if constexpr (T::kDecodeRows > 0) {
+  if constexpr (T::kSwapAB) {
     ptx::tma_load_4d(to, map, full, column, key, head, page, ptx::evict_first());
   } else {
     ptx::tma_load_4d(to, map, full, column, key, head, page);
@@ -235,7 +235,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, Storage<T>& sh
             load_v_rows<T>(p, shared.v[s][0], full(), v_map, lane * p.page, work.head, number);
           } else {
             const long long at = number * p.v_page + work.head * p.v_head;
-            if constexpr (T::kDecodeRows > 0) {
+            if constexpr (T::kSwapAB) {
               ptx::bulk_load(shared.v[s][0] + lane * page_bytes, values + at, page_bytes, full(), ptx::evict_first());
             } else {
               ptx::bulk_load(shared.v[s][0] + lane * page_bytes, values + at, page_bytes, full());
@@ -299,7 +299,7 @@ __device__ __forceinline__ void transpose_v_loop(Storage<T>& shared) {
 // which makes decoding 13 % slower at head dim 64. L1 no-allocate, or the L2 hint, is enough to avoid that.
 template <class T>
 __device__ __forceinline__ float load_token_scale(const float* from) {
-  if constexpr (T::kDecodeRows > 0) {
+  if constexpr (T::kSwapAB) {
     return ptx::load_once(from, ptx::evict_first());
   } else {
     return *from;

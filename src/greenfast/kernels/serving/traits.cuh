@@ -47,9 +47,11 @@ struct Barrier {
 //   type In, Out           half or __nv_bfloat16
 template <class Cfg>
 struct Traits : Cfg {
+  // Whether rows are the N dimension of the products (decode_swap_ab.cuh).
+  static constexpr bool kSwapAB = Cfg::kDecodeRows > 0;
   static constexpr int kConsumers = Cfg::kWarpgroupsM * Cfg::kWarpgroupsN;
   static constexpr int kConsumerThreads = 128 * kConsumers, kThreads = kConsumerThreads + 128;
-  static constexpr int kWarpgroupRows = Cfg::kDecodeRows > 0 ? Cfg::kDecodeRows : 64;  // of a warpgroup
+  static constexpr int kWarpgroupRows = kSwapAB ? Cfg::kDecodeRows : 64;  // of a warpgroup
   static constexpr int kRows = kWarpgroupRows * Cfg::kWarpgroupsM;
   static constexpr int kPanel = Cfg::kHeadDim < 128 ? Cfg::kHeadDim : 128;  // bytes of a swizzled row
   static constexpr int kPanels = Cfg::kHeadDim / kPanel;
@@ -66,17 +68,17 @@ struct Traits : Cfg {
   // kPrefetchScales: a producer warp loads per-head scales one work item ahead. It is a warp that is otherwise idle, or
   // the V warp if V is transposed.
   static constexpr bool kSeparateVWarp = Cfg::kWarpgroupsM > 1;
-  static constexpr bool kPrefetchScales = (kSeparateVWarp || Cfg::kDecodeRows > 0) && !Cfg::kTokenScales;
+  static constexpr bool kPrefetchScales = (kSeparateVWarp || kSwapAB) && !Cfg::kTokenScales;
   // Producer warps transpose row-major V: two, or one if other warps load token scales. With a single stage, consumers
   // would wait for them, so consumers transpose it themselves.
-  static constexpr bool kTransposeV = Cfg::kRowMajorV && Cfg::kDecodeRows == 0;
+  static constexpr bool kTransposeV = Cfg::kRowMajorV && !kSwapAB;
   static constexpr bool kProducerTransposesV = kTransposeV && Cfg::kStages > 1;
   // The V warp zero-fills keys outside the row tile's key range. If V is row-major or there is no V warp, the consumers
   // do this, with a barrier.
   static constexpr bool kProducerZeroFills = kSeparateVWarp && !Cfg::kRowMajorV;
   // An otherwise idle producer warp selects the next work item, loads its Q and scales, and finds the splits to
   // combine. The loads of K then start earlier, and no block waits for the divisions of another warp.
-  static constexpr bool kSchedulerWarp = Cfg::kDecodeRows > 0;
+  static constexpr bool kSchedulerWarp = kSwapAB;
   static constexpr int kNumTransposeWarps = Cfg::kTokenScales ? 1 : 2;
   static constexpr int kFirstTransposeWarp = !Cfg::kTokenScales ? 1 : kSeparateVWarp ? 2 : 3;
   static constexpr int kScaleWarps = kProducerTransposesV && kSeparateVWarp ? 1 : 2;
@@ -84,7 +86,7 @@ struct Traits : Cfg {
   // consumers must not overtake them by a whole phase, as they could for work items without keys: an mbarrier wait can
   // tell only adjacent phases apart.
   static constexpr bool kScaleWarpFollows = Cfg::kTokenScales && Cfg::kStages == 1;
-  static constexpr bool kReallocRegisters = Cfg::kDecodeRows == 0 || (Cfg::kRowMajorV && Cfg::kBlocksPerSm > 1);
+  static constexpr bool kReallocRegisters = !kSwapAB || (Cfg::kRowMajorV && Cfg::kBlocksPerSm > 1);
   // Number of a thread's totals (O summed over chunks) that stay in registers. At head dim 256 shared memory lacks room
   // for all.
   static constexpr int kTotalsInRegs = !Cfg::kSharedTotals ? kColumns / 2 : Cfg::kHeadDim == 256 ? 4 : 0;
