@@ -143,7 +143,7 @@ def with_queries(dims: dict[str, int], head_dim: int, dtype: torch.dtype, fmt: s
 @pytest.mark.parametrize(
     ("header", "fence", "head_dim"),
     [
-        ("load_q_input", "  // reads are over before TMA may overwrite what they read", 64),
+        ("load_q_input", "  // order these reads before the TMA write that reuses the buffer", 64),
         ("load_q_staged", "  // as in load_q_input.cuh", 256),
     ],
 )
@@ -293,8 +293,8 @@ MUTANTS = {
     ),
     "O before its product has ended": (
         "attention/sm90/mainloop.cuh",
-        "    ptx::wgmma_wait<0>();\n    if constexpr (Traits::kTwoLevels) {\n",
-        "    if constexpr (Traits::kTwoLevels) {\n",
+        "    ptx::wgmma_wait<0>();\n    if constexpr (Traits::kPromoteAccum) {\n",
+        "    if constexpr (Traits::kPromoteAccum) {\n",
         "accumulator before a wgmma.wait_group",
     ),
     "rows of V before they have come": (

@@ -1,4 +1,4 @@
-// Axis: the epilogue. From sums of weights and weighted values to O and the log-sum-exp in memory.
+// Axis: the epilogue. Writes O and LSE from the accumulators and row sums.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,28 +7,28 @@
 
 #include "attention/mask.cuh"
 #include "attention/softmax.cuh"
-#include "attention/value_units.cuh"
+#include "attention/v_scale.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/store.cuh"
 
 namespace greenfast {
 
-// Exchanges registers among the four lanes of a quad: afterwards x[i] is what lane i of the quad had in x[own lane].
+// Transposes a 4x4 matrix over the lanes of a quad: afterwards x[i] is lane i's former x[own lane].
 __device__ __forceinline__ void transpose_quad(unsigned (&x)[4]) {
   const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
-    const unsigned got = __shfl_xor_sync(0xffffffffu, odd ? x[i] : x[i + 1], 1);
-    (odd ? x[i] : x[i + 1]) = got;
+    const unsigned received = __shfl_xor_sync(0xffffffffu, odd ? x[i] : x[i + 1], 1);
+    (odd ? x[i] : x[i + 1]) = received;
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const unsigned got = __shfl_xor_sync(0xffffffffu, high ? x[i] : x[i + 2], 2);
-    (high ? x[i] : x[i + 2]) = got;
+    const unsigned received = __shfl_xor_sync(0xffffffffu, high ? x[i] : x[i + 2], 2);
+    (high ? x[i] : x[i + 2]) = received;
   }
 }
 
-// Two neighbouring values of O as 32 bits.
+// Packs two adjacent columns of O.
 __device__ __forceinline__ unsigned pack_out(float low, float high, half*) {
   const half2 pair = __floats2half2_rn(low, high);
   return reinterpret_cast<const unsigned&>(pair);
@@ -38,15 +38,15 @@ __device__ __forceinline__ unsigned pack_out(float low, float high, __nv_bfloat1
   return reinterpret_cast<const unsigned&>(pair);
 }
 
-// Which of a thread's two rows attend to keys, or values, that are not all finite.
-struct UnknownRows {
+// Per row of a thread's two: whether it attends to non-finite K (then O and LSE are NaN) or V (then O is NaN).
+struct NonFiniteRows {
   bool scores[2], values[2];
 };
 
-// Finds them, for the 64 rows of a warpgroup from first_row on. A thread has rows t / 4 and t / 4 + 8 of its warp's 16
+// Finds them for the 64 rows of a warpgroup from first_row on. A thread has rows t / 4 and t / 4 + 8 of its warp's 16
 // (t: its lane).
 template <class Traits>
-struct UnknownRowsFinder {
+struct NonFiniteRowsFinder {
   const FlashParams& p;
   const Sequence& sequence;
   const KeyRows& keys;
@@ -55,49 +55,48 @@ struct UnknownRowsFinder {
   // The first of the thread's two rows.
   __device__ __forceinline__ int row() const { return first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
 
-  // Which of this thread's two rows attend to a block of keys or values whose scale is NaN: a quantizer leaves that,
-  // and codes of 0, where a number of the block is not finite, so that nothing of it reaches other rows. A NaN in
-  // scores would not do: the powers of two from the bits of halves lose it. All groups of a block are NaN where one is.
-  __device__ __forceinline__ UnknownRows find(const ScoreScales<Traits>& scales) const {
+  // Returns the flags of this thread's two rows. The quantizer writes a NaN scale and zero codes for a block that holds
+  // a non-finite number, so that it cannot reach other rows. NaN scores would not work: the half-precision exp2 loses
+  // them. If one group of a block has a NaN scale, all have.
+  __device__ __forceinline__ NonFiniteRows find(const ScoreScales<Traits>& scales) const {
     const typename Traits::Mask mask{sequence};
-    const auto end = [&](int of) { return max(0, mask.row_end(of)); };
-    const int seen = end(first_row + Traits::kRows - 1);
-    int known_keys = seen, known_values = seen;  // up to which all is known
+    const auto limit = [&](int index) { return max(0, mask.col_limit(index)); };
+    const int col_end = limit(first_row + Traits::kRows - 1);
+    int finite_keys = col_end, finite_values = col_end;  // all keys before it are finite
     if constexpr (Traits::kKeyBlockScales) {
       const size_t first = sequence.first_kv_block(keys);
-      for (int block = threadIdx.x % 32; block * kRowBlock < seen; block += 32) {
+      for (int block = threadIdx.x % 32; block * kRowBlock < col_end; block += 32) {
         const float of_keys = ptx::load_written(p.k_scale + (first + block) * (Traits::kFineScales ? kKeyGroups : 1));
         const float of_values = Traits::kValueBlockScales ? ptx::load_written(p.v_scale + first + block) : 0.0f;
-        if (of_keys != of_keys) known_keys = min(known_keys, block * kRowBlock);
-        if (of_values != of_values) known_values = min(known_values, block * kRowBlock);
+        if (of_keys != of_keys) finite_keys = min(finite_keys, block * kRowBlock);
+        if (of_values != of_values) finite_values = min(finite_values, block * kRowBlock);
       }
-      known_keys = __reduce_min_sync(0xffffffffu, known_keys);
-      known_values = __reduce_min_sync(0xffffffffu, known_values);
+      finite_keys = __reduce_min_sync(0xffffffffu, finite_keys);
+      finite_values = __reduce_min_sync(0xffffffffu, finite_values);
     }
-    UnknownRows unknown;
+    NonFiniteRows nonfinite;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float of_row = scales.row_factor(r);
-      unknown.scores[r] = end(row() + 8 * r) > (of_row != of_row ? 0 : known_keys);
-      unknown.values[r] = end(row() + 8 * r) > known_values;
+      nonfinite.scores[r] = limit(row() + 8 * r) > (of_row != of_row ? 0 : finite_keys);
+      nonfinite.values[r] = limit(row() + 8 * r) > finite_values;
     }
-    return unknown;
+    return nonfinite;
   }
-
 };
 
-// What a warpgroup does once its rows have met all of their keys. Of each of its two rows a thread has columns
-// 8 j + 2 (t % 4) and the next one, for all j. The compiler orders the stores by how they reach head and rows: as
-// numbers, not through a Sequence, so varlen offsets come here as well.
+// The epilogue of a consumer warpgroup after its last tile. A thread has columns 8 j + 2 (t % 4) and the next one, for
+// all j, of each of its two rows. The compiler orders the stores by the way head and rows are passed: pass numbers, not
+// a Sequence. Varlen offsets would be added here too.
 template <class Traits>
 struct Epilogue {
-  static constexpr int kOut = Traits::kHeadDim / 2;  // values of O, behind which sums come where kSumsByProduct
+  static constexpr int kOut = Traits::kHeadDim / 2;  // values of O; row sums follow with kRowSumByMma
 
-  // Writes the rows before q_len: O / sum, and the log-sum-exp. Rows that attend to what is unknown are NaN. mainloop:
-  // p, o (overwritten), the units of o, and the softmax with its bases and sums. head and kv_head: over the batch.
+  // Writes O / sum and LSE of the rows below q_len; rows that attend to non-finite keys become NaN. mainloop: provides
+  // p, o (overwritten), the V scale of o, and the softmax state. head, kv_head: counted over the batch.
   template <class Mainloop>
   __device__ __forceinline__ static void store(Mainloop& mainloop, int head, int first_row, int kv_head,
-                                               const UnknownRows& unknown) {
+                                               const NonFiniteRows& nonfinite) {
     const FlashParams& p = mainloop.p;
     auto& o = mainloop.o;
     const auto& softmax = mainloop.softmax;
@@ -105,21 +104,21 @@ struct Epilogue {
     const int quad = threadIdx.x % 4;
     Out* const begin = static_cast<Out*>(p.out) + p.rows.first(head);
     const float* channels = p.v_scale + (Traits::kChannelScales ? kv_head * Traits::kHeadDim : 0);
-    float unit = mainloop.units.last(p, kv_head);
-    if (unit < 1e-20f) {  // its quotient by a sum could be subnormal
+    float acc_scale = mainloop.v_scale.last(p, kv_head);
+    if (acc_scale < 1e-20f) {  // acc_scale / total could be subnormal
 #pragma unroll
-      for (int i = 0; i < kOut; ++i) o[i] *= unit;
-      unit = 1.0f;
+      for (int i = 0; i < kOut; ++i) o[i] *= acc_scale;
+      acc_scale = 1.0f;
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float total = Traits::kSumsByProduct ? o[kOut + 2 * r] : softmax.sum[r];
-      if (!Traits::kSumsByProduct) {
+      float total = Traits::kRowSumByMma ? o[kOut + 2 * r] : softmax.sum[r];
+      if (!Traits::kRowSumByMma) {
         total += __shfl_xor_sync(0xffffffffu, total, 1);
         total += __shfl_xor_sync(0xffffffffu, total, 2);
       }
-      const bool any = total >= 1.0f;  // a row with a key has a weight of 448
-      const float factor = unknown.scores[r] || unknown.values[r] ? CUDART_NAN_F : any ? unit / total : 0.0f;
+      const bool any = total >= 1.0f;  // a row with a key has a P of 448
+      const float factor = nonfinite.scores[r] || nonfinite.values[r] ? CUDART_NAN_F : any ? acc_scale / total : 0.0f;
       const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
       Out* const out = begin + row * p.rows.row;
 #pragma unroll
@@ -143,8 +142,9 @@ struct Epilogue {
       }
       if (Traits::kLse && quad == 0 && row < p.q_len) {
         const float ln2 = 0.6931471805599453f;
-        const float lse = any ? (log2f(total) - OnlineSoftmax<Traits>::kOffset + softmax.base[r]) * ln2 : -CUDART_INF_F;
-        p.lse[static_cast<size_t>(head) * p.q_len + row] = unknown.scores[r] ? CUDART_NAN_F : lse;
+        const float lse =
+            any ? (log2f(total) - OnlineSoftmax<Traits>::kMaxOffset + softmax.base[r]) * ln2 : -CUDART_INF_F;
+        p.lse[static_cast<size_t>(head) * p.q_len + row] = nonfinite.scores[r] ? CUDART_NAN_F : lse;
       }
     }
   }

@@ -43,10 +43,10 @@ def kernel(
     flags = {
         "PingPong": tiles.ping_pong,
         "Overlap": tiles.overlap,
-        "TwoLevels": tiles.two_levels,
+        "PromoteAccum": tiles.two_levels,
         "Causal": config.causal,
         "Lse": config.log_sum_exp,
-        "ExactSums": config.exact_sums,
+        "SumUnroundedP": config.exact_sums,
         "Int8": config.format == "int8",
         "QueryBlockScales": config.query_scales == "block" and not config.quantizes_queries,
         "KeyBlockScales": config.key_scales != "head",
@@ -62,15 +62,15 @@ def kernel(
     row_major = config.value_layout == "row_major"
     if row_major:
         headers.append("load_v_row_major")
-        loaders = ", greenfast::CodedQueries, greenfast::RowMajorValues"
+        loaders = ", greenfast::QLoadQuantized, greenfast::VLoadRowMajor"
     if config.quantizes_queries:
         if row_major or config.query_scales == "head":
             raise UsageError("a Q that the Hopper kernel quantizes: scales of Q and K are per block, V is transposed")
         staged = stages_queries(config.head_dim)
         headers.append("load_q_staged" if staged else "load_q_input")
-        loaders = f", greenfast::{'StagedQueries' if staged else 'InputQueries'}"
+        loaders = f", greenfast::{'QLoadFuseQuantStaged' if staged else 'QLoadFuseQuant'}"
         q_parameters, q_argument = f"{q_parameters}, int q_heads", "{q, q_heads}"
-        constants += f"\n  static constexpr int kQueryColumns = {config.columns};"
+        constants += f"\n  static constexpr int kQColumns = {config.columns};"
         constants += f"\n  using In = {CUDA_TYPES[config.dtype]};"
     includes = "\n".join(f'#include "attention/sm90/{header}.cuh"' for header in headers)
     source = f"""{includes}
@@ -81,7 +81,7 @@ struct Cfg {{
   static constexpr int kConsumers = {tiles.consumers};
   static constexpr int kStages = {tiles.stages};
   static constexpr int kOutColumns = {tiles.out_columns};
-  static constexpr int kPolynomials = {tiles.polynomials};
+  static constexpr int kExp2Emulated = {tiles.polynomials};
   static constexpr int kConsumerRegisters = {registers};
   static constexpr int kProducerRegisters = {fetching};
   static constexpr int kSmemBytes = {smem};
@@ -95,10 +95,10 @@ using greenfast::ptx::TensorMap;
 extern "C" __global__ void __launch_bounds__({threads}, 1)
 {ENTRY}({q_parameters}, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
         const float* q_scale, const float* k_scale, const float* v_scale, void* out, float* lse, int heads,
-        int heads_per_kv, int q_len, int kv_len, int causal_shift, int heads_at_once, float softmax_scale,
+        int heads_per_kv, int q_len, int kv_len, int causal_shift, int head_swizzle, float softmax_scale,
         long long out_gap, long long out_head, long long out_row, unsigned out_heads, int out_columns) {{
   greenfast::attention_sm90<Cfg{loaders}>(
-      {{q_scale, k_scale, v_scale, out, lse, heads, heads_per_kv, q_len, kv_len, causal_shift, heads_at_once,
+      {{q_scale, k_scale, v_scale, out, lse, heads, heads_per_kv, q_len, kv_len, causal_shift, head_swizzle,
         softmax_scale, {{out_gap, out_head, out_row, out_heads, out_columns}}}},
       {q_argument}, k, v);
 }}

@@ -1,9 +1,8 @@
-// Axis: the scheduler. Which work tiles a block computes, and in which order.
+// Axis: the tile scheduler. Assigns work tiles to blocks.
 //
-// A work tile is Traits::kBlockM query rows of a head, with all of their keys. A scheduler says, round by round, which
-// one a block has, the same to all warps that ask: has(round) whether to go on, tile(round) the tile's number, to be
-// skipped where that is not below `tiles`. Another order of the numbers, or tiles that blocks fetch one by one, go
-// here.
+// A work tile is Traits::kBlockM query rows of a head, with all of their keys. In each round a scheduler gives a block
+// at most one tile, the same for all its warps: has(round) returns whether to go on; tile(round) returns the tile's
+// number, to be skipped unless it is below `tiles`. Another order, or dynamic scheduling, goes here.
 #pragma once
 
 #include "attention/mask.cuh"
@@ -13,29 +12,29 @@ namespace greenfast {
 // Traits: kBlockM, kBlockN and Mask.
 template <class Traits>
 struct WorkTile {
-  int head;  // of the Sequence that its rows are of
+  int head;  // counted over the batch
   int first_row;
-  int stop_tile;  // the first tile of keys behind those that the rows attend to, which begin with Mask::first_tile
+  int n_block_max;  // key tiles: Mask::n_block_min .. n_block_max - 1
 
-  // The tile of that number, counted over `heads_at_once` heads at a time; where later rows have more keys, they come
-  // first. Not forced inline: the compiler orders its arithmetic better.
+  // Decodes a tile number. Tiles are numbered in groups of head_swizzle heads; if later rows have more keys, they come
+  // first. Not forced inline: this gives the compiler a better instruction order.
   __device__ WorkTile(const FlashParams& p, int number) {
     using Mask = typename Traits::Mask;
     const int row_blocks = (p.q_len + Traits::kBlockM - 1) / Traits::kBlockM;
-    const int per_group = row_blocks * p.heads_at_once;
+    const int per_group = row_blocks * p.head_swizzle;
     const int group = number / per_group, in_group = number % per_group;
-    const int width = min(p.heads_at_once, p.heads - group * p.heads_at_once);
+    const int width = min(p.head_swizzle, p.heads - group * p.head_swizzle);
     const int block = in_group / width;
-    head = group * p.heads_at_once + in_group % width;
+    head = group * p.head_swizzle + in_group % width;
     first_row = (Mask::kLaterRowsAreLonger ? row_blocks - 1 - block : block) * Traits::kBlockM;
     const Sequence sequence{p, head};
     const int stop_row = min(first_row + Traits::kBlockM, sequence.q_len());
-    stop_tile = Mask{sequence}.template stop_tile<Traits::kBlockN>(stop_row);
+    n_block_max = Mask{sequence}.template n_block_max<Traits::kBlockN>(stop_row);
   }
 };
 
-// A fixed division of the work tiles among the blocks of the grid, which may be fewer. Every other round goes backwards
-// over the blocks, so that none gets the longer tiles each time.
+// Static persistent scheduler. The grid may have fewer blocks than work tiles. Every other round is reversed, so that
+// no block always gets the longer tiles.
 struct StaticScheduler {
   const int tiles;  // of all blocks
 
@@ -45,7 +44,7 @@ struct StaticScheduler {
   // Whether any block has a tile in this round.
   __device__ __forceinline__ bool has(int round) const { return round * static_cast<int>(gridDim.x) < tiles; }
 
-  // The number of this block's tile, which is there where that is below `tiles`.
+  // The number of this block's tile; valid if below `tiles`.
   __device__ __forceinline__ int tile(int round) const {
     return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   }

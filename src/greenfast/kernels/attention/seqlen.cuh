@@ -1,8 +1,8 @@
-// Axis: the sequence. Where the rows of a head lie, and how many they are.
+// Axis: the sequence. Lengths and row offsets of a head.
 //
-// Every head has q_len rows of Q and kv_len of K and V here. Batches of sequences of several lengths, packed one behind
-// the other, need another Sequence, whose lengths and first rows come from cumulative lengths, and three places that
-// read q_len from FlashParams: the count of work tiles (scheduler.cuh), consume() (sm90/kernel.cuh) and the epilogue.
+// Here every head has q_len rows of Q and kv_len keys. Packed sequences of several lengths (varlen) need another
+// Sequence that reads cumulative lengths, and changes in three places that read q_len from FlashParams: the number of
+// work tiles (scheduler.cuh), consume() (sm90/kernel.cuh) and the epilogue.
 #pragma once
 
 #include "attention/params.cuh"
@@ -10,7 +10,7 @@
 
 namespace greenfast {
 
-// Where the keys of a head lie: a plane of the tensor maps of K and V, of batch x kv_heads, and a row of it.
+// The keys of a head: its plane in the tensor maps of K and V (batch x kv_heads), and the row of a key in it.
 struct KeyRows {
   int kv_head;
   __device__ __forceinline__ int row(int key) const { return key; }
@@ -18,16 +18,16 @@ struct KeyRows {
 
 struct Sequence {
   const FlashParams& p;
-  int head;  // counted over the batch: of batch x heads
+  int head;  // counted over the batch: 0 .. batch x heads - 1
 
   __device__ __forceinline__ KeyRows key_rows() const { return {head / p.heads_per_kv}; }
   __device__ __forceinline__ int q_len() const { return p.q_len; }
   __device__ __forceinline__ int kv_len() const { return p.kv_len; }
 
-  // Where a row of the head lies in its plane of Q's tensor map, of batch x heads.
+  // The row in the head's plane of Q's tensor map (batch x heads).
   __device__ __forceinline__ int q_row(int row) const { return row; }
 
-  // Scales of blocks, which begin anew with each head: how many it has, and its first.
+  // Block scales of a head: their number, and the index of the first.
   __device__ __forceinline__ int kv_blocks() const { return (kv_len() + kRowBlock - 1) / kRowBlock; }
   __device__ __forceinline__ int q_blocks() const { return (q_len() + kQueryBlock - 1) / kQueryBlock; }
   __device__ __forceinline__ size_t first_kv_block(const KeyRows& keys) const {

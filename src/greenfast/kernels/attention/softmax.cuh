@@ -1,7 +1,6 @@
-// Online softmax of raw scores in registers (Milakov and Gimelshein, 2018), in base 2, and its weights as E4M3
-// operands.
+// Online softmax of raw scores in registers (Milakov and Gimelshein, 2018), in base 2, and P as E4M3 operands.
 //
-// Of scores and of O a thread has two rows: register i of either belongs to row i / 2 % 2 of the two.
+// A thread has two rows of the scores and of O: register i belongs to row i / 2 % 2 of the two.
 #pragma once
 
 #include <math_constants.h>
@@ -12,23 +11,24 @@
 
 namespace greenfast {
 
-// Traits: kBlockN, kPolynomials, kSumsByProduct, kTileBase.
+// Traits: kBlockN, kExp2Emulated, kRowSumByMma, kPerTileBase.
 template <class Traits>
 struct OnlineSoftmax {
   using Scales = ScoreScales<Traits>;
   static constexpr int kScores = Traits::kBlockN / 2;  // per thread
-  static constexpr int kSteps = Traits::kBlockN / 32;  // of P V
+  static constexpr int kSteps = Traits::kBlockN / 32;  // k-steps of P V
   static constexpr int kScales = Scales::kScales;
-  // A tile's largest weight is stored as 448 = 2^kOffset, E4M3's largest number, so that small ones keep their bits.
-  static constexpr float kOffset = 8.807355f;
-  // With kTileBase also where an earlier tile had larger ones, such as a sink that all rows attend to, whose own weight
-  // would leave those of all later keys too few bits. The base falls by at most 2^kMostFall from tile to tile, and not
-  // where the sum of weights is large, so that falls leave it below 2^34 even if the last one is not in it yet.
-  // A thread's own sum is of a quarter of the columns.
-  static constexpr float kMostFall = 8.0f, kLargeSum = Traits::kSumsByProduct ? 262144.0f : 65536.0f;  // 2^18
+  // The largest P of a tile is stored as 448 = 2^kMaxOffset, the largest E4M3 number, so that small values keep their
+  // precision.
+  static constexpr float kMaxOffset = 8.807355f;
+  // With kPerTileBase this also holds if an earlier tile had a larger score, such as an attention sink, which would
+  // leave too few bits for all later keys. The base drops by at most 2^kMaxBaseDrop per tile, and not if the row sum
+  // exceeds kMaxSumForDrop. So the sum stays below 2^34, even if it does not include the last tile yet. A thread's own
+  // sum covers a quarter of the columns.
+  static constexpr float kMaxBaseDrop = 8.0f, kMaxSumForDrop = Traits::kRowSumByMma ? 262144.0f : 65536.0f;  // 2^18
 
-  float base[2];  // of exponents: what a weight of 2^kOffset has; -inf before the first key
-  float sum[2];  // of weights, of this thread's columns; unused where kSumsByProduct
+  float base[2];  // subtracted from exponents: that of P = 2^kMaxOffset; -inf before the first key
+  float sum[2];   // row sum over this thread's columns; unused with kRowSumByMma
 
   __device__ __forceinline__ void start() {
 #pragma unroll
@@ -38,14 +38,14 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns raw scores, which it overwrites, into weights, of which `pack` makes operands; gives the factors for what came before. before: the
-  // sums of a row's weights so far, perhaps without the last tile's.
+  // Computes P from raw scores, which it overwrites; `pack` converts it to operands. Returns in `rescale` the factors
+  // for earlier tiles. before: the rows' sums so far, perhaps without the last tile.
   //
-  // Of each 16 weights the first kPolynomials come from the FMA pipe, as pairs of halves (ptx::exp2_halves), the
-  // others from the special-function unit, which is the narrow one: 16 powers per multiprocessor and clock.
+  // Of each 16 values the first kExp2Emulated are computed on the FMA pipe, as pairs of halves (ptx::exp2_halves). The
+  // others use the special-function unit (MUFU), the bottleneck: 16 results per multiprocessor and clock.
   template <class Variant>
-  __device__ __forceinline__ void weigh(float (&s)[kScores], const Scales& scales, const float (&before)[2],
-                                        float (&w)[kScores], float (&rescale)[2]) {
+  __device__ __forceinline__ void online_softmax(float (&s)[kScores], const Scales& scales, const float (&before)[2],
+                                                 float (&p_fp32)[kScores], float (&rescale)[2]) {
     float top[2] = {-CUDART_INF_F, -CUDART_INF_F}, bias[kScales][2], half_bias[kScales][2];
 #pragma unroll
     for (int h = 0; h < kScales; ++h) {
@@ -59,18 +59,18 @@ struct OnlineSoftmax {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // Before the exchange: where a thread has a sum of its own, all of a row fall together.
-      top[r] = fmaxf(top[r], Traits::kTileBase && before[r] < kLargeSum ? base[r] - kMostFall : base[r]);
+      // Before the reduction over the quad: with per-thread sums, all threads of a row must drop together.
+      top[r] = fmaxf(top[r], Traits::kPerTileBase && before[r] < kMaxSumForDrop ? base[r] - kMaxBaseDrop : base[r]);
       top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 1));
       top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 2));
-      const float from = top[r] == -CUDART_INF_F ? 0.0f : top[r];  // no key so far: any base gives weights 0
+      const float from = top[r] == -CUDART_INF_F ? 0.0f : top[r];  // no key so far: any base gives P = 0
       rescale[r] = ptx::ex2(base[r] - from);
 #pragma unroll
-      for (int h = 0; h < kScales; ++h) bias[h][r] = kOffset - from;
+      for (int h = 0; h < kScales; ++h) bias[h][r] = kMaxOffset - from;
       base[r] = top[r];
       sum[r] *= rescale[r];
     }
-    if constexpr (Variant::kShift != 0.0f) take_shift<Variant>(s, scales, bias);
+    if constexpr (Variant::kShift != 0.0f) subtract_shift<Variant>(s, scales, bias);
 #pragma unroll
     for (int i = 0; i < 2 * kScales; ++i) {
       half_bias[i / 2][i % 2] = fmaf(bias[i / 2][i % 2], ptx::kExp2HalfScale, ptx::kExp2HalfBias);
@@ -79,54 +79,54 @@ struct OnlineSoftmax {
     for (int i = 0; i < kScores; i += 2) {
       const int r = i / 2 % 2, h = i / (kScores / kScales);
       const float scale = scales.factor(h, r), low = s[i], high = s[i + 1];
-      if (by_polynomial(i)) {
+      if (is_emulated(i)) {
         const float half_scale = scale * ptx::kExp2HalfScale;
-        w[i] = __uint_as_float(
+        p_fp32[i] = __uint_as_float(
             ptx::exp2_halves(fmaf(low, half_scale, half_bias[h][r]), fmaf(high, half_scale, half_bias[h][r])));
       } else {
-        w[i] = ptx::ex2(fmaf(low, scale, bias[h][r]));
-        w[i + 1] = ptx::ex2(fmaf(high, scale, bias[h][r]));
-        if (!Traits::kSumsByProduct) sum[r] += w[i] + w[i + 1];
+        p_fp32[i] = ptx::ex2(fmaf(low, scale, bias[h][r]));
+        p_fp32[i + 1] = ptx::ex2(fmaf(high, scale, bias[h][r]));
+        if (!Traits::kRowSumByMma) sum[r] += p_fp32[i] + p_fp32[i + 1];
       }
     }
   }
 
-  // Weights as A operands of P V.
-  __device__ __forceinline__ static void pack(const float (&w)[kScores], unsigned (&weights)[kSteps][4]) {
+  // Converts P to A operands of P V.
+  __device__ __forceinline__ static void pack(const float (&p_fp32)[kScores], unsigned (&p_frag)[kSteps][4]) {
 #pragma unroll
     for (int t = 0; t < kSteps; ++t) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {  // row i % 2, columns 16 (i / 2) on
+      for (int i = 0; i < 4; ++i) {  // row i % 2, columns from 16 (i / 2)
         const int first = 16 * t + 8 * (i / 2) + 2 * (i % 2), second = first + 4;
-        if (by_polynomial(first)) {
-          weights[t][i] = ptx::pack_e4m3(__float_as_uint(w[first]), __float_as_uint(w[second]));
+        if (is_emulated(first)) {
+          p_frag[t][i] = ptx::pack_e4m3(__float_as_uint(p_fp32[first]), __float_as_uint(p_fp32[second]));
         } else {
-          const float four[4] = {w[first], w[first + 1], w[second], w[second + 1]};
-          weights[t][i] = ptx::pack_e4m3(four);
+          const float four[4] = {p_fp32[first], p_fp32[first + 1], p_fp32[second], p_fp32[second + 1]};
+          p_frag[t][i] = ptx::pack_e4m3(four);
         }
       }
     }
   }
 
  private:
-  // Weights come in groups of 16 that make the four registers of an A operand: registers 0, 1 and 4, 5 the first, of
-  // row 0, 2, 3 and 6, 7 the second, of row 1, and so on.
-  __device__ static constexpr bool by_polynomial(int i) {
-    return 8 * (i / 8 % 2) + 4 * (i / 2 % 2) < Traits::kPolynomials;
+  // Whether P of register i comes from the FMA pipe. 16 values make the four registers of an A operand: registers 0, 1
+  // and 4, 5 the first one, of row 0; 2, 3 and 6, 7 the second, of row 1; and so on.
+  __device__ static constexpr bool is_emulated(int i) {
+    return 8 * (i / 8 % 2) + 4 * (i / 2 % 2) < Traits::kExp2Emulated;
   }
 
-  // Takes the shift of raw scores out of the biases, which costs nothing for each score. A bias is then rounded at the
-  // magnitude of kShift times a factor, so that a tile's exponents are off by up to 0.75 of that factor, all alike:
-  // by less than one unit of an integer score, where the rounding of codes makes some hundred. Where even that is more
-  // than 2^-8, the scores themselves are shifted, which is exact.
+  // Subtracts kShift from the raw scores by way of the biases, at no cost per score. The bias is then rounded at the
+  // magnitude of kShift times the scale: all exponents of a tile are off by the same amount, up to 0.75 times the
+  // scale. That is less than one unit of an integer score, while quantization errors are some hundred units. If it
+  // exceeds 2^-8, the scores themselves are shifted, which is exact.
   template <class Variant>
-  __device__ __forceinline__ static void take_shift(float (&s)[kScores], const Scales& scales,
-                                                    float (&bias)[kScales][2]) {
-    constexpr float kSteep = 0.00520833f;  // 2^-8 / 0.75
+  __device__ __forceinline__ static void subtract_shift(float (&s)[kScores], const Scales& scales,
+                                                        float (&bias)[kScales][2]) {
+    constexpr float kShiftThreshold = 0.00520833f;
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2 * kScales; ++i) largest = fmaxf(largest, scales.factor(i / 2, i % 2));
-    if (Traits::kFineScales ? __any_sync(0xffffffffu, largest > kSteep) : largest > kSteep) {
+    if (Traits::kFineScales ? __any_sync(0xffffffffu, largest > kShiftThreshold) : largest > kShiftThreshold) {
 #pragma unroll
       for (float& x : s) x -= Variant::kShift;
     } else {
@@ -138,35 +138,35 @@ struct OnlineSoftmax {
     }
   }
 
-  // The largest raw scores of a thread's two rows among those of a scale of K, if above the base so far or, with
-  // kTileBase, in any case. As integers, three at a time and starting from 0, positive floats compare as they should.
-  // Where 0 comes out all are negative: of these the largest has the smallest bits.
+  // Raw maxima of a thread's two rows over the scores of one K scale: if above the base or, with kPerTileBase, always.
+  // Uses integer max on the float bits, three operands at a time and starting from 0, which is right for positive
+  // floats. If the result is 0, all scores are negative: then the largest has the smallest bits.
   template <class Variant>
   __device__ __forceinline__ void thread_maxima(const float (&s)[kScores], int scale, float (&top)[2]) {
     constexpr int kCount = kScores / kScales;
-    constexpr bool kShifted = Variant::kShift != 0.0f;  // all positive, but for -inf
-    int whole[2] = {};
-    if (kShifted) whole[0] = whole[1] = 0xff800000;  // of -inf
+    constexpr bool kShifted = Variant::kShift != 0.0f;  // all positive, except -inf
+    int max_bits[2] = {};
+    if (kShifted) max_bits[0] = max_bits[1] = 0xff800000;  // of -inf
 #pragma unroll
     for (int i = scale * kCount; i < (scale + 1) * kCount; i += 2) {
-      int& m = whole[i / 2 % 2];
+      int& m = max_bits[i / 2 % 2];
       m = __vimax3_s32(m, __float_as_int(s[i]), __float_as_int(s[i + 1]));
     }
-    top[0] = __int_as_float(whole[0]) - Variant::kShift;
-    top[1] = __int_as_float(whole[1]) - Variant::kShift;
+    top[0] = __int_as_float(max_bits[0]) - Variant::kShift;
+    top[1] = __int_as_float(max_bits[1]) - Variant::kShift;
     if constexpr (kShifted) return;
-    const bool always = Traits::kTileBase;
-    if (__any_sync(0xffffffffu, (whole[0] == 0 && (always || base[0] < 0.0f)) ||
-                                    (whole[1] == 0 && (always || base[1] < 0.0f)))) {
-      unsigned least[2] = {0xff800000u, 0xff800000u};  // of -inf
+    const bool always = Traits::kPerTileBase;
+    if (__any_sync(0xffffffffu, (max_bits[0] == 0 && (always || base[0] < 0.0f)) ||
+                                    (max_bits[1] == 0 && (always || base[1] < 0.0f)))) {
+      unsigned min_bits[2] = {0xff800000u, 0xff800000u};  // of -inf
 #pragma unroll
       for (int i = scale * kCount; i < (scale + 1) * kCount; i += 2) {
-        unsigned& m = least[i / 2 % 2];
+        unsigned& m = min_bits[i / 2 % 2];
         m = __vimin3_u32(m, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (whole[r] == 0) top[r] = __uint_as_float(least[r]);
+        if (max_bits[r] == 0) top[r] = __uint_as_float(min_bits[r]);
       }
     }
   }

@@ -1,12 +1,12 @@
-// Attention forward for Hopper: tiles by TMA, both products by wgmma on E4M3, softmax and P in registers.
+// Attention forward for Hopper: TMA loads, both products by wgmma on FP8 (Q K^T also int8), softmax and P in registers.
 //
-// A producer warp fetches, and each of kConsumers warpgroups computes 64 query rows: the main loop over tiles of keys
-// (mainloop.cuh), then the epilogue. The sums over tiles are in fp32 (kTwoLevels), where the tensor cores' own keep
-// about 14 bits. The division into a producer and consumers in ping-pong, and P V during the next softmax (kOverlap),
-// are from FlashAttention-3 (Shah et al., 2024).
+// A producer warp loads tiles; each of kConsumers warpgroups computes 64 query rows: the main loop over key tiles
+// (mainloop.cuh), then the epilogue. With kPromoteAccum the sum over tiles is in fp32; the tensor cores' own
+// accumulation keeps about 14 bits. Warp specialization, ping-pong and the overlap of P V with the next softmax
+// (kOverlap) are those of FlashAttention-3 (Shah et al., 2024).
 //
-// V comes transposed, (heads, head_dim, keys), its keys in the order in which the accumulators of S are the A operand
-// of P V as they lie: of each 16 keys 0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15.
+// V is transposed, (heads, head_dim, keys). Its keys are permuted so that the accumulators of S are the A operand of P
+// V without shuffles: of each 16 keys 0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15.
 #pragma once
 
 #include "attention/epilogue.cuh"
@@ -16,13 +16,14 @@
 
 namespace greenfast {
 
-// All work tiles of a block, by a consumer warpgroup.
-template <class Traits, class Storage, class Queries>
+// Processes all work tiles of a block. Called by each consumer warpgroup.
+template <class Traits, class Storage, class QLoad>
 __device__ __forceinline__ void consume(const FlashParams& p, const StaticScheduler& scheduler, Storage& shared,
-                                        Queries& queries, int warpgroup) {
+                                        QLoad& q_load, int warpgroup) {
   constexpr int kBlockN = Traits::kBlockN;
   Mainloop<Traits> mainloop(p, shared, warpgroup);
-  if (warpgroup == Traits::kConsumers - 1) mainloop.pass_turn();  // the first warpgroup begins
+  if (warpgroup == Traits::kConsumers - 1)
+    mainloop.warp_scheduler_barrier_arrive();  // gives the first warpgroup its turn
   for (int round = 0; scheduler.has(round); ++round) {
     const int index = scheduler.tile(round);
     if (index >= scheduler.tiles) continue;
@@ -31,43 +32,41 @@ __device__ __forceinline__ void consume(const FlashParams& p, const StaticSchedu
     const typename Traits::Mask mask{sequence};
     const int first_row = work.first_row + warpgroup * Traits::kRows;
     const KeyRows keys = sequence.key_rows();
-    // Tiles that any of this warpgroup's rows attend to, and those that all of them attend to whole. Lengths are read
-    // from p and not from the sequence: else the compiler orders the epilogue's instructions otherwise.
-    const int stop = first_row < p.q_len
-                         ? mask.template stop_tile<kBlockN>(min(first_row + Traits::kRows, p.q_len))
-                         : Traits::Mask::first_tile;
-    const int whole = min(stop, mask.template whole_tiles<kBlockN>(first_row));
-    const bool any = first_row < p.q_len;
+    // Key tiles of this warpgroup's rows, and the unmasked ones among them. Lengths are read from p and not from the
+    // sequence: otherwise the compiler reorders the epilogue.
+    const int n_block_max = first_row < p.q_len
+                                ? mask.template n_block_max<kBlockN>(min(first_row + Traits::kRows, p.q_len))
+                                : Traits::Mask::n_block_min;
+    const int n_block_unmasked = min(n_block_max, mask.template n_block_unmasked<kBlockN>(first_row));
+    const bool has_rows = first_row < p.q_len;
     const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    int end[2];  // of the keys of this thread's rows, counted from the first tile that is not whole
-    for (int r = 0; r < 2; ++r) end[r] = mask.row_end(row + 8 * r) - whole * kBlockN;
+    int col_limit[2];  // of this thread's rows, relative to the first masked tile
+    for (int r = 0; r < 2; ++r) col_limit[r] = mask.col_limit(row + 8 * r) - n_block_unmasked * kBlockN;
 
     float q_scale[ScoreScales<Traits>::kRowScales];
-    queries.prepare(p, shared, warpgroup, sequence, first_row, mainloop, q_scale);
+    q_load.prepare(p, shared, warpgroup, sequence, first_row, mainloop, q_scale);
     mainloop.start(sequence, keys, q_scale);
-    queries.wait(shared, warpgroup);
-    mainloop.run(whole, stop - whole, end);
-    queries.release(shared, warpgroup);
-    const UnknownRows unknown =
-        UnknownRowsFinder<Traits>{p, sequence, keys, first_row}.find(mainloop.scales);
-    mainloop.skip(stop, work.stop_tile);
-    if (any) Epilogue<Traits>::store(mainloop, sequence.head, first_row, keys.kv_head, unknown);
+    q_load.wait(shared, warpgroup);
+    mainloop.run(n_block_unmasked, n_block_max - n_block_unmasked, col_limit);
+    q_load.release(shared, warpgroup);
+    const NonFiniteRows nonfinite = NonFiniteRowsFinder<Traits>{p, sequence, keys, first_row}.find(mainloop.scales);
+    mainloop.skip(n_block_max, work.n_block_max);
+    if (has_rows) Epilogue<Traits>::store(mainloop, sequence.head, first_row, keys.kv_head, nonfinite);
   }
-  if (warpgroup == 0) mainloop.take_turn();  // no turn stays untaken
+  if (warpgroup == 0) mainloop.warp_scheduler_barrier_sync();  // consumes the last arrival
 }
 
-// Queries and Values: the loaders of Q (load_q.cuh) and of V (load_kv.cuh). q: a tensor map of Q's codes, or what else
-// Queries reads. Grid: at most one block per multiprocessor. Block: 128 threads per consumer and 128 for the producer.
-// Dynamic shared memory: sizeof(Storage) and up to 1024 bytes of alignment.
-template <class Cfg, template <class> class Queries = CodedQueries, template <class> class Values = TransposedValues>
-__device__ __forceinline__ void attention_sm90(const FlashParams& p,
-                                               const typename Queries<FlashTraits<Cfg>>::Source& q,
+// The kernel body. QLoad and VLoad: the loaders of Q (load_q.cuh) and V (load_kv.cuh). q: tensor map of the quantized
+// Q, or the Source of QLoad. Grid: at most one block per multiprocessor at a time. Block: 128 threads per consumer
+// warpgroup and 128 for the producer. Dynamic shared memory: sizeof(Storage), and up to 1024 bytes for alignment.
+template <class Cfg, template <class> class QLoad = QLoadQuantized, template <class> class VLoad = VLoadTransposed>
+__device__ __forceinline__ void attention_sm90(const FlashParams& p, const typename QLoad<FlashTraits<Cfg>>::Source& q,
                                                const ptx::TensorMap& k_map, const ptx::TensorMap& v_map) {
   using Traits = FlashTraits<Cfg>;
-  using Storage = typename Queries<Traits>::template Storage<typename Values<Traits>::Storage>;
+  using Storage = typename QLoad<Traits>::template Storage<typename VLoad<Traits>::Storage>;
   extern __shared__ __align__(1024) unsigned char smem[];
   Storage& shared = *reinterpret_cast<Storage*>(smem);
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be uniform
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // makes it uniform for the compiler
   const StaticScheduler scheduler(p, Traits::kBlockM);
   static_assert(sizeof(Storage) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
   if (Traits::kInt8 && threadIdx.x < 4) shared.score_start[threadIdx.x] = RawScore<true>::kStart;
@@ -79,15 +78,15 @@ __device__ __forceinline__ void attention_sm90(const FlashParams& p,
     }
     for (int s = 0; s < Traits::kStages; ++s) {
       shared.k_full[s].init(1);
-      shared.v_full[s].init(Values<Traits>::kArrivals);
+      shared.v_full[s].init(VLoad<Traits>::kArrivals);
       shared.k_empty[s].init(kWarps * Traits::kConsumers);
       shared.v_empty[s].init(kWarps * Traits::kConsumers);
     }
-    Values<Traits>::init(shared);
+    VLoad<Traits>::init(shared);
     ptx::fence_mbarrier_init();
   }
-  if constexpr (Traits::kSumsByProduct) {  // rows of ones behind V
-    constexpr int kEnd = Traits::kHeadDim * Traits::kKeyPanel, kWords = Traits::kSumColumns * Traits::kKeyPanel / 4;
+  if constexpr (Traits::kRowSumByMma) {  // rows of ones after V^T
+    constexpr int kEnd = Traits::kHeadDim * Traits::kKeyPanel, kWords = Traits::kRowSumColumns * Traits::kKeyPanel / 4;
     for (int i = threadIdx.x; i < Traits::kStages * Traits::kKeyPanels * kWords; i += Traits::kThreads) {
       unsigned char* panel = shared.v[0][0] + i / kWords * sizeof(shared.v[0][0]);
       reinterpret_cast<unsigned*>(panel + kEnd)[i % kWords] = 0x38383838;  // 1 in E4M3
@@ -95,22 +94,22 @@ __device__ __forceinline__ void attention_sm90(const FlashParams& p,
     ptx::fence_proxy_async();
   }
   __syncthreads();
-  Queries<Traits> queries(q);
+  QLoad<Traits> q_load(q);
   if (warpgroup == Traits::kConsumers) {
     ptx::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     const int warp = threadIdx.x / 32 % 4;
-    Values<Traits> values;
+    VLoad<Traits> v_load;
     if (warp > 0) {
-      values.transpose(p, scheduler, shared, warp - 1);
+      v_load.transpose(p, scheduler, shared, warp - 1);
     } else if (threadIdx.x % 32 == 0) {
-      queries.begin();
+      q_load.begin();
       ptx::prefetch_map(k_map);
       ptx::prefetch_map(v_map);
-      produce<Traits>(p, scheduler, shared, queries, values, k_map, v_map);
+      produce<Traits>(p, scheduler, shared, q_load, v_load, k_map, v_map);
     }
   } else {
     ptx::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    consume<Traits>(p, scheduler, shared, queries, warpgroup);
+    consume<Traits>(p, scheduler, shared, q_load, warpgroup);
   }
 }
 

@@ -1,10 +1,12 @@
-// Axis: the load of K and V. What the producer's thread does for each work tile, by TMA.
+// Axis: the load of K and V by TMA, by one thread of the producer warp.
 //
-// A loader of V has fetch(shared, map, ring, key, keys), by the producer's thread for each tile; transpose(scheduler,
-// shared, warp), by the producer warpgroup's other three warps for all work tiles; kArrivals, the arrivals that fill a
-// stage; Storage, with its own shared memory; and init(shared), by one thread, for barriers that FlashStorage lacks.
-// Here is TransposedValues; RowMajorValues (load_v_row_major.cuh) is the other one. Pages of a cache would be loaders
-// that look up where a key's rows lie: nothing else knows.
+// A loader of V has these members. fetch(shared, map, ring, key, keys): loads a tile; called by the producer thread.
+// transpose(p, scheduler, shared, warp): called by the other three warps of the producer warpgroup, once for all work
+// tiles. kArrivals: arrivals that fill a stage. Storage: FlashStorage with the loader's own shared memory.
+// init(shared): initializes the loader's barriers; called by one thread.
+//
+// VLoadTransposed is here, VLoadRowMajor in load_v_row_major.cuh. A paged cache would be another loader: nothing else
+// depends on the address of a key.
 #pragma once
 
 #include "attention/scheduler.cuh"
@@ -13,22 +15,21 @@
 
 namespace greenfast {
 
-// V as a quantizer leaves it: transposed, its keys in the order that kernel.cuh says.
+// V as the quantizer writes it: transposed, keys permuted (kernel.cuh).
 template <class Traits>
-struct TransposedValues {
+struct VLoadTransposed {
   using Storage = FlashStorage<Traits>;
   static constexpr int kArrivals = 1;
 
   static __device__ __forceinline__ void init(Storage&) {}
 
-  __device__ __forceinline__ void fetch(Storage& shared, const ptx::TensorMap& v_map,
-                                        const Ring<Traits::kStages>& ring, int key, const KeyRows& keys) {
+  __device__ __forceinline__ void fetch(Storage& shared, const ptx::TensorMap& v_map, const Ring<Traits::kStages>& ring,
+                                        int key, const KeyRows& keys) {
     const int s = ring.stage;
     shared.v_empty[s].wait(ring.parity ^ 1);
     shared.v_full[s].arrive_expect(Traits::kHeadDim * Traits::kBlockN);
     for (int i = 0; i < Traits::kKeyPanels; ++i) {
-      ptx::tma_load_3d(shared.v[s][i], v_map, shared.v_full[s], keys.row(key + i * Traits::kKeyPanel), 0,
-                       keys.kv_head);
+      ptx::tma_load_3d(shared.v[s][i], v_map, shared.v_full[s], keys.row(key + i * Traits::kKeyPanel), 0, keys.kv_head);
     }
   }
 
@@ -36,21 +37,20 @@ struct TransposedValues {
 };
 
 template <class Traits>
-__device__ __forceinline__ void fetch_keys(FlashStorage<Traits>& shared, const ptx::TensorMap& k_map,
-                                           const Ring<Traits::kStages>& ring, int key, const KeyRows& keys) {
+__device__ __forceinline__ void load_k(FlashStorage<Traits>& shared, const ptx::TensorMap& k_map,
+                                       const Ring<Traits::kStages>& ring, int key, const KeyRows& keys) {
   const int s = ring.stage;
   shared.k_empty[s].wait(ring.parity ^ 1);
   shared.k_full[s].arrive_expect(sizeof(shared.k[s]));
   for (int i = 0; i < Traits::kDimPanels; ++i) {
-    ptx::tma_load_3d(shared.k[s][i], k_map, shared.k_full[s], i * Traits::kDimPanel, keys.row(key),
-                     keys.kv_head);
+    ptx::tma_load_3d(shared.k[s][i], k_map, shared.k_full[s], i * Traits::kDimPanel, keys.row(key), keys.kv_head);
   }
 }
 
-// All work tiles of a block, by the producer's thread.
-template <class Traits, class Storage, class Queries, class Values>
+// The load loop over all work tiles of a block. Called by the producer thread.
+template <class Traits, class Storage, class QLoad, class VLoad>
 __device__ __forceinline__ void produce(const FlashParams& p, const StaticScheduler& scheduler, Storage& shared,
-                                        Queries& queries, Values& values, const ptx::TensorMap& k_map,
+                                        QLoad& q_load, VLoad& v_load, const ptx::TensorMap& k_map,
                                         const ptx::TensorMap& v_map) {
   Ring<Traits::kStages> ring;
   for (int round = 0; scheduler.has(round); ++round) {
@@ -59,11 +59,11 @@ __device__ __forceinline__ void produce(const FlashParams& p, const StaticSchedu
     const WorkTile<Traits> work(p, index);
     const Sequence sequence{p, work.head};
     const KeyRows keys = sequence.key_rows();
-    queries.fetch(shared, sequence, work.first_row, ring);
-    for (int tile = Traits::Mask::first_tile; tile < work.stop_tile; ++tile, ring.advance()) {
+    q_load.fetch(shared, sequence, work.first_row, ring);
+    for (int tile = Traits::Mask::n_block_min; tile < work.n_block_max; ++tile, ring.advance()) {
       const int key = tile * Traits::kBlockN;
-      fetch_keys<Traits>(shared, k_map, ring, key, keys);
-      values.fetch(shared, v_map, ring, key, keys);
+      load_k<Traits>(shared, k_map, ring, key, keys);
+      v_load.fetch(shared, v_map, ring, key, keys);
     }
   }
 }

@@ -1,12 +1,12 @@
-// Axis: the load of Q. Here Q comes as codes that a quantizer has left, by TMA.
+// Axis: the load of Q. This file: a quantized Q, by TMA.
 //
-// A loader of Q has, for the producer's thread: begin() before the first work tile, and fetch(shared, sequence,
-// first_row, ring) for each, ring being that of K and V. For all threads of a consumer warpgroup, in this order for each
-// work tile: prepare(...), which gives the scales of a thread's rows, or of all; wait(...), after which the warpgroup's
-// codes may be read from Storage::q;
-// release(...), after which they may be overwritten. Source is what the kernel gets in place of Q's tensor map, and
-// Storage<Tiles> what Tiles becomes with its own shared memory. Others are InputQueries (load_q_input.cuh) and
-// StagedQueries (load_q_staged.cuh).
+// A loader of Q has these members. For the producer thread: begin(), once before the first work tile; fetch(shared,
+// sequence, first_row, ring) for each work tile, where ring is that of K and V. For all threads of a consumer
+// warpgroup, in this order for each work tile: prepare(...), which returns the scales of a thread's rows; wait(...),
+// after which Storage::q may be read; release(...), after which it may be overwritten. Source: the kernel argument in
+// place of Q's tensor map. Storage<Tiles>: Tiles with the loader's own shared memory.
+//
+// The others are QLoadFuseQuant (load_q_input.cuh) and QLoadFuseQuantStaged (load_q_staged.cuh).
 #pragma once
 
 #include "attention/scheduler.cuh"
@@ -15,20 +15,20 @@
 
 namespace greenfast {
 
-// With fine scales, that of a row behind the last: steep scores of one row make its warp's sums round otherwise
-// (take_shift in softmax.cuh), so however Q comes, these rows have one scale that is never steep.
-constexpr float kScaleBehindRows = 1.88079096e-37f;  // 2^-122, the least that the quantizer gives
+// The scale of rows after the last one, with fine scales. A large score scale changes the rounding of its warp's row
+// sums (subtract_shift in softmax.cuh). So these rows get the same small scale from every loader.
+constexpr float kPaddingRowScale = 1.88079096e-37f;  // 2^-122, the quantizer's minimum
 
 template <class Traits>
-struct CodedQueries {
+struct QLoadQuantized {
   using Source = ptx::TensorMap;
   template <class Tiles>
   using Storage = Tiles;
 
   const ptx::TensorMap& map;
-  unsigned parity = 0;  // of the rounds
+  unsigned parity = 0;  // mbarrier parity, flips every work tile
 
-  __device__ __forceinline__ explicit CodedQueries(const ptx::TensorMap& map) : map(map) {}
+  __device__ __forceinline__ explicit QLoadQuantized(const ptx::TensorMap& map) : map(map) {}
 
   __device__ __forceinline__ void begin() const { ptx::prefetch_map(map); }
 
@@ -45,7 +45,7 @@ struct CodedQueries {
     parity ^= 1;
   }
 
-  // Without fine scales it is the same for a warp.
+  // Without fine scales all rows of a warp have the same scale.
   template <class Loop, int kCount>
   __device__ __forceinline__ void prepare(const FlashParams& p, FlashStorage<Traits>&, int, const Sequence& sequence,
                                           int first_row, Loop&, float (&q_scale)[kCount]) {
@@ -54,10 +54,11 @@ struct CodedQueries {
       const float* const of_head = p.q_scale + static_cast<size_t>(sequence.head) * sequence.q_len();
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        q_scale[r] = row + 8 * r < sequence.q_len() ? of_head[row + 8 * r] : kScaleBehindRows;
+        q_scale[r] = row + 8 * r < sequence.q_len() ? of_head[row + 8 * r] : kPaddingRowScale;
       }
     } else if constexpr (Traits::kQueryBlockScales) {
-      const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // known to be uniform: saves registers
+      const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4,
+                                   0);  // makes it uniform for the compiler, which saves registers
       q_scale[0] = p.q_scale[sequence.first_q_block() + min(first_row / kQueryBlock + warp, sequence.q_blocks() - 1)];
     } else {
       q_scale[0] = p.q_scale[sequence.head];

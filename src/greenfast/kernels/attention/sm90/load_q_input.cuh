@@ -1,9 +1,9 @@
-// Axis: the load of Q, as its caller has it. TMA brings a work tile's rows while the one before is computed, and a
-// consumer warpgroup rotates them and leaves their codes where TMA would. A warp's 16 rows share a scale, unless scales
-// are fine.
+// Axis: the load of Q with fused quantization. TMA loads the 16-bit rows of a work tile during the previous one. A
+// consumer warpgroup rotates and quantizes them into Storage::q. The 16 rows of a warp share a scale, unless scales are
+// fine.
 //
-// Q is read once, so quantizing it in another launch would only move it to memory and back. Where the launch may begin
-// early, the rows of the first work tile are read and cast while the quantizer of K and V ends.
+// Q is read once, so a separate quantization kernel would only add a round trip to memory. With programmatic dependent
+// launch, the first work tile's rows are loaded and quantized while the quantizer of K and V finishes.
 #pragma once
 
 #include "attention/sm90/load_q.cuh"
@@ -13,18 +13,18 @@
 
 namespace greenfast {
 
-struct QueryInput {
-  const ptx::TensorMap& map;  // (batch, heads, q_len, kQueryColumns) of Traits::In
-  int heads;                  // of a batch
+struct QInput {
+  const ptx::TensorMap& map;  // (batch, heads, q_len, kQColumns) of Traits::In
+  int heads;
 };
 
 template <class Traits>
-struct InputQueries {
-  using Source = QueryInput;
+struct QLoadFuseQuant {
+  using Source = QInput;
 
   struct RowsCfg {
     static constexpr int kHeadDim = Traits::kHeadDim;
-    static constexpr int kColumns = Traits::kQueryColumns;
+    static constexpr int kColumns = Traits::kQColumns;
     static constexpr bool kRotate = true;
     static constexpr bool kInt8 = Traits::kInt8;
     using In = typename Traits::In;
@@ -33,14 +33,14 @@ struct InputQueries {
 
   template <class Tiles>
   struct Storage : Tiles {
-    // Zeros where the input has no row or column.
+    // TMA fills missing rows and columns with zeros.
     alignas(1024) typename Traits::In input[Traits::kConsumers][Traits::kRows * Traits::kHeadDim];
   };
 
-  const QueryInput& source;
-  unsigned parity = 0;  // of the rounds
+  const QInput& source;
+  unsigned parity = 0;  // mbarrier parity, flips every work tile
 
-  __device__ __forceinline__ explicit InputQueries(const QueryInput& source) : source(source) {}
+  __device__ __forceinline__ explicit QLoadFuseQuant(const QInput& source) : source(source) {}
 
   __device__ __forceinline__ void begin() const { ptx::prefetch_map(source.map); }
 
@@ -50,20 +50,19 @@ struct InputQueries {
     for (int w = 0; w < Traits::kConsumers; ++w) {
       shared.q_empty[w].wait(parity ^ 1);
       shared.q_full[w].arrive_expect(sizeof(shared.input[w]));
-      ptx::tma_load_4d(shared.input[w], source.map, shared.q_full[w], 0,
-                       sequence.q_row(first_row + w * Traits::kRows), sequence.head % source.heads,
-                       sequence.head / source.heads);
+      ptx::tma_load_4d(shared.input[w], source.map, shared.q_full[w], 0, sequence.q_row(first_row + w * Traits::kRows),
+                       sequence.head % source.heads, sequence.head / source.heads);
     }
     parity ^= 1;
-    ptx::griddepcontrol_wait();  // what is fetched next are codes of K and V
+    ptx::griddepcontrol_wait();  // the next loads are K and V, the previous kernel's output
   }
 
-  // The four warps of a consumer warpgroup wait for each other.
-  __device__ __forceinline__ static void meet(int warpgroup) {
+  // Barrier of the four warps of a consumer warpgroup.
+  __device__ __forceinline__ static void sync_warpgroup(int warpgroup) {
     ptx::barrier_sync(Sm90Barrier::kWarpgroup + warpgroup, 128);
   }
 
-  // This thread's share of a warpgroup's 64 rows, rotated.
+  // Loads this thread's part of the warpgroup's 64 rows, and rotates it.
   __device__ __forceinline__ static void read(const typename Traits::In* input, typename Rows::Values& x) {
     const int within = threadIdx.x / 32 % 4 * kQueryBlock + Rows::row_of_warp(), row[2] = {within, within + 8};
     const auto load = [&](int r, int column) {
@@ -72,7 +71,7 @@ struct InputQueries {
     Rows().transform(load, x);
   }
 
-  // Leaves its codes in Storage::q, and gives the scales. rows: of the warpgroup, before the sequence ends.
+  // Quantizes it to Storage::q and returns the scales. rows: of the warpgroup before the end of the sequence.
   template <int kCount>
   __device__ __forceinline__ static void write(const typename Rows::Values& x, FlashStorage<Traits>& shared,
                                                int warpgroup, int rows, float (&q_scale)[kCount]) {
@@ -84,38 +83,40 @@ struct InputQueries {
     } else {
       scale[0] = scale[1] = Rows::scale_for(over_warp(Rows::largest(x)));
     }
-    meet(warpgroup);  // all have read the codes before
+    sync_warpgroup(warpgroup);  // all warps have finished reading the previous Q
     Rows().cast(x, scale, [&](int r, int column, const typename Rows::Codes& codes) {
       const int byte = row[r] * Traits::kDimPanel + column % Traits::kDimPanel;
-      constexpr int kChunks = Traits::kDimPanel / 16;  // of a row, which the swizzle exchanges
+      constexpr int kChunks = Traits::kDimPanel / 16;  // 16-byte chunks of a row, permuted by the swizzle
       unsigned char* panel = shared.q[warpgroup][column / Traits::kDimPanel];
       *reinterpret_cast<typename Rows::Codes*>(panel + (byte ^ byte / 128 % kChunks * 16)) = codes;
     });
     ptx::fence_proxy_async();
-    ptx::griddepcontrol_wait();  // what follows reads scales of K and V
+    ptx::griddepcontrol_wait();  // the code below reads scales of K and V, the previous kernel's output
     if constexpr (Traits::kFineScales) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) q_scale[r] = row[r] < rows ? scale[r] : kScaleBehindRows;
+      for (int r = 0; r < 2; ++r) q_scale[r] = row[r] < rows ? scale[r] : kPaddingRowScale;
     } else {
-      q_scale[0] = __shfl_sync(0xffffffffu, scale[0], 0);  // known to be uniform: saves a register
+      q_scale[0] = __shfl_sync(0xffffffffu, scale[0], 0);  // makes it uniform for the compiler, which saves a register
     }
   }
 
   template <class Shared, class Loop, int kCount>
-  __device__ __forceinline__ void prepare(const FlashParams&, Shared& shared, int warpgroup,
-                                          const Sequence& sequence, int first_row, Loop&, float (&q_scale)[kCount]) {
+  __device__ __forceinline__ void prepare(const FlashParams&, Shared& shared, int warpgroup, const Sequence& sequence,
+                                          int first_row, Loop&, float (&q_scale)[kCount]) {
     typename Rows::Values x;
     shared.q_full[warpgroup].wait(parity);
     parity ^= 1;
     read(shared.input[warpgroup], x);
-    ptx::fence_proxy_async();  // reads are over before TMA may overwrite what they read
+    ptx::fence_proxy_async();  // order these reads before the TMA write that reuses the buffer
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.q_empty[warpgroup].arrive();
     write(x, shared, warpgroup, sequence.q_len() - first_row, q_scale);
   }
 
   template <class Shared>
-  __device__ __forceinline__ void wait(Shared&, int warpgroup) const { meet(warpgroup); }
+  __device__ __forceinline__ void wait(Shared&, int warpgroup) const {
+    sync_warpgroup(warpgroup);
+  }
   template <class Shared>
   __device__ __forceinline__ void release(Shared&, int) const {}
 };

@@ -1,6 +1,6 @@
-// Axis: the load of Q, as its caller has it, through the stages of K and V: where the tiles leave no room for it, at
-// head dim 256. 128 rows of 16 bits take as much memory as a tile of K and one of V, so rows 0 .. 63 come in the place of
-// the next tile of K and the others in that of V. Else as load_q_input.cuh.
+// Axis: the load of Q with fused quantization through the K and V stages, for head dim 256, where shared memory has no
+// room for the 16-bit Q. 128 rows of 16 bits take as much memory as a tile of K and one of V: rows 0 .. 63 are loaded
+// to the next K stage, the others to the next V stage. Otherwise as load_q_input.cuh.
 #pragma once
 
 #include "attention/sm90/load_q_input.cuh"
@@ -8,22 +8,23 @@
 namespace greenfast {
 
 template <class Traits>
-struct StagedQueries {
-  using Source = QueryInput;
-  using Input = InputQueries<Traits>;
+struct QLoadFuseQuantStaged {
+  using Source = QInput;
+  using Input = QLoadFuseQuant<Traits>;
   using Rows = typename Input::Rows;
   template <class Tiles>
   using Storage = Tiles;
   static_assert(Traits::kConsumers <= 2 && Traits::kBlockN == 2 * Traits::kRows, "a stage holds the rows of a block");
 
-  const QueryInput& source;
+  const QInput& source;
 
-  __device__ __forceinline__ explicit StagedQueries(const QueryInput& source) : source(source) {}
+  __device__ __forceinline__ explicit QLoadFuseQuantStaged(const QInput& source) : source(source) {}
 
   __device__ __forceinline__ void begin() const { ptx::prefetch_map(source.map); }
 
-  // Where the rows of a warpgroup come.
-  __device__ __forceinline__ static typename Traits::In* place(FlashStorage<Traits>& shared, int stage, int warpgroup) {
+  // The buffer of a warpgroup's rows.
+  __device__ __forceinline__ static typename Traits::In* q_stage(FlashStorage<Traits>& shared, int stage,
+                                                                 int warpgroup) {
     static_assert(sizeof(shared.k[0]) == Traits::kRows * Traits::kHeadDim * sizeof(typename Traits::In), "64 rows");
     return reinterpret_cast<typename Traits::In*>(warpgroup == 0 ? shared.k[stage][0] : shared.v[stage][0]);
   }
@@ -40,22 +41,22 @@ struct StagedQueries {
         continue;
       }
       full.arrive_expect(sizeof(shared.k[0]));
-      ptx::tma_load_4d(place(shared, s, w), source.map, full, 0, sequence.q_row(first_row + w * Traits::kRows),
+      ptx::tma_load_4d(q_stage(shared, s, w), source.map, full, 0, sequence.q_row(first_row + w * Traits::kRows),
                        sequence.head % source.heads, sequence.head / source.heads);
     }
     ring.advance();
-    ptx::griddepcontrol_wait();  // what is fetched next are codes of K and V
+    ptx::griddepcontrol_wait();  // the next loads are K and V, the previous kernel's output
   }
 
   template <class Loop, int kCount>
   __device__ __forceinline__ void prepare(const FlashParams&, FlashStorage<Traits>& shared, int warpgroup,
                                           const Sequence& sequence, int first_row, Loop& mainloop,
                                           float (&q_scale)[kCount]) {
-    Ring<Traits::kStages>& ring = mainloop.k_ring;  // that of V is at the same stage
+    Ring<Traits::kStages>& ring = mainloop.k_ring;  // the V ring is at the same stage
     shared.k_full[ring.stage].wait(ring.parity);
     shared.v_full[ring.stage].wait(ring.parity);
     typename Rows::Values x;
-    Input::read(place(shared, ring.stage, warpgroup), x);
+    Input::read(q_stage(shared, ring.stage, warpgroup), x);
     ptx::fence_proxy_async();  // as in load_q_input.cuh
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
@@ -67,7 +68,7 @@ struct StagedQueries {
     Input::write(x, shared, warpgroup, sequence.q_len() - first_row, q_scale);
   }
 
-  __device__ __forceinline__ void wait(FlashStorage<Traits>&, int warpgroup) const { Input::meet(warpgroup); }
+  __device__ __forceinline__ void wait(FlashStorage<Traits>&, int warpgroup) const { Input::sync_warpgroup(warpgroup); }
   __device__ __forceinline__ void release(FlashStorage<Traits>&, int) const {}
 };
 

@@ -1,105 +1,110 @@
-// The main loop of the Hopper attention kernel: a consumer warpgroup and its 64 query rows, from tile to tile of keys.
+// The main loop of the Hopper attention kernel: a consumer warpgroup with 64 query rows iterates over key tiles.
 //
-// S = Q K^T into registers, online softmax, P packed to E4M3 where it lies, O_tile = P V from zero, O = O * rescale +
-// O_tile.
+// S = Q K^T, online softmax, P packed to E4M3, O_tile = P V, O = O * rescale + O_tile; all in registers.
 #pragma once
 
-#include "attention/softmax.cuh"
 #include "attention/sm90/traits.cuh"
-#include "attention/value_units.cuh"
+#include "attention/softmax.cuh"
+#include "attention/v_scale.cuh"
 #include "common/named_barriers.cuh"
 #include "ptx/load.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace greenfast {
 
-// A thread holds, of rows t / 4 and t / 4 + 8 of its warp's 16 (t: its lane), columns 8 j + 2 (t % 4) and the next one,
-// for all j. Register i of scores and of O belongs to row i / 2 % 2 of the two.
+// Run by the 128 threads of a consumer warpgroup. A thread holds, of rows t / 4 and t / 4 + 8 of its warp's 16 (t: its
+// lane), columns 8 j + 2 (t % 4) and the next one, for all j. Register i of S and of O belongs to row i / 2 % 2 of the
+// two.
 template <class Traits>
 struct Mainloop {
   using Score = typename RawScore<Traits::kInt8>::Type;
   using Softmax = OnlineSoftmax<Traits>;
   static constexpr int kScores = Softmax::kScores;  // per thread
-  static constexpr int kSteps = Softmax::kSteps;    // of P V
+  static constexpr int kSteps = Softmax::kSteps;    // k-steps of P V
   static constexpr int kOut = Traits::kHeadDim / 2;
   static constexpr int kPartial = Traits::kOutColumns / 2;
-  static constexpr int kSums = Traits::kSumColumns / 2;  // behind the last part of O
+  static constexpr int kSums = Traits::kRowSumColumns / 2;  // row sums, after the last part of O
   static constexpr int kParts = Traits::kHeadDim / Traits::kOutColumns;
 
   const FlashParams& p;
   FlashStorage<Traits>& shared;
   const int warpgroup;
-  const ptx::Operand<Traits::kDimPanel> q_tile, k_tiles;
-  const ptx::Operand<Traits::kKeyPanel> v_tiles;
+  const ptx::Operand<Traits::kDimPanel> q_operand, k_operands;
+  const ptx::Operand<Traits::kKeyPanel> v_operands;
   Ring<Traits::kStages> k_ring, v_ring;
   ScoreScales<Traits> scales;
-  ValueUnits<Traits> units;
+  VScaleTracker<Traits> v_scale;
   float o[kOut + kSums];
   Softmax softmax;
 
   __device__ __forceinline__ Mainloop(const FlashParams& p, FlashStorage<Traits>& shared, int warpgroup)
-      : p(p), shared(shared), warpgroup(warpgroup), q_tile(shared.q[warpgroup]), k_tiles(shared.k), v_tiles(shared.v) {}
+      : p(p),
+        shared(shared),
+        warpgroup(warpgroup),
+        q_operand(shared.q[warpgroup]),
+        k_operands(shared.k),
+        v_operands(shared.v) {}
 
-  // Of a work tile. q_scale: of this thread's rows.
+  // Starts a work tile. q_scale: of this thread's rows.
   __device__ __forceinline__ void start(const Sequence& sequence, const KeyRows& keys,
                                         const float (&q_scale)[ScoreScales<Traits>::kRowScales]) {
     scales.start(p, sequence, keys, q_scale);
-    units.start();
+    v_scale.start();
 #pragma unroll
     for (float& x : o) x = 0.0f;
     softmax.start();
   }
 
-  // All tiles of a work tile: `whole` of which these rows attend to all keys, and `masked` more. end: of the keys of
-  // this thread's two rows, counted from the first masked tile.
-  __device__ __forceinline__ void run(int whole, int masked, int (&end)[2]) {
+  // Processes the key tiles of a work tile: first `unmasked` ones, then `masked` ones. col_limit: of this thread's two
+  // rows, relative to the first masked tile.
+  __device__ __forceinline__ void run(int unmasked, int masked, int (&col_limit)[2]) {
     const auto next_masked = [&] {
-      for (int r = 0; r < 2; ++r) end[r] -= Traits::kBlockN;
+      for (int r = 0; r < 2; ++r) col_limit[r] -= Traits::kBlockN;
     };
-    take_turn();
+    warp_scheduler_barrier_sync();
     if constexpr (!Traits::kOverlap) {
-      for (; whole > 0; --whole) step<false>(end);
-      for (; masked > 0; --masked, next_masked()) step<true>(end);
-    } else if (whole + masked > 0) {
-      unsigned weights[kSteps][4];
+      for (; unmasked > 0; --unmasked) step<false>(col_limit);
+      for (; masked > 0; --masked, next_masked()) step<true>(col_limit);
+    } else if (unmasked + masked > 0) {
+      unsigned p_frag[kSteps][4];
       float rescale[2], partial[kOut + kSums];
-      if (whole > 0) {
-        overlapped_step<false, true>(weights, rescale, end);
-        --whole;
+      if (unmasked > 0) {
+        overlapped_step<false, true>(p_frag, rescale, col_limit);
+        --unmasked;
       } else {
-        overlapped_step<true, true>(weights, rescale, end);
+        overlapped_step<true, true>(p_frag, rescale, col_limit);
         --masked;
         next_masked();
       }
-      for (; whole > 0; --whole) overlapped_step<false, false>(weights, rescale, end);
-      for (; masked > 0; --masked, next_masked()) overlapped_step<true, false>(weights, rescale, end);
-      take_turn();
-      start_last_output(partial, weights);
+      for (; unmasked > 0; --unmasked) overlapped_step<false, false>(p_frag, rescale, col_limit);
+      for (; masked > 0; --masked, next_masked()) overlapped_step<true, false>(p_frag, rescale, col_limit);
+      warp_scheduler_barrier_sync();
+      start_last_pv(partial, p_frag);
       const float one[2] = {1.0f, 1.0f};
-      end_last_output(partial, rescale, one);
+      end_last_pv(partial, rescale, one);
     }
-    pass_turn();
+    warp_scheduler_barrier_arrive();
   }
 
-  // Tiles `tile` .. `stop` - 1, to which only later rows of the work tile attend.
+  // Consumes tiles `tile` .. `stop` - 1 without computing: only later rows of the work tile attend to them.
   __device__ __forceinline__ void skip(int tile, int stop) {
     for (; tile < stop; ++tile) {
-      take_turn();
-      pass_turn();
+      warp_scheduler_barrier_sync();
+      warp_scheduler_barrier_arrive();
       shared.k_full[k_ring.stage].wait(k_ring.parity);
       arrive(shared.k_empty[k_ring.stage]);
       k_ring.advance();
       shared.v_full[v_ring.stage].wait(v_ring.parity);
-      release_values();
+      release_v();
     }
   }
 
-  // With kPingPong, warpgroups start their products one after the other: P V of a tile and Q K^T of the next. Left
-  // alone they fall into step, and all wait for the same unit.
-  __device__ __forceinline__ void take_turn() {
+  // With kPingPong, warpgroups issue their wgmmas in turn: P V of a tile and Q K^T of the next. Without this order they
+  // run in lockstep and compete for the tensor cores.
+  __device__ __forceinline__ void warp_scheduler_barrier_sync() {
     if constexpr (Traits::kPingPong) ptx::barrier_sync(Sm90Barrier::kPingPong + warpgroup, 256);
   }
-  __device__ __forceinline__ void pass_turn() {
+  __device__ __forceinline__ void warp_scheduler_barrier_arrive() {
     if constexpr (Traits::kPingPong) {
       ptx::barrier_arrive(Sm90Barrier::kPingPong + (warpgroup + 1 == Traits::kConsumers ? 0 : warpgroup + 1), 256);
     }
@@ -110,89 +115,90 @@ struct Mainloop {
     if (threadIdx.x % 32 == 0) barrier.arrive();
   }
 
-  // One tile of keys, from this warpgroup's turn to its next one.
+  // One key tile without kOverlap, from one ping-pong turn to the next.
   template <bool kMasked>
-  __device__ __forceinline__ void step(const int (&end)[2]) {
+  __device__ __forceinline__ void step(const int (&col_limit)[2]) {
     Score s[kScores];
-    unsigned weights[kSteps][4];
-    float w[kScores], rescale[2];
-    prepare_scores(s);
+    unsigned p_frag[kSteps][4];
+    float p_fp32[kScores], rescale[2];
+    init_scores(s);
     shared.k_full[k_ring.stage].wait(k_ring.parity);
-    start_scores(s);
-    pass_turn();
-    end_scores<0>(s);
-    weigh<kMasked>(s, end, w, rescale);
-    Softmax::pack(w, weights);
-    units.ratio = next_ratio();
+    start_qk(s);
+    warp_scheduler_barrier_arrive();
+    end_qk<0>(s);
+    mask_and_softmax<kMasked>(s, col_limit, p_fp32, rescale);
+    Softmax::pack(p_fp32, p_frag);
+    v_scale.acc_rescale = next_acc_rescale();
     shared.v_full[v_ring.stage].wait(v_ring.parity);
-    take_turn();
+    warp_scheduler_barrier_sync();
 #pragma unroll
     for (int part = 0; part < kParts - 1; ++part) {
       float partial[kPartial];
-      start_output<false>(partial, weights, part);
+      start_pv<false>(partial, p_frag, part);
       ptx::wgmma_wait<0>();
       ptx::pin(partial);
-      add_output(partial, part, rescale);
+      promote_output(partial, part, rescale);
     }
     float last[kPartial + kSums];
-    start_output<false>(last, weights, kParts - 1);
+    start_pv<false>(last, p_frag, kParts - 1);
     ptx::wgmma_wait<0>();
     ptx::pin(last);
-    add_output(last, kParts - 1, rescale);
-    release_values();
+    promote_output(last, kParts - 1, rescale);
+    release_v();
   }
 
-  // The same where P V of a tile runs during the softmax of the next one: a tile leaves its weights and factors, and
-  // P V begins in the turn of the next tile.
+  // One key tile with kOverlap: returns its P and rescale factors; its P V is issued in the next tile's turn and runs
+  // during that tile's softmax.
   template <bool kMasked, bool kFirst>
-  __device__ __forceinline__ void overlapped_step(unsigned (&weights)[kSteps][4], float (&rescale)[2],
-                                                  const int (&end)[2]) {
+  __device__ __forceinline__ void overlapped_step(unsigned (&p_frag)[kSteps][4], float (&rescale)[2],
+                                                  const int (&col_limit)[2]) {
     Score s[kScores];
-    float w[kScores], partial[kOut + kSums], next[2];
-    prepare_scores(s);
+    float p_fp32[kScores], partial[kOut + kSums], next[2];
+    init_scores(s);
     shared.k_full[k_ring.stage].wait(k_ring.parity);
-    if constexpr (!kFirst) take_turn();
-    start_scores(s);
-    if constexpr (!kFirst) start_last_output(partial, weights);
-    pass_turn();
-    end_scores<kFirst ? 0 : 1>(s);
-    weigh<kMasked>(s, end, w, next);
-    const float ratio = next_ratio();
-    if constexpr (!kFirst) end_last_output(partial, rescale, {next[0] * ratio, next[1] * ratio});
-    units.ratio = ratio;
+    if constexpr (!kFirst) warp_scheduler_barrier_sync();
+    start_qk(s);
+    if constexpr (!kFirst) start_last_pv(partial, p_frag);
+    warp_scheduler_barrier_arrive();
+    end_qk<kFirst ? 0 : 1>(s);
+    mask_and_softmax<kMasked>(s, col_limit, p_fp32, next);
+    const float acc_rescale = next_acc_rescale();
+    if constexpr (!kFirst) end_last_pv(partial, rescale, {next[0] * acc_rescale, next[1] * acc_rescale});
+    v_scale.acc_rescale = acc_rescale;
 #pragma unroll
     for (int r = 0; r < 2; ++r) rescale[r] = next[r];
-    Softmax::pack(w, weights);  // not before: P V was reading them
+    Softmax::pack(p_fp32, p_frag);  // after P V, which was reading p_frag
   }
 
-  // Where sums of int8 start. Loads: four registers for one instruction, on a pipe that the softmax leaves idle.
-  __device__ __forceinline__ void prepare_scores(Score (&s)[kScores]) {
+  // Sets the accumulators of int8 scores to RawScore::kStart. By loads: one instruction sets four registers, on a pipe
+  // that the softmax leaves idle.
+  __device__ __forceinline__ void init_scores(Score (&s)[kScores]) {
     if constexpr (Traits::kInt8) {
 #pragma unroll
       for (int i = 0; i < kScores; i += 4) {
-        ptx::load_shared_again(reinterpret_cast<int(&)[4]>(s[i]), shared.score_start);
+        ptx::load_shared_again(reinterpret_cast<int (&)[4]>(s[i]), shared.score_start);
       }
     }
   }
 
-  // Starts s = q k^T, raw.
-  __device__ __forceinline__ void start_scores(Score (&s)[kScores]) {
+  // Issues s = Q K^T (raw scores).
+  __device__ __forceinline__ void start_qk(Score (&s)[kScores]) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Traits::kHeadDim / 32; ++i) {
       const int panel = i * 32 / Traits::kDimPanel, within = i * 32 % Traits::kDimPanel;
-      const unsigned long long q = q_tile.at(panel * sizeof(shared.q[0][0]) + within);
+      const unsigned long long q = q_operand.at(panel * sizeof(shared.q[0][0]) + within);
       const unsigned long long k =
-          k_tiles.at(k_ring.stage * sizeof(shared.k[0]) + panel * sizeof(shared.k[0][0]) + within);
+          k_operands.at(k_ring.stage * sizeof(shared.k[0]) + panel * sizeof(shared.k[0][0]) + within);
       i == 0 && !Traits::kInt8 ? ptx::wgmma_set(s, q, k) : ptx::wgmma_add(s, q, k);
     }
     ptx::wgmma_commit();
     scales.next(p);
   }
 
-  // Ends it, while kPending later products are under way: the scores may be read, and K overwritten.
+  // Waits until s is complete, with kPending later wgmma groups in flight; releases the K stage.
   template <int kPending>
-  __device__ __forceinline__ void end_scores(Score (&s)[kScores]) {
+  __device__ __forceinline__ void end_qk(Score (&s)[kScores]) {
     ptx::wgmma_wait<kPending>();
     ptx::pin(s);
     arrive(shared.k_empty[k_ring.stage]);
@@ -200,44 +206,44 @@ struct Mainloop {
   }
 
   template <bool kMasked>
-  __device__ __forceinline__ void weigh(Score (&s)[kScores], const int (&end)[2], float (&w)[kScores],
-                                        float (&rescale)[2]) {
+  __device__ __forceinline__ void mask_and_softmax(Score (&s)[kScores], const int (&col_limit)[2],
+                                                   float (&p_fp32)[kScores], float (&rescale)[2]) {
     using Variant = ScoreVariant<Traits>;
-    float(&scores)[kScores] = Variant::scores(s, scales);
+    float (&scores)[kScores] = Variant::scores(s, scales);
     const float before[2] = {sum(0), sum(1)};
-    if constexpr (kMasked) Traits::Mask::apply(scores, end);
-    softmax.template weigh<Variant>(scores, Variant::scales(scales), before, w, rescale);
+    if constexpr (kMasked) Traits::Mask::apply(scores, col_limit);
+    softmax.template online_softmax<Variant>(scores, Variant::scales(scales), before, p_fp32, rescale);
   }
 
-  // Of a row's weights in those tiles that have been added to O.
+  // The row sum over the tiles that have been added to O.
   __device__ __forceinline__ float sum(int row) const {
-    if constexpr (Traits::kSumsByProduct) return o[kOut + 2 * row];
+    if constexpr (Traits::kRowSumByMma) return o[kOut + 2 * row];
     return softmax.sum[row];
   }
 
-  // By which O is to be multiplied for its units to be those of the tile whose weights have been found.
-  __device__ __forceinline__ float next_ratio() { return units.next(p, scales.next_block); }
+  // The factor that changes O's V scale to that of the tile whose P was computed last.
+  __device__ __forceinline__ float next_acc_rescale() { return v_scale.next(p, scales.next_block); }
 
-  // Starts partial = P V or += P V, of the columns of a part of O, and behind the last part the sums of P.
+  // Issues partial = P V, or += with kAdd, for a part of O's columns; with the last part, the row sums of P too.
   template <bool kAdd, int kCount>
-  __device__ __forceinline__ void start_output(float (&partial)[kCount], const unsigned (&weights)[kSteps][4],
-                                               int part) {
+  __device__ __forceinline__ void start_pv(float (&partial)[kCount], const unsigned (&p_frag)[kSteps][4], int part) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int t = 0; t < kSteps; ++t) {
       const int panel = t * 32 / Traits::kKeyPanel, within = t * 32 % Traits::kKeyPanel;
-      const unsigned long long v = v_tiles.at(v_ring.stage * sizeof(shared.v[0]) + panel * sizeof(shared.v[0][0]) +
-                                              part * Traits::kOutColumns * Traits::kKeyPanel + within);
-      t == 0 && !kAdd ? ptx::wgmma_set(partial, weights[t], v) : ptx::wgmma_add(partial, weights[t], v);
+      const unsigned long long v = v_operands.at(v_ring.stage * sizeof(shared.v[0]) + panel * sizeof(shared.v[0][0]) +
+                                                 part * Traits::kOutColumns * Traits::kKeyPanel + within);
+      t == 0 && !kAdd ? ptx::wgmma_set(partial, p_frag[t], v) : ptx::wgmma_add(partial, p_frag[t], v);
     }
     ptx::wgmma_commit();
   }
 
-  // Adds a part to what came before, which it rescales.
+  // O = O * rescale + partial, for a part of O's columns.
   template <int kCount>
-  __device__ __forceinline__ void add_output(const float (&partial)[kCount], int part, const float (&rescale)[2]) {
-    const float ratio = Traits::kValueBlockScales ? units.ratio : 1.0f;  // not of the sums, which have no units
-    const float of_output[2] = {rescale[0] * ratio, rescale[1] * ratio};
+  __device__ __forceinline__ void promote_output(const float (&partial)[kCount], int part, const float (&rescale)[2]) {
+    const float acc_rescale =
+        Traits::kValueBlockScales ? v_scale.acc_rescale : 1.0f;  // not for row sums, which have no V scale
+    const float of_output[2] = {rescale[0] * acc_rescale, rescale[1] * acc_rescale};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       float& x = o[part * kPartial + i];
@@ -245,23 +251,22 @@ struct Mainloop {
     }
   }
 
-  __device__ __forceinline__ void start_last_output(float (&partial)[kOut + kSums],
-                                                    const unsigned (&weights)[kSteps][4]) {
+  __device__ __forceinline__ void start_last_pv(float (&partial)[kOut + kSums], const unsigned (&p_frag)[kSteps][4]) {
     shared.v_full[v_ring.stage].wait(v_ring.parity);
-    if constexpr (Traits::kTwoLevels) {
-      start_output<false>(partial, weights, 0);
+    if constexpr (Traits::kPromoteAccum) {
+      start_pv<false>(partial, p_frag, 0);
     } else {
-      start_output<true>(o, weights, 0);
+      start_pv<true>(o, p_frag, 0);
     }
   }
 
-  // With one level of accumulation, O is rescaled by the factors of the next tile before that is added.
-  __device__ __forceinline__ void end_last_output(float (&partial)[kOut + kSums], const float (&rescale)[2],
-                                                  const float (&next)[2]) {
+  // Without kPromoteAccum, O is rescaled by the factors of the next tile before that tile is added.
+  __device__ __forceinline__ void end_last_pv(float (&partial)[kOut + kSums], const float (&rescale)[2],
+                                              const float (&next)[2]) {
     ptx::wgmma_wait<0>();
-    if constexpr (Traits::kTwoLevels) {
+    if constexpr (Traits::kPromoteAccum) {
       ptx::pin(partial);
-      add_output(partial, 0, rescale);
+      promote_output(partial, 0, rescale);
     } else {
       ptx::pin(o);
       if (__any_sync(0xffffffffu, next[0] != 1.0f || next[1] != 1.0f)) {
@@ -269,10 +274,10 @@ struct Mainloop {
         for (int i = 0; i < kOut + kSums; ++i) o[i] *= next[i / 2 % 2];
       }
     }
-    release_values();
+    release_v();
   }
 
-  __device__ __forceinline__ void release_values() {
+  __device__ __forceinline__ void release_v() {
     arrive(shared.v_empty[v_ring.stage]);
     v_ring.advance();
   }

@@ -1,36 +1,36 @@
-// What is fixed when the Hopper attention kernel is compiled: Cfg, which Python renders, and what follows from it.
+// The compile-time configuration of the Hopper attention kernel (Cfg, rendered by Python), constants derived from it,
+// and the shared-memory map.
 //
 // Members of Cfg:
-//   int kHeadDim            64, 128 or 256 columns of Q, K and V as they are coded
+//   int kHeadDim            64, 128 or 256: columns of the quantized Q, K and V
 //   int kBlockN             keys of a tile, a multiple of 128
-//   int kConsumers          warpgroups that compute, of 64 query rows each: 1, 2 or 4
-//   int kStages             tiles of K, and of V, on their way at a time
-//   int kOutColumns         columns of O that one product computes; divides kHeadDim
-//   int kPolynomials        of 16 exponentials, those on the FMA pipe: 0, 4, 8, 12 or 16 (see OnlineSoftmax)
-//   int kConsumerRegisters  of each thread of a consumer warpgroup, and
-//   int kProducerRegisters  of the producer warpgroup, from the start of the main loop on
-//   int kSmemBytes          of the kernel's Storage: a check of what Python plans
-//   bool kPingPong          whether consumer warpgroups start their products one after the other (see Mainloop)
-//   bool kOverlap           whether P V of a tile runs during the softmax of the next
-//   bool kTwoLevels         whether the sums over tiles are float32, not the tensor cores' own of about 14 bits
-//   bool kCausal            whether row i attends to keys 0 .. i + causal_shift alone
-//   bool kLse               whether the log-sum-exp of each row is written
-//   bool kExactSums         whether weights are summed before they are rounded
-//   float kSoftcap          scores s become kSoftcap * tanh(s / kSoftcap), or with 0 stay
-//   bool kInt8              whether codes of Q and K are int8, or E4M3. Those of V, and weights, are E4M3
-//   bool kQueryBlockScales  whether each kQueryBlock rows of Q have a scale, or each head
-//   bool kKeyBlockScales    whether each kRowBlock keys have a scale of K, or each head
-//   bool kFineScales       whether instead each row of Q and each of kKeyGroups groups of kRowBlock keys has; with
-//                          kKeyBlockScales, and tiles of kRowBlock keys
-//   bool kValueBlockScales  the same of V, with kKeyBlockScales
-//   bool kChannelScales     whether each column of V has a scale; not with kValueBlockScales
-//   bool kFewerColumns      whether O has fewer columns than kHeadDim
+//   int kConsumers          consumer warpgroups, of 64 query rows each: 1, 2 or 4
+//   int kStages             stages of K, and of V
+//   int kOutColumns         columns of O per wgmma; divides kHeadDim
+//   int kExp2Emulated       of 16 exponentials, those computed on the FMA pipe: 0, 4, 8, 12 or 16 (see OnlineSoftmax)
+//   int kConsumerRegisters, kProducerRegisters  per thread, after setmaxnreg
+//   int kSmemBytes          sizeof(Storage), to check the plan in Python
+//   bool kPingPong          consumer warpgroups issue their products in turn (see Mainloop)
+//   bool kOverlap           P V of a tile overlaps with the softmax of the next
+//   bool kPromoteAccum      O is summed over tiles in fp32; else by the tensor cores, with about 14 bits
+//   bool kCausal            row i attends to keys 0 .. i + causal_shift
+//   bool kLse               writes the log-sum-exp (LSE) of each row
+//   bool kSumUnroundedP     row sums of P before its rounding to E4M3, else after
+//   float kSoftcap          scores s become kSoftcap * tanh(s / kSoftcap); 0: no softcap
+//   bool kInt8              Q and K are int8, else E4M3. V and P are E4M3
+//   bool kQueryBlockScales  Q has a scale per kQueryBlock rows, else per head
+//   bool kKeyBlockScales    K has a scale per kRowBlock keys, else per head
+//   bool kFineScales        instead: Q has a scale per row, and K one for each of kKeyGroups groups of kRowBlock keys.
+//                           Needs kKeyBlockScales and kBlockN == kRowBlock
+//   bool kValueBlockScales  V has a scale per kRowBlock keys. Needs kKeyBlockScales
+//   bool kChannelScales     V has a scale per column. Excludes kValueBlockScales
+//   bool kFewerColumns      O has fewer columns than kHeadDim
 //   type Out                of O: half or __nv_bfloat16
-// With InputQueries (load_q_input.cuh):
-//   int kQueryColumns       columns of Q as its caller has it: a multiple of 8, up to kHeadDim
-//   type In                 its type: half or __nv_bfloat16
-// With RowMajorValues (load_v_row_major.cuh):
-//   int kRowStages          tiles of V in rows on their way at a time
+// With QLoadFuseQuant (load_q_input.cuh):
+//   int kQColumns           columns of the caller's Q: a multiple of 8, at most kHeadDim
+//   type In                 of Q: half or __nv_bfloat16
+// With VLoadRowMajor (load_v_row_major.cuh):
+//   int kRowStages          stages of row-major V before the transpose
 #pragma once
 
 #include <cuda_fp16.h>
@@ -47,32 +47,33 @@ struct FlashTraits : Cfg {
   static constexpr int kRows = 64;  // of a warpgroup
   static constexpr int kBlockM = kRows * Cfg::kConsumers;
   static constexpr int kThreads = 128 * (Cfg::kConsumers + 1);
-  // A row of a tile in shared memory is at most 128 bytes, the widest swizzle; longer ones are cut into panels.
+  // A row of a tile in shared memory has at most 128 bytes, the widest swizzle. Longer rows are split into panels.
   static constexpr int kDimPanel = Cfg::kHeadDim < 128 ? Cfg::kHeadDim : 128;
   static constexpr int kDimPanels = Cfg::kHeadDim / kDimPanel;
   static constexpr int kKeyPanel = 128;
   static constexpr int kKeyPanels = Cfg::kBlockN / kKeyPanel;
-  // The tensor cores sum the weights of a row too: behind V lie columns of ones. Not where the log-sum-exp is to be
-  // exact, which rounded weights would spoil, nor where a product is as wide as it can be.
-  static constexpr bool kSumsByProduct = !Cfg::kExactSums && Cfg::kOutColumns != 256;
-  static constexpr int kSumColumns = kSumsByProduct ? 8 : 0;
-  // Whether a tile of small weights has a base of its own: not where O else stays unmultiplied on most tiles.
-  static constexpr bool kTileBase = Cfg::kTwoLevels || Cfg::kValueBlockScales;
-  static constexpr int kValueRows = Cfg::kHeadDim + kSumColumns;  // of V^T in shared memory
+  // Row sums of P by wgmma, with columns of ones after V. Not if the sums are of P before its rounding, nor if the
+  // wgmma already has the maximum width.
+  static constexpr bool kRowSumByMma = !Cfg::kSumUnroundedP && Cfg::kOutColumns != 256;
+  static constexpr int kRowSumColumns = kRowSumByMma ? 8 : 0;
+  // Each tile has its own softmax base, so that small P keep their precision. Not if O would then be rescaled for most
+  // tiles although it otherwise is not.
+  static constexpr bool kPerTileBase = Cfg::kPromoteAccum || Cfg::kValueBlockScales;
+  static constexpr int kValueRows = Cfg::kHeadDim + kRowSumColumns;  // rows of V^T in shared memory
 
   static_assert(Cfg::kHeadDim % kDimPanel == 0 && Cfg::kBlockN % kKeyPanel == 0, "whole panels");
   static_assert(Cfg::kHeadDim % Cfg::kOutColumns == 0, "whole parts of O");
-  static_assert(Cfg::kOverlap ? Cfg::kOutColumns == Cfg::kHeadDim : Cfg::kTwoLevels,
+  static_assert(Cfg::kOverlap ? Cfg::kOutColumns == Cfg::kHeadDim : Cfg::kPromoteAccum,
                 "one level of accumulation is overlapped");
   static_assert(!Cfg::kFineScales || (Cfg::kKeyBlockScales && Cfg::kBlockN == kRowBlock),
                 "a thread has one group of keys");
   static_assert(!Cfg::kValueBlockScales || (Cfg::kKeyBlockScales && Cfg::kBlockN == kRowBlock),
-                "a tile has one unit of V");
+                "a tile has one acc_scale of V");
   static_assert(!Cfg::kValueBlockScales || !Cfg::kChannelScales, "V has scales of one kind");
-  static_assert(Cfg::kPolynomials == 0 || kSumsByProduct, "halves are not summed");
+  static_assert(Cfg::kExp2Emulated == 0 || kRowSumByMma, "halves are not summed");
 };
 
-// Tiles in shared memory, and the barriers between producer and consumers. Loaders of Q and V may add to it.
+// The shared-memory map: tiles, and the mbarriers between producer and consumers. Loaders of Q and V may add to it.
 template <class Traits>
 struct FlashStorage {
   alignas(1024) unsigned char q[Traits::kConsumers][Traits::kDimPanels][Traits::kRows * Traits::kDimPanel];
@@ -80,10 +81,10 @@ struct FlashStorage {
   alignas(1024) unsigned char v[Traits::kStages][Traits::kKeyPanels][Traits::kValueRows * Traits::kKeyPanel];
   ptx::Mbarrier q_full[Traits::kConsumers], q_empty[Traits::kConsumers];
   ptx::Mbarrier k_full[Traits::kStages], k_empty[Traits::kStages], v_full[Traits::kStages], v_empty[Traits::kStages];
-  alignas(16) int score_start[4];  // RawScore::kStart; unused without kInt8
+  alignas(16) int score_start[4];  // RawScore::kStart, four times; unused without kInt8
 };
 
-// A ring of stages: which one is next, and the parity of its current round.
+// The state of a pipeline of kStages stages: the next stage and its mbarrier parity.
 template <int kStages>
 struct Ring {
   int stage = 0;
