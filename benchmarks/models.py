@@ -30,10 +30,10 @@ from torch.overrides import TorchFunctionMode
 
 import greenfast
 from greenfast.bench.graphs import event, order
+from greenfast.integrations.switch import multi_head_attention
 from greenfast.judge.environment import device_info, git_state, package_versions
 from greenfast.judge.store import to_json, write_whole
 from greenfast.numerics.attention import attention
-from greenfast.operator.switch import multi_head_attention
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 ATTENTIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

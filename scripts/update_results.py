@@ -24,7 +24,7 @@ from greenfast.judge.report.ladder import console_form, ladder_table
 from greenfast.judge.report.markdown import report
 from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.tasks import find_task
-from greenfast.operator.measured import FA3, TORCH
+from greenfast.ops.routing_rules import FA3, TORCH
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.freshness import CURRENT, STALE, Freshness, worst
 from scripts.benchmark_tables import batching_table, models_table
@@ -41,7 +41,7 @@ COMPARED = (
     ("docs/serving.md", "serving", "evidence/serving-h100.json"),
 )
 OPERATOR_RECORD = COMPARED[0][2]
-ROUTING_RULES, ROUTING_RECORDS = "src/greenfast/operator/measured.json", ("evidence/routing-h200.json", OPERATOR_RECORD)
+ROUTING_RULES, ROUTING_RECORDS = "src/greenfast/ops/routing_rules.json", ("evidence/routing-h200.json", OPERATOR_RECORD)
 ROUTING_PAGE = "docs/operator.md"
 TILING_RULES, TILING_RECORDS = "src/greenfast/kernels/attention/tilings.json", "evidence/hopper-tilings-h200"
 MODELS_PAGE, MODELS_RECORDS = "docs/integrations.md", "evidence/models*-h200.json"

@@ -198,12 +198,12 @@ def test_blocks_are_found_wherever_they_are() -> None:
 
 
 def test_names_of_the_running_text_are_looked_up() -> None:
-    names = snippets.prose_names("`greenfast.sdpa(q)`, `greenfast.operator.warmup.kernels_for`, `x = greenfast.sdqa()`")
+    names = snippets.prose_names("`greenfast.sdpa(q)`, `greenfast.ops.warmup.kernels_for`, `x = greenfast.sdqa()`")
     assert [(name, snippets.exists(name)) for name in names] == [
-        ("greenfast.operator.warmup.kernels_for", True), ("greenfast.sdpa", True), ("greenfast.sdqa", False)
+        ("greenfast.ops.warmup.kernels_for", True), ("greenfast.sdpa", True), ("greenfast.sdqa", False)
     ]  # fmt: skip
     assert not snippets.exists("greenfast.operators.warmup")
-    assert not snippets.exists("greenfast.operator.warmup.kernels_of")
+    assert not snippets.exists("greenfast.ops.warmup.kernels_of")
 
 
 def test_a_block_that_raises_names_its_line() -> None:

@@ -148,8 +148,8 @@ def test_import_greenfast_loads_nothing_else() -> None:
 
 def test_the_operator_loads_no_extra_and_cuda_core_for_cuda_tensors_only() -> None:
     loaded = loaded_by("import greenfast; q = torch.ones(1, 1, 16, 64).half(); greenfast.sdpa(q, q, q)")
-    assert "greenfast.operator.sdpa" in loaded
-    heavy = {*OPTIONAL, "cuda.core", "greenfast.operator.cuda"}
+    assert "greenfast.ops.sdpa" in loaded
+    heavy = {*OPTIONAL, "cuda.core", "greenfast.ops.cuda"}
     assert {name for name in loaded if name in heavy or name.split(".")[0] in heavy} == set()
 
 

@@ -17,7 +17,7 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "device": (1, ("device",)),
     "numerics": (2, ("numerics",)),
     "problems": (3, ("problems",)),
-    "operator": (3, ("operator", "parallel", "flash_attn", "vllm")),
+    "library": (3, ("ops", "serving", "integrations", "parallel", "flash_attn", "vllm")),
     "emulator ptx": (3, ("emulator.ptx",)),
     "emulator machine": (4, ("emulator.machine",)),
     "emulator instructions": (5, ("emulator.instructions",)),
@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
 #: Rooms that import from these rooms alone.
 ONLY = {"judge report": {"judge data", "spec"}, "kernels": {"spec"}}
 TOP = {"__init__", "__main__"}
-TORCH_ROOMS = {"numerics", "problems", "operator", "bench"}
+TORCH_ROOMS = {"numerics", "problems", "library", "bench"}
 #: Modules that only a problem, or the process of a solution, loads.
 TORCH_MODULES = tuple(
     f"greenfast.judge.{name}"

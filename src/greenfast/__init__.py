@@ -9,41 +9,41 @@ if TYPE_CHECKING:
     from greenfast import flash_attn as flash_attn
     from greenfast.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
     from greenfast.flash_attn import flash_attn_with_kvcache as flash_attn_with_kvcache
-    from greenfast.operator.continuous_batching import register_continuous_batching as register_continuous_batching
-    from greenfast.operator.paged_cache import PagedKVCache as PagedKVCache
-    from greenfast.operator.quantized import QuantizedQKV as QuantizedQKV
-    from greenfast.operator.routing import Explanation as Explanation
-    from greenfast.operator.routing import explain as explain
-    from greenfast.operator.sdpa import attention as attention
-    from greenfast.operator.sdpa import quantize as quantize
-    from greenfast.operator.sdpa import sdpa as sdpa
-    from greenfast.operator.serving import ServingPlan as ServingPlan
-    from greenfast.operator.serving import append_kv as append_kv
-    from greenfast.operator.serving_explain import explain_call as explain_call
-    from greenfast.operator.switch import use as use
-    from greenfast.operator.transformers import register_with_transformers as register_with_transformers
+    from greenfast.integrations.continuous_batching import register_continuous_batching as register_continuous_batching
+    from greenfast.integrations.switch import use as use
+    from greenfast.integrations.transformers import register_with_transformers as register_with_transformers
+    from greenfast.ops.quantized import QuantizedQKV as QuantizedQKV
+    from greenfast.ops.routing import Explanation as Explanation
+    from greenfast.ops.routing import explain as explain
+    from greenfast.ops.sdpa import attention as attention
+    from greenfast.ops.sdpa import quantize as quantize
+    from greenfast.ops.sdpa import sdpa as sdpa
     from greenfast.parallel.context import context_parallel as context_parallel
+    from greenfast.serving.explain import explain_call as explain_call
+    from greenfast.serving.paged_cache import PagedKVCache as PagedKVCache
+    from greenfast.serving.plan import ServingPlan as ServingPlan
+    from greenfast.serving.plan import append_kv as append_kv
 
 __version__ = "0.1.0"
 
 #: Public names -> their modules, loaded when they are asked for: the command line needs no PyTorch to say its version.
 _PUBLIC = {
-    "Explanation": "greenfast.operator.routing",
-    "PagedKVCache": "greenfast.operator.paged_cache",
-    "QuantizedQKV": "greenfast.operator.quantized",
-    "ServingPlan": "greenfast.operator.serving",
-    "append_kv": "greenfast.operator.serving",
-    "attention": "greenfast.operator.sdpa",
+    "Explanation": "greenfast.ops.routing",
+    "PagedKVCache": "greenfast.serving.paged_cache",
+    "QuantizedQKV": "greenfast.ops.quantized",
+    "ServingPlan": "greenfast.serving.plan",
+    "append_kv": "greenfast.serving.plan",
+    "attention": "greenfast.ops.sdpa",
     "context_parallel": "greenfast.parallel.context",
-    "explain": "greenfast.operator.routing",
-    "explain_call": "greenfast.operator.serving_explain",
+    "explain": "greenfast.ops.routing",
+    "explain_call": "greenfast.serving.explain",
     "flash_attn_varlen_func": "greenfast.flash_attn",
     "flash_attn_with_kvcache": "greenfast.flash_attn",
-    "quantize": "greenfast.operator.sdpa",
-    "register_continuous_batching": "greenfast.operator.continuous_batching",
-    "register_with_transformers": "greenfast.operator.transformers",
-    "sdpa": "greenfast.operator.sdpa",
-    "use": "greenfast.operator.switch",
+    "quantize": "greenfast.ops.sdpa",
+    "register_continuous_batching": "greenfast.integrations.continuous_batching",
+    "register_with_transformers": "greenfast.integrations.transformers",
+    "sdpa": "greenfast.ops.sdpa",
+    "use": "greenfast.integrations.switch",
 }
 
 

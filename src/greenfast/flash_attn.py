@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.operator.arguments import check_flag, check_length
-from greenfast.operator.scope import SCOPES, sharded
-from greenfast.operator.serving import ServingPlan, kind
-from greenfast.operator.serving_call import Call, Result, constant
-from greenfast.operator.serving_checks import MOST_LENGTH, check_strided
-from greenfast.operator.serving_pages import pages_of_rows
-from greenfast.operator.serving_request import KNOWN, again
-from greenfast.operator.symbols import known, require, require_same
+from greenfast.ops.arguments import check_flag, check_length
+from greenfast.ops.context_stack import SCOPES, sharded
+from greenfast.ops.symbols import known, require, require_same
+from greenfast.serving.call import Call, Result, constant
+from greenfast.serving.checks import MOST_LENGTH, check_strided
+from greenfast.serving.launch_cache import KNOWN, again
+from greenfast.serving.pages import pages_of_rows
+from greenfast.serving.plan import ServingPlan, kind
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 

@@ -24,10 +24,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from greenfast.flash_attn import flash_attn_varlen_func
-from greenfast.operator.quantized import DTYPES, HEAD_DIMS
-from greenfast.operator.serving import ServingPlan, append_kv
-from greenfast.operator.serving_checks import PAGE_SIZES
-from greenfast.operator.serving_pages import KVPages, pages_in
+from greenfast.ops.quantized import DTYPES, HEAD_DIMS
+from greenfast.serving.checks import PAGE_SIZES
+from greenfast.serving.pages import KVPages, pages_in
+from greenfast.serving.plan import ServingPlan, append_kv
 
 NAME = "GREENFAST"
 _PER_TOKEN = "fp8_per_token_head"

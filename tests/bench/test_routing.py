@@ -12,8 +12,8 @@ import pytest
 from greenfast.bench import routing
 from greenfast.bench.attention import flops
 from greenfast.bench.record import Benchmark, Row
-from greenfast.operator.measured import FA3, TORCH
-from greenfast.operator.quantized import PRECISIONS
+from greenfast.ops.quantized import PRECISIONS
+from greenfast.ops.routing_rules import FA3, TORCH
 from tests.bench.benchmarks import peers_record
 
 Gain = Callable[[dict[str, int]], dict[str, float]]

@@ -36,7 +36,8 @@ from greenfast.bench.serving_session import ServingSession, load_library
 from greenfast.bench.session import Session
 from greenfast.device.identity import launch_facts
 from greenfast.judge.task import Shape
-from greenfast.operator import serving_cuda, serving_ops
+from greenfast.serving import cuda as serving_cuda
+from greenfast.serving import torch_ops as serving_ops
 from greenfast.spec.errors import UsageError
 
 LENGTHS = (70, 129, 5)

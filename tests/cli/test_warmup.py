@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.operator import warmup
-from greenfast.operator.warmup import Warmed, kernels_for
+from greenfast.ops import warmup
+from greenfast.ops.warmup import Warmed, kernels_for
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
 from tests.cli.command_line import run_here

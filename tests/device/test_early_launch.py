@@ -14,7 +14,7 @@ from greenfast.judge.variant import Variant
 from greenfast.kernels import KERNEL_DIR
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims
-from greenfast.operator import cuda
+from greenfast.ops import cuda
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch, Program, Step
 

@@ -18,7 +18,7 @@ from greenfast.kernels import KERNEL_DIR
 from greenfast.kernels.attention import hopper, tiling
 from greenfast.kernels.attention.config import QUERY_BLOCK, Strides, read_dims
 from greenfast.numerics.codes import quantize_blocks
-from greenfast.operator import reference
+from greenfast.ops import reference
 from greenfast.problems import attention as attention_problem
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.kernel import KernelSource

@@ -12,7 +12,7 @@ import torch
 from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import GridResult, Step, run_chain
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.operator import cuda
+from greenfast.ops import cuda
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch, TensorMap
 from greenfast.spec.problem import OutputSpec

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from greenfast.operator import warmup
+from greenfast.ops import warmup
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
 from tests.fuzz import sdpa, serving

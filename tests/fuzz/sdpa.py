@@ -16,14 +16,14 @@ from torch import Tensor
 
 import greenfast
 from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS, attention_with_bounds
-from greenfast.operator import reference, warmup
-from greenfast.operator.quantized import PRECISIONS, QuantizedQKV
+from greenfast.ops import reference, warmup
+from greenfast.ops.quantized import PRECISIONS, QuantizedQKV
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
 from tests.fuzz.calls import Run, differ, repeated
-from tests.operator.gradient_cases import bound as gradient_bound
-from tests.operator.gradient_cases import error as gradient_error
-from tests.operator.gradient_cases import gradients, torch_attention
+from tests.ops.gradient_cases import bound as gradient_bound
+from tests.ops.gradient_cases import error as gradient_error
+from tests.ops.gradient_cases import gradients, torch_attention
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 256, 257, 300, 511, 513, 700, 1000, 1024, 2048, 3000, 4096)
 LAYOUTS = ("dense", "transposed", "packed", "sliced", "odd", "shared")

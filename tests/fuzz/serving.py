@@ -13,7 +13,8 @@ from torch import Tensor
 
 import greenfast
 from greenfast.kernels.serving import slots
-from greenfast.operator import serving_cuda, serving_ops
+from greenfast.serving import cuda as serving_cuda
+from greenfast.serving import torch_ops as serving_ops
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
 from tests.fuzz.calls import Run, differ, repeated

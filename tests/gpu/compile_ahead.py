@@ -15,8 +15,8 @@ from greenfast.kernels.attention import ada, hopper
 from greenfast.kernels.attention.config import FORMATS, read_dims
 from greenfast.kernels.attention.tiling import rules
 from greenfast.kernels.ladder import family as ladder
-from greenfast.operator import warmup
-from greenfast.operator.quantized import PRECISIONS
+from greenfast.ops import warmup
+from greenfast.ops.quantized import PRECISIONS
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
 from tests.emulator.corpus.everything import ENTRIES

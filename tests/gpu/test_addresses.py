@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import greenfast
-from greenfast.operator.quantized import QuantizedQKV
+from greenfast.ops.quantized import QuantizedQKV
 from tests.fuzz.serving import moved
 from tests.kernels.serving.appends import Append
-from tests.operator.test_addresses import odd
+from tests.ops.test_addresses import odd
 from tests.serving.oracle import case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]

@@ -11,7 +11,7 @@ import greenfast
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu_session import GpuSession
-from greenfast.operator.serving_pages import KVPages, page_bytes, pages_in
+from greenfast.serving.pages import KVPages, page_bytes, pages_in
 from greenfast.spec.arch import Target
 from tests.kernels.serving.appends import CALLS, Append, assert_as_on_the_cpu, random_call, request, run_of
 

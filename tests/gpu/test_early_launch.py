@@ -8,8 +8,8 @@ import torch
 
 import greenfast
 from greenfast.kernels import KERNEL_DIR
-from greenfast.operator import cuda
-from greenfast.operator.plans import Step, target_of
+from greenfast.ops import cuda
+from greenfast.ops.launch_plans import Step, target_of
 from greenfast.spec.kernel import KernelSource, Launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]

@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import greenfast
-from greenfast.operator import backward, reference
-from tests.operator.gradient_cases import KINDS, Sizes, bound, case, error, gradients, torch_attention
+from greenfast.ops import backward, reference
+from tests.ops.gradient_cases import KINDS, Sizes, bound, case, error, gradients, torch_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 sdpa: Any = greenfast.sdpa

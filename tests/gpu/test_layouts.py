@@ -18,9 +18,9 @@ from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import Strides, read_dims
-from greenfast.operator import ops
-from greenfast.operator.layout import row_strides
-from greenfast.operator.quantized import Precision
+from greenfast.ops import torch_ops
+from greenfast.ops.layout import row_strides
+from greenfast.ops.quantized import Precision
 from greenfast.problems import attention as attention_problem
 from greenfast.spec.arch import Target
 from greenfast.spec.problem import Case, OutputSpec
@@ -126,7 +126,7 @@ def test_queries_that_are_copied_first(query: str) -> None:
     }[query]
     out = greenfast.sdpa(made, k, v)
     assert torch.equal(out, greenfast.sdpa(made.contiguous(), k, v))
-    fake = ops.SDPA(*(x.to("meta") for x in (made, k, v)), "fp8", 0, 1.0)
+    fake = torch_ops.SDPA(*(x.to("meta") for x in (made, k, v)), "fp8", 0, 1.0)
     assert fake.shape == out.shape
     assert row_strides(made, 72) == out.stride()
 
@@ -203,7 +203,7 @@ def test_codes_move_and_are_checked() -> None:
     assert torch.equal(greenfast.attention(again), wanted)
     tensors = list(codes.tensors()[:6])
     rest = ("fp8", 72, LENGTH, torch.bfloat16, 0, 72**-0.5)
-    assert torch.equal(ops.ATTENTION(*tensors, *rest), wanted)
+    assert torch.equal(torch_ops.ATTENTION(*tensors, *rest), wanted)
     for i, wrong in (
         (0, tensors[0][:, :, :100].contiguous()),
         (1, tensors[1].transpose(1, 2)),
@@ -214,7 +214,7 @@ def test_codes_move_and_are_checked() -> None:
     ):
         args = [*tensors[:i], wrong, *tensors[i + 1 :]]
         with pytest.raises((ValueError, RuntimeError), match=r"shape|heads|contiguous|device|cpu"):
-            ops.ATTENTION(*args, *rest)
+            torch_ops.ATTENTION(*args, *rest)
     assert torch.equal(greenfast.attention(codes), wanted)
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import greenfast
 from greenfast.kernels.attention.config import Mask
-from greenfast.operator import cuda, ops, reference, sdpa
-from greenfast.operator.quantized import config_of
-from greenfast.operator.repeats import Repeats
+from greenfast.ops import cuda, reference, sdpa, torch_ops
+from greenfast.ops.call_cache import Repeats
+from greenfast.ops.quantized import config_of
 from greenfast.spec.kernel import Choice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
@@ -95,7 +95,7 @@ def test_with_token_scales_rows_do_not_depend_on_later_tokens(
 def test_codes_equal_the_references(choices: tuple[str, bool, str, bool, bool], head_dim: int, length: int) -> None:
     q, k, v = inputs(length, head_dim=head_dim, heads=3, kv_heads=1)
     config = config_of(head_dim, q.dtype, *choices)
-    found = ops.QUANTIZE(q, k, v, *choices)
+    found = torch_ops.QUANTIZE(q, k, v, *choices)
     wanted = reference.quantize(q.cpu(), k.cpu(), v.cpu(), config)
     codes = (wanted.query, wanted.key, wanted.value)
     scales = (wanted.query_scale, wanted.key_scale, wanted.value_scale)
@@ -200,9 +200,9 @@ def test_opcheck(op: str) -> None:
 
 def test_opcheck_of_quantized() -> None:
     q, k, v = inputs(100, heads=2)
-    codes = ops.QUANTIZE(q, k, v, "fp8", True, "block", True, True)
-    torch.library.opcheck(ops.QUANTIZE, (q, k, v, "fp8", True, "block", True, True))
-    torch.library.opcheck(ops.ATTENTION, (*codes[:6], "fp8", 64, 100, torch.bfloat16, 0, 0.125))
+    codes = torch_ops.QUANTIZE(q, k, v, "fp8", True, "block", True, True)
+    torch.library.opcheck(torch_ops.QUANTIZE, (q, k, v, "fp8", True, "block", True, True))
+    torch.library.opcheck(torch_ops.ATTENTION, (*codes[:6], "fp8", 64, 100, torch.bfloat16, 0, 0.125))
 
 
 def test_from_several_threads() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import greenfast
 from greenfast.kernels.quantize.qkv import sample_places
-from greenfast.operator import ops
+from greenfast.ops import torch_ops
 from greenfast.parallel import blocks, ulysses
 from greenfast.parallel.blocks import Keys, Merged
 from greenfast.parallel.layout import Layout
@@ -60,7 +60,7 @@ def ring(tensors: list[Tensor], layout: Layout, causal: bool, precision: str, ex
                 result = blocks.attend(query[:, :, first:], source, count, precision, masked, scale, exact)
                 merged.add(*result, first)
         outs.append(merged.out)
-        sums.append(merged.lse + ops.MEAN_SCORES(query, means[rank], True) * scale)
+        sums.append(merged.lse + torch_ops.MEAN_SCORES(query, means[rank], True) * scale)
     assert all(torch.equal(mean, means[0]) for mean in means)
     return layout.whole(outs, 2), layout.whole(sums, 2)
 
@@ -107,7 +107,7 @@ def test_all_keys_give_the_bits_of_sdpa(head_dim: int, causal: int) -> None:
         out, lse = blocks.attend(q, keys, 700, "fp8", causal, head_dim**-0.5, exact)
         alone = wanted if exact else attend(q, k, v, is_causal=causal == 1, enable_gqa=True)
         assert torch.equal(out, alone)
-        lse = lse + ops.MEAN_SCORES(q, mean, True) * head_dim**-0.5
+        lse = lse + torch_ops.MEAN_SCORES(q, mean, True) * head_dim**-0.5
         assert (lse - sums).abs().max() < (1e-3 if exact else 0.04)
 
 

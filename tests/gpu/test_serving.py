@@ -21,8 +21,9 @@ from greenfast.kernels.attention.config import KEY_ORDER
 from greenfast.kernels.serving import attention
 from greenfast.kernels.serving.config import HEAD_DIMS
 from greenfast.numerics import serving as reference
-from greenfast.operator import serving_ops, serving_request
-from tests.operator.launched import forget_launches
+from greenfast.serving import launch_cache as serving_request
+from greenfast.serving import torch_ops as serving_ops
+from tests.ops.launched import forget_launches
 from tests.serving.oracle import Case, case, faults
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import greenfast
 from greenfast.bench.parallel import Case, measure
 from greenfast.bench.parallel_contenders import CONTENDERS
-from greenfast.operator.scope import SCOPES
+from greenfast.ops.context_stack import SCOPES
 from greenfast.parallel import blocks
 from greenfast.parallel import varlen as varlen_ranks
 from greenfast.parallel.ulysses import Exchange

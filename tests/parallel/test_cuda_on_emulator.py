@@ -11,9 +11,9 @@ from torch import Tensor
 
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.quantize.qkv import sample_places
-from greenfast.operator import reference
-from greenfast.operator.plans import Step
-from greenfast.operator.quantized import QuantizedQKV
+from greenfast.ops import reference
+from greenfast.ops.launch_plans import Step
+from greenfast.ops.quantized import QuantizedQKV
 from greenfast.parallel import blocks, cuda
 from greenfast.parallel.blocks import Keys
 from greenfast.spec.problem import Case, OutputSpec

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import greenfast
-from greenfast.operator import continuous_batching
-from greenfast.operator.serving_pages import KVPages, empty_pages, page_bytes, pages_in
+from greenfast.integrations import continuous_batching
+from greenfast.serving.pages import KVPages, empty_pages, page_bytes, pages_in
 
 library: Any = importlib.import_module("transformers")
 paged: Any = importlib.import_module("transformers.generation.continuous_batching.cache")

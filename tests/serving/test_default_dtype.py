@@ -11,8 +11,8 @@ from torch import Tensor
 
 import greenfast
 from greenfast.flash_attn import flash_attn_varlen_func
-from greenfast.operator import serving_call
-from tests.operator.launched import PretendedGpu
+from greenfast.serving import call as serving_call
+from tests.ops.launched import PretendedGpu
 from tests.serving.test_flash_attn import filled, normal
 
 Q, K, V = (torch.randn(1, 2, 70, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))

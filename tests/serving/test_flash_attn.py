@@ -13,8 +13,8 @@ from torch import Tensor
 import greenfast
 from greenfast import flash_attn
 from greenfast.numerics import serving
-from greenfast.operator import serving_checks
-from greenfast.operator.serving_explain import reason_of
+from greenfast.serving import checks as serving_checks
+from greenfast.serving.explain import reason_of
 from tests.serving.oracle import E4M3, NAN_CODE, Case, case, faults, relative, visible
 
 COMPILE: Any = torch.compile

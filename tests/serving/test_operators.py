@@ -10,7 +10,7 @@ from torch import Tensor
 
 import greenfast
 from greenfast.numerics import serving, serving_append
-from greenfast.operator import serving_ops
+from greenfast.serving import torch_ops as serving_ops
 from tests.serving.oracle import Case, case
 
 ATTENTION = torch.ops.greenfast.paged_attention.default

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from greenfast.operator.serving_pages import (
+from greenfast.serving.pages import (
     PAGE,
     appended_slots,
     copy_codes,

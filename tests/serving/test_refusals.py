@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 import greenfast
 from greenfast.kernels.serving import attention
 from greenfast.kernels.serving.config import ServingConfig
-from greenfast.operator.serving_cuda import _planning, attention_plan, attention_steps, plan_size
+from greenfast.serving.cuda import _planning, attention_plan, attention_steps, plan_size
 
 varlen: Any = greenfast.flash_attn_varlen_func
 with_kvcache: Any = greenfast.flash_attn_with_kvcache

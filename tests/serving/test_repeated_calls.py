@@ -18,8 +18,13 @@ from torch.autograd import forward_ad
 import greenfast
 from greenfast import flash_attn
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-from greenfast.operator import repeats, serving_call, serving_checks, serving_cuda, serving_ops, serving_request
-from tests.operator.launched import Launch, PretendedGpu, pretend_cuda
+from greenfast.ops import call_cache
+from greenfast.serving import call as serving_call
+from greenfast.serving import checks as serving_checks
+from greenfast.serving import cuda as serving_cuda
+from greenfast.serving import launch_cache as serving_request
+from greenfast.serving import torch_ops as serving_ops
+from tests.ops.launched import Launch, PretendedGpu, pretend_cuda
 
 BATCH, HEADS, KV_HEADS, DIM, PAGES = 3, 8, 2, 64, 12
 Options = dict[str, Any]
@@ -353,7 +358,7 @@ def test_the_workspace_has_room_for_all(gpu: PretendedGpu, monkeypatch: pytest.M
 
 
 def test_several_launches_at_once_are_those_of_the_call(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeats, "_MOST_ALIKE", 1000)
+    monkeypatch.setattr(call_cache, "_MOST_ALIKE", 1000)
     every = composed()
     wanted = []
     gpu.launched()
@@ -376,7 +381,7 @@ def test_several_launches_at_once_are_those_of_the_call(gpu: PretendedGpu, monke
 
 def test_what_is_repeated_skips_the_checks(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the other tests would compare a slow path with itself."""
-    monkeypatch.setattr(repeats, "_MOST_ALIKE", 1000)
+    monkeypatch.setattr(call_cache, "_MOST_ALIKE", 1000)
     options = [base(), base() | {"scheduler_metadata": plan()}, base() | {"out": query(), "return_softmax_lse": True}]
     for given in options:
         call(given)

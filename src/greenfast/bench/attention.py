@@ -16,8 +16,8 @@ from greenfast.bench.session import Session
 from greenfast.device.identity import launch_facts
 from greenfast.judge.task import Shape
 from greenfast.kernels.attention.config import VALUE_FORMAT, read_dims
-from greenfast.operator import cuda
-from greenfast.operator.quantized import PRECISIONS
+from greenfast.ops import cuda
+from greenfast.ops.quantized import PRECISIONS
 from greenfast.spec.arch import Target
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import KernelSource

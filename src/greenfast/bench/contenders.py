@@ -23,8 +23,8 @@ from greenfast.bench import sage
 from greenfast.bench.inputs import Inputs
 from greenfast.bench.record import ContenderFacts
 from greenfast.numerics.formats import quantize
-from greenfast.operator import sdpa as operator
-from greenfast.operator.quantized import Precision
+from greenfast.ops import sdpa as operator
+from greenfast.ops.quantized import Precision
 
 #: The contender that is a task's own kernel, built by the task's family.
 KERNEL = "greenfast"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from greenfast.operator.sdpa import sdpa
+from greenfast.ops.sdpa import sdpa
 from greenfast.parallel.blocks import Merged
 from greenfast.parallel.context import Method, context_parallel
 from greenfast.parallel.layout import Layout

@@ -17,8 +17,8 @@ from greenfast.bench.ratios import by_shape, geometric_mean
 from greenfast.bench.record import Benchmark, Versus
 from greenfast.bench.session import Session
 from greenfast.judge.task import Shape
-from greenfast.operator.measured import FA3, TORCH
-from greenfast.operator.quantized import PRECISIONS
+from greenfast.ops.quantized import PRECISIONS
+from greenfast.ops.routing_rules import FA3, TORCH
 
 _TORCH = ("torch", "torch_flash", "torch_cudnn")
 #: What a call is otherwise computed by, and the contenders of which the fastest stands for that.
@@ -122,7 +122,7 @@ def points(record: Benchmark, against: str) -> dict[tuple[int, bool], list[Point
 
 
 def rules(records: Sequence[tuple[str, Benchmark]]) -> list[dict[str, Any]]:
-    """Rules by rival, precision, head dim and mask, as ``greenfast.operator.measured`` reads them.
+    """Rules by rival, precision, head dim and mask, as ``greenfast.ops.routing_rules`` reads them.
 
     records: with their paths; a rule is of the first that has times for it. least: None where no rule was found.
     """

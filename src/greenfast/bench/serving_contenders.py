@@ -20,7 +20,7 @@ from greenfast.bench.contenders import KERNEL, Contender, Ready
 from greenfast.bench.serving_cases import PAGE
 from greenfast.bench.serving_inputs import EPS, FP8, AppendInputs, PagedInputs
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-from greenfast.operator.serving import ServingPlan, append_kv
+from greenfast.serving.plan import ServingPlan, append_kv
 
 #: The package of contenders that are a library of vLLM's, which the session loads from a file.
 VLLM = "vllm"

@@ -15,7 +15,7 @@ from greenfast.bench.comparison import Checked
 from greenfast.bench.serving_cases import PAGE, copies, lengths_of
 from greenfast.judge.task import Shape
 from greenfast.numerics.serving import grouped_values, quantize_rows, rows_of_pages
-from greenfast.operator.serving_pages import KVPages, empty_pages
+from greenfast.serving.pages import KVPages, empty_pages
 
 FP8 = torch.float8_e4m3fn
 #: Rows that are compared with the reference: sequences, heads of K and V of each, and queries of each.

@@ -10,10 +10,10 @@ from torch import Tensor
 from greenfast.bench.serving_cases import PAGE, Case, copies
 from greenfast.bench.serving_inputs import EPS, ROPE_POSITIONS
 from greenfast.device.identity import launch_facts
-from greenfast.operator.plans import Step
-from greenfast.operator.serving_cuda import append_step, attention_steps
-from greenfast.operator.serving_pages import PAGE as TEMPORARY_PAGE
-from greenfast.operator.serving_pages import KVPages, empty_pages, page_count
+from greenfast.ops.launch_plans import Step
+from greenfast.serving.cuda import append_step, attention_steps
+from greenfast.serving.pages import PAGE as TEMPORARY_PAGE
+from greenfast.serving.pages import KVPages, empty_pages, page_count
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import KernelSource
 

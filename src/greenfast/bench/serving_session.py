@@ -20,7 +20,7 @@ from greenfast.bench.serving_inputs import append_inputs, paged_inputs
 from greenfast.bench.serving_kernels import timed_launches
 from greenfast.bench.session import Session
 from greenfast.kernels.serving.attention import TARGET
-from greenfast.operator.warmup import warm
+from greenfast.ops.warmup import warm
 
 _NO_LIBRARY = (
     "no library was given: --fa3-library takes the _vllm_fa3_C.abi3.so of vLLM's wheel, which loads into the torch "

@@ -44,8 +44,8 @@ class _Steps:
 
 
 def _operator() -> ModuleType:
-    """``greenfast.operator.warmup``, which imports PyTorch; other verbs and --help do not need it."""
-    return importlib.import_module("greenfast.operator.warmup")
+    """``greenfast.ops.warmup``, which imports PyTorch; other verbs and --help do not need it."""
+    return importlib.import_module("greenfast.ops.warmup")
 
 
 def _target(named: str | None) -> Target:

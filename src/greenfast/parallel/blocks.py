@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.attention.config import KEY_GROUPS, QUERY_BLOCK, ROW_BLOCK, padded_keys
-from greenfast.operator import reference
-from greenfast.operator.quantized import FINE, QuantizedQKV, config_of, padded_head_dim
+from greenfast.ops import reference
+from greenfast.ops.quantized import FINE, QuantizedQKV, config_of, padded_head_dim
 
 _ALIGNMENT = 256  # bytes, of what lies in a buffer that travels
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from greenfast.operator import ops
-from greenfast.operator.arguments import (
+from greenfast.ops import torch_ops
+from greenfast.ops.arguments import (
     causal_of,
     check_cast,
     check_flag,
@@ -23,17 +23,17 @@ from greenfast.operator.arguments import (
     number,
     scale_of,
 )
-from greenfast.operator.quantized import DTYPES, PRECISIONS_AND_AUTO, AutoPrecision, check_choice
-from greenfast.operator.routing import Explanation
-from greenfast.operator.rules import Form, Refusal, arranged, dtype_of, form_of, restored
-from greenfast.operator.scope import SCOPES
-from greenfast.operator.serving import kind
-from greenfast.operator.serving_checks import check_keys, check_out, check_starts, checks_values
+from greenfast.ops.canonicalize import Form, Refusal, arranged, dtype_of, form_of, restored
+from greenfast.ops.context_stack import SCOPES
+from greenfast.ops.quantized import DTYPES, PRECISIONS_AND_AUTO, AutoPrecision, check_choice
+from greenfast.ops.routing import Explanation
 from greenfast.parallel import cost
 from greenfast.parallel.group import Group, group_of
 from greenfast.parallel.layout import Layout
-from greenfast.parallel.ops import CONTEXT_ATTENTION, METHODS
+from greenfast.parallel.torch_ops import CONTEXT_ATTENTION, METHODS
 from greenfast.parallel.varlen import CONTEXT_VARLEN
+from greenfast.serving.checks import check_keys, check_out, check_starts, checks_values
+from greenfast.serving.plan import kind
 
 Method = Literal["auto", "ring", "ulysses"]
 _NAMES = ("query", "key", "value")
@@ -243,9 +243,9 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
     ) -> tuple[Tensor, Tensor]:
         if self.size == 1 and not form.empty:
             if with_lse:
-                found: tuple[Tensor, Tensor] = ops.SDPA_LSE(*tensors, precision, form.causal, scale)
+                found: tuple[Tensor, Tensor] = torch_ops.SDPA_LSE(*tensors, precision, form.causal, scale)
                 return found
-            out = ops.SDPA(*tensors, precision, form.causal, scale)
+            out = torch_ops.SDPA(*tensors, precision, form.causal, scale)
             return out, out
         both: tuple[Tensor, Tensor] = CONTEXT_ATTENTION(
             *tensors, precision, with_lse, int(form.causal > 0), scale, self.method, self._balanced(form), self.name

@@ -21,11 +21,11 @@ from greenfast.kernels.attention.config import (
 )
 from greenfast.kernels.merge import merge as merge_kernel
 from greenfast.kernels.quantize import qkv
-from greenfast.operator import cuda
-from greenfast.operator.cuda import sizes_of
-from greenfast.operator.layout import readable
-from greenfast.operator.plans import Plan, Step, cached, target_of
-from greenfast.operator.quantized import QuantizedQKV, config_of
+from greenfast.ops import cuda
+from greenfast.ops.cuda import sizes_of
+from greenfast.ops.launch_plans import Plan, Step, cached, target_of
+from greenfast.ops.layout import readable
+from greenfast.ops.quantized import QuantizedQKV, config_of
 from greenfast.parallel.blocks import Keys
 from greenfast.spec.arch import Target
 

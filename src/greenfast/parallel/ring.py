@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.quantize.qkv import MEAN_KEYS, sample_places
-from greenfast.operator import ops
-from greenfast.operator.layout import settled
+from greenfast.ops import torch_ops
+from greenfast.ops.layout import settled
 from greenfast.parallel import blocks
 from greenfast.parallel.blocks import Keys, Merged
 from greenfast.parallel.group import Group
@@ -76,5 +76,5 @@ def forward(
         here, there = there, here
     lse = merged.lse
     if with_lse:
-        lse = lse + ops.MEAN_SCORES(query, mean, True) * scale
+        lse = lse + torch_ops.MEAN_SCORES(query, mean, True) * scale
     return merged.out, lse

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.attention.config import KEY_GROUP
-from greenfast.operator import ops
-from greenfast.operator.quantized import QuantizedQKV
+from greenfast.ops import torch_ops
+from greenfast.ops.quantized import QuantizedQKV
 from greenfast.parallel import blocks
 from greenfast.parallel.group import Group
 from greenfast.parallel.layout import Layout
@@ -222,9 +222,9 @@ def forward(
         if as_codes:
             found = _attend(whole, precision, head_dim, query.dtype, causal, scale, with_lse)
         elif with_lse:
-            found = ops.SDPA_LSE(*whole, precision, causal, scale)
+            found = torch_ops.SDPA_LSE(*whole, precision, causal, scale)
         else:
-            found = (ops.SDPA(*whole, precision, causal, scale),)
+            found = (torch_ops.SDPA(*whole, precision, causal, scale),)
         going.append(exchange.send_back([_wide(found[0], head_dim), *found[1 : 1 + with_lse]]))
     out = query.new_empty(batch, group.size, heads.queries, length, head_dim)
     lse = query.new_empty(out.shape[:4] if with_lse else (0,), dtype=torch.float32)
@@ -235,7 +235,7 @@ def forward(
     if with_lse:
         lse = lse.flatten(1, 2)[:, :count]
         if mean is not None:
-            lse = lse + ops.MEAN_SCORES(query, mean, True) * scale
+            lse = lse + torch_ops.MEAN_SCORES(query, mean, True) * scale
     return out.contiguous(), lse.contiguous()
 
 
@@ -268,7 +268,7 @@ def _attend(
         found: tuple[Tensor, Tensor] = blocks.gpu().attend_codes(codes, causal, scale, with_lse)
         return found
     arguments = (*codes.tensors()[:6], precision, head_dim, codes.key_length, dtype, causal, scale)
-    return ops.ATTENTION_LSE(*arguments)  # type: ignore[no-any-return]
+    return torch_ops.ATTENTION_LSE(*arguments)  # type: ignore[no-any-return]
 
 
 def backward(

@@ -14,17 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from greenfast.operator import autograd, ops, serving_ops
-from greenfast.operator.serving_call import Call
-from greenfast.operator.serving_checks import checks_values
-from greenfast.operator.serving_ops import NO_GRADIENT
-from greenfast.operator.serving_pages import PAGE, KVPages, page_bytes, page_count, pages_in, sequences_of
+from greenfast.ops import autograd, torch_ops
 from greenfast.parallel import cost
 from greenfast.parallel.blocks import Merged
 from greenfast.parallel.group import Group, group_named
 from greenfast.parallel.layout import Layout
 from greenfast.parallel.ring import turns
 from greenfast.parallel.ulysses import Exchange, Field, Heads
+from greenfast.serving import torch_ops as serving_ops
+from greenfast.serving.call import Call
+from greenfast.serving.checks import checks_values
+from greenfast.serving.pages import PAGE, KVPages, page_bytes, page_count, pages_in, sequences_of
+from greenfast.serving.torch_ops import NO_GRADIENT
 
 _SCHEMA = (
     "context_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
@@ -185,10 +186,10 @@ def _shapes(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-ops.LIBRARY.define(_SCHEMA)
+torch_ops.LIBRARY.define(_SCHEMA)
 for _device in ("CPU", "CUDA"):
-    ops.LIBRARY.impl("context_varlen", _run, _device)
-torch.library.register_fake("greenfast::context_varlen", _shapes, lib=ops.LIBRARY)
-autograd.register(ops.LIBRARY, "context_varlen", f"greenfast.flash_attn: {NO_GRADIENT}")
+    torch_ops.LIBRARY.impl("context_varlen", _run, _device)
+torch.library.register_fake("greenfast::context_varlen", _shapes, lib=torch_ops.LIBRARY)
+autograd.register(torch_ops.LIBRARY, "context_varlen", f"greenfast.flash_attn: {NO_GRADIENT}")
 
 CONTEXT_VARLEN = torch.ops.greenfast.context_varlen.default

@@ -9,7 +9,7 @@ import torch
 from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import Step, run_chain
 from greenfast.kernels.serving import slots
-from greenfast.operator.serving_pages import token_slots
+from greenfast.serving.pages import token_slots
 from greenfast.spec.arch import Target
 from greenfast.spec.problem import OutputSpec
 

@@ -1,0 +1,1 @@
+"""Integrations: PyTorch through a switch, Hugging Face transformers, and its continuous batching."""

@@ -1,0 +1,313 @@
+"""Hugging Face transformers' continuous batching (``model.generate_batch``) on an FP8 cache.
+
+Transformers plans steps and hands out blocks; here are the cache's allocators, whose blocks hold our pages, and the
+attention, which appends a step's keys and values to these pages and attends to them over block tables.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import threading
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from greenfast.flash_attn import flash_attn_varlen_func
+from greenfast.integrations.transformers import NAME, register_with_transformers
+from greenfast.ops.quantized import DTYPES, HEAD_DIMS
+from greenfast.serving.checks import PAGE_SIZES
+from greenfast.serving.pages import KVPages, appended_slots, page_bytes, pages_in, sequences_of
+from greenfast.serving.plan import ServingPlan, append_kv
+from greenfast.spec.extras import install_command
+
+#: Under this name transformers makes no masks. ``paged|greenfast`` and, in ``generate_batch``, ``greenfast`` become it.
+PAGED = "greenfast_paged"
+_SPELLING = f"paged|{NAME}"
+_REGISTERING = threading.Lock()
+_VERSIONS = "register_continuous_batching needs transformers 5.20 or later; 5.20 to 5.23 are known to fit"
+#: What a layer may ask of attention that neither a window, a softcap nor sinks are.
+_REFUSED = ("position_bias", "indices", "block_indices")
+_DEFAULT_PAGE = 256  # of transformers
+
+
+def register_continuous_batching() -> None:
+    """Make ``attn_implementation="paged|greenfast"`` known to transformers' continuous batching.
+
+        greenfast.register_continuous_batching()
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, attn_implementation="paged|greenfast")
+        outputs = model.generate_batch([[1, 5, 9], [1, 7]], GenerationConfig(max_new_tokens=32))
+
+    The cache that transformers allocates then holds E4M3 codes with a scale per token and head, in pages of
+    ``ContinuousBatchingConfig.page_size`` tokens: 16, 32, 64 or 128; transformers' default of 256 becomes 128. Layers
+    with a sliding window give pages back that have left it. Models whose layers support FlashAttention in transformers
+    fit, with windows, softcaps and sinks, of head dims 64, 128 and 256; others raise ValueError.
+    A model with ``attn_implementation="greenfast"`` generates batches in the same way.
+
+    Several functions of transformers' internals are wrapped; other implementations are as they were. Calling it again
+    changes nothing. Raises ImportError where transformers is missing or its internals are of another version.
+    """
+    try:
+        library = importlib.import_module("transformers")
+        base = "transformers.generation.continuous_batching"
+        cache, initialization, api = (
+            importlib.import_module(f"{base}.{name}") for name in ("cache", "initialization", "continuous_api")
+        )
+        allocators = cache.ATTN_TYPE_TO_ALLOCATOR
+    except (ImportError, AttributeError) as e:
+        raise ImportError(f"{_VERSIONS}: {install_command('transformers')}") from e
+    with _REGISTERING:
+        if PAGED in library.AttentionInterface():
+            return
+        try:
+            _wrap(library.PreTrainedModel, "_check_and_adjust_attn_implementation", _named)
+            _wrap(api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switched)
+            _wrap(api, "resolve_continuous_batching_config", _resolved)
+            _wrap(initialization, "ensure_decode_fast_path_is_available", _with_block_tables)
+            for module in (initialization, cache):
+                _wrap(module, "is_flash_attention_requested", _like_flash)
+        except AttributeError as e:
+            raise ImportError(f"{_VERSIONS}: {e}") from e
+        for kind, mixin in (("full_attention", _Pages), ("sliding_attention", _WindowPages)):
+            allocators[kind] = _Chosen(allocators[kind], mixin, cache.FullAttentionCacheAllocator)
+        eager = torch.compiler.disable(attend)  # type: ignore[no-untyped-call] # as transformers' updates of caches are
+        library.AttentionInterface.register(PAGED, eager)
+    if NAME not in library.AttentionInterface():
+        register_with_transformers()
+
+
+def _wrap(owner: Any, name: str, ours: Any) -> None:
+    """Replace a function by ``ours``, which gets the original as its first argument; once."""
+    original = getattr(owner, name)
+    if not getattr(original, "is_greenfast_paged", False):
+        made = functools.wraps(original)(lambda *args, **kwargs: ours(original, *args, **kwargs))
+        made.is_greenfast_paged = True  # type: ignore[attr-defined]
+        setattr(owner, name, made)
+
+
+def _is_ours(config: Any) -> bool:
+    return getattr(config, "_attn_implementation", None) == PAGED
+
+
+def _named(original: Any, model: Any, attn_implementation: str | None, *args: Any, **more: Any) -> str:
+    """The implementation's name after transformers' checks, which would cut off ``paged|``."""
+    if attn_implementation == _SPELLING:
+        attn_implementation = PAGED
+    if attn_implementation == PAGED and not getattr(model, "_supports_flash_attn", False):
+        raise ValueError(
+            f'{type(model).__name__}: attn_implementation="{_SPELLING}" is not for this model: it does not support '
+            "FlashAttention, so its attention would run without the masks that it needs"
+        )
+    found: str = original(model, attn_implementation, *args, **more)
+    return found
+
+
+def _switched(original: Any, manager: Any, model: Any, *args: Any, **more: Any) -> None:
+    name = model.config._attn_implementation
+    if name not in (NAME, PAGED):
+        original(manager, model, *args, **more)
+    elif name == NAME:
+        model.set_attn_implementation(PAGED)
+        manager._original_attn_impl = name  # which the manager sets again when it stops
+
+
+def _resolved(original: Any, config: Any, cb_config: Any, *args: Any, **more: Any) -> Any:
+    if _is_ours(config) and cb_config.page_size == _DEFAULT_PAGE:
+        cb_config = copy.copy(cb_config)
+        cb_config.page_size = PAGE_SIZES[-1]
+    return original(config, cb_config, *args, **more)
+
+
+def _with_block_tables(original: Any, config: Any, *args: Any, **more: Any) -> None:
+    """Steps that only decode get block tables, which transformers allows FlashAttention alone."""
+    if not _is_ours(config):
+        original(config, *args, **more)
+
+
+def _like_flash(original: Any, config: Any = None, *args: Any, **more: Any) -> bool:
+    """No masks, so no memory for them, and CUDA graphs and asynchronous batching by default."""
+    return _is_ours(config) or bool(original(config, *args, **more))
+
+
+class _Chosen:
+    """Makes our allocator for a model with our attention, else transformers' own, of which it has the attributes."""
+
+    def __init__(self, original: Any, mixin: type, full: Any) -> None:
+        self._original = original
+        self._ours: Any = type(mixin.__name__.lstrip("_"), (mixin, full), {"base": full})
+
+    def __call__(self, *args: Any, config: Any, **kwargs: Any) -> Any:
+        kind = self._ours if _is_ours(config) else self._original
+        return kind(*args, config=config, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+class _Step(NamedTuple):
+    """What the layers of a group share in one forward pass."""
+
+    slots: Tensor
+    block_table: Tensor
+    cu_seqlens_q: Tensor
+    seqused_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    plan: ServingPlan
+
+
+class _Pages:
+    """An allocator whose blocks hold, for each layer of its group, one page of our cache.
+
+    Mixed into transformers' ``FullAttentionCacheAllocator``. A block's number is its page's number in every layer. Read
+    indices are pages instead of tokens.
+    """
+
+    base: Any
+    rows_per_token = 1
+
+    def __init__(self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
+        self.base.__init__(self, *args, config=config, **kwargs)
+        for name, value, allowed in (
+            ("page_size", self.tokens_per_page, PAGE_SIZES),
+            ("head_dim", self.head_dim, HEAD_DIMS),
+            ("dtype", self.cache_dtype, DTYPES),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{_SPELLING}: {name} {value}; allowed are {', '.join(map(str, allowed))}")
+        self.block_physical_stride = self.tokens_per_page  # slots count tokens of a layer, whose pages are blocks
+        self.step: _Step | None = None
+
+    @classmethod
+    def get_bytes_per_page(cls, num_key_value_heads: int, head_dim: int, cache_dtype: Any, page_size: int) -> int:
+        """Bytes of the codes and scales of a page, of K and V of a layer."""
+        return page_bytes(page_size, num_key_value_heads, head_dim)
+
+    def register_cache_tensor(
+        self: Any, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Any, pool: Any
+    ) -> None:
+        """Take the memory, uint8 (bytes,), that all groups share: a block is the pages of the group's layers."""
+        self.bytes_per_sector = bytes_per_sector
+        self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
+        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+        self.write_trash_index = -1  # padding is not written
+        blocks = self._copy_view.unflatten(1, (self.pages_per_block, self.bytes_per_page))
+        sizes = (self.tokens_per_page, self.num_key_value_heads, self.head_dim)
+        self.pages: dict[int, KVPages] = {n: pages_in(blocks[:, i], *sizes) for i, n in enumerate(self.layer_indices)}
+
+    def get_read_indices(self: Any, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """The pages of a request, in order."""
+        count = -(-(past_length + query_length) // self.tokens_per_page)
+        pages: list[int] = self.block_table[request_id][:count]
+        return pages
+
+    def get_seqlen_k(self: Any, past_length: int, query_length: int) -> int:
+        """Keys of a request, those that have left the window included: keys are counted from the first token."""
+        return past_length + query_length
+
+    def step_of(self: Any, module: Any, q: Tensor, window: tuple[int, int], more: dict[str, Any]) -> _Step:
+        """The step of this forward pass; its first layer makes it, also where a CUDA graph captures it again."""
+        if self.step is None or module.layer_idx == self.layer_indices[0]:
+            self.step = self._make_step(q, window, more)
+        step: _Step = self.step
+        return step
+
+    def _make_step(self: Any, q: Tensor, window: tuple[int, int], more: dict[str, Any]) -> _Step:
+        page, starts = self.tokens_per_page, more["cu_seq_lens_q"].int()
+        ends = more["cu_seq_lens_k"][self.layer_type]
+        used = (ends[1:] - ends[:-1]).int()
+        longest = more["max_length_k"][self.layer_type]
+        table = more.get("block_table")
+        if table is not None:  # a query for each sequence
+            table = table[self.index]
+            tokens = torch.arange(q.shape[0], device=q.device)
+            of_sequence = sequences_of(starts, tokens)
+            slots = appended_slots(table, page, of_sequence, used.long()[of_sequence] - 1)
+            slots = torch.where(tokens < starts[-1], slots, -1)
+        else:
+            slots = more["write_index"][self.index]
+            table = _table(slots, more["read_index"][self.index], starts, used, page, -(-longest // page))
+        heads, head_dim = q.shape[1:]
+        most = more["max_length_q"]
+        plan = ServingPlan(
+            starts, used, most, heads=heads, kv_heads=self.num_key_value_heads, head_dim=head_dim, causal=True,
+            window_size=window, total_q=q.shape[0],
+        )  # fmt: skip
+        return _Step(slots, table, starts, used, most, longest, plan)
+
+
+def _table(slots: Tensor, pages: Tensor, starts: Tensor, used: Tensor, page: int, width: int) -> Tensor:
+    """Block tables, int32 (batch, width), from the pages of all sequences; entries behind their last pages are any.
+
+    Without ``pages`` all keys are new, and their slots tell the pages.
+    """
+    columns = torch.arange(max(width, 1), device=slots.device)
+    if pages.numel():
+        counts = (used + page - 1) // page
+        at = (counts.cumsum(0) - counts).unsqueeze(1) + columns
+        found = pages[at.clamp(max=pages.numel() - 1)]
+    else:
+        at = starts[:-1].long().unsqueeze(1) + columns * page
+        found = slots[at.clamp(max=slots.numel() - 1)] // page
+    return found.int()
+
+
+class _WindowPages(_Pages):
+    """The same for layers with a sliding window: pages that no later query can see go back to the pool.
+
+    Their entries become page 0, which transformers keeps zero and gives to no request.
+    """
+
+    layer_type = "sliding_attention"
+    supports_block_sharing = False
+
+    def __init__(self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
+        _Pages.__init__(self, *args, config=config, **kwargs)
+        self.sliding_window: int = config.sliding_window
+
+    def allocate_cache_to_request(self: Any, request_id: str, past_length: int, query_length: int) -> None:
+        """Take back pages behind the window of the first new query, then give pages for the new tokens."""
+        blocks = self.block_table.get(request_id, [])
+        gone = min(max(past_length - self.sliding_window + 1, 0) // self.tokens_per_page, len(blocks))
+        freed = [b for b in blocks[:gone] if b and self.ledger.release(b, True)]
+        blocks[:gone] = [0] * gone
+        self.pool.free_blocks(self.index, freed)
+        self.base.allocate_cache_to_request(self, request_id, past_length, query_length)
+
+    def free_blocks(self: Any, request_id: str, no_cache: bool = False) -> None:
+        """Take back all pages of a request."""
+        if request_id in self.block_table:
+            self.block_table[request_id] = [b for b in self.block_table[request_id] if b]
+        self.base.free_blocks(self, request_id, no_cache)
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, cache: Any = None, **more: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention of a step's tokens: query (1, H, T, D), key and value (1, HK, T, D): (1, T, H, D), and no weights."""
+    allocator = None if cache is None else cache.layer_to_allocator[module.layer_idx]
+    if not isinstance(allocator, _Pages):
+        raise ValueError(f'"{PAGED}" is for generate_batch; use attn_implementation="{NAME}" for other calls')
+    for name in _REFUSED:
+        if more.get(name) is not None:
+            raise ValueError(f"{type(module).__name__}: its attention has `{name}`, which {_SPELLING} does not compute")
+    kept = getattr(allocator, "sliding_window", None)
+    if kept is not None and kept != sliding_window:
+        raise ValueError(f"{type(module).__name__}: its window is {sliding_window}, its layer's cache keeps {kept}")
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    step = allocator.step_of(module, q, window, more)
+    pages = allocator.pages[module.layer_idx]
+    append_kv(None, k, v, pages.k_cache, pages.v_cache, step.slots, k_scale=pages.k_scale, v_scale=pages.v_scale)
+    out = flash_attn_varlen_func(
+        q, pages.k_cache, pages.v_cache, step.cu_seqlens_q, None, step.max_seqlen_q, step.max_seqlen_k,
+        seqused_k=step.seqused_k, block_table=step.block_table, k_descale=pages.k_scale, v_descale=pages.v_scale,
+        softmax_scale=scaling, causal=True, window_size=window, softcap=softcap or 0.0, s_aux=s_aux,
+        scheduler_metadata=step.plan,
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out.unsqueeze(0), None

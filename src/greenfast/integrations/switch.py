@@ -1,0 +1,410 @@
+"""The switch that routes PyTorch's attention to the FP8 kernels, by the rules of ``greenfast.explain``.
+
+How it works. Entering ``use`` does two things:
+
+- it pushes a hook, a ``TorchFunctionMode``, on PyTorch's stack of modes of this thread: PyTorch then calls the hook for
+  every function, under whatever name it was imported;
+- it adds the hook to the context variable ``_ENTERED``: each asyncio task has its own value, and a task that is started
+  inside inherits it.
+
+Leaving undoes both. Nothing else decides: a call goes to the topmost hook of the thread's stack that is in
+``_ENTERED``. So tasks that share a thread do not see each other's hooks, and a thread that copied a context has none.
+
+A decorated generator or coroutine has a value of ``_ENTERED`` of its own (``_Body``). Each step of it starts with that
+value, and with its hooks on the stack of the thread that takes the step. Each step ends with the caller's value. What
+the body entered and has not left is part of its value, so it holds in the next step too.
+
+torch.compile cannot read context variables. While it traces, the topmost hook decides whose ``active`` is set, and a
+``with`` block inside the compiled function only pushes and pops a hook. Where a graph breaks inside such a block,
+torch.compile runs that function as it is, and the hook is entered as usual: ``_run_uncompiled`` keeps torch.compile
+from compiling the functions of this module one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ContextDecorator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
+
+from greenfast.ops.arguments import check_length
+from greenfast.ops.context_stack import sharded
+from greenfast.ops.quantized import SDPA_PRECISIONS, AutoPrecision, check_choice
+from greenfast.ops.routing import SHARDED, Routed, explain
+from greenfast.ops.sdpa import sdpa
+
+_TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
+_TORCH_MHA = torch.nn.functional.multi_head_attention_forward
+_ATEN_SDPA: Any = torch.ops.aten.scaled_dot_product_attention.default
+_DYNAMO: Any = torch._C._dynamo.eval_frame
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _run_uncompiled(function: _Function) -> _Function:
+    """Keep torch.compile from compiling calls of ``function``, and what it calls, where it is not part of a graph.
+
+    Unlike torch.compiler.disable, this lets torch.compile trace the function as a part of another one, and does not
+    import torch._dynamo, which takes two seconds.
+    """
+    skip = _DYNAMO._FrameAction.SKIP
+    _DYNAMO.set_code_exec_strategy(function.__code__, _DYNAMO._FrameExecStrategy(skip, skip))
+    return function
+
+
+class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use()
+    """Routes ``torch.nn.functional.scaled_dot_product_attention`` to ``greenfast.sdpa`` where ``explain`` says so.
+
+    A context manager and a decorator; ``routed``, which it returns, counts the calls:
+
+        with greenfast.use() as routed:
+            model(x)
+        print(routed.taken, routed.fallen_back)
+
+    It routes PyTorch's function under any name it was imported by, also in ``torch.nn.MultiheadAttention``, and under
+    torch.compile, where ``with greenfast.use():`` may be around the compiled call or inside it.
+    It can be entered again; if nested, the innermost one decides. precision, min_length: see ``explain``; by default
+    calls are routed that are faster so. Inside a ``context_parallel`` of several ranks all are, and what that does
+    not compute raises its error: PyTorch's attention would be of one rank's rows.
+
+    It applies to the thread and the asyncio task that entered it, and to tasks started inside, until it is left; other
+    threads and tasks do not see it. On a decorated generator or coroutine it applies while the body runs, not while it
+    is suspended. Activation checkpointing recomputes in the backward pass, outside of it: decorate the function that is
+    checkpointed, not the step around it.
+    """
+
+    def __init__(self, precision: AutoPrecision = "fp8", min_length: int | None = None) -> None:
+        """Raises ValueError for an unknown precision, and TypeError or ValueError for an invalid length."""
+        check_choice("precision", precision, SDPA_PRECISIONS)
+        if min_length is not None:
+            check_length("min_length", min_length)
+        self.precision: AutoPrecision = precision
+        self.min_length = min_length
+        self.routed = Routed()
+
+    @_run_uncompiled
+    def __enter__(self) -> Routed:
+        hook = _Hook(self)
+        torch._C._push_on_torch_function_stack(hook)
+        if not torch.compiler.is_dynamo_compiling():
+            _ENTERED.set((*(entered for entered in _ENTERED.get() if not entered.closed), hook))
+        return self.routed
+
+    @_run_uncompiled
+    def __exit__(self, *raised: object) -> None:
+        """Raises RuntimeError if this thread has not entered it."""
+        if torch.compiler.is_dynamo_compiling():  # in a graph, blocks end in the order in which they began
+            torch._C._pop_torch_function_stack()
+            return
+        own = [hook for hook in _modes() if isinstance(hook, _Hook) and hook.settings is self and not hook.closed]
+        entered = _ENTERED.get()
+        hook = next((hook for hook in reversed(own) if hook in entered), own[-1] if own else None)
+        if hook is None:
+            raise RuntimeError(
+                "greenfast.use: left in a thread that has not entered it; enter and leave it in one thread"
+            )
+        hook.close()
+
+    def __call__(self, func: _Function) -> _Function:
+        """``func``, routed whenever it runs; it may be a coroutine function or a generator function, async or not.
+
+        Raises TypeError for a class, of which only the construction would be routed.
+        """
+        if isinstance(func, type):
+            raise TypeError(f"greenfast.use: {func.__name__} is a class; decorate a method of it, such as forward")
+        body: Any = func
+        while isinstance(body, functools.partial):
+            body = body.func
+        body = body if inspect.isroutine(body) else type(body).__call__
+        routed: Any
+        if inspect.iscoroutinefunction(body):
+
+            async def routed(*args: Any, **kwargs: Any) -> Any:
+                state = _Body(self)
+                try:
+                    return await _Awaited(state, func(*args, **kwargs))
+                finally:
+                    state.close()
+
+        elif inspect.isasyncgenfunction(body):
+
+            async def routed(*args: Any, **kwargs: Any) -> Any:
+                state = _Body(self)
+                items = func(*args, **kwargs)
+                step = items.asend(None)
+                try:
+                    while True:
+                        try:
+                            item = await _Awaited(state, step)
+                        except StopAsyncIteration:
+                            return
+                        state.leave_thread()
+                        try:
+                            step = items.asend((yield item))
+                        except GeneratorExit:
+                            await _Awaited(state, items.aclose())
+                            raise
+                        except BaseException as e:
+                            step = items.athrow(e)
+                finally:
+                    state.close()
+
+        elif inspect.isgeneratorfunction(body):
+
+            def routed(*args: Any, **kwargs: Any) -> Any:
+                state = _Body(self)
+                try:
+                    return (yield from _run_steps(state, func(*args, **kwargs), leaves=True))
+                finally:
+                    state.close()
+
+        else:
+            return super().__call__(func)
+        return functools.wraps(func)(routed)  # type: ignore[return-value]
+
+    def _recreate_cm(self) -> use:
+        """The context that a call of a decorated function enters: torch.compile must see it constructed."""
+        settings = use(self.precision, self.min_length)
+        settings.routed = self.routed
+        return settings
+
+
+class _Hook(TorchFunctionMode):
+    """One entry of ``use``.
+
+    active: whether a graph may use it: not while the decorated coroutine that it belongs to is suspended. closed:
+    whether it was left. A hook that was left in another thread stays on this one's stack until the next change there.
+    """
+
+    def __init__(self, settings: use) -> None:
+        super().__init__()
+        self.settings = settings
+        self.active = True
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+        _ENTERED.set(tuple(hook for hook in _ENTERED.get() if hook is not self))
+        _set_modes(_modes())
+
+    @_run_uncompiled
+    def __torch_function__(self, func: Any, overriding: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _TORCH_SDPA and self._decides():
+            return self._attend(all(kind is Tensor for kind in overriding), *args, **kwargs)
+        if func is _TORCH_MHA and all(kind is Tensor for kind in overriding) and self._decides():
+            if torch.compiler.is_compiling():
+                return _trace_multi_head_attention(*args, **kwargs)
+            with self:  # this function calls attention, for which the mode has to be on the stack again
+                return _MHA(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _decides(self) -> bool:
+        """Whether this hook, which PyTorch calls from the top of the stack down, decides in this context."""
+        if torch.compiler.is_dynamo_compiling():
+            return self.active
+        return not self.closed and self in _ENTERED.get()
+
+    def _attend(
+        self, plain: bool, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Compute the call here or in PyTorch. plain: whether no tensor is of a subclass with its own functions."""
+        settings = self.settings
+        dropout_p = float(dropout_p) if isinstance(dropout_p, bool) else dropout_p  # PyTorch takes True for 1
+        scale = float(scale) if isinstance(scale, bool) else scale
+        if sharded():  # nothing is left to PyTorch: what a context_parallel does not compute is an error there
+            whole: Tensor = sdpa(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=settings.precision
+            )
+            settings.routed.count(SHARDED)
+            return whole
+        found = explain(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=settings.precision,
+            min_length=settings.min_length,
+        )  # fmt: skip
+        settings.routed.count(found)
+        if found.taken:
+            out: Tensor = sdpa(
+                query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+                precision=found.precision,
+            )  # type: ignore[call-overload]  # fmt: skip
+            return out
+        return _attend_in_torch(
+            plain, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+def _attend_in_torch(plain: bool, *args: Any, **kwargs: Any) -> Tensor:
+    """PyTorch's attention, seen by the modes of others that are below the calling hook, but by no other hook."""
+    out: Tensor
+    if torch.compiler.is_dynamo_compiling():
+        # Another hook may be below this one, or be called when the graph runs: neither sees the operator itself.
+        hooked = any(isinstance(mode, _Hook) for mode in _modes())
+        out = (_ATEN_SDPA if plain and (hooked or not _others_below()) else _TORCH_SDPA)(*args, **kwargs)
+        return out
+    before = _ENTERED.set(())
+    try:
+        out = _TORCH_SDPA(*args, **kwargs)
+    finally:
+        _ENTERED.reset(before)
+    return out
+
+
+@functools.cache
+def multi_head_attention(attention: Callable[..., Any] = _TORCH_SDPA) -> Callable[..., Any]:
+    """PyTorch's function, which asks no mode for another implementation before it computes.
+
+    attention: called in place of scaled_dot_product_attention. PyTorch 2.13 has redispatch_function for that, with
+    which outer modes do not see the function either.
+    """
+    func: Any = _TORCH_MHA
+    changes = {"has_torch_function": lambda tensors: False, "scaled_dot_product_attention": attention}
+    body = types.FunctionType(
+        func.__code__, {**func.__globals__, **changes}, func.__name__, func.__defaults__, func.__closure__
+    )
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
+
+
+def _others_below() -> bool:
+    """Whether modes of others are on the stack, which see what is left to PyTorch; a default device sees no call."""
+    return any(not isinstance(mode, _Hook | DeviceContext) for mode in _modes())
+
+
+def _trace_multi_head_attention(*args: Any, **kwargs: Any) -> Any:
+    """Leave the call to PyTorch in a graph, also where the graph runs under a hook, as with backend="eager"."""
+    if _others_below():
+        return _TORCH_MHA(*args, **kwargs)
+    with torch._C.DisableTorchFunction():  # PyTorch 2.13 cannot trace Tensor.unflatten under a mode
+        return _MHA_IN_GRAPH(*args, **kwargs)
+
+
+_MHA = multi_head_attention()
+_MHA_IN_GRAPH = multi_head_attention(_ATEN_SDPA)
+
+#: The hooks that were entered in a context, the innermost last. Tasks inherit it; some may have been left since.
+_ENTERED: ContextVar[tuple[_Hook, ...]] = ContextVar("greenfast.use", default=())
+
+
+def _modes() -> list[Any]:
+    """PyTorch's stack of modes of this thread, the innermost last."""
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def _set_modes(wanted: Sequence[Any]) -> None:
+    """Replace this thread's stack of modes by ``wanted``, without the hooks that were left."""
+    wanted = [mode for mode in wanted if not (isinstance(mode, _Hook) and mode.closed)]
+    stack = _modes()
+    same = 0
+    while same < min(len(stack), len(wanted)) and wanted[same] is stack[same]:
+        same += 1
+    for _ in stack[same:]:
+        torch._C._pop_torch_function_stack()
+    for mode in wanted[same:]:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+class _Body:
+    """The hooks of a decorated generator or coroutine: that of the decorator and those that the body has entered.
+
+    entered: the value of ``_ENTERED`` inside the body. outside: the caller's, during a step. above: for each hook, the
+    mode of somebody else that was above it on the stack when it was taken off, if any; it is put back below that.
+    """
+
+    def __init__(self, settings: use) -> None:
+        self.own = _Hook(settings)
+        self.entered: tuple[_Hook, ...] = (self.own,)
+        self.outside: tuple[_Hook, ...] = ()
+        self.above: dict[_Hook, Any] = {}
+
+    @_run_uncompiled
+    def resume(self) -> None:
+        """Begin a step of the body in this thread."""
+        stack = _modes()
+        for hook in self.entered:
+            hook.active = True
+            if hook not in stack:
+                above = self.above.get(hook)
+                stack.insert(stack.index(above) if above in stack else len(stack), hook)
+        _set_modes(stack)
+        self.outside = _ENTERED.get()
+        _ENTERED.set(self.entered)
+
+    @_run_uncompiled
+    def suspend(self) -> None:
+        """End a step. The hooks stay on the stack, for tasks that the body has started."""
+        self.entered = tuple(hook for hook in _ENTERED.get() if not hook.closed)
+        _ENTERED.set(self.outside)
+        for hook in self.entered:
+            hook.active = False
+
+    @_run_uncompiled
+    def leave_thread(self) -> None:
+        """Take the hooks off this thread's stack until the next step."""
+        stack = _modes()
+        others = [mode for mode in stack if mode not in self.entered]
+        for hook in self.entered:
+            if hook in stack:
+                later = stack[stack.index(hook) :]
+                self.above[hook] = next((mode for mode in later if mode in others), None)
+        _set_modes(others)
+
+    @_run_uncompiled
+    def close(self) -> None:
+        """End the body. Hooks that it has entered and not left are the caller's now, as those of any function."""
+        self.own.close()
+        kept = [hook for hook in self.entered if not hook.closed]
+        if kept:
+            stack = _modes()
+            _set_modes([*stack, *(hook for hook in kept if hook not in stack)])
+            _ENTERED.set((*_ENTERED.get(), *kept))
+            for hook in kept:
+                hook.active = True
+
+
+def _run_steps(state: _Body, body: Any, leaves: bool) -> Generator[Any, Any, Any]:
+    """The generator or coroutine ``body``, step by step; with ``leaves`` nothing is on the stack between the steps."""
+    step, value = body.send, None
+    while True:
+        state.resume()
+        try:
+            item = step(value)
+        except StopIteration as e:
+            return e.value
+        finally:
+            state.suspend()
+            if leaves:
+                state.leave_thread()
+        try:
+            value = yield item
+            step = body.send
+        except GeneratorExit:
+            state.resume()
+            try:
+                body.close()
+            finally:
+                state.suspend()
+            raise
+        except BaseException as e:
+            step, value = body.throw, e
+
+
+@dataclass(frozen=True)
+class _Awaited:
+    """An awaitable for ``body``, run by ``_run_steps``."""
+
+    state: _Body
+    body: Any
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return _run_steps(self.state, self.body, leaves=False)

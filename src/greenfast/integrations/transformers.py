@@ -1,0 +1,233 @@
+"""FP8 attention as one of Hugging Face transformers' attention implementations, which are chosen by name."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+import sys
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from greenfast.ops.arguments import check_length
+from greenfast.ops.context_stack import sharded
+from greenfast.ops.quantized import SDPA_PRECISIONS, AutoPrecision, check_choice
+from greenfast.ops.routing import SHARDED, TORCH, Explanation, Routed, explain
+from greenfast.ops.sdpa import sdpa
+from greenfast.spec.extras import install_command
+
+NAME = "greenfast"
+_REGISTERING = threading.Lock()
+
+#: What a layer may ask of attention besides scaled products and transformers' "sdpa" would silently leave out.
+_REFUSED = ("softcap", "s_aux", "sinks", "indices", "block_indices")
+#: What transformers' own function computes and greenfast does not.
+_LEFT = ("position_bias", "cache")
+#: Attention that is meant to be without a causal mask although its attribute says otherwise; "sdpa" makes it causal.
+_NOT_CAUSAL = ("Phi4MultimodalVisionAttention",)
+#: Code of a model that treats an implementation by name.
+_BY_NAME = re.compile(r"""attn_implementation\s*(==|!=|in|not in)\s[^:=]{0,80}["']sdpa["']""")
+_EAGER = 'use attn_implementation="eager"'
+_ROUTED = 'use attn_implementation="sdpa" under `with greenfast.use():`'
+
+
+def register_with_transformers(precision: AutoPrecision = "fp8", *, min_length: int | None = None) -> Routed:
+    """Make ``attn_implementation="greenfast"`` known to Hugging Face transformers; returns the counts of its calls.
+
+        greenfast.register_with_transformers()
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, attn_implementation="greenfast")
+
+    A layer's attention is computed in FP8 where ``greenfast.explain`` says so with this ``min_length``, and otherwise
+    by transformers' own "sdpa": with a mask (padded batches, windows, chunks of a prompt after the first), with
+    dropout, and in decoding, which has few queries. Heads of K and V that queries share are not repeated.
+    Registering again replaces the settings, also for existing models.
+
+    Models, and parts of models, that do not support "sdpa" or treat it by name raise ValueError when they are made or
+    given the name, as their masks would be lost. A layer whose attention has more than scaled products (soft caps,
+    sinks, selected keys) raises ValueError when it runs.
+
+    Raises ImportError where transformers is missing or too old, ValueError for an unknown precision, and TypeError or
+    ValueError for an invalid ``min_length``.
+    """
+    check_choice("precision", precision, SDPA_PRECISIONS)
+    if min_length is not None:
+        check_length("min_length", min_length)
+    try:
+        library = importlib.import_module("transformers")
+        attentions, masks = library.AttentionInterface, library.AttentionMaskInterface
+        model = library.PreTrainedModel
+    except (ImportError, AttributeError) as e:
+        raise ImportError(
+            f"register_with_transformers needs transformers 4.56 or later: {install_command('transformers')}"
+        ) from e
+    with _REGISTERING:
+        attention = _Attention(precision, min_length, attentions()["sdpa"])
+        _guard(model)  # before the name can be chosen; then masks before attention, which would run without them
+        masks.register(NAME, _Masks(model, masks()["sdpa"]))
+        attentions.register(NAME, attention.attend)
+    return attention.routed
+
+
+def _guard(model: Any) -> None:
+    """Add our check to transformers' check of whether a model may use an implementation.
+
+    Transformers does not check names that it does not know. Models with custom attention would then run without their
+    masks, because transformers makes masks, or leaves them out, by the name.
+    """
+    chosen = getattr(model, "get_correct_attn_implementation", None)
+    if chosen is None:
+        raise ImportError(
+            "register_with_transformers: this transformers has no PreTrainedModel.get_correct_attn_implementation, "
+            "in which models that do not support greenfast are refused; 4.56 to 5.23 have it"
+        )
+    if getattr(chosen, "is_greenfast", False):
+        return
+
+    @functools.wraps(chosen)
+    def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        found: str = chosen(self, requested_attention, *args, **kwargs)
+        if found == NAME:
+            _check_model(self)
+        return found
+
+    get_correct_attn_implementation.is_greenfast = True  # type: ignore[attr-defined]
+    model.get_correct_attn_implementation = get_correct_attn_implementation
+
+
+def _check_model(model: Any) -> None:
+    kind: Any = type(model)
+    reason = _unfit(kind)
+    if reason is not None:
+        raise ValueError(_refusal(kind.__name__, reason))
+
+
+@functools.cache
+def _unfit(model: Any) -> str | None:
+    """Why a class of models cannot use an implementation with a name other than transformers' own; None if it can."""
+    if not getattr(model, "_supports_sdpa", False):
+        return f'it does not support "sdpa", so its attention would run without the masks that it needs; {_EAGER}'
+    for name in {base.__module__ for base in model.__mro__} - {"builtins"}:
+        module = sys.modules.get(name)
+        for attribute, classes in vars(module).items() if module else ():
+            if attribute.endswith("ATTENTION_CLASSES") and isinstance(classes, dict) and NAME not in classes:
+                return f"its attention is chosen by name from {attribute}, which lacks this one; {_ROUTED}"
+        if module and name.rpartition(".")[2].startswith("modeling_") and _BY_NAME.search(_source(module)):
+            return f'it treats "sdpa" by name, and would get other masks or queries under another name; {_ROUTED}'
+    return None
+
+
+def _source(module: Any) -> str:
+    try:
+        return inspect.getsource(module)
+    except (OSError, TypeError):  # no readable source
+        return ""
+
+
+def _refusal(name: str, reason: str) -> str:
+    return (
+        f'{name}: attn_implementation="{NAME}" is not for this model: {reason}. '
+        f'Parts of a model may differ, as in attn_implementation={{"": "eager", "text_config": "{NAME}"}}'
+    )
+
+
+class _Masks:
+    """The masks of "sdpa", after a check that ``_guard`` cannot make of a model whose config was edited by hand."""
+
+    def __init__(self, model: Any, masks: Any) -> None:
+        self.model = model
+        self.masks = masks
+
+    def __call__(self, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            kind: Any = type(config)
+            reason = _unfit_config(self.model, kind)
+            if reason is not None:
+                raise ValueError(_refusal(kind.__name__, reason))
+        return self.masks(*args, config=config, **kwargs)
+
+
+@functools.cache
+def _unfit_config(model: Any, config: Any) -> str | None:
+    """Why no class of models with this configuration can use greenfast; None if one can, or if there is no class."""
+    reasons, classes = [], [model]
+    while classes:
+        kind = classes.pop()
+        classes += kind.__subclasses__()
+        if getattr(kind, "config_class", None) is config:
+            reasons.append(_unfit(kind))
+    return None if None in reasons or not reasons else reasons[0]
+
+
+class _Attention:
+    """What is registered, with its settings and counts."""
+
+    def __init__(self, precision: AutoPrecision, min_length: int | None, fallback: Any) -> None:
+        self.precision: AutoPrecision = precision
+        self.min_length = min_length
+        self.fallback = fallback
+        self.routed = Routed()
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **more: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """Attention of query (B, H, S, D), key and value (B, HK, KV, D): (B, S, H, D), and no weights."""
+        _check(module, more)
+        causal, k, v = False, key, value
+        if type(module).__name__ in _NOT_CAUSAL:
+            is_causal = False
+        if attention_mask is None and query.shape[2] > 1:
+            causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if causal and key.shape[2] > query.shape[2]:  # a static cache that is only partly filled
+            k, v = (x[:, :, : query.shape[2]] for x in (key, value))
+        if sharded():  # as in ``greenfast.use``
+            return self._sharded(query, k, v, attention_mask, dropout, causal, scaling, more), None
+        found = self._explain(query, k, v, attention_mask, dropout, causal, scaling, more)
+        self.routed.count(found)
+        if found.taken:
+            out = sdpa(
+                query, k, v, attn_mask=attention_mask, is_causal=causal, scale=scaling, enable_gqa=True,
+                precision=found.precision,
+            )  # type: ignore[call-overload]  # fmt: skip
+            return out.transpose(1, 2).contiguous(), None
+        result: tuple[Tensor, None] = self.fallback(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more
+        )
+        return result
+
+    def _sharded(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
+        scale: float | None, more: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        """(B, S, H, D). Raises NotImplementedError for what a ``context_parallel`` does not compute."""
+        for name in _LEFT:
+            if more.get(name) is not None:
+                raise NotImplementedError(f"{name}: it is not computed in a context_parallel")
+        out: Tensor = sdpa(query, key, value, mask, dropout, causal, scale, True, precision=self.precision)
+        self.routed.count(SHARDED)
+        return out.transpose(1, 2).contiguous()
+
+    def _explain(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
+        scale: float | None, more: dict[str, Any],
+    ) -> Explanation:  # fmt: skip
+        for name in _LEFT:
+            if more.get(name) is not None:
+                return Explanation(TORCH, f"{name}: transformers' own function has it")
+        return explain(
+            query, key, value, mask, dropout, causal, scale, True, precision=self.precision, min_length=self.min_length
+        )
+
+
+def _check(module: nn.Module, more: dict[str, Any]) -> None:
+    """Raises ValueError for attention that neither greenfast nor "sdpa" computes as the model defines it."""
+    for name in _REFUSED:
+        if more.get(name) is not None:
+            raise ValueError(
+                f'{type(module).__name__}: its attention has `{name}`, which attn_implementation="{NAME}" does not '
+                f"compute; {_EAGER}"
+            )

@@ -1,0 +1,93 @@
+"""The gradients of the operator on a GPU: PyTorch's own attention on the unquantized inputs, forward and backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from greenfast.ops import reference
+from greenfast.ops.layout import readable
+
+_ATEN = torch.ops.aten
+
+
+def sdpa_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``torch.ops.greenfast.sdpa_backward`` of CUDA tensors: gradients with the dtypes and strides of their tensors.
+
+    The forward pass is recomputed in 16 bits, so that weights, output and log-sum-exp come from the same arithmetic.
+    The output and log-sum-exp of the FP8 forward do not match the weights of the backward pass, and where the keys have
+    a mean, dQ is a small difference of large numbers, in which such a mismatch dominates.
+    """
+    if not torch.backends.cuda.is_flash_attention_available():
+        return reference.gradients(grad, query, key, value, causal, scale)
+    inputs = (query, key, value)
+    found: list[Tensor] = []
+    for queries, keys, masked in (
+        parts_of_mask(query.shape[2], key.shape[2], causal) if query.numel() and key.numel() else []
+    ):
+        places = (queries, keys, keys)
+        rows = zip((*inputs, grad), (*places, queries), strict=True)
+        q, k, v, g = (readable(x[:, :, at], by_tma=True) for x, at in rows)
+        parts = zip(inputs, places, _by_torch(g, q, k, v, masked, scale), strict=True)
+        some = [_whole(x, at, part) for x, at, part in parts]
+        found = [a + b for a, b in zip(found, some, strict=True)] if found else some
+    by_query, by_key, by_value = found or [torch.zeros_like(x) for x in inputs]
+    return by_query, by_key, by_value
+
+
+def _whole(x: Tensor, at: slice, part: Tensor) -> Tensor:
+    """A gradient like x: ``part`` in the rows ``at``, 0 elsewhere."""
+    if part.shape == x.shape and part.stride() == torch.empty_like(x, device="meta").stride():
+        return part
+    whole = torch.zeros_like(x)
+    whole[:, :, at] = part
+    return whole
+
+
+def parts_of_mask(q_len: int, kv_len: int, causal: int) -> list[tuple[slice, slice, bool]]:
+    """The attentions that add up to the whole, as (queries, keys, masked); queries that attend to no key are left out.
+
+    A masked part is square, or has fewer queries than keys and its mask aligned at the last key.
+    """
+    everything = slice(0, q_len), slice(0, kv_len)
+    if not causal:
+        return [(*everything, False)]
+    if causal == 2:
+        return [(slice(max(0, q_len - kv_len), q_len), everything[1], True)]
+    square = min(q_len, kv_len)
+    parts = [(slice(0, square), slice(0, square), True)]
+    return parts if q_len <= kv_len else [*parts, (slice(kv_len, q_len), everything[1], False)]
+
+
+def _by_torch(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by cuDNN where PyTorch would choose it, else by FlashAttention, whose mask ends at the last key."""
+    if not (masked and query.shape[2] != key.shape[2]) and _chooses_cudnn(query, key, value, masked, scale):
+        out, lse, from_q, from_k, most_q, most_k, seed, offset, _ = _ATEN._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, masked, False, scale=scale
+        )
+        cudnn: tuple[Tensor, Tensor, Tensor] = _ATEN._scaled_dot_product_cudnn_attention_backward(
+            grad, query, key, value, out, lse, seed, offset, None, from_q, from_k, most_q, most_k, 0.0, masked,
+            scale=scale,
+        )  # fmt: skip
+        return cudnn
+    out, lse, from_q, from_k, most_q, most_k, seed, offset, _ = _ATEN._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, masked, False, scale=scale
+    )
+    flash: tuple[Tensor, Tensor, Tensor] = _ATEN._scaled_dot_product_flash_attention_backward(
+        grad, query, key, value, out, lse, from_q, from_k, most_q, most_k, 0.0, masked, seed, offset, scale=scale
+    )
+    return flash
+
+
+def _chooses_cudnn(query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: float) -> bool:
+    """Whether PyTorch's attention would train with cuDNN on such tensors."""
+    shared = query.shape[1] != key.shape[1]
+    with torch.enable_grad():
+        trained = query.detach().requires_grad_()
+        chosen = torch._fused_sdp_choice(trained, key, value, None, 0.0, masked, scale=scale, enable_gqa=shared)
+    return int(chosen) == int(SDPBackend.CUDNN_ATTENTION.value)

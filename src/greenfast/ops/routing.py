@@ -1,0 +1,306 @@
+"""Which calls of PyTorch's attention the FP8 kernels take: the rules, and the counts of calls."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from greenfast.ops import routing_rules, torch_ops
+from greenfast.ops.arguments import (
+    causal_of,
+    check_cast,
+    check_flag,
+    check_length,
+    dropout_of,
+    number,
+    usable_scale,
+)
+from greenfast.ops.canonicalize import Form, Refusal, Shape, dtype_of, form_of
+from greenfast.ops.context_stack import SCOPES, sharded
+from greenfast.ops.quantized import (
+    PRECISIONS_AND_AUTO,
+    SDPA_PRECISIONS,
+    TOKEN,
+    Alignment,
+    AutoPrecision,
+    check_choice,
+    padded_head_dim,
+)
+from greenfast.ops.symbols import known
+from greenfast.serving import torch_ops as serving_ops
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError
+
+TORCH = "torch"  # the kernel of an Explanation where PyTorch's own attention computes the call
+NOTHING = "none"  # where there is nothing to compute
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # other subclasses define attention themselves
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel computes a call of attention, and why.
+
+    kernel: "hopper", "ada" or "serving"; "reference" for CPU tensors, "meta" for meta tensors, "none" if there is
+    nothing to compute; "ring" or "ulysses" inside a ``context_parallel``, where ``use`` counts calls of
+    "context_parallel"; "torch" if PyTorch's own attention computes it, since no kernel can or none is faster.
+    precision: the one in which it is computed; empty for "torch".
+    """
+
+    kernel: str
+    reason: str
+    precision: str = ""
+
+    @property
+    def taken(self) -> bool:
+        """Whether ``greenfast.sdpa`` computes the call."""
+        return self.kernel != TORCH
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.reason}"
+
+
+#: Of a call that a ``context_parallel`` computes.
+SHARDED = Explanation("context_parallel", "attention to the rows of all ranks")
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    precision: AutoPrecision = "fp8",
+    causal_alignment: Alignment = "upper_left",
+    float32_as: torch.dtype | None = None,
+    min_length: int | None = 0,
+    target: str | None = None,
+) -> Explanation:
+    """What ``greenfast.sdpa`` would run with these arguments, or why it refuses them. Launches nothing.
+
+    ``greenfast.use`` and ``greenfast.register_with_transformers`` follow the same rules. They leave calls to PyTorch
+        - with ``dropout_p``, a ``scale`` that is not positive and finite, or an ``attn_mask`` that ``sdpa`` refuses;
+      - where ``torch.nn.attention.sdpa_kernel`` or ``torch.backends.cuda`` allow none of PyTorch's fused backends;
+      - on tensors that are nested, sparse or of a subclass;
+      - of dtypes other than float16 and bfloat16, after autocast and ``float32_as``;
+      - with a head dim of Q and K that is not a multiple of 8 up to 256, or a head dim of V above 256;
+      - with shapes that cannot be broadcast or share heads unevenly, for which PyTorch raises its error;
+      - on devices that have no kernel;
+      - where query or key is shorter than ``min_length``, or in a graph, where only the run can decide that;
+      - with a ``min_length`` of None or ``precision="auto"``, where the rules of ``greenfast.ops.routing_rules``
+        do not say that this is faster; the reason quotes their measurement. A call quantizes all of Q, K and V. What
+        FP8 saves grows with queries x keys, what quantization costs with queries + keys, so both must be long: one
+        query over a long cache, as in decoding, would quantize all of K and V again for every token. "auto" takes the
+        faster precision.
+
+    target: explain what a GPU of this target would run, such as "sm_90a" for H100 and H200, on whatever device the
+    tensors are. By default the tensors' own device.
+
+    Raises TypeError for flags, numbers and lengths of the wrong type, and ValueError for an unknown ``precision``,
+    ``causal_alignment`` or ``target`` and for a probability outside 0 to 1.
+    """
+    check_choice("precision", precision, SDPA_PRECISIONS)
+    causal = causal_of(is_causal, causal_alignment)
+    check_flag("enable_gqa", enable_gqa)
+    if min_length is not None:
+        check_length("min_length", min_length)
+    check_cast(float32_as)
+    gpu = None if target is None else _parse_target(target)
+    dropout = dropout_of(dropout_p)
+    if scale is not None and not usable_scale(number("scale", scale)):
+        return Explanation(TORCH, "scale: the kernels take positive, finite ones")
+    if sharded():
+        found: Explanation = SCOPES[-1].explain(
+            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, precision=precision,
+            causal_alignment=causal_alignment, float32_as=float32_as,
+        )  # fmt: skip
+        return found
+    if not _fused_allowed():
+        return Explanation(TORCH, "sdpa_kernel: PyTorch's fused backends are disabled, so only its math remains")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if isinstance(x, Tensor) and type(x) not in _PLAIN:
+            return Explanation(TORCH, f"{name}: a {type(x).__name__}; the kernels take plain tensors")
+    form = form_of(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
+    if isinstance(form, Refusal):
+        return Explanation(TORCH, form.reason)
+    for name, shape in (("query", form.query), ("key", form.key)):
+        if min_length is not None and not known(shape[2] >= min_length):
+            return Explanation(TORCH, f"{name}: shorter than min_length={min_length}, where quantization does not pay")
+    fixed = "fp8" if precision == "auto" else precision
+    if form.empty:
+        return Explanation(NOTHING, "no rows, or no keys that they attend to: zeros, without a kernel", fixed)
+    dtype = dtype_of(query, float32_as)
+    if precision != "auto" and min_length is not None:
+        return _kernel(query, form, dtype, fixed, gpu)
+    faster, quote = _faster(query, form, precision, gpu)
+    if not faster:
+        return Explanation(TORCH, quote)
+    kernel = _kernel(query, form, dtype, faster, gpu)
+    return Explanation(kernel.kernel, f"{kernel.reason}; {quote}", kernel.precision) if kernel.taken else kernel
+
+
+def _parse_target(text: str) -> Target:
+    """Read the name of a target. Raises TypeError and ValueError naming the allowed ones."""
+    if not isinstance(text, str):
+        raise TypeError(
+            f"target: {text!r}; a name such as {routing_rules.TARGET!r} is needed, not a {type(text).__name__}"
+        )
+    try:
+        return Target.parse(text)
+    except UsageError as e:
+        raise ValueError(f"target: {e}") from None
+
+
+def _faster(query: Tensor, form: Form, precision: str, gpu: Target | None) -> tuple[str, str]:
+    """The precision in which greenfast is faster than PyTorch, empty for none, and the measurement that says so."""
+    batch, heads, queries, width = form.query
+    if not (known(form.key[2] > queries) or known(form.key[2] <= queries)) or not known(form.key[1] > 0):
+        return "", "lengths or heads are known only at run time, so no measurement applies"
+    keys, reuse = form.key[2], queries * heads // form.key[1]
+    if form.causal == 1 and known(keys > queries):  # the last keys are quantized, but nothing attends to them
+        keys, reuse = queries, reuse * queries // keys
+    elif form.causal == 2 and known(queries > keys):  # lower right: the first queries attend to nothing
+        queries, reuse = keys, reuse * keys // queries
+    head_dim = next((d for d in routing_rules.HEAD_DIMS if width == d), 0)
+    rules = _rules(head_dim, form.causal > 0, precision) if head_dim and _covers(query, gpu) else None
+    if rules is None:
+        least = routing_rules.UNMEASURED_LENGTH
+        quote = f"such calls have not been measured; they are taken from {least} queries and keys on"
+        taken = known(queries >= least) and known(keys >= least)
+        return ("fp8" if precision == "auto" else precision) if taken else "", quote
+    flop = 4 * batch * heads * queries * keys * width // (2 if form.causal else 1)
+    for found, least_reuse, least_keys, least_flop, quote in rules:
+        if known(reuse >= least_reuse) and known(keys >= least_keys) and known(flop >= least_flop):
+            # A string of this package: torch.compile (2.13) cannot ask for the type of a part of a graph's constant.
+            return PRECISIONS_AND_AUTO[PRECISIONS_AND_AUTO.index(found)], f"{found} {quote}"
+    tried = "; ".join(f"{found} {quote}" for found, _, _, _, quote in rules) or "no measured shapes show it"
+    return "", f"not known to be faster than PyTorch here: {tried}"
+
+
+def _rules(head_dim: int, causal: bool, precision: str) -> tuple[routing_rules.Rule, ...] | None:
+    return routing_rules.rules(
+        head_dim, causal, precision, routing_rules.FA3 if _flash_replaced() else routing_rules.TORCH
+    )
+
+
+def _flash_replaced() -> bool:
+    """Whether the user has put a later FlashAttention behind PyTorch's attention."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # PyTorch 2.11 and later
+    return current is not None and current() is not None
+
+
+def _covers(query: Tensor, gpu: Target | None) -> bool:
+    """Check whether the rules were measured on a device like the query's, or on the GPU that is asked about."""
+    if gpu is not None:
+        return gpu.name == routing_rules.TARGET and bool(routing_rules.data()["rules"])
+    return query.is_cuda and _is_measured(query.get_device())
+
+
+def _is_measured(device: int) -> bool:
+    try:
+        found: str = torch_ops.gpu().target_of(device).name
+        return found == routing_rules.TARGET and bool(routing_rules.data()["rules"])
+    except NotImplementedError:  # too old for any kernel, which is found out later
+        return False
+
+
+# Constants of a graph, as _traced_kernel's; torch.compile would trace into a cached function.
+_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_measured._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _fused_allowed() -> bool:
+    """Whether any of PyTorch's fused backends may run: a user who allows only ``SDPBackend.MATH`` wants none."""
+    backends: Any = torch.backends.cuda
+    return bool(backends.flash_sdp_enabled() or backends.mem_efficient_sdp_enabled() or backends.cudnn_sdp_enabled())
+
+
+# A constant of the graph, like the backends in PyTorch's own graphs; see _traced_kernel.
+_fused_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _kernel(query: Tensor, form: Form, dtype: torch.dtype, precision: str, gpu: Target | None) -> Explanation:
+    device = query.device
+    if gpu is not None:
+        return _cuda_kernel(gpu, tuple(form.query), tuple(form.key), dtype, precision, form.causal)
+    if device.type == "cpu":
+        return Explanation("reference", "the kernels' arithmetic in PyTorch, for CPU tensors; slow", precision)
+    if device.type == "meta":
+        return Explanation("meta", "a shape and a dtype: meta tensors hold no numbers", precision)
+    if device.type != "cuda":
+        return Explanation(TORCH, f"query: on {device.type}, for which there are no kernels")
+    if torch.compiler.is_compiling():  # lengths and head_dim may be symbols there; the padded head dim is not
+        head_dim = padded_head_dim(form.query[3])
+        name, reason = _traced_kernel(query.get_device(), head_dim, dtype, precision, form.causal)
+        return Explanation(name, reason, precision if name != TORCH else "")
+    return _cuda_kernel(query.get_device(), tuple(form.query), tuple(form.key), dtype, precision, form.causal)
+
+
+@lru_cache(maxsize=4096)
+def _cuda_kernel(
+    device: int | Target, query: Shape, key: Shape, dtype: torch.dtype, precision: str, causal: int
+) -> Explanation:
+    """Explain a call on a GPU by its number, or on any GPU of a target."""
+    try:
+        cuda = torch_ops.gpu()
+        target = device if isinstance(device, Target) else cuda.target_of(device)
+        if precision == TOKEN:
+            serving_ops.gpu().require_hopper(target)
+            return Explanation(
+                "serving", "a scale for each token, by the serving kernels on temporary pages", precision
+            )
+        config = cuda.sdpa_config(target, query[3], dtype, precision, causal)
+        choice = cuda.kernel_for(target, config, cuda.sizes_of(query, key))
+    except NotImplementedError as e:
+        return Explanation(TORCH, str(e))
+    return Explanation(choice.rung, choice.reason, precision)
+
+
+def _traced_kernel(device: int, head_dim: int, dtype: torch.dtype, precision: str, causal: int) -> tuple[str, str]:
+    """The kernel's name and the reason as constants, which torch.compile evaluates while it traces."""
+    shape = (1, 1, routing_rules.UNMEASURED_LENGTH, head_dim)
+    found = _cuda_kernel(device, shape, shape, dtype, precision, causal)
+    return found.kernel, found.reason
+
+
+# What torch.compiler.assume_constant_result does, but that loads all of torch._dynamo first, which takes two seconds.
+_traced_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+_COUNTING = threading.Lock()  # one for all counts: they are copied together with models, and a lock cannot be
+
+
+class Routed:
+    """Counts of calls: how many greenfast has ``taken``, and the others by reason, ``fallen_back``."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self._left: dict[str, int] = {}  # not a Counter, which torch.compile cannot trace
+
+    @property
+    def fallen_back(self) -> Counter[str]:
+        """How many calls PyTorch has computed, by reason."""
+        return Counter(self._left)
+
+    def count(self, explanation: Explanation) -> None:
+        """Count a call. Calls in a graph of torch.compile are not counted."""
+        if torch.compiler.is_compiling():
+            return
+        with _COUNTING:  # threads may share a model
+            if explanation.taken:
+                self.taken += 1
+            else:
+                self._left[explanation.reason] = self._left.get(explanation.reason, 0) + 1
+
+    def __repr__(self) -> str:
+        return f"Routed(taken={self.taken}, fallen_back={self._left})"

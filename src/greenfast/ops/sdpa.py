@@ -1,0 +1,396 @@
+"""Attention as PyTorch users call it: on tensors, or on codes that were quantized before."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+from greenfast.ops import reference, torch_ops
+from greenfast.ops.arguments import causal_of, check_cast, check_flag, dropout_of, scale_of
+from greenfast.ops.call_cache import Repeats
+from greenfast.ops.canonicalize import BIAS, Form, Refusal, arranged, dtype_of, form_of, is_plain, restored
+from greenfast.ops.context_stack import SCOPES
+from greenfast.ops.quantized import (
+    PRECISIONS,
+    SDPA_PRECISIONS,
+    TOKEN,
+    VALUE_SCALES,
+    Alignment,
+    AutoPrecision,
+    Precision,
+    QuantizedQKV,
+    SdpaPrecision,
+    check_choice,
+    check_tensors,
+)
+from greenfast.ops.routing import explain
+from greenfast.ops.symbols import known
+from greenfast.ops.token_scales import SDPA_TOKEN, SDPA_TOKEN_LSE
+
+_overridden: Any = handle_torch_function  # for subclasses of Tensor, modes, and torch.fx, which traces calls this way
+REPEATS = Repeats(3)  # plans of calls that skipped the dispatcher
+_ALTERNATIVE = "; torch.nn.functional.scaled_dot_product_attention has it"
+
+
+@overload
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, precision: AutoPrecision = ...,
+    causal_alignment: Alignment = ..., return_lse: Literal[False] = ..., float32_as: torch.dtype | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, precision: AutoPrecision = ...,
+    causal_alignment: Alignment = ..., return_lse: Literal[True], float32_as: torch.dtype | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    precision: AutoPrecision = "fp8",
+    causal_alignment: Alignment = "upper_left",
+    return_lse: bool = False,
+    float32_as: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """FP8 attention with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
+
+    query: (B, H, S, D); key and value: (B, HK, KV, D), where HK is H, or with ``enable_gqa`` a divisor of H; float16
+    or bfloat16, of any strides, D a multiple of 8 up to 256. Also (..., S, D) with any number of leading dimensions,
+    the last of them the heads, which are broadcast; and a value with another head dim, up to 256.
+    attn_mask: a ``torch.nn.attention.bias.CausalBias``, or a tensor on the CPU that masks nothing (all True, or zeros
+    that need no gradient). is_causal: query i attends to keys 0 .. i; with ``causal_alignment="lower_right"`` to keys
+    0 .. i + KV - S. scale: positive, 1 / sqrt(D) by default. float32_as: float16 or bfloat16, to which float32 tensors
+    are cast; the output is float32 again. Without it they are refused.
+    precision: "fp8" computes both products in E4M3, "int8" Q K^T in int8 and P V in E4M3, "int8_fine" the same with a
+    scale for each row of Q and each 32 of 128 keys, where the others have one for 16 rows and 128 keys. Q and K are
+    rotated by a Hadamard matrix, and the mean of K is subtracted, before they are quantized: neither changes the
+    result. "fp8_token" computes both products in E4M3 with a scale for each token and head, without a mean and a
+    rotation: it is slower, but a row depends on nothing but its query and the keys that it attends to. With the others
+    a row under a causal mask changes a little with later tokens, which share its scales and the mean.
+    "auto" is the faster of "fp8" and "int8", or PyTorch's own attention where that is faster or ``explain``
+    says that no kernel takes the call; with ``return_lse``, which PyTorch lacks, it is "fp8".
+
+    Returns (B, H, S, D) of the inputs' dtype, with its dimensions in memory in query's order, as in PyTorch; with
+    ``return_lse`` also the natural log-sum-exp of each row's scores, float32 (B, H, S). A row that attends to no key
+    is 0, its log-sum-exp -inf. NaN or infinity in a query makes its block of 16 rows NaN (with "int8_fine" its row), in
+    a key or value the rows that attend to any key of its block of 128. The gradients are of attention on the
+    unquantized tensors, which the backward pass computes again in 16 bits; there is no forward mode and no second
+    derivative, and a gradient that reaches the log-sum-exp raises NotImplementedError.
+
+    Raises TypeError for wrong dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit,
+    and NotImplementedError for other masks, ``dropout_p``, nested and sparse tensors, and head dims and GPUs without a
+    kernel; each error names the argument and what is allowed.
+    """
+    if SCOPES:
+        return SCOPES[-1].sdpa(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, causal_alignment,
+            return_lse, float32_as,
+        )  # fmt: skip
+    if has_torch_function_variadic(query, key, value):
+        return _overridden(  # type: ignore[no-any-return]
+            sdpa, (query, key, value), query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+            precision=precision, causal_alignment=causal_alignment, return_lse=return_lse, float32_as=float32_as,
+        )  # fmt: skip
+    # The common case is checked inline: function calls would cost the host as much as everything else here.
+    if causal_alignment == "upper_left" and (is_causal is False or is_causal is True):
+        causal = 1 if is_causal else 0
+    else:
+        causal = causal_of(is_causal, causal_alignment)
+    if type(precision) is not str or precision not in PRECISIONS:
+        check_choice("precision", precision, SDPA_PRECISIONS)
+        if precision == "fp8_token":
+            check_flag("enable_gqa", enable_gqa)
+            check_flag("return_lse", return_lse)
+            return _other_form(
+                query, key, value, attn_mask, dropout_of(dropout_p), causal, scale, enable_gqa, precision, return_lse,
+                float32_as,
+            )  # fmt: skip
+        if not return_lse:
+            return _auto(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, float32_as
+            )
+        precision = "fp8"
+    if (enable_gqa is not False and enable_gqa is not True) or (return_lse is not False and return_lse is not True):
+        check_flag("enable_gqa", enable_gqa)
+        check_flag("return_lse", return_lse)
+    plain = attn_mask is None and float32_as is None and type(dropout_p) is float and dropout_p == 0.0
+    repeats = plain and not return_lse and (scale is None or type(scale) is float) and not torch.compiler.is_compiling()
+    if repeats:
+        plan, _ = REPEATS.find((query, key, value, precision, causal, scale, enable_gqa))
+        if plan is not None and not torch_ops.watched():
+            found: Tensor | None = torch_ops.gpu().sdpa_again(plan, query, key, value)
+            if found is not None:
+                return found
+    if isinstance(query, Tensor) and torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
+        query, key, value = (
+            x.to(torch_ops.autocast_dtype(x)) if isinstance(x, Tensor) else x for x in (query, key, value)
+        )
+    if not (plain and is_plain(query, key, value, enable_gqa)):
+        return _other_form(
+            query, key, value, attn_mask, dropout_of(dropout_p), causal, scale, enable_gqa, precision, return_lse,
+            float32_as,
+        )  # fmt: skip
+    factor = scale_of(scale, query.shape[3])
+    if return_lse:
+        both: tuple[Tensor, Tensor] = torch_ops.SDPA_LSE(query, key, value, precision, causal, factor)
+        return both
+    args = (query, key, value, precision, causal, factor)
+    if not torch_ops.may_skip_dispatcher(query, key, value):
+        observed: Tensor = torch_ops.SDPA(*args)
+        return observed
+    out: Tensor = torch_ops.gpu().sdpa(*args)
+    plan = torch_ops.gpu().sdpa_plan(*args)
+    if repeats and plan is not None:
+        REPEATS.keep((query, key, value, precision, causal, scale, enable_gqa), plan)
+    return out
+
+
+def _auto(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool, alignment: Alignment, float32_as: torch.dtype | None,
+) -> Tensor:  # fmt: skip
+    """``sdpa`` in the precision that is faster here, or PyTorch's own."""
+    found = explain(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision="auto",
+        causal_alignment=alignment, float32_as=float32_as,
+    )  # fmt: skip
+    if found.taken:
+        return sdpa(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+            precision="int8" if found.precision == "int8" else "fp8", causal_alignment=alignment, float32_as=float32_as,
+        )  # fmt: skip
+    causal = causal_of(is_causal, alignment)
+    form = form_of(query, key, value, attn_mask, dropout_of(dropout_p), causal, enable_gqa, float32_as)
+    if isinstance(form, Form):  # so the mask masks nothing, or is a CausalBias
+        attn_mask, causal = None, form.causal
+    elif not all([_may_be_left(x, causal) for x in (query, key, value)]):
+        raise form.error(f"{form.reason}{_shapes(query, key, value)}")
+    elif causal == 2 and attn_mask is not None:
+        raise ValueError('attn_mask: with causal_alignment="lower_right" it cannot be combined with is_causal')
+    widened = float32_as is not None and query.dtype == torch.float32
+    q, k, v = (x.to(float32_as) if widened and x.dtype == torch.float32 else x for x in (query, key, value))
+    blind = q.shape[-2] - k.shape[-2] if causal == 2 else 0  # rows without keys, NaN in PyTorch
+    if not (known(blind > 0) or known(blind <= 0)):
+        mask, without_keys = _lower_right_of_any(q, k)
+        # PyTorch's fused attention compares the sizes of a mask.
+        out, _ = torch.ops.aten._scaled_dot_product_attention_math(
+            q, k, v, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
+        )
+        masked: Tensor = out.masked_fill(without_keys, 0.0)
+        return masked.float() if widened else masked
+    if known(blind > 0):
+        q, causal = q[..., blind:, :], 1
+    if causal == 2:
+        attn_mask = _lower_right(q, k)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask, dropout_p, causal == 1, scale=scale, enable_gqa=enable_gqa
+    )
+    out = torch.nn.functional.pad(out, (0, 0, blind, 0)) if known(blind > 0) else out
+    return out.float() if widened else out
+
+
+def _may_be_left(x: Any, causal: int) -> bool:
+    """Return whether PyTorch's attention can be asked to compute what no kernel takes, with this tensor."""
+    return isinstance(x, Tensor) and x.dim() >= 2 and (causal != 2 or not x.is_nested)
+
+
+def _lower_right_of_any(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """The mask aligned at the last key if only the run can decide which side is longer, and the rows without keys.
+
+    In the mask these rows attend to all keys, so that neither they nor their gradients are NaN.
+    """
+    rows, keys = query.shape[-2], key.shape[-2]
+    last = torch.arange(rows, device=query.device).unsqueeze(1) + (keys - rows)
+    without_keys = last < 0
+    return (torch.arange(keys, device=query.device) <= last) | without_keys, without_keys
+
+
+def _lower_right(query: Tensor, key: Tensor) -> Any:
+    """The causal mask that is aligned at the last key: a bias that PyTorch has kernels for, or booleans in a graph."""
+    rows, keys = query.shape[-2], key.shape[-2]
+    if torch.compiler.is_compiling():  # it cannot trace an import
+        return torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)
+    return importlib.import_module(BIAS).causal_lower_right(rows, keys)
+
+
+def _other_form(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, causal: int,
+    scale: float | None, enable_gqa: bool, precision: SdpaPrecision, return_lse: bool, float32_as: torch.dtype | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """``sdpa`` of inputs that have to be brought into the kernels' form, and of inputs that are refused."""
+    check_cast(float32_as)
+    form = form_of(query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as)
+    if isinstance(form, Refusal):
+        instead = _ALTERNATIVE if form.error is NotImplementedError else ""
+        raise form.error(f"{form.reason}{instead}{_shapes(query, key, value)}")
+    factor = scale_of(scale, query.shape[-1])
+    widened = query.dtype == torch.float32
+    query, key, value = (x.to(dtype_of(x, float32_as)) for x in (query, key, value))
+    lse: Tensor | None
+    if form.empty:
+        out, lse = _empty(form, query, key, value)
+    else:
+        tensors = arranged(form, query, key, value)
+        if precision == TOKEN:
+            found = (SDPA_TOKEN_LSE if return_lse else SDPA_TOKEN)(*tensors, form.causal, factor)
+        elif torch.compiler.is_compiling():  # the operator asserts at run time what a graph cannot decide
+            found = (torch_ops.SDPA_LSE if return_lse else torch_ops.SDPA)(*tensors, precision, form.causal, factor)
+        else:
+            alignment: Alignment = "lower_right" if form.causal == 2 else "upper_left"
+            found = sdpa(
+                *tensors, is_causal=form.causal > 0, scale=factor, enable_gqa=True, precision=precision,
+                causal_alignment=alignment, return_lse=return_lse,
+            )  # type: ignore[call-overload]  # fmt: skip
+        out, lse = found if return_lse else (found, None)
+        out = restored(form, out)
+    out = out.float() if widened else out
+    return out if lse is None or not return_lse else (out, lse.reshape(form.out[:-1]))
+
+
+def _empty(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The results without rows or without keys: zeros, whose gradients are zeros, and a log-sum-exp of -inf."""
+    out = query.new_zeros(form.out)
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        out = out + sum(x[..., :0].sum() for x in (query, key, value))
+    return out, out.new_full(form.out[:-1], -math.inf, dtype=torch.float32)
+
+
+def _shapes(*tensors: object) -> str:
+    """The shapes of a call, for an error message; empty unless all three have one."""
+    if not all(isinstance(x, Tensor) and not x.is_nested for x in tensors):
+        return ""
+    named = zip(("query", "key", "value"), tensors, strict=True)
+    return f" ({', '.join(f'{name} {tuple(x.shape)}' for name, x in named)})"  # type: ignore[attr-defined]
+
+
+def quantize(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    precision: Precision = "fp8",
+    scales: Literal["block", "head"] = "block",
+    value_scales: Literal["block", "head", "channel"] | None = None,
+    subtract_key_mean: bool = True,
+    rotate: bool = True,
+    log_sum_exp: bool = False,
+) -> QuantizedQKV:
+    """Quantize the inputs of attention, for callers that use the codes more than once.
+
+    query: (B, H, S, D); key and value: (B, HK, KV, D) with HK a divisor of H; float16 or bfloat16, of any strides, D a
+    multiple of 8 up to 256. precision: "fp8" is E4M3 for Q, K and V, "int8" int8 for Q and K; "int8_fine" the
+    same with a scale per row of Q and four per 128 rows of K, for ``scales="block"`` alone. scales: "block" for one per
+    16 rows of Q and one per 128 rows of K, "head" for one per head. value_scales: of V, "block" for one per 128
+    keys, "head", or "channel" for one per channel of a head; by default as ``scales``. If all scales are per block, one
+    kernel quantizes; otherwise PyTorch does, in several passes.
+    subtract_key_mean: subtracts from every key a mean estimated from 32 of them, which changes no weight and helps
+    where channels are biased (SageAttention, Zhang et al. 2024, with the mean of all keys). rotate: multiplies Q and K
+    by a Hadamard matrix with signed rows, which changes no score and spreads outliers over all channels
+    (QuaRot, Ashkboos et al. 2024). log_sum_exp: also computes what ``attention(..., return_lse=True)`` adds back for
+    the mean, at one more pass over Q. A gradient that reaches the results raises NotImplementedError in the backward
+    pass.
+
+    Raises TypeError for anything but tensors of these dtypes, ValueError for shapes, devices and choices that do not
+    fit, NotImplementedError for a head dim without a kernel.
+    """
+    if has_torch_function_variadic(query, key, value):
+        return _overridden(  # type: ignore[no-any-return]
+            quantize, (query, key, value), query, key, value, precision=precision, scales=scales,
+            value_scales=value_scales, subtract_key_mean=subtract_key_mean, rotate=rotate, log_sum_exp=log_sum_exp,
+        )  # fmt: skip
+    check_choice("precision", precision, PRECISIONS)
+    check_choice("scales", scales, ("block", "head"))
+    check_flag("subtract_key_mean", subtract_key_mean)
+    check_flag("rotate", rotate)
+    check_flag("log_sum_exp", log_sum_exp)
+    values = scales if value_scales is None else value_scales
+    check_choice("value_scales", values, VALUE_SCALES)
+    check_tensors(query, key, value)
+    q, k, v, q_scale, k_scale, v_scale, mean = torch_ops.QUANTIZE(
+        query, key, value, precision, scales == "block", values, subtract_key_mean, rotate
+    )
+    return QuantizedQKV(
+        query=q,
+        key=k,
+        value=v,
+        query_scale=q_scale,
+        key_scale=k_scale,
+        value_scale=v_scale,
+        key_mean=mean if subtract_key_mean else None,
+        precision=precision,
+        head_dim=query.shape[3],
+        key_length=key.shape[2],
+        dtype=query.dtype,
+        mean_scores=torch_ops.MEAN_SCORES(query, mean, rotate) if log_sum_exp and subtract_key_mean else None,
+    )
+
+
+@overload
+def attention(
+    quantized: QuantizedQKV, *, is_causal: bool = ..., causal_alignment: Alignment = ..., scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    quantized: QuantizedQKV, *, is_causal: bool = ..., causal_alignment: Alignment = ..., scale: float | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def attention(
+    quantized: QuantizedQKV,
+    *,
+    is_causal: bool = False,
+    causal_alignment: Alignment = "upper_left",
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * Q K^T) V of quantized inputs; arguments, results and errors as for ``sdpa``.
+
+    return_lse: raises ValueError for codes that were quantized with ``subtract_key_mean`` but without ``log_sum_exp``.
+    A gradient that reaches the results raises NotImplementedError in the backward pass: none flows to codes.
+    """
+    if has_torch_function_variadic(quantized):
+        return _overridden(  # type: ignore[no-any-return]
+            attention, (quantized,), quantized, is_causal=is_causal, causal_alignment=causal_alignment, scale=scale,
+            return_lse=return_lse,
+        )  # fmt: skip
+    if not isinstance(quantized, QuantizedQKV):
+        raise TypeError(
+            f"quantized: a QuantizedQKV, as greenfast.quantize returns, is needed; got {type(quantized).__name__}"
+        )
+    quantized.check()
+    if return_lse is not False:
+        check_flag("return_lse", return_lse)
+    factor = scale_of(scale, quantized.head_dim)
+    causal = causal_of(is_causal, causal_alignment)
+    args = (
+        quantized.query, quantized.key, quantized.value, quantized.query_scale, quantized.key_scale,
+        quantized.value_scale, quantized.precision, quantized.head_dim, quantized.key_length, quantized.dtype, causal,
+        factor,
+    )  # fmt: skip
+    if not return_lse:
+        op: Callable[..., Tensor] = (
+            torch_ops.gpu().attention if torch_ops.may_skip_dispatcher(*args[:6]) else torch_ops.ATTENTION
+        )
+        return op(*args)
+    if quantized.key_mean is not None and quantized.mean_scores is None:
+        raise ValueError(
+            "return_lse: these codes lack what the mean of the keys adds to each row's scores; quantize with "
+            "log_sum_exp=True, or with subtract_key_mean=False"
+        )
+    out, lse = torch_ops.ATTENTION_LSE(*args)
+    if quantized.mean_scores is None:
+        return out, lse
+    return out, reference.add_mean_scores(lse, quantized.mean_scores, causal, factor)

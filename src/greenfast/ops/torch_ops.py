@@ -1,0 +1,297 @@
+"""The operators as PyTorch knows them, ``torch.ops.greenfast``: schemas, implementations, shapes, vmap, FLOPs.
+
+They are registered with ``torch.library.Library``, which costs the host less per call than ``torch.library.custom_op``.
+The functions that users call are in ``greenfast.ops.sdpa``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils import flop_counter
+
+from greenfast.ops import autograd, reference
+from greenfast.ops.backward import sdpa_backward
+from greenfast.ops.layout import empty_rows
+from greenfast.ops.quantized import QuantizedQKV, check_codes_once, check_tensors, config_of
+
+LIBRARY: Any = torch.library.Library("greenfast", "DEF")  # type: ignore[no-untyped-call]
+_INPUTS = "Tensor query, Tensor key, Tensor value"
+_OPTIONS = "str precision, bool blocks, str values, bool key_mean, bool rotate"
+_QUANTIZED = (
+    f"{_INPUTS}, Tensor query_scale, Tensor key_scale, Tensor value_scale, str precision, int head_dim, "
+    "SymInt key_length, ScalarType dtype, int causal, float scale"
+)
+_SCHEMAS = {
+    "quantize": f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "attention": f"({_QUANTIZED}) -> Tensor",
+    "attention_lse": f"({_QUANTIZED}) -> (Tensor, Tensor)",
+    "sdpa": f"({_INPUTS}, str precision, int causal, float scale) -> Tensor",
+    "sdpa_lse": f"({_INPUTS}, str precision, int causal, float scale) -> (Tensor, Tensor)",
+    "sdpa_backward": f"(Tensor grad, {_INPUTS}, int causal, float scale) -> (Tensor, Tensor, Tensor)",
+    "mean_scores": "(Tensor query, Tensor key_mean, bool rotated) -> Tensor",
+    "refuse_gradient": "(Tensor grad, SymInt[] size, str message) -> Tensor",
+}
+
+#: The codes of Q, K and V, their scales, and the mean of the keys.
+QuantizedTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@cache
+def gpu() -> Any:
+    """``greenfast.ops.cuda``, imported for the first CUDA tensor: most of the import time is cuda.core."""
+    return importlib.import_module("greenfast.ops.cuda")
+
+
+def _on_gpu(name: str) -> Callable[..., Any]:
+    return lambda *args: getattr(gpu(), name)(*args)
+
+
+def _quantize_cpu(
+    query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, values: str, key_mean: bool,
+    rotate: bool,
+) -> QuantizedTensors:  # fmt: skip
+    check_tensors(query, key, value)
+    config = config_of(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
+    return reference.quantize(query, key, value, config).tensors()
+
+
+def _quantize_shapes(
+    query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, values: str, key_mean: bool,
+    rotate: bool,
+) -> QuantizedTensors:  # fmt: skip
+    check_tensors(query, key, value)
+    config = config_of(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
+    sizes = gpu().quantized_sizes(query.shape, key.shape, config)
+    if torch.compiler.is_exporting():
+        sizes = {name: _free_blocks(name, shape) for name, shape in sizes.items()}
+    return tuple(query.new_empty(shape, dtype=gpu().buffer_dtype(name)) for name, shape in sizes.items())  # type: ignore[return-value]
+
+
+def _free_blocks(name: str, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The shape of a buffer with an unbacked symbol for the number of its blocks.
+
+    The metadata of an exported tensor fixes whether a size is 1. Of a length divided by the size of a block, that would
+    limit the lengths to those with one block, or to those with more.
+    """
+    if not name.endswith("scale") or len(shape) < 3 or not isinstance(shape[2], torch.SymInt):
+        return shape
+    return (*shape[:2], torch.library.get_ctx().new_dynamic_size(), *shape[3:])
+
+
+def _attention_cuda(*args: Any) -> Any:
+    check_codes_once(args[:6], *args[6:10])
+    return gpu().attention(*args)
+
+
+def _attention_lse_cuda(*args: Any) -> Any:
+    check_codes_once(args[:6], *args[6:10])
+    return gpu().attention_lse(*args)
+
+
+def _attention_cpu(*args: Any) -> Tensor:
+    return _attention_lse_cpu(*args)[0]
+
+
+def _attention_lse_cpu(*args: Any) -> tuple[Tensor, Tensor]:
+    fields: tuple[Any, ...] = (*args[:6], None, *args[6:10])
+    causal, scale = args[10:]
+    return reference.attention(QuantizedQKV(*fields), causal, scale)
+
+
+def _attention_shape(query: Tensor, *rest: Any) -> Tensor:
+    head_dim, dtype = rest[6], rest[8]
+    return query.new_empty((*query.shape[:3], head_dim), dtype=dtype)
+
+
+def _attention_lse_shapes(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _attention_shape(query, *rest), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _sdpa_cpu(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
+    check_tensors(query, key, value)
+    return _sdpa_lse_cpu(query, key, value, precision, causal, scale)[0]
+
+
+def _sdpa_lse_cpu(
+    query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    check_tensors(query, key, value)
+    if query.numel() == 0 or key.numel() == 0:
+        out = empty_rows(query, query.shape[3]).zero_()
+        return out, query.new_full(query.shape[:3], -float("inf"), dtype=torch.float32)
+    quantized = reference.quantize(query, key, value, config_of(query.shape[3], query.dtype, precision))
+    out, lse = reference.attention(quantized, causal, scale)
+    scores = reference.mean_scores(query, quantized.tensors()[-1], rotated=True)
+    lse = reference.add_mean_scores(lse, scores, causal, scale)
+    return empty_rows(query, query.shape[3]).copy_(out), lse
+
+
+def _mean_scores(query: Tensor, key_mean: Tensor, rotated: bool) -> Tensor:
+    return reference.mean_scores(query, key_mean, rotated=rotated)
+
+
+def _sdpa_shape(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
+    check_tensors(query, key, value)
+    return empty_rows(query, query.shape[3])
+
+
+def _sdpa_lse_shapes(
+    query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    out = _sdpa_shape(query, key, value, precision, causal, scale)
+    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _backward_shapes(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def batched_rule(op: Any) -> Any:
+    """The rule of vmap: the new dimension becomes part of the batch."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        def merged(x: Any, dim: int | None) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            moved = x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            return moved.flatten(0, 1)
+
+        def parted(x: Tensor) -> Tensor:
+            of_none = args[0].shape[1 if in_dims[0] == 0 else 0]  # where the new dimension is empty
+            each = x.shape[0] // info.batch_size if info.batch_size else of_none
+            return x.view(info.batch_size, each, *x.shape[1:])
+
+        found = op(*(merged(x, dim) for x, dim in zip(args, in_dims, strict=True)))
+        if isinstance(found, Tensor):
+            return parted(found), 0
+        return tuple(parted(x) for x in found), (0,) * len(found)
+
+    return rule
+
+
+def _batched_refusal(info: Any, in_dims: Any, grad: Tensor, size: list[int], message: str) -> tuple[Tensor, int]:
+    return torch.ops.greenfast.refuse_gradient(grad, [info.batch_size, *size], message), 0
+
+
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
+    "quantize": (_quantize_cpu, _on_gpu("quantize"), _quantize_shapes),
+    "attention": (_attention_cpu, _attention_cuda, _attention_shape),
+    "attention_lse": (_attention_lse_cpu, _attention_lse_cuda, _attention_lse_shapes),
+    "sdpa": (_sdpa_cpu, _on_gpu("sdpa"), _sdpa_shape),
+    "sdpa_lse": (_sdpa_lse_cpu, _on_gpu("sdpa_lse"), _sdpa_lse_shapes),
+    "sdpa_backward": (reference.gradients, sdpa_backward, _backward_shapes),
+    "mean_scores": (
+        _mean_scores,
+        _mean_scores,
+        lambda query, *_: query.new_empty(query.shape[:3], dtype=torch.float32),
+    ),
+    "refuse_gradient": (autograd.refuse_gradient, autograd.refuse_gradient, lambda grad, size, _: grad.new_empty(size)),
+}
+#: The error for a gradient that reaches an operator's results; None where the operator has gradients.
+_CODES = "no gradient flows to codes; greenfast.sdpa on the tensors themselves has gradients"
+_REFUSALS = {
+    "quantize": f"greenfast.quantize: {_CODES}",
+    "attention": f"greenfast.attention: {_CODES}",
+    "attention_lse": f"greenfast.attention: {_CODES}",
+    "sdpa": None,
+    "sdpa_lse": None,
+    "sdpa_backward": "greenfast.sdpa: its gradients are not differentiable; for second derivatives use PyTorch's "
+    "attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)",
+    "mean_scores": f"greenfast.quantize: {_CODES}",
+    "refuse_gradient": "greenfast: a gradient that is refused has none",
+}
+
+for _name, (_cpu, _cuda, _shapes) in _IMPLEMENTATIONS.items():
+    LIBRARY.define(_name + _SCHEMAS[_name])
+    LIBRARY.impl(_name, _cpu, "CPU")
+    LIBRARY.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"greenfast::{_name}", _shapes, lib=LIBRARY)
+    autograd.register(LIBRARY, _name, _REFUSALS[_name])
+    _rule = _batched_refusal if _name == "refuse_gradient" else batched_rule(getattr(torch.ops.greenfast, _name))
+    torch.library.register_vmap(f"greenfast::{_name}", _rule, lib=LIBRARY)
+for _name, _layout in product(("quantize", "sdpa", "sdpa_lse"), ("Sparse", "SparseCsr", "Mkldnn", "Quantized")):
+    for _device in ("CPU", "CUDA"):  # without these the dispatcher's error is a page-long list of registered kernels
+        if _layout + _device != "MkldnnCUDA":
+            LIBRARY.impl(_name, lambda query, key, value, *rest: check_tensors(query, key, value), _layout + _device)
+
+
+def _flops(products: int, query: Any, keys: int) -> int:
+    """As ``FlopCounterMode`` counts PyTorch's attention: ``products`` times (S, D) by (D, KV), whatever the mask."""
+    batch, heads, length, head_dim = query
+    return products * 2 * batch * heads * length * keys * head_dim  # type: ignore[no-any-return]
+
+
+@flop_counter.register_flop_formula([torch.ops.greenfast.sdpa, torch.ops.greenfast.sdpa_lse])
+def _sdpa_flops(query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
+    return _flops(2, query, key[2])
+
+
+@flop_counter.register_flop_formula([torch.ops.greenfast.attention, torch.ops.greenfast.attention_lse], get_raw=True)
+def _attention_flops(query: Tensor, *args: Any, **kwargs: Any) -> int:
+    head_dim, key_length = args[6:8]
+    return _flops(2, (*query.shape[:3], head_dim), key_length)
+
+
+@flop_counter.register_flop_formula(torch.ops.greenfast.sdpa_backward)
+def _backward_flops(grad: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
+    return _flops(5, query, key[2])  # as for PyTorch's backward: the recomputed forward is not counted
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that autocast gives an input of attention: its own for all floats but float64, as in PyTorch."""
+    dtype, device = tensor.dtype, tensor.device.type
+    eligible = dtype.is_floating_point and dtype != torch.float64 and device in ("cpu", "cuda")
+    return torch.get_autocast_dtype(device) if eligible and torch.is_autocast_enabled(device) else dtype
+
+
+def may_skip_dispatcher(*tensors: Tensor) -> bool:
+    """Whether an eager call on CUDA tensors may skip the dispatcher, a third of its host time: nothing observes it.
+
+    False under torch.compile, tracing, modes such as FakeTensorMode, functorch transforms, dual numbers, autocast and
+    the profiler, where a gradient is wanted, for subclasses of Tensor, and for views that negate what lies in memory
+    (the imaginary part of a conjugate): these must see the registered operator.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    differentiable = torch.is_grad_enabled()
+    for x in tensors:  # a comprehension would cost a microsecond
+        if type(x) is not Tensor or (differentiable and x.requires_grad) or x.is_neg():
+            return False
+    return tensors[0].is_cuda and unobserved()
+
+
+def unobserved() -> bool:
+    """Whether nothing but the tensors themselves may ask for the dispatcher in this thread; not for tracing."""
+    return (
+        not watched()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._is_any_autocast_enabled()
+        and not torch._C._get_tracing_state()
+    )
+
+
+def watched() -> bool:
+    """Whether what tensors' dispatch keys do not tell may ask for it: modes, dual numbers and the profiler."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+QUANTIZE = torch.ops.greenfast.quantize.default
+ATTENTION = torch.ops.greenfast.attention.default
+ATTENTION_LSE = torch.ops.greenfast.attention_lse.default
+SDPA = torch.ops.greenfast.sdpa.default
+SDPA_LSE = torch.ops.greenfast.sdpa_lse.default
+MEAN_SCORES = torch.ops.greenfast.mean_scores.default

@@ -1,0 +1,171 @@
+"""Compiling ahead: which kernels calls will need, and compiling them into the cache before the first call.
+
+The shapes of a call decide its kernels, so none of this needs a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from greenfast.device import cache
+from greenfast.device.compiler import CompiledKernel, compile_kernel
+from greenfast.kernels.attention.config import Mask
+from greenfast.ops.cuda import attention_step, quantize_step, sdpa_config, sdpa_steps, sizes_of
+from greenfast.ops.quantized import DTYPES, HEAD_DIMS, PRECISIONS
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import MachineError, UsageError, unknown
+from greenfast.spec.kernel import KernelSource
+
+#: Lengths whose pairs need every kernel that any lengths need; a test compares the two.
+LENGTHS = (128, 512, 1024, 4096, 16384, 32768)
+#: Heads over all batches that need every kernel of a length: the choice depends on how they fill the GPU.
+_HEADS = tuple(2**n for n in range(12))
+#: Query rows over all heads above which the attention kernel is always the same.
+_MOST_ROWS = 1 << 17
+_MOST_LENGTH = (1 << 31) - 1  # which they count in 32 bits
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+_MOST_WORKERS = 16  # each holds some 50 MiB
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """What filling the cache did: kernels compiled, kernels already cached, wall time."""
+
+    compiled: int
+    cached: int
+    seconds: float
+
+
+def kernels_for(
+    target: Target,
+    *,
+    head_dims: Sequence[int] = HEAD_DIMS,
+    dtypes: Sequence[str] = tuple(_DTYPES),
+    precisions: Sequence[str] = ("fp8", "int8"),
+    causal: Sequence[bool] = (False, True),
+    log_sum_exp: bool = False,
+    lengths: Sequence[int] = LENGTHS,
+    left_out: Callable[[str], None] = lambda combination: None,
+) -> list[KernelSource]:
+    """The kernels, each once, of ``greenfast.sdpa``, and of ``quantize`` and ``attention`` with default options.
+
+    They cover tensors of any batch and heads, with each pair of ``lengths`` as the lengths of queries and keys.
+    log_sum_exp: include the kernels that return it, which ``return_lse`` needs. left_out: called with each combination
+    that the target has no kernel for.
+
+    Raises UsageError for arguments that no call can have, and if the target has no kernel for any combination.
+    """
+    _check(head_dims, dtypes, precisions, causal, lengths)
+    found: dict[KernelSource, None] = {}
+    refusal = ""
+    for head_dim, dtype, precision, lse in product(head_dims, dtypes, precisions, (False, True)[: 1 + log_sum_exp]):
+        combination = f"head dim {head_dim}, {dtype}, {precision}{', log-sum-exp' if lse else ''}"
+        try:
+            for query, key in _tensors(head_dim, _DTYPES[dtype], lengths):
+                found.update(dict.fromkeys(_kernels_of(query, key, precision, causal, lse, target)))
+        except NotImplementedError as e:
+            left_out(combination)
+            refusal = refusal or f"{combination}: {e}"
+    if not found:
+        raise UsageError(f"{refusal}; nothing that was asked for can be compiled for {target.name}")
+    return list(found)
+
+
+def _tensors(head_dim: int, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Meta tensors of queries and keys, for all pairs of lengths and from few heads to many."""
+    for heads, q_len, kv_len in product(_HEADS, lengths, lengths):
+        shapes = ((1, heads, length, head_dim) for length in (q_len, kv_len))
+        query, key = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+        yield query, key
+
+
+def _kernels_of(
+    query: Tensor, key: Tensor, precision: str, causal: Sequence[bool], lse: bool, target: Target
+) -> Iterator[KernelSource]:
+    """What the operators compile for such tensors. Raises NotImplementedError where sdpa has no kernel."""
+    heads, q_len = query.shape[1:3]
+    codes = sdpa_config(target, query.shape[3], query.dtype, precision, Mask.NONE, lse=lse)
+    if heads == 1 or heads * q_len <= _MOST_ROWS:
+        for masked in causal:
+            config = replace(codes, mask=Mask(int(masked)))
+            kept = replace(config, quantizes_queries=False)
+            yield attention_step(kept, sizes_of(query.shape, key.shape), 1.0, target).source
+            if codes.key_scales != "head":
+                yield from (step.source for step in sdpa_steps(query, key, key, config, 1.0, target))
+    yield quantize_step(query, key, key, codes).source
+
+
+def warm(
+    sources: Iterable[KernelSource],
+    target: Target,
+    progress: Callable[[CompiledKernel], None] = lambda kernel: None,
+    *,
+    workers: int | None = None,
+) -> Warmed:
+    """Compile what the cache lacks, in threads, as NVRTC runs without the GIL. Several processes may do so at once.
+
+    progress: called in this thread with each kernel once it is done. workers: threads; one per processor by default.
+    Raises as ``compile_kernel`` does, and MachineError where the cache does not keep a kernel. Kernels compiled by
+    then, or before an interrupt, stay in the cache.
+    """
+    start = time.perf_counter()
+    compiled = cached = 0
+    pool = ThreadPoolExecutor(workers or min(len(os.sched_getaffinity(0)), _MOST_WORKERS))
+    try:
+        for job in as_completed([pool.submit(_kept, source, target) for source in sources]):
+            kernel = job.result()
+            compiled, cached = compiled + (not kernel.from_cache), cached + kernel.from_cache
+            progress(kernel)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return Warmed(compiled, cached, time.perf_counter() - start)
+
+
+def _kept(source: KernelSource, target: Target) -> CompiledKernel:
+    """Compile through the cache, and check that the next call will find the kernel there."""
+    kernel = compile_kernel(source, target)
+    if not kernel.from_cache and not compile_kernel(source, target).from_cache:
+        try:
+            where = f"the kernel cache {cache.cache_dir()}"
+        except RuntimeError as e:
+            where = f"the kernel cache ({e})"
+        raise MachineError(
+            f"{where} does not keep compiled kernels; set GREENFAST_CACHE_DIR to a writable folder on a disk that is "
+            "not full"
+        )
+    return kernel
+
+
+def _check(
+    head_dims: Sequence[int], dtypes: Sequence[str], precisions: Sequence[str], causal: Sequence[bool],
+    lengths: Sequence[int],
+) -> None:  # fmt: skip
+    sequences: tuple[tuple[str, Any, type, str], ...] = (
+        ("head_dims", head_dims, int, "whole numbers"),
+        ("dtypes", dtypes, str, "names"),
+        ("precisions", precisions, str, "names"),
+        ("causal", causal, bool, "True and False"),
+        ("lengths", lengths, int, "whole numbers"),
+    )
+    for what, values, kind, needed in sequences:
+        if isinstance(values, str) or not isinstance(values, Sequence) or any(type(x) is not kind for x in values):
+            raise UsageError(f"{what}: {values!r}; a sequence of {needed} is needed")
+    for head_dim in head_dims:
+        if head_dim % 8 or not 8 <= head_dim <= HEAD_DIMS[-1]:
+            raise UsageError(f"head dim {head_dim}: the kernels take multiples of 8 up to {HEAD_DIMS[-1]}")
+    for what, given, allowed in (("dtype", dtypes, _DTYPES), ("precision", precisions, PRECISIONS)):
+        for name in given:
+            if name not in allowed:
+                raise unknown(what, name, allowed)
+    for length in lengths:
+        if not 1 <= length <= _MOST_LENGTH:
+            raise UsageError(f"length {length}: the kernels take lengths from 1 to {_MOST_LENGTH}")

@@ -1,0 +1,328 @@
+"""A call of attention for servers: what FlashAttention's functions share between their arguments and the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from greenfast.ops.arguments import check_flag, check_length, number
+from greenfast.ops.layout import capturing, settled
+from greenfast.ops.quantized import DTYPES, HEAD_DIMS
+from greenfast.ops.symbols import known, require, require_same
+from greenfast.serving import torch_ops as serving_ops
+from greenfast.serving.checks import (
+    E4M3,
+    MOST_GROUPED,
+    MOST_LENGTH,
+    check_append_once,
+    check_attention_once,
+    check_keys,
+    check_out,
+    check_starts,
+    check_strided,
+    check_values,
+    checks_values,
+    shares_heads,
+)
+from greenfast.serving.launch_cache import remember
+from greenfast.serving.pages import (
+    PAGE,
+    copy_codes,
+    empty_pages,
+    page_count,
+)
+from greenfast.serving.plan import NO_GRADIENT_OF, ServingPlan, kind, requires_grad, window_of
+
+Result = Tensor | tuple[Tensor, Tensor]
+_CONSTANTS: dict[tuple[Any, ...], Tensor] = {}
+_MOST_CONSTANTS = 1024
+
+
+class Call:
+    """What both functions share: queries in rows, (total_q, heads, head_dim), and the options of the attention."""
+
+    def __init__(
+        self, q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: Any, softmax_scale: float | None, causal: bool,
+        window_size: Sequence[int] | None, softcap: float, sinks: Tensor | None, plan: ServingPlan | None,
+        out: Tensor | None,
+    ) -> None:  # fmt: skip
+        if causal is not True and causal is not False:
+            check_flag("causal", causal)
+        self.q = rows_of("q", q)
+        self.cu_seqlens_q, self.max_seqlen_q = cu_seqlens_q, max_seqlen_q
+        self.scale = q.shape[-1] ** -0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
+        self.mask = (causal, *window_of(causal, window_size))
+        self.softcap = number("softcap", softcap)
+        if sinks is not None and isinstance(sinks, Tensor) and sinks.dtype in DTYPES:
+            sinks = sinks.float()
+        self.sinks, self.out = sinks, out
+        if plan is not None and not isinstance(plan, ServingPlan):
+            raise TypeError(f"scheduler_metadata: a {type(plan).__name__}; a greenfast.ServingPlan is needed, or None")
+        self.plan = plan
+        self.has_table = True  # False for a cache of one run of rows per sequence
+        self.before: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None  # arguments of token_slots and append_kv
+
+    def arguments(
+        self, k: Tensor, v: Tensor, table: Tensor, used: Tensor, scales: tuple[Tensor | None, ...]
+    ) -> tuple[Any, ...]:
+        """The operator's; scales are of Q, K and V."""
+        q_scale, k_scale, v_scale = scales
+        if q_scale is None and self.q.dtype == E4M3:
+            q_scale = one(self.q).expand(used.shape[0], k.shape[2])
+        elif isinstance(q_scale, Tensor) and (
+            q_scale.dim() == 0 or (q_scale.dim() == 1 and require(q_scale.shape[0] == k.shape[2]))
+        ):
+            q_scale = q_scale.expand(used.shape[0], k.shape[2])
+        dtype = self.q.dtype
+        if dtype == E4M3:
+            dtype = self.out.dtype if self.out is not None else torch.bfloat16
+        return (
+            self.q, k, v, table, self.cu_seqlens_q, used, one(self.q) if k_scale is None else k_scale,
+            one(self.q) if v_scale is None else v_scale, q_scale, self.sinks,
+            None if self.plan is None else self.plan.tensor, self.max_seqlen_q, *self.mask, self.softcap, self.scale,
+            dtype,
+        )  # fmt: skip
+
+    def attend(
+        self, k: Tensor, v: Tensor, table: Tensor, used: Tensor, scales: tuple[Tensor | None, ...], wants_lse: bool,
+        request: tuple[Any, ...] | None = None,
+    ) -> Result:  # fmt: skip
+        """Attention over pages; it is remembered for ``request``."""
+        args = self.arguments(k, v, table, used, scales)
+        self._check_plan(k.shape[2])
+        if self.out is None:
+            out, lse = serving_ops.paged_attention(*args, lse=wants_lse)
+        else:
+            self._check_out_gradient(*args[:11])
+            out, lse = self.out, serving_ops.paged_attention_out(*args, self.out, lse=wants_lse)
+        if request is not None:
+            remember(request, args, out, self.before, lse=wants_lse)
+        return (out, lse) if wants_lse else out
+
+    def over_keys(
+        self, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_k: int | None, seqused_k: Tensor | None,
+        scales: tuple[Tensor | None, ...], wants_lse: bool, request: tuple[Any, ...] | None = None,
+    ) -> Result:  # fmt: skip
+        """Attention over keys that are in no cache: they are quantized into temporary pages first."""
+        for name, x in (("k", k), ("v", v)):
+            check_strided(name, x)
+            if x.dim() != 3:
+                raise ValueError(f"{name}: {kind(x)}; without block_table (total_k, kv_heads, head_dim) is needed")
+        starts = self.cu_seqlens_q
+        if not isinstance(starts, Tensor) or starts.dim() != 1 or starts.shape[0] == 0:
+            raise ValueError(f"cu_seqlens_q: {kind(starts)}; int32 (batch + 1,) is needed")
+        if not isinstance(cu_seqlens_k, Tensor) or not require_same(cu_seqlens_k.shape, starts.shape):
+            raise ValueError(f"cu_seqlens_k: {kind(cu_seqlens_k)}; as cu_seqlens_q, without block_table it is needed")
+        if cu_seqlens_k.dtype != torch.int32:
+            raise TypeError(f"cu_seqlens_k: its dtype is {cu_seqlens_k.dtype}; allowed: torch.int32")
+        check_length("max_seqlen_k", max_seqlen_k, MOST_LENGTH)
+        total, batch = k.shape[0], cu_seqlens_k.shape[0] - 1
+        given = k.dtype == E4M3
+        if not given and (scales[1] is not None or scales[2] is not None):
+            raise ValueError(f"k_descale, v_descale: given for k of {k.dtype}, which is quantized here; None is needed")
+        if k.shape[2] not in HEAD_DIMS:
+            raise NotImplementedError(f"k: head_dim {k.shape[2]}; allowed: {', '.join(map(str, HEAD_DIMS))}")
+        if not require(self.q.shape[-1] == k.shape[2]):
+            raise ValueError(f"q: its head_dim is {self.q.shape[-1]}, k's {k.shape[2]}; they must agree")
+        if not shares_heads(self.q.shape[1], k.shape[1]):
+            raise ValueError(
+                f"q: it has {self.q.shape[1]} heads, k {k.shape[1]}; 1 to {MOST_GROUPED} query heads share each head "
+                "of K and V"
+            )
+        if not require_same(v.shape, k.shape):
+            raise ValueError(f"v: {kind(v)}, k {kind(k)}; they must agree")
+        k, v = rows_of("k", k), rows_of("v", v)
+        pages = empty_pages(
+            page_count(total, batch) + int(given), PAGE, k.shape[1], k.shape[2], k.device, grouped=not given
+        )
+        if not given:
+            scales = (scales[0], pages.k_scale, pages.v_scale)
+        assert max_seqlen_k is not None
+        width: Any = -(-max_seqlen_k // PAGE)
+        width = torch.sym_max(1, width) if torch.compiler.is_compiling() else max(1, width)  # type: ignore[no-untyped-call]
+        self._check(pages, (batch, width), cu_seqlens_k, scales)
+        if not given:
+            self._check_append(None, k, v, pages[:2], scales)
+        elif v.dtype != E4M3 or v.device != k.device:
+            raise ValueError(f"v: {kind(v)}, k {kind(k)}; they must agree")
+        if _readable(cu_seqlens_k, seqused_k):
+            check_keys(cu_seqlens_k, total, max_seqlen_k, seqused_k)
+        self._refuse_gradients_of(k, v)
+        of_slots = (cu_seqlens_k, None, None, None, total, width, PAGE)
+        slots, _, lengths, table = serving_ops.token_slots(*of_slots)
+        if given:
+            copy_codes(k, v, slots, pages)
+        else:
+            of_append = (None, k, v, *pages[:2], slots, *scales[1:], *[None] * 5, 0.0, False)
+            serving_ops.append_kv(*of_append)
+            self.before = of_slots, of_append
+        used = lengths if seqused_k is None else seqused_k
+        return self.attend(*pages[:2], table, used, scales, wants_lse, None if given else request)
+
+    def append(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, used: Tensor,
+        starts: Tensor | None, scales: tuple[Tensor | None, ...], rotary: tuple[Any, ...], length: Any,
+    ) -> Tensor:  # fmt: skip
+        """Append new keys, rotate the queries, and return the lengths with them."""
+        cos, sin, seqlens, interleaved = rotary
+        batch = used.shape[0]
+        shape = "batch, seqlen_new" if starts is None else "total_new"
+        if interleaved is not True and interleaved is not False:
+            check_flag("rotary_interleaved", interleaved)
+        for name, x in (("k", k), ("v", v)):
+            check_strided(name, x)
+            if x.dim() != (4 if starts is None else 3) or (starts is None and not require(x.shape[0] == batch)):
+                raise ValueError(f"{name}: {kind(x)}; ({shape}, kv_heads, head_dim) is needed, batch {batch}")
+        for name, given, count in (("cu_seqlens_k_new", starts, batch + 1), ("rotary_seqlens", seqlens, batch)):
+            if given is not None and (
+                not isinstance(given, Tensor) or given.dtype != torch.int32 or not require_same(given.shape, (count,))
+            ):
+                raise ValueError(f"{name}: {kind(given)}; int32 ({count},) is needed")
+        if known(table.shape[1] == 0):
+            raise ValueError(f"page_table: its shape is {tuple(table.shape)}; new keys need pages")
+        new = None if starts is not None else k.shape[1]
+        if new is not None:
+            k, v = k.flatten(0, 1), v.flatten(0, 1)
+        rotates = cos is not None or sin is not None
+        if rotates:
+            several = (new is None and not known(self.max_seqlen_q == 1)) or (new is not None and not known(new <= 1))
+            same = require(new == length) if starts is None else require(self.q.shape[0] == k.shape[0])
+            if not same or (several and self.mask == (False, -1, -1)):
+                raise NotImplementedError(
+                    "rotary_cos: q and k must have the same tokens, and several of each a causal mask or a window"
+                )
+        if starts is None:
+            starts = constant(self.q, "arange", new, batch)
+        k, v = rows_of("k", k), rows_of("v", v)
+        q, scales = self.q if rotates else None, (scales[0], *[one(self.q) if x is None else x for x in scales[1:]])
+        self._check((k_cache, v_cache), table, used, scales, like=used)
+        places = k.new_empty(k.shape[0], dtype=torch.int64)
+        self._check_append(q, k, v, (k_cache, v_cache), scales, cos, sin, places if rotates else None)
+        self._refuse_gradients_of(k, v)
+        self._check_rest(k_cache.shape[2], (k_cache, v_cache, *scales, cos, sin))
+        of_slots = (starts, used, table, seqlens, k.shape[0], table.shape[1], k_cache.shape[1])
+        slots, at, lengths, _ = serving_ops.token_slots(*of_slots)
+        if _readable(self.q, table, used, starts, lengths):
+            new_counts = check_starts("cu_seqlens_k_new", starts, k.shape[0], "k")
+            if not self.has_table:
+                _check_room(table.shape[1] * k_cache.shape[1], used, new_counts)
+            check_values(self.q, k_cache, table, self.cu_seqlens_q, used, self.max_seqlen_q)
+            check_values(self.q, k_cache, table, self.cu_seqlens_q, lengths, self.max_seqlen_q)
+            if self.plan is not None and self.q.is_cpu:
+                serving_ops.check_plan(self.plan.tensor, self.cu_seqlens_q, lengths)
+        of_append = (
+            q, k, v, k_cache, v_cache, slots, *scales[1:], None, None, cos, sin, at if rotates else None, 0.0,
+            interleaved,
+        )  # fmt: skip
+        turned = serving_ops.append_kv(*of_append)
+        self.before = of_slots, of_append
+        if rotates:
+            self.q = turned
+        return lengths
+
+    def _check(
+        self, pages: Sequence[Tensor], table: Tensor | tuple[Any, ...], lengths: Tensor,
+        scales: tuple[Tensor | None, ...], like: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Check the attention before anything is appended; tensors that are still to be computed are stood in for."""
+        if torch.compiler.is_compiling():  # the operators check when they are traced
+            return
+        block_table = table if isinstance(table, Tensor) else lengths.new_empty(table, dtype=torch.int32)
+        used = lengths.new_empty(block_table.shape[0]) if like is None else like
+        args = self.arguments(pages[0], pages[1], block_table, used, scales)
+        check_attention_once(*args)
+        if self.plan is not None and type(self.q) is Tensor and self.q.is_cuda and type(self.plan.tensor) is Tensor:
+            serving_ops.gpu().attention_plan(*args)  # it refuses plans of another size
+
+    def _check_plan(self, kv_heads: int) -> None:
+        if self.plan is not None:
+            self.plan.check(self.max_seqlen_q, self.q.shape[1], kv_heads, self.q.shape[2], self.mask)
+
+    def _check_rest(self, kv_heads: int, given: Sequence[Tensor | None]) -> None:
+        """What else ``attend`` would refuse, after the cache has been written."""
+        self._check_plan(kv_heads)
+        if self.out is not None and not torch.compiler.is_compiling():
+            check_out(self.out, self.q, self.out.dtype if self.q.dtype == E4M3 else self.q.dtype)
+            self._check_out_gradient(self.q, self.sinks, *given)
+
+    def _check_out_gradient(self, *given: Tensor | None) -> None:
+        """As PyTorch's operators with ``out`` do: what is written there is not part of a graph."""
+        if requires_grad(self.out, *given):
+            raise NotImplementedError(
+                "out: given, while it or an input requires a gradient; leave it out or use torch.no_grad()"
+            )
+
+    def _refuse_gradients_of(self, k: Tensor, v: Tensor) -> None:
+        """Let the output depend on K and V for autograd where it would not by Q: their gradients are refused too."""
+        if not requires_grad(k, v) or self.q.requires_grad:
+            return
+        if self.q.dtype == E4M3:
+            raise NotImplementedError(NO_GRADIENT_OF.format("k, v"))
+        self.q = self.q + (k[:0].sum() + v[:0].sum()).to(self.q.dtype)
+
+    def _check_append(
+        self, q: Tensor | None, k: Tensor, v: Tensor, pages: Sequence[Tensor], scales: tuple[Tensor | None, ...],
+        cos: Tensor | None = None, sin: Tensor | None = None, positions: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        if torch.compiler.is_compiling():
+            return
+        slots = k.new_empty(k.shape[0], dtype=torch.int64)
+        check_append_once(q, k, v, *pages, slots, *scales[1:], None, None, cos, sin, positions, 0.0, False)
+
+
+def _check_room(most: int, used: Tensor, new_counts: Sequence[int]) -> None:
+    """Raises ValueError if a sequence's cache has no room for its new keys."""
+    for b, (n, new) in enumerate(zip(used.tolist(), new_counts, strict=True)):
+        if n + new > most:
+            raise ValueError(
+                f"cache_seqlens: sequence {b} has {n} keys in the cache and gets {new} new ones; its cache has room "
+                f"for {most}"
+            )
+
+
+def _readable(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether lengths are to be read and checked here: in eager calls, where ``checks_values`` says so."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not checks_values(first):
+        return False
+    return all(x is None or type(x) is Tensor for x in (first, *others))
+
+
+def rows_of(name: str, x: Tensor) -> Tensor:
+    """x with dense rows. Raises TypeError for nested and sparse tensors."""
+    check_strided(name, x)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def one(like: Tensor) -> Tensor:
+    """A scale of 1."""
+    return constant(like, "one")
+
+
+def constant(like: Tensor, kind: str, step: Any = 0, count: Any = 0) -> Tensor:
+    """A float32 1; int32 0, step .. count * step; or with a "table" the pages of PagedRows, count being (batch, pages).
+
+    It is kept, where a later call may use the memory.
+    """
+    device = like.device
+    kept = not torch.compiler.is_compiling() and type(like) is Tensor
+    if kept:
+        at = (kind, device, step, count)
+        found = _CONSTANTS.get(at)
+        if found is not None:
+            return found
+    if kind == "one":
+        made = torch.ones((), dtype=torch.float32, device=device)
+    elif kind == "table":
+        first, each = (torch.arange(n, dtype=torch.int32, device=device) for n in count)
+        made = (first * step).unsqueeze(1) + each
+    else:
+        made = torch.arange(count + 1, dtype=torch.int32, device=device) * step
+    # Memory of a CUDA graph belongs to the graph, and a mode's tensors to the mode.
+    if kept and not torch._C._len_torch_dispatch_stack() and not capturing(device):
+        if len(_CONSTANTS) >= _MOST_CONSTANTS:
+            _CONSTANTS.clear()
+        return _CONSTANTS.setdefault(at, settled(made))
+    return made

@@ -1,0 +1,202 @@
+"""Where tokens lie: pages for keys that are in no cache, and the slots of keys that are appended to one.
+
+Everything is computed on the device, from lengths that stay there.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from greenfast.kernels.attention.config import KEY_GROUP
+from greenfast.ops.symbols import known, require
+from greenfast.serving.checks import E4M3, PAGE_SIZES
+
+#: Of temporary pages: as many keys as the kernels take at a time.
+PAGE = PAGE_SIZES[-1]
+
+
+class KVPages(NamedTuple):
+    """K and V of one layer: codes and scales, in the order in which the calls take them.
+
+    k_cache: float8_e4m3fn (pages, page_size, kv_heads, head_dim). v_cache: the same, or in groups, (pages, kv_heads,
+    page_size / 16, head_dim, 16). k_scale, v_scale: float32 (pages, kv_heads, page_size), or (kv_heads,), or ().
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+
+
+def empty_pages(
+    pages: Any, page_size: int, kv_heads: int, head_dim: int, device: torch.device | None, *, heads_first: bool = False,
+    grouped: bool = True,
+) -> KVPages:  # fmt: skip
+    """Uninitialized pages, with scales per token. heads_first: a page holds the tokens of a head side by side."""
+
+    def rows() -> Tensor:
+        if heads_first:
+            return torch.empty(pages, kv_heads, page_size, head_dim, dtype=E4M3, device=device).transpose(1, 2)
+        return torch.empty(pages, page_size, kv_heads, head_dim, dtype=E4M3, device=device)
+
+    of_groups = (pages, kv_heads, page_size // KEY_GROUP, head_dim, KEY_GROUP)
+    values = torch.empty(of_groups, dtype=E4M3, device=device) if grouped else rows()
+    k_scale, v_scale = (torch.empty(pages, kv_heads, page_size, dtype=torch.float32, device=device) for _ in range(2))
+    return KVPages(rows(), values, k_scale, v_scale)
+
+
+def page_bytes(page_size: int, kv_heads: int, head_dim: int, *, scales: bool = True) -> int:
+    """Bytes of one page of K and V, with scales per token unless ``scales`` is False: a multiple of 128."""
+    return 2 * page_size * kv_heads * (head_dim + (torch.float32.itemsize if scales else 0))
+
+
+def pages_in(memory: Tensor, page_size: int, kv_heads: int, head_dim: int) -> KVPages:
+    """Pages as views of memory that an engine owns: in each page K by heads, V in groups, K's scales, V's scales.
+
+    memory: uint8 (pages, bytes), dense in its second dimension, bytes that of ``page_bytes``. Without room for scales
+    both are 1.
+    """
+    of_codes, of_scales = page_size * kv_heads * head_dim, page_size * kv_heads * torch.float32.itemsize
+    ends = (0, of_codes, 2 * of_codes, 2 * of_codes + of_scales, 2 * of_codes + 2 * of_scales)
+    k, v, *scales = (memory[:, a:b] for a, b in pairwise(ends))
+    pages, of_group = memory.shape[0], (page_size // KEY_GROUP, head_dim, KEY_GROUP)
+    keys = k.view(E4M3).view(pages, kv_heads, page_size, head_dim).transpose(1, 2)
+    values = v.view(E4M3).view(pages, kv_heads, *of_group)
+    if memory.shape[1] == ends[2]:
+        one = torch.ones((), dtype=torch.float32, device=memory.device)
+        return KVPages(keys, values, one, one)
+    of_keys, of_values = (x.view(torch.float32).view(pages, kv_heads, page_size) for x in scales)
+    return KVPages(keys, values, of_keys, of_values)
+
+
+class Slots(NamedTuple):
+    """Where new tokens go.
+
+    slots: int64 (tokens,), -1 for tokens of no sequence and behind the block table. positions: int64 (tokens,).
+    lengths: int32 (batch,), of the sequences with these tokens. table: int32 (batch, max_pages), where one was made.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    lengths: Tensor
+    table: Tensor
+
+
+def page_count(total_k: Any, batch: Any) -> Any:
+    """Pages that any lengths of ``batch`` sequences with ``total_k`` keys together fit in."""
+    return total_k // PAGE + batch
+
+
+def token_slots(
+    starts: Tensor, before: Tensor | None, block_table: Tensor | None, counted_from: Tensor | None, tokens: Any,
+    max_pages: Any, page_size: int,
+) -> Slots:  # fmt: skip
+    """The slots of ``tokens`` new tokens, of sequence b those from starts[b] on, behind ``before[b]`` keys.
+
+    starts: int32 (batch + 1,). before: int32 (batch,), None for none. block_table: int32 (batch, any); without it one
+    of max_pages columns is made: sequence b begins at page starts[b] // page_size + b. counted_from: int32 (batch,),
+    positions of the first new tokens, ``before`` by default.
+    """
+    device, batch = starts.device, starts.shape[0] - 1
+    if known(batch == 0):
+        none = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+        return Slots(none, torch.zeros_like(none), starts.new_empty(0), starts.new_empty((0, max_pages)))
+    new = torch.arange(tokens, dtype=torch.int64, device=device)
+    of_sequence = sequences_of(starts, new)
+    inside = new - starts.long()[of_sequence]
+    counts = starts[1:] - starts[:-1]
+    lengths = counts if before is None else before + counts
+    positions = inside if before is None else before.long()[of_sequence] + inside
+    if block_table is None:
+        first = starts[:-1] // page_size + torch.arange(batch, dtype=torch.int32, device=device)
+        table = first.unsqueeze(1) + torch.arange(max_pages, dtype=torch.int32, device=device)
+        slots = first.long()[of_sequence] * page_size + positions
+    else:
+        table = starts.new_empty((0, 0))
+        slots = appended_slots(block_table, page_size, of_sequence, positions)
+    if counted_from is not None:
+        positions = counted_from.long()[of_sequence] + inside
+    return Slots(torch.where(new < starts[-1], slots, -1), positions, lengths, table)
+
+
+def sequences_of(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
+    """The sequence of each token, int64; the last one for tokens behind all sequences."""
+    found = torch.searchsorted(cu_seqlens[1:].long(), tokens, right=True)
+    return found.clamp(max=cu_seqlens.shape[0] - 2)
+
+
+def copy_codes(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
+    """Write codes (tokens, kv_heads, head_dim) to pages, of which the last is spare, for tokens of no sequence.
+
+    Slots beyond it, of lengths that lie, go there too: a GPU would give up its context for an index outside.
+    """
+    spare = (pages.k_cache.shape[0] - 1) * PAGE
+    at = torch.where((slots < 0) | (slots > spare), spare, slots)
+    for x, cache in ((k, pages.k_cache), (v, pages.v_cache)):
+        cache.view(torch.uint8).flatten(0, 1)[at] = x.view(torch.uint8)
+
+
+def appended_slots(block_table: Tensor, page_size: int, of_sequence: Tensor, positions: Tensor) -> Tensor:
+    """Slots, int64, of tokens at these positions of their sequences; -1 behind the last page of the block table."""
+    most = block_table.shape[1]
+    known = (positions >= 0) & (positions < most * page_size)
+    pages = block_table[of_sequence, (positions // page_size).clamp(0, most - 1)].long()
+    return torch.where(known, pages * page_size + positions % page_size, -1)
+
+
+class PagedRows(NamedTuple):
+    """A cache of one run of rows per sequence, as pages that are views of it.
+
+    Sequence b has ``pages`` pages, the first one at b * ``step``. Pages between those of two sequences are not used:
+    with the heads first in memory, a page has only its first head there.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    step: Any
+    pages: Any
+
+
+def pages_of_rows(k_cache: Tensor, v_cache: Tensor) -> PagedRows:
+    """View caches of rows (batch, length, kv_heads, head_dim), of one shape, as pages.
+
+    Raises ValueError for a length that is no multiple of a page's, and for strides that no pages have.
+    """
+    batch, length = k_cache.shape[:2]
+    sizes = [n for n in reversed(PAGE_SIZES) if not known(length == 0) and require_divides(n, length)]
+    if not sizes:
+        raise ValueError(f"k_cache: {length} keys; without page_table a multiple of {PAGE_SIZES[0]} is needed")
+    caches = k_cache, v_cache
+    for size in sizes:
+        dense = [known(batch <= 1) or known(x.stride(0) == length * x.stride(1)) for x in caches]
+        if all(dense):
+            keys, values = (x.view(batch, length // size, size, *x.shape[2:]).flatten(0, 1) for x in caches)
+            return PagedRows(keys, values, length // size, length // size)
+        steps = [_step(x, size, length) for x in caches]
+        if steps[0] is not None and steps[1] is not None and known(steps[0] == steps[1]):
+            count = (batch - 1) * steps[0] + length // size
+            keys, values = (
+                x.as_strided((count, size, *x.shape[2:]), (size * x.stride(1), *x.stride()[1:])) for x in caches
+            )
+            return PagedRows(keys, values, steps[0], length // size)
+    raise ValueError(
+        f"k_cache: its strides are {k_cache.stride()}, v_cache's {v_cache.stride()}; without page_table both need one "
+        f"distance from sequence to sequence, a multiple of {PAGE_SIZES[0]} keys"
+    )
+
+
+def require_divides(size: int, length: Any) -> bool:
+    """Return whether pages of ``size`` keys divide a length; of a length of the run, the smallest pages are assumed."""
+    return known(length % size == 0) or (size == PAGE_SIZES[0] and require(length % size == 0))
+
+
+def _step(x: Tensor, size: int, length: Any) -> Any:
+    """The pages from one sequence of a cache to the next, None if that is no whole number."""
+    of_batch, of_key = x.stride()[:2]
+    if not known(of_key > 0) or not known(of_batch % (size * of_key) == 0) or not known(of_batch >= of_key * length):
+        return None
+    return of_batch // (size * of_key)

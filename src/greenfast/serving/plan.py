@@ -1,0 +1,177 @@
+"""Calls that go with attention over a paged FP8 cache: appending to it, and the plan of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from greenfast.ops.arguments import check_flag, check_length, number
+from greenfast.ops.quantized import HEAD_DIMS
+from greenfast.ops.symbols import require
+from greenfast.serving import launch_cache as serving_request
+from greenfast.serving import torch_ops as serving_ops
+from greenfast.serving.checks import MOST_GROUPED, MOST_LENGTH, check_strided, shares_heads
+
+#: Of tensors whose gradient no result could refuse when it is asked for.
+NO_GRADIENT_OF = "{}: a gradient is required, of which there is none; use torch.no_grad()"
+
+
+def append_kv(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+) -> Tensor | None:
+    """Normalize and rotate Q and K, quantize K and V, and write them to the pages of a cache, in one kernel.
+
+    q: (tokens, heads, head_dim), or None; k, v: (tokens, kv_heads, head_dim), float16 or bfloat16, rows dense and at
+    multiples of 16 bytes. k_cache, v_cache, k_scale, v_scale: of a layer of a ``PagedKVCache``, or any such pages
+    (docs/serving.md): E4M3 codes (pages, page_size, kv_heads, head_dim), V perhaps in groups. Scales of (pages,
+    kv_heads, page_size) are written, one for each token and head; scales of () or (kv_heads,) are read.
+    slot_mapping: int64 (tokens,), page * page_size + place in the page; negative ones are not written. Two tokens must
+    not have the same slot.
+    q_weight, k_weight: (head_dim,), of an RMS norm of each head, with ``eps``; with q both or neither. cos, sin:
+    (positions, rotary_dim / 2) of a rotation of the first rotary_dim columns, by the rows that ``positions``,
+    (tokens,), names: one that is not there makes Q and K NaN. ``interleaved`` rotates columns 2i and 2i + 1 together,
+    else i and i + rotary_dim / 2.
+
+    Returns Q for attention, contiguous and of q's dtype, or None without q. There are no gradients: one that reaches Q
+    raises NotImplementedError, and without q an input that requires one does.
+    Raises TypeError, ValueError and NotImplementedError, which name the argument, before anything is written.
+    """
+    request = (
+        q, k, v, k_cache, v_cache, q_weight, k_weight, cos, sin, slot_mapping, k_scale, v_scale, positions, eps,
+        interleaved,
+    )  # fmt: skip
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        known = serving_request.again(serving_request.APPENDS, request, q)
+        if known is not None:
+            return known[0]  # type: ignore[no-any-return]
+    check_flag("interleaved", interleaved)
+    if q is None and torch.is_grad_enabled():
+        given = {"k": k, "v": v, "k_weight": k_weight, "cos": cos, "sin": sin, "k_scale": k_scale, "v_scale": v_scale}
+        if names := [name for name, x in given.items() if requires_grad(x)]:
+            raise NotImplementedError(NO_GRADIENT_OF.format(", ".join(names)))
+    args = (
+        q, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, q_weight, k_weight, cos, sin, positions,
+        number("eps", eps), interleaved,
+    )  # fmt: skip
+    found = serving_ops.append_kv(*args)
+    if not compiling:
+        serving_request.remember_append(request, args)
+    return None if q is None else found
+
+
+class ServingPlan:
+    """How one step's attention is split over the GPU: made once, used by all layers with these heads and this mask.
+
+    It is made on the device from lengths that stay there. In a CUDA graph, make it, or call ``update``, inside the
+    graph: lengths may then change between replays. On the CPU it splits nothing, but a call with a plan of other
+    lengths is refused there, which finds plans that were not updated.
+
+    cu_seqlens_q: int32 (batch + 1,). seqused_k: int32 (batch,), keys of each sequence, appended ones included.
+    max_seqlen_q: at least the queries of any sequence. causal, window_size: as in the calls it is for. total_q: queries
+    of all sequences, as many as ``q`` of the calls has rows: where one sequence has many more than most, calls take up
+    to 1.6 times as long without it. It is no limit.
+    tensor: int32, which only the kernels read.
+    """
+
+    def __init__(
+        self, cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, *, heads: int, kv_heads: int, head_dim: int,
+        causal: bool = False, window_size: Sequence[int] | None = (-1, -1), total_q: int | None = None,
+    ) -> None:  # fmt: skip
+        """Raises TypeError, ValueError and NotImplementedError, naming the argument, where no call has such a batch."""
+        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
+            check_strided(name, x)
+            if x.dtype != torch.int32 or x.dim() != 1:
+                raise TypeError(f"{name}: {kind(x)}; an int32 tensor of one dimension is needed")
+        if not require(cu_seqlens_q.shape[0] == seqused_k.shape[0] + 1):
+            raise ValueError(
+                f"cu_seqlens_q: its shape is {tuple(cu_seqlens_q.shape)}, seqused_k's {tuple(seqused_k.shape)}; "
+                "(batch + 1,) and (batch,) are needed"
+            )
+        if cu_seqlens_q.device != seqused_k.device:
+            raise ValueError(f"seqused_k: it is on {seqused_k.device}, cu_seqlens_q on {cu_seqlens_q.device}")
+        for name, n in (
+            ("heads", heads),
+            ("kv_heads", kv_heads),
+            ("head_dim", head_dim),
+            ("max_seqlen_q", max_seqlen_q),
+        ):
+            check_length(name, n, MOST_LENGTH)
+        if head_dim not in HEAD_DIMS:
+            raise NotImplementedError(f"head_dim: {head_dim}; allowed: {', '.join(map(str, HEAD_DIMS))}")
+        if not shares_heads(heads, kv_heads):
+            raise ValueError(f"heads: {heads}, kv_heads {kv_heads}; 1 to {MOST_GROUPED} heads share each of kv_heads")
+        if total_q is not None:
+            check_length("total_q", total_q, MOST_LENGTH)
+        check_flag("causal", causal)
+        self.cu_seqlens_q, self.seqused_k, self.max_seqlen_q = cu_seqlens_q, seqused_k, max_seqlen_q
+        self.heads, self.kv_heads, self.head_dim, self.total_q = heads, kv_heads, head_dim, total_q
+        self.mask = (causal, *window_of(causal, window_size))
+        self.tensor = self._made(None)
+
+    def _made(self, into: Tensor | None) -> Tensor:
+        lengths, sizes = (self.cu_seqlens_q, self.seqused_k), (self.heads, self.kv_heads, self.head_dim)
+        return serving_ops.plan(*lengths, self.max_seqlen_q, *sizes, *self.mask, self.total_q, into=into)
+
+    def update(self) -> None:
+        """Plan again, in the same memory, for what the tensors of lengths hold now."""
+        self._made(self.tensor)
+
+    def parts(self) -> tuple[Any, ...]:
+        """The plan's tensor, and what a call has to agree with."""
+        return self.tensor, self.max_seqlen_q, self.heads, self.kv_heads, self.head_dim, self.mask
+
+    def check(self, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, mask: tuple[bool, int, int]) -> None:
+        """Raises ValueError, naming what differs, unless the plan is for such a call."""
+        for name, mine, wanted in (
+            ("max_seqlen_q", self.max_seqlen_q, max_seqlen_q),
+            ("heads", self.heads, heads),
+            ("kv_heads", self.kv_heads, kv_heads),
+            ("head_dim", self.head_dim, head_dim),
+            ("causal and window_size", self.mask, mask),
+        ):
+            if not require(mine == wanted):
+                raise ValueError(f"plan (scheduler_metadata): made for {name} {mine}, called with {wanted}")
+
+
+def window_of(causal: bool, window_size: Any) -> tuple[int, int]:
+    """The window as (left, right), -1 for no limit; with ``causal`` right is 0. Raises TypeError and ValueError."""
+    if window_size is None or window_size == (-1, -1):
+        return -1, 0 if causal else -1
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+        raise TypeError(f"window_size: {window_size!r}; (left, right) is needed, -1 for no limit")
+    left, right = window_size
+    for n in (left, right):
+        if not isinstance(n, int | torch.SymInt) or isinstance(n, bool):
+            raise TypeError(f"window_size: {window_size!r}; whole numbers are needed")
+        if not (require(n >= -1) and require(n < 2**63)):
+            raise ValueError(f"window_size: {window_size!r}; numbers of at least -1 and below 2**63 are needed")
+    return left, 0 if causal else right
+
+
+def requires_grad(*given: Tensor | None) -> bool:
+    """Whether a gradient of any of these tensors is wanted."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
+
+
+def kind(x: object) -> str:
+    """A tensor's dtype and shape, or what else it is, for errors."""
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

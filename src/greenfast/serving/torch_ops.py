@@ -1,0 +1,238 @@
+"""The serving operators as PyTorch knows them: attention over a paged FP8 cache, its plan, and appending to a cache."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from greenfast.numerics import serving, serving_append
+from greenfast.ops import autograd, torch_ops
+from greenfast.serving import pages as serving_pages
+from greenfast.serving.checks import (
+    check_append,
+    check_append_once,
+    check_attention,
+    check_attention_once,
+    check_out,
+    check_values,
+    checks_values,
+)
+
+_ATTENTION = (
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, "
+    "Tensor k_scale, Tensor v_scale, Tensor? q_scale, Tensor? sinks, Tensor? plan, SymInt max_seqlen_q, bool causal, "
+    "SymInt window_left, SymInt window_right, float softcap, float softmax_scale, ScalarType out_dtype"
+)
+_SCHEMAS = {
+    "paged_attention": f"({_ATTENTION}) -> (Tensor, Tensor)",
+    "paged_attention_out": f"({_ATTENTION}, Tensor(a!) out) -> Tensor",
+    "paged_attention_plan": "(Tensor cu_seqlens_q, Tensor seqused_k, SymInt max_seqlen_q, SymInt heads, "
+    "SymInt kv_heads, int head_dim, bool causal, SymInt window_left, SymInt window_right, SymInt? total_q=None) "
+    "-> Tensor",
+    "token_slots": "(Tensor starts, Tensor? before, Tensor? block_table, Tensor? counted_from, SymInt tokens, "
+    "SymInt max_pages, int page_size) -> (Tensor, Tensor, Tensor, Tensor)",
+    "append_kv": "(Tensor? q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+    "Tensor(c!) k_scale, Tensor(d!) v_scale, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin, "
+    "Tensor? positions, float eps, bool interleaved) -> Tensor",
+}
+
+
+@cache
+def gpu() -> Any:
+    """``greenfast.serving.cuda``, imported for the first CUDA tensor."""
+    return importlib.import_module("greenfast.serving.cuda")
+
+
+def _check_values(args: tuple[Any, ...]) -> None:
+    """The check of lengths and block tables, of tensors that fit, where that is cheap or asked for."""
+    if checks_values(args[0]):
+        check_attention_once(*args[:18])
+        q, k_cache, _, block_table, cu_seqlens_q, seqused_k = args[:6]
+        check_values(q, k_cache, block_table, cu_seqlens_q, seqused_k, args[11])
+
+
+def _attention_cpu(*args: Any) -> tuple[Tensor, Tensor]:
+    _check_values(args)
+    (q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale, q_scale, sinks, plan) = args[:11]
+    _, causal, left, right, softcap, softmax_scale, out_dtype = args[11:]
+    if plan is not None:
+        check_plan(plan, cu_seqlens_q, seqused_k)
+    return serving.paged_attention(
+        q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, k_scale=k_scale, v_scale=v_scale, q_scale=q_scale,
+        sinks=sinks, causal=causal, window=(left, right), softcap=softcap, softmax_scale=softmax_scale,
+        out_dtype=out_dtype,
+    )  # fmt: skip
+
+
+def _attention_cuda(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor]:
+    _check_values(args)
+    found: tuple[Tensor, Tensor] = gpu().paged_attention(*args, lse=lse)
+    return found
+
+
+def _attention_shapes(*args: Any) -> tuple[Tensor, Tensor]:
+    check_attention(*args)
+    q: Tensor = args[0]
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    return torch.empty(q.shape, dtype=args[17], device=q.device), lse
+
+
+def _attention_out_cpu(*args: Any) -> Tensor:
+    check_out(args[18], args[0], args[17])
+    out, lse = _attention_cpu(*args[:18])
+    args[18].copy_(out)
+    return lse
+
+
+def _attention_out_cuda(*args: Any, lse: bool = True) -> Tensor:
+    check_out(args[18], args[0], args[17])
+    return _attention_cuda(*args, lse=lse)[1]
+
+
+def _attention_out_shapes(*args: Any) -> Tensor:
+    check_out(args[18], args[0], args[17])
+    return _attention_shapes(*args[:18])[1]
+
+
+def _plan_cpu(cu_seqlens_q: Tensor, seqused_k: Tensor, *options: Any) -> Tensor:
+    return torch.cat([cu_seqlens_q, seqused_k])
+
+
+def check_plan(plan: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor) -> None:
+    """Raises ValueError unless a plan made on the CPU is of these lengths."""
+    if not torch.equal(plan, torch.cat([cu_seqlens_q, seqused_k])):
+        raise ValueError("plan (scheduler_metadata): it was made for other lengths; call its update() in every step")
+
+
+def _plan_shape(
+    cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, causal: bool,
+    window_left: int, window_right: int, total_q: int | None = None,
+) -> Tensor:  # fmt: skip
+    batch = seqused_k.shape[0]
+    on_gpu = cu_seqlens_q.device.type == "cuda"
+    size = gpu().plan_size(batch, max_seqlen_q, heads, kv_heads, head_dim, total_q) if on_gpu else 2 * batch + 1
+    return cu_seqlens_q.new_empty(size)
+
+
+def _slots_cpu(*args: Any) -> tuple[Tensor, ...]:
+    return serving_pages.token_slots(*args)
+
+
+def _slots_cuda(*args: Any) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = gpu().token_slots(*args)
+    return found
+
+
+def _slots_shapes(
+    starts: Tensor, before: Tensor | None, block_table: Tensor | None, counted_from: Tensor | None, tokens: Any,
+    max_pages: Any, page_size: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    batch = starts.shape[0] - 1
+    of_tokens = [starts.new_empty(tokens, dtype=torch.int64) for _ in range(2)]
+    table = (0, 0) if block_table is not None else (batch, max_pages)
+    return *of_tokens, starts.new_empty(batch), starts.new_empty(table)
+
+
+def _append_cpu(*args: Any) -> Tensor:
+    check_append_once(*args)
+    found: Tensor | None = serving_append.append(*args)
+    return torch.empty(0, dtype=args[1].dtype) if found is None else found
+
+
+def _append_cuda(*args: Any) -> Tensor:
+    found: Tensor = gpu().append_kv(*args)
+    return found
+
+
+def _append_shape(*args: Any) -> Tensor:
+    check_append(*args)
+    q: Tensor | None = args[0]
+    return args[1].new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+def _plan_cuda(*args: Any) -> Tensor:
+    found: Tensor = gpu().plan(*args)
+    return found
+
+
+NO_GRADIENT = "no gradient flows through a quantized cache; greenfast.sdpa has gradients"
+_IMPLEMENTATIONS: dict[str, tuple[Any, Any, Any, str]] = {
+    "paged_attention": (_attention_cpu, _attention_cuda, _attention_shapes, "greenfast.flash_attn"),
+    "paged_attention_out": (_attention_out_cpu, _attention_out_cuda, _attention_out_shapes, "greenfast.flash_attn"),
+    "paged_attention_plan": (_plan_cpu, _plan_cuda, _plan_shape, "greenfast.ServingPlan"),
+    "token_slots": (_slots_cpu, _slots_cuda, _slots_shapes, "greenfast.flash_attn"),
+    "append_kv": (_append_cpu, _append_cuda, _append_shape, "greenfast.append_kv"),
+}
+for _name, (_cpu, _cuda, _shapes, _call) in _IMPLEMENTATIONS.items():
+    torch_ops.LIBRARY.define(_name + _SCHEMAS[_name])
+    torch_ops.LIBRARY.impl(_name, _cpu, "CPU")
+    torch_ops.LIBRARY.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"greenfast::{_name}", _shapes, lib=torch_ops.LIBRARY)
+    autograd.register(torch_ops.LIBRARY, _name, f"{_call}: {NO_GRADIENT}")
+
+_PAGED_ATTENTION = torch.ops.greenfast.paged_attention.default
+_PAGED_ATTENTION_OUT = torch.ops.greenfast.paged_attention_out.default
+_TOKEN_SLOTS = torch.ops.greenfast.token_slots.default
+_APPEND_KV = torch.ops.greenfast.append_kv.default
+PLAN = torch.ops.greenfast.paged_attention_plan.default
+
+
+def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor]:
+    """``torch.ops.greenfast.paged_attention``, without PyTorch's dispatcher where nothing observes the call.
+
+    lse: whether the log-sum-exp is wanted, which is anything otherwise.
+    """
+    if _direct(*args[:11]):
+        return _attention_cuda(*args, lse=lse)
+    found: tuple[Tensor, Tensor] = _PAGED_ATTENTION(*_checked(check_attention_once, args))
+    return found
+
+
+def paged_attention_out(*args: Any, lse: bool = True) -> Tensor:
+    """The same with the output written to the last argument; returns the log-sum-exp."""
+    if _direct(*args[:11], args[18]):
+        return _attention_out_cuda(*args, lse=lse)
+    if not torch.compiler.is_compiling():
+        check_out(args[18], args[0], args[17])
+    found: Tensor = _PAGED_ATTENTION_OUT(*_checked(check_attention_once, args[:18]), args[18])
+    return found
+
+
+def plan(*args: Any, into: Tensor | None = None) -> Tensor:
+    """``torch.ops.greenfast.paged_attention_plan`` in the same way; into: where it is written, if given."""
+    if _direct(*args[:2], into):
+        found: Tensor = gpu().plan(*args, into=into)
+        return found
+    made: Tensor = PLAN(*args)
+    return made if into is None else into.copy_(made)
+
+
+def token_slots(*args: Any) -> tuple[Tensor, ...]:
+    """``torch.ops.greenfast.token_slots`` in the same way; what it returns is ``serving_pages.Slots``."""
+    found: tuple[Tensor, ...] = (_slots_cuda if _direct(*args[:4]) else _TOKEN_SLOTS)(*args)
+    return found
+
+
+def append_kv(*args: Any) -> Tensor:
+    """``torch.ops.greenfast.append_kv`` in the same way as ``paged_attention``."""
+    if _direct(*args[:13]):
+        return _append_cuda(*args)
+    found: Tensor = _APPEND_KV(*_checked(check_append_once, args))
+    return found
+
+
+def _checked(check: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, checked before PyTorch's dispatcher has its say; a graph checks them when it is traced."""
+    if not torch.compiler.is_compiling():
+        check(*args)
+    return args
+
+
+def _direct(*given: Any) -> bool:
+    """Whether nothing observes a call with these tensors, or None in their place."""
+    tensors = [x for x in given if x is not None]
+    return len(tensors) > 0 and isinstance(tensors[0], Tensor) and torch_ops.may_skip_dispatcher(*tensors)

@@ -1,0 +1,295 @@
+"""Hugging Face transformers with attn_implementation="greenfast": a small Llama, and what is left to transformers."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import greenfast
+from greenfast.integrations import transformers as integration
+from greenfast.ops import context_stack
+from greenfast.ops.routing import Routed
+
+library: Any = importlib.import_module("transformers")
+MASK = "attn_mask: the kernels take causal masks only"
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    torch.manual_seed(0)
+    greenfast.register_with_transformers()
+    config = library.LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, pad_token_id=0,
+    )  # fmt: skip
+    return library.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    return torch.randint(1, 256, (2, 100), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: Any, tokens: Tensor, attention: str, **more: Any) -> Tensor:
+    model.set_attn_implementation(attention)
+    with torch.no_grad():
+        found: Tensor = model(tokens, **more).logits.float()
+    return found
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_a_llama_agrees_with_its_sdpa(llama: Any, tokens: Tensor, with_mask: bool, precision: Any) -> None:
+    """A mask of ones counts as no mask: transformers leaves it out."""
+    more = {"attention_mask": torch.ones_like(tokens)} if with_mask else {}
+    routed = greenfast.register_with_transformers(precision, min_length=0)
+    found = logits(llama, tokens, "greenfast", **more)
+    assert (routed.taken, routed.fallen_back) == (LAYERS, {})
+    # Each layer adds attention to its input; attention's error in FP8 is 0.053 (evidence/h200/peers).
+    assert error(found, logits(llama, tokens, "sdpa", **more)) < 0.053
+
+
+def test_heads_that_queries_share_are_not_repeated(llama: Any, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = []
+
+    def sdpa(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
+        heads.append((query.shape[1], key.shape[1], value.shape[1]))
+        out: Tensor = greenfast.sdpa(query, key, value, **more)
+        return out
+
+    monkeypatch.setattr(integration, "sdpa", sdpa)
+    greenfast.register_with_transformers(min_length=0)
+    logits(llama, tokens, "greenfast")
+    assert heads == [(4, 2, 2)] * LAYERS
+
+
+def test_a_padded_batch_is_left_to_transformers(llama: Any, tokens: Tensor) -> None:
+    mask = torch.ones_like(tokens)
+    mask[0, :30] = 0
+    routed = greenfast.register_with_transformers(min_length=0)
+    found = logits(llama, tokens, "greenfast", attention_mask=mask)
+    assert (routed.taken, routed.fallen_back) == (0, {MASK: LAYERS})
+    assert torch.equal(found, logits(llama, tokens, "sdpa", attention_mask=mask))
+
+
+def test_a_window_is_left_to_transformers(tokens: Tensor) -> None:
+    routed = greenfast.register_with_transformers(min_length=0)
+    config = library.MistralConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, sliding_window=101, attn_implementation="greenfast",
+    )  # fmt: skip
+    model = library.MistralForCausalLM(config).to(torch.bfloat16).eval()
+    logits(model, tokens, "greenfast")
+    assert routed.taken == 1, "the window holds the whole prompt"
+    model.config.sliding_window = 50
+    logits(model, tokens, "greenfast")
+    assert (routed.taken, routed.fallen_back) == (1, {MASK: 1})
+
+
+def test_activation_checkpoints_recompute_in_fp8(llama: Any, tokens: Tensor) -> None:
+    routed = greenfast.register_with_transformers(min_length=0)
+    model = copy.deepcopy(llama).train()
+    model.set_attn_implementation("greenfast")
+    model.gradient_checkpointing_enable()
+    model(tokens, labels=tokens).loss.backward()
+    assert routed.taken == 2 * LAYERS
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_takes_the_prompt_and_leaves_decoding(llama: Any, tokens: Tensor, cache: str) -> None:
+    routed = greenfast.register_with_transformers(min_length=16)
+    llama.set_attn_implementation("greenfast")
+    found = llama.generate(
+        tokens, max_new_tokens=8, min_new_tokens=8, do_sample=False, cache_implementation=cache, disable_compile=True
+    )
+    assert found.shape == (2, 108)
+    assert torch.equal(found[:, :100], tokens)
+    assert routed.taken == LAYERS
+    assert routed.fallen_back.total() == 7 * LAYERS
+    reasons = [reason.split(":")[0] for reason in routed.fallen_back]
+    assert reasons == (["query"] if cache == "dynamic" else ["attn_mask", "query"]), "a full cache needs no mask"
+
+
+def test_a_cache_in_fp8_continues_as_the_whole(llama: Any, tokens: Tensor) -> None:
+    """The second part of a prompt has a mask, so transformers computes it, on keys from layers computed in FP8."""
+    routed = greenfast.register_with_transformers(min_length=0)
+    whole = logits(llama, tokens, "sdpa")
+    llama.set_attn_implementation("greenfast")
+    with torch.no_grad():
+        first = llama(tokens[:, :60], use_cache=True)
+        second = llama(tokens[:, 60:], past_key_values=first.past_key_values).logits.float()
+    assert (routed.taken, routed.fallen_back) == (LAYERS, {MASK: LAYERS})
+    assert error(second, whole[:, 60:]) < 0.053
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="transformers makes masks where it cannot tell compiling from exporting"
+)
+def test_compiled(llama: Any, tokens: Tensor) -> None:
+    torch._dynamo.reset()
+    greenfast.register_with_transformers(min_length=0)
+    wanted = logits(llama, tokens, "greenfast")
+    with torch.no_grad():
+        compiled: Any = torch.compile(llama, backend="aot_eager", fullgraph=True)
+        found = compiled(tokens).logits.float()
+    assert error(found, wanted) < 1e-3 < error(logits(llama, tokens, "sdpa"), wanted)
+
+
+class Layer(nn.Module):
+    """The attributes of a layer that transformers passes on."""
+
+    def __init__(self, model_type: str = "llama", **more: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(model_type=model_type)
+        self.num_key_value_groups = 2
+        for name, value in more.items():
+            setattr(self, name, value)
+
+
+def inputs(q_len: int = 20, keys: int = 20) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((2, 4, q_len, 32), (2, 2, keys, 32), (2, 2, keys, 32))
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+
+
+def attend(layer: Layer, tensors: list[Tensor], attention_mask: Tensor | None = None, **more: Any) -> Tensor:
+    """(B, H, S, D), as PyTorch's attention returns it."""
+    found, weights = library.AttentionInterface()["greenfast"](layer, *tensors, attention_mask, **more)
+    assert weights is None
+    assert found.is_contiguous(), "the layer views it as (B, S, H * D)"
+    out: Tensor = found.transpose(1, 2)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("attributes", "sizes", "more", "causal"),
+    [
+        ({}, {}, {}, True),
+        ({"is_causal": True}, {}, {"is_causal": None}, True),
+        ({"is_causal": False}, {}, {}, False),
+        ({"is_causal": False}, {}, {"is_causal": True}, True),
+        ({"is_causal": True}, {}, {"is_causal": False, "scaling": 0.7}, False),
+        ({"is_causal": True}, {"q_len": 1}, {}, False),
+        ({"is_causal": True}, {"keys": 33}, {"scaling": 0.1}, True),
+    ],
+    ids=str,
+)
+def test_the_mask_and_scale_that_the_layer_means(
+    attributes: dict[str, Any], sizes: dict[str, int], more: dict[str, Any], causal: bool
+) -> None:
+    routed = greenfast.register_with_transformers(min_length=0)
+    q, k, v = inputs(**sizes)
+    found = attend(Layer(**attributes), [q, k, v], **more)
+    assert routed.taken == 1
+    keys = q.shape[2] if causal else k.shape[2]  # unfilled keys of a static cache do not count
+    choices: dict[str, Any] = {"is_causal": causal, "scale": more.get("scaling"), "enable_gqa": True}
+    assert torch.equal(found, greenfast.sdpa(q, k[:, :, :keys], v[:, :, :keys], **choices))
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, **choices)
+    assert error(found.float(), exact.float()) < 0.08
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"dropout": 0.1}, "dropout_p"),
+        ({"attention_mask": torch.ones(20, 20).bool().tril()}, "attn_mask"),
+        ({"position_bias": torch.ones(1, 4, 20, 20).bfloat16()}, "position_bias: transformers' own function has it"),
+        ({"cache": object()}, "cache: transformers' own function has it"),
+    ],
+    ids=["dropout", "mask", "position_bias", "cache"],
+)
+def test_what_is_left_to_transformers(more: dict[str, Any], reason: str) -> None:
+    routed = greenfast.register_with_transformers(min_length=0)
+    torch.manual_seed(0)
+    found = attend(Layer(), inputs(), **more)
+    assert routed.taken == 0
+    assert [kept.startswith(reason) for kept in routed.fallen_back] == [True]
+    torch.manual_seed(0)
+    wanted = library.AttentionInterface()["sdpa"](Layer(), *inputs(), **{"attention_mask": None, **more})[0]
+    assert torch.equal(found, wanted.transpose(1, 2))
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "sinks", "indices", "block_indices"])
+def test_attention_with_more_than_products_is_refused(name: str) -> None:
+    routed = greenfast.register_with_transformers(min_length=0)
+    more: dict[str, Any] = {name: 30.0}
+    with pytest.raises(ValueError, match=f"Layer: its attention has `{name}`.*eager"):
+        attend(Layer(), inputs(), **more)
+    more = {name: None}
+    attend(Layer(), inputs(), **more)
+    assert routed.taken == 1
+
+
+def test_nothing_is_left_to_transformers_in_a_context_parallel(llama: Any, tokens: Tensor) -> None:
+    """Its own attention would see the rows of one rank alone."""
+    taken = []
+
+    def of_all_ranks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *more: Any) -> Tensor:
+        if mask is not None:
+            raise NotImplementedError("attn_mask: in a context_parallel")
+        taken.append(more[1])
+        return torch.zeros_like(query)
+
+    context_stack.SCOPES.append(SimpleNamespace(size=2, sdpa=of_all_ranks))
+    try:
+        routed = greenfast.register_with_transformers()  # by whose rules 100 tokens are PyTorch's
+        logits(llama, tokens, "greenfast")
+        assert (routed.taken, taken) == (LAYERS, [True] * LAYERS)
+        padded = torch.ones_like(tokens)
+        padded[1, :10] = 0
+        with pytest.raises(NotImplementedError, match="attn_mask: in a context_parallel"):
+            logits(llama, tokens, "greenfast", attention_mask=padded)
+    finally:
+        context_stack.SCOPES.pop()
+
+
+def test_attention_that_is_causal_by_mistake_is_not() -> None:
+    """Transformers' own "sdpa" believes the layer's attribute, and differs from "eager"."""
+    greenfast.register_with_transformers(min_length=0)
+    layer = type("Phi4MultimodalVisionAttention", (Layer,), {})(is_causal=True)
+    q, k, v = inputs()
+    assert torch.equal(attend(layer, [q, k, v]), greenfast.sdpa(q, k, v, enable_gqa=True))
+
+
+def test_registering_again_replaces(llama: Any, tokens: Tensor) -> None:
+    first = greenfast.register_with_transformers(min_length=0)
+    second = greenfast.register_with_transformers()
+    assert isinstance(second, Routed)
+    logits(llama, tokens, "greenfast")
+    assert first.taken == 0
+    assert first.fallen_back.total() == 0
+    assert second.fallen_back.total() == LAYERS, "100 tokens are fewer than the default takes"
+    assert "fallen_back={'such calls have not been measured" in repr(second)
+
+
+def test_use_routes_an_unchanged_model(llama: Any, tokens: Tensor) -> None:
+    with greenfast.use(min_length=0) as routed:
+        found = logits(llama, tokens, "sdpa")
+    greenfast.register_with_transformers(min_length=0)
+    assert torch.equal(found, logits(llama, tokens, "greenfast"))
+    assert routed.taken == LAYERS
+
+
+def test_an_unknown_precision() -> None:
+    with pytest.raises(ValueError, match="precision: 'fp4'; allowed are 'fp8', 'int8'"):
+        greenfast.register_with_transformers("fp4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("found", [None, SimpleNamespace()], ids=["missing", "old"])
+def test_without_transformers_the_remedy_is_named(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", found)
+    with pytest.raises(ImportError, match=r"4\.56 or later: pip install '\.\[transformers\]' in a clone of greenfast"):
+        greenfast.register_with_transformers()

@@ -1,0 +1,298 @@
+"""Which models of transformers may use greenfast: only models that keep their masks with it."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import greenfast
+from greenfast.integrations import transformers as integration
+from greenfast.ops.routing import explain
+from tests.ops import zoo
+
+library: Any = importlib.import_module("transformers")
+TYPES = sorted(library.models.auto.configuration_auto.CONFIG_MAPPING)
+PARTS = 8  # of the sweep, for several processes
+#: float32 models agree to 1e-6 where the attention is the same; a lost mask changes them by 1e-2 and more.
+SAME = 1e-3
+#: The ratio of the FP8 kernels' error to that of bfloat16 attention, on N(0, 1) inputs (docs/operator.md, Numbers).
+FORMATS = 0.0538 / 0.0037
+INDEPENDENT = 1e-6  # of a change elsewhere, apart from the order of sums
+#: Models that would lose their masks, or be wrong when padded, and some that ask for "sdpa" by name.
+UNFIT = (
+    "bloom", "xglm", "codegen", "bigbird_pegasus", "nllb-moe", "pegasus_x", "gpt_neox_japanese", "led", "mvp", "git",
+    "longformer", "splinter", "mpt", "canine", "mpnet", "rembert", "imagegpt", "falcon", "deepseek_v32",
+)  # fmt: skip
+FIT = ("llama", "bert", "gpt2", "whisper", "gemma3_text", "vit", "t5", "deepseek_v3")
+#: Where transformers' own "sdpa" and "eager" differ; greenfast then agrees with "sdpa", transformers' default.
+AS_SDPA = {
+    "colpali": 'no token_type_ids reach PaliGemma: its prefix attends to all of itself with "sdpa", "eager" is causal',
+    "doge": "before 5.23, no causal mask reaches its attention where there is no padding",
+    "kyutai_speech_to_text": 'before 5.23, "eager" is not causal without a mask',
+    "moshi": 'before 5.23, "eager" is not causal without a mask',
+    "umt5": 'before 5.23, its decoder is not causal under "sdpa"',
+    "blt_global_transformer": 'without the mask that its model gives it, "eager" is not causal',
+}
+REFUSAL = 'attn_implementation="greenfast" is not for this model: '
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """right, refused, refused by transformers, not built, not run, or wrong."""
+
+    status: str
+    detail: str = ""
+    taken: int = 0
+    fp8_error: float = 0.0  # relative (Frobenius), of the first output, against "eager" in float32
+    bf16_error: float = 0.0  # of "sdpa" in bfloat16
+
+
+@contextmanager
+def exact_attention() -> Iterator[None]:
+    """Exact attention, also in float32, in place of FP8 arithmetic, so that only masks and scales can differ."""
+
+    def explained(query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any) -> greenfast.Explanation:
+        return explain(query.bfloat16(), key.bfloat16(), value.bfloat16(), *args, **more)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, precision: str, **more: Any) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(query, key, value, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integration, "explain", explained)
+        patch.setattr(integration, "sdpa", attend)
+        yield
+
+
+def judge(name: str) -> Verdict:
+    """The verdict on a type of model with greenfast, compared with "eager"."""
+    try:
+        configs = list(zoo.variants(zoo.small(library.models.auto.configuration_auto.CONFIG_MAPPING[name])))
+        kind = zoo.model_class(configs[0])
+        with torch.device("meta"):
+            size = sum(p.numel() for p in zoo.build(kind, configs[0], "eager").parameters())
+        if size > zoo.MAX_PARAMETERS:
+            return Verdict("not built", f"{size / 1e6:.0f} million parameters")
+        zoo.build(kind, configs[0], "eager")
+    except Exception as e:
+        return Verdict("not built", repr(e))
+    greenfast.register_with_transformers(min_length=0)
+    try:
+        zoo.build(kind, configs[0], "greenfast")
+    except Exception as e:
+        return Verdict("refused" if REFUSAL in str(e) else "refused by transformers", repr(e))
+    failed = ""
+    for config in configs:
+        eager = zoo.build(kind, config, "sdpa" if name in AS_SDPA else "eager")
+        for given in zoo.inputs(eager):
+            try:
+                wanted, again = zoo.outputs(eager, given), zoo.outputs(eager, given)
+            except Exception as e:  # not what this model takes
+                failed = failed or repr(e)
+                continue
+            if wanted and all(x.isfinite().all() and torch.equal(x, y) for x, y in zip(wanted, again, strict=True)):
+                return compare(kind, config, eager, given, wanted)
+            failed = failed or "no numbers, or random ones"
+    return Verdict("not run", failed)
+
+
+def compare(kind: Any, config: Any, eager: Any, given: dict[str, Tensor], wanted: list[Tensor]) -> Verdict:
+    """In float32 with exact attention, which has to agree, and in bfloat16 with FP8."""
+    routed = greenfast.register_with_transformers(min_length=0)
+    try:
+        with exact_attention():
+            wrong = list(differences(zoo.build(kind, config, "greenfast"), eager, given, wanted))
+    except ValueError as e:
+        if "which attn_implementation=" not in str(e):
+            raise
+        return Verdict("refused", repr(e))
+    taken = routed.taken
+    if wrong or not taken:
+        return Verdict("wrong" if wrong else "right", "; ".join(wrong), taken)
+    rounded = [zoo.build(kind, config, name, torch.bfloat16) for name in ("greenfast", "sdpa")]
+    return Verdict("right", "", taken, *(error(model, given, wanted) for model in rounded))
+
+
+def error(model: Any, given: dict[str, Tensor], wanted: list[Tensor]) -> float:
+    given = {name: x.bfloat16() if x.is_floating_point() else x for name, x in given.items()}
+    found = zoo.outputs(model, given)[0]
+    return float((found - wanted[0]).norm() / wanted[0].norm())
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
+
+
+def differences(mine: Any, eager: Any, given: dict[str, Tensor], wanted: list[Tensor]) -> Iterator[str]:
+    """Differences with greenfast: without padding, padded on either side, and dependence on masked tokens."""
+    found = zoo.outputs(mine, given)
+    yield from (f"output {i} differs by {e:.1e}" for i, e in enumerate(map(difference, found, wanted)) if not e < SAME)
+    parameters = inspect.signature(type(eager).forward).parameters
+    name = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
+    if name not in given or wanted[0].shape[:2] != given[name].shape:
+        return
+    if "input_ids" in given and "attention_mask" in parameters:
+        for side, padded in (("left", slice(0, 7)), ("right", slice(-7, None))):
+            mask = torch.ones_like(given["input_ids"])
+            mask[0, padded] = 0
+            rows = mask.bool() if name == "input_ids" else torch.ones_like(mask).bool()
+            with_mask = {**given, "attention_mask": mask}
+            tokens = torch.where(mask.bool(), given["input_ids"], other(given["input_ids"]))
+            changed = {**with_mask, "input_ids": tokens}
+            try:
+                right, right_changed = (zoo.outputs(eager, x)[0][rows] for x in (with_mask, changed))
+            except Exception:  # it takes no such mask
+                return
+            left, left_changed = (zoo.outputs(mine, x)[0][rows] for x in (with_mask, changed))
+            if not difference(left, right) < SAME:
+                yield f"padded on the {side}: differs by {difference(left, right):.1e}"
+            if difference(right_changed, right) < INDEPENDENT <= (leak := difference(left_changed, left)):
+                yield f"padded on the {side}: depends on a padded token, {leak:.1e}"
+    if name == "input_ids" and "past_key_values" in parameters:
+        yield from chunks_differ(mine, eager, given)
+    changed = {**given, name: torch.cat((given[name][:, :-1], other(given[name][:, -1:])), dim=1)}
+    after, before = (zoo.outputs(model, changed)[0][:, :-1] for model in (mine, eager))
+    if difference(before, wanted[0][:, :-1]) < INDEPENDENT <= (leak := difference(after, found[0][:, :-1])):
+        yield f"depends on a later token, {leak:.1e}"
+
+
+def chunks_differ(mine: Any, eager: Any, given: dict[str, Tensor]) -> Iterator[str]:
+    """A prompt in two parts and a token after it, with the cache that the model makes."""
+
+    def in_chunks(model: Any) -> list[Tensor]:
+        cache, found = None, []
+        for part in (slice(0, 10), slice(10, 19), slice(19, 20)):
+            with torch.no_grad():
+                out = model(**{name: x[:, part] for name, x in given.items()}, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            found.append(out[0])
+        return found
+
+    try:
+        wanted = in_chunks(eager)
+    except Exception:  # it has no such cache
+        return
+    for i, (a, b) in enumerate(zip(in_chunks(mine), wanted, strict=True)):
+        if not difference(a, b) < SAME:
+            yield f"chunk {i} differs by {difference(a, b):.1e}"
+
+
+def other(tokens: Tensor) -> Tensor:
+    return 5 + (tokens + 2) % 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_model_that_can_be_built_small(part: int, capsys: pytest.CaptureFixture[str]) -> None:
+    verdicts = {name: judge(name) for name in TYPES[part::PARTS]}
+    with capsys.disabled():
+        print()
+        for name, v in verdicts.items():
+            print(f"{name:32} {v.status:24} {v.taken:3} {v.fp8_error:.3f} {v.bf16_error:.4f} {v.detail[:160]}")
+        print(Counter(v.status for v in verdicts.values()))
+    assert {name: v.detail for name, v in verdicts.items() if v.status == "wrong"} == {}
+    assert {name: v for name, v in verdicts.items() if v.fp8_error > FORMATS * v.bf16_error} == {}
+    assert sum(v.status == "right" and v.taken > 0 for v in verdicts.values()) >= len(verdicts) // 5
+
+
+@pytest.mark.parametrize("name", FIT)
+def test_models_that_are_right(name: str) -> None:
+    found = judge(name)
+    assert (found.status, found.detail) == ("right", "")
+    assert (found.taken > 0) == (name != "t5"), "which adds a bias to its scores"
+    assert found.fp8_error <= FORMATS * found.bf16_error
+
+
+def made(name: str, attention: Any) -> Any:
+    config = zoo.small(library.models.auto.configuration_auto.CONFIG_MAPPING[name])
+    return zoo.build(zoo.model_class(config), config, attention)
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_models_that_would_lose_their_masks_are_refused(name: str) -> None:
+    """When they are made, when they are given the name, and, if it is set in the config directly, when they run."""
+    greenfast.register_with_transformers(min_length=0)
+    with pytest.raises(ValueError, match=REFUSAL):
+        made(name, "greenfast")
+    model = made(name, "eager")
+    given, wanted = first_that_runs(model)
+    if model._can_set_attn_implementation():
+        with pytest.raises(ValueError, match=REFUSAL):
+            model.set_attn_implementation("greenfast")
+    else:
+        model.set_attn_implementation("greenfast")  # transformers warns, and leaves it
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(zoo.outputs(model, given)[0], wanted[0])
+    model.config._attn_implementation = "greenfast"
+    refused = ""
+    try:
+        found = zoo.outputs(model, given)
+    except ValueError as e:
+        refused = str(e)
+    assert REFUSAL in refused or difference(found[0], wanted[0]) < SAME, "the latter where it makes its masks itself"
+
+
+def first_that_runs(model: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
+    failed: Exception | None = None
+    for given in zoo.inputs(model):
+        try:
+            return given, zoo.outputs(model, given)
+        except Exception as e:  # not what this model takes
+            failed = e
+    raise AssertionError(f"nothing runs: {failed!r}")
+
+
+def test_a_model_is_refused_for_one_of_its_parts() -> None:
+    greenfast.register_with_transformers(min_length=0)
+    auto = library.models.auto.configuration_auto.CONFIG_MAPPING
+    parts = {"encoder": zoo.small(auto["bert"]).to_dict(), "decoder": zoo.small(auto["rembert"]).to_dict()}
+    config = library.EncoderDecoderConfig(**copy.deepcopy(parts))
+    config._attn_implementation = "greenfast"
+    with pytest.raises(ValueError, match=f"RemBertForCausalLM: {REFUSAL}it does not.*Parts of a model may differ"):
+        library.EncoderDecoderModel(config)
+    config = library.EncoderDecoderConfig(**copy.deepcopy(parts))
+    config._attn_implementation = {"encoder": "greenfast", "decoder": "eager"}
+    model = library.EncoderDecoderModel(config)
+    assert model.encoder.config._attn_implementation == "greenfast"
+    model.set_attn_implementation("greenfast")
+    assert model.decoder.config._attn_implementation == "eager", "transformers warns, and leaves it"
+
+
+class CustomModel(library.PreTrainedModel):  # type: ignore[misc]
+    """A model from outside transformers, with custom attention."""
+
+    config_class = library.LlamaConfig
+
+
+def test_models_from_elsewhere_are_refused_unless_they_support_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    greenfast.register_with_transformers()
+    config = library.LlamaConfig(attn_implementation="greenfast")
+    with pytest.raises(ValueError, match=f"CustomModel: {REFUSAL}"):
+        CustomModel(config)
+    supporting = type("Supporting", (CustomModel,), {"_supports_sdpa": True, "__module__": __name__})
+    supporting(library.LlamaConfig(attn_implementation="greenfast"))
+    monkeypatch.setattr(library.PreTrainedModel, "get_correct_attn_implementation", None)
+    with pytest.raises(ImportError, match=r"has no PreTrainedModel\.get_correct_attn_implementation"):
+        greenfast.register_with_transformers()
+
+
+def test_registering_in_many_threads_wraps_transformers_once() -> None:
+    library_class = library.PreTrainedModel
+    threads = [threading.Thread(target=greenfast.register_with_transformers) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wrapped = library_class.get_correct_attn_implementation
+    assert wrapped.is_greenfast
+    assert not hasattr(wrapped.__wrapped__, "is_greenfast")
